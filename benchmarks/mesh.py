@@ -36,7 +36,7 @@ from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan
 from paceline.lab.ranks.memory import Traffic
 from paceline.rank.guard import Guard
-from paceline.rank.world import on_mesh
+from paceline.rank.world import create_mesh_groups
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.train.parallelism import ParallelConfig, parallelize_model
 from paceline.train.step import TaskSteps
@@ -143,7 +143,7 @@ def pipeline_by_hand(model: Model, words: Tensor) -> Side:
 def ours(model: Model, words: Tensor, mesh: str, base: World) -> tuple[Side, Strategy, list[str]]:
     """As `paceline train --mesh` prepares and takes a step."""
 
-    world = on_mesh(base, mesh_of(mesh, RANKS))
+    world = create_mesh_groups(base, mesh_of(mesh, RANKS))
 
     def losses(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")

@@ -331,7 +331,7 @@ def _raise_agents(nursery: _Source) -> None:
     def begin(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more) -> None:
         words = [*map(str, args)] if isinstance(args, (list, tuple)) else []
         agent = AGENT in words[:4]
-        ours = agent or '"preload"' in (env or {}).get("PACELINE_BIRTH", "")
+        ours = agent or '"preload"' in (env or {}).get("PACELINE_WORKER", "")
         if not ours or words[0] != sys.executable or preexec_fn is not None or _only_new(env or {}):
             return start(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
         self._source, self._call = 1, ("", words[1:], agent)

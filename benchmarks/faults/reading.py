@@ -27,11 +27,11 @@ RANKS = r"ranks? (?P<ranks>\d+(?:(?:, | and |-)\d+)*)"
 RELAYED = re.compile(r"^\[rank \d+\] ")  # a rank's own output
 KIND = r"^(?P<kind>STALL|DIED|LEFT|MISMATCH|DEADLOCK|NETWORK)\b"  # the judge's headlines
 GUILTY = re.compile(rf"{KIND}.*GUILTY: {RANKS}")
-NOBODY = re.compile(rf"{KIND}.*Nobody can be blamed")
+NOBODY = re.compile(rf"{KIND}.*No rank identified as the cause")
 TIE = re.compile(r"^RANKS DISAGREE: ")
 FAILED = re.compile(rf"^(?:{RANKS}|all (?P<all>\d+) ranks) \([^)]*\) failed: ")
 LEFT = re.compile(rf"^{RANKS} \([^)]*\) had already ended, with code 0")
-LOST = re.compile(rf"^with it {RANKS};")
+LOST = re.compile(rf"^it ran {RANKS};")
 # where several hosts take part here, node n holds rank n
 LOST_NODE = re.compile(r"(?:has lost node|^node) (?P<ranks>\d+) \([^)]*\)(?:: it has| is lost)")
 SLOW = re.compile(rf"{RANKS}\b.* is slow")

@@ -27,9 +27,9 @@ from paceline.protocol.facts import OWN_GENERATORS, Pass, ScriptFacts
 from paceline.rank.check import length_of, padded_more
 from paceline.rank.check.loaders import (
     SETTERS,
-    Cut,
     Generators,
     LoaderWatch,
+    TruncatedSampler,
     divided_by_world,
     seen_loader,
     watch_setters,
@@ -48,15 +48,15 @@ class Stream(IterableDataset[int]):
 
 def test_a_cut_epoch_has_its_first_batches_and_its_last_and_knows_all_indices() -> None:
     seen = Pass()
-    drawn = [*Cut(iter([[0, 1], [2, 3], [4, 5], [6]]), 4, 2, seen)]
+    drawn = [*TruncatedSampler(iter([[0, 1], [2, 3], [4, 5], [6]]), 4, 2, seen)]
     assert drawn == [[0, 1], [6]]
     assert seen.indices == [*range(7)]
     assert seen.drawn == 7
 
 
 def test_a_sampler_that_ends_early_ends_the_epoch() -> None:
-    assert [*Cut(iter([[0], [1]]), 5, 3, Pass())] == [[0], [1]]
-    assert [*Cut(iter([[0], [1], [2]]), 5, 3, Pass())] == [[0], [1], [2]]
+    assert [*TruncatedSampler(iter([[0], [1]]), 5, 3, Pass())] == [[0], [1]]
+    assert [*TruncatedSampler(iter([[0], [1], [2]]), 5, 3, Pass())] == [[0], [1], [2]]
 
 
 class Counting:
@@ -82,7 +82,7 @@ def test_a_sampler_is_drawn_to_its_end_however_few_batches_are_loaded(kept: int,
     """Its length may be more or less than what it gives."""
     sampler, passes = Counting(10), [Pass() for _ in range(3)]
     for number, seen in enumerate(passes):
-        drawn = [*Cut(iter(sampler), batches, min(kept, batches), seen)]
+        drawn = [*TruncatedSampler(iter(sampler), batches, min(kept, batches), seen)]
         assert len(drawn) == kept and drawn[-1] == [number * 1000 + 9]
     assert sampler.epoch == 3
     assert [(seen.drawn, seen.cut_off, seen.indices[0]) for seen in passes] == [(10, False, 1000 * n) for n in range(3)]
@@ -90,7 +90,7 @@ def test_a_sampler_is_drawn_to_its_end_however_few_batches_are_loaded(kept: int,
 
 def test_who_leaves_its_loop_has_drawn_no_more_than_it_took() -> None:
     sampler = Counting(10)
-    cut = Cut(iter(sampler), 10, 4, Pass())
+    cut = TruncatedSampler(iter(sampler), 10, 4, Pass())
     for _ in range(3):
         next(cut)
     assert (sampler.drawn, sampler.epoch) == (3, 0)
@@ -98,7 +98,7 @@ def test_who_leaves_its_loop_has_drawn_no_more_than_it_took() -> None:
 
 def test_an_endless_sampler_is_drawn_as_long_again_and_then_nothing_is_known_of_its_end() -> None:
     seen, drawn = Pass(), Counting(1 << 60)
-    assert len([*Cut(iter(drawn), 30, 24, seen)]) == 24
+    assert len([*TruncatedSampler(iter(drawn), 30, 24, seen)]) == 24
     assert seen.cut_off and drawn.drawn <= 62
     assert (seen.drawn, seen.indices) == (30, [*range(30)]), "what is beyond its length is no part of the epoch"
 
@@ -108,17 +108,17 @@ def test_a_sampler_that_cannot_be_drawn_beyond_its_length_fails_nobody() -> None
         yield [0]
         raise ValueError("no more")
 
-    assert [*Cut(draws(), 1, 1, seen := Pass())] == [[0]] and seen.cut_off
+    assert [*TruncatedSampler(draws(), 1, 1, seen := Pass())] == [[0]] and seen.cut_off
 
 
 def test_a_slow_sampler_takes_a_bounded_time_unless_ranks_meet_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     meets = False
     monkeypatch.setattr("paceline.rank.check.loaders._calls_since", lambda began_ns: meets)
     slow = Counting(400, seconds=0.005)
-    assert len([*Cut(iter(slow), 400, 24, seen := Pass(), 0.05)]) == 24
+    assert len([*TruncatedSampler(iter(slow), 400, 24, seen := Pass(), 0.05)]) == 24
     assert seen.cut_off and slow.drawn < 100 and slow.epoch == 0
     meets = True
-    assert len([*Cut(iter(slow), 400, 24, seen := Pass(), 0.05)]) == 24
+    assert len([*TruncatedSampler(iter(slow), 400, 24, seen := Pass(), 0.05)]) == 24
     assert not seen.cut_off and slow.epoch == 1
 
 

@@ -17,7 +17,7 @@ from paceline.checkpoint.snapshots import SnapshotWriter, inherited
 from paceline.checkpoint.state import TensorShard
 from paceline.config.settings import CheckpointConfig, TrainConfig
 from paceline.errors import PacelineError
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 from paceline.rank.world import World
 from paceline.runs.writing import write_new
 from paceline.train.run import _origin
@@ -107,7 +107,7 @@ def remembered(rank: int, size: int, root: Path) -> dict[str, Any]:
         names = [root / f"memory-{local_rank}-{turn}" for turn in range(2)]
         first, second = (os.open(name, os.O_RDWR | os.O_CREAT, 0o600) for name in names)
         pairs.append((first, second))
-    WorkerBirth._here = WorkerBirth(os.getpid(), snapshots=tuple(pairs))
+    WorkerSpec._here = WorkerSpec(os.getpid(), snapshots=tuple(pairs))
     found: dict[str, Any] = {"nothing": told_by(snapshot_only(world))}
     writer = SnapshotWriter(inherited()[rank], rank, size, 0, spared=None)
     for step in (5, 6):
@@ -121,7 +121,7 @@ def remembered(rank: int, size: int, root: Path) -> dict[str, Any]:
     first_start = RunLocation(root / "older", attempt=1, generation=0, attempt_dir=None, definition={"seed": 0})
     found["no restart"] = told_by(_origin(config, first_start, world))
     if rank == size - 1:  # is another process's file after all
-        WorkerBirth._here = None
+        WorkerSpec._here = None
     found["unequal"] = told_by(snapshot_only(world)) if size > 1 else None
     return found
 
@@ -130,7 +130,7 @@ def hosts_memory(rank: int, size: int) -> tuple[Any, ...]:
     """Each rank is a host. Only the last one has step 6, and the first one nothing. Returns the state of each."""
     world = World(rank, size, 0, 1, torch.device("cpu"), "gloo")
     files = os.memfd_create("first"), os.memfd_create("second")
-    WorkerBirth._here = WorkerBirth(os.getpid(), snapshots=(files,))
+    WorkerSpec._here = WorkerSpec(os.getpid(), snapshots=(files,))
     nothing = told_by(snapshot_only(world))
     writer = SnapshotWriter(files, 0, 1, 0, spared=None)
     for step in (5, 6)[: size if rank == size - 1 else rank]:

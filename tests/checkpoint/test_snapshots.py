@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.checkpoint.shards import ShardFiles
 from paceline.checkpoint.snapshots import Pair, SnapshotWriter, inherited, newest
 from paceline.checkpoint.state import TensorShard
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 
 pytestmark = pytest.mark.sample(2)
 
@@ -32,7 +32,7 @@ def make_files(monkeypatch: pytest.MonkeyPatch) -> Generator[MakeFiles]:
     def make(ranks: int) -> list[Pair]:
         pairs = [(os.memfd_create("first"), os.memfd_create("second")) for _ in range(ranks)]
         made.extend(fd for pair in pairs for fd in pair)
-        monkeypatch.setattr(WorkerBirth, "_here", WorkerBirth(os.getpid(), snapshots=tuple(pairs)))
+        monkeypatch.setattr(WorkerSpec, "_here", WorkerSpec(os.getpid(), snapshots=tuple(pairs)))
         assert inherited() == pairs
         return pairs
 
@@ -138,7 +138,7 @@ WRITER = """
 import sys, torch
 from paceline.checkpoint.snapshots import SnapshotWriter
 from paceline.checkpoint.state import TensorShard
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 first, second, step = map(int, sys.argv[1:])
 writer = SnapshotWriter((first, second), 0, 1, 0, spared=None)
 while True:
@@ -257,7 +257,7 @@ def test_without_memory_for_it_the_snapshot_before_stays(make_files: MakeFiles) 
 import sys, torch, resource
 from paceline.checkpoint.snapshots import SnapshotWriter
 from paceline.checkpoint.state import TensorShard
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 first, second = map(int, sys.argv[1:])
 writer = SnapshotWriter((first, second), 0, 1, 1, spared=first)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

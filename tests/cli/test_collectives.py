@@ -31,4 +31,4 @@ def test_an_unchanged_script_shares_memory_and_a_missing_rank_is_named(paceline,
     line = SCRIPT[: SCRIPT.index("# HERE")].count("\n") + 1
     assert "GUILTY: rank 1" in said and "rank 1 did not enter all_reduce #13 'gradients' [20] float32" in said, said
     assert f"rank 0 waits in it, called from script.py:{line} in <module>" in said, said
-    assert "freed by the hang guard" in said, said
+    assert "unblocked by the hang guard" in said, said

@@ -13,13 +13,13 @@ from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm
 from tests.cluster.ssh import SshHosts
 
-from paceline.rank.environment import understood
+from paceline.rank.environment import translate_to_torchrun
 
 MEETS = """
 import os, sys
 os.environ["GLOO_SOCKET_IFNAME"] = "eth0" if os.uname().nodename in ("n1", "n2", "n3", "n4") else "lo"
-from paceline.rank.attach import tell
-from paceline.rank.attach import leave
+from paceline.rank.attach import report_error
+from paceline.rank.attach import exit_worker
 from paceline.rank.world import World, joined
 try:
     world = World.from_env(device="cpu")
@@ -30,8 +30,8 @@ try:
         line = f"rank {world.rank} of {world.size}, {world.local_rank} of {world.local_size}, sum {total.item():g}"
         sys.stdout.write(line + "\\n")
 except Exception as error:
-    leave(tell(error))
-leave(0)
+    exit_worker(report_error(error))
+exit_worker(0)
 """
 FOUR = [f"rank {rank} of 4, {rank % 2} of 2, sum 6" for rank in range(4)]
 
@@ -66,7 +66,7 @@ def environments(slurm: Slurm, folder: Path, *options: str) -> list[dict[str, st
 
 
 def test_uneven_tasks_are_counted_on_their_own_node(slurm: Slurm, tmp_path: Path) -> None:
-    worlds = [understood(env) for env in environments(slurm, tmp_path, "-N2", "-n3", "-m", "block")]
+    worlds = [translate_to_torchrun(env) for env in environments(slurm, tmp_path, "-N2", "-n3", "-m", "block")]
     assert [world["RANK"] for world in worlds] == ["0", "1", "2"]
     assert sorted(world["LOCAL_WORLD_SIZE"] for world in worlds) == ["1", "2", "2"]
     assert len({(world["MASTER_ADDR"], world["MASTER_PORT"]) for world in worlds}) == 1
@@ -84,7 +84,7 @@ def test_the_shell_of_a_batch_job_is_no_rank(slurm: Slurm, tmp_path: Path) -> No
     assert slurm.wait(job.stdout.strip()) == "COMPLETED"
     text = (tmp_path / "env-0").read_text()
     env = dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
-    assert env["SLURM_NTASKS"] == "4" and understood(env) == {}
+    assert env["SLURM_NTASKS"] == "4" and translate_to_torchrun(env) == {}
 
 
 MPIRUN = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -19,10 +19,10 @@ SCRIPT = """
 import os, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-rank, folder = dist.get_rank(), Path(WorkerBirth.here().attempt_dir)
+rank, folder = dist.get_rank(), Path(WorkerSpec.here().attempt_dir)
 for step in range(2000):
     if step == 20:
         (folder / f"running-{rank}").touch()

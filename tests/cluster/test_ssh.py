@@ -269,16 +269,16 @@ def test_our_agents_commands_typed_on_two_hosts_are_one_run(lab: Lab, tmp_path: 
 
 
 STEPS = """
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 from paceline.protocol.status_page import StatusPage
-birth = WorkerBirth.here()
-box = StatusPage.inherited(birth.box)
-(here / f"ready-{birth.generation}-{rank}-on-{host}").touch()
+spec = WorkerSpec.here()
+box = StatusPage.inherited(spec.box)
+(here / f"ready-{spec.generation}-{rank}-on-{host}").touch()
 while not (here / "enough").exists():
     box.set_step(1)
     if rank == 0 and box.asked("regroups"):
-        (here / f"saved-{birth.generation}").touch()
-    if (here / f"saved-{birth.generation}").exists():
+        (here / f"saved-{spec.generation}").touch()
+    if (here / f"saved-{spec.generation}").exists():
         sys.exit(75)
     time.sleep(0.05)
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.rank.guard_ranks import TORCH, Rank, ranks, wait
 
-from paceline.guard.detectors import ranks_to_unblock, waits
+from paceline.guard.detectors import is_waiting, ranks_to_unblock
 from paceline.guard.judge import judge
 from paceline.protocol import status_page
 from paceline.protocol.evidence import Evidence, VerdictKind
@@ -126,7 +126,7 @@ def test_a_stopped_rank_is_found_by_the_judge_and_the_waiting_one_is_freed(tmp_p
         frozen = [op for op in status_page.read_ring(stopped.box) if op.group == "shared"]
         assert [(op.seq, op.done) for op in frozen] == [(1, True)]
         evidence = [answer, Evidence(1, "h", 2, state="T", ops=tuple(frozen))]
-        assert waits(evidence[0])
+        assert is_waiting(evidence[0])
         verdict = judge(evidence)
         assert (verdict.kind, verdict.guilty) == (VerdictKind.STOPPED, (1,))
         assert ranks_to_unblock(verdict, evidence) == (0,)

@@ -30,7 +30,7 @@ if rank == 0:
     tensor.tolist()
     (folder / "freed").touch()
     try:
-        Guard.of_process().check_freed()
+        Guard.of_process().check_unblocked()
     except Exception as error:
         (folder / "error").write_text(type(error).__name__)
 time.sleep(60)

@@ -98,7 +98,7 @@ def test_a_freed_rank_believes_nothing_that_it_has_read(world: World, monkeypatc
     def freed(guard: Guard) -> None:
         raise StallError("freed")
 
-    monkeypatch.setattr(Guard, "check_freed", freed)
+    monkeypatch.setattr(Guard, "check_unblocked", freed)
     monkeypatch.setattr("paceline.stepping.totals.StepTotals.take", lambda self, totals: heard.append("totals"))
     with on_the_cpu(), pytest.raises(StallError):
         TaskSteps(replica, good, max_norm=1.0).take(step)
@@ -123,8 +123,8 @@ def test_the_next_batches_are_begun_while_the_device_is_busy_with_the_step(
     (step,), said, ahead = batches(world, 2), list[str](), Prefetch()
     replica = made("exact", world, 2)
     ahead.more = lambda: said.append("begin")
-    freed, start = Guard.check_freed, totals.start_totals
-    monkeypatch.setattr(Guard, "check_freed", lambda self: (said.append("read"), freed(self)))
+    freed, start = Guard.check_unblocked, totals.start_totals
+    monkeypatch.setattr(Guard, "check_unblocked", lambda self: (said.append("read"), freed(self)))
     monkeypatch.setattr(totals, "start_totals", lambda *args: (said.append("last backward"), start(*args))[1])
     replica.optimizer.register_step_pre_hook(lambda *_: said.append("update"))
     for around, wanted in (

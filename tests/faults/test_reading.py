@@ -37,13 +37,13 @@ def paceline(text: str, code: int | None = 1, verdict: Verdict | None = None, pa
     [
         (STALL, 3, Fate.BEHIND, (1,)),
         ("MISMATCH at step 7 (world 3). GUILTY: ranks 1, 2 (vm, pids 4, 5)", 4, Fate.MISMATCH, (1, 2)),
-        ("NETWORK after 5.1 s (world 4). Nobody can be blamed", 3, Fate.NETWORK, ()),
+        ("NETWORK after 5.1 s (world 4). No rank identified as the cause", 3, Fate.NETWORK, ()),
         ("rank 1 (vm, pid 31585) failed: killed by SIGKILL", 137, Fate.DIED, (1,)),
         ("ranks 0, 2 (a, b) failed: exit code 1", 1, Fate.DIED, (0, 2)),
         ("all 3 ranks (vm) failed: exit code 1", 1, Fate.DIED, (0, 1, 2)),
         ("rank 1 (vm, pid 4) had already ended, with code 0, while others ran\nso the others lost it:\n"
          "rank 2 (vm, pid 5) failed: exit code 1", 1, Fate.LEFT, (1,)),
-        ("n3 is lost: it has not been heard of\nwith it rank 1; output of the ranks: x", 1, Fate.LOST, (1,)),
+        ("n3 is lost: it has not been heard of\nit ran rank 1; output of the ranks: x", 1, Fate.LOST, (1,)),
         ("[n3] node 1 (n3) has lost node 0 (n2): it has not been heard of for 15 s", 1, Fate.LOST, (0,)),
         ("node 0 (n2) is lost, its ssh session has ended", 1, Fate.LOST, (0,)),
         ("node 0 (n2) waits for 1 more at port 25222", 0, Fate.QUIET, ()),

@@ -14,8 +14,8 @@ from paceline.guard.deaths import (
     VICTIM_SECONDS,
     RankEnd,
     due_seconds,
-    end_of,
     first_to_fail,
+    rank_end,
 )
 from paceline.guard.judge import judge, judge_samples
 from paceline.protocol.evidence import Evidence, Failure, Sample
@@ -59,7 +59,7 @@ def test_guilty_rank_is_named(name: str) -> None:
 
 def test_early_end_leaves_the_first_victim() -> None:
     primary = first_to_fail([victim(2, 1.2), ended(1, 0, 1.0), victim(0, 1.1)])
-    assert primary is not None and primary.rank == 0 and end_of(primary) is RankEnd.VICTIM
+    assert primary is not None and primary.rank == 0 and rank_end(primary) is RankEnd.VICTIM
 
 
 def test_nobody_failed() -> None:
@@ -68,25 +68,19 @@ def test_nobody_failed() -> None:
 
 
 def test_exit_codes() -> None:
-    assert ended(0, -9).exit_code == 137
-    assert ended(0, 3).exit_code == 3
-    assert ended(0, -6, failure=record(0, 1.0, code=2)).exit_code == 2  # what it meant, not how its teardown crashed
+    crashed = ended(0, -6, failure=record(0, 1.0, code=2))  # the record counts, not the crash of the teardown
+    assert (ended(0, -9).exit_code, ended(0, 3).exit_code, crashed.exit_code) == (137, 3, 2)
 
 
-def test_a_victim_is_waited_on_and_a_culprit_only_settles() -> None:
+def test_when_a_verdict_is_due() -> None:
     running = ended(2, None)
     assert due_seconds([victim(0, 10.0), running]) == 10.0 + VICTIM_SECONDS
     culprit = ended(1, None, failure=record(1, 9.0))
     assert due_seconds([victim(0, 10.0), culprit, running]) == 10.0 + SETTLE_SECONDS
     assert due_seconds([ended(1, 3, 12.0), victim(0, 10.0), running]) == 12.0 + SETTLE_SECONDS
-
-
-def test_no_waiting_when_nobody_runs_any_more() -> None:
-    assert due_seconds([victim(0, 10.0), ended(1, 0, 1.0)]) == 10.0
-
-
-def test_a_clean_up_that_never_ends_is_given_up() -> None:
-    assert due_seconds([ended(0, None, failure=record(0, 5.0)), ended(1, None)]) == 5.0 + CLEANUP_SECONDS
+    assert due_seconds([victim(0, 10.0), ended(1, 0, 1.0)]) == 10.0  # no rank runs
+    cleans_up = ended(0, None, failure=record(0, 5.0))
+    assert due_seconds([cleans_up, running]) == 5.0 + CLEANUP_SECONDS
 
 
 times = st.floats(0, 100)
@@ -113,7 +107,7 @@ def test_the_choice_is_the_best_kind_then_the_oldest_in_any_order(world: list[Sa
         return
     assert primary in failed
     for other in failed:
-        assert (end_of(primary), primary.failed_at_seconds) <= (end_of(other), other.failed_at_seconds)
+        assert (rank_end(primary), primary.failed_at_seconds) <= (rank_end(other), other.failed_at_seconds)
     random.shuffle(world)
     assert first_to_fail(world) == primary
 
@@ -122,7 +116,7 @@ def test_the_choice_is_the_best_kind_then_the_oldest_in_any_order(world: list[Sa
 def test_more_victims_never_take_the_blame(world: list[Sample]) -> None:
     primary = first_to_fail(world)
     crowd = [*world, *(victim(rank, -1.0) for rank in (90, 91))]
-    if primary is not None and end_of(primary) is not RankEnd.VICTIM:
+    if primary is not None and rank_end(primary) is not RankEnd.VICTIM:
         assert first_to_fail(crowd) == primary
 
 
@@ -138,7 +132,7 @@ def test_a_failure_is_always_told_some_time(world: list[Sample]) -> None:
 def test_the_judge_of_hangs_names_the_same_rank_where_samples_are_all_it_has(world: list[Sample]) -> None:
     verdict, first = judge([Evidence.of(one) for one in world]), first_to_fail(world)
     assert verdict.failed == judge_samples(world).failed == (None if first is None else first.rank)
-    if first is not None and end_of(first).by_itself:
+    if first is not None and rank_end(first).is_primary:
         assert verdict.guilty[:1] == (first.rank,)
 
 
@@ -154,5 +148,5 @@ def test_what_travels_is_ages() -> None:
     sample = ended(1, 1, 70.0, failure=record(1, 60.0))
     sent = sample.turned(100.0)
     assert (sent.ended_seconds, sent.failed_at_seconds) == (30.0, 40.0)
-    assert sent.turned(1000.0).ended_seconds == 970.0, "by the clock of whoever gets it"
+    assert sent.turned(1000.0).ended_seconds == 970.0  # by the receiver's clock
     assert ended(1, None).turned(100.0).ended_seconds == 0.0

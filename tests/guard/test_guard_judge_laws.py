@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from tests.guard.judge_world import FAIR, STRUCTURAL, SUDDEN, Case, make_case, outcome
 
 from paceline.guard.judge import judge
-from paceline.guard.report import MAX_COLUMNS, MAX_LINES, failure_page, page
+from paceline.guard.report import MAX_COLUMNS, MAX_LINES, format_failure, format_verdict
 from paceline.protocol.evidence import Evidence, Phase, Verdict
 
 CASES = 2000
@@ -96,12 +96,12 @@ def test_any_evidence_gives_a_verdict_and_a_page_that_fits_on_the_screen() -> No
         draw = Random(case.seed)
         evidence = [damaged(one, draw) for one in case.evidence if draw.random() < 0.95]
         verdict = judge(evidence)
-        lines = page(verdict, evidence, waited_seconds=1.0, folder="f", run="r").split("\n")
+        lines = format_verdict(verdict, evidence, waited_seconds=1.0, folder="f", run="r").split("\n")
         assert len(lines) <= MAX_LINES
         assert all(len(line) <= MAX_COLUMNS and line.isprintable() for line in lines), lines
         assert not (verdict.guilty and verdict.tie)
         if verdict.failed is not None:
-            assert failure_page(verdict, evidence, oom_kills=0, attempt_dir="a")
+            assert format_failure(verdict, evidence, oom_kills=0, attempt_dir="a")
         assert set(verdict.guilty) <= {one.rank for one in evidence}
 
 

@@ -11,7 +11,7 @@ from paceline.guard.collect import IdleClock
 from paceline.guard.detectors import sample_seconds
 from paceline.protocol.evidence import Phase, Sample
 from paceline.protocol.job import Windows
-from paceline.protocol.status_page import BOX_BYTES, StatusPage, make_status_page
+from paceline.protocol.status_page import PAGE_BYTES, StatusPage, make_status_page
 
 
 @pytest.fixture
@@ -63,13 +63,13 @@ def test_a_sample_says_what_the_worker_says(box: int, worker: StatusPage) -> Non
     worker.enter(Phase.EVALUATE)
     one = read(IdleClock(), box, 100.0, rank=5)
     assert (one.rank, one.step, one.phase, one.met) == (5, 12, Phase.EVALUATE, False)
-    assert one.stepped is False, "no optimizer step in this start"
+    assert one.stepped is False
     worker.put("enqueued", 1)
     assert read(IdleClock(), box, 100.0).met
 
 
 def test_a_box_full_of_rubbish_is_read_all_the_same(box: int) -> None:
-    os.pwrite(box, os.urandom(BOX_BYTES), 0)
+    os.pwrite(box, os.urandom(PAGE_BYTES), 0)
     assert read(IdleClock(), box, 100.0).rank == 0
     os.ftruncate(box, 0)  # a worker can do that, too
     assert read(IdleClock(), box, 100.0).step == 0

@@ -13,20 +13,20 @@ from paceline.guard.judge import judge
 from paceline.guard.silent import Notice, SilentFaultDetector
 from paceline.protocol.evidence import Evidence, Op, Phase, Sample, ScriptFinding, Verdict, VerdictKind
 from paceline.protocol.job import Windows
-from paceline.protocol.marks import LAST_CALLS, MARK, ORDER, SAME_BY_DDP, SUMMED, Mark
+from paceline.protocol.marks import BY_DDP, LAST_CALLS, MARK, ORDER, SUMMED, ReplicaFingerprint
 
-DDP = SAME_BY_DDP | 3 << 16
+DDP = BY_DDP | 3 << 16
 CALLS = {n: Op("0", 0, "all_reduce", shape="[]", dtype="float32", site=f"train.py:{n} in main") for n in range(1, 9)}
 BRANCHES = {n: Op("0", 0, "all_reduce", shape=f"[{n}]", site=f"log.py:{n} in log") for n in (20, 21)}
 
 
-def marks(*found: Mark) -> bytes:
+def marks(*found: ReplicaFingerprint) -> bytes:
     fields = [(*m[:3], *m.parts, *m.hashes, *m.sums, *m.settings, m.number) for m in found]
     return b"".join(MARK.pack(*one) for one in fields)
 
 
-def step(number: int, value: int, *, flags: int = DDP, total: float = 1.0) -> Mark:
-    return Mark(number, 7, flags, (0, 1, 2, 3), (value, number, number, number), (total,) * 4)
+def step(number: int, value: int, *, flags: int = DDP, total: float = 1.0) -> ReplicaFingerprint:
+    return ReplicaFingerprint(number, 7, flags, (0, 1, 2, 3), (value, number, number, number), (total,) * 4)
 
 
 def calls(*hashes: int, before: int = 0) -> bytes:
@@ -36,7 +36,7 @@ def calls(*hashes: int, before: int = 0) -> bytes:
     return ORDER.pack(before + len(hashes), 9, 3) + struct.pack(f"@{LAST_CALLS}I", *ring)
 
 
-def rank(number: int, *found: Mark, **known: object) -> Sample:
+def rank(number: int, *found: ReplicaFingerprint, **known: object) -> Sample:
     known = {"step": 5, "script": True, **known}
     return Sample(number, "n1", 7, marks=marks(*found), **known)  # type: ignore[arg-type]
 
@@ -81,7 +81,7 @@ def test_settings_of_the_optimizer_that_differ_are_told_though_no_majority_says_
 def test_what_not_all_have_marked_is_not_compared_and_equal_is_right() -> None:
     assert seen(rank(0, step(4, 1)), rank(1, step(5, 2)), rank(2)) is None
     assert seen(*(rank(n, step(4, 1), step(5, 2)) for n in range(3)), last=True) is None
-    assert seen(rank(0, step(4, 1)), rank(1, step(4, 2)), rank(2)) is None, "its sample is still on its way"
+    assert seen(rank(0, step(4, 1)), rank(1, step(4, 2)), rank(2)) is None  # the sample of rank 2 is missing
 
 
 def test_ranks_that_take_uneven_numbers_of_steps_on_purpose_are_not_compared() -> None:
@@ -118,9 +118,9 @@ def test_without_ddp_only_what_was_equal_while_it_moved_must_stay_so() -> None:
     stays = [step(s, 1, flags=flags) for s in range(1, 8)]
     assert seen(*(rank(n, *stays, step(9, n == 1, flags=flags)) for n in range(3))) is None, "it never moved"
     averaged = [[step(s, s + n * (s % 4 > 0), flags=flags) for s in (4, 8, 12, 16, 18, 20, 21)] for n in range(3)]
-    assert seen(*(rank(n, *averaged[n]) for n in range(3))) is None, "they are averaged now and then"
+    assert seen(*(rank(n, *averaged[n]) for n in range(3))) is None  # averaged from time to time
     apart = [[step(1, n, flags=flags), *moves[1:], step(9, n, flags=flags)] for n in range(3)]
-    assert seen(*(rank(n, *apart[n]) for n in range(3))) is None, "they were not equal before they were proven to be"
+    assert seen(*(rank(n, *apart[n]) for n in range(3))) is None  # unequal at first
 
 
 def test_round_off_between_machines_is_a_notice() -> None:
@@ -140,7 +140,7 @@ def test_the_rank_whose_own_loss_was_not_finite_is_named_once_all_have_told() ->
     found = first(one.see([rank(0, findings=(theirs,)), rank(1, findings=(ours,)), rank(2, findings=(theirs,))]))
     assert found is not None and (found.kind, found.guilty, found.step) == (VerdictKind.NOT_FINITE, (1,), 5)
     assert ours.words in found.sentences[0]
-    assert first(one.see(partly)) is None, "it is told once"
+    assert first(one.see(partly)) is None
     alone = seen(*partly, last=True)
     assert alone is not None and alone.guilty == (1,)
 
@@ -160,7 +160,7 @@ def test_what_only_some_ranks_tell_is_passed_on_once_the_others_had_the_time_to(
     one = silent()
     for least in (31, 45):
         assert one.see([rank(0, step=least), rank(1, step=60, findings=(stale,)), rank(2, step=60)]) == []
-        assert one.notices == [], "the slowest may yet tell the same"
+        assert one.notices == []  # the slowest rank may still report the same
     for _ in range(2):
         one.see([rank(0, step=51), rank(1, step=60, findings=(stale,)), rank(2, step=60)])
         assert [(told.kind, told.rank, told.step) for told in one.notices] == [("stale", 1, 30)]
@@ -180,7 +180,7 @@ def test_where_no_majority_says_who_is_wrong_the_rank_that_left_out_a_step_is_gu
 
     assert (told([1]).guilty, told([1]).tie) == ((1,), ())
     assert left_out.words in told([1]).sentences[-1]
-    assert told([0, 1, 2]).guilty == told([1], replace(left_out, step=9)).guilty == (), "all did, or later"
+    assert told([0, 1, 2]).guilty == told([1], replace(left_out, step=9)).guilty == ()
 
 
 def test_a_swallowed_exception_is_told_once_and_again_with_the_drift_that_it_made() -> None:
@@ -209,11 +209,11 @@ def test_a_swallowed_error_of_a_collective_is_a_verdict_with_what_others_did() -
         told = {words[:6]: words for words in found.sentences}
         assert failed.words in told["rank 0"] and failed.words in told["rank 2"]
         assert all(any(one.words in words for words in found.sentences) for one in (early, skipped))
-        assert one.see(samples, last=last) == [], "it is told once"
+        assert one.see(samples, last=last) == []
     uneven = [rank(n, step(4, 1), findings=(failed,) if n else (), step=39 + n) for n in range(3)]
     found = first(silent().see(uneven, last=True))
     assert found is not None and found.guilty == (0,)
-    assert found.sentences[-1].endswith("steps"), "different numbers of steps are part of it"
+    assert found.sentences[-1].endswith("steps")
     of_all = seen(*(rank(n, findings=(failed,)) for n in range(3)))
     assert of_all is not None and of_all.guilty == ()
     with_join = seen(*(rank(n, findings=(failed,), uneven=True) for n in range(3)), last=True)
@@ -259,11 +259,11 @@ def test_calls_are_compared_from_look_to_look_and_ranks_may_be_at_different_plac
         return first(one.see([rank(n, orders=of_rank) for n, of_rank in enumerate(of_ranks)]))
 
     assert look(100, 90, 40) is None
-    assert look(501, 502, 503) is None, "how they part is not known yet"
+    assert look(501, 502, 503) is None  # too few calls after the difference
     found = look(600, 590, 580)
     assert found is not None and found.guilty == (1,)
     assert "call 501 " in found.sentences[0]
-    assert look(600, 600, 600) is None, "it is told once"
+    assert look(600, 600, 600) is None
 
 
 def test_of_calls_that_nobody_has_any_more_nothing_is_said() -> None:
@@ -284,10 +284,10 @@ def test_at_the_end_replicas_must_have_taken_equally_many_steps() -> None:
     assert found is not None and found.guilty == (1,)
     rendered(found.sentences)
     uneven = found.sentences
-    assert seen(*(rank(n, step=n) for n in range(3)), last=True) is None, "none that DDP keeps equal"
+    assert seen(*(rank(n, step=n) for n in range(3)), last=True) is None  # without DDP
     by_hand = [rank(n, *(step(s, s, flags=3 << 16) for s in range(1, 9)), step=60 - (n == 2)) for n in range(3)]
     found = seen(*by_hand, last=True)
-    assert found is not None and found.guilty == (2,), "equal while they moved: the script keeps them so"
+    assert found is not None and found.guilty == (2,)  # equal while they changed: the script keeps them equal
     drifted = [rank(n, step(4, n == 1), step=60 + (n == 1)) for n in range(3)]
     found = seen(*drifted, last=True)
     assert found is not None and found.sentences[-2:] == uneven
@@ -314,8 +314,8 @@ def test_who_sleeps_one_sleep_for_45_seconds_is_proven_to_and_nobody_else() -> N
         None,
         True,
     ]
-    assert proven(asleep(21, -1, 5), asleep(46, -1, 6)) == [False, False], "it woke, and sleeps again: it polls"
-    assert proven(asleep(21, -1, -1), asleep(46, -1, -1)) == [False, False], "it waits for a file, a socket, a child"
+    assert proven(asleep(21, -1, 5), asleep(46, -1, 6)) == [False, False]  # another sleep: it polls
+    assert proven(asleep(21, -1, -1), asleep(46, -1, -1)) == [False, False]  # a wait, not a sleep
     assert proven(asleep(21, -1, 5), asleep(3, -1, 5), asleep(46, -1, 5)) == [False, None, False]
     assert proven(asleep(21, -1, 5), asleep(46, -1, 5), windows="300") == [None, None]
     swapped = VerdictKind.MISMATCH

@@ -42,18 +42,10 @@ class Ranks:
 
     def samples(self, phase: Phase = Phase.SYNC) -> list[Sample]:
         return [
-            Sample(
-                rank,
-                HOSTS[rank],
-                7,
-                step=self.step,
-                phase=phase,
-                phase_seconds=spent,
-                script=self.of_script,
-                queued_seconds=self.step * self.queued.get(rank, 0.0),
-            )
+            Sample(rank, HOSTS[rank], 7, step=self.step, phase=phase, phase_seconds=spent, script=self.of_script,
+                   queued_seconds=self.step * self.queued.get(rank, 0.0))
             for rank, spent in self.spent.items()
-        ]
+        ]  # fmt: skip
 
 
 def test_a_rank_whose_data_comes_late_is_named_with_host_and_phase() -> None:
@@ -86,8 +78,8 @@ def test_where_everybody_waits_it_is_the_network() -> None:
     found = slow_network({0: waits, 1: times(forward=0.05, backward=0.05, sync=0.3)})
     assert found is not None and found[1] == 0.3
     rendered(found[0])
-    assert slow_network({0: waits, 1: times(forward=0.05, backward=0.05, sync=0.05)}) is None, "one does not wait"
-    assert slow_network({0: times(sync=0.02), 1: times(sync=0.02)}) is None, "20 ms a step is no slow network"
+    assert slow_network({0: waits, 1: times(forward=0.05, backward=0.05, sync=0.05)}) is None
+    assert slow_network({0: times(sync=0.02), 1: times(sync=0.02)}) is None
 
 
 def test_it_is_said_once_and_again_only_when_it_has_become_half_as_bad_again() -> None:
@@ -133,7 +125,7 @@ def test_a_slow_rank_of_a_script_is_named_where_the_others_wait_for_it_as_long()
     assert slow_of(script(waits=0.5), script(data=0.51)) == (1, 0.54, 0.04, Phase.DATA)
     quick, slow = times(user=0.005, backward=0.02), times(user=0.018, backward=0.007)
     assert slow_of(quick, slow) == (1, 0.018, 0.005, Phase.USER)
-    assert not slow_of(script(waits=0.013), script(own=0.013)), "13 ms of 40 are noise"
+    assert not slow_of(script(waits=0.013), script(own=0.013))
 
 
 def test_a_rank_of_a_script_is_slow_only_if_it_is_so_in_three_looks_in_a_row() -> None:
@@ -141,7 +133,7 @@ def test_a_rank_of_a_script_is_slow_only_if_it_is_so_in_three_looks_in_a_row() -
     ranks, slowness = Ranks(3, of_script=True), StragglerDetector(HOSTS)
     ranks.said(slowness, [usual] * 3, steps=56)
     assert not ranks.said(slowness, [waits, slow, waits], steps=15)
-    assert not ranks.said(slowness, [slow, waits, waits], steps=15), "another one, for a while"
+    assert not ranks.said(slowness, [slow, waits, waits], steps=15)  # a different rank
     assert not ranks.said(slowness, [usual] * 3, steps=60)
     assert len(ranks.said(slowness, [waits, slow, waits], steps=60)) == 1
     assert slowness.rank == 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.guard.detectors import Alarm, StallDetector, perhaps_waiting, ranks_to_unblock, stands_still
+import pytest
+
+from paceline.guard.detectors import Alarm, StallDetector, assume_waiting, is_stalled, ranks_to_unblock
 from paceline.protocol.evidence import Evidence, Frame, Op, Phase, Sample, Stack, Verdict, VerdictKind
 from paceline.protocol.job import Windows
 
@@ -18,23 +20,29 @@ def rank(number: int, *ops: Op, still_seconds: float = 5.2, **known: Any) -> Evi
     return Evidence(number, "n1", 100 + number, still_seconds=still_seconds, ops=ops, answered=True, **known)
 
 
-def test_who_waits_in_a_collective_makes_a_standstill() -> None:
-    assert stands_still([rank(0, DONE, WAITS), rank(1, DONE)], ALARM, FIVE)
-
-
-def test_ranks_that_are_busy_by_themselves_do_not_stand_still() -> None:
-    """A script that computes for an hour between two collectives."""
-    assert not stands_still([rank(0, DONE), rank(1, DONE)], ALARM, FIVE)
+@pytest.mark.parametrize(
+    ("ranks", "stalled"),
+    [
+        ([rank(0, DONE, WAITS), rank(1, DONE)], True),
+        ([rank(0, DONE), rank(1, DONE)], False),  # a script that computes for an hour between two collectives
+        ([rank(0, DONE, WAITS), rank(1, DONE, still_seconds=0.4)], False),  # progress since the alarm
+        ([rank(0, DONE, WAITS), rank(1, DONE, still_seconds=0.0, code=0)], True),  # an ended rank does not count
+        ([rank(0, phase=Phase.DATA)], True),  # a hanging loader
+        ([rank(0, phase=Phase.FORWARD)], False),
+    ],
+)
+def test_a_run_is_stalled_if_a_rank_waits_and_none_has_made_progress(ranks: list[Evidence], stalled: bool) -> None:
+    assert is_stalled(ranks, ALARM, FIVE) is stalled
 
 
 def test_a_script_may_compute_for_half_an_hour_while_others_wait_unless_the_user_has_said_how_long() -> None:
     alarm, auto = Alarm("stall", 300.0, 300.0), Windows.parse("auto")
     waits = rank(0, DONE, WAITS, still_seconds=301.0)
     busy = rank(1, DONE, still_seconds=301.0, cpu_seconds=0.98)
-    assert not stands_still([waits, busy], alarm, auto)
-    assert stands_still([waits, busy], Alarm("stall", 1800.0, 1800.0), auto) is False, "it has moved since"
-    assert stands_still([waits, rank(1, DONE, still_seconds=301.0)], alarm, auto), "it only sleeps"
-    assert stands_still([waits, busy], alarm, FIVE)
+    assert not is_stalled([waits, busy], alarm, auto)
+    assert is_stalled([waits, busy], Alarm("stall", 1800.0, 1800.0), auto) is False  # progress since the alarm
+    assert is_stalled([waits, rank(1, DONE, still_seconds=301.0)], alarm, auto), "it only sleeps"
+    assert is_stalled([waits, busy], alarm, FIVE)
 
 
 def test_a_step_in_which_nobody_waits_stands_still_after_a_minute_or_where_it_computes_after_half_an_hour() -> None:
@@ -42,40 +50,27 @@ def test_a_step_in_which_nobody_waits_stands_still_after_a_minute_or_where_it_co
     sleeps = rank(0, DONE, phase=Phase.FORWARD, still_seconds=1801.0)
     computes = rank(0, DONE, phase=Phase.FORWARD, still_seconds=1801.0, cpu_seconds=0.98)
     script = rank(0, DONE, phase=Phase.FORWARD, still_seconds=1801.0, script=True)
-    assert not stands_still([sleeps], ALARM, FIVE)
-    assert stands_still([sleeps], Alarm("stall", 60.0, 60.0), FIVE)
-    assert stands_still([computes], Alarm("stall", 60.0, 60.0), FIVE), "the user has said how long"
-    assert stands_still([sleeps], long, auto) and not stands_still([computes], long, auto)
-    assert stands_still([computes], longer, auto)
-    assert not stands_still([script], longer, auto) and not stands_still([computes, script], longer, auto)
-
-
-def test_who_has_moved_since_the_alarm_does_not_stand_still() -> None:
-    assert not stands_still([rank(0, DONE, WAITS), rank(1, DONE, still_seconds=0.4)], ALARM, FIVE)
-
-
-def test_a_rank_that_has_ended_is_not_asked_whether_it_moves() -> None:
-    assert stands_still([rank(0, DONE, WAITS), rank(1, DONE, still_seconds=0.0, code=0)], ALARM, FIVE)
-
-
-def test_a_hanging_loader_of_one_rank_alone_is_a_standstill() -> None:
-    assert stands_still([rank(0, phase=Phase.DATA)], ALARM, FIVE)
-    assert not stands_still([rank(0, phase=Phase.FORWARD)], ALARM, FIVE)
+    assert not is_stalled([sleeps], ALARM, FIVE)
+    assert is_stalled([sleeps], Alarm("stall", 60.0, 60.0), FIVE)
+    assert is_stalled([computes], Alarm("stall", 60.0, 60.0), FIVE)  # with an explicit limit
+    assert is_stalled([sleeps], long, auto) and not is_stalled([computes], long, auto)
+    assert is_stalled([computes], longer, auto)
+    assert not is_stalled([script], longer, auto) and not is_stalled([computes, script], longer, auto)
 
 
 def test_before_the_first_collective_a_busy_rank_has_time_to_import() -> None:
     """Its slow disk or busy machine is no fault; a sleeping one is."""
     meeting = Stack("main", (Frame("torch/distributed/rendezvous.py", 9, "_create_c10d_store"),))
     early = rank(0, stacks=(meeting,), state="S")
-    assert stands_still([early, rank(1, state="S")], ALARM, FIVE)
-    assert not stands_still([early, rank(1, state="R", cpu_seconds=0.9)], ALARM, FIVE)
-    assert not stands_still([early, rank(1, state="D")], ALARM, FIVE)
+    assert is_stalled([early, rank(1, state="S")], ALARM, FIVE)
+    assert not is_stalled([early, rank(1, state="R", cpu_seconds=0.9)], ALARM, FIVE)
+    assert not is_stalled([early, rank(1, state="D")], ALARM, FIVE)
     verifies = rank(0, WAITS)  # the first of all is in DDP's constructor already
-    assert not stands_still([verifies, rank(1, state="R", cpu_seconds=0.9)], ALARM, FIVE)
-    assert stands_still([verifies, rank(1, DONE, state="R", cpu_seconds=0.9)], ALARM, FIVE), "it has met the others"
+    assert not is_stalled([verifies, rank(1, state="R", cpu_seconds=0.9)], ALARM, FIVE)
+    assert is_stalled([verifies, rank(1, DONE, state="R", cpu_seconds=0.9)], ALARM, FIVE)  # it has called a collective
     minute = Alarm("stall", 60.0, 60.0)
     late = [early, rank(1, state="R", cpu_seconds=0.9, still_seconds=61.0)]
-    assert stands_still([rank(0, stacks=(meeting,), still_seconds=61.0), late[1]], minute, FIVE)
+    assert is_stalled([rank(0, stacks=(meeting,), still_seconds=61.0), late[1]], minute, FIVE)
 
 
 def test_importing_a_part_of_torch_is_no_waiting_wherever_it_lies() -> None:
@@ -83,8 +78,8 @@ def test_importing_a_part_of_torch_is_no_waiting_wherever_it_lies() -> None:
     files = ("torch/distributed/tensor/_ops/single_dim_strategy.py", "torch/distributed/tensor/__init__.py")
     importing = Stack("main", (Frame(files[0], 526, "_schema_args_match"), Frame(files[1], 4, "<module>")))
     waiting = Stack("main", (Frame("torch/distributed/c10d.py", 9, "all_reduce"), Frame("train.py", 3, "<module>")))
-    assert not stands_still([rank(n, stacks=(importing,), state="R", cpu_seconds=0.4) for n in (0, 1)], ALARM, FIVE)
-    assert stands_still([rank(0, stacks=(waiting,)), rank(1, state="S")], ALARM, FIVE)
+    assert not is_stalled([rank(n, stacks=(importing,), state="R", cpu_seconds=0.4) for n in (0, 1)], ALARM, FIVE)
+    assert is_stalled([rank(0, stacks=(waiting,)), rank(1, state="S")], ALARM, FIVE)
 
 
 def sample(phase: Phase, *, met: bool) -> Sample:
@@ -93,15 +88,15 @@ def sample(phase: Phase, *, met: bool) -> Sample:
 
 def test_scripts_may_wait_where_nothing_shows_it_but_a_script_alone_for_whom() -> None:
     ranks = [sample(Phase.USER, met=True), sample(Phase.INIT, met=False), sample(Phase.EVALUATE, met=True)]
-    assert [one.waiting for one in perhaps_waiting(ranks, 3)] == [True, True, False]
-    assert not any(one.waiting for one in perhaps_waiting(ranks[:1], 1))
+    assert [one.waiting for one in assume_waiting(ranks, 3)] == [True, True, False]
+    assert not any(one.waiting for one in assume_waiting(ranks[:1], 1))
 
 
 def test_a_script_begins_until_its_first_collective() -> None:
     """Importing torch may take as long as it likes to: windows of the user's are for steps."""
     met, not_met = sample(Phase.USER, met=True), sample(Phase.USER, met=False)
-    assert {one.phase for one in perhaps_waiting([not_met, not_met], 2)} == {Phase.INIT}
-    assert {one.phase for one in perhaps_waiting([met, not_met], 2)} == {Phase.USER}
+    assert {one.phase for one in assume_waiting([not_met, not_met], 2)} == {Phase.INIT}
+    assert {one.phase for one in assume_waiting([met, not_met], 2)} == {Phase.USER}
 
 
 def test_only_the_innocent_are_freed_unless_the_guilty_wait_too() -> None:
@@ -116,12 +111,12 @@ def test_a_script_that_is_seen_from_outside_is_judged_as_one_that_says_nothing()
     alarm, auto = Alarm("stall", 300.0, 300.0), Windows.parse("auto")
     waits = rank(0, DONE, WAITS, still_seconds=301.0, script=True, phase=Phase.BACKWARD)
     loads = rank(1, DONE, still_seconds=301.0, script=True, phase=Phase.DATA, cpu_seconds=0.98)
-    assert not stands_still([waits, loads], alarm, auto)
+    assert not is_stalled([waits, loads], alarm, auto)
     pace = StallDetector(auto)
     for now_seconds, step, still_seconds in ((996.0, 1, 0.0), (1000.0, 50, 200.0)):
         samples = [
             Sample(n, "n1", 7, step=step, met=True, script=True, phase=Phase.FORWARD, still_seconds=still_seconds)
             for n in (0, 1)
         ]
-        found = pace.see(now_seconds, perhaps_waiting(samples, 2))
+        found = pace.see(now_seconds, assume_waiting(samples, 2))
     assert found is not None and (found.kind, found.window_seconds) == ("warn", 300.0)

@@ -14,8 +14,8 @@ from tests.rendered import rendered
 
 from paceline.guard import report
 from paceline.guard.judge import judge
-from paceline.guard.report import description, page, read_verdict, same_verdict, warning, write_verdict
-from paceline.guard.sentences import named
+from paceline.guard.report import describe_rank, format_verdict, format_warning, read_verdict, same_verdict
+from paceline.guard.sentences import format_ranks
 from paceline.protocol.evidence import Evidence, Frame, LoaderWorker, Op, Phase, Sample, Stack, Verdict, VerdictKind
 
 OP = Op("0", 9876, "all_reduce", "bucket 3", "[1732]", "float32", "train.py:97 in step")
@@ -35,7 +35,7 @@ STALLED = [rank(0), rank(1), rank(2, stuck=True), rank(3)]
 
 
 def told(verdict: Verdict, evidence: list[Evidence] = STALLED, folder: str = "runs/a/attempt-1/verdict-1") -> list[str]:
-    lines = page(verdict, evidence, waited_seconds=12.4, folder=folder, run="runs/a").split("\n")
+    lines = format_verdict(verdict, evidence, waited_seconds=12.4, folder=folder, run="runs/a").split("\n")
     assert len(lines) <= report.MAX_LINES
     return lines
 
@@ -72,45 +72,45 @@ def test_what_a_rank_has_written_does_not_steer_the_terminal() -> None:
     hostile = rank(2, stuck=True, host=ESCAPES, stacks=(Stack("main", (Frame(ESCAPES, 88, ESCAPES),)),), words="")
     hostile = msgspec.structs.replace(hostile, ops=(Op(ESCAPES, 1, ESCAPES, ESCAPES, ESCAPES, ESCAPES, ESCAPES),))
     evidence = [rank(0), hostile]
-    text = "\n".join(told(judge(evidence), evidence, ESCAPES)) + description(hostile)
+    text = "\n".join(told(judge(evidence), evidence, ESCAPES)) + describe_rank(hostile)
     assert all(char.isprintable() or char == "\n" for char in text)
     assert "pwned" in text
 
 
 def test_ranks_are_listed_in_runs() -> None:
-    assert named([7, 0, 1, 3, 4, 5, 6, 9, 9]) == "ranks 0, 1, 3-7, 9"
-    assert (named([2]), named({3, 2})) == ("rank 2", "ranks 2, 3")
+    assert format_ranks([7, 0, 1, 3, 4, 5, 6, 9, 9]) == "ranks 0, 1, 3-7, 9"
+    assert (format_ranks([2]), format_ranks({3, 2})) == ("rank 2", "ranks 2, 3")
 
 
 def test_a_warning_names_those_for_whom_the_others_wait_and_nobody_if_all_wait() -> None:
     all_wait = [Sample(n, "n1", 7, phase=Phase.SYNC, step=1234 * (n == 1), waiting=True) for n in range(4)]
     loads = [*all_wait[:2], Sample(2, "n1", 7, phase=Phase.DATA), all_wait[3]]
-    rendered(warning(ranks, still_seconds=6.2, window_seconds=12.4) for ranks in (loads, all_wait, all_wait[2:]))
+    rendered(format_warning(ranks, still_seconds=6.2, window_seconds=12.4) for ranks in (loads, all_wait, all_wait[2:]))
 
 
 def test_what_was_written_is_read_again_and_is_for_its_owner_alone(tmp_path: Path) -> None:
     verdict, folder = judge(STALLED), tmp_path / "verdict-1"
-    write_verdict(folder, verdict, STALLED, waited_seconds=12.4)
+    report.write_verdict(folder, verdict, STALLED, waited_seconds=12.4)
     found = read_verdict(folder)
     assert (found.verdict, list(found.evidence), found.waited_seconds) == (verdict, STALLED, 12.4)
     assert sorted(path.name for path in folder.iterdir()) == [*(f"rank-{n}.txt" for n in range(4)), "verdict.json"]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
-    assert (folder / "rank-2.txt").read_text() == description(STALLED[2])
+    assert (folder / "rank-2.txt").read_text() == describe_rank(STALLED[2])
 
 
 def test_a_folder_that_exists_is_never_written_into(tmp_path: Path) -> None:
     (tmp_path / "victim").mkdir()
     (tmp_path / "verdict-1").symlink_to(tmp_path / "victim")
     with pytest.raises(FileExistsError):
-        write_verdict(tmp_path / "verdict-1", judge(STALLED), STALLED, waited_seconds=1.0)
+        report.write_verdict(tmp_path / "verdict-1", judge(STALLED), STALLED, waited_seconds=1.0)
     assert not list((tmp_path / "victim").iterdir())
 
 
 def test_a_verdict_that_cannot_be_written_as_a_whole_is_not_there(tmp_path: Path) -> None:
     strange = [STALLED[0], msgspec.structs.replace(STALLED[1], rank="/no/1")]  # its file cannot be made
     with pytest.raises(FileNotFoundError):
-        write_verdict(tmp_path / "verdict-1", judge(STALLED), strange, waited_seconds=1.0)
+        report.write_verdict(tmp_path / "verdict-1", judge(STALLED), strange, waited_seconds=1.0)
     with raises("verdict-not-readable", path=tmp_path / "verdict-1" / "verdict.json"):
         read_verdict(tmp_path / "verdict-1")
 
@@ -136,7 +136,7 @@ def test_a_file_of_another_version_or_of_another_program_is_an_error(
 
 
 def test_a_verdict_behind_a_link_is_not_followed(tmp_path: Path) -> None:
-    write_verdict(tmp_path / "real", judge(STALLED), STALLED, waited_seconds=1.0)
+    report.write_verdict(tmp_path / "real", judge(STALLED), STALLED, waited_seconds=1.0)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "verdict.json").symlink_to(tmp_path / "real" / "verdict.json")
     with raises("verdict-not-readable"):
@@ -161,4 +161,4 @@ def test_the_same_stall_at_the_same_step_is_the_same_verdict_whatever_its_number
 def test_all_that_is_known_of_a_rank_stands_in_its_description() -> None:
     loaders = (LoaderWorker(1, 4801, 412, 3, "T"), LoaderWorker(2, 4802, 413, 3, ""))
     one = rank(2, loaders=loaders, native="Thread 0x1:\n  File x", phase=Phase.DATA, words="bad sample")
-    rendered(map(description, (one, rank(0, code=3), rank(0, code=-9), rank(0, lost="cut off"))))
+    rendered(map(describe_rank, (one, rank(0, code=3), rank(0, code=-9), rank(0, lost="cut off"))))

@@ -9,7 +9,7 @@ import pynvml
 import pytest
 from tests.rendered import rendered
 
-from paceline.guard.report import page
+from paceline.guard.report import format_verdict
 from paceline.host import machine_log as gpu_trouble
 from paceline.host.machine_log import ask_gpus, gpu_troubles
 from paceline.protocol.evidence import Evidence, Verdict, VerdictKind
@@ -97,5 +97,5 @@ def test_who_waits_for_the_driver_has_its_answer_and_nobody_waits_for_ever(
 
 def test_a_verdict_says_it() -> None:
     ranks = [Evidence(0, "n1", 1), Evidence(1, "n1", 2, gpu="GPU 1: hot")]
-    shown = page(Verdict(VerdictKind.BEHIND, (1,)), ranks, waited_seconds=9, folder="", run="")
+    shown = format_verdict(Verdict(VerdictKind.BEHIND, (1,)), ranks, waited_seconds=9, folder="", run="")
     assert "rank 1's GPU 1: hot" in shown

@@ -14,7 +14,7 @@ from tests.hostile.folders import canary, payload, run_folder, write_roster
 from tests.hostile.users import User, Users
 
 from paceline.host.procfs import read_process
-from paceline.rank.called import __file__ as CALLED
+from paceline.rank.function_worker import __file__ as CALLED
 
 LOOKING = (["status"], ["status", "--json"], ["hang"], ["logs", "--follow"], ["checkpoint", "list"], ["ledger"])
 BELONGS = "belongs to user {}, and we are {}"

@@ -39,11 +39,11 @@ sys.exit(run(local(job), keep_open=keep_open))
 PRELUDE = """
 import ctypes, os, re, signal, subprocess, sys, time
 from pathlib import Path
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 from paceline.rank.attach import attach, record_failure
 attach()
-birth = WorkerBirth.here()
-rank, generation, folder = int(os.environ["RANK"]), birth.generation, Path(birth.attempt_dir)
+spec = WorkerSpec.here()
+rank, generation, folder = int(os.environ["RANK"]), spec.generation, Path(spec.attempt_dir)
 
 class DistNetworkError(RuntimeError): ...
 

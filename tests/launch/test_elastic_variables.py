@@ -50,7 +50,7 @@ def test_all_that_torchrun_sets_with_its_values(tmp_path: Path) -> None:
 
 
 def test_a_restart_is_counted(launch) -> None:
-    code = f"generation = birth.generation\n{WRITES}ready()\nif not generation: os.kill(os.getpid(), 9)"
+    code = f"generation = spec.generation\n{WRITES}ready()\nif not generation: os.kill(os.getpid(), 9)"
     one = launch(code, nproc=1, plain_store=True, max_restarts=3)
     assert one.finish() == 0
     told = [(env["TORCHELASTIC_RESTART_COUNT"], env["TORCHELASTIC_MAX_RESTARTS"])
@@ -72,9 +72,9 @@ def test_of_several_nodes_each_is_a_group(tmp_path: Path) -> None:
 def test_a_lost_node_leaves_no_gap_between_groups(tmp_path: Path) -> None:
     """The first start ends with node 1; node 2 is group 1 of 2 then, and no restart is counted for it."""
     code = (
-        f"generation = birth.generation\n{WRITES}ready()\n"
+        f"generation = spec.generation\n{WRITES}ready()\n"
         "if not generation:\n    while len(list(folder.glob('ready-*'))) < 3: time.sleep(0.02)\n"
-        "    if rank == 1: os.kill(birth.agent_pid, 9)\n    time.sleep(600)"
+        "    if rank == 1: os.kill(spec.agent_pid, 9)\n    time.sleep(600)"
     )
     with several(tmp_path, code, nodes=3, nproc=1, min_nodes=2, plain_store=True, max_restarts=1) as run:
         run.start(0, 1, 2)

@@ -25,12 +25,12 @@ from paceline.protocol.job import JobSpec
 BECOMES = """
 import os, sys
 {before}
-from paceline.protocol.control import WorkerBirth
-if (birth := WorkerBirth.here()).preload >= 0:
+from paceline.protocol.control import WorkerSpec
+if (spec := WorkerSpec.here()).preload >= 0:
     {first}
     from paceline.rank.imports import import_all
     from paceline.rank.preload import serve
-    serve(birth, lambda: import_all({modules!r}))
+    serve(spec, lambda: import_all({modules!r}))
 forked = b'"preload":' in open("/proc/self/environ", "rb").read()
 """
 TELLS_FORKED = "(folder / f'forked-{generation}-{rank}').write_text(str(forked))\n"
@@ -276,12 +276,12 @@ def test_the_guard_sees_collectives_through_whatever_an_import_has_kept(preloade
 TASK = """
 from pathlib import Path
 import os
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 from paceline.tasks.mnist import cnn as built_in
 
 def cnn(data_dir):
     forked = b'"preload":' in Path("/proc/self/environ").read_bytes()
-    (Path(WorkerBirth.here().attempt_dir) / f"forked-{os.environ['RANK']}").write_text(str(forked))
+    (Path(WorkerSpec.here().attempt_dir) / f"forked-{os.environ['RANK']}").write_text(str(forked))
     return built_in(data_dir=data_dir)
 """
 
@@ -308,8 +308,8 @@ def test_a_training_has_the_same_bits_whether_its_workers_are_forked_or_not(tmp_
 
 
 def test_what_imports_may_read_must_be_alike_and_nothing_else() -> None:
-    env = {"OMP_NUM_THREADS": "1", "RANK": "0", "MASTER_PORT": "1", "PACELINE_BIRTH": "5", "GLOO_SOCKET_IFNAME": "lo"}
-    assert at_import(env) == at_import({**env, "RANK": "1", "MASTER_PORT": "2", "PACELINE_BIRTH": "6"})
+    env = {"OMP_NUM_THREADS": "1", "RANK": "0", "MASTER_PORT": "1", "PACELINE_WORKER": "5", "GLOO_SOCKET_IFNAME": "lo"}
+    assert at_import(env) == at_import({**env, "RANK": "1", "MASTER_PORT": "2", "PACELINE_WORKER": "6"})
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "PYTHONPATH", "TORCH_LOGS"):
         assert at_import(env) != at_import({**env, name: "8"})
 

@@ -48,7 +48,7 @@ FAILURES = {
     "SIGKILL": (
         f"os.kill(os.getpid(), 9) if rank == 1 else (time.sleep(0.1), fail({LOST}))",
         137,
-        "rank 1 failed: killed by SIGKILL (if nobody sent it, the kernel's OOM killer may have: see dmesg)",
+        "rank 1 failed: killed by SIGKILL (if no user sent it, the kernel's OOM killer may have: see dmesg)",
         "output of the ranks",
     ),
     "segmentation fault": (
@@ -126,7 +126,7 @@ def test_a_terminal_stays_a_terminal_for_rank_0(tmp_path: Path) -> None:
 
 
 def test_without_a_guard_the_worker_does_not_watch_either(launch) -> None:
-    one = launch("print(birth.guarded)", nproc=1, stall_after=" Off ")
+    one = launch("print(spec.guarded)", nproc=1, stall_after=" Off ")
     assert one.finish() == 0 and one.stdout == "False\n"
 
 
@@ -138,12 +138,12 @@ def test_what_a_worker_sees(launch) -> None:
         "env['parent'] = os.getppid()\n"
         "links = [os.readlink(p) for p in Path('/proc/self/fd').iterdir() if os.path.islink(p)]\n"
         "env['sockets'] = sum(link.startswith('socket:') for link in links)\n"
-        "env['store'] = os.readlink(f'/proc/self/fd/{birth.store}')\n"
+        "env['store'] = os.readlink(f'/proc/self/fd/{spec.store}')\n"
         "env['stdin'] = os.readlink('/proc/self/fd/0')\n"
         "env['session'] = os.getsid(0) == os.getpid()\n"
         "(folder / f'env-{rank}.json').write_text(json.dumps(env))",
         nproc=2,
-        env={"PACELINE_BIRTH": "99", "PACELINE_LEFT_OVER": "of an outer run", "RANK": "7"},
+        env={"PACELINE_WORKER": "99", "PACELINE_LEFT_OVER": "of an outer run", "RANK": "7"},
     )
     assert one.finish() == 0, one.stderr
     zero, other = (json.loads((one.folder / f"env-{rank}.json").read_text()) for rank in (0, 1))

@@ -17,7 +17,7 @@ from paceline import BatchPlan, Loading, World, load_steps, train_step
 from paceline.checkpoint.shards import ShardFiles, fill, full_state, layout, rank_part, read_meta
 from paceline.config.mesh import Mesh
 from paceline.data.plan import ranks_share
-from paceline.rank.world import on_mesh
+from paceline.rank.world import create_mesh_groups
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.train.parallelism import NO_PARALLELISM, ParallelConfig, parallelize_model
 
@@ -39,7 +39,7 @@ def prepared(way: str, world: World, seed: int) -> Strategy:
     torch.manual_seed(seed)
     model, strategy, sharing = GPT().double(), way, NO_PARALLELISM
     if "=" in way:
-        world, strategy = on_mesh(world, Mesh.parse(way)), "fsdp" if "shard" in way else "bucketed"
+        world, strategy = create_mesh_groups(world, Mesh.parse(way)), "fsdp" if "shard" in way else "bucketed"
         data, loading = sentences("train"), Loading(world.device)
         sharing = parallelize_model(task, model, data, loading, PLAN, world, ParallelConfig(strategy))
 

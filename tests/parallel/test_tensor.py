@@ -18,7 +18,7 @@ from paceline.checkpoint.shards import ShardFiles, fill, full_state, layout, ran
 from paceline.config.mesh import Mesh
 from paceline.errors import UsageError
 from paceline.parallel.tensor_plan import find_plan, shards_of
-from paceline.rank.world import on_mesh
+from paceline.rank.world import create_mesh_groups
 from paceline.strategies import STRATEGIES
 from paceline.strategies.model_parallel import ModelParallel
 
@@ -27,7 +27,7 @@ EVERYTHING = {**OWN, **HUGGING_FACE}
 
 
 def world_of(rank: int, size: int, mesh: str) -> World:
-    return on_mesh(World(rank, size, rank, size, CPU, "gloo"), Mesh.parse(mesh))
+    return create_mesh_groups(World(rank, size, rank, size, CPU, "gloo"), Mesh.parse(mesh))
 
 
 def one_step(model: nn.Module) -> tuple[Tensor, dict[str, Tensor], float, Tensor]:

@@ -44,7 +44,13 @@ def test_victim_behind_another_error() -> None:
     assert is_victim(outer) and not is_victim(ring)
 
 
-def test_torchs_words_for_a_killed_loader_worker_are_known():
-    assert LOADER_KILLED.search("DataLoader worker (pid 4711) is killed by signal: Killed. ")
-    assert not LOADER_KILLED.search("DataLoader worker (pid 4711) is killed by signal: Segmentation fault. ")
-    assert not LOADER_KILLED.search("ValueError: the worker was killed")
+@pytest.mark.parametrize(
+    ("message", "killed"),
+    [
+        ("DataLoader worker (pid 4711) is killed by signal: Killed. ", True),
+        ("DataLoader worker (pid 4711) is killed by signal: Segmentation fault. ", False),
+        ("ValueError: the worker was killed", False),
+    ],
+)
+def test_torchs_message_about_a_killed_loader_worker_is_recognized(message: str, killed: bool) -> None:
+    assert bool(LOADER_KILLED.search(message)) is killed

@@ -16,21 +16,21 @@ from paceline.protocol.marks import (
     FINDINGS,
     LAST_CALLS,
     MARK,
-    Mark,
     Order,
-    marks_of,
+    ReplicaFingerprint,
+    fingerprints_of,
     orders_of,
     put_call,
     put_finding,
-    put_mark,
+    put_fingerprint,
     read_marks,
     read_orders,
 )
-from paceline.protocol.status_page import BOX_BYTES, MARKS_AT, StatusPage, make_status_page
+from paceline.protocol.status_page import MARKS_AT, PAGE_BYTES, StatusPage, make_status_page
 
 
-def mark(number: int, table: int = 0) -> Mark:
-    return Mark(number, 7, table | 3 << 16, (0, 1, 2, 3), (number, 2, 3, 4), (0.5,) * 4, (0.25,) * 4)
+def mark(number: int, table: int = 0) -> ReplicaFingerprint:
+    return ReplicaFingerprint(number, 7, table | 3 << 16, (0, 1, 2, 3), (number, 2, 3, 4), (0.5,) * 4, (0.25,) * 4)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_the_regions_do_not_overlap() -> None:
     assert MARKS_AT + marks.TABLES * marks.TABLE_BYTES <= marks.ORDERS_AT
     assert marks.ORDERS_AT + marks.GROUPS * marks.ORDER_BYTES <= marks.NAMES_AT
     assert marks.NAMES_AT + marks.NAMES_MAX <= marks.FINDINGS_AT
-    assert marks.FINDINGS_AT + marks.FINDINGS * marks.FINDING_MAX <= BOX_BYTES
+    assert marks.FINDINGS_AT + marks.FINDINGS * marks.FINDING_MAX <= PAGE_BYTES
 
 
 @settings(max_examples=30, deadline=None)
@@ -54,27 +54,27 @@ def test_agents_that_look_at_different_moments_find_numbers_in_common(first: int
     for last in (first, first + ahead):
         with closing(StatusPage(make_status_page(0))) as box:
             for number in range(max(1, last - 5000), last + 1):
-                put_mark(box, mark(number))
-            found.append({one.number for one in marks_of(read_marks(box.descriptor))})
+                put_fingerprint(box, mark(number))
+            found.append({one.number for one in fingerprints_of(read_marks(box.descriptor))})
         os.close(box.descriptor)
         assert all(one <= last for one in found[-1])
-    assert found[0] & found[1] or ahead > first, "the first looks back as far as the second is ahead"
+    assert found[0] & found[1] or ahead > first
 
 
 def test_a_short_run_that_is_looked_at_once_leaves_numbers_from_before_its_middle(box: StatusPage) -> None:
     for number in range(1, 77):
-        put_mark(box, mark(number))
-    found = {one.number for one in marks_of(read_marks(box.descriptor))}
-    assert {8, 16, 20, 24, 28, 32, 36, 76} <= found, "enough to see that ranks had the same until something happened"
+        put_fingerprint(box, mark(number))
+    found = {one.number for one in fingerprints_of(read_marks(box.descriptor))}
+    assert {8, 16, 20, 24, 28, 32, 36, 76} <= found  # sufficient to find the first difference
 
 
 def test_what_was_written_is_read_again_and_what_is_torn_is_left_out(box: StatusPage) -> None:
-    put_mark(box, mark(12, table=3))
-    (one,) = marks_of(read_marks(box.descriptor))
+    put_fingerprint(box, mark(12, table=3))
+    (one,) = fingerprints_of(read_marks(box.descriptor))
     assert one == mark(12, table=3) and (one.table, one.parties) == (3, 3)
     torn = bytearray(MARK.pack(9, 7, 0, *[0] * 8, *[0.0] * 8, 9))
     torn[-8] = 8
-    assert marks_of(bytes(torn)) == [] and marks_of(b"short") == []
+    assert fingerprints_of(bytes(torn)) == [] and fingerprints_of(b"short") == []
 
 
 def test_the_last_calls_of_each_group_are_read_again_in_their_order(box: StatusPage) -> None:
@@ -102,7 +102,7 @@ def test_names_calls_and_the_last_findings_are_read_again(box: StatusPage) -> No
     box.store(marks.FINDINGS_AT, b"\xff\xff\0")
     assert marks.read_calls(box.descriptor) == {} and len(marks.read_findings(box.descriptor)) == FINDINGS - 1
     names.of_tensors(8, ["a name of a tensor"] * 10_000)
-    assert marks.read_names(box.descriptor).tensors == {}, "too many have none"
+    assert marks.read_names(box.descriptor).tensors == {}
 
 
 def test_calls_that_were_written_over_while_they_were_read_are_left_out(

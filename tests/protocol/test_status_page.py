@@ -19,7 +19,7 @@ from tests import warm
 
 from paceline.protocol import marks, status_page
 from paceline.protocol.evidence import Op, Phase
-from paceline.protocol.status_page import BOX_BYTES, RECORDS, StatusPage, make_status_page
+from paceline.protocol.status_page import PAGE_BYTES, RECORDS, StatusPage, make_status_page
 
 # A worker that writes all the time. Each number is larger than the one before.
 WRITER = """
@@ -56,7 +56,7 @@ def test_the_agent_reads_what_the_worker_has_written_last(descriptor: int) -> No
         assert status_page.read_counters(descriptor).step == step
     box.close()
     assert status_page.read_counters(descriptor).step == 7
-    assert os.fstat(descriptor).st_size == BOX_BYTES
+    assert os.fstat(descriptor).st_size == PAGE_BYTES
 
 
 def test_a_second_look_finds_the_same_box(descriptor: int) -> None:
@@ -74,14 +74,14 @@ def test_a_number_of_no_open_file_or_of_another_file_is_no_status_page(tmp_path:
     """A program that a worker starts may know the number, but not the descriptor."""
     assert StatusPage.inherited(-1) is None and StatusPage.inherited(99999) is None
     path = tmp_path / "precious"
-    path.write_bytes(b"x" * BOX_BYTES)
+    path.write_bytes(b"x" * PAGE_BYTES)
     with path.open("r+b") as file:
         assert StatusPage.inherited(file.fileno()) is None
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    data=st.binary(max_size=400), at=st.integers(0, status_page.ANSWER_AT + 64), length=st.integers(0, 2 * BOX_BYTES)
+    data=st.binary(max_size=400), at=st.integers(0, status_page.ANSWER_AT + 64), length=st.integers(0, 2 * PAGE_BYTES)
 )
 def test_whatever_stands_in_a_box_its_readers_do_not_fail(descriptor: int, data: bytes, at: int, length: int) -> None:
     os.ftruncate(descriptor, length)  # a worker may do that, too
@@ -115,9 +115,9 @@ def test_a_record_half_written_is_not_read(descriptor: int, box: StatusPage) -> 
 
 
 def test_long_words_cost_their_own_ends_only(descriptor: int, box: StatusPage) -> None:
-    box.begin(Op("g" * 99, 7, "all_gather_into_tensor", "n\x1f" * 99, "[1, 2] " * 99, "float32", "\udcffé" * 99))
+    box.begin(Op("g" * 99, 7, "reduce_scatter", "n\x1f" * 99, "[1, 2] " * 99, "float32", "\udcffé" * 99))
     (op,) = status_page.read_ring(descriptor)
-    assert (op.group, op.seq, op.kind, op.dtype) == ("g" * 24, 7, "all_gather_into_tensor", "float32")
+    assert (op.group, op.seq, op.kind, op.dtype) == ("g" * 24, 7, "reduce_scatter", "float32")
     assert op.name.startswith("n n ") and op.shape.startswith("[1, 2] ") and op.site.startswith("?")
 
 
@@ -224,10 +224,10 @@ def test_a_reader_never_takes_a_part_of_a_record_for_a_record(descriptor: int, b
     mixed = reads(descriptor, status_page.RING_AT, status_page.RECORD.size, lambda: box.begin(new))
     found = [op for data in mixed for _, op in status_page.records(data)]
     assert all(op in (Op("0", 1, "send", peer=1), new) for op in found) and new in found
-    old, mark = (marks.Mark(n, n, 0, (n,) * 4, (n,) * 4, (float(n),) * 4) for n in (1, 17))
-    marks.put_mark(box, old)
-    mixed = reads(descriptor, status_page.MARKS_AT, marks.MARK.size, lambda: marks.put_mark(box, mark))
-    kept = [one for data in mixed for one in marks.marks_of(data)]
+    old, mark = (marks.ReplicaFingerprint(n, n, 0, (n,) * 4, (n,) * 4, (float(n),) * 4) for n in (1, 17))
+    marks.put_fingerprint(box, old)
+    mixed = reads(descriptor, status_page.MARKS_AT, marks.MARK.size, lambda: marks.put_fingerprint(box, mark))
+    kept = [one for data in mixed for one in marks.fingerprints_of(data)]
     assert {*kept} == {old, mark}
 
 

@@ -23,7 +23,7 @@ from tests import warm
 
 from paceline.launch.agent.workers import read_record
 from paceline.protocol import status_page
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Answer, Failure, Op
 from paceline.rank import bootstrap
 from paceline.rank.preload import _watch_torch
@@ -32,9 +32,9 @@ OUTERMOST = re.compile(r"<frozen runpy>|warm\.py\", line [0-9]+ in <module>")
 HEAD = """
 import os, sys, time
 from pathlib import Path
-from paceline.protocol.control import WorkerBirth
-birth = WorkerBirth.here()
-rank, folder = int(os.environ["RANK"]), Path(birth.attempt_dir)
+from paceline.protocol.control import WorkerSpec
+spec = WorkerSpec.here()
+rank, folder = int(os.environ["RANK"]), Path(spec.attempt_dir)
 def ready(): (folder / f"ready-{rank}").touch()
 """
 TORCH = """
@@ -125,7 +125,7 @@ def _start(
     folder: Path, rank: int, world_size: int, port: int, env: dict[str, str], *, guarded: bool, started: bool
 ) -> Rank:
     memory, record = status_page.make_status_page(rank), os.memfd_create("record")
-    birth = WorkerBirth(os.getpid(), str(folder), record=record, box=memory, guarded=guarded)
+    spec = WorkerSpec(os.getpid(), str(folder), record=record, box=memory, guarded=guarded)
     settings = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -136,7 +136,7 @@ def _start(
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "TORCH_FR_BUFFER_SIZE": "256",
-        **birth.variable(),
+        **spec.variable(),
     }
     with (folder / f"output-{rank}").open("wb") as output:
         more: dict[str, Any] = {

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from paceline.launch.agent.workers import read_record
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Failure
 from paceline.rank.attach import attach, record_failure
 
-Born = Callable[..., WorkerBirth]
+Born = Callable[..., WorkerSpec]
 
 
 @pytest.fixture
@@ -30,12 +30,12 @@ def memory() -> Iterator[int]:
 
 @pytest.fixture
 def born(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int) -> Born:
-    """Makes this process a worker, with another birth at each call."""
+    """Makes this process a worker, with another spec at each call."""
 
-    def be(**told: object) -> WorkerBirth:
-        birth = WorkerBirth(**{"agent_pid": os.getpid(), "attempt_dir": str(tmp_path), "record": memory} | told)  # type: ignore[arg-type]
-        monkeypatch.setattr(WorkerBirth, "_here", birth)
-        return birth
+    def be(**told: object) -> WorkerSpec:
+        spec = WorkerSpec(**{"agent_pid": os.getpid(), "attempt_dir": str(tmp_path), "record": memory} | told)  # type: ignore[arg-type]
+        monkeypatch.setattr(WorkerSpec, "_here", spec)
+        return spec
 
     return be
 
@@ -87,7 +87,7 @@ def test_the_first_record_stays(attempt: Path) -> None:
 
 
 def test_without_an_agent_nothing_is_written(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WorkerBirth, "_here", None)
+    monkeypatch.setattr(WorkerSpec, "_here", None)
     assert not record_failure(caught(), 1, traceback=True)
     assert not attempt.exists()
     attach()
@@ -100,11 +100,11 @@ def test_a_record_that_cannot_be_written_hides_nothing(attempt: Path, born: Born
 
 LEAVES = """
 import atexit, sys, threading, time
-from paceline.rank.attach import leave
+from paceline.rank.attach import exit_worker
 atexit.register(lambda: print("handler"))
 threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
 sys.stdout.write("buffered ")
-leave(3)
+exit_worker(3)
 """
 
 

@@ -114,18 +114,24 @@ def test_whoever_waits_for_a_module_is_called_once_and_leaves_no_trace() -> None
 def test_a_module_that_cannot_be_imported_fails_as_ever() -> None:
     script = "from paceline.rank.imports import when_imported\nwhen_imported('no_such', print)\nimport no_such"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
-    assert "ModuleNotFoundError: No module named 'no_such'" in run.stderr and run.stdout == ""
+    assert "ModuleNotFoundError" in run.stderr and "'no_such'" in run.stderr and run.stdout == ""
 
 
-def test_files_have_owners_and_the_same_names_everywhere() -> None:
-    ours = str(Path(status_page.__file__).parents[1] / "train" / "step.py")
-    torch = "/x/lib/python3.11/site-packages/torch/distributed/c10d_logger.py"
-    helper = ours.replace("train/step", "collectives/control")
-    assert (owner(torch), owner(threading.__file__), owner(helper)) == (Owner.NOBODY,) * 3
-    assert (owner(ours), owner("/home/u/my/train.py")) == (Owner.OURS, Owner.USER)
-    assert short(ours) == "paceline/train/step.py" and short(torch) == "torch/distributed/c10d_logger.py"
-    assert short(threading.__file__) == f"python3.{sys.version_info.minor}/threading.py"
-    assert short("/home/u/my/train.py") == "train.py"
+PACKAGE = Path(status_page.__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("file", "expected_owner", "name"),
+    [
+        (f"{PACKAGE}/train/step.py", Owner.OURS, "paceline/train/step.py"),
+        (f"{PACKAGE}/collectives/control.py", Owner.NOBODY, "paceline/collectives/control.py"),
+        ("/x/site-packages/torch/distributed/c10d_logger.py", Owner.NOBODY, "torch/distributed/c10d_logger.py"),
+        (threading.__file__, Owner.NOBODY, f"python3.{sys.version_info.minor}/threading.py"),
+        ("/home/u/my/train.py", Owner.USER, "train.py"),
+    ],
+)
+def test_files_have_owners_and_the_same_names_everywhere(file: str, expected_owner: Owner, name: str) -> None:
+    assert (owner(file), short(file)) == (expected_owner, name)
 
 
 NEIGHBOUR = """
@@ -182,7 +188,7 @@ def test_ones_own_connections_are_no_strangers(listening: socket.socket) -> None
     with socket.create_connection(listening.getsockname()) as one:
         other, _ = listening.accept()
         with other:
-            assert guard.strangers([listening.fileno(), one.fileno(), other.fileno()]) == []
+            assert guard.foreign_users([listening.fileno(), one.fileno(), other.fileno()]) == []
 
 
 @pytest.mark.root
@@ -192,5 +198,5 @@ def test_a_neighbour_who_was_faster_than_a_rank_is_found(listening: socket.socke
         assert neighbour.stdout is not None and neighbour.stdout.readline() == "in\n"
         stranger, _ = listening.accept()
         with stranger:
-            assert guard.strangers([listening.fileno(), stranger.fileno()]) == ["65432"]
+            assert guard.foreign_users([listening.fileno(), stranger.fileno()]) == ["65432"]
         neighbour.communicate("")

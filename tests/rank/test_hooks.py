@@ -14,7 +14,7 @@ from tests.run_ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.rank.probes import Events, Hooks, hang
+from paceline.rank.probes import Events, Hooks, wrap_function
 from paceline.rank.sites import Owner, owner, short
 
 
@@ -85,14 +85,14 @@ def test_each_event_is_told_in_its_place_and_the_bits_stay(tmp_path: Path, num_w
 
 
 def test_a_listener_that_fails_is_complained_of_and_the_script_goes_on(tmp_path: Path) -> None:
-    assert run_ranks(complained, 1, tmp_path) == [[True, ["RuntimeError('a fault of ours')"] * 3]]
+    assert run_ranks(complained, 1, tmp_path) == [[True, ["RuntimeError"] * 3]]
 
 
 def complained(rank: int, size: int) -> list[Any]:
     complaints: list[BaseException] = []
     Hooks(complaints.append).listen(Broken()).install()
     first, *_, last = [trained(torch.nn.Linear(2, 1), [(torch.ones(1, 2),)]) for _ in range(3)]
-    return [first != last, [repr(c) for c in complaints]]
+    return [first != last, [type(c).__name__ for c in complaints]]
 
 
 class BrokenAtTheEnd(Events):
@@ -137,7 +137,7 @@ def calls_it(level: int) -> None:
 def test_a_hook_is_passed_over(monkeypatch: pytest.MonkeyPatch, level: int, function: object) -> None:
     assert torch.compiler is sys.modules["torch.compiler"]
     monkeypatch.setattr(Old, "step", Old.step)  # put back at the end
-    hang(Old, "step", after=lambda *_, **__: None)
+    wrap_function(Old, "step", after=lambda *_, **__: None)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         calls_it(level)
@@ -148,6 +148,6 @@ def test_a_hook_is_passed_over(monkeypatch: pytest.MonkeyPatch, level: int, func
 
 def test_its_lines_are_still_ours() -> None:
     code = Hooks.install.__code__.co_filename
-    hang(Old, "step")
+    wrap_function(Old, "step")
     file = Old.step.__code__.co_filename
     assert file != code and (short(file), owner(file)) == (short(code), Owner.NOBODY)

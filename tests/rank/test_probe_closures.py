@@ -140,13 +140,16 @@ def looked_on() -> StatusPage:
     return box
 
 
-def findings(box: StatusPage) -> list[str]:
-    found = [f"{one.kind}, step {one.step}, own {one.own}: {one.words}" for one in read_findings(box.descriptor)]
+Found = tuple[str, int, bool, str]  # kind, step, own, words
+
+
+def findings(box: StatusPage) -> list[Found]:
+    found = [(one.kind, one.step, one.own, one.words) for one in read_findings(box.descriptor)]
     box.close()
     return found
 
 
-def nan_in_step_3(rank: int, size: int, name: str, bad_call: int, micro_batches: int) -> list[str]:
+def nan_in_step_3(rank: int, size: int, name: str, bad_call: int, micro_batches: int) -> list[Found]:
     """Five steps with a closure each; in the third one this call of it has a NaN on rank 1. What is found there."""
     box = looked_on()
     torch.manual_seed(0)
@@ -188,13 +191,12 @@ def nan_in_step_3(rank: int, size: int, name: str, bad_call: int, micro_batches:
 def test_nan_in_a_closure_is_told_of_its_rank_at_its_step_and_line(
     name: str, bad_call: int, micro_batches: int, tmp_path: Path
 ) -> None:
-    others, own = run_ranks(nan_in_step_3, 2, tmp_path, name, bad_call, micro_batches)
-    assert others == ["not finite, step 3, own False: "]
-    assert len(own) == 1 and own[0].startswith("not finite, step 3, own True: its loss was nan at test_probe_closures.")
-    assert " in closure" in own[0]
+    (other,), (own,) = run_ranks(nan_in_step_3, 2, tmp_path, name, bad_call, micro_batches)
+    assert tuple(other) == ("not finite", 3, False, "") and tuple(own[:3]) == ("not finite", 3, True)
+    assert "loss was nan" in own[3] and Path(__file__).name in own[3] and " in closure" in own[3]
 
 
-def nan_under_fsdp2(rank: int, size: int) -> list[str]:
+def nan_under_fsdp2(rank: int, size: int) -> list[Found]:
     """Five steps of sharded parameters; in the third one, rank 1's data are NaN. What is found there."""
     box = looked_on()
     torch.manual_seed(0)
@@ -214,9 +216,9 @@ def nan_under_fsdp2(rank: int, size: int) -> list[str]:
 def test_nan_under_fsdp2_is_told_of_its_rank_without_a_collective_of_our_own(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    others, own = run_ranks(nan_under_fsdp2, 2, tmp_path)
-    assert others == ["not finite, step 3, own False: "]
-    assert own[0].startswith("not finite, step 3, own True: its loss was nan at test_probe_closures.")
+    (other,), own = run_ranks(nan_under_fsdp2, 2, tmp_path)
+    assert tuple(other) == ("not finite", 3, False, "") and tuple(own[0][:3]) == ("not finite", 3, True)
+    assert "loss was nan" in own[0][3] and Path(__file__).name in own[0][3]
     assert "hang guard" not in capfd.readouterr().err
 
 
@@ -235,7 +237,7 @@ class Searching(torch.optim.SGD):
             size /= 2
 
 
-def searched(rank: int, size: int) -> list[str]:
+def searched(rank: int, size: int) -> list[Found]:
     box = looked_on()
     weight = torch.nn.Parameter(torch.tensor([3.0]))
     optimizer = Searching([weight], lr=1.0)
@@ -309,7 +311,7 @@ def windows_of_three(rank: int, size: int, how: str) -> list[SeenStep]:
 def test_a_window_whose_last_backward_is_in_a_closure_is_the_same_as_without(tmp_path: Path) -> None:
     first, second = run_ranks(windows_of_three, 2, tmp_path, "closure")
     assert [(one.backwards, one.forwards, one.synced) for one in first] == [*[(3, 3, 1)] * 4, (1, 1, 1)] * 2
-    assert [one.gradients for one in first] == [one.gradients for one in second], "they are averaged by then"
+    assert [one.gradients for one in first] == [one.gradients for one in second]  # after averaging
     assert all(abs(one.factors[0] - 1 / 3) < 1e-6 and not one.lost for one in first)
     plain, _ = run_ranks(windows_of_three, 2, tmp_path, "without")
     for one in (*first, *plain):

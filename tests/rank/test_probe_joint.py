@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.protocol.marks import Names, marks_of, read_findings, read_marks
+from paceline.protocol.marks import Names, fingerprints_of, read_findings, read_marks
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
 from paceline.rank.probes.faults import StaleGradients
 from paceline.rank.probes.replicas import Fingerprints
@@ -64,7 +64,7 @@ class Rank:
     @property
     def marked(self) -> set[tuple[int, int]]:
         """Tables and numbers."""
-        return {(one.table, one.number) for one in marks_of(read_marks(self.box.descriptor))}
+        return {(one.table, one.number) for one in fingerprints_of(read_marks(self.box.descriptor))}
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_only_steps_of_a_replica_count_whatever_a_rank_trains_before_and_beside(
     for _ in range(50):
         rank.step(before := sgd(nn.Linear(3, 3)))
         rank.step(before)
-    assert rank.counts[0] > 50, "as long as nothing is known of a training with others, these are the steps"
+    assert rank.counts[0] > 50  # no evidence of joint training yet
     ddp = rank.replica()
     optimizer, probe = sgd(ddp.module), sgd(nn.Linear(3, 3))
     for _ in range(20):
@@ -93,9 +93,9 @@ def test_only_steps_of_a_replica_count_whatever_a_rank_trains_before_and_beside(
         for _ in range(7):
             rank.step(probe)
     assert rank.counts[0] == 20
-    assert not read_findings(rank.box.descriptor), "a probe's backwards are no steps that were left out"
+    assert not read_findings(rank.box.descriptor)
     rank.step(optimizer, backwards=0)
-    assert rank.counts[0] == 21, "a step too many counts"
+    assert rank.counts[0] == 21
 
 
 def test_gradients_averaged_by_hand_are_known_by_collectives_before_most_steps(rank: Rank) -> None:
@@ -169,7 +169,9 @@ def test_optimizers_of_replicas_have_the_same_tables_and_numbers_with_and_withou
                 kept.append(probe)
                 for _ in range(40):
                     one.step(probe)
-        replicas = {(mark.table, mark.number) for mark in marks_of(read_marks(box.descriptor)) if mark.flags & 1 << 8}
+        replicas = {
+            (mark.table, mark.number) for mark in fingerprints_of(read_marks(box.descriptor)) if mark.flags & 1 << 8
+        }
         box.close()
         return replicas
 

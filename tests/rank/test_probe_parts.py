@@ -7,13 +7,23 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.rendered import rendered
 
 from paceline.protocol.evidence import Phase
-from paceline.protocol.marks import TABLES, Mark, Names, marks_of, read_findings, read_marks, read_names
+from paceline.protocol.marks import (
+    TABLES,
+    Names,
+    ReplicaFingerprint,
+    fingerprints_of,
+    read_findings,
+    read_marks,
+    read_names,
+)
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
 from paceline.rank.probes import Hooks
 from paceline.rank.probes.faults import Batches, NonFiniteGradients, StaleGradients, SwallowedExceptions
@@ -31,8 +41,8 @@ def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[StatusPage]:
     made.close()
 
 
-def marked(box: StatusPage) -> list[Mark]:
-    return marks_of(read_marks(box.descriptor))
+def marked(box: StatusPage) -> list[ReplicaFingerprint]:
+    return fingerprints_of(read_marks(box.descriptor))
 
 
 def words(box: StatusPage, since: int = 0) -> list[str]:
@@ -104,7 +114,7 @@ def test_every_element_is_marked_within_some_steps_and_one_bit_makes_another_mar
     names = read_names(box.descriptor).tensors[str(first[0].layout)]
     assert {part for mark in first for part in mark.parts} == {*range(len(names))}
     assert set(names) == {f"parameter {n}" for n in range(4)}
-    assert all(names[mark.parts[-1]] == "parameter 3" for mark in first), "one part is in each: it shows what moves"
+    assert all(names[mark.parts[-1]] == "parameter 3" for mark in first)  # the last part is in each
     usual = dict(itertools.chain.from_iterable(zip(mark.parts, mark.hashes, strict=True) for mark in first))
     model[1].weight.data.view(torch.int32)[89, 79] ^= 1
     for _ in range(40):
@@ -136,7 +146,7 @@ def test_a_mark_has_the_settings_of_its_step_added_up_over_parameter_groups(box:
 
 def trained(
     box: StatusPage, x: torch.Tensor, *, apply: bool = True, found_inf: Any = None, hides: bool = False
-) -> list[str]:
+) -> list[tuple[int, bool, str]]:
     model, steps = torch.nn.Linear(3, 1), ScriptPhases(box)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     finite = NonFiniteGradients(box, steps, Batches())
@@ -154,18 +164,17 @@ def trained(
             vars(optimizer).pop("found_inf", None)
             optimizer.step()
             steps.step_ended(optimizer)
-    return [f"{one.step} {one.own} {one.words}" for one in read_findings(box.descriptor)]
+    return [(one.step, one.own, one.words) for one in read_findings(box.descriptor)]
 
 
 def test_only_what_is_not_finite_and_applied_is_told_with_its_line(box: StatusPage) -> None:
     bad = torch.full((2, 3), float("nan"))
     assert trained(box, torch.ones(2, 3)) == []
-    assert trained(box, bad, apply=False) == [], "who looks and leaves the step out has done right"
+    assert trained(box, bad, apply=False) == []  # the script skips the step itself
     assert trained(box, bad, found_inf=torch.zeros(1)) == [], "GradScaler has looked"
-    (told,) = trained(box, bad, hides=True)
-    assert told.startswith("2 True a loss of nan at test_probe_parts.py:"), "its forward pass was not finite"
-    *_, told = trained(box, bad)
-    assert told.startswith("2 True its loss was nan at test_probe_parts.py:")
+    for hides, text in ((True, "loss of nan"), (False, "loss was nan")):
+        step, own, found = trained(box, bad, hides=hides)[-1]
+        assert (step, own) == (2, True) and text in found and Path(__file__).name in found
 
 
 def test_an_exception_is_told_if_the_script_steps_on_and_once(box: StatusPage) -> None:
@@ -180,8 +189,8 @@ def test_an_exception_is_told_if_the_script_steps_on_and_once(box: StatusPage) -
         swallowed.step_ended(optimizer)
     (told,) = read_findings(box.descriptor)
     assert told.kind == "swallowed" and told.step == 1
-    assert told.words.startswith("ValueError in its forward, at test_probe_parts.py:")
-    assert told.words.endswith("a bad batch")
+    assert told.words.startswith("ValueError in") and told.words.endswith("a bad batch")
+    assert Path(__file__).name in told.words
 
 
 class DistBackendError(RuntimeError): ...
@@ -202,7 +211,7 @@ def test_a_collective_that_failed_is_told_when_the_script_steps_on_and_when_it_e
         before = len(read_findings(box.descriptor))
         swallowed.raised(where, error)
         swallowed.raised(where, error)
-        assert len(read_findings(box.descriptor)) == before, "the script may end of it"
+        assert len(read_findings(box.descriptor)) == before  # the error may still end the script
         if last:
             swallowed.script_ended()
         else:
@@ -241,9 +250,8 @@ def test_a_batch_that_is_skipped_is_told_where_each_step_before_had_as_many(box:
         return words(box, before)
 
     assert told([1] * 40) == told([4, 4, 4, 2] * 10) == told([1, 2] * 20) == told([0] * 40) == []
-    assert told([1] * 40, evaluated=7) == [], "another loader's, or another pass"
-    (skipped,) = told([1] * 20 + [2] + [1] * 20 + [2])
-    assert skipped.startswith("skipped a batch")
+    assert told([1] * 40, evaluated=7) == []  # batches of a different loader
+    rendered(told([1] * 20 + [2] + [1] * 20 + [2]))
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -286,10 +294,9 @@ def test_a_thread_that_an_exception_ends_is_told_at_once_and_python_says_it_too(
         thread.start()
         thread.join()
     (told,) = read_findings(box.descriptor)
-    assert told.kind == "thread" and told.words.startswith(
-        "its thread reader ended with OSError at test_probe_parts.py:"
-    )
-    assert told.words.endswith("in read: a broken record") and len(others) == 2 and not complaints
+    assert told.kind == "thread" and "thread reader" in told.words and "OSError" in told.words
+    assert Path(__file__).name in told.words and told.words.endswith("a broken record")
+    assert len(others) == 2 and not complaints
 
 
 def test_what_a_script_does_now_and_then_is_none_of_a_steps_own_work(
@@ -316,7 +323,7 @@ def test_a_step_without_backward_is_told_where_each_before_had_one(box: StatusPa
         stale.step_begins(other)  # one backward for both
         told = words(box)
         assert len(told) == (number >= 30), number
-    assert told[0].startswith("made a step without backward()")
+    rendered(told)
 
 
 def test_a_step_that_is_left_out_is_told_where_each_backward_before_had_one(box: StatusPage) -> None:
@@ -330,8 +337,7 @@ def test_a_step_that_is_left_out_is_told_where_each_backward_before_had_one(box:
         return words(box, before)
 
     assert told([1] * 40) == told([4, 4, 4, 2] * 10) == told([1, 2] * 20) == told([4] * 20 + [2] + [4] * 20) == []
-    (skipped,) = told([1] * 20 + [2] + [1] * 20 + [2])
-    assert skipped.startswith("left out a step after backward(), as never before")
+    rendered(told([1] * 20 + [2] + [1] * 20 + [2]))
 
 
 @pytest.mark.parametrize(("same_from", "zeros"), [(None, False), (20, False), (20, True)])
@@ -345,4 +351,5 @@ def test_a_batch_that_comes_again_and_again_is_told(box: StatusPage, same_from: 
         stale.forward_begins(ddp, (x,), {"mask": mask})
         stale.forward_begins(ddp, (torch.zeros(1),), {})  # a second micro-batch
         phases.step_ended(ddp)
-    assert words(box) == ([] if same_from is None else ["trains on one batch again and again, from about step 25 on"])
+    assert len(words(box)) == (same_from is not None)
+    assert all("step 25" in found for found in words(box))

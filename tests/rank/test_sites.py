@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tests import warm
 
-from paceline.guard.sentences import where
+from paceline.guard.sentences import format_location
 from paceline.protocol.evidence import Evidence, Frame, Op, Stack
-from paceline.protocol.places import native_frames, shown_site_of, stands_at
+from paceline.protocol.places import BY, native_frames, shown_site_of, stands_at
 from paceline.rank.sites import SITE_CHARS, call_site, frame_of, line_of
 
 PACKAGES = "/x/lib/python3.11/site-packages/"
@@ -65,7 +65,7 @@ def test_the_line_is_the_users_and_beside_it_that_of_a_library(lines: list[str],
 def test_long_words_leave_the_librarys_line_whole() -> None:
     frames = [Frame("lightning/pytorch/loops/fit.py", 41, "g", **LIBRARY), Frame("train.py", 3, "f" * 90)]
     said = shown_site_of(frames)
-    assert len(said) == SITE_CHARS and said.endswith("fff, by lightning/.../fit.py:41")
+    assert len(said) == SITE_CHARS and said.endswith(f"fff{BY}lightning/.../fit.py:41")
 
 
 def test_a_rank_stands_at_a_call_only_in_the_same_line_of_the_library() -> None:
@@ -75,7 +75,7 @@ def test_a_rank_stands_at_a_call_only_in_the_same_line_of_the_library() -> None:
     for at, stands in ((3700, True), (2100, False)):
         op = Op("0", 1, "all_reduce", site=f"train.py:40 in main, by transformers/trainer.py:{at}")
         assert stands_at(here, op) is stands
-    assert "in main at train.py:40, by transformers/trainer.py:3700" in where(here)
+    assert f"train.py:40{BY}transformers/trainer.py:3700" in format_location(here)
 
 
 def test_an_error_has_the_users_innermost_line_or_else_that_of_the_caller() -> None:

@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.errors import raises
+from tests.rendered import rendered
 from torch.distributed import HashStore
 
 from paceline.rank import world
-from paceline.rank.world import World, chosen_backend, chosen_device, device_words, joined, overlooked
+from paceline.rank.world import World, device_name, explain_missing_gpus, joined, resolve_backend, resolve_device
 
 FULL = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1",
@@ -110,7 +111,7 @@ def test_the_accelerator_that_torch_has_is_taken_unless_another_is_asked_for(
     has: Torch, kind: str, asked: str, taken: torch.device
 ) -> None:
     has(kind, 2)
-    assert chosen_device(asked, 1, 2, "auto") == taken
+    assert resolve_device(asked, 1, 2, "auto") == taken
 
 
 @pytest.mark.parametrize(
@@ -127,25 +128,25 @@ def test_a_device_that_is_not_there_is_refused_with_what_is(
 ) -> None:
     has(kind, 1)
     with raises(code, **fields):
-        chosen_device(asked, 0, 1, "auto")
+        resolve_device(asked, 0, 1, "auto")
 
 
 def test_several_ranks_share_a_gpu_over_gloo_only(has: Torch) -> None:
     has("cuda", 2)
-    assert [chosen_device("auto", i, 4, "gloo").index for i in range(4)] == [0, 1, 0, 1]
+    assert [resolve_device("auto", i, 4, "gloo").index for i in range(4)] == [0, 1, 0, 1]
     with raises("processes-without-gpu", processes=4, count=2, most="2 processes"):
-        chosen_device("auto", 0, 4, "auto")
+        resolve_device("auto", 0, 4, "auto")
 
 
 def test_a_wrapper_may_show_each_rank_another_gpu(has: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     has("cuda", 1)
     with raises("processes-without-gpu", processes=4, count=1):
-        chosen_device("auto", 3, 4, "auto")
+        resolve_device("auto", 3, 4, "auto")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert chosen_device("auto", 3, 4, "auto") == torch.device("cuda", 0)
+    assert resolve_device("auto", 3, 4, "auto") == torch.device("cuda", 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")  # both: then one of them does not work
     with raises("processes-without-gpu", processes=4, count=1):
-        chosen_device("auto", 3, 4, "auto")
+        resolve_device("auto", 3, 4, "auto")
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
@@ -156,7 +157,7 @@ def test_two_ranks_on_one_gpu_are_found_when_they_meet(
     store, gpu = HashStore(), torch.device("cuda", 0)
 
     def meets(rank: int, uuid: str) -> None:
-        monkeypatch.setattr(world, "identity", lambda _: uuid)
+        monkeypatch.setattr(world, "device_uuid", lambda _: uuid)
         world.check_placement(rank, 4, gpu, backend, store)
 
     for rank, uuid in ((0, "a"), (1, "b"), (2, ""), (3, "")):
@@ -167,47 +168,48 @@ def test_two_ranks_on_one_gpu_are_found_when_they_meet(
             meets(2, "b")
     else:
         meets(2, "b")
-        assert "ranks 1 and 2 compute on one GPU, b (cuda:0): they take turns" in capsys.readouterr().err
+        warning = capsys.readouterr().err
+        assert "ranks 1 and 2" in warning and "b (cuda:0)" in warning
 
 
 def test_a_rank_goes_to_the_cores_beside_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gone: list[set[int]] = []
-    monkeypatch.setattr(world, "identity", lambda _: "a")
+    monkeypatch.setattr(world, "device_uuid", lambda _: "a")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: gone.append(cores))
     for near in ({2, 3, 4, 5}, {0, 1, 2, 3, 4}, {8, 9}, set[int]()):  # the last three: nothing is better
         monkeypatch.setattr(world, "cores_near", lambda _, near=near: near)
-        world.go_near(torch.device("cuda", 0))
+        world.set_cpu_affinity(torch.device("cuda", 0))
     assert gone == [{2, 3}]
 
 
 def test_each_kind_of_device_has_its_backend() -> None:
-    assert chosen_backend("auto", CPU) == chosen_backend("gloo", torch.device("cuda", 0)) == "gloo"
+    assert resolve_backend("auto", CPU) == resolve_backend("gloo", torch.device("cuda", 0)) == "gloo"
     with raises("backend-not-built", value="xccl"):
-        chosen_backend("auto", torch.device("xpu", 0))
-    assert device_words(CPU) == "cpu"
+        resolve_backend("auto", torch.device("xpu", 0))
+    assert device_name(CPU) == "cpu"
 
 
 def test_a_run_on_the_cpu_says_which_gpus_it_leaves_idle_and_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: Torch
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert overlooked(tmp_path) == ""
+    assert explain_missing_gpus(tmp_path) == ""
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert "was built without CUDA and ROCm, but the machine has 2 NVIDIA GPUs" in overlooked(tmp_path)
+    without_cuda = explain_missing_gpus(tmp_path).replace(torch.__version__, "VERSION")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert "torch sees no GPU, but the machine has 2 NVIDIA GPUs" in overlooked(tmp_path)
+    unseen = explain_missing_gpus(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as asked
-    assert overlooked(tmp_path) == ""
+    assert explain_missing_gpus(tmp_path) == ""
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", "6.4")  # NVIDIA's are not for this torch
-    assert overlooked(tmp_path) == ""
+    assert explain_missing_gpus(tmp_path) == ""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     (tmp_path / "kfd").touch()
-    assert "torch sees no GPU, but the machine has AMD GPUs" in overlooked(tmp_path)
+    unseen_amd = explain_missing_gpus(tmp_path)
     monkeypatch.setattr(torch.version, "hip", None)
     for path in tmp_path.iterdir():
         path.unlink()
     has("mps", 1)
-    assert "does not train on mps" in overlooked(tmp_path)
+    rendered([without_cuda, unseen, unseen_amd, explain_missing_gpus(tmp_path)])

@@ -29,7 +29,7 @@ THROUGH = {
     "launch": ("paceline", "launch", "--nproc-per-node=2"),
 }
 MARKED = re.compile(r"MARK (.*?)(?=MARK |\n|$)")  # ranks may write into one line
-OWN_FAULT = "paceline: the hang guard of this process has a fault"
+OWN_FAULT = "paceline: internal error in the hang guard"
 RANK_ENDS = re.compile(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
 
 

@@ -2,13 +2,13 @@
 
 import sys
 
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 
-if (birth := WorkerBirth.here()) is not None and birth.preload >= 0:
+if (spec := WorkerSpec.here()) is not None and spec.preload >= 0:
     from paceline.rank.preload import serve
 
     frameworks = {"accelerated.py": ("accelerate",), "trainer.py": ("transformers.trainer",)}
-    serve(birth, ("torch.distributed", *frameworks.get(sys.argv[1].rpartition("/")[2], ())))
+    serve(spec, ("torch.distributed", *frameworks.get(sys.argv[1].rpartition("/")[2], ())))
 
 from paceline.rank.bootstrap import main
 

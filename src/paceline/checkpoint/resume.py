@@ -15,7 +15,7 @@ from paceline.checkpoint.shards import ShardFiles
 from paceline.checkpoint.snapshots import broadcast_snapshot, inherited, newest
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
 from paceline.errors import UsageError
-from paceline.protocol.control import WorkerBirth, restarts
+from paceline.protocol.control import WorkerSpec, restarts
 from paceline.rank.world import World
 from paceline.runs import folder as run_folder
 
@@ -143,7 +143,7 @@ def run_location(
         UsageError: on one rank; see `open_run_dir` and `lock_run_dir`.
         ReportedByPeer: on the other ranks.
     """
-    generation, birth = restarts(), WorkerBirth.here()
+    generation, birth = restarts(), WorkerSpec.here()
     launched = Path(birth.attempt_dir).resolve() if birth is not None and birth.attempt_dir else None
     restarted = generation > 0 and asked is not None  # by torchrun or by the agent
     notices: list[str] = []

@@ -36,7 +36,7 @@ from paceline.collectives.control import all_gather_object, is_async
 from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import gather_over_torch, start_gather
 from paceline.host.cgroup import free_memory
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 from paceline.rank.world import World
 
 Pair = tuple[int, int]
@@ -66,7 +66,7 @@ class Snapshot:
 
 def inherited() -> list[Pair]:
     """The memory files of this node's ranks, by local rank. Empty without an agent that restarts workers."""
-    birth = WorkerBirth.here()
+    birth = WorkerSpec.here()
     return [] if birth is None else [*birth.snapshots]
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import ExitCode, unknown
-from paceline.protocol.control import WorkerBirth, hold_standard_descriptors
-from paceline.rank.environment import understood
+from paceline.protocol.control import WorkerSpec, hold_standard_descriptors
+from paceline.rank.environment import translate_to_torchrun
 
 if TYPE_CHECKING:
     from paceline.cli.options import CommandLine
@@ -191,9 +191,9 @@ def entry() -> None:
     """The program `paceline`: `main`, and then the end of the process."""
     code = main()
     if "torch" in sys.modules:
-        from paceline.rank.attach import leave
+        from paceline.rank.attach import exit_worker
 
-        leave(code)
+        exit_worker(code)
     sys.exit(code)
 
 
@@ -220,13 +220,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `paceline ARGUMENTS` and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     hold_standard_descriptors()
-    birth = WorkerBirth.here()
-    if birth is not None and birth.preload >= 0:  # this node's workers are forked from here: they go on below
+    spec = WorkerSpec.here()
+    if spec is not None and spec.preload >= 0:  # this node's workers are forked from here: they go on below
         from paceline.rank.imports import TRAINING, import_all
         from paceline.rank.preload import serve
 
-        serve(birth, lambda: import_all(TRAINING))
-    if birth is not None:  # before anything slow: a worker must not outlive its agent
+        serve(spec, lambda: import_all(TRAINING))
+    if spec is not None:  # before anything slow: a worker must not outlive its agent
         from paceline.rank.attach import attach
 
         attach()
@@ -240,15 +240,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ExitCode.DONE
     try:
         # srun's and mpirun's variables for rank and world become torchrun's here, once, before anything reads them
-        os.environ.update(understood(os.environ))
+        os.environ.update(translate_to_torchrun(os.environ))
         if arguments[0] not in COMMANDS:
             raise unknown("command", arguments[0], COMMANDS)
-        if birth is not None and arguments[:2] == ["train", "--config"] and len(arguments) == 3:
+        if spec is not None and arguments[:2] == ["train", "--config"] and len(arguments) == 3:
             return _train_as_rank(Path(arguments[2]))
         return command_main(arguments[0])(arguments[1:])
     except (Exception, KeyboardInterrupt) as error:
-        if birth is None and isinstance(error, BrokenPipeError) and _reader_is_gone():
+        if spec is None and isinstance(error, BrokenPipeError) and _reader_is_gone():
             return 128 + signal.SIGPIPE
-        from paceline.rank.attach import tell
+        from paceline.rank.attach import report_error
 
-        return tell(error)
+        return report_error(error)

@@ -17,7 +17,7 @@ from paceline.cli import command_line
 from paceline.cli.options import print_json
 from paceline.cli.run_state import NOTHING, Access, NewestRunFlags, attempts, existing_run, standing
 from paceline.errors import ExitCode, UsageError
-from paceline.guard.report import VERDICT, VerdictRecord, description, page, read_verdict
+from paceline.guard.report import VERDICT, VerdictRecord, describe_rank, format_verdict, read_verdict
 from paceline.protocol.evidence import Evidence
 from paceline.runs import writing
 from paceline.runs.console import clock
@@ -154,9 +154,10 @@ def _show(report: HangReport) -> None:
     if not report.live or record.waited_seconds >= MOVES_SECONDS:
         folder = report.verdict_dir
         print_block(
-            page(record.verdict, shown, waited_seconds=record.waited_seconds, folder=folder, run=""), "bold red"
+            format_verdict(record.verdict, shown, waited_seconds=record.waited_seconds, folder=folder, run=""),
+            "bold red",
         )
     for evidence in shown:
-        text = description(_shortened(evidence), most_ops=SHOWN_OPS, most_stacks=1)
+        text = describe_rank(_shortened(evidence), most_ops=SHOWN_OPS, most_stacks=1)
         lines = text.splitlines()[:MOST_LINES]
         print_block("\n".join(lines), "bold red" if evidence.rank in guilty else "bold")

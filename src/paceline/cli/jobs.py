@@ -16,7 +16,7 @@ from paceline.cli.options import check_positive, command_words
 from paceline.config.choices import LauncherName, launchers_of
 from paceline.config.settings import ClusterConfig
 from paceline.errors import ExitCode, UsageError
-from paceline.host.surroundings import parse_env
+from paceline.host.shell_environment import parse_env
 from paceline.launch.by_hand import by_hand, typed
 from paceline.launch.plan import (
     Plan,

@@ -29,7 +29,7 @@ from paceline.protocol.control import BOOTSTRAP, CHECK
 from paceline.protocol.facts import EPOCHS, MAX_STEPS, WHOLE, ScriptFacts, facts_file
 from paceline.protocol.job import JobSpec, Windows
 from paceline.rank.bootstrap import worker_command
-from paceline.rank.environment import launched
+from paceline.rank.environment import is_launched
 from paceline.runs import reading, writing
 from paceline.runs.attempt import read_notices
 from paceline.runs.console import clean, say
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     _check_script(options.script)
     if by_torchrun:
         return _hand_over(typed, dry_run=options.cluster.dry_run)
-    if launched(os.environ):  # else each rank of a run would start a run
+    if is_launched(os.environ):  # else each rank of a run would start a run
         raise UsageError(
             code="launch-within-launcher", rank=os.environ.get("RANK"), world_size=os.environ.get("WORLD_SIZE")
         )

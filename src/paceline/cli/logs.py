@@ -18,7 +18,7 @@ from paceline.cli import command_line
 from paceline.cli.options import print_json
 from paceline.cli.run_state import NewestRunFlags, existing_run, find_run, standing
 from paceline.errors import ExitCode, UsageError, plural
-from paceline.guard.sentences import named
+from paceline.guard.sentences import format_ranks
 from paceline.launch.output import Tail
 from paceline.launch.plan import last_submission
 from paceline.report.logs import MAX_ALL_BYTES, LineFilter, MergedLine, RankLine, RankLogs, merge_lines, rank_logs
@@ -141,7 +141,7 @@ class _ShownLogs:
             raise self._no_output()
         self._logs = RankLogs(paths)
         if self._logs.without_times and wanted.since is not None:
-            raise UsageError(code="since-unknown-times", ranks=named(self._logs.without_times))
+            raise UsageError(code="since-unknown-times", ranks=format_ranks(self._logs.without_times))
 
     def _paths(self) -> dict[int, Path]:
         """The log of each selected rank; of a run that has no start yet, the output of its Slurm job, as rank 0's."""
@@ -171,7 +171,7 @@ class _ShownLogs:
         """Print the selected lines that are there."""
         logs, missing = self._logs.logs, self._logs.without_times
         if len(logs) > 1 and missing:
-            whose = "these ranks" if len(missing) == len(logs) else named(missing)
+            whose = "these ranks" if len(missing) == len(logs) else format_ranks(missing)
             print(
                 f"when {whose} wrote {'its' if len(missing) == 1 else 'their'} lines is not known (an older paceline "
                 "ran it): they are in the order of the ranks, not of time",
@@ -179,7 +179,7 @@ class _ShownLogs:
             )
         if cut := self._logs.cut(self._wanted):
             print(
-                f"of the {plural(len(cut), 'log')} of {named(cut)} only the last {MAX_ALL_BYTES:,} bytes are shown",
+                f"of the {plural(len(cut), 'log')} of {format_ranks(cut)} only the last {MAX_ALL_BYTES:,} bytes are shown",
                 file=sys.stderr,
             )
         self._print(self._logs.lines(self._wanted), prefixed=len(logs) > 1)

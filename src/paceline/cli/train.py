@@ -30,9 +30,9 @@ from paceline.host.gpus import count_gpus
 from paceline.launch.plan import local
 from paceline.launch.slurm.queue import in_allocation
 from paceline.launch.supervise import run
-from paceline.protocol.control import PRELOAD, WorkerBirth
+from paceline.protocol.control import PRELOAD, WorkerSpec
 from paceline.protocol.job import JobSpec, Windows
-from paceline.rank.environment import check_shape, launched, rank_counts
+from paceline.rank.environment import check_shape, is_launched, rank_counts
 from paceline.rank.imports import TRAINING, import_all
 from paceline.runs.console import say
 from paceline.runs.events import Step, read_events
@@ -54,11 +54,11 @@ from paceline.tasks.settings import all_settings, settings_help
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline train ARGUMENTS`."""
     config = parse(arguments)
-    if os.environ.get("RANK", "0") == "0" and WorkerBirth.here() is None:
+    if os.environ.get("RANK", "0") == "0" and WorkerSpec.here() is None:
         for line in untested_torch():
             say(line)
     windows = check_guard(config)
-    if launched(os.environ):
+    if is_launched(os.environ):
         return _train_here(config)[1]
     nproc = config.launch.nproc if isinstance(config.launch.nproc, int) else None
     cluster = config.cluster
@@ -164,7 +164,7 @@ def check_guard(config: TrainConfig) -> Windows:
         UsageError: the value is invalid, or there is no agent that could see a hang.
     """
     windows = Windows.parse(config.guard.stall_after)
-    agent = config.launch.nproc is not None or config.cluster.on != "local" or WorkerBirth.here() is not None
+    agent = config.launch.nproc is not None or config.cluster.on != "local" or WorkerSpec.here() is not None
     if windows.seconds is not None and not agent:
         raise UsageError(code="stall-after-without-agent", value=config.guard.stall_after)
     return windows
@@ -202,7 +202,7 @@ def _train_here(config: TrainConfig) -> tuple[Path, int]:
     """Be a rank: of the world that a launcher made, or the only one. Returns the run folder and the exit code."""
     env = os.environ
     nproc = config.launch.nproc
-    if WorkerBirth.here() is None:  # our own agents need no checks, and after a restart there may be fewer of us
+    if WorkerSpec.here() is None:  # our own agents need no checks, and after a restart there may be fewer of us
         if config.cluster.on != "local" or config.cluster.dry_run:
             raise UsageError(
                 code="train-within-launcher", launcher=config.cluster.on, rank=env.get("RANK"),

@@ -21,7 +21,7 @@ from paceline.cli.run_state import (
     standing,
 )
 from paceline.errors import ExitCode, UsageError
-from paceline.guard.report import description
+from paceline.guard.report import describe_rank
 from paceline.launch.output import lines_of, start_of_last
 from paceline.protocol.evidence import CHECKPOINT_ASK
 from paceline.report.live import LiveReader, RunNow
@@ -97,7 +97,7 @@ class _Run:
         evidence = next((evidence for evidence in verdict.evidence if evidence.rank == rank), None)
         if evidence is None:
             return f"rank {rank} is not there"
-        return description(evidence, most_ops=5, most_stacks=1)[:MOST_CHARS]
+        return describe_rank(evidence, most_ops=5, most_stacks=1)[:MOST_CHARS]
 
     def log(self, rank: int) -> str:
         """The last lines that a rank has printed."""

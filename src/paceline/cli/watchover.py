@@ -8,10 +8,10 @@ from pathlib import Path
 
 from paceline.cli import command_line
 from paceline.errors import UsageError
-from paceline.protocol.control import BOOTSTRAP, WorkerBirth
+from paceline.protocol.control import BOOTSTRAP, WorkerSpec
 from paceline.protocol.job import NodePlan, NodeRanks, Windows
 from paceline.rank.bootstrap import attach_to_agent, run_script, worker_command
-from paceline.rank.environment import COUNTS, launched
+from paceline.rank.environment import COUNTS, is_launched
 from paceline.runs.console import say
 from paceline.runs.folder import create_attempt_dir, open_run_dir
 
@@ -41,9 +41,9 @@ def main(arguments: Sequence[str]) -> int:
     command = worker_command(words)
     if BOOTSTRAP not in command:
         raise UsageError(code="watchover-not-python", value=words[0])
-    if WorkerBirth.here() is not None:
+    if WorkerSpec.here() is not None:
         raise UsageError(code="watchover-of-paceline")
-    if not launched(os.environ):
+    if not is_launched(os.environ):
         say("watchover: started as a single process; nothing to watch")
     elif not windows.off:
         attach_to_agent(agent_plan(config, windows, os.environ), os.environ)

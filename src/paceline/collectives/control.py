@@ -85,7 +85,7 @@ def read_all(deferred: Sequence[Deferred[Any]]) -> list[list[float]]:
     tensors = [value.numbers for value in deferred]
     on_device = [numbers for numbers in tensors if is_async(numbers.device)]
     from_device: list[float] = torch.cat(on_device).tolist() if on_device else []
-    Guard.of_process().check_freed()
+    Guard.of_process().check_unblocked()
     rest = iter(from_device)
     return [[*islice(rest, len(numbers))] if is_async(numbers.device) else numbers.tolist() for numbers in tensors]
 
@@ -447,7 +447,7 @@ def _deferred_totals(loss: float | Tensor, weight: float | Tensor, votes: list[f
 def _summed_over_ranks(slots: Tensor, ranks: int) -> SummedTotals:
     if not is_async(slots.device):
         numbers: list[float] = slots.tolist()
-        Guard.of_process().check_freed()
+        Guard.of_process().check_unblocked()
         totals = _totals(numbers, ranks)
         return SummedTotals(totals, totals.sums[1])
     return SummedTotals(Deferred(slots, lambda numbers: _totals(numbers, ranks)), slots[1 : 2 * ranks : 2])

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.compute.precision import await_device
 from paceline.compute.resources import cpu_model
-from paceline.rank.world import World, device_words
+from paceline.rank.world import World, device_name
 from paceline.runs.reading import decode
 from paceline.runs.utilization import speed
 from paceline.runs.writing import make_folder, replace
@@ -166,7 +166,7 @@ def peak_tflops(device: torch.device, dtype: torch.dtype, *, measure: bool, reac
         name = f"{cpu_model()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     else:
         tf32 = torch.backends.cuda.matmul.allow_tf32 and dtype == torch.float32
-        name = f"{device_words(device)}{', tf32' if tf32 else ''}"
+        name = f"{device_name(device)}{', tf32' if tf32 else ''}"
     folder = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or "/nonexistent") / ".cache"
     path, key, peaks = Path(folder).resolve() / "paceline" / "peaks.json", f"{name}, {dtype}", dict[str, float]()
     with suppress(OSError):

@@ -1,1 +1,1 @@
-"""The hang guard: what each rank shows of itself, and who is to blame when all stand still. No torch here."""
+"""The hang guard: collects the state of each rank, and finds the cause when a run hangs or fails. Without torch."""

@@ -1,8 +1,8 @@
-"""Collects the evidence of this node: from the box of each worker, and from its process.
+"""Collects the evidence of this node: from the status page of each worker, and from its process.
 
-A worker that does not answer may hold the interpreter's lock in native code. It is sent a signal on which it writes its
-stacks without the interpreter. No function here waits: the agent calls `advance` ten times a second until it returns
-True. No content of a box can make a function fail, or use memory without bound.
+A worker that does not answer may hold the interpreter lock in native code. The agent then sends it a signal, and the
+worker writes its stacks without the interpreter. No function here waits: the agent calls `advance` ten times a second
+until it returns True. A status page with arbitrary content cannot make a function fail or use unlimited memory.
 """
 
 import os
@@ -23,7 +23,7 @@ from paceline.protocol.status_page import (
     SIGNAL,
     SIGNAL_SAFE,
     forget_native,
-    has_box,
+    has_status_page,
     put_question,
     read_answer,
     read_counters,
@@ -33,11 +33,11 @@ from paceline.protocol.status_page import (
     takes_signal,
 )
 
-ANSWER_SECONDS = 2.0  # for an interpreter to answer; its watcher looks four times a second
-DEAF_SECONDS = 4.0  # a watcher that has not woken for so long is not asked twice
+ANSWER_SECONDS = 2.0  # for an interpreter to answer; its watcher wakes four times a second
+DEAF_SECONDS = 4.0  # a watcher that has not woken for this long gets only DEAF_ANSWER_SECONDS
 DEAF_ANSWER_SECONDS = 1.0
-NATIVE_SECONDS = 1.0  # for the stacks that come on the signal
-CPU_SECONDS = 0.5  # the least time over which the use of the processor says anything
+NATIVE_SECONDS = 1.0  # for the stacks that a worker writes on the signal
+CPU_SECONDS = 0.5  # the shortest time over which CPU use is meaningful
 ADVANCE_SECONDS = 0.1  # between two calls of `advance`
 
 MAX_EVIDENCE_BYTES = 200_000
@@ -49,20 +49,21 @@ _decoder = msgspec.json.Decoder(Answer)
 
 
 @dataclass
-class _Asked:
+class _Query:
     pid: int
     box: int
-    states: list[str]  # of its process, at each look
+    states: list[str]  # of its process, at each call of `advance`
     cpu_seconds: float  # used before the question
-    native_bytes: int = -1  # what had come on the signal at the last look; -1: no signal sent
+    native_bytes: int = -1  # size of the native stacks at the last call of `advance`; -1: no signal sent
     done: bool = False
 
 
 class Collection:
     """One question to all workers of a node, and the answers so far.
 
-    Workers that have ended are not asked. `boxes` are descriptors by rank; the number `question` is larger than that of
-    the question before. With a patience below ANSWER_SECONDS no worker is sent a signal.
+    Workers that have ended are not asked. `boxes` are the descriptors of the status pages, by rank. The number
+    `question` is larger than that of the previous question. If `patience_seconds` is below ANSWER_SECONDS, the agent
+    sends no signals.
     """
 
     def __init__(
@@ -77,72 +78,72 @@ class Collection:
         self._patience_seconds = patience_seconds
         self._began_seconds = time.monotonic()
         self._signalled_seconds = 0.0
-        self._asked: dict[int, _Asked] = {}
+        self._queries: dict[int, _Query] = {}
         for worker in workers:
             if worker.code is None:
                 box = boxes[worker.rank]
                 put_question(box, question)
                 process = read_process(worker.pid)
                 cpu_seconds = process.cpu_seconds if process else 0.0
-                self._asked[worker.rank] = _Asked(worker.pid, box, [process.state if process else ""], cpu_seconds)
-        self._gpus = ask_gpus([one.pid for one in self._asked.values()])
+                self._queries[worker.rank] = _Query(worker.pid, box, [process.state if process else ""], cpu_seconds)
+        self._gpus = ask_gpus([query.pid for query in self._queries.values()])
 
     def advance(self) -> bool:
-        """Continue to collect; return whether all answers are here, or no more will come."""
+        """Continue to collect; return whether all answers have arrived, or no more will come."""
         now = time.monotonic()
         waited_seconds = now - self._began_seconds
-        for one in self._asked.values():
-            process = read_process(one.pid)
-            one.states.append(process.state if process and process.runs else "")
-            one.done = one.done or self._is_done(one, waited_seconds)
+        for query in self._queries.values():
+            process = read_process(query.pid)
+            query.states.append(process.state if process and process.runs else "")
+            query.done = query.done or self._is_done(query, waited_seconds)
         hurried = self._patience_seconds < ANSWER_SECONDS
-        return all(one.done for one in self._asked.values()) and (hurried or waited_seconds >= CPU_SECONDS)
+        return all(query.done for query in self._queries.values()) and (hurried or waited_seconds >= CPU_SECONDS)
 
-    def _is_done(self, one: _Asked, waited_seconds: float) -> bool:
-        counters = read_counters(one.box)
-        if counters.answered == self.question or one.states[-1] in ("", "T", "t"):
-            return True  # a stopped process answers nothing, whatever one waits
-        if one.native_bytes >= 0:
-            before, one.native_bytes = one.native_bytes, len(read_native(one.box))
-            came_whole = 0 < one.native_bytes == before
-            return came_whole or time.monotonic() - self._signalled_seconds > NATIVE_SECONDS
+    def _is_done(self, query: _Query, waited_seconds: float) -> bool:
+        counters = read_counters(query.box)
+        if counters.answered == self.question or query.states[-1] in ("", "T", "t"):
+            return True  # a stopped process never answers
+        if query.native_bytes >= 0:
+            before, query.native_bytes = query.native_bytes, len(read_native(query.box))
+            is_complete = 0 < query.native_bytes == before
+            return is_complete or time.monotonic() - self._signalled_seconds > NATIVE_SECONDS
         deaf = time.monotonic() - counters.beat_ns / 1e9 > DEAF_SECONDS
         patience_seconds = min(self._patience_seconds, DEAF_ANSWER_SECONDS) if deaf else self._patience_seconds
         if waited_seconds < patience_seconds:
             return False
-        return self._patience_seconds < ANSWER_SECONDS or not self._signal(one)
+        return self._patience_seconds < ANSWER_SECONDS or not self._signal(query)
 
-    def _signal(self, one: _Asked) -> bool:
-        """Ask for native stacks; return whether that is possible without the risk to kill the worker."""
-        if not read_counters(one.box).ready & SIGNAL_SAFE or not takes_signal(one.pid):
+    def _signal(self, query: _Query) -> bool:
+        """Ask for native stacks; return whether that is possible without the risk of killing the worker."""
+        if not read_counters(query.box).ready & SIGNAL_SAFE or not takes_signal(query.pid):
             return False
-        forget_native(one.box)
-        one.native_bytes = 0
+        forget_native(query.box)
+        query.native_bytes = 0
         self._signalled_seconds = time.monotonic()
         with suppress(ProcessLookupError, PermissionError):
-            os.kill(one.pid, SIGNAL)
+            os.kill(query.pid, SIGNAL)
         return True
 
     def evidence(self, workers: Sequence[Sample]) -> list[Evidence]:
-        """The evidence on all `workers` now."""
-        return [bounded_evidence(self._evidence(worker, self._asked.get(worker.rank))) for worker in workers]
+        """The current evidence on all `workers`."""
+        return [bounded_evidence(self._evidence(worker, self._queries.get(worker.rank))) for worker in workers]
 
-    def _evidence(self, worker: Sample, asked: _Asked | None) -> Evidence:
+    def _evidence(self, worker: Sample, query: _Query | None) -> Evidence:
         box, process = self._boxes[worker.rank], read_process(worker.pid) if worker.code is None else None
-        answered = asked is not None and read_counters(box).answered == self.question
+        answered = query is not None and read_counters(box).answered == self.question
         answer = _read(box) if answered else None
-        native = read_native(box) if not answered and asked is not None and asked.native_bytes > 0 else ""
+        native = read_native(box) if not answered and query is not None and query.native_bytes > 0 else ""
         cpu_seconds = 0.0
-        if process is not None and asked is not None:
+        if process is not None and query is not None:
             elapsed_seconds = max(time.monotonic() - self._began_seconds, 1e-3)
-            cpu_seconds = (process.cpu_seconds - asked.cpu_seconds) / elapsed_seconds  # in one second
+            cpu_seconds = (process.cpu_seconds - query.cpu_seconds) / elapsed_seconds  # per second
         return replace(
             Evidence.of(worker),
-            state=_state(asked),
+            state=_state(query),
             cpu_seconds=cpu_seconds,
             sleep=-1 if process is None else sleep_number(worker.pid),
             reads_input=process is not None and reads_input(worker.pid),
-            watched=process is None or answered or has_box(worker.pid),
+            watched=process is None or answered or has_status_page(worker.pid),
             answered=answered,
             ops=tuple(answer.ops if answer else read_ring(box)),
             groups=answer.groups if answer else {},
@@ -155,11 +156,11 @@ class Collection:
         )
 
 
-def _state(asked: _Asked | None) -> str:
-    if asked is None:
+def _state(query: _Query | None) -> str:
+    if query is None:
         return ""
-    first, last = asked.states[0], asked.states[-1]
-    return "S" if last == "D" and first != "D" else last  # everybody reads a file now and then
+    first, last = query.states[0], query.states[-1]
+    return "S" if last == "D" and first != "D" else last  # a short D is normal: the process reads a file
 
 
 def _read(box: int) -> Answer | None:
@@ -171,14 +172,14 @@ def _read(box: int) -> Answer | None:
 
 def _loader(one: LoaderWorker, parent: int) -> LoaderWorker:
     process = read_process(one.pid) if 0 < one.pid < 1 << 31 else None
-    # a number may be another process's by now: what loads data for a worker is in the worker's session
+    # the kernel may have reused the pid: a loader process is in the session of its worker
     rank = read_process(parent)
     ours = process is not None and process.runs and rank is not None and process.session == rank.session
     return replace(one, state=process.state if ours and process else "")
 
 
 def bounded_evidence(evidence: Evidence) -> Evidence:
-    """`evidence` with limits on the size of each part; at most MAX_EVIDENCE_BYTES as JSON."""
+    """`evidence` with each part limited in size, and at most MAX_EVIDENCE_BYTES as JSON."""
     stacks = [Stack(s.thread[:MAX_TEXT], tuple(map(_frame, s.frames[:MAX_FRAMES]))) for s in evidence.stacks]
     failure = evidence.failure
     if failure is not None:
@@ -221,22 +222,24 @@ def _frame(frame: Frame) -> Frame:
 
 
 def _number(number: int) -> int:
-    """A count, a line or a rank; 0 if it is out of range."""
     return number if 0 <= number <= MAX_NUMBER else 0
 
 
 class IdleClock:
-    """Finds when each worker of one generation moved last.
+    """Measures how long each worker of one generation has made no progress.
 
-    The clock of the worker is not used: an age is how long the agent, by its clock, has seen no change of the counters.
+    It does not use the clock of the worker: it measures how long the counters have not changed, by the agent's clock.
     """
 
     def __init__(self) -> None:
-        # rank -> its counters, since when they have been so, and when they were read
+        # rank -> its counters, the time of their last change, and the time of the last read
         self._seen: dict[int, tuple[tuple[int, ...], float, float]] = {}
 
     def read(self, worker: Sample, box: int, now_seconds: float) -> Sample:
-        """`worker` with the content of its box; call it at least every second or two, on one monotonic clock."""
+        """`worker` with the content of its status page.
+
+        Call it at least every two seconds, with times of one monotonic clock.
+        """
         counters = read_counters(box)
         moved, since_seconds, read_seconds = self._seen.get(worker.rank, ((), now_seconds, now_seconds))
         if moved != counters.moved or now_seconds - read_seconds > JUMP_SECONDS:

@@ -1,23 +1,24 @@
-"""Judges which rank is at fault, for a failure and for a stall. Pure: from the evidence of all ranks to one verdict.
+"""Finds the ranks that caused a failure or a stall. Without I/O: from the evidence of all ranks to one verdict.
 
 The most certain explanation counts, in this order:
 
-    failed on their own                  DIED: a signal, an exception; a rank that only lost its peers has not failed on
-                                         its own (see deaths.py)
-    contradict each other                MISMATCH, LEFT, DEADLOCK: one of them is wrong (see `_dispute`)
-    others wait for them, and they wait  STOPPED, UNINTERRUPTIBLE, LOADER, BEHIND, NOT_MET, by the state of the process
-    for no rank
-    all are in, and nothing comes out    NETWORK
-    no rank waits for another            BEHIND, NOT_MET: the ranks that are not where the majority is
+    primary failures                     DIED: a signal or an exception. A rank that only lost its peers is not a
+                                         primary failure (see deaths.py)
+    ranks that contradict each other     MISMATCH, LEFT, DEADLOCK: one of them is wrong (see `_dispute`)
+    ranks that others wait for and that  STOPPED, UNINTERRUPTIBLE, LOADER, BEHIND, NOT_MET, by the state of the process
+    wait for no rank
+    all ranks are in one collective      NETWORK
+    and it does not complete
+    no rank waits for a rank             BEHIND, NOT_MET: the ranks that are not where the majority is
 
-If the evidence does not show which party is wrong, the verdict names the parties and blames none: of two ranks that
-disagree either may be right. Clocks are not compared. The numbers of collectives show what came first, and for failures
-their ages.
+If the evidence does not show which party is wrong, the verdict lists the parties and names no rank as the cause. If two
+ranks disagree, either may be right. The verdict does not depend on clocks. Sequence numbers order collectives, and ages
+order failures.
 
-Ranks contradict each other if they have entered different operations under the same number, if they wait for each
-other, or if a rank has ended for which others wait. All ranks run one program. Of two ranks that both follow it, one is
+Ranks contradict each other in three cases: they have entered different operations under the same number, they wait for
+each other, or a rank has ended while others wait for it. All ranks run one program. If two ranks both follow it, one is
 ahead of the other, or both are at the same place. They cannot wait for each other, and ranks that follow the program
-cannot form a cycle. Therefore, if one rank is wrong, it is in every cycle, and without it no cycle is left. If several
+cannot form a cycle. Therefore, if one rank is wrong, it is in every cycle, and without it no cycle remains. If several
 ranks are wrong, the majority is right.
 
     0, 2 wait for 1, and 1 waits for 0, 2     cycles 0-1 and 2-1: only 1 is in both, it is wrong
@@ -30,7 +31,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from msgspec.structs import replace
 
 from paceline.guard import sentences
-from paceline.guard.deaths import RankEnd, end_of, first_to_fail, parameters
+from paceline.guard.deaths import RankEnd, first_to_fail, parameter_counts, rank_end
 from paceline.guard.sentences import conclude
 from paceline.guard.waits import (
     OpMismatch,
@@ -39,8 +40,8 @@ from paceline.guard.waits import (
     find_mismatches,
     majority,
     parties_by,
-    reached,
-    split,
+    reachable,
+    split_by_signature,
     stands_outside,
     stream,
     waiting_alike,
@@ -50,7 +51,7 @@ from paceline.protocol.evidence import SHARED_GROUP, Evidence, Op, Phase, Sample
 from paceline.protocol.places import shown_site, stands_at, waits_for_ranks
 
 Ranks = Mapping[int, Rank]
-Graph = Mapping[int, frozenset[int]]  # rank -> those for whom it waits
+Graph = Mapping[int, frozenset[int]]  # rank -> the ranks for which it waits
 BETTER_THAN_VICTIMS = (
     VerdictKind.MISMATCH,
     VerdictKind.DEADLOCK,
@@ -59,12 +60,12 @@ BETTER_THAN_VICTIMS = (
     VerdictKind.UNINTERRUPTIBLE,
     VerdictKind.LOADER,
 )
-UNMET_SECONDS = 2.0  # for which nothing has moved of ranks that can never meet
-IDLE_CPU_SECONDS = 0.5  # in a second; a rank that uses more may still come
+DEADLOCK_SECONDS = 2.0  # without progress, before ranks count as deadlocked
+IDLE_CPU_SECONDS = 0.5  # per second; a rank that uses more may still arrive
 
 
 def judge(evidence: Sequence[Evidence]) -> Verdict:
-    """The verdict on ranks that stall, or of which some have failed. Any evidence gives a verdict."""
+    """The verdict on ranks that stall or of which some have failed. Any evidence gives a verdict."""
     ranks = waiting_graph(evidence)
     mismatches = find_mismatches(ranks)
     engaged = drop_abandoned_ops(ranks)
@@ -73,40 +74,39 @@ def judge(evidence: Sequence[Evidence]) -> Verdict:
         or _dispute(engaged, mismatches)
         or _waited_for(ranks, engaged)
         or _dispute(ranks, mismatches)
-        or _inside(ranks)
-        or _elsewhere(ranks)
+        or _stuck_in_collective(ranks)
+        or _no_rank_waits(ranks)
     )
     first = first_to_fail(evidence)
     if first is None or _explains(verdict, first, evidence):
         return verdict
-    outvoted = verdict.kind is VerdictKind.MISMATCH and end_of(first).by_itself and verdict.guilty
-    return replace(verdict, failed=verdict.guilty[0] if outvoted else first.rank)  # all raise at once: who was first?
+    outvoted = verdict.kind is VerdictKind.MISMATCH and rank_end(first).is_primary and verdict.guilty
+    return replace(verdict, failed=verdict.guilty[0] if outvoted else first.rank)  # all raise at the same time
 
 
 def judge_samples(samples: Sequence[Sample]) -> Verdict:
-    """The verdict on ranks of which some have failed, if only samples are known: the first failure."""
+    """The verdict on ranks of which some have failed, from samples alone: the first failure."""
     first = first_to_fail(samples)
     if first is None:
         return Verdict(VerdictKind.UNKNOWN)
-    return Verdict(VerdictKind.DIED, (first.rank,) if end_of(first).by_itself else (), failed=first.rank)
+    return Verdict(VerdictKind.DIED, (first.rank,) if rank_end(first).is_primary else (), failed=first.rank)
 
 
 def _explains(verdict: Verdict, first: Sample, evidence: Sequence[Evidence]) -> bool:
-    """Whether the verdict explains the failure of the run better than the first failure itself."""
-    aborted = end_of(first) is RankEnd.SIGNAL and first.code == -signal.SIGABRT
-    asked = any(one.state or one.ops for one in evidence)  # else samples are all there is
-    if not asked or not (aborted or end_of(first) is RankEnd.VICTIM):
+    aborted = rank_end(first) is RankEnd.SIGNAL and first.code == -signal.SIGABRT
+    has_evidence = any(one.state or one.ops for one in evidence)  # else only samples
+    if not has_evidence or not (aborted or rank_end(first) is RankEnd.VICTIM):
         return False
     better = verdict.kind in BETTER_THAN_VICTIMS or (aborted and verdict.kind is VerdictKind.LEFT)
     return better and bool(verdict.guilty or verdict.tie)
 
 
 def _died(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Verdict | None:
-    died = [n for n, one in ranks.items() if one.end.by_itself]
+    died = [n for n, one in ranks.items() if one.end.is_primary]
     died.sort(key=lambda n: (ranks[n].end, ranks[n].evidence.failed_at_seconds, n))
     broken = [n for n, one in ranks.items() if one.end is RankEnd.BROKEN]
-    counts = parameters([ranks[n].evidence for n in died])
-    if 1 < len(counts) == len(died):  # each rank accuses another
+    counts = parameter_counts([ranks[n].evidence for n in died])
+    if 1 < len(counts) == len(died):  # each rank reports a different model on another rank
         parties = parties_by(counts, lambda count: count)
         right = majority(parties)
         wrong = [n for n in died if right is not None and n not in right]
@@ -115,15 +115,15 @@ def _died(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Verdict | None:
         return conclude(VerdictKind.MISMATCH, ranks, lines, guilty=wrong, tie=tie)
     if died:
         return conclude(VerdictKind.DIED, ranks, sentences.died(ranks, died), guilty=died)
-    if not broken or mismatches:  # who was broken off by its transport may be the innocent one
+    if not broken or mismatches:  # a rank that its transport ended may be the correct one
         return None
-    accused = [n for n in broken if not ranks[n].evidence.words]  # no word of anybody else
-    return conclude(VerdictKind.DIED, ranks, sentences.broken(ranks, broken), guilty=accused)
+    guilty = [n for n in broken if not ranks[n].evidence.words]  # their output mentions no other rank
+    return conclude(VerdictKind.DIED, ranks, sentences.broken(ranks, broken), guilty=guilty)
 
 
 def _waited_for(ranks: Ranks, engaged: Ranks) -> Verdict | None:
     waiting = [n for n, one in engaged.items() if one.waits_for]
-    heads = sorted(reached(waiting, {n: one.waits_for for n, one in engaged.items()}))
+    heads = sorted(reachable(waiting, {n: one.waits_for for n, one in engaged.items()}))
     guilty = [n for n in heads if _is_free(ranks[n])] or [n for n, one in ranks.items() if one.frozen]
     if not guilty:
         return None
@@ -137,7 +137,7 @@ def _waited_for(ranks: Ranks, engaged: Ranks) -> Verdict | None:
 
 
 def _is_free(one: Rank) -> bool:
-    """Whether it waits for no rank. A rank that has answered, with an operation in flight, may be in `work.wait()`."""
+    """Whether it waits for no rank. A rank that has answered and has an operation in flight may be in `work.wait()`."""
     if one.frozen:
         return True
     if one.waits_for or one.end is not RankEnd.RUNS:
@@ -153,10 +153,10 @@ def _kind(one: Rank) -> VerdictKind:
     return VerdictKind.LOADER if sentences.hanging_loaders(one.evidence) else VerdictKind.BEHIND
 
 
-def _inside(ranks: Ranks) -> Verdict | None:
-    """Ranks are in an operation in which no rank is missing, and which does not end."""
+def _stuck_in_collective(ranks: Ranks) -> Verdict | None:
+    """The verdict on an operation that all ranks of its group have entered and that does not complete."""
     inside = {n: one.pending[0] for n, one in ranks.items() if one.pending and not one.waits_for and not one.frozen}
-    if not any(ranks[n].end is RankEnd.RUNS for n in inside):  # of the dead it is not known who was missing
+    if not any(ranks[n].end is RankEnd.RUNS for n in inside):  # ended ranks do not show which rank was missing
         return None
     op = next(iter(parties_by(inside, lambda op: (op.group, op.seq))[0].values()))
     in_kernel = [n for n in inside if ranks[n].evidence.state == "D"]
@@ -165,26 +165,25 @@ def _inside(ranks: Ranks) -> Verdict | None:
     if in_kernel:
         kind, guilty = VerdictKind.UNINTERRUPTIBLE, in_kernel
     elif silent and len(silent) < len(inside) and all(one.evidence.answered for one in others):
-        kind, guilty = VerdictKind.STOPPED, silent  # a frozen container, for one, shows no state of its own
+        kind, guilty = VerdictKind.STOPPED, silent  # the processes of a frozen container do not show state T
     else:
         return conclude(VerdictKind.NETWORK, ranks, sentences.all_inside(ranks, inside), op=op)
     return conclude(kind, ranks, sentences.inside_but(ranks, guilty, op), guilty=guilty, op=op)
 
 
-def _elsewhere(ranks: Ranks) -> Verdict:
-    """No rank waits for another one, as far as is known."""
+def _no_rank_waits(ranks: Ranks) -> Verdict:
     running = {n: one for n, one in ranks.items() if one.end is RankEnd.RUNS}
     kinds = {n: _kind(one) for n, one in running.items()}
-    surely = [n for n, kind in kinds.items() if kind is not VerdictKind.BEHIND]
-    lines = sentences.everybody(ranks)
-    if surely:
-        return conclude(min(kinds[n] for n in surely), ranks, sentences.waited_for(ranks, surely), guilty=surely)
+    stuck = [n for n, kind in kinds.items() if kind is not VerdictKind.BEHIND]
+    lines = sentences.all_locations(ranks)
+    if stuck:
+        return conclude(min(kinds[n] for n in stuck), ranks, sentences.waited_for(ranks, stuck), guilty=stuck)
     met = any(one.evidence.ops for one in ranks.values())
     kind = VerdictKind.BEHIND if met else VerdictKind.NOT_MET
     if len(ranks) == len(running) == 1:
         return conclude(VerdictKind.BEHIND, ranks, lines, guilty=list(running))
     sites = {n: shown_site(one.evidence) for n, one in running.items()}
-    parties = parties_by({n: where for n, where in sites.items() if where}, lambda where: where)
+    parties = parties_by({n: site for n, site in sites.items() if site}, lambda site: site)
     right = majority(parties)
     if right is None or len(right) == len(running):
         return conclude(VerdictKind.UNKNOWN, ranks, lines)
@@ -196,14 +195,13 @@ def _elsewhere(ranks: Ranks) -> Verdict:
 
 
 def _dispute(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Verdict | None:
-    """The verdict on ranks of which one must be wrong; None if there are none."""
     graph = _graph(ranks, mismatches)
     if not _find_cycle(graph):
         return None
-    # a training that says its phases does not end there
-    amid_steps = [n for n, one in ranks.items() if one.evidence.phase not in (Phase.USER, Phase.CLOSE)]
-    early = [n for n in amid_steps if ranks[n].end is RankEnd.LEFT and graph[n]]
-    # in every circle; empty if several ranks are wrong
+    # a training that reports its phases ends only in phase CLOSE
+    in_steps = [n for n, one in ranks.items() if one.evidence.phase not in (Phase.USER, Phase.CLOSE)]
+    early = [n for n in in_steps if ranks[n].end is RankEnd.LEFT and graph[n]]
+    # the ranks that are in every cycle; empty if several ranks are wrong
     suspects = early or [rank for rank in sorted(_find_cycle(graph)) if not _find_cycle(graph, without=rank)]
     parties = _parties(ranks, mismatches, suspects, graph)
     if early or len(suspects) == 1:
@@ -213,11 +211,11 @@ def _dispute(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Verdict | None:
     else:
         guilty = sorted(n for party in parties if party is not right for n in party)
     tie = [] if guilty else [sorted(party) for party in parties]
-    return _told(ranks, mismatches, guilty, tie, graph)
+    return _dispute_verdict(ranks, mismatches, guilty, tie, graph)
 
 
 def _graph(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Graph:
-    """Ranks with the same edges hold one set: of 8,000 half may contradict the other half."""
+    """The edges between ranks. Ranks with equal edges use one set: of 8,000 ranks, half may contradict the others."""
     sources: dict[int, list[Collection[int]]] = {n: [one.waits_for] for n, one in ranks.items()}
     for each in mismatches:
         for party in each.parties:
@@ -227,7 +225,7 @@ def _graph(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Graph:
     left = {n for n, one in ranks.items() if one.end is RankEnd.LEFT}
     for waits_for, waiters in waiting_alike(ranks) if left else ():
         for n in left.intersection(waits_for):
-            sources[n].append(waiters)  # who keeps to the program has nobody wait for it at its end
+            sources[n].append(waiters)  # no rank waits for a rank that ends as the program says
     graph: dict[tuple[int, ...], frozenset[int]] = {}
     for parts in sources.values():
         if (key := tuple(map(id, parts))) not in graph:
@@ -251,7 +249,7 @@ def _position(one: Rank, number: int, members: Sequence[int]) -> Hashable:
     return None if op is None else (stream(op, number), op.seq, op.kind, op.name, op.shape, op.dtype)
 
 
-def _told(
+def _dispute_verdict(
     ranks: Ranks, mismatches: Sequence[OpMismatch], guilty: Sequence[int], tie: Sequence[Sequence[int]], graph: Graph
 ) -> Verdict:
     involved = [*guilty, *(n for party in tie for n in party)]
@@ -275,12 +273,12 @@ def _told(
     members = [n for group in groups for n in group]
     ops = {n: op for n in members if (op := sentences.held_in(ranks[n], members)) is not None}
     op = ops.get(groups[-1][0])
-    lines = sentences.in_circle(ranks, groups, ops)
+    lines = sentences.in_cycle(ranks, groups, ops)
     return sentences.conclude(VerdictKind.DEADLOCK, ranks, lines, guilty=guilty, tie=tie, op=op)
 
 
 def _rivals(ranks: Ranks, guilty: Sequence[int], graph: Graph) -> list[list[int]]:
-    """The ranks that wait for a guilty rank that waits for them, else those of a cycle, grouped by their operation."""
+    """The ranks in mutual waits with a guilty rank, else those of a cycle, grouped by their operation."""
     wrong = set(guilty)
     mutual = [n for n in graph if n not in wrong and any(n in graph[one] for one in wrong & graph[n])]
     rivals = mutual or [n for n in _find_cycle(graph) if n not in wrong]
@@ -288,7 +286,7 @@ def _rivals(ranks: Ranks, guilty: Sequence[int], graph: Graph) -> list[list[int]
 
 
 def _find_cycle(graph: Graph, *, without: int | None = None) -> set[int]:
-    """The ranks of one cycle, of two ranks if there is one; empty if there is no cycle."""
+    """The ranks of one cycle, if possible one of two ranks; empty if there is no cycle."""
     left = _cyclic_core(graph, without=without)
     for rank in sorted(left):
         for other in graph[rank]:
@@ -296,15 +294,15 @@ def _find_cycle(graph: Graph, *, without: int | None = None) -> set[int]:
                 return {rank, other}
     if not left:
         return set()
-    way = [min(left)]  # who is left waits for somebody who is left: sooner or later the way comes back
-    while (following := min(other for other in graph[way[-1]] if other in left)) not in way:
-        way.append(following)
-    return set(way[way.index(following) :])
+    path = [min(left)]  # each remaining rank waits for a remaining rank, so the path returns to itself
+    while (following := min(other for other in graph[path[-1]] if other in left)) not in path:
+        path.append(following)
+    return set(path[path.index(following) :])
 
 
 def _cyclic_core(graph: Graph, *, without: int | None = None) -> set[int]:
-    """The ranks that are in a cycle or wait for one: all except those that wait for none, or only for such ranks."""
-    holders: dict[int, list[int]] = {}  # of one set of edges: what becomes of it becomes of all of them
+    """The ranks that are in a cycle or wait for one: all that remain after removing ranks without edges repeatedly."""
+    holders: dict[int, list[int]] = {}  # the ranks that share one set of edges are removed together
     for rank, others in graph.items():
         holders.setdefault(id(others), []).append(rank)
     waiters: dict[int, list[int]] = {}
@@ -318,7 +316,7 @@ def _cyclic_core(graph: Graph, *, without: int | None = None) -> set[int]:
         if not its:
             done += ranks
     seen: set[int] = set()
-    for rank in done:  # grows as it goes
+    for rank in done:  # the loop appends to this list
         for key in waiters.get(rank, ()) if rank not in seen else ():
             missing[key] -= 1
             if missing[key] == 0:
@@ -330,31 +328,31 @@ def _cyclic_core(graph: Graph, *, without: int | None = None) -> set[int]:
 # ---- collectives that can never complete ----
 
 
-def never_meet(evidence: Sequence[Evidence]) -> bool:
-    """Whether ranks wait in collectives that can never complete, whatever the others do.
+def is_deadlocked(evidence: Sequence[Evidence]) -> bool:
+    """Whether ranks wait in collectives that can never complete.
 
-    A rank that is late and a rank that hangs look alike, so the guard waits for the window before it names one. Two
-    cases leave no doubt:
+    A late rank and a hanging rank look the same, so the guard waits for the window before it reports one. Two cases are
+    certain before that:
 
     - Two ranks wait under the same number of the same group, and the operation, the shape, the type or the root differs
-      (in shared memory also the name): the transport never pairs them.
-    - Ranks wait for each other in a circle: each of them stands in a collective that another one of them has not
-      called.
+      (in shared memory also the name). The transport never pairs them.
+    - Ranks wait for each other in a cycle: each of them waits in a collective that the next rank has not called.
 
-    Each of these ranks must stand inside its call, must have answered, and must not have moved for UNMET_SECONDS.
-    Operations that a rank has started and does not wait for count for neither, nor do messages between two ranks.
+    Each of these ranks must be inside its call, must have answered, and must have made no progress for
+    DEADLOCK_SECONDS. Operations that a rank has started without waiting for them do not count. Messages between two
+    ranks do not count.
     """
     ranks = waiting_graph(evidence)
-    held = {n: op for n, one in ranks.items() if (op := _surely_in(one)) is not None}
+    held = {n: op for n, one in ranks.items() if (op := _blocking_collective(one)) is not None}
     if len(held) < 2:
         return False
     return any(_differ(each, held) for each in find_mismatches(ranks)) or bool(_find_cycle(_edges(ranks, held)))
 
 
-def _surely_in(one: Rank) -> Op | None:
-    """The collective in which this rank surely waits; None if that is not certain."""
+def _blocking_collective(one: Rank) -> Op | None:
+    """The collective in which this rank certainly waits; None if that is not certain."""
     evidence = one.evidence
-    if one.end is not RankEnd.RUNS or one.frozen or not evidence.answered or evidence.still_seconds < UNMET_SECONDS:
+    if one.end is not RankEnd.RUNS or one.frozen or not evidence.answered or evidence.still_seconds < DEADLOCK_SECONDS:
         return None
     if evidence.cpu_seconds > IDLE_CPU_SECONDS or waits_for_ranks(evidence) is not True:
         return None
@@ -363,13 +361,12 @@ def _surely_in(one: Rank) -> Op | None:
 
 
 def _differ(found: OpMismatch, held: Mapping[int, Op]) -> bool:
-    """Whether two of the ranks that wait have entered operations that no transport pairs."""
     ops = {n: op for party in found.parties for n, op in party.items() if held.get(n) == op}
-    return len(ops) > 1 and len(split(ops, by_name=found.stream[0].startswith(SHARED_GROUP))) > 1
+    return len(ops) > 1 and len(split_by_signature(ops, by_name=found.stream[0].startswith(SHARED_GROUP))) > 1
 
 
 def _edges(ranks: Mapping[int, Rank], held: Mapping[int, Op]) -> Mapping[int, frozenset[int]]:
-    """For each rank that waits, the waiting ranks for which it waits; ranks with the same edges share one set."""
+    """The edges between waiting ranks. Ranks with equal edges use one set."""
     shared: dict[tuple[int, Op], frozenset[int]] = {}
     for n, op in held.items():
         waits_for = ranks[n].waits_for

@@ -1,10 +1,10 @@
-"""Reports a verdict: on the screen, as the page of a stall, a failure or the warning before; and in a folder.
+"""Formats a verdict for the terminal (a stall, a failure, or the warning before a stall), and saves it in a folder.
 
 runs/mnist-cnn-20260131-093000/attempt-1/verdict-1/
-    verdict.json    format, version, the verdict, and what was known of each rank
-    rank-<r>.txt    for people: where the rank stands, its last collectives, the stacks of all its threads
+    verdict.json    format, version, the verdict, and the evidence on each rank
+    rank-<r>.txt    for people: the location of the rank, its last collectives, the stacks of all its threads
 
-Of thousands of ranks the folder keeps 256: those that are blamed, and at least one of each kind of the others.
+The folder keeps at most 256 ranks: those in the verdict, and at least one of each distinct state.
 """
 
 import signal
@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, UsageError, first_few
 from paceline.guard.collect import bounded_evidence
-from paceline.guard.deaths import RankEnd, end_of
-from paceline.guard.sentences import called_from, loader_words, named, op_words, printable, signal_name, where
+from paceline.guard.deaths import RankEnd, rank_end
+from paceline.guard.sentences import format_caller, format_loader, format_location, format_op, format_ranks, signal_name
 from paceline.protocol.evidence import Evidence, Op, Phase, Sample, Stack, Verdict, VerdictKind
 from paceline.runs import writing
 from paceline.runs.console import clean
@@ -29,10 +29,10 @@ from paceline.runs.reading import read
 VERDICT = "verdict.json"
 MAX_LINES, MAX_COLUMNS = 15, 160
 MAX_PARTIES = 6
-MAX_NAMED = 3  # hosts and pids of more ranks are in the folder
+MAX_NAMED = 3  # ranks with host and pid; the folder lists all of them
 TAIL_LINES = 15
-MAX_TRACEBACK_LINES = 80  # also of a message: a deep recursion must not push the headline off the screen
-EXIT_CODES = {  # of runs that were ended; else 3
+MAX_TRACEBACK_LINES = 80  # also of a message, so that the headline of a deep recursion stays on the screen
+EXIT_CODES = {  # of runs that paceline stopped; for other kinds 3
     VerdictKind.LEFT: ExitCode.FAILED,
     VerdictKind.MISMATCH: ExitCode.MISMATCH,
     VerdictKind.DEADLOCK: ExitCode.MISMATCH,
@@ -40,27 +40,33 @@ EXIT_CODES = {  # of runs that were ended; else 3
     VerdictKind.DIVERGED: ExitCode.DIVERGED,
     VerdictKind.SWALLOWED: ExitCode.MISMATCH,
 }
-OWN_WORDS = (
+NAMED_KINDS = (
     VerdictKind.DIED, VerdictKind.LEFT, VerdictKind.MISMATCH, VerdictKind.DEADLOCK, VerdictKind.NETWORK,
     VerdictKind.DIVERGED, VerdictKind.NOT_FINITE, VerdictKind.SWALLOWED,
 )  # fmt: skip
 
 
-def page(verdict: Verdict, evidence: Sequence[Evidence], *, waited_seconds: float, folder: Path | str, run: str) -> str:
-    """The verdict on ranks that hold others up: at most 15 lines of 160 characters, the guilty in the first.
+def format_verdict(
+    verdict: Verdict, evidence: Sequence[Evidence], *, waited_seconds: float, folder: Path | str, run: str
+) -> str:
+    """The verdict on ranks that block others: at most 15 lines of 160 characters. The first line lists the cause.
 
-    `waited_seconds` is how long nothing had moved, 0 where nobody waited; `folder` the verdict's; `run` how `paceline
-    hang` finds the run; both are empty where there is none.
+    Args:
+        verdict: the verdict.
+        evidence: the evidence on all ranks.
+        waited_seconds: the time without progress; 0 if no rank waited.
+        folder: the folder of the verdict; empty if there is none.
+        run: the argument with which `paceline hang` finds the run; empty if there is none.
     """
     lines = [_line(_headline(verdict, evidence, waited_seconds))]
     gpus = (f"rank {one.rank}'s {one.gpu}" for one in evidence if one.gpu)
     lines += (line for sentence in (*verdict.sentences, *gpus) for line in _wrapped(sentence))
-    shown = [f"all stacks: {folder}/"] if folder else []
-    shown += [f"details: paceline hang {run}"] if run else []
-    pointer = _line("    ".join(shown), most=10**6)  # never shortened: a path that is cut is of no use
+    pointers = [f"all stacks: {folder}/"] if folder else []
+    pointers += [f"details: paceline hang {run}"] if run else []
+    pointer = _line("    ".join(pointers), most=10**6)  # never shortened: a truncated path is useless
     if len(lines) >= MAX_LINES:
-        left_out = len(lines) - (MAX_LINES - 2)
-        lines = [*lines[: MAX_LINES - 2], f"  ... {left_out} more lines: {VERDICT}"]
+        omitted = len(lines) - (MAX_LINES - 2)
+        lines = [*lines[: MAX_LINES - 2], f"  ... {omitted} more lines: {VERDICT}"]
     if pointer:
         joined = f"{lines[-1]}          {pointer}"
         if len(lines) > 1 and len(joined) <= MAX_COLUMNS:
@@ -68,6 +74,11 @@ def page(verdict: Verdict, evidence: Sequence[Evidence], *, waited_seconds: floa
         else:
             lines.append(f"  {pointer}")
     return "\n".join(lines)
+
+
+def printable(text: str) -> str:
+    """`text` with spaces for characters that do not print or that change the writing direction."""
+    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _line(text: str, most: int = MAX_COLUMNS) -> str:
@@ -85,43 +96,43 @@ def _headline(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: fl
     step = f" at step {verdict.step}" if verdict.step else ""
     when = f"{waited}{step} (world {len(evidence)})"
     if verdict.tie:
-        parties = first_few([named(party) for party in verdict.tie], MAX_PARTIES, " against ")
+        parties = first_few([format_ranks(party) for party in verdict.tie], MAX_PARTIES, " against ")
         return f"RANKS DISAGREE: {parties}{when}; one of them is wrong"
-    word = verdict.kind.name.replace("_", " ") if verdict.kind in OWN_WORDS else "STALL"
-    return f"{word}{when}. " + (f"GUILTY: {_guilty(verdict, evidence)}" if verdict.guilty else "Nobody can be blamed")
+    word = verdict.kind.name.replace("_", " ") if verdict.kind in NAMED_KINDS else "STALL"
+    cause = f"GUILTY: {_guilty(verdict, evidence)}" if verdict.guilty else "No rank identified as the cause"
+    return f"{word}{when}. {cause}"
 
 
 def _guilty(verdict: Verdict, evidence: Sequence[Evidence]) -> str:
-    known = {one.rank: one for one in evidence}
-    found = [known[rank] for rank in verdict.guilty if rank in known]
-    if not found:
-        return named(verdict.guilty)
-    hosts = sorted({one.host for one in found})
-    places = ", ".join(hosts[:MAX_NAMED]) + (", ..." if len(hosts) > MAX_NAMED else "")
-    pids = ", ".join(str(one.pid) for one in found)
-    words = f"{places}, pid{'s' if len(found) > 1 else ''} {pids}" if len(found) <= MAX_NAMED else places
-    return f"{named(verdict.guilty)} ({words})"
+    by_rank = {one.rank: one for one in evidence}
+    guilty = [by_rank[rank] for rank in verdict.guilty if rank in by_rank]
+    if not guilty:
+        return format_ranks(verdict.guilty)
+    hosts = sorted({one.host for one in guilty})
+    location = ", ".join(hosts[:MAX_NAMED]) + (", ..." if len(hosts) > MAX_NAMED else "")
+    if len(guilty) <= MAX_NAMED:
+        location += f", pid{'s' if len(guilty) > 1 else ''} {', '.join(str(one.pid) for one in guilty)}"
+    return f"{format_ranks(verdict.guilty)} ({location})"
 
 
-def warning(ranks: Sequence[Sample], *, still_seconds: float, window_seconds: float) -> str:
-    """One line at half of the window: the ranks for which the others may wait."""
+def format_warning(ranks: Sequence[Sample], *, still_seconds: float, window_seconds: float) -> str:
+    """The warning at half of the window, in one line: the ranks for which the others may wait."""
     suspects = [one for one in ranks if not one.waiting and one.phase is not Phase.SYNC] or list(ranks)
     phases = sorted({one.phase for one in suspects} - {Phase.USER})
     doing = f", in {' or '.join(phase.word for phase in phases)}" if phases else ""
     step = max((one.step for one in ranks), default=0)
     at = f" at step {step}" if step else ""
-    rest = (
-        f", the others wait for {named(one.rank for one in suspects)}{doing}" if len(suspects) < len(ranks) else doing
-    )
-    return _line(f"nothing has moved for {still_seconds:.1f} s{at}{rest}; a stall after {window_seconds:.1f} s")
+    if len(suspects) < len(ranks):
+        doing = f", the others wait for {format_ranks(one.rank for one in suspects)}{doing}"
+    return _line(f"no progress for {still_seconds:.1f} s{at}{doing}; reported as a stall after {window_seconds:.1f} s")
 
 
-def in_a_line(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> str:
-    """The verdict in one line: the rank that failed and the first line of its error; or the headline of a stall."""
+def summarize(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> str:
+    """The verdict in one line: the failed rank and the first line of its error, or the headline of a stall."""
     first = next((one for one in evidence if one.rank == verdict.failed), None)
     if first is None:
         return _line(_headline(verdict, evidence, waited_seconds))
-    if end_of(first) is RankEnd.LOST:
+    if rank_end(first) is RankEnd.LOST:
         return _line(first.lost)
     if first.failure is None:
         return _line(f"rank {first.rank} ({first.host}): {_how(first, 0)}")
@@ -129,28 +140,28 @@ def in_a_line(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: fl
     return _line(f"rank {first.rank} ({first.host}): {first.failure.type}: {message}")
 
 
-def failure_page(verdict: Verdict, evidence: Sequence[Evidence], *, oom_kills: int, attempt_dir: str) -> str:
-    """The verdict on a run that failed (`verdict.failed`): the rank, how and why it failed, and the logs.
+def format_failure(verdict: Verdict, evidence: Sequence[Evidence], *, oom_kills: int, attempt_dir: str) -> str:
+    """The verdict on a failed run (with `verdict.failed`): the rank, how and why it failed, and the path of the logs.
 
-    `oom_kills` is how many processes the kernel killed for memory; `attempt_dir` has the logs.
+    `oom_kills` is the number of processes that the kernel killed for memory; `attempt_dir` has the logs.
     """
     first = next(one for one in evidence if one.rank == verdict.failed)
-    end = end_of(first)
+    end = rank_end(first)
     if end is RankEnd.LOST:
         ranks = ", ".join(str(one.rank) for one in evidence if one.lost == first.lost)
         logs = f"output of the ranks: {attempt_dir}/rank-<rank>.log" if attempt_dir else "or only its agent"
-        return f"{clean(first.lost)}\nwith it rank {ranks}; {logs}"
+        return f"{clean(first.lost)}\nit ran rank {ranks}; {logs}"
     alike = [one for one in evidence if _same_failure(one, first)]
     lines = [f"{_who(alike, len(evidence))} failed: {_how(first, oom_kills)}", *_why(first)]
     early = sorted((one for one in evidence if one.code == 0), key=lambda one: one.ended_seconds)
-    if end is RankEnd.VICTIM and early:  # who leaves without a word is the culprit, not whom it left
+    if end is RankEnd.VICTIM and early:  # the rank that ended early is the cause, not the ranks that lost it
         left = [f"{_who([one], len(evidence))} had already ended, with code 0, while others ran" for one in early]
         lines = [*left, "so the others lost it:", *lines]
     elif end is RankEnd.VICTIM:
-        lines.append("it lost its peers, but no rank failed by itself")
-    if first.ops and end is not RankEnd.EXCEPTION:  # whose traceback says more
+        lines.append("it lost its peers, but no rank reported a failure of another kind")
+    if first.ops and end is not RankEnd.EXCEPTION:  # the traceback of an exception is more precise
         op = first.ops[-1]
-        lines.append(clean(f"its last collective: {op_words(op)}{called_from(op)}"))
+        lines.append(clean(f"its last collective: {format_op(op)}{format_caller(op)}"))
     if len(evidence) > 1 and attempt_dir:
         lines.append(f"output of the ranks: {attempt_dir}/rank-<rank>.log")
     return "\n".join(lines)
@@ -181,7 +192,7 @@ def _how(first: Sample, oom_kills: int) -> str:
     if oom_kills > 0:
         kills = "1 kill" if oom_kills == 1 else f"{oom_kills} kills"
         return f"{killed} (the kernel's OOM killer: cgroup counted {kills})"
-    return f"{killed} (if nobody sent it, the kernel's OOM killer may have: see dmesg)"
+    return f"{killed} (if no user sent it, the kernel's OOM killer may have: see dmesg)"
 
 
 def _why(first: Sample) -> list[str]:
@@ -189,19 +200,19 @@ def _why(first: Sample) -> list[str]:
         text = first.failure.traceback or first.failure.message
         return _clipped(clean(text).rstrip("\n").split("\n"), MAX_TRACEBACK_LINES)
     tail = clean(first.words).rstrip("\n").split("\n")[-TAIL_LINES:]
-    return ["its last lines:", *(f"  {line}" for line in tail)] if any(tail) else []
+    return ["its last output:", *(f"  {line}" for line in tail)] if any(tail) else []
 
 
 def _clipped(lines: list[str], limit: int) -> list[str]:
     if len(lines) <= limit:
         return lines
-    left_out = len(lines) - limit
-    return [*lines[: limit // 4], f"  ... {left_out} lines ...", *lines[limit // 4 + left_out :]]
+    omitted = len(lines) - limit
+    return [*lines[: limit // 4], f"  ... {omitted} lines ...", *lines[limit // 4 + omitted :]]
 
 
 VERSION = 1
 MAX_BYTES = 16 << 20
-MAX_KEPT = 256  # ranks: a file each, on a disk that a thousand nodes share
+MAX_KEPT = 256  # ranks with a file, because a thousand nodes may share the disk
 
 
 class VerdictRecord(msgspec.Struct, frozen=True):
@@ -210,33 +221,33 @@ class VerdictRecord(msgspec.Struct, frozen=True):
     format: Literal["paceline-verdict"]
     version: int
     verdict: Verdict
-    waited_seconds: float  # how long nothing had moved
+    waited_seconds: float  # time without progress
     unix_time: float
     evidence: tuple[Evidence, ...]
 
 
 def same_verdict(one: Verdict, other: Verdict) -> bool:
-    """Whether two verdicts have the same cause at the same step; the numbers of collectives may differ."""
+    """Whether two verdicts have the same cause at the same step. The numbers of collectives may differ."""
     return _essence(one) == _essence(other)
 
 
 def _essence(verdict: Verdict) -> tuple[object, ...]:
     op = verdict.op
-    what = (op.kind, op.name, op.shape, op.dtype, op.site) if op is not None else None
-    return verdict.kind, verdict.guilty, verdict.tie, verdict.site, verdict.step, what
+    signature = (op.kind, op.name, op.shape, op.dtype, op.site) if op is not None else None
+    return verdict.kind, verdict.guilty, verdict.tie, verdict.site, verdict.step, signature
 
 
 def write_verdict(folder: Path, verdict: Verdict, evidence: Sequence[Evidence], *, waited_seconds: float) -> None:
-    """Write a verdict into a new, private folder; verdict.json is complete as soon as it exists.
+    """Write a verdict into a new, private folder. verdict.json appears only when it is complete.
 
     Raises:
-        OSError: if it exists, or cannot be written.
+        OSError: the folder exists or cannot be written.
     """
     writing.make_folder(folder)
-    chosen = telling(verdict, evidence)
+    chosen = select_ranks(verdict, evidence)
     for one in chosen:
-        writing.replace(folder / f"rank-{one.rank}.txt", description(one).encode())
-    # a record has its own file, and a clock's reading means nothing to a reader
+        writing.replace(folder / f"rank-{one.rank}.txt", describe_rank(one).encode())
+    # a failure record has a separate file, and monotonic times are meaningless to a reader
     kept = tuple(
         replace(bounded_evidence(one), failure=None, ended_seconds=0.0, marks=b"", orders=b"") for one in chosen
     )
@@ -244,14 +255,14 @@ def write_verdict(folder: Path, verdict: Verdict, evidence: Sequence[Evidence], 
     writing.replace(folder / VERDICT, msgspec.json.encode(content))
 
 
-def telling(verdict: Verdict, evidence: Sequence[Evidence]) -> list[Evidence]:
-    """The ranks that get a file: all, or of thousands those of the verdict, one of each kind, and the first others."""
+def select_ranks(verdict: Verdict, evidence: Sequence[Evidence]) -> list[Evidence]:
+    """At most 256 ranks that get a file: those of the verdict, one of each distinct state, and the first others."""
     if len(evidence) <= MAX_KEPT:
         return list(evidence)
-    blamed = {*verdict.guilty, *(party[0] for party in verdict.tie), verdict.failed}
-    kinds = {(one.phase, one.state, one.code, one.ops[-1:], one.stacks[:1]): one.rank for one in reversed(evidence)}
-    rare = {*kinds.values()}
-    ordered = sorted(evidence, key=lambda one: (one.rank not in blamed, one.rank not in rare, one.rank))
+    involved = {*verdict.guilty, *(party[0] for party in verdict.tie), verdict.failed}
+    states = {(one.phase, one.state, one.code, one.ops[-1:], one.stacks[:1]): one.rank for one in reversed(evidence)}
+    distinct = {*states.values()}
+    ordered = sorted(evidence, key=lambda one: (one.rank not in involved, one.rank not in distinct, one.rank))
     return sorted(ordered[:MAX_KEPT], key=lambda one: one.rank)
 
 
@@ -261,10 +272,10 @@ class _Head(msgspec.Struct):
 
 
 def read_verdict(folder: Path) -> VerdictRecord:
-    """The verdict of a folder that `write_verdict` made.
+    """Read the verdict of a folder that `write_verdict` made.
 
     Raises:
-        UsageError: if there is none, if another version wrote it, or if it is something else.
+        UsageError: verdict.json is missing or damaged, or has a different version.
     """
     path = folder / VERDICT
     try:
@@ -280,24 +291,25 @@ def read_verdict(folder: Path) -> VerdictRecord:
         raise UsageError(code="verdict-damaged", path=path, error=error) from error
 
 
-def description(one: Evidence, *, most_ops: int | None = None, most_stacks: int | None = None) -> str:
-    """The evidence on a rank as text; or only its last operations and first stacks."""
+def describe_rank(one: Evidence, *, most_ops: int | None = None, most_stacks: int | None = None) -> str:
+    """The evidence on a rank as text, with its last `most_ops` operations and first `most_stacks` stacks."""
     ops = one.ops if most_ops is None else one.ops[-most_ops:]
-    lines = (line for text in _described(one, ops, one.stacks[:most_stacks]) for line in clean(text).split("\n"))
+    lines = (line for text in _rank_texts(one, ops, one.stacks[:most_stacks]) for line in clean(text).split("\n"))
     return "".join(f"{printable(line)}\n" for line in lines)
 
 
-def _described(one: Evidence, ops: Sequence[Op], stacks: Sequence[Stack]) -> Iterator[str]:
+def _rank_texts(one: Evidence, ops: Sequence[Op], stacks: Sequence[Stack]) -> Iterator[str]:
     yield f"rank {one.rank} ({one.host}, pid {one.pid})" + (f", {one.step} steps done" if one.step else "")
     if one.lost:
         yield "lost with its node"
     elif one.code is not None:
         yield f"ended: {'exit code' if one.code >= 0 else 'signal'} {abs(one.code)}"
     else:
-        yield f"it has not moved for {one.still_seconds:.1f} s: {where(one)}; cpu {one.cpu_seconds:.2f} s a second"
+        yield f"no progress for {one.still_seconds:.1f} s; it is {format_location(one)}"
+        yield f"CPU use: {one.cpu_seconds:.2f} s per second"
     yield "last collectives and messages, the newest last:"
     yield from (
-        f"  {'done     ' if op.done else 'in flight'}  group {op.group}  {op_words(op)}  {op.site}" for op in ops
+        f"  {'done     ' if op.done else 'in flight'}  group {op.group}  {format_op(op)}  {op.site}" for op in ops
     )
     if not ops:
         yield "  none"
@@ -305,7 +317,7 @@ def _described(one: Evidence, ops: Sequence[Op], stacks: Sequence[Stack]) -> Ite
         yield f"thread {stack.thread}, innermost first:"
         yield from (f"  {frame.file}:{frame.line} in {frame.function}" for frame in stack.frames)
     if one.native:
-        yield f"by faulthandler, innermost first:\n{one.native}"
-    yield from (loader_words(loader) for loader in one.loaders)
+        yield f"stack from faulthandler, innermost first:\n{one.native}"
+    yield from (format_loader(loader) for loader in one.loaders)
     if one.words:
-        yield f"its last words:\n{one.words}"
+        yield f"its last output:\n{one.words}"

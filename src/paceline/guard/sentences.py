@@ -1,18 +1,21 @@
-"""Sentences of a verdict: they name ranks, collectives and places, and state what each party did, the guilty first."""
+"""The sentences of a verdict. They list ranks, collectives and source lines, and the action of each party.
+
+The cause is first.
+"""
 
 import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
-from paceline.guard.deaths import ODDS, RankEnd
+from paceline.guard.deaths import MISMATCH_TEXT, RankEnd
 from paceline.guard.waits import FROZEN, OpMismatch, Rank, stream, waiting_alike
 from paceline.protocol.evidence import BLOCK, Evidence, LoaderWorker, Op, Phase, Verdict, VerdictKind
-from paceline.protocol.places import by, frames, line_of, shown, shown_site, stands_at
+from paceline.protocol.places import frames, library_suffix, line_of, shown_site, stands_at, visible_frames
 from paceline.runs.console import join_ranges
 
 FROM = ("recv", "irecv", "broadcast", "scatter")
-GONE = ("", "Z", "X")  # states of a process that is no more
-BUSY_CPU_SECONDS = 0.2  # of the last second or so
+GONE = ("", "Z", "X")  # states of a process that has ended
+BUSY_CPU_SECONDS = 0.2  # per second
 STATES = {
     "D": "D (in the kernel: a disk or file system that does not answer?)",
     "T": "T (stopped by a signal)",
@@ -20,75 +23,71 @@ STATES = {
 }
 
 
-def named(ranks: Iterable[int]) -> str:
-    """ "rank 2" or "ranks 0, 1, 3-7"."""
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Format ranks: "rank 2" or "ranks 0, 1, 3-7"."""
     ranks = set(ranks)
     return f"rank{'s' if len(ranks) > 1 else ''} {join_ranges(map(str, sorted(ranks)))}"
 
 
+def clause(ranks: Iterable[int], singular: str, plural: str) -> str:
+    """A subject and its verb: `clause([2], "waits", "wait")` is "rank 2 waits"."""
+    ranks = set(ranks)
+    return f"{format_ranks(ranks)} {singular if len(ranks) == 1 else plural}"
+
+
 def signal_name(number: int) -> str:
-    """ "SIGSEGV"; "signal 40" for a real-time signal."""
+    """The name of a signal: "SIGSEGV"; "signal 40" for a real-time signal."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
 
 
-def printable(text: str) -> str:
-    """`text` without characters that do not print, or that change the direction of writing."""
-    return "".join(char if char.isprintable() else " " for char in text)
-
-
-def verb(ranks: Iterable[int], one: str, many: str) -> str:
-    """The form of a verb for one or several ranks."""
-    return one if len(set(ranks)) == 1 else many
-
-
-def op_words(op: Op) -> str:
-    """An operation as text: "all_reduce #9876 'bucket 3' [1732] float32"; a message with its peer."""
+def format_op(op: Op) -> str:
+    """Format an operation: "all_reduce #9876 'bucket 3' [1732] float32"; a message with its peer."""
     peer = "" if op.peer is None else f" {'from' if op.kind in FROM else 'to'} rank {op.peer}"
-    words = (f"{op.kind}{peer}", f"#{op.seq}" if op.seq else "", f"'{op.name}'" if op.name else "", op.shape, op.dtype)
-    return " ".join(word for word in words if word)
+    parts = (f"{op.kind}{peer}", f"#{op.seq}" if op.seq else "", f"'{op.name}'" if op.name else "", op.shape, op.dtype)
+    return " ".join(part for part in parts if part)
 
 
-def called_from(op: Op) -> str:
-    """The call site of an operation, as the end of a sentence; empty if it is unknown."""
+def format_caller(op: Op) -> str:
+    """The call site of an operation as the end of a sentence; empty if it is unknown."""
     return f", called from {op.site}" if op.site else ""
 
 
-def where(one: Evidence) -> str:
-    """The place of a rank, as the end of "it is ...": "in load_batch at train.py:88, phase data, state S"."""
-    words = [_place(one)]
+def format_location(one: Evidence) -> str:
+    """The location of a rank as the end of "it is ...": "in load_batch at train.py:88, phase data, state S"."""
+    parts = [_source_line(one)]
     if one.phase is not Phase.USER:
-        words.append(f"phase {one.phase.word}" if words[0] else f"in {one.phase.word}")
+        parts.append(f"phase {one.phase.word}" if parts[0] else f"in {one.phase.word}")
     if one.state:
         busy = ", computing" if one.state == "R" and one.cpu_seconds > BUSY_CPU_SECONDS else ""
-        words.append(f"state {STATES.get(one.state, one.state)}{busy}")
+        parts.append(f"state {STATES.get(one.state, one.state)}{busy}")
     if not one.answered and one.code is None and one.state not in ("T", "t", ""):
-        held = "holds the interpreter lock (native code?)" if one.native else "frozen, or held in native code?"
-        words.append(f"does not answer: {held}")
-    return ", ".join(word for word in words if word) or "at a place unknown"
+        reason = "holds the interpreter lock (native code?)" if one.native else "frozen, or stuck in native code?"
+        parts.append(f"does not answer: {reason}")
+    return ", ".join(part for part in parts if part) or "at an unknown line"
 
 
-def _place(one: Evidence) -> str:
-    frame, library = shown(frames(one))
+def _source_line(one: Evidence) -> str:
+    frame, library = visible_frames(frames(one))
     if frame is None:
         return ""
-    at = f"at {line_of(frame)}{by(library)}"
+    at = f"at {line_of(frame)}{library_suffix(library)}"
     return at if frame.function in ("", "<module>") else f"in {frame.function} {at}"
 
 
-def loader_words(loader: LoaderWorker) -> str:
-    """The state of a process that loads data."""
+def format_loader(loader: LoaderWorker) -> str:
+    """The state of a process that loads data, as a sentence."""
     who = f"loader process {loader.number} (pid {loader.pid})"
     item = f"sample {loader.item} of epoch {loader.epoch}"
     if loader.state in GONE:
-        return f"{who} is gone; it was at {item}"
+        return f"{who} has ended; it was loading {item}"
     stopped = f", state {loader.state}: stopped" if loader.state in FROZEN else f", state {loader.state}"
-    return f"{who} {'works on' if loader.busy else 'is done with'} {item}{stopped}"
+    return f"{who} {'is loading' if loader.busy else 'has loaded'} {item}{stopped}"
 
 
-MAX_EACH, MAX_WORDS = 5, 100  # sentences about one party
+MAX_EACH, MAX_OUTPUT_CHARS = 5, 100  # MAX_EACH: sentences about one party
 Ranks = Mapping[int, Rank]
 
 
@@ -102,20 +101,19 @@ def conclude(
     op: Op | None = None,
     at: str = "",
 ) -> Verdict:
-    """A complete verdict; `at` is the place of the first guilty rank, if it is not where the rank is now."""
+    """A complete verdict. `at` is the line of the first rank in `guilty`; by default its current line."""
     lines = [*lines, *_about_blocks(ranks, [*guilty, *(n for party in tie for n in party)])]
     step = max((one.evidence.step for one in ranks.values()), default=0)
     first = ranks[guilty[0]].evidence if guilty else None
-    stands = "" if first is None else at or shown_site(first) or (first.ops[-1].site if first.ops else "")
+    site = "" if first is None else at or shown_site(first) or (first.ops[-1].site if first.ops else "")
     parties = tuple(sorted(tuple(sorted(party)) for party in tie))
-    return Verdict(kind, tuple(guilty), parties, tuple(lines), op, stands, step)
+    return Verdict(kind, tuple(guilty), parties, tuple(lines), op, site, step)
 
 
 def _about_blocks(ranks: Ranks, involved: Sequence[int]) -> list[str]:
-    """The requirement of strategy fsdp, if the last operation of some of these ranks is the collective of a block."""
     if not any(op.name.startswith(BLOCK) for n in involved for op in ranks[n].evidence.ops[-1:]):
         return []
-    return ["under fsdp each call of a block is a collective: all ranks must call the same blocks in the same order"]
+    return ["with fsdp each call of a block is a collective: all ranks must call the same blocks in the same order"]
 
 
 def hanging_loaders(one: Evidence) -> list[LoaderWorker]:
@@ -127,13 +125,14 @@ def hanging_loaders(one: Evidence) -> list[LoaderWorker]:
 
 
 def waited_for(ranks: Ranks, guilty: Sequence[int]) -> list[str]:
-    """Ranks for which others wait, and the operation in which these wait."""
+    """Sentences about ranks for which others wait, and about the operation in which the others wait."""
     op, holders = awaited(ranks, guilty), waiting_alike(ranks)
     alike = _alike(guilty, lambda n: (_where(ranks[n]), _most_awaited(holders, [n])))
     lines = [_not_entered(ranks, group, op) for group in alike]
     running = [ranks[n].evidence for n in guilty if ranks[n].end is RankEnd.RUNS and not ranks[n].frozen]
-    loaders = [f"its {loader_words(loader)}" for one in running for loader in hanging_loaders(one)[:2]]
-    threads = [found.words for n in guilty for found in ranks[n].evidence.findings if found.kind == "thread"]
+    loaders = [f"its {format_loader(loader)}" for one in running for loader in hanging_loaders(one)[:2]]
+    findings = (finding for n in guilty for finding in ranks[n].evidence.findings)
+    threads = [finding.words for finding in findings if finding.kind == "thread"]
     return [*_limited(lines), *_limited(loaders + threads), *_waiting(ranks, op, without=guilty)]
 
 
@@ -142,24 +141,24 @@ def _not_entered(ranks: Ranks, group: Sequence[int], op: Op | None) -> str:
     missed = awaited(ranks, group[:1])
     same = missed is not None and any(stream(o, group[0]) == stream(missed, group[0]) for o in one.pending)
     if one.frozen and same:
-        begins = f"{named(group)} {verb(group, 'is', 'are')} in {op_words(missed or op or one.pending[0])}"
+        begins = f"{clause(group, 'is', 'are')} in {format_op(missed or op or one.pending[0])}"
     elif missed is not None and missed.is_message:
         half = "send to" if "recv" in missed.kind else "receive from"
         waiter = next(n for n, other in ranks.items() if other.waits_for.get(group[0]) == missed)
-        begins = f"{named(group)} did not {half} rank {waiter} what it waits for"
+        begins = f"{format_ranks(group)} did not {half} rank {waiter}, which waits for it"
     elif missed is not None:
         title = max((one.evidence.titles.get(missed.group, "") for one in ranks.values()), default="")
-        begins = f"{named(group)} did not enter {op_words(missed)}{title and f' ({title})'}"
+        begins = f"{format_ranks(group)} did not enter {format_op(missed)}{title and f' ({title})'}"
     else:
-        begins = f"{named(group)} {verb(group, 'has', 'have')} not come to where others wait"
-    return f"{begins}; {verb(group, 'it', 'they')} {_where(one, many=len(group) > 1)}"
+        begins = f"{clause(group, 'has', 'have')} not reached the operation of the others"
+    return f"{begins}; {'they' if len(group) > 1 else 'it'} {_where(one, many=len(group) > 1)}"
 
 
 def _where(one: Rank, *, many: bool = False) -> str:
     if one.end is RankEnd.LEFT:
         steps = f" at step {one.evidence.step}" if one.evidence.step else ""
         return f"ended{steps} with code {one.evidence.code}"
-    return f"{'are' if many else 'is'} {where(one.evidence)}"
+    return f"{'are' if many else 'is'} {format_location(one.evidence)}"
 
 
 def _waiting(ranks: Ranks, op: Op | None, *, without: Collection[int]) -> list[str]:
@@ -169,12 +168,12 @@ def _waiting(ranks: Ranks, op: Op | None, *, without: Collection[int]) -> list[s
         one = ranks[group[0]]
         held = _held(one)
         if held is None:
-            at = shown_site(one.evidence) or "a place unknown"
-            lines.append(f"{named(group)} {verb(group, 'waits', 'wait')} at {at}")
+            at = shown_site(one.evidence) or "an unknown line"
+            lines.append(f"{clause(group, 'waits', 'wait')} at {at}")
             continue
         same = op is not None and (stream(op, -1), op.seq) == (stream(held, -1), held.seq)
-        what = "it" if same else op_words(held)
-        lines.append(f"{named(group)} {verb(group, 'waits', 'wait')} in {what}{called_from(_usual(ranks, group))}")
+        what = "it" if same else format_op(held)
+        lines.append(f"{clause(group, 'waits', 'wait')} in {what}{format_caller(_usual(ranks, group))}")
     return _limited(lines)
 
 
@@ -190,14 +189,13 @@ def _held(one: Rank) -> Op | None:
 
 
 def _usual(ranks: Ranks, group: Sequence[int]) -> Op:
-    """The operation of `group`, with the call site of most of its ranks."""
     ops = [op for n in group if (op := _held(ranks[n])) is not None]
     usual = Counter(op.site for op in ops).most_common(1)[0][0]
     return next(op for op in ops if op.site == usual)
 
 
 def held_in(one: Rank, others: Collection[int]) -> Op | None:
-    """The operation in which a rank waits for some of `others`: the one on its stack, else the first that it began."""
+    """The operation in which a rank waits for some of `others`: the one on its stack, else the first one started."""
     few, many = (one.waits_for, others) if len(one.waits_for) < len(others) else (others, one.waits_for)
     ops = [op for op in one.pending if any(n in many and one.waits_for[n] == op for n in few)]
     return next((op for op in ops if stands_at(one.evidence, op)), ops[0] if ops else None)
@@ -220,101 +218,100 @@ def _most_awaited(holders: Iterable[tuple[Mapping[int, Op | None], list[int]]], 
 
 
 def called_more(ranks: Ranks, waiting: Sequence[int], left: Sequence[int]) -> list[str]:
-    """Some ranks that wait for the others, which are done."""
+    """Sentences about ranks that wait for ranks that have ended with code 0."""
     op = awaited(ranks, left)
-    what = "for others" if op is None else f"in {op_words(op)}{called_from(op)}"
-    return [f"{named(waiting)} {verb(waiting, 'waits', 'wait')} {what}", f"{named(left)} ended without it, with code 0"]
+    what = "for others" if op is None else f"in {format_op(op)}{format_caller(op)}"
+    return [f"{clause(waiting, 'waits', 'wait')} {what}", f"{format_ranks(left)} ended without it, with code 0"]
 
 
 def mismatch(found: OpMismatch, guilty: Collection[int]) -> list[str]:
-    """Parties that have entered different operations."""
+    """Sentences about parties that have entered different operations."""
     ordered = sorted(found.parties, key=lambda party: (not any(n in party for n in guilty), len(party), min(party)))
-    return _limited(
-        [f"{named(party)} called {op_words(op := next(iter(party.values())))}{_at(op)}" for party in ordered]
-    )
+    ops = [(format_ranks(party), next(iter(party.values()))) for party in ordered]
+    return _limited([f"{who} called {format_op(op)}{op.site and f' at {op.site}'}" for who, op in ops])
 
 
-def _at(op: Op) -> str:
-    return f" at {op.site}" if op.site else ""
-
-
-def in_circle(ranks: Ranks, parties: Sequence[Sequence[int]], ops: Mapping[int, Op]) -> list[str]:
-    """Parties of which each waits for another."""
+def in_cycle(ranks: Ranks, parties: Sequence[Sequence[int]], ops: Mapping[int, Op]) -> list[str]:
+    """Sentences about parties that wait for each other in a cycle."""
     members = {n for party in parties for n in party}
     lines: list[str] = []
     for party in parties:
         op = ops.get(party[0])
-        awaited_by = {id(ranks[n].waits_for): ranks[n].waits_for for n in party}
-        others = {o for waits_for in awaited_by.values() for o in waits_for} & (members - set(party))
+        distinct = {id(ranks[n].waits_for): ranks[n].waits_for for n in party}
+        others = {o for waits_for in distinct.values() for o in waits_for} & (members - set(party))
         if op is None or not others:
-            lines.append(f"{named(party)} {verb(party, 'is', 'are')} {where(ranks[party[0]].evidence)}")
+            lines.append(f"{clause(party, 'is', 'are')} {format_location(ranks[party[0]].evidence)}")
             continue
         over = "" if op.is_message else f" of group {op.group}"
-        what = f"{op_words(op)}{over}{called_from(op)}"
-        lines.append(f"{named(party)} {verb(party, 'waits', 'wait')} for {named(others)} in {what}")
+        what = f"{format_op(op)}{over}{format_caller(op)}"
+        lines.append(f"{clause(party, 'waits', 'wait')} for {format_ranks(others)} in {what}")
     return _limited(lines)
 
 
 def all_inside(ranks: Ranks, held: Mapping[int, Op]) -> list[str]:
-    """Ranks that are in an operation in which no rank is missing."""
+    """Sentences about an operation that all ranks of its group have entered."""
     op = next(iter(held.values()))
     out = [n for n in ranks if n not in held]
-    lines = [f"{named(held)} {verb(held, 'is', 'are')} in {op_words(op)}{called_from(op)}, and nobody is missing in it"]
+    lines = [f"{clause(held, 'is', 'are')} in {format_op(op)}{format_caller(op)}; no rank is missing in it"]
     if out:
-        lines.append(f"{named(out)} {verb(out, 'is', 'are')} through")
+        lines.append(f"{clause(out, 'has', 'have')} completed it")
     hosts: dict[str, list[int]] = {}
     for n in held:
         hosts.setdefault(ranks[n].evidence.host, []).append(n)
     if len({one.evidence.host for one in ranks.values()}) > 1:
-        between = "; ".join(f"{host}: {named(numbers)}" for host, numbers in sorted(hosts.items())[:8])
-        lines.append(f"something between these hosts does not pass it on: {between}")
+        between = "; ".join(f"{host}: {format_ranks(numbers)}" for host, numbers in sorted(hosts.items())[:8])
+        lines.append(f"the network between these hosts does not transfer the data: {between}")
     return lines
 
 
 def inside_but(ranks: Ranks, guilty: Sequence[int], op: Op) -> list[str]:
-    """Ranks that are in an operation with all others, but cannot take part in it."""
-    lines = [f"{named([n])} is in {op_words(op)}, as all are; it is {where(ranks[n].evidence)}" for n in guilty]
+    """Sentences about ranks that are in an operation with all others, but cannot complete it."""
+    lines = [
+        f"{format_ranks([n])} is in {format_op(op)}, as all are; it is {format_location(ranks[n].evidence)}"
+        for n in guilty
+    ]
     return [*_limited(lines), *_waiting(ranks, op, without=guilty)]
 
 
 def died(ranks: Ranks, guilty: Sequence[int]) -> list[str]:
-    """Ranks that ended by themselves."""
+    """Sentences about ranks whose end is a primary failure."""
     return _limited([f"rank {n} {_ended(ranks[n].evidence)}{_last(ranks[n].evidence)}" for n in guilty])
 
 
 def broken(ranks: Ranks, guilty: Sequence[int]) -> list[str]:
-    """Ranks whose transport ended them."""
+    """Sentences about ranks that their transport ended."""
     lines = died(ranks, guilty)
-    if any(ODDS.search(ranks[n].evidence.words) for n in guilty):
-        lines.append("what it and another rank have entered does not fit together; which one is wrong is not known")
+    if any(MISMATCH_TEXT.search(ranks[n].evidence.words) for n in guilty):
+        lines.append("it and another rank have entered different operations; either may be wrong")
     return lines
 
 
 def model(party: Mapping[int, int]) -> str:
-    """What torch said of the models of ranks."""
-    return f"{named(party)}: {verb(party, 'its model has', 'their models have')} {min(party.values())} parameters"
+    """A sentence about the parameter count of these ranks, as torch reported it."""
+    owner = "their models have" if len(party) > 1 else "its model has"
+    return f"{format_ranks(party)}: {owner} {min(party.values())} parameters"
 
 
 def _ended(one: Evidence) -> str:
     if one.lost:
         return f"was lost with its node, {one.host}"
     last = next((line.strip() for line in reversed(one.words.splitlines()) if line.strip()), "")
-    said = f": {last[:MAX_WORDS]}" if last else ""
+    output = f": {last[:MAX_OUTPUT_CHARS]}" if last else ""
     if one.code is None:
-        return f"is about to end{said}"
+        return f"is ending{output}"
     if one.code >= 0:
-        return f"ended with exit code {one.code}{said}"
+        return f"ended with exit code {one.code}{output}"
     return f"was killed by {signal_name(-one.code)}"
 
 
 def _last(one: Evidence) -> str:
-    return f"; last it called {op_words(one.ops[-1])}{_at(one.ops[-1])}" if one.ops else ""
+    return f"; last it called {format_op(op := one.ops[-1])}{op.site and f' at {op.site}'}" if one.ops else ""
 
 
-def everybody(ranks: Ranks) -> list[str]:
-    """The places of all ranks, the rarest first."""
+def all_locations(ranks: Ranks) -> list[str]:
+    """Sentences about the locations of all ranks, the rarest location first."""
     groups = sorted(_alike(ranks, lambda n: _where(ranks[n])), key=lambda group: (len(group), group))
-    lines = [f"{named(group)} {_state(ranks[group[0]], many=len(group) > 1)}" for group in groups]
+    lines = [f"{format_ranks(group)} {_state(ranks[group[0]], many=len(group) > 1)}" for group in groups]
     return _limited(lines, 10)
 
 

@@ -1,28 +1,29 @@
-"""Builds the graph that the judge reads: who waits for whom, and which operations do not fit together.
+"""Builds the graph of waiting ranks, and finds operations that mismatch.
 
-A rank waits in a collective for those members of its group that have not called as many of the group's collectives; in
-a message for its peer, until that has called the other half. What a rank has called is known from its last operations.
+In a collective, a rank waits for the members of its group that have called fewer of the group's collectives. In a
+message, it waits for its peer until the peer has called the matching operation. The last operations of a rank show its
+calls.
 
     group of 0, 1, 2      rank 0: #5 in flight     rank 1: #4 done     rank 2: #5 in flight
     edges                 0 -> 1                   none                2 -> 1            so all wait for rank 1
 
-A rank may have called several without waiting (#5 to #8, the buckets of a backward): what others have not called yet
-of these is what it waits for.
+A rank may have called several collectives without waiting (#5 to #8, the buckets of a backward). It waits for each rank
+that has not called all of them.
 """
 
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from paceline.guard.deaths import RankEnd, end_in_collective
+from paceline.guard.deaths import RankEnd, rank_end_in_collective
 from paceline.protocol.evidence import Evidence, Op, Phase
 from paceline.protocol.places import stands_at, waits_for_ranks
 
-Stream = tuple[str, tuple[int, int] | None]  # what is numbered together: a group's collectives, messages from -> to
+Stream = tuple[str, tuple[int, int] | None]  # operations numbered together: a group's collectives, messages from -> to
 Message = tuple[Stream, int, str, str]
 FROZEN = ("T", "t")
-OF_ALL = "0"  # what torch calls the group of all ranks
-ANYBODY = -1  # of whom a message is taken
+WORLD_GROUP = "0"  # torch's name of the group of all ranks
+ANY_SOURCE = -1
 
 
 T = TypeVar("T")
@@ -34,13 +35,13 @@ class Rank:
 
     evidence: Evidence
     end: RankEnd
-    pending: tuple[Op, ...] = ()  # what it has called and may wait for
+    pending: tuple[Op, ...] = ()  # operations that it has called and may wait for
     waits_for: Mapping[int, Op | None] = field(default_factory=dict[int, "Op | None"])
-    """rank -> the operation that it has not called; None where only the stack tells that something is waited for"""
+    """Maps each awaited rank to the operation that it has not called; to None if only the stack shows the wait."""
 
     @property
     def frozen(self) -> bool:
-        """Whether a signal or debugger has stopped it."""
+        """Whether a signal or a debugger has stopped it."""
         return self.end is RankEnd.RUNS and self.evidence.state in FROZEN
 
 
@@ -48,31 +49,31 @@ def stream(op: Op, rank: int) -> Stream:
     """The stream in which `op`, called by `rank`, is numbered."""
     if not op.is_message:
         return op.group, None
-    peer = ANYBODY if op.peer is None else op.peer
+    peer = ANY_SOURCE if op.peer is None else op.peer
     return op.group, ((peer, rank) if "recv" in op.kind else (rank, peer))
 
 
 def _members(evidence: Sequence[Evidence]) -> dict[str, frozenset[int]]:
-    """The ranks of each group; if no living rank knows a group any more, the ranks that have used it."""
+    """The ranks of each group; if no running rank knows a group, the ranks that have used it."""
     used: dict[str, set[int]] = {}
     for one in evidence:
         for op in one.ops:
             used.setdefault(op.group, set()).add(one.rank)
     world = frozenset(one.rank for one in evidence)
-    found = {group: frozenset(ranks) for group, ranks in used.items()}
-    found[OF_ALL] = world
-    told: dict[str, tuple[int, ...]] = {}
+    members = {group: frozenset(ranks) for group, ranks in used.items()}
+    members[WORLD_GROUP] = world
+    reported: dict[str, tuple[int, ...]] = {}
     for one in evidence:
         for group, ranks in one.groups.items():
-            if told.get(group) != ranks and (not ranks or one.rank in ranks):
-                told[group], found[group] = ranks, frozenset(ranks or world) & world
-    return found
+            if reported.get(group) != ranks and (not ranks or one.rank in ranks):
+                reported[group], members[group] = ranks, frozenset(ranks or world) & world
+    return members
 
 
 def waiting_graph(evidence: Sequence[Evidence]) -> dict[int, Rank]:
-    """All ranks, with the edges between them.
+    """All ranks with the edges between them.
 
-    Ranks that wait in the same hold one mapping, not a copy each: of 8,000 half may wait for the other half.
+    Ranks that wait in the same operation have one mapping: of 8,000 ranks, half may wait for the other half.
     """
     groups, world = _members(evidence), {one.rank for one in evidence}
     called: dict[tuple[int, Stream], int] = {}
@@ -84,15 +85,15 @@ def waiting_graph(evidence: Sequence[Evidence]) -> dict[int, Rank]:
             if op.done and "recv" in op.kind:
                 arrived.add(_message(op, one.rank))
     ranks: dict[int, Rank] = {}
-    missing: dict[tuple[str, int], set[int]] = {}  # in a collective: the same for all who are in it
+    missing: dict[tuple[str, int], set[int]] = {}  # ranks missing in a collective
     shared: dict[tuple[Op, ...], dict[int, Op | None]] = {}
     for one in evidence:
-        end = end_in_collective(one)
-        pending = () if end.by_itself or end is RankEnd.LEFT else _pending(one, end, arrived)
+        end = rank_end_in_collective(one)
+        pending = () if end.is_primary or end is RankEnd.LEFT else _pending(one, end, arrived)
         edges = shared.get(pending)
         if edges is None:
             edges = {}
-            for op in reversed(pending):  # of several the earliest counts
+            for op in reversed(pending):  # reversed, so that the earliest overrides later ones
                 absent = None if op.is_message else missing.get((op.group, op.seq))
                 if absent is None:
                     absent = _missing(op, one.rank, groups, called) & world
@@ -106,11 +107,11 @@ def waiting_graph(evidence: Sequence[Evidence]) -> dict[int, Rank]:
 
 
 def waiting_alike(ranks: Mapping[int, Rank]) -> list[tuple[Mapping[int, Op | None], list[int]]]:
-    """Each mapping of `waits_for` once, with the ranks that hold it."""
-    found: dict[int, tuple[Mapping[int, Op | None], list[int]]] = {}
+    """Each distinct mapping of `waits_for` once, with its ranks."""
+    holders: dict[int, tuple[Mapping[int, Op | None], list[int]]] = {}
     for number, one in ranks.items():
-        found.setdefault(id(one.waits_for), (one.waits_for, []))[1].append(number)
-    return list(found.values())
+        holders.setdefault(id(one.waits_for), (one.waits_for, []))[1].append(number)
+    return list(holders.values())
 
 
 def _message(op: Op, rank: int) -> Message:
@@ -118,34 +119,35 @@ def _message(op: Op, rank: int) -> Message:
 
 
 def _pending(one: Evidence, end: RankEnd, arrived: Container[Message]) -> tuple[Op, ...]:
-    """The operations in flight; if a rank did not answer, only those after which none of the stream is done.
+    """The operations in flight. If a rank did not answer, operations before a completed one of their stream are done.
 
     A message that has arrived is not in flight, even if the sender has not noticed that yet.
     """
-    over: set[Stream] = set()
-    found: list[Op] = []
+    completed: set[Stream] = set()
+    pending: list[Op] = []
     for op in reversed(one.ops):
         if op.done or (op.is_message and _message(op, one.rank) in arrived):
-            over.add(stream(op, one.rank))
-        elif one.answered or stream(op, one.rank) not in over:
-            found.append(op)
-    if end is not RankEnd.RUNS and not found:  # a collective that was broken up may look as if it were done
-        found = list(one.ops[-1:])
-    return tuple(reversed(found))
+            completed.add(stream(op, one.rank))
+        elif one.answered or stream(op, one.rank) not in completed:
+            pending.append(op)
+    if end is not RankEnd.RUNS and not pending:  # an aborted collective may look as if it were done
+        pending = list(one.ops[-1:])
+    return tuple(reversed(pending))
 
 
 def _missing(
     op: Op, rank: int, groups: Mapping[str, frozenset[int]], called: Mapping[tuple[int, Stream], int]
 ) -> set[int]:
     key = stream(op, rank)
-    others = {op.peer} if op.is_message and op.peer is not None else groups[op.group]  # with its own: it has called it
+    # the group includes this rank, which has called it
+    others = {op.peer} if op.is_message and op.peer is not None else groups[op.group]
     return {other for other in others if called.get((other, key), 0) < op.seq}
 
 
 def _with_unknown(ranks: Mapping[int, Rank]) -> dict[int, Rank]:
-    """Add edges from ranks that wait by their stack, with no operation in flight, to the ranks that do not wait.
+    """Add edges for ranks whose stack waits although no operation is in flight: to all ranks that do not wait.
 
-    If no operation is known at all, these are the only edges: for ranks before init_process_group, for example.
+    Before init_process_group, for example, there are no operations, and these are the only edges.
     """
     unknown = {n for n, one in ranks.items() if not one.pending and not one.frozen and _waits_in_stack(one)}
     free = {n for n, one in ranks.items() if not one.pending and n not in unknown and one.end is not RankEnd.VICTIM}
@@ -161,7 +163,7 @@ def _waits_in_stack(one: Rank) -> bool:
 
 
 def _with_frozen(ranks: dict[int, Rank]) -> dict[int, Rank]:
-    """Add edges to frozen ranks from those that are in the same operation: a frozen rank takes no part in it."""
+    """Add edges to frozen ranks from the ranks in the same operation: a frozen rank cannot complete it."""
     inside: dict[tuple[Stream, int], list[int]] = {}
     for number, one in ranks.items():
         for op in one.pending if one.frozen else ():
@@ -181,45 +183,45 @@ def _with_frozen(ranks: dict[int, Rank]) -> dict[int, Rank]:
 
 
 def drop_abandoned_ops(ranks: Mapping[int, Rank]) -> dict[int, Rank]:
-    """The ranks without messages that a rank has begun, while it is in different code of the script."""
+    """Remove the messages that a rank has started, if it is now in different code of the script."""
     return {n: _drop_abandoned(one) if stands_outside(one) else one for n, one in ranks.items()}
 
 
 def _drop_abandoned(one: Rank) -> Rank:
-    loose = [op for op in one.pending if op.is_message]
-    if not loose:
+    messages = [op for op in one.pending if op.is_message]
+    if not messages:
         return one
     return replace(
         one,
-        pending=tuple(op for op in one.pending if op not in loose),
-        waits_for={other: op for other, op in one.waits_for.items() if op not in loose},
+        pending=tuple(op for op in one.pending if op not in messages),
+        waits_for={other: op for other, op in one.waits_for.items() if op not in messages},
     )
 
 
 def stands_outside(one: Rank) -> bool:
-    """Whether it is outside of its operations, in code of the script; `work.wait()` looks the same."""
+    """Whether the rank is in code of the script, outside of its operations. `work.wait()` looks the same."""
     outside = waits_for_ranks(one.evidence) is False
     return outside and not any(stands_at(one.evidence, op) for op in one.pending)
 
 
-def reached(start: Iterable[int], edges: Mapping[int, Iterable[int]]) -> set[int]:
-    """All ranks that edges reach from `start`, including these."""
-    found, todo = set(start), list(start)
-    gone: set[int] = set()  # which many ranks share
+def reachable(start: Iterable[int], edges: Mapping[int, Iterable[int]]) -> set[int]:
+    """All ranks that are reachable from `start`, including `start`."""
+    visited, todo = set(start), list(start)
+    followed: set[int] = set()  # many ranks share one set of edges
     while todo:
         others = edges.get(todo.pop(), ())
-        if id(others) in gone:
+        if id(others) in followed:
             continue
-        gone.add(id(others))
+        followed.add(id(others))
         for other in others:
-            if other not in found:
-                found.add(other)
+            if other not in visited:
+                visited.add(other)
                 todo.append(other)
-    return found
+    return visited
 
 
 def parties_by(values: Mapping[int, T], key: Callable[[T], Hashable]) -> tuple[Mapping[int, T], ...]:
-    """Ranks with the same key together, the largest party first, else that of the lowest rank."""
+    """Group ranks by key, the largest party first; equally large ones by their lowest rank."""
     parties: dict[Hashable, dict[int, T]] = {}
     for number, value in sorted(values.items(), key=lambda pair: pair[0]):
         parties.setdefault(key(value), {})[number] = value
@@ -227,49 +229,49 @@ def parties_by(values: Mapping[int, T], key: Callable[[T], Hashable]) -> tuple[M
 
 
 def majority(parties: Sequence[Mapping[int, T]]) -> Mapping[int, T] | None:
-    """The party with more than half of all ranks that are in a party; None if there is none."""
+    """The party with more than half of the ranks in all parties; None if there is none."""
     total = sum(map(len, parties))
     return next((party for party in parties if 2 * len(party) > total), None)
 
 
-OWN_SHAPES = frozenset({"all_gather", "gather", "scatter", "all_to_all", "all_to_all_single", "reduce_scatter"})
-"""collectives for which ranks may rightly pass different shapes"""
+RAGGED_COLLECTIVES = frozenset({"all_gather", "gather", "scatter", "all_to_all", "all_to_all_single", "reduce_scatter"})
+"""Collectives to which ranks may pass different shapes."""
 
 
 @dataclass(frozen=True)
 class OpMismatch:
-    """One number of one stream, and the different operations that were entered under it."""
+    """Different operations that ranks have entered under one number of a stream."""
 
     stream: Stream
     seq: int
-    parties: tuple[Mapping[int, Op], ...]  # rank -> what it has entered; the largest party first
+    parties: tuple[Mapping[int, Op], ...]  # rank -> its operation; the largest party first
 
 
 def find_mismatches(ranks: Mapping[int, Rank]) -> list[OpMismatch]:
-    """The collectives and messages that do not fit together and did not get done, the earliest first.
+    """The mismatches between collectives and between messages that did not complete, the earliest first.
 
-    An operation that all have done does not count, even if it looks different.
+    An operation that all ranks have completed does not count, even if it looks different.
     """
     entered: dict[tuple[Stream, int], dict[int, Op]] = {}
     for number, one in ranks.items():
         for op in one.evidence.ops:
             entered.setdefault((stream(op, number), op.seq), {})[number] = op
-    found: list[OpMismatch] = []
-    for (its, seq), ops in entered.items():
+    mismatches: list[OpMismatch] = []
+    for (op_stream, seq), ops in entered.items():
         if len(ops) < 2 or all(op.done for op in ops.values()):
             continue
-        parties = split(ops)
+        parties = split_by_signature(ops)
         if len(parties) > 1:
-            found.append(OpMismatch(its, seq, parties))
-    return sorted(found, key=lambda one: (one.seq, str(one.stream)))
+            mismatches.append(OpMismatch(op_stream, seq, parties))
+    return sorted(mismatches, key=lambda mismatch: (mismatch.seq, str(mismatch.stream)))
 
 
-def split(ops: Mapping[int, Op], *, by_name: bool = True) -> tuple[Mapping[int, Op], ...]:
-    """Split by the fields that must be equal; a field that one operation does not have is ignored."""
+def split_by_signature(ops: Mapping[int, Op], *, by_name: bool = True) -> tuple[Mapping[int, Op], ...]:
+    """Split by the fields that must be equal. Fields that one of the operations does not have are ignored."""
     message = any(op.is_message for op in ops.values())
     kinds = {"" if message else op.kind for op in ops.values()}
     fields = ["name"] if message else ["kind", "name", "peer"]
-    if len(kinds) == 1 and not kinds & OWN_SHAPES:
+    if len(kinds) == 1 and not kinds & RAGGED_COLLECTIVES:
         fields += ["shape", "dtype"]
     if not by_name:
         fields.remove("name")

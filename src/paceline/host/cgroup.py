@@ -1,4 +1,4 @@
-"""The limits of this process and their use, by the kernel: cores, memory, and processes killed for memory."""
+"""The kernel's limits for this process and their use: cores, memory, and processes killed for memory."""
 
 import os
 import re
@@ -11,14 +11,14 @@ MEMORY = Path("/proc/meminfo")
 
 
 def usable_cores(root: Path = ROOT, own: Path = OWN, env: Mapping[str, str] = os.environ) -> int:
-    """Cores this process may use, at least 1: those it may run on, or fewer by a container's quota or by Slurm.
+    """The number of cores for this process, at least 1: its CPU affinity, limited by a container's quota and by Slurm.
 
-    os.cpu_count() counts the machine's cores: in a container with 2 of 64 cores it gives 32 times too many threads.
+    os.cpu_count() counts all cores of the machine: in a container with 2 of 64 cores, 32 times too many threads.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    # A quota of any ancestor holds too, so the smallest one counts.
+    # the quotas of ancestors also apply, so the smallest one counts
     quotas = [quota for folder in _folders("cpu", root, own) if (quota := _quota(folder)) is not None]
-    # A cluster whose Slurm does not bind tasks to cores grants them all the same. Of a task of several: its own.
+    # Slurm's grant also applies on clusters that do not bind tasks to cores; with several tasks, that of this task
     task = "SLURM_CPUS_PER_TASK" if env.get("SLURM_STEP_NUM_TASKS", "1") != "1" else "SLURM_CPUS_ON_NODE"
     granted = env.get(task, "")
     slurm = [float(granted)] if granted.isdecimal() else []
@@ -26,7 +26,7 @@ def usable_cores(root: Path = ROOT, own: Path = OWN, env: Mapping[str, str] = os
 
 
 def quota_used_seconds(root: Path = ROOT, own: Path = OWN) -> float | None:
-    """Processor seconds used so far by all processes under our tightest quota; None if there is no quota."""
+    """CPU seconds used so far by all processes under our tightest quota; None if there is no quota."""
     folders = _folders("cpu", root, own)
     quotas = [(quota, index) for index, folder in enumerate(folders) if (quota := _quota(folder)) is not None]
     if not quotas:
@@ -34,7 +34,7 @@ def quota_used_seconds(root: Path = ROOT, own: Path = OWN) -> float | None:
     index = min(quotas)[1]
     if used := re.search(r"^usage_usec ([0-9]+)$", _read(folders[index] / "cpu.stat"), re.MULTILINE):
         return int(used[1]) / 1e6
-    accounts = _folders("cpuacct", root, own)  # version 1: a controller of its own, often in the same folder
+    accounts = _folders("cpuacct", root, own)  # version 1 has a separate controller, often in the same folder
     used = _read(accounts[index] / "cpuacct.usage").strip() if len(accounts) == len(folders) else ""
     return int(used) / 1e9 if used.isdecimal() else None
 
@@ -49,10 +49,10 @@ def memory_limit(root: Path = ROOT, own: Path = OWN, memory: Path = MEMORY) -> i
 
 
 def free_memory(root: Path = ROOT, own: Path = OWN, memory: Path = MEMORY) -> int | None:
-    """Bytes that this process may still take before the kernel kills for memory; None if unknown.
+    """The bytes that this process may still allocate before the kernel kills for memory; None if unknown.
 
-    These are the available bytes of the machine, or of the container if that is less. Pages of files, which the kernel
-    frees on demand, count as free.
+    This is the available memory of the machine, or of the container if that is less. File pages, which the kernel frees
+    on demand, count as free.
     """
     found = re.search(r"^MemAvailable:\s*([0-9]+) kB", _read(memory), re.MULTILINE)
     free = [int(found[1]) << 10] if found else []
@@ -79,7 +79,6 @@ def oom_kills(root: Path = ROOT, own: Path = OWN) -> int | None:
 
 
 def _quota(folder: Path) -> float | None:
-    """The folder's CPU quota in cores."""
     words = _read(folder / "cpu.max").split()  # version 2: "max 100000" or "150000 100000" (microseconds)
     if not words:
         words = [_read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip()]
@@ -89,9 +88,9 @@ def _quota(folder: Path) -> float | None:
 
 
 def _folders(controller: str, root: Path, own: Path) -> list[Path]:
-    """The visible folders of this process's cgroup and its ancestors, innermost first.
+    """The visible folders of this process's cgroup and of its ancestors, innermost first.
 
-    In a container the path may be the host's, which is not mounted here: the ancestors end at the mount itself.
+    In a container the path may be that of the host, which is not mounted here. The ancestors then end at the mount.
     """
     folders: list[Path] = []
     for line in _read(own).splitlines():
@@ -118,5 +117,5 @@ def _read(path: Path) -> str:
 
 
 def threads_per_rank(cores: int, nproc: int) -> int:
-    """The same part of the cores for each rank, at least one thread: more threads than cores make ranks slower."""
+    """The cores divided by the number of ranks, at least one. More threads than cores make ranks slower."""
     return max(1, cores // nproc)

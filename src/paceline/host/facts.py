@@ -1,7 +1,7 @@
-"""The facts of a machine, and the rules that find out whether machines fit together.
+"""The facts of a machine, and the rules that check whether machines are compatible.
 
-Facts take a tenth of a second. An agent announces them before it is sent its plan, and doctor asks every host for them.
-The rules are tables over facts, and pure: `compare_hosts`.
+Collecting facts takes a tenth of a second. An agent sends them before it receives its plan, and doctor requests them
+from every host. The rules are tables over facts, without I/O: `compare_hosts`.
 """
 
 import hashlib
@@ -28,13 +28,13 @@ from paceline.host.reach import candidates
 
 PACKAGES = ("paceline", "torch", "numpy", "msgspec", "safetensors", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 UNLIMITED = -1
-RESOLVE_SECONDS = 1.0  # a name server that is down must not hold up a start
+RESOLVE_SECONDS = 1.0  # so that a name server that is down does not delay a start
 NETWORKS = Path("/sys/class/net")
 SOURCE_ROOT = Path(__file__).parents[1]
 FEW_FILES = 4096  # open files: sockets to every other rank, loader workers, shards of checkpoints
-TOO_FEW_FILES = 256  # not even torch and one loader
-SMALL_SHM_BYTES = 64 << 20  # Docker's default: a few batches of loader workers fill it
-GRAVE_PACKAGES = ("paceline", "torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")  # they talk with their own kind only
+TOO_FEW_FILES = 256  # not sufficient for torch and one loader
+SMALL_SHM_BYTES = 64 << 20  # Docker's default, which a few batches of loader workers fill
+GRAVE_PACKAGES = ("paceline", "torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")  # versions must be equal on all hosts
 
 T = TypeVar("T")
 Severity = Literal["error", "warning"]
@@ -56,20 +56,20 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """One machine as a process on it sees it. Sizes are in bytes."""
+    """The facts of a machine, from the view of a process on it. Sizes are in bytes."""
 
     host: str
     pid: int
     python: str
     executable: str
     platform: str
-    packages: dict[str, str]  # those that are installed
-    source: str  # digest of paceline's own code
+    packages: dict[str, str]  # installed packages and their versions
+    source: str  # digest of paceline's source code
     cwd: str
     addresses: tuple[Address, ...]  # of interfaces that are up, without loopback and link-local ones; IPv4 first
-    down: tuple[Address, ...]  # of interfaces that are down, or have no cable
-    own_addresses: tuple[str, ...]  # what the host's own name resolves to; empty: to nothing
-    cores: int  # that this process may use
+    down: tuple[Address, ...]  # of interfaces that are down or have no cable
+    own_addresses: tuple[str, ...]  # the addresses of the host's name; empty if it does not resolve
+    cores: int  # available to this process
     memory: int
     shm_size: int
     shm_free: int
@@ -81,8 +81,8 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 def gather() -> Facts:
-    """The facts of this machine, now."""
-    import psutil  # not with this module: every agent has it, and one of a single node asks for no facts
+    """Collect the facts of this machine."""
+    import psutil  # every agent imports this module, but an agent of a single node collects no facts
 
     host = os.uname().nodename
     up, down = _addresses()
@@ -112,12 +112,12 @@ def gather() -> Facts:
 
 
 def source_digest(root: Path) -> str:
-    """A digest of all Python files under `root`: machines with different code have different ones."""
+    """A digest of all Python files under `root`, which differs between machines with different code."""
     sha = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         try:
             content = path.read_bytes()
-        except OSError:  # an editor's file, gone again
+        except OSError:  # a temporary file of an editor
             continue
         sha.update(f"{path.relative_to(root)}\0{len(content)}\0".encode())
         sha.update(content)
@@ -125,17 +125,17 @@ def source_digest(root: Path) -> str:
 
 
 def resolve(name: str, seconds: float = RESOLVE_SECONDS) -> tuple[str, ...]:
-    """The addresses of `name`, in the resolver's order; none if it is unknown, or no name server answers in time."""
-    found: list[str] = []
+    """The addresses of `name`, in the resolver's order; none if it is unknown or no name server answers in time."""
+    addresses: list[str] = []
 
-    def look() -> None:
-        found.extend(address for _, address in candidates([name]))
+    def look_up() -> None:
+        addresses.extend(address for _, address in candidates([name]))
 
-    # the resolver takes no time limit of its own, and a daemon thread lets the process end
-    thread = threading.Thread(target=look, daemon=True)
+    # the resolver has no time limit, and a daemon thread does not keep the process alive
+    thread = threading.Thread(target=look_up, daemon=True)
     thread.start()
     thread.join(seconds)
-    return tuple(found)
+    return tuple(addresses)
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -147,7 +147,6 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _addresses() -> tuple[tuple[Address, ...], tuple[Address, ...]]:
-    """Those of interfaces that are up, and of those that are not."""
     import psutil
 
     stats = psutil.net_if_stats()
@@ -163,14 +162,13 @@ def _addresses() -> tuple[tuple[Address, ...], tuple[Address, ...]]:
             mask = int(ipaddress.ip_address(entry.netmask)) if entry.netmask else (1 << address.max_prefixlen) - 1
             alive = interface in stats and stats[interface].isup
             if not alive and (NETWORKS / interface / "bridge").is_dir():
-                continue  # Docker's, with no container on it: no pulled cable
+                continue  # a bridge of Docker without a container, not an unplugged cable
             (up if alive else down).append(Address(interface, str(address), prefix=mask.bit_count()))
     up.sort(key=lambda one: ":" in one.address)  # stable: IPv4 first, else in the kernel's order
     return tuple(up), tuple(down)
 
 
 def _shared_memory() -> tuple[int, int]:
-    """Size and free bytes of /dev/shm; 0 and 0 if there is none."""
     try:
         status = os.statvfs("/dev/shm")
     except OSError:
@@ -183,11 +181,11 @@ def _limit(kind: int) -> Limit:
     return Limit(soft, hard)
 
 
-# ---- whether machines fit together ----
+# ---- compatibility of machines ----
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Something that is wrong, on which host, and how to fix it. After an error nothing may start."""
+    """A problem, its host, and the remedy. With an error, no run may start."""
 
     severity: Severity
     host: str
@@ -202,12 +200,12 @@ class Node:
     name: str
     facts: Facts
     workers: int
-    threads: int  # of each worker
+    threads: int  # per worker
 
 
 @dataclass(frozen=True)
 class Rule(Generic[T]):
-    """One row: each of the `facts` of a node for which `wrong` holds is a finding."""
+    """One row of the table of rules: each of the `facts` of a node for which `wrong` is true gives a finding."""
 
     check: str
     severity: Severity
@@ -217,7 +215,7 @@ class Rule(Generic[T]):
     remedy: Callable[[T], str] | str
 
     def findings(self, node: Node) -> Iterator[Finding]:
-        """Those of one node."""
+        """The findings on one node."""
         for fact in self.facts(node):
             if self.wrong(fact):
                 remedy = self.remedy if isinstance(self.remedy, str) else self.remedy(fact)
@@ -236,7 +234,6 @@ def open_files(node: Node) -> tuple[int]:
 
 
 def _fewer(node: Node) -> str:
-    """How to use no more than the cores."""
     cores = node.facts.cores
     fewer = f"--threads-per-rank {cores // node.workers}" if cores >= node.workers else f"--nproc {cores}"
     return f"use {fewer}, or have more cores granted (Slurm: --cpus-per-rank)"
@@ -244,8 +241,8 @@ def _fewer(node: Node) -> str:
 
 NODE_RULES: tuple[Rule[Any], ...] = (
     Rule("resources", "warning", itself, lambda n: n.workers * n.threads > n.facts.cores,
-         lambda n: f"{n.workers} workers x {n.threads} threads = {n.workers * n.threads} on {n.facts.cores} cores that "
-         "are granted here", _fewer),
+         lambda n: f"{n.workers} workers x {n.threads} threads = {n.workers * n.threads} on {n.facts.cores} available "
+         "cores", _fewer),
     Rule("resources", "error", open_files, lambda files: files < TOO_FEW_FILES,
          "a process may open at most {} files (ulimit -Hn)".format,
          f"raise it to {FEW_FILES} or more in /etc/security/limits.conf"),
@@ -254,8 +251,8 @@ NODE_RULES: tuple[Rule[Any], ...] = (
          f"raise it to {FEW_FILES} or more in /etc/security/limits.conf"),
     Rule("resources", "warning", lambda n: (n.facts,),
          lambda f: f.shm_size < SMALL_SHM_BYTES or f.shm_free < SMALL_SHM_BYTES // 2,
-         lambda f: f"/dev/shm has {_mib(f.shm_free)} free of {_mib(f.shm_size)}: loader workers pass batches by it",
-         "mount a larger one, delete what lies in it; Docker: --shm-size=1g"),
+         lambda f: f"/dev/shm has {_mib(f.shm_free)} free of {_mib(f.shm_size)}: loader workers pass batches in it",
+         "mount a larger one, or delete files in it; Docker: --shm-size=1g"),
     Rule("resources", "warning", lambda n: (n.facts,),
          lambda f: f.gpus and f.memlock.soft != UNLIMITED and f.memlock.soft < 64 << 20,
          lambda f: f"only {f.memlock.soft >> 10} KiB of memory may be locked, which InfiniBand needs",
@@ -263,33 +260,33 @@ NODE_RULES: tuple[Rule[Any], ...] = (
 )  # fmt: skip
 
 DIFFERENCES: tuple[tuple[Severity, str, Callable[[Facts], str], str], ...] = (
-    ("error", "the platform", lambda f: f.platform, "use machines of one kind"),
+    ("error", "the platform", lambda f: f.platform, "use machines with the same platform"),
     ("warning", "the set of GPUs", lambda f: ", ".join(gpu.name for gpu in f.gpus) or "none",
-     "the slowest card sets the pace: use hosts of one kind"),
+     "the slowest GPU determines the speed: use hosts with the same GPUs"),
     ("warning", "the GPU driver", lambda f: f.gpus[0].driver if f.gpus else "", "install the same driver on all hosts"),
-    ("warning", "the number of cores", lambda f: str(f.cores), "the slowest host sets the pace of all"),
+    ("warning", "the number of cores", lambda f: str(f.cores), "the slowest host determines the speed of all"),
 )  # fmt: skip
 
 
 def compare_hosts(hosts: Mapping[str, Facts], workers: Mapping[str, int], threads: int) -> list[Finding]:
-    """The findings on a set of hosts, or on one: errors first.
+    """The findings on one or more hosts, errors first.
 
-    `hosts` are the facts of each, by name, node 0 first. `workers` is the number of processes on each, with `threads`
-    CPU threads each; 0: the cores are divided among them.
+    `hosts` are the facts by host name, node 0 first. `workers` is the number of processes on each host, with `threads`
+    CPU threads each; 0: the cores divided by the processes.
     """
     nodes = [Node(name, one, workers[name], max(1, threads)) for name, one in hosts.items()]
-    shares = [finding for node in nodes for rule in NODE_RULES for finding in rule.findings(node)]
-    return sorted([*differences(hosts), *shares], key=lambda finding: finding.severity)  # stable; "error" < "warning"
+    of_nodes = [finding for node in nodes for rule in NODE_RULES for finding in rule.findings(node)]
+    return sorted([*differences(hosts), *of_nodes], key=lambda finding: finding.severity)  # stable; "error" < "warning"
 
 
 def differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
-    """The differences between hosts: those in the minority."""
+    """The differences between hosts; each finding is on a host in the minority."""
     for severity, what, read, remedy in DIFFERENCES:
         values = {name: read(one) for name, one in hosts.items()}
         yield from _differing(severity, what, {name: value for name, value in values.items() if value}, remedy)
     python = {name: one.python for name, one in hosts.items()}
     minors = {version.rpartition(".")[0] for version in python.values()}
-    severity, remedy = "warning", "install the same Python on all hosts, or choose one by --python"
+    severity, remedy = "warning", "install the same Python on all hosts, or select one with --python"
     yield from _differing("error" if len(minors) > 1 else severity, "Python", python, remedy)
     different = False
     for package in sorted({package for one in hosts.values() for package in one.packages}):
@@ -299,10 +296,10 @@ def differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
         findings = [*_differing("error" if package in GRAVE_PACKAGES else "warning", package, values, remedy)]
         different = different or (package == "paceline" and bool(findings))
         yield from findings
-    if not different:  # else it is clear that the code is another
+    if not different:  # different versions have different code
         source = {name: one.source for name, one in hosts.items()}
-        remedy = "install the same paceline on all hosts, or use one folder that all share"
-        yield from _differing("error", "paceline's own code", source, remedy)
+        remedy = "install the same paceline on all hosts, or use a folder on a common file system"
+        yield from _differing("error", "the code of paceline", source, remedy)
 
 
 def _differing(severity: Severity, what: str, values: Mapping[str, str], remedy: str) -> Iterator[Finding]:
@@ -312,8 +309,8 @@ def _differing(severity: Severity, what: str, values: Mapping[str, str], remedy:
         return
     common, count = ranked[0]
     if count == ranked[1][1]:
-        told = ", ".join(f"{value} on {' and '.join(h for h in values if values[h] == value)}" for value, _ in ranked)
-        yield Finding(severity, ", ".join(values), f"{what} differs: {told}", remedy)
+        text = ", ".join(f"{value} on {' and '.join(h for h in values if values[h] == value)}" for value, _ in ranked)
+        yield Finding(severity, ", ".join(values), f"{what} differs: {text}", remedy)
         return
     others = ", ".join(host for host in values if values[host] == common)
     for host, value in values.items():

@@ -1,6 +1,7 @@
-"""The GPUs of this machine, and the processes that use them, from drivers and the kernel. Without torch.
+"""The GPUs of this machine and the processes that use them, from drivers and the kernel. Without torch.
 
-A lost GPU, or a question that a driver does not answer (MIG, memory shared with the CPU), does not affect the rest.
+A lost GPU does not affect the data of other GPUs. A query that the driver does not support (MIG, memory shared with the
+CPU) does not affect other queries.
 """
 
 import os
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 T = TypeVar("T")
-SHARE_GPUS = ("gloo", "mpi")  # backends over which several ranks may compute on one GPU
+SHARE_GPUS = ("gloo", "mpi")  # backends with which several ranks may use one GPU
 DEV, KFD = Path("/dev"), Path("/sys/class/kfd/kfd/topology/nodes")
 PCI = Path("/sys/bus/pci/devices")
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -24,12 +25,12 @@ class Gpu(msgspec.Struct, frozen=True):
     index: int
     name: str
     driver: str
-    memory: int  # bytes; 0: the driver does not say
+    memory: int  # bytes; 0 if unknown
     memory_used: int  # bytes
-    processes: tuple[int, ...] = ()  # of others, as far as the driver shows them
+    processes: tuple[int, ...] = ()  # the pids that the driver reports
     ecc_errors: int = 0  # uncorrected, since the machine started
     links: tuple[str, ...] = ()
-    lost: str = ""  # why it does not answer, in the driver's words
+    lost: str = ""  # the driver's message if it does not answer
 
 
 def gpus_here() -> tuple[Gpu, ...]:
@@ -38,7 +39,7 @@ def gpus_here() -> tuple[Gpu, ...]:
 
 
 def count_gpus() -> int | None:
-    """GPUs of this machine that ranks may use: NVIDIA's or AMD's that no variable hides; None: unknown."""
+    """The number of GPUs for ranks on this machine: those of NVIDIA or AMD that no variable hides; None: unknown."""
     if count := sum(len(parts) if parts is not None else 1 for parts in ask_driver(_mig, [])):
         return _visible(count, *VISIBLE[:1])
     amd = _amd_gpus()
@@ -46,25 +47,25 @@ def count_gpus() -> int | None:
 
 
 def show_own_mig(local_rank: int, local_size: int) -> None:
-    """If GPUs are partitioned (MIG), let CUDA show this process the instance of its rank; else it takes the first one.
+    """If GPUs are partitioned (MIG), make only the instance of this rank visible; otherwise CUDA uses the first one.
 
-    Call it before CUDA is used. A variable that shows one instance to this process already is not changed.
+    Call it before CUDA is used. If a variable already shows one instance to this process, the function does nothing.
     """
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not (DEV / "nvidiactl").exists() or (given is not None and "MIG-" not in given):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not (DEV / "nvidiactl").exists() or (visible is not None and "MIG-" not in visible):
         return
-    found = ask_driver(_mig, [])
-    parts = given.split(",") if given else [part for gpu in found for part in gpu or ()]
-    if len(parts) >= max(2, local_size) and all(gpu is not None for gpu in found):
-        os.environ["CUDA_VISIBLE_DEVICES"] = parts[local_rank].strip()
+    gpus = ask_driver(_mig, [])
+    instances = visible.split(",") if visible else [instance for gpu in gpus for instance in gpu or ()]
+    if len(instances) >= max(2, local_size) and all(gpu is not None for gpu in gpus):
+        os.environ["CUDA_VISIBLE_DEVICES"] = instances[local_rank].strip()
 
 
 def cores_near(uuid: str) -> set[int]:
-    """The cores of the NUMA node of the NVIDIA GPU `uuid`, as torch writes it; none if unknown."""
+    """The cores of the NUMA node of the NVIDIA GPU with this `uuid`, in torch's format; none if unknown."""
 
     def address(nvml: Any) -> str:
-        found = nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")).busId
-        return (found if isinstance(found, str) else found.decode()).lower()[-12:]  # the kernel's has 4 digits less
+        bus_id = nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")).busId
+        return (bus_id if isinstance(bus_id, str) else bus_id.decode()).lower()[-12:]  # the kernel uses 4 digits less
 
     if not uuid or not (where := ask_driver(address, "")):
         return set()
@@ -78,29 +79,29 @@ def cores_near(uuid: str) -> set[int]:
 
 def _mig(nvml: Any) -> list[list[str] | None]:
     """The MIG instances of each GPU; None for a GPU without MIG."""
-    found: list[list[str] | None] = []
+    gpus: list[list[str] | None] = []
     for index in range(int(nvml.nvmlDeviceGetCount())):
-        parts: list[str] | None = None
+        instances: list[str] | None = None
         with suppress(nvml.NVMLError):
             gpu = nvml.nvmlDeviceGetHandleByIndex(index)
             if nvml.nvmlDeviceGetMigMode(gpu)[0]:
-                parts = []
+                instances = []
                 for number in range(int(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu))):
-                    with suppress(nvml.NVMLError):  # a place without a part
-                        parts.append(str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, number))))
-        found.append(parts)
-    return found
+                    with suppress(nvml.NVMLError):  # no instance with this number
+                        handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, number)
+                        instances.append(str(nvml.nvmlDeviceGetUUID(handle)))
+        gpus.append(instances)
+    return gpus
 
 
 def _amd_gpus() -> int | None:
-    """The number of AMD's GPUs, by the kernel: NVML knows none; None: unknown."""
     if not (DEV / "kfd").exists():
         return 0
-    found = 0
+    count = 0
     for node in KFD.glob("*/gpu_id"):
-        with suppress(OSError):  # of another container
-            found += node.read_text().strip() not in ("", "0")  # 0: a CPU
-    return found or None
+        with suppress(OSError):  # a GPU of a different container
+            count += node.read_text().strip() not in ("", "0")  # 0: a CPU
+    return count or None
 
 
 def _visible(count: int, *variables: str) -> int:
@@ -111,8 +112,8 @@ def _visible(count: int, *variables: str) -> int:
 
 
 def ask_driver(question: Callable[[Any], T], otherwise: T) -> T:
-    """The answer to a question that is given pynvml, initialised; `otherwise` without a driver."""
-    import pynvml  # takes longer than all other facts together where there is no driver
+    """Call `question` with an initialised pynvml; return its result, or `otherwise` without a driver."""
+    import pynvml  # without a driver this import takes longer than all other facts together
 
     with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
@@ -125,7 +126,7 @@ def ask_driver(question: Callable[[Any], T], otherwise: T) -> T:
 
 
 def query(nvml: Any, question: Callable[[], T], otherwise: T) -> T:
-    """The answer to a question; `otherwise` if the driver does not answer this one."""
+    """The result of `question`, or `otherwise` if the driver does not support it."""
     with suppress(nvml.NVMLError):
         return question()
     return otherwise
@@ -164,7 +165,7 @@ def _gpu(nvml: Any, driver: str, index: int, handles: list[Any]) -> Gpu:
 
 
 def _link(nvml: Any, handle: Any, other: Any) -> str:
-    """How two GPUs reach each other, the best first: nvlink, switch, bridge, cpu, node, sockets."""
+    """The kind of the connection of two GPUs, from best to worst: nvlink, board, switch, bridge, cpu, node, sockets."""
     if other is None:
         return "?"
     with suppress(nvml.NVMLError):

@@ -1,7 +1,7 @@
-"""Records once a second the use of this machine and of its GPUs: machine-<node>.jsonl in the folder of a run.
+"""Records the use of this machine and of its GPUs once a second, in machine-<node>.jsonl in the run folder.
 
-The log and each question to a GPU driver have a thread, since a driver may never answer. An error in the log ends the
-log, with a warning; the run continues. Without torch.
+The log and each query to a GPU driver run in threads, because a driver may never answer. An error in the log ends the
+log with a warning, and the run continues. Without torch.
 """
 
 import os
@@ -25,14 +25,14 @@ from paceline.runs.machine import GpuUse, MachineUse, RankUse, file_name
 from paceline.runs.writers import BoundedWriter
 
 IDLE_FIELDS = (3, 4)  # of a line of /proc/stat: idle, iowait
-BUSY_FIELDS = 7  # user nice system idle iowait irq softirq; what follows is others' (steal), or counted already (guest)
+BUSY_FIELDS = 7  # user nice system idle iowait irq softirq; not steal (other machines) and guest (in user already)
 LOOPBACK = "lo"
 EVERY_SECONDS = 1.0
-END_SECONDS = 0.5  # for a sample that is just being taken
-STALE_SECONDS = 5.0  # an older answer says nothing of now
+END_SECONDS = 0.5  # to complete the current sample
+STALE_SECONDS = 5.0  # older answers are outdated
 CLOCK_SM, CORE_SENSOR = 1, 0  # NVML_CLOCK_SM, NVML_TEMPERATURE_GPU
 DRIVER = Path("/dev/nvidiactl")
-SLOWED = {  # NVML's bits: why the clocks are lower than they might be
+SLOWED = {  # NVML's bits for the reasons of lower clocks
     0x20: "slowed down by its temperature",
     0x40: "slowed down by its temperature, by the hardware",
     0x80: "slowed down by the power supply",
@@ -41,16 +41,14 @@ SLOWED = {  # NVML's bits: why the clocks are lower than they might be
 
 
 class _Counted(NamedTuple):
-    """What only grows, at one moment."""
-
     seconds: float  # monotonic
-    busy_seconds: float  # of all cores that are ours
+    busy_seconds: float  # of all cores available to this process
     received_bytes: int
     sent_bytes: int
 
 
 class Sampler:
-    """Takes samples of this machine; rates are those since the sample before."""
+    """Takes samples of this machine. Rates refer to the time since the previous sample."""
 
     def __init__(self) -> None:
         self.gpus = GpuReader()
@@ -58,10 +56,10 @@ class Sampler:
         self._limited = quota_used_seconds() is not None
         self._own = {f"cpu{core}" for core in os.sched_getaffinity(0)} if hasattr(os, "sched_getaffinity") else set()
         self._before = self._count()
-        self._cpu_before: dict[int, tuple[float, float]] = {}  # pid -> its seconds so far, and when
+        self._cpu_before: dict[int, tuple[float, float]] = {}  # pid -> its CPU seconds, and the time of the reading
 
     def sample(self, pids: Mapping[int, int]) -> MachineUse:
-        """The machine now, and the ranks among its processes: rank -> pid."""
+        """The current use of the machine, and of the ranks in `pids` (rank -> pid)."""
         before, now = self._before, self._count()
         self._before, seconds = now, max(now.seconds - before.seconds, 1e-3)
         uses = {rank: use for rank, pid in pids.items() if (use := self.process(pid)) is not None}
@@ -98,14 +96,13 @@ class Sampler:
 
 
 def resident_bytes(pid: int) -> int:
-    """The memory that a process has in use, shared pages included; 0 if it is gone."""
+    """The resident memory of a process, including shared pages; 0 if it has ended."""
     with suppress(OSError, ValueError, IndexError):
         return int((PROC / str(pid) / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def _busy_seconds(own: set[str]) -> float:
-    """Processor seconds for which our cores have worked so far, for all processes."""
     ticks = 0
     with suppress(OSError, ValueError):
         for line in (PROC / "stat").read_text().splitlines():
@@ -116,7 +113,6 @@ def _busy_seconds(own: set[str]) -> float:
 
 
 def _network() -> tuple[int, int]:
-    """Bytes received and sent so far, over all interfaces except the loopback."""
     received = sent = 0
     with suppress(OSError, ValueError, IndexError):
         for line in (PROC / "net" / "dev").read_text().splitlines()[2:]:
@@ -128,21 +124,21 @@ def _network() -> tuple[int, int]:
 
 
 class MachineLog:
-    """The log of one node, from now on and as long as it is open."""
+    """The log of one node. It writes samples until `close`."""
 
     def __init__(self, run_dir: Path, node: int, pids: Mapping[int, int]) -> None:
-        """`pids` are those of the ranks here: rank -> pid."""
+        """`pids` maps the ranks on this node to their pids."""
         self._writer = BoundedWriter(run_dir / file_name(node))
         self._pids, self._over = dict(pids), threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-machine", daemon=True)
         self._thread.start()
 
     def write(self, record: msgspec.Struct) -> None:
-        """Add a record of the caller."""
+        """Add a record."""
         self._writer.write(record)
 
     def close(self) -> None:
-        """Write no more."""
+        """End the log."""
         self._over.set()
         self._thread.join(END_SECONDS)
         self._writer.close()
@@ -154,32 +150,32 @@ class MachineLog:
             sampler = Sampler()
             while not self._over.wait(EVERY_SECONDS) and not self._writer.failed:
                 self._writer.write(sampler.sample(self._pids))
-        except Exception as error:  # a kernel whose /proc is another: nothing is known then, and nothing else happens
-            say(f"warning: what this machine does is not recorded: {type(error).__name__}: {error}")
+        except Exception as error:  # for example an unknown format in /proc
+            say(f"warning: paceline does not record the use of this machine: {type(error).__name__}: {error}")
 
 
 # ---- GPUs ----
 
 
 class GpuAnswer(NamedTuple):
-    """All GPUs, and the bytes of GPU memory of each process that the driver knows."""
+    """The use of all GPUs, and the bytes of GPU memory of each process."""
 
     gpus: tuple[GpuUse, ...] = ()
     memory_of: dict[int, int] = {}  # noqa: RUF012 - never changed
 
 
 class GpuReader:
-    """Asks the driver in a thread, since it may take seconds, or never answer. One question at a time."""
+    """Queries the driver in a thread, because it may take seconds or never answer. One query at a time."""
 
     def __init__(self) -> None:
         self._answer, self._answered_seconds = GpuAnswer(), float("-inf")
         self._thread: threading.Thread | None = None
         self._nvml: Any = None
         self.here = DRIVER.exists()
-        """whether there is a driver to be asked"""
+        """Whether there is a driver."""
 
     def latest(self, wait_seconds: float = 0.0) -> GpuAnswer:
-        """The newest answer, empty if it is stale; asks for the next one, and waits `wait_seconds` for it."""
+        """Start the next query, wait `wait_seconds` for it, and return the newest answer; empty if it is stale."""
         if not self.here:
             return GpuAnswer()
         if self._thread is None or not self._thread.is_alive():
@@ -198,12 +194,12 @@ class GpuReader:
                 pynvml.nvmlInit()
                 self._nvml = pynvml
             self._answer, self._answered_seconds = gpu_answer(self._nvml), time.monotonic()
-        except Exception:  # no driver after all, one that was taken away, one of another version: nothing is known
+        except Exception:  # the driver is missing or has a different version
             self._answer = GpuAnswer()
 
 
 def gpu_answer(nvml: Any) -> GpuAnswer:
-    """The state of all GPUs; `nvml` is pynvml, initialised. A lost GPU must not hide the others."""
+    """The state of all GPUs; `nvml` is an initialised pynvml. A lost GPU does not hide the others."""
     gpus: list[GpuUse] = []
     memory_of: dict[int, int] = {}
     for index in range(int(nvml.nvmlDeviceGetCount())):
@@ -236,36 +232,36 @@ def _use(nvml: Any, index: int, handle: Any) -> GpuUse:
 
 
 def ask_gpus(pids: Collection[int], *, wait_seconds: float = 0.0) -> dict[int, str]:
-    """The troubles of the GPUs that these processes use, by pid; a thread adds them later if the driver is slow."""
-    found: dict[int, str] = {}
+    """The problems of the GPUs that these processes use, by pid. If the driver is slow, a thread adds them later."""
+    problems: dict[int, str] = {}
 
     def ask() -> None:
-        found.update(ask_driver(lambda nvml: gpu_troubles(pids, nvml), {}))
+        problems.update(ask_driver(lambda nvml: gpu_troubles(pids, nvml), {}))
 
     if pids and DRIVER.exists():
         asking = threading.Thread(target=ask, name="paceline-gpus", daemon=True)
         asking.start()
         asking.join(wait_seconds)
-    return found
+    return problems
 
 
 def gpu_troubles(pids: Collection[int], nvml: Any) -> dict[int, str]:
-    """Why the GPU of a process is slow, by pid; `nvml` is pynvml, initialised."""
-    found: dict[int, str] = {}
+    """Why the GPU of a process is slow, by pid; `nvml` is an initialised pynvml."""
+    problems: dict[int, str] = {}
     for index in range(int(nvml.nvmlDeviceGetCount())):
-        with suppress(nvml.NVMLError):  # a GPU that is lost must not hide the others
+        with suppress(nvml.NVMLError):  # a lost GPU does not hide the others
             gpu = nvml.nvmlDeviceGetHandleByIndex(index)
-            here = {int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
-            words = [line for why in (_slowed, _damaged) for line in query(nvml, partial(why, nvml, gpu), [])]
-            for pid in here & {*pids}:
-                shared = [f"shared with process {', '.join(map(str, sorted(here - {pid})))}"] if here - {pid} else []
-                if words or shared:
-                    found[pid] = f"GPU {index}: {'; '.join([*words, *shared])}"
-    return found
+            users = {int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
+            reasons = [line for find in (_slowed, _damaged) for line in query(nvml, partial(find, nvml, gpu), [])]
+            for pid in users & {*pids}:
+                shared = [f"shared with process {', '.join(map(str, sorted(users - {pid})))}"] if users - {pid} else []
+                if reasons or shared:
+                    problems[pid] = f"GPU {index}: {'; '.join([*reasons, *shared])}"
+    return problems
 
 
 def slowed_by(nvml: Any, gpu: Any) -> list[str]:
-    """Why a GPU's clocks are lower than they might be.
+    """The reasons for lower clocks of a GPU.
 
     Raises:
         NVMLError: the driver does not answer.
@@ -275,14 +271,14 @@ def slowed_by(nvml: Any, gpu: Any) -> list[str]:
 
 
 def _slowed(nvml: Any, gpu: Any) -> list[str]:
-    if not (words := slowed_by(nvml, gpu)):
+    if not (reasons := slowed_by(nvml, gpu)):
         return []
     now, most = nvml.nvmlDeviceGetClockInfo(gpu, CLOCK_SM), nvml.nvmlDeviceGetMaxClockInfo(gpu, CLOCK_SM)
     degrees = nvml.nvmlDeviceGetTemperature(gpu, CORE_SENSOR)
-    return [f"{' and '.join(words)} ({now:,} of {most:,} MHz, {degrees} °C)"]
+    return [f"{' and '.join(reasons)} ({now:,} of {most:,} MHz, {degrees} °C)"]
 
 
 def _damaged(nvml: Any, gpu: Any) -> list[str]:
     kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     errors = int(nvml.nvmlDeviceGetTotalEccErrors(gpu, *kinds))
-    return [f"{errors:,} memory errors that could not be corrected"] if errors else []
+    return [f"{errors:,} uncorrectable memory errors"] if errors else []

@@ -1,4 +1,4 @@
-"""TCP connections to other machines: tried, with the reason of a failure, and signed."""
+"""TCP connections to other machines: connection tests with the reason of a failure, and signed packets."""
 
 import errno
 import ipaddress
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import closing, suppress
 
 PROBE_SECONDS = 2.0
-MAX_NAME_CHARS = 253  # the longest name that DNS knows
+MAX_NAME_CHARS = 253  # the limit of DNS
 TCP_MD5SIG_EXT, WITH_PREFIX, KEY_BYTES = 32, 1, 80  # linux/tcp.h
 
 _NAME = "this machine knows no address of that name (see /etc/hosts and DNS)"
@@ -27,8 +27,8 @@ _REASONS = {
 def why_unreachable(host: str, port: int, timeout_seconds: float = PROBE_SECONDS) -> str:
     """Why a TCP connection to `host`:`port` fails, with the resolved address; empty if one succeeds.
 
-    All addresses of `host` together get `timeout_seconds`; how long the name service itself takes is the system's
-    business (up to some 10 s where a DNS server is configured that does not answer).
+    All addresses of `host` together get `timeout_seconds`. The name resolution takes additional time (up to about 10 s
+    if a DNS server does not answer).
     """
     shown = host if host.isprintable() and host.strip() == host != "" else repr(host)
     if len(shown) > MAX_NAME_CHARS:
@@ -49,23 +49,23 @@ def why_unreachable(host: str, port: int, timeout_seconds: float = PROBE_SECONDS
 
 
 def candidates(names: Iterable[str]) -> list[tuple[socket.AddressFamily, str]]:
-    """The addresses of these names or addresses, best first and none twice; without names that do not resolve."""
-    found: dict[tuple[socket.AddressFamily, str], None] = {}
+    """The addresses of these names or addresses, best first and each once, without names that do not resolve."""
+    unique: dict[tuple[socket.AddressFamily, str], None] = {}
     for name in names:
         if not name or len(name) > MAX_NAME_CHARS:
             continue
         try:
             answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        except (OSError, ValueError):  # ValueError: a name that no name service can be asked for
+        except (OSError, ValueError):  # ValueError: not a valid name
             continue
         for family, _, _, _, address in answers:
             if family in (socket.AF_INET, socket.AF_INET6):
-                found[_plain(family, str(address[0]))] = None
-    return list(found)
+                unique[_plain(family, str(address[0]))] = None
+    return list(unique)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether this address means, on every machine, that machine itself."""
+    """Whether this address refers to the local machine on every machine."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -74,7 +74,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _plain(family: socket.AddressFamily, address: str) -> tuple[socket.AddressFamily, str]:
-    # ::ffff:10.0.0.1 is 10.0.0.1, only written for IPv6: not a second way to the same machine
+    # ::ffff:10.0.0.1 is 10.0.0.1 in the notation of IPv6, not a second address
     if family == socket.AF_INET6 and (mapped := ipaddress.IPv6Address(address.partition("%")[0]).ipv4_mapped):
         return socket.AF_INET, str(mapped)
     return family, address
@@ -85,7 +85,7 @@ def _refusal(family: socket.AddressFamily, address: str, port: int, timeout_seco
         with closing(socket.socket(family, socket.SOCK_STREAM)) as connection:
             connection.settimeout(timeout_seconds)
             connection.connect((address, port))
-            # Linux may connect a loopback socket to itself, when the port it is given happens to be `port`
+            # Linux may connect a loopback socket to itself, if its local port happens to be `port`
             return _REFUSED if connection.getsockname()[:2] == connection.getpeername()[:2] else ""
     except TimeoutError:
         return f"no answer within {timeout_seconds:.2g} s: filtered by a firewall, or the machine is off"
@@ -96,16 +96,16 @@ def _refusal(family: socket.AddressFamily, address: str, port: int, timeout_seco
 def _itself(address: str) -> str:
     if not is_loopback(address):
         return ""
-    return f" ({address} is this machine itself; another one needs an address that all machines can use)"
+    return f" ({address} is the local machine; other machines need an address that all of them can use)"
 
 
 def sign(connection: socket.socket, key: bytes) -> bool:
-    """Sign all packets of this socket with `key` (RFC 2385): the kernel then drops packets without the signature.
+    """Sign all packets of this socket with `key` (RFC 2385). The kernel then drops packets without the signature.
 
     Returns:
         False if the kernel does not support it.
     """
-    address = struct.pack("=H", connection.family).ljust(128, b"\0")  # with a prefix of 0 bits: all of them
+    address = struct.pack("=H", connection.family).ljust(128, b"\0")  # with a prefix of 0 bits: all addresses
     option = address + struct.pack("=BBHi", WITH_PREFIX, 0, len(key), 0) + key.ljust(KEY_BYTES, b"\0")
     with suppress(OSError):
         connection.setsockopt(socket.IPPROTO_TCP, TCP_MD5SIG_EXT, option)

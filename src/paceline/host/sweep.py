@@ -1,8 +1,8 @@
-"""The roster of an agent's workers, SIGKILL to all processes that they have started, and the janitor that sends it.
+"""Ends all processes of an agent: the roster of its workers, the sweep (SIGKILL), and the janitor.
 
-Workers die with their agent by the kernel's death signal (worker.attach). The programs that a worker has started do
-not. If the agent is killed as well, the janitor ends them: a fork of the agent that sleeps on a pipe which ends with
-the agent.
+The kernel's death signal ends workers with their agent (rank/attach.py), but not the programs that workers have
+started. If the agent is killed, the janitor ends them. The janitor is a fork of the agent that sleeps on a pipe, which
+closes when the agent ends.
 """
 
 import os
@@ -28,7 +28,7 @@ Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A worker, leader of a session; `started` is in clock ticks since boot, 0 if /proc is missing."""
+    """A worker, which is the leader of a session; `started` is in clock ticks since boot, 0 without /proc."""
 
     rank: int
     pid: Pid
@@ -50,21 +50,21 @@ def roster_path(attempt_dir: Path, node: int = 0) -> Path:
 
 
 def mark_of(pid: int, started: int, generation: int | None = None) -> str:
-    """AGENT_MARK in the environment of all processes that an agent has started, directly or not, in any session.
+    """The value of AGENT_MARK in the environment of all processes that an agent has started, directly or indirectly.
 
-    Without a generation: the beginning of the marks of all generations.
+    Without `generation`: the common prefix of all generations.
     """
     return f"{pid}-{started}-" + ("" if generation is None else f"{generation}-")
 
 
 def sweep(workers: Sequence[Member], mark: str = "", *, variable: str = AGENT_MARK) -> list[int]:
-    """SIGKILL to every process in these workers' sessions, until none is left or SWEEP_SECONDS are over.
+    """Send SIGKILL to every process in the sessions of these workers, until none is left or SWEEP_SECONDS are over.
 
-    By session, since neither death signals nor groups reach the processes that a user's code has started; and by the
-    agent's `mark` in an environment variable, which processes keep in new sessions.
+    Death signals and process groups do not reach the processes that a user's code has started. Therefore the sweep
+    finds processes by session, and by the agent's `mark` in an environment variable, which new sessions also inherit.
 
     Returns:
-        The pids that are left, which only the kernel can keep alive; none without /proc.
+        The pids that are left, because the kernel keeps them; none without /proc.
     """
     if not PROC.is_dir():
         for worker in workers:
@@ -76,41 +76,41 @@ def sweep(workers: Sequence[Member], mark: str = "", *, variable: str = AGENT_MA
         for process in living:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, signal.SIGKILL)
-        time.sleep(0.02)  # again: a process can fork between the look and the blow
+        time.sleep(0.02)  # then again, because a process may fork before its kill
     return [process.pid for process in living]
 
 
 def _living_members(workers: Sequence[Member], mark: str, variable: str) -> list[Process]:
     started = {worker.pid: worker.started for worker in workers}
-    everybody = [*processes()]
-    members = [process for process in everybody if process.session in started]
-    # the kernel gives a session's number out again only when its last process is gone: a leader that started at
-    # another time is a stranger's, and so is its session
-    strangers = {p.pid for p in members if p.pid == p.session and p.start != started[p.pid]}
-    living = [p for p in members if p.runs and p.session not in strangers and p.start >= started[p.session]]
-    others = (p for p in everybody if p.runs and p.session not in started)
+    everything = [*processes()]
+    members = [process for process in everything if process.session in started]
+    # The kernel reuses the number of a session only after its last process has ended. A leader with a different start
+    # time, and its session, therefore do not belong to the agent.
+    foreign = {p.pid for p in members if p.pid == p.session and p.start != started[p.pid]}
+    living = [p for p in members if p.runs and p.session not in foreign and p.start >= started[p.session]]
+    others = (p for p in everything if p.runs and p.session not in started)
     return [*living, *(p for p in others if mark and carries(p.pid, variable, mark))]
 
 
 def carries(pid: int, variable: str, mark: str) -> bool:
-    """Whether the environment of a process has this variable, with a value that begins with `mark`."""
+    """Whether the environment of a process has this variable with a value that begins with `mark`."""
     try:
         return f"\0{variable}={mark}".encode() in b"\0" + (PROC / str(pid) / "environ").read_bytes()
-    except OSError:  # another user's, or gone
+    except OSError:  # a different user's process, or one that has ended
         return False
 
 
 def sweep_recorded(attempt_dir: Path, agent_pid: int = 0) -> None:
-    """Sweep the workers in the rosters of the agents of this host; or of one agent."""
+    """Sweep the workers in the rosters of all agents of this host, or of one agent."""
     try:
-        there = names(attempt_dir)
+        files = names(attempt_dir)
     except OSError:
         return
-    for name in there:
+    for name in files:
         if not re.fullmatch(r"agent-[0-9]{1,9}\.json", name):
             continue
         try:
-            roster = decode(attempt_dir / name, Roster, ours=True)  # what only our agents can have written
+            roster = decode(attempt_dir / name, Roster, ours=True)  # only files of this user
         except OSError:
             continue
         if roster.host == os.uname().nodename and agent_pid in (0, roster.agent_pid):
@@ -118,10 +118,10 @@ def sweep_recorded(attempt_dir: Path, agent_pid: int = 0) -> None:
 
 
 def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:
-    """Fork the janitor; return the descriptor that keeps it asleep as long as this process lives.
+    """Fork the janitor; return the descriptor of its pipe. The janitor sleeps until this process ends.
 
-    Call it before there are threads, sockets or children: a fork keeps all descriptors of its parent open. The janitor
-    closes `not_kept`, the descriptors of the run, at once. At its end it removes the folder `temporary`.
+    Call it before there are threads, sockets or children, because a fork keeps all descriptors of its parent open. The
+    janitor immediately closes `not_kept`, the descriptors of the run. At its end it removes the folder `temporary`.
     """
     asleep, awake = os.pipe()
     agent_pid = os.getpid()
@@ -136,19 +136,19 @@ def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         nowhere = os.open(os.devnull, os.O_RDWR)
-        for standard in (0, 1, 2):  # or a pipe that reads the agent's output would wait for the janitor, too
+        for standard in (0, 1, 2):  # so that a pipe with the agent's output does not wait for the janitor
             os.dup2(nowhere, standard)
-        told = b""
+        folders = b""
         while data := os.read(asleep, 4096):
-            told += data
-        for folder in {*told.split(b"\0")} - {b""}:
+            folders += data
+        for folder in {*folders.split(b"\0")} - {b""}:
             sweep_recorded(Path(os.fsdecode(folder)), agent_pid)
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)
     finally:
-        os._exit(0)  # never back into the agent's code
+        os._exit(0)  # never return into the agent's code
 
 
 def tell_janitor(descriptor: int, attempt_dir: str) -> None:
-    """Tell the janitor the folder of the roster, before the workers are started."""
+    """Send the folder of the roster to the janitor, before the workers start."""
     os.write(descriptor, os.fsencode(attempt_dir) + b"\0")

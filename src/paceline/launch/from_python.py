@@ -16,12 +16,12 @@ from typing import Any
 import cloudpickle
 
 from paceline.errors import ExitCode, TrainingError, UsageError
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 from paceline.runs.attempt import read_ended
 from paceline.runs.progress import REPORT_SECONDS, ProgressLine
 from paceline.runs.reading import read
 
-CALLED = Path(__file__).parents[1] / "rank" / "called.py"
+CALLED = Path(__file__).parents[1] / "rank" / "function_worker.py"
 CALL, PROGRESS, RESULT, ERROR = "call", "progress", "result-{}", "error-{}"
 _MOST_BYTES = 1 << 40  # of what a rank returns
 SHARED = Path("runs")  # where run folders are made: all hosts of a run see it
@@ -70,7 +70,7 @@ def run(
         KeyboardInterrupt: after an interrupt, once all ranks have ended.
         Exception: whatever the first rank that failed has raised, with its traceback as a note.
     """
-    if WorkerBirth.here() is not None:
+    if WorkerSpec.here() is not None:
         raise UsageError(code="run-inside-rank")
     if nproc < 1:
         raise UsageError(code="run-nproc", value=nproc)

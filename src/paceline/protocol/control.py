@@ -1,23 +1,23 @@
-"""The messages by which launcher, agent and ranks control each other, and the environment variables of paceline.
+"""The control messages between launcher, agent and ranks, and the environment variables of paceline.
 
-An agent starts a rank itself, or orders it from the preloader, a process that has imported everything and forks:
+An agent starts a rank itself, or requests it from the preloader, a process that has imported all modules and forks:
 
     agent                                   preloader (rank/preload.py)
-    starts it, as it would start a rank     imports what every rank imports
-                                            -> READY, or why no rank can be forked from it
-    ForkOrder, with descriptors                 -> the rank's pid, when it is the agent's child
-    a byte, once it knows the rank          the rank begins; without that byte it ends
+    starts it, with the command of a rank   imports the modules of every rank
+                                            -> READY, or the reason why it cannot fork ranks
+    ForkOrder, with descriptors             -> the rank's pid, when it is the agent's child
+    a byte, once it has recorded the rank   the rank begins; without that byte it ends
 
 A rank that another launcher started (`paceline watchover`) attaches to the agent of its node:
 
     rank -> agent    Hello, with two descriptors: its status page, and its failure record
-    agent -> rank    Meeting, on node 0 of several, to local rank 0, which shows it to the other nodes' ranks
-    rank -> agent    the same Meeting, on the other nodes
+    agent -> rank    Rendezvous, on node 0 of several, to local rank 0, which publishes it to the other nodes' ranks
+    rank -> agent    the same Rendezvous, on the other nodes
     rank -> agent    Goodbye, its last message; it waits until the agent closes the connection
 
-They meet at a Unix socket without a file. Its name is no secret, so each end asks the kernel for the user of the other.
-Each message is one packet. Nothing in a message is executed or unpickled. `Orders` are what a launcher, a
-scheduler or a user sends to an agent: stop signals, and the lifeline.
+They connect through an abstract Unix socket, which has no file. Its name is not secret, so each end asks the kernel for
+the user of the other end. Each message is one packet. No part of a message is executed or unpickled. `Orders` collects
+the requests of a launcher, a scheduler or a user to an agent: stop signals, and the lifeline.
 """
 
 from __future__ import annotations
@@ -35,77 +35,78 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
-ROOM = "paceline.rank."  # what runs in a rank
+ROOM = "paceline.rank."  # the package of the modules that run in a rank
 BOOTSTRAP = f"{ROOM}bootstrap"  # runs any script as a worker of our agent
-CHECK = "--check"  # between the bootstrap and the script: it also records facts of the run
-BIRTH = "PACELINE_BIRTH"
-FIRST_PORT, PORTS = 20000, 10000  # below the ports that kernels give to outgoing connections (Linux: from 32768)
+CHECK = "--check"  # an option of the bootstrap, before the script: it also records facts of the run
+WORKER_SPEC = "PACELINE_WORKER"
+FIRST_PORT, PORTS = 20000, 10000  # below the ports that the kernel uses for outgoing connections (Linux: from 32768)
 READY = b"ready"
 MAX_ORDER_BYTES = 1 << 20
-MAX_DESCRIPTORS = 253  # that the kernel sends at once
+MAX_DESCRIPTORS = 253  # the kernel's limit for one message
 LATE_PREFIXES = ("PACELINE_", "TORCHELASTIC_", "ROLE_", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-LATE = (  # variables that differ between ranks or starts, and are only read when a process group is made
+LATE = (  # variables that differ between ranks or starts, and are read only when a process group is created
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
 MAX_MESSAGE_BYTES = 1 << 16
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-TERMINALS = (signal.SIGINT, signal.SIGQUIT)  # a shell without job control has them ignored in what it starts with `&`
-LIFELINE = 0  # stdin: held open by the launcher, who writes after the plan signs of life and orders, a line each
-GRACE_SECONDS = 3.0  # from a request to a worker to stop until its kill; the sweep after it still ends within 5 s
-LIFELINE_GRACE_SECONDS = min(2.0, GRACE_SECONDS)  # when the launcher is gone: nobody waits for a result any more
-REMOTE_GRACE_SECONDS = 6.0  # when one at the other end of ssh is gone: time to save, and nothing left after 10 s
-STOP_ORDERS = {f"stop {number.name}".encode(): number for number in STOP_SIGNALS}  # no signal crosses a network
+TERMINALS = (signal.SIGINT, signal.SIGQUIT)  # a shell without job control starts `&` commands with these ignored
+LIFELINE = 0  # stdin: the launcher holds it open, and writes after the plan one line per heartbeat or order
+GRACE_SECONDS = 3.0  # between a stop request to a worker and its kill; the sweep after it still ends within 5 s
+LIFELINE_GRACE_SECONDS = min(2.0, GRACE_SECONDS)  # the same after the launcher has ended
+REMOTE_GRACE_SECONDS = 6.0  # the same after a launcher has ended at the other end of ssh: all ends within 10 s
+STOP_ORDERS = {f"stop {number.name}".encode(): number for number in STOP_SIGNALS}  # signals cannot cross a network
 RUN_ID = "PACELINE_RUN_ID"
 SHARED_MEMORY = "PACELINE_SHARED_MEMORY"
 PRELOAD = "PACELINE_PRELOAD"
 AGENT_MARK = "PACELINE_AGENT_MARK"
-# names of variables, and of anything else, whose values are not shown
+# names (of variables, for example) whose values paceline never prints
 SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|COOKIE", re.IGNORECASE)
 
 
-class WorkerBirth(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The data that a worker gets from its agent in addition to torchrun's variables, in one environment variable.
+class WorkerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The specification of a worker. Its agent passes it in one environment variable, with torchrun's variables.
 
-    The worker removes the variable from its environment, because its children are not the agent's: they neither end
-    with it nor report to it. Descriptors are numbers of open files that the worker inherits; -1: none.
+    The worker removes the variable from its environment, because its children are not workers of the agent: they do not
+    end with the agent and do not report to it. Descriptors are numbers of inherited open files; -1: none.
     """
 
-    _here: ClassVar[WorkerBirth | None] = None
+    _here: ClassVar[WorkerSpec | None] = None
 
     agent_pid: int
     attempt_dir: str = ""
-    generation: int = 0  # how often the run was restarted before
-    record: int = -1  # memory, into which it writes why it fails
-    box: int = -1  # memory, in which it shows what it does: see status_page.py
-    store: int = -1  # where its ranks meet: memory with a FileStore in it, or rank 0's listening socket
+    generation: int = 0  # the number of restarts before
+    record: int = -1  # memory for the failure record of the worker
+    box: int = -1  # memory for the status page of the worker: see status_page.py
+    store: int = -1  # the rendezvous store: memory with a FileStore in it, or rank 0's listening socket
     snapshots: tuple[tuple[int, int], ...] = ()  # two memory files for each rank of the node, kept over restarts
-    temporary: str = ""  # a folder that goes with the agent, however it ends
+    temporary: str = ""  # a folder that is removed when the agent ends
     guarded: bool = True  # False: no hang guard, --stall-after off
-    shares_gradients: bool = False  # DDP's, through shared memory: --collectives shared
-    preload: int = -1  # of what workers are forked from, and is none: the socket on which the agent orders them
+    shares_gradients: bool = False  # DDP reduces gradients through shared memory: --collectives shared
+    preload: int = -1  # only for the preloader: the socket on which the agent requests workers
 
     @classmethod
-    def here(cls, env: MutableMapping[str, str] = os.environ) -> WorkerBirth | None:
-        """That of this process; None if no agent of paceline has started it."""
-        if (text := env.pop(BIRTH, None)) is not None:  # not only once: a forked worker gets its own after its fork
-            WorkerBirth._here = msgspec.json.decode(text, type=WorkerBirth)
-        return WorkerBirth._here
+    def here(cls, env: MutableMapping[str, str] = os.environ) -> WorkerSpec | None:
+        """The specification of this process; None if no agent of paceline has started it."""
+        if (text := env.pop(WORKER_SPEC, None)) is not None:  # at each call: a forked worker gets it after its fork
+            WorkerSpec._here = msgspec.json.decode(text, type=WorkerSpec)
+        return WorkerSpec._here
 
     def variable(self) -> dict[str, str]:
-        """The environment variable in which a worker finds it."""
-        return {BIRTH: msgspec.json.encode(self).decode()}
+        """The environment variable with this specification."""
+        return {WORKER_SPEC: msgspec.json.encode(self).decode()}
 
 
 def restarts(env: Mapping[str, str] = os.environ) -> int:
-    """How often this process's run was restarted before, by our agent or by torchrun's."""
-    birth = WorkerBirth.here()
-    return birth.generation if birth is not None else int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    """The number of restarts of this process's run so far, by our agent or by torchrun's."""
+    spec = WorkerSpec.here()
+    return spec.generation if spec is not None else int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 class ForkOrder(msgspec.Struct, frozen=True, array_like=True):
-    """Fork a worker with this environment. The first descriptor of the message starts it; the others get these
-    `numbers`, 1 and 2 among them.
+    """A request to fork a worker with this environment.
+
+    The first descriptor of the message starts the worker. The others get these `numbers`, which include 1 and 2.
     """
 
     env: tuple[tuple[bytes, bytes], ...]
@@ -114,23 +115,23 @@ class ForkOrder(msgspec.Struct, frozen=True, array_like=True):
 
 
 def as_bytes(env: Mapping[str, str]) -> tuple[tuple[bytes, bytes], ...]:
-    """An environment as the kernel has it: a value need not be UTF-8."""
+    """An environment in the kernel's form: a value need not be UTF-8."""
     return tuple((os.fsencode(name), os.fsencode(value)) for name, value in env.items())
 
 
 def at_import(env: Mapping[str, str]) -> dict[str, str]:
-    """The part of a worker's environment that libraries may read while they are imported: the same for all ranks."""
+    """The variables that libraries may read during their import. They are equal on all ranks."""
     return {name: value for name, value in env.items() if name not in LATE and not name.startswith(LATE_PREFIXES)}
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The rank that comes."""
+    """The first message of a rank that attaches."""
 
     rank: int
 
 
-class Meeting(msgspec.Struct, frozen=True, tag=True):
-    """Where node 0's agent listens, and the secret by which the nodes' agents know each other."""
+class Rendezvous(msgspec.Struct, frozen=True, tag=True):
+    """The addresses and the port of node 0's agent, and the secret with which the agents authenticate each other."""
 
     addresses: tuple[str, ...]
     port: int
@@ -138,45 +139,46 @@ class Meeting(msgspec.Struct, frozen=True, tag=True):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):
-    """The exit code of a rank that ends now. The kernel reports it to the parent only, and a launcher may end the agent
-    together with the rank.
+    """The last message of a rank: its exit code.
+
+    The kernel reports the exit code only to the parent, and a launcher may end the agent together with the rank.
     """
 
     code: int
 
 
-Message = Hello | Meeting | Goodbye
+Message = Hello | Rendezvous | Goodbye
 
 
 def agent_address(env: Mapping[str, str], job: str) -> bytes:
-    """The name of the socket: the same for all ranks of a job on this node, and different for every other job.
+    """The name of the agent's socket: equal for all ranks of a job on this node, and different for every other job.
 
     `env` has torchrun's variables, `job` is a name that all ranks of the job have in common.
     """
-    import hashlib  # each command imports this module, and hashlib takes milliseconds
+    import hashlib  # takes milliseconds, and every command imports this module
 
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "GROUP_RANK", "SLURM_NODEID")
-    words = [str(os.geteuid()), job, *(env.get(name, "") for name in names)]
-    return b"\0paceline-watchover-" + hashlib.sha256("\0".join(words).encode()).hexdigest()[:32].encode()
+    parts = [str(os.geteuid()), job, *(env.get(name, "") for name in names)]
+    return b"\0paceline-watchover-" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32].encode()
 
 
 def peer_pid(connection: socket.socket) -> int:
-    """The process at the other end, if it is of the same user; else 0."""
+    """The pid of the process at the other end; 0 if it belongs to a different user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, user, _ = struct.unpack("3i", credentials)
     return max(0, pid) if user == os.geteuid() else 0
 
 
 def send(connection: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
-    """Send it; raises OSError."""
+    """Send a message with descriptors of open files; raises OSError."""
     socket.send_fds(connection, [msgspec.json.encode(message)], descriptors)
 
 
 def receive(connection: socket.socket) -> tuple[Message | None, list[int]]:
-    """What has come, and the descriptors that came with it; None: the other end is gone, or sent something else.
+    """Receive a message and its descriptors. The message is None if the other end has closed or sent invalid data.
 
     Raises:
-        BlockingIOError: nothing has come.
+        BlockingIOError: no message has arrived.
     """
     try:
         data, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
@@ -191,17 +193,18 @@ def receive(connection: socket.socket) -> tuple[Message | None, list[int]]:
 
 
 class Readable(Protocol):
-    """What select takes."""
+    """An object that `select.poll` accepts."""
 
     def fileno(self) -> int:
-        """Its descriptor."""
+        """The descriptor."""
         ...
 
 
 def hold_standard_descriptors() -> None:
-    """Open those of 0, 1 and 2 that our starter has closed, as /dev/null.
+    """Open the descriptors 0, 1 and 2 as /dev/null if the parent process has closed them.
 
-    Otherwise the next socket would get their numbers, and text for people would arrive there, in the inbox as signals.
+    Otherwise the next socket would get such a number. Printed text would arrive there, and the signal inbox would read
+    it as signals.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -210,10 +213,10 @@ def hold_standard_descriptors() -> None:
 
 @contextmanager
 def signal_inbox(signals: Iterable[signal.Signals]) -> Generator[socket.socket]:
-    """Inside, these signals no longer interrupt: each is a byte to be read from the socket, in order of arrival.
+    """Inside the context, these signals do not interrupt. Each writes a byte to the socket, in order of arrival.
 
-    Signals that the parent ignores stay ignored, or `nohup` would have no effect; except those that a shell ignores
-    for `&`: a `kill` that sends them is meant. Main thread only.
+    Signals that the parent ignores stay ignored, so that `nohup` works. Exceptions are the signals that a shell ignores
+    for `&` commands: a `kill` that sends these is intended. Call it in the main thread only.
     """
     reader, writer = socket.socketpair()
     reader.setblocking(False)
@@ -233,11 +236,11 @@ def signal_inbox(signals: Iterable[signal.Signals]) -> Generator[socket.socket]:
 
 
 def _only_wake(number: int, frame: object) -> None:
-    """The byte in the inbox is all that is wanted of a signal."""
+    """A signal handler without action: the byte in the inbox is sufficient."""
 
 
 def read_inbox(inbox: socket.socket) -> list[signal.Signals]:
-    """The stop signals that came since the last call; SIGCHLD only wakes."""
+    """The stop signals since the last call; SIGCHLD only wakes the reader."""
     try:
         return [signal.Signals(n) for n in inbox.recv(4096) if n in STOP_SIGNALS]
     except BlockingIOError:
@@ -245,18 +248,18 @@ def read_inbox(inbox: socket.socket) -> list[signal.Signals]:
 
 
 def wait_readable(descriptors: Sequence[Readable | int], seconds: float) -> set[int]:
-    """The numbers of those that can be read now, or within `seconds`."""
-    poll = select.poll()  # not select: it knows no descriptor beyond 1023
-    for one in descriptors:
-        poll.register(one, select.POLLIN)
+    """The numbers of the descriptors that become readable within `seconds`."""
+    poll = select.poll()  # select.select supports no descriptor above 1023
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
     return {number for number, _ in poll.poll(1000 * max(0.0, seconds))}
 
 
 class Orders:
-    """All orders to an agent so far; none is ever taken back, so a later look still finds them.
+    """All orders to an agent so far. Orders are never withdrawn.
 
-    `inbox` is from `signal_inbox`; `lifeline`: a launcher holds stdin open (not under Slurm or typed by hand),
-    and counts as gone after `silence_seconds` of silence; 0: never.
+    `inbox` is from `signal_inbox`. With `lifeline`, a launcher holds stdin open (not under Slurm, and not if a user
+    starts the agent). The launcher counts as ended after `silence_seconds` without data; 0: never.
     """
 
     def __init__(self, inbox: socket.socket, *, lifeline: bool = True, silence_seconds: float = 0.0) -> None:
@@ -268,16 +271,16 @@ class Orders:
 
     @property
     def given(self) -> bool:
-        """Whether there is any order: to stop, all of them."""
+        """Whether there is an order. All orders are requests to stop."""
         return self.launcher_gone or bool(self.signals)
 
     def wait(self, seconds: float, also: Sequence[Readable] = ()) -> bool:
-        """Return after `seconds`, or earlier when an order comes in, a child ends or one of `also` can be read.
+        """Wait for `seconds`, or until an order arrives, a child ends or one of `also` becomes readable.
 
         Returns:
-            Whether an order has come in, or a child has ended.
+            Whether an order has arrived or a child has ended.
         """
-        lifeline = [LIFELINE] if self._lifeline and not self.launcher_gone else []  # an end stays readable for ever
+        lifeline = [LIFELINE] if self._lifeline and not self.launcher_gone else []  # end of file stays readable forever
         if lifeline and self._silence_seconds:
             seconds = min(seconds, max(0.1, self._heard_seconds + self._silence_seconds - time.monotonic()))
         before = len(self.signals), self.launcher_gone
@@ -285,12 +288,12 @@ class Orders:
         if woken := self._inbox.fileno() in ready:
             self.signals += read_inbox(self._inbox)
         if LIFELINE in ready:
-            self._hear(os.read(LIFELINE, 4096))
+            self._read_orders(os.read(LIFELINE, 4096))
         elif lifeline and self._silence_seconds and time.monotonic() > self._heard_seconds + self._silence_seconds:
-            self.launcher_gone = True  # the network between us is cut: no end will ever be read
+            self.launcher_gone = True  # the network connection is broken, so no end of file will arrive
         return woken or before != (len(self.signals), self.launcher_gone)
 
-    def _hear(self, data: bytes) -> None:
+    def _read_orders(self, data: bytes) -> None:
         self._heard_seconds = time.monotonic()
         self.launcher_gone = not data
         *lines, self._line = (self._line + data).split(b"\n")

@@ -1,10 +1,10 @@
-"""The records of a rank after its start, as its agent sees it. Agents send them to each other.
+"""The records about the state of a rank. Agents collect them and send them to each other.
 
     Failure     how a rank failed, written by the rank
-    Sample      one moment of a rank: its process and its status page. The heartbeat of agents
-    Evidence    a sample, and the answers of the rank: stacks, collectives. The only input of the judge
-    Verdict     the cause, and which ranks it is in
-    Live        all ranks at this moment, written by the head agent while `paceline watch` runs
+    Sample      a rank at one moment: its process and its status page. Agents send it as their heartbeat
+    Evidence    a sample and the rank's answer: stacks, collectives. Verdicts depend on it alone
+    Verdict     the cause, and the ranks that caused it
+    Live        all ranks now, written by the head agent while `paceline watch` runs
 
 The clocks of two hosts cannot be compared, so agents send ages.
 """
@@ -39,16 +39,16 @@ PEER_LOST = (  # lower case
     "watchdog caught collective operation timeout",
     "remote process exited or there was a network error",
 )
-LOADER_KILLED = re.compile(r"DataLoader worker .* killed by signal: Killed")  # torch's words for it
+LOADER_KILLED = re.compile(r"DataLoader worker .* killed by signal: Killed")  # torch's message
 TRANSPORT_TYPES = frozenset({"DistNetworkError", "DistStoreError"})
-LIBRARY_TYPES = frozenset({"RuntimeError", "DistError", "DistBackendError"})  # torch raises lost peers as these, too
+LIBRARY_TYPES = frozenset({"RuntimeError", "DistError", "DistBackendError"})  # torch also raises these for lost peers
 SHARED_GROUP = "shared"
-"""the group of ranks that share memory; the names of those on several hosts begin with it"""
+"""The group of ranks with shared memory, and the prefix of the names of such groups on several hosts."""
 BLOCK = "block "
-"""the start of the names of collectives that belong to a block of a model, under strategy fsdp"""
-LIVE = "live.json"  # in the attempt's folder: all ranks, each second
-WATCHED = "watched"  # beside it: whoever watches touches it, again and again
-CHECKPOINT_ASK = "ask-checkpoint-"  # and what follows is the asker's own: save after this step
+"""The prefix of the names of collectives that belong to a block of a model, with strategy fsdp."""
+LIVE = "live.json"  # in the folder of the attempt: all ranks, written each second
+WATCHED = "watched"  # in the same folder: `paceline watch` touches it repeatedly
+CHECKPOINT_ASK = "ask-checkpoint-"  # prefix of a file that requests a checkpoint after the current step
 MAX_LIVE_BYTES = 4 << 20
 
 
@@ -61,10 +61,10 @@ class Failure(msgspec.Struct, frozen=True):
     exit_code: int
     type: str
     message: str
-    traceback: str  # empty where the message says it all
+    traceback: str  # empty if the message is sufficient
     victim: bool
-    monotonic_seconds: float  # when it was caught, on the host's CLOCK_MONOTONIC: comparable on one host only
-    code: str = ""  # with the fields, of an error of paceline's
+    monotonic_seconds: float  # when the error was caught, by CLOCK_MONOTONIC: comparable on one host only
+    code: str = ""  # code and fields of an error of paceline
     fields: dict[str, Any] = {}
 
 
@@ -75,14 +75,14 @@ def speaks_of_lost_peer(text: str) -> bool:
 
 
 def is_victim(error: BaseException) -> bool:
-    """Whether `error` or one of its causes only reports that other ranks are gone. Decided by names, without torch."""
+    """Whether `error` or one of its causes only reports lost ranks. Uses names of types, without torch."""
     return any(_says_peers_are_gone(cause) for cause in _causes(error))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     current: BaseException | None = error
-    while current is not None and id(current) not in seen:  # a hand-made chain may be a ring
+    while current is not None and id(current) not in seen:  # a chain of causes may be cyclic
         seen.add(id(current))
         yield current
         current = current.__cause__
@@ -93,15 +93,15 @@ def _says_peers_are_gone(error: BaseException) -> bool:
         return True
     names = {base.__name__ for base in type(error).__mro__}
     if names & TRANSPORT_TYPES:
-        return "failed to listen" not in str(error)  # the store's own side of it: nobody else is to blame
-    # A bare ConnectionResetError is not torch's: the user's own download failed, and that is a culprit.
+        return "failed to listen" not in str(error)  # the store itself failed on this rank
+    # torch raises no bare ConnectionResetError: a download of the user failed, which is a primary failure
     return bool(names & LIBRARY_TYPES) and speaks_of_lost_peer(str(error))
 
 
 class Phase(IntEnum):
-    """The activity of a rank. The status page holds the number."""
+    """The activity of a rank. The status page contains the number."""
 
-    USER = 0  # a script that says nothing about itself
+    USER = 0  # code of a script that reports no phases
     INIT = 1
     DATA = 2
     FORWARD = 3
@@ -113,33 +113,33 @@ class Phase(IntEnum):
     CLOSE = 9  # after the last step
 
     word: str
-    """for people"""
+    """The name in messages."""
 
     def __init__(self, _: int) -> None:
-        self.word = self._name_.lower()  # made once: each step reads it several times
+        self.word = self._name_.lower()  # cached, because each step reads it several times
 
 
 class Op(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One collective, or one message to a peer, as seen by the rank that called it."""
+    """One collective or one point-to-point message, from the view of the rank that called it."""
 
     group: str  # torch's name of the process group
-    seq: int  # its number among the group's collectives on this rank, from 1; of messages among those to that peer
+    seq: int  # its number among this rank's collectives of the group, from 1; a message: among those to that peer
     kind: str  # all_reduce, broadcast, barrier, send, recv, ...
-    name: str = ""  # "bucket 3"; empty where the caller gave none
-    shape: str = ""  # "[1732]", several "[4, 3] [4]"
+    name: str = ""  # "bucket 3"; empty if the caller gave none
+    shape: str = ""  # "[1732]"; of several tensors "[4, 3] [4]"
     dtype: str = ""  # float32
-    site: str = ""  # "train.py:97 in step": see worker.sites
-    peer: int | None = None  # a rank of the world: the other one of a message; the root of a broadcast, gather, ...
-    done: bool = False  # for this rank
+    site: str = ""  # "train.py:97 in step": see rank/sites.py
+    peer: int | None = None  # a rank of the world: the peer of a message, or the root of a broadcast, gather, ...
+    done: bool = False  # whether this rank has completed it
 
     @property
     def is_message(self) -> bool:
-        """Whether it is one half of a message between two ranks, not a collective."""
+        """Whether it is a send or a receive between two ranks, not a collective."""
         return self.kind in ("send", "recv", "isend", "irecv")
 
     @property
     def signature(self) -> tuple[str, str, str, str]:
-        """What all ranks of a collective must agree on."""
+        """The fields that must be equal on all ranks of a collective."""
         return self.kind, self.name, self.shape, self.dtype
 
 
@@ -149,24 +149,24 @@ class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
     file: str
     line: int
     function: str
-    library: bool = False  # somebody else's, which is neither the user's nor torch's
+    library: bool = False  # whether the file belongs to a library other than torch
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """One thread's, the innermost frame first."""
+    """The stack of one thread, the innermost frame first."""
 
-    thread: str  # its name; "main"
+    thread: str  # the name of the thread; "main" for the main thread
     frames: tuple[Frame, ...]
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer of a rank's watcher to a question of the agent."""
+    """The answer of a rank's watcher thread to a question of the agent."""
 
-    ops: tuple[Op, ...] = ()  # the last ones, the oldest first: of the ring, and those that torch itself has called
-    groups: dict[str, tuple[int, ...]] = {}  # name -> ranks of the world; () is all of them
-    titles: dict[str, str] = {}  # name -> what whoever made the group calls it, "tensor of the mesh"
+    ops: tuple[Op, ...] = ()  # the last operations, the oldest first: from the ring and from torch's flight recorder
+    groups: dict[str, tuple[int, ...]] = {}  # name -> ranks of the world; () means all ranks
+    titles: dict[str, str] = {}  # name -> description from the creator of the group, "tensor of the mesh"
     stacks: tuple[Stack, ...] = ()  # the main thread first
-    enqueued: int = 0  # collectives of all groups so far, as torch counts them
+    enqueued: int = 0  # number of collectives of all groups so far, by torch's count
 
 
 class LoaderWorker(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -174,20 +174,20 @@ class LoaderWorker(msgspec.Struct, frozen=True, omit_defaults=True):
 
     number: int
     pid: int
-    item: int  # index of the sample it works on, or worked on last
+    item: int  # index of the current or last sample
     epoch: int = 0
-    state: str = ""  # of its process: R, S, D, T, Z; empty: gone
-    busy: bool = True  # it has begun the item, and not ended it
+    state: str = ""  # state of its process: R, S, D, T, Z; empty: ended
+    busy: bool = True  # whether it is loading the item now
 
 
 class ScriptFinding(msgspec.Struct, frozen=True, omit_defaults=True):
     """A fault that a rank found in the script that it runs."""
 
     kind: Literal["not finite", "swallowed", "collective", "stale", "thread", "left"]
-    step: int  # that it was about to make, from 1
-    words: str  # what was found, for a sentence that begins with the rank
-    own: bool = True  # it began here: not a gradient that was summed over ranks
-    last: bool = False  # the rank took no further step, and ended with code 0
+    step: int  # the step that followed, from 1
+    words: str  # the predicate of a sentence about the rank
+    own: bool = True  # whether the fault began on this rank, not in a gradient that was summed over ranks
+    last: bool = False  # whether the rank took no further step and ended with code 0
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -197,49 +197,49 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     host: str
     pid: int
     node: int = 0
-    code: int | None = None  # its exit code, -n if signal n killed it; None while it runs
-    lost: str = ""  # why its whole node is no longer heard of; empty where it is
+    code: int | None = None  # the exit code; -n if signal n killed it; None while it runs
+    lost: str = ""  # why its node is lost; empty otherwise
     ended_seconds: float = 0.0
-    """when its end was seen, or its lost node last heard, by the agent's monotonic clock; an age when it is sent"""
-    failure: Failure | None = None  # its own record of it
-    words: str = ""  # its exception, or the end of its log: where it has ended or is about to
-    step: int = 0  # steps done, also those of earlier starts
+    """The monotonic time of its end, or of the last message from its lost node. An age in messages between agents."""
+    failure: Failure | None = None  # the rank's failure record
+    words: str = ""  # its exception or the end of its log, if it has failed or is ending
+    step: int = 0  # steps done, including those before a restart
     phase: Phase = Phase.USER
-    phase_seconds: tuple[float, ...] = ()  # spent in each phase, up to its last change
-    still_seconds: float = 0.0  # since anything of it has moved
-    waiting: bool = False  # for other ranks
-    met: bool = False  # it has called a collective
-    script: bool = False  # that nobody changed: its steps and phases are seen from outside
-    uneven: bool = False  # ranks may rightly take different numbers of steps
-    alone: int = 0  # of its steps: those that it took for itself before it trained with others
-    marks: bytes = b""  # what ranks must have in common: see marks.py
-    orders: bytes = b""  # of its collectives
+    phase_seconds: tuple[float, ...] = ()  # time in each phase, up to the last change of phase
+    still_seconds: float = 0.0  # time without progress
+    waiting: bool = False  # whether it waits for other ranks
+    met: bool = False  # whether it has called a collective
+    script: bool = False  # an unmodified script: hooks in torch count its steps and phases
+    uneven: bool = False  # whether ranks may take different numbers of steps
+    alone: int = 0  # steps that it took alone before it trained with others
+    marks: bytes = b""  # fingerprints of values that must be equal on ranks: see marks.py
+    orders: bytes = b""  # the order of its collectives
     findings: tuple[ScriptFinding, ...] = ()
-    queued_seconds: float = 0.0  # that its main thread has waited for a core, so far
+    queued_seconds: float = 0.0  # total time that its main thread has waited for a core
 
     @property
     def joint_steps(self) -> int:
-        """The steps that it took with other ranks; all steps if it trains alone."""
+        """The number of steps with other ranks; all steps if it trains alone."""
         return self.step - self.alone
 
     @property
     def runs(self) -> bool:
-        """Whether it runs, as far as is known."""
+        """Whether it neither has ended nor is lost with its node."""
         return self.code is None and not self.lost
 
     @property
     def ended_badly(self) -> bool:
-        """Whether it is gone, and neither done nor stopped in good order."""
+        """Whether it has ended, and neither finished nor stopped as requested."""
         return bool(self.lost) or self.code not in (None, *GOOD_ENDS)
 
     @property
     def failed_at_seconds(self) -> float:
-        """When it failed: an exception is older than the end of the process."""
+        """The time of its failure: that of the exception, else that of the end of the process."""
         return self.failure.monotonic_seconds if self.failure else self.ended_seconds
 
     @property
     def exit_code(self) -> int:
-        """What a shell would see; with a record what the worker meant, for a teardown can still crash."""
+        """The exit code in a shell. A failure record takes precedence, because teardown may still crash."""
         if self.lost:
             return ExitCode.FAILED
         if self.failure:
@@ -254,9 +254,9 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.phase_seconds[Phase.OPTIMIZER] > 0 if known else None
 
     def turned(self, now_seconds: float) -> Self:
-        """The same with times replaced by ages, to be sent; for a received sample, with ages replaced by times.
+        """A copy with times replaced by ages, for sending; for a received sample, with ages replaced by times.
 
-        The error is the transfer time, some milliseconds.
+        The error is the transfer time, a few milliseconds.
         """
         failure = self.failure
         if failure is not None:
@@ -266,26 +266,26 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Evidence(Sample, frozen=True, omit_defaults=True):
-    """All that is known about one rank."""
+    """A sample of a rank with its answer: stacks, collectives, and the state of its process."""
 
-    state: str = ""  # of the process, from /proc: R running, S sleeping, D in I/O, T stopped, Z; empty: gone
-    cpu_seconds: float = 0.0  # that it has used within the last second or so of standing still
-    sleep: int = -1  # its main thread sleeps, or is stopped, and nobody will wake it: in which sleep; -1: it does not
-    reads_input: bool = False  # it waits for standard input
-    watched: bool = True  # False: it has become another program, into which nobody sees
-    answered: bool = False  # the interpreter took the question for its stacks; False: GIL held, stopped, or gone
-    ops: tuple[Op, ...] = ()  # the last ones, the oldest first
-    groups: dict[str, tuple[int, ...]] = {}  # name -> ranks of the world, as far as this rank is a member; () is all
-    titles: dict[str, str] = {}  # of some of them: what whoever made the group calls it
+    state: str = ""  # process state from /proc: R running, S sleeping, D in I/O, T stopped, Z; empty: ended
+    cpu_seconds: float = 0.0  # CPU seconds used in the last second without progress
+    sleep: int = -1  # the number of a sleep from which no other thread wakes the main thread; -1: none
+    reads_input: bool = False  # whether it waits for standard input
+    watched: bool = True  # False: it has become a different program (exec), which the agent cannot inspect
+    answered: bool = False  # whether the interpreter answered; False: GIL held, stopped, or ended
+    ops: tuple[Op, ...] = ()  # the last operations, the oldest first
+    groups: dict[str, tuple[int, ...]] = {}  # name -> ranks of the world, for groups of this rank; () means all
+    titles: dict[str, str] = {}  # descriptions of some groups, from their creator
     stacks: tuple[Stack, ...] = ()  # the main thread first
-    native: str = ""  # faulthandler's text, where the interpreter did not answer
+    native: str = ""  # the text of faulthandler, if the interpreter did not answer
     loaders: tuple[LoaderWorker, ...] = ()
-    gpu: str = ""  # what holds its GPU back, in words
-    calls: dict[str, Op] = {}  # a script's, by the hash that stands in its orders
+    gpu: str = ""  # why its GPU is slow
+    calls: dict[str, Op] = {}  # the calls of a script, by the hash in its orders
 
     @classmethod
     def of(cls, sample: Sample) -> Self:
-        """The evidence about a rank of which only a sample is known."""
+        """The evidence on a rank for which only a sample is available."""
         return cls(*(getattr(sample, name) for name in Sample.__struct_fields__))
 
 
@@ -296,46 +296,46 @@ class VerdictKind(IntEnum):
     LEFT = 2  # ended with code 0 while others were not done
     STOPPED = 3  # frozen by a signal (SIGSTOP, a debugger), state T
     UNINTERRUPTIBLE = 4  # in the kernel, state D: a disk or network file system that does not answer
-    LOADER = 5  # waits for a process that loads data, which hangs or is gone
+    LOADER = 5  # waits for a process that loads data, which hangs or has ended
     BEHIND = 6  # did not enter the collective in which the others wait
-    MISMATCH = 7  # entered another one than the others, or one with another shape or type
-    DEADLOCK = 8  # ranks wait for each other in a circle: groups entered in different orders
-    NETWORK = 9  # all wait in the same collective: what is between them does not pass it on
-    NOT_MET = 10  # before the first collective, some ranks have not come
+    MISMATCH = 7  # entered a different collective, or one with a different shape or type
+    DEADLOCK = 8  # ranks wait for each other in a cycle: they entered groups in different orders
+    NETWORK = 9  # all wait in the same collective: the network does not transfer the data
+    NOT_MET = 10  # some ranks have not reached the first collective
     UNKNOWN = 11
-    DIVERGED = 12  # its parameters are no longer those of the others
+    DIVERGED = 12  # its parameters differ from those of the others
     NOT_FINITE = 13  # its gradients are NaN or infinite, and were applied
     SWALLOWED = 14  # a collective failed, and the script swallowed the error
 
 
 class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The cause of a stop, and the ranks in which it is. `guilty` is empty if no rank is known to be the cause."""
+    """The cause of a stop, and the ranks that caused it. `guilty` is empty if the cause is not in a single party."""
 
     kind: VerdictKind
     guilty: tuple[int, ...] = ()
-    tie: tuple[tuple[int, ...], ...] = ()  # parties of equal weight, of which one must be wrong; guilty is empty then
-    sentences: tuple[str, ...] = ()  # what each party did, in words; the guilty first
-    op: Op | None = None  # the collective that it is about, as the waiting ranks see it
-    site: str = ""  # "train.py:88 in load_batch": where the (first) guilty rank is
-    step: int = 0  # how many steps the rank that has come furthest has done
+    tie: tuple[tuple[int, ...], ...] = ()  # parties of which one must be wrong; `guilty` is empty then
+    sentences: tuple[str, ...] = ()  # the actions of each party; the cause first
+    op: Op | None = None  # the collective in which the other ranks wait
+    site: str = ""  # "train.py:88 in load_batch": the line of the first rank in `guilty`
+    step: int = 0  # the highest number of completed steps
     failed: int | None = None
-    """the rank that failed first, if its failure explains everything; else None"""
+    """The rank that failed first, if its failure explains the stop; else None."""
 
 
 class LiveRank(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One rank at this moment."""
+    """The state of one rank now."""
 
     rank: int
     host: str
     pid: int
     node: int = 0
-    code: int | None = None  # its exit code; None while it runs
-    lost: bool = False  # with its whole node
+    code: int | None = None  # the exit code; None while it runs
+    lost: bool = False  # lost with its node
     step: int = 0
     phase: str = Phase.USER.word
-    phase_seconds: tuple[float, ...] = ()  # spent in each phase so far
-    still_seconds: float = 0.0  # since anything of it has moved
-    waiting: bool = False  # for other ranks
+    phase_seconds: tuple[float, ...] = ()  # time in each phase so far
+    still_seconds: float = 0.0  # time without progress
+    waiting: bool = False  # whether it waits for other ranks
 
     @classmethod
     def of(cls, one: Sample) -> Self:

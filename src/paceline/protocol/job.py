@@ -1,11 +1,11 @@
-"""A job, resolved once: the launcher makes the `JobSpec`, and each agent receives it with the facts of its node.
+"""The specification of a job. The launcher makes the `JobSpec`, and each agent receives it with data of its node.
 
-    JobSpec      what to run, on which hosts, and how they are reached: the same for all nodes
-    NodePlan     the spec, and the facts of one node: one line of JSON on its agent's stdin, or a private file
+    JobSpec      the command, the hosts, and their addresses: equal for all nodes
+    NodePlan     the spec with data of one node: one line of JSON on its agent's stdin, or a private file
     NodeRanks    the ranks of the node in one start of the workers, which node 0's agent assigns
 
-A rank reads torchrun's variables and a `WorkerBirth` (control.py). It does not receive the spec, which contains
-the secret of the job and whose environment variables it has already.
+A rank reads torchrun's variables and a `WorkerSpec` (control.py). It does not receive the `JobSpec`, because that
+contains the secret of the job.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from paceline.protocol.control import FIRST_PORT, GRACE_SECONDS, PORTS
 GAP_FACTOR = 5.0
 WARM_UP_STEPS = 5
 EXPLICIT_FACTOR, EXPLICIT_FLOOR_SECONDS = 4.0, 60.0
-JUMP_SECONDS = 5.0  # an agent that was not asked for so long was suspended, and perhaps its workers with it
+JUMP_SECONDS = 5.0  # after a longer gap between samples, the agent was suspended, and perhaps its workers
 MAX_SECONDS = 7 * 24 * 3600.0
-JOIN_SECONDS = 300.0  # how long the agents of several nodes wait for each other
-STOP_GRACE_SECONDS = 30.0  # a step to its end and a checkpoint; also what schedulers leave between SIGTERM and SIGKILL
+JOIN_SECONDS = 300.0  # the time for which the agents of several nodes wait for each other
+STOP_GRACE_SECONDS = 30.0  # time to end the step and save; schedulers also wait so between SIGTERM and SIGKILL
 NUM_PORTS = 8
-GPU_CORES = 8  # of a rank with a GPU: it prepares batches, and launches kernels without a pause
+GPU_CORES = 8  # cores per rank with a GPU, which prepares batches and launches kernels
 
 
 class Stage(IntEnum):
-    """The stage that sets the window; if ranks are in several stages, the last one in this list."""
+    """The stage that sets the window. If ranks are in several stages, the largest value counts."""
 
     STEP = 1
     DATA = 2
@@ -50,7 +50,7 @@ LEARNED = {  # floor and cap in seconds
     Stage.LONG: (300.0, 1800.0),
     Stage.USER: (300.0, 1800.0),
 }
-OF_STEPS = (Stage.STEP, Stage.DATA, Stage.WARM_UP)  # learn together: a phase that was short may be long the next time
+OF_STEPS = (Stage.STEP, Stage.DATA, Stage.WARM_UP)  # share their longest gap, because times shift between phases
 
 
 class Windows(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -61,15 +61,15 @@ class Windows(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
 
     @classmethod
     def parse(cls, text: str) -> Windows:
-        """What `--stall-after TEXT` means: auto, off, or seconds such as 30, 7.5 or 30s.
+        """Parse the value of `--stall-after`: auto, off, or seconds such as 30, 7.5 or 30s.
 
         Raises:
-            UsageError: names the choices.
+            UsageError: the value is invalid; the message lists the choices.
         """
-        word = text.strip().lower()
-        if word in ("auto", "off"):
-            return cls(off=True) if word == "off" else AUTO
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?s?", word)
+        value = text.strip().lower()
+        if value in ("auto", "off"):
+            return cls(off=True) if value == "off" else AUTO
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?s?", value)
         if match is None or not 0 < float(match[1]) <= MAX_SECONDS:
             raise UsageError(code="stall-after-invalid", value=text)
         return cls(float(match[1]))
@@ -84,24 +84,24 @@ class Windows(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
         return min(max(GAP_FACTOR * largest_gap_seconds, floor), cap)
 
 
-AUTO = Windows()  # one object, which a plan leaves out as its default
+AUTO = Windows()  # one object, so that a plan omits it as the default
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One machine to run on: what `ssh` calls it, which port its sshd has, how many workers it takes."""
+    """One machine to run on: its name for `ssh`, the port of its sshd, and its number of workers."""
 
     name: str
-    port: int | None = None  # None: what the user's ssh configuration says
-    slots: int | None = None  # None: as many as --nproc says
+    port: int | None = None  # None: the port of the user's ssh configuration
+    slots: int | None = None  # None: the number of --nproc
 
 
 def plain_name(host: Host) -> str:
-    """What other machines call it: without the user, and an IPv6 address without brackets."""
+    """The network name of a host: without the user, and an IPv6 address without brackets."""
     return host.name.rpartition("@")[2].strip("[]")
 
 
 def labels(hosts: tuple[Host, ...]) -> tuple[str, ...]:
-    """The names for people: the plain names, with the port if two are equal."""
+    """The names in messages: the plain names, with the port if two are equal."""
     names = [plain_name(host) for host in hosts]
     return tuple(
         f"{name}:{host.port}" if host.port and names.count(name) > 1 else name
@@ -110,59 +110,59 @@ def labels(hosts: tuple[Host, ...]) -> tuple[str, ...]:
 
 
 class Allocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The resources asked of Slurm, except the nodes."""
+    """The resources requested from Slurm, except nodes."""
 
     minutes: int | None = None
     partition: str = ""
     gpus_per_node: int = 0
     cpus_per_rank: int = 1
-    save_seconds: int = 120  # before the time limit: the run saves and queues again; 0: never
-    options: tuple[str, ...] = ()  # any other option of sbatch, key=value
+    save_seconds: int = 120  # the run saves and requeues this long before the time limit; 0: never
+    options: tuple[str, ...] = ()  # other options of sbatch, key=value
 
 
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What to run, on how many nodes, and how they are reached.
+    """The command, the number of nodes, and their addresses.
 
-    `argv` is the command of one worker, the same for every rank. `threads` is every rank's OMP_NUM_THREADS; 0: the
-    node's cores shared among its workers. `attempt_dir` is an existing folder of this attempt alone (logs, failure
-    records); on several nodes node 0's agent makes it, inside `run_dir`. `port` is where the ranks of one node, or the
-    agents of several, meet; 0 for any free one.
+    `argv` is the command of one worker, equal for all ranks. `threads` is OMP_NUM_THREADS of every rank; 0: the cores
+    of the node divided by its workers. `attempt_dir` is an existing folder of this attempt (logs, failure records). On
+    several nodes, node 0's agent makes it inside `run_dir`. `port` is the port of the rendezvous: of the ranks on one
+    node, or of the agents of several nodes; 0 for any free port.
     """
 
     argv: tuple[str, ...]
-    nproc: int  # on each node; in the plan of a node its own number
+    nproc: int  # workers on each node; in a NodePlan, workers of this node
     run_id: str = ""
     threads: int = 1
-    grace_seconds: float = GRACE_SECONDS  # between asking a worker to stop and killing it, when the run has failed
-    stop_grace_seconds: float = STOP_GRACE_SECONDS  # the same when the run is ordered to stop: time to save
+    grace_seconds: float = GRACE_SECONDS  # between a stop request to a worker and its kill, after a failure
+    stop_grace_seconds: float = STOP_GRACE_SECONDS  # the same after an order to stop the run: time to save
     max_restarts: int = 0
-    min_nproc: int = 0  # restart with fewer ranks, but never fewer than these; 0: as many as nproc
+    min_nproc: int = 0  # lower limit if a restart uses fewer ranks; 0: nproc
     stall_after: Windows = AUTO
-    collectives: Literal["torch", "shared"] = "torch"  # shared: DDP's gradients in a script go through shared memory
-    on_drift: Literal["stop", "warn"] = "stop"  # if a script's results are wrong, without any error
+    collectives: Literal["torch", "shared"] = "torch"  # shared: DDP in a script reduces through shared memory
+    on_drift: Literal["stop", "warn"] = "stop"  # the action if results of a script are wrong without an error
     nodes: int = 1
-    min_nodes: int = 1  # fewer than `nodes`: the run continues when nodes are lost, with at least these
-    secret: str = ""  # 64 hex digits: by it the agents of one job know each other
+    min_nodes: int = 1  # below `nodes`: the run continues with at least this number after nodes are lost
+    secret: str = ""  # 64 hex digits, with which the agents of a job authenticate each other
     join_seconds: float = JOIN_SECONDS
     port: int = 0
-    silence_seconds: float = 0.0  # the lifeline carries a sign of life at least so often; 0: none, only its end counts
+    silence_seconds: float = 0.0  # maximum time between heartbeats on the lifeline; 0: no heartbeats
     attempt_dir: str = ""
     run_dir: str = ""
-    cwd: str = ""  # the working folder on every node; empty: the agent's own
+    cwd: str = ""  # the working folder on every node; empty: that of the agent
     env: dict[str, str] = {}
     modules: tuple[str, ...] = ()
-    activate: str = ""  # a script to be sourced, or conda:NAME
-    plain_store: bool = False  # the workers open the store's port themselves: any script that torchrun could start
+    activate: str = ""  # a script to source, or conda:NAME
+    plain_store: bool = False  # the workers open the port of the store themselves, as scripts for torchrun do
     detached: bool = False
-    show: Literal["rank 0", "all"] = "rank 0"  # whose output appears on the screen
+    show: Literal["rank 0", "all"] = "rank 0"  # the ranks whose output appears on the screen
     rdzv_id: str = ""  # torchrun's name of the job, for scripts; empty: `run_id`
-    role: str = "default"  # torchrun's name of what the ranks do, for scripts
-    stdin_rank: int = -1  # which rank of a script has standard input; -1: all
-    preload: bool = False  # workers may be forked from one that has imported everything: our own command, no CUDA
-    hosts: tuple[Host, ...] = ()  # of ssh, node 0 first; of print, if known
+    role: str = "default"  # torchrun's role of the ranks, for scripts
+    stdin_rank: int = -1  # the rank of a script that has standard input; -1: all
+    preload: bool = False  # workers may be forked from a preloader: only our command, without CUDA
+    hosts: tuple[Host, ...] = ()  # for ssh, node 0 first; for print, if known
     # for launchers; agents do not use them
-    name: str = "run"  # for people: Slurm's job name
-    submit_dir: str = ""  # in the run folder: what was started (plan.json, job.sbatch, config.toml), private
+    name: str = "run"  # Slurm's job name
+    submit_dir: str = ""  # a private folder in the run folder, with plan.json, job.sbatch, config.toml
     python: str = sys.executable  # on every node
     ssh: tuple[str, ...] = ("ssh",)  # the user's ssh command
     slurm: Allocation = Allocation()
@@ -170,17 +170,17 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     @property
     def term_grace_seconds(self) -> float:
-        """How long scripts have after the stop grace, once they have been sent SIGTERM as well."""
+        """The time for scripts after the stop grace, when the agent has also sent SIGTERM."""
         return self.grace_seconds if self.plain_store else 0.0
 
     @property
     def elastic(self) -> bool:
-        """Whether hosts may come and go."""
+        """Whether hosts may leave and join."""
         return self.min_nodes < self.nodes
 
 
 def head_ports(job: JobSpec) -> tuple[int, ...]:
-    """The ports where node 0's agent may listen: the given port, or several, the same for all nodes of the run."""
+    """The ports on which node 0's agent may listen: the given port, or several, equal on all nodes of the run."""
     if job.port:
         return (job.port,)
     digest = hashlib.sha256(job.run_id.encode()).digest()
@@ -194,24 +194,25 @@ class NodeRanks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     first: int = 0
     world_size: int = 0
-    group_rank: int = 0  # the node's place among those that take part
-    groups: int = 1  # how many nodes take part
-    restarts: int = 0  # after a failure
-    master_port: int = 0  # where the ranks meet; 0: any free one
+    group_rank: int = 0  # index of the node among the participating nodes
+    groups: int = 1  # number of participating nodes
+    restarts: int = 0  # number of restarts after a failure
+    master_port: int = 0  # port of the ranks' rendezvous; 0: any free port
 
 
 class NodePlan(JobSpec, frozen=True):
-    """The job, and the facts of one node, for its agent. Never on a command line, so that no list of processes shows
-    it.
+    """The job with the data of one node, for its agent.
+
+    It is never on a command line, so that no list of processes shows the secret.
     """
 
-    node: int = 0  # -1: the environment (SLURM_NODEID) or the command line says
-    ranks: NodeRanks = NodeRanks()  # of several nodes: node 0's agent assigns them when all have come
+    node: int = 0  # -1: from the environment (SLURM_NODEID) or the command line
+    ranks: NodeRanks = NodeRanks()  # on several nodes, node 0's agent assigns them when all nodes have joined
     master_addr: str = "127.0.0.1"
     head: tuple[str, ...] = ()  # names or addresses of node 0, the best first
-    head_ports: tuple[int, ...] = ()  # node 0's agent listens on the first of these that is free
-    interface: str = ""  # the network interface by which the other nodes are reached; known when all have come
+    head_ports: tuple[int, ...] = ()  # node 0's agent listens on the first free port of these
+    interface: str = ""  # the network interface towards the other nodes; set when all nodes have joined
     stdin: int = -1  # the launcher's standard input, for scripts
-    keep_open: tuple[int, ...] = ()  # descriptors that every worker inherits, as its agent has: a lock, say
-    attach: int = -1  # the socket at which ranks attach that another launcher started; -1: the agent starts its workers
-    may_end: bool = True  # False: ranks that have attached are never ended
+    keep_open: tuple[int, ...] = ()  # descriptors that every worker inherits from its agent, for example a lock
+    attach: int = -1  # the socket for ranks that a different launcher started; -1: the agent starts its workers
+    may_end: bool = True  # False: the agent never ends ranks that have attached

@@ -1,13 +1,13 @@
-"""Marks on the status page: values that must be equal on ranks at a step. Ranks write them, agents compare them
-(guard/silent.py); and the comparison of the order of collectives.
+"""The marks region of the status page, and the comparison of the order of collectives.
 
-A mark is kept by its number so that agents that look at different moments, and seldom, find numbers in common however
-fast steps are: the last few odd numbers, the last few that are odd multiples of 2, of 4, and so on: replicas that have
-drifted stay different. Collectives that are called in a different order once are in order again: so the last LAST_CALLS
-are all kept. The region also has the names of tensors and calls, and the findings of a rank.
+Ranks write fingerprints of values that must be equal on ranks after a step. Agents compare them (guard/silent.py). The
+agents read at different moments and rarely. The page therefore keeps the last fingerprints of odd steps, of odd
+multiples of 2, of 4, and so on, so that agents always find common steps. This is sufficient because replicas that have
+diverged stay different. A different order of collectives may last for one call only, so the page keeps all of the last
+LAST_CALLS calls. The region also contains the names of tensors and calls, and the findings of a rank.
 
-    917504      tables               TABLES of LEVELS x KEPT marks, one for each optimizer
-                orders               GROUPS, one for each group of all ranks: its last calls' hashes
+    917504      tables               TABLES of LEVELS x KEPT fingerprints, one for each optimizer
+                orders               GROUPS, one for each group of all ranks: hashes of its last calls
      + 64 KiB   names                JSON: of the tensors, by layout; of the calls, by hash
      + 96 KiB   findings             the last 8, JSON
 """
@@ -17,6 +17,7 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -27,37 +28,37 @@ from paceline.protocol.evidence import Op, ScriptFinding
 from paceline.protocol.status_page import MARKS_AT, StatusPage, op_of
 
 TABLES = 4
-LEVELS, KEPT = 11, 8  # a script that ends before it is looked at twice leaves enough to be judged by
-PARTS = 4  # of a mark
+LEVELS, KEPT = 11, 8  # sufficient also for a short script, which the agent reads only once
+PARTS = 4  # of a fingerprint
 MOST_CALLS = 64
-# number, layout, table and flags, which parts, hashes, sums, settings, number again: a torn one is known by it
+# number, layout, table and flags, parts, hashes, sums, settings, and the number again, to detect partial writes
 MARK = struct.Struct("@QII4I4Q4f4fQ")
 SETTINGS = ("lr", "weight_decay", "momentum", "betas")  # of the optimizer
 TABLE_BYTES = LEVELS * KEPT * MARK.size
-# count of calls, hash of the group's name, how many ranks it has; then a ring of hashes, 4 bytes each
+# number of calls, hash of the group's name, number of its ranks; then a ring of hashes, 4 bytes each
 ORDER, GROUPS, LAST_CALLS = struct.Struct("@QII"), 4, 1024
-UNSURE = 32  # of the oldest: they may be overwritten while somebody reads
+UNSURE = 32  # oldest calls, which a writer may overwrite during a read
 ORDERS_AT, ORDER_BYTES = MARKS_AT + TABLES * TABLE_BYTES, ORDER.size + 4 * LAST_CALLS
 NAMES_AT, NAMES_MAX = MARKS_AT + (1 << 16), 1 << 15
 FINDINGS_AT, FINDINGS, FINDING_MAX = NAMES_AT + NAMES_MAX, 8, 4096
-SAME_BY_DDP, SUMMED = 1 << 8, 1 << 9  # flags: DDP has made and keeps them equal; the sums are there
-ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # code asks `rank == root` around these
+BY_DDP, SUMMED = 1 << 8, 1 << 9  # flags: DDP made the parameters equal and keeps them so; the sums are valid
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # scripts call these in branches on `rank == root`
 
 
-class Mark(NamedTuple):
+class ReplicaFingerprint(NamedTuple):
     """A fingerprint of a rank's parameters after a step."""
 
-    number: int  # of the optimizer's step
-    layout: int  # a hash of what is compared: names and shapes
+    number: int  # the step of the optimizer
+    layout: int  # a hash of the names and shapes
     flags: int
-    parts: tuple[int, ...]  # which tensors
+    parts: tuple[int, ...]  # indices of the tensors
     hashes: tuple[int, ...]
     sums: tuple[float, ...]
-    settings: tuple[float, ...] = (0.0,) * len(SETTINGS)  # added up over parameter groups
+    settings: tuple[float, ...] = (0.0,) * len(SETTINGS)  # sums over parameter groups
 
     @property
     def table(self) -> int:
-        """Which of the tables it is in."""
+        """The index of its table."""
         return self.flags & 0xFF
 
     @property
@@ -67,28 +68,28 @@ class Mark(NamedTuple):
 
 
 class Order(NamedTuple):
-    """The last collectives that a rank has called over one group of all ranks."""
+    """The last collectives of a rank over one group of all ranks."""
 
     group: int  # a hash of its name
     parties: int
-    made: int  # of all calls so far
+    made: int  # number of calls so far
     calls: tuple[int, ...]  # hashes, the oldest first
 
     @property
     def first(self) -> int:
-        """The number of the oldest known call, from 0."""
+        """The number of the oldest stored call, from 0."""
         return self.made - len(self.calls)
 
 
 def put_call(own: StatusPage, table: int, order: Order, call: int) -> None:
-    """Write one more call; `order` is the table before it, without its calls."""
+    """Append a call to a table; `order` is the table before it, without its calls."""
     at = ORDERS_AT + table * ORDER_BYTES
     own.store(at + ORDER.size + order.made % LAST_CALLS * 4, call.to_bytes(4, sys.byteorder))
     own.store(at, ORDER.pack(order.made + 1, order.group, order.parties))
 
 
 def read_orders(descriptor: int) -> bytes:
-    """All calls that a worker has written down, to be sent."""
+    """The tables of calls of a worker, as bytes for messages."""
     data = os.pread(descriptor, GROUPS * ORDER_BYTES, ORDERS_AT)
     later = os.pread(descriptor, GROUPS * ORDER_BYTES, ORDERS_AT)
     return b"".join(
@@ -99,8 +100,9 @@ def read_orders(descriptor: int) -> bytes:
 
 
 def _is_whole(before: bytes, after: bytes) -> bool:
-    """Whether a table that was read between these two headers is whole, except for its UNSURE oldest calls: a worker
-    may make many calls while the agent waits for a core.
+    """Whether a table that was read between these two headers is valid, except for its UNSURE oldest calls.
+
+    A worker may make many calls while the agent waits for a core.
     """
     if len(before) < ORDER.size or len(after) < ORDER.size:
         return False
@@ -109,18 +111,18 @@ def _is_whole(before: bytes, after: bytes) -> bool:
 
 
 def orders_of(data: bytes) -> list[Order]:
-    """The tables in these bytes, by group."""
-    found: list[Order] = []
+    """The tables of calls in the bytes of `read_orders`."""
+    orders: list[Order] = []
     for at in range(0, len(data) - ORDER_BYTES + 1, ORDER_BYTES):
         count, group, parties = ORDER.unpack_from(data, at)
         ring = struct.unpack_from(f"@{LAST_CALLS}I", data, at + ORDER.size)
         known = min(count, LAST_CALLS - UNSURE)
-        found.append(Order(group, parties, count, tuple(ring[n % LAST_CALLS] for n in range(count - known, count))))
-    return found
+        orders.append(Order(group, parties, count, tuple(ring[n % LAST_CALLS] for n in range(count - known, count))))
+    return orders
 
 
-def put_mark(own: StatusPage, mark: Mark) -> None:
-    """Write a mark down."""
+def put_fingerprint(own: StatusPage, mark: ReplicaFingerprint) -> None:
+    """Write a fingerprint to the status page."""
     level = min((mark.number & -mark.number).bit_length() - 1, LEVELS - 1)
     slot = level * KEPT + (mark.number >> (level + 1)) % KEPT
     at = MARKS_AT + mark.table * TABLE_BYTES + slot * MARK.size
@@ -130,7 +132,7 @@ def put_mark(own: StatusPage, mark: Mark) -> None:
 
 
 class Names:
-    """The names of a worker's marked tensors and calls."""
+    """The names of a worker's fingerprinted tensors and of its calls."""
 
     def __init__(self, own: StatusPage) -> None:
         self._own = own
@@ -149,7 +151,7 @@ class Names:
             self._put()
 
     def _put(self) -> None:
-        for tensors in (self._tensors, {}):  # too many have no names
+        for tensors in (self._tensors, {}):  # too many names: none
             data = msgspec.json.encode(Named(tensors, self._calls))
             if len(data) < NAMES_MAX:
                 self._own.store(NAMES_AT, data + b"\0")
@@ -165,27 +167,27 @@ class Named(msgspec.Struct, frozen=True):
 
 def put_finding(own: StatusPage, finding: ScriptFinding) -> None:
     """Report a finding to the agent."""
-    told = own.get("findings")
+    count = own.get("findings")
     data = msgspec.json.encode(finding)
-    own.store(FINDINGS_AT + told % FINDINGS * FINDING_MAX, data[: FINDING_MAX - 1] + b"\0")
-    own.put("findings", told + 1)
+    own.store(FINDINGS_AT + count % FINDINGS * FINDING_MAX, data[: FINDING_MAX - 1] + b"\0")
+    own.put("findings", count + 1)
 
 
 def read_marks(descriptor: int) -> bytes:
-    """All marks that a worker has written down, to be sent."""
+    """The fingerprints of a worker, as bytes for messages."""
     data = os.pread(descriptor, TABLES * TABLE_BYTES, MARKS_AT)
-    found = (data[at : at + MARK.size] for at in range(0, len(data) - MARK.size + 1, MARK.size))
-    return b"".join(one for one in found if any(one[:8]))
+    slots = (data[at : at + MARK.size] for at in range(0, len(data) - MARK.size + 1, MARK.size))
+    return b"".join(slot for slot in slots if any(slot[:8]))
 
 
-def marks_of(data: bytes) -> list[Mark]:
-    """The marks in these bytes, without those that are half written."""
+def fingerprints_of(data: bytes) -> list[ReplicaFingerprint]:
+    """The fingerprints in the bytes of `read_marks`, without partial writes."""
     whole = MARK.iter_unpack(data[: len(data) // MARK.size * MARK.size])
-    return [Mark(m[0], m[1], m[2], m[3:7], m[7:11], m[11:15], m[15:19]) for m in whole if m[0] == m[19]]
+    return [ReplicaFingerprint(m[0], m[1], m[2], m[3:7], m[7:11], m[11:15], m[15:19]) for m in whole if m[0] == m[19]]
 
 
 def read_names(descriptor: int) -> Named:
-    """The names of the marked tensors and calls."""
+    """The names of the fingerprinted tensors and of the calls."""
     data = os.pread(descriptor, NAMES_MAX, NAMES_AT).partition(b"\0")[0]
     try:
         return msgspec.json.decode(data, type=Named)
@@ -194,47 +196,45 @@ def read_names(descriptor: int) -> Named:
 
 
 def read_calls(descriptor: int) -> dict[str, Op]:
-    """The calls of the worker, by the hash in its marks."""
+    """The calls of the worker, by the hash in its orders."""
     return {key: op_of(text.encode()) for key, text in read_names(descriptor).calls.items()}
 
 
 def read_findings(descriptor: int) -> Sequence[ScriptFinding]:
     """The findings of a worker, in no order."""
-    found: list[ScriptFinding] = []
+    findings: list[ScriptFinding] = []
     for number in range(FINDINGS):
         data = os.pread(descriptor, FINDING_MAX, FINDINGS_AT + number * FINDING_MAX).partition(b"\0")[0]
-        try:
-            found.append(msgspec.json.decode(data, type=ScriptFinding))
-        except (msgspec.MsgspecError, RecursionError):
-            continue
-    return found
+        with suppress(msgspec.MsgspecError, RecursionError):
+            findings.append(msgspec.json.decode(data, type=ScriptFinding))
+    return findings
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first call at which the ranks part; `odd` are those in the minority, none without a majority."""
+    """The first call in which ranks differ. `odd` are the ranks in the minority; empty without a majority."""
 
-    calls: tuple[Op | None, ...]  # by rank; None: it had called nothing more
+    calls: tuple[Op | None, ...]  # by rank; None: the rank made no further call
     odd: tuple[int, ...]
 
     @property
     def words(self) -> str:
-        """Who called what."""
-        told = [rank for rank in range(len(self.calls)) if not self.odd or rank in self.odd]
-        words = "; ".join(f"rank {rank} called {_call(self.calls[rank])}" for rank in told)
+        """The calls of the ranks, as text."""
+        shown = [rank for rank in range(len(self.calls)) if not self.odd or rank in self.odd]
+        words = "; ".join(f"rank {rank} called {_call(self.calls[rank])}" for rank in shown)
         if not self.odd:
-            return words + "; no majority says which is right"
+            return words + "; without a majority, either may be wrong"
         usual = next(call for rank, call in enumerate(self.calls) if rank not in self.odd)
-        return words + f" where all others called {_call(usual)}"
+        return words + f", while all others called {_call(usual)}"
 
 
 def compare_orders(
     histories: Sequence[Sequence[Op]], local: frozenset[str], known: frozenset[str] = frozenset()
 ) -> Mismatch | frozenset[str]:
-    """The mismatch between the ranks' calls (the oldest first), or all lines that belong to single ranks.
+    """The mismatch between the ranks' calls (the oldest first), or all lines that only some ranks use.
 
-    `local` are the known lines of single ranks, which are left out. `known` are lines from which all ranks have called
-    in earlier steps.
+    `local` are known lines that only some ranks use; the comparison ignores these lines. `known` are lines from which
+    all ranks have called in earlier steps.
     """
     counts = [Counter(op.site for op in history) for history in histories]
     sites = {site for count in counts for site in count}
@@ -251,7 +251,7 @@ def compare_orders(
 
 def order_label(op: Op, local: frozenset[str]) -> tuple[str, ...]:
     """The part of a call that must be equal on ranks."""
-    # a name says more than a line: the same bucket leaves from backward on one rank, and after it on another
+    # A name replaces the line: one rank may send a bucket during backward, another rank after it.
     shown = "" if op.name or op.kind in ROOTED or op.site in local else op.site
     return (*op.signature, shown)
 
@@ -281,6 +281,6 @@ def _mismatch(of_group: Sequence[Sequence[Op]], labels: Sequence[tuple[tuple[str
 
 def _call(op: Op | None) -> str:
     if op is None:
-        return "nothing more"
+        return "no further collective"
     name = f" '{op.name}'" if op.name else ""
     return f"{op.kind}{name} {op.shape} {op.dtype}".rstrip() + (f" at {op.site}" if op.site else "")

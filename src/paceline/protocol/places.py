@@ -1,8 +1,8 @@
-"""Finds in a rank's stacks, from the interpreter or from faulthandler, where the rank is.
+"""Finds the location of a rank in its stacks, which come from the interpreter or from faulthandler.
 
-Frames belong to the user, to other libraries, to torch, to Python or to paceline. People see the innermost frame of the
-user, and the line of a library that it called; the judge needs to know whether the innermost frame of all waits for
-other ranks. `ACTIVITIES` lists the code that does.
+Frames belong to the user, to other libraries, to torch, to Python or to paceline. Messages contain the innermost frame
+of the user and the line of a library that it called. Verdicts depend on whether the innermost frame waits for other
+ranks. `ACTIVITIES` lists the code that waits.
 """
 
 import re
@@ -21,18 +21,18 @@ SITE_CHARS, BY = 72, ", by "
 
 
 class Activity(Enum):
-    """The activity of a rank whose innermost frame is in code of this kind."""
+    """The activity of a rank whose innermost frame is in a given kind of code."""
 
-    WAITS = 1  # for other ranks, and nothing else; so it does with such a frame anywhere on its stack
+    WAITS = 1  # only waits for other ranks, also if the frame is further out on the stack
     MEETS = 2  # the same, before there is any group
-    WRAPS = 3  # waits; but the user's own code may run further inside
+    WRAPS = 3  # waits, unless code of the user runs further inside
     LOADS = 4  # waits for its data
-    UNKNOWN = 5  # C code that computes, or waits for DDP's buckets
-    GUARD = 6  # says nothing of where a training is
+    UNKNOWN = 5  # C code that computes or waits for DDP's buckets
+    GUARD = 6  # code of the guard, which shows nothing about the training
     OTHER = 7
 
 
-ACTIVITIES: Mapping[str, Activity] = {  # of the entries that a file's name begins with, the longest counts
+ACTIVITIES: Mapping[str, Activity] = {  # the longest matching prefix of a file's name counts
     "torch/distributed/": Activity.WAITS,
     "torch/distributed/optim/": Activity.OTHER,
     "torch/nn/parallel/distributed.py": Activity.WRAPS,
@@ -54,7 +54,7 @@ def activity_of(file: str) -> Activity:
 
 
 def _in_package(file: str) -> str:
-    """`torch/distributed/...` for `/usr/lib/python3/dist-packages/torch/distributed/...`; other files as they are."""
+    """`torch/distributed/...` for `/usr/lib/python3/dist-packages/torch/distributed/...`; other paths unchanged."""
     for folder in ("-packages/", "/src/"):
         if folder in file:
             return file.rpartition(folder)[2]
@@ -71,40 +71,40 @@ def _is_ours(frame: Frame) -> bool:
 
 
 def _is_library(frame: Frame) -> bool:
-    """Whether it belongs to a different library; faulthandler's frames have the whole path."""
+    """Whether it belongs to another library than torch or paceline. Frames of faulthandler have full paths."""
     return (frame.library or "-packages/" in frame.file) and not (_is_torch(frame) or _is_ours(frame))
 
 
 def frames(evidence: Evidence) -> Sequence[Frame]:
-    """The main thread's stack, the innermost frame first; from faulthandler where the interpreter did not answer."""
+    """The main thread's stack, the innermost frame first; from faulthandler if the interpreter did not answer."""
     return evidence.stacks[0].frames if evidence.stacks else native_frames(evidence.native)
 
 
 def native_frames(text: str) -> list[Frame]:
     """The main thread's stack in faulthandler's text; the last one if there are several."""
-    found: list[Frame] = []
+    stack: list[Frame] = []
     for line in text.splitlines()[-MAX_NATIVE_LINES:]:
         if _NATIVE_THREAD.match(line):
-            found = []
+            stack = []
         elif match := _NATIVE_FRAME.match(line):
-            found.append(Frame(match[1], int(match[2][:9]), match[3]))
-    return found
+            stack.append(Frame(match[1], int(match[2][:9]), match[3]))
+    return stack
 
 
 def shown_site(evidence: Evidence) -> str:
-    """The frame to show: "train.py:40 in main, by transformers/trainer.py:3700"; empty without a frame."""
+    """The location of a rank: "train.py:40 in main, by transformers/trainer.py:3700"; empty without a frame."""
     return shown_site_of(frames(evidence))
 
 
 def shown_site_of(stack: Sequence[Frame]) -> str:
-    """The same for a stack."""
-    return called_at(*shown(stack))
+    """The location of a stack, as `shown_site`."""
+    return called_at(*visible_frames(stack))
 
 
-def shown(stack: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
-    """The frame to show, and of the libraries inside it the one that it has called, by its innermost line.
+def visible_frames(stack: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
+    """The frame for messages, and the innermost frame of the library that it called.
 
-    The innermost of the user, else of a library, else of paceline, else of any code.
+    The first is the innermost frame of the user, else of a library, else of paceline, else of any code.
     """
     library: Frame | None = None
     for frame in stack:
@@ -123,7 +123,7 @@ def _package(frame: Frame) -> str:
 
 
 def waits_for_ranks(evidence: Evidence) -> bool | None:
-    """Whether the innermost frame is one that waits for other ranks: True surely, False surely not, None unknown.
+    """Whether the innermost frame waits for other ranks; None if unknown.
 
     Torch's backward is unknown: it may compute, or wait in C++ for DDP's buckets.
     """
@@ -138,20 +138,20 @@ def waits_for_ranks(evidence: Evidence) -> bool | None:
 
 
 def imports_torch(stack: Sequence[Frame]) -> bool:
-    """Whether it is in a module of torch's that is just being imported; DDP's first use imports for seconds."""
+    """Whether the stack imports a module of torch; the first use of DDP imports modules for seconds."""
     return any(frame.function == "<module>" and _is_torch(frame) for frame in stack)
 
 
 def stands_at(evidence: Evidence, op: Op) -> bool:
     """Whether the line that called `op` is still on the stack."""
-    called, _, inside = op.site.partition(BY)
-    lines = {called.partition(" ")[0], *([inside] if inside else [])}
-    return bool(called) and lines <= {line_of(frame) for frame in frames(evidence)}
+    caller, _, inside = op.site.partition(BY)
+    lines = {caller.partition(" ")[0], *([inside] if inside else [])}
+    return bool(caller) and lines <= {line_of(frame) for frame in frames(evidence)}
 
 
-@lru_cache(1 << 12)  # thousands of ranks stand at few lines
+@lru_cache(1 << 12)  # thousands of ranks are at few lines
 def line_of(frame: Frame) -> str:
-    """Its file, a library's with the package, and its line: "train.py:88", "lightning/.../result.py:270"."""
+    """The file and line of a frame: "train.py:88"; in a library with its package: "lightning/.../result.py:270"."""
     if not _is_library(frame):
         return f"{PurePath(frame.file).name}:{frame.line}"
     *folders, name = _in_package(frame.file).split("/")
@@ -163,12 +163,12 @@ def site(frame: Frame | None) -> str:
     return f"{line_of(frame)} in {frame.function}" if frame is not None else ""
 
 
-def by(library: Frame | None) -> str:
-    """The suffix of a user's line that called this library: ", by transformers/trainer.py:3700"; empty for None."""
+def library_suffix(library: Frame | None) -> str:
+    """The suffix for a library that the user's line called: ", by transformers/trainer.py:3700"; empty for None."""
     return f"{BY}{line_of(library)}" if library is not None else ""
 
 
 def called_at(frame: Frame | None, library: Frame | None) -> str:
-    """A user's line, and that of a library which it has called; no longer than there is room in the box."""
-    inner = by(library)
+    """A user's line and the line of the library that it called, limited to SITE_CHARS."""
+    inner = library_suffix(library)
     return site(frame)[: SITE_CHARS - len(inner)] + inner

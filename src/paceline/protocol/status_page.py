@@ -1,10 +1,10 @@
-"""The status page: shared memory in which a rank writes its state and its agent reads it, also after the rank's death.
+"""The status page: shared memory to which a rank writes its state. Its agent reads it, also after the rank has ended.
 
-The agent makes one memory file per rank and generation; the worker inherits it and maps it. A write is a store to
-memory, so a step may do it many times. The data of a killed process stays. `StatusPage` is the rank's side; the
-functions of readers follow it. A reader must not trust the content: a broken worker may have written it.
+The agent makes one memory file per rank and generation. The worker inherits it and maps it. A write is a store to
+memory, so a step can write many times. The data remains after the process is killed. `StatusPage` is the rank's side;
+the functions for readers follow it. A reader must not trust the content, because a faulty worker may have written it.
 
-There are no locks. A reader is another process, or another thread, and may read at any moment:
+There are no locks. A reader is another process or thread, and may read at any moment:
 
 - A counter is one aligned 8-byte word. It is stored through a memoryview of format Q, which is a single store, so a
   reader sees the old value or the new one. `struct.pack_into` must not be used: it sets the bytes to 0 before it packs.
@@ -17,9 +17,9 @@ There are no locks. A reader is another process, or another thread, and may read
        256      phase times          worker: nanoseconds spent in each phase so far
        512      loader slots         loader processes: pid, item
       4096      ring                 worker: its last 256 collectives
-     65536      word to the worker   agent: why it is released, JSON
+     65536      message              agent: why it unblocks the worker, JSON
     131072      answer               worker: its stacks and collectives, JSON
-    917504      marks                worker: values that must be equal on ranks, see marks.py
+    917504      marks                worker: fingerprints of values that must be equal on ranks, see marks.py
    1 MiB        native stacks        faulthandler, on SIGNAL: text, appended
 """
 
@@ -39,34 +39,34 @@ from msgspec.structs import replace
 
 from paceline.protocol.evidence import LoaderWorker, Op, Phase
 
-NAME = "paceline-box-"
-SIGNAL = signal.SIGRTMAX - 3  # asks faulthandler for stacks; SIGUSR1 and SIGUSR2 are the users' own
-# To read a word. Native format: one load of 8 bytes. With "=" or "<" Python would read byte after byte.
+NAME = "paceline-status-"
+SIGNAL = signal.SIGRTMAX - 3  # requests stacks from faulthandler; SIGUSR1 and SIGUSR2 are left to the user
+# To read a word. The native format is one load of 8 bytes. With "=" or "<" Python would read single bytes.
 WORD = struct.Struct("@Q")
 _NAMES = (
     "step",  # steps done
     "phase",
     "phase_since_ns",  # CLOCK_MONOTONIC, as all times here
-    "changes",  # raised by whatever is progress: steps, phases, items of an evaluation
-    "ops",  # records written into the ring so far
-    "enqueued",  # collectives of all groups so far, as torch counts them
-    "beat_ns",  # when the watcher last woke
+    "changes",  # raised by any progress: steps, phases, items of an evaluation
+    "ops",  # records written to the ring so far
+    "enqueued",  # number of collectives of all groups so far, by torch's count
+    "beat_ns",  # time of the last wake-up of the watcher
     "ready",  # 1: a watcher answers; 2: SIGNAL is safe to send
-    "answered",  # the number of the last question answered
+    "answered",  # the number of the last answered question
     "answer_bytes",
     "asked",  # by the agent: the number of the last question
-    "released",  # by the agent: 1: leave your collective, the word to the worker says why
-    "word_bytes",
+    "released",  # by the agent: 1: leave the collective; the message has the reason
+    "message_bytes",
     "loading",  # 1: the main thread waits for a batch of its loader processes
-    "saves_asked",  # by the agent: how many checkpoints somebody has asked for
-    "waiting",  # 1: when the watcher last woke, a collective or a message was on its way
-    "script",  # 1: a script that nobody changed: what is known of it is seen from outside
-    "marks",  # raised with each mark
-    "findings",  # told so far
-    "uneven",  # 1: ranks may rightly take different numbers of steps
-    "regroups",  # by the agent: 1: hosts come or go: save after the next step, and end
-    "notes_stops",  # 1: a signal that asks to stop is noted, and acted on between two steps
-    "alone",  # of the steps: those that a script's rank has taken for itself, before it trained with others
+    "saves_asked",  # by the agent: number of requested checkpoints
+    "waiting",  # 1: a collective or a message was in flight at the last wake-up of the watcher
+    "script",  # 1: an unmodified script, which hooks observe
+    "marks",  # raised with each fingerprint
+    "findings",  # number of findings so far
+    "uneven",  # 1: ranks may take different numbers of steps
+    "regroups",  # by the agent: 1: hosts join or leave: save after the next step, and end
+    "notes_stops",  # 1: a stop signal takes effect between steps
+    "alone",  # number of steps that a script's rank took alone before it trained with others
 )
 _INDEX = {name: index for index, name in enumerate(_NAMES)}  # in words
 COUNTERS_AT = {name: index * WORD.size for name, index in _INDEX.items()}
@@ -77,36 +77,36 @@ RING_AT, RECORDS, RECORD = 4096, 256, struct.Struct("@QIIIiQ200sQ")
 CONTENT = struct.Struct("@IIIiQ200s")  # of a record, between its numbers
 STATE_AT, BEGAN_AT = 12, 24  # in a record
 TEXT_BYTES = 200
-WORD_AT, WORD_MAX = 65536, 65536
-BOX_BYTES = 1 << 20  # what nobody touches takes no memory
-MARKS_AT = BOX_BYTES - (1 << 17)
+MESSAGE_AT, MESSAGE_MAX = 65536, 65536
+PAGE_BYTES = 1 << 20  # unused pages take no memory
+MARKS_AT = PAGE_BYTES - (1 << 17)
 ANSWER_AT, ANSWER_MAX = 131072, MARKS_AT - 131072
 NATIVE_MAX = 1 << 18
-# In words: of the box, and of a record.
+# In words: offsets in the page and in a record.
 _SINCE, _PHASE, _CHANGES = _INDEX["phase_since_ns"], _INDEX["phase"], _INDEX["changes"]
 _STEP, _OPS, _PHASES, _LAST = _INDEX["step"], _INDEX["ops"], PHASES_AT // WORD.size, RECORD.size // WORD.size - 1
 SEPARATOR = "\x1f"
-IN_FLIGHT = 0  # as a record's state; else it is over: 1 + the microseconds that it took
+IN_FLIGHT = 0  # state of a record; the state of a completed one is 1 + its duration in microseconds
 NO_PEER = -1
 
 
 class StatusPage:
-    """The side of a worker, and of the processes that it forks to load data."""
+    """The page in the worker, and in the processes that it forks to load data."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._map(descriptor)
-        self._steps = self._loaders = self._words  # stay in shared memory when `_map` replaces the rest
+        self._steps = self._loaders = self._words  # stay in shared memory if `_map` replaces the rest
         self._phase, self._since_ns = Phase.USER, time.monotonic_ns()
-        self.spent_ns = [0] * len(Phase)  # up to the last change
+        self.spent_ns = [0] * len(Phase)  # up to the last change of phase
         self.on_device: Callable[[Phase], Iterable[tuple[Phase, int]]] | None = None
-        """called with each phase if the host only launches work on a device: returns past phases and their ns"""
-        self._numbers = itertools.count(self.get("ops") + 1)  # threads may write at once: next() is one step for Python
+        """Called with each phase if the host only launches work on a device; returns past phases and their times."""
+        self._numbers = itertools.count(self.get("ops") + 1)  # next() is atomic, because several threads may write
 
     @classmethod
     def inherited(cls, descriptor: int) -> Self | None:
         """The page that this worker's agent made; None if the descriptor is not, or no longer, a status page."""
-        return cls(descriptor) if _is_box(descriptor) else None
+        return cls(descriptor) if _is_status_page(descriptor) else None
 
     def put(self, name: str, value: int) -> None:
         """Set one counter, at least 0."""
@@ -117,7 +117,7 @@ class StatusPage:
         return self._words[_INDEX[name]]
 
     def asked(self, what: str) -> int:
-        """A request of the agent for the next end of a step, `saves_asked` or `regroups`; works with the guard off."""
+        """A request of the agent for the end of this step: `saves_asked` or `regroups`. Works with the guard off."""
         return self._steps[_INDEX[what]]
 
     def tick(self) -> None:
@@ -125,7 +125,7 @@ class StatusPage:
         self._words[_CHANGES] += 1
 
     def note_stops(self, noted: bool) -> None:
-        """Set whether signals that ask to stop wait for the end of the step; works with the guard off."""
+        """Set whether stop signals wait for the end of the step. Works with the guard off."""
         self._steps[_INDEX["notes_stops"]] = noted
 
     def set_step(self, done: int) -> None:
@@ -134,13 +134,13 @@ class StatusPage:
         self._words[_CHANGES] += 1
 
     def enter(self, phase: Phase) -> Phase:
-        """Begin a phase; returns the phase before."""
+        """Begin a phase; return the previous phase."""
         before, now = self._phase, time.monotonic_ns()
         if self.on_device is None:
             self.spent_ns[before] = spent_ns = self.spent_ns[before] + now - self._since_ns
             self._words[_PHASES + before] = spent_ns
         else:
-            self._spend(before, 0 if self.spent_ns[before] else 1)  # it has been there; how long is known later
+            self._spend(before, 0 if self.spent_ns[before] else 1)  # nonzero now; the device reports the time later
             for passed, spent_ns in self.on_device(phase):
                 self._spend(passed, spent_ns)
         self._phase, self._since_ns = phase, now
@@ -159,12 +159,14 @@ class StatusPage:
         self._spend(other, spent_ns)
 
     def store(self, at: int, data: bytes) -> None:
-        """Copy `data` to offset `at`, in the region of the marks. Readers may see a part of it."""
+        """Copy `data` to offset `at` in the marks region. Readers may see a part of it."""
         self._memory[at : at + len(data)] = data
 
     def store_record(self, at: int, data: bytes) -> None:
-        """Copy a record to offset `at`, in the region of the marks. Its first and last word are the same number, not
-        that of the record that it replaces. Its size is a multiple of 8. Readers can tell if they have read a part.
+        """Copy a record to offset `at` in the marks region. Readers can detect a partial write.
+
+        The first and last word of the record are its number, which differs from that of the record before. Its size is
+        a multiple of 8.
         """
         (number,) = WORD.unpack_from(data)
         first, last = at // WORD.size, (at + len(data)) // WORD.size - 1
@@ -173,11 +175,11 @@ class StatusPage:
         self._words[first] = number
 
     def begin(self, op: Op) -> int:
-        """Write down that `op` begins; the number of its record, for `end`."""
+        """Record the start of `op`; return the number of the record, for `end`."""
         return self.begin_text(op.seq, NO_PEER if op.peer is None else op.peer, ring_text(op))
 
     def begin_text(self, seq: int, peer: int, text: bytes) -> int:
-        """`begin` with the `ring_text` of an operation that comes again and again."""
+        """As `begin`, with the `ring_text` of the operation, which callers may cache."""
         number = next(self._numbers)
         at = RING_AT + (number - 1) % RECORDS * RECORD.size
         words, first = self._words, at // WORD.size
@@ -189,31 +191,31 @@ class StatusPage:
         return number
 
     def end(self, number: int) -> None:
-        """Write down that the operation with this record is over for this rank."""
+        """Record that this rank has completed the operation with this record."""
         at = RING_AT + (number - 1) % RECORDS * RECORD.size
-        if WORD.unpack_from(self._memory, at)[0] == number:  # else its record has been taken by a later one
+        if WORD.unpack_from(self._memory, at)[0] == number:  # else a later record has replaced it
             took_ns = time.monotonic_ns() - WORD.unpack_from(self._memory, at + BEGAN_AT)[0]
             state = min(1 + max(0, took_ns) // 1000, 2**32 - 1)
             self._memory[at + STATE_AT : at + STATE_AT + 4] = state.to_bytes(4, sys.byteorder)
 
     def set_loader(self, worker: int, *, epoch: int, item: int, busy: bool) -> None:
-        """In loader process number `worker`: set the item that it begins (or has ended)."""
+        """Set the item that loader process number `worker` begins (`busy`) or has completed."""
         if 0 <= worker < SLOTS:
             words, first = self._loaders, (SLOTS_AT + worker * SLOT.size) // WORD.size
-            words[first + 3] = False  # a reader must not see it busy with a mix of two items
+            words[first + 3] = False  # so that no reader sees a busy slot with parts of two items
             words[first], words[first + 1], words[first + 2] = os.getpid(), epoch, item
             words[first + 3] = busy
 
     def answer(self, question: int, text: bytes) -> None:
-        """Answer the agent's question of this number; a text that is too long is dropped."""
+        """Answer the agent's question of this number. A text over the size limit is dropped."""
         text = text if len(text) <= ANSWER_MAX else b""
         self._memory[ANSWER_AT : ANSWER_AT + len(text)] = text
         self.put("answer_bytes", len(text))
         self.put("answered", question)
 
     def agent_message(self) -> bytes:
-        """The agent's message to this worker; empty before there is one."""
-        return self._memory[WORD_AT : WORD_AT + min(self.get("word_bytes"), WORD_MAX)]
+        """The agent's message to this worker; empty if there is none."""
+        return self._memory[MESSAGE_AT : MESSAGE_AT + min(self.get("message_bytes"), MESSAGE_MAX)]
 
     def ring(self) -> list[tuple[int, Op]]:
         """The records of this process's ring: (start by CLOCK_MONOTONIC, operation)."""
@@ -235,40 +237,40 @@ class StatusPage:
         return found[::-1]
 
     def keep_for_steps(self) -> None:
-        """With the guard off: from now on only steps and the items of loader processes are shared."""
+        """With the guard off: share only steps and the items of loader processes from now on."""
         self._map(-1)
 
     def keep_for_loaders(self) -> None:
-        """In a forked process: it may write what it loads, and nothing on behalf of its parent."""
+        """In a forked process: share only the item that it loads, and nothing for its parent."""
         self._map(-1)
         self._steps = self._words
 
     def close(self) -> None:
-        """Unmap the memory; the data stays for the agent."""
+        """Unmap the memory; the agent keeps the data."""
         for words in (self._words, self._steps, self._loaders):
             words.release()  # mmap.close() raises BufferError while there is a view
         self._memory.close()
 
     def _map(self, descriptor: int) -> None:
-        self._memory = mmap.mmap(descriptor, BOX_BYTES)  # shared; holds a descriptor of its own
+        self._memory = mmap.mmap(descriptor, PAGE_BYTES)  # shared; mmap duplicates the descriptor
         self._words = memoryview(self._memory).cast("Q")
 
 
 def ring_text(op: Op) -> bytes:
-    """The text of an operation in the ring; each long field is shortened."""
-    cut = (op.group[:24], op.kind, op.shape[:48], op.dtype[:24], op.name[:40], op.site[:72])
-    return SEPARATOR.join(word.replace(SEPARATOR, " ") for word in cut).encode(errors="replace")[:TEXT_BYTES]
+    """The text of an operation in the ring, with shortened fields."""
+    fields = (op.group[:24], op.kind, op.shape[:48], op.dtype[:24], op.name[:40], op.site[:72])
+    return SEPARATOR.join(field.replace(SEPARATOR, " ") for field in fields).encode(errors="replace")[:TEXT_BYTES]
 
 
 def op_of(text: bytes) -> Op:
     """The operation of a `ring_text`, without its number."""
-    words = text.decode(errors="replace").split(SEPARATOR)  # a long one has lost its end
-    group, kind, shape, dtype, name, site = [*words, *[""] * 6][:6]
+    fields = text.decode(errors="replace").split(SEPARATOR)  # a long text may lack fields at its end
+    group, kind, shape, dtype, name, site = [*fields, *[""] * 6][:6]
     return Op(group, 0, kind, name, shape, dtype, site)
 
 
-def _is_box(descriptor: int) -> bool:
-    # a program that a worker starts sees the variable too, but not the file: its number may be any other file's
+def _is_status_page(descriptor: int) -> bool:
+    # a program that a worker starts also sees the variable, but does not inherit the file: the number may be reused
     try:
         return str(Path(f"/proc/self/fd/{descriptor}").readlink()).startswith(f"/memfd:{NAME}")
     except OSError:
@@ -277,21 +279,21 @@ def _is_box(descriptor: int) -> bool:
 
 def records(data: bytes) -> list[tuple[int, Op]]:
     """The records of a ring, the oldest first: (start in ns, operation)."""
-    found: list[tuple[int, int, Op]] = []
+    numbered: list[tuple[int, int, Op]] = []
     for at in range(0, len(data) - RECORD.size + 1, RECORD.size):
         first, seq, state, length, peer, began_ns, raw, last = RECORD.unpack_from(data, at)
         if first == 0 or first != last or length > len(raw):
             continue
         op = op_of(raw[:length])
         op = replace(op, seq=seq, peer=None if peer < 0 else peer, done=state != IN_FLIGHT)
-        found.append((first, began_ns, op))
-    return [(began_ns, op) for _, began_ns, op in sorted(found, key=lambda record: record[0])]
+        numbered.append((first, began_ns, op))
+    return [(began_ns, op) for _, began_ns, op in sorted(numbered, key=lambda record: record[0])]
 
 
 def make_status_page(rank: int) -> int:
     """A descriptor of a new status page."""
     descriptor = os.memfd_create(f"{NAME}{rank}")
-    os.ftruncate(descriptor, BOX_BYTES)
+    os.ftruncate(descriptor, PAGE_BYTES)
     return descriptor
 
 
@@ -304,20 +306,20 @@ class Counters:
     ready: int
     answered: int
     beat_ns: int
-    met: bool  # it has called a collective
+    met: bool  # whether it has called a collective
     moved: tuple[int, ...]
-    phase_seconds: tuple[float, ...]  # spent in each phase, up to its last change
-    waiting: bool  # for other ranks, in a collective or message, when its watcher last woke
-    script: bool = False  # seen from outside
-    notes_stops: bool = False  # it acts on signals that ask to stop between two steps
-    uneven: bool = False  # ranks may rightly take different numbers of steps
-    alone: int = 0  # of the steps: the rank's own
+    phase_seconds: tuple[float, ...]  # time in each phase, up to the last change of phase
+    waiting: bool  # whether it waited in a collective or message at the last wake-up of its watcher
+    script: bool = False  # an unmodified script, which hooks observe
+    notes_stops: bool = False  # whether stop signals take effect between steps
+    uneven: bool = False  # whether ranks may take different numbers of steps
+    alone: int = 0  # number of steps that the rank took alone
     marks: int = 0
     findings: int = 0
 
 
 def read_counters(descriptor: int) -> Counters:
-    """Read the counters. Never fails, whatever a worker has written."""
+    """Read the counters. Never fails for any content."""
     data = os.pread(descriptor, SLOTS_AT, 0).ljust(SLOTS_AT, b"\0")
     value = {name: WORD.unpack_from(data, at)[0] for name, at in COUNTERS_AT.items()}
     phase = Phase(value["phase"]) if value["phase"] in {*Phase} else Phase.USER
@@ -330,49 +332,49 @@ def read_counters(descriptor: int) -> Counters:
 
 
 def put_question(descriptor: int, question: int) -> None:
-    """Ask the worker for its stacks and collectives; its watcher answers within a fraction of a second, if it can."""
+    """Request stacks and collectives from the worker. Its watcher answers within a fraction of a second, if it can."""
     os.pwrite(descriptor, WORD.pack(question), COUNTERS_AT["asked"])
 
 
 def ask_to_save(descriptor: int, times: int) -> None:
-    """Set the number of checkpoints asked of this worker."""
+    """Set the number of checkpoints requested from this worker."""
     os.pwrite(descriptor, WORD.pack(times), COUNTERS_AT["saves_asked"])
 
 
 def ask_to_regroup(descriptor: int) -> None:
-    """Ask this worker to end after its next step: the next generation has different hosts."""
+    """Request that this worker ends after its next step, because the next generation has different hosts."""
     os.pwrite(descriptor, WORD.pack(1), COUNTERS_AT["regroups"])
 
 
 def release(descriptor: int, why: bytes) -> None:
     """Make the worker leave its collective, with `why` (JSON) as the reason."""
-    why = why[:WORD_MAX]
-    os.pwrite(descriptor, why, WORD_AT)
-    os.pwrite(descriptor, WORD.pack(len(why)), COUNTERS_AT["word_bytes"])
+    why = why[:MESSAGE_MAX]
+    os.pwrite(descriptor, why, MESSAGE_AT)
+    os.pwrite(descriptor, WORD.pack(len(why)), COUNTERS_AT["message_bytes"])
     os.pwrite(descriptor, WORD.pack(1), COUNTERS_AT["released"])
 
 
 def read_answer(descriptor: int) -> bytes:
-    """The worker's last answer, as it wrote it."""
+    """The worker's last answer, unchecked."""
     size = os.pread(descriptor, WORD.size, COUNTERS_AT["answer_bytes"]).ljust(WORD.size, b"\0")
     return os.pread(descriptor, min(WORD.unpack(size)[0], ANSWER_MAX), ANSWER_AT)
 
 
-def has_box(pid: int) -> bool:
-    """Whether the process still has its page. A process that became a different program (`os.execv`) has not."""
+def has_status_page(pid: int) -> bool:
+    """Whether the process still has its page. A process that has become a different program (`os.execv`) has none."""
     try:
         if f"/memfd:{NAME}" in Path(f"/proc/{pid}/maps").read_text():
             return True
         links = (os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir())  # noqa: PTH115 - no file behind it
         return any(link.startswith(f"/memfd:{NAME}") for link in links)
     except OSError:
-        return True  # it is just ending, or closes files: nobody can say
+        return True  # unknown: it is ending or closing files
 
 
 def takes_signal(pid: int, number: int = SIGNAL, *, ignoring: bool = False) -> bool:
-    """Whether the process catches this signal at this moment, or is `ignoring` it: else it may be its end.
+    """Whether the process now catches this signal (or ignores it, with `ignoring`); otherwise the signal may kill it.
 
-    One that has become another program does not catch SIGNAL.
+    A process that has become a different program does not catch SIGNAL.
     """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -385,23 +387,23 @@ def takes_signal(pid: int, number: int = SIGNAL, *, ignoring: bool = False) -> b
 
 def forget_native(descriptor: int) -> None:
     """Discard faulthandler's text, before SIGNAL is sent again."""
-    os.ftruncate(descriptor, BOX_BYTES)
+    os.ftruncate(descriptor, PAGE_BYTES)
 
 
 def read_native(descriptor: int) -> str:
-    """Faulthandler's text since SIGNAL; the end of a long text, which has the main thread."""
+    """The text of faulthandler since SIGNAL; of a long text the end, which has the main thread."""
     size = os.fstat(descriptor).st_size
-    start = max(BOX_BYTES, size - NATIVE_MAX)
+    start = max(PAGE_BYTES, size - NATIVE_MAX)
     return os.pread(descriptor, NATIVE_MAX, start).decode(errors="replace") if size > start else ""
 
 
 def read_ring(descriptor: int) -> list[Op]:
-    """The worker's last collectives, the oldest first, as far as they are whole."""
+    """The worker's last collectives, the oldest first, without partial records."""
     return [op for _, op in of_this_life(records(os.pread(descriptor, RECORDS * RECORD.size, RING_AT)))]
 
 
 def of_this_life(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op]]:
-    """Without the calls of an earlier group of the same name, which ends when numbers restart."""
+    """Remove the calls of an earlier group of the same name. Numbers restart with a new group."""
     kept: list[tuple[int, Op]] = []
     last: dict[str, int] = {}
     for at, op in operations:

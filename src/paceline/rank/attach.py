@@ -1,7 +1,7 @@
 """The rank's side of the protocol with its agent: a rank ends when its agent ends, and reports why it fails.
 
-In a process that no agent of ours started (torchrun, srun, a world of one) `attach` does nothing. A rank under
-`paceline watchover` attaches itself, see `bootstrap.attach_to_agent`.
+If no agent of paceline started the process (torchrun, srun, a single process), `attach` does nothing. A rank under
+`paceline watchover` attaches itself: see `bootstrap.attach_to_agent`.
 """
 
 from __future__ import annotations
@@ -19,103 +19,97 @@ from functools import wraps
 from multiprocessing import current_process
 from pathlib import Path
 from traceback import format_exception, print_exception
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
 from paceline.errors import ExitCode, PacelineError, ReportedByPeer
 from paceline.host.procfs import die_with_parent, read_process
-from paceline.protocol.control import (
-    WorkerBirth,
-)
+from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Failure, is_victim
 from paceline.rank.guard import Guard
-from paceline.rank.imports import unseen, when_imported
+from paceline.rank.imports import hide_from_warnings, when_imported
 from paceline.runs import writing
 from paceline.runs.console import clean
 
-if TYPE_CHECKING:
-    pass
-
-MAX_CHARS = 60_000  # a record is read by people
+MAX_CHARS = 60_000  # of each text in a record
 INTERRUPTED = 130  # 128 + SIGINT
 DDP = "torch.nn.parallel.distributed"
-SHARING = "paceline.collectives.ddp"  # by name: it imports torch, and this package is below it
+SHARING = "paceline.collectives.ddp"  # by name, because it imports torch and is in a higher layer
 
 
 def attach() -> None:
-    """End with the agent from now on, and begin to write the status page; the first call of a worker."""
-    birth = WorkerBirth.here()
-    if birth is None:
+    """Bind this process to its agent: it ends with the agent and writes the status page. The first call of a worker."""
+    spec = WorkerSpec.here()
+    if spec is None:
         return
-    if birth.temporary:
-        # for the sockets of multiprocessing, which a killed process leaves behind: the agent removes them
-        vars(current_process())["_config"]["tempdir"] = birth.temporary
+    if spec.temporary:
+        # a killed process does not remove the sockets of multiprocessing: the agent removes this folder
+        vars(current_process())["_config"]["tempdir"] = spec.temporary
     Guard.of_process().start().watch_torch()
-    if birth.shares_gradients:
+    if spec.shares_gradients:
         when_imported(DDP, _share_gradients)
-    if os.getppid() != birth.agent_pid:
-        agent = read_process(birth.agent_pid)
+    if os.getppid() != spec.agent_pid:
+        agent = read_process(spec.agent_pid)
         if agent is not None and agent.runs:
-            return  # a wrapper (a shell, numactl) stands between us: left are the agent's and the janitor's sweeps
-    die_with_parent(birth.agent_pid)
+            return  # a wrapper (a shell, numactl) is the parent: only the sweeps of the agent and the janitor remain
+    die_with_parent(spec.agent_pid)
 
 
 def _share_gradients(*, late: bool) -> None:
-    """Offer shared memory to each DDP (`paceline launch --collectives shared`), after the script has made it."""
-    del late  # a class is changed in place: who has imported it already has the changed one
-    kind: Any = sys.modules[DDP].DistributedDataParallel
-    make = kind.__init__
+    del late  # the class is changed in place, so that earlier imports get the change
+    ddp_class: Any = sys.modules[DDP].DistributedDataParallel
+    original = ddp_class.__init__
 
-    @unseen
-    @wraps(make)
-    def made(ddp: Any, *args: Any, **kwargs: Any) -> None:
-        make(ddp, *args, **kwargs)
+    @hide_from_warnings
+    @wraps(original)
+    def init(ddp: Any, *args: Any, **kwargs: Any) -> None:
+        original(ddp, *args, **kwargs)
         importlib.import_module(SHARING).share_memory(ddp, in_step=kwargs.get("init_sync", True))
 
-    kind.__init__ = made
+    ddp_class.__init__ = init
 
 
-def leave(code: int) -> NoReturn:
-    """End this process after its work is done and its process group is down, with exit code `code`; -n: by signal n.
+def exit_worker(code: int) -> NoReturn:
+    """End this process with exit code `code` (-n: by signal n), after its process group is destroyed.
 
-    Threads are waited for, exit handlers run and output is flushed, as always; only C++'s static destructors are not:
-    torch's may meet a gloo thread that still runs, and abort a process that had trained to the end (measured: 2 of 12
-    finished runs on 3 ranks of a busy machine ended with SIGABRT, after their weights were written).
+    As at a normal end, it waits for threads, runs exit handlers and flushes output. But it does not run the static
+    destructors of C++. Those of torch may conflict with a running gloo thread and abort a process that has finished
+    (measured: 2 of 12 finished runs on 3 ranks of a busy machine ended with SIGABRT, after their weights were written).
     """
-    # as the interpreter's own end does: waits for threads that are no daemons, after telling idle pools to finish
+    # as at the end of the interpreter: shuts down idle pools, then waits for non-daemon threads
     threading._shutdown()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType]
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or a reader that is gone
+        with suppress(OSError, ValueError):  # the stream or its reader is closed
             stream.flush()
     if code >= 0:
         Guard.of_process().leave(code)
-    if code < 0:  # a shell stops its loop only if Ctrl-C has *killed* what it ran
+    if code < 0:  # a shell ends its loop only if Ctrl-C has *killed* the command
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
 
 def record_failure(error: BaseException, exit_code: int, *, traceback: bool, victim: bool | None = None) -> bool:
-    """Record the failure of this rank when `error` is caught, before any teardown; only the first record is kept.
+    """Record the failure of this rank when `error` is caught, before any teardown. Only the first record is kept.
 
-    The record goes into memory that the agent reads, and, if the disk allows, into error-<rank>.json for people
+    The record is written to memory that the agent reads, and, if the disk allows, to error-<rank>.json for people
     (after a restart error-<rank>-generation-<generation>.json).
 
     Args:
         error: the error that ends this worker.
         exit_code: the exit code of this worker, 1..255.
         traceback: whether to record the traceback; not for errors whose message is sufficient.
-        victim: whether a different rank is the cause; by default decided by `error`.
+        victim: whether a different rank is the cause; by default derived from `error`.
 
     Returns:
         Whether the agent will report this failure, so that the worker need not print it. False without an agent.
     """
-    birth, rank = WorkerBirth.here(), os.environ.get("RANK", "")
+    spec, rank = WorkerSpec.here(), os.environ.get("RANK", "")
     if not rank.isdecimal():
         return False
-    record = Guard.of_process().record if birth is None else birth.record
+    record = Guard.of_process().record if spec is None else spec.record
     if record < 0:
         return False
     failure = Failure(
@@ -128,32 +122,32 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
     )  # fmt: skip
     encoded = msgspec.json.encode(failure)
     try:
-        if os.fstat(record).st_size:  # what fails after the first failure is teardown
-            return birth is not None
+        if os.fstat(record).st_size:  # later failures belong to the teardown
+            return spec is not None
         os.pwrite(record, encoded, 0)
-    except OSError:  # no such descriptor: this is no worker, but a process that a worker has started
+    except OSError:  # no such descriptor: this process is not a worker, but a child of one
         return False
-    if birth is None:  # its agent may be gone by now: nobody is sure to tell it
+    if spec is None:  # the agent may have ended, so this rank must report the failure itself
         return False
     with suppress(OSError):
-        # why the first start failed must outlast the restarts
-        later = f"-generation-{birth.generation}" if birth.generation else ""
-        writing.replace(Path(birth.attempt_dir) / f"error-{rank}{later}.json", encoded)
+        # a separate file per generation, so that the first failure remains after restarts
+        later = f"-generation-{spec.generation}" if spec.generation else ""
+        writing.replace(Path(spec.attempt_dir) / f"error-{rank}{later}.json", encoded)
     return True
 
 
-def tell_victim(error: BaseException, what: str) -> None:
-    """Print one line, `what`, for a rank that lost a peer. The traceback goes only into its log."""
-    birth = WorkerBirth.here()
-    assert birth is not None
-    log = Path(birth.attempt_dir) / f"rank-{os.environ['RANK']}.log"
+def report_victim(error: BaseException, what: str) -> None:
+    """Print one line, `what`, for a rank that lost a peer. The traceback goes only to its log."""
+    spec = WorkerSpec.here()
+    assert spec is not None
+    log = Path(spec.attempt_dir) / f"rank-{os.environ['RANK']}.log"
     with suppress(OSError), os.fdopen(writing.keep(log, append=True), "a", errors="replace") as file:
         print_exception(error, file=file)
     print(f"paceline: {what}: {type(error).__name__}, see {log}", file=sys.stderr)
 
 
 def _plain(value: Any) -> Any:
-    """A value for JSON: numbers, lists and tables as they are, all else as text."""
+    """`value` in JSON types: numbers, lists and tables unchanged, other values as text."""
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, list):
@@ -162,42 +156,38 @@ def _plain(value: Any) -> Any:
 
 
 def _clipped(text: str) -> str:
-    # a lone surrogate (out of a file name that is no UTF-8) has no JSON; the end of a text says most
+    # JSON cannot represent a lone surrogate (from a file name that is not UTF-8); the end of a text is most useful
     return text.encode(errors="backslashreplace").decode()[-MAX_CHARS:]
 
 
 def run_worker(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """Be a worker whose whole life is `main`: under its agent from the start, and ended with its exit code.
-
-    Args:
-        main: takes the command line's arguments.
-    """
+    """Run a worker: attach to the agent, call `main` with the command line's arguments, and end with its exit code."""
     attach()
     try:
         code = main(sys.argv[1:])
     except Exception as error:
-        code = tell(error)
-    leave(code)
+        code = report_error(error)
+    exit_worker(code)
 
 
-def tell(error: BaseException) -> int:
+def report_error(error: BaseException) -> int:
     """Report an error once, and return the exit code for it.
 
-    A worker leaves the report to its agent, which knows which rank failed first. Without an agent (torchrun), rank 0
-    reports the errors that all ranks find before they meet; each rank reports its other errors itself.
+    The agent of a worker prints the report, because it knows which rank failed first. Without an agent (torchrun), rank
+    0 reports errors that all ranks find before the rendezvous. Each rank reports its other errors itself.
     """
     if isinstance(error, KeyboardInterrupt):
         print("stopped by Ctrl-C", file=sys.stderr)
         return INTERRUPTED
-    in_words = isinstance(error, PacelineError)
-    code = error.exit_code if in_words else ExitCode.FAILED
-    told_elsewhere = isinstance(error, ReportedByPeer)
-    if record_failure(error, code, traceback=not in_words, victim=told_elsewhere or None) or told_elsewhere:
+    has_message = isinstance(error, PacelineError)
+    code = error.exit_code if has_message else ExitCode.FAILED
+    by_peer = isinstance(error, ReportedByPeer)
+    if record_failure(error, code, traceback=not has_message, victim=by_peer or None) or by_peer:
         return code
-    found_alike = in_words and "torch.distributed" not in sys.modules
-    if found_alike and os.environ.get("RANK", "0") != "0":
+    on_all_ranks = has_message and "torch.distributed" not in sys.modules
+    if on_all_ranks and os.environ.get("RANK", "0") != "0":
         return code
-    if in_words:
+    if has_message:
         print(f"paceline: {clean(error.shown)}", file=sys.stderr)
     else:
         print_exception(error)

@@ -1,8 +1,8 @@
-"""`python -m paceline.rank.bootstrap SCRIPT ARGS` (or `-m MODULE ARGS`): any script as a worker of our agent.
+"""`python -m paceline.rank.bootstrap SCRIPT ARGS` (or `-m MODULE ARGS`): runs any script as a worker of our agent.
 
-The script runs as if Python had started it, in a new `__main__`, so that code which re-imports or pickles by that name
-(loader workers under spawn, multiprocessing) finds the script and not this file. In addition, the process ends with its
-agent, and an uncaught exception is recorded for the agent before teardown.
+The script runs as if Python had started it, in a new `__main__`. Code that imports or pickles by that name (loader
+workers under spawn, multiprocessing) therefore finds the script and not this file. In addition, the process ends with
+its agent, and an uncaught exception is recorded for the agent before teardown.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from paceline.protocol.control import (
     CHECK,
     Goodbye,
     Hello,
-    Meeting,
-    WorkerBirth,
+    Rendezvous,
+    WorkerSpec,
     agent_address,
     peer_pid,
     receive,
@@ -51,7 +51,7 @@ from paceline.protocol.evidence import is_victim
 from paceline.protocol.marks import Names
 from paceline.protocol.status_page import make_status_page
 from paceline.rank import recorder
-from paceline.rank.attach import attach, leave, record_failure, tell, tell_victim
+from paceline.rank.attach import attach, exit_worker, record_failure, report_error, report_victim
 from paceline.rank.environment import job_token
 from paceline.rank.guard import Guard
 from paceline.rank.imports import when_imported
@@ -65,7 +65,7 @@ from paceline.runs.console import say
 if TYPE_CHECKING:
     from paceline.protocol.job import NodePlan
 
-FREE_SECONDS = 3.0  # for the agent of an earlier start to leave the name
+FREE_SECONDS = 3.0  # for the agent of an earlier start to release the socket's name
 SEEK_SECONDS, LOOK_SECONDS = 60.0, 0.1
 LEAVE_SECONDS = 1.5
 PROBE_SECONDS, STORE_SECONDS = 2.0, 10.0
@@ -74,18 +74,18 @@ PROBE_SECONDS, STORE_SECONDS = 2.0, 10.0
 def worker_command(script_and_args: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:
     """The command of one worker that runs `SCRIPT.py ARGS`, `-m MODULE ARGS`, or any other program.
 
-    A .py file or a module runs through this bootstrap. Any other program runs as it is: reports of its failures have
-    the exit code and the last lines only, and if the agent is killed with SIGKILL, the sweep ends it, not the kernel.
+    A .py file or a module runs through this bootstrap. Any other program runs directly. Reports of its failures contain
+    only the exit code and the last lines. If the agent is killed with SIGKILL, the sweep ends it, not the kernel.
 
     Raises:
-        UsageError: when there is nothing to run, or it does not exist.
+        UsageError: the program is missing or does not exist.
     """
     if not script_and_args:
         raise UsageError(code="nothing-to-run")
     script, arguments = script_and_args[0], tuple(script_and_args[1:])
     if arguments and _is_this_python(script, python) and (arguments[0].endswith(".py") or arguments[0] == "-m"):
-        script, arguments = arguments[0], arguments[1:]  # out of habit: `-- python train.py`
-    through = (python, "-P", "-m", BOOTSTRAP)  # -P: what lies in the working folder is not ours to import
+        script, arguments = arguments[0], arguments[1:]  # a common form: `-- python train.py`
+    through = (python, "-P", "-m", BOOTSTRAP)  # -P: do not import modules of the working folder
     if script == "-m":
         if not arguments or arguments[0].startswith("-"):
             raise UsageError(code="module-missing")
@@ -103,11 +103,10 @@ def worker_command(script_and_args: Sequence[str], python: str = sys.executable)
 
 
 def _is_this_python(script: str, python: str) -> bool:
-    """Whether `script` is the very interpreter that workers have anyway, in the same environment."""
     if re.fullmatch(r"python[0-9.]*", Path(script).name) is None:
         return False
-    found, own = shutil.which(script), Path(python)
-    return found is not None and (Path(found).parent, Path(found).resolve()) == (own.parent, own.resolve())
+    program, ours = shutil.which(script), Path(python)
+    return program is not None and (Path(program).parent, Path(program).resolve()) == (ours.parent, ours.resolve())
 
 
 def _check_file(script: str) -> None:
@@ -132,30 +131,31 @@ def _near(path: Path) -> str:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Run `arguments`, a script or -m and a module, and end this process as Python would; `--check` before them also
-    records facts of the run for `paceline launch --check`.
+    """Run `arguments`, a script or -m and a module, and end this process as Python would.
+
+    `--check` before them also records facts of the run for `paceline launch --check`.
     """
     also: tuple[Events, ...] = ()
     if arguments[:1] == [CHECK]:
-        arguments, birth = arguments[1:], WorkerBirth.here()
-        if birth is not None and birth.attempt_dir:
+        arguments, spec = arguments[1:], WorkerSpec.here()
+        if spec is not None and spec.attempt_dir:
             from paceline.rank.check import watch  # costs all other scripts nothing
 
-            also = watch(Path(birth.attempt_dir))
+            also = watch(Path(spec.attempt_dir))
     attach()
     run_script(arguments, *also)
 
 
 def run_script(arguments: Sequence[str], *also: Events) -> NoReturn:
-    """The same, in a process that is a worker already, or that others have started."""
+    """As `main`, in a process that is attached already, or that another launcher started."""
     pid = os.getpid()
     if not arguments or arguments == ["-m"]:
         print(f"usage: python -m {BOOTSTRAP} SCRIPT ARGS | -m MODULE ARGS", file=sys.stderr)
         sys.exit(ExitCode.USAGE)
     ended: Callable[[], None] | None = None
-    if (birth := WorkerBirth.here()) is not None:
+    if (spec := WorkerSpec.here()) is not None:
         if os.isatty(0):
-            ask_in_turn(birth.temporary)
+            ask_in_turn(spec.temporary)
         ended = watch_script(Guard.of_process(), *also)
     try:
         _run(arguments)
@@ -167,23 +167,22 @@ def run_script(arguments: Sequence[str], *also: Events) -> NoReturn:
         code = 0
     if code == 0 and ended is not None:
         ended()
-    if code >= 0 and "torch" not in sys.modules:  # else its static destructors are left out
+    if code >= 0 and "torch" not in sys.modules:  # with torch, `exit_worker` skips its static destructors
         Guard.of_process().leave(code)
         sys.exit(code)
-    leave(code)
+    exit_worker(code)
 
 
 def _run(arguments: Sequence[str]) -> None:
-    """Run the script or module in a fresh `__main__`, as CPython does."""
     script = ModuleType("__main__")
     script.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = sys.modules["__mp_main__"] = script  # the second as multiprocessing sets it when imported
     is_module = arguments[0] == "-m"
-    if not os.environ.get("PYTHONSAFEPATH"):  # the user's own wish; our -P was not his
+    if not os.environ.get("PYTHONSAFEPATH"):  # set by the user; our -P must not affect the script
         sys.path.insert(0, str(Path.cwd()) if is_module else str(Path(arguments[0]).resolve().parent))
     if is_module:
         sys.argv = ["-m", *arguments[2:]]
-        # what `python -m` itself calls: it finds the package's __main__, and sets __spec__, __file__ and sys.argv[0]
+        # the function of `python -m`: it finds the package's __main__, and sets __spec__, __file__ and sys.argv[0]
         runpy._run_module_as_main(arguments[1])  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         return
     sys.argv = list(arguments)
@@ -195,12 +194,11 @@ def _run(arguments: Sequence[str]) -> None:
         print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
         sys.exit(ExitCode.USAGE)
     script.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
-    # dont_inherit: or the script would be compiled under this file's own __future__ imports
+    # dont_inherit, so that this file's __future__ imports do not apply to the script
     exec(compile(source, path, "exec", dont_inherit=True), script.__dict__)
 
 
 def _exit_code(end: SystemExit, *, is_worker: bool) -> int:
-    """The exit code of sys.exit(...), as Python understands it."""
     if end.code is None:
         return 0
     if isinstance(end.code, int):
@@ -212,48 +210,47 @@ def _exit_code(end: SystemExit, *, is_worker: bool) -> int:
 
 
 def _report_failure(error: BaseException, *, is_worker: bool) -> int:
-    """Write an uncaught error down, print it as Python does, and return the exit code; -2 for Ctrl-C.
+    """Record an uncaught error, print it as Python does, and return the exit code; -2 for Ctrl-C.
 
-    A child that the script has forked is not the rank: its error is the script's business.
+    The error of a child that the script has forked is not recorded.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     error = error.with_traceback(trace)
-    if is_worker and isinstance(error, PacelineError):  # whose message says it all
-        if getattr(sys.excepthook, "of_paceline", False):  # of a session: it ends first
+    if is_worker and isinstance(error, PacelineError):  # its message is sufficient
+        if getattr(sys.excepthook, "of_paceline", False):  # the hook of a session, which ends first
             sys.excepthook(type(error), error, trace)
-        return tell(error)
+        return report_error(error)
     interrupted = isinstance(error, KeyboardInterrupt)
-    if is_worker and not interrupted:  # a person who stops a run knows it
-        freed = bool(Guard.of_process().released())  # out of a collective in which others have left it alone
-        victim = freed or is_victim(error)
+    if is_worker and not interrupted:
+        unblocked = bool(Guard.of_process().released())  # the agent has unblocked this rank in a collective
+        victim = unblocked or is_victim(error)
         recorded = record_failure(error, ExitCode.FAILED, traceback=True, victim=victim)
         if victim and recorded and sys.excepthook.__module__ in ("sys", "torch.distributed.distributed_c10d"):
             if (sessions := sys.modules.get("paceline.sessions.lifecycle")) is not None:  # by name: it imports torch
                 with suppress(Exception):
                     sessions.close_all(error)
-            tell_victim(error, "freed by the hang guard, and ended" if freed else "lost another rank, and ended")
+            report_victim(error, "unblocked by the hang guard, ended" if unblocked else "lost another rank, ended")
             return ExitCode.FAILED
     try:
         sys.excepthook(type(error), error, trace)
-    except BaseException as hook_error:  # a broken hook of the script must hide neither
+    except BaseException as hook_error:  # a broken hook of the script must hide neither error
         sys.__excepthook__(type(hook_error), hook_error, hook_error.__traceback__)
         sys.__excepthook__(type(error), error, trace)
     return -signal.SIGINT if interrupted else ExitCode.FAILED
 
 
 def ask_in_turn(folder: str) -> None:
-    """Let ranks with one terminal use `input` and pdb in turn: `input()` for a line, pdb until it continues.
+    """Serialize `input` and pdb of ranks with a common terminal: `input()` for a line, pdb until it continues.
 
-    A script that reads `sys.stdin` itself reads it without a turn, as under torchrun. `folder` is the same for all
-    ranks of the node.
+    Direct reads of `sys.stdin` are not serialized, as under torchrun. `folder` is equal for all ranks of the node.
     """
     ask, asking = builtins.input, False
 
     @contextmanager
     def turn() -> Generator[None]:
-        """Hold a lock on the folder. It ends with its process."""
+        """Hold a lock on the folder. The lock ends with its process."""
         nonlocal asking
         if asking or not folder:
             yield
@@ -266,34 +263,34 @@ def ask_in_turn(folder: str) -> None:
         finally:
             asking = False
             with suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_UN)  # also where a fork holds it open
+                fcntl.flock(lock, fcntl.LOCK_UN)  # even if a fork holds the file open
             os.close(lock)
 
     @wraps(ask)
     def asked(prompt: object = "", /) -> str:
         with turn():
-            to_pipe = not sys.stdout.isatty() or "readline" not in sys.modules  # without that it goes to stderr
-            if prompt and to_pipe:  # of a pipe people see whole lines
+            to_pipe = not sys.stdout.isatty() or "readline" not in sys.modules  # without readline it goes to stderr
+            if prompt and to_pipe:  # the agent relays a pipe line by line
                 sys.stdout.flush()
                 with suppress(OSError):
                     os.write(0, f"[rank {os.environ.get('RANK', '')}] {prompt}".encode(errors="replace"))
                 return ask()
             return ask(prompt)
 
-    def pdb_is_there(*, late: bool) -> None:
+    def wrap_pdb(*, late: bool) -> None:
         del late
-        kind: Any = sys.modules["pdb"].Pdb
-        interact = kind.interaction
+        pdb_class: Any = sys.modules["pdb"].Pdb
+        interact = pdb_class.interaction
 
         @wraps(interact)
         def interaction(debugger: Any, *args: Any, **kwargs: Any) -> Any:
             with turn():
                 return interact(debugger, *args, **kwargs)
 
-        kind.interaction = interaction
+        pdb_class.interaction = interaction
 
     builtins.input = asked
-    when_imported("pdb", pdb_is_there)
+    when_imported("pdb", wrap_pdb)
 
 
 def watch_script(guard: Guard, *also: Events) -> Callable[[], None]:
@@ -308,8 +305,8 @@ def watch_script(guard: Guard, *also: Events) -> Callable[[], None]:
         steps, batches, marker = ScriptPhases(box, joint), Batches(), OrderMarks(box, names)
         swallowed = SwallowedExceptions(box, steps)
         failed = partial(swallowed.raised, "collective")
-        judging = NonFiniteGradients(box, steps, batches), swallowed, StaleGradients(box, steps)
-        listeners = [joint, batches, *judging, steps, JoinContexts(box), Fingerprints(box, names, joint)]
+        faults = NonFiniteGradients(box, steps, batches), swallowed, StaleGradients(box, steps)
+        listeners = [joint, batches, *faults, steps, JoinContexts(box), Fingerprints(box, names, joint)]
     hooks = Hooks(guard.warn_once).listen(*listeners, *also).install()
     guard.attach_probes(lambda: hooks.dismiss(*listeners), marker, failed)
     return hooks.end
@@ -318,12 +315,12 @@ def watch_script(guard: Guard, *also: Events) -> Callable[[], None]:
 def attach_to_agent(plan: NodePlan, env: Mapping[str, str]) -> None:
     """Attach this process, which another launcher started, to its node's agent (`paceline watchover`). Never raises.
 
-    Local rank 0 starts the agent first, with `plan`; not as its child, because the script must not find a child that it
-    has not made, and because the agent outlives a rank that dies. A failure is reported once, and the script continues.
+    Local rank 0 starts the agent first, with `plan`. The agent is not its child: the script must not see a child that
+    it has not started, and the agent outlives a rank that ends. Rank 0 reports a failure, and the script continues.
 
     `env` has torchrun's variables.
     """
-    # torch reads it when it is imported: looking at its 2000 operations would take 20 ms each time
+    # torch reads this at its import; the default of 2000 operations would take 20 ms per read
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")
     rank, is_first = int(env["RANK"]), env["LOCAL_RANK"] == "0"
     address = agent_address(env, job_token(env))
@@ -336,11 +333,11 @@ def attach_to_agent(plan: NodePlan, env: Mapping[str, str]) -> None:
         guard.leave = attachment.leave
     except Exception as error:
         if is_first:
-            say(f"warning: the ranks of this node are not watched over: {error}")
+            say(f"warning: paceline does not observe the ranks of this node: {error}")
 
 
 def start_agent(address: bytes, plan: NodePlan) -> None:
-    """Start the agent of this node, with a socket at `address` that listens already; raises OSError."""
+    """Start the agent of this node, with a listening socket at `address`; raises OSError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with listener, os.fdopen(os.memfd_create("paceline-plan"), "w+b") as plan_file:
         deadline = time.monotonic() + FREE_SECONDS
@@ -354,14 +351,14 @@ def start_agent(address: bytes, plan: NodePlan) -> None:
         listener.listen(128)
         plan_file.write(msgspec.json.encode(replace(plan, attach=listener.fileno())) + b"\n")
         plan_file.seek(0)
-        if child := os.fork():  # there are no threads yet: nothing of the script has run
+        if child := os.fork():  # safe: the script has not started, so there are no threads
             os.waitpid(child, 0)
             return
         try:
-            os.setsid()  # no signal to this rank's group or terminal is one to the agent
+            os.setsid()  # so that signals to this rank's group or terminal do not reach the agent
             if os.fork() == 0:
                 os.dup2(plan_file.fileno(), 0)
-                os.dup2(2, 1)  # what the agent prints is about the job, no output of it
+                os.dup2(2, 1)  # messages of the agent go to stderr: they are not output of the job
                 os.set_inheritable(listener.fileno(), True)
                 os.execv(sys.executable, [sys.executable, "-P", "-m", "paceline.launch.agent"])
         finally:
@@ -369,12 +366,12 @@ def start_agent(address: bytes, plan: NodePlan) -> None:
 
 
 class Attachment:
-    """This rank's connection to its node's agent, and a thread that listens to it."""
+    """This rank's connection to its node's agent, with a thread that receives messages."""
 
     def __init__(
         self, rank: int, address: bytes, descriptors: tuple[int, int], *, first: bool, several_nodes: bool
     ) -> None:
-        """`descriptors` are of this rank's box and record; the `first` of its node speaks for all of them."""
+        """`descriptors` are those of the status page and the record; the `first` rank of a node prints warnings."""
         self._rank, self._address, self._descriptors = rank, address, descriptors
         self._first, self._several_nodes = first, several_nodes
         self._over = False
@@ -382,7 +379,7 @@ class Attachment:
         threading.Thread(target=self._listen, name="paceline-attach", daemon=True).start()
 
     def leave(self, code: int) -> None:
-        """Report to the agent that this rank ends now, and wait for the answer."""
+        """Report the exit code to the agent, and wait until the agent closes the connection."""
         self._over = True
         with suppress(OSError):
             if self._connection is not None:
@@ -405,42 +402,41 @@ class Attachment:
         deadline = time.monotonic() + SEEK_SECONDS
         while self._connection is None:
             if time.monotonic() > deadline:
-                return  # the agent reports who has not come
+                return  # the agent reports the missing ranks
             time.sleep(LOOK_SECONDS)
             self._connection = self._connect()
         if self._first and self._several_nodes and self._rank:
-            threading.Thread(target=self._meet, args=(None,), name="paceline-meet", daemon=True).start()
-        while isinstance(message := receive(self._connection)[0], Meeting):
-            threading.Thread(target=self._meet, args=(message,), name="paceline-meet", daemon=True).start()
+            threading.Thread(target=self._exchange, args=(None,), name="paceline-meet", daemon=True).start()
+        while isinstance(message := receive(self._connection)[0], Rendezvous):
+            threading.Thread(target=self._exchange, args=(message,), name="paceline-meet", daemon=True).start()
         if self._first and not self._over:
-            say("warning: the agent that watches over this node is gone; its hangs are no longer judged")
+            say("warning: the agent of this node has ended; paceline no longer detects hangs here")
 
-    def _meet(self, meeting: Meeting | None) -> None:
+    def _exchange(self, meeting: Rendezvous | None) -> None:
         """Send the address of node 0's agent to the first ranks of the other nodes, or receive it, through a store.
 
-        It runs in a separate thread with separate connections: the main thread may wait in a store forever.
+        It runs in a separate thread with separate connections, because the main thread may wait in a store forever.
         """
         key = f"paceline/agent/{restarts()}"
         stores: list[Any] = [None, None]
         try:
-            while stores[1] is None or meeting is None:  # not all can be reached at the port: they have met elsewhere
+            while stores[1] is None or meeting is None:  # some ranks may reach only the default store, not the port
                 if recorder.distributed() is not None:
                     stores = [one or make() for one, make in zip(stores, (_store_at_port, _default_store), strict=True)]
                 for store in filter(None, stores):
                     if meeting is not None:
                         store.set(key, msgspec.json.encode(meeting))
                     elif store.check([key]) and self._connection is not None:
-                        return send(self._connection, msgspec.json.decode(store.get(key), type=Meeting))
+                        return send(self._connection, msgspec.json.decode(store.get(key), type=Rendezvous))
                 time.sleep(LOOK_SECONDS)
         except Exception as error:
             say(f"warning: rank {self._rank} cannot connect the agents of the nodes: {error}")
 
 
 def _store_at_port() -> Any:
-    """A client of the store at the launcher's address, as soon as there is one: before the script comes to it."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     try:
-        socket.create_connection((address, int(port)), PROBE_SECONDS).close()  # torch would print its complaint
+        socket.create_connection((address, int(port)), PROBE_SECONDS).close()  # torch would print an error
         make = sys.modules["torch.distributed"].TCPStore
         return make(address, int(port), None, False, timedelta(seconds=STORE_SECONDS), wait_for_workers=False)
     except (OSError, ValueError, RuntimeError):
@@ -448,7 +444,6 @@ def _store_at_port() -> Any:
 
 
 def _default_store() -> Any:
-    """The store of the default group, if the script has made one; a clone, for this thread alone."""
     module: Any = recorder.distributed()
     return module._get_default_store().clone() if module.is_initialized() else None
 

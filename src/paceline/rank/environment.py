@@ -1,6 +1,6 @@
-"""Translates the variables of srun and mpirun into torchrun's, and expands Slurm's short forms in them. Pure.
+"""Translates the variables of srun and mpirun to those of torchrun, and expands Slurm's short forms. Without I/O.
 
-Each launcher sets different variables for the place of a rank. Training reads torchrun's only:
+Each launcher sets different variables for the rank of a process. Training reads only torchrun's:
 
     srun -n 4 python -m paceline train ...       SLURM_PROCID, SLURM_NTASKS, ... of the step
     mpirun -n 4 python -m paceline train ...     OMPI_COMM_WORLD_RANK, ... (Open MPI), PMI_RANK, ... (MPICH, Intel)
@@ -17,31 +17,31 @@ from paceline.protocol.control import FIRST_PORT, PORTS, RUN_ID
 
 COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
-NO_STEP = 0xFFFFFFF0  # Slurm's step ids from here on mean batch scripts and shells, which no srun has started
+NO_STEP = 0xFFFFFFF0  # step ids from here on denote batch scripts and shells, which srun has not started
 LOOPBACK = "127.0.0.1"
-MAX_NODES = 100_000  # more is a mistake, and would fill the memory
+MAX_NODES = 100_000  # a longer list is an error and would exhaust memory
 _PART = re.compile(r"[^,\[\]\s]|\[[0-9,-]+\]")
 _RANGE = re.compile(r"([0-9]{1,12})(?:-([0-9]{1,12}))?")
 _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
-def launched(env: Mapping[str, str]) -> bool:
+def is_launched(env: Mapping[str, str]) -> bool:
     """Whether a launcher has started this process as a rank: torchrun's, srun's or mpirun's variables are set.
 
     Raises:
-        UsageError: as `understood`.
+        UsageError: as `translate_to_torchrun`.
     """
-    return any(name in env for name in COUNTS) or bool(understood(env))
+    return any(name in env for name in COUNTS) or bool(translate_to_torchrun(env))
 
 
-def understood(env: Mapping[str, str]) -> dict[str, str]:
-    """Torchrun's variables, if srun's or mpirun's in `env` describe a world of several ranks; else nothing.
+def translate_to_torchrun(env: Mapping[str, str]) -> dict[str, str]:
+    """Torchrun's variables, if srun's or mpirun's variables in `env` describe several ranks; else an empty dictionary.
 
-    Torchrun's variables win if they are set. MASTER_ADDR and MASTER_PORT stay as the user has set them. A world of one
-    needs no variables: a batch script, the shell of an salloc, `srun --pty bash`, `mpirun -n 1`.
+    Torchrun's variables take precedence. MASTER_ADDR and MASTER_PORT keep the user's values. A single process needs no
+    variables: a batch script, the shell of an salloc, `srun --pty bash`, `mpirun -n 1`.
 
     Raises:
-        UsageError: when the variables contradict each other, or the place where the ranks can meet is missing.
+        UsageError: the variables contradict each other, or the address of the rendezvous is missing.
     """
     set_already = [name for name in COUNTS if name in env]
     if len(set_already) == len(COUNTS):
@@ -61,39 +61,40 @@ def understood(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def job_token(env: Mapping[str, str]) -> str:
-    """A name that all ranks of one job have in common and no other job has; empty if there is none."""
+    """A name that is equal for all ranks of a job and unique to the job; empty if there is none."""
     for name in (RUN_ID, "TORCHELASTIC_RUN_ID"):
         if env.get(name):
             return env[name]
     if "OMPI_COMM_WORLD_RANK" in env:
         return _mpi_namespace(env)
     same_place = env.get("SLURM_NTASKS") == env.get("WORLD_SIZE") and env.get("SLURM_PROCID") == env.get("RANK")
-    if _in_step(env) and same_place:  # ranks that were started by hand in several steps have no step in common
+    if _in_step(env) and same_place:  # ranks that a user started in several steps have no common step
         return f"{env.get('SLURM_JOB_ID', '')}.{_step_id(env)}"
     return ""
 
 
 def check_shape(env: Mapping[str, str], nodes: int, nproc: int) -> None:
-    """Refuse a world that is not the one asked for: `nproc` ranks on each of `nodes` nodes.
+    """Check that the world has the requested shape: `nproc` ranks on each of `nodes` nodes.
 
     Raises:
-        UsageError: half a job must not run as a whole one.
+        UsageError: it has a different shape; a part of a job must not run as a complete job.
     """
-    asked = {"WORLD_SIZE": nodes * nproc, "LOCAL_WORLD_SIZE": nproc}
-    wrong = [f"{name} is {env.get(name, 'not set')}, not {wanted}" for name, wanted in asked.items()
-             if env.get(name) != str(wanted)]  # fmt: skip
+    expected = {"WORLD_SIZE": nodes * nproc, "LOCAL_WORLD_SIZE": nproc}
+    wrong = [f"{name} is {env.get(name, 'not set')}, not {value}" for name, value in expected.items()
+             if env.get(name) != str(value)]  # fmt: skip
     if wrong:
         raise UsageError(code="world-not-as-asked", nodes=nodes, nproc=nproc, wrong=" and ".join(wrong))
 
 
 def rank_counts(env: Mapping[str, str]) -> tuple[int, int, int, int]:
-    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of torchrun's, srun's or mpirun's variables; of a world of one
-    if none is set.
+    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE from the variables of torchrun, srun or mpirun.
+
+    If no variable is set, the values are those of a single process: 0, 1, 0, 1.
 
     Raises:
-        UsageError: some are missing, or they contradict each other; or as `understood`.
+        UsageError: some variables are missing or contradict each other; or as `translate_to_torchrun`.
     """
-    env = {**env, **understood(env)}
+    env = {**env, **translate_to_torchrun(env)}
     names = [*COUNTS, *ADDRESS]
     present = [name for name in COUNTS if name in env]
     if not present:
@@ -110,7 +111,7 @@ def rank_counts(env: Mapping[str, str]) -> tuple[int, int, int, int]:
 
 
 def _check_not_exported(env: Mapping[str, str]) -> None:
-    """Refuse what a batch script has exported once for all tasks: RANK=$SLURM_PROCID is 0 there."""
+    """Check that a batch script has not exported the variables for all tasks: RANK=$SLURM_PROCID is 0 there."""
     agent = any(name in env for name in ("TORCHELASTIC_RUN_ID", RUN_ID))
     if agent or not _in_step(env) or env["WORLD_SIZE"] != env.get("SLURM_NTASKS") or env["WORLD_SIZE"] == "1":
         return
@@ -132,14 +133,14 @@ def _from_slurm(env: Mapping[str, str]) -> dict[str, str]:
         raise UsageError(code="slurm-variables-missing", tasks=size)
     nodes = expand_nodes(names)
     job, step = whole_number(env, "SLURM_JOB_ID", "SLURM_JOBID") or 0, _step_id(env)
-    # not SLURM_LAUNCH_NODE_IPADDR: that is where srun runs, often a login node
+    # not SLURM_LAUNCH_NODE_IPADDR: srun often runs on a login node
     address = LOOPBACK if len(nodes) == 1 else nodes[0]
     counts = rank, size, local_rank, tasks_of_node(tasks, node)
     return _world(env, counts, address, FIRST_PORT + (job * 101 + step) % PORTS)
 
 
 def _from_mpi(env: Mapping[str, str], starter: str, names: Sequence[str], to_set: str) -> dict[str, str]:
-    """`names` are those of the variables in the order of COUNTS, `to_set` how its command sets another variable."""
+    """`names` are the variables in the order of COUNTS; `to_set` is the launcher's option that sets a variable."""
     present = [name for name in names if name in env]
     if not present or whole_number(env, names[1]) == 1:
         return {}
@@ -155,12 +156,11 @@ def _from_mpi(env: Mapping[str, str], starter: str, names: Sequence[str], to_set
     namespace = _mpi_namespace(env)
     if not namespace and "MASTER_PORT" not in env:
         raise UsageError(code="mpi-port-missing", launcher=starter, option=to_set.format("MASTER_PORT", 29500))
-    own_port = FIRST_PORT + zlib.crc32(namespace.encode()) % PORTS  # not hash(): the same number in every process
-    return _world(env, (rank, size, local_rank, local_size), LOOPBACK, own_port)
+    port = FIRST_PORT + zlib.crc32(namespace.encode()) % PORTS  # hash() differs between processes
+    return _world(env, (rank, size, local_rank, local_size), LOOPBACK, port)
 
 
 def _world(env: Mapping[str, str], counts: Sequence[int], address: str, port: int) -> dict[str, str]:
-    """Torchrun's variables; `counts` in the order of COUNTS."""
     return {name: str(value) for name, value in zip(COUNTS, counts, strict=True)} | {
         "MASTER_ADDR": env.get("MASTER_ADDR") or address,
         "MASTER_PORT": env.get("MASTER_PORT") or str(port),
@@ -175,7 +175,7 @@ def _mpi_namespace(env: Mapping[str, str]) -> str:
 
 
 def _in_step(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process: in the shells of sbatch and salloc the job's variables are set, no step's."""
+    """Whether srun started this process. The shells of sbatch and salloc have the job's variables, but no step."""
     return 0 <= _step_id(env) < NO_STEP
 
 
@@ -185,10 +185,10 @@ def _step_id(env: Mapping[str, str]) -> int:
 
 
 def whole_number(env: Mapping[str, str], *names: str) -> int | None:
-    """The first of these variables that is set.
+    """The value of the first of these variables that is set; None if none is set.
 
     Raises:
-        UsageError: it is not a whole number of at least 0.
+        UsageError: it is not a nonnegative integer.
     """
     for name in names:
         if name not in env:
@@ -209,10 +209,10 @@ _READERS: Mapping[str, Callable[[Mapping[str, str]], dict[str, str]]] = {
 
 
 def expand_nodes(text: str) -> list[str]:
-    """The nodes of a list as Slurm writes it, in its order: `n[1-3,7],gpu-[01-02]` -> n1 n2 n3 n7 gpu-01 gpu-02.
+    """Expand a node list of Slurm, in its order: `n[1-3,7],gpu-[01-02]` -> n1 n2 n3 n7 gpu-01 gpu-02.
 
     Raises:
-        UsageError: if it is no such list.
+        UsageError: the list is invalid.
     """
     names: list[str] = []
     for entry in re.split(r",(?![^\[]*\])", text):
@@ -237,7 +237,7 @@ def _numbers(text: str, whole: str) -> Iterator[str]:
 
 
 def tasks_of_node(text: str, node: int) -> int:
-    """The tasks on node number `node`, counted from 0, out of `2(x3),1`: 2 on each of three nodes, 1 on the fourth."""
+    """The number of tasks on node `node` (from 0). `2(x3),1` means 2 on each of three nodes, and 1 on the fourth."""
     left = node
     for entry in text.split(","):
         match = _TASKS.fullmatch(entry)

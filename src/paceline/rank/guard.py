@@ -1,12 +1,12 @@
-"""The part of the hang guard in a rank: it shows the state of the rank to the agent, and unblocks the rank.
+"""The part of the hang guard in a rank: it reports the state of the rank to the agent, and unblocks the rank.
 
     guard = Guard.of_process()
     with guard.phase(Phase.EVALUATE): ...        # the phase on the status page
     guard.ledger.take_order()                    # a hash of the collectives so far, which ranks compare
     guard.stall_error(error)                     # the reason, if the guard caused `error`
 
-Each process has one guard, made at the first call: it has one agent, one status page, one torch whose functions can be
-wrapped once, one handler for a signal. With `--stall-after off` only the count of steps is left.
+Each process has one guard, which the first call makes. A process has one agent and one status page, and torch's
+functions can be wrapped only once. With `--stall-after off` the guard only counts steps.
 """
 
 from __future__ import annotations
@@ -31,63 +31,63 @@ from typing import Any, BinaryIO, ClassVar, Self
 import msgspec
 
 from paceline.errors import ExitCode, StallError, UsageError
-from paceline.host.procfs import GUARD_THREAD, open_files, tcp_connections, written
+from paceline.host.procfs import GUARD_THREAD, open_files, proc_net_address, tcp_connections
 from paceline.host.reach import is_loopback, sign
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Answer, Phase, is_victim
 from paceline.protocol.status_page import SIGNAL, SIGNAL_SAFE, WATCHED, StatusPage, make_status_page
 from paceline.rank import recorder
-from paceline.rank.imports import unseen, when_imported
+from paceline.rank.imports import hide_from_warnings, when_imported
 from paceline.rank.ledger import MODULE, Group, Ledger, OrderMarks
 from paceline.runs.owners import user_name
 
-OTHERS_FIRST_SECONDS = 1.0  # a rank that is freed a little earlier closes its side of our connections
+OTHERS_FIRST_SECONDS = 1.0  # a rank that is unblocked earlier closes its connections to this rank
 WAKE_SECONDS = 0.25
-MAKES_GROUP = "_new_process_group_helper"  # what init_process_group, new_group and split_group all call
+MAKES_GROUP = "_new_process_group_helper"  # init_process_group, new_group and split_group all call it
 SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # asm-generic/socket.h, linux/bpf_common.h
 LOOPBACK = "127.0.0.1"
 
 
-class _Word(msgspec.Struct, frozen=True):
+class _ReleaseReason(msgspec.Struct, frozen=True):
     page: str = ""
     exit_code: int = ExitCode.STALLED
 
 
 class Guard:
-    """One for each process: see the module's docstring."""
+    """The guard of a process: see the module's docstring."""
 
-    max_steps = float("inf")  # after which a session ends its training; the script continues
+    max_steps = float("inf")  # a session ends its training after this number of steps; the script continues
     _of_process: ClassVar[Guard | None] = None
 
     def __init__(self, box: StatusPage | None, *, on: bool) -> None:
         """`box` is the agent's status page; None in a process without an agent."""
         self.on = on
         self._has_agent = box is not None
-        self.record = -1  # memory for the record of a failure, for an agent that did not start us
-        self.leave: Callable[[int], None] = lambda code: None  # tells it the exit code with which this process ends
+        self.record = -1  # memory for the failure record, if the agent did not start this process
+        self.leave: Callable[[int], None] = lambda code: None  # reports the exit code to such an agent
         self.box = box or StatusPage(make_status_page(0))
         self._warned = False
         self.ledger = Ledger(self.box, self.warn_once)
         self.connections = Connections()
         self._watcher: Watcher | None = None
-        self._detach: Callable[[], None] | None = None  # from a script that nobody changed
+        self._detach: Callable[[], None] | None = None  # removes the probes from an unmodified script
         if not on:
             self.box.keep_for_steps()
             self.ledger.active = False
 
     @classmethod
     def of_process(cls) -> Guard:
-        """This process's guard, the same at every call."""
+        """The guard of this process."""
         if Guard._of_process is None:
-            birth = WorkerBirth.here()
-            box = None if birth is None else StatusPage.inherited(birth.box)
-            Guard._of_process = guard = cls(box, on=birth is None or birth.guarded)
+            spec = WorkerSpec.here()
+            box = None if spec is None else StatusPage.inherited(spec.box)
+            Guard._of_process = guard = cls(box, on=spec is None or spec.guarded)
             os.register_at_fork(after_in_child=guard._in_child)
         return Guard._of_process
 
     @classmethod
     def observed(cls, box: int, record: int) -> Guard:
-        """Make this process's guard for an agent that did not start it; it reads the status page and the record."""
+        """Make the guard for an agent that did not start this process. The agent reads the page and the record."""
         Guard._of_process = guard = cls(StatusPage(box), on=True)
         guard.record = record
         os.register_at_fork(after_in_child=guard._in_child)
@@ -99,7 +99,7 @@ class Guard:
             return self
         native: NativeStacks | None = None
         try:
-            os.set_inheritable(self.box.descriptor, False)  # programs that the script starts have no box
+            os.set_inheritable(self.box.descriptor, False)  # programs that the script starts have no status page
             native = NativeStacks(self.box)
         except Exception as error:
             self.warn_once(error)
@@ -109,7 +109,7 @@ class Guard:
         return self
 
     def watch_torch(self) -> Self:
-        """See torch.distributed's calls from now on, or as soon as it is imported. Never raises."""
+        """Record torch.distributed's calls from now on, or from its import. Never raises."""
         try:
             when_imported(MODULE, self._install)
         except Exception as error:
@@ -119,12 +119,12 @@ class Guard:
     def attach_probes(
         self, detach: Callable[[], None], marker: OrderMarks | None, failed: Callable[[BaseException], None] | None
     ) -> None:
-        """Probes watch the script of this process until `detach_probes`. `failed` gets errors of its collectives."""
+        """Let probes observe the script until `detach_probes`. `failed` receives the errors of its collectives."""
         self._detach, self.ledger.marker, self.ledger.failed = detach, marker, failed
         self.box.put("script", 1)
 
     def detach_probes(self) -> None:
-        """A session or a training of paceline begins, which reports and checks itself: remove the probes."""
+        """Remove the probes. A session or a training of paceline calls this, because it reports and checks itself."""
         if self._detach is not None:
             self._detach()
             self.ledger.marker = self.ledger.failed = None
@@ -132,7 +132,7 @@ class Guard:
 
     @contextmanager
     def phase(self, phase: Phase) -> Generator[None]:
-        """Inside, the process is in this phase."""
+        """Inside the context, the process is in this phase."""
         before = self.box.enter(phase)
         try:
             yield
@@ -140,22 +140,22 @@ class Guard:
             self.box.enter(before)
 
     def released(self) -> str:
-        """The agent's reason, as JSON, if it has freed this rank; else empty."""
+        """The agent's reason as JSON, if it has unblocked this rank; else empty."""
         return (self.box.agent_message().decode(errors="replace") or "{}") if self.box.get("released") else ""
 
-    def check_freed(self) -> None:
-        """Raise StallError if the agent has freed this rank: what collectives have given since then is no result.
+    def check_unblocked(self) -> None:
+        """Raise StallError if the agent has unblocked this rank: results of collectives since then are invalid.
 
-        NCCL returns from an aborted collective without an error. To be called after the host has read what came, and
-        before that is used, applied or saved; the agent sets the flag before this rank aborts.
+        NCCL returns from an aborted collective without an error. Call this after the host has read a result, and before
+        it uses, applies or saves it. The agent sets the flag before this rank aborts.
         """
         if self.box.get("released"):
             raise self.stall_error(RuntimeError()) or StallError("the hang guard has ended this wait")
 
     def stall_error(self, error: BaseException) -> StallError | None:
-        """What to raise in place of `error`, out of a collective, if the guard has broken that up; else None.
+        """The error to raise in place of `error`, if the guard has aborted the collective; else None.
 
-        Waits for the agent's word for a second if `error` speaks of a lost connection: ranks are not freed at once.
+        If `error` reports a lost connection, it waits up to a second for the agent, which unblocks ranks one by one.
         """
         deadline = time.monotonic() + OTHERS_FIRST_SECONDS
         while self._has_agent and self.on and not self.released() and is_victim(error) and time.monotonic() < deadline:
@@ -164,11 +164,11 @@ class Guard:
         if not text:
             return None
         try:
-            word = msgspec.json.decode(text, type=_Word)
-            code = ExitCode(word.exit_code)
+            reason = msgspec.json.decode(text, type=_ReleaseReason)
+            code = ExitCode(reason.exit_code)
         except (msgspec.MsgspecError, ValueError):
-            word, code = _Word(), ExitCode.STALLED
-        return StallError(word.page or "another rank stood still: the hang guard has ended this wait", code)
+            reason, code = _ReleaseReason(), ExitCode.STALLED
+        return StallError(reason.page or "another rank made no progress: the hang guard has ended this wait", code)
 
     def _install(self, *, late: bool) -> None:
         module = sys.modules[MODULE]
@@ -178,7 +178,7 @@ class Guard:
         self.connections.install(module)
 
     def _in_child(self) -> None:
-        # a forked process loads data, or is the script's own business: it must not speak in the rank's name
+        # a forked process loads data or belongs to the script: it must not report as the rank
         self.box.keep_for_loaders()
         self.ledger.active = False
         self.on = self._has_agent = False
@@ -188,14 +188,14 @@ class Guard:
         """Print a warning about the first internal error; the work continues."""
         if not self._warned:
             self._warned = True
-            print(f"paceline: the hang guard of this process has a fault, and goes on: {error!r}", file=sys.stderr)
+            print(f"paceline: internal error in the hang guard, which continues: {error!r}", file=sys.stderr)
 
 
 class Watcher:
     """A thread that writes the status page four times a second, because the main thread may be stuck.
 
-    It shows that the interpreter still runs, counts the collectives that torch has called from C++, answers the agent's
-    question for stacks and collectives, and closes the connections of a collective that will never end. It holds no
+    It shows that the interpreter runs, counts the collectives that torch has called from C++, and answers the agent's
+    questions for stacks and collectives. It closes the connections of a collective that cannot complete. It holds no
     lock that the main thread needs, imports nothing, and handles all its errors.
     """
 
@@ -208,17 +208,17 @@ class Watcher:
         self._last, self._still, self._answered, self._aborted = (0, 0), 0, 0, False
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._box.put("ready", WATCHED if self._native is None else self._native.ready())
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop before the process ends, so that it does not use torch while torch is taken down."""
+        """Stop before the process ends, so that the thread does not use torch during its teardown."""
         self._stop.set()
         self._thread.join(1.0)
 
     def _run(self) -> None:
-        with suppress(OSError):  # by this name the agent knows the thread that wakes nobody
+        with suppress(OSError):  # by this name the agent recognizes a thread that wakes no other thread
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(GUARD_THREAD)
         while not self._stop.wait(WAKE_SECONDS):
             for part in (self._beat, self._reply, self._release):
@@ -275,22 +275,22 @@ class Watcher:
 
 
 class NativeStacks:
-    """Python's faulthandler, which on SIGNAL writes its stacks to the end of the box, without the interpreter lock.
+    """Python's faulthandler: on SIGNAL it appends the stacks to the status page, without the interpreter lock.
 
-    So the agent sees the Python line that called an endless regular expression or a C extension that never returns.
+    The agent thus gets the Python line that called an endless regular expression or a C extension that never returns.
     """
 
     def __init__(self, box: StatusPage) -> None:
-        """Raises OSError where /proc is not to be had."""
+        """Raises OSError without /proc."""
         path = f"/proc/self/fd/{box.descriptor}"
         self._file: BinaryIO | None = open(path, "ab", buffering=0)  # noqa: PTH123, SIM115 - as long as the process
         self._inode = os.fstat(self._file.fileno()).st_ino
-        # Only the thread that the kernel gives the signal to, the main one if it can: the stacks of threads that run,
-        # begin and end meanwhile cannot be read without the lock (measured: the process died of it, now and then).
+        # Only the thread that receives the signal, usually the main one. Without the lock, stacks of threads that run,
+        # start or end cannot be read safely (measured: the process crashed occasionally).
         faulthandler.register(SIGNAL, file=self._file, all_threads=False, chain=False)
 
     def ready(self) -> int:
-        """SIGNAL_SAFE while the file is still the box: a program that closes all descriptors may have another there."""
+        """SIGNAL_SAFE while the file is the status page; a program that closes all descriptors may replace it."""
         if self._file is None:
             return WATCHED
         try:
@@ -304,37 +304,37 @@ class NativeStacks:
 
 
 class Connections:
-    """The sockets that process groups have opened. They unblock a rank that waits in a collective.
+    """The sockets of process groups. Closing them unblocks a rank that waits in a collective.
 
-    Gloo has no way to give up (torch's `abort` unblocks nothing), but its sockets belong to this process: shut down,
-    they make the blocked call raise a RuntimeError within milliseconds. NCCL's groups can be aborted; what waited
-    for them then returns *without an error*, with undefined data in its buffers (`Guard.check_freed` detects that).
+    Gloo cannot abort (torch's `abort` unblocks nothing), but its sockets belong to this process. Shutting them down
+    makes the blocked call raise a RuntimeError within milliseconds. NCCL's groups can be aborted. Their waiting calls
+    return *without an error*, with undefined data in the buffers (`Guard.check_unblocked` detects this).
 
-    Gloo's sockets are those that came up while torch made the process group: gloo connects all pairs there, and the
-    store has connected before. So neither the store's connection nor the user's are ever touched, except one that a
-    thread of the user has opened at that very moment. They are known by their inodes, because a descriptor may be of
-    a different socket by now. With TORCH_GLOO_LAZY_INIT the connections come up later, and are not known here: such a
-    rank stays blocked until it is stopped.
+    Gloo's sockets are those that torch opened while it made the process group: gloo connects all pairs then, and the
+    store has connected before. Connections of the store and of the user are therefore never closed, except one that a
+    thread of the user opens at the same moment. Inodes identify the sockets, because a descriptor may be reused.
+    With TORCH_GLOO_LAZY_INIT the connections open later and are unknown here. Such a rank stays blocked until it is
+    stopped.
 
-    Gloo listens for its peers where every user of the machine can reach it. Once a group is made all its pairs are
-    connected: the port is shut to all who come. Until then, for less than a second, a stranger may have been faster
-    than a peer: gloo takes any process that sends a small number. On one machine the kernel knows the user at the other
-    end; a group with a stranger in it is not used.
+    Gloo listens for its peers on ports that every user of the machine can reach. Once a group is made, all its pairs
+    are connected, and this class closes the ports to new connections. Before that, for less than a second, a foreign
+    process may connect first: gloo accepts any process that sends a small number. On one machine the kernel shows the
+    user at the other end. A group with a foreign user in it is not used.
     """
 
     def __init__(self) -> None:
         self.inodes: set[str] = set()
         self.ends: list[End] = []
-        """of the connections to other hosts that the last group has opened"""
+        """The ends of the connections to other hosts that the last group has opened."""
         self._tolerated: list[list[str]] | None = None
 
     def install(self, distributed: ModuleType) -> None:
-        """Note from now on what a new process group opens, and shut its door behind it."""
+        """Record the sockets of each new process group, and close its ports to new connections."""
         make: Callable[..., Any] | None = getattr(distributed, MAKES_GROUP, None)
-        if make is None:  # a torch that has another name for it: nothing is known, nobody is freed
+        if make is None:  # a torch with a different name: no sockets are recorded, and no rank is unblocked
             return
 
-        @unseen
+        @hide_from_warnings
         @wraps(make)
         def made(*args: Any, **kwargs: Any) -> Any:
             before = open_sockets()
@@ -342,7 +342,7 @@ class Connections:
                 group = make(*args, **kwargs)
             finally:
                 new = {inode: number for inode, number in open_sockets().items() if inode not in before}
-            # NCCL alone needs its doors: ranks connect when they first exchange something
+            # NCCL needs its ports open: ranks connect at their first collective
             if _is_nccl(distributed, group[0]) and "gloo" not in str(distributed._world.pg_backend_config[group[0]]):
                 return group
             self.inodes |= new.keys()
@@ -350,13 +350,13 @@ class Connections:
             if os.environ.get("TORCH_GLOO_LAZY_INIT", "").upper() in ("", "0", "OFF", "FALSE", "N", "NO"):
                 if not shut(new.values()) and os.environ.get("RANK", "0") == "0":
                     print(
-                        "paceline: this system cannot shut the ports by which ranks have met: other users of this "
-                        "machine can connect to them, which wastes memory and time, but not be taken for a rank",
+                        "paceline: this system cannot close the ports of process groups. Other users of this machine "
+                        "can connect to them, which wastes memory and time, but they cannot act as a rank",
                         file=sys.stderr,
                     )
-                if users := strangers(new.values()):
+                if users := foreign_users(new.values()):
                     if self._tolerated is None:
-                        raise stranger_met(users)
+                        raise foreign_user_error(users)
                     self._tolerated.append(users)
             return group
 
@@ -364,7 +364,7 @@ class Connections:
 
     @contextmanager
     def tolerating(self) -> Generator[list[list[str]]]:
-        """Inside, a group with strangers is no error: the list gets their users, and all ranks must make it again."""
+        """Inside the context, a group with foreign users is no error. The list collects the users for a retry."""
         self._tolerated = []
         try:
             yield self._tolerated
@@ -372,7 +372,7 @@ class Connections:
             self._tolerated = None
 
     def shut(self) -> None:
-        """Cut those that are still there."""
+        """Shut down the recorded connections that are still open."""
         for one in _internet([descriptor for inode, descriptor in open_sockets().items() if inode in self.inodes]):
             if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 with suppress(OSError):  # closed meanwhile
@@ -381,7 +381,7 @@ class Connections:
 
 @dataclass(frozen=True)
 class End:
-    """One end of a connection to another host: its name, the other end's, and whether that one has made it."""
+    """One end of a connection to another host: its name, the name of the other end, and whether we accepted it."""
 
     name: str
     other: str
@@ -390,16 +390,16 @@ class End:
 
 def far_ends(descriptors: Collection[int]) -> list[End]:
     """Our ends of connections to other hosts."""
-    doors: set[int] = set()
+    ports: set[int] = set()
     pairs: list[tuple[tuple[str, int], tuple[str, int]]] = []
     for one in _internet(descriptors):
         if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            doors.add(one.getsockname()[1])
+            ports.add(one.getsockname()[1])
             continue
         with suppress(OSError):  # closed by the other side
             pairs.append((one.getsockname()[:2], one.getpeername()[:2]))
     return [
-        End(f"{own[0]} {own[1]} {its[0]} {its[1]}", f"{its[0]} {its[1]} {own[0]} {own[1]}", own[1] in doors)
+        End(f"{own[0]} {own[1]} {its[0]} {its[1]}", f"{its[0]} {its[1]} {own[0]} {own[1]}", own[1] in ports)
         for own, its in pairs
         if not is_loopback(own[0])
     ]
@@ -411,7 +411,7 @@ def open_sockets() -> dict[str, int]:
 
 
 def abort_nccl(distributed: ModuleType) -> None:
-    """Give up all collectives of all NCCL groups at once: one alone would wait for the others (pytorch 119797)."""
+    """Abort all NCCL groups together, because aborting one alone would wait for the others (pytorch 119797)."""
     names: dict[Any, str] = {**distributed._world.pg_names}
     groups = sorted((group for group in names if _is_nccl(distributed, group)), key=lambda group: names[group])
     if not groups:
@@ -430,20 +430,20 @@ def _is_nccl(distributed: ModuleType, group: Any) -> bool:
 
 
 def shut(descriptors: Collection[int]) -> bool:
-    """Have the kernel drop new connections to ports at which we listen; existing connections stay.
+    """Have the kernel drop new connections to our listening ports; existing connections stay open.
 
     Returns:
-        Whether all of them are shut: a kernel may know neither way.
+        Whether all ports are closed; a kernel may support neither method.
     """
     return all(
-        sign(one, os.urandom(16)) or _filter(one)  # with a key that nobody knows
+        sign(one, os.urandom(16)) or _filter(one)  # with a secret key
         for one in _internet(descriptors)
         if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     )
 
 
 def _filter(one: socket.socket) -> bool:
-    """A program for the packet filter: one instruction, "return 0 bytes of it". Newer kernels let only root do this."""
+    """Attach a packet filter with one instruction, "return 0 bytes". Newer kernels allow this only for root."""
     instruction = ctypes.create_string_buffer(struct.pack("HBBI", BPF_RETURN, 0, 0, 0))
     with suppress(OSError):
         one.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(instruction)))
@@ -451,20 +451,20 @@ def _filter(one: socket.socket) -> bool:
     return False
 
 
-def strangers(descriptors: Collection[int]) -> list[str]:
-    """The other users who are connected over the loopback."""
+def foreign_users(descriptors: Collection[int]) -> list[str]:
+    """The other users that are connected over the loopback."""
     ends: dict[tuple[str, str], None] = {}
     for one in _internet(descriptors):
         with suppress(OSError):  # it only listens
             (address, port), (its_address, its_port) = one.getsockname()[:2], one.getpeername()[:2]
             if address == its_address == LOOPBACK:
-                ends[written(its_address, its_port), written(address, port)] = None
-    # (own end, other end) -> user, of all connections over IPv4 in this network
+                ends[proc_net_address(its_address, its_port), proc_net_address(address, port)] = None
+    # (local end, remote end) -> user, of all IPv4 connections in this network namespace
     users = {(row[1], row[2]): int(row[7]) for row in tcp_connections("tcp")} if ends else {}
     return [user_name(user) for user in sorted({users[end] for end in ends if end in users} - {os.geteuid()})]
 
 
-def stranger_met(users: list[str]) -> UsageError:
+def foreign_user_error(users: list[str]) -> UsageError:
     """The error for a process group with these other users in it."""
     return UsageError(code="stranger-in-group", users=users, host=os.uname().nodename)
 

@@ -1,4 +1,4 @@
-"""Imports modules that make a million objects, calls back when a module is imported, and hides frames from warnings."""
+"""Imports large modules faster, calls functions after an import, and hides frames from warnings."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 TRAINING = ("paceline.train.run", "torch._dynamo")  # each of torch's optimizers imports its compiler
 T = TypeVar("T", bound=Callable[..., Any])
-UNSEEN = " (as importlib._bootstrap)"
+HIDDEN_FRAME = " (as importlib._bootstrap)"
 
 
 def import_all(modules: Sequence[str]) -> None:
-    """Import them without the garbage collector, which would look at each object again; raises their errors.
+    """Import modules with the garbage collector disabled, which would scan each object again; raises their errors.
 
     Measured with torch and its compiler: 1.5 s of a core instead of 2.1 s.
     """
@@ -33,9 +33,9 @@ def import_all(modules: Sequence[str]) -> None:
 
 
 def when_imported(name: str, then: Callable[..., None]) -> None:
-    """Call `then(late=True)` now if the module is there, else `then(late=False)` right after it has been executed.
+    """Call `then(late=True)` now if the module is imported, else `then(late=False)` right after its import.
 
-    Names that other modules imported from it before a late call stay the old ones.
+    Before a late call, other modules may have imported names from it. These names keep their old values.
     """
     module = sys.modules.get(name)
     if module is not None:
@@ -47,7 +47,7 @@ def when_imported(name: str, then: Callable[..., None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds what the others find, and has `then` called after it is executed; once."""
+    """A finder that delegates to the other finders, and calls `then` once after the module is executed."""
 
     def __init__(self, name: str, then: Callable[..., None]) -> None:
         self.name, self.then = name, then
@@ -66,26 +66,26 @@ class _Finder(MetaPathFinder):
             self._asking = False
         if spec is None or spec.loader is None:
             return spec
-        own = vars(spec.loader)  # of this one object: its class stays what everybody expects
+        attributes = vars(spec.loader)  # changes this loader only, not its class
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            own.pop("exec_module", None)
+            attributes.pop("exec_module", None)
             execute(module)
-            if self in sys.meta_path:  # until then: some only ask whether there is such a module
+            if self in sys.meta_path:  # removed only here, because `find_spec` may also serve a mere existence test
                 sys.meta_path.remove(self)
                 self.then(late=False)
 
-        own["exec_module"] = exec_module
+        attributes["exec_module"] = exec_module
         return spec
 
 
-def unseen(function: T) -> T:
-    """Have warnings pass over this function, which is not running yet, so that they name the user's line.
+def hide_from_warnings(function: T) -> T:
+    """Hide the frames of this function from warnings, so that they show the user's line. A decorator.
 
-    `warnings` passes over the frames of the import system, which it knows by two words in the name of their file,
-    wherever it counts a stack level. A function of ours between a user's line and torch's has them in its file's name.
+    When `warnings` counts stack levels, it skips frames of the import system. It recognizes them by two words in the
+    file name. This decorator appends these words to the file name of the function. It must not be running yet.
     """
-    changed: Any = function
-    changed.__code__ = changed.__code__.replace(co_filename=changed.__code__.co_filename + UNSEEN)
+    hidden: Any = function
+    hidden.__code__ = hidden.__code__.replace(co_filename=hidden.__code__.co_filename + HIDDEN_FRAME)
     return function

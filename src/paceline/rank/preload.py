@@ -1,8 +1,8 @@
-"""Makes N workers of a process that has imported everything: it forks, and each fork takes a worker's place.
+"""The preloader: a process that has imported all modules and forks a worker for each order of the agent.
 
-It runs a worker's command, up to here (see protocol/control.py and launch/agent/preload.py). A fork is safe while this
-is the only thread, and no file and no CUDA device is open, which is checked before. A worker gets its environment,
-descriptors, session and signals after the fork.
+It runs the command of a worker up to this point (see protocol/control.py and launch/agent/preload.py). A fork is safe
+while this is the only thread, and while no file and no CUDA device is open. The preloader checks this first. A worker
+gets its environment, descriptors, session and signals after the fork.
 """
 
 import ctypes
@@ -21,32 +21,32 @@ from typing import Any
 import msgspec
 
 from paceline.host.procfs import die_with_parent, open_files
-from paceline.protocol.control import AGENT_MARK, MAX_DESCRIPTORS, MAX_ORDER_BYTES, READY, ForkOrder, WorkerBirth
+from paceline.protocol.control import AGENT_MARK, MAX_DESCRIPTORS, MAX_ORDER_BYTES, READY, ForkOrder, WorkerSpec
 from paceline.rank.guard import Guard
 from paceline.rank.ledger import KINDS, MODULE
 
-NAME = "preloader"  # in `ps -o comm` and `top`; its command line is a worker's
+NAME = "preloader"  # in `ps -o comm` and `top`; its command line is that of a worker
 COMM = Path("/proc/self/comm")
-MAX_SAID_BYTES = 1 << 20
-SETTLE_SECONDS = 0.5  # a thread that has ended is listed a moment longer
+MAX_OUTPUT_BYTES = 1 << 20
+SETTLE_SECONDS = 0.5  # /proc lists a thread for a short time after its end
 
 
-def serve(birth: WorkerBirth, load: Callable[[], None]) -> None:
-    """Import all that `load` does, and fork a worker at each order. Returns in the workers only, each as just started.
+def serve(spec: WorkerSpec, load: Callable[[], None]) -> None:
+    """Call `load`, which imports modules, and fork a worker for each order. Returns only in the workers.
 
-    Ends with its agent, or when the agent no longer listens.
+    Ends with its agent, or when the agent closes the channel.
     """
-    channel = socket.socket(fileno=birth.preload)
+    channel = socket.socket(fileno=spec.preload)
     channel.set_inheritable(False)
-    die_with_parent(birth.agent_pid)
+    die_with_parent(spec.agent_pid)
     comm = COMM.read_text().strip()
     COMM.write_text(NAME)
     try:
         load()
-        gc.freeze()  # no worker's collector looks at these objects, which means writes to them: their memory stays one
+        gc.freeze()  # the collectors of workers do not write to these objects, so that their memory stays common
         reason = why_not({0, 1, 2, channel.fileno()})
-    except BaseException as error:  # a worker meets it again, and tells it in full
-        reason = f"cannot import what it should: {type(error).__name__}: {error}"[:1000]
+    except BaseException as error:  # a worker will have the same error, and reports it completely
+        reason = f"cannot import its modules: {type(error).__name__}: {error}"[:1000]
     _answer(channel, reason.encode(errors="replace") or READY)
     if reason:
         os._exit(1)
@@ -66,9 +66,9 @@ def serve(birth: WorkerBirth, load: Callable[[], None]) -> None:
             os.close(descriptor)
 
 
-def _answer(channel: socket.socket, words: bytes) -> None:
-    with suppress(OSError):  # nobody listens: the next order will not come, either
-        channel.send(words)
+def _answer(channel: socket.socket, data: bytes) -> None:
+    with suppress(OSError):  # the agent has ended, so no further order will arrive
+        channel.send(data)
 
 
 def _next_order(channel: socket.socket) -> tuple[ForkOrder, list[int]]:
@@ -76,14 +76,14 @@ def _next_order(channel: socket.socket) -> tuple[ForkOrder, list[int]]:
         data, received, _, _ = socket.recv_fds(channel, MAX_ORDER_BYTES, MAX_DESCRIPTORS)
     except OSError:
         data, received = b"", []
-    if not data:  # the agent is gone, or has no use for us any more
+    if not data:  # the agent has ended or closed the channel
         os._exit(0)
     return msgspec.msgpack.decode(data, type=ForkOrder), received
 
 
 def why_not(known: set[int]) -> str:
-    """Why this process is not fit to be forked from; empty if it is. `known` are its descriptors that may be open."""
-    if (pid := os.fork()) == 0:  # libraries that know how to (OpenBLAS) end their idle threads before a fork: have them
+    """Why this process cannot fork workers safely; empty if it can. `known` are descriptors that may be open."""
+    if (pid := os.fork()) == 0:  # some libraries (OpenBLAS) end their idle threads at a fork
         os._exit(0)
     os.waitpid(pid, 0)
     deadline = time.monotonic() + SETTLE_SECONDS
@@ -100,9 +100,10 @@ def why_not(known: set[int]) -> str:
 
 
 def fork_away() -> int:
-    """Fork a process whose parent is at once no longer this one: 0 in it, its pid here.
+    """Fork a process whose parent is not this process; return 0 in it, and its pid here.
 
-    Its parent, a fork too, ends; the kernel looks for the next ancestor that takes orphans, which is the agent.
+    Its parent, an intermediate fork, ends. The kernel then makes it a child of the agent, which is the nearest ancestor
+    that adopts orphans.
     """
     reader, writer = os.pipe()
     middle = os.fork()
@@ -120,26 +121,26 @@ def fork_away() -> int:
     os.close(writer)
     with os.fdopen(reader, "rb") as file:
         text = file.read()
-    os.waitpid(middle, 0)  # only when it has ended is its child the agent's
+    os.waitpid(middle, 0)  # after this, its child is a child of the agent
     if not text:
         raise OSError("no more processes")
     return int(text)
 
 
 def become(order: ForkOrder, received: Sequence[int]) -> None:
-    """Be the worker that `order` describes, as if it had been started with these descriptors and this environment."""
+    """Become the worker that `order` describes, as if started with these descriptors and this environment."""
     begins, *descriptors = received
     os.setsid()
-    if not os.read(begins, 1):  # the agent has given up on us, or is gone: it knows no such worker
+    if not os.read(begins, 1):  # the agent has ended or has cancelled the order
         os._exit(0)
     os.close(begins)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    said = [os.pread(number, MAX_SAID_BYTES, 0) for number in (1, 2)]
+    output = [os.pread(number, MAX_OUTPUT_BYTES, 0) for number in (1, 2)]
     _place(descriptors, order.numbers)
-    for number, words in zip((1, 2), said, strict=True):
-        with suppress(OSError):  # a full disk, a terminal that is gone
-            os.write(number, words)
+    for number, text in zip((1, 2), output, strict=True):
+        with suppress(OSError):  # a full disk, or a closed terminal
+            os.write(number, text)
     if os.isatty(1) and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     env = dict(order.env)
@@ -148,14 +149,13 @@ def become(order: ForkOrder, received: Sequence[int]) -> None:
     os.environb.update(env)
     signal.pthread_sigmask(signal.SIG_SETMASK, order.blocked_signals)
     numpy_random: Any = sys.modules.get("numpy.random")
-    if numpy_random is not None:  # Python's own random does it by itself
+    if numpy_random is not None:  # Python's random module seeds itself after a fork
         numpy_random.seed()
     _watch_torch()
 
 
 def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
-    """Give `descriptors` these numbers."""
-    above = max(numbers) + 1  # first out of the way: one may stand where another is to go
+    above = max(numbers) + 1  # move all away first, because a target number may be in use
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
@@ -165,9 +165,10 @@ def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 def _show_mark(mark: bytes) -> None:
-    """Have /proc show this mark in the environment of this process: it shows the state when its program began.
+    """Write this mark into the environment that /proc shows, which is the environment at the start of the program.
 
-    By the mark the agent finds what its workers have forked into other sessions. The preloader's is as long, at least.
+    By the mark the agent finds processes that its workers have forked into other sessions. The preloader's mark is at
+    least as long.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # of the environment, see proc_pid_stat(5)
@@ -180,15 +181,14 @@ def _show_mark(mark: bytes) -> None:
 
 
 def _watch_torch() -> None:
-    """Wrap torch.distributed's functions wherever imports have put them, as if the guard had come before them."""
     guard, module = Guard.of_process(), sys.modules.get(MODULE)
     if not guard.on or module is None:
         return
-    functions = {name: found for name in KINDS if (found := getattr(module, name, None)) is not None}
+    functions = {name: function for name in KINDS if (function := getattr(module, name, None)) is not None}
     others = [
         other
         for other in [*sys.modules.values()]
         if other is not module
-        and any(getattr(other, "__dict__", {}).get(name) is found for name, found in functions.items())
+        and any(getattr(other, "__dict__", {}).get(name) is function for name, function in functions.items())
     ]
     guard.ledger.install(module, *others)

@@ -1,8 +1,8 @@
-"""Puts together what torch's flight recorder has recorded and what the ledger has, into one list.
+"""Merges the operations in torch's flight recorder and in the ledger into one list.
 
-NCCL has a separate flight recorder; all other backends have one in common. Both are read.
-DDP's buckets are called from C++, where no wrapper sees them: only the flight recorder has them. It does not have
-messages to a peer, nor names; those are the ledger's. A torch without a flight recorder leaves what the ledger has.
+NCCL has a separate flight recorder; all other backends use a common one. This module reads both. C++ code calls the
+collectives of DDP's buckets without a Python wrapper, so only the flight recorder contains them. Only the ledger
+contains messages to a peer, and names. If torch has no flight recorder, the list contains only the ledger's operations.
 """
 
 import pickle
@@ -25,43 +25,43 @@ from paceline.rank.ledger import KINDS, MODULE, SAME, Group
 from paceline.rank.sites import frame_of
 
 capturing = threading.Event()
-"""A CUDA graph is being captured: NCCL's recorder is not read, since it asks the GPU, which would spoil the graph."""
+"""Set while a CUDA graph is captured. NCCL's recorder queries the GPU, which would invalidate the graph."""
 MAX_OPS, MAX_FRAMES, MAX_THREADS = 64, 96, 24
 UNTITLED = ("", "undefined", "default_pg")
-"""torch's titles of groups without a title"""
-Dated = tuple[int, Op]  # When it began, in ns of CLOCK_MONOTONIC, and what.
+"""Torch's titles of groups without a title."""
+Dated = tuple[int, Op]  # start in ns of CLOCK_MONOTONIC, operation
 
 
 def distributed() -> ModuleType | None:
-    """Torch's module of collectives, once it is imported as a whole."""
+    """Torch's module of collectives, if its import is complete."""
     module = sys.modules.get(MODULE)
     return None if module is None or getattr(module.__spec__, "_initializing", False) else module
 
 
 def merged(ring: Sequence[Dated], groups: Mapping[str, Group], stack: Stack | None = None) -> list[Op]:
-    """The last 64 operations of this process, the oldest first: of the `ring`, and what torch has called in `groups`.
+    """The last 64 operations of this process, the oldest first: those in the `ring`, and torch's calls in `groups`.
 
-    If the main thread's `stack` is in torch, it gives the line of the operation in flight that torch itself has called.
-    The flight recorder knows the lines, too, but its first answer with them takes seconds of a core, in which this
-    process answers nothing and seems to hold the interpreter's lock.
+    If the main thread's `stack` is in torch, it provides the line of an operation in flight that torch itself called.
+    The flight recorder also contains lines. But its first answer with lines takes seconds of CPU time, during which
+    this process does not answer and appears to hold the interpreter lock.
     """
     frames = stack.frames if stack is not None else ()
     inner = next((frame for frame in frames if activity_of(frame.file) is not Activity.GUARD), None)
     line = shown_site_of(frames) if inner is not None and inner.file.startswith("torch/") else ""
-    own = of_this_life(ring)
-    called = {(op.group, op.seq): (at, op) for at, op in own if not op.is_message}
+    from_ring = of_this_life(ring)
+    called = {(op.group, op.seq): (at, op) for at, op in from_ring if not op.is_message}
     for at, op in of_this_life(_recorded(groups)):
         ours = called.get((op.group, op.seq))
-        # torch knows best what is over, also of what nobody has waited for
-        known = replace(op, site="" if op.done else line) if ours is None else replace(ours[1], done=op.done)
-        called[op.group, op.seq] = (at if ours is None else ours[0], known)
-    everything = [*(dated for dated in own if dated[1].is_message), *called.values()]
+        # torch's state `done` is also right for operations without a wait
+        merged_op = replace(op, site="" if op.done else line) if ours is None else replace(ours[1], done=op.done)
+        called[op.group, op.seq] = (at if ours is None else ours[0], merged_op)
+    everything = [*(dated for dated in from_ring if dated[1].is_message), *called.values()]
     ops = [op for _, op in sorted(everything, key=lambda dated: dated[0])]
-    return _begun(ops, {name for name, group in groups.items() if not group.polled})[-MAX_OPS:]
+    return _without_queued(ops, {name for name, group in groups.items() if not group.polled})[-MAX_OPS:]
 
 
-def _begun(ops: Sequence[Op], enqueuing: Collection[str]) -> list[Op]:
-    """Without operations queued behind a message in flight: over the groups `enqueuing` they have not begun."""
+def _without_queued(ops: Sequence[Op], enqueuing: Collection[str]) -> list[Op]:
+    """Remove operations that are queued behind a message in flight: in the groups `enqueuing` they have not begun."""
     kept: list[Op] = []
     behind: set[str] = set()
     for op in ops:
@@ -73,15 +73,14 @@ def _begun(ops: Sequence[Op], enqueuing: Collection[str]) -> list[Op]:
 
 
 def _groups() -> list[tuple[Any, str]]:
-    """The process groups of this process, and their names."""
     module: Any = distributed()
     return [] if module is None else [*module._world.pg_names.items()]
 
 
 def group_members() -> dict[str, tuple[int, ...]]:
-    """The ranks of the world in each process group of this process; none for one of all ranks."""
+    """The ranks of the world in each process group of this process; empty for a group of all ranks."""
     groups = {name: sys.modules[MODULE]._world.pg_group_ranks[group] for group, name in _groups()}
-    most = max(map(len, groups.values()), default=0)  # the first one's
+    most = max(map(len, groups.values()), default=0)  # size of the default group
     return {name: tuple(sorted(ranks)) if len(ranks) < most else () for name, ranks in groups.items()}
 
 
@@ -92,41 +91,40 @@ def group_titles() -> dict[str, str]:
 
 
 def sequence_numbers() -> dict[str, int]:
-    """The number of collectives over each group, as torch counts; without groups that torch does not count."""
-    found: dict[str, int] = {}
+    """The number of collectives of each group, by torch's count; without groups that torch does not count."""
+    numbers: dict[str, int] = {}
     for group, name in _groups():
         with suppress(RuntimeError):  # MPI does not count
-            found[name] = group._get_sequence_number_for_group()
-    return found
+            numbers[name] = group._get_sequence_number_for_group()
+    return numbers
 
 
 def in_flight() -> bool:
-    """Whether torch has an operation in flight, by the flight recorder; it may also be True if there is none.
+    """Whether torch has an operation in flight, by the flight recorder. May be True although there is none.
 
-    The count is late when gloo's threads end two operations in the other order, until the next one has ended.
+    If gloo's threads complete two operations in reverse order, the count is late until the next one completes.
     """
-    found = [status for dump in _dumps(collectives=False) for status in dump.get("pg_status", {}).values()]
-    return any(one["last_enqueued_collective"] > one["last_completed_collective"] for one in found)
+    statuses = [status for dump in _dumps(collectives=False) for status in dump.get("pg_status", {}).values()]
+    return any(status["last_enqueued_collective"] > status["last_completed_collective"] for status in statuses)
 
 
 def pending(groups: Mapping[str, Group]) -> set[tuple[str, int]]:
-    """By group and number, the operations of torch in flight; messages are -1, -2, ..., as NCCL counts them."""
+    """The operations of torch in flight, by group and number. Messages have NCCL's numbers, negated: -1, -2, ..."""
     entries = [entry for dump in _dumps(collectives=True) for entry in dump.get("entries", ())]
-    messages = [one for one in entries if one["is_p2p"] and not one["retired"]]
-    found = {(one["process_group"][0], -one["p2p_seq_id"]) for one in messages}
-    return found | {(op.group, op.seq) for _, op in _recorded(groups) if not op.done}
+    messages = {(e["process_group"][0], -e["p2p_seq_id"]) for e in entries if e["is_p2p"] and not e["retired"]}
+    return messages | {(op.group, op.seq) for _, op in _recorded(groups) if not op.done}
 
 
 def stacks(main: int) -> tuple[Stack, ...]:
-    """The stacks of all threads of this process, the main thread (by its identity) first."""
+    """The stacks of all threads of this process, the thread with identifier `main` first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     running = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     order = sorted((ident for ident in running if ident != threading.get_ident()), key=lambda ident: ident != main)
-    found: list[Stack] = []
+    collected: list[Stack] = []
     for ident in order[:MAX_THREADS]:
         frames = tuple(frame_of(frame) for frame, _ in islice(walk_stack(running[ident]), MAX_FRAMES))
-        found.append(Stack("main" if ident == main else str(names.get(ident, ident))[:64], frames))
-    return tuple(found)
+        collected.append(Stack("main" if ident == main else str(names.get(ident, ident))[:64], frames))
+    return tuple(collected)
 
 
 def _dumps(*, collectives: bool) -> list[dict[str, Any]]:
@@ -135,28 +133,28 @@ def _dumps(*, collectives: bool) -> list[dict[str, Any]]:
     dumps = [getattr(binding, name, None) for name in names]
     if distributed() is None:
         return []
-    # Pickle, but of this process's own making: it comes out of its memory, from nobody else.
+    # safe to unpickle: the data comes from the memory of this process
     return [pickle.loads(dump(collectives, False, False)) for dump in dumps if dump]  # without stacks: see `merged`
 
 
 def _recorded(groups: Mapping[str, Group]) -> list[Dated]:
     to_monotonic = time.monotonic_ns() - time.time_ns()
     newest = sequence_numbers()
-    found: list[Dated] = []
+    recorded: list[Dated] = []
     for entry in [entry for dump in _dumps(collectives=True) for entry in dump.get("entries", ())]:
         group, gloo = entry["process_group"][0], entry["profiling_name"].startswith("gloo:")
-        # gloo counts messages among its operations, but does not record them; NCCL counts them apart
+        # gloo counts messages with collectives, but does not record them; NCCL counts them separately
         number = entry["op_id"] if gloo else entry["collective_seq_id"]
-        own = groups[group].own(number) if group in groups else number
-        earlier_life = number > newest.get(group, number)
-        if not (entry["is_p2p"] or own is None or earlier_life):
-            found.append((entry["time_created_ns"] + to_monotonic, _op(entry, group, own)))
-    return found
+        ours = groups[group].own(number) if group in groups else number
+        of_earlier_group = number > newest.get(group, number)
+        if not (entry["is_p2p"] or ours is None or of_earlier_group):
+            recorded.append((entry["time_created_ns"] + to_monotonic, _op(entry, group, ours)))
+    return recorded
 
 
 def _op(entry: Mapping[str, Any], group: str, number: int) -> Op:
     kind = entry["profiling_name"].rpartition(":")[2]
-    side = "output" if kind in ("scatter", "reduce_scatter") else "input"  # the one that all ranks pass alike
+    side = "output" if kind in ("scatter", "reduce_scatter") else "input"  # equal on all ranks
     known = KINDS.get(SAME.get(kind, kind))
     shapes = entry[f"{side}_sizes"] if known is None or known.shape else ()
     types: list[str] = entry[f"{side}_dtypes"]
@@ -172,4 +170,4 @@ _TYPES = {
     "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Bool": "bool",
     "ComplexFloat": "complex64", "ComplexDouble": "complex128",
 }  # fmt: skip
-"""What C++ calls torch's types."""
+"""The names of torch's types in C++."""

@@ -1,9 +1,10 @@
-"""Lets the ranks of one job find each other, without strangers and without a silent wait.
+"""The rendezvous of the ranks of one job, without foreign processes and without a silent wait.
 
-First all ranks compare, in their store, the name of the job and the size of the world; and each claims its rank.
-Otherwise two jobs on one port would merge silently into one, and a RANK that was exported once for all would look like
-a hang. Store calls may block forever (a frozen rank 0, a port of another program that accepts and does not answer),
-despite torch's timeout: so a thread makes them, and the main thread keeps the time and prints messages.
+First all ranks compare the name of the job and the size of the world in their store, and each claims its rank.
+Otherwise two jobs on one port would merge silently, and one exported value of RANK for all ranks would look like a
+hang. Store calls may block forever despite torch's timeout (a frozen rank 0, or a port of a different program that
+accepts connections and does not answer). Therefore a thread makes these calls, and the main thread checks the time and
+prints messages.
 """
 
 import os
@@ -24,16 +25,16 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright
 from paceline.errors import TrainingError, UsageError
 from paceline.host.procfs import port_holder
 from paceline.host.reach import why_unreachable
-from paceline.protocol.control import WorkerBirth, restarts
+from paceline.protocol.control import WorkerSpec, restarts
 from paceline.rank.environment import job_token
 
 MEETING_SECONDS = 300.0
 FIRST_WORD_SECONDS = 10.0
 NEXT_WORD_SECONDS = 30.0
-CONNECT_SECONDS = 10.0  # for one try of torch's client, which is noisy when it fails
+CONNECT_SECONDS = 10.0  # for one attempt of torch's client, which prints a lot when it fails
 LONGEST_POLL_SECONDS = 0.25
 PREFIX = "paceline/meeting"
-_met: list[int] = []  # how often this process has met the others, once it has: a group may follow another
+_met: list[int] = []  # [number of rendezvous so far]; empty before the first: a process may make several groups
 COMPLETE, REFUSED, ARRIVED, JOB = "complete", "refused", "arrived", "job"
 CLAIMED_TWICE = "rank-claimed-twice"
 
@@ -41,7 +42,7 @@ CLAIMED_TWICE = "rank-claimed-twice"
 class _Job(msgspec.Struct, frozen=True):
     token: str
     size: int
-    by: str  # which process wrote this
+    by: str  # the process that wrote this
 
 
 @dataclass
@@ -57,7 +58,7 @@ class _Rendezvous:
     deadline: float  # monotonic
     store: Store | None = None
     error: BaseException | None = None
-    waits_for: str = ""  # a sentence for people; empty: somebody else says it
+    waits_for: str = ""  # a message for the user; empty if another rank prints it
     ended: threading.Event = field(default_factory=threading.Event)
     me: str = field(default_factory=lambda: f"{os.uname().nodename} pid {os.getpid()}")
 
@@ -70,19 +71,19 @@ class _Rendezvous:
 
 
 def rendezvous(rank: int, size: int, env: Mapping[str, str], *, seconds: float = MEETING_SECONDS) -> Store:
-    """The store of this job, when exactly its `size` ranks have connected to it.
+    """Wait until exactly the `size` ranks of this job have connected to its store.
 
-    It is the memory that our agent has given to the ranks of one host (no other user can reach it), else at
-    MASTER_ADDR:MASTER_PORT. After 10 s, and then every 30 s, a message names the missing ranks or the obstacle.
+    The store is memory from our agent for the ranks of one host (no other user can access it), else the store at
+    MASTER_ADDR:MASTER_PORT. After 10 s, and then every 30 s, a message lists the missing ranks or the problem.
 
     Returns:
-        The store, under a prefix that is new for every restart: without one a restarted group reads the dead group's
-        addresses out of a store that survived it.
+        The store, under a prefix that is new for every restart. Without a prefix, a restarted group would read the
+        addresses of the previous group from a store that still exists.
 
     Raises:
         UsageError: another job answers there, the port is taken, two processes claim one rank, or ranks disagree about
             the size of the world.
-        TrainingError: not all have come within `seconds`.
+        TrainingError: some ranks have not connected within `seconds`.
     """
     if not re.fullmatch("[0-9]{1,5}", env["MASTER_PORT"]):
         raise UsageError(code="master-port-invalid", value=env["MASTER_PORT"])
@@ -94,7 +95,7 @@ def rendezvous(rank: int, size: int, env: Mapping[str, str], *, seconds: float =
     next_word = start + FIRST_WORD_SECONDS
     while not meeting.ended.wait(max(0.0, min(next_word, meeting.deadline) - time.monotonic())):
         if meeting.late():
-            meeting.ended.wait(2 * LONGEST_POLL_SECONDS)  # the thread sees it too, and may have a better reason
+            meeting.ended.wait(2 * LONGEST_POLL_SECONDS)  # the thread also times out, and may have a better reason
             break
         next_word += NEXT_WORD_SECONDS
         if meeting.waits_for:
@@ -102,7 +103,7 @@ def rendezvous(rank: int, size: int, env: Mapping[str, str], *, seconds: float =
     if meeting.error is not None:
         raise meeting.error
     if meeting.store is None:
-        waits_for = meeting.waits_for or f"rank {rank} waits for others, which a lower rank names"
+        waits_for = meeting.waits_for or f"rank {rank} waits for ranks that a lower rank reports"
         raise TrainingError(code="ranks-did-not-meet", size=size, seconds=seconds, waits_for=waits_for)
     return PrefixStore(f"paceline/generation-{generation}", meeting.store)
 
@@ -123,9 +124,9 @@ def _run(meeting: _Rendezvous, env: Mapping[str, str]) -> None:
 
 def _open(meeting: _Rendezvous, env: Mapping[str, str]) -> Store | None:
     agent_hosts_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # started by torchrun
-    inherited = -1 if (birth := WorkerBirth.here()) is None else birth.store
+    inherited = -1 if (spec := WorkerSpec.here()) is None else spec.store
     if inherited >= 0 and stat.S_ISREG(os.fstat(inherited).st_mode):
-        # opened again at each call, so that its locks hold between processes; -1: it has no name to be removed
+        # opened again at each call, so that its locks work between processes; -1: torch must not remove the file
         return FileStore(f"/proc/self/fd/{inherited}", -1)
     if meeting.rank == 0 and not agent_hosts_store:
         return _host(meeting, inherited)
@@ -133,16 +134,16 @@ def _open(meeting: _Rendezvous, env: Mapping[str, str]) -> Store | None:
         reason = why_unreachable(meeting.host, meeting.port)
         if not reason:
             meeting.waits_for = (
-                f"rank {meeting.rank} on {os.uname().nodename} has connected to {meeting.where}, but no store answers "
-                "there: rank 0 is still starting, is frozen, or another program has that port"
+                f"rank {meeting.rank} on {os.uname().nodename} has connected to {meeting.where}, but no store answers: "
+                "rank 0 is still starting, is frozen, or another program uses that port"
             )
             try:
                 return _tcp_store(meeting, is_master=False)
             except dist.DistError as error:
-                if not (birth and meeting.host == "127.0.0.1"):  # else our agent answers; the store is elsewhere
+                if not (spec and meeting.host == "127.0.0.1"):  # else our agent answers in place of a remote store
                     why = str(error).partition("\n")[0]
                     raise UsageError(code="not-our-store", where=meeting.where, why=why) from error
-                reason = f"{meeting.where}, where our agent finds no way to its store"
+                reason = f"{meeting.where}: our agent there cannot reach the store"
         meeting.waits_for = f"rank {meeting.rank} on {os.uname().nodename} cannot reach rank 0 at {reason}"
         time.sleep(LONGEST_POLL_SECONDS)
     return None
@@ -150,7 +151,7 @@ def _open(meeting: _Rendezvous, env: Mapping[str, str]) -> Store | None:
 
 def _host(meeting: _Rendezvous, inherited: int) -> Store:
     try:
-        # where the agent has bound the port already, nobody can take it meanwhile
+        # if the agent has bound the port already, no other process can take it
         return _tcp_store(meeting, is_master=True, listen_fd=inherited if inherited >= 0 else None)
     except dist.DistError as error:
         if "failed to listen" not in str(error):
@@ -167,31 +168,29 @@ def _tcp_store(meeting: _Rendezvous, *, is_master: bool, listen_fd: int | None =
 
 
 def _compare(meeting: _Rendezvous, store: Store, keys: Store) -> None:
-    """Check that the others are of this job. The later rank gets the error, and the others continue."""
-    mine = _Job(meeting.token, meeting.size, meeting.me)
-    first = _first_word(meeting, PrefixStore(PREFIX, store), mine)
-    if first.token == mine.token:  # the size only within a generation: after a restart there may be fewer
-        first = _first_word(meeting, keys, mine)
-    if (first.token, first.size) != (mine.token, mine.size):
-        other, job = (one.token or "without a name" for one in (first, mine))
+    """Check that the other ranks belong to this job. The later rank raises the error, and the others continue."""
+    ours = _Job(meeting.token, meeting.size, meeting.me)
+    first = _first_entry(meeting, PrefixStore(PREFIX, store), ours)
+    if first.token == ours.token:  # sizes are compared only within a generation: a restart may have fewer ranks
+        first = _first_entry(meeting, keys, ours)
+    if (first.token, first.size) != (ours.token, ours.size):
+        other, job = (entry.token or "without a name" for entry in (first, ours))
         raise UsageError(
             code="another-job-answers", where=meeting.where, by=first.by,
-            other=other, other_size=first.size, job=job, size=mine.size,
+            other=other, other_size=first.size, job=job, size=ours.size,
         )  # fmt: skip
 
 
-def _first_word(meeting: _Rendezvous, keys: Store, mine: _Job) -> _Job:
-    """The first entry, perhaps of this process."""
-    written = keys.compare_set(JOB, "", msgspec.json.encode(mine).decode())
+def _first_entry(meeting: _Rendezvous, keys: Store, ours: _Job) -> _Job:
+    written = keys.compare_set(JOB, "", msgspec.json.encode(ours).decode())
     try:
         return msgspec.json.decode(written, type=_Job)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        why = f"{JOB!r} is not in our words: {error}"
+        why = f"{JOB!r} has an unknown format: {error}"
         raise UsageError(code="not-our-store", where=meeting.where, why=why) from None
 
 
 def _claim(meeting: _Rendezvous, keys: Store) -> None:
-    """Take this rank, which no other process may have taken."""
     holder = keys.compare_set(str(meeting.rank), "", meeting.me).decode()
     if holder == meeting.me:
         if keys.add(ARRIVED, 1) == meeting.size:
@@ -199,19 +198,18 @@ def _claim(meeting: _Rendezvous, keys: Store) -> None:
         return
     fields: dict[str, Any] = {"where": meeting.where, "rank": meeting.rank, "size": meeting.size}
     fields |= {"first": holder, "second": meeting.me}
-    if meeting.token:  # of this very job: another rank is missing then, and all would wait for it in vain
+    if meeting.token:  # in the same job, another rank must then be missing, and all would wait for it until the timeout
         keys.set(REFUSED, msgspec.json.encode(fields).decode())
     raise UsageError(code=CLAIMED_TWICE, **fields)
 
 
 def _wait_for_all(meeting: _Rendezvous, keys: Store) -> bool:
-    """Whether all have come before the time was over."""
     pause_seconds, next_look = 0.002, time.monotonic() + FIRST_WORD_SECONDS / 2
     meeting.waits_for = ""
     while not keys.check([COMPLETE]):
         if keys.check([REFUSED]):
             fields = msgspec.json.decode(keys.get(REFUSED), type=dict[str, Any])
-            time.sleep(0.0 if meeting.rank else 4 * LONGEST_POLL_SECONDS)  # the store ends with rank 0: all shall read
+            time.sleep(0.0 if meeting.rank else 4 * LONGEST_POLL_SECONDS)  # rank 0 keeps the store until all have read
             raise UsageError(code=CLAIMED_TWICE, **fields)
         last = meeting.late()
         if last or time.monotonic() >= next_look:
@@ -225,9 +223,8 @@ def _wait_for_all(meeting: _Rendezvous, keys: Store) -> bool:
 
 
 def _missing(meeting: _Rendezvous, has_come: Callable[[int], bool]) -> str:
-    """The missing ranks, as text; empty if a lower rank names them."""
     if any(has_come(rank) for rank in range(meeting.rank)):
         return ""
     absent = [n for n in range(meeting.size) if n < meeting.rank or (n > meeting.rank and not has_come(n))]
     names = ", ".join(map(str, absent[:20])) + ", ..." * (len(absent) > 20)
-    return f"{len(absent)} of {meeting.size} ranks have not come to {meeting.where}: rank {names}"
+    return f"{len(absent)} of {meeting.size} ranks have not connected to {meeting.where}: rank {names}"

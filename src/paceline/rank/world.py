@@ -1,4 +1,4 @@
-"""The world of a rank, from the launcher's environment, with its device and process group. It never changes."""
+"""The world of a rank: its rank and size from the launcher's environment, its device, and its process group."""
 
 import os
 import sys
@@ -18,19 +18,19 @@ from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  #
 from paceline.config.mesh import DIMENSIONS, OF_BATCH, Mesh
 from paceline.errors import TrainingError, UsageError, plural
 from paceline.host.gpus import DEV, SHARE_GPUS, VISIBLE, cores_near, show_own_mig
-from paceline.rank.environment import rank_counts, understood
-from paceline.rank.guard import End, Guard, abort_nccl, stranger_met
+from paceline.rank.environment import rank_counts, translate_to_torchrun
+from paceline.rank.guard import End, Guard, abort_nccl, foreign_user_error
 from paceline.rank.rendezvous import MEETING_SECONDS, rendezvous
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
-TRIES = 10  # to make a group without strangers in it
+TRIES = 10  # attempts to make a group without foreign users
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
-"""the backend of each kind of device; gloo for all others"""
+"""The default backend of each kind of device; gloo for all others."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place: `rank` of `size` in the world, `local_rank` of `local_size` on its node."""
+    """The position of this process: `rank` of `size` in the world, `local_rank` of `local_size` on its node."""
 
     rank: int
     size: int
@@ -39,39 +39,33 @@ class World:
     device: torch.device
     backend: str
     group: dist.ProcessGroup | None = None
-    """of torch.distributed, of just these ranks; None: the default one"""
+    """The process group of these ranks; None: the default group."""
     mesh: Mesh | None = None
-    """None: all ranks along data"""
+    """None: all ranks are data parallel."""
     dimensions: Mapping[str, "World"] = field(default_factory=dict[str, "World"], repr=False, compare=False)
-    """see `along`"""
+    """The world along each dimension of the mesh: see `along`."""
 
     def along(self, name: str) -> "World":
-        """The world of the ranks that differ only in this dimension of the mesh; a world of one without it."""
+        """The world of the ranks that differ only in this dimension of the mesh; without it, this rank alone."""
         return self.dimensions.get(name) or World(0, 1, 0, 1, self.device, self.backend)
 
     @property
     def data(self) -> "World":
-        """The world of the ranks with different samples and the same part of the model, along data and shard.
+        """The ranks with different samples and the same part of the model; without a mesh the world itself.
 
-        Samples and virtual ranks are split, and gradients added up, over these. Without a mesh it is the world.
+        Samples and virtual ranks are split over these ranks, and gradients are summed over them.
         """
         return self if self.mesh is None else self.along("batch")
 
     @cached_property
     def leads(self) -> bool:
-        """Whether, of the ranks that work on the same samples, this one speaks for all: it is where the loss is."""
+        """Whether this rank computes the loss for the ranks that work on the same samples, and reports for them."""
         last = self.along("pipeline")
         return last.rank == last.size - 1 and all(self.along(name).rank == 0 for name in ("context", "tensor"))
 
     @classmethod
-    def from_env(
-        cls,
-        env: Mapping[str, str] | None = None,
-        *,
-        device: str = "auto",
-        backend: str = "auto",
-    ) -> Self:
-        """The world of torchrun's, srun's or mpirun's variables; a world of one if none is set.
+    def from_env(cls, env: Mapping[str, str] | None = None, *, device: str = "auto", backend: str = "auto") -> Self:
+        """The world from the variables of torchrun, srun or mpirun; a single process if none is set.
 
         Args:
             env: the environment, by default this process's.
@@ -79,41 +73,38 @@ class World:
             backend: "auto" (nccl or xccl for GPUs, gloo for CPUs), "nccl", "xccl", "gloo" or "mpi".
 
         Raises:
-            UsageError: when only some of the variables are set (a forgotten one must not become a silent world of
-                one), when they contradict each other, or when device or backend are not to be had.
+            UsageError: only some of the variables are set (which must not silently give a single process), they
+                contradict each other, or the device or the backend is not available.
         """
         env = os.environ if env is None else env
         rank, size, local_rank, local_size = rank_counts(env)
         if device != "cpu":
             show_own_mig(local_rank, local_size)
-        # local: the global rank is no device index on the second node
-        chosen = chosen_device(device, local_rank, local_size, backend)
-        if device == "auto" and chosen.type == "cpu" and rank == 0 and (words := overlooked()):
-            print(f"WARNING: cpu: {words}; or say --device cpu", file=sys.stderr)
-        return cls(rank, size, local_rank, local_size, chosen, chosen_backend(backend, chosen))
+        # local_rank, because the global rank is not a device index on the second node
+        resolved = resolve_device(device, local_rank, local_size, backend)
+        if device == "auto" and resolved.type == "cpu" and rank == 0 and (reason := explain_missing_gpus()):
+            print(f"WARNING: cpu: {reason}; or use --device cpu", file=sys.stderr)
+        return cls(rank, size, local_rank, local_size, resolved, resolve_backend(backend, resolved))
 
 
 @contextmanager
 def joined(
-    world: World,
-    *,
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-    meeting_seconds: float = MEETING_SECONDS,
+    world: World, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, meeting_seconds: float = MEETING_SECONDS
 ) -> Generator[World]:
-    """Inside, torch.distributed's default process group is up; it is torn down also on an error.
+    """A context with torch.distributed's default process group, which is destroyed at the end and on an error.
 
-    Every collective gives up after `timeout_seconds`, and the wait for the other ranks to start after
-    `meeting_seconds`. A world of one gets a group too, so that code between the braces need not ask; it opens no port.
+    Every collective times out after `timeout_seconds`, and the wait for the other ranks after `meeting_seconds`. A
+    single process also gets a group, so that its code can use collectives. That group opens no port.
 
     Raises:
-        UsageError: another job answers where the ranks meet, or two processes claim one rank.
+        UsageError: another job answers at the rendezvous, or two processes claim one rank.
         TrainingError: some ranks have not connected.
     """
-    Guard.of_process().watch_torch()  # before the group: its connections are the guard's to cut
+    Guard.of_process().watch_torch()  # before the group, so that the guard records its connections
     timeout = timedelta(seconds=timeout_seconds)
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(world.device)
-        go_near(world.device)
+        set_cpu_affinity(world.device)
     if world.backend == "mpi":
         dist.init_process_group(world.backend, timeout=timeout)
     else:
@@ -121,19 +112,19 @@ def joined(
     try:
         yield world
     except BaseException:
-        if "nccl" in world.backend:  # its shutdown waits for what is on its way, which may never end
-            with suppress(Exception):  # never hides the error that ends this
+        if "nccl" in world.backend:  # its shutdown waits for operations in flight, which may never complete
+            with suppress(Exception):  # an error here must not hide the original one
                 abort_nccl(distributed_c10d)
         raise
     finally:
-        # Also on an error: a peer that waits for this rank then fails at once ("connection closed") instead of hanging.
+        # also on an error, so that a waiting peer fails immediately ("connection closed") instead of hanging
         dist.destroy_process_group()
 
 
-def on_mesh(world: World, mesh: Mesh, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
-    """`world`, whose group is up, with a process group for each of its dimensions (a collective).
+def create_mesh_groups(world: World, mesh: Mesh, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
+    """Create a process group for each dimension of the mesh (a collective); return `world` with these groups.
 
-    Ranks that all work on different samples with the whole model need none: then it is `world` as it was.
+    The default process group must exist. With data parallelism alone, `world` is returned unchanged.
     """
     if mesh.size == mesh.of("data"):
         return world
@@ -141,7 +132,7 @@ def on_mesh(world: World, mesh: Mesh, *, timeout_seconds: float = DEFAULT_TIMEOU
     wanted = {name: (name,) for name in DIMENSIONS if mesh.of(name) > 1} | {"batch": OF_BATCH}
     for name, along in wanted.items():
         for members in sorted({mesh.peers(rank, along) for rank in range(world.size)}):
-            # every rank makes all groups, in one order; one of a single rank too, or None would mean all ranks
+            # Every rank makes all groups in the same order. A single rank also needs a group: None means all ranks.
             made = dist.new_group(members, timeout=timedelta(seconds=timeout_seconds), group_desc=f"{name} of the mesh")
             if world.rank in members:
                 assert isinstance(made, dist.ProcessGroup)
@@ -150,13 +141,13 @@ def on_mesh(world: World, mesh: Mesh, *, timeout_seconds: float = DEFAULT_TIMEOU
                     members.index(world.rank), len(members), here.index(world.rank), len(here), world.device,
                     world.backend, made,
                 )  # fmt: skip
-    own = {name: dimensions[name] for name in OF_BATCH if name in dimensions}
-    dimensions["batch"] = replace(dimensions["batch"], dimensions=own)
+    of_batch = {name: dimensions[name] for name in OF_BATCH if name in dimensions}
+    dimensions["batch"] = replace(dimensions["batch"], dimensions=of_batch)
     return replace(world, mesh=mesh, dimensions=dimensions)
 
 
 def _make_group(world: World, store: Store, timeout: timedelta) -> None:
-    """Make the default group; again, where another user of the machine was faster than a rank of ours."""
+    """Make the default group. Retry if another user of the machine has connected in place of a rank."""
     if dist.is_initialized():
         raise UsageError(code="process-group-exists")
     check_placement(world.rank, world.size, world.device, world.backend, store)
@@ -164,7 +155,7 @@ def _make_group(world: World, store: Store, timeout: timedelta) -> None:
     for number in range(TRIES):
         attempt = PrefixStore(f"group-{number}", store)
         connections = Guard.of_process().connections
-        with connections.tolerating() as strangers:
+        with connections.tolerating() as foreign:
             dist.init_process_group(
                 world.backend,
                 store=attempt,
@@ -175,19 +166,19 @@ def _make_group(world: World, store: Store, timeout: timedelta) -> None:
             )
         if world.size == 1:
             return
-        if not _strangers_met(world, attempt, timeout, connections.ends, here=bool(strangers)):
+        if not _has_foreign_users(world, attempt, timeout, connections.ends, here=bool(foreign)):
             return
-        met += strangers
+        met += foreign
         dist.destroy_process_group()
-    raise stranger_met(met[0]) if met else UsageError(code="stranger-at-another-rank")
+    raise foreign_user_error(met[0]) if met else UsageError(code="stranger-at-another-rank")
 
 
-def _strangers_met(world: World, store: Store, timeout: timedelta, ends: Sequence[End], *, here: bool) -> bool:
-    """Whether a stranger has connected to any rank, the same on all ranks; `here`: to this one, from its own host.
+def _has_foreign_users(world: World, store: Store, timeout: timedelta, ends: Sequence[End], *, here: bool) -> bool:
+    """Whether a foreign user has connected to any rank; equal on all ranks. `here`: to this rank, from its host.
 
-    Each rank writes its ends of connections between hosts into the store, which strangers cannot reach. A connection
-    of a stranger has no other end, so more accepted than made ones lack it. If addresses are translated on the way,
-    neither end finds the other, which cancels out.
+    Each rank writes its ends of connections between hosts to the store, which foreign users cannot access. A foreign
+    connection has no entry for its other end, so more accepted than initiated connections lack an entry. If addresses
+    are translated (NAT), neither end finds the other, and the counts cancel out.
     """
     if world.local_size < world.size:
         for end in ends:
@@ -212,49 +203,56 @@ def _wait_for_all(world: World, store: Store, timeout: timedelta, word: str) -> 
 def _store(world: World, timeout: timedelta, meeting_seconds: float) -> Store:
     if world.size == 1:
         return HashStore()
-    store = rendezvous(world.rank, world.size, {**os.environ, **understood(os.environ)}, seconds=meeting_seconds)
+    store = rendezvous(
+        world.rank, world.size, {**os.environ, **translate_to_torchrun(os.environ)}, seconds=meeting_seconds
+    )
     store.set_timeout(timeout)
     return store
 
 
-def chosen_device(asked: str, index: int, workers: int, backend: str) -> torch.device:
-    """The device of the rank that is number `index` of `workers` on this machine.
+def resolve_device(asked: str, index: int, workers: int, backend: str) -> torch.device:
+    """The device of the rank with number `index` of `workers` on this machine.
 
     Args:
-        asked: "auto" (the accelerator that torch has here, else the CPU), "cpu", or a kind of accelerator: "cuda" (also
-            for AMD's, with a torch built for ROCm), "xpu".
-        index: counts among the devices that this process sees.
-        workers: each needs a device, unless several share one over this `backend`, or each sees a different one.
+        asked: "auto" (the accelerator that torch supports here, else the CPU), "cpu", or a kind of accelerator: "cuda"
+            (also for AMD, with a torch built for ROCm), "xpu".
+        index: the index among the visible devices of this process.
+        workers: the number of processes. Each needs a device, unless `backend` allows several on one.
+        backend: the backend of torch.distributed, or "auto".
 
     Raises:
         UsageError: there is no such device, or there are too few.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    kind = "" if found is None or lacks(found.type) else found.type
-    # not torch.accelerator's count: which kind is there is decided when torch is built
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = "" if accelerator is None or unsupported_reason(accelerator.type) else accelerator.type
+    # torch.accelerator only supports the kind for which torch was built
     count = torch.cuda.device_count() if kind in ("", "cuda") else torch.accelerator.device_count()
     kind = kind or ("cuda" if count else "")
     if asked == "cpu" or (asked == "auto" and not kind):
         return torch.device("cpu")
     if asked not in ("auto", "cpu", "cuda", "xpu", kind):
-        raise UsageError(lacks(asked)) if lacks(asked) else UsageError(code="device-unknown", value=asked)
+        raise (
+            UsageError(unsupported_reason(asked))
+            if unsupported_reason(asked)
+            else UsageError(code="device-unknown", value=asked)
+        )
     if asked not in ("auto", kind):
-        has = f"torch has {kind} here" if kind else overlooked() or "torch sees no accelerator here"
+        has = f"torch has {kind} here" if kind else explain_missing_gpus() or "torch sees no accelerator here"
         raise UsageError(code="device-not-here", value=asked, has=has, usable=kind or "cpu")
-    if workers > count and backend not in SHARE_GPUS and not (count == 1 and shown_one()):
+    if workers > count and backend not in SHARE_GPUS and not (count == 1 and sees_one_gpu()):
         most = plural(count, "process", "processes")
         raise UsageError(code="processes-without-gpu", processes=workers, count=count, most=most)
     return torch.device(kind, index % count)
 
 
-def shown_one() -> bool:
-    """Whether a variable shows this process one GPU: as `srun --gpus-per-task=1` and wrappers do, each rank another."""
+def sees_one_gpu() -> bool:
+    """Whether a variable limits this process to one GPU, as `srun --gpus-per-task=1` and wrappers do."""
     values = [os.environ.get(name, "").strip() for name in VISIBLE]
     return any(value and "," not in value for value in values)
 
 
-def identity(device: torch.device) -> str:
-    """The unique name of this GPU on any machine; empty for a CPU, or if unknown."""
+def device_uuid(device: torch.device) -> str:
+    """The unique identifier of a GPU; empty for a CPU, or if unknown."""
     if device.type == "cpu":
         return ""
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
@@ -262,79 +260,79 @@ def identity(device: torch.device) -> str:
 
 
 def check_placement(rank: int, size: int, device: torch.device, backend: str, store: Store) -> None:
-    """Check that each rank has a different GPU. Two on one are slow over gloo; over NCCL they are an error or a hang.
+    """Check that each rank has a different GPU. Two ranks on one GPU are slow with gloo, and fail or hang with NCCL.
 
     Raises:
-        UsageError: on the later one of two ranks with one GPU, over a backend that needs one for each.
+        UsageError: two ranks have the same GPU, and the backend needs one per rank. The later rank raises it.
     """
-    mine = identity(device) if size > 1 else ""
-    if not mine:
+    uuid = device_uuid(device) if size > 1 else ""
+    if not uuid:
         return
-    if store.add(f"ranks on {mine}", 1) == 1:
-        store.set(f"first on {mine}", str(rank))
+    if store.add(f"ranks on {uuid}", 1) == 1:
+        store.set(f"first on {uuid}", str(rank))
         return
-    first, gpu = store.get(f"first on {mine}").decode(), f"{mine} ({device})"
+    first, gpu = store.get(f"first on {uuid}").decode(), f"{uuid} ({device})"
     if backend not in SHARE_GPUS:
         raise UsageError(code="gpu-shared", first=first, second=rank, gpu=gpu, backend=backend)
-    print(f"WARNING: ranks {first} and {rank} compute on one GPU, {gpu}: they take turns", file=sys.stderr)
+    print(f"WARNING: ranks {first} and {rank} use the same GPU, {gpu}, which is slow", file=sys.stderr)
 
 
-def go_near(device: torch.device) -> None:
-    """Let this process and its children run on cores near its GPU only, if it may run on any of them."""
-    own = os.sched_getaffinity(0)
-    near = own & cores_near(identity(device))
-    if near and near != own:
+def set_cpu_affinity(device: torch.device) -> None:
+    """Restrict this process and its children to the cores near its GPU, if any of them is available."""
+    available = os.sched_getaffinity(0)
+    near = available & cores_near(device_uuid(device))
+    if near and near != available:
         os.sched_setaffinity(0, near)
 
 
-def lacks(kind: str) -> str:
-    """The reason why paceline cannot train on such devices; empty if it can."""
-    return "paceline does not train on mps, which has no float64 to add up losses in" if kind == "mps" else ""
+def unsupported_reason(kind: str) -> str:
+    """Why paceline cannot train on this kind of device; empty if it can."""
+    return "paceline does not train on mps, because mps has no float64 for sums of losses" if kind == "mps" else ""
 
 
-def overlooked(devices: Path = DEV) -> str:
-    """The reason why torch sees none of the GPUs that the kernel has under `devices`; empty without GPUs."""
+def explain_missing_gpus(devices: Path = DEV) -> str:
+    """Why torch sees none of the GPUs that the kernel lists under `devices`; empty without GPUs."""
     nvidia, amd = len([*devices.glob("nvidia[0-9]*")]), (devices / "kfd").exists()
     built = torch.version.cuda or torch.version.hip
     if (nvidia or amd) and not built:
         count = plural(nvidia, "NVIDIA GPU") if nvidia else "AMD GPUs"
         return (
             f"this torch ({torch.__version__}) was built without CUDA and ROCm, but the machine has {count}. Install a "
-            "torch for them (pytorch.org)"
+            "torch build for them (pytorch.org)"
         )
     if nvidia and torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         return (
-            f"torch sees no GPU, but the machine has {plural(nvidia, 'NVIDIA GPU')}: `nvidia-smi` tells whether the "
+            f"torch sees no GPU, but the machine has {plural(nvidia, 'NVIDIA GPU')}: `nvidia-smi` shows whether the "
             "driver works"
         )
     hidden = {os.environ.get(name) for name in VISIBLE}
     if amd and torch.version.hip and not hidden & {"", "-1"}:
-        return "torch sees no GPU, but the machine has AMD GPUs: `rocminfo` tells whether this user may use them"
+        return "torch sees no GPU, but the machine has AMD GPUs: `rocminfo` shows whether this user may use them"
     other = torch.accelerator.current_accelerator(check_available=True)
-    return lacks(other.type) if other is not None else ""
+    return unsupported_reason(other.type) if other is not None else ""
 
 
-def device_words(device: torch.device) -> str:
-    """A name for people: 'cpu', 'cuda (NVIDIA H100)'."""
+def device_name(device: torch.device) -> str:
+    """The name of a device in messages: 'cpu', 'cuda (NVIDIA H100)'."""
     if device.type == "cpu":
         return "cpu"
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     return f"{device.type} ({name(device)})" if name else device.type
 
 
-def chosen_backend(asked: str, device: torch.device) -> str:
-    """The backend of torch.distributed for ranks on such a device; `asked` "auto": the one that suits it.
+def resolve_backend(asked: str, device: torch.device) -> str:
+    """The backend of torch.distributed for ranks on such a device; for "auto" the default of the device.
 
     Raises:
-        UsageError: this torch has it not, or it does not serve such a device.
+        UsageError: this torch does not have the backend, or the backend does not support the device.
     """
-    chosen = BACKENDS.get(device.type, "gloo") if asked == "auto" else asked
+    backend = BACKENDS.get(device.type, "gloo") if asked == "auto" else asked
     available = {name: getattr(dist, f"is_{name}_available")() for name in ("nccl", "gloo", "xccl", "mpi")}
-    if chosen not in available:
-        raise UsageError(code="backend-unknown", value=chosen, allowed=["auto", *available])
-    if not available[chosen]:
-        usable = [name for name, there in available.items() if there]
-        raise UsageError(code="backend-not-built", value=chosen, version=torch.__version__, allowed=usable)
-    if chosen in BACKENDS.values() and BACKENDS.get(device.type) != chosen:
-        raise UsageError(code="backend-of-gpus", value=chosen, device=device.type)
-    return chosen
+    if backend not in available:
+        raise UsageError(code="backend-unknown", value=backend, allowed=["auto", *available])
+    if not available[backend]:
+        usable = [name for name, is_built in available.items() if is_built]
+        raise UsageError(code="backend-not-built", value=backend, version=torch.__version__, allowed=usable)
+    if backend in BACKENDS.values() and BACKENDS.get(device.type) != backend:
+        raise UsageError(code="backend-of-gpus", value=backend, device=device.type)
+    return backend

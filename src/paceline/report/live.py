@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from paceline.guard.detectors import OWN, Spent, slow_rank
+from paceline.guard.detectors import WORK, Spent, slow_rank
 from paceline.protocol.evidence import LIVE, MAX_LIVE_BYTES, WATCHED, Live, LiveRank, Phase
 from paceline.runs import writing
 from paceline.runs.console import one_line
@@ -106,7 +106,7 @@ class RankHistory:
         self._looks.append((rank.step, rank.phase_seconds, rank.waiting))
         if before is not None and rank.step > before[0] and len(rank.phase_seconds) == len(Phase):
             spent = _differences(before[1], rank.phase_seconds)
-            self._work.append(sum(spent[phase] for phase in OWN if spent) / (rank.step - before[0]))
+            self._work.append(sum(spent[phase] for phase in WORK if spent) / (rank.step - before[0]))
         self.host, self.node = rank.host, rank.node
         self._now = replace(
             self._now, phase="" if ended else rank.phase, ended=ended, step=rank.step, still_seconds=rank.still_seconds
@@ -118,7 +118,7 @@ class RankHistory:
             self._looks.clear()
         self._last = step
         seconds = {**step.phase_seconds} or {"forward": step.seconds}
-        self._work.append(sum(seconds.get(phase.word, 0.0) for phase in OWN))
+        self._work.append(sum(seconds.get(phase.word, 0.0) for phase in WORK))
         before = self._looks[-1][1] if self._looks else (0.0,) * len(Phase)
         total = tuple(b + seconds.get(phase.word, 0.0) for b, phase in zip(before, Phase, strict=True))
         self._looks.append((step.step, total, False))
@@ -135,7 +135,7 @@ class RankHistory:
     def now(self) -> RankNow:
         """The state now."""
         spent, still = self.spent(), self._now.still_seconds
-        of_steps = sum(spent[phase] for phase in (*OWN, Phase.SYNC)) if spent else 0.0
+        of_steps = sum(spent[phase] for phase in (*WORK, Phase.SYNC)) if spent else 0.0
         if spent and of_steps > 0:
             waits = spent[Phase.SYNC] / of_steps
         else:  # a script: the fraction of looks at which it waited

@@ -30,9 +30,9 @@ from paceline.config.strategies import EXACT, STRATEGY_INFO, options_of_others
 from paceline.data.plan import ranks_share
 from paceline.data.workers import naming_lost_processes
 from paceline.errors import ExitCode, PacelineError, UsageError, unknown
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Phase
-from paceline.rank.attach import attach, leave, record_failure, tell
+from paceline.rank.attach import attach, exit_worker, record_failure, report_error
 from paceline.rank.guard import Guard
 from paceline.rank.world import World, joined
 from paceline.runs.summary import Summary
@@ -128,7 +128,7 @@ class SessionLifecycle(SessionLoop):
             make_communicator()
             self._stack.enter_context(deterministic() if self._exact else nullcontext())
             threads_asked = threads or (DEFAULT_THREADS if self._exact else None)
-            notices = [] if WorkerBirth.here() else untested_torch()
+            notices = [] if WorkerSpec.here() else untested_torch()
             notices += set_threads(threads_asked, world, write=keyword)
             origin = find_resume_point(place, world, resume=resume, trust=trust) if place is not None else None
             saved = origin.content.definition.get("virtual_ranks") if origin else None
@@ -342,7 +342,7 @@ def install() -> None:
         reword(error)
         if isinstance(error, PacelineError):
             sys.stderr = sys.__stderr__
-            leave(tell(error))
+            exit_worker(report_error(error))
         before(kind, error, trace)
 
     if not getattr(sys.exit, "of_paceline", False):

@@ -14,7 +14,7 @@ from paceline.config.settings import dump_given
 from paceline.data.plan import BatchPlan
 from paceline.errors import PacelineError, UsageError, flag, plural
 from paceline.rank.sites import line_of
-from paceline.rank.world import World, device_words
+from paceline.rank.world import World, device_name
 from paceline.runs import folder as run_folder
 from paceline.train.wording import batch_line
 
@@ -81,7 +81,7 @@ def compare(
 
 def startup_message(plan: BatchPlan, world: World, strategy: str, name: str) -> str:
     """The first message of a session: processes, strategy, batches and samples per rank."""
-    on = f"{plural(world.size, 'process', 'processes')} on {device_words(world.device)}"
+    on = f"{plural(world.size, 'process', 'processes')} on {device_name(world.device)}"
     return f"{name}: {on}, strategy {strategy}; {plan.size_words}; {batch_line(plan, world.size)}"
 
 

@@ -195,7 +195,7 @@ class Step:
 
     def begin_update(self) -> None:
         """Begin the update. Raises StallError if the guard has unblocked this rank: then the sums are not valid."""
-        Guard.of_process().check_freed()
+        Guard.of_process().check_unblocked()
         self._enter(Phase.OPTIMIZER)
         self.updating = True
 
@@ -371,7 +371,7 @@ class Step:
             for part in reached if finite else ():
                 part.run_hooks(after_accumulation=True)
         if not finite:
-            Guard.of_process().check_freed()
+            Guard.of_process().check_unblocked()
             in_loss, self._result.grad_norm = not math.isfinite(loss), None
             self._result.left_out = self._not_finite(reached, None if in_loss else host, in_loss=in_loss)
             for part in reached:

@@ -21,7 +21,7 @@ from paceline.compute.resources import cpu_model
 from paceline.config.strategies import DEFAULT
 from paceline.errors import PacelineError, TrainingError
 from paceline.rank.imports import when_imported
-from paceline.rank.world import device_words
+from paceline.rank.world import device_name
 
 DRIVERS = Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")
 INDUCTOR_CONFIG = "torch._inductor.config"
@@ -87,7 +87,7 @@ def hardware_facts(device: torch.device) -> dict[str, Any]:
     is_cpu = device.type == "cpu"
     return {
         "torch": str(torch.__version__), "libraries": sorted(set(libraries)),
-        "processor": cpu_model() if is_cpu else device_words(device),
+        "processor": cpu_model() if is_cpu else device_name(device),
         "capability": torch.backends.cpu.get_cpu_capability() if is_cpu else None,
     }  # fmt: skip
 

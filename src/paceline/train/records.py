@@ -15,7 +15,7 @@ from paceline.checkpoint.resume import RunLocation
 from paceline.collectives.control import all_gather_object
 from paceline.data.plan import BatchPlan, add_fingerprints, fingerprint
 from paceline.host.machine_log import MachineLog
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.world import World
 from paceline.runs import events
@@ -57,8 +57,8 @@ class RunRecorder:
     def _watch_machine(self) -> None:
         """Record the load of this node from its first rank, if no agent of paceline does so (collective)."""
         assert self.place is not None
-        birth, world = WorkerBirth.here(), self._world
-        if birth is not None and Path(birth.attempt_dir).resolve().parent == self.place.folder:
+        spec, world = WorkerSpec.here(), self._world
+        if spec is not None and Path(spec.attempt_dir).resolve().parent == self.place.folder:
             return
         node = int(os.environ.get("GROUP_RANK", world.rank // world.local_size))  # torchrun's
         places: list[tuple[int, int, int]] = all_gather_object((node, world.rank, os.getpid()), world)

@@ -21,10 +21,10 @@ from paceline.config.mesh import mesh_of
 from paceline.config.settings import TrainConfig, dump, load, repeatable, with_defaults
 from paceline.config.strategies import EXACT
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import Guard
-from paceline.rank.world import World, device_words, joined, on_mesh
+from paceline.rank.world import World, create_mesh_groups, device_name, joined
 from paceline.runs import folder as run_folder
 from paceline.runs import writing
 from paceline.runs.summary import Summary, write_summary
@@ -55,7 +55,7 @@ def train(config: TrainConfig) -> Outcome:
     guard = Guard.of_process()
     guard.detach_probes()
     guard.box.enter(Phase.INIT)
-    prepared = config.run.run_dir if WorkerBirth.here() is not None else None  # the launcher has created and locked it
+    prepared = config.run.run_dir if WorkerSpec.here() is not None else None  # the launcher has created and locked it
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout), run_location(
         world, config.run.run_dir, str(config.task), prepared=prepared, resume=config.checkpoint.resume == "auto",
@@ -67,7 +67,9 @@ def train(config: TrainConfig) -> Outcome:
                 f"--batch-size {given.batch_size} is per rank: the global batch changes with the number of ranks. "
                 f"To keep it: --global-batch {config.data.global_batch}"
             )
-        world = on_mesh(world, mesh_of(config.launch.mesh, world.size), timeout_seconds=config.launch.timeout)
+        world = create_mesh_groups(
+            world, mesh_of(config.launch.mesh, world.size), timeout_seconds=config.launch.timeout
+        )
         try:
             make_communicator(config.launch.collectives)
             check_equal("settings", settings(config), world)
@@ -167,11 +169,11 @@ def _summarise_failure(config: TrainConfig, folder: Path, world: World, error: B
 
 
 def _environment(world: World) -> Mapping[str, Any]:
-    by_torchrun = WorkerBirth.here() is None and "TORCHELASTIC_RUN_ID" in os.environ
+    by_torchrun = WorkerSpec.here() is None and "TORCHELASTIC_RUN_ID" in os.environ
     return {
         "paceline": __version__, "torch": str(torch.__version__), "python": platform.python_version(),
         "platform": platform.platform(), "host": socket.gethostname(), "device": str(world.device),
-        "gpu": None if world.device.type == "cpu" else device_words(world.device),
+        "gpu": None if world.device.type == "cpu" else device_name(world.device),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(), "backend": world.backend,
         "collectives": communicator().kind, "world_size": world.size, "threads_per_rank": torch.get_num_threads(),
         "bits_hold_for": hardware_facts(world.device), "started_by": "torchrun" if by_torchrun else "paceline",

@@ -9,7 +9,7 @@ import torch
 from paceline.checkpoint.resume import RunLocation
 from paceline.data.plan import BatchPlan
 from paceline.errors import plural
-from paceline.rank.world import device_words
+from paceline.rank.world import device_name
 from paceline.runs.summary import Summary, scores_line
 from paceline.train.optimizer import scaled_lr
 
@@ -21,7 +21,7 @@ def opening_lines(parts: "TrainingComponents") -> list[str]:
     """Describe the run: ranks, batch sizes, length, precision, and any settings with surprising effects."""
     plan, config, world = parts.plan, parts.config, parts.replica.world
     lines = [
-        f"{config.task}: {plural(world.size, 'process', 'processes')} on {device_words(world.device)}, strategy "
+        f"{config.task}: {plural(world.size, 'process', 'processes')} on {device_name(world.device)}, strategy "
         f"{config.strategy}{f' on {world.mesh}' if world.mesh else ''}, "
         f"{plural(torch.get_num_threads(), 'CPU thread')} each",
         batch_line(plan, world.size),

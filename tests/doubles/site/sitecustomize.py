@@ -17,7 +17,7 @@ def _in_world(*, late: bool) -> None:
         return _double().BACKEND
 
     module: Any = sys.modules["paceline.rank.world"]
-    module.chosen_backend = backend
+    module.resolve_backend = backend
 
 
 def _in_torch(*, late: bool) -> None:

@@ -2,13 +2,13 @@
 
 import sys
 
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 
-if (birth := WorkerBirth.here()) is not None and birth.preload >= 0:
+if (spec := WorkerSpec.here()) is not None and spec.preload >= 0:
     from paceline.rank.imports import import_all
     from paceline.rank.preload import serve
 
-    serve(birth, lambda: import_all(["torch.distributed"]))
+    serve(spec, lambda: import_all(["torch.distributed"]))
 
 from paceline.rank.bootstrap import main
 

@@ -64,7 +64,7 @@ def test_a_rank_that_fails_twice_alike_is_left_out(launch) -> None:
         f"if rank == 2: {KILL}\n"
         "if os.environ['WORLD_SIZE'] == '3': forever()\n"
         "names = ('LOCAL_WORLD_SIZE', 'OMP_NUM_THREADS')\n"
-        "print(*(os.environ[name] for name in names), generation, len(birth.snapshots))",
+        "print(*(os.environ[name] for name in names), generation, len(spec.snapshots))",
         nproc=3,
         min_nproc=2,
         max_restarts=2,
@@ -77,7 +77,7 @@ def test_a_rank_that_fails_twice_alike_is_left_out(launch) -> None:
 def test_the_same_failure_at_the_same_step_twice_ends_the_run(launch) -> None:
     one = launch(
         "from paceline.protocol.status_page import StatusPage\n"
-        "box = StatusPage.inherited(birth.box)\n"
+        "box = StatusPage.inherited(spec.box)\n"
         "box.set_step(7 + rank)\n"
         f"ready(); {KILL} if rank == 0 else forever()",
         nproc=1,
@@ -93,7 +93,7 @@ def test_failures_at_later_steps_are_forgiven_until_the_restarts_are_used_up(lau
     """The step is the largest of all ranks: rank 0's alone would say that nothing moves."""
     one = launch(
         "from paceline.protocol.status_page import StatusPage\n"
-        "StatusPage.inherited(birth.box).set_step(generation * rank)\nready()\n"
+        "StatusPage.inherited(spec.box).set_step(generation * rank)\nready()\n"
         "while not (folder / 'ready-1').exists(): time.sleep(0.01)\n"
         f"{KILL} if rank == 0 else forever()",
         nproc=2,
@@ -125,7 +125,7 @@ def test_the_last_words_of_an_earlier_generation_explain_nothing(launch) -> None
 
 def test_snapshots_outlive_the_workers_also_when_there_are_fewer(launch) -> None:
     one = launch(
-        "slots = birth.snapshots\n"
+        "slots = spec.snapshots\n"
         "assert [len(pair) for pair in slots] == [2, 2, 2]\n"
         "if generation == 0:\n"
         "    for turn in (0, 1): os.write(slots[rank][turn], f'rank {rank} turn {turn}'.encode())\n"
@@ -143,14 +143,14 @@ def test_snapshots_outlive_the_workers_also_when_there_are_fewer(launch) -> None
 
 
 def test_without_restarts_nobody_pays_for_snapshots(launch) -> None:
-    one = launch("print(bool(birth.snapshots))", nproc=1)
+    one = launch("print(bool(spec.snapshots))", nproc=1)
     assert one.finish() == 0 and one.stdout == "False\n"
 
 
 def test_restarts_use_up_no_descriptors_of_the_agent(launch) -> None:
     one = launch(
         "from paceline.protocol.status_page import StatusPage\n"
-        "StatusPage.inherited(birth.box).set_step(generation)\n"
+        "StatusPage.inherited(spec.box).set_step(generation)\n"
         "time.sleep(0.1)\n"  # until the agent has closed the store
         "print(len(os.listdir(f'/proc/{os.getppid()}/fd')), flush=True)\n"
         f"if generation < 3: {KILL}",

@@ -30,9 +30,9 @@ import os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 torch.set_num_threads(1)
-from paceline.protocol.control import WorkerBirth
-birth = WorkerBirth.here()
-folder, generation = Path(birth.attempt_dir), birth.generation
+from paceline.protocol.control import WorkerSpec
+spec = WorkerSpec.here()
+folder, generation = Path(spec.attempt_dir), spec.generation
 dist.init_process_group("gloo")
 rank, batch = dist.get_rank(), torch.ones(8)
 (folder / f"ready-{rank}").touch()
@@ -249,7 +249,7 @@ def test_who_asks_while_it_runs_is_shown_what_every_rank_does(run: Run) -> None:
 def test_a_worker_that_fills_its_box_with_rubbish_harms_nobody(launch: Run) -> None:
     rubbish = """
 import json
-memory, end = json.loads(os.environ["PACELINE_BIRTH"])["box"], time.monotonic() + 2.5
+memory, end = json.loads(os.environ["PACELINE_WORKER"])["box"], time.monotonic() + 2.5
 while time.monotonic() < end:
     os.pwrite(memory, os.urandom(1 << 20), 0)
     os.ftruncate(memory, 100 if time.monotonic_ns() % 3 else 1 << 21)

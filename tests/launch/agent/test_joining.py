@@ -27,9 +27,9 @@ from paceline.runs.attempt import read_nodes
 
 # rank 0 hears it, as of a training; that the others end with it is in a training what the vote in the totals does
 STEPS = """
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 from paceline.protocol.status_page import StatusPage
-box, world = StatusPage.inherited(WorkerBirth.here().box), os.environ["WORLD_SIZE"]
+box, world = StatusPage.inherited(WorkerSpec.here().box), os.environ["WORLD_SIZE"]
 (folder / f"world-{world}-rank-{rank}-generation-{generation}").touch()
 if (folder / "broken").exists() and rank >= 4:
     fail(ValueError("other data here"), 2)

@@ -20,8 +20,8 @@ from tests.guard.test_guard_judge import BEFORE, WAITS, op, rank
 
 from paceline.guard.detectors import Alarm
 from paceline.guard.judge import judge
-from paceline.guard.report import MAX_KEPT, telling
-from paceline.guard.waits import reached, waiting_alike, waiting_graph
+from paceline.guard.report import MAX_KEPT, select_ranks
+from paceline.guard.waits import reachable, waiting_alike, waiting_graph
 from paceline.host.facts import gather
 from paceline.host.procfs import allow_files
 from paceline.launch.agent.channel import MAX_HANDSHAKES, Beat, Hello, Link, Listener, introduce
@@ -155,7 +155,7 @@ def test_each_node_tries_few_others_and_no_split_of_the_nodes_goes_unseen(count:
         assert all(len(others) == count - 1 for others in tries.values())
     assert all(len(others) <= 2 * (count - 1).bit_length() or count <= ALL_PAIRS for others in tries.values())
     assert min(Counter(other for others in tries.values() for other in others).values()) >= min(count - 1, 8)
-    assert reached([0], tries) == {*range(count)}
+    assert reachable([0], tries) == {*range(count)}
 
 
 def test_strangers_who_hold_the_door_do_not_keep_a_node_out() -> None:
@@ -191,9 +191,9 @@ def test_ranks_that_wait_for_the_same_share_one_list_of_those() -> None:
 def test_of_thousands_of_ranks_a_verdict_keeps_the_blamed_and_one_of_each_kind() -> None:
     odd, guilty = 700, 1999
     ranks = [rank(n, BEFORE, *([] if n == guilty else [WAITS]), state="R" if n == odd else "S") for n in range(2000)]
-    kept = [one.rank for one in telling(Verdict(VerdictKind.BEHIND, (guilty,)), ranks)]
+    kept = [one.rank for one in select_ranks(Verdict(VerdictKind.BEHIND, (guilty,)), ranks)]
     assert len(kept) == MAX_KEPT and {0, odd, guilty} <= {*kept} and kept == sorted(kept)
-    assert len(telling(Verdict(VerdictKind.UNKNOWN), ranks[:MAX_KEPT])) == MAX_KEPT
+    assert len(select_ranks(Verdict(VerdictKind.UNKNOWN), ranks[:MAX_KEPT])) == MAX_KEPT
 
 
 def test_ssh_sessions_log_in_a_few_at_a_time_and_all_of_them_in_the_end(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_under_torchrun_a_hang_is_named_once_and_nobody_is_ended_not_even_by_the
 
 def test_a_launcher_that_is_killed_leaves_nothing_where_watchover_may_end_ranks(tmp_path: Path) -> None:
     with under_torchrun(tmp_path, "--end") as job:
-        job.says("nothing has moved")
+        job.says("no progress for")
         job.process.kill()
         job.says("the launcher of the ranks on .* is gone, and they run on; they are ended")
         wait_until(lambda: not agents(), "the agent ends")

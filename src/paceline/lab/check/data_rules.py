@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from paceline.guard.sentences import named
+from paceline.guard.sentences import format_ranks
 from paceline.lab.check.findings import Loaders, Remark, differs, loaders_of, same_data, same_leaf, shared_part, unlike
 from paceline.lab.check.step_rules import by_means, steps_of
 from paceline.protocol.facts import EPOCHS, OWN_GENERATORS, Pass, ScriptFacts, SeenLoader, SeenStep
@@ -84,7 +84,7 @@ def _shares(loaders: Loaders) -> Iterator[Remark]:
     allowed = MOST_SHARED + len(loaders) * max(1, one.batch_size) / max(1, one.samples)
     drew = ", ".join(map(str, of_all[0][:SHOWN]))
     if not differs(map(tuple, of_all)) and len(of_all[0]) > 1:
-        seen = f"{named(loaders)} drew samples {drew}, ... in epoch 1"
+        seen = f"{format_ranks(loaders)} drew samples {drew}, ... in epoch 1"
         yield Remark("same batches", "wrong", "all ranks train on the same batches", one.made, fix, seen)
     elif shared > allowed and repeats < REPEATED:
         text = "ranks do not share the samples among them: each draws from all of them"
@@ -161,7 +161,7 @@ def _augmentation(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Re
         if same[0].startswith(OWN_GENERATORS):
             fix = "np.random.default_rng([seed, rank]), random.Random(seed + rank), torch.Generator().manual_seed(...)"
         text = "all ranks draw the same random numbers for their samples (the same augmentation)"
-        seen = f"batches are made with {'; '.join(same)}, whose state is the same on {named(loaders)}"
+        seen = f"batches are made with {'; '.join(same)}, whose state is the same on {format_ranks(loaders)}"
         yield Remark("same augmentation", "wrong", text, seeded or one.site, fix, seen)
     elif used:
         yield Remark("same augmentation", "right", "every rank has random numbers of its own for its data", one.site)
@@ -212,7 +212,7 @@ def evaluation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Itera
         training = [loader for loader in ranks[0].loaders if loader.training and loader.training[0].seconds]
         alone = _seconds(next(iter(looked.values()))[0], one.batches)
         epoch = sum(_seconds(loader.training[0], loader.batches) for loader in training)
-        text = f"{named(looked)} evaluates alone"
+        text = f"{format_ranks(looked)} evaluates alone"
         if training and alone >= COSTLY_SECONDS and alone >= COSTLY * epoch:
             seen = f"about {alone:.1f} s beside {epoch:.1f} s of an epoch, in which the others wait"
             fix = f"DataLoader({SHARE}, ...) on all ranks, and dist.all_reduce of the counts"
@@ -228,7 +228,7 @@ def evaluation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Itera
     elif not any(seen.summed for of_rank in looked.values() for seen in of_rank):
         printing = [rank for rank, of_rank in looked.items() if any(seen.printed for seen in of_rank)]
         if len(printing) == 1:
-            text = f"{named(printing)} tells a score of its own share only"
+            text = f"{format_ranks(printing)} tells a score of its own share only"
             fix = "dist.all_reduce(counts) before it is divided and printed"
             seen = "each rank evaluates a share, and no collective brings the results together"
             yield Remark("score of a share", "wrong", text, one.site, fix, seen)

@@ -10,7 +10,7 @@ from operator import or_
 
 from msgspec.structs import replace
 
-from paceline.guard.sentences import named
+from paceline.guard.sentences import format_ranks
 from paceline.lab.check.findings import Remark, differs
 from paceline.protocol.facts import EPOCHS, PlacedFile, ScriptFacts, SeenLoader, SeenStep
 
@@ -141,7 +141,9 @@ def _files(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
         fix = "if dist.get_rank() == 0: in front of it; or the rank in the file's name"
         if ranks[0].session:
             fix = "s.save(model, path) for weights; if s.rank == 0: in front of other files"
-        yield Remark("one file", "wrong", "several ranks write one file", site, fix, f"{named(of)}: {path}{more}")
+        yield Remark(
+            "one file", "wrong", "several ranks write one file", site, fix, f"{format_ranks(of)}: {path}{more}"
+        )
     if writers and not shared:
         yield Remark("one file", "right", "no file is written by two ranks")
 
@@ -161,7 +163,7 @@ def _loads(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
             one = places[astray[0]]
             text = f"all ranks load to GPU {one.devices[0]}, whose memory it fills"
             fix = "torch.load(path, map_location=device), or map_location='cpu'"
-            yield Remark("one GPU", "costs", text, one.site, fix, f"{named(astray)}: {path}")
+            yield Remark("one GPU", "costs", text, one.site, fix, f"{format_ranks(astray)}: {path}")
 
 
 def _unused(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
@@ -229,7 +231,7 @@ def gradient_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
         found = [replace(one, **PAST, site=site) if one.rule == "replicas" else one for one in found]
     elif past is not None:
         alone = [facts.rank for facts in ranks if any(_past(facts))]
-        text = f"{named(alone)} {'trains' if len(alone) == 1 else 'train'} on alone, past DDP"
+        text = f"{format_ranks(alone)} {'trains' if len(alone) == 1 else 'train'} on alone, past DDP"
         fix = "ddp(x), not ddp.module(x), if this is not meant"
         found.append(Remark("past DDP", "note", text, past.backward_site, fix, "after steps through DDP"))
     yield from found
@@ -380,7 +382,7 @@ def _drift(facts: ScriptFacts, rows: Sequence[Sequence[SeenStep]]) -> Remark | N
             fix = (
                 "change weights on all ranks alike: without a condition on the rank, and without its own random numbers"
             )
-            seen = f"{named(changed)}: between steps {number - 1} and {number}"
+            seen = f"{format_ranks(changed)}: between steps {number - 1} and {number}"
             return Remark("replicas", "wrong", text, row[0].site, fix, seen)
         if differs(step.after for step in row):
             return _unequal_step(facts, row, number)

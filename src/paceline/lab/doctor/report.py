@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from paceline.errors import plural
-from paceline.guard.sentences import printable
+from paceline.guard.report import printable
 from paceline.host.facts import NODE_RULES, Address, Facts, Finding, Node, Rule, differences, itself
 from paceline.host.reach import is_loopback
 from paceline.lab.doctor.messages import Examined

@@ -40,7 +40,7 @@ from paceline.lab.ranks.memory import Traffic, inspected
 from paceline.protocol.evidence import Phase
 from paceline.rank.attach import run_worker
 from paceline.rank.guard import Guard
-from paceline.rank.world import World, device_words, joined, on_mesh
+from paceline.rank.world import World, create_mesh_groups, device_name, joined
 from paceline.runs.utilization import explain_mfu
 from paceline.stepping.trained_model import loss_scale
 from paceline.strategies import Strategy
@@ -206,7 +206,7 @@ def measure_candidates(order: MeasureOrder, workload: Workload) -> None:
     _import_lazily(world)
     launched = time.time() - order.started_unix
     for candidate in order.candidates:
-        mesh_world = on_mesh(world, mesh_of(candidate.mesh or None, world.size))
+        mesh_world = create_mesh_groups(world, mesh_of(candidate.mesh or None, world.size))
         if world.rank == 0:
             (folder / m.RUNNING).write_bytes(msgspec.json.encode(candidate))
         torch.set_num_threads(candidate.threads)
@@ -277,7 +277,7 @@ def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, laun
         low_rank_bytes=4 * LowRank([p.shape for p in trained], torch.float32, DEFAULT_RANK).sent,
         sent_bytes=_most(each["sent"] for each in ranks),
         memory=memory,
-        device=device_words(world.device),
+        device=device_name(world.device),
         sync_share=sum(each["sync"] / each["seconds"] for each in ranks) / world.size,
         notes=(*workload.notes, *training.notes),
         mesh=candidate.mesh,

@@ -40,7 +40,7 @@ from paceline.lab.verify import (
     VerifyReport,
 )
 from paceline.rank.attach import run_worker
-from paceline.rank.world import World, joined, on_mesh
+from paceline.rank.world import World, create_mesh_groups, joined
 from paceline.strategies.validation import ELEMENT_WISE
 from paceline.train.determinism import DEFAULT_THREADS, deterministic, hardware_facts
 from paceline.train.prepare import make_model
@@ -49,7 +49,7 @@ from paceline.train.step import train_step
 
 def verify(spec: Spec, world: World) -> VerifyReport:
     """Run every case of `spec` on this world (a collective); rank 0's report counts."""
-    world = on_mesh(world, mesh_of(spec.mesh or None, world.size))
+    world = create_mesh_groups(world, mesh_of(spec.mesh or None, world.size))
     with raise_on_all_ranks(world):
         task = trials.task_of(spec)
         model = trials.build(task, spec.seed, world.device)
@@ -129,7 +129,7 @@ def _not_run(strategy: str, policy: Policy, world: World, optimizer: type[Optimi
         return "has local batch norm only"
     if info.sharded and optimizer not in ELEMENT_WISE:
         return f"shards parameters, and {optimizer.__name__} may use a whole one"
-    if world.mesh is not None and not info.on_mesh:
+    if world.mesh is not None and not info.create_mesh_groups:
         return "cannot train a part of a model"
     if info.one_process and world.data.size > 1:
         return "is single-process"

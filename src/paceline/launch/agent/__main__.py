@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.host.facts import gather as gather_facts
-from paceline.host.surroundings import environment_after
+from paceline.host.shell_environment import environment_after
 from paceline.host.sweep import start_janitor
 from paceline.launch.agent.preload import start_preloader
 from paceline.launch.agent.workers import Inherited, make_snapshots, worker_environment

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError
 from paceline.guard.deaths import due_seconds, first_to_fail
-from paceline.guard.sentences import named, verb
+from paceline.guard.sentences import clause, format_ranks
 from paceline.host.procfs import PROC, processes, read_process
 from paceline.host.sweep import Member
 from paceline.launch.agent.channel import Link, StartOrder, StartReply
@@ -36,10 +36,10 @@ from paceline.protocol.control import (
     STOP_SIGNALS,
     Goodbye,
     Hello,
-    Meeting,
     Message,
     Orders,
     Readable,
+    Rendezvous,
     peer_pid,
     receive,
     send,
@@ -127,7 +127,7 @@ class AttachedWorkers(Workers):
 
     def __init__(self, plan: NodePlan) -> None:
         super().__init__(plan, 0, 0)
-        self.meeting: Meeting | None = None  # where node 0's agent is, as a rank has told us
+        self.meeting: Rendezvous | None = None  # where node 0's agent is, as a rank has told us
         self._listener = socket.socket(fileno=plan.attach)
         self._listener.setblocking(False)
         self._connections: dict[socket.socket, int] = {}  # -> the pid at its other end
@@ -183,7 +183,7 @@ class AttachedWorkers(Workers):
                     self._first = connection
                 if self.all_here:
                     self._listener.close()  # the next start has the same name
-            case Meeting():
+            case Rendezvous():
                 self.meeting = message
             case Goodbye(code):
                 for one in self.running:
@@ -218,7 +218,7 @@ class AttachedWorkers(Workers):
             del self._goodbyes[connection]
             connection.close()
 
-    def tell_first(self, meeting: Meeting) -> None:
+    def tell_first(self, meeting: Rendezvous) -> None:
         """Have rank 0 pass it to the other nodes."""
         if self._first is not None:
             with suppress(OSError):
@@ -358,13 +358,13 @@ class AttachedHead:
                 deadline = min(deadline, time.monotonic() + (LATE_SECONDS if self.workers.ranks else left))
             self.orders.wait(min(left, 0.25))
         if not self.workers.all_here and self.workers.running:
-            here = named(self.workers.ranks)
+            here = format_ranks(self.workers.ranks)
             say(f"watchover sees {here} of the {self.plan.nproc} on this node: the others have not come")
 
     def _watch(self) -> None:
         if self.heads:
             addresses = tuple(dict.fromkeys((*self.plan.head, os.uname().nodename)))
-            self.workers.tell_first(Meeting(addresses, self.cluster.port, self.plan.secret))
+            self.workers.tell_first(Rendezvous(addresses, self.cluster.port, self.plan.secret))
         monitor = Monitor(self._generation)
         while self._goes_on():
             failing = due_seconds(self._generation.samples()) is not None and not self._reported
@@ -404,7 +404,7 @@ class AttachedHead:
         self._generation.members = [*self.cluster.members.values()]
         return self._generation.members != before
 
-    def _follow(self, meeting: Meeting) -> None:
+    def _follow(self, meeting: Rendezvous) -> None:
         """Take part in the guard of all nodes, as node 0's agent asks, until it is over."""
         plan = replace(
             self.plan, head=meeting.addresses, head_ports=(meeting.port,), secret=meeting.secret, join_seconds=30.0
@@ -432,7 +432,7 @@ class AttachedHead:
             if not moved:
                 return
             self._stall_seconds = None
-            say(f"{named(moved)} {verb(moved, 'is', 'are')} making progress again; the stall is over")
+            say(f"{clause(moved, 'is', 'are')} making progress again; the stall is over")
         if (diagnosis := monitor.look()) is not None:
             self._stall_seconds = time.monotonic()
             self._report_stall(diagnosis, len(samples))

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.collect import ADVANCE_SECONDS, Collection
-from paceline.guard.detectors import beat_seconds, sample_seconds
+from paceline.guard.detectors import heartbeat_seconds, sample_seconds
 from paceline.host.facts import gather as gather_facts
 from paceline.launch.agent import channel
 from paceline.launch.agent.joining import interface_of, join, try_to_reach
@@ -181,7 +181,7 @@ class Follower:
             beat = channel.Beat(own.number, workers, own.oom_kills(), own.swept, tuple(own.left))
         news = [(beat.generation, beat.stopped), *((one.code, one.failure is None) for one in beat.workers)]
         often = self._workers is not None and not self.plan.stall_after.off  # for the guard
-        every = beat_seconds(self.plan.stall_after, self.plan.nodes, beat.workers) - self._sample_seconds / 2
+        every = heartbeat_seconds(self.plan.stall_after, self.plan.nodes, beat.workers) - self._sample_seconds / 2
         late = now >= self._sent_seconds + (every if often else channel.BEAT_SECONDS)
         if late or news != self._news or self._alive_took_seconds is not None:
             link.send(replace(beat, unix_time=time.time(), alive_took_seconds=self._alive_took_seconds))

@@ -14,9 +14,9 @@ from typing import Self
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, UsageError, plural
-from paceline.guard.deaths import RankEnd, due_seconds, end_of, first_to_fail
+from paceline.guard.deaths import RankEnd, due_seconds, first_to_fail, rank_end
 from paceline.guard.judge import judge_samples
-from paceline.guard.report import failure_page, same_verdict
+from paceline.guard.report import format_failure, same_verdict
 from paceline.launch.agent.cluster import Cluster, Generation, RemoteNode
 from paceline.launch.agent.joining import JoinQueue, gather_nodes, reachable
 from paceline.launch.agent.monitor import Diagnosis, LiveStatus, Monitor
@@ -57,7 +57,7 @@ class FailedGeneration:
             return cls(None, rank, exit_code, "", step, nproc, verdict=verdict)
         failure = first.failure
         return cls(
-            end=end_of(first),
+            end=rank_end(first),
             rank=first.rank,
             exit_code=exit_code,
             exception=failure.type if failure else "",
@@ -265,9 +265,9 @@ class Head:
             return ExitCode.FAILED
         number = signal.Signals(self.cluster.signals[0])
         first = first_to_fail(ranks)
-        if first is not None and end_of(first) is RankEnd.EXCEPTION:  # it could not save, for example
+        if first is not None and rank_end(first) is RankEnd.EXCEPTION:  # it could not save, for example
             evidence = [Evidence.of(one) for one in ranks]
-            say(failure_page(judge_samples(ranks), evidence, oom_kills=0, attempt_dir=self.plan.attempt_dir))
+            say(format_failure(judge_samples(ranks), evidence, oom_kills=0, attempt_dir=self.plan.attempt_dir))
         say(f"stopped by {number.name}")
         return 128 + number
 

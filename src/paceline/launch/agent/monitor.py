@@ -20,9 +20,9 @@ from msgspec.structs import replace
 from paceline.errors import ExitCode
 from paceline.guard import detectors
 from paceline.guard.collect import ANSWER_SECONDS
-from paceline.guard.judge import judge, judge_samples, never_meet
-from paceline.guard.report import EXIT_CODES, failure_page, in_a_line, page, warning, write_verdict
-from paceline.guard.sentences import named, verb
+from paceline.guard.judge import is_deadlocked, judge, judge_samples
+from paceline.guard.report import EXIT_CODES, format_failure, format_verdict, format_warning, summarize, write_verdict
+from paceline.guard.sentences import clause
 from paceline.guard.silent import SilentFaultDetector, calls_of
 from paceline.launch.agent.cluster import Generation
 from paceline.launch.agent.joining import unreachable
@@ -82,11 +82,13 @@ class Diagnosis:
     @property
     def line(self) -> str:
         """The cause in one line."""
-        return self.told.partition("\n")[0] or in_a_line(self.verdict, self.evidence, self.waited_seconds)
+        return self.told.partition("\n")[0] or summarize(self.verdict, self.evidence, self.waited_seconds)
 
     def page(self, oom_kills: int = 0) -> str:
         """The report for the screen; `oom_kills` is the number of processes that the kernel has killed for memory."""
-        return self.told or failure_page(self.verdict, self.evidence, oom_kills=oom_kills, attempt_dir=self.attempt_dir)
+        return self.told or format_failure(
+            self.verdict, self.evidence, oom_kills=oom_kills, attempt_dir=self.attempt_dir
+        )
 
 
 class Monitor:
@@ -102,7 +104,7 @@ class Monitor:
         self._silent = SilentFaultDetector(
             self._plan.ranks.world_size, generation.own.names, lambda: calls_of(generation.ask(PATIENCE_SECONDS))
         )
-        self._sleep, self._unmet = detectors.SleepDetector(self._windows), detectors.UnmetDetector(self._windows)
+        self._sleep, self._unmet = detectors.SleepDetector(self._windows), detectors.DeadlockDetector(self._windows)
         self._off = self._windows.off
 
     def look(self) -> Diagnosis | None:
@@ -139,8 +141,8 @@ class Monitor:
 
     def _look(self) -> Diagnosis | None:
         running = self._generation.running()
-        self.look_seconds = detectors.beat_seconds(self._windows, self._plan.nodes, running)
-        alarm = self._stalls.see(time.monotonic(), detectors.perhaps_waiting(running, self._plan.ranks.world_size))
+        self.look_seconds = detectors.heartbeat_seconds(self._windows, self._plan.nodes, running)
+        alarm = self._stalls.see(time.monotonic(), detectors.assume_waiting(running, self._plan.ranks.world_size))
         for kind, words in (("", self._stalls.notice), ("slow", self._slow(running))):
             if words:
                 self._notify(words, kind=kind)
@@ -157,15 +159,15 @@ class Monitor:
         evidence = self._generation.ask(WARNING_SECONDS if warned_only else ANSWER_SECONDS)
         if blind := [one.rank for one in evidence if not one.watched]:
             self._off = True  # into that nobody sees: nobody can be judged
-            who = f"{named(blind)} {verb(blind, 'has', 'have')}"
+            who = f"{clause(blind, 'has', 'have')}"
             say(f"warning: the hang guard is off: {who} become another program (exec)")
             return None
-        if self._generation.interrupted or not detectors.stands_still(evidence, alarm, self._windows):
+        if self._generation.interrupted or not detectors.is_stalled(evidence, alarm, self._windows):
             return None
         if not warned_only:
             return self._stall(evidence, alarm)
-        ranks = [replace(one, waiting=detectors.waits(one)) for one in evidence if one.runs]
-        say(warning(ranks, still_seconds=alarm.still_seconds, window_seconds=alarm.window_seconds))
+        ranks = [replace(one, waiting=detectors.is_waiting(one)) for one in evidence if one.runs]
+        say(format_warning(ranks, still_seconds=alarm.still_seconds, window_seconds=alarm.window_seconds))
         return None
 
     def _look_for_silent_faults(self, *, last: bool = False) -> Diagnosis | None:
@@ -204,7 +206,7 @@ class Monitor:
         if not self._unmet.due(time.monotonic(), running):
             return None
         evidence = self._generation.ask(WARNING_SECONDS)
-        if self._generation.interrupted or not never_meet(evidence):
+        if self._generation.interrupted or not is_deadlocked(evidence):
             return None
         verdict = judge(evidence)
         if verdict.kind not in (VerdictKind.MISMATCH, VerdictKind.DEADLOCK):
@@ -255,7 +257,7 @@ class Monitor:
                 shown, run = _short(folder), _short(Path(self._plan.run_dir)) if self._plan.run_dir else ""
             except OSError:  # a full disk does not keep anybody from being named
                 shutil.rmtree(folder, ignore_errors=True)
-        told = page(verdict, evidence, waited_seconds=waited_seconds, folder=shown, run=run)
+        told = format_verdict(verdict, evidence, waited_seconds=waited_seconds, folder=shown, run=run)
         return Diagnosis(verdict, evidence, self._plan.attempt_dir, waited_seconds, told)
 
     def _answer_asks(self) -> None:

@@ -26,7 +26,7 @@ from paceline.protocol.control import (
     READY,
     ForkOrder,
     Orders,
-    WorkerBirth,
+    WorkerSpec,
     as_bytes,
     at_import,
 )
@@ -161,7 +161,7 @@ def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | 
     # What the imports print goes into memory: each worker prints it again, as one that has imported for itself would.
     said = os.memfd_create("paceline-preload-stdout"), os.memfd_create("paceline-preload-stderr")
     own = {
-        **WorkerBirth(agent_pid=os.getpid(), preload=its.fileno()).variable(),
+        **WorkerSpec(agent_pid=os.getpid(), preload=its.fileno()).variable(),
         # as long as a worker's, which takes its place
         AGENT_MARK: mark_of(agent.pid, agent.start) + "preloader-",
     }

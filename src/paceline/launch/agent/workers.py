@@ -26,7 +26,7 @@ from paceline.host.sweep import Member, Roster, mark_of, roster_path, sweep, tel
 from paceline.launch.agent.preload import Forked, Preloader
 from paceline.launch.agent.store import Store, StoreGate
 from paceline.launch.output import relay_rank
-from paceline.protocol.control import AGENT_MARK, ROOM, RUN_ID, SHARED_MEMORY, WorkerBirth
+from paceline.protocol.control import AGENT_MARK, ROOM, RUN_ID, SHARED_MEMORY, WorkerSpec
 from paceline.protocol.evidence import GOOD_ENDS, Failure, Sample
 from paceline.protocol.job import NodePlan
 from paceline.protocol.marks import read_names
@@ -181,7 +181,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
         shown = rank == 0 or plan.show == "all"
         direct = rank == max(0, plan.stdin_rank) and shown and os.isatty(1)  # what draws on a terminal must see one
         meet = store.inherited(rank, plain=plan.plain_store)
-        birth = WorkerBirth(
+        spec = WorkerSpec(
             agent_pid=os.getpid(),
             attempt_dir=plan.attempt_dir,
             generation=generation,
@@ -193,7 +193,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             guarded=not plan.stall_after.off,
             shares_gradients=plan.collectives == "shared",
         )
-        env = worker_environment(plan, local_rank, store.port_number(plan), generation) | birth.variable()
+        env = worker_environment(plan, local_rank, store.port_number(plan), generation) | spec.variable()
         env["MASTER_ADDR"] = store.address(plan)
         if agent is not None:
             env[AGENT_MARK] = mark_of(agent.pid, agent.start, generation)

@@ -1,7 +1,7 @@
-"""`launch --check`: a script runs with shorter epochs, and the facts of the run are written to a file.
+"""`launch --check`: runs a script with shorter epochs, and writes the facts of the run to a file.
 
-Nothing is judged here. This module writes the file, and watches everything except loaders (loaders.py), replicas and
-optimizers (steps.py): other files, seeds, threads, losses that leave out padding, output.
+`lab.check` evaluates the facts. This module writes the file, and observes everything except loaders (loaders.py),
+replicas and optimizers (steps.py): other files, seeds, threads, losses that ignore padding, output.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.check.steps import StepWatch
 from paceline.rank.guard import Guard
 from paceline.rank.imports import when_imported
-from paceline.rank.probes import Events, hang
+from paceline.rank.probes import Events, wrap_function
 from paceline.rank.probes.steps import JointOptimizers
 from paceline.rank.sites import short, site_words, user_site
 from paceline.runs import writing
 
-EVERY_SECONDS = 2.0  # how often facts are written: a script may be killed
+EVERY_SECONDS = 2.0  # interval of writes, because a script may be killed
 MAX_FILES, MAX_SCORES = 200, 16
 FAR, ROUNDING = 1 << 24, 1e-12
-BRINGS_TOGETHER = ("reduce", "gather", "all_to_all", "send", "recv")
-NOBODYS = ("/dev/", "/proc/", "/sys/", "/__pycache__/", "/.cache/", "-packages/")
+COMBINING = ("reduce", "gather", "all_to_all", "send", "recv")
+IGNORED_PATHS = ("/dev/", "/proc/", "/sys/", "/__pycache__/", "/.cache/", "-packages/")
 
 
 class SideWatch(Events):
-    """Watches one process."""
+    """Records facts of a process except those of loaders, replicas and optimizers."""
 
     def __init__(self, facts: ScriptFacts, own_folder: str) -> None:
         self._facts, self._own, self._pid = facts, own_folder, os.getpid()
         self._losses: dict[str, MeanLoss] = {}
-        self._passes: list[tuple[Pass, int, int]] = []  # evaluations: when each began, and what was printed before
+        self._passes: list[tuple[Pass, int, int]] = []  # evaluations: start time, and number of prints before
         self._printed = 0
-        self._schedules: dict[int, tuple[Any, str, str]] = {}  # by identity: where made, and where it went on last
+        self._schedules: dict[int, tuple[Any, str, str]] = {}  # by id: the lines that made and last stepped it
 
         sys.addaudithook(self._audited)
         for stream in (sys.stdout, sys.stderr):
@@ -70,20 +70,20 @@ class SideWatch(Events):
         functional: Any = sys.modules["torch.nn.functional"]
         serialization: Any = sys.modules["torch.serialization"]
         ranks: Any = sys.modules["torch.distributed"]
-        seen = partial(hang, torch)
+        seen = partial(wrap_function, torch)
         seen("manual_seed", before=lambda *_, **__: self._seeded("torch"))
         seen("set_num_threads", before=self._threads_set)
         seen("save", before=self._saves)
         seen("load", after=self._loads)
         serialization.save, serialization.load = torch.save, torch.load
         schedulers: Any = sys.modules["torch.optim.lr_scheduler"]
-        for scheduler in (schedulers.LRScheduler, schedulers.ReduceLROnPlateau):  # which has a step of its own
-            hang(scheduler, "step", before=self._goes_on)
-        hang(ranks, "all_reduce", before=self._reduces)
+        for scheduler in (schedulers.LRScheduler, schedulers.ReduceLROnPlateau):  # the latter overrides `step`
+            wrap_function(scheduler, "step", before=self._schedule_steps)
+        wrap_function(ranks, "all_reduce", before=self._reduces)
         collectives: Any = sys.modules["torch.distributed.distributed_c10d"]
         collectives.all_reduce = ranks.all_reduce
         for name in ("cross_entropy", "nll_loss"):
-            hang(functional, name, after=self._counts)
+            wrap_function(functional, name, after=self._counts)
 
     def epoch_begins(self, batches: Any) -> None:
         number = next((n for n, one in enumerate(self._facts.loaders) if one.passes and not one.passes[-1].sizes), -1)
@@ -94,35 +94,34 @@ class SideWatch(Events):
         self._close()
 
     def finish(self) -> None:
-        """At the end."""
+        """Record the facts that are complete only at the end."""
         self._close()
         torch: Any = sys.modules.get("torch")
         self._facts.threads = torch.get_num_threads() if torch is not None else 0
         for schedule, made, site in self._schedules.values():
-            with suppress(Exception):  # a function of the script's own
+            with suppress(Exception):  # from a function of the script
                 name = type(schedule).__name__
                 self._facts.schedules.append(SeenSchedule(site, made, schedule.last_epoch, length_of(schedule), name))
 
     def _close(self) -> None:
-        """Record whether ranks exchanged values and printed something since the evaluations began."""
         for seen, began_ns, printed in self._passes:
             calls = Guard.of_process().box.calls_since(began_ns)
-            seen.summed = any(word in op.kind for _, _, op in calls for word in BRINGS_TOGETHER)
+            seen.summed = any(word in op.kind for _, _, op in calls for word in COMBINING)
             seen.printed = self._printed > printed
         self._passes.clear()
 
-    def _audited(self, event: str, told: tuple[Any, ...]) -> None:
+    def _audited(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event not in ("open", "os.rename") or os.getpid() != self._pid:
             return
-        path, _, flags = told if event == "open" else (told[1], "", os.O_TRUNC)
+        path, _, flags = arguments if event == "open" else (arguments[1], "", os.O_TRUNC)
         if isinstance(path, (str, bytes)) and isinstance(flags, int) and flags & os.O_TRUNC and not flags & os.O_EXCL:
             self._writes(os.fsdecode(path))
 
     def _writes(self, path: str) -> None:
         path = os.path.realpath(path)
-        if path.startswith(self._own) or any(part in path for part in NOBODYS) or len(self._facts.written) >= MAX_FILES:
+        if path.startswith(self._own) or any(part in path for part in IGNORED_PATHS):
             return
-        if not any(one.path == path for one in self._facts.written):
+        if len(self._facts.written) < MAX_FILES and not any(one.path == path for one in self._facts.written):
             self._facts.written.append(PlacedFile(path, user_site()))
 
     def _saves(self, state: Any, file: Any = None, *_: Any) -> None:
@@ -151,7 +150,6 @@ class SideWatch(Events):
                 record.sizes.append(target.numel())
 
     def _reduces(self, tensor: Any, op: Any = None, *_: Any, **__: Any) -> None:
-        """Record this rank's part of a sum over ranks, perhaps of scores."""
         if not self._passes or tensor.numel() > MAX_SCORES or tensor.is_complex():
             return
         sums = sys.modules["torch.distributed"].ReduceOp
@@ -161,8 +159,7 @@ class SideWatch(Events):
                     seen.reduced += [finite(value) for value in tensor.detach().reshape(-1).tolist()]
                     seen.reduced_site = seen.reduced_site or user_site()
 
-    def _goes_on(self, schedule: Any, *_: Any, **__: Any) -> None:
-        """A step of a learning-rate schedule; the first one is in its constructor."""
+    def _schedule_steps(self, schedule: Any, *_: Any, **__: Any) -> None:
         here = user_site()
         self._schedules[id(schedule)] = schedule, self._schedules.get(id(schedule), ("", here))[1], here
 
@@ -185,10 +182,10 @@ class SideWatch(Events):
         def gathers(*_: Any, **__: Any) -> None:
             self._facts.gathers_for_metrics = True
 
-        hang(accelerator, "gather_for_metrics", before=gathers)
+        wrap_function(accelerator, "gather_for_metrics", before=gathers)
 
     def _in_trainer(self, *, late: bool) -> None:
-        """Call each `compute_metrics` with more padding: it gets numpy arrays in which -100 is padding."""
+        """Call each `compute_metrics` again with more padding. Its arguments are numpy arrays with -100 as padding."""
 
         def made(_: Any, trainer: Any, *__: Any, **___: Any) -> None:
             metrics, asked = trainer.compute_metrics, False
@@ -198,32 +195,32 @@ class SideWatch(Events):
             file, line = (code.co_filename, code.co_firstlineno) if code is not None else ("?", 0)
             site = site_words(Frame(short(file), line, getattr(metrics, "__name__", "compute_metrics")))
 
-            def computed(told: Any) -> Any:
+            def computed(predictions: Any) -> Any:
                 nonlocal asked
-                scores = metrics(told)
-                if not asked and (padded := padded_more(told)) is not None:
+                scores = metrics(predictions)
+                if not asked and (padded := padded_more(predictions)) is not None:
                     asked = True
-                    with suppress(Exception):  # one that takes no other width
-                        self._facts.metrics.append(with_padding(site, scores, metrics(told), metrics(padded)))
+                    with suppress(Exception):  # the function accepts only one width
+                        self._facts.metrics.append(with_padding(site, scores, metrics(predictions), metrics(padded)))
                 return scores
 
             trainer.compute_metrics = computed
 
-        hang(sys.modules["transformers.trainer"].Trainer, "__init__", after=made)
+        wrap_function(sys.modules["transformers.trainer"].Trainer, "__init__", after=made)
 
 
 def with_padding(site: str, scores: Any, again: Any, padded: Any) -> PaddedMetric:
-    """The first score that changes with more padding, and does not without."""
+    """The first score that changes with more padding, but not in a repeated call."""
     for name, value in scores.items():
         if value == again[name] and value != padded[name]:
             return PaddedMetric(site, name, finite(value), finite(padded[name]))
     return PaddedMetric(site)
 
 
-def padded_more(told: Any) -> Any:
-    """An `EvalPrediction` with one more column of padding, as of a batch that is longer; None: it has none."""
+def padded_more(prediction: Any) -> Any:
+    """An `EvalPrediction` with one more column of padding; None if it has no padding."""
     numpy: Any = sys.modules["numpy"]
-    labels, predicted = told.label_ids, told.predictions
+    labels, predicted = prediction.label_ids, prediction.predictions
     plain = all(isinstance(one, numpy.ndarray) for one in (labels, predicted))
     if not plain or labels.ndim != 2 or predicted.shape[:2] != labels.shape or not (labels == -100).any():
         return None
@@ -231,14 +228,14 @@ def padded_more(told: Any) -> Any:
     predicted, labels = (
         numpy.pad(one, widths, constant_values=-100) for one, widths in zip((predicted, labels), longer, strict=True)
     )
-    return type(told)(predictions=predicted, label_ids=labels, inputs=told.inputs, losses=told.losses)
+    return type(prediction)(predictions=predicted, label_ids=labels, inputs=prediction.inputs, losses=prediction.losses)
 
 
 def length_of(schedule: Any) -> int:
     """The step from which a schedule's rate is constant; -1: unknown."""
     for name in ("total_steps", "T_max", "total_iters"):
-        if isinstance(told := getattr(schedule, name, None), int):
-            return told
+        if isinstance(steps := getattr(schedule, name, None), int):
+            return steps
     factor = next(iter(getattr(schedule, "lr_lambdas", ())), None)
     if factor is None:
         return -1
@@ -246,7 +243,6 @@ def length_of(schedule: Any) -> int:
 
 
 def _gpus(state: Any, depth: int = 0) -> set[int]:
-    """The GPUs on which the tensors of a loaded state lie."""
     if getattr(getattr(state, "device", None), "type", "") == "cuda":
         return {int(state.device.index or 0)}
     inner = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
@@ -266,7 +262,7 @@ class Writing(Events):
 
     def write(self) -> None:
         """Write the facts."""
-        with suppress(OSError):  # a full disk: the script's own words say more of it
+        with suppress(OSError):  # a full disk, which the script itself reports
             writing.replace(self._path, msgspec.json.encode(self._facts))
         self._last = time.monotonic()
 
@@ -279,7 +275,7 @@ class Writing(Events):
             try:
                 one.finish()
             except Exception as error:
-                print(f"paceline: --check does not see everything: {error!r}", file=sys.stderr)
+                print(f"paceline: --check has recorded only a part of the facts: {error!r}", file=sys.stderr)
         self.write()
 
 

@@ -1,4 +1,4 @@
-"""What `--check` sees of DataLoaders; and how it shortens their epochs, so that a script is through in a minute."""
+"""`--check`: records facts about DataLoaders, and shortens epochs, so that a script completes in a minute."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ from paceline.protocol.facts import (
     kept_batches,
 )
 from paceline.rank.guard import Guard
-from paceline.rank.imports import unseen, when_imported
-from paceline.rank.probes import Events, hang, hashed, leading, leaf_digests
+from paceline.rank.imports import hide_from_warnings, when_imported
+from paceline.rank.probes import Events, leaf_digests, sample_count, short_hash, wrap_function
 from paceline.rank.sites import USER, call_site, owner, user_site
 
-MAX_PASSED_OVER = 100_000  # batches: of more the last one is not waited for
-MAX_SECONDS, LATER_SECONDS = 5.0, 1.0  # nor longer than this, in an epoch that is looked at, and in a later one
-MAX_PASSES = 20  # a script that goes on longer is ended
-MAX_ALONE = 200  # the same, as long as nothing is known that the rank trains with others in these passes
+MAX_PASSED_OVER = 100_000  # skipped batches to reach the last one
+MAX_SECONDS, LATER_SECONDS = 5.0, 1.0  # time limit for skipping, in a recorded epoch and in a later one
+MAX_PASSES = 20  # a longer script is ended
+MAX_ALONE = 200  # the same while there is no evidence that the rank trains with others in these passes
 PROBES = 6
 SLOTS, DIGEST_BYTES = 64, 16
 NAMES = ("torch", "random", "numpy", OWN_GENERATORS)
-SETTERS = {  # of the shared generators, by the modules that have them
+SETTERS = {  # functions that set the global generators, by module
     "torch": ("torch", ("manual_seed", "set_rng_state")),
     "torch.random": ("torch", ("manual_seed", "set_rng_state")),
     "random": ("random", ("seed", "setstate")),
     "numpy.random": ("numpy", ("seed", "set_state")),
 }
-CHUNK = 10_000  # objects: their references fit into the cache
-LOOKS = range(2, 5)  # at these batches of a loader it is looked: what the first one makes is there then
-MAX_NAMES = 4  # that are followed to where they were given their values
+CHUNK = 10_000  # objects whose references fit into the cache
+LOOKS = range(2, 5)  # the inspected batches of a loader; the first batch may still create generators
+MAX_NAMES = 4  # assignments that are followed backwards
 RANKS = re.compile(r"world|num_processes|num_replicas|n_?gpus|nproc", re.IGNORECASE)
 
 
-class Cut:
-    """The first draws of a sampler, and its last one, which shows faults at the end of an epoch.
+class TruncatedSampler:
+    """The first draws of a sampler and its last one, which shows faults at the end of an epoch.
 
-    A further draw draws the sampler to its end, as a whole epoch does: a sampler that counts its epochs does so after
-    its last index. A sampler that gives the same number of draws again is endless.
+    One further draw exhausts the sampler, as a full epoch does, because a sampler may count its epochs after its last
+    index. A sampler that returns the same number of draws again counts as infinite.
     """
 
     def __init__(self, draws: Iterator[Any], batches: int, kept: int, seen: Pass, seconds: float = MAX_SECONDS) -> None:
@@ -67,43 +67,42 @@ class Cut:
         self._seconds = seconds
         self._ended = False
 
-    def __iter__(self) -> Cut:
+    def __iter__(self) -> TruncatedSampler:
         return self
 
     def __next__(self) -> Any:
         if self._left == 0:
-            self._go_to_the_end()
+            self._exhaust()
             raise StopIteration
-        drawn = self._drawn()
+        drawn = self._draw()
         self._left -= 1
-        return drawn if self._left else self._passed_over(self._over, drawn)
+        return drawn if self._left else self._skip(self._over, drawn)
 
-    def _go_to_the_end(self) -> None:
+    def _exhaust(self) -> None:
         if self._ended or self._seen.cut_off:
             return
         before, count = self._seen.drawn, len(self._seen.indices)
-        with suppress(Exception):  # of a sampler that cannot go so far
-            self._passed_over(self._batches + 1, None)
+        with suppress(Exception):  # from a sampler that cannot continue
+            self._skip(self._batches + 1, None)
         if not self._ended:
             self._seen.cut_off, self._seen.drawn = True, before
             del self._seen.indices[count:]
 
-    def _passed_over(self, batches: int, drawn: Any) -> Any:
-        """The last of this number of draws, or the last one before the time limit."""
+    def _skip(self, batches: int, drawn: Any) -> Any:
         began_ns = time.monotonic_ns()
         for _ in range(min(batches, MAX_PASSED_OVER)):
             if time.monotonic_ns() - began_ns > self._seconds * 1e9 and not _calls_since(began_ns):
                 self._seen.cut_off = True
                 break
             try:
-                drawn = self._drawn()
+                drawn = self._draw()
             except StopIteration:
                 self._ended = True
                 break
         self._seen.cut_off |= batches > MAX_PASSED_OVER and not self._ended
         return drawn
 
-    def _drawn(self) -> Any:
+    def _draw(self) -> Any:
         drawn = next(self._draws)
         indices: list[Any] = [*drawn] if isinstance(drawn, (list, tuple)) else [drawn]
         self._seen.drawn += len(indices)
@@ -113,7 +112,7 @@ class Cut:
 
 
 class LoaderWatch(Events):
-    """Watches the loaders of one process; `fed` is the number of the loader that gave the last batch."""
+    """Records facts about the loaders of a process. `fed` is the number of the loader of the last batch."""
 
     def __init__(self, facts: ScriptFacts) -> None:
         self._facts = facts
@@ -122,9 +121,9 @@ class LoaderWatch(Events):
         self._began: dict[int, float] = {}
         self._fetched = Fetched()
         self._generators: Generators | None = None
-        self.joint = set[int]()  # loaders whose batches ranks have trained on together
+        self.joint = set[int]()  # loaders whose batches the ranks have used in joint training
         self.fed = -1
-        self.given = 0  # batches, of all loaders
+        self.given = 0  # number of batches of all loaders
 
     def torch_is_there(self) -> None:
         watch_setters()
@@ -142,8 +141,8 @@ class LoaderWatch(Events):
             loader.divided = divided_by_world(call_site(sys._getframe(1)).frame, "batch_size", 1)  # pyright: ignore[reportPrivateUsage]
 
         loader.__len__, loader.whole_length = shortened, length
-        hang(loader, "__init__", after=made)
-        hang(dataloader._BaseDataLoaderIter, "_next_index", before=partial(self._shorten, map_style))
+        wrap_function(loader, "__init__", after=made)
+        wrap_function(dataloader._BaseDataLoaderIter, "_next_index", before=partial(self._shorten, map_style))
         for fetcher in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):
             fetcher.fetch = self._fetched.watched(fetcher.fetch, self._number_of_data)
 
@@ -152,20 +151,20 @@ class LoaderWatch(Events):
 
     def _shorten(self, map_style: Any, batches: Any) -> None:
         number = _number_of(batches)
-        if number < 0 or isinstance(batches._sampler_iter, Cut) or batches._dataset_kind != map_style:
+        if number < 0 or isinstance(batches._sampler_iter, TruncatedSampler) or batches._dataset_kind != map_style:
             return
         record = self._facts.loaders[number]
         if (whole := record.batches) >= 0 and not self._facts.session:
             looked_at = len(record.passes) <= EPOCHS
             kept = kept_batches(whole) if looked_at else min(1, whole)
             seconds = MAX_SECONDS if looked_at else LATER_SECONDS
-            batches._sampler_iter = Cut(batches._sampler_iter, whole, kept, record.passes[-1], seconds)
+            batches._sampler_iter = TruncatedSampler(batches._sampler_iter, whole, kept, record.passes[-1], seconds)
 
     def epoch_begins(self, batches: Any) -> None:
         loader = batches.of_loader()
         if loader not in self._numbers:
             self._numbers[loader] = self._number(loader)
-        number = batches.loader_number = self._numbers[loader]  # the loader may be gone in the loop: `in DataLoader(x)`
+        number = batches.loader_number = self._numbers[loader]  # stored, because the loader may be deleted in the loop
         record = self._facts.loaders[number]
         most = MAX_PASSES if number in self.joint else MAX_ALONE
         if record.training and len(record.passes) >= most:
@@ -174,7 +173,7 @@ class LoaderWatch(Events):
         self._began[number] = time.monotonic()
 
     def _number(self, loader: Any) -> int:
-        """Its record: the one of an older loader of this data, if that was made and used at the same lines."""
+        """The number of a loader's record, which may be that of an earlier loader of this data at the same lines."""
         record = seen_loader(loader)
         for number, data in self._live.items():
             known = self._facts.loaders[number]
@@ -191,7 +190,7 @@ class LoaderWatch(Events):
         if self.fed < 0:
             return
         seen = self._facts.loaders[self.fed].passes[-1]
-        seen.sizes.append(leading(batch))
+        seen.sizes.append(sample_count(batch))
         if len(seen.leaves) < MAX_DIGESTS and len(self._facts.loaders[self.fed].passes) <= EPOCHS:
             seen.leaves.append(leaf_digests(batch))
         if len(self._facts.loaders[self.fed].passes) == 1 and len(seen.sizes) in LOOKS:
@@ -213,19 +212,18 @@ class LoaderWatch(Events):
         seen.ended, seen.seconds = True, time.monotonic() - self._began[number]
 
     def finish(self) -> None:
-        """At the end: record the used generators, and digests of a few samples, by which ranks' data are compared."""
+        """Record the used generators, and digests of a few samples to compare the data of ranks."""
         for number, data in self._live.items():
             record = self._facts.loaders[number]
             try:
                 if record.batches >= 0 and not record.probes:
                     record.probes = _probed(data, record.samples)
-            except Exception:  # the user's own data may raise anything when looked at: then they are not compared
+            except Exception:  # data of the user may raise any error; they are not compared then
                 record.probes = []
             record.random |= self._fetched.of(number)
 
 
 def _calls_since(began_ns: int) -> bool:
-    """Whether collectives were called: a sampler that calls them must be drawn from as often on all ranks."""
     return bool(Guard.of_process().box.calls_since(began_ns))
 
 
@@ -234,8 +232,8 @@ def _number_of(batches: Any) -> int:
 
 
 def seen_loader(loader: Any) -> SeenLoader:
-    """Its record, with no pass in it yet."""
-    # beside a batch sampler that it was given, a loader's own sampler is made up, and nobody asks it
+    """The record of a loader, without passes."""
+    # with a custom batch sampler, the loader does not use its default sampler
     inner = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     chain = [inner, getattr(inner, "batch_sampler", None), getattr(inner, "sampler", None)]
     chain += [getattr(chain[1], "sampler", None)]
@@ -243,8 +241,8 @@ def seen_loader(loader: Any) -> SeenLoader:
     batch_sampler = "" if loader.batch_sampler is None else type(loader.batch_sampler).__name__
     sampler = next((name for name in names if "istributed" in name or name.startswith("BatchSamplerShard")), "")
     plain = next((name for name in reversed(names) if name != "BatchSampler"), "")
-    told = next((told for one in chain if isinstance(told := getattr(one, "shuffle", None), bool)), None)
-    shuffles = False if "SequentialSampler" in names else True if "RandomSampler" in names else told
+    shuffle = next((value for one in chain if isinstance(value := getattr(one, "shuffle", None), bool)), None)
+    shuffles = False if "SequentialSampler" in names else True if "RandomSampler" in names else shuffle
     return SeenLoader(
         site=user_site(),
         made=getattr(loader, "made_at", ""),
@@ -268,8 +266,8 @@ def _length(asked: Any, *of: Any) -> int:
 
 
 def _probed(data: Any, samples: int) -> list[list[str]]:
-    """A few samples as every rank would see them: with random generators in one state, which is put back."""
-    from paceline.seeding import preserved_streams, seed_streams  # imports torch, which the script may never do
+    """Digests of a few samples, with random generators in a fixed state, which is restored afterwards."""
+    from paceline.seeding import preserved_streams, seed_streams  # imports torch, which the script may not use
 
     with preserved_streams():
         found: list[list[str]] = []
@@ -278,27 +276,27 @@ def _probed(data: Any, samples: int) -> list[list[str]]:
             for _ in range(2):
                 seed_streams(0)
                 looks.append(leaf_digests(data[index]))
-            found.append([a if a == b else "" for a, b in zip(*looks, strict=True)])  # a generator of its own: unknown
+            found.append([a if a == b else "" for a, b in zip(*looks, strict=True)])  # other generators: unknown
         return found
 
 
 class Fetched:
-    """The random generators with which each loader's samples are fetched, also in processes of the loader.
+    """The random generators that are used to fetch samples of each loader, also in processes of the loader.
 
     A script may have more generators of numpy, Python and torch than the global ones. The garbage collector finds them,
-    so their classes stay unchanged. A generator counts as used for a batch's samples if it has drawn at least half a
-    number per sample: a number or two for a whole batch, for example its size, may be equal on purpose. If a global
-    generator gets a new state, as from a loaded checkpoint, the numbers drawn since then count.
+    so their classes stay unchanged. A generator counts as used for a batch if it has drawn at least half a number per
+    sample. One or two numbers for a whole batch, for example its size, may be equal on purpose. If a global generator
+    gets a new state, for example from a checkpoint, only the numbers drawn since then count.
     """
 
     def __init__(self) -> None:
-        self._states = mmap.mmap(-1, SLOTS * len(NAMES) * DIGEST_BYTES)  # loader processes are forks: they share it
+        self._states = mmap.mmap(-1, SLOTS * len(NAMES) * DIGEST_BYTES)  # common memory with forked loader processes
         self._count: defaultdict[int, int] = defaultdict(int)
 
     def watched(self, fetch: Any, number_of: Callable[[Any], int]) -> Any:
-        """`fetch`, looked at; `number_of` a data set is that of its loader, -1 if it is of none."""
+        """Wrap `fetch` to record generators. `number_of` returns the number of a data set's loader, or -1."""
 
-        @unseen
+        @hide_from_warnings
         @wraps(fetch)
         def fetched(fetcher: Any, indices: Any) -> Any:
             number = number_of(fetcher.dataset)
@@ -332,30 +330,30 @@ class Fetched:
 
 
 class Generators:
-    """Those that are alive, as they are now."""
+    """The existing generators with a copy of their current states."""
 
     def __init__(self) -> None:
         self._before = [(name, one, copied) for name, one in _alive() if (copied := _copy(one)) is not None]
         _LOOKED_AT.add(self)
 
     def was_set(self, which: str) -> None:
-        """A global generator has got the state that it has now."""
+        """Update the copy of a global generator that has got a new state."""
         self._before = [(name, one, _copy(one) if name == which else before) for name, one, before in self._before]
 
     def used(self, samples: int) -> dict[str, str]:
-        """By name, a digest of the earlier states of the generators that were since used for this number of samples."""
-        found: defaultdict[str, list[str]] = defaultdict(list)
+        """The generators that were used since for this number of samples: name -> digest of their earlier states."""
+        states_by_name: defaultdict[str, list[str]] = defaultdict(list)
         for name, one, before in self._before:
-            if _goes_on(before, one, max(1, samples // 2)):
-                found[name].append(_state(before))
-        return {name: hashed("".join(sorted(states)).encode()) for name, states in found.items()}
+            if _has_drawn(before, one, max(1, samples // 2)):
+                states_by_name[name].append(_state(before))
+        return {name: short_hash("".join(sorted(states)).encode()) for name, states in states_by_name.items()}
 
 
 _LOOKED_AT: weakref.WeakSet[Generators] = weakref.WeakSet()
 
 
 def watch_setters() -> None:
-    """Notice from now on when a global generator gets a new state."""
+    """Record from now on when a global generator gets a new state."""
     for module in SETTERS:
         when_imported(module, partial(_watch_setters, module))
 
@@ -363,7 +361,7 @@ def watch_setters() -> None:
 def _watch_setters(module: str, *, late: bool) -> None:
     generator, names = SETTERS[module]
     for name in names:
-        hang(sys.modules[module], name, after=partial(_was_set, generator))
+        wrap_function(sys.modules[module], name, after=partial(_was_set, generator))
         setter = getattr(sys.modules[module], name)
         setter.__module__, setter.__qualname__ = module, name  # by which it is pickled
 
@@ -390,7 +388,7 @@ def _alive() -> Iterator[tuple[str, Any]]:
 
 
 def _of_kinds(kinds: set[type]) -> list[Any]:
-    """All instances of these classes, also those that only objects without a cycle refer to; at least once each."""
+    """All instances of these classes, at least once each; also those that only untracked objects reference."""
     found: list[Any] = []
     known: list[Any] = gc.get_objects()
     for at in range(0, len(known), CHUNK):
@@ -404,7 +402,6 @@ def _of_kinds(kinds: set[type]) -> list[Any]:
 
 
 def _locals(frame: FrameType | None) -> Iterator[Any]:
-    """The local values of the script's running functions: the garbage collector does not list frames."""
     while frame is not None:
         if owner(frame.f_code.co_filename) is USER:
             yield from frame.f_locals.values()
@@ -415,7 +412,7 @@ def _copy(one: Any) -> Any:
     if not hasattr(one, "device"):
         return copy.deepcopy(one)
     if one.device.type != "cpu":
-        return None  # a device is not waited for
+        return None  # reading its state would wait for the device
     copied = type(one)()
     copied.set_state(one.get_state())
     return copied
@@ -425,18 +422,16 @@ def _state(one: Any) -> str:
     if isinstance(one, random.Random):
         return repr(one.getstate()[1])
     if hasattr(one, "device"):
-        return hashed(one.get_state().numpy().tobytes())
+        return short_hash(one.get_state().numpy().tobytes())
     inner = _bits(one).state["state"]
     return repr({name: value.tobytes() if hasattr(value, "tobytes") else value for name, value in inner.items()})
 
 
 def _bits(one: Any) -> Any:
-    """What numpy's two kinds of generators draw from."""
     return one.bit_generator if hasattr(one, "bit_generator") else one._bit_generator
 
 
-def _goes_on(before: Any, now: Any, numbers: int) -> bool:
-    """Whether it has drawn at least this number."""
+def _has_drawn(before: Any, now: Any, numbers: int) -> bool:
     goal, going = _state(now), _copy(before)
     for drawn in range(numbers):
         if _state(going) == goal:
@@ -456,7 +451,7 @@ def _draw(one: Any) -> None:
 
 
 def divided_by_world(frame: FrameType | None, argument: str, place: int) -> str:
-    """How an argument of the call that this frame is in is divided by the number of ranks, as the script has it."""
+    """The expression that divides an argument of this frame's current call by the number of ranks; empty if none."""
     if frame is None:
         return ""
     here = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)

@@ -1,4 +1,4 @@
-"""`--check`: the facts about replicas, backwards and optimizer steps."""
+"""`--check`: records facts about replicas, backwards and optimizer steps."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Any
 from paceline.protocol.facts import MAX_DIGESTS, MAX_STEPS, Dropped, ScriptFacts, SeenReplica, SeenStep, finite
 from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.guard import Guard
-from paceline.rank.imports import unseen, when_imported
-from paceline.rank.probes import MAX_ELEMENTS, Events, digest_of, hang, hashed, leaf_digests
+from paceline.rank.imports import hide_from_warnings, when_imported
+from paceline.rank.probes import MAX_ELEMENTS, Events, digest_of, leaf_digests, short_hash, wrap_function
 from paceline.rank.probes.steps import JointOptimizers, is_sharded
 from paceline.rank.sites import Owner, call_site, frame_of, owner, site_words, user_site
 
-MAX_ALONE = 1000  # in place of MAX_STEPS, as long as nothing is known that the rank trains with others
+MAX_ALONE = 1000  # replaces MAX_STEPS while there is no evidence that the rank trains with others
 MAX_RECORDS, MAX_PRIVATE = 400, 100
-MAX_EACH = 20_000  # digests of parameters one by one, of an optimizer's first steps
-NUMBERS = ("", "[]", "[1]")  # shapes of what is exchanged, and is no tensor of weight
-PARTS = ("all_to_all", "all_gather", "reduce_scatter", "send", "recv")  # whose shapes may differ between ranks
+MAX_EACH = 20_000  # digests of single parameters, in an optimizer's first steps
+NUMBERS = ("", "[]", "[1]")  # shapes of scalars in collectives
+PARTS = ("all_to_all", "all_gather", "reduce_scatter", "send", "recv")  # shapes may differ between ranks
 LOOKS = 16
 PACKAGE = "torch.distributed.fsdp"
 OFFERED_BY = (f"{PACKAGE}._fully_shard._fully_shard", f"{PACKAGE}._fully_shard", PACKAGE)
@@ -36,54 +36,61 @@ class Window:
     """The gradients of one optimizer since its last step."""
 
     optimizer: Any
-    held: int = 0  # backwards that have put gradients into it, and were followed by no step of any optimizer yet
-    batch: int = 0  # the number of the last batch among these
-    at: tuple[int, int] = (-1, -1)  # its loader, and pass through it
-    filled: bool = False  # the last backward has left gradients that are not zero
+    held: int = 0  # backwards whose gradients no step of any optimizer has followed yet
+    batch: int = 0  # the number of the last batch of these backwards
+    at: tuple[int, int] = (-1, -1)  # its loader and pass
+    filled: bool = False  # whether gradients were nonzero after the last backward
     lost: int = 0  # backwards of earlier batches whose gradients were cleared
     clear_site: str = ""
 
 
 class StepWatch(Events):
-    """Watches one process."""
+    """Records facts about the replicas, backwards and steps of a process."""
 
     def __init__(self, facts: ScriptFacts, loading: LoaderWatch, joint: JointOptimizers | None = None) -> None:
         self._facts, self._loading, self._joint = facts, loading, joint or JointOptimizers(lambda: 0)
         self._meshes = Meshes()
         self._taken: defaultdict[int, int] = defaultdict(int)  # steps with others, by optimizer
-        self._looked: defaultdict[int, int] = defaultdict(int)  # digests of single gradients
+        self._looked: defaultdict[int, int] = defaultdict(int)  # number of digests of single gradients
         self._records: Counter[str] = Counter()
-        self._stepped, self._called_ns = True, 0  # has no module been called since the last step? when was the first?
+        self._stepped, self._called_ns = True, 0  # no module call since the last step; time of the first call
         self._exchanged = 0
         self._replicas: dict[int, SeenReplica] = {}
-        self._inner: dict[int, tuple[weakref.ref[Any], SeenReplica]] = {}  # by the model within
-        self._parts: dict[int, tuple[weakref.ref[Any], SeenReplica]] = {}  # the same, and by the modules in it
-        self._averaged = set[int]()  # parameters of all replicas, by identity
-        self._evaluated: dict[int, int] = {}  # how many steps there were, when it was last evaluated
+        self._inner: dict[int, tuple[weakref.ref[Any], SeenReplica]] = {}  # by id of the wrapped model
+        self._parts: dict[int, tuple[weakref.ref[Any], SeenReplica]] = {}  # by id of the model and of its modules
+        self._averaged = set[int]()  # ids of the parameters of all replicas
+        self._evaluated: dict[int, int] = {}  # number of steps at the last evaluation
         self._optimizers: list[Any] = []
-        self._step: SeenStep | None = None  # that is being taken, if its parameters are compared
-        self._depth = 0  # of steps: one may call another, or go backward in a closure
-        self._inside = 0  # replicas that are going forward
-        self._windows: dict[int, Window] = {}  # by identity of the optimizer
+        self._step: SeenStep | None = None  # the current step, if its parameters are compared
+        self._depth = 0  # of nested steps: a step may call another one, or run backward in a closure
+        self._inside = 0  # replicas in their forward
+        self._windows: dict[int, Window] = {}  # by id of the optimizer
         self._clear_site, self._backwards = "", 0
         self._pending: defaultdict[int, int] = defaultdict(int)  # backwards, by optimizer, since its last step
         self._forwards, self._synced = 0, 0  # since any step
         self._backward_site, self._factors = "", list[float]()
-        self._local: list[float] = []  # by optimizer, as the last backward has left its gradients
-        self._unclipped: list[float] = []  # the same as they were when they were clipped
+        self._local: list[float] = []  # by optimizer: `_total` after the last backward
+        self._unclipped: list[float] = []  # by optimizer: `_total` before clipping
         self._at = (-1, -1)  # loader and pass of the last backward
-        self._clipped: tuple[set[int], float, float, str] = set(), 0.0, 0.0, ""  # since any step: what, norm, limit
+        self._clipped: tuple[set[int], float, float, str] = (
+            set(),
+            0.0,
+            0.0,
+            "",
+        )  # since any step: ids, norm, limit, line
 
     def torch_is_there(self) -> None:
         self._meshes.watch()
         sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(self._called)
-        hang(sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel, "no_sync", before=self._unsynced)
+        wrap_function(
+            sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel, "no_sync", before=self._unsynced
+        )
         modules: Any = sys.modules["torch.nn.modules.module"]
-        hang(sys.modules["torch.optim.optimizer"].Optimizer, "zero_grad", before=self._clears)
-        hang(modules.Module, "zero_grad", before=lambda *_, **__: self._clears(None))
+        wrap_function(sys.modules["torch.optim.optimizer"].Optimizer, "zero_grad", before=self._clears)
+        wrap_function(modules.Module, "zero_grad", before=lambda *_, **__: self._clears(None))
         clipping: Any = sys.modules["torch.nn.utils.clip_grad"]
         offered: Any = sys.modules["torch.nn.utils"]
-        scale = self.clipping(clipping._clip_grads_with_norm_)  # by which clip_grad_norm_ clips, too
+        scale = self.clipping(clipping._clip_grads_with_norm_)  # clip_grad_norm_ also calls it
         clipping._clip_grads_with_norm_ = offered.clip_grads_with_norm_ = scale
 
     def session_begins(self) -> None:
@@ -100,24 +107,24 @@ class StepWatch(Events):
                 self._window(optimizer)
 
     def _window(self, optimizer: Any) -> Window | None:
-        """Its window; None where its gradients cannot be read."""
         window = self._windows.get(id(optimizer))
         if window is None and not any(is_sharded(one) for one in _parameters(optimizer)):
             window = self._windows[id(optimizer)] = Window(optimizer)
         return window
 
     def clipping(self, clip: Any) -> Any:
-        """`clip_grads_with_norm_`, of which the norm is kept for the step that comes next."""
+        """Wrap `clip_grads_with_norm_` to record the norm for the next step."""
 
-        @unseen
+        @hide_from_warnings
         @wraps(clip)
         def clipped(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-            of = [parameters] if hasattr(parameters, "grad") else list(parameters)  # may be there for once only
+            listed = [parameters] if hasattr(parameters, "grad") else list(parameters)  # may be an iterator
             if not self._depth and not self._unclipped:
                 self._unclipped = [_total(optimizer) for optimizer in self._optimizers]
-            clip(of, max_norm, total_norm, *args, **kwargs)
-            if not self._depth and not sys.modules["torch.compiler"].is_compiling() and not any(map(is_sharded, of)):
-                self._clipped = {id(one) for one in of}, finite(total_norm), finite(max_norm), user_site()
+            clip(listed, max_norm, total_norm, *args, **kwargs)
+            compiling = sys.modules["torch.compiler"].is_compiling()
+            if not self._depth and not compiling and not any(map(is_sharded, listed)):
+                self._clipped = {id(one) for one in listed}, finite(total_norm), finite(max_norm), user_site()
 
         return clipped
 
@@ -137,7 +144,7 @@ class StepWatch(Events):
         self._parts |= {id(one): (weakref.ref(one), record) for one in ddp.module.modules()}
 
     def _called(self, module: Any, _: Any) -> None:
-        """A module goes forward: perhaps a replica's, past it, or to evaluate."""
+        """A module runs forward: possibly that of a replica, either bypassing DDP or for an evaluation."""
         if self._stepped:
             self._stepped, self._exchanged, self._called_ns = False, 0, time.monotonic_ns()
         known, record = self._inner.get(id(module)) or self._parts.get(id(module), (None, None))
@@ -157,7 +164,7 @@ class StepWatch(Events):
             record.evaluation_site = user_site()
 
     def _outside(self) -> str:
-        """The line that has called a replica's model, or a method of it, from outside of it."""
+        """The line outside of a replica's model that called the model or one of its methods."""
         frame = call_site(sys._getframe(1)).frame  # pyright: ignore[reportPrivateUsage]
         outer = frame
         while outer is not None and id(outer.f_locals.get("self")) in self._parts:
@@ -184,9 +191,8 @@ class StepWatch(Events):
             return
         used = parameters_reached(roots_of(output))
         if used:
-            # those of when it was made: one that was put in place of another since is not its own
-            own = ddp._module_parameters
-            missing = sum(p.requires_grad and id(p) not in used for p in own)
+            # DDP reduces the parameters from its construction, not later replacements
+            missing = sum(p.requires_grad and id(p) not in used for p in ddp._module_parameters)
             record.looked, record.unused = record.looked + 1, max(record.unused, missing)
 
     def raised(self, where: str, error: BaseException) -> None:
@@ -200,7 +206,7 @@ class StepWatch(Events):
         at = (fed, len(self._facts.loaders[fed].passes) if fed >= 0 else 0)
         if fed >= 0:
             self._facts.loaders[fed].passes[-1].trains = True
-        if self._depth:  # of a closure: a step has as many as it likes
+        if self._depth:  # in a closure, which may run backward any number of times
             self._at = at
             return
         self._look_for_lost(at)
@@ -217,13 +223,13 @@ class StepWatch(Events):
         self._at = at
 
     def _look_for_lost(self, at: tuple[int, int]) -> None:
-        """Whether the gradients of earlier batches are gone, although no optimizer has stepped with them.
+        """Find gradients of earlier batches that were cleared although no optimizer has stepped with them.
 
-        Several backwards of one batch are no accumulation: an adversarial example, or a GAN. Whatever is left over
-        when an epoch begins belongs to the end of the last one.
+        Several backwards of one batch are not accumulation, but an adversarial example or a GAN, for example. Remaining
+        gradients at the start of an epoch belong to the previous epoch.
         """
         self._backwards += 1
-        batch = self._loading.given or self._backwards  # without a loader each backward has a batch of its own
+        batch = self._loading.given or self._backwards  # without a loader, each backward counts as a batch
         for window in self._windows.values():
             other_batch = window.held and window.filled and batch > window.batch
             if other_batch and not any(map(_has_gradient, _parameters(window.optimizer))):
@@ -330,7 +336,6 @@ class StepWatch(Events):
             raise SystemExit(0)
 
     def _note_loader(self, *, private: bool) -> None:
-        """Note whether the loader of this step is the rank's alone."""
         number = self._at[0]
         if number < 0 or not self._joint.level:
             return
@@ -349,19 +354,18 @@ def _has_gradient(parameter: Any) -> bool:
 
 
 def _settings(optimizer: Any) -> str:
-    """A digest of the numbers and switches in its parameter groups."""
-    told: list[tuple[str, object]] = []
+    settings: list[tuple[str, object]] = []
     for group in optimizer.param_groups:
         for name, value in sorted(group.items()):
             if hasattr(value, "numel") and value.numel() == 1:  # a learning rate may be a tensor
                 value = float(value)
             if isinstance(value, (int, float, str, tuple)):
-                told.append((name, value))
-    return hashed(repr(told).encode())
+                settings.append((name, value))
+    return short_hash(repr(settings).encode())
 
 
 def _total(optimizer: Any) -> float:
-    """A number that is linear in the gradients: their sum with weights, for plain sums of gradients are often 0."""
+    """A weighted sum of the gradients, which is linear in them; plain sums of gradients are often 0."""
     torch: Any = sys.modules["torch"]
     total = 0.0
     for parameter in _parameters(optimizer):
@@ -372,33 +376,33 @@ def _total(optimizer: Any) -> float:
 
 
 class Meshes:
-    """The ranks that hold parts of the same layers (tensor parallel), and so get the same batches on purpose.
+    """Finds the ranks that hold parts of the same layers (tensor parallel) and therefore get the same batches.
 
     A DTensor is split along the dimensions of its mesh. The dimensions along which `fully_shard` sharded a model are
     data parallel: each rank has different batches. The others split the work on one batch.
     """
 
     def __init__(self) -> None:
-        self._shared_out = set[int]()  # ranks among which FSDP has shared out models
+        self._fsdp_ranks = set[int]()
 
     def watch(self) -> None:
-        """See each `fully_shard` from now on."""
+        """Record each call of `fully_shard` from now on."""
         when_imported(OFFERED_BY[0], self._watch)
 
     def _watch(self, *, late: bool) -> None:
         first: Any = sys.modules[OFFERED_BY[0]]
         plain = first.fully_shard
-        hang(first, "fully_shard", before=self._shares_out)
+        wrap_function(first, "fully_shard", before=self._record)
         for module in (sys.modules.get(name) for name in OFFERED_BY[1:]):
             if getattr(module, "fully_shard", None) is plain:
                 vars(module)["fully_shard"] = first.fully_shard
 
-    def _shares_out(self, *_: Any, mesh: Any = None, **__: Any) -> None:
+    def _record(self, *_: Any, mesh: Any = None, **__: Any) -> None:
         world_size = sys.modules["torch.distributed"].get_world_size
-        self._shared_out.update(range(world_size()) if mesh is None else mesh.mesh.flatten().tolist())
+        self._fsdp_ranks.update(range(world_size()) if mesh is None else mesh.mesh.flatten().tolist())
 
     def split(self, parameters: Iterable[Any]) -> tuple[int, int]:
-        """Among how many ranks layers are split, and which of them this one is."""
+        """The number of ranks among which layers are split, and the index of this rank among them."""
         count, number = 1, 0
         for parameter in parameters:
             if not hasattr(parameter, "device_mesh") or (where := parameter.device_mesh.get_coordinate()) is None:
@@ -406,14 +410,14 @@ class Meshes:
             mesh, placements, of, at = parameter.device_mesh, parameter.placements, 1, 0
             for dimension, placement in enumerate(placements):
                 here = tuple(slice(None) if n == dimension else place for n, place in enumerate(where))
-                if not placement.is_replicate() and not self._shared_out.issuperset(mesh.mesh[here].tolist()):
+                if not placement.is_replicate() and not self._fsdp_ranks.issuperset(mesh.mesh[here].tolist()):
                     of, at = of * mesh.size(dimension), at * mesh.size(dimension) + where[dimension]
             count, number = max((count, number), (of, at))
         return count, number
 
 
 def factors_of(losses: Any) -> list[float]:
-    """By which constants it was multiplied last, the reciprocals of those that it was divided by."""
+    """The constants by which a loss was multiplied last; for divisions their reciprocals."""
     found: list[float] = []
     node = getattr(losses, "grad_fn", None)
     while node is not None and len(found) < MAX_FACTORS and node.name() in ("DivBackward0", "MulBackward0"):
@@ -429,7 +433,7 @@ def factors_of(losses: Any) -> list[float]:
 
 
 def roots_of(output: Any, depth: int = 0) -> list[Any]:
-    """The nodes that computed the tensors of an output."""
+    """The autograd nodes that computed the tensors of an output."""
     if getattr(output, "grad_fn", None) is not None:
         return [output.grad_fn]
     inner = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
@@ -437,7 +441,7 @@ def roots_of(output: Any, depth: int = 0) -> list[Any]:
 
 
 def parameters_reached(nodes: list[Any]) -> set[int]:
-    """The parameters from which an output was computed, by identity."""
+    """The ids of the parameters from which these nodes were computed."""
     seen, found = set[Any](), set[int]()
     while nodes:
         node = nodes.pop()

@@ -1,18 +1,17 @@
-"""Probes see what a script that nobody changed does: the hooks in torch, and helpers that read tensors.
+"""Probes observe an unmodified script: hooks in torch, and helpers that read tensors.
 
-`Hooks` is the one set of hooks that shows where a script that nobody changed loads, goes forward and backward, steps:
+`Hooks` reports when an unmodified script loads data, runs forward and backward, and steps an optimizer:
 
     class Steps(Events):
         def step_ended(self, optimizer): ...
 
     Hooks(warn_once).listen(Steps()).install()
 
-Two packages listen: probes/, for silent faults, in every run, and check/, for the facts of `--check`. Events without a
-listener cost nothing. The hooks are in torch itself:
-`DataLoader`'s iterators, `DistributedDataParallel`, `torch.autograd.backward` and optimizers; `hang` puts others where
-only one listener needs them. No argument and no result is changed, except that the closure of a step is wrapped. An
-error of a listener is a warning, and the script continues. A process that the script forks is not the rank: its events
-are ignored.
+Two packages listen: probes/ for silent faults, in every run, and check/ for the facts of `--check`. Events without a
+listener cost nothing. The hooks are in torch itself: `DataLoader`'s iterators, `DistributedDataParallel`,
+`torch.autograd.backward` and optimizers. `wrap_function` adds other hooks, which only one listener needs. Hooks change
+no argument and no result, except that they wrap the closure of a step. An error of a listener gives a warning, and the
+script continues. A process that the script forks is not the rank, so its events are ignored.
 """
 
 from __future__ import annotations
@@ -29,50 +28,50 @@ from itertools import islice
 from typing import Any, Self
 
 from paceline.protocol.facts import MAX_DIGESTS
-from paceline.rank.imports import unseen, when_imported
+from paceline.rank.imports import hide_from_warnings, when_imported
 
 Then = Callable[..., None]
 MOST_BETWEEN = 12  # frames between two of torch's wrappers of an optimizer's step
 MAX_PENDING = 64  # reads in flight
-MAX_ELEMENTS = 1 << 16  # of a tensor that are read: tensors that differ as a whole differ in these
+MAX_ELEMENTS = 1 << 16  # elements that are read of a tensor; sufficient to find differences
 MAX_DEPTH = 5
 
 
 class DeferredReads:
-    """Reads values of a device a step or two later, so that the host never waits for them."""
+    """Reads values of a device one or two steps later, so that the host never waits for the device."""
 
     def __init__(self) -> None:
-        self._coming: deque[tuple[Any, Any, Callable[[list[Any]], None]]] = deque(maxlen=MAX_PENDING)
+        self._pending: deque[tuple[Any, Any, Callable[[list[Any]], None]]] = deque(maxlen=MAX_PENDING)
 
     def read(self, values: Any, then: Callable[[list[Any]], None]) -> None:
-        """Call `then` with the numbers in this tensor: now if they are the host's, else in a later `look`."""
+        """Call `then` with the numbers in this tensor: now if it is on the host, else in a later `look`."""
         if not values.is_cuda:
             then(values.tolist())
             return
         event = sys.modules["torch"].cuda.Event()
         copy = values.to("cpu", non_blocking=True)
         event.record()
-        self._coming.append((event, copy, then))
+        self._pending.append((event, copy, then))
 
     def look(self) -> None:
         """Handle the values that have arrived."""
-        while self._coming and self._coming[0][0].query():
-            _, copy, then = self._coming.popleft()
+        while self._pending and self._pending[0][0].query():
+            _, copy, then = self._pending.popleft()
             then(copy.tolist())
 
 
 def may_compute(tensor: Any) -> bool:
-    """Whether something may be computed of this tensor now: not while a CUDA graph is captured."""
+    """Whether kernels may run on this tensor now: not while a CUDA graph is captured."""
     return not tensor.is_cuda or not sys.modules["torch"].cuda.is_current_stream_capturing()
 
 
-def hashed(data: bytes) -> str:
-    """Sixteen hexadecimal digits."""
+def short_hash(data: bytes) -> str:
+    """A hash with sixteen hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def some_of(tensor: Any, most: int = MAX_ELEMENTS) -> Any:
-    """Some of its elements, evenly over the whole."""
+    """At most `most` elements of a tensor, evenly spaced."""
     flat = tensor.detach().reshape(-1)
     return flat[:: -(-flat.numel() // most) or 1]
 
@@ -80,106 +79,104 @@ def some_of(tensor: Any, most: int = MAX_ELEMENTS) -> Any:
 def digest_of(tensors: Iterable[Any], most: int = MAX_ELEMENTS) -> str:
     """One digest of several tensors, which may be None."""
     torch: Any = sys.modules["torch"]
-    kept = (None if one is None else some_of(one, most).cpu().contiguous().view(torch.uint8) for one in tensors)
-    return hashed(b"".join(b"-" if one is None else bytes(one.numpy()) for one in kept))
+    samples = (None if one is None else some_of(one, most).cpu().contiguous().view(torch.uint8) for one in tensors)
+    return short_hash(b"".join(b"-" if one is None else bytes(one.numpy()) for one in samples))
 
 
 def leaf_digests(batch: Any, depth: int = 0, most: int = MAX_ELEMENTS, *, constants: bool = False) -> list[str]:
-    """The digests of all tensors, arrays and numbers in a batch, in order; "f:" before floating point.
+    """The digests of all tensors, arrays and numbers in a batch, in order; with prefix "f:" for floating point.
 
-    Empty for a tensor whose elements are all equal, except with `constants`.
+    The digest is empty for a tensor whose elements are all equal, except with `constants`.
     """
     torch: Any = sys.modules["torch"]
     if isinstance(batch, torch.Tensor):
-        some = some_of(batch, most)
-        if not constants and batch.dim() and some.numel() and bool((some == some[0]).all()):
+        elements = some_of(batch, most)
+        if not constants and batch.dim() and elements.numel() and bool((elements == elements[0]).all()):
             return [""]
-        return [("f:" if batch.is_floating_point() else "") + digest_of([some], most)]
+        return [("f:" if batch.is_floating_point() else "") + digest_of([elements], most)]
     inner: Any = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else None
     if depth < MAX_DEPTH and inner is not None:
         leaves = (leaf for value in inner for leaf in leaf_digests(value, depth + 1, most, constants=constants))
         return [*islice(leaves, MAX_DIGESTS)]
     if type(batch).__module__ == "numpy" and (data := getattr(batch, "tobytes", None)) is not None:
-        return [hashed(data())]
-    return [hashed(repr(batch).encode())] if isinstance(batch, (str, bytes, int, float)) else [""]
+        return [short_hash(data())]
+    return [short_hash(repr(batch).encode())] if isinstance(batch, (str, bytes, int, float)) else [""]
 
 
-def leading(batch: Any, depth: int = 0) -> int:
-    """The number of samples in a batch: the first dimension of its first tensor; 0: unknown."""
+def sample_count(batch: Any, depth: int = 0) -> int:
+    """The number of samples in a batch: the first dimension of its first tensor; 0 if unknown."""
     if hasattr(batch, "shape") and len(batch.shape):
         return int(batch.shape[0])
     inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((size for value in inner if depth < MAX_DEPTH and (size := leading(value, depth + 1))), 0)
+    return next((size for value in inner if depth < MAX_DEPTH and (size := sample_count(value, depth + 1))), 0)
 
 
 class Events:
-    """The events: override some. All but one are called in the thread of the script."""
+    """A listener: subclasses override some events. All events except `thread_ended` run in the script's thread."""
 
     def torch_is_there(self) -> None:
-        """torch has just been imported: listeners may add hooks."""
+        """The import of torch has completed. Listeners may add hooks."""
 
     def epoch_begins(self, batches: Any) -> None:
-        """A `DataLoader` has made the iterator `batches`, or begins again with it."""
+        """A `DataLoader` has made or restarted the iterator `batches`."""
 
     def indices_drawn(self, batches: Any, indices: Any) -> None:
-        """Its sampler has given the indices of one more batch: a list, or one; loaders with processes draw ahead."""
+        """The sampler has returned the indices of a batch (a list or one). Loaders with processes draw ahead."""
 
     def batch_asked(self, batches: Any) -> None:
-        """The script asks for a batch."""
+        """The script requests a batch."""
 
     def batch_given(self, batches: Any, batch: Any) -> None:
-        """It gets one."""
+        """The script receives a batch."""
 
     def epoch_ended(self, batches: Any) -> None:
-        """There is no more."""
+        """The iterator has no more batches."""
 
     def replica_made(self, ddp: Any) -> None:
-        """A `DistributedDataParallel` has been made, with equal parameters on all its ranks."""
+        """The script has made a `DistributedDataParallel`; its parameters are equal on all its ranks."""
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """It is called."""
+        """The forward of a replica begins."""
 
     def buffers_asked(self, ddp: Any) -> None:
-        """In its forward it waits for the buffers of rank 0."""
+        """The forward of a replica waits for the buffers of rank 0."""
 
     def buffers_given(self, ddp: Any) -> None:
-        """It has them."""
+        """The replica has the buffers of rank 0."""
 
     def forward_ended(self, ddp: Any, output: Any) -> None:
-        """It has returned."""
+        """The forward of a replica has returned."""
 
     def backward_begins(self, losses: Any) -> None:
-        """`backward()` is called on a tensor, or on several."""
+        """The script calls `backward()` on one or several tensors."""
 
     def backward_ended(self) -> None:
-        """It has returned; under DDP the gradients are reduced."""
+        """`backward()` has returned. With DDP the gradients are reduced."""
 
     def step_begins(self, optimizer: Any) -> None:
-        """An optimizer is about to change its parameters; they have their gradients, of a closure or from before."""
+        """The optimizer is about to change its parameters, which have gradients (from a closure or from before)."""
 
     def closure_ended(self, optimizer: Any) -> None:
-        """It has called its closure once more (L-BFGS): other gradients, at parameters that it may give up again."""
+        """The optimizer has called its closure again (L-BFGS). It may discard the parameters of this call."""
 
     def step_ended(self, optimizer: Any) -> None:
-        """It has changed them."""
+        """The optimizer has changed its parameters."""
 
     def session_begins(self) -> None:
-        """The script begins a session, or a training of paceline."""
+        """The script begins a session or a training of paceline."""
 
     def thread_ended(self, name: str, error: BaseException) -> None:
-        """A thread of the script has ended with this exception; called in that thread."""
+        """A thread of the script has ended with this exception. Called in that thread."""
 
     def raised(self, where: str, error: BaseException) -> None:
-        """An exception has left "data", "forward" or "backward": the script ends, or swallows it. See the ledger for a
-        "collective".
-        """
+        """An exception has left "data", "forward" or "backward". The ledger reports those of a "collective"."""
 
     def script_ended(self) -> None:
         """The script has ended with exit code 0."""
 
 
 class Hooks:
-    """Those of one process."""
+    """The hooks of a process."""
 
     def __init__(self, warn_once: Callable[[BaseException], None]) -> None:
         self._listeners: dict[str, list[Then]] = {}
@@ -187,24 +184,24 @@ class Hooks:
         os.register_at_fork(after_in_child=self._listeners.clear)
 
     def listen(self, *listeners: Events) -> Self:
-        """Have these called, after those before them."""
+        """Add listeners, which are called in this order."""
         for name in vars(Events):
-            heard = [getattr(one, name) for one in listeners if getattr(type(one), name) is not getattr(Events, name)]
-            self._listeners[name] = [*self._listeners.get(name, ()), *heard]
+            added = [getattr(one, name) for one in listeners if getattr(type(one), name) is not getattr(Events, name)]
+            self._listeners[name] = [*self._listeners.get(name, ()), *added]
         return self
 
     def dismiss(self, *listeners: Events) -> None:
-        """A session begins: remove these listeners, and call the others."""
-        for name, heard in self._listeners.items():
-            self._listeners[name] = [one for one in heard if getattr(one, "__self__", None) not in listeners]
+        """Remove these listeners, and report to the others that a session begins."""
+        for name, methods in self._listeners.items():
+            self._listeners[name] = [one for one in methods if getattr(one, "__self__", None) not in listeners]
         self._tell("session_begins")
 
     def end(self) -> None:
-        """The script has ended with exit code 0."""
+        """Report that the script has ended with exit code 0."""
         self._tell("script_ended")
 
     def install(self) -> Self:
-        """Be called from now on, or as soon as torch is there as a whole."""
+        """Install the hooks now, or when the import of torch completes."""
         when_imported("torch", self._install)
         before = threading.excepthook
 
@@ -216,31 +213,31 @@ class Hooks:
         threading.excepthook = ended
         return self
 
-    def _tell(self, event: str, *told: Any) -> None:
+    def _tell(self, event: str, *arguments: Any) -> None:
         for then in self._listeners.get(event, ()):
             try:
-                then(*told)
+                then(*arguments)
             except Exception as error:
                 self._warn_once(error)
 
     def _install(self, *, late: bool) -> None:
         tell = self._tell
         try:
-            self._hang_on_loaders(sys.modules["torch.utils.data.dataloader"]._BaseDataLoaderIter)
+            self._wrap_loaders(sys.modules["torch.utils.data.dataloader"]._BaseDataLoaderIter)
             replica = sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel
-            hang(replica, "__init__", after=lambda _, ddp, *__, **___: tell("replica_made", ddp))
-            hang(
+            wrap_function(replica, "__init__", after=lambda _, ddp, *__, **___: tell("replica_made", ddp))
+            wrap_function(
                 replica, "forward",
                 before=lambda ddp, *inputs, **named: tell("forward_begins", ddp, inputs, named),
                 after=lambda output, ddp, *_, **__: tell("forward_ended", ddp, output),
                 failed=lambda error, *_, **__: tell("raised", "forward", error),
             )  # fmt: skip
-            hang(
+            wrap_function(
                 replica, "_sync_buffers",
                 before=lambda ddp: tell("buffers_asked", ddp),
                 after=lambda _, ddp: tell("buffers_given", ddp),
             )  # fmt: skip
-            hang(
+            wrap_function(
                 sys.modules["torch.autograd"], "backward",
                 before=lambda losses, *_, **__: tell("backward_begins", losses),
                 after=lambda *_, **__: tell("backward_ended"),
@@ -249,13 +246,13 @@ class Hooks:
             optimizers = sys.modules["torch.optim.optimizer"]
             optimizers.register_optimizer_step_pre_hook(self._step_begins)
             optimizers.register_optimizer_step_post_hook(self._step_ended)
-        except Exception as error:  # a torch with other names
+        except Exception as error:  # a torch with different names
             self._warn_once(error)
         tell("torch_is_there")
 
     def _step_begins(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Gradients exist now, unless a closure computes them: then `step_begins` follows when it has returned."""
-        if _is_of_another_step(optimizer):
+        """Report `step_begins` now, or, if a closure computes the gradients, when the closure has returned."""
+        if _is_nested_step(optimizer):
             return None
         closure = _closure(args, named)
         if not callable(closure) or not self._listeners.get("step_begins"):
@@ -267,15 +264,15 @@ class Hooks:
         return (args, named | {"closure": watched}) if "closure" in named else ((args[0], watched, *args[2:]), named)
 
     def _step_ended(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if _is_of_another_step(optimizer):
+        if _is_nested_step(optimizer):
             return
         closure = _closure(args, named)
         if isinstance(closure, Closure):
-            closure.begin()  # it was not called
+            closure.begin()  # if the optimizer has not called it
         self._tell("step_ended", optimizer)
 
-    def _hang_on_loaders(self, base: Any) -> None:
-        """Only the base has `__next__`; the two kinds of iterators override the other methods, and call these."""
+    def _wrap_loaders(self, base: Any) -> None:
+        """Wrap the base class of iterators. Subclasses inherit `__next__`, and call the base for the other methods."""
         tell = self._tell
 
         def begun(_: Any, batches: Any, loader: Any) -> None:
@@ -287,18 +284,18 @@ class Hooks:
                 tell("epoch_begins", batches)
 
         def failed(error: BaseException, batches: Any) -> None:
-            over = isinstance(error, StopIteration)
-            tell("epoch_ended", batches) if over else tell("raised", "data", error)
+            is_end = isinstance(error, StopIteration)
+            tell("epoch_ended", batches) if is_end else tell("raised", "data", error)
 
-        hang(base, "__init__", after=begun)
-        hang(base, "_reset", after=begun_again)
-        hang(base, "_next_index", after=lambda indices, batches: tell("indices_drawn", batches, indices))
-        given = partial(hang, base, "__next__", before=partial(tell, "batch_asked"), failed=failed)
+        wrap_function(base, "__init__", after=begun)
+        wrap_function(base, "_reset", after=begun_again)
+        wrap_function(base, "_next_index", after=lambda indices, batches: tell("indices_drawn", batches, indices))
+        given = partial(wrap_function, base, "__next__", before=partial(tell, "batch_asked"), failed=failed)
         given(after=lambda batch, batches: tell("batch_given", batches, batch))
 
 
 class Closure:
-    """The closure of an optimizer's step: calls back when it has returned, the first time and later."""
+    """The closure of an optimizer's step. Calls `first` after its first call, and `later` after each further one."""
 
     def __init__(self, closure: Callable[..., Any], first: Callable[[], None], later: Callable[[], None]) -> None:
         self._closure, self._first, self._later = closure, first, later
@@ -306,7 +303,7 @@ class Closure:
         update_wrapper(self, closure)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Call it."""
+        """Call the closure."""
         result = self._closure(*args, **named)
         if self._begun:
             self._later()
@@ -314,14 +311,14 @@ class Closure:
         return result
 
     def begin(self) -> None:
-        """The step begins, if it has not yet."""
+        """Call `first`, once."""
         if not self._begun:
             self._begun = True
             self._first()
 
 
-def _is_of_another_step(optimizer: Any) -> bool:
-    """Whether a subclass's step has called its base's: torch calls the hooks in both."""
+def _is_nested_step(optimizer: Any) -> bool:
+    """Whether the step of a subclass has called the step of its base: torch calls the hooks for both."""
     frame: Any = sys._getframe(2)  # pyright: ignore[reportPrivateUsage] - torch's wrapper of the method
     wrapper, args = frame.f_code, frame.f_code.co_varnames[0]
     for _ in range(MOST_BETWEEN):
@@ -334,28 +331,28 @@ def _is_of_another_step(optimizer: Any) -> bool:
 
 
 def _closure(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """The closure argument of `optimizer.step(...)`."""
     return named.get("closure", args[1] if len(args) > 1 else None)
 
 
-def hang(
+def wrap_function(
     owner: Any, name: str, *, before: Then | None = None, after: Then | None = None, failed: Then | None = None
 ) -> None:
-    """Wrap a function of torch: call `before` with its arguments, `after` or `failed` with its result or error first.
+    """Wrap function `name` of a module or class of torch with hooks.
 
-    Compiled code does not call them, so that they are not in the graph. Their errors are ignored.
+    `before` gets the arguments; `after` gets the result and the arguments; `failed` gets the error and the arguments.
+    Errors of hooks are ignored. Compiled code does not call hooks, so that they are not in the graph.
     """
     function = getattr(owner, name)
     compiles = sys.modules["torch.compiler"].is_compiling
 
-    def tell(then: Then | None, *told: Any, **named: Any) -> None:
+    def tell(then: Then | None, *arguments: Any, **named: Any) -> None:
         if then is not None:
             try:
-                then(*told, **named)
+                then(*arguments, **named)
             except Exception:
                 return
 
-    @unseen
+    @hide_from_warnings
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         if compiles():

@@ -1,10 +1,10 @@
-"""Faults that a rank finds in its own script, in every run: not finite, swallowed, stale. It reports each as a finding.
+"""Probes for faults that a rank finds in its script, in every run: not finite, swallowed, stale.
 
-`NonFiniteGradients` finds the rank, the step and the batch that made the gradients of a step NaN or infinite.
-A NaN propagates back to the parameters near the input, so one small parameter there shows it: its gradient on this
-rank, before DDP adds up those of all ranks, and as the optimizer gets it. Only applied gradients count: code that finds
-the NaN and skips the step, as GradScaler does, is right. Code that replaces the numbers and steps is wrong: the results
-of the forward pass, for example statistics of a batch norm, are not finite.
+`NonFiniteGradients` finds the rank, the step and the batch that made the gradients of a step NaN or infinite. A NaN
+propagates back to the parameters near the input, so one small parameter there is sufficient. The probe checks its
+gradient twice: on this rank, before DDP sums over ranks, and as the optimizer gets it. Only applied gradients count:
+code that finds the NaN and skips the step, as GradScaler does, is correct. Code that replaces the numbers and steps is
+wrong, because the results of the forward pass, for example statistics of a batch norm, are not finite.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from paceline.rank.probes.steps import USUAL_STEPS, StepCounter
 from paceline.rank.recorder import distributed
 from paceline.rank.sites import Owner, frame_of, owner, site_words, user_site
 
-SMALL = 16384  # elements; where there is no such parameter, so many are looked at of the first
+SMALL = 16384  # elements that are checked: of a smaller parameter, or of the first one
 MOST_NAMED = 8  # samples
-ONE_AHEAD = "/accelerate/data_loader.py"  # its loaders are those of the Trainer, too
-PREFETCHER = "_PrefetchDataFetcher"  # Lightning's, which is one ahead where it cannot ask for the number of batches
-TRANSPORT = "gloo/transport/"  # the source file that gloo names in its errors
-PAST_STEPS = 3  # in a row, before it is said that an optimizer has left DDP
+ONE_AHEAD = "/accelerate/data_loader.py"  # the Trainer also uses its loaders
+PREFETCHER = "_PrefetchDataFetcher"  # Lightning's, which fetches one ahead if the number of batches is unknown
+TRANSPORT = "gloo/transport/"  # a source file in the error messages of gloo
+PAST_STEPS = 3  # consecutive steps without DDP before a report
 MOST_SWALLOWED, MOST_CHARS, MOST_NAME = 3, 300, 40
-PAIR_EVERY, PAIRS, FEW_ELEMENTS = 8, 2, 256  # inputs of so many pairs of steps must be equal
+PAIR_EVERY, PAIRS, FEW_ELEMENTS = 8, 2, 256  # the inputs of PAIRS pairs of steps must be equal
 
 
 class Batches(Events):
-    """The batch that the script has; a framework may have fetched the next one already, to see whether there is one."""
+    """Tracks the current batch of the script. A framework may have fetched the next one, to detect the last one."""
 
     def __init__(self) -> None:
         self._drawn: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
         self._number: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._epochs: dict[weakref.ref[Any], int] = {}
-        self._ahead: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # taken for a framework, one ahead?
+        self._ahead: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # whether a framework fetches one ahead
         self._next: tuple[int, int, Any] | None = None
         self._last: tuple[int, int, Any] | None = None
 
@@ -71,34 +71,33 @@ class Batches(Events):
         self._next = given
 
     def epoch_ended(self, batches: Any) -> None:
-        """The last one has nothing ahead of it."""
         if self._next is not None:
             self._last = self._next
 
     def last(self) -> str:
-        """The last batch of the script, as text."""
+        """The current batch of the script, as text."""
         if self._last is None:
             return ""
         number, epoch, indices = self._last
         drawn: list[Any] = [*indices] if isinstance(indices, Iterable) else [indices]
         samples = [one for one in drawn if one is not None]  # a stream has no indices
-        named = ", ".join(str(one) for one in samples[:MOST_NAMED]) + (", ..." if len(samples) > MOST_NAMED else "")
-        return f", batch {number} of epoch {epoch}" + (f", samples {named}" if samples else "")
+        shown = ", ".join(str(one) for one in samples[:MOST_NAMED]) + (", ..." if len(samples) > MOST_NAMED else "")
+        return f", batch {number} of epoch {epoch}" + (f", samples {shown}" if samples else "")
 
 
 class NonFiniteGradients(Events):
-    """Watches this process's optimizers."""
+    """Finds optimizer steps with gradients that are NaN or infinite."""
 
     def __init__(self, box: StatusPage, steps: StepCounter, batches: Batches) -> None:
         self._box, self._steps, self._batches, self._later = box, steps, batches, DeferredReads()
         self._sensors: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # optimizer -> its parameter near the input
-        self._hooked: dict[int, weakref.ref[Any]] = {}  # tensors are equal by their elements: here by their address
-        self._own: dict[int, str] = {}  # step -> what was not finite on this rank alone
-        self._lost: dict[int, str] = {}  # step -> its last loss, where that was not finite
-        self._follows = False  # the last loss was computed by parameters that were not finite: it is nobody's own
+        self._hooked: dict[int, weakref.ref[Any]] = {}  # by id, because tensors compare by their elements
+        self._own: dict[int, str] = {}  # step -> a value of this rank that was not finite
+        self._lost: dict[int, str] = {}  # step -> its last loss, if that was not finite
+        self._follows = False  # whether parameters were not finite before the last loss, so that the loss is no cause
         self._again: WeakSet[Any] = WeakSet()  # optimizers that have called the closure of their step again
-        self._hidden = False
-        self._said = False
+        self._hidden_reported = False
+        self._reported = False
 
     def replica_made(self, ddp: Any) -> None:
         named = [(name, one) for name, one in ddp.module.named_parameters() if one.requires_grad]
@@ -112,24 +111,24 @@ class NonFiniteGradients(Events):
         self._follows = False
         if loss is None or loss.numel() != 1 or not may_compute(loss):
             return
-        step, words, site = self._steps.done + 1, self._batches.last(), user_site()
+        step, batch, site = self._steps.done + 1, self._batches.last(), user_site()
         at = f" at {site}" if site else ""
 
         def look(values: list[float]) -> None:
             self._lost.pop(step, None)
             self._follows = any(values[1:])
             if not math.isfinite(values[0]) and not self._follows:
-                self._lost[step] = f"a loss of {values[0]}{at}{words}"
-                self._own.setdefault(step, f"its loss was {values[0]}{at}{words}")
+                self._lost[step] = f"a loss of {values[0]}{at}{batch}"
+                self._own.setdefault(step, f"its loss was {values[0]}{at}{batch}")
 
         torch = sys.modules["torch"]
         sensors: list[Any] = [known() for known in self._hooked.values()]
         here = (one for one in sensors if type(one) is torch.nn.Parameter and one.device == loss.device)
-        spoilt = [_not_finite(one).double() for one in here]
-        self._later.read(torch.cat([loss.detach().reshape(1).double(), *spoilt]), look)
+        not_finite = [_not_finite(one).double() for one in here]
+        self._later.read(torch.cat([loss.detach().reshape(1).double(), *not_finite]), look)
 
     def step_begins(self, optimizer: Any) -> None:
-        if self._said or getattr(optimizer, "found_inf", None) is not None:  # GradScaler has looked itself
+        if self._reported or getattr(optimizer, "found_inf", None) is not None:  # GradScaler has checked already
             return
         sensor = self._sensors[optimizer] if optimizer in self._sensors else self._chosen(optimizer)
         if sensor is None or sensor.grad is None or sensor.grad.is_sparse or not may_compute(sensor.grad):
@@ -138,10 +137,10 @@ class NonFiniteGradients(Events):
         self._own, self._lost = _since(step - 4, self._own), _since(step - 4, self._lost)
 
         def look(values: list[bool]) -> None:
-            if values[0] and not self._said:
-                self._tell(step)
-            elif (lost := self._lost.pop(step, "")) and not self._hidden:
-                self._hidden = True
+            if values[0] and not self._reported:
+                self._report(step)
+            elif (lost := self._lost.pop(step, "")) and not self._hidden_reported:
+                self._hidden_reported = True
                 put_finding(self._box, ScriptFinding("swallowed", step, lost))
 
         self._later.read(_not_finite(sensor.grad), look)
@@ -150,25 +149,25 @@ class NonFiniteGradients(Events):
         self._again.add(optimizer)
 
     def step_ended(self, optimizer: Any) -> None:
-        """A line search may leave a point that is not finite: only the new parameters count here."""
+        """Check the new parameters after repeated closures: a line search may discard a point that is not finite."""
         sensor = self._sensors.get(optimizer)
-        if self._said or optimizer not in self._again or sensor is None or not may_compute(sensor):
+        if self._reported or optimizer not in self._again or sensor is None or not may_compute(sensor):
             return
         self._again.discard(optimizer)
         step = self._steps.done + 1
 
         def look(values: list[bool]) -> None:
-            if values[0] and not self._said:
-                self._tell(step)
+            if values[0] and not self._reported:
+                self._report(step)
 
         self._later.read(_not_finite(sensor), look)
 
-    def _tell(self, step: int) -> None:
-        self._said, own = True, self._own.get(step)
-        put_finding(self._box, ScriptFinding("not finite", step, own or "", own=own is not None))
+    def _report(self, step: int) -> None:
+        self._reported, local = True, self._own.get(step)
+        put_finding(self._box, ScriptFinding("not finite", step, local or "", own=local is not None))
 
     def _chosen(self, optimizer: Any) -> Any:
-        """One of the first parameters, those near the input; a small one."""
+        """A small parameter among the first ones, which are near the input."""
         parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
         hooked = next((one for one in parameters if (known := self._hooked.get(id(one))) and known() is one), None)
         if parameters and hooked is None:
@@ -181,11 +180,11 @@ class NonFiniteGradients(Events):
         def seen(gradient: Any) -> None:
             if gradient.is_sparse or not may_compute(gradient):
                 return
-            step, words = self._steps.done + 1, self._batches.last
+            step, batch = self._steps.done + 1, self._batches.last
 
             def look(values: list[bool]) -> None:
                 if values[0] and not self._follows:
-                    self._own.setdefault(step, f"its own gradient of {name} was not finite{words()}")
+                    self._own.setdefault(step, f"its local gradient of {name} was not finite{batch()}")
 
             self._later.read(_not_finite(gradient), look)
 
@@ -193,8 +192,8 @@ class NonFiniteGradients(Events):
         sensor.register_hook(seen)
 
 
-def _since(step: int, told: dict[int, str]) -> dict[int, str]:
-    return {at: words for at, words in told.items() if at >= step}
+def _since(step: int, texts: dict[int, str]) -> dict[int, str]:
+    return {at: text for at, text in texts.items() if at >= step}
 
 
 def _not_finite(gradient: Any) -> Any:
@@ -202,7 +201,7 @@ def _not_finite(gradient: Any) -> Any:
 
 
 def _few(tensor: Any) -> Any:
-    tensor = getattr(tensor, "_local_tensor", tensor).detach()  # of a DTensor; its sum would be a collective
+    tensor = getattr(tensor, "_local_tensor", tensor).detach()  # the sum of a DTensor would be a collective
     return tensor if tensor.numel() <= SMALL else tensor.flatten()[:SMALL]
 
 
@@ -219,71 +218,71 @@ class SwallowedExceptions(Events):
     def __init__(self, box: StatusPage, steps: StepCounter) -> None:
         self._box, self._steps = box, steps
         self._raised: dict[str, tuple[str, Callable[[], Any] | None]] = {}
-        """since the last step: error and line -> text, and, if a collective failed, a reference to its world"""
-        self._told: set[str] = set()
-        self._collective = False  # that one failed has been told
+        """Since the last step: error and line -> text, and, if a collective failed, a reference to its world."""
+        self._reported: set[str] = set()
+        self._collective_reported = False
 
     def raised(self, where: str, error: BaseException) -> None:
         if not isinstance(error, Exception):
             return
         failed_in = _world() if collective_failed(error) else None
-        if where != "collective" or failed_in is not None:  # else it was not begun: this backend does not have it, say
-            at, what = _line_of(error), type(error).__name__
-            self._raised[f"{what} {at}"] = f"{what} in its {where}, at {at}: {str(error)[:MOST_CHARS]}", failed_in
+        if where != "collective" or failed_in is not None:  # else it did not begin: not supported by the backend
+            at, kind = _line_of(error), type(error).__name__
+            self._raised[f"{kind} {at}"] = f"{kind} in its {where}, at {at}: {str(error)[:MOST_CHARS]}", failed_in
 
     def thread_ended(self, name: str, error: BaseException) -> None:
-        key, what = f"{type(error).__name__} at {_line_of(error)}", str(error)[:MOST_CHARS]
-        if key not in self._told and len(self._told) < MOST_SWALLOWED:
-            self._told.add(key)
-            words = f"its thread {name[:MOST_NAME]} ended with {key}: {what}"
+        key, message = f"{type(error).__name__} at {_line_of(error)}", str(error)[:MOST_CHARS]
+        if key not in self._reported and len(self._reported) < MOST_SWALLOWED:
+            self._reported.add(key)
+            words = f"its thread {name[:MOST_NAME]} ended with {key}: {message}"
             put_finding(self._box, ScriptFinding("thread", self._steps.done, words))
 
     def step_ended(self, optimizer: Any) -> None:
-        self._tell(self._steps.done)
+        self._report(self._steps.done)
 
     def script_ended(self) -> None:
-        self._tell(self._steps.done, last=True)
+        self._report(self._steps.done, last=True)
 
-    def _tell(self, step: int, *, last: bool = False) -> None:
+    def _report(self, step: int, *, last: bool = False) -> None:
         raised, self._raised = self._raised, {}
         for key, (words, failed_in) in raised.items():
             if failed_in is not None:
                 world = _world()()
-                # a script that has made a new group of all ranks since has not overlooked it
-                if not self._collective and (world is None or world is failed_in()):
-                    self._collective = True
+                # a script that has made a new default group since has handled the error
+                if not self._collective_reported and (world is None or world is failed_in()):
+                    self._collective_reported = True
                     put_finding(self._box, ScriptFinding("collective", step, words, last=last))
-            elif key not in self._told and len(self._told) < MOST_SWALLOWED:
-                self._told.add(key)
+            elif key not in self._reported and len(self._reported) < MOST_SWALLOWED:
+                self._reported.add(key)
                 put_finding(self._box, ScriptFinding("swallowed", step, words, last=last))
 
 
 class StaleGradients(Events):
-    """Finds a step without new gradients, a skipped step or batch, a repeated batch, an optimizer that leaves DDP.
+    """Finds a step without new gradients, a skipped step or batch, a repeated batch, and an optimizer that leaves DDP.
 
-    It may be intended: the agent only reports findings that other ranks do not have.
+    Each of these may be intended, so the agent reports a finding only if other ranks do not have it.
     """
 
     def __init__(self, box: StatusPage, steps: StepCounter) -> None:
         self._box, self._steps, self._joint = box, steps, steps.joint
-        self._backwards = self._before_step = 0  # the second: until the last step of any optimizer
-        self._past = 0  # steps in a row
+        self._backwards = self._before_step = 0  # so far, and until the last step of any optimizer
+        self._past = 0  # consecutive steps without DDP
         self._stepped: WeakKeyDictionary[Any, tuple[int, int, int]] = WeakKeyDictionary()
-        """by optimizer: backwards until its last step, how many of them since the step before, how often in a row"""
-        self._batches: weakref.ref[Any] | None = None  # the iterator of a loader that gave the last batch
-        self._given = 0  # batches by it, since any optimizer's last step
-        self._usual_given, self._times_given = 0, 0  # the same before the last step, and how often so many in a row
-        self._begun: WeakSet[Any] = WeakSet()  # iterators that no step has followed yet
-        self._most_at_first = 0  # batches before the first step of a pass: more, where a reader reads ahead
+        """By optimizer: backwards until its last step, backwards of that step, and number of equal steps in a row."""
+        self._batches: weakref.ref[Any] | None = None  # the iterator that returned the last batch
+        self._given = 0  # batches from it since any optimizer's last step
+        self._usual_given, self._times_given = 0, 0  # the same at the last step, and number of equal steps in a row
+        self._begun: WeakSet[Any] = WeakSet()  # iterators before their first step
+        self._most_at_first = 0  # batches before the first step of a pass, which are more with read-ahead
         self._inputs: WeakKeyDictionary[Any, tuple[int, list[str], int]] = WeakKeyDictionary()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def backward_begins(self, losses: Any) -> None:
         self._backwards += 1
 
     def epoch_begins(self, batches: Any) -> None:
         self._begun.add(batches)
-        self._batches = None  # that of persistent workers is the same one again
+        self._batches = None  # with persistent workers, the next epoch has the same iterator
 
     def batch_given(self, batches: Any, batch: Any) -> None:
         if self._batches is None or self._batches() is not batches:
@@ -298,12 +297,12 @@ class StaleGradients(Events):
         if self._given:
             self._compare_given()
         backwards, usual, times = self._stepped.get(optimizer, (-1, 0, 0))
-        own = self._of(optimizer) - backwards
-        if own == 0 < usual and times >= USUAL_STEPS:
-            self._tell("made a step without backward(), as none before: a batch left out, or an error swallowed")
-        elif own > usual and times >= USUAL_STEPS:
-            self._tell("left out a step after backward(), as never before: an error swallowed, or a batch left out")
-        self._stepped[optimizer] = self._of(optimizer), own, times + 1 if own == usual else 0
+        new = self._backwards_of(optimizer) - backwards
+        if new == 0 < usual and times >= USUAL_STEPS:
+            self._report("made a step without backward(), for the first time: a skipped batch or a swallowed error")
+        elif new > usual and times >= USUAL_STEPS:
+            self._report("skipped a step after backward(), for the first time: a swallowed error or a skipped batch")
+        self._stepped[optimizer] = self._backwards_of(optimizer), new, times + 1 if new == usual else 0
 
     def _compare_given(self) -> None:
         given, self._given = self._given, 0
@@ -317,15 +316,15 @@ class StaleGradients(Events):
             self._times_given = self._times_given + 1 if given == usual else 0
             self._usual_given = given
         if given > usual and is_usual:
-            self._tell("skipped a batch, as never before: an error swallowed, or a batch left out")
+            self._report("skipped a batch, for the first time: the script may have swallowed an error")
 
     def step_ended(self, optimizer: Any) -> None:
-        """What its closure does after the first time (L-BFGS) belongs to this step: as often as it likes."""
+        """Count further calls of the closure (L-BFGS) as part of this step."""
         if optimizer in self._stepped:
-            self._stepped[optimizer] = self._of(optimizer), *self._stepped[optimizer][1:]
+            self._stepped[optimizer] = self._backwards_of(optimizer), *self._stepped[optimizer][1:]
 
-    def _of(self, optimizer: Any) -> int:
-        """Backwards that it may have gradients of, so far: with a replica, only what came through one."""
+    def _backwards_of(self, optimizer: Any) -> int:
+        """The number of backwards so far that may have given it gradients; with a replica, only those through DDP."""
         return self._backwards if self._joint.of(optimizer).replica is None else self._joint.through
 
     def _is_private(self, optimizer: Any) -> bool:
@@ -342,37 +341,37 @@ class StaleGradients(Events):
             return
         at, before, equal = self._inputs.get(ddp, (-1, [], 0))
         if at == step or any(getattr(one, "is_cuda", False) for one in (*inputs, *named.values())):
-            return  # of several micro-batches the first counts; and a device is not waited for
-        now = leaf_digests([inputs, named], most=FEW_ELEMENTS, constants=True)  # of zeros, say: a reader filled up
+            return  # only the first micro-batch counts, and the host must not wait for a device
+        now = leaf_digests([inputs, named], most=FEW_ELEMENTS, constants=True)  # also padding with zeros
         if step % PAIR_EVERY == 1 and at == step - 1:
             equal = equal + 1 if now == before and any(now) else 0
             if equal == PAIRS:
                 since = step - PAIR_EVERY * (PAIRS - 1)
-                self._tell(f"trains on one batch again and again, from about step {since} on")
+                self._report(f"trains on the same batch repeatedly, from about step {since}")
         self._inputs[ddp] = step, now, equal
 
-    def _tell(self, words: str) -> None:
-        if words[:8] not in self._told:
-            self._told.add(words[:8])
+    def _report(self, words: str) -> None:
+        kind = words.partition(",")[0]
+        if kind not in self._reported:
+            self._reported.add(kind)
             put_finding(self._box, ScriptFinding("stale", self._steps.done + 1, words))
 
 
 def collective_failed(error: BaseException) -> bool:
-    """Whether an error means that a collective has begun and failed: a lost peer, a timeout, a wrong size."""
+    """Whether an error shows that a collective began and failed: a lost peer, a timeout, a wrong size."""
     names = {base.__name__ for base in type(error).__mro__}
     return is_victim(error) or "DistBackendError" in names or ("RuntimeError" in names and TRANSPORT in str(error))
 
 
 def _world() -> Callable[[], Any]:
-    """A reference to the present process group of all ranks, or to None."""
     module: Any = distributed()
     world = None if module is None else module._world.default_pg
     return (lambda: None) if world is None else weakref.ref(world)
 
 
 def _line_of(error: BaseException) -> str:
-    """The innermost line of the user's that an exception has come through; else the one that called."""
+    """The innermost line of the user in the traceback of an exception; else the line that called."""
     for frame, line in reversed([*walk_tb(error.__traceback__)]):
         if owner(frame.f_code.co_filename) is Owner.USER:
             return site_words(replace(frame_of(frame), line=line))
-    return user_site() or "a line unknown"
+    return user_site() or "an unknown line"

@@ -1,14 +1,15 @@
-"""The steps and phases of a script that nobody changed, on its status page; and which steps all ranks take together.
+"""Counts the steps and times the phases of an unmodified script, and finds the steps that all ranks take together.
 
-The steps are those of the joint optimizer that has stepped most. The time between the hooks is the script's code. Under
-DDP a rank waits for the others in backward, for rank 0 in the forward of a model with buffers, and in its collectives.
+The steps are those of the joint optimizer with most steps. The time between hooks is code of the script. With DDP a
+rank waits for the others in backward, for rank 0 in the forward of a model with buffers, and in its collectives.
 
-An optimizer is joint if some of its parameters belong to a `DistributedDataParallel`, or are sharded (FSDP, DTensor).
-Gradients may also be averaged by hand: any other optimizer is joint if most of its steps come after a collective. If
-there is a joint one, all others are private to the rank: a probe, a temperature, an auxiliary model.
+An optimizer is joint if some of its parameters belong to a `DistributedDataParallel` or are sharded (FSDP, DTensor). A
+script may also average gradients itself: any other optimizer is joint if most of its steps follow a collective. If
+there is a joint optimizer, all others are private to the rank: a probe, a temperature, an auxiliary model.
 
-A joint optimizer may leave DDP: after steps through DDP it continues with gradients of forwards past it. Such a step is
-`past`: a rank that continues alone may do so. A step without a new backward is not `past`: it is a step too many.
+A joint optimizer may leave DDP: after steps through DDP it steps with gradients of forwards that bypass DDP. Such a
+step is `past`. It may be intended on a rank that continues alone. A step without a new backward is not `past`, but an
+additional step.
 """
 
 from __future__ import annotations
@@ -24,50 +25,50 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage
-from paceline.rank.probes import Events, hang
+from paceline.rank.probes import Events, wrap_function
 
-LEAST_STEPS = 4  # of an optimizer, before it is judged by them
-PRIVATE, BY_HAND, KEPT_EQUAL = range(3)  # how surely an optimizer is joint
+LEAST_STEPS = 4  # of an optimizer, before they classify it
+PRIVATE, BY_HAND, KEPT_EQUAL = range(3)  # evidence that an optimizer is joint
 SHARDED = ("_fsdp_flattened", "_is_flat_param", "device_mesh")
-USUAL_STEPS = 15  # by which it is judged what a step takes
+USUAL_STEPS = 15  # recent steps that define the usual step
 UNUSUAL_FACTOR, UNUSUAL_NS = 3, 10_000_000
 ASIDE: Sequence[Phase] = (Phase.USER, Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
 
 
 @dataclass
 class StepCounts:
-    """Counts since the process began."""
+    """Counts since the start of the process."""
 
     backwards: int = 0
-    forwards: int = 0  # of the optimizer's own replica
-    synced: int = 0  # those after which gradients are reduced
-    met: int = 0  # collectives, and forwards of any replica that are to be reduced
+    forwards: int = 0  # of the optimizer's replica
+    synced: int = 0  # forwards after which gradients are reduced
+    met: int = 0  # collectives, and forwards of any replica with a reduction
 
 
 @dataclass
 class OptimizerHistory:
     """An optimizer, and the events since its last step."""
 
-    own: bool = False  # parameters of a replica, or sharded ones
+    own: bool = False  # whether it has parameters of a replica, or sharded ones
     replica: weakref.ref[Any] | None = None
-    model: int = 0  # within the replica: its identity; 0: of no replica
+    model: int = 0  # id of the model in the replica; 0: no replica
     steps: int = 0
-    met: int = 0  # steps since whose last one the rank has met others
-    has_met: bool = False  # before the last step
-    since: StepCounts | None = None  # what is new when a step begins; None: nothing is known
+    met: int = 0  # steps before which the rank communicated with others
+    has_met: bool = False  # whether the last step was such a step
+    since: StepCounts | None = None  # counts between the last two steps; None: unknown
     past: bool = False
     before: StepCounts | None = None
     version: object = None
 
     @property
     def level(self) -> int:
-        """How surely it is joint."""
+        """The evidence that it is joint: PRIVATE, BY_HAND or KEPT_EQUAL."""
         most = self.steps >= LEAST_STEPS and 2 * self.met > self.steps
         return KEPT_EQUAL if self.own else BY_HAND if most else PRIVATE
 
 
 class JointOptimizers(Events):
-    """Watches this process's optimizers. It listens before the listeners that use it."""
+    """Finds the joint optimizers of this process. It must listen before the listeners that use it."""
 
     def __init__(self, calls: Callable[[], int]) -> None:
         """`calls` counts the collectives that the process has called."""
@@ -78,26 +79,26 @@ class JointOptimizers(Events):
         self._forwards: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
         self._stepped: WeakKeyDictionary[Any, StepCounts] = WeakKeyDictionary()  # by replica: until its last step
         self._taken_by: dict[int, int] = {}  # backwards until the last step of an optimizer, by its model
-        self._trained: WeakSet[Any] = WeakSet()  # models within replicas that were stepped after a forward of theirs
+        self._trained: WeakSet[Any] = WeakSet()  # models in replicas with a step after a forward of the replica
         self._backwards = self._synced = 0
         self.through = 0
-        """backwards that a forward of a replica came before"""
-        self._pending = False  # such a forward
-        self._own = False  # there was an optimizer of a replica
+        """The number of backwards that followed a forward of a replica."""
+        self._pending = False  # a forward of a replica without a backward yet
+        self._own = False  # whether there was an optimizer of a replica
 
     @property
     def replicas(self) -> Iterator[Any]:
-        """Those that there are."""
+        """The existing replicas."""
         return iter(self._replicas)
 
     @property
     def called(self) -> bool:
-        """Whether a collective has been called yet."""
+        """Whether the process has called a collective."""
         return self._calls() > 0
 
     @property
     def version(self) -> object:
-        """Changes with the replicas."""
+        """A value that changes with the replicas."""
         return self._made, len(self._replicas)
 
     def of(self, optimizer: Any) -> OptimizerHistory:
@@ -105,13 +106,13 @@ class JointOptimizers(Events):
         return (self._turns.get(optimizer) if self._turns else None) or OptimizerHistory()
 
     def private(self, optimizer: Any) -> bool:
-        """Whether its last step is private to the rank: a different optimizer is joint, or it has left its replica."""
+        """Whether its last step is private to the rank: another optimizer is joint, or it has left its replica."""
         turn = self.of(optimizer)
         return turn.past or turn.level < self.level
 
     @property
     def level(self) -> int:
-        """That of the optimizer which is most surely joint."""
+        """The highest level of all optimizers."""
         return KEPT_EQUAL if self._own else max((turn.level for turn in self._turns.values()), default=PRIVATE)
 
     def replica_made(self, ddp: Any) -> None:
@@ -137,7 +138,7 @@ class JointOptimizers(Events):
         now, before = self._seen(turn), turn.before or StepCounts()
         turn.since = new = StepCounts(
             now.backwards - max(before.backwards, self._taken(turn)),
-            max(0, now.forwards - before.forwards),  # of a replica that is gone there are none
+            max(0, now.forwards - before.forwards),  # a deleted replica has no count
             max(0, now.synced - before.synced),
         )
         replica = turn.replica and turn.replica()
@@ -161,7 +162,7 @@ class JointOptimizers(Events):
         self._own = self._own or turn.own
 
     def _taken(self, turn: OptimizerHistory) -> int:
-        """Backwards until the last step of an optimizer of another model: these were that one's."""
+        """Backwards until the last step of an optimizer of another model, which belong to that optimizer."""
         return max((count for model, count in self._taken_by.items() if model != turn.model), default=0)
 
     def _seen(self, turn: OptimizerHistory) -> StepCounts:
@@ -185,14 +186,14 @@ class JointOptimizers(Events):
 
 
 def grad_enabled() -> bool:
-    """Whether a forward now records gradients."""
+    """Whether autograd is enabled."""
     return bool(sys.modules["torch"].is_grad_enabled())
 
 
 def kept_equal(ddp: Any) -> Iterator[tuple[str, Any]]:
     """The parameters that DDP keeps equal, with their names."""
-    left_out: set[str] = getattr(ddp, "parameters_to_ignore", set())
-    return ((name, one) for name, one in ddp.module.named_parameters() if name not in left_out)
+    ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
+    return ((name, one) for name, one in ddp.module.named_parameters() if name not in ignored)
 
 
 def is_sharded(parameter: Any) -> bool:
@@ -201,7 +202,7 @@ def is_sharded(parameter: Any) -> bool:
 
 
 class StepCounter(Events):
-    """Counts steps; the only probe with the guard off."""
+    """Counts steps. With the guard off, it is the only probe."""
 
     def __init__(self, box: StatusPage, joint: JointOptimizers | None = None) -> None:
         self._box, self.joint = box, joint or JointOptimizers(lambda: 0)
@@ -213,11 +214,11 @@ class StepCounter(Events):
         turn = self.joint.of(optimizer)
         if turn.past:
             return
-        before = max(0, self.done - self._alone - 1)  # one that comes later steps beside those that are there, or after
+        before = max(0, self.done - self._alone - 1)  # a later optimizer steps along with the others, or after them
         self._counts[optimizer] = count = self._counts.get(optimizer, before) + 1
         if self.joint.private(optimizer):
             return
-        if self.joint.level > self._level:  # what was counted until now was this rank's own
+        if self.joint.level > self._level:  # the rank took the steps so far alone
             self._level, self._counts[optimizer] = self.joint.level, (count := turn.steps)
             self._alone = max(0, self.done + 1 - count)
             self._box.put("alone", self._alone)
@@ -227,7 +228,7 @@ class StepCounter(Events):
 
 
 class ScriptPhases(StepCounter):
-    """Sets the phase on the status page, too."""
+    """A step counter that also sets the phase on the status page."""
 
     def __init__(self, box: StatusPage, joint: JointOptimizers | None = None) -> None:
         super().__init__(box, joint)
@@ -243,7 +244,7 @@ class ScriptPhases(StepCounter):
     batch_given = epoch_ended = forward_ended = backward_ended = own_code
 
     def raised(self, where: str, error: BaseException) -> None:
-        if not self._box.get("released"):  # else it is the guard's doing, and no progress, which is waited for
+        if not self._box.get("released"):  # an error from the guard itself is not progress
             self.own_code()
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -271,7 +272,7 @@ class ScriptPhases(StepCounter):
             self._put_aside()
 
     def _put_aside(self) -> None:
-        """Evaluations, checkpoints and other work between steps does not count as time of a step."""
+        """Move the time of evaluations, checkpoints and other work between steps to phase EVALUATE."""
         for phase, steps_ns in self._steps_ns.items():
             spent_ns = self._box.spent_ns[phase] - self._seen_ns[phase]
             if len(steps_ns) >= LEAST_STEPS:
@@ -283,7 +284,7 @@ class ScriptPhases(StepCounter):
 
 
 class JoinContexts(Events):
-    """Notes that ranks may take different numbers of steps: torch's Join is entered."""
+    """Sets `uneven` when a script enters torch's Join: ranks may then take different numbers of steps."""
 
     def __init__(self, box: StatusPage) -> None:
         self._box, self._sees = box, False
@@ -292,4 +293,4 @@ class JoinContexts(Events):
         if not self._sees:
             self._sees = True
             joins: Any = sys.modules["torch.distributed.algorithms.join"].Join
-            hang(joins, "__enter__", before=lambda _: self._box.put("uneven", 1))
+            wrap_function(joins, "__enter__", before=lambda _: self._box.put("uneven", 1))

@@ -1,4 +1,4 @@
-"""A rank of `paceline.run`: `python called.py FOLDER` calls the function in the folder, and stores its result there."""
+"""A rank of `paceline.run`: `python function_worker.py FOLDER` calls the function in FOLDER and stores its result."""
 
 import linecache
 import os
@@ -14,18 +14,18 @@ from paceline.errors import UsageError
 from paceline.runs.progress import ProgressWriter
 from paceline.runs.reading import read
 
-_MOST_BYTES = 1 << 40  # of what is sent: the data of a closure may be large
+_MOST_BYTES = 1 << 40  # the data of a closure may be large
 
 
 def main() -> None:
-    """Call it."""
+    """Call the function, and store its result or its error in the folder."""
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    surroundings, call = cloudpickle.loads(read(folder / "call", limit_bytes=_MOST_BYTES, ours=True))
-    _take_over(**surroundings)
-    function, args, kwargs = cloudpickle.loads(call)  # by modules that are found there
+    interpreter_state, call = cloudpickle.loads(read(folder / "call", limit_bytes=_MOST_BYTES, ours=True))
+    _restore(**interpreter_state)
+    function, args, kwargs = cloudpickle.loads(call)  # needs the restored sys.path
     if rank == 0:
         ProgressWriter.here = ProgressWriter(folder / "progress")
-        for stale in folder.glob("result-*"):  # of a generation with more ranks
+        for stale in folder.glob("result-*"):  # from a generation with more ranks
             if int(stale.name.rpartition("-")[2]) >= int(os.environ["WORLD_SIZE"]):
                 stale.unlink()
     try:
@@ -33,7 +33,7 @@ def main() -> None:
     except BaseException as error:
         below = error.__traceback__ and error.__traceback__.tb_next  # this function
         trace = "".join(traceback.format_exception(type(error), error, below))
-        with suppress(Exception):  # an exception that cannot be pickled is told by its words all the same
+        with suppress(Exception):  # for an exception that cannot be pickled, the caller uses the failure record
             (folder / f"error-{rank}").write_bytes(cloudpickle.dumps((error.with_traceback(None), trace)))
         raise
     partial = folder / f".result-{rank}"
@@ -48,9 +48,9 @@ def _sendable(result: Any) -> bytes:
         raise UsageError(code="result-not-sendable", kind=type(result).__name__, why=str(error)) from error
 
 
-def _take_over(path: list[str], argv: list[str], main: str | None, sources: dict[str, Any]) -> None:
+def _restore(path: list[str], argv: list[str], main: str | None, sources: dict[str, Any]) -> None:
     sys.path[:], sys.argv[:] = path, argv
-    linecache.cache.update(sources)  # a traceback shows the lines of a notebook's cell
+    linecache.cache.update(sources)  # so that a traceback shows the lines of a notebook's cell
     if main is None:
         del sys.modules["__main__"].__file__
     else:

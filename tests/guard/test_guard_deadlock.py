@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 from tests.guard.judge_world import STRUCTURAL, make_case
 
-from paceline.guard.detectors import MAX_UNMET_SECONDS, UnmetDetector
-from paceline.guard.judge import UNMET_SECONDS, never_meet
+from paceline.guard.detectors import MAX_DEADLOCK_SECONDS, DeadlockDetector
+from paceline.guard.judge import DEADLOCK_SECONDS, is_deadlocked
 from paceline.protocol.evidence import Evidence, Frame, Op, Sample, Stack
 from paceline.protocol.job import Windows
 
@@ -46,13 +46,13 @@ ANOTHER = rank(1, op(kind="barrier", shape="", dtype="", line=5))
 )
 def test_waits_that_never_end_are_found_whatever_a_third_rank_does(second: Evidence) -> None:
     first = rank(0, op())
-    assert never_meet([first, second])
-    assert never_meet([first, second, rank(2, inside=False, still_seconds=0.0)])
+    assert is_deadlocked([first, second])
+    assert is_deadlocked([first, second, rank(2, inside=False, still_seconds=0.0)])
 
 
 def test_in_shared_memory_names_are_compared_and_over_a_transport_they_are_not() -> None:
     named = [[rank(n, op(group, name=f"sum {n}")) for n in (0, 1)] for group in ("0", "shared")]
-    assert [never_meet(ranks) for ranks in named] == [False, True]
+    assert [is_deadlocked(ranks) for ranks in named] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_in_shared_memory_names_are_compared_and_over_a_transport_they_are_not()
     [
         [rank(0, op()), rank(1, op())],
         [rank(0, op()), rank(1, inside=False)],
-        [rank(0, op()), rank(1, op(kind="barrier", line=5), still_seconds=UNMET_SECONDS / 2)],
+        [rank(0, op()), rank(1, op(kind="barrier", line=5), still_seconds=DEADLOCK_SECONDS / 2)],
         [rank(0, op()), rank(1, op(kind="barrier", line=5), answered=False)],
         [rank(0, op()), rank(1, op(kind="barrier", line=5), inside=False)],
         [rank(0, op()), rank(1, op(kind="barrier", line=5), cpu_seconds=0.9)],
@@ -77,7 +77,7 @@ def test_in_shared_memory_names_are_compared_and_over_a_transport_they_are_not()
     ],
 )  # fmt: skip
 def test_waits_that_may_end_are_left_to_the_window(ranks: list[Evidence]) -> None:
-    assert not never_meet(ranks)
+    assert not is_deadlocked(ranks)
 
 
 def test_over_random_programs_no_rank_that_only_hangs_or_ends_is_taken_for_a_mismatch() -> None:
@@ -85,7 +85,7 @@ def test_over_random_programs_no_rank_that_only_hangs_or_ends_is_taken_for_a_mis
     for seed in range(CASES):
         case = make_case(seed)
         if not case.finished:
-            certain = never_meet([replace(one, still_seconds=60.0) for one in case.evidence])
+            certain = is_deadlocked([replace(one, still_seconds=60.0) for one in case.evidence])
             found["structural" if case.mutation in STRUCTURAL else "sudden"] += certain
     assert found["sudden"] == 0
     assert found["structural"] > 50
@@ -97,22 +97,22 @@ def waiting(now_seconds: float, **since_seconds: float) -> list[Sample]:
 
 
 def test_ranks_are_asked_once_when_two_have_waited_and_again_when_another_has_come() -> None:
-    unmet = UnmetDetector(Windows())
+    unmet = DeadlockDetector(Windows())
     assert not unmet.due(11.0, waiting(11.0, r0=0.0)), "one alone"
-    assert not unmet.due(11.0, waiting(11.0, r0=0.0, r1=10.0)), "the second has just come"
+    assert not unmet.due(11.0, waiting(11.0, r0=0.0, r1=10.0))  # the second has just begun to wait
     assert unmet.due(12.5, waiting(12.5, r0=0.0, r1=10.0))
     assert not any(unmet.due(now, waiting(now, r0=0.0, r1=10.0)) for now in map(float, range(13, 60)))
-    assert not unmet.due(63.0, waiting(63.0, r0=0.0, r1=10.0, r2=60.0)), "they have waited well before: for longer now"
+    assert not unmet.due(63.0, waiting(63.0, r0=0.0, r1=10.0, r2=60.0))  # the required time has doubled
     assert unmet.due(65.0, waiting(65.0, r0=0.0, r1=10.0, r2=60.0))
 
 
 def test_however_often_waiting_was_nothing_a_new_wait_is_looked_at_after_some_seconds() -> None:
-    unmet, asked = UnmetDetector(Windows()), 0
+    unmet, asked = DeadlockDetector(Windows()), 0
     for start in range(0, 1000, 20):
-        waits = waiting(start + MAX_UNMET_SECONDS + 0.5, r0=float(start), r1=float(start))
-        asked += unmet.due(start + MAX_UNMET_SECONDS + 0.5, waits)
+        waits = waiting(start + MAX_DEADLOCK_SECONDS + 0.5, r0=float(start), r1=float(start))
+        asked += unmet.due(start + MAX_DEADLOCK_SECONDS + 0.5, waits)
     assert asked == 50
 
 
 def test_without_the_guard_nobody_is_asked() -> None:
-    assert not UnmetDetector(Windows.parse("off")).due(60.0, waiting(60.0, r0=0.0, r1=0.0))
+    assert not DeadlockDetector(Windows.parse("off")).due(60.0, waiting(60.0, r0=0.0, r1=0.0))

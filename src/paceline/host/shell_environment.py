@@ -1,4 +1,4 @@
-"""The environment of workers after `module load`, an activate script and `--env`, from bash, once for each node.
+"""The environment of workers after `module load`, an activate script and `--env`. Bash computes it once for each node.
 
 The user's scripts run as in a shell: without `set -u` (activate scripts read unset variables) and without `set -e`.
 Names and paths are arguments of the bash script, never part of its text.
@@ -16,26 +16,26 @@ from pathlib import Path
 from paceline.errors import UsageError
 from paceline.protocol.control import SECRET_NAME
 
-BASH_SECONDS = 120.0  # module systems on a busy file server take their time
-LAST_WORDS_CHARS = 1500
+BASH_SECONDS = 120.0  # module systems on a busy file server are slow
+OUTPUT_CHARS = 1500
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/@:~=-]*")
 _CONDA = re.compile(r"[A-Za-z0-9_./~][^\s\0]*")
 _USERINFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_SHELLS_OWN = ("_", "SHLVL", "PWD", "OLDPWD")  # the worker's folder is the launcher's choice, not an activate script's
+_SHELL_VARIABLES = ("_", "SHLVL", "PWD", "OLDPWD")  # an activate script does not change the folder of the worker
 _OURS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
 _INSTEAD = {"OMP_NUM_THREADS": "--threads-per-rank", "MASTER_PORT": "--port"}
 
-CODES = {  # of errors, by the word with which the script has stopped
+CODES = {  # error codes, by the word that the script passed to `stop`
     "no module": "module-command-missing", "module": "module-not-loaded",
     "no conda": "conda-not-found", "conda": "conda-not-activated",
 }  # fmt: skip
-# $1: the descriptor for the answer, $2: activate script, $3: conda environment, then modules. The answer: a word that
-# says how far it came, a zero byte, then the environment as `env -0` writes it.
+# $1: the descriptor for the answer, $2: activate script, $3: conda environment, then modules. The answer: the word of
+# the step that failed, or "done", a zero byte, then the environment from `env -0`.
 SCRIPT = r"""
 paceline_answer=$1 activate=$2 conda=$3; shift 3
 stop() { printf '%s\0' "$@" >&"$paceline_answer"; exit 1; }
@@ -68,45 +68,45 @@ command -p env -0 >&"$paceline_answer"
 def environment_after(
     modules: Sequence[str], activate: str, env: Mapping[str, str], base: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment `base` after loading `modules` and sourcing `activate`, and with `env` added.
+    """The environment `base` with `env` added, after loading `modules` and sourcing `activate`.
 
-    `activate` is a script for bash, or conda:NAME; empty for none. The scripts see `env`, the user's variables, which
-    override those that the scripts set.
+    `activate` is a script for bash, or conda:NAME; empty for none. `env` contains the user's variables. The scripts see
+    them, and they override variables that the scripts set.
 
     Raises:
-        UsageError: a module, script, conda or bash is missing or fails; with its last words.
+        UsageError: a module, script, conda or bash is missing or fails; the message includes its last output.
     """
     before = {**base, **env}
     if not modules and not activate:
         return before
     conda, script = _checked(modules, activate)
-    with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as words:
-        # Files and no pipes: what a script leaves running in the background (an ssh-agent) would hold a pipe open.
-        code = _bash([str(answer.fileno()), script, conda, *modules], before, answer.fileno(), words.fileno())
+    with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as output:
+        # files instead of pipes: a background process of a script (an ssh-agent) would keep a pipe open
+        code = _bash([str(answer.fileno()), script, conda, *modules], before, answer.fileno(), output.fileno())
         answer.seek(0)
-        words.seek(0)
-        how, *rest = answer.read().decode(errors="surrogateescape").split("\0")
-        last_words = words.read().decode(errors="replace").strip()[-LAST_WORDS_CHARS:]
-    if how != "done":
-        raise _failure(how, rest, activate, code, last_words)
-    unknown_module = re.search("Unable to locate a modulefile for '?([^'\n]*)", last_words)
-    if modules and unknown_module:  # old module systems say so and return 0
-        raise _failure("module", [unknown_module[1]], activate, code, last_words)
+        output.seek(0)
+        state, *rest = answer.read().decode(errors="surrogateescape").split("\0")
+        text = output.read().decode(errors="replace").strip()[-OUTPUT_CHARS:]
+    if state != "done":
+        raise _failure(state, rest, activate, code, text)
+    unknown_module = re.search("Unable to locate a modulefile for '?([^'\n]*)", text)
+    if modules and unknown_module:  # old module systems print this and return 0
+        raise _failure("module", [unknown_module[1]], activate, code, text)
     if rest[0] != "0":
-        tail = f": {last_words}" if last_words else ""
-        print(f"paceline: {activate} has ended with status {rest[0]}, the run goes on{tail}", file=sys.stderr)
+        tail = f": {text}" if text else ""
+        print(f"paceline: {activate} has ended with status {rest[0]}, the run continues{tail}", file=sys.stderr)
     after = dict(line.split("=", 1) for line in rest[1:] if "=" in line)
-    kept = {name: base[name] for name in _SHELLS_OWN if name in base}
-    return {name: value for name, value in after.items() if name not in _SHELLS_OWN} | kept | dict(env)
+    kept = {name: base[name] for name in _SHELL_VARIABLES if name in base}
+    return {name: value for name, value in after.items() if name not in _SHELL_VARIABLES} | kept | dict(env)
 
 
 def parse_env(settings: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """What `--env` asks for: `NAME=VALUE` sets, `NAME` alone passes the value in `environ` on; the last one counts.
+    """Parse `--env`: `NAME=VALUE` sets a variable, `NAME` alone passes the value in `environ`. The last one counts.
 
     Raises:
-        UsageError: for a name that is none, that is not set here, or that the launcher itself sets.
+        UsageError: a name is invalid, is not set here, or is set by the launcher.
     """
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not NAME.fullmatch(name):
@@ -125,12 +125,11 @@ def parse_env(settings: Sequence[str], environ: Mapping[str, str]) -> dict[str, 
         value = value if equals else environ[name]
         if "\0" in value:
             raise UsageError(code="env-zero-byte", name=name)
-        found[name] = value
-    return found
+        variables[name] = value
+    return variables
 
 
 def _checked(modules: Sequence[str], activate: str) -> tuple[str, str]:
-    """The conda environment and the script that `activate` means, one of them empty."""
     for module in modules:
         if not _MODULE.fullmatch(module):
             raise UsageError(code="module-name-invalid", value=module[:80])
@@ -149,14 +148,14 @@ def _checked(modules: Sequence[str], activate: str) -> tuple[str, str]:
     return "", str(path)
 
 
-def _bash(arguments: Sequence[str], env: Mapping[str, str], answer: int, words: int) -> int:
+def _bash(arguments: Sequence[str], env: Mapping[str, str], answer: int, output: int) -> int:
     try:
         process = subprocess.Popen(
             ["bash", "-c", SCRIPT, "bash", *arguments],
             env=dict(env),
             stdin=subprocess.DEVNULL,
-            stdout=words,
-            stderr=words,
+            stdout=output,
+            stderr=output,
             pass_fds=[answer],
             start_new_session=True,
         )
@@ -172,7 +171,7 @@ def _bash(arguments: Sequence[str], env: Mapping[str, str], answer: int, words: 
             process.wait()
 
 
-def _failure(how: str, rest: Sequence[str], activate: str, code: int, last_words: str) -> UsageError:
-    said, module = f"\n{last_words}" if last_words else "", rest[0] if how == "module" else ""
-    return UsageError(code=CODES.get(how, "activate-ended-bash"), activate=activate, module=module,
+def _failure(state: str, rest: Sequence[str], activate: str, code: int, output: str) -> UsageError:
+    said, module = f"\n{output}" if output else "", rest[0] if state == "module" else ""
+    return UsageError(code=CODES.get(state, "activate-ended-bash"), activate=activate, module=module,
                       host=os.uname().nodename, status=code, said=said)  # fmt: skip

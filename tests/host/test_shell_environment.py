@@ -13,8 +13,8 @@ import pytest
 from tests.errors import raises
 
 from paceline.errors import UsageError
-from paceline.host import surroundings
-from paceline.host.surroundings import environment_after, parse_env
+from paceline.host import shell_environment
+from paceline.host.shell_environment import environment_after, parse_env
 
 BASE = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", "PWD": "/somewhere", "KEPT": "line one\nline two"}
 
@@ -140,7 +140,7 @@ def test_what_a_script_leaves_in_the_background_is_not_waited_for(tmp_path: Path
 
 
 def test_a_script_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surroundings, "BASH_SECONDS", 0.5)
+    monkeypatch.setattr(shell_environment, "BASH_SECONDS", 0.5)
     with raises("bash-timed-out", seconds=0.5):
         environment_after([], script(tmp_path, "sleep 30"), {}, BASE)
 
