@@ -63,11 +63,11 @@ def test_the_ladder_is_climbed_in_the_order_of_its_table(navigation: list[str]) 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
 def test_a_chapter_has_its_code_its_command_its_table_and_a_place_for_its_picture(chapter: Path) -> None:
     text = chapter.read_text()
-    assert re.search(rf"<!-- (diff|code) .*?/{chapter.stem}\.py", text), "no code of it"
+    assert re.search(rf"<!-- (diff|code) .*?/{chapter.stem}\.py", text)  # no code of it
     run = re.search(
         r"<!-- transcript ladder-" + chapter.stem + r" -->\n```text\n\$ (.*)\n(?:.*\n)*?.*weights \w{16}", text
     )
-    assert run, "no run of it that ends with weights"
+    assert run  # no run of it that ends with weights
     assert f"--strategy {chapter.stem}" in run[1] or chapter.stem == "bucketed"  # the default
     assert chapter.stem == "dp" or "<!-- measured ladder" in text  # dp needs several GPUs
     assert f"<!-- picture ladder-{chapter.stem}.svg" in text

@@ -59,7 +59,7 @@ def test_nothing_that_one_does_is_seen_by_the_next_and_ranks_differ_in_their_has
     said = [warm.run(["-c", SPOILS], rank=rank) for rank in (0, 0, 1)]
     assert [one.returncode for one in said] == [0, 0, 0], said
     random, hashes, torchs = zip(*(one.stdout.split() for one in said), strict=True)
-    assert len(set(random)) == 3, "numpy's own seed is the system's"
+    assert len(set(random)) == 3  # numpy's own seed is the system's
     assert hashes[0] == hashes[1] != hashes[2]
     assert len(set(torchs)) == 3, "torch's, too"
 

@@ -11,8 +11,8 @@ import torch
 from tests.rendered import rendered
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
-from paceline.lab.check.findings import Remark, same_leaf, unlike
-from paceline.lab.check.report import judged, mistakes, script_page
+from paceline.lab.check.findings import Finding, all_differ, mostly_equal
+from paceline.lab.check.report import check_findings, count_mistakes, render_report
 from paceline.protocol.facts import (
     Dropped,
     MeanLoss,
@@ -79,8 +79,8 @@ def right(rank: int, **more: Any) -> ScriptFacts:
     return ScriptFacts(rank, 2, 2, "n1", **(told | more))
 
 
-def found(of_rank: Callable[[int], ScriptFacts]) -> list[Remark]:
-    return [one for one in judged([of_rank(0), of_rank(1)]) if one.level in ("wrong", "costs")]
+def found(of_rank: Callable[[int], ScriptFacts]) -> list[Finding]:
+    return [one for one in check_findings([of_rank(0), of_rank(1)]) if one.level in ("wrong", "costs")]
 
 
 def windows(
@@ -468,7 +468,7 @@ def test_a_pitfall_is_found_at_its_line_and_nothing_else(name: str) -> None:
     told = found(of_rank)
     assert [(one.rule, one.site.partition(" ")[0]) for one in told] == [(rule, f"t.py:{line}")]
     assert told[0].type_instead
-    assert told[0].words in script_page("t.py", [of_rank(0), of_rank(1)], told)
+    assert told[0].words in render_report("t.py", [of_rank(0), of_rank(1)], told)
 
 
 @pytest.mark.parametrize("name", CLEAN)
@@ -478,7 +478,7 @@ def test_nothing_is_found_where_nothing_is_wrong(name: str) -> None:
 
 def test_weights_that_are_averaged_are_a_note_and_those_that_never_meet_again_are_wrong() -> None:
     ranks = [*map(averaged("pqar", "pqbr"), (0, 1))]
-    assert [one.level for one in judged(ranks) if one.rule == "gradients"] == ["note"]
+    assert [one.level for one in check_findings(ranks) if one.rule == "gradients"] == ["note"]
     for weights in (("pas", "pbr"), ("pppp", "pppp")):
         assert [one.rule for one in found(averaged(*weights))] == ["gradients"], weights
 
@@ -493,7 +493,7 @@ def test_a_rule_says_one_thing_of_a_line_the_worst_whatever_comes_from_there(ord
         replicas = [replica(buffers=[b], evaluation_site="t.py:21 in test")[0] for b in ("b", f"b{rank}")]
         return right(rank, loaders=made[::order], replicas=replicas[::order])
 
-    told = judged([of_rank(0), of_rank(1)])
+    told = check_findings([of_rank(0), of_rank(1)])
     lines = [(one.rule, one.site) for one in told]
     assert len(lines) == len({*lines}), told
     level = {one.rule: one.level for one in told}
@@ -508,7 +508,7 @@ def test_rates_that_differ_because_the_loaders_do_are_a_note() -> None:
         return msgspec.structs.replace(rates(rank), loaders=[trained(rank, batches=10 + rank)])
 
     assert [one.rule for one in found(of_rank)] == ["uneven steps"]
-    assert [one.level for one in judged([of_rank(0), of_rank(1)]) if one.rule == "replicas"] == ["note"]
+    assert [one.level for one in check_findings([of_rank(0), of_rank(1)]) if one.rule == "replicas"] == ["note"]
 
 
 def test_the_words_tell_apart_what_one_rule_finds() -> None:
@@ -519,30 +519,33 @@ def test_the_words_tell_apart_what_one_rule_finds() -> None:
 
 def test_the_page_says_what_is_right_and_how_much_is_not() -> None:
     ranks = [right(0), right(1)]
-    findings = judged(ranks)
-    text = script_page("t.py", ranks, findings)
-    assert mistakes(findings) == 0
+    findings = check_findings(ranks)
+    text = render_report("t.py", ranks, findings)
+    assert count_mistakes(findings) == 0
     rendered(text)
 
 
 def test_what_was_reported_while_the_script_ran_is_part_of_the_verdict() -> None:
     def told(*kinds: str, of_rank: Callable[[int], ScriptFacts] = right) -> dict[str, str]:
         noted = [Noted(0.0, f"rank 1: {kind}", 5, kind) for kind in kinds]
-        findings = judged([of_rank(0), of_rank(1)], noted)
+        findings = check_findings([of_rank(0), of_rank(1)], noted)
         return {one.rule: one.level for one in findings if one.rule in kinds}
 
     wrong = ("diverged", "not finite", "mismatch", "swallowed", "thread", "stale", "few steps", "a later kind")
     for kind in wrong:
         assert told(kind) == {kind: "wrong"}
     assert told("slow", "shadowed", "round-off", "") == dict.fromkeys(("slow", "shadowed", "round-off"), "note")
-    assert told("diverged", of_rank=drifted(settings=("s", "t"))) == {"diverged": "note"}, "its cause is told"
+    assert told("diverged", of_rank=drifted(settings=("s", "t"))) == {"diverged": "note"}  # the other finding is its cause
     twice = [Noted(0.0, f"rank {rank}", 5, "swallowed") for rank in range(2)]
-    assert [one.words for one in judged([right(0), right(1)], twice) if one.level == "wrong"] == ["rank 0", "rank 1"]
+    assert [one.words for one in check_findings([right(0), right(1)], twice) if one.level == "wrong"] == [
+        "rank 0",
+        "rank 1",
+    ]
 
 
 def test_a_script_that_failed_is_not_called_right() -> None:
     ranks = [right(0), right(1)]
-    headline = script_page("t.py", ranks, judged(ranks), code=3).splitlines()[0]
+    headline = render_report("t.py", ranks, check_findings(ranks), code=3).splitlines()[0]
     assert "nothing wrong" not in headline and "exit code 3" in headline
 
 
@@ -573,7 +576,7 @@ def test_the_advice_for_a_weighted_sampler_runs_and_keeps_the_weights() -> None:
         [0.0, 1.0, 3.0, 0.0, 6.0], 6001, generator=torch.Generator().manual_seed(3)
     )
     of_all = [index for indices in zip(*(drawn[0, rank] for rank in range(3)), strict=True) for index in indices]
-    assert of_all == [*one][:6000], "ranks share the draws of one process"
+    assert of_all == [*one][:6000]  # together the ranks draw as one process
 
 
 def test_the_advice_keeps_what_another_sampler_chooses() -> None:
@@ -592,10 +595,10 @@ def test_a_cut_epoch_ends_as_the_whole_one_does() -> None:
 
 
 def test_a_tensor_tells_samples_apart_only_if_it_varies() -> None:
-    assert same_leaf([[["1", "f:a"], ["1", "f:b"]], [["1", "f:a"], ["1", "f:b"]]])
-    assert not same_leaf([[["1"], ["1"]], [["1"], ["1"]]])  # a mask, and nothing else
-    assert not same_leaf([[["1", "f:a"], ["1", "f:b"]], [["1", "f:x"], ["1", "f:y"]]])  # a mask alike
-    assert not same_leaf([[["", "f:a"]], [["", "f:b"]]])
+    assert mostly_equal([[["1", "f:a"], ["1", "f:b"]], [["1", "f:a"], ["1", "f:b"]]])
+    assert not mostly_equal([[["1"], ["1"]], [["1"], ["1"]]])  # a mask, and nothing else
+    assert not mostly_equal([[["1", "f:a"], ["1", "f:b"]], [["1", "f:x"], ["1", "f:y"]]])  # a mask alike
+    assert not mostly_equal([[["", "f:a"]], [["", "f:b"]]])
 
 
 def same(*rows: str, of_other: str) -> bool:
@@ -604,34 +607,34 @@ def same(*rows: str, of_other: str) -> bool:
     def leaves(words: str) -> list[str]:
         return ["" if word == "?" else word for word in words.split()]
 
-    return same_leaf([[leaves(row) for row in rows], [leaves(row) for row in of_other.split("; ")]])
+    return mostly_equal([[leaves(row) for row in rows], [leaves(row) for row in of_other.split("; ")]])
 
 
 def test_batches_are_the_same_if_all_their_fields_are_in_most_of_them() -> None:
-    assert not same("1 f:a", "2 f:b", of_other="1 f:x; 2 f:y"), "labels alike, inputs not"
-    assert not same("f:a 1", "f:b 2", "f:c 3", of_other="f:x 1; f:y 2; f:z 3"), "whatever their order"
-    assert not same("f:a f:l", "f:b f:m", of_other="f:x f:l; f:y f:m"), "lengths of floating point"
-    assert not same("1 f:a", "2 f:b", "3 f:c", of_other="1 f:a; 2 f:y; 3 f:z"), "one of three batches"
+    assert not same("1 f:a", "2 f:b", of_other="1 f:x; 2 f:y")  # equal labels, different inputs
+    assert not same("f:a 1", "f:b 2", "f:c 3", of_other="f:x 1; f:y 2; f:z 3"), "in any order"
+    assert not same("f:a f:l", "f:b f:m", of_other="f:x f:l; f:y f:m")  # floating-point lengths
+    assert not same("1 f:a", "2 f:b", "3 f:c", of_other="1 f:a; 2 f:y; 3 f:z")  # one of three batches
     assert not same("1 f:a", "2 f:b", of_other="1 f:a; 2 f:y"), "one of two"
-    assert not same("1 2", "2 3", of_other="1; 2"), "another number of tensors"
-    assert same("1 f:a", "2 f:b", "3 f:c", of_other="1 f:a; 2 f:b; 3 f:z"), "a batch in which a rank is ahead"
-    assert same("1 ?", "2 ?", of_other="1 ?; 2 ?"), "inputs with numbers of a generator of their own"
-    assert same("0 1 f:a", "0 2 f:b", of_other="1 1 f:a; 1 2 f:b"), "the rank beside the same sample"
-    assert same("? f:a", "2 f:b", of_other="? f:a; 2 f:b"), "a batch with one label"
+    assert not same("1 2", "2 3", of_other="1; 2")  # different numbers of tensors
+    assert same("1 f:a", "2 f:b", "3 f:c", of_other="1 f:a; 2 f:b; 3 f:z")  # a batch in which a rank is ahead
+    assert same("1 ?", "2 ?", of_other="1 ?; 2 ?")  # inputs with random numbers of a separate generator
+    assert same("0 1 f:a", "0 2 f:b", of_other="1 1 f:a; 1 2 f:b")  # the rank is a tensor of the sample
+    assert same("? f:a", "2 f:b", of_other="? f:a; 2 f:b")  # a batch with one label
 
 
 def test_samples_are_unlike_if_none_of_their_fields_is_the_same() -> None:
-    assert unlike([[["1", "f:a"], ["2", "f:b"]], [["3", "f:x"], ["4", "f:y"]]])
-    assert not unlike([[["1", "f:a"], ["2", "f:b"]], [["1", "f:x"], ["2", "f:y"]]]), "augmented on each rank, say"
-    assert not unlike([[[""]], [[""]]]), "nothing is known"
+    assert all_differ([[["1", "f:a"], ["2", "f:b"]], [["3", "f:x"], ["4", "f:y"]]])
+    assert not all_differ([[["1", "f:a"], ["2", "f:b"]], [["1", "f:x"], ["2", "f:y"]]])  # for example, augmented on each rank
+    assert not all_differ([[[""]], [[""]]]), "nothing is known"
     labels, others = "021120", "022121"
     columns = [[[a, f"f:{rank}{n}"] for n, a in enumerate(its)] for rank, its in enumerate((labels, others))]
-    assert unlike(columns), "4 of 6 labels are equal by chance"
+    assert all_differ(columns)  # 4 of 6 labels are equal by chance
 
 
 def test_a_batch_that_shrinks_with_the_world_is_a_note_with_its_numbers() -> None:
-    def shrinks(divided: str) -> list[Remark]:
-        told = judged([right(rank, loaders=[trained(rank, divided=divided)]) for rank in range(2)])
+    def shrinks(divided: str) -> list[Finding]:
+        told = check_findings([right(rank, loaders=[trained(rank, divided=divided)]) for rank in range(2)])
         return [one for one in told if one.rule == "batch shrinks"]
 
     (one,) = shrinks("total // world")
@@ -653,15 +656,15 @@ def shards(rank: int, *, start: str = "differs", **more: Any) -> list[SeenStep]:
 
 def test_parameters_that_ranks_have_for_themselves_and_exchange_are_noted_and_the_others_judged() -> None:
     def levels(of_rank: Callable[[int], list[SeenStep]], **more: Any) -> set[tuple[str, str]]:
-        found = judged([right(rank, steps=of_rank(rank), **more) for rank in range(2)])
+        found = check_findings([right(rank, steps=of_rank(rank), **more) for rank in range(2)])
         return {
             (one.rule, one.level) for one in found if one.rule in ("own parameters", "gradients", "different start")
         }
 
     fine = {("own parameters", "note"), ("gradients", "right"), ("different start", "right")}
     assert levels(shards) == fine == levels(lambda rank: shards(rank, outside=[0, 1], own=False), replicas=[])
-    assert ("gradients", "wrong") in levels(lambda rank: shards(rank, exchanged=0)), "nobody uses them together"
-    assert ("gradients", "wrong") in levels(lambda rank: shards(rank, start="equal")), "DDP was made without it"
+    assert ("gradients", "wrong") in levels(lambda rank: shards(rank, exchanged=0))  # ranks exchange nothing
+    assert ("gradients", "wrong") in levels(lambda rank: shards(rank, start="equal"))  # equal at the start: DDP does not have it
     assert ("gradients", "wrong") in levels(lambda rank: shards(rank, outside=[])), "DDP has it"
 
     def unwrapped(rank: int) -> list[SeenStep]:
@@ -677,24 +680,26 @@ def test_steps_of_a_rank_for_itself_are_not_compared_and_past_ddp_is_a_note_unle
         return [step(gradients=f"g{rank}{n}", shapes="other", loader=-1) for n in range(300 * (1 - rank))]
 
     def told(of_rank: Callable[[int], list[SeenStep]]) -> list[tuple[str, str]]:
-        found = judged([right(rank, steps=of_rank(rank)) for rank in range(2)])
+        found = check_findings([right(rank, steps=of_rank(rank)) for rank in range(2)])
         return [(one.rule, one.level) for one in found if one.level == "wrong" or one.rule == "past DDP"]
 
     first = [msgspec.structs.replace(one, optimizer=-1) for one in private(0)]
-    assert told(lambda rank: [*first[: 300 * (1 - rank)], *joint]) == [], "their optimizer is another one"
+    assert told(lambda rank: [*first[: 300 * (1 - rank)], *joint]) == []  # a separate optimizer
     alone = [step(own=True, past=True, forwards=0, gradients=f"g{n}") for n in range(9)]
     assert told(lambda rank: [*joint, *alone[rank : 3 + 4 * rank]]) == [("past DDP", "note")]
     drifts = msgspec.structs.replace(joint[5], parameters="other")
     assert told(lambda rank: [*joint, *alone[:rank], drifts if rank else joint[5]]) == [("gradients", "wrong")]
     second = [msgspec.structs.replace(one, optimizer=1) for one in (alone[0], *joint[1:])]
-    assert told(lambda rank: [*joint, *second]) == [], "one forward for two optimizers, as of a GAN in one replica"
+    assert told(lambda rank: [*joint, *second]) == []  # one forward for two optimizers, as for a GAN in one replica
     left = [msgspec.structs.replace(one, optimizer=1) for one in alone]
     assert told(lambda rank: [*joint, *left[rank:]]) == [("past DDP", "note")]
 
 
 def test_the_learning_rate_is_the_highest_that_was_seen() -> None:
     steps = [step(own=True, learning_rate=rate) for rate in (0.0, 0.01, 0.02, 0.01)]
-    (note,) = (one for one in judged([right(rank, steps=steps) for rank in range(2)]) if one.rule == "learning rate")
+    (note,) = (
+        one for one in check_findings([right(rank, steps=steps) for rank in range(2)]) if one.rule == "learning rate"
+    )
     assert note.words.endswith("learning rate 0.02")
 
 
@@ -714,7 +719,7 @@ def test_ranks_that_split_layers_rightly_have_the_same_batches_and_groups_of_the
     def told(world: int, split: int) -> set[tuple[str, str]]:
         one = right(0, loaders=[trained(0)], replicas=[], split=split)
         ranks = [msgspec.structs.replace(one, rank=n, world=world, split_rank=n % split) for n in range(world)]
-        return {(one.rule, one.level) for one in judged(ranks) if one.rule in ("same batches", "learning rate")}
+        return {(one.rule, one.level) for one in check_findings(ranks) if one.rule in ("same batches", "learning rate")}
 
     wrong = {("same batches", "wrong"), ("learning rate", "note")}
     assert told(2, 2) == set() and told(2, 1) == told(4, 2) == wrong
@@ -724,7 +729,7 @@ def test_of_a_session_only_what_it_does_not_check_itself_is_a_mistake_and_what_t
     steps = [step(lost=3, backwards=4, gradients="g"), step(lost=3, backwards=4, gradients="h")] * 4
     written = [PlacedFile("/m.pt", "t.py:30 in main")]
     more: dict[str, Any] = {"session": True, "written": written, "threads": 4, "threads_site": "t.py:1 in main"}
-    told = judged([right(rank, steps=steps[rank:], replicas=[], **more) for rank in range(2)])
+    told = check_findings([right(rank, steps=steps[rank:], replicas=[], **more) for rank in range(2)])
     assert {(one.rule, one.level) for one in told} == {("one file", "wrong"), ("threads", "costs"), ("session", "note")}
     typed = {one.rule: one.type_instead for one in told}
     assert typed["threads"] == "session(threads=1)" and "s.save(" in typed["one file"]

@@ -122,7 +122,7 @@ def test_a_fault_is_named_with_its_host_and_a_remedy(name: str) -> None:
     changes, expected = FAULTS[name]
     findings = found(**changes)
     assert expected in [finding[:3] for finding in findings]
-    assert {finding[:2] for finding in findings} == {expected[:2]}, "only this one is to be found"
+    assert {finding[:2] for finding in findings} == {expected[:2]}  # only this one is to be found
     assert all(not finding[3].endswith("-> ") for finding in findings)
     rendered(f"{host}: {text}" for *_, host, text in findings)
 
