@@ -535,12 +535,10 @@ def test_what_was_reported_while_the_script_ran_is_part_of_the_verdict() -> None
     for kind in wrong:
         assert told(kind) == {kind: "wrong"}
     assert told("slow", "shadowed", "round-off", "") == dict.fromkeys(("slow", "shadowed", "round-off"), "note")
-    assert told("diverged", of_rank=drifted(settings=("s", "t"))) == {"diverged": "note"}  # the other finding is its cause
+    assert told("diverged", of_rank=drifted(settings=("s", "t"))) == {"diverged": "note"}  # explained by the other
     twice = [Noted(0.0, f"rank {rank}", 5, "swallowed") for rank in range(2)]
-    assert [one.words for one in check_findings([right(0), right(1)], twice) if one.level == "wrong"] == [
-        "rank 0",
-        "rank 1",
-    ]
+    findings = check_findings([right(0), right(1)], twice)
+    assert [one.words for one in findings if one.level == "wrong"] == ["rank 0", "rank 1"]
 
 
 def test_a_script_that_failed_is_not_called_right() -> None:
@@ -625,7 +623,7 @@ def test_batches_are_the_same_if_all_their_fields_are_in_most_of_them() -> None:
 
 def test_samples_are_unlike_if_none_of_their_fields_is_the_same() -> None:
     assert all_differ([[["1", "f:a"], ["2", "f:b"]], [["3", "f:x"], ["4", "f:y"]]])
-    assert not all_differ([[["1", "f:a"], ["2", "f:b"]], [["1", "f:x"], ["2", "f:y"]]])  # for example, augmented on each rank
+    assert not all_differ([[["1", "f:a"], ["2", "f:b"]], [["1", "f:x"], ["2", "f:y"]]])  # augmentation
     assert not all_differ([[[""]], [[""]]]), "nothing is known"
     labels, others = "021120", "022121"
     columns = [[[a, f"f:{rank}{n}"] for n, a in enumerate(its)] for rank, its in enumerate((labels, others))]
@@ -664,7 +662,7 @@ def test_parameters_that_ranks_have_for_themselves_and_exchange_are_noted_and_th
     fine = {("own parameters", "note"), ("gradients", "right"), ("different start", "right")}
     assert levels(shards) == fine == levels(lambda rank: shards(rank, outside=[0, 1], own=False), replicas=[])
     assert ("gradients", "wrong") in levels(lambda rank: shards(rank, exchanged=0))  # ranks exchange nothing
-    assert ("gradients", "wrong") in levels(lambda rank: shards(rank, start="equal"))  # equal at the start: DDP does not have it
+    assert ("gradients", "wrong") in levels(lambda rank: shards(rank, start="equal"))  # not in DDP
     assert ("gradients", "wrong") in levels(lambda rank: shards(rank, outside=[])), "DDP has it"
 
     def unwrapped(rank: int) -> list[SeenStep]:
@@ -697,9 +695,8 @@ def test_steps_of_a_rank_for_itself_are_not_compared_and_past_ddp_is_a_note_unle
 
 def test_the_learning_rate_is_the_highest_that_was_seen() -> None:
     steps = [step(own=True, learning_rate=rate) for rate in (0.0, 0.01, 0.02, 0.01)]
-    (note,) = (
-        one for one in check_findings([right(rank, steps=steps) for rank in range(2)]) if one.rule == "learning rate"
-    )
+    findings = check_findings([right(rank, steps=steps) for rank in range(2)])
+    (note,) = (one for one in findings if one.rule == "learning rate")
     assert note.words.endswith("learning rate 0.02")
 
 
