@@ -23,12 +23,12 @@ from paceline.lab.scale import (
     SMALLER,
     WAITING,
     At,
+    LossCause,
     Lost,
     Machine,
     Network,
     Runs,
-    Sent,
-    Share,
+    Traffic,
     comparable,
     estimated_step,
     estimates_of,
@@ -102,11 +102,11 @@ BASE = lockstep([Rank()])
 RATIO = backward_per_forward(BASE)
 
 
-def weak(run: Run) -> list[Share]:
+def weak(run: Run) -> list[LossCause]:
     return lost_shares(take_apart(BASE), take_apart(run, RATIO))
 
 
-def explained(shares: list[Share]) -> float:
+def explained(shares: list[LossCause]) -> float:
     return sum(share.percent for share in shares if share.cause != REST)
 
 
@@ -384,7 +384,7 @@ def test_efficiency_is_against_one_rank_with_the_same_or_the_whole_batch() -> No
     assert {row.mode: row.efficiency for row in rows} == pytest.approx(
         {"weak": alone(64).step / (alone(64).step + ring), "strong": alone(256).step / 2 / (alone(128).step + ring)}
     )
-    assert estimated_step(POINTS, MACHINE, 2, 64, LINK, Sent(0.0, 0.0)) == pytest.approx(alone(64).step)
+    assert estimated_step(POINTS, MACHINE, 2, 64, LINK, Traffic(0.0, 0.0)) == pytest.approx(alone(64).step)
 
 
 @pytest.mark.parametrize(

@@ -101,4 +101,4 @@ def test_ranks_that_do_not_agree_are_found(planted, capsys):
     right, _, alone = planted
     assert right.bits[0].ranks_agree and not alone.bits[0].ranks_agree
     assert not print_bits(SPEC, [alone])
-    assert "exact on 2, sgd: its own ranks differ from each other" in capsys.readouterr().out
+    assert "exact on 2, sgd: its ranks differ from each other" in capsys.readouterr().out
