@@ -113,7 +113,7 @@ def test_only_the_end_of_a_large_log_is_read_and_a_search_reads_all(
     assert [line.text for line in found.lines(LineFilter(pattern=re.compile("^line 7$")))] == ["line 7"]
     monkeypatch.setattr("paceline.report.logs.MAX_ALL_BYTES", 24)
     assert [line.text for line in found.lines(LineFilter())] == ["line 199998", "line 199999"]
-    assert found.cut(LineFilter()) == [0]
+    assert found.truncated(LineFilter()) == [0]
 
 
 def test_the_agents_notes_say_when_a_byte_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,7 +177,7 @@ class _ShownLogs:
                 "ran it): they are in the order of the ranks, not of time",
                 file=sys.stderr,
             )
-        if cut := self._logs.cut(self._wanted):
+        if cut := self._logs.truncated(self._wanted):
             print(
                 f"of the {plural(len(cut), 'log')} of {named(cut)} only the last {MAX_ALL_BYTES:,} bytes are shown",
                 file=sys.stderr,

@@ -18,7 +18,14 @@ from rich.table import Table
 from paceline.errors import UsageError, plural
 from paceline.lab.compare import Spread, make_table, spread
 from paceline.report.run import PHASES
-from paceline.report.step_parts import Run, Spent, StepParts, backward_per_forward, between_meetings, take_apart
+from paceline.report.step_parts import (
+    PhaseSeconds,
+    Run,
+    StepParts,
+    backward_per_forward,
+    split_step,
+    step_between_syncs,
+)
 from paceline.runs.console import table_console
 from paceline.runs.events import Counted, Event, MemoryBreakdown, Started, Step, Traced, event_files, read_events
 from paceline.runs.folder import WEIGHTS
@@ -136,7 +143,7 @@ def read_run(folder: Path, *, skip: int) -> Run:
     """
     folder = real_path(folder)
     started: dict[int, Started] = {}
-    steps: dict[int, dict[int, Spent]] = {}
+    steps: dict[int, dict[int, PhaseSeconds]] = {}
     samples: dict[int, int] = {}
     for rank, path in event_files(folder).items():
         before: Event | None = None
@@ -168,12 +175,12 @@ def read_run(folder: Path, *, skip: int) -> Run:
     )
 
 
-def _spent(step: Step, before: Event | None) -> Spent:
+def _spent(step: Step, before: Event | None) -> PhaseSeconds:
     phases = {name: step.phase_seconds.get(name, 0.0) for name in PHASES}
     if not isinstance(before, Step) or before.steps > 1:
-        return Spent(**phases, seconds=step.seconds)
+        return PhaseSeconds(**phases, seconds=step.seconds)
     between = step.unix_time - before.unix_time - step.seconds
-    return between_meetings(phases, step.seconds, between, before.phase_seconds.get("optimizer", 0.0))
+    return step_between_syncs(phases, step.seconds, between, before.phase_seconds.get("optimizer", 0.0))
 
 
 def read_runs(folders: Sequence[Path], *, skip: int) -> Runs:
@@ -221,7 +228,7 @@ def parts_of(runs: Runs, alone: Runs) -> dict[At, StepParts]:
     parts: dict[At, StepParts] = {}
     for at, rounds in runs.items():
         without = _middle(alone[at]) if alone.get(at) else base
-        parts[at] = take_apart(_middle(rounds), backward_per_forward(without) if without and at.ranks > 1 else None)
+        parts[at] = split_step(_middle(rounds), backward_per_forward(without) if without and at.ranks > 1 else None)
     return parts
 
 
