@@ -63,10 +63,8 @@ def test_a_step_of_a_stream_has_as_many_samples_as_it_is_named_for(
     largest = MAX_STREAM_SAMPLES + 1000
     named = candidates(64, largest)
     workload = load_workload(config, named, ALONE)
-    assert workload.notes == (
-        f"the training data are a stream: its first {largest:,} samples were read before, and taken from memory, so "
-        "the time of reading it is in no step",
-    )
+    (note,) = workload.notes
+    assert f"first {largest:,} samples" in note
     for one in named:
         with CandidateTraining(workload, one, tmp_path / one.name, 2, ignore) as training:
             plan = training.plan
