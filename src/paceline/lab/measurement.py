@@ -4,8 +4,7 @@ import msgspec
 
 ORDER, CONFIG, CHUNKS, RUNNING = "order.json", "config.toml", "chunks.jsonl", "running.json"
 INSPECTED_STEPS = 3  # first steps, in which memory and bytes are counted: the minimum warm-up
-NO_EXCHANGE = "no exchange"
-"""The upper limit: each rank trains alone on its part, without communication of gradients."""
+NO_EXCHANGE = "no exchange"  # the upper limit: each rank trains alone on its part, without communication of gradients
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -74,8 +73,7 @@ class Measurement(msgspec.Struct, frozen=True):
     sync_share: float = 0.0  # fraction of a step, in [0, 1], in which a rank waits for others; mean of all ranks
     memory: Memory | None = None
     device: str = "cpu"
-    notes: tuple[str, ...] = ()
-    """The aspects that were not measured."""
+    notes: tuple[str, ...] = ()  # the aspects that were not measured
     gpus: dict[int, str] = {}
     """By rank, the reason why its GPU was slow at the end: heat, power, memory errors, other processes."""
     mesh: str = ""

@@ -15,8 +15,7 @@ Policy = Literal["none", "local", "sync"]  # of batch norm; "none": the model ha
 
 KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer state")
 
-OWN = "task"
-"""The name of the optimizer that the task creates."""
+OWN = "task"  # the name of the optimizer that the task creates
 
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-1}
 """Relative tolerance for losses, gradients, buffers, and parameters with SGD, by the least precise type in the graph
@@ -74,8 +73,7 @@ class Spec(msgspec.Struct, frozen=True, tag=True):
     task: str
     options: dict[str, str]
     strategies: list[str]
-    optimizers: list[str]
-    """Empty: the task's optimizer if it creates one, otherwise all."""
+    optimizers: list[str]  # empty: the task's optimizer if it creates one, otherwise all
     virtual_ranks: int
     accumulation: int
     steps: int
@@ -87,12 +85,10 @@ class Spec(msgspec.Struct, frozen=True, tag=True):
     checkpoint_activations: str | None = None
     """Modules whose activations the ranks recompute in backward. The single process recomputes nothing."""
     device: str = "cpu"
-    mesh: str = ""
-    """Empty: data parallelism only."""
+    mesh: str = ""  # empty: data parallelism only
     sequence_parallel: bool = False
     schedule_pipeline: Literal["1f1b", "gpipe"] = "1f1b"
-    bitwise: bool = False
-    """Collect the bits of every step, and compare with no reference."""
+    bitwise: bool = False  # collect the bits of every step, and compare with no reference
 
 
 class LoopCase(msgspec.Struct, frozen=True):
@@ -100,19 +96,15 @@ class LoopCase(msgspec.Struct, frozen=True):
 
     virtual_ranks: int
     exact: bool
-    strategy: str = ""
-    """Empty: the strategy of the loop."""
-    plain: bool = False
-    """The reference: one process with `loss.backward()` and the whole global batch at once."""
+    strategy: str = ""  # empty: the strategy of the loop
+    plain: bool = False  # the reference: one process with `loss.backward()` and the whole global batch at once
 
 
 class LoopSpec(msgspec.Struct, frozen=True, tag=True):
     """The order for one set of workers: runs of a loop, one after the other."""
 
-    target: str
-    """file.py:function or module:function."""
-    words: list[str]
-    """The arguments of the loop in sys.argv."""
+    target: str  # file.py:function or module:function
+    words: list[str]  # the arguments of the loop in sys.argv
     cases: list[LoopCase]
     virtual_ranks: int
     steps: int
@@ -143,8 +135,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
     """The first difference, and its likely cause."""
 
     step: int
-    cause: str
-    """A key of CAUSES or LOOP_CAUSES."""
+    cause: str  # a key of CAUSES or LOOP_CAUSES
     tensor: str
     detail: str
 
@@ -173,20 +164,16 @@ class VerifyReport(msgspec.Struct, frozen=True):
     samples: int
     results: list[Result]
     notes: list[str]
-    precision: str = "float64"
-    """A key of TOLERANCES."""
+    precision: str = "float64"  # a key of TOLERANCES
 
 
 class StepBits(msgspec.Struct, frozen=True):
     """The exact results of a step."""
 
-    loss: str
-    """Hexadecimal, as the norm."""
+    loss: str  # hexadecimal, as the norm
     grad_norm: str
-    gradients: str
-    """SHA-256 of the gradients that the optimizer used."""
-    parameters: str
-    """SHA-256 after the step."""
+    gradients: str  # SHA-256 of the gradients that the optimizer used
+    parameters: str  # SHA-256 after the step
 
 
 class Bits(msgspec.Struct, frozen=True):
@@ -194,10 +181,8 @@ class Bits(msgspec.Struct, frozen=True):
 
     strategy: str
     optimizer: str
-    weights: str
-    """SHA-256 of weights and merged buffers."""
-    state: str
-    """SHA-256 of parameters, the buffers of every virtual rank, and the optimizer state."""
+    weights: str  # SHA-256 of weights and merged buffers
+    state: str  # SHA-256 of parameters, the buffers of every virtual rank, and the optimizer state
     steps: list[StepBits]
     ranks_agree: bool
 
@@ -288,7 +273,6 @@ def _title(spec: Spec, report: VerifyReport | BitsReport, precision: str, more: 
 
 
 def _first_difference(bits: Bits, expected: Bits) -> str:
-    """The first difference between two runs; empty if there is none."""
     if not bits.ranks_agree:
         return "its ranks differ from each other"
     for number, (got, want) in enumerate(zip(bits.steps, expected.steps, strict=True), 1):

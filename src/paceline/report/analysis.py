@@ -126,11 +126,7 @@ class Analyzer:
                 self.result.values.setdefault("samples/s (counted)", []).append((done - start) / (now - before))
 
     def add_log(self, path: Path, *, rank: str = "") -> None:
-        """Add all lines of a log.
-
-        Raises:
-            OSError: if it cannot be read.
-        """
+        """Add all lines of a log (OSError if it cannot be read)."""
         times, end = log_times(path), 0
         with opened(path) as it, os.fdopen(it.descriptor, "rb", closefd=False) as log:
             while block := log.readline(BLOCK_BYTES):
@@ -142,11 +138,7 @@ class Analyzer:
                     self.add(reading._replace(rank=rank or reading.rank), times and times.at(end - 1))
 
     def add_run(self, run_dir: Path, *, max_bytes: float = math.inf) -> None:
-        """Add the events of a run. Without events, add its logs, up to `max_bytes`.
-
-        Raises:
-            OSError: if the run cannot be read.
-        """
+        """Add the events of a run, or without events its logs, up to `max_bytes` (OSError if they cannot be read)."""
         events = event_files(run_dir)
         for rank, path in events.items():
             for event in read_events(path):

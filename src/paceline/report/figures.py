@@ -95,7 +95,6 @@ def _axes(log: RankLog) -> list[list[float]]:
 
 
 def _rates(log: RankLog) -> list[float]:
-    """Samples per second over windows of steps."""
     steps, window, rates = log.steps, max(1, len(log.rows) // 200), list[float]()
     for number in range(0, len(log.rows), window):
         rows = log.rows[number : number + window]
@@ -278,7 +277,6 @@ def _ms(seconds: float) -> str:
 
 
 def _stages(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
-    """The diagram of the stages: construct, forward, backward, optimizer."""
     memory = run.first.memory if run.first else None
     if run.first is None or memory is None:
         return
@@ -308,7 +306,6 @@ def _is_control(name: str, size: int) -> bool:
 
 
 def _one_step(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
-    """One step of all ranks on one clock, with its collectives."""
     began = min(trace.unix_time for trace in steps.values())
     whole = max(1e-6, *(trace.unix_time - began + _end(trace) for trace in steps.values()))
     lanes: list[dict[str, Any]] = []
@@ -336,7 +333,6 @@ def _one_step(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
 
 
 def _samples(run: WholeRun) -> Iterator[Drawing]:
-    """The global batch, and the samples that each rank computes."""
     logs = [log for log in run.latest() if log.share and log.rows]
     owners = {virtual: log.rank for log in reversed(logs) for virtual in range(*(log.share or (0, 0)))[:MAX_BOXES]}
     if not logs or len(owners) >= MAX_BOXES:

@@ -163,15 +163,12 @@ def remedy(run: WholeRun) -> list[str]:
 class Bottleneck:
     """The largest causes of lost time in a run."""
 
-    first: str
-    """A sentence: the fraction of the time in which ranks computed, and the largest causes of the rest."""
-    advice: list[str] = field(default_factory=list[str])
-    """Advice, the most promising first."""
+    first: str  # a sentence: the fraction of the time in which ranks computed, and the largest causes of the rest
+    advice: list[str] = field(default_factory=list[str])  # advice, the most promising first
     shares: dict[str, float] = field(default_factory=dict[str, float])
     """The fraction of a step's time, by cause. Their sum is 1."""
     slowest: int | None = None
-    slow_phase: str = ""
-    """The phase in which the slowest rank loses the most time."""
+    slow_phase: str = ""  # the phase in which the slowest rank loses the most time
     waits: dict[int, dict[int, float]] = field(default_factory=dict[int, dict[int, float]])
     """Seconds in the examined steps, by the rank that waited and the rank for which it waited."""
 
@@ -239,7 +236,6 @@ def _waits(steps: Sequence[dict[int, PhaseSeconds]]) -> dict[int, dict[int, floa
 def _step_summary(
     run: WholeRun, parts: StepParts, shares: dict[str, float], logs: Sequence[RankLog]
 ) -> tuple[str, list[str]]:
-    """A sentence about the time in a step, and advice."""
     size, worked, causes, advice = len(logs), shares[COMPUTING], list[str](), list[str]()
     for share, cause in sorted(((share, cause) for cause, share in shares.items() if cause != COMPUTING), reverse=True):
         if share >= MIN_SHARE:
@@ -259,7 +255,6 @@ def _step_summary(
 
 
 def _wall_time_summary(run: WholeRun) -> tuple[str, list[str]]:
-    """A sentence about large parts of the wall time outside steps, and advice."""
     spent = wall_seconds(run)
     total = sum(spent.values())
     limit = MIN_WALL_SHARE * total
@@ -316,7 +311,6 @@ def sent_bytes(run: WholeRun) -> int:
 
 
 def _slow_reason(run: WholeRun, rank: int, logs: Sequence[RankLog]) -> str:
-    """The reason why a rank is slow, from the records of the machines; empty if there is none."""
     records = [record for of_node in run.machines.values() for record in of_node]
     cores = {log.rank: [record.ranks[log.rank].cores for record in records if log.rank in record.ranks] for log in logs}
     got = {other: median(used) for other, used in cores.items() if used}

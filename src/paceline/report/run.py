@@ -164,16 +164,12 @@ class WholeRun:
     summary: Summary | None = None
     ranks: dict[int, RankLog] = field(default_factory=dict[int, RankLog])
     machines: dict[int, list[MachineUse]] = field(default_factory=dict[int, list[MachineUse]])
-    clocks: dict[int, ClockAhead] = field(default_factory=dict[int, ClockAhead])
-    """The newest clock offset of each node."""
-    failures: list[Failure] = field(default_factory=list[Failure])
-    """The failures that ranks recorded, in all starts."""
+    clocks: dict[int, ClockAhead] = field(default_factory=dict[int, ClockAhead])  # the newest clock offset of each node
+    failures: list[Failure] = field(default_factory=list[Failure])  # the failures that ranks recorded, in all starts
     verdicts: list[VerdictRecord] = field(default_factory=list[VerdictRecord])
-    noted: list[Noted] = field(default_factory=list[Noted])
-    """The notices of the agent, in all starts."""
+    noted: list[Noted] = field(default_factory=list[Noted])  # the notices of the agent, in all starts
     starts: int = 0
-    missing: list[str] = field(default_factory=list[str])
-    """The parts that could not be read, with the reasons."""
+    missing: list[str] = field(default_factory=list[str])  # the parts that could not be read, with the reasons
 
     @property
     def name(self) -> str:

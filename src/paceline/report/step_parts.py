@@ -89,12 +89,7 @@ def step_between_syncs(phases: Mapping[str, float], seconds: float, between: flo
 
 
 def split_step(run: Run, backward_per_forward: float | None = None) -> StepParts:
-    """Split the mean step of `run`.
-
-    Args:
-        run: the steps.
-        backward_per_forward: duration of a backward without waiting, divided by that of a forward; None if unknown.
-    """
+    """Split the mean step of `run`. The ratio is that of a backward without waiting to a forward; None if unknown."""
     ranks = sorted(run.hosts)
     mean = _means(run, ranks)
     alone = {rank: _backward_alone(mean[rank], backward_per_forward) for rank in ranks}
@@ -141,7 +136,6 @@ def _backward_alone(mean: Mapping[str, float], ratio: float | None) -> float | N
 
 
 def _backward_work(spent: PhaseSeconds, alone: float | None) -> float:
-    """The part of a backward that is work."""
     return spent.backward if alone is None else min(spent.backward, alone)
 
 

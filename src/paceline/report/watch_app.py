@@ -114,10 +114,8 @@ class WatchApp(App[None]):
         self._shown: list[tuple[int, list[Text]]] = []  # the rows of the table: rank, cells
         self._titles: list[str] = []  # of its columns
         self._widths: list[int] = []
-        self.seen: tuple[RunSnapshot, RunState] | None = None
-        """The last state."""
-        self.failure: BaseException | None = None
-        """The error that ended the app."""
+        self.seen: tuple[RunSnapshot, RunState] | None = None  # the last state
+        self.failure: BaseException | None = None  # the error that ended the app
 
     def compose(self) -> ComposeResult:
         """The widgets, from top to bottom."""
@@ -226,7 +224,6 @@ class WatchApp(App[None]):
 
 
 async def _result_of(action: Callable[[], str]) -> str:
-    """The result of an action, or its error."""
     try:
         return await asyncio.to_thread(action)
     except (PacelineError, OSError) as error:
@@ -234,7 +231,6 @@ async def _result_of(action: Callable[[], str]) -> str:
 
 
 def _is_used(name: str, now: RunSnapshot) -> bool:
-    """Whether a column has values for this run."""
     if name.startswith("GPU"):
         return any(rank.gpu is not None for rank in now.ranks)
     if name == "still":

@@ -64,7 +64,6 @@ def _first_epochs(loaders: Loaders) -> dict[int, Pass]:
 
 
 def _sharding(loaders: Loaders) -> Iterator[Finding]:
-    """Whether each rank trains on its own part of the data."""
     loader, passes = next(iter(loaders.values())), _first_epochs(loaders)
     distributed = "istributed" in loader.sampler
     splits = distributed or loader.sampler.startswith("BatchSamplerShard")  # Accelerate's, also used by the Trainer
@@ -128,7 +127,6 @@ def _sharding_fix(loader: SeenLoader) -> str:
 
 
 def _order(loaders: Loaders) -> Iterator[Finding]:
-    """Whether the order of samples changes from epoch to epoch."""
     loader = next(iter(loaders.values()))
     first, second = [*loader.training, Pass(), Pass()][:2]
     common = min(len(first.indices), len(second.indices))
@@ -158,7 +156,6 @@ def _batch_size(loaders: Loaders) -> Iterator[Finding]:
 
 
 def _augmentation(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Finding]:
-    """Whether ranks draw different random numbers for their samples."""
     first = next(iter(loaders.values()))
     if first.batches < 0:
         return  # the ranks of a stream may draw the same numbers on purpose, and each use a part of them
@@ -199,7 +196,6 @@ def _lengths(loaders: Loaders, *, means: bool) -> Iterator[Finding]:
 
 
 def _inputs(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
-    """Whether the models' inputs differ between ranks, for a script without a DataLoader."""
     of_ranks = [facts.replicas[0].inputs for facts in ranks if facts.replicas]
     if len(of_ranks) > 1 and all(len(inputs) > 1 for inputs in of_ranks) and mostly_equal(of_ranks):
         site = ranks[0].steps[0].backward_site if ranks[0].steps else ranks[0].replicas[0].site
@@ -286,7 +282,6 @@ def _is_part(value: float, count: int) -> bool:
 
 
 def _epoch_seconds(seen: Pass, batches: int) -> float:
-    """The estimated duration of a whole epoch."""
     return seen.seconds * max(1.0, batches / max(1, len(seen.sizes)))
 
 

@@ -82,7 +82,6 @@ def _known(digests: Sequence[str]) -> bool:
 
 
 def _mostly_same(batches: Iterable[Sequence[Sequence[str]]]) -> bool:
-    """Whether most batches with known digests are the same on all ranks."""
     same = [not any(map(differs, batch)) for batch in batches if batch]
     return 2 * sum(same) > len(same)
 

@@ -23,6 +23,7 @@ BYPASSED_DDP = {
 }
 MIN_OBSERVED = 8  # steps or forwards, before a rule makes a statement about all of them
 MIN_LENGTH_RATIO = 1.5  # of a schedule for one process to the steps of a rank
+Rows = list[list[SeenStep]]  # the same step of each rank
 
 
 def step_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
@@ -188,7 +189,6 @@ def _threads(facts: ScriptFacts) -> Iterator[Finding]:
 
 
 def _training_loader(facts: ScriptFacts) -> SeenLoader | None:
-    """The first loader that ranks train on together."""
     return next((loader for loader in facts.loaders if loader.training and not loader.private), None)
 
 
@@ -227,10 +227,7 @@ def gradient_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     first = next((step for facts in ranks for step in _steps_past_ddp(facts)), None)
     if first is not None and drifted:  # between steps through DDP
         site = next((seen.past_site for facts in ranks for seen in facts.replicas if seen.past_site), first.site)
-        findings = [
-            replace(finding, **BYPASSED_DDP, site=site) if finding.rule == "replicas" else finding
-            for finding in findings
-        ]
+        findings = [replace(f, **BYPASSED_DDP, site=site) if f.rule == "replicas" else f for f in findings]
     elif first is not None:
         alone = [facts.rank for facts in ranks if any(_steps_past_ddp(facts))]
         text = f"{named(alone)} {'continues' if len(alone) == 1 else 'continue'} to train alone, outside DDP"
@@ -240,10 +237,7 @@ def gradient_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
 
 
 def _steps_past_ddp(facts: ScriptFacts) -> Iterator[SeenStep]:
-    """The steps without a forward of the DDP model.
-
-    If only the first step of an optimizer is such a step, it used the forward of a different optimizer's step.
-    """
+    """The steps without a forward of the DDP model, except a first one that used a different optimizer's forward."""
     by_optimizer: defaultdict[int, list[SeenStep]] = defaultdict(list)
     for step in facts.steps:
         by_optimizer[step.optimizer].append(step)
@@ -287,9 +281,7 @@ def _optimizer_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
             yield Finding("different start", "right", "all ranks start from the same weights", first.site)
 
 
-def _without_private_parameters(
-    rows: list[list[SeenStep]], *, replicas: bool
-) -> tuple[list[list[SeenStep]], Finding | None]:
+def _without_private_parameters(rows: Rows, *, replicas: bool) -> tuple[Rows, Finding | None]:
     """The steps without the private parameters of each rank, and a note about these.
 
     Private parameters are shards of a classifier or of a table, or experts. They belong to no replica, and their
@@ -321,7 +313,7 @@ def _of_parameters(step: SeenStep, kept: Sequence[int]) -> SeenStep:
     return replace(step, gradients=gradients, parameters=before, after=after, shapes="", strangers=0)
 
 
-def _joint_rows(of_ranks: Sequence[Sequence[SeenStep]]) -> list[list[SeenStep]]:
+def _joint_rows(of_ranks: Sequence[Sequence[SeenStep]]) -> Rows:
     """The first, second, ... step of each epoch on all ranks, without the extra steps of some ranks with Join."""
     rows: defaultdict[tuple[int, int], list[SeenStep]] = defaultdict(list)
     for steps in of_ranks:

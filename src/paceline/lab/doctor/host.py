@@ -51,7 +51,6 @@ def _examine(request: m.Examine) -> m.Examined:
 
 
 def _probe(request: m.Probe) -> m.Done:
-    """Write, read or remove the probe file."""
     if not TOKEN.fullmatch(request.token):  # it becomes a part of a file name
         raise ValueError(f"a token is 32 hex digits, got {request.token[:40]!r}")
     folder = _existing(request.folder)

@@ -45,8 +45,7 @@ class Comparison:
     """
 
     adaptive: bool
-    precision: str = "float64"
-    """A key of TOLERANCES."""
+    precision: str = "float64"  # a key of TOLERANCES
     moved: float = 0.0
     """The distance by which an adaptive optimizer may have moved a parameter so far because of rounding."""
     errors: dict[str, float] = field(default_factory=dict[str, float])

@@ -137,8 +137,7 @@ class Audit:
     """The skipped steps: they count, but their samples did not change the parameters."""
     notes: list[str] = field(default_factory=list[str])
     findings: list[str] = field(default_factory=list[str])
-    is_stream: bool = False
-    """The number of samples is unknown, so the audit checks the numbers of the used samples."""
+    is_stream: bool = False  # the number of samples is unknown, so the audit checks the numbers of the used samples
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,6 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
 
 
 def _read_starts(run_dir: Path) -> list[RunStart]:
-    """All starts of the run, in order; none if no rank has started."""
     logs: list[Log] = []
     for path in event_files(run_dir).values():
         log = None
@@ -340,7 +338,6 @@ def _add_step(log: Log, step: int, portion: tuple[int, int], start: RunStart, pl
 
 
 def _check_step(span: range, start: RunStart, plan: BatchPlan) -> _CheckedStep:
-    """Compare the logs of a step, or of a span of steps, with the plan."""
     logs = [log for log in start.logs if any(step in log.steps for step in span)]
     records = [record for log in logs for record in _records(span, log)]
     planned = None if start.first.own_order else torch.cat([_planned(step, plan) for step in span])

@@ -94,8 +94,7 @@ class _Recorder(Observer):
     """Gradients after s.backward, by the number of the model. They are recorded when an update uses them."""
     _last_grads: dict[str, tuple[Tensor | None, int]] = field(default_factory=dict[str, tuple[Tensor | None, int]])
     """By parameter, its gradient and version after the last backward."""
-    _last_backward: tuple[MicroStep | None, int] = None, 0
-    """The micro-step of the last backward, and the number of optimizers that had already stepped in it."""
+    _last_backward: tuple[MicroStep | None, int] = None, 0  # its micro-step, and how many optimizers had stepped in it
     _unhook: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -207,7 +206,6 @@ class _Recorder(Observer):
         self._last_backward = micro_step, len(micro_step.stepped) if micro_step is not None else 0
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
-        """The unsharded parameters, by name."""
         unsharded = [part for part in self.parts if not part.replica.sharded]
         named = [(part.prefix, part.replica.model.named_parameters()) for part in unsharded]
         return [(prefix + name, p) for prefix, parameters in named for name, p in parameters]
@@ -284,7 +282,6 @@ def read_run(folder: Path, size: int, number: int) -> list[LoopRun]:
 
 
 def _run_case(spec: LoopSpec, case: LoopCase, rank: int) -> LoopRun:
-    """Run the loop once."""
     run = LoopRun(case.strategy)
     torch.set_default_dtype(torch.float32 if case.exact else torch.float64)
     seed_streams(derive(spec.seed, "loop", rank) % UNSEEDED)  # per rank: only a broadcast makes models equal

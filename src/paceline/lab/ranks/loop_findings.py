@@ -182,7 +182,6 @@ def _explain_gradient(
 
 
 def _factor(got: Named, want: Named, tolerance: float = 1e-9) -> float | None:
-    """The common factor between the tensors of two sets; None if there is none."""
     pairs = [(a, b) for name, a in got.items() if a is not None and (b := want.get(name)) is not None]
     if got.keys() != want.keys() or not pairs:
         return None

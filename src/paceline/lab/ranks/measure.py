@@ -69,10 +69,8 @@ class Workload:
     task: Task
     dataset: Dataset[Any]
     world: World
-    notes: tuple[str, ...] = ()
-    """The aspects that are not measured."""
-    count: FlopCount = field(default_factory=FlopCount)
-    """The FLOPs of one sample; empty if they could not be counted."""
+    notes: tuple[str, ...] = ()  # the aspects that are not measured
+    count: FlopCount = field(default_factory=FlopCount)  # the FLOPs of one sample; empty if they could not be counted
 
 
 def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: World) -> Workload:
@@ -120,8 +118,7 @@ class CandidateTraining:
             UsageError: if the strategy does not support this training.
         """
         self._open = ExitStack()
-        self.sync_seconds = 0.0
-        """The time that the last chunk of steps waited for other ranks."""
+        self.sync_seconds = 0.0  # the time that the last chunk of steps waited for other ranks
         task, dataset, world, data = workload.task, workload.dataset, workload.world, workload.world.data
         config = _configured(workload.config, candidate)
         shape = batch_shape(config.data, data.size)

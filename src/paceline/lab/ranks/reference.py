@@ -55,8 +55,7 @@ class Reference:
     task: Task
     model: nn.Module
     optimizer: Optimizer
-    scheduler: Any
-    """A scheduler of torch, stepped after the optimizer; or None."""
+    scheduler: Any  # a scheduler of torch, stepped after the optimizer; or None
     dataset: Dataset[Any]
     global_batch: int
     spec: Spec
@@ -174,7 +173,6 @@ class Reference:
 
     @contextmanager
     def _restored(self, before: "_StepStart") -> Generator[None]:
-        """Inside the block, parameters and buffers are those before the last step."""
         now, buffers = {n: p.data for n, p in self._names.items()}, dict(self._buffers)
         self._set(before.parameters, before.buffers)
         try:

@@ -91,7 +91,6 @@ def has_schedule(name: str, task: Task) -> bool:
 
 
 def _add_schedule(name: str, task: Task, optimizer: Optimizer, steps: int) -> None:
-    """Attach the task's schedule, if it applies to this optimizer."""
     if task.make_schedule and has_schedule(name, task):
         OwnSchedule(optimizer, task.make_schedule(optimizer, steps), steps)
 

@@ -74,7 +74,6 @@ def verify(spec: Spec, world: World) -> VerifyReport:
 
 
 def _verify_strategies(setting: Setting, optimizer: str, optimizer_type: type[Optimizer]) -> list[Result]:
-    """Run all strategies with one batch norm policy and optimizer, in step with one reference."""
     spec, world, policy = setting.spec, setting.world, setting.policy
     reference = trials.make_reference(setting, optimizer) if world.rank == 0 else None
     results: list[Result] = []
