@@ -99,11 +99,11 @@ class RankHistory:
         """Add a state from the agent."""
         ended = "lost" if rank.lost else "" if rank.code is None else "done" if not rank.code else f"ended: {rank.code}"
         # the rank was restarted or rolled back, or only its events were known
-        if self._last is not None or (self._looks and rank.step < self._looks[-1][0]):
-            self._looks.clear()
+        if self._last is not None or (self._reads and rank.step < self._reads[-1][0]):
+            self._reads.clear()
             self._last = None
-        before = self._looks[-1] if self._looks else None
-        self._looks.append((rank.step, rank.phase_seconds, rank.waiting))
+        before = self._reads[-1] if self._reads else None
+        self._reads.append((rank.step, rank.phase_seconds, rank.waiting))
         if before is not None and rank.step > before[0] and len(rank.phase_seconds) == len(Phase):
             spent = _differences(before[1], rank.phase_seconds)
             self._work.append(sum(spent[phase] for phase in OWN if spent) / (rank.step - before[0]))
@@ -115,22 +115,22 @@ class RankHistory:
     def add_step(self, step: Step) -> None:
         """Add a step from the events of the rank."""
         if self._last is None:  # the agent no longer writes
-            self._looks.clear()
+            self._reads.clear()
         self._last = step
         seconds = {**step.phase_seconds} or {"forward": step.seconds}
         self._work.append(sum(seconds.get(phase.word, 0.0) for phase in OWN))
-        before = self._looks[-1][1] if self._looks else (0.0,) * len(Phase)
+        before = self._reads[-1][1] if self._reads else (0.0,) * len(Phase)
         total = tuple(b + seconds.get(phase.word, 0.0) for b, phase in zip(before, Phase, strict=True))
-        self._looks.append((step.step, total, False))
+        self._reads.append((step.step, total, False))
         self._now = replace(self._now, step=step.step)
 
     def spent(self) -> tuple[float, ...] | None:
         """The mean seconds of recent steps in each phase; None: unknown."""
-        if len(self._looks) < 2 or not (steps := self._looks[-1][0] - self._looks[0][0]):
+        if len(self._reads) < 2 or not (steps := self._reads[-1][0] - self._reads[0][0]):
             return None
-        if any(len(seconds) != len(Phase) for _, seconds, _ in self._looks):
+        if any(len(seconds) != len(Phase) for _, seconds, _ in self._reads):
             return None
-        return tuple(seconds / steps for seconds in _differences(self._looks[0][1], self._looks[-1][1]))
+        return tuple(seconds / steps for seconds in _differences(self._reads[0][1], self._reads[-1][1]))
 
     def now(self) -> RankSnapshot:
         """The state now."""
@@ -139,7 +139,7 @@ class RankHistory:
         if spent and of_steps > 0:
             waits = spent[Phase.SYNC] / of_steps
         else:  # a script: the fraction of reads at which it waited
-            waits = sum(waiting for _, _, waiting in self._looks) / len(self._looks) if self._looks else None
+            waits = sum(waiting for _, _, waiting in self._reads) / len(self._reads) if self._reads else None
         if self._last is not None and not self._now.phase:
             still = max(0.0, time.time() - self._last.unix_time)
         return replace(self._now, host=self.host, waits=waits, work_seconds=tuple(self._work), still_seconds=still)

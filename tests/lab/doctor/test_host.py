@@ -49,7 +49,7 @@ def test_what_is_no_request_is_refused_and_the_next_one_answered() -> None:
 def test_a_line_without_an_end_is_refused_before_it_fills_the_memory() -> None:
     answers = ask(b"x" * (3 << 20) + b"\n")
     assert len(answers) == 3  # piece by piece
-    assert "more than 1048576 bytes" in answers[0]["refused"]
+    assert "longer than 1048576 bytes" in answers[0]["refused"]
 
 
 @pytest.mark.parametrize("token", ["../../../tmp/x", "a/b", "", "A" * 32, "ab" * 16 + "\n"])

@@ -344,7 +344,7 @@ def test_recorded_samples_tell_what_was_used_instead():
     missed, history.used[place][0] = history.used[place][0], history.used[place][1]
     found = history.audit()
     assert (found.epochs[0].once, found.epochs[0].never, found.epochs[0].repeatedly) == (18, 1, 1), missed
-    assert any("recorded other samples" in finding for finding in found.findings)
+    assert any("did not record" in finding for finding in found.findings)
 
 
 def test_a_last_step_that_only_some_ranks_logged_ends_the_run_without_a_finding():
@@ -507,7 +507,7 @@ def test_a_run_that_did_no_step_proves_nothing(tmp_path, capsys):
     history = History(PLAN)
     history.begin(2, 0, 1)
     assert main([str(run_folder(tmp_path, history))]) == 1
-    assert "nothing to prove" in capsys.readouterr().out
+    assert "nothing to check" in capsys.readouterr().out
 
 
 def test_what_is_no_run_is_refused(tmp_path):

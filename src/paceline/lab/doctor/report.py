@@ -19,7 +19,7 @@ from paceline.lab.doctor.survey import Survey
 MAX_CLOCK_OFFSET_SECONDS = 2.0
 BUSY_BYTES = 1 << 30  # of a GPU's memory in use: more than a driver and a desktop need
 LOW_SPACE_BYTES, NO_SPACE_BYTES = 1 << 30, 64 << 20
-FREE_SPACE = "delete files, or choose a different --run-dir"
+FREE_SPACE = "delete unneeded files, or choose a different --run-dir"
 SLOW_BYTES_PER_SECOND = 500e6 / 8  # half of a 1 Gbit/s network
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "-": "dim"}
 
