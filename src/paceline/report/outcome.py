@@ -24,7 +24,7 @@ MIN_STEPS = 10  # with fewer, the trend of the loss is unknown
 FALLING = 0.98  # the loss falls if it ends below this fraction of the first loss
 REMEDIES = {
     ExitCode.NOT_FINITE: "The learning rate was {lr:g}: try a lower one or --clip-norm 1, or check the reported "
-    "samples; --not-finite skip skips such steps",
+    "samples. To skip such steps, use --not-finite skip",
     ExitCode.STALLED: "See the diagnosis below, which names the rank and its line",
     ExitCode.MISMATCH: "Ranks called different collectives: see the diagnosis below, which names the lines",
     ExitCode.DIVERGED: "Replicas diverged: check the machine that is named below, its memory first",

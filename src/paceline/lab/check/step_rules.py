@@ -214,7 +214,7 @@ def _schedule(facts: ScriptFacts) -> Iterator[Finding]:
     for schedule in facts.schedules:
         per_batch = schedule.steps == steps == sum(len(seen.sizes) for seen in loader.passes)
         if per_batch and schedule.length in alone and min(alone) > MIN_LENGTH_RATIO * epochs * loader.batches:
-            text = "the learning rate schedule is as long as a training on one process: the training ends before it"
+            text = "the learning rate schedule has the length of a training on one process: ranks never reach its end"
             fix = "epochs * len(loader), which counts the batches of one rank"
             seen = f"created at {schedule.made} with {schedule.length} steps; {epochs} epochs have "
             yield Finding("schedule", "wrong", text, schedule.site, fix, f"{seen}{epochs * loader.batches}")

@@ -77,9 +77,10 @@ class Host(Node):
 def hosts_of(survey: Survey) -> list[Host]:
     """The hosts that answered."""
     workers = dict(zip(survey.wanted.hosts, survey.wanted.workers, strict=True))
+    threads = survey.wanted.threads
     return [
-        Host(name, one.facts, workers[name], survey.wanted.threads or max(1, one.facts.cores // workers[name]), survey)
-        for name, one in survey.hosts.items()
+        Host(name, host.facts, workers[name], threads or max(1, host.facts.cores // workers[name]), survey)
+        for name, host in survey.hosts.items()
     ]
 
 
@@ -113,20 +114,20 @@ RULES: tuple[Rule[Any], ...] = (
          lambda h: f"in its /etc/hosts write {h.facts.addresses[0].address if h.facts.addresses else 'its address'} "
          f"{h.facts.host}, and remove {h.facts.host} from the 127.x line"),
     Rule("ports", "error", Host.closed, bool,
-         lambda one: f"cannot be reached from {', '.join(one[0])} at {one[1]}",
-         lambda one: f"allow connections from {', '.join(one[0])} to all its TCP ports, because ranks use arbitrary "
+         lambda closed: f"cannot be reached from {', '.join(closed[0])} at {closed[1]}",
+         lambda closed: f"allow connections from {', '.join(closed[0])} to all its TCP ports, because ranks use any "
          "ports: check `nft list ruleset` and `ip route get` on both sides"),
     Rule("clocks", "warning", Host.clock, lambda ahead: abs(ahead) > MAX_CLOCK_OFFSET_SECONDS,
          lambda ahead: f"its clock is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}: log times are wrong, "
          "and the rendezvous of torchrun can start only a part of a job",
          "synchronise it: timedatectl set-ntp true, or chronyc makestep"),
-    Rule("run folder", "error", Host.folder, lambda one: one[1], "{0[0]}: {0[1]}".format,
+    Rule("run folder", "error", Host.folder, lambda access: access[1], "{0[0]}: {0[1]}".format,
          "choose a writable --run-dir on a file system that all hosts mount (NFS, Lustre)"),
     Rule("disk", "error", Host.disk, lambda disk: disk.disk_free < NO_SPACE_BYTES, _free_space, FREE_SPACE),
     Rule("disk", "warning", Host.disk, lambda disk: NO_SPACE_BYTES <= disk.disk_free < LOW_SPACE_BYTES, _free_space,
          FREE_SPACE),
-    Rule("bandwidth", "warning", Host.speed, lambda one: one[1] < SLOW_BYTES_PER_SECOND,
-         lambda one: f"sends {_rate(one[1])} to {one[0]}; {_rate(SLOW_BYTES_PER_SECOND)} is needed",
+    Rule("bandwidth", "warning", Host.speed, lambda link: link[1] < SLOW_BYTES_PER_SECOND,
+         lambda link: f"sends {_rate(link[1])} to {link[0]}; {_rate(SLOW_BYTES_PER_SECOND)} is needed",
          "check the negotiated speed (ethtool), cable and switch port of both; all ranks wait for the slowest link"),
 )  # fmt: skip
 
@@ -187,7 +188,7 @@ SUMMARIES: dict[str, tuple[bool, Callable[[Survey], str]]] = {
     "ports": (True, _ports),
     "clocks": (True, lambda s: f"all within {max(map(abs, s.clock_offsets.values()), default=0):.2g} s"),
     "run folder": (False, lambda s: f"{s.wanted.run_dir} is writable; visible on {', '.join(s.folder)}"),
-    "disk": (False, lambda s: f"at least {min(one.disk_free for one in s.hosts.values()) / 1e9:.3g} GB free"),
+    "disk": (False, lambda s: f"at least {min(host.disk_free for host in s.hosts.values()) / 1e9:.3g} GB free"),
     "bandwidth": (True, _bandwidth),
 }  # fmt: skip
 

@@ -67,10 +67,10 @@ def findings(
     return VerifyReport(max(ranks), 0, 0, results, sorted(notes), precision), bits
 
 
-def _compared(run: Run, one: Run, case: LoopCase, precision: str, size: int, ended: str) -> Result:
+def _compared(run: Run, reference: Run, case: LoopCase, precision: str, size: int, ended: str) -> Result:
     first = next((of_rank for of_rank in run if of_rank.optimizer != "-"), LoopRun(case.strategy))
     comparison = Comparison(adaptive=first.optimizer != "SGD", precision=precision)
-    finding = _compare(run, one, comparison, size, ended)
+    finding = _compare(run, reference, comparison, size, ended)
     return comparison.result(Case(first.strategy, size, "none", first.optimizer), finding)
 
 
@@ -82,13 +82,13 @@ def _bits_of(run: Run) -> Bits:
     return Bits(first.strategy, first.optimizer, weights, state, first.bits, agree)
 
 
-def _compare(run: Run, one: Run, comparison: Comparison, size: int, ended: str) -> Diagnosis | None:
+def _compare(run: Run, reference: Run, comparison: Comparison, size: int, ended: str) -> Diagnosis | None:
     steps = list(zip(*(of_rank.steps for of_rank in run), strict=False)) if len(run) == size else []
     for name in run[0].start if len(run) == size else ():
         values = [of_rank.start.get(name) for of_rank in run]
         if len({str(value) for value in values}) > 1:
             return Diagnosis(0, "start", name, f"it is {', '.join(map(str, values))} on ranks 0 to {size - 1}")
-    for number, (ranks, want) in enumerate(zip(steps, one[0].steps, strict=False)):
+    for number, (ranks, want) in enumerate(zip(steps, reference[0].steps, strict=False)):
         if comparison.adaptive and comparison.precision != "float64":  # a round-off gradient can cause a full step
             comparison.moved += 2 * max(map(float, want.rates), default=0.0)
         differences = [comparison.add(rank, want) for rank in ranks]
@@ -98,14 +98,14 @@ def _compare(run: Run, one: Run, comparison: Comparison, size: int, ended: str) 
         if equal and samples == want.samples and not any(differences):
             continue
         if samples != want.samples:
-            orders_differ = size > 1 and _has_repeats(run, want.epoch) and not _has_repeats(one, want.epoch)
+            orders_differ = size > 1 and _has_repeats(run, want.epoch) and not _has_repeats(reference, want.epoch)
             cause = "order" if orders_differ else "samples"
             return Diagnosis(number, cause, "", sample_difference(samples, want.samples))
-        path = list(dict.fromkeys(hook for of_rank in [*one, *run] for hook in of_rank.path))
+        path = list(dict.fromkeys(hook for of_rank in [*reference, *run] for hook in of_rank.path))
         return Diagnosis(number, *_explain(ranks, want, differences, path, comparison.tolerance))
     if failure := _failure(run, size, ended):
         return failure
-    lengths = [len(of_rank.steps) for of_rank in [*run, *one]]
+    lengths = [len(of_rank.steps) for of_rank in [*run, *reference]]
     if len({*lengths}) > 1:
         return Diagnosis(min(lengths), "ways", "", f"steps of ranks 0 to {size - 1} and of one process: {lengths}")
     return None

@@ -82,7 +82,7 @@ def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: W
     check_precision(config.compute.precision, world.device)
     task = load_task(str(config.task), task_options(config))
     data, notes = task.make_dataset("train"), ()
-    largest = max(batch_shape(_configured(config, one).data, world.size).global_batch for one in candidates)
+    largest = max(batch_shape(_configured(config, c).data, world.size).global_batch for c in candidates)
     if is_stream(data):
         check_stream(config, data)
         data = first_of(data, max(MAX_STREAM_SAMPLES, largest))
