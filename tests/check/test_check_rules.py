@@ -105,6 +105,14 @@ def loaders(*of: tuple[SeenLoader, ...]) -> Callable[[int], ScriptFacts]:
     return lambda rank: right(rank, loaders=list(of[rank]))
 
 
+def training(loader: Callable[[int], SeenLoader]) -> Callable[[int], ScriptFacts]:
+    return lambda rank: right(rank, loaders=[loader(rank)])
+
+
+def stepping(steps: Callable[[int], list[SeenStep]]) -> Callable[[int], ScriptFacts]:
+    return lambda rank: right(rank, steps=steps(rank))
+
+
 def replica(**more: Any) -> list[SeenReplica]:
     return [SeenReplica("t.py:7 in main", **({"by_library": False, "find_unused": False} | more))]
 
@@ -173,188 +181,138 @@ BACKWARDS, EPOCHS = (4, 4, 2, 4, 4, 2), (1, 1, 1, 2, 2, 2)
 PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what is wrong -> facts, rule, line
     "the same batches": (
         loaders((trained(0, passes=NO_SHUFFLE, sampler="RandomSampler"),), (trained(1, passes=NO_SHUFFLE),)),
-        "same batches",
-        5,
+        "same batches", 5,
     ),
     "all of the data, in another order": (
-        loaders((trained(0),), (trained(1, passes=[epoch(AGAIN[0]), epoch(ORDERS[0])]),)),
-        "same batches",
-        5,
+        loaders((trained(0),), (trained(1, passes=[epoch(AGAIN[0]), epoch(ORDERS[0])]),)), "same batches", 5
     ),
     "the same stream": (
-        lambda rank: right(
-            rank, loaders=[trained(rank, batches=-1, probes=[], passes=[epoch([], leaves=[["f:1"], ["f:2"]])])]
-        ),
-        "same batches",
-        5,
+        training(lambda rank: trained(rank, batches=-1, probes=[], passes=[epoch([], leaves=[["f:1"], ["f:2"]])])),
+        "same batches", 5,
     ),
     "the same tensors": (
-        lambda rank: right(rank, loaders=[], replicas=replica(inputs=[["f:1"], ["f:2"]])),
-        "same batches",
-        11,
+        lambda rank: right(rank, loaders=[], replicas=replica(inputs=[["f:1"], ["f:2"]])), "same batches", 11
     ),
     "the same order": (
-        lambda rank: right(rank, loaders=[trained(rank, passes=[epoch(ORDERS[rank]), epoch(ORDERS[rank])])]),
-        "same order",
-        9,
+        training(lambda rank: trained(rank, passes=[epoch(ORDERS[rank]), epoch(ORDERS[rank])])), "same order", 9
     ),
     "the same order in epochs that are left early": (
-        lambda rank: right(rank, loaders=[trained(rank, passes=[epoch(ORDERS[rank]), epoch(ORDERS[rank][:24])])]),
-        "same order",
-        9,
+        training(lambda rank: trained(rank, passes=[epoch(ORDERS[rank]), epoch(ORDERS[rank][:24])])), "same order", 9
     ),
     "the same order of torch's own sampler, which is too long to be drawn to its end": (
-        lambda rank: right(
-            rank, loaders=[trained(rank, plain=True, passes=[epoch(ORDERS[rank], cut_off=True), epoch(ORDERS[rank])])]
-        ),
-        "same order",
-        9,
+        training(
+            lambda rank: trained(rank, plain=True, passes=[epoch(ORDERS[rank], cut_off=True), epoch(ORDERS[rank])])
+        ), "same order", 9
     ),
     "the same augmentation": (
         lambda rank: right(rank, loaders=[trained(rank, random={"torch": "s"})], seeds={"torch": "t.py:2 in main"}),
-        "same augmentation",
-        2,
+        "same augmentation", 2,
     ),
     "data that differ under a sampler": (
-        lambda rank: right(rank, loaders=[trained(rank, probes=[[f"f:{rank}"], [f"f:{rank}{rank}"]])]),
-        "same batches",
-        5,
+        training(lambda rank: trained(rank, probes=[[f"f:{rank}"], [f"f:{rank}{rank}"]])), "same batches", 5
     ),
     "data that were shared out before Accelerate does": (
-        lambda rank: right(
-            rank, loaders=[trained(rank, sampler="BatchSamplerShard", probes=[[f"{rank}{n}", "", "1"] for n in "abc"])]
-        ),
-        "same batches",
-        5,
+        training(
+            lambda rank: trained(rank, sampler="BatchSamplerShard", probes=[[f"{rank}{n}", "", "1"] for n in "abc"])
+        ), "same batches", 5
     ),
     "a mean of unequal shares' rates": (of_scores([7 / 8, 6 / 8], [5 / 12, 11 / 12]), "mean of means", 22),
     "more batches on a rank": (loaders((trained(0),), (trained(1, batches=11),)), "uneven steps", 5),
     "larger batches on a rank": (
-        loaders((trained(0),), (trained(1, passes=[epoch(ORDERS[1], sizes=[3] * 10)]),)),
-        "unequal shares",
-        5,
+        loaders((trained(0),), (trained(1, passes=[epoch(ORDERS[1], sizes=[3] * 10)]),)), "unequal shares", 5
     ),
     "an evaluation for which others wait": (
-        lambda rank: right(rank, loaders=[trained(rank), evaluated(0)][: 2 - rank])
-        if rank
-        else right(0, loaders=[trained(0), evaluated(0, passes=[epoch([0], trains=False, seconds=9.0)])]),
-        "evaluation alone",
-        20,
+        lambda rank: right(
+            rank,
+            loaders=[trained(rank), evaluated(0, passes=[epoch([0], trains=False, seconds=9.0)])][: 2 - rank],
+        ),
+        "evaluation alone", 20,
     ),
     "a padded score": (
-        lambda rank: right(rank, loaders=[trained(rank), evaluated(rank, samples=3)]),
-        "padded score",
-        6,
+        lambda rank: right(rank, loaders=[trained(rank), evaluated(rank, samples=3)]), "padded score", 6
     ),
     "the score of a share": (
         lambda rank: right(
             rank,
             loaders=[trained(rank), evaluated(rank, passes=[epoch([rank], drawn=2, trains=False, printed=not rank)])],
-        ),
-        "score of a share",
-        20,
+        ), "score of a share", 20
     ),
     "a mean over padding": (
         by_rank(losses=([MeanLoss("t.py:10 in main", [4, 8], [8, 8])], [MeanLoss("t.py:10 in main", [8, 8], [8, 8])])),
-        "mean over padding",
-        10,
+        "mean over padding", 10,
     ),
     "no wrapped model": (by_rank(replicas=([], []), steps=([step()], [step(gradients="h")])), "gradients", 12),
     "a call past DDP": (
         by_rank(
             replicas=(replica(past_site="t.py:10 in main"),) * 2,
             steps=([step(forwards=0, synced=0)], [step(forwards=0, synced=0, gradients="h")]),
-        ),
-        "gradients",
-        10,
+        ), "gradients", 10
     ),
     "no_sync on all": (
         by_rank(
             replicas=(replica(no_sync_site="t.py:8 in main"),) * 2,
             steps=([step(synced=0)], [step(synced=0, gradients="h")]),
-        ),
-        "gradients",
-        8,
+        ), "gradients", 8
     ),
     "a method past DDP": (by_rank(steps=([step(forwards=0)], [step(forwards=0, gradients="h")])), "gradients", 11),
     "layers that DDP does not know": (
-        by_rank(steps=([step(strangers=2)], [step(strangers=2, gradients="h")])),
-        "gradients",
-        12,
+        by_rank(steps=([step(strangers=2)], [step(strangers=2, gradients="h")])), "gradients", 12
     ),
     "a gradient of its own": (by_rank(steps=([step()], [step(gradients="h")])), "gradients", 12),
     "a mean of its own count": (
-        lambda rank: right(rank, steps=[step(parameters="p", factors=[1 / (20 + n * (1 + rank))]) for n in range(9)]),
-        "mean over padding",
-        11,
+        stepping(lambda rank: [step(parameters="p", factors=[1 / (20 + n * (1 + rank))]) for n in range(9)]),
+        "mean over padding", 11,
     ),
     "larger batches on a rank, averaged by hand": (by_hand(applied=1.5), "unequal shares", 5),
     "a sum without a mean": (
         lambda rank: right(rank, replicas=[], steps=[step(parameters="p", local=1.0 + rank, applied=3.0)] * 9),
-        "gradients",
-        12,
+        "gradients", 12,
     ),
     "norms of its own": (
-        lambda rank: right(rank, steps=[step(parameters="p", norm=2.0 + rank, limit=2.5, clip_site="t.py:11 in main")]),
-        "clipping",
-        11,
+        stepping(lambda rank: [step(parameters="p", norm=2.0 + rank, limit=2.5, clip_site="t.py:11 in main")]),
+        "clipping", 11,
     ),
     "another learning rate": (drifted(learning_rate=(0.1, 0.2)), "replicas", 12),
     "another learning rate by ReduceLROnPlateau": (
         drifted(learning_rate=(0.1, 0.2), schedules=[SeenSchedule("t.py:13 in main", "t.py:4", 2, -1, PLATEAU)]),
-        "replicas",
-        13,
+        "replicas", 13,
     ),
     "another weight decay": (drifted(settings=("s", "t")), "replicas", 12),
     "a step of its own": (drifted(), "replicas", 12),
     "weights that a rank has changed": (
         by_rank(
             steps=tuple([step(parameters="p", after="q"), step(parameters=changed, after="r")] for changed in "qx")
-        ),
-        "replicas",
-        12,
+        ), "replicas", 12
     ),
     "gradients that are cleared in each micro-batch": (lost(3, 3, 3), "lost gradients", 10),
     "the same without a loader": (
         lambda rank: right(
-            rank,
-            loaders=[],
-            steps=[step(loader=-1, epoch=0, backwards=4, lost=3, factors=[0.25], parameters="p")] * 3,
-        ),
-        "lost gradients",
-        11,
+            rank, loaders=[], steps=[step(loader=-1, epoch=0, backwards=4, lost=3, factors=[0.25], parameters="p")] * 3
+        ), "lost gradients", 11
     ),
     "another start": (by_rank(steps=([step(parameters="p")], [step(parameters="q")])), "different start", 7),
     "a last window divided wrongly": (windows(*BACKWARDS, epochs=EPOCHS, batches=10), "last window", 11),
     "a last window scaled wrongly": (windows(*BACKWARDS, epochs=EPOCHS, batches=10, scaled=0.25), "last window", 12),
     "a score that counts padding": (
-        by_rank(metrics=([PaddedMetric("t.py:40 in scores", "accuracy", 0.5, 0.4)],) * 2), "padding in a score", 40,
+        by_rank(metrics=([PaddedMetric("t.py:40 in scores", "accuracy", 0.5, 0.4)],) * 2), "padding in a score", 40
     ),
     "generators of its own, alike": (
-        lambda rank: right(rank, loaders=[trained(rank, random={"generators of its own, in the loop": "s"})]),
-        "same augmentation",
-        9,
+        training(lambda rank: trained(rank, random={"generators of its own, in the loop": "s"})), "same augmentation", 9
     ),
     "a last window that is left out": (
         lambda rank: right(
             rank,
             steps=[step(backwards=4, factors=[0.25]), step(backwards=4, factors=[0.25], epoch=2)],
             dropped=[Dropped(0, 0, 1, 2, True)],
-        ),
-        "last window",
-        12,
+        ), "last window", 12
     ),
     "more steps on a rank": (by_rank(steps=([step()], [step(), step()])), "uneven steps", 12),
     "buffers of its own": (
-        by_rank(replicas=tuple(replica(buffers=[b], evaluation_site="t.py:21 in test") for b in "ab")),
-        "batch norm",
-        21,
+        by_rank(replicas=tuple(replica(buffers=[b], evaluation_site="t.py:21 in test") for b in "ab")), "batch norm", 21
     ),
     "one file for all": (by_rank(written=([PlacedFile("/m.pt", "t.py:30 in main")],) * 2), "one file", 30),
     "one GPU for all": (
-        by_rank(loaded=tuple([PlacedFile("/m.pt", "t.py:3 in main", [0], own)] for own in (0, 1))),
-        "one GPU",
-        3,
+        by_rank(loaded=tuple([PlacedFile("/m.pt", "t.py:3 in main", [0], own)] for own in (0, 1))), "one GPU", 3
     ),
     "a search for nothing": (by_rank(replicas=(replica(find_unused=True, looked=9),) * 2), "unused parameters", 7),
     "a schedule for one process": (scheduled(40), "schedule", 8),
@@ -363,35 +321,34 @@ PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what i
 
 CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
     "all that is right": right,
-    "shares made before": lambda rank: right(
-        rank, loaders=[trained(0, sampler="", probes=[[f"f:{rank}{n}", f"{rank}{n}"] for n in range(3)])]
+    "shares made before": training(
+        lambda rank: trained(0, sampler="", probes=[[f"f:{rank}{n}", f"{rank}{n}"] for n in range(3)])
     ),
-    "an order that a sampler changes after its last index, to which it was not drawn": lambda rank: right(
-        rank, loaders=[trained(rank, passes=[epoch(ORDERS[rank], cut_off=True), epoch(ORDERS[rank])])]
+    "an order that a sampler changes after its last index, to which it was not drawn": training(
+        lambda rank: trained(rank, passes=[epoch(ORDERS[rank], cut_off=True), epoch(ORDERS[rank])])
     ),
-    "a last batch that only one rank has come to": lambda rank: right(
-        rank, loaders=[trained(rank, passes=[epoch(ORDERS[rank], sizes=[4, 4, 4 - rank], cut_off=not rank)])]
+    "a last batch that only one rank has come to": training(
+        lambda rank: trained(rank, passes=[epoch(ORDERS[rank], sizes=[4, 4, 4 - rank], cut_off=not rank)])
     ),
-    "a stream of each rank's own with the labels of the others": lambda rank: right(
-        rank,
-        loaders=[trained(rank, batches=-1, probes=[], passes=[epoch([], leaves=[[f"f:{rank}{n}", n] for n in "abc"])])],
+    "a stream of each rank's own with the labels of the others": training(
+        lambda rank: trained(
+            rank, batches=-1, probes=[], passes=[epoch([], leaves=[[f"f:{rank}{n}", n] for n in "abc"])]
+        )
     ),
     "tensors of each rank's own with the lengths of the others": lambda rank: right(
         rank, loaders=[], replicas=replica(inputs=[[f"f:{rank}{n}", n] for n in "abc"])
     ),
-    "shards with labels that begin alike, each shuffled with one seed": lambda rank: right(
-        rank,
-        loaders=[trained(0, sampler="RandomSampler", samples=40, probes=[[f"f:{rank}{n}", n] for n in "abc"])],
+    "shards with labels that begin alike, each shuffled with one seed": training(
+        lambda rank: trained(0, sampler="RandomSampler", samples=40, probes=[[f"f:{rank}{n}", n] for n in "abc"])
     ),
-    "samples that a sampler deals out, augmented on each rank in its own way": lambda rank: right(
-        rank, loaders=[trained(rank, probes=[[f"f:{rank}{n}", n] for n in "abc"])]
+    "samples that a sampler deals out, augmented on each rank in its own way": training(
+        lambda rank: trained(rank, probes=[[f"f:{rank}{n}", n] for n in "abc"])
     ),
-    "shards of each rank's own, of which a loop takes a part": lambda rank: right(
-        rank,
-        loaders=[trained(rank, samples=40, passes=[epoch([3, 1, 2])], probes=[[f"f:{rank}{n}"] for n in "abc"])],
+    "shards of each rank's own, of which a loop takes a part": training(
+        lambda rank: trained(rank, samples=40, passes=[epoch([3, 1, 2])], probes=[[f"f:{rank}{n}"] for n in "abc"])
     ),
-    "shares under a sampler that deals to one": lambda rank: right(
-        rank, loaders=[trained(rank, samples=40, probes=[[f"f:{rank}{n}"] for n in "abc"])]
+    "shares under a sampler that deals to one": training(
+        lambda rank: trained(rank, samples=40, probes=[[f"f:{rank}{n}"] for n in "abc"])
     ),
     "rates with their counts": of_scores([7 / 8, 8.0, 6 / 8, 8.0], [5 / 12, 12.0, 11 / 12, 12.0]),
     "rates of the whole": of_scores([7 / 20, 6 / 20], [5 / 20, 11 / 20]),
@@ -399,24 +356,24 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
     "losses that are summed": of_scores([0.713, 0.619], [0.522, 0.87]),
     "rates of shares that are nearly equal": of_scores([7 / 39, 5 / 39], [5 / 40, 11 / 40], shares=(39, 40)),
     "larger batches on a rank, weighed by hand": by_hand(applied=3.0 / 7),
-    "a mean of all ranks' count": lambda rank: right(
-        rank, steps=[step(parameters="p", factors=[0.2 * (1 + rank), 1 / (10 + 10 * rank)]) for _ in range(9)]
+    "a mean of all ranks' count": stepping(
+        lambda rank: [step(parameters="p", factors=[0.2 * (1 + rank), 1 / (10 + 10 * rank)]) for _ in range(9)]
     ),
-    "norms of its own that are below the limit": lambda rank: right(
-        rank, steps=[step(parameters="p", norm=2.0 + rank, limit=9.0)]
+    "norms of its own that are below the limit": stepping(
+        lambda rank: [step(parameters="p", norm=2.0 + rank, limit=9.0)]
     ),
-    "norms that are alike, to some digits": lambda rank: right(
-        rank, steps=[step(parameters="p", norm=2.0 + rank / 1e6, limit=1.0)]
+    "norms that are alike, to some digits": stepping(
+        lambda rank: [step(parameters="p", norm=2.0 + rank / 1e6, limit=1.0)]
     ),
     "steps of its own, and an average now and then": averaged("pqar", "pqbr"),
     "a schedule for its own steps": scheduled(20),
     "a schedule for shares made before": scheduled(20, samples=40, sampler="", probes=[["", ""]]),
     "a schedule of another length": scheduled(41),
     "a schedule that Accelerate steps once for each rank": scheduled(40, steps=40),
-    "an order without shuffling": lambda rank: right(
-        rank, loaders=[trained(rank, shuffles=False, passes=[epoch(ORDERS[rank])] * 2)]
+    "an order without shuffling": training(
+        lambda rank: trained(rank, shuffles=False, passes=[epoch(ORDERS[rank])] * 2)
     ),
-    "random numbers of its own": lambda rank: right(rank, loaders=[trained(rank, random={"torch": f"s{rank}"})]),
+    "random numbers of its own": training(lambda rank: trained(rank, random={"torch": f"s{rank}"})),
     "a short evaluation alone": lambda rank: right(rank, loaders=[trained(rank), evaluated(0)][: 2 - rank]),
     "an evaluation in shares": lambda rank: right(rank, loaders=[trained(rank), evaluated(rank)]),
     "padding that is dropped": lambda rank: right(
@@ -458,7 +415,7 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
     "each its own GPU": lambda rank: right(rank, loaded=[PlacedFile("/m.pt", "t.py:3 in main", [rank], rank)]),
     "unused parameters": by_rank(replicas=(replica(find_unused=True, looked=9, unused=1),) * 2),
     "a framework's search": by_rank(replicas=([SeenReplica("t.py:7 in main", True, True, looked=9)],) * 2),
-    "shards of parameters": lambda rank: right(rank, steps=[step(gradients=f"g{rank}", shapes=f"{rank}")]),
+    "shards of parameters": stepping(lambda rank: [step(gradients=f"g{rank}", shapes=f"{rank}")]),
 }
 
 
