@@ -46,7 +46,7 @@ def injected() -> dict[str, Injected]:
     """All on this machine."""
     cores = usable_cores()
     usual = ("--batch-size", "1024", "--threads-per-rank")
-    turns = f"({cores} threads for each core)"
+    turns = f"({cores} threads per core)"
     return {
         "slow data": Injected(
             "slow_data", ("--ranks", "1,2", "--batch-size", "8"), WAITING, 1, "(rank 1, in its data)"

@@ -99,7 +99,7 @@ def test_every_transcript_was_made_and_names_nothing_of_the_machine_it_was_made_
     text = page.read_text()
     assert text.count("<!-- transcript") == len(TRANSCRIPT.findall(text))
     for name, said in TRANSCRIPT.findall(text):
-        assert said.strip(), f"{page.name}: {name} is empty: make transcripts"
+        assert said.strip(), f"{page.name}: {name}"
         assert "/tmp/" not in said and "\x1b" not in said, f"{page.name}: {name}"
 
 

@@ -97,7 +97,7 @@ def test_a_value_of_a_file_is_named_as_the_file_names_it(tmp_path: Path) -> None
     assert str(caught.value).startswith("--ema ")
     with raises("exact-with-compile", setting="compile") as caught:
         parse(["mnist-cnn", "--config", str(path), "--ema", "0.9", "--strategy", "exact"])
-    assert str(caught.value).startswith(f"{path}: compute.compile with --strategy exact")
+    assert str(caught.value).startswith(f"{path}: compute.compile ")
 
 
 def test_what_another_process_has_rendered_keeps_its_code() -> None:

@@ -191,7 +191,7 @@ def pattern(sentence: str) -> str:
 def test_a_typed_number_is_that_of_its_record(monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     found = re.search(pattern(typed.sentence), (ROOT / "docs" / typed.page).read_text(), re.DOTALL)
-    assert found, f"{typed.page} states no number of {typed.record}"
+    assert found, typed
     assert [*found.groups()] == typed.numbers()
 
 

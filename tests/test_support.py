@@ -39,7 +39,7 @@ def test_what_the_checks_of_settings_find_is_in_the_tables(
         for (title, name), found in support.told(page, kind).items():
             now = support.checked(name, title)
             if now[0] or kind == "check":
-                assert found == now, f"{title}, {name}: python tools/support.py"
+                assert found == now, f"{title}, {name}"
     assert [*tmp_path.iterdir()] == []
 
 

@@ -87,7 +87,7 @@ def colours() -> str:
 
 
 def standalone(found: list[Drawing]) -> str:
-    """The drawings below each other, each with its title and its words, as a file of its own."""
+    """The drawings below each other, each with its title and its caption, as a separate file."""
     width, y, parts = 0.0, GAP, list[str]()
     for one in found:
         size = re.search(r'viewBox="0 0 (\d+) (\d+)"', one.svg)
@@ -95,7 +95,7 @@ def standalone(found: list[Drawing]) -> str:
         width = max(width, float(size[1]))
         parts.append(f'<text x="0" y="{y + 14:.0f}" class="plain title">{escape(one.title)}</text>')
         y += 20
-        for line in textwrap.wrap(one.words, int(float(size[1]) / LETTER)):
+        for line in textwrap.wrap(one.caption, int(float(size[1]) / LETTER)):
             y += LINE
             parts.append(f'<text x="0" y="{y:.0f}" class="soft">{escape(line)}</text>')
         y += GAP

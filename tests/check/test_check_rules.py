@@ -11,8 +11,8 @@ import torch
 from tests.rendered import rendered
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
-from paceline.lab.check.findings import Remark, same_leaf, unlike
-from paceline.lab.check.report import judged, mistakes, script_page
+from paceline.lab.check.findings import Finding, all_differ, mostly_equal
+from paceline.lab.check.report import check_findings, count_mistakes, render_report
 from paceline.protocol.facts import (
     Dropped,
     MeanLoss,
@@ -79,8 +79,8 @@ def right(rank: int, **more: Any) -> ScriptFacts:
     return ScriptFacts(rank, 2, 2, "n1", **(told | more))
 
 
-def found(of_rank: Callable[[int], ScriptFacts]) -> list[Remark]:
-    return [one for one in judged([of_rank(0), of_rank(1)]) if one.level in ("wrong", "costs")]
+def found(of_rank: Callable[[int], ScriptFacts]) -> list[Finding]:
+    return [one for one in check_findings([of_rank(0), of_rank(1)]) if one.level in ("wrong", "costs")]
 
 
 def windows(
@@ -103,6 +103,14 @@ def by_rank(**of: tuple[Any, Any]) -> Callable[[int], ScriptFacts]:
 
 def loaders(*of: tuple[SeenLoader, ...]) -> Callable[[int], ScriptFacts]:
     return lambda rank: right(rank, loaders=list(of[rank]))
+
+
+def training(loader: Callable[[int], SeenLoader]) -> Callable[[int], ScriptFacts]:
+    return lambda rank: right(rank, loaders=[loader(rank)])
+
+
+def stepping(steps: Callable[[int], list[SeenStep]]) -> Callable[[int], ScriptFacts]:
+    return lambda rank: right(rank, steps=steps(rank))
 
 
 def replica(**more: Any) -> list[SeenReplica]:
@@ -173,188 +181,138 @@ BACKWARDS, EPOCHS = (4, 4, 2, 4, 4, 2), (1, 1, 1, 2, 2, 2)
 PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what is wrong -> facts, rule, line
     "the same batches": (
         loaders((trained(0, passes=NO_SHUFFLE, sampler="RandomSampler"),), (trained(1, passes=NO_SHUFFLE),)),
-        "same batches",
-        5,
+        "same batches", 5,
     ),
     "all of the data, in another order": (
-        loaders((trained(0),), (trained(1, passes=[epoch(AGAIN[0]), epoch(ORDERS[0])]),)),
-        "same batches",
-        5,
+        loaders((trained(0),), (trained(1, passes=[epoch(AGAIN[0]), epoch(ORDERS[0])]),)), "same batches", 5
     ),
     "the same stream": (
-        lambda rank: right(
-            rank, loaders=[trained(rank, batches=-1, probes=[], passes=[epoch([], leaves=[["f:1"], ["f:2"]])])]
-        ),
-        "same batches",
-        5,
+        training(lambda rank: trained(rank, batches=-1, probes=[], passes=[epoch([], leaves=[["f:1"], ["f:2"]])])),
+        "same batches", 5,
     ),
     "the same tensors": (
-        lambda rank: right(rank, loaders=[], replicas=replica(inputs=[["f:1"], ["f:2"]])),
-        "same batches",
-        11,
+        lambda rank: right(rank, loaders=[], replicas=replica(inputs=[["f:1"], ["f:2"]])), "same batches", 11
     ),
     "the same order": (
-        lambda rank: right(rank, loaders=[trained(rank, passes=[epoch(ORDERS[rank]), epoch(ORDERS[rank])])]),
-        "same order",
-        9,
+        training(lambda rank: trained(rank, passes=[epoch(ORDERS[rank]), epoch(ORDERS[rank])])), "same order", 9
     ),
     "the same order in epochs that are left early": (
-        lambda rank: right(rank, loaders=[trained(rank, passes=[epoch(ORDERS[rank]), epoch(ORDERS[rank][:24])])]),
-        "same order",
-        9,
+        training(lambda rank: trained(rank, passes=[epoch(ORDERS[rank]), epoch(ORDERS[rank][:24])])), "same order", 9
     ),
     "the same order of torch's own sampler, which is too long to be drawn to its end": (
-        lambda rank: right(
-            rank, loaders=[trained(rank, plain=True, passes=[epoch(ORDERS[rank], cut_off=True), epoch(ORDERS[rank])])]
-        ),
-        "same order",
-        9,
+        training(
+            lambda rank: trained(rank, plain=True, passes=[epoch(ORDERS[rank], cut_off=True), epoch(ORDERS[rank])])
+        ), "same order", 9
     ),
     "the same augmentation": (
         lambda rank: right(rank, loaders=[trained(rank, random={"torch": "s"})], seeds={"torch": "t.py:2 in main"}),
-        "same augmentation",
-        2,
+        "same augmentation", 2,
     ),
     "data that differ under a sampler": (
-        lambda rank: right(rank, loaders=[trained(rank, probes=[[f"f:{rank}"], [f"f:{rank}{rank}"]])]),
-        "same batches",
-        5,
+        training(lambda rank: trained(rank, probes=[[f"f:{rank}"], [f"f:{rank}{rank}"]])), "same batches", 5
     ),
     "data that were shared out before Accelerate does": (
-        lambda rank: right(
-            rank, loaders=[trained(rank, sampler="BatchSamplerShard", probes=[[f"{rank}{n}", "", "1"] for n in "abc"])]
-        ),
-        "same batches",
-        5,
+        training(
+            lambda rank: trained(rank, sampler="BatchSamplerShard", probes=[[f"{rank}{n}", "", "1"] for n in "abc"])
+        ), "same batches", 5
     ),
     "a mean of unequal shares' rates": (of_scores([7 / 8, 6 / 8], [5 / 12, 11 / 12]), "mean of means", 22),
     "more batches on a rank": (loaders((trained(0),), (trained(1, batches=11),)), "uneven steps", 5),
     "larger batches on a rank": (
-        loaders((trained(0),), (trained(1, passes=[epoch(ORDERS[1], sizes=[3] * 10)]),)),
-        "unequal shares",
-        5,
+        loaders((trained(0),), (trained(1, passes=[epoch(ORDERS[1], sizes=[3] * 10)]),)), "unequal shares", 5
     ),
     "an evaluation for which others wait": (
-        lambda rank: right(rank, loaders=[trained(rank), evaluated(0)][: 2 - rank])
-        if rank
-        else right(0, loaders=[trained(0), evaluated(0, passes=[epoch([0], trains=False, seconds=9.0)])]),
-        "evaluation alone",
-        20,
+        lambda rank: right(
+            rank,
+            loaders=[trained(rank), evaluated(0, passes=[epoch([0], trains=False, seconds=9.0)])][: 2 - rank],
+        ),
+        "evaluation alone", 20,
     ),
     "a padded score": (
-        lambda rank: right(rank, loaders=[trained(rank), evaluated(rank, samples=3)]),
-        "padded score",
-        6,
+        lambda rank: right(rank, loaders=[trained(rank), evaluated(rank, samples=3)]), "padded score", 6
     ),
     "the score of a share": (
         lambda rank: right(
             rank,
             loaders=[trained(rank), evaluated(rank, passes=[epoch([rank], drawn=2, trains=False, printed=not rank)])],
-        ),
-        "score of a share",
-        20,
+        ), "score of a share", 20
     ),
     "a mean over padding": (
         by_rank(losses=([MeanLoss("t.py:10 in main", [4, 8], [8, 8])], [MeanLoss("t.py:10 in main", [8, 8], [8, 8])])),
-        "mean over padding",
-        10,
+        "mean over padding", 10,
     ),
     "no wrapped model": (by_rank(replicas=([], []), steps=([step()], [step(gradients="h")])), "gradients", 12),
     "a call past DDP": (
         by_rank(
             replicas=(replica(past_site="t.py:10 in main"),) * 2,
             steps=([step(forwards=0, synced=0)], [step(forwards=0, synced=0, gradients="h")]),
-        ),
-        "gradients",
-        10,
+        ), "gradients", 10
     ),
     "no_sync on all": (
         by_rank(
             replicas=(replica(no_sync_site="t.py:8 in main"),) * 2,
             steps=([step(synced=0)], [step(synced=0, gradients="h")]),
-        ),
-        "gradients",
-        8,
+        ), "gradients", 8
     ),
     "a method past DDP": (by_rank(steps=([step(forwards=0)], [step(forwards=0, gradients="h")])), "gradients", 11),
     "layers that DDP does not know": (
-        by_rank(steps=([step(strangers=2)], [step(strangers=2, gradients="h")])),
-        "gradients",
-        12,
+        by_rank(steps=([step(strangers=2)], [step(strangers=2, gradients="h")])), "gradients", 12
     ),
     "a gradient of its own": (by_rank(steps=([step()], [step(gradients="h")])), "gradients", 12),
     "a mean of its own count": (
-        lambda rank: right(rank, steps=[step(parameters="p", factors=[1 / (20 + n * (1 + rank))]) for n in range(9)]),
-        "mean over padding",
-        11,
+        stepping(lambda rank: [step(parameters="p", factors=[1 / (20 + n * (1 + rank))]) for n in range(9)]),
+        "mean over padding", 11,
     ),
     "larger batches on a rank, averaged by hand": (by_hand(applied=1.5), "unequal shares", 5),
     "a sum without a mean": (
         lambda rank: right(rank, replicas=[], steps=[step(parameters="p", local=1.0 + rank, applied=3.0)] * 9),
-        "gradients",
-        12,
+        "gradients", 12,
     ),
     "norms of its own": (
-        lambda rank: right(rank, steps=[step(parameters="p", norm=2.0 + rank, limit=2.5, clip_site="t.py:11 in main")]),
-        "clipping",
-        11,
+        stepping(lambda rank: [step(parameters="p", norm=2.0 + rank, limit=2.5, clip_site="t.py:11 in main")]),
+        "clipping", 11,
     ),
     "another learning rate": (drifted(learning_rate=(0.1, 0.2)), "replicas", 12),
     "another learning rate by ReduceLROnPlateau": (
         drifted(learning_rate=(0.1, 0.2), schedules=[SeenSchedule("t.py:13 in main", "t.py:4", 2, -1, PLATEAU)]),
-        "replicas",
-        13,
+        "replicas", 13,
     ),
     "another weight decay": (drifted(settings=("s", "t")), "replicas", 12),
     "a step of its own": (drifted(), "replicas", 12),
     "weights that a rank has changed": (
         by_rank(
             steps=tuple([step(parameters="p", after="q"), step(parameters=changed, after="r")] for changed in "qx")
-        ),
-        "replicas",
-        12,
+        ), "replicas", 12
     ),
     "gradients that are cleared in each micro-batch": (lost(3, 3, 3), "lost gradients", 10),
     "the same without a loader": (
         lambda rank: right(
-            rank,
-            loaders=[],
-            steps=[step(loader=-1, epoch=0, backwards=4, lost=3, factors=[0.25], parameters="p")] * 3,
-        ),
-        "lost gradients",
-        11,
+            rank, loaders=[], steps=[step(loader=-1, epoch=0, backwards=4, lost=3, factors=[0.25], parameters="p")] * 3
+        ), "lost gradients", 11
     ),
     "another start": (by_rank(steps=([step(parameters="p")], [step(parameters="q")])), "different start", 7),
     "a last window divided wrongly": (windows(*BACKWARDS, epochs=EPOCHS, batches=10), "last window", 11),
     "a last window scaled wrongly": (windows(*BACKWARDS, epochs=EPOCHS, batches=10, scaled=0.25), "last window", 12),
     "a score that counts padding": (
-        by_rank(metrics=([PaddedMetric("t.py:40 in scores", "accuracy", 0.5, 0.4)],) * 2), "padding in a score", 40,
+        by_rank(metrics=([PaddedMetric("t.py:40 in scores", "accuracy", 0.5, 0.4)],) * 2), "padding in a score", 40
     ),
     "generators of its own, alike": (
-        lambda rank: right(rank, loaders=[trained(rank, random={"generators of its own, in the loop": "s"})]),
-        "same augmentation",
-        9,
+        training(lambda rank: trained(rank, random={"generators of its own, in the loop": "s"})), "same augmentation", 9
     ),
     "a last window that is left out": (
         lambda rank: right(
             rank,
             steps=[step(backwards=4, factors=[0.25]), step(backwards=4, factors=[0.25], epoch=2)],
             dropped=[Dropped(0, 0, 1, 2, True)],
-        ),
-        "last window",
-        12,
+        ), "last window", 12
     ),
     "more steps on a rank": (by_rank(steps=([step()], [step(), step()])), "uneven steps", 12),
     "buffers of its own": (
-        by_rank(replicas=tuple(replica(buffers=[b], evaluation_site="t.py:21 in test") for b in "ab")),
-        "batch norm",
-        21,
+        by_rank(replicas=tuple(replica(buffers=[b], evaluation_site="t.py:21 in test") for b in "ab")), "batch norm", 21
     ),
     "one file for all": (by_rank(written=([PlacedFile("/m.pt", "t.py:30 in main")],) * 2), "one file", 30),
     "one GPU for all": (
-        by_rank(loaded=tuple([PlacedFile("/m.pt", "t.py:3 in main", [0], own)] for own in (0, 1))),
-        "one GPU",
-        3,
+        by_rank(loaded=tuple([PlacedFile("/m.pt", "t.py:3 in main", [0], own)] for own in (0, 1))), "one GPU", 3
     ),
     "a search for nothing": (by_rank(replicas=(replica(find_unused=True, looked=9),) * 2), "unused parameters", 7),
     "a schedule for one process": (scheduled(40), "schedule", 8),
@@ -363,35 +321,34 @@ PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what i
 
 CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
     "all that is right": right,
-    "shares made before": lambda rank: right(
-        rank, loaders=[trained(0, sampler="", probes=[[f"f:{rank}{n}", f"{rank}{n}"] for n in range(3)])]
+    "shares made before": training(
+        lambda rank: trained(0, sampler="", probes=[[f"f:{rank}{n}", f"{rank}{n}"] for n in range(3)])
     ),
-    "an order that a sampler changes after its last index, to which it was not drawn": lambda rank: right(
-        rank, loaders=[trained(rank, passes=[epoch(ORDERS[rank], cut_off=True), epoch(ORDERS[rank])])]
+    "an order that a sampler changes after its last index, to which it was not drawn": training(
+        lambda rank: trained(rank, passes=[epoch(ORDERS[rank], cut_off=True), epoch(ORDERS[rank])])
     ),
-    "a last batch that only one rank has come to": lambda rank: right(
-        rank, loaders=[trained(rank, passes=[epoch(ORDERS[rank], sizes=[4, 4, 4 - rank], cut_off=not rank)])]
+    "a last batch that only one rank has come to": training(
+        lambda rank: trained(rank, passes=[epoch(ORDERS[rank], sizes=[4, 4, 4 - rank], cut_off=not rank)])
     ),
-    "a stream of each rank's own with the labels of the others": lambda rank: right(
-        rank,
-        loaders=[trained(rank, batches=-1, probes=[], passes=[epoch([], leaves=[[f"f:{rank}{n}", n] for n in "abc"])])],
+    "a stream of each rank's own with the labels of the others": training(
+        lambda rank: trained(
+            rank, batches=-1, probes=[], passes=[epoch([], leaves=[[f"f:{rank}{n}", n] for n in "abc"])]
+        )
     ),
     "tensors of each rank's own with the lengths of the others": lambda rank: right(
         rank, loaders=[], replicas=replica(inputs=[[f"f:{rank}{n}", n] for n in "abc"])
     ),
-    "shards with labels that begin alike, each shuffled with one seed": lambda rank: right(
-        rank,
-        loaders=[trained(0, sampler="RandomSampler", samples=40, probes=[[f"f:{rank}{n}", n] for n in "abc"])],
+    "shards with labels that begin alike, each shuffled with one seed": training(
+        lambda rank: trained(0, sampler="RandomSampler", samples=40, probes=[[f"f:{rank}{n}", n] for n in "abc"])
     ),
-    "samples that a sampler deals out, augmented on each rank in its own way": lambda rank: right(
-        rank, loaders=[trained(rank, probes=[[f"f:{rank}{n}", n] for n in "abc"])]
+    "samples that a sampler deals out, augmented on each rank in its own way": training(
+        lambda rank: trained(rank, probes=[[f"f:{rank}{n}", n] for n in "abc"])
     ),
-    "shards of each rank's own, of which a loop takes a part": lambda rank: right(
-        rank,
-        loaders=[trained(rank, samples=40, passes=[epoch([3, 1, 2])], probes=[[f"f:{rank}{n}"] for n in "abc"])],
+    "shards of each rank's own, of which a loop takes a part": training(
+        lambda rank: trained(rank, samples=40, passes=[epoch([3, 1, 2])], probes=[[f"f:{rank}{n}"] for n in "abc"])
     ),
-    "shares under a sampler that deals to one": lambda rank: right(
-        rank, loaders=[trained(rank, samples=40, probes=[[f"f:{rank}{n}"] for n in "abc"])]
+    "shares under a sampler that deals to one": training(
+        lambda rank: trained(rank, samples=40, probes=[[f"f:{rank}{n}"] for n in "abc"])
     ),
     "rates with their counts": of_scores([7 / 8, 8.0, 6 / 8, 8.0], [5 / 12, 12.0, 11 / 12, 12.0]),
     "rates of the whole": of_scores([7 / 20, 6 / 20], [5 / 20, 11 / 20]),
@@ -399,24 +356,24 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
     "losses that are summed": of_scores([0.713, 0.619], [0.522, 0.87]),
     "rates of shares that are nearly equal": of_scores([7 / 39, 5 / 39], [5 / 40, 11 / 40], shares=(39, 40)),
     "larger batches on a rank, weighed by hand": by_hand(applied=3.0 / 7),
-    "a mean of all ranks' count": lambda rank: right(
-        rank, steps=[step(parameters="p", factors=[0.2 * (1 + rank), 1 / (10 + 10 * rank)]) for _ in range(9)]
+    "a mean of all ranks' count": stepping(
+        lambda rank: [step(parameters="p", factors=[0.2 * (1 + rank), 1 / (10 + 10 * rank)]) for _ in range(9)]
     ),
-    "norms of its own that are below the limit": lambda rank: right(
-        rank, steps=[step(parameters="p", norm=2.0 + rank, limit=9.0)]
+    "norms of its own that are below the limit": stepping(
+        lambda rank: [step(parameters="p", norm=2.0 + rank, limit=9.0)]
     ),
-    "norms that are alike, to some digits": lambda rank: right(
-        rank, steps=[step(parameters="p", norm=2.0 + rank / 1e6, limit=1.0)]
+    "norms that are alike, to some digits": stepping(
+        lambda rank: [step(parameters="p", norm=2.0 + rank / 1e6, limit=1.0)]
     ),
     "steps of its own, and an average now and then": averaged("pqar", "pqbr"),
     "a schedule for its own steps": scheduled(20),
     "a schedule for shares made before": scheduled(20, samples=40, sampler="", probes=[["", ""]]),
     "a schedule of another length": scheduled(41),
     "a schedule that Accelerate steps once for each rank": scheduled(40, steps=40),
-    "an order without shuffling": lambda rank: right(
-        rank, loaders=[trained(rank, shuffles=False, passes=[epoch(ORDERS[rank])] * 2)]
+    "an order without shuffling": training(
+        lambda rank: trained(rank, shuffles=False, passes=[epoch(ORDERS[rank])] * 2)
     ),
-    "random numbers of its own": lambda rank: right(rank, loaders=[trained(rank, random={"torch": f"s{rank}"})]),
+    "random numbers of its own": training(lambda rank: trained(rank, random={"torch": f"s{rank}"})),
     "a short evaluation alone": lambda rank: right(rank, loaders=[trained(rank), evaluated(0)][: 2 - rank]),
     "an evaluation in shares": lambda rank: right(rank, loaders=[trained(rank), evaluated(rank)]),
     "padding that is dropped": lambda rank: right(
@@ -458,7 +415,7 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
     "each its own GPU": lambda rank: right(rank, loaded=[PlacedFile("/m.pt", "t.py:3 in main", [rank], rank)]),
     "unused parameters": by_rank(replicas=(replica(find_unused=True, looked=9, unused=1),) * 2),
     "a framework's search": by_rank(replicas=([SeenReplica("t.py:7 in main", True, True, looked=9)],) * 2),
-    "shards of parameters": lambda rank: right(rank, steps=[step(gradients=f"g{rank}", shapes=f"{rank}")]),
+    "shards of parameters": stepping(lambda rank: [step(gradients=f"g{rank}", shapes=f"{rank}")]),
 }
 
 
@@ -468,7 +425,7 @@ def test_a_pitfall_is_found_at_its_line_and_nothing_else(name: str) -> None:
     told = found(of_rank)
     assert [(one.rule, one.site.partition(" ")[0]) for one in told] == [(rule, f"t.py:{line}")]
     assert told[0].type_instead
-    assert told[0].words in script_page("t.py", [of_rank(0), of_rank(1)], told)
+    assert told[0].words in render_report("t.py", [of_rank(0), of_rank(1)], told)
 
 
 @pytest.mark.parametrize("name", CLEAN)
@@ -478,7 +435,7 @@ def test_nothing_is_found_where_nothing_is_wrong(name: str) -> None:
 
 def test_weights_that_are_averaged_are_a_note_and_those_that_never_meet_again_are_wrong() -> None:
     ranks = [*map(averaged("pqar", "pqbr"), (0, 1))]
-    assert [one.level for one in judged(ranks) if one.rule == "gradients"] == ["note"]
+    assert [one.level for one in check_findings(ranks) if one.rule == "gradients"] == ["note"]
     for weights in (("pas", "pbr"), ("pppp", "pppp")):
         assert [one.rule for one in found(averaged(*weights))] == ["gradients"], weights
 
@@ -493,7 +450,7 @@ def test_a_rule_says_one_thing_of_a_line_the_worst_whatever_comes_from_there(ord
         replicas = [replica(buffers=[b], evaluation_site="t.py:21 in test")[0] for b in ("b", f"b{rank}")]
         return right(rank, loaders=made[::order], replicas=replicas[::order])
 
-    told = judged([of_rank(0), of_rank(1)])
+    told = check_findings([of_rank(0), of_rank(1)])
     lines = [(one.rule, one.site) for one in told]
     assert len(lines) == len({*lines}), told
     level = {one.rule: one.level for one in told}
@@ -508,7 +465,7 @@ def test_rates_that_differ_because_the_loaders_do_are_a_note() -> None:
         return msgspec.structs.replace(rates(rank), loaders=[trained(rank, batches=10 + rank)])
 
     assert [one.rule for one in found(of_rank)] == ["uneven steps"]
-    assert [one.level for one in judged([of_rank(0), of_rank(1)]) if one.rule == "replicas"] == ["note"]
+    assert [one.level for one in check_findings([of_rank(0), of_rank(1)]) if one.rule == "replicas"] == ["note"]
 
 
 def test_the_words_tell_apart_what_one_rule_finds() -> None:
@@ -519,30 +476,31 @@ def test_the_words_tell_apart_what_one_rule_finds() -> None:
 
 def test_the_page_says_what_is_right_and_how_much_is_not() -> None:
     ranks = [right(0), right(1)]
-    findings = judged(ranks)
-    text = script_page("t.py", ranks, findings)
-    assert mistakes(findings) == 0
+    findings = check_findings(ranks)
+    text = render_report("t.py", ranks, findings)
+    assert count_mistakes(findings) == 0
     rendered(text)
 
 
 def test_what_was_reported_while_the_script_ran_is_part_of_the_verdict() -> None:
     def told(*kinds: str, of_rank: Callable[[int], ScriptFacts] = right) -> dict[str, str]:
         noted = [ScriptNotice(0.0, f"rank 1: {kind}", 5, kind) for kind in kinds]
-        findings = judged([of_rank(0), of_rank(1)], noted)
+        findings = check_findings([of_rank(0), of_rank(1)], noted)
         return {one.rule: one.level for one in findings if one.rule in kinds}
 
     wrong = ("diverged", "not finite", "mismatch", "swallowed", "thread", "stale", "few steps", "a later kind")
     for kind in wrong:
         assert told(kind) == {kind: "wrong"}
     assert told("slow", "shadowed", "round-off", "") == dict.fromkeys(("slow", "shadowed", "round-off"), "note")
-    assert told("diverged", of_rank=drifted(settings=("s", "t"))) == {"diverged": "note"}, "its cause is told"
+    assert told("diverged", of_rank=drifted(settings=("s", "t"))) == {"diverged": "note"}  # explained by the other
     twice = [ScriptNotice(0.0, f"rank {rank}", 5, "swallowed") for rank in range(2)]
-    assert [one.words for one in judged([right(0), right(1)], twice) if one.level == "wrong"] == ["rank 0", "rank 1"]
+    findings = check_findings([right(0), right(1)], twice)
+    assert [one.words for one in findings if one.level == "wrong"] == ["rank 0", "rank 1"]
 
 
 def test_a_script_that_failed_is_not_called_right() -> None:
     ranks = [right(0), right(1)]
-    headline = script_page("t.py", ranks, judged(ranks), code=3).splitlines()[0]
+    headline = render_report("t.py", ranks, check_findings(ranks), code=3).splitlines()[0]
     assert "nothing wrong" not in headline and "exit code 3" in headline
 
 
@@ -573,7 +531,7 @@ def test_the_advice_for_a_weighted_sampler_runs_and_keeps_the_weights() -> None:
         [0.0, 1.0, 3.0, 0.0, 6.0], 6001, generator=torch.Generator().manual_seed(3)
     )
     of_all = [index for indices in zip(*(drawn[0, rank] for rank in range(3)), strict=True) for index in indices]
-    assert of_all == [*one][:6000], "ranks share the draws of one process"
+    assert of_all == [*one][:6000]  # together the ranks draw as one process
 
 
 def test_the_advice_keeps_what_another_sampler_chooses() -> None:
@@ -592,10 +550,10 @@ def test_a_cut_epoch_ends_as_the_whole_one_does() -> None:
 
 
 def test_a_tensor_tells_samples_apart_only_if_it_varies() -> None:
-    assert same_leaf([[["1", "f:a"], ["1", "f:b"]], [["1", "f:a"], ["1", "f:b"]]])
-    assert not same_leaf([[["1"], ["1"]], [["1"], ["1"]]])  # a mask, and nothing else
-    assert not same_leaf([[["1", "f:a"], ["1", "f:b"]], [["1", "f:x"], ["1", "f:y"]]])  # a mask alike
-    assert not same_leaf([[["", "f:a"]], [["", "f:b"]]])
+    assert mostly_equal([[["1", "f:a"], ["1", "f:b"]], [["1", "f:a"], ["1", "f:b"]]])
+    assert not mostly_equal([[["1"], ["1"]], [["1"], ["1"]]])  # a mask, and nothing else
+    assert not mostly_equal([[["1", "f:a"], ["1", "f:b"]], [["1", "f:x"], ["1", "f:y"]]])  # a mask alike
+    assert not mostly_equal([[["", "f:a"]], [["", "f:b"]]])
 
 
 def same(*rows: str, of_other: str) -> bool:
@@ -604,34 +562,34 @@ def same(*rows: str, of_other: str) -> bool:
     def leaves(words: str) -> list[str]:
         return ["" if word == "?" else word for word in words.split()]
 
-    return same_leaf([[leaves(row) for row in rows], [leaves(row) for row in of_other.split("; ")]])
+    return mostly_equal([[leaves(row) for row in rows], [leaves(row) for row in of_other.split("; ")]])
 
 
 def test_batches_are_the_same_if_all_their_fields_are_in_most_of_them() -> None:
-    assert not same("1 f:a", "2 f:b", of_other="1 f:x; 2 f:y"), "labels alike, inputs not"
-    assert not same("f:a 1", "f:b 2", "f:c 3", of_other="f:x 1; f:y 2; f:z 3"), "whatever their order"
-    assert not same("f:a f:l", "f:b f:m", of_other="f:x f:l; f:y f:m"), "lengths of floating point"
-    assert not same("1 f:a", "2 f:b", "3 f:c", of_other="1 f:a; 2 f:y; 3 f:z"), "one of three batches"
+    assert not same("1 f:a", "2 f:b", of_other="1 f:x; 2 f:y")  # equal labels, different inputs
+    assert not same("f:a 1", "f:b 2", "f:c 3", of_other="f:x 1; f:y 2; f:z 3"), "in any order"
+    assert not same("f:a f:l", "f:b f:m", of_other="f:x f:l; f:y f:m")  # floating-point lengths
+    assert not same("1 f:a", "2 f:b", "3 f:c", of_other="1 f:a; 2 f:y; 3 f:z")  # one of three batches
     assert not same("1 f:a", "2 f:b", of_other="1 f:a; 2 f:y"), "one of two"
-    assert not same("1 2", "2 3", of_other="1; 2"), "another number of tensors"
-    assert same("1 f:a", "2 f:b", "3 f:c", of_other="1 f:a; 2 f:b; 3 f:z"), "a batch in which a rank is ahead"
-    assert same("1 ?", "2 ?", of_other="1 ?; 2 ?"), "inputs with numbers of a generator of their own"
-    assert same("0 1 f:a", "0 2 f:b", of_other="1 1 f:a; 1 2 f:b"), "the rank beside the same sample"
-    assert same("? f:a", "2 f:b", of_other="? f:a; 2 f:b"), "a batch with one label"
+    assert not same("1 2", "2 3", of_other="1; 2")  # different numbers of tensors
+    assert same("1 f:a", "2 f:b", "3 f:c", of_other="1 f:a; 2 f:b; 3 f:z")  # a batch in which a rank is ahead
+    assert same("1 ?", "2 ?", of_other="1 ?; 2 ?")  # inputs with random numbers of a separate generator
+    assert same("0 1 f:a", "0 2 f:b", of_other="1 1 f:a; 1 2 f:b")  # the rank is a tensor of the sample
+    assert same("? f:a", "2 f:b", of_other="? f:a; 2 f:b")  # a batch with one label
 
 
 def test_samples_are_unlike_if_none_of_their_fields_is_the_same() -> None:
-    assert unlike([[["1", "f:a"], ["2", "f:b"]], [["3", "f:x"], ["4", "f:y"]]])
-    assert not unlike([[["1", "f:a"], ["2", "f:b"]], [["1", "f:x"], ["2", "f:y"]]]), "augmented on each rank, say"
-    assert not unlike([[[""]], [[""]]]), "nothing is known"
+    assert all_differ([[["1", "f:a"], ["2", "f:b"]], [["3", "f:x"], ["4", "f:y"]]])
+    assert not all_differ([[["1", "f:a"], ["2", "f:b"]], [["1", "f:x"], ["2", "f:y"]]])  # augmentation
+    assert not all_differ([[[""]], [[""]]]), "nothing is known"
     labels, others = "021120", "022121"
     columns = [[[a, f"f:{rank}{n}"] for n, a in enumerate(its)] for rank, its in enumerate((labels, others))]
-    assert unlike(columns), "4 of 6 labels are equal by chance"
+    assert all_differ(columns)  # 4 of 6 labels are equal by chance
 
 
 def test_a_batch_that_shrinks_with_the_world_is_a_note_with_its_numbers() -> None:
-    def shrinks(divided: str) -> list[Remark]:
-        told = judged([right(rank, loaders=[trained(rank, divided=divided)]) for rank in range(2)])
+    def shrinks(divided: str) -> list[Finding]:
+        told = check_findings([right(rank, loaders=[trained(rank, divided=divided)]) for rank in range(2)])
         return [one for one in told if one.rule == "batch shrinks"]
 
     (one,) = shrinks("total // world")
@@ -653,15 +611,15 @@ def shards(rank: int, *, start: str = "differs", **more: Any) -> list[SeenStep]:
 
 def test_parameters_that_ranks_have_for_themselves_and_exchange_are_noted_and_the_others_judged() -> None:
     def levels(of_rank: Callable[[int], list[SeenStep]], **more: Any) -> set[tuple[str, str]]:
-        found = judged([right(rank, steps=of_rank(rank), **more) for rank in range(2)])
+        found = check_findings([right(rank, steps=of_rank(rank), **more) for rank in range(2)])
         return {
             (one.rule, one.level) for one in found if one.rule in ("own parameters", "gradients", "different start")
         }
 
     fine = {("own parameters", "note"), ("gradients", "right"), ("different start", "right")}
     assert levels(shards) == fine == levels(lambda rank: shards(rank, outside=[0, 1], own=False), replicas=[])
-    assert ("gradients", "wrong") in levels(lambda rank: shards(rank, exchanged=0)), "nobody uses them together"
-    assert ("gradients", "wrong") in levels(lambda rank: shards(rank, start="equal")), "DDP was made without it"
+    assert ("gradients", "wrong") in levels(lambda rank: shards(rank, exchanged=0))  # ranks exchange nothing
+    assert ("gradients", "wrong") in levels(lambda rank: shards(rank, start="equal"))  # not in DDP
     assert ("gradients", "wrong") in levels(lambda rank: shards(rank, outside=[])), "DDP has it"
 
     def unwrapped(rank: int) -> list[SeenStep]:
@@ -677,24 +635,25 @@ def test_steps_of_a_rank_for_itself_are_not_compared_and_past_ddp_is_a_note_unle
         return [step(gradients=f"g{rank}{n}", shapes="other", loader=-1) for n in range(300 * (1 - rank))]
 
     def told(of_rank: Callable[[int], list[SeenStep]]) -> list[tuple[str, str]]:
-        found = judged([right(rank, steps=of_rank(rank)) for rank in range(2)])
+        found = check_findings([right(rank, steps=of_rank(rank)) for rank in range(2)])
         return [(one.rule, one.level) for one in found if one.level == "wrong" or one.rule == "past DDP"]
 
     first = [msgspec.structs.replace(one, optimizer=-1) for one in private(0)]
-    assert told(lambda rank: [*first[: 300 * (1 - rank)], *joint]) == [], "their optimizer is another one"
+    assert told(lambda rank: [*first[: 300 * (1 - rank)], *joint]) == []  # a separate optimizer
     alone = [step(own=True, past=True, forwards=0, gradients=f"g{n}") for n in range(9)]
     assert told(lambda rank: [*joint, *alone[rank : 3 + 4 * rank]]) == [("past DDP", "note")]
     drifts = msgspec.structs.replace(joint[5], parameters="other")
     assert told(lambda rank: [*joint, *alone[:rank], drifts if rank else joint[5]]) == [("gradients", "wrong")]
     second = [msgspec.structs.replace(one, optimizer=1) for one in (alone[0], *joint[1:])]
-    assert told(lambda rank: [*joint, *second]) == [], "one forward for two optimizers, as of a GAN in one replica"
+    assert told(lambda rank: [*joint, *second]) == []  # one forward for two optimizers, as for a GAN in one replica
     left = [msgspec.structs.replace(one, optimizer=1) for one in alone]
     assert told(lambda rank: [*joint, *left[rank:]]) == [("past DDP", "note")]
 
 
 def test_the_learning_rate_is_the_highest_that_was_seen() -> None:
     steps = [step(own=True, learning_rate=rate) for rate in (0.0, 0.01, 0.02, 0.01)]
-    (note,) = (one for one in judged([right(rank, steps=steps) for rank in range(2)]) if one.rule == "learning rate")
+    findings = check_findings([right(rank, steps=steps) for rank in range(2)])
+    (note,) = (one for one in findings if one.rule == "learning rate")
     assert note.words.endswith("learning rate 0.02")
 
 
@@ -714,7 +673,7 @@ def test_ranks_that_split_layers_rightly_have_the_same_batches_and_groups_of_the
     def told(world: int, split: int) -> set[tuple[str, str]]:
         one = right(0, loaders=[trained(0)], replicas=[], split=split)
         ranks = [msgspec.structs.replace(one, rank=n, world=world, split_rank=n % split) for n in range(world)]
-        return {(one.rule, one.level) for one in judged(ranks) if one.rule in ("same batches", "learning rate")}
+        return {(one.rule, one.level) for one in check_findings(ranks) if one.rule in ("same batches", "learning rate")}
 
     wrong = {("same batches", "wrong"), ("learning rate", "note")}
     assert told(2, 2) == set() and told(2, 1) == told(4, 2) == wrong
@@ -724,7 +683,7 @@ def test_of_a_session_only_what_it_does_not_check_itself_is_a_mistake_and_what_t
     steps = [step(lost=3, backwards=4, gradients="g"), step(lost=3, backwards=4, gradients="h")] * 4
     written = [PlacedFile("/m.pt", "t.py:30 in main")]
     more: dict[str, Any] = {"session": True, "written": written, "threads": 4, "threads_site": "t.py:1 in main"}
-    told = judged([right(rank, steps=steps[rank:], replicas=[], **more) for rank in range(2)])
+    told = check_findings([right(rank, steps=steps[rank:], replicas=[], **more) for rank in range(2)])
     assert {(one.rule, one.level) for one in told} == {("one file", "wrong"), ("threads", "costs"), ("session", "note")}
     typed = {one.rule: one.type_instead for one in told}
     assert typed["threads"] == "session(threads=1)" and "s.save(" in typed["one file"]

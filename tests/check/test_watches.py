@@ -100,7 +100,7 @@ def test_an_endless_sampler_is_drawn_as_long_again_and_then_nothing_is_known_of_
     seen, drawn = Pass(), Counting(1 << 60)
     assert len([*TruncatedSampler(iter(drawn), 30, 24, seen)]) == 24
     assert seen.cut_off and drawn.drawn <= 62
-    assert (seen.drawn, seen.indices) == (30, [*range(30)]), "what is beyond its length is no part of the epoch"
+    assert (seen.drawn, seen.indices) == (30, [*range(30)])  # indices beyond its length do not belong to the epoch
 
 
 def test_a_sampler_that_cannot_be_drawn_beyond_its_length_fails_nobody() -> None:
@@ -239,7 +239,7 @@ def test_a_method_of_a_replica_s_model_is_called_past_it_at_the_line_outside_of_
         model.encode(torch.ones(1, 2))
     finally:
         hook.remove()
-    assert " in test_a_method_" in facts.replicas[0].past_site, "the caller's line, not the model's"
+    assert " in test_a_method_" in facts.replicas[0].past_site  # the caller's line, not the model's
 
 
 def clipping_by(seeing: StepWatch, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
@@ -397,7 +397,7 @@ def test_a_generator_of_a_script_s_own_counts_if_it_draws_for_each_sample(name: 
     }
     draw, generators = draws[name], Generators()
     draw()
-    assert generators.used(8) == {}, "a number for all of eight samples"
+    assert generators.used(8) == {}  # one number for eight samples
     for _ in range(7):
         draw()
     torch.rand(8)
@@ -430,7 +430,7 @@ def test_a_generator_that_is_put_into_another_state_has_drawn_nothing_yet(
         from_here = Generators()
         draw()
         assert [*generators.used(8)] == [name] and generators.used(8) == from_here.used(8)
-        assert setter is pickle.loads(pickle.dumps(setter)), "it may be a loader's worker_init_fn"
+        assert setter is pickle.loads(pickle.dumps(setter))  # a loader may use it as worker_init_fn
 
 
 def test_layers_are_split_along_those_dimensions_of_a_mesh_that_fsdp_does_not_have(
@@ -450,7 +450,7 @@ def test_layers_are_split_along_those_dimensions_of_a_mesh_that_fsdp_does_not_ha
     assert meshes.split([parameter(Replicate(), Shard(1), rank=1)]) == (2, 1)
     assert meshes.split(both) == (4, 1)
     modules[0].fully_shard(torch.nn.Linear(1, 1), mesh=SimpleNamespace(mesh=ranks[:, 1]))
-    assert meshes.split(both) == (2, 1), "FSDP along one dimension, layers are split along the other"
+    assert meshes.split(both) == (2, 1)  # FSDP on one dimension, split layers on the other
     assert meshes.split([parameter(Shard(0), Replicate(), rank=1)]) == (1, 0)
     modules[0].fully_shard(torch.nn.Linear(1, 1), mesh=SimpleNamespace(mesh=ranks))
     assert meshes.split(both) == (1, 0)

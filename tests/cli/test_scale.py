@@ -131,7 +131,7 @@ def test_too_many_threads_are_slower_compute_and_said_to_be_the_cause(tmp_path: 
     assert one["shares"][0]["cause"] == COMPUTE, one
     check_shares(one)
     assert f"{cores} ranks x {cores} threads = {cores * cores} threads" in said
-    assert f"({cores} threads for each core)" in said
+    assert f"({cores} threads per core)" in said
 
 
 def test_every_point_of_weak_and_strong_scaling_has_its_counterpart_on_one_rank() -> None:

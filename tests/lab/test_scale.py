@@ -23,12 +23,12 @@ from paceline.lab.scale import (
     SMALLER,
     WAITING,
     At,
+    LossCause,
     Lost,
     Machine,
     Network,
     Runs,
-    Sent,
-    Share,
+    Traffic,
     comparable,
     estimated_step,
     estimates_of,
@@ -40,7 +40,7 @@ from paceline.lab.scale import (
     parts_of,
     read_run,
 )
-from paceline.report.step_parts import Run, Spent, StepParts, backward_per_forward, take_apart
+from paceline.report.step_parts import PhaseSeconds, Run, StepParts, backward_per_forward, split_step
 from paceline.runs.events import Evaluated, Event, Started, Step
 from paceline.runs.writers import EventWriter
 
@@ -72,16 +72,16 @@ def lockstep(
         hidden: seconds of a step that no phase accounts for.
     """
     chance = random.Random(seed)
-    found: list[Mapping[int, Spent]] = []
+    found: list[Mapping[int, PhaseSeconds]] = []
     for _ in range(steps):
         own = [_drawn(rank, chance) for rank in ranks]
         end = max(sum(each.values()) for each in own) + exchange
-        step: dict[int, Spent] = {}
+        step: dict[int, PhaseSeconds] = {}
         for rank, each in enumerate(own):
             waits = end - sum(each.values())
             backward = each["backward"] + (waits if in_backward else 0.0)
             sync = 0.0 if in_backward else waits
-            step[rank] = Spent(
+            step[rank] = PhaseSeconds(
                 each["data"], each["forward"], backward, sync, each["optimizer"], end + hidden, each["between"]
             )
         found.append(step)
@@ -102,11 +102,11 @@ BASE = lockstep([Rank()])
 RATIO = backward_per_forward(BASE)
 
 
-def weak(run: Run) -> list[Share]:
-    return lost_shares(take_apart(BASE), take_apart(run, RATIO))
+def weak(run: Run) -> list[LossCause]:
+    return lost_shares(split_step(BASE), split_step(run, RATIO))
 
 
-def explained(shares: list[Share]) -> float:
+def explained(shares: list[LossCause]) -> float:
     return sum(share.percent for share in shares if share.cause != REST)
 
 
@@ -129,7 +129,7 @@ def test_one_slow_rank_is_what_the_others_wait_for(change, phase, waits_within, 
     everybody = [Rank(jitter=0.02)] * slow + [replace(Rank(jitter=0.02), **change)]
     for in_backward in waits_within:
         run = lockstep(everybody, exchange=0.002, in_backward=in_backward)
-        shares, parts = weak(run), take_apart(run, RATIO)
+        shares, parts = weak(run), split_step(run, RATIO)
         assert shares[0].cause == WAITING
         assert (parts.slowest, parts.slow_phase) == (slow, phase)
         assert explained(shares) == pytest.approx(100, abs=5)
@@ -154,15 +154,15 @@ def test_ranks_that_are_all_slower_are_slower_compute() -> None:
 
 def test_ranks_that_are_slow_in_turn_blame_nobody() -> None:
     run = lockstep([Rank(jitter=1.0)] * 4, steps=200)
-    assert take_apart(run).slowest is None
+    assert split_step(run).slowest is None
     assert weak(run)[0].cause in (WAITING, COMPUTE)
 
 
 def test_strong_scaling_tells_smaller_batches_from_slower_compute() -> None:
     """4 times fewer samples in half of the time: the rest is what a small batch costs, whoever computes it."""
-    whole = take_apart(lockstep([Rank(data=0.004, forward=0.04, backward=0.08, optimizer=0.002)]))
-    small = take_apart(lockstep([Rank(data=0.001, forward=0.02, backward=0.04, optimizer=0.002)]))
-    run = take_apart(lockstep([Rank(data=0.001, forward=0.02, backward=0.04, optimizer=0.002)] * 4, exchange=0.003))
+    whole = split_step(lockstep([Rank(data=0.004, forward=0.04, backward=0.08, optimizer=0.002)]))
+    small = split_step(lockstep([Rank(data=0.001, forward=0.02, backward=0.04, optimizer=0.002)]))
+    run = split_step(lockstep([Rank(data=0.001, forward=0.02, backward=0.04, optimizer=0.002)] * 4, exchange=0.003))
     shares = {share.cause: share for share in lost_shares(whole, run, 4, small)}
     assert shares[SMALLER].seconds == pytest.approx(0.0621 - 0.1221 / 4)
     assert shares[COMPUTE].seconds == pytest.approx(0, abs=1e-9)
@@ -179,8 +179,8 @@ ranks = st.builds(Rank, data=seconds, forward=seconds, backward=seconds, optimiz
 @given(st.lists(ranks, min_size=1, max_size=5), st.floats(0, 0.1), st.booleans(), st.floats(0, 0.05))
 def test_all_shares_together_are_all_that_is_lost(everybody, exchange, in_backward, hidden) -> None:
     run = lockstep(everybody, exchange=exchange, in_backward=in_backward, steps=8, hidden=hidden)
-    base = take_apart(lockstep([Rank()], steps=8))
-    for parts in (take_apart(run), take_apart(run, RATIO)):
+    base = split_step(lockstep([Rank()], steps=8))
+    for parts in (split_step(run), split_step(run, RATIO)):
         for shares, ideal in ((lost_shares(base, parts), base.step), (lost_shares(base, parts, 3), base.step / 3)):
             lost = parts.step - ideal
             assert sum(share.seconds for share in shares) == pytest.approx(lost, abs=1e-9)
@@ -192,7 +192,7 @@ def test_all_shares_together_are_all_that_is_lost(everybody, exchange, in_backwa
 @given(st.lists(ranks, min_size=2, max_size=5), st.floats(0, 0.1))
 def test_what_is_waited_for_is_the_exchange_or_the_slowest_and_never_less_than_nothing(everybody, exchange) -> None:
     run = lockstep(everybody, exchange=exchange, steps=8)
-    parts = take_apart(run)
+    parts = split_step(run)
     assert parts.exchange == pytest.approx(exchange, abs=1e-9)
     assert parts.waiting >= -1e-12
     assert parts.step - parts.busy - parts.exchange == pytest.approx(0, abs=1e-9)
@@ -384,7 +384,7 @@ def test_efficiency_is_against_one_rank_with_the_same_or_the_whole_batch() -> No
     assert {row.mode: row.efficiency for row in rows} == pytest.approx(
         {"weak": alone(64).step / (alone(64).step + ring), "strong": alone(256).step / 2 / (alone(128).step + ring)}
     )
-    assert estimated_step(POINTS, MACHINE, 2, 64, LINK, Sent(0.0, 0.0)) == pytest.approx(alone(64).step)
+    assert estimated_step(POINTS, MACHINE, 2, 64, LINK, Traffic(0.0, 0.0)) == pytest.approx(alone(64).step)
 
 
 @pytest.mark.parametrize(

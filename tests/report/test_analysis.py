@@ -16,7 +16,7 @@ from tests.errors import raises
 from tests.rendered import rendered
 
 from paceline.cli import logs
-from paceline.report.analysis import EXAMPLES, Analysis, Reading, logged, read_line
+from paceline.report.analysis import EXAMPLES, Analysis, Reading, log_figures, read_line
 from paceline.report.run import whole_run
 from paceline.runs.attempt import TimesWriter
 from paceline.runs.events import Ended, Evaluated, Skipped, Started, Step
@@ -132,7 +132,7 @@ def test_a_script_under_launch_has_the_times_that_its_agent_noted(
     rates = logs.analyzed(str(run)).values["samples/s (counted)"]
     assert len(rates) == 33 + 2
     assert rates == pytest.approx([32] * len(rates))
-    figures, sentence = logged(whole_run(run))
+    figures, sentence = log_figures(whole_run(run))
     assert [figure.y for figure in figures] == ["loss"] and "32 samples/s (counted)" in sentence
 
 

@@ -101,7 +101,7 @@ def test_of_what_a_hostile_run_holds_only_so_much_is_kept(tmp_path: Path, monkey
     run = whole_run(folder)
     assert run.first is not None
     assert len(run.first.started) < 2500 and not any(len(str(event)) > 50_000 for _, event in run.first.events)
-    monkeypatch.setattr(reading, "MOST_BYTES", 2000)
+    monkeypatch.setattr(reading, "MAX_BYTES", 2000)
     run = whole_run(folder)
     assert any(one.startswith("events-0.jsonl:") for one in run.missing)
 

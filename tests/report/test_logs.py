@@ -10,7 +10,7 @@ import pytest
 from tests.errors import raises
 
 from paceline.cli import logs
-from paceline.report.logs import FOLD_SECONDS, MAX_WAITING, LineFilter, RankLine, RankLogs, fold_lines
+from paceline.report.logs import FOLD_SECONDS, MAX_BATCH, LineFilter, RankLine, RankLogs, fold_lines
 from paceline.runs.attempt import RECORD, LogTimes, TimesWriter, times_path
 from paceline.runs.folder import create_attempt_dir
 
@@ -58,8 +58,8 @@ def test_the_same_line_of_several_ranks_is_one_and_each_rank_keeps_its_order() -
         ([0], "loss 0"), ([1], "loss 1"), ([2], "loss 2"), ([0, 1, 2], "step 5"),
         ([0], "time 0"), ([1], "time 1"), ([2], "time 2"),
     ]  # fmt: skip
-    many = [(0.0, rank, str(number)) for rank in (0, 1) for number in range(2 * MAX_WAITING)]
-    assert len(said(*many)) == 4 * MAX_WAITING  # in bounded memory: what is far apart is not put together
+    many = [(0.0, rank, str(number)) for rank in (0, 1) for number in range(2 * MAX_BATCH)]
+    assert len(said(*many)) == 4 * MAX_BATCH  # in bounded memory: what is far apart is not put together
 
 
 def test_all_ranks_are_merged_by_time(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +113,7 @@ def test_only_the_end_of_a_large_log_is_read_and_a_search_reads_all(
     assert [line.text for line in found.lines(LineFilter(pattern=re.compile("^line 7$")))] == ["line 7"]
     monkeypatch.setattr("paceline.report.logs.MAX_ALL_BYTES", 24)
     assert [line.text for line in found.lines(LineFilter())] == ["line 199998", "line 199999"]
-    assert found.cut(LineFilter()) == [0]
+    assert found.truncated(LineFilter()) == [0]
 
 
 def test_the_agents_notes_say_when_a_byte_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

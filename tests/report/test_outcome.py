@@ -20,9 +20,9 @@ from paceline.report.outcome import (
     WAITING,
     failures,
     find_bottleneck,
-    learned,
+    learning_summary,
     remedy,
-    restarts,
+    restart_summary,
 )
 from paceline.report.page import report_page
 from paceline.report.run import whole_run
@@ -32,22 +32,22 @@ from paceline.runs.writers import EventWriter
 
 def test_a_loss_that_falls_and_one_that_does_not(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
-    fell = learned(whole_run(folder))
+    fell = learning_summary(whole_run(folder))
     text = (folder / "events-0.jsonl").read_text()
     (folder / "events-0.jsonl").write_text(text.replace('"loss":', '"loss":1.0,"was":'))
-    rendered([fell, learned(whole_run(folder))])
+    rendered([fell, learning_summary(whole_run(folder))])
 
 
 def test_restarts_are_told(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
-    assert restarts(whole_run(folder)) == ""
+    assert restart_summary(whole_run(folder)) == ""
     with EventWriter(folder / "events-0.jsonl") as writer:
         writer.write(Started(1, 0, 2, "n1", 2, "cpu", 2000.0, generation=1, start_step=30))
         writer.write(Step(31, 0, 1.0, 64, 1e-3, 0.1, 0.0, 2001.0))
     run = whole_run(folder)
-    rendered(restarts(run))
-    assert run.first is not None and (run.first.thrown_away, len(run.first.rows)) == (10, 31)
-    assert restarts(run) in report_page([run], "x")
+    rendered(restart_summary(run))
+    assert run.first is not None and (run.first.discarded, len(run.first.rows)) == (10, 31)
+    assert restart_summary(run) in report_page([run], "x")
 
 
 @pytest.mark.parametrize("code", [5, 1, 3])

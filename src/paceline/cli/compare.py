@@ -153,7 +153,7 @@ def _compared(
     alone = [row for row in rows if row.strategy == DEFAULT_ALONE and f"b{batch}" == row.name.rpartition("-")[2]]
     advice = advise(chosen, max(alone, key=lambda row: row.rate.median, default=None), memory)
     fastest = sorted(rows, key=lambda row: row.rate.median)[-1:]
-    use = [f"{row.way}: {', '.join([*format_speed(row), row.mfu_words])}" for row in fastest if row.mfu_words]
+    use = [f"{row.label}: {', '.join([*format_speed(row), row.mfu_words])}" for row in fastest if row.mfu_words]
     notes = [*comparison_notes(rows, cores, threads), *use, *rounds.notes()]
     return Compared(config.task, rows, [*refused, *rounds.failures], advice, notes)
 

@@ -22,7 +22,7 @@ from paceline.cli.torchrun import LaunchArguments, read_arguments
 from paceline.config.choices import untested_torch
 from paceline.config.settings import ClusterConfig, load
 from paceline.errors import ExitCode, UsageError
-from paceline.lab.check.report import judged, mistakes, script_page
+from paceline.lab.check.report import check_findings, count_mistakes, render_report
 from paceline.launch.plan import local
 from paceline.launch.supervise import run
 from paceline.protocol.control import BOOTSTRAP, CHECK
@@ -267,10 +267,10 @@ def report_findings(job: JobSpec, code: int) -> int:
     if len(ranks) < job.nproc or not any(facts.steps or facts.loaders for facts in ranks):
         say("--check has seen no training: no step of a torch optimizer, no DataLoader")
         return code or ExitCode.FAILED
-    findings = judged(ranks, [*read_notices(attempt_dir)])
+    findings = check_findings(ranks, [*read_notices(attempt_dir)])
     with suppress(OSError):  # a full disk: the page is what counts
         writing.replace(attempt_dir / FINDINGS, msgspec.json.encode(findings))
-    print(clean(script_page(job.name, ranks, findings, code)), flush=True)
+    print(clean(render_report(job.name, ranks, findings, code)), flush=True)
     if code:
         say(f"the script has ended with exit code {code}: what comes after that is not checked")
-    return code or (ExitCode.FAILED if mistakes(findings) else ExitCode.DONE)
+    return code or (ExitCode.FAILED if count_mistakes(findings) else ExitCode.DONE)

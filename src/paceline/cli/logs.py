@@ -177,9 +177,9 @@ class _ShownLogs:
                 "ran it): they are in the order of the ranks, not of time",
                 file=sys.stderr,
             )
-        if cut := self._logs.cut(self._wanted):
+        if cut := self._logs.truncated(self._wanted):
             print(
-                f"of the {plural(len(cut), 'log')} of {format_ranks(cut)} only the last {MAX_ALL_BYTES:,} bytes are shown",
+                f"only the last {MAX_ALL_BYTES:,} bytes of the {plural(len(cut), 'log')} of {format_ranks(cut)} are shown",
                 file=sys.stderr,
             )
         self._print(self._logs.lines(self._wanted), prefixed=len(logs) > 1)

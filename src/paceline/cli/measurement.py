@@ -12,7 +12,7 @@ import msgspec
 from paceline.cli.options import built, check_out_file, check_positive, print_json, write_json
 from paceline.config.settings import TrainConfig, absolute_task, check_values, dump, load, task_options
 from paceline.errors import UsageError, plural
-from paceline.lab.measurement import LOOKED_AT
+from paceline.lab.measurement import INSPECTED_STEPS
 from paceline.lab.rounds import MeasuredRounds, ProcessSet, measure_rounds
 from paceline.runs.reading import real_path
 from paceline.tasks import check_optimizer, check_task
@@ -59,8 +59,8 @@ def check_measurement(how: MeasurementConfig) -> None:
         UsageError: naming the option, and what it must be.
     """
     check_positive(how, "steps", "rounds", "threads_per_rank")
-    if how.warmup < LOOKED_AT:
-        raise UsageError(code="warmup-too-short", least=LOOKED_AT, value=how.warmup)
+    if how.warmup < INSPECTED_STEPS:
+        raise UsageError(code="warmup-too-short", least=INSPECTED_STEPS, value=how.warmup)
     check_out_file("--out", how.out)
 
 

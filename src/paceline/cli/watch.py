@@ -24,7 +24,7 @@ from paceline.errors import ExitCode, UsageError
 from paceline.guard.report import describe_rank
 from paceline.launch.output import lines_of, start_of_last
 from paceline.protocol.evidence import CHECKPOINT_ASK
-from paceline.report.live import LiveReader, RunNow
+from paceline.report.live import LiveReader, RunSnapshot
 from paceline.report.watch_lines import summary_line
 from paceline.runs import writing
 from paceline.runs.console import clean
@@ -73,12 +73,12 @@ class _Run:
         self._reader = LiveReader(run_dir, may_ask=self.may_act)
         self.standing = self._standing()
 
-    def look(self) -> tuple[RunNow, RunState]:
+    def look(self) -> tuple[RunSnapshot, RunState]:
         """The run now. Call it from one thread at a time."""
         now = time.monotonic()
         if now > self._stood_seconds + STATE_SECONDS or (now > self._ended_seconds + END_SECONDS and self._ended(now)):
             self.standing = self._standing()
-        return self._reader.look(self._attempt), self.standing
+        return self._reader.read(self._attempt), self.standing
 
     def _ended(self, now: float) -> bool:
         self._ended_seconds = now
@@ -109,7 +109,7 @@ class _Run:
 
     def save(self) -> str:
         """Ask all ranks for a checkpoint."""
-        if self._reader.look(self._attempt).step is None:
+        if self._reader.read(self._attempt).step is None:
             raise UsageError("there is no step yet, or the script saves by itself: no checkpoint is asked for")
         try:
             os.close(writing.create(self._newest() / f"{CHECKPOINT_ASK}{secrets.token_hex(8)}"))

@@ -13,17 +13,17 @@ from paceline.lab.measurement import NO_EXCHANGE, Measurement, Memory, NotMeasur
 from paceline.runs.console import table_console
 
 REFERENCE = "reference"
-"""the candidate whose bits all others are compared with: `exact` on one process, with as many virtual ranks"""
+"""The candidate with the reference bits: `exact` on one process, with the same number of virtual ranks."""
 SPEED = ("strategy", "processes", "batch", "samples/s", "x one process", "MFU", "CPU ms/step", "waits",
          "first step s", "sent MB/step", "same bits as")  # fmt: skip
 USE = ("tokens_per_second", "mfu")
-WORDS = ("strategy", "same bits as", "scaling", "on")  # columns of words
+TEXT_COLUMNS = ("strategy", "same bits as", "scaling", "on")
 MEMORY = ("strategy", "processes", "batch", "weights", "gradients", "optimizer", "activations", "exchange", "peak",
           "process")  # fmt: skip
-WORTH = 1.05  # times the speed of one process; less is not worth a second process
-EXACT_ENOUGH = 0.9  # of the fastest: so much speed the same bits are worth
+MIN_SPEEDUP = 1.05  # over one process, to recommend several processes
+MIN_EXACT_SPEED = 0.9  # of the fastest strategy, to recommend `exact`
 NOT_MEASURED = "[bold red]not measured[/]"
-FULL = 0.9  # of the memory: more leaves nothing for what a longer run needs
+MAX_MEMORY = 0.9  # of the memory: a longer run needs the rest
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -44,22 +44,22 @@ class Row(msgspec.Struct, frozen=True):
     batch_size: int
     global_batch: int
     rate: Spread  # samples a second
-    ratio: Spread  # to the base line of the same round
-    cpu_ms: float  # user and system, of a step, all ranks together
+    ratio: Spread  # to the baseline of the same round
+    cpu_ms: float  # user and system time per step, all ranks together
     first_step_seconds: float
     launch_seconds: float
     sent_bytes: float | None
     memory: Memory | None
     bits: str
     mesh: str = ""
-    sync_share: float = 0.0  # of a step's time, in [0, 1]: what a rank waits for others
+    sync_share: float = 0.0  # fraction of a step, in [0, 1], in which a rank waits for others
     tokens_per_second: float | None = None
     mfu: float | None = None
-    mfu_words: str = ""  # how it was computed, in the first round
+    mfu_words: str = ""  # how the MFU was computed in the first round
 
     @property
-    def way(self) -> str:
-        """The strategy, and the mesh that it works on."""
+    def label(self) -> str:
+        """The strategy and its mesh."""
         return strategy_on(self.strategy, self.mesh)
 
     @property
@@ -73,18 +73,19 @@ def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, steps: int
 
     Args:
         rounds: the measurements of each round.
-        base: the name of the candidate that the others are compared with.
-        steps: of a measurement.
+        base: the name of the baseline candidate.
+        steps: the number of measured steps.
     """
     by_name: dict[str, list[Measurement]] = {}
     ratios: dict[str, list[float]] = {}
-    for found in rounds:
-        for chunk in found:
+    for chunks in rounds:
+        for chunk in chunks:
             by_name.setdefault(chunk.name, []).append(chunk)
-            for other in found:
+            for other in chunks:
                 if other.name == base:
                     ratios.setdefault(chunk.name, []).append(chunk.rate / other.rate)
-    reference = {one.batch_size: one.digest for found in rounds for one in found if one.name.startswith(REFERENCE)}
+    all_chunks = [chunk for chunks in rounds for chunk in chunks]
+    reference = {chunk.batch_size: chunk.digest for chunk in all_chunks if chunk.name.startswith(REFERENCE)}
     return [
         _row(chunks, ratios.get(name, []), reference, steps)
         for name, chunks in sorted(by_name.items(), key=lambda item: item[1][0].batch_size)
@@ -112,17 +113,17 @@ def _row(chunks: Sequence[Measurement], ratios: Sequence[float], reference: Mapp
         mesh=first.mesh,
         sync_share=median(chunk.sync_share for chunk in chunks),
         mfu_words=first.mfu_words,
-        **{name: median(one.use[name] for one in chunks) for name in USE if all(name in one.use for one in chunks)},
+        **{name: median(c.use[name] for c in chunks) for name in USE if all(name in c.use for c in chunks)},
     )
 
 
 def bits_of(chunk: Measurement, digests: Sequence[str], reference: str | None) -> str:
-    """Whether the bits are those of other world sizes: guaranteed, or only observed here."""
+    """The world sizes with the same bits, guaranteed or only observed here."""
     if chunk.world_size == 1:
         return "-"
     if chunk.strategy in EXACT:
         broken = reference is not None and any(digest != reference for digest in digests)
-        return "BROKEN: not one process's" if broken else "every world size"
+        return "BROKEN: differs from one process" if broken else "every world size"
     if reference is not None and all(digest == reference for digest in digests):
         return "one process's, here"
     repeated = len(digests) > 1 and len({*digests}) == 1
@@ -130,7 +131,7 @@ def bits_of(chunk: Measurement, digests: Sequence[str], reference: str | None) -
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The quartiles; of one value, that value."""
+    """The quartiles of the values. A single value is its own quartiles."""
     if len(values) < 2:
         return Spread(values[0], values[0], values[0])
     low, middle, high = quantiles(values, n=4, method="inclusive")
@@ -141,49 +142,49 @@ def advise(rows: Sequence[Row], alone: Row | None, room_bytes: int | None) -> st
     """Recommend a strategy in one sentence, with the numbers behind it.
 
     Args:
-        rows: of several processes, all of one batch size, without the limit.
-        alone: the best of one process; None if it could not be measured (for example, it does not fit).
-        room_bytes: of memory for one rank; None if unknown.
+        rows: the strategies on several processes with the same batch size, without NO_EXCHANGE.
+        alone: the best row of one process. None if it could not be measured, for example if it does not fit.
+        room_bytes: the memory for one rank. None if unknown.
     """
     if not rows:
         if alone is None:
             return "Nothing could be measured: see the reasons above."
-        return f"Train on one process: none of the strategies could be measured, it reached {_rate(alone)}."
-    fitting = [row for row in rows if room_bytes is None or row.needed_bytes <= FULL * room_bytes]
+        return f"Train on one process, which reached {_rate(alone)}: no strategy could be measured."
+    fitting = [row for row in rows if room_bytes is None or row.needed_bytes <= MAX_MEMORY * room_bytes]
     if not fitting:
         small = min(rows, key=lambda row: row.needed_bytes)
         return (
-            f"Use {small.way}: nothing fits into the {_size(room_bytes)} of a rank; it needs least, "
-            f"{_size(small.needed_bytes)}, at {_rate(small)}. More ranks, a smaller batch or --checkpoint-activations "
-            "help."
+            f"Use {small.label}: no strategy fits into the {_size(room_bytes)} of a rank, and it needs the least, "
+            f"{_size(small.needed_bytes)}, at {_rate(small)}. Use more ranks, a smaller batch or "
+            "--checkpoint-activations."
         )
     best = max(fitting, key=lambda row: row.rate.median)
     needs = _size(best.needed_bytes)
     if all(_is_sharded(row, rows) for row in fitting):
         return (
-            f"Use {best.way}: only strategies that share out the training's state fit into the "
+            f"Use {best.label}: only strategies that shard the training state fit into the "
             f"{_size(room_bytes)} of a rank; it needs {needs}, at {_rate(best)}."
         )
-    if alone is not None and best.rate.median < WORTH * alone.rate.median:
+    if alone is not None and best.rate.median < MIN_SPEEDUP * alone.rate.median:
         return (
             f"Train on one process: it reaches {_rate(alone)} on "
-            f"{plural(alone.threads, 'thread')}; the fastest of {best.world_size} processes, {best.way}, "
+            f"{plural(alone.threads, 'thread')}; the fastest of {best.world_size} processes, {best.label}, "
             f"reaches {_rate(best)}."
         )
-    exact = [row for row in fitting if row.strategy in EXACT and row.rate.median >= EXACT_ENOUGH * best.rate.median]
+    exact = [row for row in fitting if row.strategy in EXACT and row.rate.median >= MIN_EXACT_SPEED * best.rate.median]
     pick = max(exact, key=lambda row: (not _is_sharded(row, rows), row.rate.median), default=best)
     fits = f"it fits on one device ({_size(pick.needed_bytes)}{f' of {_size(room_bytes)}' if room_bytes else ''})"
     over = "" if alone is None else f", {pick.rate.median / alone.rate.median:.2f} times one process"
     if not exact:
-        return f"Use {pick.way}: {fits} and is the fastest, at {_rate(pick)}{over}."
-    speed = f"{pick.rate.median / best.rate.median:.2f} times the fastest, {best.way} ({_rate(best)})"
+        return f"Use {pick.label}: {fits} and is the fastest, at {_rate(pick)}{over}."
+    speed = f"{pick.rate.median / best.rate.median:.2f} times the fastest, {best.label} ({_rate(best)})"
     speed = "the fastest" if pick is best else speed
-    return f"Use {pick.way}: {fits}, has the same bits at every world size, and is {speed}, at {_rate(pick)}{over}."
+    return f"Use {pick.label}: {fits}, has the same bits at every world size, and is {speed}, at {_rate(pick)}{over}."
 
 
 def _is_sharded(row: Row, rows: Sequence[Row]) -> bool:
-    """Whether a rank holds clearly less of the state than with the strategy that holds most."""
-    state = {one.name: one.memory.state if one.memory else 0 for one in rows}
+    """Whether a rank holds clearly less state than with the strategy that holds the most."""
+    state = {other.name: other.memory.state if other.memory else 0 for other in rows}
     return state[row.name] < 0.9 * max(state.values())
 
 
@@ -200,20 +201,20 @@ def _size(size: int | None) -> str:
 def print_compared(rows: Sequence[Row], failures: Sequence[NotMeasured], advice: str, notes: Sequence[str]) -> None:
     """Print the tables, the failures, the notes, and the advice last."""
     console = table_console(140)
-    speed = make_table(SPEED, "speed: median over rounds (quartiles); batch: of a step, all ranks together")
+    speed = make_table(SPEED, "speed: median over rounds (quartiles); batch: samples per step, all ranks together")
     for row in rows:
         speed.add_row(*_speed(row))
     for failure in failures:
         speed.add_row(strategy_on(failure.strategy, failure.mesh), str(failure.world_size), "", NOT_MEASURED)
     console.print(speed)
-    memory = make_table(MEMORY, "memory of a rank, MB; peak: all tensors together; process: libraries, too")
+    memory = make_table(MEMORY, "memory of a rank, MB; peak: all tensors together; process: including libraries")
     for row in rows:
         memory.add_row(*_memory(row))
     if any(row.memory for row in rows):
         console.print(memory)
     for failure in failures:
         name = strategy_on(failure.strategy, failure.mesh)
-        console.print(f"{name}, batch {failure.batch_size} a rank: {failure.reason}", markup=False)
+        console.print(f"{name}, batch {failure.batch_size} per rank: {failure.reason}", markup=False)
     for note in notes:
         console.print(note, markup=False)
     console.print(advice, markup=False, style="bold")
@@ -223,7 +224,7 @@ def make_table(columns: Sequence[str], title: str) -> Table:
     """An empty table with numbers aligned to the right."""
     table = Table(title=title)
     for column in columns:
-        table.add_column(column, justify="left" if column in WORDS else "right")
+        table.add_column(column, justify="left" if column in TEXT_COLUMNS else "right")
     return table
 
 
@@ -248,7 +249,7 @@ def _memory(row: Row) -> list[str]:
 
 
 def _who(row: Row) -> list[str]:
-    name = f"({NO_EXCHANGE}: the limit)" if row.strategy == NO_EXCHANGE else row.way
+    name = f"({NO_EXCHANGE}: the limit)" if row.strategy == NO_EXCHANGE else row.label
     return [name, f"{row.world_size} x {plural(row.threads, 'thread')}", str(row.global_batch)]
 
 

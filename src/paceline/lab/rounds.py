@@ -22,8 +22,8 @@ from paceline.protocol.control import STOP_SIGNALS
 from paceline.protocol.evidence import Failure
 
 WORKER = "paceline.lab.ranks.measure"
-QUIET = {"KINETO_LOG_LEVEL": "99"}  # else the profiler prints several lines at each start
-LAST_CHARS = 300
+QUIET = {"KINETO_LOG_LEVEL": "99"}  # otherwise the profiler prints several lines at each start
+MAX_REASON_CHARS = 300
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class MeasuredRounds:
     def notes(self) -> list[str]:
         """The notes of all measurements, each once."""
         measured = [chunk for chunks in self.rounds for chunk in chunks]
-        held_back: dict[tuple[int, int], list[str]] = {}
+        slow: dict[tuple[int, int], list[str]] = {}
         for chunk in measured:
             for rank, reason in chunk.gpus.items():
-                held_back.setdefault((chunk.world_size, rank), []).append(reason)
+                slow.setdefault((chunk.world_size, rank), []).append(reason)
         times = Counter(chunk.world_size for chunk in measured)
         slow_gpus = [
             f"rank {rank} of {size}, in {len(reasons)} of {times[size]} measurements: its {reasons[0]}"
-            for (size, rank), reasons in sorted(held_back.items())
+            for (size, rank), reasons in sorted(slow.items())
         ]
         return [*dict.fromkeys(note for chunk in measured for note in chunk.notes), *slow_gpus]
 
@@ -69,55 +69,56 @@ def measure_rounds(
 
     Args:
         sets: the candidates, by number of processes.
-        settings: of the training, as TOML.
+        settings: the settings of the training, as TOML.
         root: an existing folder for all files.
-        rounds: how often everything is measured.
-        warmup: steps before the measured ones, at least LOOKED_AT.
+        rounds: the number of measurements of each candidate.
+        warmup: steps before the measured ones, at least INSPECTED_STEPS.
         steps: measured steps.
         memory: also measure memory, in the first round.
     """
-    found = MeasuredRounds()
+    results = MeasuredRounds()
     for number in range(rounds):
-        found.rounds.append([])
-        for one in sets:
-            _say(f"round {number + 1} of {rounds}: {plural(one.nproc, 'process', 'processes')} ...")
-            shift = number % max(1, len(one.candidates))
-            gone = {failure.name for failure in found.failures if failure.world_size == one.nproc}
-            turn = [c for c in (*one.candidates[shift:], *one.candidates[:shift]) if c.name not in gone]
-            folder = folder_of(root, number, one.nproc)
-            order = MeasureOrder(turn, warmup, steps, str(folder), time.time(), memory and number == 0)
-            _measure_set(found, order, settings, one.nproc)
-            if found.code != ExitCode.DONE:
-                return found
-    return found
+        results.rounds.append([])
+        for one_set in sets:
+            _print(f"round {number + 1} of {rounds}: {plural(one_set.nproc, 'process', 'processes')} ...")
+            shift = number % max(1, len(one_set.candidates))
+            failed = {failure.name for failure in results.failures if failure.world_size == one_set.nproc}
+            rotated = [*one_set.candidates[shift:], *one_set.candidates[:shift]]
+            remaining = [candidate for candidate in rotated if candidate.name not in failed]
+            folder = folder_of(root, number, one_set.nproc)
+            order = MeasureOrder(remaining, warmup, steps, str(folder), time.time(), memory and number == 0)
+            _measure_set(results, order, settings, one_set.nproc)
+            if results.code != ExitCode.DONE:
+                return results
+    return results
 
 
-def _measure_set(found: MeasuredRounds, order: MeasureOrder, settings: str, nproc: int) -> None:
-    """Measure one set of processes, started again after each candidate that fails."""
-    left, folder = order.candidates, Path(order.folder)
-    while left:
-        if folder.exists():  # of the set that a candidate has ended; its events stay beside those of the new one
-            folder = Path(f"{order.folder}-again-{len(left)}")
-        rest = msgspec.structs.replace(order, candidates=left, folder=str(folder), started_unix=time.time())
+def _measure_set(results: MeasuredRounds, order: MeasureOrder, settings: str, nproc: int) -> None:
+    """Measure one set of processes, and start it again after each candidate that fails."""
+    remaining, folder = order.candidates, Path(order.folder)
+    while remaining:
+        if folder.exists():  # a candidate has failed: keep the events of its set
+            folder = Path(f"{order.folder}-again-{len(remaining)}")
+        rest = msgspec.structs.replace(order, candidates=remaining, folder=str(folder), started_unix=time.time())
         code = _start_set(rest, settings, nproc)
         measured = _read_measurements(folder)
-        found.rounds[-1].extend(measured)
+        results.rounds[-1].extend(measured)
         if code == ExitCode.DONE:
             return
         running = folder / RUNNING
         if code - 128 in {*STOP_SIGNALS} or not running.is_file():
-            found.code = code
+            results.code = code
             return
-        at = msgspec.json.decode(running.read_bytes(), type=Candidate)
-        reason = _reason(folder / "attempt", code)
-        found.failures.append(NotMeasured(at.name, at.strategy, nproc, at.batch_size, reason, at.mesh))
-        _say(f"{strategy_on(at.strategy, at.mesh)} failed and is left out; the others go on")
-        done = {at.name, *(one.name for one in measured)}
-        left = [candidate for candidate in left if candidate.name not in done]
+        failed = msgspec.json.decode(running.read_bytes(), type=Candidate)
+        name, reason = failed.name, _failure_reason(folder / "attempt", code)
+        results.failures.append(NotMeasured(name, failed.strategy, nproc, failed.batch_size, reason, failed.mesh))
+        _print(f"{strategy_on(failed.strategy, failed.mesh)} failed; measuring the other candidates")
+        done = {name, *(measurement.name for measurement in measured)}
+        remaining = [candidate for candidate in remaining if candidate.name not in done]
 
 
 def _start_set(order: MeasureOrder, settings: str, nproc: int) -> int:
-    """Start `nproc` workers on `order`, whose folder must not exist, and wait for their end; their exit code."""
+    """Start `nproc` workers on `order`, whose folder must not exist, and wait for them. Return their exit code."""
     folder = Path(order.folder)
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(settings)
@@ -132,16 +133,16 @@ def _read_measurements(folder: Path) -> list[Measurement]:
     return [msgspec.json.decode(line, type=Measurement) for line in lines if line.endswith(b"}")]
 
 
-def _reason(attempt: Path, code: int) -> str:
-    found = [msgspec.json.decode(path.read_bytes(), type=Failure) for path in sorted(attempt.glob("error-*.json"))]
-    own = [failure for failure in found if not failure.victim] or found
-    if own:
-        first = min(own, key=lambda failure: failure.monotonic_seconds)
-        words = first.message.strip().splitlines() or [first.type]
-        who = "" if first.exit_code == ExitCode.USAGE else f"rank {first.rank}: {first.type}: "
-        return f"{who}{words[0]}"[:LAST_CHARS]
+def _failure_reason(attempt: Path, code: int) -> str:
+    failures = [msgspec.json.decode(path.read_bytes(), type=Failure) for path in sorted(attempt.glob("error-*.json"))]
+    causes = [failure for failure in failures if not failure.victim] or failures
+    if causes:
+        first = min(causes, key=lambda failure: failure.monotonic_seconds)
+        lines = first.message.strip().splitlines() or [first.type]
+        rank = "" if first.exit_code == ExitCode.USAGE else f"rank {first.rank}: {first.type}: "
+        return f"{rank}{lines[0]}"[:MAX_REASON_CHARS]
     return f"its processes ended with code {code}" + (" (killed; out of memory?)" if code == 137 else "")
 
 
-def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -3,7 +3,7 @@
     step = work + exchange on one machine + 2 (M-1) * latency + 2 (M-1)/M * bytes / rate
 
 estimates a step on M machines like this one with one link each. The first two terms are measured
-(view/step_parts.py), the others are those of a ring. docs/scaling.md says what the estimate leaves out.
+(report/step_parts.py), the others are those of a ring. docs/scaling.md describes the limits of the estimate.
 """
 
 import re
@@ -18,7 +18,14 @@ from rich.table import Table
 from paceline.errors import UsageError, plural
 from paceline.lab.compare import Spread, make_table, spread
 from paceline.report.run import PHASES
-from paceline.report.step_parts import Run, Spent, StepParts, backward_per_forward, between_meetings, take_apart
+from paceline.report.step_parts import (
+    PhaseSeconds,
+    Run,
+    StepParts,
+    backward_per_forward,
+    split_step,
+    step_between_syncs,
+)
 from paceline.runs.console import table_console
 from paceline.runs.events import Counted, Event, MemoryBreakdown, Started, Step, Traced, event_files, read_events
 from paceline.runs.folder import WEIGHTS
@@ -28,36 +35,36 @@ COMPUTE, DATA, EXCHANGE, WAITING = "slower compute", "data", "exposed communicat
 SMALLER, REST = "smaller batch per rank", "rest"
 LOST = ("ranks", "batch each", "samples/s", "step ms", "efficiency", "lost ms")
 ESTIMATED = ("scaling", "ranks", "batch each", "step ms", "samples/s", "efficiency", "on")
-NOISE = 0.02  # of the efficiency: less is not reported
+NOISE = 0.02  # a smaller loss of efficiency is not reported
 MACHINES = (2, 4, 8, 16, 64, 512)
-COMPARED_MACHINES = (2, 8)  # for which what reduces traffic is estimated
+COMPARED_MACHINES = (2, 8)  # estimated also with settings that reduce traffic
 LOCAL_STEPS = 16
-INT8_SHARE = (1 + 4 / 512) / 4  # a byte for each number, and a scale for each 512
+INT8_FRACTION = (1 + 4 / 512) / 4  # a byte per number, and a scale per 512 numbers
 EXAMPLES = "100Gbit,5us   10Gbit,30us   12.5GB,2us   1Gbit"
 _SCALE = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(k|K|M|m|G|g|T|t|Ki|Mi|Gi)?(bit|bps|B)(?:/s|ps)?")
-_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(ns|us|\u00b5s|\u03bcs|ms|s)")  # two letters look like a Greek mu
+_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(ns|us|\u00b5s|\u03bcs|ms|s)")  # the micro sign and the Greek mu
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "\u03bcs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 class At(msgspec.Struct, frozen=True, order=True):
-    """A number of ranks, and the samples of each in a step."""
+    """A number of ranks, and the samples per rank in a step."""
 
     ranks: int
     batch: int
 
 
 Runs = Mapping[At, Sequence[Run]]  # by round; all points have the same number of rounds
-Points = Mapping[At, StepParts]  # the mean step on so many ranks with so many samples each
+Points = Mapping[At, StepParts]  # the mean step at each point
 
 
 @dataclass(frozen=True)
-class Share:
+class LossCause:
     """One cause of lost efficiency."""
 
     cause: str
-    seconds: float  # of a step; negative where more ranks made it faster
-    percent: float  # of all that was lost
+    seconds: float  # of a step; negative if more ranks made it faster
+    percent: float  # of the total loss
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -68,11 +75,11 @@ class Lost(msgspec.Struct, frozen=True):
     samples_per_second: float
     step_seconds: float
     efficiency: Spread
-    lost_seconds: float  # of each step
-    shares: list[Share]
+    lost_seconds: float  # per step
+    shares: list[LossCause]
     slowest: int | None
     slow_phase: str
-    crowd: float  # threads for each core, at least 1
+    crowd: float  # threads per core, at least 1
 
 
 @dataclass(frozen=True)
@@ -84,25 +91,25 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Sent:
+class Traffic:
     """The data that a machine sends to the others."""
 
-    share: float  # of all bytes
-    messages: float  # that follow each other; a message to all others at the same time is one
-    every: int = 1  # steps
+    fraction: float  # of the uncompressed bytes
+    messages: float  # sequential; one message to all others at the same time counts once
+    every: int = 1  # steps between two exchanges
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts that all measured points share."""
+    """The properties of the machine and the training, the same for all measured points."""
 
     cores: int
-    threads: int  # of each rank
-    weight_bytes: int  # that ranks exchange in a step
+    threads: int  # per rank
+    weight_bytes: int  # that ranks exchange per step
     over_network: bool = False  # whether the measured ranks exchange over a network
-    in_parts: bool = False  # whether a rank is a copy of the model that is split over several processes
-    low_rank_bytes: int = 0  # that they exchange with --compress powersgd; 0: unknown
-    over_gloo: bool = True  # its receiver requests each message first: a message takes the latency twice
+    in_parts: bool = False  # whether a "rank" is a copy of the model that is split over several processes
+    low_rank_bytes: int = 0  # that ranks exchange with --compress powersgd; 0: unknown
+    over_gloo: bool = True  # its receiver requests each message first, so a message takes the latency twice
 
     def crowd(self, ranks: int) -> float:
         """Threads per core, at least 1."""
@@ -120,7 +127,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class Scaled(msgspec.Struct, frozen=True):
-    """Everything that is printed or written."""
+    """The complete result, which the command prints or writes."""
 
     what: str
     lost: list[Lost]
@@ -136,15 +143,15 @@ def read_run(folder: Path, *, skip: int) -> Run:
     """
     folder = real_path(folder)
     started: dict[int, Started] = {}
-    steps: dict[int, dict[int, Spent]] = {}
+    steps: dict[int, dict[int, PhaseSeconds]] = {}
     samples: dict[int, int] = {}
     for rank, path in event_files(folder).items():
         before: Event | None = None
         for event in read_events(path):
             if isinstance(event, Started):
                 started[rank] = event
-                steps[rank] = {}  # an earlier start's steps had other companions
-            elif isinstance(event, Step) and event.steps == 1:  # a record of several steps has no phases of each
+                steps[rank] = {}  # steps of earlier starts had different ranks
+            elif isinstance(event, Step) and event.steps == 1:  # a record of several steps has no phases per step
                 steps.setdefault(rank, {})[event.step] = _spent(event, before)
                 samples[event.step] = event.samples
             if not isinstance(event, Traced | MemoryBreakdown | Counted):
@@ -168,19 +175,19 @@ def read_run(folder: Path, *, skip: int) -> Run:
     )
 
 
-def _spent(step: Step, before: Event | None) -> Spent:
+def _spent(step: Step, before: Event | None) -> PhaseSeconds:
     phases = {name: step.phase_seconds.get(name, 0.0) for name in PHASES}
     if not isinstance(before, Step) or before.steps > 1:
-        return Spent(**phases, seconds=step.seconds)
+        return PhaseSeconds(**phases, seconds=step.seconds)
     between = step.unix_time - before.unix_time - step.seconds
-    return between_meetings(phases, step.seconds, between, before.phase_seconds.get("optimizer", 0.0))
+    return step_between_syncs(phases, step.seconds, between, before.phase_seconds.get("optimizer", 0.0))
 
 
 def read_runs(folders: Sequence[Path], *, skip: int) -> Runs:
-    """The runs in these folders, by ranks and samples of each; several of one point are its rounds.
+    """The runs in these folders, by point. Several runs at the same point are its rounds.
 
     Raises:
-        UsageError: if none of them is of one rank, or none of several, or a folder cannot be read.
+        UsageError: if no run has one rank, no run has several ranks, or a folder cannot be read.
     """
     runs: dict[At, list[Run]] = {}
     for folder in folders:
@@ -196,7 +203,7 @@ def read_runs(folders: Sequence[Path], *, skip: int) -> Runs:
 
 
 def comparable(runs: Runs) -> tuple[int | None, int | None]:
-    """(samples of each rank, of all together) at which one rank can be compared with others; None if it cannot."""
+    """(samples per rank, global samples) at which one rank can be compared with several ranks; None if it cannot."""
     alone, others = [at.batch for at in runs if at.ranks == 1], [at for at in runs if at.ranks > 1]
     weak = [batch for batch in alone if any(at.batch == batch for at in others)]
     strong = [batch for batch in alone if any(at.ranks * at.batch == batch for at in others)]
@@ -216,28 +223,28 @@ def weight_bytes(folders: Sequence[Path]) -> int:
 
 
 def parts_of(runs: Runs, alone: Runs) -> dict[At, StepParts]:
-    """Split the middle round of each point into parts; `alone` are runs without exchange, if there are any."""
+    """Split the median round of each point into parts. `alone` are runs without exchange, if there are any."""
     base = next((_middle(rounds) for at, rounds in sorted(runs.items()) if at.ranks == 1), None)
     parts: dict[At, StepParts] = {}
     for at, rounds in runs.items():
         without = _middle(alone[at]) if alone.get(at) else base
-        parts[at] = take_apart(_middle(rounds), backward_per_forward(without) if without and at.ranks > 1 else None)
+        parts[at] = split_step(_middle(rounds), backward_per_forward(without) if without and at.ranks > 1 else None)
     return parts
 
 
 def lost_of(runs: Runs, parts: Points, machine: Machine, mode: str, batch: int) -> list[Lost]:
-    """The loss on each number of ranks above 1; `batch` is that of each rank (weak), or of all together (strong)."""
-    found: list[Lost] = []
+    """The loss on each number of ranks above 1. `batch` is per rank (weak scaling), or global (strong scaling)."""
+    losses: list[Lost] = []
     for ranks in sorted({at.ranks for at in runs}):
         at = At(ranks, batch if mode == "weak" else batch // ranks)
         base = At(1, batch)
         if ranks == 1 or at not in runs or base not in runs:
             continue
-        work = 1 if mode == "weak" else ranks  # a rank has 1/work of the samples that one rank alone has
+        work = 1 if mode == "weak" else ranks  # a rank has 1/work of the samples of the single rank
         ratios = [a.step_seconds / work / b.step_seconds for a, b in zip(runs[base], runs[at], strict=True)]
         alone, many = parts[base], parts[at]
         shares = lost_shares(alone, many, work, parts.get(At(1, at.batch)) if mode == "strong" else None)
-        found.append(
+        losses.append(
             Lost(
                 mode,
                 at,
@@ -251,13 +258,14 @@ def lost_of(runs: Runs, parts: Points, machine: Machine, mode: str, batch: int) 
                 crowd=machine.crowd(ranks),
             )
         )
-    return found
+    return losses
 
 
-def lost_shares(base: StepParts, parts: StepParts, work: int = 1, small: StepParts | None = None) -> list[Share]:
-    """Causes of a step longer than that of one rank with `work` times the samples, divided by `work`; largest first.
+def lost_shares(base: StepParts, parts: StepParts, work: int = 1, small: StepParts | None = None) -> list[LossCause]:
+    """The causes of a longer step than on one rank, which has `work` times the samples; the largest first.
 
-    `small` is one rank with the samples of each rank, so it shows the cost of the smaller batch (strong scaling).
+    The step of the one rank is divided by `work`. `small` is one rank with the samples of each rank. It shows the cost
+    of the smaller batch (strong scaling).
     """
     causes = {
         COMPUTE: parts.compute - base.compute / work,
@@ -270,7 +278,7 @@ def lost_shares(base: StepParts, parts: StepParts, work: int = 1, small: StepPar
         causes[COMPUTE] = parts.compute - small.compute
     lost = parts.step - base.step / work
     causes[REST] = lost - sum(causes.values())
-    shares = [Share(cause, seconds, 100 * seconds / lost if lost else 0.0) for cause, seconds in causes.items()]
+    shares = [LossCause(cause, seconds, 100 * seconds / lost if lost else 0.0) for cause, seconds in causes.items()]
     return sorted(shares, key=lambda share: -share.seconds)
 
 
@@ -281,49 +289,51 @@ def _middle(runs: Sequence[Run]) -> Run:
 
 def estimates_of(points: Points, machine: Machine, weak: int | None, strong: int | None, link: Network
                  ) -> list[Estimate]:  # fmt: skip
-    """Estimate steps on more machines like this one over `link`; for `weak` also with settings that reduce traffic."""
+    """Estimate steps on more machines like this one over `link`, for `weak` also with settings that reduce traffic."""
     estimates = list[Estimate]()
     here = _ranks_each(points, machine)
 
-    def add(count: int, mode: str, batch: int, sent: Sent, where: str) -> None:
+    def add(count: int, mode: str, batch: int, sent: Traffic, where: str) -> None:
         work = 1 if mode == "weak" else count * here
-        if own := batch // work:
-            seconds = estimated_step(points, machine, count, own, link, sent)
+        if per_rank := batch // work:
+            seconds = estimated_step(points, machine, count, per_rank, link, sent)
             alone = _work_alone(points, batch) / work
-            estimates.append(Estimate(mode, At(count * here, own), where, seconds, alone / seconds if seconds else 0.0))
+            at = At(count * here, per_rank)
+            estimates.append(Estimate(mode, at, where, seconds, alone / seconds if seconds else 0.0))
 
     for count in MACHINES:
         for mode, batch in (("weak", weak), ("strong", strong)):
             if batch:
                 where = f"{count} machines, {plural(here, 'rank')} each"
-                add(count, mode, batch, Sent(1.0, ring_messages(count)), where)
+                add(count, mode, batch, Traffic(1.0, ring_messages(count)), where)
     for count in COMPARED_MACHINES if weak else ():
-        for words, sent in less_traffic(machine, count):
-            add(count, "weak", weak or 0, sent, f"{count} machines, {words}")
+        for setting, sent in less_traffic(machine, count):
+            add(count, "weak", weak or 0, sent, f"{count} machines, {setting}")
     return estimates
 
 
-def estimated_step(points: Points, machine: Machine, count: int, batch: int, link: Network, sent: Sent | None = None
+def estimated_step(points: Points, machine: Machine, count: int, batch: int, link: Network, sent: Traffic | None = None
                    ) -> float:  # fmt: skip
-    """Seconds of a step on `count` machines, each of whose ranks has `batch` samples."""
-    here, sent = _ranks_each(points, machine), sent or Sent(1.0, ring_messages(count))
+    """Seconds of a step on `count` machines, with `batch` samples per rank."""
+    here, sent = _ranks_each(points, machine), sent or Traffic(1.0, ring_messages(count))
     work, inside = _work_alone(points, batch), 0.0
     if here > 1:  # ranks of one machine slow each other down, and wait for the slowest
         full = {at: parts for at, parts in points.items() if at.ranks == here}
         inside = mean(parts.exchange for parts in full.values())
         work *= mean((parts.step - parts.exchange) / _work_alone(points, at.batch) for at, parts in full.items())
     latency = link.latency_seconds * (2 if machine.over_gloo else 1)
-    between = sent.messages * latency + ring_volume(count) * sent.share * machine.weight_bytes / link.bytes_per_second
+    sent_bytes = ring_volume(count) * sent.fraction * machine.weight_bytes
+    between = sent.messages * latency + sent_bytes / link.bytes_per_second
     return work + inside + between / sent.every
 
 
 def _ranks_each(points: Points, machine: Machine) -> int:
-    """The most ranks measured that have cores of their own."""
+    """The largest measured number of ranks that do not compete for cores."""
     return max((at.ranks for at in points if machine.crowd(at.ranks) <= 1 and not machine.over_network), default=1)
 
 
 def _work_alone(points: Points, batch: int) -> float:
-    """Seconds that one rank takes for `batch` samples: measured, or on the line through the measured points."""
+    """Seconds that one rank takes for `batch` samples: measured, or from a line through the measured points."""
     alone = {at.batch: parts.step for at, parts in points.items() if at.ranks == 1}
     if batch in alone:
         return alone[batch]
@@ -334,19 +344,19 @@ def _work_alone(points: Points, batch: int) -> float:
     return max(slope * batch + start, min(seconds * batch / size for size, seconds in alone.items()))
 
 
-def less_traffic(machine: Machine, count: int) -> list[tuple[str, Sent]]:
-    """The settings that reduce the traffic of `count` machines, by name; without those whose bytes are unknown."""
-    if machine.in_parts:  # cannot be compressed
+def less_traffic(machine: Machine, count: int) -> list[tuple[str, Traffic]]:
+    """The settings that reduce the traffic of `count` machines, by name, except those with an unknown size."""
+    if machine.in_parts:  # does not support compression
         return []
-    settings = [("--compress bf16", Sent(0.5, 2)), ("--compress int8", Sent(INT8_SHARE, 2))]
+    settings = [("--compress bf16", Traffic(0.5, 2)), ("--compress int8", Traffic(INT8_FRACTION, 2))]
     if machine.low_rank_bytes:
-        sums = 2 * (1 if count == 2 else ring_messages(count))  # two machines send each other theirs
-        settings += [("--compress powersgd", Sent(machine.low_rank_bytes / machine.weight_bytes, sums))]
-    return [*settings, (f"--local-steps {LOCAL_STEPS}", Sent(1.0, ring_messages(count), LOCAL_STEPS))]
+        sums = 2 * (1 if count == 2 else ring_messages(count))  # two machines exchange directly
+        settings += [("--compress powersgd", Traffic(machine.low_rank_bytes / machine.weight_bytes, sums))]
+    return [*settings, (f"--local-steps {LOCAL_STEPS}", Traffic(1.0, ring_messages(count), LOCAL_STEPS))]
 
 
 def ring_messages(ranks: int) -> float:
-    """The messages of a ring all-reduce that follow each other."""
+    """The number of sequential messages of a ring all-reduce."""
     return 2.0 * (ranks - 1)
 
 
@@ -371,29 +381,29 @@ def print_scaled(scaled: Scaled) -> None:
 
 
 def loss_sentence(lost: Lost) -> str:
-    """The loss, and its largest cause."""
+    """A sentence about the loss and its largest cause."""
     ranks = f"{lost.at.ranks} ranks, {lost.mode}"
-    gone = 100 * (1 - lost.efficiency.median)
-    if gone < 100 * NOISE:
-        return f"{ranks}: nothing to speak of is lost ({gone:.0f} %)"
+    percent = 100 * (1 - lost.efficiency.median)
+    if percent < 100 * NOISE:
+        return f"{ranks}: no significant loss ({percent:.0f} %)"
     first = lost.shares[0]
-    return f"{ranks}: {gone:.0f} % is lost, most of it ({first.percent:.0f} %) to {first.cause}{_who(lost)}"
+    return f"{ranks}: {percent:.0f} % is lost, most of it ({first.percent:.0f} %) to {first.cause}{_origin(lost)}"
 
 
-def _who(lost: Lost) -> str:
-    """The rank or the threads that make the largest share, in brackets; empty if they are unknown."""
+def _origin(lost: Lost) -> str:
+    """The rank or the threads behind the largest cause, in parentheses; empty if unknown."""
     cause = lost.shares[0].cause
     if cause == WAITING and lost.slowest is not None:
         return f" (rank {lost.slowest}, in its {lost.slow_phase})"
-    turns = f"{lost.crowd:g} threads for each core" if lost.crowd > 1 else ""
+    threads = f"{lost.crowd:g} threads per core" if lost.crowd > 1 else ""
     if cause == WAITING:
-        return f" (another one each time{turns and '; ' + turns})"
-    return f" ({turns})" if cause == COMPUTE and turns else ""
+        return f" (a different rank in each step{threads and '; ' + threads})"
+    return f" ({threads})" if cause == COMPUTE and threads else ""
 
 
 def _lost_table(mode: str, rows: Sequence[Lost]) -> Table:
-    what = "as many samples for each rank" if mode == "weak" else "as many samples for all ranks together"
-    table = make_table(LOST, f"{mode} scaling ({what})")
+    constant = "the same batch per rank" if mode == "weak" else "the same global batch"
+    table = make_table(LOST, f"{mode} scaling ({constant})")
     for lost in rows:
         ratio = lost.efficiency
         efficiency = f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
@@ -420,11 +430,11 @@ def parse_network(text: str) -> Network:
     rate, comma, latency = (part.strip() for part in text.partition(","))
     speed, delay = _RATE.fullmatch(rate), _TIME.fullmatch(latency)
     if speed is None or float(speed[1]) <= 0:
-        reason = f"{rate!r} is no rate above 0: a number, then Gbit, Mbit, GB, MB (bits or bytes a second)"
+        reason = f"{rate!r} is not a rate above 0: use a number, then Gbit, Mbit, GB, MB (bits or bytes per second)"
     elif comma and delay is None:
-        reason = f"{latency!r} is no time: a number, then us, ms or ns"
+        reason = f"{latency!r} is not a time: use a number, then us, ms or ns"
     else:
-        # k, m, g, t in either case, as tc and people write them: a rate is never in thousandths
+        # k, m, g, t in either case, as for tc: a rate is never in thousandths
         prefix = speed[2] or ""
         prefix = prefix if len(prefix) == 2 else {"K": "k", "m": "M", "g": "G", "t": "T"}.get(prefix, prefix)
         bytes_per_second = float(speed[1]) * (_SCALE[prefix] * (1.0 if speed[3] == "B" else 1 / 8))

@@ -1,4 +1,4 @@
-"""The specification and the results of `paceline verify`, as data between the command and its ranks; the report."""
+"""The specification, the results and the report of `paceline verify`."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -10,111 +10,101 @@ from rich.table import Table
 from paceline.config.mesh import strategy_on
 from paceline.runs.console import table_console
 
-NAMED = 4  # round-off tensors
-Policy = Literal["none", "local", "sync"]  # batch norm's; "none" where the model has no batch norm
+MAX_NAMED = 4  # tensors in a message
+Policy = Literal["none", "local", "sync"]  # of batch norm; "none": the model has no batch norm
 
 KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer state")
 
-OWN = "task"
-"""of the optimizers: the one that the task makes"""
+OWN = "task"  # the name of the optimizer that the task creates
 
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-1}
-"""relative, for losses, gradients, buffers, and for parameters under SGD; by the least precise type in the graph of a
-custom loop's loss"""
-ADAPTIVE_TOLERANCE = 1e-9  # for what Adam divides by the root of its own square: round-off is blown up by up to 1/eps
-"""relative for parameters and state under all but SGD, absolute for those whose gradient is nothing but round-off"""
+"""Relative tolerance for losses, gradients, buffers, and parameters with SGD, by the least precise type in the graph
+of the loss."""
+ADAPTIVE_TOLERANCE = 1e-9
+"""Relative tolerance for parameters and state with other optimizers, absolute if the gradient is only round-off. Adam
+divides by the root of the squared gradient, which amplifies round-off by up to 1/eps."""
 
 CAUSES = {
-    "error": "it raised an error",
+    "error": "an error was raised",
     "samples": "sampler sets differ",
     "start": "the ranks do not start from the same weights",
     "sync": "missing synchronisation",
     "random": "random stream",
     "buffers": "buffers (BatchNorm)",
     "mean": "wrong mean: the gradient is off by a constant factor",
-    "shares": "wrong mean: shares of different sizes are weighed wrongly",
-    "accumulation": "accumulation: micro-batches are left out or counted twice",
+    "shares": "wrong mean: portions of different sizes have wrong weights",
+    "accumulation": "accumulation: micro-batches are skipped or counted twice",
     "scale": "the scale of gradients in backward: a hook or an autograd function that is not linear (clipping, "
     "clamping) sees other values than in a single process",
-    "none": "a gradient that should be None is not, or the other way round",
+    "none": "a gradient is None, but not on one process, or the reverse",
     "clipping": "gradient clipping",
     "optimizer": "optimizer step",
-    "loss": "the loss, or how it is weighed",
-    "gradient": "gradient: no mixture of the micro-batches' gradients explains it",
+    "loss": "the loss, or its weights",
+    "gradient": "gradient: no combination of the micro-batches' gradients explains it",
 }
 
 
 LOOP_CAUSES = {
-    "order": "each rank takes its share of a sample order of its own: draw the order from torch's stream, or from a "
-    "generator with one seed on all ranks",
-    "beside": "a gradient that does not come from s.backward, so it stays on its rank: loss.backward(), autograd.grad "
-    "or p.grad += ... beside it. Add the losses up and call s.backward once, or s.backward(loss, more=True)",
-    "between": "gradients are read or changed between two s.backward calls of one step. With several micro-batches "
-    "they are not those of the global batch there: use one micro-batch on each rank",
+    "order": "each rank uses a different sample order: draw the order from torch's default generator, or from one "
+    "with the same seed on all ranks",
+    "beside": "a gradient that does not come from s.backward stays on its rank, for example from loss.backward(), "
+    "autograd.grad or p.grad += ... Add the losses and call s.backward once, or call s.backward(loss, more=True)",
+    "between": "the loop reads or changes gradients between two s.backward calls of one step. With several "
+    "micro-batches these are not the gradients of the global batch: use one micro-batch per rank",
     "settings": "the learning rate depends on the rank or on the number of ranks",
-    "input": "the model is given something else: the data depend on the rank, or random numbers are drawn that are not "
-    "torch's, random's or numpy's own streams",
-    "output": "the model computes something else from the same samples: it depends on the rank or the number of ranks",
-    "weights": "the loss, or how it is weighed: a mean over anything but samples needs s.backward(loss, weight=...)",
-    "changed": "gradients are changed between s.backward and optimizer.step by what one rank knows: clip by what .grad "
-    "holds after s.backward, or by s.clip_grad_norm",
-    "outside": "weights are changed outside optimizer.step(), and not on all ranks alike",
-    "own number": "a rank's own number is logged: add it up over all ranks, s.mean(total, count)",
-    "number": "a number of the loop is no mean over all samples: s.mean(total, count) is, an average of ranks is not",
+    "input": "the model gets different inputs: the data depend on the rank, or the loop draws random numbers from "
+    "generators other than the default ones of torch, random and numpy",
+    "output": "the outputs of the model differ for the same samples: it depends on the rank or the number of ranks",
+    "weights": "the loss, or its weight: if the loss is not a mean over samples, use s.backward(loss, weight=...)",
+    "changed": "the loop changes gradients between s.backward and optimizer.step by values of one rank: clip the .grad "
+    "that s.backward leaves, or use s.clip_grad_norm",
+    "outside": "the loop changes weights outside optimizer.step(), differently on different ranks",
+    "own number": "the loop logs a number of one rank: use s.mean(total, count), which covers all ranks",
+    "number": "a logged number is not a mean over all samples, but perhaps a mean of ranks: use s.mean(total, count)",
     "refused": "the loop or the session raised an error",
-    "ways": "the ranks do not go the same way: decide by a number that all have, s.any(flag) or s.mean(...)",
+    "ways": "ranks take different branches: decide by a number that all ranks have, s.any(flag) or s.mean(...)",
 }
-"""of a loop of the user's own, beside some of CAUSES"""
+"""Causes in a custom loop, in addition to some of CAUSES."""
 
 
 class Spec(msgspec.Struct, frozen=True, tag=True):
-    """One launch of workers: these strategies, one world size."""
+    """The order for one set of workers: the strategies to verify on one world size."""
 
     task: str
     options: dict[str, str]
     strategies: list[str]
-    optimizers: list[str]
-    """none: the task's own, if it makes one, else all"""
+    optimizers: list[str]  # empty: the task's optimizer if it creates one, otherwise all
     virtual_ranks: int
     accumulation: int
     steps: int
     seed: int
     clip_norm: float
     short_tail: bool | None = None
-    """whether the last global batch does not reach every virtual rank, or has somewhat smaller, uneven shares; by
-    default it does not, except with batch norm"""
+    """Whether the last global batch is too small for some virtual ranks, or only has smaller, uneven portions. Default:
+    too small, except with batch norm."""
     checkpoint_activations: str | None = None
-    """modules that the ranks' backward computes again; the one process computes everything once"""
+    """Modules whose activations the ranks recompute in backward. The single process recomputes nothing."""
     device: str = "cpu"
-    """of all of them, as for train"""
-    mesh: str = ""
-    """how the ranks share the model and the batch; empty: the batch alone"""
+    mesh: str = ""  # empty: data parallelism only
     sequence_parallel: bool = False
-    """of a mesh with tensor"""
     schedule_pipeline: Literal["1f1b", "gpipe"] = "1f1b"
-    """of a mesh with stages"""
-    bitwise: bool = False
-    """collect the bits of every step; there is no reference"""
+    bitwise: bool = False  # collect the bits of every step, and compare with no reference
 
 
 class LoopCase(msgspec.Struct, frozen=True):
-    """One run of a loop: in float64, or with all its own randomness, for the bits."""
+    """One run of a loop: in float64, or (`exact`) unchanged with its randomness, to compare bits."""
 
     virtual_ranks: int
     exact: bool
-    strategy: str = ""
-    """empty: the loop's own"""
-    plain: bool = False
-    """the one that others are compared with: one process and `loss.backward()`, the whole global batch at once"""
+    strategy: str = ""  # empty: the strategy of the loop
+    plain: bool = False  # the reference: one process with `loss.backward()` and the whole global batch at once
 
 
 class LoopSpec(msgspec.Struct, frozen=True, tag=True):
-    """One launch of workers: these runs of a loop, one after the other."""
+    """The order for one set of workers: runs of a loop, one after the other."""
 
-    target: str
-    """file.py:function or module:function"""
-    words: list[str]
-    """what the loop finds in sys.argv"""
+    target: str  # file.py:function or module:function
+    words: list[str]  # the arguments of the loop in sys.argv
     cases: list[LoopCase]
     virtual_ranks: int
     steps: int
@@ -123,7 +113,7 @@ class LoopSpec(msgspec.Struct, frozen=True, tag=True):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """What is compared with one process."""
+    """A training that is compared with one process."""
 
     strategy: str
     world_size: int
@@ -132,27 +122,26 @@ class Case(msgspec.Struct, frozen=True):
     mesh: str = ""
 
     @property
-    def way(self) -> str:
-        """The strategy, and the mesh that it works on."""
+    def label(self) -> str:
+        """The strategy and its mesh."""
         return strategy_on(self.strategy, self.mesh)
 
     def __str__(self) -> str:
         norm = "" if self.batchnorm == "none" else f", {self.batchnorm} batch norm"
-        return f"{self.way} on {self.world_size}{norm}, {self.optimizer}"
+        return f"{self.label} on {self.world_size}{norm}, {self.optimizer}"
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """The first difference, and what most likely made it."""
+    """The first difference, and its likely cause."""
 
     step: int
-    cause: str
-    """a key of CAUSES"""
+    cause: str  # a key of CAUSES or LOOP_CAUSES
     tensor: str
     detail: str
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The largest differences of a case over all steps, by kind, and the first finding, if any."""
+    """The largest differences of a case over all steps, by kind, and the first finding."""
 
     case: Case
     errors: dict[str, float]
@@ -168,44 +157,38 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class VerifyReport(msgspec.Struct, frozen=True):
-    """All results of one world size, and what had to be said about the set-up."""
+    """All results of one world size, with notes about the setup."""
 
     world_size: int
     global_batch: int
     samples: int
     results: list[Result]
     notes: list[str]
-    precision: str = "float64"
-    """a key of TOLERANCES"""
+    precision: str = "float64"  # a key of TOLERANCES
 
 
 class StepBits(msgspec.Struct, frozen=True):
-    """What a step gave, to the last bit."""
+    """The exact results of a step."""
 
-    loss: str
-    """hexadecimal, as the norm"""
+    loss: str  # hexadecimal, as the norm
     grad_norm: str
-    gradients: str
-    """SHA-256 of what the optimizer was given"""
-    parameters: str
-    """SHA-256 after the step"""
+    gradients: str  # SHA-256 of the gradients that the optimizer used
+    parameters: str  # SHA-256 after the step
 
 
 class Bits(msgspec.Struct, frozen=True):
-    """What one strategy with one optimizer computed on one world size."""
+    """The exact results of one strategy with one optimizer on one world size."""
 
     strategy: str
     optimizer: str
-    weights: str
-    """SHA-256 of weights and merged buffers"""
-    state: str
-    """SHA-256 of parameters, every virtual rank's buffers, and the optimizer's whole state"""
+    weights: str  # SHA-256 of weights and merged buffers
+    state: str  # SHA-256 of parameters, the buffers of every virtual rank, and the optimizer state
     steps: list[StepBits]
     ranks_agree: bool
 
 
 class BitsReport(msgspec.Struct, frozen=True):
-    """All of one world size."""
+    """The exact results of all strategies on one world size."""
 
     world_size: int
     global_batch: int
@@ -215,7 +198,7 @@ class BitsReport(msgspec.Struct, frozen=True):
 
 
 def print_report(spec: Spec | None, reports: Sequence[VerifyReport]) -> bool:
-    """Print the differences of all cases; return whether any ran and none failed. No spec: of a loop."""
+    """Print the differences of all cases. Return whether at least one ran and none failed. A loop has no `spec`."""
     console = table_console()
     results = [result for report in reports for result in report.results]
     largest = reports[-1]
@@ -224,7 +207,7 @@ def print_report(spec: Spec | None, reports: Sequence[VerifyReport]) -> bool:
     console.print(_table(results))
     for note in sorted({note for report in reports for note in report.notes}):
         console.print(f"note: {note}")
-    for strategy, reason in sorted({(r.case.way, r.not_run) for r in results if r.not_run}):
+    for strategy, reason in sorted({(r.case.label, r.not_run) for r in results if r.not_run}):
         console.print(f"not run: {strategy}: {reason}")
     _print_round_off(console, results)
     failed = [r for r in results if r.finding]
@@ -234,9 +217,9 @@ def print_report(spec: Spec | None, reports: Sequence[VerifyReport]) -> bool:
             console.print(f"{result.case}: step {finding.step + 1}{where}", style="bold", markup=False)
             console.print(f"  likely cause: {(CAUSES | LOOP_CAUSES)[finding.cause]}. {finding.detail}", markup=False)
     tolerance = TOLERANCES[largest.precision]
-    adaptive = f"{ADAPTIVE_TOLERANCE:.0e}" if largest.precision == "float64" else "two learning rates per step more"
+    adaptive = f"{ADAPTIVE_TOLERANCE:.0e}" if largest.precision == "float64" else "plus two learning rates per step"
     console.print(
-        f"allowed: {tolerance:.0e} of the largest magnitude of its kind; what AdamW divides by its own size {adaptive}"
+        f"allowed: {tolerance:.0e} of the largest magnitude of its kind; state and parameters with AdamW {adaptive}"
     )
     ran = sum(1 for r in results if not r.not_run)
     verdict = (
@@ -247,18 +230,18 @@ def print_report(spec: Spec | None, reports: Sequence[VerifyReport]) -> bool:
 
 
 def print_bits(spec: Spec | None, reports: Sequence[BitsReport]) -> bool:
-    """Print one digest for each world size; return whether they are all the same. No spec: of a loop."""
+    """Print one digest for each world size. Return whether all digests are the same. A loop has no `spec`."""
     console = table_console()
     first = reports[0]
     if spec:
         console.print(_title(spec, first, "float32"))
     table = Table("optimizer", "strategy", "processes", "weights", "whole state", "verdict", title="SHA-256")
-    yardstick = {bits.optimizer: bits for bits in reversed(first.bits)}
+    expected = {bits.optimizer: bits for bits in reversed(first.bits)}
     differ: list[str] = []
-    for optimizer in yardstick:
+    for optimizer in expected:
         for report in reports:
             for bits in (b for b in report.bits if b.optimizer == optimizer):
-                difference = _first_difference(bits, yardstick[optimizer])
+                difference = _first_difference(bits, expected[optimizer])
                 verdict = "[bold red]DIFFERS[/]" if difference else "[green]same[/]"
                 cells = (optimizer, bits.strategy, str(report.world_size), bits.weights[:16], bits.state[:16], verdict)
                 table.add_row(*cells)
@@ -289,17 +272,16 @@ def _title(spec: Spec, report: VerifyReport | BitsReport, precision: str, more: 
     )
 
 
-def _first_difference(bits: Bits, yardstick: Bits) -> str:
-    """The first difference of two runs; empty if there is none."""
+def _first_difference(bits: Bits, expected: Bits) -> str:
     if not bits.ranks_agree:
-        return "its own ranks differ from each other"
-    for number, (got, want) in enumerate(zip(bits.steps, yardstick.steps, strict=True), 1):
+        return "its ranks differ from each other"
+    for number, (got, want) in enumerate(zip(bits.steps, expected.steps, strict=True), 1):
         for what in ("loss", "gradients", "grad_norm", "parameters"):  # the norm follows from the gradients
             if getattr(got, what) != getattr(want, what):
                 return f"first in step {number}: {what} {getattr(got, what)[:24]}, not {getattr(want, what)[:24]}"
-    if bits.weights != yardstick.weights:
+    if bits.weights != expected.weights:
         return "buffers"
-    return "" if bits.state == yardstick.state else "the optimizer's state, or a virtual rank's buffers"
+    return "" if bits.state == expected.state else "the optimizer state, or the buffers of a virtual rank"
 
 
 def _table(results: Sequence[Result]) -> Table:
@@ -310,7 +292,7 @@ def _table(results: Sequence[Result]) -> Table:
         cells = [_cell(result.errors.get(kind)) for kind in KINDS]
         verdict = "not run" if result.not_run else "[green]equal[/]" if result.passed else "[bold red]DIFFERS[/]"
         norm = "-" if case.batchnorm == "none" else case.batchnorm
-        table.add_row(str(case.world_size), case.way, norm, case.optimizer, *cells, verdict)
+        table.add_row(str(case.world_size), case.label, norm, case.optimizer, *cells, verdict)
     return table
 
 
@@ -318,10 +300,11 @@ def _print_round_off(console: Console, results: Sequence[Result]) -> None:
     names = sorted({name for r in results for name in r.round_off})
     if names:
         worst = max(r.round_off_error for r in results)
-        more = ", ..." if len(names) > NAMED else ""
+        more = ", ..." if len(names) > MAX_NAMED else ""
         console.print(
-            f"round-off tensors: {len(names)}, whose gradient is what rounding left of 0, which all but SGD blow up: "
-            f"{', '.join(names[:NAMED])}{more}; largest difference {worst:.1e}, allowed {ADAPTIVE_TOLERANCE:.0e}"
+            f"round-off tensors: {len(names)}, whose gradient is 0 except for rounding (amplified unless SGD): "
+            f"{', '.join(names[:MAX_NAMED])}{more}; "
+            f"largest difference {worst:.1e}, allowed {ADAPTIVE_TOLERANCE:.0e}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Loss and throughput of a training, from the lines of its log or from the events of a run (no torch here)."""
+"""The loss and throughput of a training, from the lines of its log or from the events of a run (no torch here)."""
 
 import math
 import os
@@ -18,8 +18,8 @@ from paceline.runs.events import Evaluated, Step, event_files, read_events
 from paceline.runs.folder import numbered_attempts
 from paceline.runs.owners import open_file
 
-BLOCK_BYTES, MOST_CHARS, MOST_RANKS = 1 << 18, 2000, 4096  # of a line at most so many characters are read
-MOST_BYTES, WINDOW_SECONDS = 8 << 20, 5.0  # of all logs, for a page; times have a resolution of a second
+BLOCK_BYTES, MAX_CHARS, MAX_RANKS = 1 << 18, 2000, 4096  # MAX_CHARS: per line
+MAX_PAGE_BYTES, WINDOW_SECONDS = 8 << 20, 5.0  # of all logs, for a page; times have a resolution of a second
 RATES = ("samples/s", "samples/s (counted)", "steps/s")
 EXAMPLES = {
     "classic": "Train Epoch: 3 [2560/60000 (4%)]\tLoss: 0.12",
@@ -41,7 +41,7 @@ KEY = re.compile(
     rf"(?:\s*[=:]\s*|\s+)\[?'?{NUMBER}", re.IGNORECASE,
 )  # fmt: skip
 SPEED = re.compile(r"([0-9][0-9,]*(?:\.[0-9]*)?)\s*(?:samples|images|imgs?|examples)\s*(?:/|per )\s*s", re.IGNORECASE)
-OF_USE = ("loss", "%|", "samples", "images", "img", "examples", "throughput")  # each format contains one
+KEYWORDS = ("loss", "%|", "samples", "images", "img", "examples", "throughput")  # each format contains one
 
 
 class Reading(NamedTuple):
@@ -50,7 +50,7 @@ class Reading(NamedTuple):
     format: str  # empty: neither loss nor throughput
     rank: str
     values: dict[str, float]  # test loss, loss, samples/s, steps/s; losses may be NaN or infinite
-    samples: tuple[int, int] | None = None  # epoch, and samples of it that are done
+    samples: tuple[int, int] | None = None  # epoch, and finished samples of this epoch
 
 
 class Analysis(msgspec.Struct):
@@ -58,23 +58,23 @@ class Analysis(msgspec.Struct):
 
     name: str
     lines: int = 0
-    formats: dict[str, int] = {}  # kind of line -> number of lines
+    formats: dict[str, int] = {}  # format -> number of lines
     ranks: list[str] = []
     values: dict[str, list[float]] = {}
-    """losses of the first rank that prints them; samples/s and steps/s of all ranks"""
+    """The losses of the first rank that prints them; samples/s and steps/s of all ranks."""
     not_finite: dict[str, int] = {}  # rank -> losses that are NaN or infinite
     first_line: str = ""
 
 
 def read_line(line: str) -> Reading:
     """The content of a line."""
-    rank, kind, samples, text, values = "", "", None, line[:MOST_CHARS], dict[str, float]()
-    while (match := PREFIX.match(text)) is not None:  # torchrun's --tee before torch's own
+    rank, kind, samples, text, values = "", "", None, line[:MAX_CHARS], dict[str, float]()
+    while (match := PREFIX.match(text)) is not None:  # torchrun's --tee precedes other prefixes
         label = next(group for group in match.groups() if group)
-        if label != rank:  # of srun --label around torchrun --tee both count
+        if label != rank:  # both labels of srun --label around torchrun --tee
             rank = f"{rank}.{label}" if rank else label
         text = text[match.end() :]
-    if not any(word in text.lower() for word in OF_USE):  # most lines of most logs
+    if not any(word in text.lower() for word in KEYWORDS):  # most lines of most logs
         return Reading("", rank, {})
     if match := CLASSIC.search(text):
         kind, samples = "classic", (int(match[1]), int(match[2]))
@@ -84,7 +84,7 @@ def read_line(line: str) -> Reading:
             values["steps/s"] = 1 / speed if match[2].startswith("s/") else speed
     for match in KEY.finditer(text):
         name = NAMES[next(group for group in range(3) if match[group + 1])]
-        if name != "loss" or "train_runtime" not in text:  # else it is the mean of all
+        if name != "loss" or "train_runtime" not in text:  # otherwise it is the mean of the training
             values.setdefault(name, float(match[4].replace(",", "")))
     if match := SPEED.search(text):
         values["samples/s"] = float(match[1].replace(",", ""))
@@ -94,7 +94,7 @@ def read_line(line: str) -> Reading:
 
 
 class Analyzer:
-    """Adds up lines."""
+    """Collects the values of lines."""
 
     def __init__(self, name: str) -> None:
         self.result = Analysis(name)
@@ -103,17 +103,17 @@ class Analyzer:
 
     def add(self, reading: Reading, unix_time: float | None = None) -> None:
         """Add a line, with the time at which it was written."""
-        found = self.result
-        found.lines += 1
-        if reading.rank and reading.rank not in found.ranks and len(found.ranks) < MOST_RANKS:
-            found.ranks = sorted([*found.ranks, reading.rank], key=lambda rank: (len(rank), rank))
+        result = self.result
+        result.lines += 1
+        if reading.rank and reading.rank not in result.ranks and len(result.ranks) < MAX_RANKS:
+            result.ranks = sorted([*result.ranks, reading.rank], key=lambda rank: (len(rank), rank))
         if reading.format:
-            found.formats[reading.format] = found.formats.get(reading.format, 0) + 1
+            result.formats[reading.format] = result.formats.get(reading.format, 0) + 1
         if not math.isfinite(reading.values.get("loss", 0.0)):
-            found.not_finite[reading.rank] = found.not_finite.get(reading.rank, 0) + 1
+            result.not_finite[reading.rank] = result.not_finite.get(reading.rank, 0) + 1
         for name, value in reading.values.items():
             if self._owners.setdefault(name, reading.rank) == reading.rank or name.endswith("/s"):
-                found.values.setdefault(name, []).append(value)
+                result.values.setdefault(name, []).append(value)
         if unix_time is not None and reading.samples:
             self._count(reading.rank, unix_time, *reading.samples)
 
@@ -126,19 +126,19 @@ class Analyzer:
                 self.result.values.setdefault("samples/s (counted)", []).append((done - start) / (now - before))
 
     def add_log(self, path: Path, *, rank: str = "") -> None:
-        """Add all lines of a log; OSError if it cannot be read."""
+        """Add all lines of a log (OSError if it cannot be read)."""
         times, end = log_times(path), 0
         with open_file(path) as it, os.fdopen(it.descriptor, "rb", closefd=False) as log:
             while block := log.readline(BLOCK_BYTES):
                 end += len(block)
                 for part in block.rstrip(b"\r\n").split(b"\r"):  # each state of a progress bar
-                    text = clean(part[: 4 * MOST_CHARS].decode(errors="replace"))
+                    text = clean(part[: 4 * MAX_CHARS].decode(errors="replace"))
                     self.result.first_line = self.result.first_line or text[:120].strip()
                     reading = read_line(text)
                     self.add(reading._replace(rank=rank or reading.rank), times and times.at(end - 1))
 
-    def add_run(self, run_dir: Path, *, most_bytes: float = math.inf) -> None:
-        """Add a run: its events, or else its logs if they have at most so many bytes; OSError if it cannot be read."""
+    def add_run(self, run_dir: Path, *, max_bytes: float = math.inf) -> None:
+        """Add the events of a run, or without events its logs, up to `max_bytes` (OSError if they cannot be read)."""
         events = event_files(run_dir)
         for rank, path in events.items():
             for event in read_events(path):
@@ -150,25 +150,27 @@ class Analyzer:
                     self.add(Reading("events", str(rank), {"test loss": event.metrics["loss"]}))
         for attempt in numbered_attempts(run_dir).values() if not events else ():
             for rank, path in rank_logs(attempt).items():
-                if (most_bytes := most_bytes - path.lstat().st_size) >= 0:
+                if (max_bytes := max_bytes - path.lstat().st_size) >= 0:
                     self.add_log(path, rank=str(rank))
 
 
-def logged(run: WholeRun) -> tuple[list[Figure], str]:
-    """For the page of a script without records: figures of its logs, and a sentence; nothing if there are events."""
+def log_figures(run: WholeRun) -> tuple[list[Figure], str]:
+    """The figures from the logs of a script without events, and a sentence. Empty for a run with events."""
     analyzer = Analyzer(run.name)
     if run.ranks:
         return [], ""
     try:
-        analyzer.add_run(run.folder, most_bytes=MOST_BYTES)
+        analyzer.add_run(run.folder, max_bytes=MAX_PAGE_BYTES)
     except (OSError, PacelineError) as error:
         run.missing.append(f"logs: {error}")
-    found = analyzer.result.values
+    values = analyzer.result.values
     figures = [
         Figure(f"logged-{number}", name.capitalize(), f"The {name} in the log, line by line.",
-               [line(name, [[float(index) for index in range(len(values))]], values, number)],
+               [line(name, [[float(index) for index in range(len(series))]], series, number)],
                x="lines that contain it", y=name, log=name == "loss")
-        for number, (name, values) in enumerate(found.items()) if name not in RATES and len(values) > 1
+        for number, (name, series) in enumerate(values.items()) if name not in RATES and len(series) > 1
     ]  # fmt: skip
-    rate = next((f" It made {median(found[unit]):,.3g} {unit}." for unit in RATES if unit in found), "")
-    return figures, f"This script has no records of its steps. The curves are from its logs.{rate}" if figures else ""
+    rate = next(
+        (f" Its median throughput is {median(values[unit]):,.3g} {unit}." for unit in RATES if unit in values), ""
+    )
+    return figures, f"This script recorded no steps. The curves are from its logs.{rate}" if figures else ""

@@ -1,7 +1,7 @@
-"""The live state of a run: each rank's phase, speed and waiting, from the new records in its folder at each look.
+"""The live state of a run: each rank's phase, speed and waiting, from the new records in the run folder.
 
-The head agent of a run writes the state of each rank on request (`Live` in protocol/evidence.py). Other runs only have
-the events of the ranks: their last step, and the time since then.
+The head agent of a run writes the state of each rank on request (`Live` in protocol/evidence.py). Without it, only the
+events of the ranks are available: their last step, and the time since then.
 """
 
 import os
@@ -22,15 +22,15 @@ from paceline.runs.machine import GpuUse, MachineUse, RankUse, decode_record, ma
 from paceline.runs.owners import open_file
 from paceline.runs.reading import decode_if_readable
 
-FIRST_BYTES, LOOK_BYTES = 1 << 16, 1 << 20  # the end of a file at the first look; the most of each later look
-SILENT_SECONDS = 5.0  # an agent writes each second
+FIRST_BYTES, MAX_READ_BYTES = 1 << 16, 1 << 20  # read from the end of a file the first time; maximum per later read
+SILENT_SECONDS = 5.0  # an agent writes every second
 WINDOW_STEPS = 50
 HISTORY = 120
-RECENT = 10  # looks over which times are averaged
+RECENT = 10  # reads over which times are averaged
 
 
 @dataclass(frozen=True)
-class RankNow:
+class RankSnapshot:
     """The state of a rank."""
 
     rank: int
@@ -38,8 +38,8 @@ class RankNow:
     phase: str = ""  # empty: unknown
     ended: str = ""
     step: int = 0
-    work_seconds: tuple[float, ...] = ()  # of a step without waiting for others, at the last looks
-    waits: float | None = None  # the fraction of its time in which it waits for others
+    work_seconds: tuple[float, ...] = ()  # of a step without waiting for others, at the last reads
+    waits: float | None = None  # fraction of the time in which the rank waits for others
     still_seconds: float = 0.0
     use: RankUse | None = None
     gpu: GpuUse | None = None
@@ -47,22 +47,22 @@ class RankNow:
 
 
 @dataclass(frozen=True)
-class RunNow:
+class RunSnapshot:
     """The state of a run: its ranks, and rank 0's last steps."""
 
-    ranks: tuple[RankNow, ...] = ()
-    live: bool = False  # from its agent
+    ranks: tuple[RankSnapshot, ...] = ()
+    live: bool = False  # whether the agent reports the state
     step: int | None = None
     losses: tuple[float, ...] = ()
     samples_per_second: float | None = None
     steps_per_second: float | None = None
     saved_step: int | None = None  # of the last checkpoint on disk
     machines: dict[int, MachineUse] = field(default_factory=dict[int, MachineUse])
-    words: str = ""  # about the slow rank
+    slow_rank: str = ""  # a message about the slow rank
 
 
 class GrowingFile:
-    """The new lines of a file at each look; at the first look the lines at its end."""
+    """Reads the new lines of a file. The first call returns the lines at its end."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._inode, self._offset, self._rest = path, 0, 0, b""
@@ -71,39 +71,39 @@ class GrowingFile:
         """The new complete lines."""
         with suppress(OSError), open_file(self._path) as file:
             size = file.found.st_size
-            if file.found.st_ino != self._inode:  # the first look, or a writer has replaced it to merge old records
+            if file.found.st_ino != self._inode:  # the first read, or a writer has replaced the file
                 self._offset, self._rest = size if self._inode else max(0, size - FIRST_BYTES), b""
                 self._inode = file.found.st_ino
-            if size - self._offset > LOOK_BYTES:  # more than a person reads in a second: skip the older part
-                self._offset, self._rest = size - LOOK_BYTES, b""
-            data = os.pread(file.descriptor, LOOK_BYTES, self._offset)
+            if size - self._offset > MAX_READ_BYTES:  # skip the older part
+                self._offset, self._rest = size - MAX_READ_BYTES, b""
+            data = os.pread(file.descriptor, MAX_READ_BYTES, self._offset)
             self._offset += len(data)
             *whole, self._rest = (self._rest + data).split(b"\n")
-            if len(self._rest) > LOOK_BYTES:
+            if len(self._rest) > MAX_READ_BYTES:
                 self._rest = b""
             return whole
         return ()
 
 
 class RankHistory:
-    """The states of one rank at the last looks."""
+    """The states of one rank at the last reads."""
 
     def __init__(self, rank: int) -> None:
         self.host, self.node = "", 0
-        self._now = RankNow(rank)
-        self._looks: deque[tuple[int, tuple[float, ...], bool]] = deque(maxlen=RECENT + 1)  # step, seconds, waiting
+        self._now = RankSnapshot(rank)
+        self._reads: deque[tuple[int, tuple[float, ...], bool]] = deque(maxlen=RECENT + 1)  # step, seconds, waiting
         self._work: deque[float] = deque(maxlen=HISTORY)
         self._last: Step | None = None
 
-    def see_live(self, rank: LiveRank) -> None:
-        """Add a state from its agent."""
+    def add_live(self, rank: LiveRank) -> None:
+        """Add a state from the agent."""
         ended = "lost" if rank.lost else "" if rank.code is None else "done" if not rank.code else f"ended: {rank.code}"
-        # it was restarted or rolled back, or only its events were known
-        if self._last is not None or (self._looks and rank.step < self._looks[-1][0]):
-            self._looks.clear()
+        # the rank was restarted or rolled back, or only its events were known
+        if self._last is not None or (self._reads and rank.step < self._reads[-1][0]):
+            self._reads.clear()
             self._last = None
-        before = self._looks[-1] if self._looks else None
-        self._looks.append((rank.step, rank.phase_seconds, rank.waiting))
+        before = self._reads[-1] if self._reads else None
+        self._reads.append((rank.step, rank.phase_seconds, rank.waiting))
         if before is not None and rank.step > before[0] and len(rank.phase_seconds) == len(Phase):
             spent = _differences(before[1], rank.phase_seconds)
             self._work.append(sum(spent[phase] for phase in WORK if spent) / (rank.step - before[0]))
@@ -112,34 +112,34 @@ class RankHistory:
             self._now, phase="" if ended else rank.phase, ended=ended, step=rank.step, still_seconds=rank.still_seconds
         )
 
-    def see_step(self, step: Step) -> None:
-        """Add a step from its events."""
-        if self._last is None:  # its agent no longer writes
-            self._looks.clear()
+    def add_step(self, step: Step) -> None:
+        """Add a step from the events of the rank."""
+        if self._last is None:  # the agent no longer writes
+            self._reads.clear()
         self._last = step
         seconds = {**step.phase_seconds} or {"forward": step.seconds}
         self._work.append(sum(seconds.get(phase.word, 0.0) for phase in WORK))
-        before = self._looks[-1][1] if self._looks else (0.0,) * len(Phase)
+        before = self._reads[-1][1] if self._reads else (0.0,) * len(Phase)
         total = tuple(b + seconds.get(phase.word, 0.0) for b, phase in zip(before, Phase, strict=True))
-        self._looks.append((step.step, total, False))
+        self._reads.append((step.step, total, False))
         self._now = replace(self._now, step=step.step)
 
     def spent(self) -> tuple[float, ...] | None:
-        """Seconds of a recent step in each phase; None: unknown."""
-        if len(self._looks) < 2 or not (steps := self._looks[-1][0] - self._looks[0][0]):
+        """The mean seconds of recent steps in each phase; None: unknown."""
+        if len(self._reads) < 2 or not (steps := self._reads[-1][0] - self._reads[0][0]):
             return None
-        if any(len(seconds) != len(Phase) for _, seconds, _ in self._looks):
+        if any(len(seconds) != len(Phase) for _, seconds, _ in self._reads):
             return None
-        return tuple(seconds / steps for seconds in _differences(self._looks[0][1], self._looks[-1][1]))
+        return tuple(seconds / steps for seconds in _differences(self._reads[0][1], self._reads[-1][1]))
 
-    def now(self) -> RankNow:
+    def now(self) -> RankSnapshot:
         """The state now."""
         spent, still = self.spent(), self._now.still_seconds
         of_steps = sum(spent[phase] for phase in (*WORK, Phase.SYNC)) if spent else 0.0
         if spent and of_steps > 0:
             waits = spent[Phase.SYNC] / of_steps
-        else:  # a script: the fraction of looks at which it waited
-            waits = sum(waiting for _, _, waiting in self._looks) / len(self._looks) if self._looks else None
+        else:  # a script: the fraction of reads at which it waited
+            waits = sum(waiting for _, _, waiting in self._reads) / len(self._reads) if self._reads else None
         if self._last is not None and not self._now.phase:
             still = max(0.0, time.time() - self._last.unix_time)
         return replace(self._now, host=self.host, waits=waits, work_seconds=tuple(self._work), still_seconds=still)
@@ -150,38 +150,38 @@ def _differences(before: Sequence[float], now: Sequence[float]) -> list[float]:
 
 
 class LiveReader:
-    """Reads the state of a run at each look. `may_ask`: request it from the agent, with a file in the run folder."""
+    """Reads the state of a run. `may_ask`: request it from the agent, with a file in the run folder."""
 
     def __init__(self, run_dir: Path, *, may_ask: bool) -> None:
         self.run_dir, self.may_ask = run_dir, may_ask
         self._attempt: Path | None = None
-        self._live_time, self._live_seconds = 0.0, float("-inf")  # its agent's clock, and the time of its last change
-        self._seen_live = False  # the first state may be old
+        self._live_time, self._live_seconds = 0.0, float("-inf")  # the agent's clock; local time of its last change
+        self._seen_live = False  # the first state may be outdated
         self._events: dict[int, GrowingFile] = {}
         self._ranks: dict[int, RankHistory] = {}
         self._steps: deque[Step] = deque(maxlen=HISTORY)
         self._saved: int | None = None
 
-    def look(self, attempt: Path | None) -> RunNow:
-        """The state now; `attempt` is the folder of the newest start."""
+    def read(self, attempt: Path | None) -> RunSnapshot:
+        """Read the current state; `attempt` is the folder of the newest start."""
         if attempt != self._attempt:
             self._attempt, self._seen_live, self._live_seconds = attempt, False, float("-inf")
             self._ranks = {}
         if self.may_ask and attempt is not None:
-            # on a full disk only events are shown
+            # on a full disk only events are available
             with suppress(OSError), os.fdopen(writing.keep(attempt / WATCHED), "r+b", 0) as file:
                 os.utime(file.fileno())
         live = self._read_live(attempt) if attempt is not None else None
         with suppress(OSError):
             self._read_events(all_ranks=live is None)
         for rank in live.ranks if live is not None else ():
-            self._ranks.setdefault(rank.rank, RankHistory(rank.rank)).see_live(rank)
+            self._ranks.setdefault(rank.rank, RankHistory(rank.rank)).add_live(rank)
         machines = self._read_machines()
         speed = rates(self._steps)
         hosts = {rank: one_line(history.host, 30) for rank, history in self._ranks.items()}
         slow = slow_rank(spent, hosts) if len(spent := self._spent()) > 1 else None
         slowest = slow.rank if slow is not None else None
-        return RunNow(
+        return RunSnapshot(
             ranks=tuple(_with_use(history, machines, slowest) for _, history in sorted(self._ranks.items())),
             live=live is not None,
             step=self._steps[-1].step if self._steps else None,
@@ -190,7 +190,7 @@ class LiveReader:
             steps_per_second=speed[1],
             saved_step=self._saved,
             machines=machines,
-            words=slow.words if slow is not None else "",
+            slow_rank=slow.words if slow is not None else "",
         )
 
     def _read_live(self, attempt: Path) -> Live | None:
@@ -198,7 +198,7 @@ class LiveReader:
         if live is None:
             return None
         now = time.monotonic()
-        if live.unix_time != self._live_time:  # only changes count: the clocks of two machines may differ
+        if live.unix_time != self._live_time:  # compare only changes: the clocks of two machines may differ
             if self._seen_live:
                 self._live_seconds = now
             self._live_time = live.unix_time
@@ -210,16 +210,16 @@ class LiveReader:
             file = self._events.setdefault(rank, GrowingFile(self.run_dir / f"events-{rank}.jsonl"))
             for line in file.lines():
                 if (event := decode_event(line)) is not None:
-                    self._take(rank, event, all_ranks=all_ranks)
+                    self._add(rank, event, all_ranks=all_ranks)
 
-    def _take(self, rank: int, event: Event, *, all_ranks: bool) -> None:
+    def _add(self, rank: int, event: Event, *, all_ranks: bool) -> None:
         history = self._ranks.setdefault(rank, RankHistory(rank)) if all_ranks else None
         match event:
             case Step():
                 if rank == 0:
                     self._steps.append(event)
                 if history is not None:
-                    history.see_step(event)
+                    history.add_step(event)
             case Started():
                 if rank == 0:
                     self._steps.clear()
@@ -254,13 +254,13 @@ def rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
     return sum(later.samples for _, later in pairwise(recent)) / seconds, (len(recent) - 1) / seconds
 
 
-def _with_use(history: RankHistory, machines: dict[int, MachineUse], slowest: int | None) -> RankNow:
+def _with_use(history: RankHistory, machines: dict[int, MachineUse], slowest: int | None) -> RankSnapshot:
     now = history.now()
     now = replace(now, slowest=slowest == now.rank)
     nodes = sorted(machines, key=lambda node: node != history.node)
     machine = next((machines[node] for node in nodes if now.rank in machines[node].ranks), None)
     if machine is None:
         return now
-    place = sorted(machine.ranks).index(now.rank)  # ranks take the GPUs of their node in order
-    gpu = machine.gpus[place] if len(machine.gpus) >= len(machine.ranks) else None
+    index = sorted(machine.ranks).index(now.rank)  # ranks use the GPUs of their node in order
+    gpu = machine.gpus[index] if len(machine.gpus) >= len(machine.ranks) else None
     return replace(now, host=now.host or machine.host, use=machine.ranks[now.rank], gpu=gpu)

@@ -1,4 +1,4 @@
-"""The output of the ranks of a start: merged by time, with equal lines of several ranks shown once."""
+"""The output of the ranks of a start: merged by time, with equal lines of several ranks combined."""
 
 import heapq
 import re
@@ -12,9 +12,9 @@ from paceline.launch.output import lines_of, start_of_last
 from paceline.runs.attempt import LogTimes
 from paceline.runs.reading import numbered_files
 
-FOLD_SECONDS = 0.9  # an agent looks at the logs of all its ranks at once, every second
-MAX_WAITING = 20_000  # lines that other ranks may still print
-MAX_ALL_BYTES = 64 << 20  # the largest part of a log that is shown, unless it is searched
+FOLD_SECONDS = 0.9  # an agent reads the logs of all its ranks every second
+MAX_BATCH = 20_000  # lines
+MAX_ALL_BYTES = 64 << 20  # maximum part of a log that is shown, except for a search
 _LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 
 
@@ -36,7 +36,7 @@ class MergedLine(NamedTuple):
 
 @dataclass(frozen=True)
 class LineFilter:
-    """The lines to show: the `last` ones (0: all), since a time, that match a pattern."""
+    """Selects the lines to show: the `last` ones (0: all), since a time, that match a pattern."""
 
     last: int = 0
     since: float | None = None
@@ -47,63 +47,62 @@ def rank_logs(attempt: Path) -> dict[int, Path]:
     """The logs of a start, by rank.
 
     Raises:
-        OSError: the folder cannot be read.
+        OSError: if the folder cannot be read.
     """
     return numbered_files(attempt, _LOG)
 
 
 def merge_lines(lines: Sequence[RankLine]) -> Iterator[MergedLine]:
-    """Lines of about the same time: each rank's in their order, equal lines of several ranks as one.
+    """Merge lines of about the same time. Equal lines of several ranks become one line.
 
-    Lines of one rank come before the next line that others print as well: if each rank prints its loss and then
-    "step 5", the losses are shown one after the other, and then one "step 5".
+    The lines of a rank keep their order. A common line comes after the different lines that precede it: if each rank
+    prints its loss and then "step 5", the losses are shown one after the other, and then one "step 5".
     """
     queues: dict[int, deque[RankLine]] = {}
-    left: dict[str, Counter[int]] = {}  # how often each rank will still print a text
-    for said in lines:
-        queues.setdefault(said.rank, deque()).append(said)
-        left.setdefault(said.text, Counter())[said.rank] += 1
+    remaining: dict[str, Counter[int]] = {}  # by text, the number of remaining lines of each rank
+    for line in lines:
+        queues.setdefault(line.rank, deque()).append(line)
+        remaining.setdefault(line.text, Counter())[line.rank] += 1
 
-    def taken(rank: int) -> RankLine:
-        said = queues[rank].popleft()
-        ranks = left[said.text]
+    def pop(rank: int) -> RankLine:
+        line = queues[rank].popleft()
+        ranks = remaining[line.text]
         ranks[rank] -= 1
         if not ranks[rank]:
             del ranks[rank]
-        return said
+        return line
 
-    moved, at = (
-        sorted(queues),
-        dict[str, list[int]](),
-    )  # at: the ranks whose next line has this text, which others print as well
-    while moved or at:
-        for rank in moved:
-            while queues[rank] and len(left[queues[rank][0].text]) == 1:
-                said = taken(rank)
-                yield MergedLine(said.unix_time, [rank], said.text)
+    advanced = sorted(queues)
+    blocked: dict[str, list[int]] = {}  # by text, the ranks whose next line has this text, which others print as well
+    while advanced or blocked:
+        for rank in advanced:
+            while queues[rank] and len(remaining[queues[rank][0].text]) == 1:
+                line = pop(rank)
+                yield MergedLine(line.unix_time, [rank], line.text)
             if queues[rank]:
-                at.setdefault(queues[rank][0].text, []).append(rank)
-        if not at:
+                blocked.setdefault(queues[rank][0].text, []).append(rank)
+        if not blocked:
             return
         # the line for which the fewest ranks are missing
-        moved = sorted(at.pop(min(at, key=lambda text: (len(left[text]) - len(at[text]), min(at[text])))))
-        several = [taken(rank) for rank in moved]
-        yield MergedLine(several[0].unix_time, moved, several[0].text)
+        missing = {text: len(remaining[text]) - len(ranks) for text, ranks in blocked.items()}
+        advanced = sorted(blocked.pop(min(blocked, key=lambda text: (missing[text], min(blocked[text])))))
+        common = [pop(rank) for rank in advanced]
+        yield MergedLine(common[0].unix_time, advanced, common[0].text)
 
 
 def fold_lines(lines: Iterable[RankLine]) -> Iterator[MergedLine]:
-    """Lines in the order of time, equal lines of several ranks as one."""
+    """Merge lines that are sorted by time. Equal lines of several ranks become one line."""
     batch: list[RankLine] = []
-    for said in lines:
-        if batch and (said.unix_time >= batch[0].unix_time + FOLD_SECONDS or len(batch) == MAX_WAITING):
+    for line in lines:
+        if batch and (line.unix_time >= batch[0].unix_time + FOLD_SECONDS or len(batch) == MAX_BATCH):
             yield from merge_lines(batch)
             batch = []
-        batch.append(said)
+        batch.append(line)
     yield from merge_lines(batch)
 
 
 class RankLogs:
-    """The logs of some ranks at this moment. `ends` has their sizes, from which on they can be followed."""
+    """The current logs of some ranks. `ends` has their sizes, which are the offsets for following them."""
 
     def __init__(self, logs: dict[int, Path]) -> None:
         self.logs = logs
@@ -111,22 +110,22 @@ class RankLogs:
         self.without_times = [rank for rank, path in logs.items() if log_times(path) is None]
 
     def lines(self, wanted: LineFilter) -> Iterator[MergedLine]:
-        """The lines to show, merged by time; if times are missing, one rank after the other.
+        """The lines to show, merged by time. If times are missing, one rank after the other.
 
         Raises:
-            OSError: a log cannot be read.
+            OSError: if a log cannot be read.
         """
-        streams = [self._of(rank, wanted) for rank in self.logs]
-        found = fold_lines(heapq.merge(*streams, key=lambda said: (said.unix_time, said.rank)))
-        return iter(deque(found, wanted.last)) if wanted.last else found
+        streams = [self._lines_of(rank, wanted) for rank in self.logs]
+        merged = fold_lines(heapq.merge(*streams, key=lambda line: (line.unix_time, line.rank)))
+        return iter(deque(merged, wanted.last)) if wanted.last else merged
 
-    def cut(self, wanted: LineFilter) -> Sequence[int]:
-        """The ranks whose logs are shown only from a later point."""
+    def truncated(self, wanted: LineFilter) -> Sequence[int]:
+        """The ranks whose logs are not shown from their beginning."""
         if wanted.last or wanted.pattern is not None or wanted.since is not None:
             return []
         return [rank for rank, end in self.ends.items() if end > MAX_ALL_BYTES]
 
-    def _of(self, rank: int, wanted: LineFilter) -> Iterator[RankLine]:
+    def _lines_of(self, rank: int, wanted: LineFilter) -> Iterator[RankLine]:
         path, end = self.logs[rank], self.ends[rank]
         times = log_times(path) if not self.without_times or wanted.since is not None else None
         start = 0
@@ -140,7 +139,7 @@ class RankLogs:
         for line in lines_of(path, start, end):
             if wanted.pattern is not None and wanted.pattern.search(line.text) is None:
                 continue
-            if len(self.logs) > 1 and not line.text.strip():  # empty lines separate nothing in a merged log
+            if len(self.logs) > 1 and not line.text.strip():  # empty lines are useless in a merged log
                 continue
             if times is not None and not self.without_times:  # a clock that was set back does not change the order
                 newest = max(newest, times.at(line.end))
@@ -148,7 +147,7 @@ class RankLogs:
 
 
 def log_times(log: Path) -> LogTimes | None:
-    """The times of a log's lines; None if they are missing or cannot be read."""
+    """The times of a log's lines; None if they are missing or unreadable."""
     try:
         return LogTimes(log)
     except OSError:

@@ -13,91 +13,91 @@ from statistics import median
 from paceline.errors import ExitCode
 from paceline.report.figures import COLOURS, Figure
 from paceline.report.run import PHASES, RankLog, WholeRun, thinned
-from paceline.report.step_parts import Run, Spent, StepParts, between_meetings, take_apart
+from paceline.report.step_parts import PhaseSeconds, Run, StepParts, split_step, step_between_syncs
 from paceline.runs.console import clean
 from paceline.runs.events import Checkpointed, Ended, Evaluated, Notice, RolledBack, Skipped
 from paceline.runs.summary import scores_line
 
 SHORT_SECONDS = 2.0  # a shorter run has no timeline
-MOST_MARKS = 256  # of a kind
-FEW = 10  # steps: with fewer, the trend of the loss is unknown
-FELL = 0.98  # a smaller fraction of the first loss is a fall
+MAX_MARKS = 256  # of a kind
+MIN_STEPS = 10  # with fewer, the trend of the loss is unknown
+FALLING = 0.98  # the loss falls if it ends below this fraction of the first loss
 REMEDIES = {
-    ExitCode.NOT_FINITE: "The learning rate was {lr:g}: try a lower one, --clip-norm 1, or look at the samples that "
-    "are named here; --not-finite skip leaves such steps out",
-    ExitCode.STALLED: "The verdict further down names the rank and its line: start there",
-    ExitCode.MISMATCH: "Ranks have called different collectives: the verdict below names the lines",
-    ExitCode.DIVERGED: "Replicas have drifted apart: look at the machine that is named below, its memory first",
+    ExitCode.NOT_FINITE: "The learning rate was {lr:g}: try a lower one or --clip-norm 1, or check the reported "
+    "samples. To skip such steps, use --not-finite skip",
+    ExitCode.STALLED: "See the diagnosis below, which names the rank and its line",
+    ExitCode.MISMATCH: "Ranks called different collectives: see the diagnosis below, which names the lines",
+    ExitCode.DIVERGED: "Replicas diverged: check the machine that is named below, its memory first",
 }
-WARM_UP, MOST_STEPS, MOST_SPENT = 5, 1000, 200_000
-NAMED = 0.08  # of a step: a shorter wait names no rank
-WORTH = 0.03  # of a step: a smaller cause is not mentioned
-MUCH, LONG_SECONDS = 0.15, 20.0  # a fraction of the wall time that is mentioned, in a run of this duration
-CROWDED = 1.25  # threads for each core that slow each other down
-LITTLE = 0.75  # of the processor time of the other ranks
+WARM_UP, MAX_STEPS, MAX_SPENT = 5, 1000, 200_000
+MIN_WAIT = 0.08  # fraction of a step: a shorter wait names no rank
+MIN_SHARE = 0.03  # fraction of a step: a smaller cause is not mentioned
+MIN_WALL_SHARE, MIN_WALL_SECONDS = 0.15, 20.0  # a fraction of the wall time that is mentioned, in runs of this duration
+CROWDED = 1.25  # threads per core that slow each other down
+LOW_CPU = 0.75  # fraction of the processor time of the other ranks
 COMPUTING, DATA, WAITING, EXCHANGE = "computing", "waiting for data", "waiting for the slowest rank", "the exchange"
 BETWEEN, REST = "between steps", "not explained"
-BESIDE = {  # remedies for long times between steps
+WALL_TIME_REMEDIES = {
     "evaluations": "Evaluate less often, or on fewer samples: --eval-every STEPS",
     "checkpoints": "Save less often: --checkpoint-every 10min",
 }
-PLAIN = {  # a cause in words, and its remedy
-    DATA: ("was waiting for data, on every rank", "Read ahead in other processes: --num-workers 2 (docs/speed.md)"),
+CAUSES = {  # a description of each cause, and its remedy
+    DATA: ("was waiting for data, on every rank", "Prefetch in other processes: --num-workers 2 (docs/speed.md)"),
     BETWEEN: ("was between steps (logging, checks)", "Log and record less often: --log-interval, --record-samples"),
     REST: ("is not explained", ""),
 }
 
 
-def happenings(run: WholeRun) -> list[tuple[float, str, str]]:
-    """The events of a run except steps, in order: seconds since the beginning, kind, words."""
+def run_events(run: WholeRun) -> list[tuple[float, str, str]]:
+    """The events of a run except steps, in order: seconds since the beginning, kind, description."""
     first = run.first
     began = first.started[0].unix_time if first else min(
         (record.unix_time for record in (*run.verdicts, *run.noted)), default=0.0)  # fmt: skip
-    moments: list[tuple[float, str, str]] = []  # Unix time, kind, words
+    events: list[tuple[float, str, str]] = []  # Unix time, kind, description
     for number, start in enumerate(first.started if first else ()):
         kind = "start" if not number else "restart" if start.generation else "resume"
-        resumes = f"go on after step {start.start_step:,}" if start.start_step else "begin"
-        moments.append((start.unix_time, kind, f"{start.world_size} ranks {resumes}"))
+        action = f"resume after step {start.start_step:,}" if start.start_step else "start"
+        events.append((start.unix_time, kind, f"{start.world_size} ranks {action}"))
     for at, event in first.events if first else ():
         match event:
             case Checkpointed():
-                words = f"after step {event.step:,}: {event.failure or f'{event.size_bytes / 1e6:,.1f} MB'}"
-                moments.append((at, "checkpoint failed" if event.failure else "checkpoint", words))
+                text = f"after step {event.step:,}: {event.failure or f'{event.size_bytes / 1e6:,.1f} MB'}"
+                events.append((at, "checkpoint failed" if event.failure else "checkpoint", text))
             case Evaluated():
                 scores = ", ".join(f"{name} {score:.4g}" for name, score in event.metrics.items())
-                moments.append((at, "evaluation", f"{event.split} after step {event.step:,}: {scores}"))
+                events.append((at, "evaluation", f"{event.split} after step {event.step:,}: {scores}"))
             case Skipped():
-                moments.append((at, "step left out", f"step {event.step:,}: {event.reason}"))
+                events.append((at, "skipped step", f"step {event.step:,}: {event.reason}"))
             case RolledBack():
-                moments.append((at, "went back", f"from step {event.step:,} to {event.to:,}"))
+                events.append((at, "rollback", f"from step {event.step:,} to {event.to:,}"))
             case Notice():
-                moments.append((at, "notice", event.text))
+                events.append((at, "notice", event.text))
             case _:
                 pass
-    last = max((at for at, _, _ in moments), default=began)
-    moments += [(last, "failed", f"{who}: {what}") for who, what in failures(run)]
-    moments += [(record.unix_time, "verdict", " ".join(record.verdict.sentences)) for record in run.verdicts]
-    moments += [(notice.unix_time, "found", notice.words) for notice in run.noted]
+    last = max((at for at, _, _ in events), default=began)
+    events += [(last, "failed", f"{rank}: {error}") for rank, error in failures(run)]
+    events += [(record.unix_time, "diagnosis", " ".join(record.verdict.sentences)) for record in run.verdicts]
+    events += [(notice.unix_time, "finding", notice.words) for notice in run.noted]
     ended = [at for at, event in first.events if isinstance(event, Ended)] if first else []
     if ended and run.newest and ended[-1] >= run.newest.unix_time:
-        moments.append((ended[-1], "end", run.state or "ended"))
-    return [(at - began, kind, clean(words)[:400]) for at, kind, words in sorted(moments, key=lambda moment: moment[0])]
+        events.append((ended[-1], "end", run.state or "ended"))
+    return [(at - began, kind, clean(text)[:400]) for at, kind, text in sorted(events, key=lambda event: event[0])]
 
 
-def timeline(moments: Sequence[tuple[float, str, str]]) -> Iterable[Figure]:
+def timeline(events: Sequence[tuple[float, str, str]]) -> Iterable[Figure]:
     """The events as marks over time."""
     of_kind: dict[str, list[tuple[float, str]]] = {}
-    for at, kind, words in moments:
+    for at, kind, text in events:
         if kind != "notice":
-            of_kind.setdefault(kind, []).append((at, words))
+            of_kind.setdefault(kind, []).append((at, text))
     traces = [
         {"name": kind, "colour": COLOURS[number % len(COLOURS)], "marks": number,
-         "x0": [round(at / 60, 3) for at, _ in marks[:MOST_MARKS]], "y": [kind] * min(MOST_MARKS, len(marks)),
-         "text": [words[:120] for _, words in marks[:MOST_MARKS]]}
+         "x0": [round(at / 60, 3) for at, _ in marks[:MAX_MARKS]], "y": [kind] * min(MAX_MARKS, len(marks)),
+         "text": [text[:120] for _, text in marks[:MAX_MARKS]]}
         for number, (kind, marks) in enumerate(of_kind.items())
     ]  # fmt: skip
-    if len(traces) > 1 and max(at for at, _, _ in moments) > SHORT_SECONDS:
-        yield Figure("timeline", "What happened when", "Starts, checkpoints, evaluations and what went wrong.", traces,
+    if len(traces) > 1 and max(at for at, _, _ in events) > SHORT_SECONDS:
+        yield Figure("timeline", "What happened when", "Starts, checkpoints, evaluations and failures.", traces,
                      x="minutes", kind="marks")  # fmt: skip
 
 
@@ -108,44 +108,44 @@ def wall_seconds(run: WholeRun) -> dict[str, float]:
     steps, started = first.steps, first.started
     last = max(steps.ended[first.rows[-1]], *(at for at, _ in first.events[-50:] or [(0.0, None)]))
     total, kept = last - started[0].unix_time, sum(steps.seconds[row] for row in first.rows)
-    thrown = sum(steps.seconds) - kept
+    discarded = sum(steps.seconds) - kept
     evaluated = sum(event.seconds for _, event in first.of(Evaluated))
     stalls = sum(event.stall_seconds for _, event in first.of(Checkpointed))
     gaps = first.idle_seconds
-    rest = total - kept - thrown - evaluated - stalls - gaps
-    return {"steps": kept, "evaluations": evaluated, "checkpoints": stalls, "steps thrown away": thrown,
+    rest = total - kept - discarded - evaluated - stalls - gaps
+    return {"steps": kept, "evaluations": evaluated, "checkpoints": stalls, "discarded steps": discarded,
             "time between two starts": gaps, "start-up and other": max(0.0, rest)}  # fmt: skip
 
 
-def learned(run: WholeRun) -> str:
-    """A sentence about the fall of the loss and the test scores; empty without steps."""
+def learning_summary(run: WholeRun) -> str:
+    """A sentence about the loss and the test metrics; empty without steps."""
     if not (first := run.first) or not first.rows:
         return ""
     losses = [loss for row in first.rows if math.isfinite(loss := first.steps.loss[row])]
     scores = run.summary.test_metrics if run.summary else None
     reached = f"; test {scores_line(scores)}" if scores else ""
-    if len(losses) < FEW:
+    if len(losses) < MIN_STEPS:
         return f"Training loss {losses[-1]:.4g} after {len(first.rows)} steps{reached}." if losses else ""
     tenth = max(3, len(losses) // 10)
     before, after = median(losses[:tenth]), median(losses[-tenth:])
-    fell = "" if after < FELL * before else ": it did not fall"
-    return f"Training loss {before:.4g} to {after:.4g} in {len(first.rows):,} steps{fell}{reached}."
+    trend = "" if after < FALLING * before else ": it did not fall"
+    return f"Training loss {before:.4g} to {after:.4g} in {len(first.rows):,} steps{trend}{reached}."
 
 
-def restarts(run: WholeRun) -> str:
+def restart_summary(run: WholeRun) -> str:
     """A sentence about the starts after the first; empty if there are none."""
     again = run.first.started[1:] if run.first else []
     if not again:
         return ""
     steps = ", ".join(f"{start.start_step:,}" for start in again[:5])
     times = "once" if len(again) == 1 else f"{len(again)} times"
-    return f"It was started again {times}, and went on after step {steps}."
+    return f"It was restarted {times}, and resumed after step {steps}."
 
 
 def failures(run: WholeRun) -> list[tuple[str, str]]:
-    """The ranks that failed, with their errors; not those that only lost another rank."""
-    culprits = [failure for failure in run.failures if not failure.victim] or run.failures
-    return [(f"rank {f.rank} ({clean(f.host)})", clean(f.message or f.type)) for f in culprits[:20]]
+    """The ranks that failed, with their errors, without ranks that failed because a different rank had failed."""
+    causes = [failure for failure in run.failures if not failure.victim] or run.failures
+    return [(f"rank {f.rank} ({clean(f.host)})", clean(f.message or f.type)) for f in causes[:20]]
 
 
 def remedy(run: WholeRun) -> list[str]:
@@ -153,7 +153,8 @@ def remedy(run: WholeRun) -> list[str]:
     code = run.failures[0].exit_code if run.failures else run.summary.exit if run.summary else 0
     text = REMEDIES.get(ExitCode(code)) if code in {*ExitCode} else None
     if text is None:
-        return [f"Read what the ranks said last: paceline logs {run.name}"] if run.state in ("failed", "lost") else []
+        failed = run.state in ("failed", "lost")
+        return [f"See the last output of the ranks: paceline logs {run.name}"] if failed else []
     rates = run.first.steps.lr if run.first else None
     return [text.format(lr=rates[-1] if rates else math.nan)]
 
@@ -162,17 +163,14 @@ def remedy(run: WholeRun) -> list[str]:
 class Bottleneck:
     """The largest causes of lost time in a run."""
 
-    first: str
-    """one sentence: the fraction of the time in which ranks computed, and the largest causes of the rest"""
-    advice: list[str] = field(default_factory=list[str])
-    """advice, the most promising first"""
+    first: str  # a sentence: the fraction of the time in which ranks computed, and the largest causes of the rest
+    advice: list[str] = field(default_factory=list[str])  # advice, the most promising first
     shares: dict[str, float] = field(default_factory=dict[str, float])
-    """of a step's time, by cause; together 1"""
+    """The fraction of a step's time, by cause. Their sum is 1."""
     slowest: int | None = None
-    slow_phase: str = ""
-    """the phase in which the slowest rank loses most"""
+    slow_phase: str = ""  # the phase in which the slowest rank loses the most time
     waits: dict[int, dict[int, float]] = field(default_factory=dict[int, dict[int, float]])
-    """seconds of the examined steps, by the rank that waited and the rank for which it waited"""
+    """Seconds in the examined steps, by the rank that waited and the rank for which it waited."""
 
 
 def find_bottleneck(run: WholeRun) -> Bottleneck:
@@ -180,15 +178,16 @@ def find_bottleneck(run: WholeRun) -> Bottleneck:
     logs = [log for log in run.latest() if log.rows]
     size = run.world_size
     if not logs:
-        return Bottleneck("No step was written down, so nothing can be said of its speed.")
+        return Bottleneck("The run has recorded no steps, so its speed is unknown.")
     if len(logs) < size:
-        return Bottleneck(f"Only {len(logs)} of {size} ranks have written down steps: what they waited for cannot be "
-                          "told.")  # fmt: skip
+        return Bottleneck(
+            f"Only {len(logs)} of {size} ranks have recorded steps, so the causes of waiting are unknown."
+        )
     steps = _common_steps(logs)
     if len(steps) < 2:
-        return Bottleneck(f"Too few steps to judge its speed by: the first {WARM_UP} are warm-up.")
+        return Bottleneck(f"Too few steps to analyze its speed: the first {WARM_UP} are warm-up.")
     spent = Run(steps=steps, samples=1.0, hosts=run.hosts)
-    parts, between = take_apart(spent), sum(s.between for step in steps for s in step.values()) / len(steps) / size
+    parts, between = split_step(spent), sum(s.between for step in steps for s in step.values()) / len(steps) / size
     total = parts.step or 1e-9
     shares = {
         COMPUTING: max(0.0, parts.compute - between), DATA: parts.data, WAITING: max(0.0, parts.waiting),
@@ -196,33 +195,33 @@ def find_bottleneck(run: WholeRun) -> Bottleneck:
     }  # fmt: skip
     shares = {cause: seconds / total for cause, seconds in shares.items()}
     shares[REST] = 1.0 - sum(shares.values())
-    first, advice = _in_words(run, parts, shares, logs)
-    beside, more = _beside_steps(run)
-    return Bottleneck(first + beside, advice + more, shares, parts.slowest, parts.slow_phase, _waits(steps))
+    first, advice = _step_summary(run, parts, shares, logs)
+    second, more = _wall_time_summary(run)
+    return Bottleneck(first + second, advice + more, shares, parts.slowest, parts.slow_phase, _waits(steps))
 
 
-def _common_steps(logs: Sequence[RankLog]) -> list[dict[int, Spent]]:
-    """Thinned steps that all ranks of the newest start have, after the warm-up; directly after another if possible."""
+def _common_steps(logs: Sequence[RankLog]) -> list[dict[int, PhaseSeconds]]:
+    """Some steps that all ranks of the newest start have recorded after the warm-up, if possible consecutive ones."""
     start = logs[0].started[-1].start_step
     rows = [{log.steps.step[row]: row for row in log.rows if log.steps.step[row] > start + WARM_UP} for log in logs]
     common = sorted(set(rows[0]).intersection(*rows[1:]))
     common = [n for n in common if all(log.steps.follows[of[n]] for log, of in zip(logs, rows, strict=True))] or common
     return [
         {log.rank: _spent(log, of[number]) for log, of in zip(logs, rows, strict=True)}
-        for number in thinned(common, min(MOST_STEPS, MOST_SPENT // len(logs)))
+        for number in thinned(common, min(MAX_STEPS, MAX_SPENT // len(logs)))
     ]
 
 
-def _spent(log: RankLog, row: int) -> Spent:
+def _spent(log: RankLog, row: int) -> PhaseSeconds:
     steps = log.steps
     phases = {name: column[row] for name, column in zip(PHASES, steps.phases, strict=True)}
     if not row or not steps.follows[row]:
-        return Spent(**phases, seconds=steps.seconds[row])
+        return PhaseSeconds(**phases, seconds=steps.seconds[row])
     between = steps.ended[row] - steps.ended[row - 1] - steps.seconds[row]
-    return between_meetings(phases, steps.seconds[row], between, steps.phases[-1][row - 1])
+    return step_between_syncs(phases, steps.seconds[row], between, steps.phases[-1][row - 1])
 
 
-def _waits(steps: Sequence[dict[int, Spent]]) -> dict[int, dict[int, float]]:
+def _waits(steps: Sequence[dict[int, PhaseSeconds]]) -> dict[int, dict[int, float]]:
     waits: dict[int, dict[int, float]] = {}
     for step in steps:
         work = {rank: s.data + s.forward + s.backward + s.optimizer + s.between for rank, s in step.items()}
@@ -234,37 +233,37 @@ def _waits(steps: Sequence[dict[int, Spent]]) -> dict[int, dict[int, float]]:
     return waits
 
 
-def _in_words(
+def _step_summary(
     run: WholeRun, parts: StepParts, shares: dict[str, float], logs: Sequence[RankLog]
 ) -> tuple[str, list[str]]:
-    """The sentence, and the advice."""
     size, worked, causes, advice = len(logs), shares[COMPUTING], list[str](), list[str]()
     for share, cause in sorted(((share, cause) for cause, share in shares.items() if cause != COMPUTING), reverse=True):
-        if share >= WORTH:
-            words, what_to_try = _cause(run, cause, share, parts, logs)
-            causes.append(f"{share:.0%} {words}")
-            advice += [f"{what_to_try} (up to {share:.0%} of the time)"] if what_to_try else []
+        if share >= MIN_SHARE:
+            description, remedy = _cause(run, cause, share, parts, logs)
+            causes.append(f"{share:.0%} {description}")
+            advice += [f"{remedy} (up to {share:.0%} of the time)"] if remedy else []
     sentence = f"{worked:.0%} of each step was computing"
     sentence += f", so {size} ranks did the work of {size * worked:.1f}" if size > 1 else ""
     sentence += f"; {_joined(causes)}." if causes else "."
     load, threads, crowded = crowding(run)
     if load < CROWDED:
         return sentence, advice
-    if threads == 1:  # it may be meant so
-        return f"{sentence} {crowded}.", [*advice, "Fewer ranks, or more cores"]
-    fewer = "Fewer threads for each rank: leave out --threads-per-rank, or give 1"
+    if threads == 1:  # may be intended
+        return f"{sentence} {crowded}.", [*advice, "Use fewer ranks, or more cores"]
+    fewer = "Use fewer threads per rank: omit --threads-per-rank, or set it to 1"
     return f"{crowded}, so they slow each other down. {sentence}", [fewer, *advice]
 
 
-def _beside_steps(run: WholeRun) -> tuple[str, list[str]]:
-    """A sentence about large uses of the wall time between steps, and the advice."""
+def _wall_time_summary(run: WholeRun) -> tuple[str, list[str]]:
     spent = wall_seconds(run)
     total = sum(spent.values())
-    much = {name: seconds / total for name, seconds in spent.items() if name != "steps" and seconds > MUCH * total}
-    if not much or not total > LONG_SECONDS:
+    limit = MIN_WALL_SHARE * total
+    large = {name: seconds / total for name, seconds in spent.items() if name != "steps" and seconds > limit}
+    if not large or not total > MIN_WALL_SECONDS:
         return "", []
-    words = _joined([f"{share:.0%} went to {name}" for name, share in much.items()])
-    return f" Of the whole time {words}.", [BESIDE[name] for name in much if name in BESIDE]
+    uses = _joined([f"{name} took {share:.0%}" for name, share in large.items()])
+    advice = [WALL_TIME_REMEDIES[name] for name in large if name in WALL_TIME_REMEDIES]
+    return f" {uses[0].upper()}{uses[1:]} of the whole time.", advice
 
 
 def _joined(causes: Sequence[str]) -> str:
@@ -277,30 +276,31 @@ def _cause(run: WholeRun, cause: str, share: float, parts: StepParts, logs: Sequ
     if cause == EXCHANGE:
         return _exchange(run, parts)
     if cause != WAITING:
-        return PLAIN[cause]
-    if rank is None or (share < NAMED and parts.slow_phase != "data"):
+        return CAUSES[cause]
+    if rank is None or (share < MIN_WAIT and parts.slow_phase != "data"):
         return "was waiting for each other, for no rank in particular", ""
     if parts.slow_phase == "data":
         return (
             f"was waiting for rank {rank}'s data{where}",
-            f"Rank {rank}'s data come late{where}: compare its files and disk with the others', keep them in "
-            "memory, or read ahead with --num-workers 2",
+            f"The data of rank {rank}{where} are late: compare its files and disk with those of other ranks, keep "
+            "the data in memory, or prefetch with --num-workers 2",
         )
     phase = f" in {parts.slow_phase}" if parts.slow_phase not in ("", "between") else ""
-    words = f"was waiting for rank {rank}{where}, which is slower than the others{phase}{_held_back(run, rank, logs)}"
-    return words, f"Look at what else runs beside rank {rank}{where}: paceline monitor"
+    description = f"was waiting for rank {rank}{where}, which is slower than the others{phase}"
+    remedy = f"Check which other programs run on the host of rank {rank}{where}: paceline monitor"
+    return f"{description}{_slow_reason(run, rank, logs)}", remedy
 
 
 def _exchange(run: WholeRun, parts: StepParts) -> tuple[str, str]:
     hosts, sent = sorted({*run.hosts.values()}), sent_bytes(run)
     speed = f" ({sent / 1e6:,.1f} MB of gradients in {1e3 * parts.exchange:,.0f} ms)" if sent and parts.exchange else ""
-    fewer = "Larger batches or --accumulation: fewer exchanges for as many samples"
+    fewer = "Use larger batches or --accumulation, for fewer exchanges with the same number of samples"
     if len(hosts) == 1:
         return f"was the exchange{speed}", fewer
     between = f"between {hosts[0]} and {hosts[1]}" if len(hosts) == 2 else f"between {len(hosts)} hosts"
     return (
         f"was the exchange {between}{speed}",
-        f"{fewer}; or a faster network: paceline scale --network says what it brings",
+        f"{fewer}; or use a faster network: paceline scale --network estimates the gain",
     )
 
 
@@ -310,21 +310,20 @@ def sent_bytes(run: WholeRun) -> int:
     return memory.gradient_bytes if memory else 0
 
 
-def _held_back(run: WholeRun, rank: int, logs: Sequence[RankLog]) -> str:
-    """The reason in the machines' records why a rank is slow; empty: none."""
+def _slow_reason(run: WholeRun, rank: int, logs: Sequence[RankLog]) -> str:
     records = [record for of_node in run.machines.values() for record in of_node]
     cores = {log.rank: [record.ranks[log.rank].cores for record in records if log.rank in record.ranks] for log in logs}
     got = {other: median(used) for other, used in cores.items() if used}
     others = [used for other, used in got.items() if other != rank]
-    if rank in got and others and got[rank] < LITTLE * median(others):
+    if rank in got and others and got[rank] < LOW_CPU * median(others):
         return f": it got {got[rank]:.1f} of a core, the others {median(others):.1f}"
     newest = [record for of_node in run.machines.values() for record in of_node[-60:]]
-    troubles = {gpu.held_back for record in newest for gpu in record.gpus} - {""}
-    return f": a GPU is {min(troubles)}" if troubles else ""
+    reasons = {gpu.held_back for record in newest for gpu in record.gpus} - {""}
+    return f": a GPU is {min(reasons)}" if reasons else ""
 
 
 def crowding(run: WholeRun) -> tuple[float, int, str]:
-    """Threads for each core on the fullest host, threads of a rank, and a sentence; 0: unknown."""
+    """Threads per core on the host with the most, threads per rank, and a sentence; 0: unknown."""
     known = run.summary.threads_per_rank if run.summary else run.environment.get("threads_per_rank")
     threads = known if isinstance(known, int) else 0
     cores = {record.host: record.cores for records in run.machines.values() for record in records[-1:]}

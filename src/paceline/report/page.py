@@ -15,16 +15,16 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from paceline.errors import plural
-from paceline.report.analysis import logged
+from paceline.report.analysis import log_figures
 from paceline.report.figures import Drawing, Figure, curves, devices, phases, waiting
 from paceline.report.outcome import (
     Bottleneck,
     failures,
     find_bottleneck,
-    happenings,
-    learned,
+    learning_summary,
     remedy,
-    restarts,
+    restart_summary,
+    run_events,
     sent_bytes,
     timeline,
     wall_seconds,
@@ -36,30 +36,30 @@ from paceline.runs.utilization import explain_mfu, goodput
 
 COLOUR_OF = {"computing": "blue", "waiting for data": "orange", "waiting for the slowest rank": "red",
              "the exchange": "green", "between steps": "yellow", "not explained": "grey"}  # fmt: skip
-MARK = "a page of paceline report"  # pages with it may be overwritten
+MARK = "a page of paceline report"  # `paceline report` may overwrite files with this mark
 GOOD, BAD = ("done", "saved", "running", "queued"), ("failed", "lost", "cancelled")
-MOST_ROWS, MOST_CELL = 500, 300
+MAX_ROWS, MAX_CELL_CHARS = 500, 300
 KINDS = ("weights", "gradients", "optimizer")
-HOLDS = {  # whether a strategy shards weights, gradients and optimizer state (docs/memory.md)
-    "all on every rank": (False, False, False), "zero": (False, True, True), "fsdp": (True, True, True),
+SHARDED = {  # whether a strategy shards weights, gradients and optimizer state (docs/memory.md)
+    "unsharded": (False, False, False), "zero": (False, True, True), "fsdp": (True, True, True),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Table:
-    """One table of texts."""
+    """A table of texts."""
 
     title: str
     head: Sequence[str]
     rows: list[list[str]] = field(default_factory=list[list[str]])
-    words: str = ""
-    numbers: bool = False  # all but the first column are
-    folded: bool = False  # collapsed at first
+    caption: str = ""
+    numbers: bool = False  # whether all columns except the first are numbers
+    folded: bool = False  # initially collapsed
 
 
 @dataclass
 class Section:
-    """One part of the page."""
+    """A section of the page."""
 
     id: str
     name: str
@@ -78,8 +78,8 @@ def report_page(runs: Sequence[WholeRun], command: str, drawings: Sequence[Drawi
 
     Args:
         runs: at least one.
-        command: the command that makes the page, for display.
-        drawings: the drawings of the run.
+        command: the command that creates the page, for display.
+        drawings: diagrams of the run.
     """
     bottlenecks = [find_bottleneck(run) for run in runs]
     body = [section for section in _sections(runs, bottlenecks[0], drawings) if section]
@@ -108,24 +108,25 @@ def _sections(runs: Sequence[WholeRun], bottleneck: Bottleneck, drawings: Sequen
     learning.figures = [figure for figure in learning.figures if figure.name != "throughput"]
     if several:
         return [
-            Section("compared", "Side by side", tables=[results(runs), setting_differences(runs)]),
+            Section("compared", "Comparison", tables=[results_table(runs), setting_differences(runs)]),
             learning,
             Section("speed", "Speed", [*speed, *phases(runs)]),
         ]
-    happened, (from_logs, sentence) = happenings(run), logged(run)
+    events, (from_logs, sentence) = run_events(run), log_figures(run)
     learning.figures += from_logs
     learning.texts = [sentence] if sentence else []
     return [
         learning,
         Section("speed", "Speed", [*speed, *phases(runs), *waiting(run, bottleneck.waits)],
-                [*time_spent(run), *exchange(run)]),
+                [*wall_time_table(run), *collectives_table(run)]),
         Section("explained", "How it works", drawings=[*drawings],
-                texts=["Drawn from this very run: its times, its parameters, its ranks."] if drawings else []),
-        Section("memory", "Memory", tables=[*held(run)]),
+                texts=["The times, parameters and ranks are those of this run."] if drawings else []),
+        Section("memory", "Memory", tables=[*memory_table(run)]),
         Section("machines", "Machines", [*devices(run)]),
-        Section("happened", "What happened", [*timeline(happened)], [*moments(happened)]),
-        Section("samples", "Samples", tables=[*ledger(run)]),
-        Section("repeat", "Repeat it", tables=[*settings_tables(run)], codes=[repeat(run)] if run.settings else []),
+        Section("happened", "Events", [*timeline(events)], [*event_table(events)]),
+        Section("samples", "Samples", tables=[*samples_table(run)]),
+        Section("repeat", "Reproduce", tables=[*settings_tables(run)],
+                codes=[repeat_command(run)] if run.settings else []),
     ]  # fmt: skip
 
 
@@ -134,27 +135,27 @@ def _page_title(run: WholeRun) -> str:
     return f"{run.name}: {clean(task)[:80]}" if task and task not in run.name else run.name
 
 
-def _head(run: WholeRun, found: Bottleneck) -> dict[str, Any]:
+def _head(run: WholeRun, bottleneck: Bottleneck) -> dict[str, Any]:
     tone = "good" if run.state in GOOD else "bad" if run.state in BAD else ""
-    late = found.slowest if found.slow_phase == "data" else None
-    names = {"waiting for data": "its own data", "waiting for the slowest rank": f"waiting for rank {late}'s data"}
+    late = bottleneck.slowest if bottleneck.slow_phase == "data" else None
+    names = {"waiting for data": "data", "waiting for the slowest rank": f"waiting for rank {late}'s data"}
     shares = [
         {
             "name": names.get(name, name) if late is not None else name,
             "percent": f"{share:.0%}" if share >= 0.01 else "<1%", "grow": f"{share:.4f}",
             "colour": "orange" if late is not None and "slowest" in name else COLOUR_OF[name],
         }
-        for name, share in found.shares.items()
+        for name, share in bottleneck.shares.items()
         if share > 0.004
     ]  # fmt: skip
     failed = run.state in BAD
     return {
         "name": run.name, "state": run.state or "unknown", "tone": tone, "shares": shares,
-        "words": "" if failed and run.failures else run.words,
-        "failed": failures(run) if failed else [], "again": restarts(run),
-        "learned": learned(run), "why": found.first,
-        "advice": [*remedy(run), *found.advice] if failed else found.advice,
-        "missing": run.missing, "tiles": [row[:2] for row in results([run]).rows],
+        "details": "" if failed and run.failures else run.words,
+        "failed": failures(run) if failed else [], "restarts": restart_summary(run),
+        "learning": learning_summary(run), "bottleneck": bottleneck.first,
+        "advice": [*remedy(run), *bottleneck.advice] if failed else bottleneck.advice,
+        "missing": run.missing, "tiles": [row[:2] for row in results_table([run]).rows],
         "shares_words": ", ".join(f"{share['name']} {share['percent']}" for share in shares),
     }  # fmt: skip
 
@@ -173,15 +174,15 @@ def _cell(value: Any) -> str:
     if value is None:
         return "-"
     text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else clean(str(value))
-    return text if len(text) <= MOST_CELL else f"{text[: MOST_CELL - 3]}..."
+    return text if len(text) <= MAX_CELL_CHARS else f"{text[: MAX_CELL_CHARS - 3]}..."
 
 
-def results(runs: Sequence[WholeRun]) -> Table:
-    """The description and results of the runs, a column for each."""
+def results_table(runs: Sequence[WholeRun]) -> Table:
+    """The description and results of the runs, with a column for each."""
     columns = [_result(run) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[name, *(_cell(column.get(name)) for column in columns)] for name in names]
-    return Table("Results", ["what", *(run.name for run in runs)], rows)
+    return Table("Results", ["value", *(run.name for run in runs)], rows)
 
 
 def _result(run: WholeRun) -> dict[str, Any]:
@@ -193,7 +194,7 @@ def _result(run: WholeRun) -> dict[str, Any]:
     hosts, rate = len({*run.hosts.values()}), summary.samples_per_second
     flops, good = summary.flops_per_sample, summary.goodput or goodput(run.folder)
     seconds = sum(wall_seconds(run).values()) or summary.seconds
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "task": str(run.settings.get("task") or summary.task).rpartition("/")[2],
         "ranks": f"{run.world_size}{f' on {hosts} hosts' if hosts > 1 else ''}" if run.world_size else None,
         "device": newest.device if newest else None, "strategy": run.strategy,
@@ -208,11 +209,11 @@ def _result(run: WholeRun) -> dict[str, Any]:
         "MFU": f"{summary.mfu:.1%}" if summary.mfu else None,
         "FLOP/s": explain_mfu(rate or 0, flops or 0, summary.peak_tflops or 0, summary.devices or 0),
         "goodput": f"{good:.1%}" if good else None,
-        "took": format_duration(seconds) if seconds else None,
-        "began": clock(first.started[0].unix_time, "%Y-%m-%d %H:%M") if first else None,
-        "peak memory": f"{summary.peak_memory_bytes / 1e9:.2f} GB a rank" if summary.peak_memory_bytes else None,
+        "duration": format_duration(seconds) if seconds else None,
+        "started": clock(first.started[0].unix_time, "%Y-%m-%d %H:%M") if first else None,
+        "peak memory": f"{summary.peak_memory_bytes / 1e9:.2f} GB per rank" if summary.peak_memory_bytes else None,
     }  # fmt: skip
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in values.items() if value}
 
 
 def setting_differences(runs: Sequence[WholeRun]) -> Table:
@@ -220,19 +221,19 @@ def setting_differences(runs: Sequence[WholeRun]) -> Table:
     names = dict.fromkeys(name for run in runs for name in run.settings)
     rows = [[name, *(_cell(run.settings.get(name)) for run in runs)] for name in names]
     rows = [row for row in rows if len({*row[1:]}) > 1]
-    words = "" if rows else "All settings are the same."
-    return Table("What differs in the settings", ["setting", *(run.name for run in runs)], rows[:MOST_ROWS], words)
+    caption = "" if rows else "All settings are the same."
+    return Table("Different settings", ["setting", *(run.name for run in runs)], rows[:MAX_ROWS], caption)
 
 
 def settings_tables(run: WholeRun) -> Iterable[Table]:
     """All settings, and the environment."""
-    for title, head, table in (("All settings", "setting", run.settings), ("What it ran on", "what", run.environment)):
+    for title, head, table in (("All settings", "setting", run.settings), ("Environment", "name", run.environment)):
         if table:
             rows = [[_cell(name), _cell(value)] for name, value in table.items()]
-            yield Table(title, [head, "value"], rows[:MOST_ROWS], folded=True)
+            yield Table(title, [head, "value"], rows[:MAX_ROWS], folded=True)
 
 
-def repeat(run: WholeRun) -> str:
+def repeat_command(run: WholeRun) -> str:
     """The command that repeats the run."""
     folder, versions = shlex.quote(str(run.folder)), run.environment
     known = [name for name in ("paceline", "torch", "python") if name in versions]
@@ -242,64 +243,71 @@ def repeat(run: WholeRun) -> str:
     command = f"paceline train --config {folder}/config.toml --run-dir runs/again"
     if (task := str(run.settings.get("task", ""))) == "session" or task.endswith(".py"):  # `train` starts no script
         command = f"paceline status {folder}"
-    return f"{command}\n# {about or 'versions are not known'}{digest}"
+    return f"{command}\n# {about or 'versions are unknown'}{digest}"
 
 
-def time_spent(run: WholeRun) -> Iterable[Table]:
+def wall_time_table(run: WholeRun) -> Iterable[Table]:
     """The wall time by use."""
     spent = wall_seconds(run)
     if (total := sum(spent.values())) > 0:
         rows = [[name, format_duration(s), f"{s / total:.1%}"] for name, s in spent.items() if s > 0]
-        yield Table("Where the whole run's time went", ["what", "time", "share"], rows, numbers=True)
+        yield Table("Wall time of the run", ["part", "time", "fraction"], rows, numbers=True)
 
 
-def exchange(run: WholeRun) -> Iterable[Table]:
+def collectives_table(run: WholeRun) -> Iterable[Table]:
     """The collectives of a step: bytes, number, duration, and overlap with backward."""
     traced = [*run.first.traced.values()][-100:] if run.first else []
     calls: dict[str, list[tuple[float, int, float]]] = {}
     for step in traced:
-        begin, end = next(((at, at + lasts) for name, at, lasts in step.phases if name == "backward"), (0.0, 0.0))
-        for name, at, lasts, size in step.calls:
-            over = max(0.0, min(at + lasts, end) - max(at, begin)) if lasts > 0 else 0.0
-            calls.setdefault(name, []).append((max(0.0, lasts), size, over))
+        begin, end = next(((at, at + duration) for name, at, duration in step.phases if name == "backward"), (0.0, 0.0))
+        for name, at, duration, size in step.calls:
+            over = max(0.0, min(at + duration, end) - max(at, begin)) if duration > 0 else 0.0
+            calls.setdefault(name, []).append((max(0.0, duration), size, over))
     rows: list[list[str]] = []
-    for name, each in [*calls.items()][:MOST_ROWS]:
-        lasts, size, over = (mean(column) for column in zip(*each, strict=True))
-        speed = f"{size / lasts / 1e6:,.0f}" if lasts > 0 and size > 1e4 else ""
-        hidden = f"{over / lasts:.0%}" if lasts > 0 else "-"
+    for name, each in [*calls.items()][:MAX_ROWS]:
+        duration, size, over = (mean(column) for column in zip(*each, strict=True))
+        speed = f"{size / duration / 1e6:,.0f}" if duration > 0 and size > 1e4 else ""
+        overlap = f"{over / duration:.0%}" if duration > 0 else "-"
         rows.append(
-            [_cell(name), f"{len(each) / len(traced):.3g}", f"{size / 1e6:,.3f}", f"{1e3 * lasts:,.2f}", speed, hidden]
+            [
+                _cell(name),
+                f"{len(each) / len(traced):.3g}",
+                f"{size / 1e6:,.3f}",
+                f"{1e3 * duration:,.2f}",
+                speed,
+                overlap,
+            ]
         )
     if rows:
-        words = (
+        caption = (
             "A collective is a call in which all ranks take part. Times include waiting for a late rank. The gradients "
-            f"of a step are {sent_bytes(run) / 1e6:,.2f} MB on a rank."
+            f"of a step have {sent_bytes(run) / 1e6:,.2f} MB on a rank."
         )
-        head = ["collective", "times a step", "MB", "ms", "MB/s", "overlapped with backward"]
-        yield Table("What ranks exchange in a step", head, rows, words, numbers=True)
+        head = ["collective", "calls per step", "MB", "ms", "MB/s", "overlap with backward"]
+        yield Table("Collectives in a step", head, rows, caption, numbers=True)
 
 
-def held(run: WholeRun) -> Iterable[Table]:
-    """The tensors in a rank's memory, and a computed value for strategies that shard them."""
+def memory_table(run: WholeRun) -> Iterable[Table]:
+    """The measured memory of a rank's tensors, and the computed memory with strategies that shard them."""
     memory = run.first.memory if run.first else None
     if memory is None:
         return
-    size, own = run.world_size, (memory.weight_bytes, memory.gradient_bytes, memory.optimizer_bytes)
-    shared = HOLDS.get(run.strategy, (False, False, False))
-    whole = [b * (size if is_shared else 1) for b, is_shared in zip(own, shared, strict=True)]
-    by_strategy: dict[str, Sequence[float]] = {"this run": own}
-    for name, parts in HOLDS.items():
-        by_strategy[name] = [b / (size if is_shared else 1) for b, is_shared in zip(whole, parts, strict=True)]
+    size, measured = run.world_size, (memory.weight_bytes, memory.gradient_bytes, memory.optimizer_bytes)
+    sharded = SHARDED.get(run.strategy, (False, False, False))
+    whole = [b * (size if is_sharded else 1) for b, is_sharded in zip(measured, sharded, strict=True)]
+    by_strategy: dict[str, Sequence[float]] = {"this run": measured}
+    for name, parts in SHARDED.items():
+        by_strategy[name] = [b / (size if is_sharded else 1) for b, is_sharded in zip(whole, parts, strict=True)]
     rows = [[name, *(f"{b / 1e6:,.2f}" for b in (*parts, sum(parts)))] for name, parts in by_strategy.items()]
-    words = (
-        f"MB of tensors on each of {plural(size, 'rank')} between two steps: counted in the first row, "
-        "computed in the others. zero shares out gradients and optimizer state, fsdp the weights, too. Not counted: "
-        "activations and libraries."
+    caption = (
+        f"MB of tensors on each of {plural(size, 'rank')} between two steps: measured in the first row, computed in "
+        "the others. zero shards gradients and optimizer state. fsdp also shards the weights. Activations and "
+        "libraries are not included."
     )
-    yield Table("What a rank holds", ["strategy", *KINDS, "together"], rows, words, numbers=True)
+    yield Table("Memory of a rank", ["strategy", *KINDS, "total"], rows, caption, numbers=True)
 
 
-def ledger(run: WholeRun) -> Iterable[Table]:
+def samples_table(run: WholeRun) -> Iterable[Table]:
     """The samples of each epoch, over all ranks."""
     samples, steps = Counter[int](), Counter[int]()
     for log in run.ranks.values():
@@ -311,17 +319,17 @@ def ledger(run: WholeRun) -> Iterable[Table]:
     rows = [[f"{epoch + 1}", f"{steps[epoch]:,}", f"{used:,}", f"{of:,}" if of else "-"]
             for epoch, used in sorted(samples.items())]  # fmt: skip
     if rows:
-        thrown = run.first.thrown_away if run.first else 0
-        words = f"{thrown:,} steps were thrown away, and taken again. " if thrown else ""
-        words += f"To prove that none was used twice: paceline ledger {run.name}"
-        yield Table("Samples used", ["epoch", "steps", "samples used", "of"], rows[:MOST_ROWS], words, numbers=True)
+        discarded = run.first.discarded if run.first else 0
+        caption = f"{discarded:,} steps were discarded and repeated. " if discarded else ""
+        caption += f"To check that each sample was used once: paceline ledger {run.name}"
+        yield Table("Samples used", ["epoch", "steps", "samples used", "of"], rows[:MAX_ROWS], caption, numbers=True)
 
 
-def moments(found: Sequence[tuple[float, str, str]]) -> Iterable[Table]:
+def event_table(events: Sequence[tuple[float, str, str]]) -> Iterable[Table]:
     """The events of a run except steps, in order."""
-    rows = [[format_duration(max(0.0, at)), kind, words] for at, kind, words in found]
-    if len(rows) > MOST_ROWS:
-        half = MOST_ROWS // 2
-        rows = [*rows[:half], ["", "", f"{len(rows) - MOST_ROWS:,} more are left out here"], *rows[-half:]]
+    rows = [[format_duration(max(0.0, at)), kind, text] for at, kind, text in events]
+    if len(rows) > MAX_ROWS:
+        half = MAX_ROWS // 2
+        rows = [*rows[:half], ["", "", f"{len(rows) - MAX_ROWS:,} more events"], *rows[-half:]]
     if rows:
-        yield Table("Event list", ["after", "what", "in words"], rows, folded=len(rows) > 40)
+        yield Table("Event list", ["time", "event", "description"], rows, folded=len(rows) > 40)

@@ -1,6 +1,6 @@
 """The contents of a run folder, in bounded memory: steps of each rank, evaluations, checkpoints, failures, machines.
 
-Parts that cannot be read are missing, with the reason: a report without a part is better than none.
+If a part cannot be read, `missing` has the reason: an incomplete report is better than none.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from paceline.runs.reading import decode, decode_toml, folders, read_lines
 from paceline.runs.summary import Summary, read_summary
 
 PHASES = ("data", "forward", "backward", "sync", "optimizer")
-MOST_OF_A_KIND, MOST_LISTED = 2000, 64  # records of a rank; micro-batches whose samples are listed
-MOST_RANKS, MOST_CHARS = 4096, 2000
-MOST_BYTES, MOST_TRACED = 1 << 30, 64 * MOST_OF_A_KIND  # of all ranks
-MOST_LINE_BYTES, ANATOMY = 1 << 15, b'{"kind":"anatomy"'  # which may be longer
-MOST_SAMPLES = 20_000  # of a machine
-MOST_VERDICTS, MOST_NOTED = 100, 100
+MAX_EVENTS, MAX_LISTED = 2000, 64  # per rank and kind; micro-batches whose samples are listed
+MAX_RANKS, MAX_CHARS = 4096, 2000
+MAX_BYTES, MAX_TRACED = 1 << 30, 64 * MAX_EVENTS  # of all ranks
+MAX_LINE_BYTES, ANATOMY = 1 << 15, b'{"kind":"anatomy"'  # lines of this kind may be longer
+MAX_SAMPLES = 20_000  # per machine
+MAX_VERDICTS, MAX_MISSING = 100, 100
 
 
 class StepColumns:
@@ -51,10 +51,10 @@ class StepColumns:
 
     def __init__(self) -> None:
         self.step, self.epoch = array("q"), array("q")
-        self.samples, self.consumed = array("q"), array("q")  # of the global batch; by this rank
-        self.ended, self.seconds = array("d"), array("d")  # ended: unix time, on node 0's clock
-        self.loss, self.lr, self.norm = array("d"), array("d"), array("d")  # norm is NaN if it is not known
-        self.follows = array("b")  # 1: immediately after the row before
+        self.samples, self.consumed = array("q"), array("q")  # of the global batch; of this rank
+        self.ended, self.seconds = array("d"), array("d")  # Unix time on node 0's clock
+        self.loss, self.lr, self.norm = array("d"), array("d"), array("d")  # norm: NaN if unknown
+        self.follows = array("b")  # 1: immediately follows the row before
         self.phases = tuple(array("d") for _ in PHASES)
 
     def add(self, event: Step, *, follows: bool) -> None:
@@ -82,19 +82,19 @@ class RankLog:
     """The events of one rank over all starts."""
 
     rank: int
-    most_traced: int = MOST_OF_A_KIND
+    max_traced: int = MAX_EVENTS
     started: list[Started] = field(default_factory=list[Started])
     steps: StepColumns = field(default_factory=StepColumns)
     rows: array[int] = field(default_factory=lambda: array("q"))
-    """rows of `steps` that later starts have not repeated"""
-    thrown_away: int = 0
+    """The rows of `steps` that later starts have not repeated."""
+    discarded: int = 0
     idle_seconds: float = 0.0  # between starts
     share: tuple[int, int] | None = None  # the virtual ranks [a, b) that it computes
     samples: list[Samples] = field(default_factory=list[Samples])  # of the first step that lists them
     memory: MemoryBreakdown | None = None  # the newest
     traced: dict[int, Traced] = field(default_factory=dict[int, Traced])
     events: list[tuple[float, Event]] = field(default_factory=list[tuple[float, Event]])
-    """evaluations, checkpoints, notices, skipped steps and the end, with their approximate times"""
+    """Evaluations, checkpoints, notices, skipped steps and the end, with their approximate times."""
 
     _after_step = False
 
@@ -111,40 +111,40 @@ class RankLog:
                 self.rows.append(len(steps.step) - 1)
                 self.share = event.share
             case Samples():
-                if not self.samples or (self.samples[0].step == event.step and len(self.samples) < MOST_LISTED):
+                if not self.samples or (self.samples[0].step == event.step and len(self.samples) < MAX_LISTED):
                     self.samples.append(event)
             case Counted():
                 pass
             case Traced():
                 self.traced[event.step] = event
-                if len(self.traced) > self.most_traced:
+                if len(self.traced) > self.max_traced:
                     del self.traced[next(iter(self.traced))]
             case MemoryBreakdown():
                 self.memory = event
             case Started():
                 if self.started:
                     self.idle_seconds += max(0.0, event.unix_time - self._last())
-                del self.started[MOST_OF_A_KIND:]
+                del self.started[MAX_EVENTS:]
                 self.started.append(event)
-                self._back_to(event.start_step)
+                self._discard_after(event.start_step)
             case RolledBack():
-                self._back_to(event.to)
+                self._discard_after(event.to)
                 self._keep(event)
             case _:
                 self._keep(event)
 
-    def _back_to(self, step: int) -> None:
+    def _discard_after(self, step: int) -> None:
         while self.rows and self.steps.step[self.rows[-1]] > step:
             self.rows.pop()
-            self.thrown_away += 1
+            self.discarded += 1
 
     def _keep(self, event: Event) -> None:
-        own = event.unix_time if isinstance(event, Ended) else 0.0
-        if len(self.events) < MOST_OF_A_KIND:
-            self.events.append((own or self._last(), event))
+        unix_time = event.unix_time if isinstance(event, Ended) else 0.0
+        if len(self.events) < MAX_EVENTS:
+            self.events.append((unix_time or self._last(), event))
 
     def _last(self) -> float:
-        return max([*self.steps.ended[-1:], *(one.unix_time for one in self.started[-1:])], default=0.0)
+        return max([*self.steps.ended[-1:], *(start.unix_time for start in self.started[-1:])], default=0.0)
 
     def of(self, kind: type[Event]) -> Iterator[tuple[float, Any]]:
         """The `events` of a type, with their times."""
@@ -157,23 +157,19 @@ class WholeRun:
 
     folder: Path
     state: str = ""  # done, failed, running, ...: see `paceline status`
-    words: str = ""  # more about it
+    words: str = ""  # details of the state
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
-    """as in config.toml, without the tables' names"""
+    """The settings of config.toml, without the names of the tables."""
     environment: dict[str, Any] = field(default_factory=dict[str, Any])
     summary: Summary | None = None
     ranks: dict[int, RankLog] = field(default_factory=dict[int, RankLog])
     machines: dict[int, list[MachineUse]] = field(default_factory=dict[int, list[MachineUse]])
-    clocks: dict[int, ClockAhead] = field(default_factory=dict[int, ClockAhead])
-    """by node: its newest reading"""
-    failures: list[Failure] = field(default_factory=list[Failure])
-    """of all starts, as the ranks have recorded them"""
+    clocks: dict[int, ClockAhead] = field(default_factory=dict[int, ClockAhead])  # the newest clock offset of each node
+    failures: list[Failure] = field(default_factory=list[Failure])  # the failures that ranks recorded, in all starts
     verdicts: list[VerdictRecord] = field(default_factory=list[VerdictRecord])
-    noted: list[ScriptNotice] = field(default_factory=list[ScriptNotice])
-    """the agent's findings, of all starts"""
+    noted: list[ScriptNotice] = field(default_factory=list[ScriptNotice])  # the notices of the agent, in all starts
     starts: int = 0
-    missing: list[str] = field(default_factory=list[str])
-    """the parts that could not be read, with the reasons"""
+    missing: list[str] = field(default_factory=list[str])  # the parts that could not be read, with the reasons
 
     @property
     def name(self) -> str:
@@ -182,7 +178,7 @@ class WholeRun:
 
     @property
     def first(self) -> RankLog | None:
-        """The lowest rank with events: global values come from it."""
+        """The lowest rank with events. It provides the global values."""
         return next((log for log in self.ranks.values() if log.started), None)
 
     @property
@@ -217,89 +213,87 @@ def whole_run(folder: Path) -> WholeRun:
     """Read the run in `folder`.
 
     Raises:
-        UsageError: no part of a run can be read.
+        UsageError: if no part of a run can be read.
     """
     run = WholeRun(folder)
-    with _noting(run, CONFIG):
+    with _recording_errors(run, CONFIG):
         run.settings = _flat(decode_toml(folder / CONFIG))
-    with _noting(run, "environment.json"):
+    with _recording_errors(run, "environment.json"):
         run.environment = decode(folder / "environment.json", dict[str, Any])
     run.summary = read_summary(folder)
-    with _noting(run, "events"):
+    with _recording_errors(run, "events"):
         files = event_files(folder)
-        for rank in [*files][:MOST_RANKS]:
-            run.ranks[rank] = log = RankLog(rank, min(MOST_OF_A_KIND, MOST_TRACED // len(files)))
-            with _noting(run, files[rank].name):
-                for line in _lines(files[rank], MOST_BYTES // len(files)):
+        for rank in [*files][:MAX_RANKS]:
+            run.ranks[rank] = log = RankLog(rank, min(MAX_EVENTS, MAX_TRACED // len(files)))
+            with _recording_errors(run, files[rank].name):
+                for line in _lines(files[rank], MAX_BYTES // len(files)):
                     if (event := decode_event(line)) is not None:
                         log.take(event)
-    with _noting(run, "machine"):
+    with _recording_errors(run, "machine"):
         machines = machine_files(folder)
-        most = min(MOST_SAMPLES, 5 * MOST_SAMPLES // max(1, len(machines)))
+        limit = min(MAX_SAMPLES, 5 * MAX_SAMPLES // max(1, len(machines)))
         for node, path in machines.items():
-            with _noting(run, path.name):
-                for record in map(decode_record, _lines(path, MOST_BYTES // len(machines))):
+            with _recording_errors(run, path.name):
+                for record in map(decode_record, _lines(path, MAX_BYTES // len(machines))):
                     if isinstance(record, ClockAhead):
                         run.clocks[record.node] = record
-                    elif record is not None and len(found := run.machines.setdefault(node, [])) < most:
-                        found.append(record)
+                    elif record is not None and len(records := run.machines.setdefault(node, [])) < limit:
+                        records.append(record)
     _read_starts(run)
     if not run.ranks and not run.starts and not run.settings:
         why = f": {'; '.join(run.missing)}" if run.missing else ""
-        raise UsageError(f"{folder} holds nothing of a run that can be read{why}")
+        raise UsageError(f"{folder} contains no readable part of a run{why}")
     _align(run)
     return run
 
 
-def _lines(path: Path, most_bytes: int) -> Iterator[bytes]:
-    """The first `most_bytes` of a file's lines, without lines that are longer than any that paceline writes."""
+def _lines(path: Path, max_bytes: int) -> Iterator[bytes]:
+    """The lines in the first `max_bytes` of a file, without those that are too long to be from paceline."""
     for line in read_lines(path):
-        most_bytes -= len(line)
-        if most_bytes < 0:
+        max_bytes -= len(line)
+        if max_bytes < 0:
             raise UsageError("file truncated: larger than the display limit")
-        if len(line) < MOST_LINE_BYTES or line.startswith(ANATOMY):
+        if len(line) < MAX_LINE_BYTES or line.startswith(ANATOMY):
             yield line
 
 
 def _read_starts(run: WholeRun) -> None:
-    with _noting(run, "attempts"):
+    with _recording_errors(run, "attempts"):
         for number, attempt in numbered_attempts(run.folder).items():
             run.starts += 1
             run.noted += read_notices(attempt)
             for record in failure_records(attempt):
-                with _noting(run, f"attempt-{number}/{record}"):
+                with _recording_errors(run, f"attempt-{number}/{record}"):
                     run.failures.append(decode(attempt / record, Failure))
             for name in folders(attempt):
                 is_verdict = name.startswith("verdict-") and not name.startswith("verdict-live")
-                if is_verdict and len(run.verdicts) < MOST_VERDICTS:
-                    with _noting(run, f"attempt-{number}/{name}"):
+                if is_verdict and len(run.verdicts) < MAX_VERDICTS:
+                    with _recording_errors(run, f"attempt-{number}/{name}"):
                         verdict = read_verdict(attempt / name)
                         run.verdicts.append(msgspec.structs.replace(verdict, evidence=()))
 
 
 def _align(run: WholeRun) -> None:
-    """Convert all times to node 0's clock, for the hosts whose lead is known."""
+    """Convert all times to node 0's clock, for hosts with a known clock offset."""
     ahead = {clean(run.machines[node][-1].host): clock.ahead_seconds
              for node, clock in run.clocks.items() if run.machines.get(node)}  # fmt: skip
     for log in run.ranks.values():
         by = ahead.get(clean(log.started[-1].host), 0.0) if log.started else 0.0
         if by:
             log.steps.ended = array("d", (at - by for at in log.steps.ended))
-            log.traced = {
-                step: msgspec.structs.replace(one, unix_time=one.unix_time - by) for step, one in log.traced.items()
-            }
+            log.traced = {n: msgspec.structs.replace(t, unix_time=t.unix_time - by) for n, t in log.traced.items()}
 
 
 @contextmanager
-def _noting(run: WholeRun, what: str) -> Generator[None]:
-    """Record errors of reading in `run.missing` instead of raising them."""
+def _recording_errors(run: WholeRun, part: str) -> Generator[None]:
+    """Record read errors in `run.missing` instead of raising them."""
     try:
         yield
     except FileNotFoundError:
         pass
     except (OSError, PacelineError, ValueError) as error:
-        if len(run.missing) < MOST_NOTED:
-            run.missing.append(f"{what}: {clean(str(error))[:MOST_CHARS]}")
+        if len(run.missing) < MAX_MISSING:
+            run.missing.append(f"{part}: {clean(str(error))[:MAX_CHARS]}")
 
 
 def _flat(table: dict[str, Any]) -> dict[str, Any]:
@@ -309,8 +303,8 @@ def _flat(table: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def thinned(rows: Sequence[int], most: int) -> Sequence[int]:
-    """At most `most` of the rows, evenly spaced, with the first and the last."""
-    if len(rows) <= most:
+def thinned(rows: Sequence[int], limit: int) -> Sequence[int]:
+    """At most `limit` of the rows, evenly spaced, including the first and the last."""
+    if len(rows) <= limit:
         return rows
-    return [rows[round(index * (len(rows) - 1) / (most - 1))] for index in range(most)]
+    return [rows[round(index * (len(rows) - 1) / (limit - 1))] for index in range(limit)]

@@ -14,20 +14,20 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Static
 
 from paceline.errors import PacelineError
-from paceline.report.live import RunNow
+from paceline.report.live import RunSnapshot
 from paceline.report.watch_lines import COLUMNS, ORDERS, Column, footnote, progress, title
 from paceline.runs.console import one_line
 from paceline.runs.summary import LIVE, RunState
 
 EVERY_SECONDS = 1.0
-ROWS_A_LOOK = 32  # higher terminals do not draw each look: a row takes half a millisecond
+ROWS_PER_DRAW = 32  # higher terminals skip some updates, because a row takes half a millisecond
 
 
 @dataclass(frozen=True)
 class Actions:
-    """The actions of the keys. Each may take seconds, and raises PacelineError or OSError if it fails."""
+    """The actions of the keys. An action may take seconds. It raises PacelineError or OSError if it fails."""
 
-    look: Callable[[], tuple[RunNow, RunState]]
+    look: Callable[[], tuple[RunSnapshot, RunState]]
     stack: Callable[[int], str]
     log: Callable[[int], str]
     save: Callable[[], str]
@@ -36,7 +36,7 @@ class Actions:
 
 
 class ConfirmScreen(ModalScreen[bool]):
-    """Yes or no."""
+    """Asks for a confirmation."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "dismiss(True)", "yes"),
@@ -48,7 +48,7 @@ class ConfirmScreen(ModalScreen[bool]):
         self._question = question
 
     def compose(self) -> ComposeResult:
-        """One box."""
+        """A box with the question."""
         yield Static(Text(f"{self._question}\n\n  y  yes      n  no"), id="asked", markup=False)
 
 
@@ -62,27 +62,27 @@ class RankScreen(ModalScreen[None]):
         self._rank, self._actions = rank, actions
 
     def compose(self) -> ComposeResult:
-        """Two parts, each as long as it is."""
+        """The stack, and below it the log."""
         with VerticalScroll(id="details"):
             yield Static(Text(f"rank {self._rank}", "bold"), markup=False)
-            yield Static(Text("asking it where it is ...", "dim"), id="stack", markup=False)
-            yield Static(Text("\nthe last lines of its log", "bold"), markup=False)
+            yield Static(Text("requesting its stack ...", "dim"), id="stack", markup=False)
+            yield Static(Text("\nlast lines of its log", "bold"), markup=False)
             yield Static("", id="log", markup=False)
         yield Footer()
 
     async def on_mount(self) -> None:
-        """Request both; the stack may take seconds."""
+        """Request the stack and the log. The stack may take seconds."""
         self.run_worker(self._fill("log", self._actions.log))
         self.run_worker(self._fill("stack", self._actions.stack))
 
-    async def _fill(self, name: str, ask: Callable[[int], str]) -> None:
-        text = await _result_of(lambda: ask(self._rank))
+    async def _fill(self, name: str, request: Callable[[int], str]) -> None:
+        text = await _result_of(lambda: request(self._rank))
         if self.is_attached:
             self.query_one(f"#{name}", Static).update(Text(text))
 
 
 class RankTable(DataTable[Text]):
-    """The table of ranks, with Enter in the footer."""
+    """The table of ranks. The footer shows the Enter key."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "stack and log")]
 
@@ -111,16 +111,14 @@ class WatchApp(App[None]):
         super().__init__()
         self._actions = actions
         self._order = 0
-        self._shown: list[tuple[int, list[Text]]] = []  # the table as it is: rank, cells
-        self._form: list[str] = []  # its columns
+        self._shown: list[tuple[int, list[Text]]] = []  # the rows of the table: rank, cells
+        self._titles: list[str] = []  # of its columns
         self._widths: list[int] = []
-        self.seen: tuple[RunNow, RunState] | None = None
-        """the last look"""
-        self.failure: BaseException | None = None
-        """the error that ended it"""
+        self.seen: tuple[RunSnapshot, RunState] | None = None  # the last state
+        self.failure: BaseException | None = None  # the error that ended the app
 
     def compose(self) -> ComposeResult:
-        """From top to bottom."""
+        """The widgets, from top to bottom."""
         yield Static("", id="title", markup=False)
         yield Static("", id="progress", markup=False)
         yield RankTable(id="ranks", cursor_type="row", zebra_stripes=True, cell_padding=1)
@@ -128,65 +126,65 @@ class WatchApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin to look."""
+        """Start the updates."""
         self.query_one(RankTable).focus()
         self.run_worker(self._follow(), exclusive=True)
 
     async def _follow(self) -> None:
-        for look in itertools.count():
+        for number in itertools.count():
             try:
                 self.seen = await asyncio.to_thread(self._actions.look)
             except Exception as error:  # for example a deleted folder: printed after the terminal is restored
                 self.failure = error
                 self.exit()
                 return
-            over = self.seen[1].state not in (*LIVE, "unknown")
-            if over or look % (1 + self.size.height // ROWS_A_LOOK) == 0:
+            has_ended = self.seen[1].state not in (*LIVE, "unknown")
+            if has_ended or number % (1 + self.size.height // ROWS_PER_DRAW) == 0:
                 self._draw()
-            if over:
+            if has_ended:
                 self.exit()
                 return
             await asyncio.sleep(EVERY_SECONDS)
 
     def on_resize(self) -> None:
-        """Wider: more columns."""
+        """Adapt the columns to the width."""
         self._draw()
 
     def _draw(self) -> None:
         if self.seen is None:
             return
-        now, standing = self.seen
-        self.screen_stack[0].query_one("#title", Static).update(title(standing))
-        self.screen_stack[0].query_one("#progress", Static).update(progress(now, standing, self.size.width - 2))
+        now, state = self.seen
+        self.screen_stack[0].query_one("#title", Static).update(title(state))
+        self.screen_stack[0].query_one("#progress", Static).update(progress(now, state, self.size.width - 2))
         self._draw_table(now)
         note = footnote(now, may_act=self._actions.may_act)
         if self._order:
             note = Text("  ·  ", "dim").join([Text(ORDERS[self._order][0], "dim"), *([note] if note else [])])
         self.screen_stack[0].query_one("#note", Static).update(note)
 
-    def _draw_table(self, now: RunNow) -> None:
-        """Update only the cells that have changed: with 200 ranks they are few."""
+    def _draw_table(self, now: RunSnapshot) -> None:
+        """Update only the cells that changed, which are few even with 200 ranks."""
         table = self.screen_stack[0].query_one("#ranks", RankTable)
         width = self.size.width
-        columns = [one for one in COLUMNS if one.least_width <= width and _is_used(one.title, now)]
+        columns = [column for column in COLUMNS if column.min_width <= width and _is_used(column.title, now)]
         ranks = sorted(now.ranks, key=ORDERS[self._order][1])
-        rows = [(one.rank, [column.cell(one) for column in columns]) for one in ranks]
-        widths = [max(len(one.title), *(cells[n].cell_len for _, cells in rows), 0) for n, one in enumerate(columns)]
+        rows = [(rank.rank, [column.cell(rank) for column in columns]) for rank in ranks]
+        widths = [max(len(c.title), *(cells[n].cell_len for _, cells in rows), 0) for n, c in enumerate(columns)]
         if (
-            self._form != (form := [one.title for one in columns])
+            self._titles != (titles := [column.title for column in columns])
             or len(rows) != len(self._shown)
             or any(new > old for new, old in zip(widths, self._widths, strict=True))
         ):
-            at, where = table.cursor_row, table.scroll_y
+            row, scroll = table.cursor_row, table.scroll_y
             table.clear(columns=True)
             for column, width in zip(columns, widths, strict=True):
                 label = Text(column.title, justify="right" if column.right else "left")
-                table.add_column(label, key=column.title, width=width)  # given: to measure all cells takes long
+                table.add_column(label, key=column.title, width=width)  # explicit, because measuring all cells is slow
             for number, (_, cells) in enumerate(rows):
                 table.add_row(*(_aligned(c, cell) for c, cell in zip(columns, cells, strict=True)), key=str(number))
-            table.move_cursor(row=at)
-            table.scroll_to(y=where, animate=False)
-            self._form, self._widths = form, widths
+            table.move_cursor(row=row)
+            table.scroll_to(y=scroll, animate=False)
+            self._titles, self._widths = titles, widths
         else:
             for number, ((_, cells), (_, before)) in enumerate(zip(rows, self._shown, strict=True)):
                 for column, cell, old in zip(columns, cells, before, strict=True):
@@ -206,7 +204,7 @@ class WatchApp(App[None]):
             self.push_screen(RankScreen(self._shown[row][0], self._actions))
 
     def action_save(self) -> None:
-        """Ask for a checkpoint."""
+        """Request a checkpoint."""
         self.run_worker(self._do(self._actions.save))
 
     def action_stop(self) -> None:
@@ -214,33 +212,31 @@ class WatchApp(App[None]):
         if self.seen is None:
             return
 
-        def then(sure: bool | None) -> None:
-            if sure:
+        def on_answer(confirmed: bool | None) -> None:
+            if confirmed:
                 self.run_worker(self._do(self._actions.stop))
 
         name = one_line(self.seen[1].name, 50)
-        self.push_screen(ConfirmScreen(f"End {name}? It saves its state first, and can be resumed."), then)
+        self.push_screen(ConfirmScreen(f"Stop {name}? It saves its state first, and can be resumed."), on_answer)
 
     async def _do(self, action: Callable[[], str]) -> None:
         self.notify(await _result_of(action), markup=False, timeout=8)
 
 
 async def _result_of(action: Callable[[], str]) -> str:
-    """The result of an action, or its error."""
     try:
         return await asyncio.to_thread(action)
     except (PacelineError, OSError) as error:
         return str(error)
 
 
-def _is_used(name: str, now: RunNow) -> bool:
-    """Whether a column has values for this run."""
+def _is_used(name: str, now: RunSnapshot) -> bool:
     if name.startswith("GPU"):
-        return any(one.gpu is not None for one in now.ranks)
+        return any(rank.gpu is not None for rank in now.ranks)
     if name == "still":
-        return any(one.still_seconds >= 1 for one in now.ranks) or not any(one.work_seconds for one in now.ranks)
-    if name == "own work" or name == "lately":
-        return any(one.work_seconds for one in now.ranks)
+        return any(rank.still_seconds >= 1 for rank in now.ranks) or not any(rank.work_seconds for rank in now.ranks)
+    if name in ("work", "history"):
+        return any(rank.work_seconds for rank in now.ranks)
     return True
 
 

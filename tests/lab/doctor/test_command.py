@@ -73,4 +73,4 @@ def test_nothing_of_the_users_but_python_is_on_a_command_line() -> None:
     assert command.name == "n1"
     assert command.argv[:3] == ("ssh", "-F", "c")
     assert command.argv[-4:-1] == ("2222", "--", "me@n1")
-    assert shlex.split(command.argv[-1]) == ["exec", python, "-P", "-m", "paceline.lab.doctor.host"]
+    assert shlex.split(command.argv[-1]) == ["exec", python, *PROGRAM]

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from paceline.lab.doctor.host import ERRORS, KNOCK_SECONDS, MAX_VISITORS, NO_ANSWER, STRANGER, try_targets
+from paceline.lab.doctor.host import ERRORS, MAX_CONNECTIONS, NO_ANSWER, TOKEN_SECONDS, WRONG_PROGRAM, try_targets
 from paceline.lab.doctor.messages import Link, Target
 
 HOST = [sys.executable, "-P", "-m", "paceline.lab.doctor.host"]
@@ -49,7 +49,7 @@ def test_what_is_no_request_is_refused_and_the_next_one_answered() -> None:
 def test_a_line_without_an_end_is_refused_before_it_fills_the_memory() -> None:
     answers = ask(b"x" * (3 << 20) + b"\n")
     assert len(answers) == 3  # piece by piece
-    assert "more than 1048576 bytes" in answers[0]["refused"]
+    assert "longer than 1048576 bytes" in answers[0]["refused"]
 
 
 @pytest.mark.parametrize("token", ["../../../tmp/x", "a/b", "", "A" * 32, "ab" * 16 + "\n"])
@@ -107,7 +107,7 @@ def test_who_answers_with_another_token_is_a_stranger() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=_answer_wrongly, args=(server,))
         thread.start()
-        assert try_targets((Target("127.0.0.1", server.getsockname()[1], TOKEN),), 2.0).links == (Link(STRANGER),)
+        assert try_targets((Target("127.0.0.1", server.getsockname()[1], TOKEN),), 2.0).links == (Link(WRONG_PROGRAM),)
         thread.join()
 
 
@@ -131,7 +131,7 @@ def test_a_server_that_is_silent_is_given_up_in_time() -> None:
 
 
 def test_strangers_do_not_use_up_the_places(port: int) -> None:
-    for _ in range(MAX_VISITORS + 10):
+    for _ in range(MAX_CONNECTIONS + 10):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
             stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" + b"x" * 32)
     assert try_targets((Target("127.0.0.1", port, TOKEN),), 5.0).links[0].error == ""
@@ -140,6 +140,6 @@ def test_strangers_do_not_use_up_the_places(port: int) -> None:
 @pytest.mark.slow
 def test_silent_strangers_are_sent_away(port: int) -> None:
     with ExitStack() as stack:
-        for _ in range(MAX_VISITORS):
+        for _ in range(MAX_CONNECTIONS):
             stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
-        assert try_targets((Target("127.0.0.1", port, TOKEN),), KNOCK_SECONDS + 5).links[0].error == ""
+        assert try_targets((Target("127.0.0.1", port, TOKEN),), TOKEN_SECONDS + 5).links[0].error == ""

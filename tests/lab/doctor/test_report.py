@@ -10,6 +10,7 @@ from tests.lab.doctor.surveys import HOSTS, facts, gpu, survey
 from tests.rendered import rendered
 
 from paceline.host.facts import Address, Limit, compare_hosts
+from paceline.host.gpus import Gpu
 from paceline.lab.doctor.messages import Done, Link
 from paceline.lab.doctor.report import RULES, bandwidth, hosts_of, run_checks
 
@@ -36,6 +37,13 @@ def test_healthy_hosts_have_no_finding() -> None:
         ("hosts", "software", "resources", "names", "ports", "clocks", "run folder", "disk", "bandwidth"), "ok"
     )
     assert all(check.summary for check in checks)
+
+
+def with_gpu(changed: Gpu) -> dict[str, Any]:
+    """Two GPUs on each host; on n2, `changed` replaces one."""
+    gpus = {host: [gpu(0), gpu(1)] for host in HOSTS}
+    gpus["n2"][changed.index] = changed
+    return {"facts": {host: {"gpus": tuple(of_host)} for host, of_host in gpus.items()}}
 
 
 FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
@@ -86,34 +94,13 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
         {"links": {("n1", "n2"): Link("", 1e-4, 1e7), ("n2", "n3"): Link("", 1e-4, 1e9)}},
         ("bandwidth", "warning", "n1"),
     ),
-    "a busy GPU": (
-        {"facts": {h: {"gpus": (gpu(0), gpu(1, processes=(77,) if h == "n2" else ()))} for h in HOSTS}},
-        ("gpus", "warning", "n2"),
-    ),
-    "a GPU whose memory is in use": (
-        {"facts": {h: {"gpus": (gpu(0), gpu(1, memory_used=(40 << 30) * (h == "n2")))} for h in HOSTS}},
-        ("gpus", "warning", "n2"),
-    ),
-    "a lost GPU": (
-        {"facts": {h: {"gpus": (gpu(0, lost="off the bus" if h == "n2" else ""), gpu(1))} for h in HOSTS}},
-        ("gpus", "error", "n2"),
-    ),
-    "a GPU with errors": (
-        {"facts": {h: {"gpus": (gpu(0, ecc_errors=3 if h == "n2" else 0), gpu(1))} for h in HOSTS}},
-        ("gpus", "error", "n2"),
-    ),
-    "more workers than GPUs": (
-        {"facts": {h: {"gpus": (gpu(0), gpu(1))} for h in HOSTS}, "wanted": {"workers": (2, 3, 2)}},
-        ("gpus", "error", "n2"),
-    ),
-    "another GPU": (
-        {"facts": {h: {"gpus": (gpu(0, name="V100" if h == "n2" else "A100"), gpu(1))} for h in HOSTS}},
-        ("software", "warning", "n2"),
-    ),
-    "another driver": (
-        {"facts": {h: {"gpus": (gpu(0, driver="535" if h == "n2" else "550"), gpu(1))} for h in HOSTS}},
-        ("software", "warning", "n2"),
-    ),
+    "a busy GPU": (with_gpu(gpu(1, processes=(77,))), ("gpus", "warning", "n2")),
+    "a GPU whose memory is in use": (with_gpu(gpu(1, memory_used=40 << 30)), ("gpus", "warning", "n2")),
+    "a lost GPU": (with_gpu(gpu(0, lost="off the bus")), ("gpus", "error", "n2")),
+    "a GPU with errors": (with_gpu(gpu(0, ecc_errors=3)), ("gpus", "error", "n2")),
+    "more workers than GPUs": (with_gpu(gpu(0)) | {"wanted": {"workers": (2, 3, 2)}}, ("gpus", "error", "n2")),
+    "another GPU": (with_gpu(gpu(0, name="V100")), ("software", "warning", "n2")),
+    "another driver": (with_gpu(gpu(0, driver="535")), ("software", "warning", "n2")),
 }
 
 
@@ -122,7 +109,7 @@ def test_a_fault_is_named_with_its_host_and_a_remedy(name: str) -> None:
     changes, expected = FAULTS[name]
     findings = found(**changes)
     assert expected in [finding[:3] for finding in findings]
-    assert {finding[:2] for finding in findings} == {expected[:2]}, "only this one is to be found"
+    assert {finding[:2] for finding in findings} == {expected[:2]}  # only this one is to be found
     assert all(not finding[3].endswith("-> ") for finding in findings)
     rendered(f"{host}: {text}" for *_, host, text in findings)
 

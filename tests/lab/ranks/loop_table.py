@@ -54,7 +54,7 @@ def said_of(names: Sequence[str], folder: Path, ranks: Sequence[int] = RANKS) ->
 def said(report: VerifyReport, bits: Sequence[object]) -> str:
     found = [r.finding for r in report.results if r.finding]
     first = {f.cause: f for f in reversed(found)}
-    words = [f"{(CAUSES | LOOP_CAUSES)[f.cause]}. {f.detail} {f.tensor}".rstrip() for f in first.values()]
+    words = [f"[{cause}] {(CAUSES | LOOP_CAUSES)[cause]}. {f.detail} {f.tensor}".rstrip() for cause, f in first.items()]
     equal = bool(bits) and print_bits(None, bits)
     return "; ".join([*words, *report.notes, *([] if equal or not bits else ["the bits differ"])])
 
@@ -62,8 +62,8 @@ def said(report: VerifyReport, bits: Sequence[object]) -> str:
 def right(name: str, words: str) -> bool:
     """Whether a bug is called by its name, or nothing is said against a loop without one."""
     if name in loops.BUGS:
-        return any(named in words for named in loops.BUGS[name].named.split("|"))
-    if name in LATE_WEIGHTS and words.startswith(LOOP_CAUSES["refused"]):
+        return loops.BUGS[name].named in words
+    if name in LATE_WEIGHTS and words.startswith("[refused]"):
         return True
     return not words or (words.startswith("the loop draws random numbers") and ";" not in words)
 

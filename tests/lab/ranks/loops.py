@@ -1,4 +1,4 @@
-"""Loops that `paceline verify` must pass, and bugs planted in such loops, each with what it is to be called.
+"""Loops that `paceline verify` must pass, and bugs planted in such loops, each with the expected cause.
 
 paceline verify tests/lab/ranks/loops.py:metric_averaged
 """
@@ -33,10 +33,7 @@ Loop = Callable[[], object]
 
 @dataclass(frozen=True)
 class Planted:
-    """A bug, and words that name it: in the likely cause, in the error that it ends with, or in a note.
-
-    A bar separates what verify says from what the session says if it raises an error before the result is wrong.
-    """
+    """A bug, and a text in the finding that names it: a cause in brackets, or a part of the detail or error."""
 
     loop: Loop
     named: str
@@ -329,7 +326,7 @@ padded_without_weights_in_float32 = partial(train_on_texts, torch.float32, weigh
 # ---- with one ----------------------------------------------------------------------------------------------------
 
 
-@bug("how it is weighed", "transformers before 4.46: a mean of token means")
+@bug("[weights]", "transformers before 4.46: a mean of token means")
 def weight_forgotten() -> None:
     with paceline.session() as s:
 
@@ -342,7 +339,7 @@ def weight_forgotten() -> None:
         trained(s, step)
 
 
-@bug("an average of ranks", "Lightning's sync_dist=True: a mean of means")
+@bug("[number]", "Lightning's sync_dist=True: a mean of means")
 def metric_averaged() -> None:
     with paceline.session() as s:
         model = trained(s, usual(s))
@@ -354,7 +351,7 @@ def metric_averaged() -> None:
         s.log(accuracy=s.sum(hits / count) / s.size)
 
 
-@bug("a rank's own number", "a loss logged as every rank has it")
+@bug("[own number]", "a loss logged as every rank has it")
 def own_loss_logged() -> None:
     with paceline.session() as s:
         seen = []
@@ -395,7 +392,7 @@ def data_cut_by_rank() -> None:
 
 
 @bug(
-    "do not start from the same weights",
+    "[start]",
     "a seed that depends on the rank, where no broadcast helps",
 )
 def constant_by_rank() -> None:
@@ -411,7 +408,7 @@ def constant_by_rank() -> None:
         trained(s, usual(s), Scaled())
 
 
-@bug("the learning rate depends", "goyal et al.'s rule for a batch that has grown; here it has not")
+@bug("[settings]", "goyal et al.'s rule for a batch that has grown; here it has not")
 def lr_by_number_of_ranks() -> None:
     with paceline.session() as s:
         trained(s, usual(s), optimizer=lambda p: SGD(p, lr=0.1 * s.size))
@@ -429,7 +426,7 @@ def lr_by_rank() -> None:
         trained(s, step)
 
 
-@bug("the model is given something else", "random.Random(rank) in the loop")
+@bug("[input]", "random.Random(rank) in the loop")
 def augmented_by_rank() -> None:
     with paceline.session() as s:
         own = random.Random(s.rank)
@@ -455,7 +452,7 @@ class Noisy(Dataset[Any]):
         return x + torch.from_numpy(self.noise.normal(size=6)).to(x), y
 
 
-@bug("the model is given something else", "numpy's default_rng() in a dataset")
+@bug("[input]", "numpy's default_rng() in a dataset")
 def augmented_by_time() -> None:
     with paceline.session() as s:
         trained(s, usual(s), samples=Noisy())
@@ -485,7 +482,7 @@ def torchs_own_backward() -> None:
         trained(s, step)
 
 
-@bug("gradients are changed", "clipping by what one rank has")
+@bug("[changed]", "clipping by what one rank has")
 def clipped_by_own_norm() -> None:
     with paceline.session() as s:
 
@@ -501,7 +498,7 @@ def clipped_by_own_norm() -> None:
         trained(s, step)
 
 
-@bug("outside optimizer.step()", "a weight set by rank 0 alone")
+@bug("[outside]", "a weight set by rank 0 alone")
 def weights_changed_on_rank_0() -> None:
     with paceline.session() as s:
 
@@ -515,7 +512,7 @@ def weights_changed_on_rank_0() -> None:
         trained(s, step)
 
 
-@bug("the loss, or how", "a loss divided by the number of ranks, as for DDP's sum")
+@bug("[weights]", "a loss divided by the number of ranks, as for DDP's sum")
 def loss_divided_by_ranks() -> None:
     with paceline.session() as s:
 
@@ -526,7 +523,7 @@ def loss_divided_by_ranks() -> None:
         trained(s, step)
 
 
-@bug("the loss, or how", "reduction='sum' that nobody told of")
+@bug("[weights]", "reduction='sum' that nobody told of")
 def sum_taken_for_a_mean() -> None:
     with paceline.session() as s:
 
@@ -537,7 +534,7 @@ def sum_taken_for_a_mean() -> None:
         trained(s, step)
 
 
-@bug("computes something else", "dropout of one's own, by a generator of one's own")
+@bug("[output]", "dropout of one's own, by a generator of one's own")
 def output_by_rank() -> None:
     with paceline.session() as s:
 
@@ -563,7 +560,7 @@ def two_backwards_for_the_same_bits() -> None:
         trained(s, step)
 
 
-@bug("the scale of gradients in backward", "gradients normalized by a hook: it sees the rows of one micro-batch")
+@bug("[scale]", "gradients normalized by a hook: it sees the rows of one micro-batch")
 def gradient_normalized_by_a_hook() -> None:
     with paceline.session() as s:
         model = net()
@@ -571,7 +568,7 @@ def gradient_normalized_by_a_hook() -> None:
         trained(s, usual(s), model)
 
 
-@bug("the scale of gradients in backward", "planted in the step: sums are back-propagated, and divided afterwards")
+@bug("[scale]", "planted in the step: sums are back-propagated, and divided afterwards")
 def sum_back_propagated() -> None:
     backward, synchronise = TrainedModel.backward, TrainedModel.synchronise
 
@@ -585,13 +582,13 @@ def sum_back_propagated() -> None:
         right_with_a_clamp()
 
 
-@bug("the scale of gradients in backward", "planted in the step: hooks on parameters run before the sum over ranks")
+@bug("[scale]", "planted in the step: hooks on parameters run before the sum over ranks")
 def hooks_before_the_sum() -> None:
     with patch.object(TrainedModel, "hide_hooks", lambda self, alone, counted=True: []):
         right_with_parameter_hooks()
 
 
-@bug("every gradient is 2 x what it should be", "planted in the step: accumulated losses that are not divided")
+@bug("every gradient is 2 x", "planted in the step: accumulated losses that are not divided")
 def gradient_doubled() -> None:
     synchronise = TrainedModel.synchronise
 
@@ -602,7 +599,7 @@ def gradient_doubled() -> None:
         trained(s, usual(s))
 
 
-@bug("a sample order of its own", "planted in the plan: each rank draws the order from a seed of its own")
+@bug("[order]", "planted in the plan: each rank draws the order from a seed of its own")
 def order_seeded_by_rank() -> None:
     with paceline.session() as s:
         original = order_module._listed
@@ -677,7 +674,7 @@ def gradients_combined_by_hand() -> None:
         trained(s, step)
 
 
-@bug("does not come from s.backward", "planted in the session: nothing is said of a second backward")
+@bug("[beside]", "planted in the session: nothing is said of a second backward")
 def second_backward_unchecked() -> None:
     unchecked = lambda self, *_: None  # noqa: E731
     with (
@@ -687,13 +684,13 @@ def second_backward_unchecked() -> None:
         second_backward_of_another_head()
 
 
-@bug("does not come from s.backward", "planted in the session: changed gradients are not compared over ranks")
+@bug("[beside]", "planted in the session: changed gradients are not compared over ranks")
 def gradient_added_by_hand_unchecked() -> None:
     with patch.object(PreparedModel, "before_update", lambda self, shown: None):
         gradient_added_by_hand()
 
 
-@bug("between two s.backward calls", "planted in the step: a second sum over micro-batches is not refused")
+@bug("[between]", "planted in the step: a second sum over micro-batches is not refused")
 def gradients_combined_by_hand_unchecked() -> None:
     with patch.object(steps_module, "check_summed_once", lambda before, now: None):
         gradients_combined_by_hand()

@@ -97,7 +97,7 @@ def test_every_part_of_memory_and_every_byte_sent_is_what_arithmetic_says(tmp_pa
         assert memory["rss_peak"] > memory["peak"] > weights, strategy
         assert chunk["samples"] == 2 * 2 * BATCH
         assert chunk["seconds"] > 0 and chunk["cpu_seconds"] > 0
-        assert chunk["gpus"] == {1: "GPU 0: at its power limit"}
+        assert [*chunk["gpus"]] == [1] and "power limit" in chunk["gpus"][1]
     state = {strategy: chunk["memory"]["optimizer"] for strategy, chunk in found.items()}
     assert state["ddp"] == pytest.approx(2 * weights, rel=0.01)
     assert state["zero"] == pytest.approx(weights, rel=0.05)  # half of it on each of 2 ranks

@@ -74,16 +74,17 @@ def passed(results: list[Result]) -> list[tuple[str, str, bool]]:
 def test_it_is_the_default_and_equals_one_process_with_groups_and_schedule(found: dict[str, Any]) -> None:
     assert passed(found["own"]) == [(name, "task", True) for name in ("bucketed", "zero", "fsdp")]
     assert all(r.errors["optimizer state"] < 1e-9 for r in found["own"])
-    assert found["notes"] == ["optimizer task: RMSprop, as the task makes it, with its schedule over these steps"]
+    (note,) = found["notes"]
+    assert note.startswith("optimizer task: RMSprop,") and "schedule" in note
     assert passed(found["scheduled"]) == [("exact", "sgd", True)]
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_what_cannot_be_cut_is_not_run_where_parameters_are(found: dict[str, Any]) -> None:
-    cut, whole = found["whole"]
+def test_an_optimizer_of_unsharded_parameters_does_not_run_on_shards(found: dict[str, Any]) -> None:
+    sharded, whole = found["whole"]
     assert whole.passed
-    assert cut.not_run == "shards parameters, and Adafactor may use a whole one"
+    assert sharded.not_run and "Adafactor" in sharded.not_run
 
 
 @pytest.mark.slow

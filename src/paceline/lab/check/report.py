@@ -1,4 +1,4 @@
-"""The report of `launch --check`: the mistakes of a script, with its line and the code to type instead."""
+"""The report of `launch --check`: the mistakes of a script, with the line and the fix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from paceline.lab.check.data_rules import data_findings
-from paceline.lab.check.findings import LEVELS, Level, Remark
+from paceline.lab.check.findings import LEVELS, Finding, Level
 from paceline.lab.check.step_rules import joint_steps, session_findings, step_findings
 from paceline.protocol.facts import ScriptFacts
 from paceline.runs.attempt import ScriptNotice
@@ -18,92 +18,93 @@ from paceline.runs.attempt import ScriptNotice
 WIDTH = 110
 
 
-class Kind(NamedTuple):
-    """How a report of one kind counts."""
+class NoticeRule(NamedTuple):
+    """The level and the fix for one kind of notice that paceline reports while the script runs."""
 
     level: Level
-    type_instead: str = ""
-    explained_by: frozenset[str] = frozenset()  # rules: a finding of one of these is the cause, and is enough
+    fix: str = ""
+    explained_by: frozenset[str] = frozenset()  # a finding of one of these rules is the cause, and is sufficient
 
 
-KINDS = {
-    "diverged": Kind(
+NOTICE_RULES = {
+    "diverged": NoticeRule(
         "wrong",
-        "the same number of steps on all ranks; weights and optimizer settings that no rank changes alone",
+        "the same number of steps on all ranks; do not change weights or optimizer settings on one rank only",
         frozenset({"gradients", "different start", "replicas", "uneven steps"}),
     ),
-    "mismatch": Kind(
+    "mismatch": NoticeRule(
         "wrong", "the same collectives in the same order on all ranks", frozenset({"uneven steps", "swallowed"})
     ),
-    "not finite": Kind("wrong", "if not torch.isfinite(loss): raise; then correct the batch or the rate that is named"),
-    "swallowed": Kind("wrong", "raise, or correct the cause: a batch must be left out on all ranks or on none"),
-    "thread": Kind("wrong", "correct the error that ends this thread"),
-    "stale": Kind("wrong", "the same steps on all ranks, each with a batch and a backward() of its own"),
-    "few steps": Kind(
+    "not finite": NoticeRule("wrong", "if not torch.isfinite(loss): raise; then correct the reported batch or rate"),
+    "swallowed": NoticeRule("wrong", "raise, or correct the cause: skip a batch on all ranks or on none"),
+    "thread": NoticeRule("wrong", "correct the error that ends this thread"),
+    "stale": NoticeRule("wrong", "the same steps on all ranks, each with a batch and a backward()"),
+    "few steps": NoticeRule(
         "wrong", "the same number of batches on each rank: DistributedSampler", frozenset({"uneven steps"})
     ),
-    "shadowed": Kind("note"),  # epochs are cut, and Join is meant for ranks with fewer batches
-    "slow": Kind("note"),  # depends on what else the machine does
-    "left": Kind("note"),
-    "round-off": Kind("note"),
+    "shadowed": NoticeRule("note"),  # --check shortens epochs, and Join supports ranks with fewer batches
+    "slow": NoticeRule("note"),  # depends on the other load of the machine
+    "left": NoticeRule("note"),
+    "round-off": NoticeRule("note"),
 }
-OTHER = Kind("wrong")
+UNKNOWN_NOTICE = NoticeRule("wrong")
 
 
-def judged(ranks: Sequence[ScriptFacts], noted: Sequence[ScriptNotice] = ()) -> list[Remark]:
-    """All findings, what is wrong first; `noted` is what was reported while the script ran.
+def check_findings(ranks: Sequence[ScriptFacts], notices: Sequence[ScriptNotice] = ()) -> list[Finding]:
+    """All findings, the worst level first; `notices` are those that paceline reported while the script ran.
 
-    A rule says one thing of a line, the worst: several loaders, replicas or optimizers may come from there.
+    A rule reports only its worst finding for a line: several loaders, replicas or optimizers may come from there.
     """
-    found: dict[tuple[str, str], Remark] = {}
+    worst: dict[tuple[str, str], Finding] = {}
     in_session = any(facts.session for facts in ranks)
-    for one in session_findings(ranks) if in_session else (*data_findings(ranks), *step_findings(ranks)):
-        said = found.setdefault((one.rule, one.site), one)
-        if LEVELS.index(one.level) < LEVELS.index(said.level):
-            found[one.rule, one.site] = one
-    wrong = {one.rule for one in found.values() if one.level == "wrong"}
+    for finding in session_findings(ranks) if in_session else (*data_findings(ranks), *step_findings(ranks)):
+        before = worst.setdefault((finding.rule, finding.site), finding)
+        if LEVELS.index(finding.level) < LEVELS.index(before.level):
+            worst[finding.rule, finding.site] = finding
+    wrong = {finding.rule for finding in worst.values() if finding.level == "wrong"}
     # DDP sends buffers only after a forward that it reduces; a schedule over the loader's length follows that length
     follows = {"batch norm"} if wrong & {"gradients", "last window", "replicas"} else set[str]()
     follows |= {"replicas"} if "uneven steps" in wrong else set[str]()
-    told = [msgspec.structs.replace(one, level="note") if one.rule in follows else one for one in found.values()]
-    told += _run_findings(noted, wrong)
-    return sorted(told, key=lambda one: LEVELS.index(one.level))
+    findings = [msgspec.structs.replace(f, level="note") if f.rule in follows else f for f in worst.values()]
+    findings += _notice_findings(notices, wrong)
+    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
-def _run_findings(noted: Sequence[ScriptNotice], wrong: AbstractSet[str]) -> Iterator[Remark]:
-    """One finding for each report on the script; `wrong` are the rules that found a mistake."""
-    reported = wrong | {one.kind for one in noted}
-    for one in noted:
-        if not one.kind:
+def _notice_findings(notices: Sequence[ScriptNotice], wrong: AbstractSet[str]) -> Iterator[Finding]:
+    """A finding for each notice about the script; `wrong` are the rules that found a mistake."""
+    reported = wrong | {notice.kind for notice in notices}
+    for notice in notices:
+        if not notice.kind:
             continue
-        kind = KINDS.get(one.kind, OTHER)
-        level = "note" if kind.explained_by & reported else kind.level
-        yield Remark(one.kind, level, one.words, "", kind.type_instead if level == "wrong" else "")
+        rule = NOTICE_RULES.get(notice.kind, UNKNOWN_NOTICE)
+        level = "note" if rule.explained_by & reported else rule.level
+        yield Finding(notice.kind, level, notice.words, "", rule.fix if level == "wrong" else "")
 
 
-def mistakes(findings: Sequence[Remark]) -> int:
-    """How many of them count."""
-    return sum(one.level in ("wrong", "costs") for one in findings)
+def count_mistakes(findings: Sequence[Finding]) -> int:
+    """The number of findings that affect the exit code."""
+    return sum(finding.level in ("wrong", "costs") for finding in findings)
 
 
-def script_page(script: str, ranks: Sequence[ScriptFacts], findings: Sequence[Remark], code: int = 0) -> str:
-    """In words; `code` is the exit code of the script."""
-    number = {level: sum(one.level == level for one in findings) for level in LEVELS}
+def render_report(script: str, ranks: Sequence[ScriptFacts], findings: Sequence[Finding], code: int = 0) -> str:
+    """The report as text; `code` is the exit code of the script."""
+    number = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
     steps = max((len(joint_steps(facts)) for facts in ranks), default=0)
-    found = f"{number['wrong']} wrong, {number['costs']} slower than need be" if mistakes(findings) else "nothing wrong"
+    mistakes = f"{number['wrong']} wrong, {number['costs']} slower than necessary" if count_mistakes(findings) else ""
+    result = mistakes or "nothing wrong"
     if code:
-        found = f"not complete, the script ended with exit code {code}" + (f"; {found}" if mistakes(findings) else "")
-    lines = [f"CHECK {script}, {ranks[0].world} ranks, {steps} steps: {found}"]
-    for one in findings:
-        if one.level == "right":
-            lines.append(f"right  {one.words}" + (f" ({one.site})" if one.site else ""))
+        result = f"incomplete, the script ended with exit code {code}" + (f"; {mistakes}" if mistakes else "")
+    lines = [f"CHECK {script}, {ranks[0].world} ranks, {steps} steps: {result}"]
+    for finding in findings:
+        if finding.level == "right":
+            lines.append(f"right  {finding.words}" + (f" ({finding.site})" if finding.site else ""))
             continue
-        lines += ["", *textwrap.wrap(f"{one.level.upper():6} {one.words}", WIDTH, subsequent_indent=" " * 7)]
-        for label, words in (("at", one.site), ("seen", one.seen), ("type", one.type_instead)):
-            first, *snippet = words.split("\n")
-            if words:
+        lines += ["", *textwrap.wrap(f"{finding.level.upper():6} {finding.words}", WIDTH, subsequent_indent=" " * 7)]
+        for label, text in (("at", finding.site), ("seen", finding.seen), ("fix", finding.type_instead)):
+            first, *snippet = text.split("\n")
+            if text:
                 lines += textwrap.wrap(f"{label}: {first}", WIDTH, initial_indent=" " * 7, subsequent_indent=" " * 9)
-            lines += [" " * 9 + line for line in snippet]  # is copied: never wrapped
+            lines += [" " * 9 + line for line in snippet]  # code to copy is never wrapped
     first_right = next((n for n, line in enumerate(lines) if line.startswith("right")), None)
     if first_right is not None:
         lines.insert(first_right, "")

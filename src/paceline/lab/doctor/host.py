@@ -1,7 +1,7 @@
 """The program on each host: `python -P -m paceline.lab.doctor.host` answers requests until its stdin ends.
 
 One JSON line in, one out. Only a user who has logged in can write to its stdin. A connection from the network needs a
-token, and then only exchanges bytes that are counted.
+token, and can then only exchange bytes that this program counts.
 """
 
 import errno
@@ -29,18 +29,18 @@ TOKEN = re.compile(r"[0-9a-f]{32}")
 TOKEN_BYTES = 32
 CHUNK_BYTES = 1 << 18
 ROUND_TRIPS = 12
-MEASURE_BYTES = 64 << 20  # no more than that goes through one link
-KNOCK_SECONDS = 3.0  # for the token
+MEASURE_BYTES = 64 << 20  # the maximum through one link
+TOKEN_SECONDS = 3.0  # to receive the token
 IDLE_SECONDS = 20.0
 PING, SEND, END = b"p", b"s", b"e"
-MAX_VISITORS = 64  # at a time; each has a thread
-STRANGER = "another program answers"
-NO_ANSWER = "no answer, so a firewall drops the packets"
+MAX_CONNECTIONS = 64  # at a time, with a thread for each
+WRONG_PROGRAM = "a different program answers"
+NO_ANSWER = "no answer: a firewall drops the packets"
 ERRORS = {
-    errno.ECONNREFUSED: "refused although the port is open, so a firewall rejects it",
+    errno.ECONNREFUSED: "refused although the port is open: a firewall rejects it",
     **dict.fromkeys((errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL), "no route"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "a firewall of the host that connects forbids it"),
-    **dict.fromkeys((errno.ECONNRESET, errno.EPIPE), STRANGER),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "a firewall on the connecting host forbids it"),
+    **dict.fromkeys((errno.ECONNRESET, errno.EPIPE), WRONG_PROGRAM),
 }
 
 
@@ -51,8 +51,7 @@ def _examine(request: m.Examine) -> m.Examined:
 
 
 def _probe(request: m.Probe) -> m.Done:
-    """Write, read or remove the file that only this doctor knows."""
-    if not TOKEN.fullmatch(request.token):  # it becomes a file's name
+    if not TOKEN.fullmatch(request.token):  # it becomes a part of a file name
         raise ValueError(f"a token is 32 hex digits, got {request.token[:40]!r}")
     folder = _existing(request.folder)
     path, token = folder / f".paceline-doctor-{request.token}", request.token.encode()
@@ -65,12 +64,12 @@ def _probe(request: m.Probe) -> m.Done:
         except OSError as error:
             if not isinstance(error, FileExistsError):
                 path.unlink(missing_ok=True)
-            return m.Done(f"{folder} cannot be written to: {error.strerror}")
+            return m.Done(f"{folder} is not writable: {error.strerror}")
     elif request.act == "read":
         try:
-            os.scandir(folder).close()  # makes NFS look again
+            os.scandir(folder).close()  # refreshes the cache of NFS
             if path.read_bytes()[:64] != token:
-                return m.Done("it has another content here")
+                return m.Done("the file has different content here")
         except OSError as error:
             return m.Done(error.strerror or str(error))
     else:
@@ -94,7 +93,7 @@ def _listen(token: bytes) -> int:
         with suppress(OSError):  # IPv6 switched off
             server = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     server = server or socket.create_server(("0.0.0.0", 0), backlog=1024)
-    for _ in range(MAX_VISITORS):
+    for _ in range(MAX_CONNECTIONS):
         threading.Thread(target=_serve, args=(server, token), daemon=True).start()
     return int(server.getsockname()[1])
 
@@ -103,7 +102,7 @@ def _serve(server: socket.socket, token: bytes) -> None:
     while True:
         try:
             connection, _ = server.accept()
-        except OSError:  # gone before it was accepted, or no descriptor is free
+        except OSError:  # closed before it was accepted, or no free descriptor
             time.sleep(0.01)
             continue
         with connection, suppress(OSError):
@@ -111,8 +110,8 @@ def _serve(server: socket.socket, token: bytes) -> None:
 
 
 def _answer(connection: socket.socket, token: bytes) -> None:
-    """Serve one visitor: echo the token, then each `p`; discard the bytes that follow an `s`."""
-    connection.settimeout(KNOCK_SECONDS)
+    """Serve one connection: echo the token, then each `p`; discard the bytes that follow an `s`."""
+    connection.settimeout(TOKEN_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if not hmac.compare_digest(_read(connection, TOKEN_BYTES), token):
         return
@@ -140,7 +139,7 @@ def _try(target: m.Target, seconds: float, measure_seconds: float) -> m.Link:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(target.token.encode())
             if _read(connection, TOKEN_BYTES) != target.token.encode():
-                return m.Link(STRANGER)
+                return m.Link(WRONG_PROGRAM)
             connection.settimeout(seconds + measure_seconds + 5.0)
             round_trip = min(_round_trip(connection, PING) for _ in range(ROUND_TRIPS))
             return m.Link("", round_trip, _throughput(connection, measure_seconds) if measure_seconds else 0.0)
@@ -158,7 +157,7 @@ def _round_trip(connection: socket.socket, message: bytes) -> float:
 
 
 def _throughput(connection: socket.socket, seconds: float) -> float:
-    """Bytes per second that have arrived: the other side confirms the last one."""
+    """Received bytes per second: the other side confirms the last byte."""
     connection.sendall(SEND)
     zeros, sent = bytes(CHUNK_BYTES), 0
     start = time.perf_counter()
@@ -189,12 +188,12 @@ ANSWERS: Mapping[type[m.Request], Callable[[Any], object]] = {
 
 def main() -> int:
     """Answer until stdin ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher; then this stdin ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the launcher, which closes this stdin
     decoder = msgspec.json.Decoder(m.Request)
     while line := sys.stdin.buffer.readline(m.MAX_LINE_BYTES + 1):
         try:
             if len(line) > m.MAX_LINE_BYTES or not line.endswith(b"\n"):
-                raise ValueError(f"a line of more than {m.MAX_LINE_BYTES} bytes, or cut off: {line[:60]!r}")
+                raise ValueError(f"line longer than {m.MAX_LINE_BYTES} bytes, or incomplete: {line[:60]!r}")
             request = decoder.decode(line)
             reply = ANSWERS[type(request)](request)
         except (msgspec.MsgspecError, ValueError, OSError) as error:
@@ -204,7 +203,7 @@ def main() -> int:
             sys.stdout.buffer.flush()
         except BrokenPipeError:
             break
-    os._exit(0)  # threads still wait for connections
+    os._exit(0)  # the threads are waiting for connections
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ class _Request(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class Examine(_Request, frozen=True):
-    """Gather the facts, and listen for peers that know `token`. Answer: Examined."""
+    """Gather the facts, and listen for peers with `token`. Answer: Examined."""
 
     token: str
     folder: str
@@ -74,7 +74,7 @@ class Time(msgspec.Struct, frozen=True):
 
 
 class Link(msgspec.Struct, frozen=True):
-    """Why a connection failed, or the shortest round trip, and the throughput if it was measured."""
+    """The reason why a connection failed, or the shortest round trip and the measured throughput."""
 
     error: str = ""
     round_trip_seconds: float = 0.0

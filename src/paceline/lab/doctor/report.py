@@ -1,4 +1,4 @@
-"""The table of rules of `paceline doctor`, and its report: a line per check, with the fix of each finding, or JSON."""
+"""The rules of `paceline doctor`, and its report: a line per check with the fix of each finding, or JSON."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ from paceline.lab.doctor.survey import Survey
 
 MAX_CLOCK_OFFSET_SECONDS = 2.0
 BUSY_BYTES = 1 << 30  # of a GPU's memory in use: more than a driver and a desktop need
-LITTLE_ROOM_BYTES, NO_ROOM_BYTES = 1 << 30, 64 << 20
-FREE_SPACE = "delete what is not needed, or choose another --run-dir"
+LOW_SPACE_BYTES, NO_SPACE_BYTES = 1 << 30, 64 << 20
+FREE_SPACE = "delete unneeded files, or choose a different --run-dir"
 SLOW_BYTES_PER_SECOND = 500e6 / 8  # half of a 1 Gbit/s network
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "-": "dim"}
 
 
 class Check(msgspec.Struct, frozen=True):
-    """One question: `summary` is the answer if all is well, `findings` are the faults."""
+    """One check: its `findings` are the faults; `summary` is printed if there are none."""
 
-    verdict: str  # error, warning, ok, or - if it could not be answered
+    verdict: str  # error, warning, ok, or - if it could not be checked
     name: str
     summary: str
     findings: tuple[Finding, ...] = ()
@@ -35,12 +35,12 @@ class Check(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Host(Node):
-    """A host within the survey, and the facts of it that need the others."""
+    """A host of the survey, with the facts that depend on other hosts."""
 
     survey: Survey
 
     def usable(self) -> Address | None:
-        """The first of its addresses that all others reach; preferably what its own name means."""
+        """The first of its addresses that all others reach, preferably one that its host name resolves to."""
         reached = [links for (_, target), links in self.survey.reach.items() if target == self.name]
         usable = [a for a in self.facts.addresses
                   if all(a.address in links and not links[a.address].error for links in reached)]  # fmt: skip
@@ -56,7 +56,7 @@ class Host(Node):
         yield from ((sources, why) for why, sources in errors.items())
 
     def clock(self) -> list[float]:
-        """How far its clock is ahead of the median of all clocks, this machine's included."""
+        """The seconds by which its clock is ahead of the median of all clocks, including this machine's."""
         offsets = self.survey.clock_offsets
         return [offset - median([*offsets.values(), 0.0]) for name, offset in offsets.items() if name == self.name]
 
@@ -77,9 +77,10 @@ class Host(Node):
 def hosts_of(survey: Survey) -> list[Host]:
     """The hosts that answered."""
     workers = dict(zip(survey.wanted.hosts, survey.wanted.workers, strict=True))
+    threads = survey.wanted.threads
     return [
-        Host(name, one.facts, workers[name], survey.wanted.threads or max(1, one.facts.cores // workers[name]), survey)
-        for name, one in survey.hosts.items()
+        Host(name, host.facts, workers[name], threads or max(1, host.facts.cores // workers[name]), survey)
+        for name, host in survey.hosts.items()
     ]
 
 
@@ -88,7 +89,7 @@ def _rate(bytes_per_second: float) -> str:
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
-def _room(disk: Examined) -> str:
+def _free_space(disk: Examined) -> str:
     return f"only {disk.disk_free / 1e9:.3g} GB free of {disk.disk_size / 1e9:.3g} GB at {disk.disk_path}"
 
 
@@ -99,9 +100,9 @@ RULES: tuple[Rule[Any], ...] = (
          lambda h: f"use --nproc {len(h.facts.gpus)}, or --backend gloo or --device cpu when you train"),
     Rule("gpus", "error", lambda h: h.facts.gpus, lambda gpu: gpu.lost,
          lambda gpu: f"GPU {gpu.index} does not answer: {gpu.lost}",
-         "restart the machine, or leave it out with CUDA_VISIBLE_DEVICES"),
+         "restart the machine, or exclude the GPU with CUDA_VISIBLE_DEVICES"),
     Rule("gpus", "error", lambda h: h.facts.gpus, lambda gpu: gpu.ecc_errors,
-         lambda gpu: f"GPU {gpu.index} has had {gpu.ecc_errors} memory errors that could not be corrected",
+         lambda gpu: f"GPU {gpu.index} has {gpu.ecc_errors} uncorrectable memory errors",
          "reset or replace it (nvidia-smi -q -d ECC,PAGE_RETIREMENT)"),
     Rule("gpus", "warning", lambda h: h.facts.gpus,
          lambda gpu: gpu.processes or gpu.memory_used > max(BUSY_BYTES, gpu.memory // 20),
@@ -109,32 +110,32 @@ RULES: tuple[Rule[Any], ...] = (
          f"{gpu.memory_used >> 20} of {gpu.memory >> 20} MiB",
          "wait for it, or choose others with CUDA_VISIBLE_DEVICES"),
     Rule("names", "warning", itself, lambda h: is_loopback(next(iter(h.facts.own_addresses), "")),
-         lambda h: f"its own name {h.facts.host} means {h.facts.own_addresses[0]}, which no other host reaches",
+         lambda h: f"its name {h.facts.host} resolves to {h.facts.own_addresses[0]}, which no other host can reach",
          lambda h: f"in its /etc/hosts write {h.facts.addresses[0].address if h.facts.addresses else 'its address'} "
-         f"{h.facts.host}, and take {h.facts.host} off the 127.x line"),
+         f"{h.facts.host}, and remove {h.facts.host} from the 127.x line"),
     Rule("ports", "error", Host.closed, bool,
-         lambda one: f"cannot be reached from {', '.join(one[0])} at {one[1]}",
-         lambda one: f"let it take connections from {', '.join(one[0])} on all TCP ports, because ranks choose ports "
-         "freely, and let those hosts make them: look at `nft list ruleset` and `ip route get` on both"),
+         lambda closed: f"cannot be reached from {', '.join(closed[0])} at {closed[1]}",
+         lambda closed: f"allow connections from {', '.join(closed[0])} to all its TCP ports, because ranks use any "
+         "ports: check `nft list ruleset` and `ip route get` on both sides"),
     Rule("clocks", "warning", Host.clock, lambda ahead: abs(ahead) > MAX_CLOCK_OFFSET_SECONDS,
-         lambda ahead: f"its clock is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}: times in logs mislead, "
-         "and torchrun's own rendezvous can start half of a job",
+         lambda ahead: f"its clock is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}: log times are wrong, "
+         "and the rendezvous of torchrun can start only a part of a job",
          "synchronise it: timedatectl set-ntp true, or chronyc makestep"),
-    Rule("run folder", "error", Host.folder, lambda one: one[1], "{0[0]}: {0[1]}".format,
-         "choose a --run-dir that can be written to, on a file system that all hosts mount (NFS, Lustre)"),
-    Rule("disk", "error", Host.disk, lambda disk: disk.disk_free < NO_ROOM_BYTES, _room, FREE_SPACE),
-    Rule("disk", "warning", Host.disk, lambda disk: NO_ROOM_BYTES <= disk.disk_free < LITTLE_ROOM_BYTES, _room,
+    Rule("run folder", "error", Host.folder, lambda access: access[1], "{0[0]}: {0[1]}".format,
+         "choose a writable --run-dir on a file system that all hosts mount (NFS, Lustre)"),
+    Rule("disk", "error", Host.disk, lambda disk: disk.disk_free < NO_SPACE_BYTES, _free_space, FREE_SPACE),
+    Rule("disk", "warning", Host.disk, lambda disk: NO_SPACE_BYTES <= disk.disk_free < LOW_SPACE_BYTES, _free_space,
          FREE_SPACE),
-    Rule("bandwidth", "warning", Host.speed, lambda one: one[1] < SLOW_BYTES_PER_SECOND,
-         lambda one: f"sends {_rate(one[1])} to {one[0]}; {_rate(SLOW_BYTES_PER_SECOND)} is needed",
-         "look at the negotiated speed (ethtool), cable and switch port of both; all ranks wait for the slowest link"),
+    Rule("bandwidth", "warning", Host.speed, lambda link: link[1] < SLOW_BYTES_PER_SECOND,
+         lambda link: f"sends {_rate(link[1])} to {link[0]}; {_rate(SLOW_BYTES_PER_SECOND)} is needed",
+         "check the negotiated speed (ethtool), cable and switch port of both; all ranks wait for the slowest link"),
 )  # fmt: skip
 
 
 def run_checks(survey: Survey) -> list[Check]:
     """All checks of the survey, in the order of the report; in each check errors first."""
     found = {"software": [*differences({name: host.facts for name, host in survey.hosts.items()})]}
-    found["hosts"] = [Finding("error", *lost, "fix that, or leave this host out") for lost in survey.lost.items()]
+    found["hosts"] = [Finding("error", *lost, "fix that, or remove this host") for lost in survey.lost.items()]
     for host in hosts_of(survey):
         for rule in RULES:
             found.setdefault(rule.check, []).extend(rule.findings(host))
@@ -175,7 +176,7 @@ def _bandwidth(survey: Survey) -> str:
 
 
 SUMMARIES: dict[str, tuple[bool, Callable[[Survey], str]]] = {
-    # check: whether it needs several hosts, and its answer if all is well
+    # check: whether it needs several hosts, and its summary if there are no findings
     "hosts": (False, lambda s: f"answered: {', '.join(s.hosts) or 'none'}"),
     "software": (False, lambda s: _versions(next(iter(s.hosts.values())).facts)),
     "resources": (False, lambda s: "; ".join(sorted({
@@ -183,11 +184,11 @@ SUMMARIES: dict[str, tuple[bool, Callable[[Survey], str]]] = {
         for h in hosts_of(s)}))),
     "gpus": (False, lambda s: "; ".join(f"{host.name}: {len(host.facts.gpus)} x {host.facts.gpus[0].name}"
                                         for host in hosts_of(s) if host.facts.gpus)),
-    "names": (True, lambda _: "each host's name means that host, on all of them"),
+    "names": (True, lambda _: "each host name resolves to that host, on all hosts"),
     "ports": (True, _ports),
     "clocks": (True, lambda s: f"all within {max(map(abs, s.clock_offsets.values()), default=0):.2g} s"),
-    "run folder": (False, lambda s: f"{s.wanted.run_dir} can be written to; seen by {', '.join(s.folder)}"),
-    "disk": (False, lambda s: f"at least {min(one.disk_free for one in s.hosts.values()) / 1e9:.3g} GB free"),
+    "run folder": (False, lambda s: f"{s.wanted.run_dir} is writable; visible on {', '.join(s.folder)}"),
+    "disk": (False, lambda s: f"at least {min(host.disk_free for host in s.hosts.values()) / 1e9:.3g} GB free"),
     "bandwidth": (True, _bandwidth),
 }  # fmt: skip
 

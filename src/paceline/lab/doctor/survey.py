@@ -1,4 +1,4 @@
-"""Starts a program on each host, and asks it everything that the rules need: facts, open ports, network speed."""
+"""Starts a program on each host, and requests all data for the rules: facts, open ports, network speed."""
 
 import os
 import secrets
@@ -32,7 +32,7 @@ Pair = tuple[str, str]  # (from, to)
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the hosts are meant for."""
+    """The planned use of the hosts."""
 
     hosts: tuple[str, ...]
     workers: tuple[int, ...]  # on each
@@ -43,20 +43,20 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Survey:
-    """All answers. A host in `lost` is missing from everything that was asked later."""
+    """All answers. A host in `lost` is missing from all later answers."""
 
     wanted: Wanted
     lost: Mapping[str, str]
     hosts: Mapping[str, m.Examined]
     clock_offsets: Mapping[str, float]  # seconds that a host's clock is ahead of this machine's
-    reach: Mapping[Pair, Mapping[str, m.Link]]  # -> address -> how it ended
-    folder: Mapping[str, m.Done]  # the probe file, as each host sees it; only the writer if it could not write
-    links: Mapping[Pair, m.Link]  # from each host to the next one, measured
+    reach: Mapping[Pair, Mapping[str, m.Link]]  # by address of the target
+    folder: Mapping[str, m.Done]  # each host's access to the probe file; only the writer's if it could not write
+    links: Mapping[Pair, m.Link]  # measured, from each host to the next one
     seconds: float
 
 
 class HostProgram:
-    """A host's program and the pipes to it. Once `lost` has the reason, it answers nothing more."""
+    """The program on a host and the pipes to it. After a failure `lost` has the reason."""
 
     def __init__(self, command: Command) -> None:
         self.name = command.name
@@ -96,11 +96,11 @@ class HostProgram:
                 self.lost = f"answers {line[:1000].decode(errors='replace')}"
             self._noise += 1
             if self._noise > MAX_NOISE_LINES:
-                self.lost = f"writes other things than answers: {line[:80].decode(errors='replace')!r}"
+                self.lost = f"writes output that is not an answer: {line[:80].decode(errors='replace')!r}"
         return None
 
     def _await_line(self, deadline: float) -> bool:
-        """Whether there is a line; the host is lost otherwise."""
+        """Wait for a line. If there is none, the host is lost."""
         if self.lost or self._process is None:
             return False
         assert self._process.stdout is not None
@@ -116,7 +116,7 @@ class HostProgram:
         return not self.lost
 
     def end(self) -> None:
-        """Close its stdin, which ends the program on the host. Kill the local process if it does not end."""
+        """Close stdin, which ends the program on the host. Kill the local process if it does not end."""
         if self._process is not None:
             assert self._process.stdin is not None and self._process.stdout is not None
             with suppress(OSError):
@@ -130,16 +130,16 @@ class HostProgram:
         self._errors.close()
 
     def _why(self, *, ended: bool) -> str:
-        """Why there is no answer: the message of ssh if no login was possible, else the end of the program's stderr."""
+        """The reason why there is no answer: the message of ssh, or after the login the end of the program's stderr."""
         code = None
         if ended and self._process is not None:
-            with suppress(subprocess.TimeoutExpired):  # it may only have stopped writing
+            with suppress(subprocess.TimeoutExpired):  # it may have closed only its stdout
                 code = self._process.wait(1.0)
         self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - MAX_STDERR_BYTES))
-        words = self._errors.read()
+        errors = self._errors.read()
         if "--" in self._argv and not self._answered:
-            return why_no_agent(self._argv, code, words)
-        last = "; ".join(line.strip() for line in words.decode(errors="replace").split("\n") if line.strip())[-400:]
+            return why_no_agent(self._argv, code, errors)
+        last = "; ".join(line.strip() for line in errors.decode(errors="replace").split("\n") if line.strip())[-400:]
         how = "it did not answer in time" if code is None else f"it ended with exit code {code}"
         return f"{how}: {last}" if last else how
 
@@ -159,9 +159,9 @@ def host_programs(commands: Sequence[Command]) -> Generator[list[HostProgram]]:
 def ask_hosts(
     programs: Sequence[HostProgram], requests: Mapping[str, m.Request], answer_type: type[T], seconds: float
 ) -> dict[str, T]:
-    """The answers of several hosts, by host, asked in parallel for `seconds` in total.
+    """Send requests to several hosts in parallel. Return the answers of the next `seconds`, by host.
 
-    A host without a request is not asked. The program of a host that gave no answer has the reason.
+    If a host does not answer, `lost` of its program has the reason.
     """
     asked = [program for program in programs if program.name in requests]
     deadline = time.monotonic() + seconds
@@ -172,7 +172,7 @@ def ask_hosts(
 
 
 def survey(wanted: Wanted, programs: Sequence[HostProgram]) -> Survey:
-    """Ask everything. Each question has a time limit; a host that does not answer in time is `lost`."""
+    """Send all requests. Each has a time limit. A host that does not answer in time is `lost`."""
     start = time.monotonic()
     tokens = {name: secrets.token_hex(16) for name in wanted.hosts}
     requests = {name: m.Examine(token, wanted.run_dir) for name, token in tokens.items()}
@@ -224,7 +224,7 @@ def _probe_folder(programs: Sequence[HostProgram], names: Sequence[str], folder:
 
 
 def _clock_offsets(programs: Sequence[HostProgram], names: Sequence[str]) -> dict[str, float]:
-    """Compare each clock with that of this machine, in the middle between request and answer."""
+    """Compare each clock with this machine's clock at the middle between request and answer."""
     offsets: dict[str, float] = {}
     for name in names:
         asked, start = time.time(), time.monotonic()

@@ -1,10 +1,10 @@
-"""A user-written loop on a rank of `paceline verify my_loop.py:main`: it runs unchanged, and an observer records it.
+"""A rank of `paceline verify my_loop.py:main` runs a custom loop unchanged, and an observer records it.
 
-What is recorded of samples are sums over them, which do not depend on which rank has which.
+The records about samples are sums over samples, which do not depend on their distribution to ranks.
 
-In the plain run, with which the others are compared, one process computes whole global batches. There the gradient of
-the loss is what `loss.backward()` begins with, and the sum of the gradients is not divided. So the scaling and the
-division of the step do not count in it.
+The other runs are compared with the plain run, in which one process computes whole global batches. Its backward starts
+with the gradient that `loss.backward()` uses, and the sum of the gradients is not divided. The plain run therefore does
+not use the scaling and the division of paceline's step.
 """
 
 import sys
@@ -41,45 +41,45 @@ from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.tasks import load_function
 from paceline.train.fit import StepRecord
 
-PROBES = 4096  # values of a tensor that are kept, evenly spread
+PROBES = 4096  # recorded values per tensor, evenly spaced
 
 
 @dataclass
 class LoopStep(Observed):
-    """A step as a rank has seen it. Its samples are the rank's own, and of each tensor it keeps some values."""
+    """The record of one step on one rank: the samples of this rank, and some values of each tensor."""
 
     epoch: int = 0
     micro_batches: int = 0
     rates: list[float] = field(default_factory=list[float])  # learning rates
-    input: float = 0.0  # a sum over what the models were given
+    input: float = 0.0  # a sum over the inputs of the models
     output: float = 0.0
-    values: float = 0.0  # how many these were: padding to the longest sample of a micro-batch changes that
+    values: float = 0.0  # the number of values in these sums, which depends on the padding of a micro-batch
     updates: bool = False  # whether an optimizer has updated a model
-    beside: list[str] = field(default_factory=list[str])  # parameters whose .grad has changed before s.backward
-    between: bool = False  # whether one has changed between two s.backward calls
+    beside: list[str] = field(default_factory=list[str])  # parameters whose .grad changed before s.backward
+    between: bool = False  # whether a gradient changed between two s.backward calls
 
 
 @dataclass
 class LoopRun:
-    """A run of a loop as a rank has seen it."""
+    """The record of a run of a loop on one rank."""
 
     strategy: str
     optimizer: str = "-"
     steps: list[LoopStep] = field(default_factory=list[LoopStep])
-    notes: list[str] = field(default_factory=list[str])  # what the session has said against the loop
-    path: list[str] = field(default_factory=list[str])  # hooks and own functions on the gradient path
-    bits: list[StepBits] = field(default_factory=list[StepBits])  # of each step, in place of tensors, if they count
-    start: dict[str, Any] = field(default_factory=dict[str, Any])  # of the models, before the first step
+    notes: list[str] = field(default_factory=list[str])  # the session's notes about the loop
+    path: list[str] = field(default_factory=list[str])  # hooks and custom autograd functions on the gradient path
+    bits: list[StepBits] = field(default_factory=list[StepBits])  # instead of tensors, if the case is exact
+    start: dict[str, Any] = field(default_factory=dict[str, Any])  # fingerprints of the models before the first step
     draws: bool = False  # whether the loop draws random numbers
     precision: str = "float64"  # the least precise type in the graphs of its losses
     digests: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # of weights and state, at the end
     error: str = ""
-    victim: bool = False  # whether the error only says that other ranks are gone
+    victim: bool = False  # whether the error is only a consequence of a different rank's failure
 
 
 @dataclass
 class _Recorder(Observer):
-    """Makes a loop's epochs short, computes in float64 unless the case is exact, and records each step."""
+    """Shortens the epochs of a loop, computes in float64 unless the case is exact, and records each step."""
 
     spec: LoopSpec
     case: LoopCase
@@ -87,45 +87,42 @@ class _Recorder(Observer):
     _step: LoopStep = field(default_factory=LoopStep)
     _work: Work | None = None
     _sums: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict[tuple[int, int], dict[str, float]])
-    """of each micro-batch: what its forwards were given, and gave"""
+    """By micro-batch, sums over the inputs and outputs of its forwards."""
     _passes: int = 1
     _streams: Tensor = field(default_factory=Tensor)
     _summed: dict[int, dict[str, Tensor]] = field(default_factory=dict[int, dict[str, Tensor]])
-    """gradients after s.backward, by the number of the model; what no update uses counts for nothing"""
-    _left: dict[str, tuple[Tensor | None, int]] = field(default_factory=dict[str, tuple[Tensor | None, int]])
-    """by parameter, its gradient and version after the last backward"""
-    _left_in: tuple[MicroStep | None, int] = (
-        None,
-        0,
-    )  # the body of that backward; how many optimizers had stepped in it
+    """Gradients after s.backward, by the number of the model. They are recorded when an update uses them."""
+    _last_grads: dict[str, tuple[Tensor | None, int]] = field(default_factory=dict[str, tuple[Tensor | None, int]])
+    """By parameter, its gradient and version after the last backward."""
+    _last_backward: tuple[MicroStep | None, int] = None, 0  # its micro-step, and how many optimizers had stepped in it
     _unhook: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        where, own = world_on(self.spec.device), {"strategy": self.case.strategy} if self.case.strategy else {}
-        self.options = {"device": where.device.type, "backend": where.backend, "threads": 1, "resume": False}
-        self.options |= {"track": None, "virtual_ranks": self.case.virtual_ranks, **own}
+        world, chosen = world_on(self.spec.device), {"strategy": self.case.strategy} if self.case.strategy else {}
+        self.options = {"device": world.device.type, "backend": world.backend, "threads": 1, "resume": False}
+        self.options |= {"track": None, "virtual_ranks": self.case.virtual_ranks, **chosen}
         self.max_steps = self.spec.steps
 
     def wrap_strategy(self, name: str, apply: Apply) -> Apply:
-        """Nothing in float64 depends on how a batch is divided: no dropout, batch norm with what it knows."""
+        """In float64, turn off dropout and the updates of batch norm, which depend on the split of a batch."""
         self.run.strategy = name
 
         def applied(model: nn.Module, make_optimizer: MakeOptimizer, world: World) -> Strategy:
             if not self.case.exact:
                 for module in in_double(model).modules():
                     if isinstance(module, (_BatchNorm, _DropoutNd)):
-                        vars(module.eval())["train"] = partial(_stays, module)
+                        vars(module.eval())["train"] = partial(_keep_mode, module)
             hooked = (f"a hook on {name}" for name, p in model.named_parameters() if p._backward_hooks)  # pyright: ignore
             self.run.path += [*hooked, *filter(None, [own_hooks([model])])]
             replica = apply(model, make_optimizer, world)
             if self.case.plain:
-                vars(replica)["sync_gradients"] = partial(_undivided, replica.sync_gradients)
+                vars(replica)["sync_gradients"] = partial(_sync_without_division, replica.sync_gradients)
 
-            def seen(module: nn.Module, *seen: Any) -> None:  # a function: copies of the model do not copy the session
+            def after_forward(module: nn.Module, *values: Any) -> None:  # a copy of the model does not copy a function
                 if module is model:
-                    self._on_forward(*seen)
+                    self._on_forward(*values)
 
-            model.register_forward_hook(seen, with_kwargs=True)
+            model.register_forward_hook(after_forward, with_kwargs=True)
             self.run.start |= _constants(model) | fingerprints(parameters_of(replica))
             self.run.optimizer = type(replica.optimizer).__name__
             return replica
@@ -133,22 +130,22 @@ class _Recorder(Observer):
         return applied
 
     def on_register(self, thing: object) -> None:
-        """An average of a model is in float64, as the model is."""
+        """Convert an average of a model to float64, like the model."""
         if not self.case.exact and isinstance(thing, nn.Module):
             in_double(thing)
 
     def on_loader(self, loader: Loader, *, per_virtual_rank: bool) -> None:
-        """Its epochs are short. The plain run computes the whole global batch at once."""
+        """Shorten its epochs. In the plain run, compute the whole global batch at once."""
         loader.short_epoch = self._short_epoch
         if self.case.plain:
             size = loader.plan.global_batch * (self.spec.virtual_ranks if per_virtual_rank else 1)
             loader.plan = replace(loader.plan, global_batch=size, accumulation=1)
 
     def _short_epoch(self, plan: BatchPlan) -> tuple[int, int]:
-        """Some whole global batches, and an uneven one, which does not reach every virtual rank."""
-        most = self.spec.virtual_ranks
-        # batch norm: the statistics of a single value are none
-        uneven = 2 * most + 1 if any(has_batch_norm(part.replica.model) for part in self.parts) else max(1, most - 1)
+        """Some whole global batches, and a last one that is uneven, or too small for some virtual ranks."""
+        size = self.spec.virtual_ranks
+        # batch norm needs more than one value for its statistics
+        uneven = 2 * size + 1 if any(has_batch_norm(part.replica.model) for part in self.parts) else max(1, size - 1)
         rest = plan.global_batch if plan.tail == "drop" else min(uneven, plan.global_batch)
         return max(2, self.spec.steps // 2), rest
 
@@ -164,63 +161,62 @@ class _Recorder(Observer):
         self._work = None
         self.run.draws |= not torch.equal(self._streams, stream_states(self.parts[0].replica.world.device))
 
-    def _on_forward(self, *seen: Any) -> None:
-        """Add up what goes in and out. A longer row of zeros adds nothing."""
+    def _on_forward(self, *values: Any) -> None:
+        """Add up the inputs and the outputs. Zero padding adds nothing."""
         work = self._work
         if work is None or not work.counted:
             return
         sums = self._sums[work.virtual_rank, work.part]
-        for what, value in (("input", seen[:2]), ("output", seen[2:])):
+        for name, value in (("input", values[:2]), ("output", values[2:])):
             for tensor in tensors(value):
                 if tensor.ndim and len(tensor) == len(work.indices):
                     rows = tensor.detach().double().reshape(len(tensor), -1)
                     signs = torch.arange(rows.shape[1], device=rows.device).double().cos()
-                    sums[what] = sums.get(what, 0.0) + float((rows @ signs).sum())
+                    sums[name] = sums.get(name, 0.0) + float((rows @ signs).sum())
                     sums["values"] = sums.get("values", 0.0) + rows.numel()
 
     def on_backward(
         self, loss: Tensor, weight: float | Tensor | None, reduction: Reduction, micro_step: MicroStep | None
     ) -> None:
-        """Note which gradients the loop has changed since the last backward: to zero or None is no change of a sum."""
-        again = (
-            micro_step is not None and micro_step is self._left_in[0] and len(micro_step.stepped) == self._left_in[1]
-        )
+        """Record the gradients that the loop changed since the last backward, except to zero or None."""
+        last, stepped = self._last_backward
+        again = micro_step is not None and micro_step is last and len(micro_step.stepped) == stepped
         for name, p in self._named():
-            if p.grad is (before := self._left.get(name, (None, -1)))[0] and _version(p.grad) == before[1]:
+            if p.grad is (before := self._last_grads.get(name, (None, -1)))[0] and _version(p.grad) == before[1]:
                 continue
             self._step.between |= again
             if p.grad is not None and bool(p.grad.any()):
                 self._step.beside.append(name)
         if not isinstance(loss, Tensor) or not loss.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
             return
-        if not self._left:
+        if not self._last_grads:
             self.run.path += filter(None, [own_functions(loss)])
         if not self.case.exact:
-            dtypes = (str(one.dtype) for node in nodes_of(loss) for one in node._input_metadata)
+            dtypes = (str(metadata.dtype) for node in nodes_of(loss) for metadata in node._input_metadata)
             self.run.precision = least_precise([self.run.precision, *dtypes])
         if self.case.plain:
-            first = _of_mean(loss, weight, reduction)
-            self._unhook = loss.register_hook(lambda _: first).remove
+            gradient = _gradient_of_mean(loss, weight, reduction)
+            self._unhook = loss.register_hook(lambda _: gradient).remove
 
     def on_gradients(self, micro_step: MicroStep | None) -> None:
         self._unhook()
         for part in self.parts if micro_step is not None and micro_step.is_last else ():
             self._summed[part.number] = self._values(part, gradients_of(part.replica))
-        self._left = {name: (p.grad, _version(p.grad)) for name, p in self._named() if p.grad is not None}
-        self._left_in = micro_step, len(micro_step.stepped) if micro_step is not None else 0
+        self._last_grads = {name: (p.grad, _version(p.grad)) for name, p in self._named() if p.grad is not None}
+        self._last_backward = micro_step, len(micro_step.stepped) if micro_step is not None else 0
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters whose whole gradient this rank has."""
-        named = [(one.prefix, one.replica.model.named_parameters()) for one in self.parts if not one.replica.sharded]
+        unsharded = [part for part in self.parts if not part.replica.sharded]
+        named = [(part.prefix, part.replica.model.named_parameters()) for part in unsharded]
         return [(prefix + name, p) for prefix, parameters in named for name, p in parameters]
 
     def _values(self, part: TrainedModel, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies by the names of all models, of all values if bits count, else of some, evenly spread."""
-        found: dict[str, Tensor] = {}
+        """Copies of the tensors: all values if the case is exact, otherwise some, evenly spaced."""
+        values: dict[str, Tensor] = {}
         for name, tensor in named.items():
             every = 1 if self.case.exact else max(1, -(-tensor.numel() // PROBES))
-            found[part.prefix + name] = tensor.detach().reshape(-1)[::every].to("cpu", copy=True)
-        return found
+            values[part.prefix + name] = tensor.detach().reshape(-1)[::every].to("cpu", copy=True)
+        return values
 
     def on_update(self, part: TrainedModel) -> None:
         self._step.gradients = {**self._step.gradients, **self._summed.pop(part.number, {})}
@@ -229,20 +225,19 @@ class _Recorder(Observer):
 
     def on_step(self, record: StepRecord) -> None:
         batches, step = record.microbatches, self._step
-        step.samples = sorted(i for one in batches if one.work.counted for i in one.work.indices.tolist())
+        step.samples = sorted(i for batch in batches if batch.work.counted for i in batch.work.indices.tolist())
         step.scalars = {"loss": record.result.loss}
         step.rates = [rate for part in self.parts for rate in part.rates()]
         step.epoch, step.micro_batches = batches[0].work.epoch, len(batches)
         step.input = sum(sums.get("input", 0.0) for sums in self._sums.values())
         step.values = sum(sums.get("values", 0.0) for sums in self._sums.values())
-        if self._passes == 1:  # else a later pass has computed them anew, by a model that has stepped
+        if self._passes == 1:  # otherwise a later pass recomputed them, after a model had stepped
             step.output = sum(sums.get("output", 0.0) for sums in self._sums.values())
         for part in self.parts:
             step.parameters = {**step.parameters, **self._values(part, parameters_of(part.replica))}
         if self.case.exact:
-            digests = [
-                sha256_of({n: t for n, t in of.items() if t is not None}) for of in (step.gradients, step.parameters)
-            ]
+            both = (step.gradients, step.parameters)
+            digests = [sha256_of({n: t for n, t in named.items() if t is not None}) for named in both]
             self.run.bits.append(StepBits(record.result.loss.hex(), "", *digests))
             step.gradients = step.stepped = step.parameters = {}
         self.run.steps.append(step)
@@ -253,7 +248,7 @@ class _Recorder(Observer):
             step.scalars |= {f"{name}, {n}": value for n, (name, value) in enumerate(named.items(), len(step.scalars))}
 
     def on_print(self, words: Sequence[Any]) -> None:
-        """Keep what the session has to say against the loop."""
+        """Keep the session's notes about the loop."""
         if str(words[0] if words else "").startswith("NOTE: "):
             self.run.notes.append(str(words[0]).removeprefix("NOTE: "))
 
@@ -262,13 +257,13 @@ class _Recorder(Observer):
 
 
 def least_precise(dtypes: Iterable[str]) -> str:
-    """The one with the largest tolerance, as a key of TOLERANCES; others do not count."""
+    """The type with the largest tolerance, among the keys of TOLERANCES."""
     names = {dtype.removeprefix("torch.") for dtype in dtypes} & TOLERANCES.keys()
     return max(names, key=TOLERANCES.__getitem__, default="float64")
 
 
 def run_loop(spec: LoopSpec, folder: Path, world: World) -> None:
-    """Run all cases that this world has ranks for, until one fails. Each leaves a file."""
+    """Run the cases that have enough virtual ranks for this world, until one fails. Each writes a file."""
     sys.argv[:] = [spec.target.rpartition(":")[0], *spec.words]
     for number, case in enumerate(spec.cases):
         if case.virtual_ranks < world.size:
@@ -280,17 +275,16 @@ def run_loop(spec: LoopSpec, folder: Path, world: World) -> None:
 
 
 def read_run(folder: Path, size: int, number: int) -> list[LoopRun]:
-    """What the ranks of a world have recorded of a case; nothing of a rank that has not come to its end."""
+    """The records of a case, by rank; without ranks that did not finish."""
     files = [folder / f"{size}-{number}-{rank}.pt" for rank in range(size)]
     with torch.serialization.safe_globals([LoopRun, LoopStep, StepBits]):
         return [torch.load(file, weights_only=True) for file in files if file.is_file()]
 
 
 def _run_case(spec: LoopSpec, case: LoopCase, rank: int) -> LoopRun:
-    """Run the loop once."""
     run = LoopRun(case.strategy)
     torch.set_default_dtype(torch.float32 if case.exact else torch.float64)
-    seed_streams(derive(spec.seed, "loop", rank) % UNSEEDED)  # only a broadcast makes the ranks alike
+    seed_streams(derive(spec.seed, "loop", rank) % UNSEEDED)  # per rank: only a broadcast makes models equal
     before, folder = set(sys.modules), Path(spec.target.rpartition(":")[0]).resolve().parent
     try:
         with observed_by(_Recorder(spec, case, run)), nullcontext() if case.exact else _without_dropout():
@@ -301,9 +295,9 @@ def _run_case(spec: LoopSpec, case: LoopCase, rank: int) -> LoopRun:
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
             kind = "" if isinstance(error, PacelineError) else f"{type(error).__name__}: "
             run.error, run.victim = f"{kind}{error}", is_victim(error)
-            if run.steps and not run.steps[-1].updates:  # optimizer.step() raised it: no step was taken
+            if run.steps and not run.steps[-1].updates:  # optimizer.step() raised the error, so there was no step
                 run.steps.pop()
-    for name in set(sys.modules) - before:  # what the loop's own modules keep is not the next run's
+    for name in set(sys.modules) - before:  # the next run must not see the state of the loop's modules
         if Path(str(getattr(sys.modules[name], "__file__", ""))).resolve().parent == folder:
             del sys.modules[name]
     return run
@@ -311,7 +305,7 @@ def _run_case(spec: LoopSpec, case: LoopCase, rank: int) -> LoopRun:
 
 @contextmanager
 def _without_dropout() -> Generator[None]:
-    """Inside, the functions that modules call for it drop nothing."""
+    """Inside the block, the dropout functions of torch drop nothing."""
     before = _, attention = F.dropout, F.scaled_dot_product_attention
 
     def whole(
@@ -326,17 +320,17 @@ def _without_dropout() -> Generator[None]:
         F.dropout, F.scaled_dot_product_attention = before
 
 
-def _of_mean(loss: Tensor, weight: float | Tensor | None, reduction: Reduction) -> Tensor:
-    """The gradient, with respect to `loss`, of what a single-process script calls `backward` on."""
-    whole = torch.ones_like(loss)
+def _gradient_of_mean(loss: Tensor, weight: float | Tensor | None, reduction: Reduction) -> Tensor:
+    """The gradient, with respect to `loss`, of the scalar on which a single-process script calls `backward`."""
+    ones = torch.ones_like(loss)
     if loss.ndim == 0 or reduction == "sum":
-        return whole
+        return ones
     if isinstance(weight, Tensor) and weight.shape == loss.shape:
-        return (whole * weight / weight.sum()).to(loss.dtype)
-    return whole / loss.numel()
+        return (ones * weight / weight.sum()).to(loss.dtype)
+    return ones / loss.numel()
 
 
-def _undivided(sync_gradients: Callable[[float | Tensor], Any], _divisor: float | Tensor) -> Any:
+def _sync_without_division(sync_gradients: Callable[[float | Tensor], Any], _divisor: float | Tensor) -> Any:
     return sync_gradients(1.0)
 
 
@@ -344,12 +338,12 @@ def _version(gradient: Tensor | None) -> int:
     return -1 if gradient is None else gradient._version  # pyright: ignore[reportPrivateUsage]
 
 
-def _stays(module: nn.Module, mode: bool = True) -> nn.Module:
+def _keep_mode(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
 def _constants(model: nn.Module) -> dict[str, Any]:
-    """What no broadcast makes the same: the numbers that modules keep."""
+    """The numbers and strings in the attributes of modules, which no broadcast makes equal."""
     modules = model.named_modules()
-    found = {f"{name}.{key}".lstrip("."): value for name, module in modules for key, value in vars(module).items()}
-    return {n: v for n, v in found.items() if isinstance(v, (int, float, str)) and not n.endswith("training")}
+    constants = {f"{name}.{key}".lstrip("."): value for name, module in modules for key, value in vars(module).items()}
+    return {n: v for n, v in constants.items() if isinstance(v, (int, float, str)) and not n.endswith("training")}

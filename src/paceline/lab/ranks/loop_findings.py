@@ -1,4 +1,4 @@
-"""What the ranks of a loop have recorded, beside one process: the first step that differs, and what made it so."""
+"""Compares the records of a loop's ranks with those of one process: the first different step, and its cause."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,15 +12,14 @@ from paceline.lab.ranks.causes import (
     Explanation,
     TensorDifference,
     factor_between,
-    ratio_words,
+    format_ratio,
     sample_difference,
 )
 from paceline.lab.ranks.loop import LoopRun, LoopStep, least_precise, read_run
 from paceline.lab.ranks.reference import Named
 from paceline.lab.verify import Bits, BitsReport, Case, Diagnosis, LoopCase, LoopSpec, Result, VerifyReport
 
-Run = Sequence[LoopRun]
-"""what each rank has recorded"""
+Run = Sequence[LoopRun]  # by rank
 Steps = Sequence[LoopStep]
 Differences = Sequence[Sequence[TensorDifference]]
 
@@ -28,10 +27,10 @@ Differences = Sequence[Sequence[TensorDifference]]
 def findings(
     folder: Path, spec: LoopSpec, ranks: Sequence[int], ended: Mapping[int, str]
 ) -> tuple[VerifyReport, list[BitsReport]]:
-    """All that the runs have shown; no bits where not all have come to their end.
+    """The results of all runs. There are no bits if a run did not finish.
 
     Raises:
-        UsageError: the function has trained nothing.
+        UsageError: if the function trained nothing.
     """
     runs = {(n, i): read_run(folder, n, i) for n in {1, *ranks} for i in range(len(spec.cases))}
     alone = runs[1, 0]
@@ -41,14 +40,14 @@ def findings(
     draws = any(of_rank.draws for of_rank in alone)
     if draws:
         notes.add(
-            "the loop draws random numbers, which belong to virtual ranks: the one process that all are compared with "
-            f"is {spec.virtual_ranks} of these"
+            "the loop draws random numbers, which depend on the virtual ranks: the reference process computes all "
+            f"{spec.virtual_ranks} of them"
         )
     precision = least_precise(of_rank.precision for run in runs.values() for of_rank in run)
     if precision != "float64":
         notes.add(
             f"the loss is computed in {precision}, although parameters and inputs are float64: the loop or the model "
-            "casts, as many Hugging Face models do (logits.float()). Its rounding depends on the shapes of the "
+            "casts it, like many Hugging Face models (logits.float()). The rounding depends on the shapes of the "
             f"micro-batches, so the comparison uses the tolerance of {precision}"
         )
     broken = not alone or bool(alone[0].error)
@@ -61,127 +60,130 @@ def findings(
         if not case.exact and (i > 0) != broken
     ]
     last = len(spec.cases) - 1
-    failed = {n: found for n in ranks if (found := _failed(runs[n, last], n, ended[n]))}
-    if not any(result.finding for result in results):  # else a failure of theirs has left the bits out
-        results += [Result(Case("exact", n, "none", "-"), {}, [], 0.0, found) for n, found in failed.items()]
+    failed = {n: failure for n in ranks if (failure := _failure(runs[n, last], n, ended[n]))}
+    if not any(result.finding for result in results):  # otherwise the exact case may not have run
+        results += [Result(Case("exact", n, "none", "-"), {}, [], 0.0, failure) for n, failure in failed.items()]
     bits = [] if failed else [BitsReport(n, 0, 0, [_bits_of(runs[n, last])], {}) for n in ranks]
     return VerifyReport(max(ranks), 0, 0, results, sorted(notes), precision), bits
 
 
-def _compared(run: Run, one: Run, case: LoopCase, precision: str, size: int, ended: str) -> Result:
+def _compared(run: Run, reference: Run, case: LoopCase, precision: str, size: int, ended: str) -> Result:
     first = next((of_rank for of_rank in run if of_rank.optimizer != "-"), LoopRun(case.strategy))
     comparison = Comparison(adaptive=first.optimizer != "SGD", precision=precision)
-    finding = _compare(run, one, comparison, size, ended)
+    finding = _compare(run, reference, comparison, size, ended)
     return comparison.result(Case(first.strategy, size, "none", first.optimizer), finding)
 
 
 def _bits_of(run: Run) -> Bits:
-    """A run as bits, to be compared with those of other world sizes. Numbers of the loop follow the order of ranks."""
+    """The exact results of a run, without the numbers that the loop logs: they depend on the number of ranks."""
     first = run[0]
     weights, state = (" ".join(of_models) for of_models in zip(*(first.digests or [("", "")]), strict=True))
     agree = all((of_rank.digests, of_rank.bits) == (first.digests, first.bits) for of_rank in run)
     return Bits(first.strategy, first.optimizer, weights, state, first.bits, agree)
 
 
-def _compare(run: Run, one: Run, comparison: Comparison, size: int, ended: str) -> Diagnosis | None:
+def _compare(run: Run, reference: Run, comparison: Comparison, size: int, ended: str) -> Diagnosis | None:
     steps = list(zip(*(of_rank.steps for of_rank in run), strict=False)) if len(run) == size else []
     for name in run[0].start if len(run) == size else ():
         values = [of_rank.start.get(name) for of_rank in run]
         if len({str(value) for value in values}) > 1:
             return Diagnosis(0, "start", name, f"it is {', '.join(map(str, values))} on ranks 0 to {size - 1}")
-    for number, (ranks, want) in enumerate(zip(steps, one[0].steps, strict=False)):
-        if comparison.adaptive and comparison.precision != "float64":  # a gradient that is rounding is a whole step
+    for number, (ranks, want) in enumerate(zip(steps, reference[0].steps, strict=False)):
+        if comparison.adaptive and comparison.precision != "float64":  # a round-off gradient can cause a full step
             comparison.moved += 2 * max(map(float, want.rates), default=0.0)
-        found, samples = [comparison.add(rank, want) for rank in ranks], sorted(i for r in ranks for i in r.samples)
-        told = [(rank.rates, rank.scalars) for rank in ranks]
-        alike = all(one == told[0] for one in told) and told[0][1].keys() == want.scalars.keys()
-        if alike and samples == want.samples and not any(found):
+        differences = [comparison.add(rank, want) for rank in ranks]
+        samples = sorted(index for rank in ranks for index in rank.samples)
+        numbers = [(rank.rates, rank.scalars) for rank in ranks]
+        equal = all(of_rank == numbers[0] for of_rank in numbers) and numbers[0][1].keys() == want.scalars.keys()
+        if equal and samples == want.samples and not any(differences):
             continue
         if samples != want.samples:
-            own_orders = size > 1 and _repeats(run, want.epoch) and not _repeats(one, want.epoch)
-            return Diagnosis(number, "order" if own_orders else "samples", "", sample_difference(samples, want.samples))
-        path = list(dict.fromkeys(what for of_rank in [*one, *run] for what in of_rank.path))
-        return Diagnosis(number, *_explained(ranks, want, found, path, comparison.tolerance))
-    if failed := _failed(run, size, ended):
-        return failed
-    lengths = [len(of_rank.steps) for of_rank in [*run, *one]]
+            orders_differ = size > 1 and _has_repeats(run, want.epoch) and not _has_repeats(reference, want.epoch)
+            cause = "order" if orders_differ else "samples"
+            return Diagnosis(number, cause, "", sample_difference(samples, want.samples))
+        path = list(dict.fromkeys(hook for of_rank in [*reference, *run] for hook in of_rank.path))
+        return Diagnosis(number, *_explain(ranks, want, differences, path, comparison.tolerance))
+    if failure := _failure(run, size, ended):
+        return failure
+    lengths = [len(of_rank.steps) for of_rank in [*run, *reference]]
     if len({*lengths}) > 1:
         return Diagnosis(min(lengths), "ways", "", f"steps of ranks 0 to {size - 1} and of one process: {lengths}")
     return None
 
 
-def _repeats(run: Run, epoch: int) -> bool:
-    """Whether an epoch has a sample twice, over all ranks: each takes its share of an order of its own."""
+def _has_repeats(run: Run, epoch: int) -> bool:
+    """Whether an epoch has a sample twice, over all ranks, because each rank uses a different order."""
     samples = [i for of_rank in run for step in of_rank.steps if step.epoch == epoch for i in step.samples]
     return len({*samples}) < len(samples)
 
 
-def _failed(run: Run, size: int, ended: str) -> Diagnosis | None:
+def _failure(run: Run, size: int, ended: str) -> Diagnosis | None:
     errors = [of_rank.error for of_rank in sorted(run, key=lambda of_rank: of_rank.victim) if of_rank.error]
     if not errors and len(run) == size:
         return None
-    words, steps = [*errors, ended][0], min((len(of_rank.steps) for of_rank in run), default=0)
-    return Diagnosis(steps, "refused" if errors and "collectives" not in words else "ways", "", words)
+    message, steps = [*errors, ended][0], min((len(of_rank.steps) for of_rank in run), default=0)
+    return Diagnosis(steps, "refused" if errors and "collectives" not in message else "ways", "", message)
 
 
-def _explained(ranks: Steps, want: LoopStep, found: Differences, path: Sequence[str], tolerance: float) -> Explanation:
-    """The first thing that is not as on one process, in the order of a step."""
+def _explain(
+    ranks: Steps, want: LoopStep, differences: Differences, path: Sequence[str], tolerance: float
+) -> Explanation:
+    """The first difference from one process, in the order of a step."""
     got = ranks[0]
     if any(rank.rates != want.rates for rank in ranks):
         rates = ", ".join(str(rank.rates[0]) for rank in ranks)
-        return "settings", "", f"learning rates {rates}; alone {want.rates[0]}"
-    is_padded = sum(rank.values for rank in ranks) != want.values  # by micro-batch: the sums tell nothing
-    for what in () if is_padded else ("input", "output"):
-        total, alone = sum(getattr(rank, what) for rank in ranks), getattr(want, what)
-        if not abs(total - alone) <= max(1e-8, tolerance) * max(1.0, abs(alone)):  # nor is NaN
-            return what, "", f"added up over all samples {total:.12g}, alone {alone:.12g}"
-    loss, alone = got.scalars["loss"], want.scalars["loss"]
-    if abs(loss - alone) > tolerance * abs(alone):
-        return "weights", "", f"the loss is {loss:.12g}, alone {alone:.12g}"
-    for kind, words in (
+        return "settings", "", f"learning rates {rates}; one process {want.rates[0]}"
+    is_padded = sum(rank.values for rank in ranks) != want.values  # differently in each micro-batch, so sums differ
+    for name in () if is_padded else ("input", "output"):
+        total, expected = sum(getattr(rank, name) for rank in ranks), getattr(want, name)
+        if not abs(total - expected) <= max(1e-8, tolerance) * max(1.0, abs(expected)):  # also if NaN
+            return name, "", f"the sum over all samples is {total:.12g}; one process has {expected:.12g}"
+    loss, expected = got.scalars["loss"], want.scalars["loss"]
+    if abs(loss - expected) > tolerance * abs(expected):
+        return "weights", "", f"the loss is {loss:.12g}; one process has {expected:.12g}"
+    for kind, description in (
         ("gradient", "the gradient after s.backward"),
-        (CLIPPED, "the gradient that optimizer.step() is given"),
+        (CLIPPED, "the gradient at optimizer.step()"),
         ("parameter", "a parameter after the step"),
     ):
-        of_ranks = [[one for one in of_rank if one.kind == kind] for of_rank in found]
-        if not (first := next((one for of_rank in of_ranks for one in of_rank), None)):
+        of_ranks = [[difference for difference in of_rank if difference.kind == kind] for of_rank in differences]
+        if not (first := next((difference for of_rank in of_ranks for difference in of_rank), None)):
             continue
         apart = any(of_rank != of_ranks[0] for of_rank in of_ranks)
-        differs = f"{words} differs{' between ranks' if apart else ''}"
+        differs = f"{description} differs{' between ranks' if apart else ''}"
         if kind == "gradient":
-            return _of_gradient(ranks, want, first.tensor, differs, path, tolerance, apart=apart)
+            return _explain_gradient(ranks, want, first.tensor, differs, path, tolerance, apart=apart)
         is_scaled = all(_factor(rank.stepped, rank.gradients) is not None for rank in ranks)  # as clipping does
         return "outside" if kind == "parameter" else "changed" if is_scaled else "beside", first.tensor, differs
-    mine, others = got.scalars, want.scalars
-    if any(rank.scalars != mine for rank in ranks):
+    logged, wanted = got.scalars, want.scalars
+    if any(rank.scalars != logged for rank in ranks):
         numbers = [[*rank.scalars.values()][1:] for rank in ranks]
         return "own number", "", f"on ranks 0 to {len(ranks) - 1}: {numbers}"
-    wrong = [n for n in mine if n in others and abs(mine[n] - others[n]) > tolerance * abs(others[n])]
-    return "number", ", ".join(wrong), f"{[mine[n] for n in wrong]}, alone {[others[n] for n in wrong]}"
+    wrong = [n for n in logged if n in wanted and abs(logged[n] - wanted[n]) > tolerance * abs(wanted[n])]
+    return "number", ", ".join(wrong), f"{[logged[n] for n in wrong]}; one process has {[wanted[n] for n in wrong]}"
 
 
-def _of_gradient(
+def _explain_gradient(
     ranks: Steps, want: LoopStep, tensor: str, differs: str, path: Sequence[str], tolerance: float, *, apart: bool
 ) -> Explanation:
-    """What makes a gradient wrong after s.backward, though samples and losses are right."""
+    """The cause of a wrong gradient after s.backward, if samples and losses are right."""
     beside = sorted({name for rank in ranks for name in rank.beside})
     if max(rank.micro_batches for rank in ranks) > 1 and any(rank.between for rank in ranks):
         return "between", tensor, differs
     if beside:
-        return "beside", tensor, f"{differs}; .grad has changed before s.backward: {', '.join(beside[:4])}"
+        return "beside", tensor, f"{differs}; .grad changed before s.backward: {', '.join(beside[:4])}"
     if apart:
         return "sync", tensor, differs
     if path:
-        return "scale", tensor, f"{differs}; on its path: {', '.join(path[:4])}"
+        return "scale", tensor, f"{differs}; hooks and functions on the gradient path: {', '.join(path[:4])}"
     if (factor := _factor(ranks[0].gradients, want.gradients, max(1e-9, tolerance))) is not None:
-        return "mean", tensor, f"every gradient is {ratio_words(factor)} what it should be"
+        return "mean", tensor, f"every gradient is {format_ratio(factor)} the right value"
     return "gradient", tensor, differs
 
 
 def _factor(got: Named, want: Named, tolerance: float = 1e-9) -> float | None:
-    """The factor between all tensors of two sets, if there is one."""
     pairs = [(a, b) for name, a in got.items() if a is not None and (b := want.get(name)) is not None]
     if got.keys() != want.keys() or not pairs:
         return None
-    sides = (torch.cat([one.double() for one in side]) for side in zip(*pairs, strict=True))
+    sides = (torch.cat([tensor.double() for tensor in side]) for side in zip(*pairs, strict=True))
     return factor_between(*sides, tolerance=tolerance)

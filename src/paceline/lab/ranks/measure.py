@@ -1,8 +1,8 @@
 """A rank of `paceline compare` or `paceline scale`: trains each candidate for a chunk of steps, and times it.
 
-`python -m paceline.lab.ranks.measure FOLDER`, started with torchrun's variables. The folder has order.json and
-config.toml. Rank 0 adds a line to chunks.jsonl for each candidate, and every rank writes its steps as a training does,
-into FOLDER/<candidate>/events-<rank>.jsonl.
+Start it with `python -m paceline.lab.ranks.measure FOLDER` and torchrun's environment variables. The folder has
+order.json and config.toml. Rank 0 adds a line to chunks.jsonl for each candidate. Each rank records its steps in
+FOLDER/<candidate>/events-<rank>.jsonl, like a training.
 """
 
 import gc
@@ -58,39 +58,37 @@ from paceline.train.step import ignore
 from paceline.train.stream_task import check_stream
 
 DRIVER_SECONDS = 2.0  # for the driver to report why a GPU is slow
-MOST_SAMPLES = 4096  # of a stream, used again and again
+MAX_STREAM_SAMPLES = 4096  # read from a stream, and then repeated
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The training that all candidates share, on one rank."""
+    """The training of all candidates, on one rank."""
 
     config: TrainConfig
     task: Task
     dataset: Dataset[Any]
     world: World
-    notes: tuple[str, ...] = ()
-    """what is not measured"""
-    count: FlopCount = field(default_factory=FlopCount)
-    """of one sample; nothing if it could not be counted"""
+    notes: tuple[str, ...] = ()  # the aspects that are not measured
+    count: FlopCount = field(default_factory=FlopCount)  # the FLOPs of one sample; empty if they could not be counted
 
 
 def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: World) -> Workload:
     """Load the task and its data.
 
     Raises:
-        UsageError: for a mistake that would fail with each candidate, or if the data are too few for a batch.
+        UsageError: if no candidate could be trained, or the data have too few samples for a batch.
     """
     check_precision(config.compute.precision, world.device)
     task = load_task(str(config.task), task_options(config))
     data, notes = task.make_dataset("train"), ()
-    largest = max(batch_shape(_configured(config, one).data, world.size).global_batch for one in candidates)
+    largest = max(batch_shape(_configured(config, c).data, world.size).global_batch for c in candidates)
     if is_stream(data):
         check_stream(config, data)
-        data = first_of(data, max(MOST_SAMPLES, largest))
+        data = first_of(data, max(MAX_STREAM_SAMPLES, largest))
         notes = (
-            f"the training data are a stream: its first {len(data):,} samples were read before, and taken from memory, "
-            "so the time of reading it is in no step",
+            f"the training data are a stream: its first {len(data):,} samples were loaded into memory, so the steps do "
+            "not include the time to read it",
         )
     samples: int = len(data)  # pyright: ignore[reportArgumentType]
     if samples == 0:
@@ -102,14 +100,14 @@ def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: W
         data = on_device(data, world.device, collate=task.collate)
     count = FlopCount()
     if config.compute.peak_tflops != 0:
-        with suppress(PacelineError):  # each candidate will raise it
+        with suppress(PacelineError):  # each candidate raises it again
             model, loading = make_model(task, config.run.seed, world), Loading(world.device, 0, task.collate)
             check_loss(task, model, data, loading, count=count)
     return Workload(config, task, data, world, notes, count)
 
 
 class CandidateTraining:
-    """The training of a candidate, in chunks of steps. Closing it leaves nothing."""
+    """The training of a candidate, in chunks of steps."""
 
     def __init__(
         self, workload: Workload, candidate: Candidate, folder: Path, steps: int, enter: Callable[[Phase], object]
@@ -120,8 +118,7 @@ class CandidateTraining:
             UsageError: if the strategy does not support this training.
         """
         self._open = ExitStack()
-        self.sync_seconds = 0.0
-        """that the last chunk of steps waited for other ranks"""
+        self.sync_seconds = 0.0  # the time that the last chunk of steps waited for other ranks
         task, dataset, world, data = workload.task, workload.dataset, workload.world, workload.world.data
         config = _configured(workload.config, candidate)
         shape = batch_shape(config.data, data.size)
@@ -158,12 +155,12 @@ class CandidateTraining:
         self._taken = self._open.enter_context(closing(taken))
 
     def take(self, steps: int) -> int:
-        """Take `steps` steps (a collective); returns how many samples they had, over all ranks."""
+        """Take `steps` steps (a collective). Return their number of samples, over all ranks."""
         self.sync_seconds = 0.0
         return sum(self._record(next(self._taken)) for _ in range(steps))
 
     def take_one(self) -> Sequence[MicroBatch]:
-        """Take a step (a collective); returns its data on this rank."""
+        """Take a step (a collective). Return its data on this rank."""
         record = next(self._taken)
         self._record(record)
         return record.microbatches
@@ -196,12 +193,12 @@ def _configured(config: TrainConfig, candidate: Candidate) -> TrainConfig:
 
 
 def _without_exchange(model: torch.nn.Module, maker: MakeOptimizer, world: World, /, *, virtual_ranks: int) -> Strategy:
-    """Every copy of the model is trained alone: the time of the computation without communication."""
+    """A strategy without communication, which measures only the computation: each copy of the model trains alone."""
     return Strategy(model, maker(model.parameters()), world, virtual_ranks=virtual_ranks)
 
 
 def measure_candidates(order: MeasureOrder, workload: Workload) -> None:
-    """Measure all candidates (a collective); rank 0 writes the measurements."""
+    """Measure all candidates (a collective). Rank 0 writes the measurements."""
     folder, world, compute = Path(order.folder), workload.world, workload.config.compute
     _import_lazily(world)
     launched = time.time() - order.started_unix
@@ -217,11 +214,11 @@ def measure_candidates(order: MeasureOrder, workload: Workload) -> None:
         if world.rank == 0:
             with (folder / m.CHUNKS).open("ab") as file:
                 file.write(msgspec.json.encode(measured) + b"\n")
-        gc.collect()  # models hang in cycles of hooks and closures
+        gc.collect()  # hooks and closures keep models in reference cycles
 
 
 def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, launched: float) -> Measurement:
-    """Apply one candidate to a new model; take its first steps, its warm-up, its chunk."""
+    """Apply one candidate to a new model, and take the inspected, the warm-up and the measured steps."""
     world, box = workload.world, Guard.of_process().box
     folder, last = Path(order.folder) / candidate.name, order.warmup + order.steps
     with inspected(world.device) if order.memory else nullcontext() as inspection:
@@ -233,28 +230,28 @@ def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, laun
             inspection.watch(replica)
         training.take(1)
         first = time.perf_counter() - began
-        training.take(1)  # DDP rebuilds its buckets in the second step, and is what it will be in the third
+        training.take(1)  # DDP rebuilds its buckets in the second step; the third is like all later ones
         traffic = Traffic(box, replica.world, replica.pipeline)
         microbatches = training.take_one()
         sent = traffic.sent()
         if inspection:
             inspection.batch(microbatches)
     with training:
-        training.take(order.warmup - m.LOOKED_AT)
+        training.take(order.warmup - m.INSPECTED_STEPS)
         all_gather_object(0, world)
         began, cpu = time.perf_counter(), sum(os.times()[:2])
         samples = training.take(order.steps)
-        mine: dict[str, Any] = {
+        local: dict[str, Any] = {
             "seconds": time.perf_counter() - began, "cpu": sum(os.times()[:2]) - cpu, "first": first, "sent": sent,
             "memory": msgspec.to_builtins(inspection.found) if inspection else None,
             "sync": training.sync_seconds,
         }  # fmt: skip
-        mine["gpu"] = ask_gpus([os.getpid()], wait_seconds=DRIVER_SECONDS).get(os.getpid(), "")  # while it is still hot
+        local["gpu"] = ask_gpus([os.getpid()], wait_seconds=DRIVER_SECONDS).get(os.getpid(), "")  # before it cools down
         weights = [held for held in replica.state() if held.name.startswith("model/")]
         digest = sha256_of(full_state(weights, world))
     trained = [p for p in replica.model.parameters() if p.requires_grad]
-    mine["weights"] = sum(p.numel() * p.element_size() for p in trained)
-    ranks = all_gather_object(mine, world)
+    local["weights"] = sum(p.numel() * p.element_size() for p in trained)
+    ranks = all_gather_object(local, world)
     one_copy = replica.world.mesh.peers(0, OF_MODEL) if replica.world.mesh else (0,)
     seconds = max(each["seconds"] for each in ranks)
     memory = None
@@ -288,7 +285,7 @@ def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, laun
 
 
 def _import_lazily(world: World) -> None:
-    """Let torch import the modules of the first step of any optimizer, so that no candidate's time includes it."""
+    """Take a step with a dummy optimizer, so that torch imports its modules before the first candidate."""
     parameter = torch.nn.Parameter(torch.zeros(1, device=world.device))
     parameter.grad = torch.zeros_like(parameter)
     torch.optim.SGD([parameter], lr=0.0).step()
@@ -300,7 +297,7 @@ def _most(values: Iterable[Any]) -> Any:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure as the order in folder `arguments[0]` specifies."""
+    """Carry out the order in folder `arguments[0]`."""
     folder = Path(arguments[0])
     order = msgspec.json.decode((folder / m.ORDER).read_bytes(), type=MeasureOrder)
     config = configuration.load(folder.resolve() / m.CONFIG, ours=True)

@@ -1,7 +1,7 @@
 """Measures the memory of a rank by purpose, and the bytes that it sends, in the first steps.
 
-Weights, gradients and optimizer state are counted, each piece of memory once. All other memory, also in C++ (DDP's
-buckets), comes from torch's profiler, which reports each allocation and release.
+Weights, gradients and optimizer state are counted, each piece of memory once. All other memory, including that of C++
+(DDP's buckets), comes from torch's profiler, which reports each allocation and release.
 """
 
 import ctypes
@@ -39,7 +39,7 @@ ELEMENT_BYTES = {
 
 
 class Inspection:
-    """Observes a replica from before it is made until it has taken its first steps."""
+    """Observes a replica from its creation until it has taken its first steps."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._open = device, True
@@ -52,7 +52,7 @@ class Inspection:
 
         def before(*_: object) -> None:
             if self._open:
-                updated = [p for group in replica.optimizer.param_groups for p in group["params"]]  # or a rank's pieces
+                updated = [p for group in replica.optimizer.param_groups for p in group["params"]]  # or shards
                 own = [*replica.model.parameters(), *updated]
                 held = [held.tensor for held in replica.gradients()]
                 self._gradients = held_bytes([*held, *(p.grad for p in own)])
@@ -67,7 +67,7 @@ class Inspection:
         replica.optimizer.register_step_post_hook(after)
 
     def enter(self, phase: Phase) -> None:
-        """Mark the begin of a phase of the step."""
+        """Mark the beginning of a phase of the step."""
         if self._open:
             with record_function(MARK + phase.word):
                 pass
@@ -83,7 +83,7 @@ class Inspection:
         events = _timeline(profiler, self._device)
         has_allocations = any(isinstance(event, int) for event in events)
         activations, exchange, peak = levels(events, sum(held) + self._batch) if has_allocations else (None,) * 3
-        if self._in_stages:  # forwards and backwards alternate, and wait in between: there is no such moment
+        if self._in_stages:  # forwards and backwards alternate, so there is no moment to measure these
             activations = exchange = None
         self.found = Memory(*held, activations, exchange, peak, peak_memory() or None)
 
@@ -109,7 +109,7 @@ def levels(events: Sequence[int | str], known: int) -> tuple[int, int, int]:
     for event in events:
         if isinstance(event, str):
             if event == Phase.DATA.word:
-                activations = exchange = 0  # another step
+                activations = exchange = 0  # the next step
             if event == Phase.FORWARD.word:
                 lowest = level
             if event == Phase.BACKWARD.word:
@@ -118,7 +118,7 @@ def levels(events: Sequence[int | str], known: int) -> tuple[int, int, int]:
         else:
             level += event
             peak = max(peak, level)
-            lowest = min(lowest, level)  # memory that a strategy releases in its forward was no activation
+            lowest = min(lowest, level)  # memory that a strategy releases in its forward is not an activation
         if phase == Phase.SYNC.word:
             exchange = max(exchange, level - known)
     return activations, exchange, peak
@@ -134,7 +134,7 @@ def tidy() -> None:
 
 
 def _timeline(profiler: profile, device: torch.device) -> list[int | str]:
-    """Allocations and phases, in order; empty if this torch has a different profiler."""
+    """Allocations and phases, in order; empty if this version of torch has a different profiler."""
     results: Any = getattr(profiler.profiler, "kineto_results", None)
     events: list[tuple[int, int | str]] = []
     for event in results.events() if results is not None else ():
@@ -163,7 +163,7 @@ class Traffic:
         entries = [entry for entry in _entries() if entry["record_id"] > self._last and not entry["is_p2p"]]
         shared = [op for began_ns, op in self._box.ring() if began_ns >= self._since_ns and op.group == SHARED]
         messages = self._line.sent_bytes - self._messages if self._line else 0
-        lost = self._box.get("ops") - self._calls > RECORDS  # the oldest are overwritten
+        lost = self._box.get("ops") - self._calls > RECORDS  # the ring has overwritten the oldest
         self._begin()
         if lost or not (entries or shared or messages):
             return 0.0 if self._world.size == 1 else None
@@ -172,9 +172,9 @@ class Traffic:
         return sum(sizes) + messages
 
     def _ranks(self, entry: dict[str, Any]) -> int:
-        """The size of its group: each dimension of a mesh has a separate one."""
+        """The size of the collective's group. Each dimension of a mesh has a separate group."""
         resolve: Any = distributed_c10d._resolve_process_group  # pyright: ignore
-        with suppress(LookupError, RuntimeError, ValueError):  # it is taken down
+        with suppress(LookupError, RuntimeError, ValueError):  # the group was destroyed
             return resolve(entry["process_group"][0]).size()
         return self._world.size
 

@@ -1,9 +1,10 @@
-"""What one process computes: the plain training loop, sharing no code with what it checks.
+"""The reference: a plain training loop on one process, without the code that it checks.
 
-No plan, loader, strategy or step of paceline is used, only their *definition*: epoch e visits the samples in the order
-of one shuffle, cut into global batches, each dealt to V virtual ranks, each share cut into micro-batches. The loss is
-the mean over the global batch, and one plain `loss.backward()` computes its gradient. Hooks, autograd functions and
-float16 parameters therefore see the values that they see in a single-process script.
+The reference uses no plan, loader, strategy or step of paceline, only their *definition*. Epoch e shuffles the samples
+once, and splits them into global batches. Each global batch is distributed to V virtual ranks, and the portion of a
+virtual rank is split into micro-batches. The loss is the mean over the global batch, and one plain `loss.backward()`
+computes its gradient. Hooks, autograd functions and float16 parameters therefore get the same values as in a
+single-process script.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -23,21 +24,21 @@ from paceline.seeding import derive
 from paceline.tasks.task import Task, call
 
 Named = Mapping[str, Tensor | None]
-PROBES = 2048  # coordinates of the gradient at which each micro-batch's part is kept, to explain a difference
+PROBES = 2048  # coordinates of the gradient that are used to explain a difference
 
 
 @dataclass
 class Observed:
-    """What one step looked like, on one process or on many. Most are no copies: compare before the next step."""
+    """The values of one step, on one process or on several. Most are not copies: compare them before the next step."""
 
     samples: list[int] = field(default_factory=list[int])
     streams: dict[str, str] = field(default_factory=dict[str, str])
-    """a fingerprint of the random stream each virtual rank's micro-batch started with"""
+    """By virtual rank and micro-batch, a fingerprint of the random number stream at its start."""
     scalars: dict[str, float] = field(default_factory=dict[str, float])
     gradients: Named = field(default_factory=dict[str, "Tensor | None"])
-    """of the global batch's mean, before clipping"""
+    """The gradients of the mean over the global batch, before clipping."""
     stepped: Named = field(default_factory=dict[str, "Tensor | None"])
-    """the gradients that the optimizer was given, after clipping"""
+    """The gradients that the optimizer used, after clipping."""
     parameters: Named = field(default_factory=dict[str, "Tensor | None"])
     buffers: Named = field(default_factory=dict[str, "Tensor | None"])
     state: Named = field(default_factory=dict[str, "Tensor | None"])
@@ -45,33 +46,32 @@ class Observed:
 
 @dataclass
 class Reference:
-    """One process that works through all virtual ranks.
+    """One process that computes all virtual ranks.
 
-    `union` (synchronised batch norm) forwards the k-th micro-batches of all virtual ranks at once; otherwise each is
-    forwarded alone, with the buffers of its virtual rank.
+    With `union` (synchronised batch norm) one forward computes the k-th micro-batches of all virtual ranks. Otherwise
+    each has a separate forward, with the buffers of its virtual rank.
     """
 
     task: Task
     model: nn.Module
     optimizer: Optimizer
-    scheduler: Any
-    """None, or one of torch's, stepped after the optimizer"""
+    scheduler: Any  # a scheduler of torch, stepped after the optimizer; or None
     dataset: Dataset[Any]
     global_batch: int
     spec: Spec
     union: bool
     weights: dict[str, float] = field(default_factory=dict[str, float])
-    """of the last step: by 'virtual rank.part', the sum of its loss weights"""
+    """The sum of the loss weights in the last step, by 'virtual rank.part'."""
     _buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict[int, dict[str, Tensor]])
     _initial: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    _before: "_Before | None" = None
+    _before: "_StepStart | None" = None
 
     def __post_init__(self) -> None:
         self._initial = {name: b.clone() for name, b in self.model.named_buffers()}
         self._names = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def step(self, number: int) -> Observed:
-        """Take step `number` (from 0) and say what happened."""
+        """Take step `number` (from 0). Return its values."""
         steps_per_epoch = -(-len(self.dataset) // self.global_batch)  # pyright: ignore[reportArgumentType]
         epoch, step = divmod(number, steps_per_epoch)
         order = torch.randperm(
@@ -81,7 +81,7 @@ class Reference:
         batch = order[step * self.global_batch : (step + 1) * self.global_batch]
         # _forward makes new buffers and never changes these
         parameters = {n: p.detach().clone() for n, p in self._names.items()}
-        self._before = _Before(parameters, dict(self._buffers), batch, epoch, step)
+        self._before = _StepStart(parameters, dict(self._buffers), batch, epoch, step)
         self.model.train()
         self.model.zero_grad(set_to_none=True)
         losses, streams = dict[str, Tensor](), dict[str, str]()
@@ -113,12 +113,12 @@ class Reference:
         )
 
     def _microbatches(self, batch: Tensor) -> list[tuple[int, int, Tensor]]:
-        shares = [batch[v :: self.spec.virtual_ranks] for v in range(self.spec.virtual_ranks)]
-        count = min(self.spec.accumulation, max(len(share) for share in shares))
-        cut = [share.tensor_split(count) for share in shares]
+        portions = [batch[v :: self.spec.virtual_ranks] for v in range(self.spec.virtual_ranks)]
+        count = min(self.spec.accumulation, max(len(portion) for portion in portions))
+        parts = [portion.tensor_split(count) for portion in portions]
         if self.union:
-            return [(0, part, torch.cat([pieces[part] for pieces in cut])) for part in range(count)]
-        each = [(v, part, cut[v][part]) for v in range(self.spec.virtual_ranks) for part in range(count)]
+            return [(0, part, torch.cat([of_rank[part] for of_rank in parts])) for part in range(count)]
+        each = [(v, part, parts[v][part]) for v in range(self.spec.virtual_ranks) for part in range(count)]
         return [(v, part, indices) for v, part, indices in each if len(indices)]
 
     def _forward(self, virtual_rank: int, indices: Tensor) -> tuple[Tensor, float]:
@@ -134,9 +134,9 @@ class Reference:
         return (losses * weights).sum(), float(weights.detach().sum())
 
     def _load_buffers(self, virtual_rank: int) -> None:
-        """Give the model new buffers: the graphs of earlier micro-batches still hold the old ones."""
-        own = self._buffers.get(virtual_rank, self._initial)
-        new = {buffer: own[name].clone() for name, buffer in self.model.named_buffers()}
+        """Give the model new buffers, because the graphs of earlier micro-batches refer to the old ones."""
+        values = self._buffers.get(virtual_rank, self._initial)
+        new = {buffer: values[name].clone() for name, buffer in self.model.named_buffers()}
         for name, buffer in [*self.model.named_buffers(remove_duplicate=False)]:
             owner, _, attribute = name.rpartition(".")
             setattr(self.model.get_submodule(owner), attribute, new[buffer])
@@ -148,40 +148,39 @@ class Reference:
             for name, first in sets[0].items()
         }
 
-    def apart(self, groups: Sequence[Sequence[str]], factors: Sequence[float]) -> Tensor:
-        """(probes, groups): what the last step's gradient would be made of, if each group had a backward of its own.
+    def gradient_parts(self, groups: Sequence[Sequence[str]], factors: Sequence[float]) -> Tensor:
+        """(probes, groups): the gradient of the last step, with a separate backward and column for each group.
 
-        A group is some of the keys of `weights`. The sum of its losses is divided by the total weight and multiplied by
-        its factor before backward, and the gradient is divided by the factor afterwards. If the gradient path is
-        linear, the columns add up to the step's gradient, whatever the groups and factors.
+        A group is a list of keys of `weights`. The sum of its losses is divided by the total weight and multiplied by
+        its factor before backward. Afterwards the gradient is divided by the factor. If the gradient path is linear,
+        the columns add up to the gradient of the step for any groups and factors.
         """
         before = self._before
         assert before is not None
-        cut = {f"{v}.{part}": (v, part, indices) for v, part, indices in self._microbatches(before.batch)}
+        parts = {f"{v}.{part}": (v, part, indices) for v, part, indices in self._microbatches(before.batch)}
         columns: list[Tensor] = []
-        with self._as_before(before), torch.random.fork_rng(devices=[]):
+        with self._restored(before), torch.random.fork_rng(devices=[]):
             for keys, factor in zip(groups, factors, strict=True):
                 losses: list[Tensor] = []
-                for virtual_rank, part, indices in (cut[key] for key in keys):
+                for virtual_rank, part, indices in (parts[key] for key in keys):
                     seed = derive(self.spec.seed, "forward", before.epoch, before.step, virtual_rank, part)
                     torch.manual_seed(seed)
                     losses.append(self._forward(virtual_rank, indices)[0])
                 loss = torch.stack(losses).sum() * (factor / sum(self.weights.values()))
-                found = torch.autograd.grad(loss, [*self._names.values()], allow_unused=True)
-                columns.append(at_probes(dict(zip(self._names, found, strict=True)), self._names) / factor)
+                gradients = torch.autograd.grad(loss, [*self._names.values()], allow_unused=True)
+                columns.append(at_probes(dict(zip(self._names, gradients, strict=True)), self._names) / factor)
         return torch.stack(columns, 1)
 
     @contextmanager
-    def _as_before(self, before: "_Before") -> Generator[None]:
-        """Inside, parameters and buffers are those before the last step."""
+    def _restored(self, before: "_StepStart") -> Generator[None]:
         now, buffers = {n: p.data for n, p in self._names.items()}, dict(self._buffers)
-        self._take(before.parameters, before.buffers)
+        self._set(before.parameters, before.buffers)
         try:
             yield
         finally:
-            self._take(now, buffers)
+            self._set(now, buffers)
 
-    def _take(self, parameters: Mapping[str, Tensor], buffers: Mapping[int, dict[str, Tensor]]) -> None:
+    def _set(self, parameters: Mapping[str, Tensor], buffers: Mapping[int, dict[str, Tensor]]) -> None:
         for name, tensor in parameters.items():
             self._names[name].data = tensor
         self._buffers = dict(buffers)
@@ -193,8 +192,8 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class _Before:
-    """What `Reference.apart` needs to compute a step again."""
+class _StepStart:
+    """The state before a step, from which `Reference.gradient_parts` computes the step again."""
 
     parameters: dict[str, Tensor]
     buffers: dict[int, dict[str, Tensor]]
@@ -220,12 +219,12 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
-    """What .grad holds now, by name."""
+    """The current .grad of each trained parameter, by name."""
     return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 
 
 def at_probes(gradients: Named, like: Mapping[str, Tensor]) -> Tensor:
-    """(n,) values of a gradient at evenly spread coordinates; None counts as zeros."""
+    """(n,) values of a gradient at evenly spaced coordinates; None counts as zeros."""
     per_tensor = max(1, PROBES // max(1, len(gradients)))
     picked: list[Tensor] = []
     for name, gradient in gradients.items():
@@ -235,7 +234,7 @@ def at_probes(gradients: Named, like: Mapping[str, Tensor]) -> Tensor:
 
 
 def stream_fingerprint() -> str:
-    """What the CPU's random stream would give next, without drawing from it."""
+    """The next number of the CPU's random number generator, without changing its state."""
     state = torch.get_rng_state()
     drawn = torch.rand(1, dtype=torch.float64)
     torch.set_rng_state(state)
@@ -243,7 +242,7 @@ def stream_fingerprint() -> str:
 
 
 def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimizer's tensors by the model's names, e.g. 'exp_avg of conv1.weight'; step counts left out."""
+    """The tensors of the optimizer without step counts, for example 'exp_avg of conv1.weight'."""
     names: dict[Tensor, str] = {p: n for n, p in model.named_parameters()}
     return {
         f"{key} of {names[p]}": value.detach()

@@ -1,4 +1,4 @@
-"""The training under verification: the task's model in float64, uneven data, a strategy, and what each step did."""
+"""The training under verification: the task's model in float64, uneven data, a strategy, and records of each step."""
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,10 +35,10 @@ from paceline.tasks.task import Task
 from paceline.train.optimizer import TaskSchedule, checked_optimizer
 from paceline.train.parallelism import ParallelConfig, parallelize_model
 
-PARAMETER = "model/"  # begins the name of one in a state
+PARAMETER = "model/"  # prefix of parameters in a state
 LR = 1e-3
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    # fused, as in training: these look at memory, not at strides
+    # fused, as in training: fused optimizers use memory order, not strides
     "sgd": partial(SGD, lr=LR, momentum=0.9, weight_decay=1e-2, fused=True),
     "adamw": partial(AdamW, lr=LR, weight_decay=1e-2, fused=True),
 }
@@ -46,7 +46,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """The task, data and plan that all strategies under one batch norm policy share."""
+    """The task, data and plan of all strategies with one batch norm policy."""
 
     spec: Spec
     task: Task
@@ -62,14 +62,14 @@ def task_of(spec: Spec) -> Task:
 
 
 def optimizers_of(spec: Spec, task: Task, model: nn.Module) -> dict[str, type[Optimizer]]:
-    """The verified optimizers, by name. Each is made once for `model`, with its schedule.
+    """The types of the verified optimizers, by name. Each is created once for `model`, with its schedule.
 
     Raises:
-        UsageError: if the task makes no optimizer, or none that can be trained with.
+        UsageError: if the task creates no optimizer, or an unsuitable one.
     """
-    own = task.make_optimizer is not None
-    names = spec.optimizers or ([OWN] if own else [*OPTIMIZERS])
-    if OWN in names and not own:
+    by_task = task.make_optimizer is not None
+    names = spec.optimizers or ([OWN] if by_task else [*OPTIMIZERS])
+    if OWN in names and not by_task:
         raise UsageError(code="verify-task-without-optimizer", value=OWN, allowed=[*OPTIMIZERS])
     made = {name: maker_of(name, task, model)(model.parameters()) for name in names}
     for name, optimizer in made.items():
@@ -78,7 +78,7 @@ def optimizers_of(spec: Spec, task: Task, model: nn.Module) -> dict[str, type[Op
 
 
 def maker_of(name: str, task: Task, model: nn.Module) -> MakeOptimizer:
-    """The function that makes the optimizer of `model`."""
+    """The function that creates the optimizer of `model`."""
     if name != OWN or task.make_optimizer is None:
         return OPTIMIZERS[name]
     made = checked_optimizer(task.make_optimizer(model))
@@ -86,18 +86,17 @@ def maker_of(name: str, task: Task, model: nn.Module) -> MakeOptimizer:
 
 
 def has_schedule(name: str, task: Task) -> bool:
-    """Whether the task's own schedule is meant for this optimizer."""
+    """Whether the task's schedule applies to this optimizer."""
     return task.make_schedule is not None and (name == OWN or task.make_optimizer is None)
 
 
 def _add_schedule(name: str, task: Task, optimizer: Optimizer, steps: int) -> None:
-    """Let the task's own schedule, if it is meant for this optimizer, step after it."""
     if task.make_schedule and has_schedule(name, task):
         TaskSchedule(optimizer, task.make_schedule(optimizer, steps), steps)
 
 
 def make_setting(spec: Spec, task: Task, policy: Policy, world: World) -> Setting:
-    """Choose the samples, and plan the batches (a collective)."""
+    """Select the samples, and plan the batches (a collective)."""
     with raise_on_all_ranks(world):
         dataset, global_batch = _uneven_data(task, spec, policy)
     samples: int = len(dataset)  # pyright: ignore[reportArgumentType]
@@ -106,35 +105,35 @@ def make_setting(spec: Spec, task: Task, policy: Policy, world: World) -> Settin
 
 
 def _uneven_data(task: Task, spec: Spec, policy: Policy) -> tuple[Dataset[Any], int]:
-    """The first samples of the training data, and the global batch: with every kind of uneven step.
+    """The first samples of the training data, and the size of the global batch, which is uneven on purpose.
 
     An epoch has two global batches whose portions differ by one sample, and a last, smaller one.
     """
-    # batch norm's backward through the statistics of a few values blows rounding up ten thousandfold
+    # the backward of batch norm with few values amplifies rounding ten thousandfold
     batch_size = 3 if policy == "none" else 8
     short_tail = policy == "none" if spec.short_tail is None else spec.short_tail
-    ranks, share = spec.virtual_ranks, spec.accumulation * batch_size
-    global_batch = max(2, ranks * share - 1)
-    tail = max(2, ranks - 1) if short_tail else ranks * (share - 3) + 1
+    ranks, portion = spec.virtual_ranks, spec.accumulation * batch_size
+    global_batch = max(2, ranks * portion - 1)
+    tail = max(2, ranks - 1) if short_tail else ranks * (portion - 3) + 1
     needed = 2 * global_batch + tail
     dataset = first_of(task.make_dataset("train"), needed)
-    there = len(dataset)  # pyright: ignore[reportArgumentType]
-    if there < needed:
-        raise UsageError(code="verify-too-few-samples", needed=needed, ranks=ranks, samples=there)
-    if isinstance(dataset, ArrayDataset):  # keep the fast path in the test
+    samples = len(dataset)  # pyright: ignore[reportArgumentType]
+    if samples < needed:
+        raise UsageError(code="verify-too-few-samples", needed=needed, ranks=ranks, samples=samples)
+    if isinstance(dataset, ArrayDataset):  # also verifies its fast path
         return ArrayDataset(dataset.inputs[:needed], dataset.targets[:needed], dataset.transform), global_batch
     return Subset(dataset, range(needed)), global_batch
 
 
 def build(task: Task, seed: int, device: torch.device) -> nn.Module:
-    """The task's model in float64 on `device`, which casts its inputs."""
+    """The task's model in float64 on `device`. It casts its inputs."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "verify"))
         return in_double(task.make_model()).to(device)
 
 
 def _model(setting: Setting, seed: int) -> nn.Module:
-    """Build the model. Under synchronised batch norm it has no dropout, whose masks would depend on the world size."""
+    """Build the model. With synchronised batch norm it has no dropout: the masks would depend on the world size."""
     model = build(setting.task, seed, setting.world.device)
     for module in model.modules() if setting.policy == "sync" else ():
         if isinstance(module, _DropoutNd):
@@ -147,8 +146,8 @@ def apply_strategy(
 ) -> tuple[Strategy, Iterator[list[MicroBatch]]]:
     """This rank's replica of `model`, and its batches (a collective).
 
-    Give each rank a model from a different seed: only a broadcast from rank 0, whose seed is the run's, makes them
-    start equal.
+    Pass a model with a different seed on each rank. Only the broadcast from rank 0, which has the seed of the run,
+    makes them equal.
     """
     spec, world, maker = setting.spec, setting.world, maker_of(optimizer, setting.task, model)
     if spec.checkpoint_activations:
@@ -174,28 +173,28 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def world_on(device: str) -> World:
-    """This rank's world, over gloo if ranks share a GPU."""
+    """The world of this rank, with gloo if several ranks use the same GPU."""
     world = World.from_env(device=device, backend="gloo")
-    alone = world.device.type == "cpu" or world.local_size > torch.accelerator.device_count()
-    return world if alone else World.from_env(device=device)
+    needs_gloo = world.device.type == "cpu" or world.local_size > torch.accelerator.device_count()
+    return world if needs_gloo else World.from_env(device=device)
 
 
 @dataclass
 class Trial:
-    """A strategy under verification: its replica, its batches, and the observations of its last step."""
+    """A strategy under verification: its replica, its batches, and the records of its last step."""
 
     case: Case
     replica: Strategy
     batches: Iterator[list[MicroBatch]]
     comparison: Comparison
     start_differs: str | None = None
-    """a parameter that differs between ranks, or from one process, before the first step"""
+    """A parameter that differs between ranks, or from one process, before the first step."""
     seen: Observed = field(default_factory=Observed)
-    """of the step at hand: streams, and on rank 0, which compares, gradients before and after clipping"""
+    """The record of the current step: random streams, and on rank 0 the gradients before and after clipping."""
     gradient_fingerprints: dict[str, int] = field(default_factory=dict[str, int])
     finding: Diagnosis | None = None
     whole: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """shapes of the whole model's parameters and buffers, on the meta device"""
+    """The parameters and buffers of the unsharded model, on the meta device."""
 
 
 def make_trial(case: Case, setting: Setting, optimizer: type[Optimizer]) -> Trial:
@@ -210,7 +209,7 @@ def make_trial(case: Case, setting: Setting, optimizer: type[Optimizer]) -> Tria
 
 
 def make_reference(setting: Setting, optimizer: str) -> Reference:
-    """The single process that the strategies are compared with."""
+    """The single process to compare the strategies with."""
     task, spec = setting.task, setting.spec
     model = _model(setting, spec.seed)
     made = maker_of(optimizer, task, model)(model.parameters())
@@ -220,13 +219,13 @@ def make_reference(setting: Setting, optimizer: str) -> Reference:
 
 
 def _observe(trial: Trial) -> None:
-    """Record each random stream, and the gradients before they are clipped."""
+    """Record each random stream, and the gradients before clipping."""
     inner = trial.replica
     right_enter, right_clip = inner.enter, inner.clip_grad_norm
 
     def enter(batch: MicroBatch, is_last: bool) -> None:
         right_enter(batch, is_last)
-        # Under "sync" a rank forwards all its virtual ranks at once, and no random number is drawn.
+        # with "sync" one forward computes all virtual ranks of a rank, and draws no random number
         if batch.work.counted and trial.case.batchnorm != "sync":
             trial.seen.streams[f"{batch.work.virtual_rank}.{batch.work.part}"] = stream_fingerprint()
 
@@ -247,26 +246,27 @@ def _observe(trial: Trial) -> None:
 
 def compare_starts(trial: Trial, reference: Reference | None) -> None:
     """Compare the parameters before the first step, over ranks and on rank 0 with one process (a collective)."""
-    world, mine = trial.replica.world, parameters_of(trial.replica)
-    trial.start_differs = _first_difference(fingerprints(mine), world)
+    world, parameters = trial.replica.world, parameters_of(trial.replica)
+    trial.start_differs = _first_difference(fingerprints(parameters), world)
     if trial.start_differs is None:
         want = dict(reference.model.named_parameters()) if reference else {}
-        off = [name for name, parameter in mine.items() if name in want and not torch.equal(parameter, want[name])]
-        trial.start_differs = next(iter(all_gather_object(off[:1], world)[0]), None)
+        wrong = [name for name, value in parameters.items() if name in want and not torch.equal(value, want[name])]
+        trial.start_differs = next(iter(all_gather_object(wrong[:1], world)[0]), None)
 
 
 def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]) -> tuple[Observed, RankDifferences]:
-    """The observations of the trial's last step, over all ranks (a collective)."""
+    """The values of the trial's last step, over all ranks (a collective)."""
     replica, world, got, trial.seen = trial.replica, trial.replica.world, trial.seen, Observed()
-    counted = [b.work for b in microbatches if b.work.counted and world.leads]  # others may have the same samples
-    mine = [i for work in counted for i in work.indices.tolist()]
-    got.samples = sorted(i for of_rank in all_gather_object(mine, world) for i in of_rank)
+    # the ranks of one model copy have the same samples: only its first rank counts
+    counted = [b.work for b in microbatches if b.work.counted and world.leads]
+    samples = [i for work in counted for i in work.indices.tolist()]
+    got.samples = sorted(i for of_rank in all_gather_object(samples, world) for i in of_rank)
     got.streams = {k: v for part in all_gather_object(got.streams, world) for k, v in part.items()}
     got.scalars = {"loss": result.loss, "weight": result.weight, "gradient norm": result.grad_norm or 0.0}
     got.parameters = parameters = parameters_of(replica)
     with replica.merged_buffers():
         got.buffers = buffers = {n: b.detach() for n, b in replica.model.named_buffers()}
-        if replica.pipeline is not None:  # of this stage
+        if replica.pipeline is not None:  # the model has only the buffers of this stage
             got.buffers = buffers = {
                 n: t for n, t in replica.weights().items() if n in trial.whole and n not in parameters
             }
@@ -277,7 +277,7 @@ def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]
 
 
 def _optimizer_state(replica: Strategy, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As reference.optimizer_state, wherever the strategy keeps it (a collective)."""
+    """The optimizer state as in reference.optimizer_state, unsharded (a collective)."""
     state: dict[str, Tensor] = {}
     for full, value in full_state(
         [h for h in replica.state() if h.name.startswith("optimizer/")], replica.world
@@ -288,15 +288,15 @@ def _optimizer_state(replica: Strategy, parameters: Mapping[str, Tensor]) -> dic
     return state
 
 
-def _first_difference(mine: Mapping[str, int], world: World) -> str | None:
+def _first_difference(local: Mapping[str, int], world: World) -> str | None:
     """The first tensor whose fingerprint differs between ranks (a collective)."""
-    everybody = all_gather_object(dict(mine), world)
-    names = dict.fromkeys(name for each in everybody for name in each)
-    return next((name for name in names if len({each.get(name) for each in everybody}) > 1), None)
+    of_ranks = all_gather_object(dict(local), world)
+    names = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
+    return next((name for name in names if len({of_rank.get(name) for of_rank in of_ranks}) > 1), None)
 
 
 def digests_of(replica: Strategy) -> tuple[str, str]:
-    """SHA-256 of weights with merged buffers, and of the whole state (a collective)."""
+    """SHA-256 of the weights with merged buffers, and of the whole state (a collective)."""
     with replica.merged_buffers():
         weights = sha256_of(replica.weights())
     return weights, sha256_of(full_state(replica.state(), replica.world))
@@ -309,7 +309,7 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def parameters_of(replica: Strategy) -> dict[str, Tensor]:
-    """All parameters, whole, by name (a collective if ranks hold shares); no copies: compare before the next step."""
+    """All unsharded parameters, by name (a collective if they are sharded). Not copies: use before the next step."""
     if not replica.sharded:
         return {name: parameter.detach() for name, parameter in replica.model.named_parameters()}
     held = [h for h in replica.state() if h.name.startswith(PARAMETER)]
@@ -317,6 +317,6 @@ def parameters_of(replica: Strategy) -> dict[str, Tensor]:
 
 
 def gradients_of(replica: Strategy) -> dict[str, Tensor]:
-    """The step's gradients that there are, whole, by name (a collective if ranks hold shares); no copies."""
+    """All unsharded gradients of the step, by name (a collective if they are sharded). Not copies."""
     held = replica.gradients()
-    return full_state(held, replica.world) if replica.sharded else {one.name: one.tensor for one in held}
+    return full_state(held, replica.world) if replica.sharded else {shard.name: shard.tensor for shard in held}

@@ -1,9 +1,9 @@
 """A rank of `paceline verify`: `python -m paceline.lab.ranks.verify SPEC REPORT`, with torchrun's variables.
 
-It trains each strategy on a task alongside one process, step by step. Rank 0 also computes the reference and compares,
-so only the report leaves the workers. With --bitwise there is no reference: it trains the task and reports the bits of
-every step, which the command compares with those of other world sizes. A user-written loop runs once for each case, and
-each rank leaves a file beside the report (see `loop`).
+It trains each strategy on a task in step with one process. Rank 0 also computes the reference and compares, so the
+workers return only the report. With --bitwise there is no reference: it trains the task and reports the bits of each
+step, which the command compares with those of different world sizes. A custom loop runs once for each case, and each
+rank writes a file next to the report (see `loop`).
 """
 
 import gc
@@ -48,7 +48,7 @@ from paceline.train.step import train_step
 
 
 def verify(spec: Spec, world: World) -> VerifyReport:
-    """Run every case of `spec` on this world (a collective); rank 0's report counts."""
+    """Run all cases of `spec` on this world (a collective). Use the report of rank 0."""
     world = create_mesh_groups(world, mesh_of(spec.mesh or None, world.size))
     with raise_on_all_ranks(world):
         task = trials.task_of(spec)
@@ -56,36 +56,35 @@ def verify(spec: Spec, world: World) -> VerifyReport:
         optimizers = trials.optimizers_of(spec, task, model)
     policies: list[Policy] = ["local", "sync"] if has_batch_norm(model) else ["none"]
     if spec.mesh:
-        policies = policies[:1]  # its statistics would be of parts of a model
+        policies = policies[:1]  # synchronised statistics would mix different parts of a model
     notes: list[str] = []
     if len(policies) == 2 and trials.has_dropout(model):
-        notes.append("dropout is off under synchronised batch norm: its masks would depend on the world size")
+        notes.append("dropout is off with synchronised batch norm: its masks would depend on the world size")
     if OWN in optimizers:
-        schedule = ", with its schedule over these steps" if task.make_schedule else ""
-        notes.append(f"optimizer {OWN}: {optimizers[OWN].__name__}, as the task makes it{schedule}")
+        schedule = ", with the task's schedule over these steps" if task.make_schedule else ""
+        notes.append(f"optimizer {OWN}: {optimizers[OWN].__name__}, created by the task{schedule}")
     results: list[Result] = []
     settings = [trials.make_setting(spec, task, policy, world) for policy in policies]
     for setting in settings:
-        for optimizer, kind in optimizers.items():
-            gc.collect()  # the last round's models hang in cycles of hooks and closures, gigabytes of them
-            results += _verify_strategies(setting, optimizer, kind)
+        for optimizer, optimizer_type in optimizers.items():
+            gc.collect()  # hooks and closures keep the last models in reference cycles, which may have gigabytes
+            results += _verify_strategies(setting, optimizer, optimizer_type)
     plan = settings[-1].plan
     return VerifyReport(world.size, plan.global_batch, plan.num_samples, results, notes)
 
 
-def _verify_strategies(setting: Setting, optimizer: str, kind: type[Optimizer]) -> list[Result]:
-    """All strategies under one batch norm policy and optimizer, in step with one reference."""
+def _verify_strategies(setting: Setting, optimizer: str, optimizer_type: type[Optimizer]) -> list[Result]:
     spec, world, policy = setting.spec, setting.world, setting.policy
     reference = trials.make_reference(setting, optimizer) if world.rank == 0 else None
     results: list[Result] = []
     running: list[Trial] = []
     for name in spec.strategies:
         case = Case(name, world.size, policy, optimizer, spec.mesh)
-        reason = _not_run(name, policy, world, kind)
+        reason = _skip_reason(name, policy, world, optimizer_type)
         if reason:
             results.append(Result(case, {}, [], 0.0, not_run=reason))
         else:
-            running.append(trials.make_trial(case, setting, kind))
+            running.append(trials.make_trial(case, setting, optimizer_type))
     for trial in running:
         trials.compare_starts(trial, reference)
     for number in range(spec.steps):
@@ -97,7 +96,7 @@ def _verify_strategies(setting: Setting, optimizer: str, kind: type[Optimizer]) 
 
 
 def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, reference: Reference | None) -> None:
-    """Let one strategy take a step, compare it on rank 0, and agree on what was found."""
+    """Take a step with one strategy, compare it on rank 0, and send the finding to all ranks."""
     world, error, result, microbatches = setting.world, "", None, list[MicroBatch]()
     try:
         with raise_on_all_ranks(world):
@@ -108,38 +107,38 @@ def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, re
     errors = [e for e in all_gather_object(error, world) if e]
     finding: Diagnosis | None = None
     if errors:
-        told = next((e for e in errors if "failed" not in e.split("\n")[0]), errors[0])
-        finding = Diagnosis(number, "error", "", told.strip().splitlines()[-2 if "Traceback" in told else -1])
+        message = next((e for e in errors if "failed" not in e.split("\n")[0]), errors[0])
+        finding = Diagnosis(number, "error", "", message.strip().splitlines()[-2 if "Traceback" in message else -1])
     else:
         assert result is not None
         got, ranks = trials.observe(trial, result, microbatches)
         if want is not None and reference is not None:
-            found = trial.comparison.add(got, want)
-            wrong = found or got.samples != want.samples or got.streams != want.streams
+            differences = trial.comparison.add(got, want)
+            wrong = differences or got.samples != want.samples or got.streams != want.streams
             if wrong or any(ranks):
-                finding = Diagnosis(number, *explain(got, want, found, ranks, reference))
+                finding = Diagnosis(number, *explain(got, want, differences, ranks, reference))
     trial.finding = msgspec.convert(all_gather_object(msgspec.to_builtins(finding), world)[0], Diagnosis | None)
 
 
-def _not_run(strategy: str, policy: Policy, world: World, optimizer: type[Optimizer]) -> str | None:
+def _skip_reason(strategy: str, policy: Policy, world: World, optimizer: type[Optimizer]) -> str | None:
     info = STRATEGY_INFO[strategy]
     if why := lacks_torch(strategy):
         return why.removeprefix(f"strategy {strategy} ")
     if info.exact and policy == "sync":
         return "has local batch norm only"
     if info.sharded and optimizer not in ELEMENT_WISE:
-        return f"shards parameters, and {optimizer.__name__} may use a whole one"
+        return f"shards parameters, but {optimizer.__name__} may need unsharded ones"
     if world.mesh is not None and not info.create_mesh_groups:
-        return "cannot train a part of a model"
+        return "does not support parts of a model"
     if info.one_process and world.data.size > 1:
         return "is single-process"
     if info.several_gpus and torch.cuda.device_count() < 2:
-        return "needs two GPUs: on one device it only calls the module"
+        return "needs two GPUs; on one device it only calls the module"
     return None
 
 
 def collect_bits(spec: Spec, world: World) -> BitsReport:
-    """Train every strategy with every optimizer, deterministically (a collective); rank 0's report counts."""
+    """Train each strategy with each optimizer, deterministically (a collective). Use the report of rank 0."""
     with raise_on_all_ranks(world):
         task = trials.task_of(spec)
         model = make_model(task, spec.seed, world)
@@ -165,12 +164,12 @@ def _bits_of(setting: Setting, strategy: str, optimizer: str) -> Bits:
         gradients, parameters = sha256_of(trials.gradients_of(replica)), sha256_of(trials.parameters_of(replica))
         steps.append(StepBits(result.loss.hex(), norm, gradients, parameters))
     weights, state = trials.digests_of(replica)
-    everybody = all_gather_object([weights, [msgspec.to_builtins(step) for step in steps]], world)
-    return Bits(strategy, optimizer, weights, state, steps, all(each == everybody[0] for each in everybody))
+    of_ranks = all_gather_object([weights, [msgspec.to_builtins(step) for step in steps]], world)
+    return Bits(strategy, optimizer, weights, state, steps, all(of_rank == of_ranks[0] for of_rank in of_ranks))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the spec in file `arguments[0]`; rank 0 writes the report into file `arguments[1]`."""
+    """Run the spec in file `arguments[0]`. Rank 0 writes the report to file `arguments[1]`."""
     spec = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=Spec | LoopSpec)
     world, report = trials.world_on(spec.device), Path(arguments[1])
     if isinstance(spec, LoopSpec):
@@ -178,9 +177,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     torch.set_num_threads(DEFAULT_THREADS)
     with joined(world, timeout_seconds=300 if spec.bitwise else 120):
-        found = deterministic()(collect_bits)(spec, world) if spec.bitwise else verify(spec, world)
+        result = deterministic()(collect_bits)(spec, world) if spec.bitwise else verify(spec, world)
         if world.rank == 0:
-            report.write_bytes(msgspec.json.encode(found))
+            report.write_bytes(msgspec.json.encode(result))
     return 0
 
 
