@@ -84,7 +84,7 @@ def test_nor_in_a_folder_that_was_unpacked_and_is_ours(users: Users, command: st
     mine = prepared(users, run_folder(users.victim.home / "run", ssh=["/bin/sh", "-c", words]), by=users.victim)
     done = users.victim.paceline(command, mine, "--ssh", "/bin/false")
     assert not file.exists()
-    assert "n7, where its agent is, cannot be reached from here. It was started with --ssh" in done.stdout + done.stderr
+    assert "n7, which cannot be reached from here. The run was started with --ssh" in done.stdout + done.stderr
 
 
 def test_a_neighbours_run_is_listed_as_data_and_its_weights_are_not_believed(users: Users, shared: Path) -> None:

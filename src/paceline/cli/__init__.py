@@ -1,4 +1,4 @@
-"""The commands: how each is typed, and its function `main(arguments) -> exit code`, imported only when called."""
+"""The table of all commands. The module of a command is imported only when the command is called."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class Command(NamedTuple):
-    """A command, before its module is imported."""
+    """A command, described without importing its module."""
 
-    line: str  # what `paceline --help` shows
+    line: str  # its line in `paceline --help`
     settings: str  # module.Class of its settings
-    arguments: str  # fields of the settings that are given without a name
-    examples: tuple[str, str]  # without `paceline NAME`, if they begin with it
-    main: str = "main"  # its function in that module
-    behind: str = ""  # as the rest in `CommandLine`
+    arguments: str  # fields of the settings that are positional arguments
+    examples: tuple[str, str]  # the prefix `paceline NAME` is left out
+    main: str = "main"  # its function `main(arguments) -> exit code` in that module
+    behind: str = ""  # this and the other fields: see `CommandLine`
     common: str = ""
     config: str = ""
 
@@ -171,7 +171,7 @@ def command_main(name: str) -> Callable[[Sequence[str]], int]:
 
 
 def _reader_is_gone() -> bool:
-    """Whether no process reads our output any more, as with `| head`; then the rest of it is discarded."""
+    """Whether the reader of our output has ended, as `| head` does. If so, discard the rest of the output."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):
@@ -188,7 +188,7 @@ def _command_list() -> str:
 
 
 def entry() -> None:
-    """The program `paceline`: `main`, and then the end of the process."""
+    """The entry point of the program `paceline`: call `main`, then end the process."""
     code = main()
     if "torch" in sys.modules:
         from paceline.rank.attach import leave
@@ -198,9 +198,9 @@ def entry() -> None:
 
 
 def _train_as_rank(settings: Path) -> int:
-    """Run `paceline train --config FILE` as an agent of paceline types it; the exit code.
+    """Run `paceline train --config FILE`, the command that the agent uses for a worker; return the exit code.
 
-    A rank does what `cli.train` would do, without its imports of options and launchers, which would delay all ranks.
+    This is `cli.train` without its imports of options and launchers, which would delay all ranks.
     """
     from paceline.config.settings import check_values, load
     from paceline.protocol.job import Windows
@@ -221,12 +221,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     hold_standard_descriptors()
     birth = WorkerBirth.here()
-    if birth is not None and birth.preload >= 0:  # this node's workers are forked from here: they go on below
+    if birth is not None and birth.preload >= 0:  # the workers of this node are forked here and continue below
         from paceline.rank.imports import TRAINING, import_all
         from paceline.rank.preload import serve
 
         serve(birth, lambda: import_all(TRAINING))
-    if birth is not None:  # before anything slow: a worker must not outlive its agent
+    if birth is not None:  # before all slow imports: a worker must not outlive its agent
         from paceline.rank.attach import attach
 
         attach()
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(__version__)
         return ExitCode.DONE
     try:
-        # srun's and mpirun's variables for rank and world become torchrun's here, once, before anything reads them
+        # Translate the variables of srun and mpirun into torchrun's before any code reads them
         os.environ.update(understood(os.environ))
         if arguments[0] not in COMMANDS:
             raise unknown("command", arguments[0], COMMANDS)
