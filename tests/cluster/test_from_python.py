@@ -78,4 +78,4 @@ def test_a_function_goes_on_without_a_lost_host(lab: Lab, ssh_hosts: SshHosts, t
     finally:
         process.kill()
         lab.boot("n2")
-    assert "[('n1', 1)]" in said and "going on without it" in said, said
+    assert "[('n1', 1)]" in said and "continuing without it" in said, said

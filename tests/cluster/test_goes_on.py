@@ -121,7 +121,7 @@ def test_an_ssh_run_goes_on_without_a_lost_host(
         else:
             lab.boot("n3")
     assert launcher.returncode == 0, said
-    assert "n3" in said and "going on without it: 2 ranks on 1 node" in said
+    assert "n3" in said and "continuing without it: 2 ranks on 1 node" in said
     assert weights(run_dir) == long_expected
     clean_ledger(run_dir)
 

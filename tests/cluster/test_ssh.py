@@ -304,7 +304,7 @@ def test_a_host_that_was_lost_comes_back_and_another_one_joins(lab: Lab, launch,
     _, err = run.communicate(timeout=50)
     assert run.returncode == 0, err
     assert joined.communicate(timeout=20) and joined.returncode == 0
-    assert "node 1 (n3) answers again" in err and "going on with 1 more: 3 ranks on 3 nodes as generation 3" in err
+    assert "node 1 (n3) answers again" in err and "continuing with 1 more: 3 ranks on 3 nodes as generation 3" in err
     assert "does not accept hosts: it is done" in lab.run("n4", *joins).stderr
     nothing_left(lab, 5)
 

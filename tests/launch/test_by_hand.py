@@ -24,10 +24,10 @@ PACELINE_RUN_ID=5f OMP_NUM_THREADS=2 DATA='/my data' /env/bin/python -m torch.di
 --nproc-per-node=3 --master-addr=n1 --master-port=29500 --no-python /env/bin/python -P -m paceline train --config \
 /runs/a/submit-1/config.toml
 
-# Type each line in the folder /work, on all nodes within 300 s.
-# Not printed, because it looks secret: set HF_TOKEN on each node before.
-# All nodes must reach node 0 at port 29500; and every node every other at ports that gloo or NCCL choose.
-# On all nodes: the same folders under the same paths, the same versions of Python, torch and paceline.
+# Run each line in the folder /work, on all nodes within 300 s.
+# Set HF_TOKEN on each node first. It looks secret, so it is not printed.
+# All nodes must reach node 0 at port 29500, and each other at ports that gloo or NCCL choose.
+# All nodes need the same folders at the same paths, and the same versions of Python, torch and paceline.
 """
 
 

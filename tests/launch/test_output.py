@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch import output
-from paceline.launch.output import HostRelay, LinePart, Screen, Thinned, cleaned, relay_rank
+from paceline.launch.output import HostRelay, LinePart, LineSplitter, Screen, cleaned, relay_rank
 from paceline.runs.console import in_runs
 
 SCRIPT = """
@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_of_a_bar_one_state_in_ten_seconds_is_kept_and_its_end(clock: list[float]) -> None:
-    lines, found = Thinned(), list[LinePart]()
+    lines, found = LineSplitter(), list[LinePart]()
     for percent in range(100):
         clock[0] += 1.0
         found += lines.feed(f"\r {percent}%|".encode())
@@ -46,10 +46,10 @@ def test_of_a_bar_one_state_in_ten_seconds_is_kept_and_its_end(clock: list[float
 
 
 def test_a_bar_that_stands_still_is_told_and_not_again_at_its_end(clock: list[float]) -> None:
-    lines = Thinned()
+    lines = LineSplitter()
     assert lines.feed(b"\r 40%|") == [] and lines.wait_seconds == 10
     clock[0] += 11
-    assert lines.due() == [LinePart(b" 40%|\n", drawn=True)]
+    assert lines.due() == [LinePart(b" 40%|\n", is_bar=True)]
     assert lines.wait_seconds is None
     clock[0] += 11
     assert lines.due() == [] and lines.end() == []
@@ -69,7 +69,7 @@ def test_a_bar_that_stands_still_is_told_and_not_again_at_its_end(clock: list[fl
 )
 @pytest.mark.parametrize("size", [1, 1000])
 def test_a_log_keeps_lines_and_what_a_line_shows_in_the_end(data: bytes, kept: bytes, size: int) -> None:
-    lines = Thinned()
+    lines = LineSplitter()
     found = [piece for at in range(0, len(data), size) for piece in lines.feed(data[at : at + size])]
     assert b"".join(piece.text for piece in [*found, *lines.end()]).replace(b"\r", b"") == kept.replace(b"\r", b"")
 

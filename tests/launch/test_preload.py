@@ -170,7 +170,7 @@ def test_a_terminal_stays_a_terminal_for_a_forked_rank_0(tmp_path: Path) -> None
 
 
 WHY = {
-    "it ends": ("os._exit(3)", ("json",), "has died while importing"),
+    "it ends": ("os._exit(3)", ("json",), "died while importing"),
     "a module is not there": ("pass", ("no_such_module_4711",), "No module named 'no_such_module_4711'"),
     "it has a second thread": (
         "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",

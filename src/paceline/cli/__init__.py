@@ -156,11 +156,11 @@ def command_line(name: str) -> CommandLine:
 
     command = COMMANDS[name]
     module, _, settings = command.settings.partition(".")
-    kind = getattr(import_module(f"paceline.cli.{module}"), settings)
+    settings_class = getattr(import_module(f"paceline.cli.{module}"), settings)
     examples = tuple(text if "paceline" in text else f"paceline {name} {text}".rstrip() for text in command.examples)
     arguments = tuple(command.arguments.split())
     return CommandLine(
-        f"paceline {name}", kind, arguments, examples, command.behind, command.common, command.config
+        f"paceline {name}", settings_class, arguments, examples, command.behind, command.common, command.config
     )  # fmt: skip
 
 

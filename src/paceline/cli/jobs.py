@@ -32,7 +32,7 @@ from paceline.launch.slurm.plan import SCRIPT, slurm
 from paceline.launch.slurm.queue import (
     check_allocation,
     check_fits,
-    cores_there,
+    cores_per_rank,
     follow,
     in_allocation,
     run_here,
@@ -202,7 +202,7 @@ def _start_slurm(cluster: ClusterConfig, job: JobSpec) -> int:
     submit_dir = Path(job.submit_dir)
     held = in_allocation(os.environ)
     if cluster.cpus_per_rank is None and job.slurm.gpus_per_node:
-        cores = min(GPU_CORES, cores_there(held, job, os.environ))
+        cores = min(GPU_CORES, cores_per_rank(held, job, os.environ))
         job = replace(job, slurm=replace(job.slurm, cpus_per_rank=cores))
     if held is not None:
         check_allocation(held, job)

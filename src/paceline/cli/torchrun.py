@@ -188,7 +188,7 @@ def read_arguments(
     torchrun: dict[str, str] = {}
     while words and words[0].startswith("-") and words[0] != "--":
         word = words.pop(0)
-        name, has_value, value = _parted(word)
+        name, has_value, value = _split_option(word)
         # `--module NAME ... -- SCRIPT` loads an environment module: this syntax is older than torchrun's options here
         loads = word.startswith("--module") and (has_value or ("--" in words[1:] and words[0][:1] != "-"))
         mine = name in takes_value and (name not in TORCHRUN or name == "--max-restarts" or loads)
@@ -206,7 +206,7 @@ def read_arguments(
     return LaunchArguments(tuple(own), given, torchrun, _variables(environ), tuple(rest))
 
 
-def _parted(word: str) -> tuple[str, bool, str]:
+def _split_option(word: str) -> tuple[str, bool, str]:
     """Split --name=value, -r3 or -r=3 into the name, whether there is a value, and the value."""
     if not word.startswith("--") and word[:2] in SHORT:
         return SHORT[word[:2]], len(word) > 2, word[2:].removeprefix("=")

@@ -194,5 +194,5 @@ def test_a_side_that_reads_nothing_is_taken_for_lost_in_words_that_the_score_of_
     while not node.ended:
         node.send(StartReply(1, "x" * (1 << 20)))
     assert time.monotonic() - began < 5
-    line = f"node 1 (n3) has lost node 0 (n2): {node.ended}; its own workers are stopped"
+    line = f"node 1 (n3) has lost node 0 (n2): {node.ended}. It has stopped its workers"
     assert said_by_paceline([(1.0, line)], 1, None).named == (0,)

@@ -101,7 +101,7 @@ def test_a_launcher_that_is_killed_leaves_nothing_where_watchover_may_end_ranks(
     with under_torchrun(tmp_path, "--end") as job:
         job.says("nothing has moved")
         job.process.kill()
-        job.says("the launcher of the ranks on .* is gone, and they run on; they are ended")
+        job.says("the launcher of the ranks on .* has ended, but the ranks still run; stopping them")
         wait_until(lambda: not agents(), "the agent ends")
         for rank in range(2):
             process = read_process(int((tmp_path / f"pid-{rank}").read_text()))
