@@ -64,7 +64,7 @@ def test_the_batch_script_is_this_text() -> None:
 def test_the_plan_is_complete_and_keeps_secrets_out_of_the_script() -> None:
     plan = slurm(JOB)
     assert plan.submit is not None
-    assert plan.submit.argv == ("sbatch", "--parsable", "/runs/a/submit-1/job.sbatch")
+    assert plan.submit.argv == ("sbatch", "--parsable", f"{JOB.submit_dir}/job.sbatch")
     node = msgspec.json.decode(plan.files["plan.json"], type=NodePlan)
     assert (node.node, node.nodes, node.nproc, node.argv, node.secret) == (-1, 2, 2, JOB.argv, JOB.secret)
     assert (node.run_dir, node.cwd, node.env, node.threads) == ("/runs/a", JOB.cwd, {"TOKEN": "hf_1234"}, 0)
@@ -167,7 +167,7 @@ def test_what_would_end_a_line_is_refused(field: str, bad: str) -> None:
 
 def test_a_module_or_activation_that_fails_ends_the_script(tmp_path: Path) -> None:
     done, called = run_script(replace(JOB, cwd=str(tmp_path), modules=(), activate="missing.sh"), tmp_path)
-    assert done.returncode == 2 and "no such file" in done.stderr and "srun" not in called
+    assert done.returncode == 2 and "--activate " in done.stderr and "srun" not in called
     shutil.rmtree(tmp_path / "stubs")
     stubs = tmp_path / "failing"
     stubs.mkdir()

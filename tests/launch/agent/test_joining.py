@@ -171,11 +171,11 @@ def test_who_cannot_reach_one_that_is_just_lost_is_tried_again(tmp_path: Path, m
         newcomers.look(str(tmp_path), "proof")
         new.started, new.reached, old.reached = StartReply(-1), Reached(("new cannot reach off",)), Reached(())
         newcomers.look(str(tmp_path), "proof")
-        assert not newcomers.count and not told, "the one that is off has not answered"
+        assert not newcomers.count and not told  # `off` has not answered
         off.reached = Reached(())
         newcomers.look(str(tmp_path), "proof")
         newcomers.look(str(tmp_path), "proof")
-        assert not newcomers.count and not told and new.reached is None, "it is tried again"
+        assert not newcomers.count and not told and new.reached is None  # it is tested again
         off.lost = "powered off"
         here.remove(off)
         new.reached = old.reached = Reached(())
