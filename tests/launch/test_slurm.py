@@ -374,7 +374,7 @@ def test_a_jobs_state_is_read_from_slurms_words(fields: str, found: JobState | N
 
 
 def test_a_job_that_can_never_start_is_told_as_such() -> None:
-    assert "will not start" in str(JobState("PENDING", "DependencyNeverSatisfied"))
+    assert "cannot start" in str(JobState("PENDING", "DependencyNeverSatisfied"))
     assert str(JobState("PENDING", "Resources")) == "PENDING (Resources)"
 
 

@@ -180,13 +180,6 @@ def _reader_is_gone() -> bool:
     return True
 
 
-def _command_list() -> str:
-    return "\n\n".join(
-        f"{title}:\n" + "\n".join(f"  {name:11}{command.line}" for name, command in group.items())
-        for title, group in GROUPS.items()
-    )
-
-
 def entry() -> None:
     """The entry point of the program `paceline`: call `main`, then end the process."""
     code = main()
@@ -231,7 +224,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         attach()
     if not arguments or arguments[0] in ("-h", "--help", "--help-all"):
-        print(HELP.format(commands=_command_list()), end="")
+        groups = (
+            [f"{title}:", *(f"  {name:11}{group[name].line}" for name in group)] for title, group in GROUPS.items()
+        )
+        print(HELP.format(commands="\n\n".join(map("\n".join, groups))), end="")
         return ExitCode.DONE if arguments else ExitCode.USAGE
     if arguments[0] == "--version":
         from paceline import __version__

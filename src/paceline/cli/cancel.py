@@ -74,9 +74,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def ask_to_stop(run_dir: Path, access: Access, *, now: bool = False) -> None:
-    """Ask Slurm or the agent of the run to end the run after it has saved its state. Do not wait for the end.
-
-    With `now` the run ends without saving.
+    """Ask Slurm or the agent to end the run after it has saved, or `now` without saving. Do not wait for the end.
 
     Raises:
         UsageError: the recorded job or agent does not belong to this run.
@@ -99,12 +97,8 @@ def _stop_agent(run_dir: Path, submission: Submission | None, access: Access, *,
             holder = read(run_dir / LOCK, limit_bytes=1000).decode(errors="replace").strip()
         except OSError:
             holder = "no process"
-        who = (
-            f"its agent is on {roster.host}, pid {roster.agent_pid}"
-            if roster
-            else f"it has no agent, and {holder} holds its lock"
-        )
-        raise TrainingError(code="cannot-stop-from-here", who=who)
+        agent = f"its agent is on {roster.host}, pid {roster.agent_pid}" if roster else ""
+        raise TrainingError(code="cannot-stop-from-here", who=agent or f"it has no agent, and {holder} holds its lock")
     is_sent = signal_agent(run_dir, roster, submission, access.ssh)
     if now:  # a second signal makes the agent kill the workers immediately
         time.sleep(queue.SECOND_SIGNAL_SECONDS)

@@ -198,11 +198,7 @@ def _check_out(config: ExportConfig, out: Path, file_format: str) -> None:
 
 
 def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
-    """The requested weights, under all their names, and a description of their origin.
-
-    Raises:
-        UsageError: the weights are missing, damaged or not trusted.
-    """
+    """The requested weights, under all their names, and a description of their origin."""
     summary = read_summary(run_dir)
     if config.step == "best":
         return _saved_weights(config, run_dir, BEST_WEIGHTS), f"the best weights of {run_dir.name}"
@@ -252,11 +248,7 @@ def _transformers() -> Any:
 
 
 def _hugging_face_model(run_dir: Path, folder: Path | None, *, trust: bool) -> Any:
-    """The Hugging Face model that the config.json in `folder` describes. Without a folder, the one in the task's model.
-
-    Raises:
-        UsageError: there is no such model, there are several, or the run is not trusted.
-    """
+    """The model that the config.json in `folder` describes, or without a folder, the one in the model of the task."""
     from paceline.config.settings import load, task_options
     from paceline.tasks import TASKS, check_task, load_task
 
@@ -288,10 +280,6 @@ def _save_pretrained(model: Any, out: Path, weights: Weights) -> dict[str, Tenso
     """Write the config and the weights of a model into the folder `out`; return the written weights.
 
     `weights` may hold further tensors, since the model can be an attribute of the trained module.
-
-    Raises:
-        UsageError: the weights do not contain this model exactly once.
-        OSError: a file cannot be written.
     """
     first, *others = model.state_dict()
     prefixes = [name.removesuffix(first) for name in weights if name == first or name.endswith(f".{first}")]

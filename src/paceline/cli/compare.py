@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         pass
     if rounds.code != ExitCode.DONE:
         return rounds.code
-    # The memory of this machine for each rank. Only torch can report the memory of GPUs
+    # Only torch can report the memory of GPUs
     memory = None if gpus else psutil.virtual_memory().total // nproc
     compared = _compare(config, rounds, refused, batches[0], memory, cores, threads)
     publish(compared, how, partial(print_compared, compared.rows, compared.failures, compared.advice, compared.notes))
@@ -87,11 +87,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _meshes(config: CompareConfig, nproc: int, settings: TrainConfig) -> list[Mesh]:
-    """The meshes to measure: those of --meshes, otherwise the mesh of --config.
-
-    Raises:
-        UsageError: the product of a mesh is not the number of processes, or a training could not use the mesh.
-    """
+    """The meshes to measure: those of --meshes, otherwise the mesh of --config."""
     if "auto" in config.meshes and nproc == 1:
         raise UsageError(code="meshes-of-one-process")
     asked = config.meshes or [mesh for mesh in [settings.launch.mesh] if mesh]
@@ -125,10 +121,7 @@ def _groups(
     strategies: Sequence[str], meshes: Sequence[Mesh], nproc: int, batches: Sequence[int], threads: int,
     exact_threads: int, *, sequence: bool,
 ) -> list[ProcessSet]:  # fmt: skip
-    """The candidates. The baseline is a single process, once with the cores of a rank and once with all cores.
-
-    The upper bound is `limit`: ranks that exchange nothing.
-    """
+    """The candidates, with a single process as baseline, and as upper bound ranks that exchange nothing."""
     alone, together = list[Candidate](), list[Candidate]()
     for batch in batches:
         alone.append(Candidate(f"single-b{batch}", DEFAULT_ALONE, batch, threads))

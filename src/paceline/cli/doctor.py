@@ -93,7 +93,12 @@ def _host_commands(config: DoctorConfig) -> tuple[tuple[Command, ...], tuple[int
     program = (config.python or sys.executable, *PROGRAM)
     if config.on == "ssh":
         hosts = parse_hosts(str(config.hosts))
-        return sessions(_ssh(config), hosts, *program), tuple(host.slots or config.nproc for host in hosts)
+        ssh = command_words("--ssh", config.ssh)
+        if shutil.which(ssh[0]) is None:
+            raise UsageError(
+                f"--ssh {config.ssh!r}: no such program. Install an OpenSSH client, or use a different one"
+            )
+        return sessions(ssh, hosts, *program), tuple(host.slots or config.nproc for host in hosts)
     if config.on == "slurm":
         job, nodes = os.environ["SLURM_JOB_ID"], expand_nodes(os.environ["SLURM_JOB_NODELIST"])
         if config.nodes and config.nodes != len(nodes):
@@ -107,13 +112,6 @@ def _host_commands(config: DoctorConfig) -> tuple[tuple[Command, ...], tuple[int
         commands = tuple(Command(node, (*step, f"--nodelist={node}", *program)) for node in nodes)
         return commands, (config.nproc,) * len(nodes)
     return (Command(os.uname().nodename, program),), (config.nproc,)
-
-
-def _ssh(config: DoctorConfig) -> tuple[str, ...]:
-    command = command_words("--ssh", config.ssh)
-    if shutil.which(command[0]) is None:
-        raise UsageError(f"--ssh {config.ssh!r}: no such program. Install an OpenSSH client, or specify another one")
-    return command
 
 
 def _in_allocation(config: DoctorConfig, arguments: Sequence[str]) -> NoReturn:

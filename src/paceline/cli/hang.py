@@ -61,11 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _report(run_dir: Path, access: Access) -> HangReport:
-    """A new verdict of the run's agent, if the agent runs and answers and may be queried; else the newest recorded one.
-
-    Raises:
-        UsageError: the run has not started yet, or its newest verdict cannot be read.
-    """
+    """A new verdict of the run's agent, if it runs, may be queried and answers. Otherwise the newest recorded one."""
     state = standing(run_dir, access).state
     starts = attempts(run_dir)
     if not starts:
@@ -73,7 +69,11 @@ def _report(run_dir: Path, access: Access) -> HangReport:
     may_ask = access != NOTHING  # a request is a file, and paceline writes no file into a run of another user
     verdict = ask_agent(starts[-1]) if state == "running" and may_ask else None
     if verdict is not None:
-        return HangReport(str(run_dir), state, True, _live_line(verdict), "", verdict)
+        waited = f"{verdict.waited_seconds:.1f} s"
+        line = f"no progress for {waited}. If this is a stall, its cause is:"
+        if verdict.waited_seconds < MOVES_SECONDS:
+            line = f"the run is making progress (last {waited} ago). The present stacks of its ranks:"
+        return HangReport(str(run_dir), state, True, line, "", verdict)
     state = standing(run_dir, access).state  # it may have ended meanwhile
     no_answer = f"its agent has not answered within {ANSWER_SECONDS:g} s" if may_ask else "its agent was not queried"
     no_answer = no_answer if state == "running" else ""
@@ -85,12 +85,6 @@ def _report(run_dir: Path, access: Access) -> HangReport:
     earlier = f"; {no_answer}: this report is from an earlier stall" if no_answer else ""
     line = f"{folder.parent.name}, {clock(verdict.unix_time) or 'at an unknown time'}{earlier}"
     return HangReport(str(run_dir), state, False, line, str(folder), verdict)
-
-
-def _live_line(verdict: VerdictRecord) -> str:
-    if verdict.waited_seconds < MOVES_SECONDS:
-        return f"the run is making progress (last {verdict.waited_seconds:.1f} s ago). The present stacks of its ranks:"
-    return f"no progress for {verdict.waited_seconds:.1f} s. If this is a stall, its cause is:"
 
 
 def _newest_verdict(run_dir: Path) -> Path | None:

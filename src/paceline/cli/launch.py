@@ -131,9 +131,6 @@ def holds_session_of(job: JobSpec, run_dir: Path | None, *, trust: bool) -> bool
     """Whether the folder holds the run of a session in this script. A session with resume=True resumes that run.
 
     A session without resume=True raises an error. Under --check no session resumes its run.
-
-    Raises:
-        UsageError: config.toml is not valid, or other users could have written it.
     """
     if (
         run_dir is None
@@ -187,11 +184,7 @@ def _check_collectives(options: LaunchScript, job: JobSpec) -> None:
 
 
 def _stdin_rank(text: str, job: JobSpec) -> int:
-    """The rank that reads standard input; -1: all.
-
-    Raises:
-        UsageError: the rank does not exist, or no rank can read standard input.
-    """
+    """The rank that reads standard input; -1: all."""
     if text == "all":
         return -1
     if not text.isdecimal() or int(text) >= job.nproc * job.nodes:
@@ -229,11 +222,7 @@ def _script_job(options: LaunchScript, command: Sequence[str]) -> JobSpec:
 
 
 def checked_job(job: JobSpec, cluster: ClusterConfig, script: Sequence[str]) -> JobSpec:
-    """The job for --check: its workers record facts about the script.
-
-    Raises:
-        UsageError: --check cannot be combined with an option, or the script cannot be checked.
-    """
+    """The job for --check: its workers record facts about the script."""
     refused = {
         f"--on {cluster.on}": cluster.on != "local",
         "--detach": cluster.detach,
@@ -256,11 +245,7 @@ def checked_job(job: JobSpec, cluster: ClusterConfig, script: Sequence[str]) -> 
 
 
 def report_findings(job: JobSpec, code: int) -> int:
-    """Print the report, and write the findings into the folder of the attempt.
-
-    Returns:
-        The exit code of the script if that is not 0, else 1 if there are mistakes, else 0.
-    """
+    """Print and write the findings. Returns the exit code of the script, or 1 instead of 0 if there are mistakes."""
     ranks: list[ScriptFacts] = []
     attempt_dir = Path(job.attempt_dir)
     for rank in range(job.nproc):

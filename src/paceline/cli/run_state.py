@@ -146,10 +146,7 @@ def attempts(run_dir: Path) -> list[Path]:
 
 
 def home(run_dir: Path) -> Path:
-    """The run folder that the agent of the newest attempt has locked.
-
-    For a session under `paceline launch`, this is the run folder of the launch.
-    """
+    """The run folder that the agent of the newest attempt has locked: for a session, that of `paceline launch`."""
     return next((attempt.parent for attempt in attempts(run_dir)[-1:]), run_dir)
 
 
@@ -174,16 +171,9 @@ def head_roster(run_dir: Path) -> Roster | None:
 
 
 def agent_runs(run_dir: Path, roster: Roster, submission: Submission | None, ssh: Sequence[str]) -> bool | None:
-    """Whether this agent still runs on its host, and so holds the lock of the run.
+    """Whether this agent still runs, and so holds the lock of the run; None if its host cannot be queried.
 
-    Args:
-        run_dir: the run folder.
-        roster: names the agent.
-        submission: has the host of the agent.
-        ssh: the command to query another host; empty: query no other host.
-
-    Returns:
-        None if the host of the agent cannot be queried.
+    `submission` has the host of the agent. `ssh` is the command to query it; empty: query no other host.
     """
     if roster.host == os.uname().nodename:
         process = read_process(roster.agent_pid)
@@ -198,7 +188,7 @@ def agent_runs(run_dir: Path, roster: Roster, submission: Submission | None, ssh
 
 
 def signal_agent(run_dir: Path, roster: Roster, submission: Submission | None, ssh: Sequence[str]) -> bool:
-    """Send SIGTERM to the agent, if it holds the lock of the run; return whether its host could be reached.
+    """Send SIGTERM to the agent; return whether its host could be reached.
 
     Raises:
         UsageError: the process in the roster does not hold the lock of this run, so it is not its agent.

@@ -160,15 +160,8 @@ def _publish(
 ) -> int:  # fmt: skip
     """Publish efficiency, losses and estimates.
 
-    Args:
-        config: the settings of the command.
-        network: the network between more machines, for the estimates.
-        title: a description of the runs.
-        runs: the runs at each number of ranks and batch size.
-        alone: the same without communication; empty if that was not measured.
-        machine: the machine of the runs.
-        batches: samples of each rank (weak scaling), and of all ranks together (strong scaling).
-        notes: lines to print below the tables.
+    `alone` are the runs without communication; empty if that was not measured. `batches` are the samples of each rank
+    (weak scaling), and of all ranks together (strong scaling).
     """
     parts = parts_of(runs, alone)
     modes = [(mode, batch) for mode, batch in zip(("weak", "strong"), batches, strict=True) if batch]
@@ -182,11 +175,7 @@ def _publish(
 
 
 def _copy(config: ScaleConfig) -> Mesh:
-    """The mesh of one copy of the model.
-
-    Raises:
-        UsageError: the mesh sets the number of copies.
-    """
+    """The mesh of one copy of the model."""
     mesh = Mesh.parse(config.mesh) if config.mesh else Mesh()
     if named := [name for name in OF_BATCH if name in mesh.sizes]:
         raise UsageError(code="scale-mesh-with-data", value=config.mesh, dimension=named[0])

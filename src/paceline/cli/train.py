@@ -159,11 +159,7 @@ def check_training(config: TrainConfig, nproc: int) -> None:
 
 
 def check_guard(config: TrainConfig) -> Windows:
-    """The windows that --stall-after specifies.
-
-    Raises:
-        UsageError: the value is invalid, or there is no agent to detect a hang.
-    """
+    """The windows of --stall-after. Raises UsageError if the value is invalid, or no agent can detect a hang."""
     windows = Windows.parse(config.guard.stall_after)
     has_agent = config.launch.nproc is not None or config.cluster.on != "local" or WorkerBirth.here() is not None
     if windows.seconds is not None and not has_agent:

@@ -11,15 +11,7 @@ from pathlib import Path
 from paceline.cli import command_line
 from paceline.cli.cancel import ask_to_stop
 from paceline.cli.hang import ask_agent
-from paceline.cli.run_state import (
-    NOTHING,
-    Access,
-    NewestRunFlags,
-    attempts,
-    existing_run,
-    run_state,
-    standing,
-)
+from paceline.cli.run_state import NOTHING, Access, NewestRunFlags, attempts, existing_run, run_state, standing
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.report import description
 from paceline.launch.output import lines_of, start_of_last

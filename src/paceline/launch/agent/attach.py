@@ -80,11 +80,7 @@ def exit_code(pid: int, pidfd: int) -> int | None:
 
 
 class ForeignProcess:
-    """A process that is not a child of the agent.
-
-    Raises:
-        OSError: the process does not exist.
-    """
+    """A process that is not a child of the agent. Raises OSError if it does not exist."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self.pidfd = pid, os.pidfd_open(pid)
@@ -122,11 +118,7 @@ class ForeignProcess:
 
 
 class AttachedWorkers(Workers):
-    """The attached ranks of one node. They are ended only if `plan.may_end`.
-
-    Raises:
-        OSError: `plan.attach` is not a socket.
-    """
+    """The attached ranks of one node. They are ended only if `plan.may_end`."""
 
     def __init__(self, plan: NodePlan) -> None:
         super().__init__(plan, 0, 0)
@@ -242,10 +234,8 @@ class AttachedWorkers(Workers):
             return sample
         name = signal.Signals(-sample.code).name
         cause = f"ended by {name} from another process"
-        failure = Failure(
-            sample.rank, sample.host, sample.pid, 128 - sample.code, name, cause, "", True, sample.ended_seconds
-        )
-        return replace(sample, words=cause, failure=failure)
+        rank, code = (sample.rank, sample.host, sample.pid), 128 - sample.code
+        return replace(sample, words=cause, failure=Failure(*rank, code, name, cause, "", True, sample.ended_seconds))
 
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM) -> None:
         """As `Workers.stop`, if the plan allows it."""
@@ -282,12 +272,10 @@ class AttachedWorkers(Workers):
 
 def _descendants(pids: Collection[int]) -> dict[int, int]:
     """All descendants of these processes: pid -> start time."""
-    every, start_of = [*processes()], dict[int, int]()
-    while more := {
-        p.pid: p.start for p in every if p.pid not in start_of and (p.parent in pids or p.parent in start_of)
-    }:
-        start_of |= more
-    return start_of
+    every, found = [*processes()], dict[int, int]()
+    while more := {p.pid: p.start for p in every if p.pid not in found and (p.parent in pids or p.parent in found)}:
+        found |= more
+    return found
 
 
 class AttachOrders(Orders):
@@ -449,9 +437,7 @@ class AttachedHead:
     def _report_stall(self, diagnosis: Diagnosis, count: int) -> None:
         if not self._has_all_ranks and not 0 < len(diagnosis.verdict.guilty) < count:  # the cause is on another node
             details = "".join(f"\n  {sentence}" for sentence in diagnosis.verdict.sentences)
-            return say(
-                f"no progress on {os.uname().nodename}, and its agent is not connected to the other nodes:{details}"
-            )
+            return say(f"no progress on {os.uname().nodename}, which is not connected to the other nodes:{details}")
         say(diagnosis.page())
         if not self.plan.may_end:
             return say("watchover does not stop jobs. Stop it yourself, or rerun with --end")

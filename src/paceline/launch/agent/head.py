@@ -88,16 +88,7 @@ class Restart:
 
 
 def _restart_message(ranks: int, nodes: int, number: str, *, joined: int, lost: int, fewer: bool) -> str:
-    """The message for a restart.
-
-    Args:
-        ranks: number of ranks of the new generation.
-        nodes: number of its nodes.
-        number: number of the restart after a failure; empty without a failure.
-        joined: number of nodes that have joined.
-        lost: number of nodes that have left or were lost.
-        fewer: whether the restart uses one rank less.
-    """
+    """The message for a restart. `joined` and `lost` are numbers of nodes; `number` is empty without a failure."""
     rank_count = plural(ranks, "rank")
     if not joined and not lost:
         why = " (one fewer, because the same failure occurred twice at the same step)" if fewer else ""
@@ -108,19 +99,13 @@ def _restart_message(ranks: int, nodes: int, number: str, *, joined: int, lost: 
 
 
 def decide(history: Sequence[FailedGeneration], *, nproc: int, min_nproc: int, max_restarts: int) -> Restart | str:
-    """Decide on a restart after a failure.
+    """The restart after the last failure, or why there is none; the reason is empty if `max_restarts` is 0.
+
+    `history` has one failure per generation, the oldest first. `nproc` is the number of ranks of the first generation.
+    At least `min_nproc` ranks must remain; 0: all.
 
     Example: 4 ranks, min_nproc 3. Rank 1 is killed at step 40: restart. It is killed again at step 40: restart with 3
     ranks, and the count starts again. Rank 1 of them is killed at step 40: restart. Again at step 40: the end.
-
-    Args:
-        history: one failure per generation, the oldest first.
-        nproc: number of ranks of the first generation.
-        min_nproc: minimum number of ranks; 0: `nproc`.
-        max_restarts: maximum number of restarts.
-
-    Returns:
-        The restart, or the reason why there is none; the reason is empty if `max_restarts` is 0.
     """
     last = history[-1]
     if max_restarts == 0:
@@ -184,11 +169,7 @@ class Head:
         self._entered: Sequence[RemoteNode] = ()  # nodes that joined with the present generation
 
     def run(self) -> int:
-        """Start the workers, restart them after a failure if that may help, and wait for their end.
-
-        Returns:
-            The exit code.
-        """
+        """Run the workers to their end, with restarts after failures if that may help; return the exit code."""
         code = int(ExitCode.FAILED)
         try:
             code = self._run()
@@ -292,10 +273,7 @@ class Head:
         return 128 + number
 
     def _end_late(self, generation: Generation, ranks: Sequence[Sample]) -> int:
-        """Stop ranks that still run long after another rank has saved and stopped.
-
-        The run is saved if rank 0 has saved, since it writes the checkpoint for all ranks.
-        """
+        """Stop ranks that still run long after another rank has saved. The run is saved if rank 0 has saved it."""
         late = ", ".join(str(sample.rank) for sample in ranks if sample.code is None)
         generation.stop(self.plan.grace_seconds)
         if generation.own.samples()[0].code == ExitCode.SAVED:

@@ -274,12 +274,7 @@ class JoinQueue:
     # ---- a host asks to join ----
 
     def _assign_number(self, node: RemoteNode) -> None:
-        """Assign a node number to a host.
-
-        Raises:
-            UsageError: the host may not join.
-            TrainingError: the host may not join now.
-        """
+        """Assign a node number to a host. Raises UsageError or TrainingError if the host may not join (now)."""
         plan, cluster, hello = self._plan, self._cluster, node.hello
         if not plan.elastic:
             raise UsageError(code="run-accepts-no-hosts", nodes=plan.nodes)
@@ -383,9 +378,8 @@ class JoinQueue:
     # ---- for `paceline status` and `paceline join` ----
 
     def _note(self, node: RemoteNode, state: NodeState, words: str) -> None:
-        self._gone[node.hello.node, node.hello.facts.host] = NodeNow(
-            node.hello.node, node.hello.facts.host, state, words
-        )
+        number, host = node.hello.node, node.hello.facts.host
+        self._gone[number, host] = NodeNow(number, host, state, words)
 
     def _write(self, attempt_dir: Path) -> None:
         cluster, plan = self._cluster, self._plan

@@ -87,31 +87,6 @@ class Output:
     data: bytes
 
 
-def start_session(session: HostSession) -> None:
-    """Start the ssh client of a session.
-
-    Raises:
-        UsageError: the program does not exist.
-    """
-    command = session.command
-    try:
-        process = subprocess.Popen(
-            command.argv,
-            env={**os.environ, **command.env},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C must reach only this process, which forwards it to the agents
-            bufsize=0,
-        )
-    except FileNotFoundError as error:
-        raise UsageError(code="no-ssh", value=command.argv[0]) from error
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    for stream in (process.stdin, process.stdout, process.stderr):
-        os.set_blocking(stream.fileno(), False)
-    session.process, session.pipes = process, {process.stdout: 1, process.stderr: 2}
-
-
 class Sessions:
     """The sessions of all hosts, node 0 first. At most FAN_OUT of them log in at the same time."""
 
@@ -125,17 +100,29 @@ class Sessions:
         self._poll.register(inbox, select.POLLIN)
 
     def start_more(self) -> None:
-        """Start further sessions, up to the limit of concurrent logins.
-
-        Raises:
-            UsageError: the program does not exist.
-        """
+        """Start further sessions, up to the limit of concurrent logins. Raises UsageError if the program is missing."""
         logging_in = sum(s.process is not None and not s.answered for s in self.all) if self._queue else 0
         for _ in range(min(self._fan_out - logging_in, len(self._queue))):
             self._start(self._queue.pop())
 
     def _start(self, session: HostSession) -> None:
-        start_session(session)
+        command = session.command
+        try:
+            process = subprocess.Popen(
+                command.argv,
+                env={**os.environ, **command.env},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C must reach only this process, which forwards it to the agents
+                bufsize=0,
+            )
+        except FileNotFoundError as error:
+            raise UsageError(code="no-ssh", value=command.argv[0]) from error
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        for stream in (process.stdin, process.stdout, process.stderr):
+            os.set_blocking(stream.fileno(), False)
+        session.process, session.pipes = process, {process.stdout: 1, process.stderr: 2}
         for pipe in session.pipes:
             self._pipes[pipe.fileno()] = session, pipe
             self._poll.register(pipe, select.POLLIN)
@@ -321,18 +308,12 @@ _SSH_ERRORS = (
         r"Could not resolve hostname",
         "its name cannot be resolved. Check the spelling, /etc/hosts, DNS and your ssh configuration",
     ),
-    (
-        r"Connection refused",
-        "nothing listens at its ssh port. Check that sshd runs there, and its port (name:port)",
-    ),
+    (r"Connection refused", "nothing listens at its ssh port. Check that sshd runs there, and its port (name:port)"),
     (
         r"No route to host|Network is unreachable",
         "there is no route to it: it is off, in a different network, or a firewall rejects the connection",
     ),
-    (
-        r"timed out|Timeout",
-        "it does not answer: it is off, or a firewall drops the connection",
-    ),
+    (r"timed out|Timeout", "it does not answer: it is off, or a firewall drops the connection"),
     (
         r"Connection (closed|reset)|kex_exchange_identification|Connection aborted",
         "its sshd closed the connection. It may restrict users, machines or the number of concurrent logins "
