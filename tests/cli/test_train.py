@@ -81,14 +81,7 @@ def test_two_processes_leave_a_whole_run_folder(paceline, small_mnist, tmp_path)
     assert "2 ranks x 1 micro-batch x 32" in run.stdout
     assert "0.002 = 0.001 x " in run.stdout
     assert str(run_dir) in run.stdout
-    names = {
-        "config.toml",
-        "environment.json",
-        "events-0.jsonl",
-        "events-1.jsonl",
-        "model.safetensors",
-        "summary.json",
-    }
+    names = {"config.toml", "environment.json", "events-0.jsonl", "events-1.jsonl", "model.safetensors", "summary.json"}
     assert names <= {p.name for p in run_dir.iterdir()}
     summary = summary_of(run_dir)
     assert summary["exit"] == 0

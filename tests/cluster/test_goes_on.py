@@ -95,10 +95,7 @@ def test_a_run_whose_slurm_node_dies_goes_on_on_others(
     clean_ledger(run_dir)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["power_off", "cut", "kill"],
-)
+@pytest.mark.parametrize("fault", ["power_off", "cut", "kill"])
 def test_an_ssh_run_goes_on_without_a_lost_host(
     lab: Lab, ssh_hosts: SshHosts, long_task: list[str], long_expected: str, tmp_path: Path, fault: str
 ) -> None:
