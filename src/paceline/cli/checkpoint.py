@@ -285,10 +285,10 @@ def _save_pretrained(model: Any, out: Path, weights: Weights) -> dict[str, Tenso
     prefixes = [name.removesuffix(first) for name in weights if name == first or name.endswith(f".{first}")]
     prefixes = [prefix for prefix in prefixes if all(prefix + other in weights for other in others)]
     if len(prefixes) != 1:
-        kind = type(model).__name__
+        class_name = type(model).__name__
         if prefixes:
-            raise UsageError(code="several-hf-copies", count=len(prefixes), kind=kind, one=first)
-        raise UsageError(code="no-hf-model-in-weights", kind=kind, one=first)
+            raise UsageError(code="several-hf-copies", count=len(prefixes), kind=class_name, one=first)
+        raise UsageError(code="no-hf-model-in-weights", kind=class_name, one=first)
     (prefix,) = prefixes
     state = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
     try:

@@ -384,12 +384,12 @@ def command_words(flag: str, text: str) -> tuple[str, ...]:
         UsageError: the text is empty, or a quote is not closed.
     """
     try:
-        words = tuple(shlex.split(text))
+        command = tuple(shlex.split(text))
     except ValueError as error:
         raise UsageError(code="not-a-command", setting=flag, value=text, reason=str(error)) from None
-    if not words:
+    if not command:
         raise UsageError(code="empty-command", setting=flag)
-    return words
+    return command
 
 
 def ssh_command(ssh: Sequence[str], host: str, command: str) -> tuple[str, ...]:

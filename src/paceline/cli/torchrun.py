@@ -183,26 +183,26 @@ def read_arguments(
     Raises:
         UsageError: an option is unknown, or the value of a variable is invalid.
     """
-    words, own = list(arguments), list[str]()
+    remaining, own = list(arguments), list[str]()
     given: dict[str, str] = {}
     torchrun: dict[str, str] = {}
-    while words and words[0].startswith("-") and words[0] != "--":
-        word = words.pop(0)
+    while remaining and remaining[0].startswith("-") and remaining[0] != "--":
+        word = remaining.pop(0)
         name, has_value, value = _split_option(word)
         # `--module NAME ... -- SCRIPT` loads an environment module: this syntax is older than torchrun's options here
-        loads = word.startswith("--module") and (has_value or ("--" in words[1:] and words[0][:1] != "-"))
-        mine = name in takes_value and (name not in TORCHRUN or name == "--max-restarts" or loads)
-        if not mine and name not in TORCHRUN:
+        loads = word.startswith("--module") and (has_value or ("--" in remaining[1:] and remaining[0][:1] != "-"))
+        is_ours = name in takes_value and (name not in TORCHRUN or name == "--max-restarts" or loads)
+        if not is_ours and name not in TORCHRUN:
             raise unknown_option("paceline launch", name, [*takes_value, *TORCHRUN])
-        takes = takes_value[name] if mine else name not in FLAGS
+        takes = takes_value[name] if is_ours else name not in FLAGS
         if has_value and not takes:
             raise UsageError(code="option-takes-no-value", setting=name, value=word)
-        after = [words.pop(0)] if takes and not has_value and words else []
-        (given if mine else torchrun)[name] = value or (after[0] if after else "")
-        if takes and not (has_value or after) and not mine:
+        after = [remaining.pop(0)] if takes and not has_value and remaining else []
+        (given if is_ours else torchrun)[name] = value or (after[0] if after else "")
+        if takes and not (has_value or after) and not is_ours:
             raise UsageError(code="option-needs-a-value", setting=name)
-        own += [word, *after] if mine else []
-    rest = words[1:] if words[:1] == ["--"] else words
+        own += [word, *after] if is_ours else []
+    rest = remaining[1:] if remaining[:1] == ["--"] else remaining
     return LaunchArguments(tuple(own), given, torchrun, _variables(environ), tuple(rest))
 
 
