@@ -36,7 +36,7 @@ from paceline.cli import train as command
 from paceline.cli.train import check_training
 from paceline.config.settings import TrainConfig, check_values
 from paceline.config.strategies import STRATEGY_INFO
-from paceline.errors import ExitCode, PacelineError, ToldElsewhere
+from paceline.errors import ExitCode, PacelineError, ReportedByPeer
 from paceline.rank.imports import import_all
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -320,7 +320,7 @@ def _fork(call: Callable[[], None], rank: int, size: int, port: int, folder: Pat
     found: Found = 0, ""
     try:
         call()
-    except ToldElsewhere as error:
+    except ReportedByPeer as error:
         found = int(error.exit_code), ""
     except PacelineError as error:
         found = int(error.exit_code), str(error)

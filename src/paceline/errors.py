@@ -5,7 +5,7 @@
     |-- TrainingError        *  training cannot continue: a full disk (1), ranks that called different
     |   |                       collectives (4), a loss that is not finite (5), replicas that differ (6)
     |   `-- StallError       *  the guard unblocked this rank: a different rank hangs (3) or called other operations (4)
-    `-- ToldElsewhere        *  another rank reports the error; this rank ends with the same code
+    `-- ReportedByPeer        *  another rank reports the error; this rank ends with the same code
 
 A process killed by signal n ends with 128 + n. docs/exit-codes.md has the table for users.
 
@@ -156,7 +156,7 @@ class StallError(TrainingError):
     exit_code = ExitCode.STALLED
 
 
-class ToldElsewhere(PacelineError):  # noqa: N818 - this rank reports no error
+class ReportedByPeer(PacelineError):  # noqa: N818 - this rank reports no error
     """Another rank reports the error. This rank ends silently with the same exit code."""
 
     def __init__(self, message: str, exit_code: ExitCode) -> None:

@@ -189,7 +189,7 @@ def test_all_ranks_take_the_newest_checkpoint_that_is_whole(found):
     for other in others:
         assert [reports for _, reports in other.values()] == [[]] * 9
         assert other["healthy"][0] == (9, 9.0) and other["damaged"][0] == (6, 6.0)
-        assert other["hopeless"][0].startswith("ToldElsewhere 2")
+        assert other["hopeless"][0].startswith("ReportedByPeer 2")
 
 
 @pytest.mark.ranks

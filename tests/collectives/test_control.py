@@ -129,11 +129,11 @@ def other_names(rank: int, _: int) -> list[float | str]:
 
 
 def test_a_sum_from_a_place_that_others_have_passed_is_an_error_that_one_rank_tells(tmp_path: Path) -> None:
-    assert run_ranks(other_place, 3, tmp_path) == [[3.0, "TrainingError"], *[[3.0, "ToldElsewhere"]] * 2]
+    assert run_ranks(other_place, 3, tmp_path) == [[3.0, "TrainingError"], *[[3.0, "ReportedByPeer"]] * 2]
 
 
 def test_another_epoch_is_an_error_at_the_first_call_and_the_minority_tells_it(tmp_path: Path) -> None:
-    assert run_ranks(other_where, 3, tmp_path) == [["TrainingError"], *[["ToldElsewhere"]] * 2]
+    assert run_ranks(other_where, 3, tmp_path) == [["TrainingError"], *[["ReportedByPeer"]] * 2]
 
 
 def test_a_branch_for_each_rank_adds_up(tmp_path: Path) -> None:

@@ -180,5 +180,5 @@ def test_a_model_without_sequences_that_can_be_shared_is_refused(tmp_path: Path)
     words = (
         "no layer of this model takes sequences that 2 ranks can split: words (B, T) or vectors (B, T, C), T a multiple"
     )
-    assert len(first) == 2 and all(words in one or "ToldElsewhere" in one for one in (*first, *second))
+    assert len(first) == 2 and all(words in one or "ReportedByPeer" in one for one in (*first, *second))
     assert sum("UsageError" in one for one in (*first, *second)) >= 2

@@ -140,7 +140,7 @@ def found_by_one(rank: int, size: int, fails: bool) -> tuple[str, str]:
 @pytest.mark.parametrize(("fails", "words"), [(True, "4711 cannot be shared"), (False, "a loss of 2")])
 def test_what_one_rank_alone_finds_is_told_by_it_and_ends_all(tmp_path: Path, fails: bool, words: str) -> None:
     first, second = run_ranks(found_by_one, 2, tmp_path, fails)
-    assert first == ("ToldElsewhere", "rank 1 failed")
+    assert first == ("ReportedByPeer", "rank 1 failed")
     assert second[0] == "UsageError" and words in second[1]
 
 

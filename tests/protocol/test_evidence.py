@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.errors import ExitCode, ToldElsewhere
+from paceline.errors import ExitCode, ReportedByPeer
 from paceline.protocol.evidence import LOADER_KILLED, is_victim
 
 GLOO = "[rank0]: RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5120\n"
@@ -27,7 +27,7 @@ class DistBackendError(RuntimeError):
         (RuntimeError("Timed out waiting 10000ms for recv operation to complete"), True),
         (DistBackendError("NCCL error: ncclRemoteError"), True),
         (DistBackendError("NCCL error: unhandled cuda error"), False),
-        (ToldElsewhere("rank 2 tells", ExitCode.USAGE), True),
+        (ReportedByPeer("rank 2 tells", ExitCode.USAGE), True),
         (ValueError("bad sample 4711"), False),
         (ConnectionResetError(104, "Connection reset by peer"), False),  # the user's own download
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed"), False),

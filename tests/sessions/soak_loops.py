@@ -49,7 +49,7 @@ TOLERANCE = 1e-9
 MAX_REJECTED = 0.15
 SECONDS = 60.0  # of one attempt; then it hangs
 GOOD = ("equal", "rejected")
-VICTIM = r"^ToldElsewhere|^StallError|closed by peer|onnection reset"  # of another rank's failure
+VICTIM = r"^ReportedByPeer|^StallError|closed by peer|onnection reset"  # of another rank's failure
 
 # ---- what is drawn -----------------------------------------------------------------------------------------------
 

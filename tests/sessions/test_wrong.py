@@ -189,4 +189,4 @@ def refused() -> list[tuple[str, int]]:
 def test_an_error_of_use_has_code_2_on_each_rank_and_an_error_of_the_users_own_stays_it() -> None:
     first, second = paceline.run(refused, 2)
     assert first == [("UsageError", 2), ("UsageError", 2), ("FileNotFoundError", 1), ("FileNotFoundError", 1)]
-    assert second == [("ToldElsewhere", code) for code in (2, 2, 1, 1)]
+    assert second == [("ReportedByPeer", code) for code in (2, 2, 1, 1)]

@@ -20,7 +20,7 @@ from paceline.checkpoint.export import exported
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.data.plan import Work, ranks_share
-from paceline.errors import ToldElsewhere, UsageError
+from paceline.errors import ReportedByPeer, UsageError
 from paceline.rank.world import World
 from paceline.strategies.buffers import VirtualBuffers
 
@@ -271,14 +271,14 @@ def told_by_one(rank: int, size: int) -> str:
     model = Writes(torch.tensor(0.0), UNKNOWN["a sum"][1])
     try:
         forwards(VirtualBuffers(model, world_of(rank, size), V), model, ranks_share(V, rank, size), range(1))
-    except (UsageError, ToldElsewhere) as error:
+    except (UsageError, ReportedByPeer) as error:
         return f"{type(error).__name__} {int(error.exit_code)}"
     return ""
 
 
 @pytest.mark.ranks
 def test_every_rank_ends_and_one_tells_why(tmp_path: Path):
-    assert run_ranks(told_by_one, 2, tmp_path) == ["UsageError 2", "ToldElsewhere 2"]
+    assert run_ranks(told_by_one, 2, tmp_path) == ["UsageError 2", "ReportedByPeer 2"]
 
 
 @pytest.mark.parametrize(

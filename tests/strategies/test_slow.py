@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
 from paceline.checkpoint.shards import whole
 from paceline.data.plan import ranks_share
-from paceline.errors import PacelineError, ToldElsewhere
+from paceline.errors import PacelineError, ReportedByPeer
 from paceline.stepping.nonfinite import UNCHANGED
 from paceline.strategies import Strategy
 from paceline.strategies.bucketed import bucketed
@@ -247,7 +247,7 @@ def trouble(rank: int, world_size: int, folder: Path) -> list[Any]:
         train(one, 0, 4)
     assert torch.equal(weights(made[0]), weights(made[2])) and torch.equal(weights(made[1]), weights(made[2]))
     put_on(rank // 3, rank, world_size, folder)  # 3 ranks and 1
-    with raises("no-shared-memory-on-nodes") if rank == 0 else pytest.raises(ToldElsewhere):
+    with raises("no-shared-memory-on-nodes") if rank == 0 else pytest.raises(ReportedByPeer):
         replica(rank, Between(compress="int8"))
     return [left_out, words]
 
@@ -366,22 +366,22 @@ def test_of_hosts_that_step_by_themselves_the_one_with_the_fault_tells(tmp_path:
     tells, unchanged = guilty["gradient"]
     assert codes(tells) == ["not-finite"] and "all 6 parameters" in tells and "; rank 3: " in tells
     assert UNCHANGED in tells
-    assert unchanged and host_mate["gradient"][0].startswith("ToldElsewhere: rank 3 ") and host_mate["gradient"][1]
+    assert unchanged and host_mate["gradient"][0].startswith("ReportedByPeer: rank 3 ") and host_mate["gradient"][1]
     assert [one["gradient"] for one in others] == [["", False]] * 2  # they have not waited for that host
     tells, unchanged = guilty["loss"]
     assert codes(tells) == ["not-finite"] and f"rank 3: samples {BAD}." in tells
-    assert unchanged and host_mate["loss"][0].startswith("ToldElsewhere: rank 3 ") and host_mate["loss"][1]
-    assert all(one["loss"][0].startswith("ToldElsewhere: ") for one in others)
+    assert unchanged and host_mate["loss"][0].startswith("ReportedByPeer: rank 3 ") and host_mate["loss"][1]
+    assert all(one["loss"][0].startswith("ReportedByPeer: ") for one in others)
     # no host may go by a number of samples that others' losses do not have
     told = [one["weights"][0] for one in (*others, host_mate, guilty)]
-    assert told[0].startswith("UsageError") and all(one.startswith("ToldElsewhere: rank 0") for one in told[1:])
+    assert told[0].startswith("UsageError") and all(one.startswith("ReportedByPeer: rank 0") for one in told[1:])
     assert guilty["alike"] == [True, True]  # but for the last bit: one divides by the samples, one by their weights
     right, right_too, unknown, beyond = zip(*(one["forms"] for one in (*others, host_mate, guilty)), strict=True)
     assert {*right, *right_too} == {""}  # a weight may be a number of samples by chance: its form is what counts
-    assert all(told.startswith("ToldElsewhere: rank 3 ") for told in unknown[:3])
+    assert all(told.startswith("ReportedByPeer: rank 3 ") for told in unknown[:3])
     assert codes(unknown[3]) == ["not-finite"] and f"rank 3: samples {BAD_OF_TEN}." in unknown[3]
     assert all(codes(told) == ["not-finite"] and "not their sum" in told for told in beyond)
     # an infinite loss with finite gradients is heard of when the step has been taken
     *others, guilty = [one["infinite"][0] for one in (*others, host_mate, guilty)]
     assert codes(guilty) == ["not-finite"] and "rank 3: samples " in guilty and UNCHANGED not in guilty
-    assert all(told.startswith("ToldElsewhere: another rank ") for told in others)
+    assert all(told.startswith("ReportedByPeer: another rank ") for told in others)

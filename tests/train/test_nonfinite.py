@@ -205,7 +205,7 @@ def test_every_strategy_names_the_ranks_and_leaves_a_step_out_alike_at_every_wor
     for name in MANY:
         assert ranks[teller][name].startswith("TrainingError 5: ") and " all 2 parameters " in ranks[teller][name]
         assert codes(ranks[teller][name]) == ["not-finite"]
-        assert ranks[1 - teller][name].startswith("ToldElsewhere 5")
+        assert ranks[1 - teller][name].startswith("ReportedByPeer 5")
         for sample in BAD:
             assert f"rank {owner[sample]}: samples " in ranks[teller][name] and str(sample) in ranks[teller][name]
     assert codes(ranks[0]["collective"]) == ["not-finite"] and "allreduce" in ranks[0]["collective"]

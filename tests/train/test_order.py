@@ -161,7 +161,7 @@ def test_swapped_sums_end_the_run_on_all_ranks_and_a_branch_is_told_once(size, t
         assert notice.count(" in branch") == 2
     teller = size - 1 if size > 2 else 0
     for rank, found in enumerate(ranks):
-        kind = "TrainingError" if rank == teller else "ToldElsewhere"
+        kind = "TrainingError" if rank == teller else "ReportedByPeer"
         assert found["swapped"].startswith(f"{kind} 4: ")
     told = ranks[teller]["swapped"]
     assert codes(told) == ["collectives-differ"] and "before step 7" in told

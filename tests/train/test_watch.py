@@ -140,7 +140,7 @@ def test_the_damaged_tensor_is_named_and_the_rank_in_the_minority_but_nobody_in_
         assert len(told) == 4
         for name, words in told.items():
             assert words.startswith("TrainingError 6: ") and f"step 6 {name} differs {who}." in words
-            assert all(found[name].startswith("ToldElsewhere 6") for found in others)
+            assert all(found[name].startswith("ReportedByPeer 6") for found in others)
 
 
 # ---- end to end --------------------------------------------------------------------------------------------------

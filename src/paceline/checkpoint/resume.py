@@ -92,7 +92,7 @@ def newest_on_disk(checkpoints: Checkpoints, world: World, report: Report, *, af
     `report` is called on rank 0 for each newer one that is damaged, with its damage.
 
     Raises:
-        UsageError: on rank 0, if all checkpoints are damaged and there is no older state (`after` is -1); ToldElsewhere
+        UsageError: on rank 0, if all checkpoints are damaged and there is no older state (`after` is -1); ReportedByPeer
             on the others.
     """
     there = [str(path) for step, path in checkpoints.entries() if step > after]
@@ -148,7 +148,7 @@ def run_location(
         trust: whether other users may own it or could have written it.
 
     Raises:
-        UsageError: on one rank, as `open_run_dir` and `lock_run_dir`; ToldElsewhere on the others.
+        UsageError: on one rank, as `open_run_dir` and `lock_run_dir`; ReportedByPeer on the others.
     """
     generation, birth = restarts(), WorkerBirth.here()
     launched = Path(birth.attempt_dir).resolve() if birth is not None and birth.attempt_dir else None

@@ -64,7 +64,7 @@ from paceline.collectives.torch_collectives import (
     start_sum,
 )
 from paceline.collectives.tree import Forest, Grads
-from paceline.errors import ExitCode, ToldElsewhere, UsageError
+from paceline.errors import ExitCode, ReportedByPeer, UsageError
 from paceline.protocol.control import SHARED_MEMORY
 
 Asked = Literal["auto", "shared", "torch"]
@@ -377,7 +377,7 @@ def make_communicator(
         bulk_bytes: the bytes that each rank hands over in one tick.
 
     Raises:
-        UsageError: `asked` is "shared", and it is impossible; on rank 0, ToldElsewhere on the others.
+        UsageError: `asked` is "shared", and it is impossible; on rank 0, ReportedByPeer on the others.
     """
     world = dist.group.WORLD
     if world is None or world.size() == 1 or (group is not None and group.size() < world.size()):
@@ -433,9 +433,9 @@ def say(text: str) -> None:
         print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
-def _impossible(group: dist.ProcessGroup, why: str) -> UsageError | ToldElsewhere:
+def _impossible(group: dist.ProcessGroup, why: str) -> UsageError | ReportedByPeer:
     if group.rank() != 0:
-        return ToldElsewhere("rank 0 tells why memory cannot be shared", ExitCode.USAGE)
+        return ReportedByPeer("rank 0 tells why memory cannot be shared", ExitCode.USAGE)
     switch = f", {SHARED_MEMORY}={os.environ[SHARED_MEMORY]}" if SHARED_MEMORY in os.environ else ""
     return UsageError(code="memory-not-shared", size=group.size(), reason=why, switch=switch)
 

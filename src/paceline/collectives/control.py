@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from paceline.collectives.buckets import by_type
 from paceline.collectives.communicator import communicator, memory_communicator
 from paceline.collectives.tree import tree_sum
-from paceline.errors import ExitCode, PacelineError, ToldElsewhere, TrainingError, UsageError
+from paceline.errors import ExitCode, PacelineError, ReportedByPeer, TrainingError, UsageError
 from paceline.rank.guard import Guard
 from paceline.rank.sites import MAX_DEPTH, Owner, frame_of, owner, short, site_words
 from paceline.rank.world import World
@@ -192,7 +192,7 @@ class Places:
         """Compare the hashes of all ranks, by rank (a collective, `gather`, where they differ).
 
         Raises:
-            TrainingError: with MISMATCH, on one rank; ToldElsewhere on the others.
+            TrainingError: with MISMATCH, on one rank; ReportedByPeer on the others.
         """
         rank, lines = dist.get_rank(), tuple(one // HALF for one in hashes)  # without `where`, which changes each step
         same_where = len({one % HALF for one in hashes}) == 1
@@ -253,7 +253,7 @@ def _mismatch(hashes: Sequence[int], sites: Sequence[str], what: str, rank: int)
     odd = [number for number, one in enumerate(hashes) if one != usual] if 2 * votes > len(hashes) else []
     told_by = min(odd, default=0)
     if rank != told_by:
-        return ToldElsewhere(f"rank {told_by} tells what happened", ExitCode.MISMATCH)
+        return ReportedByPeer(f"rank {told_by} tells what happened", ExitCode.MISMATCH)
     shown = "; ".join(f"rank {number} at {site or 'an unknown line'}" for number, site in enumerate(sites))
     return TrainingError(
         f"the ranks exchange {what} from different places of the program: {shown}. What they add up or gather does "
@@ -323,7 +323,7 @@ def together(world: World, *, prepares: bool = True) -> Generator[None]:
     Raises:
         UsageError: on the first rank that failed, with its own words, or its own traceback as the cause.
         Exception: in its place the rank's own error, unless this `prepares`.
-        ToldElsewhere: on all other ranks.
+        ReportedByPeer: on all other ranks.
     """
     error: Exception | None = None
     try:
@@ -336,7 +336,7 @@ def together(world: World, *, prepares: bool = True) -> Generator[None]:
     if not failed:
         return
     if world.rank != failed[0]:
-        raise ToldElsewhere(f"rank {failed[0]} failed", ExitCode(failures[failed[0]])) from None
+        raise ReportedByPeer(f"rank {failed[0]} failed", ExitCode(failures[failed[0]])) from None
     assert error is not None
     if not prepares:
         raise error
@@ -355,7 +355,7 @@ def check_equal(what: str, mine: Any, world: World, *, error: type[PacelineError
 
     Raises:
         UsageError: (or `error`) on rank 0, naming the ranks in the minority and both values.
-        ToldElsewhere: on all other ranks.
+        ReportedByPeer: on all other ranks.
     """
     everybody = [json.dumps(words, sort_keys=True) for words in gather_words(mine, world)]
     (common, votes), *others = Counter(everybody).most_common()
@@ -371,7 +371,7 @@ def check_equal(what: str, mine: Any, world: World, *, error: type[PacelineError
 
 def told_once(error: PacelineError, world: World, *, by: int = 0) -> PacelineError:
     """What each rank raises when all of them have found the same `error`: rank `by` tells it, the others only end."""
-    return error if world.rank == by else ToldElsewhere(f"rank {by} tells what happened", error.exit_code)
+    return error if world.rank == by else ReportedByPeer(f"rank {by} tells what happened", error.exit_code)
 
 
 NAME = "totals of the step"
@@ -470,7 +470,7 @@ def sum_over_ranks(
     `places`.
 
     Raises:
-        TrainingError: with MISMATCH, if they do not; ToldElsewhere on all ranks but one.
+        TrainingError: with MISMATCH, if they do not; ReportedByPeer on all ranks but one.
     """
     exchange = communicator(group)
     if group is not None or name != LOOP_NUMBERS or (size := exchange.size) == 1:
@@ -495,7 +495,7 @@ def gather_tensors(value: Any, world: World, name: str, *, where: Sequence[int] 
         where: must be the same on all ranks, as the place of the program must.
 
     Raises:
-        TrainingError: with MISMATCH, if ranks call from different places; see `places`. ToldElsewhere on all but one.
+        TrainingError: with MISMATCH, if ranks call from different places; see `places`. ReportedByPeer on all but one.
     """
     if world.size == 1:
         return [value]

@@ -48,7 +48,7 @@ def share_along_context(model: nn.Module, world: World, probe: Callable[[], floa
 
     Raises:
         UsageError: the model has no sequence to share; or it does not give the loss of the whole model. On one rank,
-            ToldElsewhere on the others.
+            ReportedByPeer on the others.
     """
     along = world.along("context")
     assert along.group is not None

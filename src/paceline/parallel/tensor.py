@@ -102,7 +102,7 @@ def shard_along_tensor(
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types.
         UsageError: see `find_plan`; or the sharded model does not give the loss of the whole one. On one rank,
-            ToldElsewhere on the others.
+            ReportedByPeer on the others.
     """
     along = world.along("tensor")
     assert along.group is not None
@@ -153,7 +153,7 @@ def compare_losses(probe: Callable[[], float], expected: float, world: World, ad
     """Check that a model that ranks share gives the loss of the whole one (a collective).
 
     Raises:
-        UsageError: it does not. On one rank, ToldElsewhere on the others.
+        UsageError: it does not. On one rank, ReportedByPeer on the others.
     """
     loss, error = math.nan, None
     try:

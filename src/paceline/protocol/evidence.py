@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 import msgspec
 from msgspec.structs import replace
 
-from paceline.errors import ExitCode, ToldElsewhere
+from paceline.errors import ExitCode, ReportedByPeer
 
 GOOD_ENDS = (ExitCode.DONE, ExitCode.SAVED)
 
@@ -89,7 +89,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _says_peers_are_gone(error: BaseException) -> bool:
-    if isinstance(error, ToldElsewhere):
+    if isinstance(error, ReportedByPeer):
         return True
     names = {base.__name__ for base in type(error).__mro__}
     if names & TRANSPORT_TYPES:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from paceline.errors import ExitCode, PacelineError, ToldElsewhere
+from paceline.errors import ExitCode, PacelineError, ReportedByPeer
 from paceline.host.procfs import die_with_parent, read_process
 from paceline.protocol.control import (
     WorkerBirth,
@@ -191,7 +191,7 @@ def tell(error: BaseException) -> int:
         return INTERRUPTED
     in_words = isinstance(error, PacelineError)
     code = error.exit_code if in_words else ExitCode.FAILED
-    told_elsewhere = isinstance(error, ToldElsewhere)
+    told_elsewhere = isinstance(error, ReportedByPeer)
     if record_failure(error, code, traceback=not in_words, victim=told_elsewhere or None) or told_elsewhere:
         return code
     found_alike = in_words and "torch.distributed" not in sys.modules

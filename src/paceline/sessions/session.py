@@ -95,7 +95,7 @@ class Session(Life):
             were; only (model, optimizer) without a scheduler.
 
         Raises:
-            UsageError: on one rank, if one of them does not fit; ToldElsewhere on the others.
+            UsageError: on one rank, if one of them does not fit; ReportedByPeer on the others.
         """
         if self._opened:
             raise UsageError(code="prepared-too-late")

@@ -67,7 +67,7 @@ def compare(
     """Compare what defines the run over ranks, and with the state that is gone on with (a collective).
 
     Raises:
-        UsageError: on one rank, naming what differs; ToldElsewhere on the others.
+        UsageError: on one rank, naming what differs; ReportedByPeer on the others.
     """
     if exact:
         check_equal("processors, libraries and threads", {name: definition[name] for name in BITS_ONLY}, world)

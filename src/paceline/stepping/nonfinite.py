@@ -236,7 +236,7 @@ class LeftOut:
         time either, it is left out for good.
 
         Raises:
-            TrainingError: with NOT_FINITE, if there were too many; ToldElsewhere on all ranks but one.
+            TrainingError: with NOT_FINITE, if there were too many; ReportedByPeer on all ranks but one.
         """
         if found.by_scale:
             self._say(f"step {step} is left out: {found.words}")

@@ -68,7 +68,7 @@ class CallOrder:
         `late`: the step has been taken.
 
         Raises:
-            TrainingError: with MISMATCH, told by a rank in the minority; ToldElsewhere on the others.
+            TrainingError: with MISMATCH, told by a rank in the minority; ReportedByPeer on the others.
         """
         if not hashes:
             return

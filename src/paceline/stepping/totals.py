@@ -17,7 +17,7 @@ from paceline.collectives.control import (
     start_totals,
     told_once,
 )
-from paceline.errors import ExitCode, ToldElsewhere, TrainingError, UsageError
+from paceline.errors import ExitCode, ReportedByPeer, TrainingError, UsageError
 from paceline.protocol.evidence import Phase
 from paceline.rank.world import World
 from paceline.stepping.micro_step import MicroStep, Reduction, WeightedLoss, same
@@ -208,7 +208,7 @@ class StepTotals:
         """After the update, wait for the totals that `put_off` has left.
 
         Raises:
-            TrainingError: the weight was not the number of samples; ToldElsewhere if another rank reports the error.
+            TrainingError: the weight was not the number of samples; ReportedByPeer if another rank reports the error.
         """
         if self._awaited is None:
             return
@@ -218,7 +218,7 @@ class StepTotals:
         try:
             if not math.isfinite(self.take(now(wait().totals), late=True)):
                 if finite_here:
-                    raise ToldElsewhere("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
+                    raise ReportedByPeer("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
                 # other hosts may have left already: each rank reports for itself
                 raise stopped(losses_not_finite(self.seen, self._where, by_itself(self._world)), way_out, late=True)
             if self.result.weight != samples:
@@ -254,7 +254,7 @@ class StepTotals:
         """The mean loss and its weight, from the totals over ranks. A new round begins.
 
         Raises:
-            UsageError: on one rank, if all weights are zero; ToldElsewhere on the others.
+            UsageError: on one rank, if all weights are zero; ReportedByPeer on the others.
         """
         loss_total, weight_total = sums
         if self._counted_before is not None:

@@ -431,7 +431,7 @@ class VirtualBuffers:
         """Decide about the open buffers (a collective, if there are any); whether a virtual rank has seen a sample.
 
         Raises:
-            UsageError: on rank 0, naming a buffer of which nobody knows how its values combine; ToldElsewhere on the
+            UsageError: on rank 0, naming a buffer of which nobody knows how its values combine; ReportedByPeer on the
                 others.
         """
         self._decided = dict(self._reductions)

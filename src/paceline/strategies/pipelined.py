@@ -56,7 +56,7 @@ def divided(make: Callable[[], Chain], stages: int, names: Sequence[str], world:
     """Where rank 0 cuts its model (a collective); `names` as in `best_splits`.
 
     Raises:
-        UsageError: on one rank, as `best_splits`, or a forward or backward has failed; ToldElsewhere on the others.
+        UsageError: on one rank, as `best_splits`, or a forward or backward has failed; ReportedByPeer on the others.
     """
     mine = None
     with together(world):

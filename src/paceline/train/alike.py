@@ -31,7 +31,7 @@ def check_replicas(held: Sequence[TensorShard], world: World, step: int, optimiz
 
     Raises:
         TrainingError: with DIVERGED if a tensor differs, naming it and the rank in the minority (a tie accuses none),
-            and a setting of the `optimizers` that differs; ToldElsewhere on the other ranks.
+            and a setting of the `optimizers` that differs; ReportedByPeer on the other ranks.
     """
     compared = held if world.mesh is not None else [h for h in held if h.replicated]
     if world.size == 1 or not (compared or world.mesh):
@@ -96,7 +96,7 @@ def check_code(world: World) -> None:
     Compared are the modules that ranks have in common, as a rank may import more than others.
 
     Raises:
-        UsageError: on one rank, naming the modules that differ, and the ranks; ToldElsewhere on the others.
+        UsageError: on one rank, naming the modules that differ, and the ranks; ReportedByPeer on the others.
     """
     by_rank: list[dict[str, str]] = gather_words(_own_code(), world)
     differing: list[str] = []

@@ -285,7 +285,7 @@ class Keeping:
         """A collective.
 
         Raises:
-            UsageError: if the folder of checkpoints cannot be claimed; ToldElsewhere on all ranks but one.
+            UsageError: if the folder of checkpoints cannot be claimed; ReportedByPeer on all ranks but one.
         """
         self._holder, self._world, self._rhythm, self._writer, self._say = holder, holder.world, rhythm, writer, say
         self._enter = enter

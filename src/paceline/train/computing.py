@@ -78,7 +78,7 @@ def settle(
     A probe step, where one is needed, computes the task's loss on the largest micro-batch, `samples` samples.
 
     Raises:
-        UsageError: what is asked for is not possible here; raised on one rank, ToldElsewhere on the others.
+        UsageError: what is asked for is not possible here; raised on one rank, ReportedByPeer on the others.
     """
     seconds: dict[str, float] = {}
     why = ""

@@ -88,7 +88,7 @@ class Course(Records):
         `others`: the tensors of what is saved beside the models.
 
         Raises:
-            UsageError: on one rank, if the run's files cannot be written; ToldElsewhere on the others.
+            UsageError: on one rank, if the run's files cannot be written; ReportedByPeer on the others.
         """
         self._plan, self._share, self._facts, self._listed = plan, share, facts, listed
         self.use.devices *= len(getattr(parts[0].replica.module, "device_ids", None) or [0])  # several: DataParallel

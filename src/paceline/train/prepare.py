@@ -89,7 +89,7 @@ def prepare(config: TrainConfig, world: World) -> Parts:
 
     Raises:
         UsageError: on one rank, for whatever is wrong with the task, the data, the model or their fit to this world;
-            ToldElsewhere on all others.
+            ReportedByPeer on all others.
     """
     with together(world):  # first what each rank does alone, above all the user's own code
         shape = batch_shape(config.data, world.data.size)

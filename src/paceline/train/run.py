@@ -48,7 +48,7 @@ def train(config: TrainConfig) -> Outcome:
     """Train as `config` says, as the rank that the environment names.
 
     Raises:
-        UsageError: before the first step, on one rank; ToldElsewhere on the others.
+        UsageError: before the first step, on one rank; ReportedByPeer on the others.
         TrainingError: while training, on every rank that notices; StallError where the guard has broken up a
             collective.
     """

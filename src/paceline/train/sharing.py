@@ -95,7 +95,7 @@ def share_model(
     """Share it as the mesh of `world` says (a collective).
 
     Raises:
-        UsageError: on one rank, if it cannot be shared so; ToldElsewhere on the others.
+        UsageError: on one rank, if it cannot be shared so; ReportedByPeer on the others.
     """
     if world.backend == "gloo" and world.device.type == "cuda" and any(world.along(n).size > 1 for n in OF_MODEL):
         raise told_once(UsageError(code="mesh-over-gloo", mesh=world.mesh), world)
@@ -122,7 +122,7 @@ def _cut(
     """Cut `model` in place along tensor, seeing by the `loss` of the first `samples` that it computes what it did.
 
     Raises:
-        UsageError: as `shard_along_tensor`; or fsdp cannot take what was cut. ToldElsewhere on all ranks but one.
+        UsageError: as `shard_along_tensor`; or fsdp cannot take what was cut. ReportedByPeer on all ranks but one.
     """
     from paceline.parallel.tensor import shard_along_tensor  # as share_along_context above
 

@@ -77,7 +77,7 @@ class TaskSteps:
                 the replica.
             TrainingError: if the global loss or a gradient is not finite (on the first rank that made it so, naming
                 ranks and samples), the weights are all zero, or the ranks have called different collectives;
-                ToldElsewhere on the others. Parameters and buffers are still those before the step, but where hosts
+                ReportedByPeer on the others. Parameters and buffers are still those before the step, but where hosts
                 step by themselves (`--local-steps`): there only gradients are looked at before the update.
         """
         steps, replica, work = self._steps, self._replica, microbatches[0].work

@@ -111,7 +111,7 @@ def begin_with(replica: Strategy, path: Path, *, trust: bool, report: Report) ->
     `report` is told what fitted. What does not fit, or is not there, is left as it was initialised.
 
     Raises:
-        UsageError: on one rank: it cannot be read, or nothing of it fits; ToldElsewhere on the others.
+        UsageError: on one rank: it cannot be read, or nothing of it fits; ReportedByPeer on the others.
     """
     held = replica.state()
     if replica.world.data is not replica.world:  # pieces of parameters

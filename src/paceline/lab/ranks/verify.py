@@ -20,7 +20,7 @@ from paceline.config.choices import lacks_torch
 from paceline.config.mesh import mesh_of
 from paceline.config.strategies import STRATEGY_INFO
 from paceline.data.loader import MicroBatch
-from paceline.errors import ToldElsewhere, UsageError
+from paceline.errors import ReportedByPeer, UsageError
 from paceline.lab.ranks import trial as trials
 from paceline.lab.ranks.causes import explain
 from paceline.lab.ranks.loop import run_loop
@@ -103,7 +103,7 @@ def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, re
         with together(world):
             microbatches = next(trial.batches)
             result = train_step(trial.replica, microbatches, setting.task.loss, max_norm=setting.spec.clip_norm)
-    except (UsageError, ToldElsewhere) as failed:
+    except (UsageError, ReportedByPeer) as failed:
         error = str(failed)
     errors = [e for e in gather_words(error, world) if e]
     finding: Diagnosis | None = None
