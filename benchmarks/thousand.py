@@ -37,7 +37,7 @@ import paceline.launch.agent.joining as joining_module
 from paceline.host.facts import Facts, gather
 from paceline.launch.agent.follower import Follower
 from paceline.launch.agent.head import Head
-from paceline.launch.agent.workers import Inherited
+from paceline.launch.agent.workers import InheritedResources
 from paceline.launch.plan import Command
 from paceline.launch.ssh.sessions import await_agents, open_sessions
 from paceline.protocol.control import STOP_SIGNALS, Orders, signal_inbox
@@ -68,7 +68,7 @@ class StandIns:
         self._code: int | None = None
 
     @classmethod
-    def start(cls, plan: NodePlan, number: int, inherited: Inherited) -> Self:
+    def start(cls, plan: NodePlan, number: int, inherited: InheritedResources) -> Self:
         return cls(plan, number)
 
     def samples(self) -> list[Sample]:
@@ -150,8 +150,8 @@ def be_agent(plan: NodePlan, facts: Facts, output: Path) -> int:
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
         orders = Orders(inbox, lifeline=False)
         if plan.node:
-            return Follower(plan, orders, Inherited(), lambda: None).run()
-        return Head(plan, orders, Inherited(), lambda: BOARD.__setitem__(STARTED, time.monotonic())).run()
+            return Follower(plan, orders, InheritedResources(), lambda: None).run()
+        return Head(plan, orders, InheritedResources(), lambda: BOARD.__setitem__(STARTED, time.monotonic())).run()
 
 
 class Run:

@@ -1,20 +1,20 @@
-"""Train a PyTorch model on one device or on many, in lockstep: the same result at every world size.
+"""Train a PyTorch model on one device or on many, with the same result at every world size.
 
-The public parts, each of which works alone in a loop of your own (examples/own_loop.py):
+Public API. Each part also works alone in a custom loop (examples/own_loop.py):
 
-    run                      ranks from a script or a notebook: run(function, nproc=2)
-    session                  your own loop: models, data, checkpoints, among ranks
-    World, joined            this process's place among all; the process group
-    BatchPlan, ranks_share   which rank sees which sample, and when
-    load_steps, Loading      from a plan to micro-batches on the device
-    ArrayDataset             data held as tensors
-    STRATEGIES               how ranks share the work: manual, bucketed, ddp, ...
-    train_step, fit          one optimizer step; a loop of them
+    run                      starts ranks from a script or a notebook: run(function, nproc=2)
+    session                  models, data and checkpoints on all ranks, for a custom training loop
+    World, joined            rank and world size of this process; the process group
+    BatchPlan, ranks_share   which rank processes which sample, and when
+    load_steps, Loading      micro-batches on the device, loaded as a plan specifies
+    ArrayDataset             a dataset of tensors in memory
+    STRATEGIES               how the ranks divide the work: manual, bucketed, ddp, ...
+    train_step, fit          one optimizer step; a loop of steps
     evaluate                 exact evaluation on all ranks
-    Task, Metric             model, data and loss, for `paceline train module:name`; what is measured beside the loss
-    on_device                data held as tensors, on the GPU where they fit
-    in_bf16, recompute,      precision, activation checkpointing, torch.compile, CUDA graphs, the allocator: called on a
-    compile_model,           model (and keep_memory on the process) before a strategy is applied
+    Task, Metric             model, data and loss, for `paceline train module:name`; a metric besides the loss
+    on_device                a dataset of tensors, on the GPU if they fit into its memory
+    in_bf16, recompute,      precision, activation checkpointing, torch.compile, CUDA graphs, the allocator: call them
+    compile_model,           on a model before a strategy is applied to it (keep_memory applies to the process)
     graph_model, keep_memory
 """
 
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Imported at first use: `import paceline` alone must not import torch, or `paceline --help` would take seconds.
+# Imported at first use: `import paceline` must not import torch, or `paceline --help` would take seconds.
 _PARTS = {
     "run": "launch.from_python",
     "session": "sessions",
@@ -90,7 +90,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _PARTS:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    state = random.getstate()  # packages that are imported here may draw from it, and the script may have seeded it
+    state = random.getstate()  # imported packages may draw from `random`, and the script may have seeded it
     try:
         return getattr(importlib.import_module(f"paceline.{_PARTS[name]}"), name)
     finally:

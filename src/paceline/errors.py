@@ -1,7 +1,7 @@
 """The errors of paceline, and the exit code of each.
 
     PacelineError            1  the run failed
-    |-- UsageError           2  wrong use: paceline trained and overwrote nothing
+    |-- UsageError           2  wrong use: paceline did not train and overwrote nothing
     |-- TrainingError        *  training cannot continue: a full disk (1), ranks that called different
     |   |                       collectives (4), a loss that is not finite (5), replicas that differ (6)
     |   `-- StallError       *  the guard unblocked this rank: a different rank hangs (3) or called other operations (4)
@@ -35,36 +35,36 @@ class ExitCode(IntEnum):
     DONE = 0
     FAILED = 1
     USAGE = 2
-    STALLED = 3  # a rank stood still; the guard has named it and ended the run
-    MISMATCH = 4  # ranks called different collectives, wait for each other in a circle, or swallowed one's error
+    STALLED = 3  # a rank made no progress; the guard reported it and ended the run
+    MISMATCH = 4  # ranks called different collectives, are in a deadlock, or swallowed the error of a collective
     NOT_FINITE = 5  # NaN or infinity in a loss or a gradient
     DIVERGED = 6  # replicas that must be equal are not
-    SAVED = 75  # sysexits.h EX_TEMPFAIL: stopped in good order, start it again to go on
+    SAVED = 75  # sysexits.h EX_TEMPFAIL: the run saved its state and stopped; start it again to resume
 
 
 MESSAGES = Path(__file__).with_name("messages")
 Write = Callable[[str, Any], str]
-"""(name of an option, its value or None) -> how a front end writes it"""
+"""Renders (name of an option, its value or None) for a front end."""
 
 
 @cache
 def texts() -> dict[str, Any]:
-    """The texts of all errors, by code; those for sessions in the table `session`."""
-    found: dict[str, Any] = {"session": {}}
+    """The texts of all errors, by code. The table `session` has the texts for sessions."""
+    by_code: dict[str, Any] = {"session": {}}
     for path in sorted(MESSAGES.glob("*.toml")):
         table = tomllib.loads(path.read_text())
-        found["session"] |= table.pop("session", {})
-        found |= table
-    return found
+        by_code["session"] |= table.pop("session", {})
+        by_code |= table
+    return by_code
 
 
 def flag(name: str, value: Any = None) -> str:
-    """An option as the command line has it."""
+    """An option in the syntax of the command line, with its value if there is one."""
     return f"--{name.replace('_', '-')}" if value is None else f"--{name.replace('_', '-')} {value}"
 
 
 class _Fields(dict[str, Any]):
-    """The fields of an error, for str.format: what begins with -- is an option, written as its front end does."""
+    """The fields of an error, for str.format. A key that begins with -- is an option, which `write` renders."""
 
     def __init__(self, fields: dict[str, Any], write: Write) -> None:
         super().__init__(fields)
@@ -87,17 +87,20 @@ class PacelineError(Exception):
 
     exit_code: ExitCode = ExitCode.FAILED
     code: str = ""
-    """identifies the error, in kebab-case"""
+    """Identifies the error, in kebab-case."""
     write: Write = staticmethod(flag)
-    """how the front end that shows this error writes an option"""
+    """Renders an option for the front end that shows this error."""
     front_end: str = ""
     before: str = ""
     after: str = ""
 
     def __init__(self, text: str = "", *, code: str = "", **fields: Any) -> None:
-        """Takes a code and fields (`value`: the wrong value, `allowed`: the valid choices), or a text.
+        """Create an error from a code and fields, or from a text.
 
-        A text with a code was rendered by another process.
+        Args:
+            text: the message. With a code, a different process has rendered it.
+            code: the key of the message in messages/.
+            fields: values for the message. `value` is the wrong value, `allowed` the valid choices.
         """
         super().__init__(text or code)
         self.code, self.fields = code, fields
@@ -115,7 +118,7 @@ class PacelineError(Exception):
 
     @property
     def setting(self) -> str:
-        """The wrong option: the first one in the text, as in the settings (global_batch)."""
+        """The wrong option: the first one in the text, by its name in the settings (global_batch)."""
         return next(iter(self._rendered()[1]), "")
 
     @property
@@ -131,16 +134,16 @@ class UsageError(PacelineError):
 
     @classmethod
     def of(cls, error: PacelineError, *, before: str = "", after: str = "") -> "UsageError":
-        """`error` as wrong use, with a text `before` or `after` it."""
+        """Convert `error` to a UsageError, with a text `before` or `after` its message."""
         if not error.code:
             return cls(f"{before}{error}{after}")
-        found = cls(code=error.code, **error.fields)
-        found.before, found.after = before + error.before, error.after + after
-        return found
+        usage_error = cls(code=error.code, **error.fields)
+        usage_error.before, usage_error.after = before + error.before, error.after + after
+        return usage_error
 
 
 class TrainingError(PacelineError):
-    """Training cannot continue. The text has the step and the rank."""
+    """Training cannot continue. The message contains the step and the rank."""
 
     def __init__(self, text: str = "", exit_code: ExitCode | None = None, **fields: Any) -> None:
         super().__init__(text, **fields)
@@ -148,12 +151,12 @@ class TrainingError(PacelineError):
 
 
 class StallError(TrainingError):
-    """The guard ended the collective in which this rank waited for a rank that did not enter it."""
+    """The guard aborted a collective in which this rank waited for a rank that did not enter it."""
 
     exit_code = ExitCode.STALLED
 
 
-class ReportedByPeer(PacelineError):  # noqa: N818 - no error to anybody
+class ReportedByPeer(PacelineError):  # noqa: N818 - this rank reports no error
     """Another rank reports the error. This rank ends silently with the same exit code."""
 
     def __init__(self, message: str, exit_code: ExitCode) -> None:
@@ -162,19 +165,19 @@ class ReportedByPeer(PacelineError):  # noqa: N818 - no error to anybody
 
 
 def unknown(kind: str, asked: str, choices: Iterable[str], *, more: str = "") -> UsageError:
-    """The error for a name that does not exist: the nearest valid one first, then all of them, then `more`."""
+    """The error for a name that does not exist. The message suggests the closest name, then lists all `choices`."""
     choices = list(choices)
     near = difflib.get_close_matches(asked, choices, n=1)
     meant = f" Did you mean {near[0]!r}?" if near else ""
     return UsageError(code="unknown-name", kind=kind, value=asked, meant=meant, allowed=choices, more=more)
 
 
-def first_few(words: Sequence[str], most: int, separator: str = ", ") -> str:
-    """The first `most` of `words`, and how many more there are."""
-    more = f" and {len(words) - most} more" if len(words) > most else ""
-    return separator.join(words[:most]) + more
+def first_few(items: Sequence[str], most: int, separator: str = ", ") -> str:
+    """The first `most` items in one text, with the number of the other items."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return separator.join(items[:most]) + more
 
 
-def plural(number: int, one: str, many: str | None = None) -> str:
-    """1 step, 2 steps; `many` where it does not end with s."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+def plural(number: int, singular: str, many: str | None = None) -> str:
+    """A number with its noun: 1 step, 2 steps. `many` is the plural if it is irregular."""
+    return f"{number:,} {singular if number == 1 else many or singular + 's'}"

@@ -1,4 +1,4 @@
-"""Finds the tensors in a batch or in a model's outputs: in tuples, lists, mappings and dataclasses, however deep."""
+"""Find the tensors in a batch or in the outputs of a model: in nested tuples, lists, mappings and dataclasses."""
 
 import copy
 import dataclasses
@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """All of them, in order."""
+    """Iterate over all tensors in `value`, in order."""
     if isinstance(value, Mapping):
         value = [*value.values()]
     elif _is_record(value):
@@ -23,14 +23,14 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with `change(tensor)` for each tensor in it. Containers keep their types, and are not written into."""
+    """A copy of `value` with `change(tensor)` in place of each tensor. Containers keep their types."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, MutableMapping):
-        found = copy.copy(value)  # of its own type, with its other attributes
+        result = copy.copy(value)  # keeps the type and all other attributes
         for key in value:
-            found[key] = mapped(value[key], change)
-        return found
+            result[key] = mapped(value[key], change)
+        return result
     if isinstance(value, Mapping):
         return {key: mapped(part, change) for key, part in value.items()}
     if isinstance(value, PackedSequence):  # torch needs its batch_sizes on the CPU
@@ -40,10 +40,10 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         parts = [mapped(part, change) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if _is_record(value):
-        found = copy.copy(value)
-        for field in dataclasses.fields(value):  # past __post_init__ and frozen: it is the same record
-            object.__setattr__(found, field.name, mapped(getattr(value, field.name), change))
-        return found
+        result = copy.copy(value)
+        for field in dataclasses.fields(value):  # object.__setattr__ works for frozen classes, and skips __post_init__
+            object.__setattr__(result, field.name, mapped(getattr(value, field.name), change))
+        return result
     return value
 
 

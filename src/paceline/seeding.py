@@ -1,8 +1,8 @@
-"""The source of every random number: one seed per purpose, derived from the run's seed and the purpose's name.
+"""Seeds for every random number: one seed per purpose, derived from the run's seed and the name of the purpose.
 
-A seed depends on what is computed, never on who computes it: the order of an epoch, the dropout of (step, virtual
-rank, micro-batch), the augmentation of (epoch, sample). So a run draws the same numbers at every world size, and after
-a resume.
+A seed depends on the computation and not on the rank that performs it. Examples are the order of an epoch, the dropout
+of (step, virtual rank, micro-batch), and the augmentation of (epoch, sample). A run therefore draws the same numbers at
+every world size, and after a resume.
 """
 
 import ctypes
@@ -20,24 +20,25 @@ import torch
 def derive(seed: int, purpose: str, *keys: int) -> int:
     """A seed in [0, 2**63) for `purpose` and `keys`, e.g. derive(0, "order", epoch).
 
-    Hashed, not added up: seed + epoch gives (seed 0, epoch 1) the order of (seed 1, epoch 0), as torch's own
-    DistributedSampler does. The same number on every machine and Python version.
+    The seed is a hash and not a sum: seed + epoch would give (seed 0, epoch 1) the order of (seed 1, epoch 0), as in
+    torch's DistributedSampler. It is the same number on every machine and in every version of Python.
     """
     text = ":".join([str(seed), purpose, *map(str, keys)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 class SeededStream:
-    """Between `enter` and `leave` torch (CPU and `device`), `random` and numpy continue from a seed.
+    """Between `enter` and `leave`, the generators of torch (CPU and `device`), `random` and numpy continue from a seed.
 
-    All of them: a model may drop layers by a draw of numpy's, which must not depend on the world size either.
+    numpy and `random` are included because a model may use them, for example to drop layers. Such draws must not depend
+    on the world size either.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = None if device.type in ("cpu", "meta") else device
         self._on_device: torch.Tensor | None = None
         self.outside: Streams | None = None
-        """the streams outside, while it is entered"""
+        """The states of the generators before `enter`; None after `leave`."""
 
     def enter(self, seed: int) -> None:
         """Continue from `seed`. Without `leave` since the last time, the streams outside are those of that time."""
@@ -52,7 +53,7 @@ class SeededStream:
                 module.manual_seed(seed)
 
     def leave(self) -> None:
-        """Continue from where the streams were at `enter`."""
+        """Restore the states that the generators had at `enter`."""
         if self._on_device is not None:
             torch.get_device_module(self._device).set_rng_state(self._on_device, self._device)
             self._on_device = None
@@ -63,7 +64,7 @@ class SeededStream:
 
 @contextmanager
 def random_stream(seed: int, device: torch.device) -> Generator[None]:
-    """A SeededStream, as a context manager."""
+    """A context manager that enters and leaves a SeededStream."""
     stream = SeededStream(device)
     try:
         stream.enter(seed)
@@ -73,42 +74,45 @@ def random_stream(seed: int, device: torch.device) -> Generator[None]:
 
 
 def seed_streams(seed: int) -> None:
-    """Let torch, `random` and (if it is loaded) numpy continue from `seed`."""
+    """Seed torch, `random` and (if it is imported) numpy."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     _NUMPY.seed(seed % 2**32)
 
 
 class Streams:
-    """Where torch's stream (CPU), `random`'s and numpy's are when it is made."""
+    """The states of the generators of torch (CPU), `random` and numpy when this object is created."""
 
     def __init__(self) -> None:
-        self._keep()
+        self._save()
 
-    def _keep(self) -> None:
+    def _save(self) -> None:
         self._python, self._torch, self._numpy = random.getstate(), torch.get_rng_state(), _NUMPY.state()
 
     def put_back(self) -> None:
-        """Let the streams continue from there."""
+        """Restore the saved states."""
         random.setstate(self._python)
         torch.set_rng_state(self._torch)
         _NUMPY.put_back(self._numpy)
 
     @contextmanager
     def current(self) -> Generator[None]:
-        """Inside, draws continue from there, and later draws from where these end. Afterwards all is as before."""
+        """Inside the context, draws continue from the saved states; at its end, the new states are saved.
+
+        The generators then have their previous states again.
+        """
         before = Streams()
         self.put_back()
         try:
             yield
         finally:
-            self._keep()
+            self._save()
             before.put_back()
 
 
 @contextmanager
 def preserved_streams() -> Generator[Streams]:
-    """What is drawn or seeded inside changes nothing outside for torch (CPU), `random` and numpy."""
+    """Restore the generators of torch (CPU), `random` and numpy at the end of the context."""
     streams = Streams()
     try:
         yield streams
@@ -117,12 +121,12 @@ def preserved_streams() -> Generator[Streams]:
 
 
 def remembered_streams() -> Callable[[], None]:
-    """A function that puts torch's stream (CPU), `random`'s and numpy's back to where they are now."""
+    """A function that restores the present states of the generators of torch (CPU), `random` and numpy."""
     return Streams().put_back
 
 
 def stream_states(device: torch.device) -> torch.Tensor:
-    """Where the streams of torch (CPU, `device`), `random` and numpy are: (n,) uint8, for `put_stream_states`."""
+    """The states of torch's (CPU, `device`), `random`'s and numpy's generators: (n,) uint8, for `put_stream_states`."""
     (_, words, gauss), numpy_random = random.getstate(), _numpy_random()
     numbers = [*map(float, words), math.nan if gauss is None else gauss]
     _, keys, *rest = numpy_random.get_state() if numpy_random else ("", [0] * 624, 0, 0, math.nan)
@@ -134,10 +138,10 @@ def stream_states(device: torch.device) -> torch.Tensor:
 
 
 def put_stream_states(state: torch.Tensor, device: torch.device) -> None:
-    """Let the streams go on from where those of another process are, which has given `state`."""
-    own, python_bytes = len(torch.get_rng_state()), 8 * (626 + 627)
-    there, python, on_device = state.cpu().split([own, python_bytes, len(state) - own - python_bytes])
-    torch.set_rng_state(there.clone())
+    """Restore `state`, which `stream_states` has returned in this or a different process."""
+    torch_bytes, python_bytes = len(torch.get_rng_state()), 8 * (626 + 627)
+    on_cpu, python, on_device = state.cpu().split([torch_bytes, python_bytes, len(state) - torch_bytes - python_bytes])
+    torch.set_rng_state(on_cpu.clone())
     numbers: list[float] = python.clone().view(torch.float64).tolist()
     words, gauss = numbers[:625], numbers[625]
     random.setstate((3, tuple(map(int, words)), None if math.isnan(gauss) else gauss))
@@ -151,8 +155,9 @@ def put_stream_states(state: torch.Tensor, device: torch.device) -> None:
 class _NumpyStream:
     """numpy's global generator, saved and restored in each step.
 
-    numpy's `get_state` and `set_state` take 130 us, because they convert 624 words one by one. If the words in memory
-    show that no number was drawn, both are avoided. If there is a cached normal number, both are called.
+    numpy's `get_state` and `set_state` take 130 us, because they convert 624 words one by one. This class reads the
+    words in memory instead, and skips both calls if no number was drawn. If numpy has cached a normal number, which is
+    not among the words, it makes both calls.
     """
 
     _BYTES = 4 * 625  # 624 words and a position
@@ -160,17 +165,17 @@ class _NumpyStream:
     def __init__(self) -> None:
         self._saved: tuple[bytes, Any] = b"", None  # the words of a state without a cached number, and the state
         self._seeded = b""  # the words after the last seed
-        self._generator: Any = None  # whose words are in `_memory`
+        self._generator: Any = None  # `_memory` is its memory
         self._memory: Any = None
 
     def seed(self, seed: int) -> None:
-        """Let it continue from `seed`, 0 <= seed < 2**32."""
+        """Seed the generator; 0 <= seed < 2**32."""
         if numpy_random := _numpy_random():
             numpy_random.seed(seed)
             self._seeded = self._words(numpy_random)
 
     def state(self) -> Any:
-        """Where it is; None if numpy is not loaded."""
+        """The state of the generator; None if numpy is not imported."""
         if not (numpy_random := _numpy_random()):
             return None
         words, state = self._words(numpy_random), self._saved[1]
@@ -182,7 +187,7 @@ class _NumpyStream:
         return state
 
     def put_back(self, state: Any) -> None:
-        """Let it continue from a `state`."""
+        """Restore a `state`."""
         if state is None:
             return
         numpy_random = _numpy_random()
@@ -194,7 +199,7 @@ class _NumpyStream:
             self._saved = b"", None  # the same words may have a cached number now
 
     def _words(self, numpy_random: Any) -> bytes:
-        """Its words, and how many are used; empty if it is another generator than numpy's default."""
+        """The words and the number of used words; empty if the generator is not numpy's default one."""
         generator = numpy_random.get_bit_generator()
         if generator is not self._generator:
             self._generator = generator

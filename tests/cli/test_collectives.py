@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+from paceline.guard.report import read_verdict
 
 SCRIPT = """
 import sys, time, torch, torch.distributed as dist
@@ -21,14 +25,17 @@ for step in range(20):
 
 
 @pytest.mark.ranks
-def test_an_unchanged_script_shares_memory_and_a_missing_rank_is_named(paceline, tmp_path) -> None:
+def test_an_unchanged_script_shares_memory_and_a_missing_rank_is_named(paceline, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    ended = paceline("launch", "--collectives", "shared", "--nproc", 2, "--stall-after", 2, "--", "script.py")
-    said = ended.stderr
-    assert ended.returncode == 3, said
-    assert said.count("DDP's gradients go through shared memory (2 ranks)") == 1, said
-    assert said.count("DDP's gradients do not go through shared memory: there are sparse gradients") == 1, said
+    options = ("--collectives", "shared", "--nproc", 2, "--stall-after", 2, "--run-dir", "run")
+    ended = paceline("launch", *options, "--", "script.py")
+    output = ended.stderr
+    assert ended.returncode == 3, output
+    assert output.count("shared memory (2 ranks)") == output.count("sparse gradients") == 1, output
     line = SCRIPT[: SCRIPT.index("# HERE")].count("\n") + 1
-    assert "GUILTY: rank 1" in said and "rank 1 did not enter all_reduce #13 'gradients' [20] float32" in said, said
-    assert f"rank 0 waits in it, called from script.py:{line} in <module>" in said, said
-    assert "unblocked by the hang guard" in said, said
+    verdict = read_verdict(tmp_path / "run" / "attempt-1" / "verdict-1").verdict
+    assert verdict.guilty == (1,) and verdict.op is not None
+    op = verdict.op
+    assert (op.kind, op.seq, op.name, op.shape, op.dtype) == ("all_reduce", 13, "gradients", "[20]", "float32")
+    assert op.site.startswith(f"script.py:{line} ")
+    assert "hang guard" in (tmp_path / "run" / "attempt-1" / "rank-0.log").read_text()  # it was unblocked

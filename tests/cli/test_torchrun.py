@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from tests.errors import raises
 from torch.distributed.argparse_util import check_env, env
@@ -66,16 +68,21 @@ def test_torchruns_variables_count_as_its_options_which_win() -> None:
     assert found.ours == ["--nproc=4"] and found.script == ("train.py",)
     assert not found.need_torchrun and found.ignored.startswith("PET_RDZV_CONF: ")
     assert typed("--nproc 2 train.py", environ).ours == ["--nproc", "2"]
-    assert typed("--nproc-per-node 3 train.py", environ).ours == ["--nproc=3"]
+    assert typed("--nproc_per_node=3 a.py", environ).ours == ["--nproc=3"]
     assert typed("--nnodes 2 train.py", environ).need_torchrun
 
 
-def test_what_has_no_meaning_here_is_said_in_one_line() -> None:
-    said = typed("--rdzv-backend c10d --rdzv-conf a=b -r3 --start-method fork --log-dir x --tee 3 a.py").ignored
-    assert said.startswith("--rdzv-backend, --rdzv-conf: the ranks meet by themselves; --redirects: ")
-    assert "--start-method: " in said and "\n" not in said and "--tee" not in said and "--log-dir" not in said
-    assert typed("--standalone --nnodes 1 --nproc-per-node 2 --tee 3 a.py").ignored == ""
-    assert typed("--local-ranks-filter 0,1 a.py").ignored == "--local-ranks-filter: --show knows all ranks, or rank 0"
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("--rdzv-backend c10d --rdzv-conf a=b -r3 --start-method fork --log-dir x --tee 3 a.py",
+         ["--rdzv-backend, --rdzv-conf", "--redirects", "--start-method"]),
+        ("--standalone --nnodes 1 --nproc-per-node 2 --tee 3 a.py", []),
+        ("--local-ranks-filter 0,1 a.py", ["--local-ranks-filter"]),
+    ],
+)  # fmt: skip
+def test_options_without_effect_are_listed_with_reasons_in_one_line(line: str, names: list[str]) -> None:
+    assert re.findall(r"(?:^|; )(--[^:]+): ", typed(line).ignored) == names
 
 
 @pytest.mark.parametrize(
@@ -127,8 +134,8 @@ def test_several_nodes_by_torchruns_words_are_torchruns_with_the_guard_in_front(
 
 
 def test_elastic_nodes_and_gpus_that_each_rank_sees_as_the_first_are_torchruns_too() -> None:
-    assert typed("--nnodes 1:4 --rdzv-endpoint n1 a.py").need_torchrun
-    assert typed("--virtual-local-rank a.py").need_torchrun
+    for line in ("--nnodes 1:4 --rdzv-endpoint n1 a.py", "--virtual-local-rank a.py"):
+        assert typed(line).need_torchrun
     command, env = typed("--nnodes=1:4 --threads-per-rank 2 --no-python ./run.sh").torchrun_command("python")
     assert command == (*RUN, "--nnodes=1:4", "--no-python", "./run.sh") and env == {"OMP_NUM_THREADS": "2"}
 
@@ -142,9 +149,7 @@ def test_a_script_starts_as_it_does_under_torchrun(paceline, tmp_path) -> None:
     run = paceline(*words, "--log-dir", "logs", "train.py", "--nproc", 3, env={"PET_NPROC_PER_NODE": "7"})
     assert (run.returncode, run.stdout) == (0, "2 --nproc 3\n"), run.stderr
     (folder,) = (tmp_path / "logs").iterdir()
-    assert run.stderr == f"ignored: --rdzv-backend: the ranks meet by themselves\nrun folder {folder}\n"
+    assert re.fullmatch(rf"ignored: --rdzv-backend: .*\nrun folder {folder}\n", run.stderr)
     assert folder.name.startswith("train-") and (folder / "attempt-1" / "rank-1.log").exists()
-    dry = paceline("launch", *NODES.split(), "--dry-run", "train.py")
-    assert dry.stdout.startswith("torchrun --nnodes=2 ") and dry.stdout.endswith(
-        " -m paceline watchover --end train.py\n"
-    )
+    command = paceline("launch", *NODES.split(), "--dry-run", "train.py").stdout.split()
+    assert command[:2] == ["torchrun", "--nnodes=2"] and command[-4:] == ["paceline", "watchover", "--end", "train.py"]

@@ -78,17 +78,10 @@ def test_two_processes_leave_a_whole_run_folder(paceline, small_mnist, tmp_path)
     run = paceline("train", "mnist-cnn", "--data-dir", small_mnist, "--nproc", 2, *QUICK, "--record-samples",
                    "--run-dir", run_dir, "--lr-scaling", "linear", "--lr-base-batch", 32)  # fmt: skip
     assert run.returncode == 0, run.stderr
-    assert "global batch 64 = 2 ranks x 1 micro-batch x 32" in run.stdout
-    assert "learning rate 0.002 = 0.001 x linear scaling by 64/32" in run.stdout
+    assert "2 ranks x 1 micro-batch x 32" in run.stdout
+    assert "0.002 = 0.001 x " in run.stdout
     assert str(run_dir) in run.stdout
-    names = {
-        "config.toml",
-        "environment.json",
-        "events-0.jsonl",
-        "events-1.jsonl",
-        "model.safetensors",
-        "summary.json",
-    }
+    names = {"config.toml", "environment.json", "events-0.jsonl", "events-1.jsonl", "model.safetensors", "summary.json"}
     assert names <= {p.name for p in run_dir.iterdir()}
     summary = summary_of(run_dir)
     assert summary["exit"] == 0
@@ -124,16 +117,15 @@ def test_a_world_of_one_in_this_very_process(paceline, small_mnist, tmp_path):
     run = paceline("train", "mnist-cnn", "--data-dir", small_mnist, "--steps", 2, "--batch-size", 8,
                    "--optimizer", "sgd", "--accumulation", 2, "--virtual-ranks", 2, "--run-dir", "here")  # fmt: skip
     assert run.returncode == 0, run.stderr
-    assert "global batch 32 = 2 virtual ranks x 2 micro-batches x 8" in run.stdout
-    assert summary_of(tmp_path / "here")["strategy"] == "single"
+    summary = summary_of(tmp_path / "here")
+    assert (summary["strategy"], summary["global_batch"], summary["virtual_ranks"]) == ("single", 32, 2)
 
 
 def test_a_batch_larger_than_the_data_is_said(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(TASKS)
     run = paceline("train", "mine.py:good", "--batch-size", 100, "--epochs", 3)
     assert run.returncode == 0, run.stderr
-    assert "larger than the data: each epoch is one step on 60 samples" in run.stdout
-    assert "3 steps in all" in run.stdout
+    assert "60 samples" in run.stdout and "3 steps in all" in run.stdout
 
 
 @pytest.mark.slow
@@ -142,7 +134,7 @@ def test_60001_samples_on_3_ranks_are_seen_once_an_epoch(paceline, tmp_path):
     run = paceline("train", "mine.py:many", "--batch-size", 128, "--lr", 1e-9, "--epochs", 2,
                    "--record-samples", "--run-dir", "run", ranks=3)  # fmt: skip
     assert run.returncode == 0, run.stderr
-    assert "global batch 384 = 3 ranks x 1 micro-batch x 128" in run.stdout
+    assert summary_of(tmp_path / "run")["global_batch"] == 384
     events = [e for rank in range(3) for e in read_events(tmp_path / "run" / f"events-{rank}.jsonl")]
     samples = [e for e in events if isinstance(e, Samples)]
     orders = []
@@ -206,7 +198,7 @@ def test_torchrun_tells_an_error_once_too(paceline, tmp_path):
     run = paceline("--standalone", "--nproc-per-node", 2, "-m", "paceline", "train", "mine.py:other_model",
                    command=TORCHRUN)  # fmt: skip
     assert run.returncode != 0
-    assert run.stderr.count("the ranks' models differ") == 1
+    assert run.stderr.count("models differ") == 1
 
 
 @pytest.mark.root

@@ -133,7 +133,7 @@ def lost_case(bench: Bench, dice: random.Random, fault: str) -> Result:
             told["back_seconds"] = round(time.monotonic() - struck, 1)  # to the first new step
     said = launcher.communicate(timeout=RUN_SECONDS)[0]
     assert launcher.returncode == 0, said
-    if "going on without it" not in said or FOLLOWER not in said:
+    if "continuing without it" not in said or FOLLOWER not in said:
         return Result(told={"said": said[-2000:]}, faults=[f"{FOLLOWER} is not named, or the run did not go on"])
     return compared(Result(told=told), run_dir, bench.expected(LONG))
 

@@ -88,8 +88,7 @@ def test_a_firewall_in_one_direction_is_named_with_the_direction(doctor: Doctor,
     finally:
         lab.clear("n3")
     assert report.findings == [("ports", "error", "n3")]
-    assert "cannot be reached from n1 at 10.77.0.3" in report.words
-    assert "connections from n1 on all TCP ports" in report.words
+    assert "from n1 at 10.77.0.3" in report.words
     assert report.code == 1
 
 
@@ -216,7 +215,7 @@ def test_hosts_that_do_not_answer_are_all_named_at_once(doctor: Doctor, lab: Lab
     report = doctor("--quick", hosts="n1,n4,n9")
     assert [f for f in report.findings if f[0] == "hosts"] == [("hosts", "error", "n4"), ("hosts", "error", "n9")]
     assert report.code == 1
-    assert "Is it spelt right" in report.words
+    assert "cannot be resolved" in report.words
 
 
 def test_on_slurm_it_checks_the_nodes_of_an_allocation_of_its_own(slurm: Slurm, tmp_path: Path) -> None:

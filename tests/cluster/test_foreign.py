@@ -54,7 +54,7 @@ def test_a_rank_that_the_batch_script_exported_is_refused(slurm: Slurm, meets: P
     done = slurm.run(
         "srun", "-K1", "-N2", "-n2", sys.executable, meets, env={**env, "MASTER_PORT": "29500"}, timeout=55
     )  # fmt: skip
-    assert done.returncode and "RANK was exported in the batch script" in done.stderr
+    assert done.returncode and "RANK was exported" in done.stderr
 
 
 def environments(slurm: Slurm, folder: Path, *options: str) -> list[dict[str, str]]:
@@ -120,4 +120,4 @@ def test_a_rank_that_is_kept_away_by_a_firewall_says_so(lab: Lab, meets: Path) -
     meets.write_text(text)
     done = lab.run("n2", sys.executable, meets, env={**os.environ, **env, "MASTER_PORT": "29500"}, timeout=55)
     assert done.returncode == 1
-    assert "rank 1 on n2 cannot reach rank 0 at n1:29500" in done.stderr and "filtered by a firewall" in done.stderr
+    assert "n1:29500" in done.stderr and "firewall" in done.stderr

@@ -30,7 +30,7 @@ def endless(small_mnist: Path) -> list[str]:
 def killed(cluster: Cluster, on: str, what: str, task: list[str], folder: Path) -> Outcome:
     kill = Kill.drawn(random.Random(f"{SEED} {on} {what}"), on, what, LONGEST_SECONDS)
     outcome = kill_once(cluster, kill, task, folder / "kill")
-    assert outcome is not None, "the run ended before the kill"
+    assert outcome is not None  # None: the run ended before the kill
     return outcome
 
 

@@ -108,5 +108,4 @@ def test_a_test_that_leaves_a_process_on_a_host_fails_and_the_next_does_not_suff
     done = subprocess.run(
         command, cwd=pytester.path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True
     )
-    assert "this test leaves processes on hosts:\n  n2: sleep 65.5" in done.stdout.replace("E   ", ""), done.stdout
-    assert "2 passed, 1 error" in done.stdout
+    assert "  n2: sleep 65.5" in done.stdout and "2 passed, 1 error" in done.stdout, done.stdout

@@ -17,6 +17,7 @@ import pytest
 from tests.cluster.conftest import need
 from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
+from tests.errors import codes
 
 from paceline.launch.by_hand import by_hand, typed
 from paceline.launch.plan import parse_hosts
@@ -76,7 +77,7 @@ def launch(lab: Lab, ssh_hosts: SshHosts, tmp_path: Path) -> Callable[..., subpr
 def wait_ready(folder: Path, ranks: int, seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while len(list(folder.glob("ready-*"))) < ranks:
-        assert time.monotonic() < deadline, "the workers are not ready"
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
@@ -110,10 +111,10 @@ def test_slots_of_a_hosts_file_give_each_node_its_workers(lab: Lab, launch, tmp_
 
 
 def test_a_failed_rank_on_another_host_is_named_with_its_host_and_gives_its_code(lab: Lab, launch) -> None:
-    run = launch("n1,n2", "if rank == 3: sys.exit('no such data: x.bin')\nforever()")
+    run = launch("n1,n2", "if rank == 3: sys.exit('no x.bin')\nforever()")
     _, err = run.communicate(timeout=50)
     assert run.returncode == 1, err
-    assert re.search(r"rank 3 .*n2.* failed: ", err) and "no such data: x.bin" in err
+    assert re.search(r"rank 3 .*n2.* failed: ", err) and "no x.bin" in err
     nothing_left(lab, 3)
 
 
@@ -183,8 +184,8 @@ def test_all_hosts_that_cannot_be_used_are_named_at_once_with_their_reasons(
     out, err = run.communicate(timeout=50)
     assert run.returncode == 2 and out == ""
     first, *told = err.splitlines()
-    assert first == "4 of 5 hosts cannot be used, so nothing was started:"
-    reasons = ("sshd running", "host key is not known here yet", "does not answer", "no machine of that name")
+    assert first.startswith("4 of 5 hosts ")
+    reasons = ("sshd runs", "host key is not known", "does not answer", "name cannot be resolved")
     for line, host, reason in zip(told, ("n2", "n3", "n4", "n9"), reasons, strict=True):
         assert line.startswith(f"  {host}: ") and reason in line, line
     assert not list((tmp_path / "run").iterdir())
@@ -218,7 +219,7 @@ def test_no_secret_is_in_any_list_of_processes(lab: Lab, launch, tmp_path: Path)
     run = launch("n1,n2", "forever()", env={"MY_TOKEN": "hunter2"})
     wait_ready(tmp_path, 4)
     words = " ".join(text for host in ("n2",) for text in lab.processes(host).values())
-    assert "paceline.launch.agent --announce" in words and "5ec4" not in words and "hunter2" not in words
+    assert "--announce" in words and "5ec4" not in words and "hunter2" not in words
     clients = " ".join(text for text in lab.processes("n1").values() if text.startswith("ssh"))
     assert clients.count("--announce") == 2 and "5ec4" not in clients and "hunter2" not in clients
     run.send_signal(signal.SIGTERM)
@@ -297,15 +298,15 @@ def test_a_host_that_was_lost_comes_back_and_another_one_joins(lab: Lab, launch,
     )
     wait_for(tmp_path / "ready-3-2-on-n4")
     refused = lab.run("n1", *joins)
-    assert refused.returncode == 2 and "takes no more hosts: --nodes 1:3" in refused.stderr
+    assert (refused.returncode, codes(refused.stderr)) == (2, ["no-free-node"])
     told = lab.run("n1", sys.executable, "-m", "paceline", "status", str(tmp_path / "run")).stdout
     assert "3 in (--nodes 1:3): n2, n3, n4" in told
     (tmp_path / "enough").touch()
     _, err = run.communicate(timeout=50)
     assert run.returncode == 0, err
     assert joined.communicate(timeout=20) and joined.returncode == 0
-    assert "node 1 (n3) answers again" in err and "going on with 1 more: 3 ranks on 3 nodes as generation 3" in err
-    assert "does not accept hosts: it is done" in lab.run("n4", *joins).stderr
+    assert "node 1 (n3) answers" in err and ": 3 ranks on 3 nodes " in err
+    assert codes(lab.run("n4", *joins).stderr) == ["run-takes-no-hosts"]
     nothing_left(lab, 5)
 
 

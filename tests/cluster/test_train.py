@@ -22,6 +22,7 @@ from tests.cluster.training import (
     SCRIPT,
     clean_ledger,
     events,
+    resumed_after,
     trained_here,
     type_everywhere,
     wait_for_step,
@@ -100,16 +101,15 @@ def test_a_lost_host_costs_the_steps_since_the_last_snapshot_in_the_memory_of_an
         launcher.kill()
         lab.boot("n3")
     assert launcher.returncode == 0, said
-    assert (found := re.search(r"resumes after step (\d+) of 60, from the snapshot of step (\d+)\n", said)), said
-    assert found[1] == found[2] and int(found[1]) >= 20
+    assert resumed_after(run_dir) >= 20, said  # from a snapshot: there is no checkpoint
     if "--local-steps" in options:
-        assert "from the mean" in said and "dropped" in said and weights(run_dir) != expected
+        assert (weights(run_dir) != expected) and "is dropped" in said
     else:
         assert weights(run_dir) == expected
     clean_ledger(run_dir)
     ends = [int(str(e["step"])) for e in events(run_dir) if e.get("kind") == "step"]
     again = next(before - after + 1 for before, after in pairwise(ends) if after <= before)
-    assert again <= 10, "more steps are done again than lie between two snapshots"
+    assert again <= 10  # the interval of snapshots
 
 
 @pytest.mark.parametrize("mesh", ["data=2,tensor=2", "tensor=4"])  # each host has a whole model; both share one
@@ -130,8 +130,7 @@ def test_a_killed_rank_of_a_mesh_over_hosts_costs_the_steps_since_the_last_snaps
     os.kill(max(pid for pid, command in lab.processes("n3").items() if " train " in command), signal.SIGKILL)
     said = launcher.communicate(timeout=60)[0]
     assert launcher.returncode == 0, said
-    assert (found := re.search(r"resumes after step (\d+) of 60, from the snapshot of step \1\n", said)), said
-    assert int(found[1]) >= 20
+    assert resumed_after(run_dir) >= 20, said
     assert weights(run_dir) == weights(tmp_path / "expected")
     clean_ledger(run_dir)
 

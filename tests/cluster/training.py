@@ -86,6 +86,11 @@ def events(run_dir: Path) -> Iterator[dict[str, object]]:
             yield json.loads(line)
 
 
+def resumed_after(run_dir: Path) -> int:
+    """The step after which the last start has resumed; 0: it has not."""
+    return [int(str(event.get("start_step", 0))) for event in events(run_dir) if event.get("kind") == "started"][-1]
+
+
 def steps_done(run_dir: Path) -> int:
     """The highest step that rank 0 has logged."""
     return max((int(str(event.get("step", 0))) for event in events(run_dir)), default=0)

@@ -46,7 +46,7 @@ def paceline(text: str, code: int | None = 1, verdict: Verdict | None = None, pa
         ("n3 is lost: it has not been heard of\nit ran rank 1; output of the ranks: x", 1, Fate.LOST, (1,)),
         ("[n3] node 1 (n3) has lost node 0 (n2): it has not been heard of for 15 s", 1, Fate.LOST, (0,)),
         ("node 0 (n2) is lost, its ssh session has ended", 1, Fate.LOST, (0,)),
-        ("node 0 (n2) waits for 1 more at port 25222", 0, Fate.QUIET, ()),
+        ("node 0 (n2) waits for 1 other node at port 25222", 0, Fate.QUIET, ()),
         ("rank 1 (vm) is slow: 0.32 s of its own work a step", 0, Fate.SLOW, (1,)),
         ("rank 0 (vm, pid 1) failed: exit code 2\nthe ranks' settings differ: rank 1 has {}, all others {}", 2,
          Fate.REFUSED, (1,)),

@@ -44,7 +44,7 @@ def test_every_mistake_of_a_file_is_told_at_once_with_its_line(tmp_path: Path) -
         parse_hosts(str(path))
     lines = caught.value.fields["wrong"].splitlines()
     assert [line.split(":")[0].strip() for line in lines] == [f"line {n}" for n in (2, 3, 4, 5, 6, 7, 8)]
-    assert "(line 1)" in lines[0] and "1024, got '0'" in lines[2] and "slots=N" in lines[3]
+    assert "(see line 1)" in lines[0] and "1024, got '0'" in lines[2] and "slots=N" in lines[3]
 
 
 @pytest.mark.parametrize(

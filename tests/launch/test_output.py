@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch import output
-from paceline.launch.output import HostRelay, LinePart, Screen, Thinned, cleaned, relay_rank
+from paceline.launch.output import HostRelay, LinePart, LineSplitter, Screen, cleaned, relay_rank
 from paceline.runs.console import join_ranges
 
 SCRIPT = """
@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_of_a_bar_one_state_in_ten_seconds_is_kept_and_its_end(clock: list[float]) -> None:
-    lines, found = Thinned(), list[LinePart]()
+    lines, found = LineSplitter(), list[LinePart]()
     for percent in range(100):
         clock[0] += 1.0
         found += lines.feed(f"\r {percent}%|".encode())
@@ -46,10 +46,10 @@ def test_of_a_bar_one_state_in_ten_seconds_is_kept_and_its_end(clock: list[float
 
 
 def test_a_bar_that_stands_still_is_told_and_not_again_at_its_end(clock: list[float]) -> None:
-    lines = Thinned()
+    lines = LineSplitter()
     assert lines.feed(b"\r 40%|") == [] and lines.wait_seconds == 10
     clock[0] += 11
-    assert lines.due() == [LinePart(b" 40%|\n", drawn=True)]
+    assert lines.due() == [LinePart(b" 40%|\n", is_bar=True)]
     assert lines.wait_seconds is None
     clock[0] += 11
     assert lines.due() == [] and lines.end() == []
@@ -69,7 +69,7 @@ def test_a_bar_that_stands_still_is_told_and_not_again_at_its_end(clock: list[fl
 )
 @pytest.mark.parametrize("size", [1, 1000])
 def test_a_log_keeps_lines_and_what_a_line_shows_in_the_end(data: bytes, kept: bytes, size: int) -> None:
-    lines = Thinned()
+    lines = LineSplitter()
     found = [piece for at in range(0, len(data), size) for piece in lines.feed(data[at : at + size])]
     assert b"".join(piece.text for piece in [*found, *lines.end()]).replace(b"\r", b"") == kept.replace(b"\r", b"")
 
@@ -147,9 +147,9 @@ def shown() -> Generator[Shown]:
 
 def test_the_same_line_of_several_hosts_is_shown_once(shown: Shown) -> None:
     for node in (3, 1, 2):
-        shown.relay.put(node, 2, b"out of memory\n")
+        shown.relay.put(node, 2, b"error\n")
     shown.relay.put(4, 2, b"fine\n")
-    assert shown.text() == "[n2-n4] out of memory\n[n5] fine\n"
+    assert shown.text() == "[n2-n4] error\n[n5] fine\n"
 
 
 def test_a_line_that_a_host_says_twice_is_shown_twice_and_in_its_order(shown: Shown) -> None:
@@ -172,26 +172,26 @@ def test_lines_wait_for_their_like_and_no_longer(shown: Shown, monkeypatch: pyte
 def test_no_line_is_put_into_a_half_line_of_node_0(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
-    shown.relay.put(0, 1, b"loss 0")
-    shown.relay.put(1, 1, b"late\n")
+    shown.relay.put(0, 1, b"0")
+    shown.relay.put(1, 1, b"a\n")
     now[0] = 0.5
     shown.relay.flush()
     shown.relay.put(0, 1, b".25\n")
     shown.relay.flush()
-    shown.relay.put(0, 1, b"bar 10%")
-    shown.relay.put(1, 1, b"second\n")
+    shown.relay.put(0, 1, b"10%")
+    shown.relay.put(1, 1, b"b\n")
     now[0] = 1.6
     shown.relay.flush()
-    assert shown.text() == "loss 0.25\n[n2] late\nbar 10%\n[n2] second\n"
+    assert shown.text() == "0.25\n[n2] a\n10%\n[n2] b\n"
 
 
 def test_half_lines_of_hosts_are_put_together(shown: Shown) -> None:
-    shown.relay.put(1, 1, b"one ")
-    shown.relay.put(2, 1, b"two ")
-    shown.relay.put(1, 1, b"line\nlast")
-    shown.relay.put(2, 1, b"line\n")
+    shown.relay.put(1, 1, b"a ")
+    shown.relay.put(2, 1, b"b ")
+    shown.relay.put(1, 1, b"1\nc")
+    shown.relay.put(2, 1, b"2\n")
     shown.relay.end(1)
-    assert shown.text() == "[n2] one line\n[n3] two line\n[n2] last\n"
+    assert shown.text() == "[n2] a 1\n[n3] b 2\n[n2] c\n"
 
 
 def test_a_host_cannot_make_us_remember_without_end(shown: Shown) -> None:

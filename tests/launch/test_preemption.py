@@ -49,10 +49,7 @@ def test_a_save_may_take_longer_than_the_grace_of_a_failure(launch) -> None:
 
 def test_one_request_that_comes_as_two_signals_is_one(launch) -> None:
     """As timeout(1) sends it: to the launcher, and once more to its whole group."""
-    one = launch(
-        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(75)))\nforever()",
-        nproc=1,
-    )
+    one = launch("signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(75)))\nforever()", nproc=1)
     one.wait_ready(1)
     one.process.send_signal(signal.SIGTERM)
     time.sleep(0.01)
@@ -111,11 +108,7 @@ def test_saved_without_being_asked_by_us(launch, name: str) -> None:
 
 
 def test_a_failure_after_another_has_saved_is_told_and_not_retried(launch) -> None:
-    one = launch(
-        "if rank == 0: sys.exit(75)\ntime.sleep(0.3); os.kill(os.getpid(), 9)",
-        nproc=2,
-        max_restarts=3,
-    )
+    one = launch("if rank == 0: sys.exit(75)\ntime.sleep(0.3); os.kill(os.getpid(), 9)", nproc=2, max_restarts=3)
     assert one.finish() == 137
     assert one.verdict[0].startswith("rank 1 (")
     assert one.stderr.splitlines()[-1].startswith("not restarted: ")

@@ -97,9 +97,9 @@ def test_all_done(launch) -> None:
 
 
 def test_every_rank_alike_is_told_once(launch) -> None:
-    one = launch("fail(ValueError('no module named mine'), 2, traceback=False)")
+    one = launch("fail(ValueError('mine'), 2, traceback=False)")
     assert one.finish() == 2
-    assert one.stderr.count("no module named mine") == 1
+    assert one.stderr.count("ValueError: mine") == 1
 
 
 def test_output_is_folded_and_the_verdict_stands_last(launch) -> None:
@@ -108,16 +108,16 @@ def test_output_is_folded_and_the_verdict_stands_last(launch) -> None:
         "if rank == 1:\n"
         "    while len(list(folder.glob('ready-*'))) < 3: time.sleep(0.01)\n"
         "    fail(ValueError('bad'))\n"
-        "def last(*_): print('rank 0 stops', file=sys.stderr); sys.exit(1)\n"
+        "def last(*_): print('stops', file=sys.stderr); sys.exit(1)\n"
         "signal.signal(signal.SIGTERM, last)\n"
         "forever()"
     )
     assert one.finish() == 1
     assert one.stdout == "out 0\n"
-    assert one.stderr.startswith("err 0\nrank 0 stops\nrank 1 (")
-    assert one.stderr.splitlines()[-1] == f"output of the ranks: {one.folder}/rank-<rank>.log"
-    assert sorted((one.folder / "rank-0.log").read_text().splitlines()) == ["err 0", "out 0", "rank 0 stops"]
-    assert sorted((one.folder / "rank-2.log").read_text().split("\n")) == ["", "err 2", "out 2", "rank 0 stops"]
+    assert one.stderr.startswith("err 0\nstops\nrank 1 (")
+    assert one.stderr.splitlines()[-1].endswith(f": {one.folder}/rank-<rank>.log")
+    assert sorted((one.folder / "rank-0.log").read_text().splitlines()) == ["err 0", "out 0", "stops"]
+    assert sorted((one.folder / "rank-2.log").read_text().split("\n")) == ["", "err 2", "out 2", "stops"]
 
 
 def test_a_terminal_stays_a_terminal_for_rank_0(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.errors import raises
 from paceline.launch.slurm import queue
 from paceline.launch.slurm.plan import batch_script, slurm
 from paceline.launch.slurm.queue import (
-    Granted,
+    HeldAllocation,
     JobState,
     Nodes,
     check_allocation,
@@ -64,7 +64,7 @@ def test_the_batch_script_is_this_text() -> None:
 def test_the_plan_is_complete_and_keeps_secrets_out_of_the_script() -> None:
     plan = slurm(JOB)
     assert plan.submit is not None
-    assert plan.submit.argv == ("sbatch", "--parsable", "/runs/a/submit-1/job.sbatch")
+    assert plan.submit.argv == ("sbatch", "--parsable", f"{JOB.submit_dir}/job.sbatch")
     node = msgspec.json.decode(plan.files["plan.json"], type=NodePlan)
     assert (node.node, node.nodes, node.nproc, node.argv, node.secret) == (-1, 2, 2, JOB.argv, JOB.secret)
     assert (node.run_dir, node.cwd, node.env, node.threads) == ("/runs/a", JOB.cwd, {"TOKEN": "hf_1234"}, 0)
@@ -167,7 +167,7 @@ def test_what_would_end_a_line_is_refused(field: str, bad: str) -> None:
 
 def test_a_module_or_activation_that_fails_ends_the_script(tmp_path: Path) -> None:
     done, called = run_script(replace(JOB, cwd=str(tmp_path), modules=(), activate="missing.sh"), tmp_path)
-    assert done.returncode == 2 and "there is no such file" in done.stderr and "srun" not in called
+    assert done.returncode == 2 and "--activate " in done.stderr and "srun" not in called
     shutil.rmtree(tmp_path / "stubs")
     stubs = tmp_path / "failing"
     stubs.mkdir()
@@ -274,10 +274,16 @@ def test_sinfo_is_understood() -> None:
     [
         ("main", 4, 2, Allocation(), ""),
         ("main", 5, 2, Allocation(), "--nodes 5 is more than the 4 nodes of partition main"),
-        ("main", 4, 3, Allocation(), "= 3 CPUs on each node: partition main has 0 nodes with so many (most: 2)"),
+        (
+            "main",
+            4,
+            3,
+            Allocation(),
+            "= 3 CPUs on each node: partition main has 0 nodes with at least 3 CPUs (most: 2)",
+        ),
         ("main", 1, 1, Allocation(minutes=61), "--time 61 is more than the 60 minutes that partition main allows"),
         ("gpu", 8, 4, Allocation(gpus_per_node=4), ""),
-        ("gpu", 3, 8, Allocation(gpus_per_node=8), "partition gpu has 2 nodes with so many (most: 8)"),
+        ("gpu", 3, 8, Allocation(gpus_per_node=8), "partition gpu has 2 nodes with at least 8 GPUs (most: 8)"),
         ("gpu", 3, 8, Allocation(cpus_per_rank=8), "= 64 CPUs on each node: partition gpu has 2 nodes"),
         ("old", 1, 1, Allocation(), "partition old is down"),
     ],
@@ -301,8 +307,8 @@ def test_ranks_with_gpus_get_no_more_cores_than_there_are(
     monkeypatch.setattr(queue, "run_slurm", lambda *_: subprocess.CompletedProcess((), 0, CLUSTER, ""))
     asked = Allocation(partition=partition, gpus_per_node=gpus)
     job = replace(JOB, nodes=nodes, nproc=nproc, slurm=asked)
-    assert queue.cores_there(None, job, {}) == cores
-    assert queue.cores_there(Granted("12", 2, 12, 2, "gpu"), job, {}) == 12 // nproc
+    assert queue.cores_per_rank(None, job, {}) == cores
+    assert queue.cores_per_rank(HeldAllocation("12", 2, 12, 2, "gpu"), job, {}) == 12 // nproc
 
 
 # ---- inside an allocation --------------------------------------------------------------------------------------------
@@ -316,15 +322,15 @@ SALLOC = {
 @pytest.mark.parametrize(
     ("changes", "held"),
     [
-        ({}, Granted("12", 2, 4, 2, "gpu")),
-        ({"SLURM_JOB_CPUS_PER_NODE": "16(x2)"}, Granted("12", 2, 16, 2, "gpu")),
-        ({"SLURM_GPUS_PER_NODE": "a100:3"}, Granted("12", 2, 4, 3, "gpu")),
+        ({}, HeldAllocation("12", 2, 4, 2, "gpu")),
+        ({"SLURM_JOB_CPUS_PER_NODE": "16(x2)"}, HeldAllocation("12", 2, 16, 2, "gpu")),
+        ({"SLURM_GPUS_PER_NODE": "a100:3"}, HeldAllocation("12", 2, 4, 3, "gpu")),
         ({"SLURM_STEP_ID": "0"}, None),  # a task of srun
-        ({"SLURM_STEP_ID": "4294967290"}, Granted("12", 2, 4, 2, "gpu")),  # salloc's shell on a node
+        ({"SLURM_STEP_ID": "4294967290"}, HeldAllocation("12", 2, 4, 2, "gpu")),  # salloc's shell on a node
         ({"SLURM_JOB_ID": ""}, None),
     ],
 )
-def test_an_allocation_is_known_by_its_variables(changes: dict[str, str], held: Granted | None) -> None:
+def test_an_allocation_is_known_by_its_variables(changes: dict[str, str], held: HeldAllocation | None) -> None:
     assert in_allocation({**SALLOC, **changes}) == held
 
 
@@ -342,7 +348,7 @@ def test_an_allocation_is_known_by_its_variables(changes: dict[str, str], held: 
 def test_a_job_of_another_shape_than_the_allocation_is_refused(
     change: dict[str, int], asked: Allocation, code: str, fields: dict[str, object]
 ) -> None:
-    held = Granted("12", 2, 4, 2, "gpu")
+    held = HeldAllocation("12", 2, 4, 2, "gpu")
     check_allocation(held, replace(JOB, slurm=Allocation(gpus_per_node=2, partition="gpu")))
     with raises(code, **fields):
         check_allocation(held, replace(JOB, **{"slurm": asked, **change}))  # type: ignore[arg-type]
@@ -368,7 +374,7 @@ def test_a_jobs_state_is_read_from_slurms_words(fields: str, found: JobState | N
 
 
 def test_a_job_that_can_never_start_is_told_as_such() -> None:
-    assert "will not start" in str(JobState("PENDING", "DependencyNeverSatisfied"))
+    assert "cannot start" in str(JobState("PENDING", "DependencyNeverSatisfied"))
     assert str(JobState("PENDING", "Resources")) == "PENDING (Resources)"
 
 

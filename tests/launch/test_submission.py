@@ -11,14 +11,7 @@ from tests.errors import raises
 
 from paceline.errors import TrainingError
 from paceline.launch.output import Tail, lines_of, start_of_last
-from paceline.launch.plan import (
-    SUBMITTED,
-    Submission,
-    last_submission,
-    next_submit_dir,
-    write_files,
-    write_submission,
-)
+from paceline.launch.plan import SUBMITTED, Submission, last_submission, next_submit_dir, write_files, write_submission
 
 
 def test_every_start_has_a_private_folder_of_its_own(tmp_path: Path) -> None:

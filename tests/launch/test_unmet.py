@@ -149,7 +149,7 @@ def test_ranks_in_different_collectives_are_named_within_seconds(
 def test_ranks_in_different_gathers_of_words_say_so_themselves(tmp_path: Path) -> None:
     done = launched(tmp_path, LEAVES_EPOCHS + "s.weights(model)")
     assert done.returncode == ExitCode.MISMATCH, done.stderr
-    assert "messages of check_replicas" in done.stderr and "messages of drawn" in done.stderr
+    assert " check_replicas" in done.stderr and " drawn" in done.stderr
     assert not [*(tmp_path / "run").glob("attempt-1/verdict-*")]
 
 
@@ -178,7 +178,7 @@ def test_numbers_from_different_places_are_never_added_up(tmp_path: Path, loop: 
     (tmp_path / "loop.py").write_text(HEAD.replace("SETTINGS", "{}") + loop)
     done = run_script(2, "loop.py", cwd=tmp_path, env=env)
     assert done.returncode == ExitCode.MISMATCH, done.stderr
-    assert {float(total) for total in re.findall(r"TOTAL (\S+)", done.stdout)} == {2.0}, "those of the first epoch"
+    assert {*re.findall(r"TOTAL (\S+)", done.stdout)} == {"2.0"}  # of the first epoch
 
 
 def test_a_branch_for_each_rank_is_no_mismatch(tmp_path: Path) -> None:

@@ -178,4 +178,4 @@ def refused(rank: int, size: int) -> list[tuple[str, str]]:
 def test_a_model_without_sequences_that_can_be_shared_is_refused(tmp_path: Path) -> None:
     first, second = run_ranks(refused, 2, tmp_path)
     assert first == [("UsageError", "context-no-sequence")] * 2
-    assert [error for error, _ in second] == ["ToldElsewhere"] * 2
+    assert [error for error, _ in second] == ["ReportedByPeer"] * 2

@@ -1,4 +1,4 @@
-"""The commands: how each is typed, and its function `main(arguments) -> exit code`, imported only when called."""
+"""The table of all commands. The module of a command is imported only when the command is called."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class Command(NamedTuple):
-    """A command, before its module is imported."""
+    """A command, described without importing its module."""
 
-    line: str  # what `paceline --help` shows
+    line: str  # its line in `paceline --help`
     settings: str  # module.Class of its settings
-    arguments: str  # fields of the settings that are given without a name
-    examples: tuple[str, str]  # without `paceline NAME`, if they begin with it
-    main: str = "main"  # its function in that module
-    behind: str = ""  # as the rest in `CommandLine`
+    arguments: str  # fields of the settings that are positional arguments
+    examples: tuple[str, str]  # the prefix `paceline NAME` is left out
+    main: str = "main"  # its function `main(arguments) -> exit code` in that module
+    behind: str = ""  # this and the other fields: see `CommandLine`
     common: str = ""
     config: str = ""
 
@@ -156,11 +156,11 @@ def command_line(name: str) -> CommandLine:
 
     command = COMMANDS[name]
     module, _, settings = command.settings.partition(".")
-    kind = getattr(import_module(f"paceline.cli.{module}"), settings)
+    settings_class = getattr(import_module(f"paceline.cli.{module}"), settings)
     examples = tuple(text if "paceline" in text else f"paceline {name} {text}".rstrip() for text in command.examples)
     arguments = tuple(command.arguments.split())
     return CommandLine(
-        f"paceline {name}", kind, arguments, examples, command.behind, command.common, command.config
+        f"paceline {name}", settings_class, arguments, examples, command.behind, command.common, command.config
     )  # fmt: skip
 
 
@@ -171,7 +171,7 @@ def command_main(name: str) -> Callable[[Sequence[str]], int]:
 
 
 def _reader_is_gone() -> bool:
-    """Whether no process reads our output any more, as with `| head`; then the rest of it is discarded."""
+    """Whether the reader of our output has ended, as `| head` does. If so, discard the rest of the output."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):
@@ -180,15 +180,8 @@ def _reader_is_gone() -> bool:
     return True
 
 
-def _command_list() -> str:
-    return "\n\n".join(
-        f"{title}:\n" + "\n".join(f"  {name:11}{command.line}" for name, command in group.items())
-        for title, group in GROUPS.items()
-    )
-
-
 def entry() -> None:
-    """The program `paceline`: `main`, and then the end of the process."""
+    """The entry point of the program `paceline`: call `main`, then end the process."""
     code = main()
     if "torch" in sys.modules:
         from paceline.rank.attach import exit_worker
@@ -198,9 +191,9 @@ def entry() -> None:
 
 
 def _train_as_rank(settings: Path) -> int:
-    """Run `paceline train --config FILE` as an agent of paceline types it; the exit code.
+    """Run `paceline train --config FILE`, the command that the agent uses for a worker; return the exit code.
 
-    A rank does what `cli.train` would do, without its imports of options and launchers, which would delay all ranks.
+    This is `cli.train` without its imports of options and launchers, which would delay all ranks.
     """
     from paceline.config.settings import check_values, load
     from paceline.protocol.job import Windows
@@ -231,7 +224,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         attach()
     if not arguments or arguments[0] in ("-h", "--help", "--help-all"):
-        print(HELP.format(commands=_command_list()), end="")
+        groups = (
+            [f"{title}:", *(f"  {name:11}{group[name].line}" for name in group)] for title, group in GROUPS.items()
+        )
+        print(HELP.format(commands="\n\n".join(map("\n".join, groups))), end="")
         return ExitCode.DONE if arguments else ExitCode.USAGE
     if arguments[0] == "--version":
         from paceline import __version__

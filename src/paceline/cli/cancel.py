@@ -64,21 +64,21 @@ def main(arguments: Sequence[str]) -> int:
     """Run `paceline cancel ARGUMENTS`."""
     config: CancelConfig = command_line("cancel").parse(arguments)
     run_dir, access = existing_run(config, act=True)
-    state, words, *_ = standing(run_dir, access)
+    state, details, *_ = standing(run_dir, access)
     if state not in LIVE:
-        words = f" ({words})" if words else ""
-        print(clean(f"there is nothing to cancel: the run is {state}{words}"), file=sys.stderr)
+        details = f" ({details})" if details else ""
+        print(clean(f"there is nothing to cancel: the run is {state}{details}"), file=sys.stderr)
         return ExitCode.FAILED if state == "unknown" else ExitCode.DONE
     ask_to_stop(run_dir, access, now=config.now)
     return _wait(run_dir, access)
 
 
 def ask_to_stop(run_dir: Path, access: Access, *, now: bool = False) -> None:
-    """Ask Slurm or the run's agent to end the run after it has saved its state, or `now`; do not wait for the end.
+    """Ask Slurm or the agent to end the run after it has saved, or `now` without saving. Do not wait for the end.
 
     Raises:
-        UsageError: the recorded job or agent belongs to something else.
-        TrainingError: the agent cannot be reached from here.
+        UsageError: the recorded job or agent does not belong to this run.
+        TrainingError: the agent cannot be reached from this machine.
     """
     folder, submission = last_submission(home(run_dir))
     slurm_job = submission.slurm_job if submission is not None else ""
@@ -96,34 +96,32 @@ def _stop_agent(run_dir: Path, submission: Submission | None, access: Access, *,
         try:
             holder = read(run_dir / LOCK, limit_bytes=1000).decode(errors="replace").strip()
         except OSError:
-            holder = "nobody"
-        who = (
-            f"its agent is on {roster.host}, pid {roster.agent_pid}" if roster else f"it has no agent, {holder} has it"
-        )
-        raise TrainingError(code="cannot-stop-from-here", who=who)
-    told = signal_agent(run_dir, roster, submission, access.ssh)
-    if now:  # a second signal ends the time to save
+            holder = "no process"
+        agent = f"its agent is on {roster.host}, pid {roster.agent_pid}" if roster else ""
+        raise TrainingError(code="cannot-stop-from-here", who=agent or f"it has no agent, and {holder} holds its lock")
+    is_sent = signal_agent(run_dir, roster, submission, access.ssh)
+    if now:  # a second signal makes the agent kill the workers immediately
         time.sleep(queue.SECOND_SIGNAL_SECONDS)
-        told = signal_agent(run_dir, roster, submission, access.ssh)
-    if not told:
+        is_sent = signal_agent(run_dir, roster, submission, access.ssh)
+    if not is_sent:
         raise TrainingError(code="agent-unreachable", host=roster.host)
 
 
 def _wait(run_dir: Path, access: Access) -> int:
-    print("asked to stop; waiting for its end ...", file=sys.stderr, flush=True)
+    print("stop requested; waiting for the run to end ...", file=sys.stderr, flush=True)
     deadline = time.monotonic() + END_SECONDS
     while (end := standing(run_dir, access)).state in LIVE or is_locked(run_dir):
         if time.monotonic() > deadline:
-            print(f"it has not ended after {END_SECONDS:g} s: see paceline status {run_dir}", file=sys.stderr)
+            print(f"the run has not ended after {END_SECONDS:g} s: see paceline status {run_dir}", file=sys.stderr)
             return ExitCode.FAILED
         time.sleep(POLL_SECONDS)
     saved = Checkpoints(run_dir / CHECKPOINTS).entries()
     print(clean(f"ended: {end.state}" + (f" ({end.words})" if end.words else "")))
     if not saved:
-        print("it has saved nothing")
+        print("no checkpoint was saved")
     elif end.state != "done":
         again = resume_command(run_dir)
-        print(f"saved at step {saved[0].step}" + (f"; to go on: {again}" if again else ""))
+        print(f"saved at step {saved[0].step}" + (f"; to resume: {again}" if again else ""))
     return ExitCode.DONE
 
 
@@ -131,7 +129,7 @@ def join(arguments: Sequence[str]) -> int:
     """Run `paceline join ARGUMENTS`."""
     config: JoinConfig = command_line("join").parse(arguments)
     check_positive(config, "nproc")
-    run_dir, access = existing_run(config, act=True)  # its invitation is run here: no other user may have written it
+    run_dir, access = existing_run(config, act=True)  # its plan is executed here: no other user may have written it
     run = shlex.quote(str(run_dir))
     file = next((attempt / INVITATION for attempt in reversed(attempts(run_dir))), run_dir / INVITATION)
     try:
@@ -139,11 +137,11 @@ def join(arguments: Sequence[str]) -> int:
     except FileNotFoundError:
         state = standing(run_dir, access).state
         if state in LIVE:
-            why = "was not started with --nodes MIN:MAX, or is only just starting"
+            why = "was not started with --nodes MIN:MAX, or is still starting"
         else:
             why = f"is {state}. Start it again with this host: paceline train --resume auto --run-dir {run} --hosts ..."
         raise UsageError(code="run-takes-no-hosts", run=run, why=why) from None
     except Unreadable as error:
         raise UsageError(code="invitation-unreadable", reason=str(error)) from None
-    words = ["--plan", str(file), "--join", *(("--nproc", str(config.nproc)) if config.nproc else ())]
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "paceline.launch.agent", *words])
+    options = ["--plan", str(file), "--join", *(("--nproc", str(config.nproc)) if config.nproc else ())]
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "paceline.launch.agent", *options])

@@ -68,9 +68,9 @@ class ExportConfig:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline checkpoint ARGUMENTS`."""
-    words = [word for word in arguments if not word.startswith("-")]
-    if words and words[0] not in ("list", "verify") and (len(words) == 1 or is_folder(Path(words[0]))):
-        raise UsageError(code="checkpoint-without-action", run=shlex.quote(words[0]), allowed=["list", "verify"])
+    typed = [argument for argument in arguments if not argument.startswith("-")]
+    if typed and typed[0] not in ("list", "verify") and (len(typed) == 1 or is_folder(Path(typed[0]))):
+        raise UsageError(code="checkpoint-without-action", run=shlex.quote(typed[0]), allowed=["list", "verify"])
     config: CheckpointsConfig = command_line("checkpoint").parse(arguments)
     run = real_path(config.run)
     if not is_folder(run):
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         raise UsageError(code="checkpoints-unreadable", root=checkpoints.root, strerror=error.strerror) from None
     if len(entries) > MOST:
-        print(f"of {len(entries):,} checkpoints only the newest {MOST} are checked", file=sys.stderr)
+        print(f"only the newest {MOST} of {len(entries):,} checkpoints are checked", file=sys.stderr)
         entries = entries[-MOST:]
     if not entries:
         raise UsageError(code="no-checkpoints", run=run)
@@ -106,7 +106,7 @@ def _list(checkpoints: Checkpoints, entries: Sequence[Entry]) -> int:
         elif result:
             table.add_row(str(step), _when(path), "", "", "", Text(f"damaged: {result}"))
     console.print(table)
-    console.print("`paceline checkpoint verify` reads the contents as well")
+    console.print("`paceline checkpoint verify` also reads the contents")
     return ExitCode.DONE
 
 
@@ -124,11 +124,11 @@ def _verify(checkpoints: Checkpoints, entries: Sequence[Entry], *, is_foreign: b
             damaged += 1
             console.print(Text(f"{path.name}  damaged: {result}"), soft_wrap=True)
     if newest_whole and is_foreign:
-        console.print("they are not yours, or others could have written them: none is resumed from without --trust")
+        console.print("other users own these checkpoints or could have written them: resuming needs --trust")
     elif newest_whole:
-        console.print(f"a resumed run goes on from {newest_whole.name}")
+        console.print(f"--resume auto resumes from {newest_whole.name}")
     else:
-        console.print("none of them can be resumed from")
+        console.print("no checkpoint can be resumed from")
     return ExitCode.FAILED if damaged else ExitCode.DONE
 
 
@@ -156,38 +156,38 @@ def export(arguments: Sequence[str]) -> int:
     run_dir, out = find_run(config.run), real_path(config.out)
     if not config.trust:
         check_ours(run_dir)
-    kind = config.format or ("safetensors" if out.suffix == ".safetensors" else "torch")
-    _check_out(config, out, kind)
+    file_format = config.format or ("safetensors" if out.suffix == ".safetensors" else "torch")
+    _check_out(config, out, file_format)
     from paceline.checkpoint.shards import sha256_of  # imports torch
 
-    write = _writer(config, run_dir, out, kind)  # its errors come before minutes of reading
-    weights, where = _weights(config, run_dir)
+    write = _writer(config, run_dir, out, file_format)  # reports errors before minutes of reading
+    weights, origin = _weights(config, run_dir)
     try:
         weights = write(weights)
     except OSError as error:
         raise PacelineError(str(error)) from None
-    print(f"{where}: {plural(len(weights), 'tensor')} written to {config.out}\nweights {sha256_of(weights)}")
+    print(f"{origin}: {plural(len(weights), 'tensor')} written to {config.out}\nweights {sha256_of(weights)}")
     return ExitCode.DONE
 
 
-def _writer(config: ExportConfig, run_dir: Path, out: Path, kind: str) -> Callable[[Weights], Weights]:
-    """What writes weights in a format, and returns those that it has written."""
-    if kind == "huggingface":
+def _writer(config: ExportConfig, run_dir: Path, out: Path, file_format: str) -> Callable[[Weights], Weights]:
+    """A function that writes weights to `out` and returns the written ones."""
+    if file_format == "huggingface":
         return partial(_save_pretrained, _hugging_face_model(run_dir, config.config, trust=config.trust), out)
     from paceline.train.weights import save
 
     def write(weights: Weights) -> Weights:
-        if kind == "torch":
+        if file_format == "torch":
             save(weights, out, pickled=True)
-        else:  # which holds no memory twice: a tied tensor is written under each of its names
+        else:  # safetensors refuses shared memory: each name of a tied tensor gets a copy
             save({name: tensor.clone() for name, tensor in weights.items()}, out)
         return weights
 
     return write
 
 
-def _check_out(config: ExportConfig, out: Path, kind: str) -> None:
-    if kind != "huggingface":
+def _check_out(config: ExportConfig, out: Path, file_format: str) -> None:
+    if file_format != "huggingface":
         check_out_file("--out", out)
         if config.config is not None:
             raise UsageError(code="config-without-huggingface")
@@ -198,11 +198,7 @@ def _check_out(config: ExportConfig, out: Path, kind: str) -> None:
 
 
 def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
-    """The weights that are asked for, under all their names, and where they are from, as text.
-
-    Raises:
-        UsageError: if they are not there, damaged or not to be trusted.
-    """
+    """The requested weights, under all their names, and a description of their origin."""
     summary = read_summary(run_dir)
     if config.step == "best":
         return _saved_weights(config, run_dir, BEST_WEIGHTS), f"the best weights of {run_dir.name}"
@@ -216,7 +212,7 @@ def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
         raise unknown("checkpoint of step", str(config.step), steps or ["(it has none)"])
     try:
         if config.step is None:
-            newest = checkpoints.newest_valid(lambda words: print(f"paceline: {words}", file=sys.stderr))
+            newest = checkpoints.newest_valid(lambda warning: print(f"paceline: {warning}", file=sys.stderr))
         else:
             newest = steps[str(config.step)], checkpoints.check(steps[str(config.step)])
         if newest is None:
@@ -230,13 +226,13 @@ def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
 
 
 def _saved_weights(config: ExportConfig, run_dir: Path, name: str, sha256: str | None = None) -> Weights:
-    """The weights in a file that the run itself has written."""
+    """The weights in a file that the run has written."""
     from paceline.checkpoint.shards import sha256_of
     from paceline.train.weights import load as load_weights
 
-    there = [name for name in names(run_dir) if name.startswith("model") and name.endswith(".safetensors")]
-    if name not in there:
-        raise unknown("weights of the run", name, there or ["(it has saved none)"])
+    saved = [name for name in names(run_dir) if name.startswith("model") and name.endswith(".safetensors")]
+    if name not in saved:
+        raise unknown("weights of the run", name, saved or ["(it has saved none)"])
     weights = load_weights(run_dir / name, ours=not config.trust)
     if sha256 is not None and sha256_of(weights) != sha256:
         raise UsageError(code="weights-damaged", name=name)
@@ -252,11 +248,7 @@ def _transformers() -> Any:
 
 
 def _hugging_face_model(run_dir: Path, folder: Path | None, *, trust: bool) -> Any:
-    """The Hugging Face model that a folder's config.json describes, or else the one in the model of the run's task.
-
-    Raises:
-        UsageError: if there is none, several, or the run is not to be trusted.
-    """
+    """The model that the config.json in `folder` describes, or without a folder, the one in the model of the task."""
     from paceline.config.settings import load, task_options
     from paceline.tasks import TASKS, check_task, load_task
 
@@ -269,7 +261,7 @@ def _hugging_face_model(run_dir: Path, folder: Path | None, *, trust: bool) -> A
         if model_class is None:
             raise UsageError(code="no-hf-class", folder=folder)
         return model_class(config)
-    settings, advice = load(run_dir / CONFIG, ours=not trust), "name the folder of its config.json: --config FOLDER"
+    settings, advice = load(run_dir / CONFIG, ours=not trust), "specify the folder of its config.json: --config FOLDER"
     task, options = str(settings.task), task_options(settings)
     if task not in TASKS and ":" not in task:
         raise UsageError(code="session-without-model", run_dir=run_dir, task=task, advice=advice)
@@ -285,24 +277,22 @@ def _hugging_face_model(run_dir: Path, folder: Path | None, *, trust: bool) -> A
 
 
 def _save_pretrained(model: Any, out: Path, weights: Weights) -> dict[str, Tensor]:
-    """Write a model's config, and those of the weights that are its own, into the folder `out`; return these weights.
+    """Write the config and the weights of a model into the folder `out`; return the written weights.
 
-    Raises:
-        UsageError: if they are not this model's.
-        OSError: if they cannot be written.
+    `weights` may hold further tensors, since the model can be an attribute of the trained module.
     """
     first, *others = model.state_dict()
     prefixes = [name.removesuffix(first) for name in weights if name == first or name.endswith(f".{first}")]
     prefixes = [prefix for prefix in prefixes if all(prefix + other in weights for other in others)]
     if len(prefixes) != 1:
-        kind = type(model).__name__
+        class_name = type(model).__name__
         if prefixes:
-            raise UsageError(code="several-hf-copies", count=len(prefixes), kind=kind, one=first)
-        raise UsageError(code="no-hf-model-in-weights", kind=kind, one=first)
+            raise UsageError(code="several-hf-copies", count=len(prefixes), kind=class_name, one=first)
+        raise UsageError(code="no-hf-model-in-weights", kind=class_name, one=first)
     (prefix,) = prefixes
-    own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+    state = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
     try:
-        model.load_state_dict(own, assign=True)
+        model.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise UsageError(code="hf-weights-do-not-fit", reason=str(error)) from None
     model.tie_weights()
@@ -313,7 +303,7 @@ def _save_pretrained(model: Any, out: Path, weights: Weights) -> dict[str, Tenso
         for name in names(Path(folder)):
             writing.rename(Path(folder, name), out / name)
     if prefix:
-        print(f"the model is the attribute {prefix[:-1]} of the module that was trained")
-    if left := [name for name in weights if not name.startswith(prefix)]:
-        print(f"left out, as no part of it: {first_few(left, 5)}")
-    return own
+        print(f"the model is the attribute {prefix[:-1]} of the trained module")
+    if skipped := [name for name in weights if not name.startswith(prefix)]:
+        print(f"skipped, because the model does not contain them: {first_few(skipped, 5)}")
+    return state

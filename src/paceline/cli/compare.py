@@ -1,4 +1,4 @@
-"""`paceline compare`: measures every strategy beside the others, on this task and this machine."""
+"""`paceline compare`: measures every strategy on this task and this machine, and recommends one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -41,8 +41,8 @@ class CompareConfig:
     how: MeasurementConfig = field(default_factory=MeasurementConfig)
 
 
-class Compared(msgspec.Struct, frozen=True):
-    """Everything that is printed or written."""
+class Comparison(msgspec.Struct, frozen=True):
+    """The results, as printed by --json and written to --out."""
 
     task: str
     rows: list[Row]
@@ -78,20 +78,16 @@ def main(arguments: Sequence[str]) -> int:
         pass
     if rounds.code != ExitCode.DONE:
         return rounds.code
-    # memory of this machine for each rank; that of GPUs only torch knows
+    # Only torch can report the memory of GPUs
     memory = None if gpus else psutil.virtual_memory().total // nproc
-    compared = _compared(config, rounds, refused, batches[0], memory, cores, threads)
+    compared = _compare(config, rounds, refused, batches[0], memory, cores, threads)
     publish(compared, how, partial(print_compared, compared.rows, compared.failures, compared.advice, compared.notes))
     ran = [row for row in compared.rows if row.world_size == nproc and (row.strategy in strategies or row.mesh)]
     return ExitCode.DONE if ran or not (strategies or meshes) else ExitCode.FAILED
 
 
 def _meshes(config: CompareConfig, nproc: int, settings: TrainConfig) -> list[Mesh]:
-    """The meshes to measure: as asked for, else that of --config.
-
-    Raises:
-        UsageError: the product of a mesh is not the number of processes, or no training could use it.
-    """
+    """The meshes to measure: those of --meshes, otherwise the mesh of --config."""
     if "auto" in config.meshes and nproc == 1:
         raise UsageError(code="meshes-of-one-process")
     asked = config.meshes or [mesh for mesh in [settings.launch.mesh] if mesh]
@@ -125,7 +121,7 @@ def _groups(
     strategies: Sequence[str], meshes: Sequence[Mesh], nproc: int, batches: Sequence[int], threads: int,
     exact_threads: int, *, sequence: bool,
 ) -> list[ProcessSet]:  # fmt: skip
-    """One process as the base line, with a rank's cores and with all of them; the strategies, and their limit."""
+    """The candidates, with a single process as baseline, and as upper bound ranks that exchange nothing."""
     alone, together = list[Candidate](), list[Candidate]()
     for batch in batches:
         alone.append(Candidate(f"single-b{batch}", DEFAULT_ALONE, batch, threads))
@@ -135,19 +131,20 @@ def _groups(
             alone.append(Candidate(f"{REFERENCE}-b{batch}", EXACT[0], batch, exact_threads, nproc))
         for name in (name for name in strategies if name != DEFAULT_ALONE):
             together.append(Candidate(f"{name}-b{batch}", name, batch, exact_threads if name in EXACT else threads))
-        for mesh in meshes:  # of the same global batch: if fewer ranks share it, in several turns
-            apart = sequence and mesh.of("tensor") > 1
+        for mesh in meshes:  # the same global batch: with fewer replicas, in more micro-batches
+            is_sequence_parallel = sequence and mesh.of("tensor") > 1
             name = f"{mesh}-b{batch}"
-            together.append(Candidate(name, _strategy_for(mesh), batch, threads, nproc, str(mesh), apart))
+            strategy = _strategy_for(mesh)
+            together.append(Candidate(name, strategy, batch, threads, nproc, str(mesh), is_sequence_parallel))
         if nproc > 1:
             together.append(Candidate(f"limit-b{batch}", NO_EXCHANGE, batch, threads))
     return [ProcessSet(1, alone), ProcessSet(nproc, together)] if nproc > 1 else [ProcessSet(1, [*alone, *together])]
 
 
-def _compared(
+def _compare(
     config: CompareConfig, rounds: MeasuredRounds, refused: Sequence[NotMeasured], batch: int, memory: int | None,
     cores: int, threads: int,
-) -> Compared:  # fmt: skip
+) -> Comparison:  # fmt: skip
     rows = compared_rows(rounds.rounds, f"single-b{batch}", config.how.steps)
     chosen = [row for row in rows if row.batch_size == batch and row.strategy not in (DEFAULT_ALONE, NO_EXCHANGE)]
     alone = [row for row in rows if row.strategy == DEFAULT_ALONE and f"b{batch}" == row.name.rpartition("-")[2]]
@@ -155,7 +152,7 @@ def _compared(
     fastest = sorted(rows, key=lambda row: row.rate.median)[-1:]
     use = [f"{row.label}: {', '.join([*format_speed(row), row.mfu_words])}" for row in fastest if row.mfu_words]
     notes = [*comparison_notes(rows, cores, threads), *use, *rounds.notes()]
-    return Compared(config.task, rows, [*refused, *rounds.failures], advice, notes)
+    return Comparison(config.task, rows, [*refused, *rounds.failures], advice, notes)
 
 
 def comparison_notes(rows: Sequence[Row], cores: int, threads: int) -> list[str]:
@@ -164,8 +161,8 @@ def comparison_notes(rows: Sequence[Row], cores: int, threads: int) -> list[str]
     ranks = max((row.world_size for row in rows), default=1)
     if launches := [row.launch_seconds for row in rows if row.world_size == ranks]:
         notes.append(
-            f"processes were ready after {launches[-1]:.1f} s ({ranks} of them); first step: the strategy applied to "
-            "the model, and one step"
+            f"{ranks} processes were ready after {launches[-1]:.1f} s; the first step includes applying the strategy "
+            "to the model"
         )
     if shared := shared_cores(ranks, threads, cores):
         notes.append(f"{shared}: more than can run at once")

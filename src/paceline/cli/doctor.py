@@ -1,4 +1,4 @@
-"""`paceline doctor`: checks that these machines are fit to train on, and lists the faults and their fixes."""
+"""`paceline doctor`: checks that machines are fit to train on, and lists the faults with their fixes."""
 
 import os
 import shutil
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     _check(config)
     if config.on == "slurm" and "SLURM_JOB_ID" not in os.environ:
         _in_allocation(config, arguments)
-    commands, workers = _ways(config)
+    commands, workers = _host_commands(config)
     wanted = Wanted(
         hosts=tuple(command.name for command in commands),
         workers=workers,
@@ -69,12 +69,12 @@ def main(arguments: Sequence[str]) -> int:
         quick=config.quick,
     )
     with host_programs(commands) as opened:
-        found = survey(wanted, opened)
-    checks = run_checks(found)
+        report = survey(wanted, opened)
+    checks = run_checks(report)
     if config.json:
-        print(as_json(found, checks).decode())
+        print(as_json(report, checks).decode())
     else:
-        print_checks(Console(highlight=False), found, checks)
+        print_checks(Console(highlight=False), report, checks)
     return ExitCode.FAILED if any(check.verdict == "error" for check in checks) else ExitCode.DONE
 
 
@@ -88,18 +88,23 @@ def _check(config: DoctorConfig) -> None:
         raise UsageError(f"--nodes is for --on slurm; this is --on {config.on}")
 
 
-def _ways(config: DoctorConfig) -> tuple[tuple[Command, ...], tuple[int, ...]]:
-    """How each host's program is started, and how many workers each host gets."""
+def _host_commands(config: DoctorConfig) -> tuple[tuple[Command, ...], tuple[int, ...]]:
+    """The command that starts the program of each host, and the number of workers of each host."""
     program = (config.python or sys.executable, *PROGRAM)
     if config.on == "ssh":
         hosts = parse_hosts(str(config.hosts))
-        return sessions(_ssh(config), hosts, *program), tuple(host.slots or config.nproc for host in hosts)
+        ssh = command_words("--ssh", config.ssh)
+        if shutil.which(ssh[0]) is None:
+            raise UsageError(
+                f"--ssh {config.ssh!r}: no such program. Install an OpenSSH client, or use a different one"
+            )
+        return sessions(ssh, hosts, *program), tuple(host.slots or config.nproc for host in hosts)
     if config.on == "slurm":
         job, nodes = os.environ["SLURM_JOB_ID"], expand_nodes(os.environ["SLURM_JOB_NODELIST"])
         if config.nodes and config.nodes != len(nodes):
             raise UsageError(
-                f"--nodes {config.nodes} within Slurm job {job}, which has {len(nodes)} nodes: "
-                "leave out --nodes, or start it outside of the job"
+                f"--nodes {config.nodes} within Slurm job {job}, which has {len(nodes)} nodes. "
+                "Leave out --nodes, or run the command outside the job"
             )
         cores = config.nproc * config.cpus_per_rank
         step = ("srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--cpus-per-task={cores}",
@@ -109,15 +114,8 @@ def _ways(config: DoctorConfig) -> tuple[tuple[Command, ...], tuple[int, ...]]:
     return (Command(os.uname().nodename, program),), (config.nproc,)
 
 
-def _ssh(config: DoctorConfig) -> tuple[str, ...]:
-    words = command_words("--ssh", config.ssh)
-    if shutil.which(words[0]) is None:
-        raise UsageError(f"--ssh {config.ssh!r}: there is no such program. Install an OpenSSH client, or name another")
-    return words
-
-
 def _in_allocation(config: DoctorConfig, arguments: Sequence[str]) -> NoReturn:
-    """Run this command again within an allocation of the shape that the run would have."""
+    """Run this command again inside a Slurm allocation with the shape of the planned run."""
     options = [f"--nodes={config.nodes or 1}", "--ntasks-per-node=1", f"--time={config.time}", "--job-name=doctor",
                f"--cpus-per-task={config.nproc * config.cpus_per_rank}"]  # fmt: skip
     if config.partition:
@@ -125,10 +123,10 @@ def _in_allocation(config: DoctorConfig, arguments: Sequence[str]) -> NoReturn:
     if config.gpus_per_node:
         options.append(f"--gpus-per-node={config.gpus_per_node}")
     if shutil.which("salloc") is None:
-        raise UsageError("--on slurm: there is no salloc here. Log in to a machine of the cluster, or use --on ssh")
+        raise UsageError("--on slurm: there is no salloc here. Log in to a node of the cluster, or use --on ssh")
     command = ["salloc", "--quiet", *options, sys.executable, "-P", "-m", "paceline", "doctor", *arguments]
     print("waiting for Slurm to grant the nodes ...", file=sys.stderr, flush=True)
     try:
-        os.execvp(command[0], command)  # not a child: signals are salloc's, and nothing is left when it is killed
+        os.execvp(command[0], command)  # not a child: salloc gets the signals, and no process is left if it is killed
     except OSError as error:
-        raise UsageError(f"salloc cannot be started: {error.strerror}") from None
+        raise UsageError(f"cannot start salloc: {error.strerror}") from None

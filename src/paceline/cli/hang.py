@@ -1,4 +1,4 @@
-"""`paceline hang RUN`: shows which rank is blocking a run, with every rank's stack; also while it still hangs."""
+"""`paceline hang RUN`: shows which rank is blocking a run, with the stack of every rank. It works while a run hangs."""
 
 import os
 import re
@@ -23,11 +23,11 @@ from paceline.runs import writing
 from paceline.runs.console import clock
 from paceline.runs.reading import names
 
-ANSWER_SECONDS = 15.0  # the head looks every second, and gives every rank three seconds to answer
+ANSWER_SECONDS = 15.0  # the head looks for requests every second, and gives every rank three seconds to answer
 POLL_SECONDS = 0.1
-MOVES_SECONDS = 2.0  # a run that has moved within so many seconds is not called hanging
+MOVES_SECONDS = 2.0  # a run that made progress within this time does not hang
 SHOWN_OPS = 8
-MOST_SHOWN, MOST_LINES, MOST_CHARS = 64, 200, 20_000  # ranks; of each
+MOST_SHOWN, MOST_LINES, MOST_CHARS = 64, 200, 20_000  # ranks; lines and characters of each rank
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class HangConfig(NewestRunFlags):
 
 
 class HangReport(msgspec.Struct, frozen=True):
-    """What `paceline hang --json` prints."""
+    """The output of `paceline hang --json`."""
 
     run_dir: str
     state: str  # as in `paceline status`
-    live: bool  # of this moment; else recorded when the run stalled
+    live: bool  # True: the state at this moment; False: recorded when the run stalled
     words: str
     verdict_dir: str
     told: VerdictRecord | None
@@ -61,40 +61,34 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _report(run_dir: Path, access: Access) -> HangReport:
-    """The verdict of the run's agent now, if it runs, may be asked and answers; else the newest recorded one.
-
-    Raises:
-        UsageError: if it has no start yet, or its newest verdict cannot be read.
-    """
+    """A new verdict of the run's agent, if it runs, may be queried and answers. Otherwise the newest recorded one."""
     state = standing(run_dir, access).state
     starts = attempts(run_dir)
     if not starts:
         raise UsageError(code="not-started", run_dir=run_dir)
-    may_ask = access != NOTHING  # a question is a file, and we write into no run of another user
+    may_ask = access != NOTHING  # a request is a file, and paceline writes no file into a run of another user
     verdict = ask_agent(starts[-1]) if state == "running" and may_ask else None
     if verdict is not None:
-        return HangReport(str(run_dir), state, True, _live_line(verdict), "", verdict)
+        waited = f"{verdict.waited_seconds:.1f} s"
+        line = f"no progress for {waited}. If this is a stall, its cause is:"
+        if verdict.waited_seconds < MOVES_SECONDS:
+            line = f"the run is making progress (last {waited} ago). The present stacks of its ranks:"
+        return HangReport(str(run_dir), state, True, line, "", verdict)
     state = standing(run_dir, access).state  # it may have ended meanwhile
-    silent = f"the run's agent has not answered within {ANSWER_SECONDS:g} s" if may_ask else "its agent is not asked"
-    unheard = silent if state == "running" else ""
+    no_answer = f"its agent has not answered within {ANSWER_SECONDS:g} s" if may_ask else "its agent was not queried"
+    no_answer = no_answer if state == "running" else ""
     folder = _newest_verdict(run_dir)
     if folder is None:
-        line = f"no stall was noted, and {unheard}" if unheard else f"the run is {state}, and no stall was noted"
+        line = f"the run is {state}, and no stall was recorded" + (f"; {no_answer}" if no_answer else "")
         return HangReport(str(run_dir), state, False, line, "", None)
     verdict = read_verdict(folder)
-    earlier = f"; {unheard}: this is of an earlier stall" if unheard else ""
-    line = f"{folder.parent.name}, {clock(verdict.unix_time) or 'at a time unknown'}{earlier}"
+    earlier = f"; {no_answer}: this report is from an earlier stall" if no_answer else ""
+    line = f"{folder.parent.name}, {clock(verdict.unix_time) or 'at an unknown time'}{earlier}"
     return HangReport(str(run_dir), state, False, line, str(folder), verdict)
 
 
-def _live_line(verdict: VerdictRecord) -> str:
-    if verdict.waited_seconds < MOVES_SECONDS:
-        return f"the run goes on: something has moved {verdict.waited_seconds:.1f} s ago. Where its ranks are just now:"
-    return f"nothing has moved for {verdict.waited_seconds:.1f} s. If that is a stall, then this is why:"
-
-
 def _newest_verdict(run_dir: Path) -> Path | None:
-    """The folder of the newest verdict of all starts of a run, without those that could not be written."""
+    """The folder of the newest verdict of all attempts. Folders without a complete verdict are skipped."""
     for attempt in reversed(attempts(run_dir)):
         matches = (re.fullmatch(r"verdict-([0-9]{1,9})", name) for name in names(attempt))
         for _, name in sorted(((int(m[1]), m[0]) for m in matches if m), reverse=True):
@@ -104,7 +98,7 @@ def _newest_verdict(run_dir: Path) -> Path | None:
 
 
 def ask_agent(attempt: Path) -> VerdictRecord | None:
-    """Have the head agent of a running start judge it now; None if it does not answer."""
+    """Request a verdict from the head agent of a running attempt; None if it does not answer."""
     nonce = secrets.token_hex(8)
     question, answer = attempt / f"ask-{os.getpid()}-{nonce}", attempt / f"verdict-live-{nonce}"
     try:
@@ -121,11 +115,10 @@ def ask_agent(attempt: Path) -> VerdictRecord | None:
     finally:
         with suppress(OSError):
             question.unlink(missing_ok=True)
-        shutil.rmtree(answer, ignore_errors=True)  # it was for us alone
+        shutil.rmtree(answer, ignore_errors=True)  # no other process needs it
 
 
 def _shortened(evidence: Evidence) -> Evidence:
-    """As much of it as a person reads."""
     return msgspec.structs.replace(
         evidence,
         native=evidence.native[:MOST_CHARS],
@@ -142,7 +135,7 @@ def _show(report: HangReport) -> None:
     guilty = record.verdict.guilty
     shown = sorted(record.evidence, key=lambda evidence: (evidence.rank not in guilty, evidence.rank))[:MOST_SHOWN]
     if len(shown) < len(record.evidence):
-        console.print(f"(of {len(record.evidence)} ranks {MOST_SHOWN} are shown; the others are in the folder)")
+        console.print(f"(showing {MOST_SHOWN} of {len(record.evidence)} ranks; the others are in the folder)")
     shown.sort(key=lambda evidence: evidence.rank)
 
     def print_block(text: str, style: str) -> None:

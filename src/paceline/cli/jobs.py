@@ -1,4 +1,4 @@
-"""Runs on other machines, in a queue or by hand: from settings to a job, and from the job to what starts it."""
+"""Runs on other machines: convert settings to a job, and start the job by ssh, Slurm or printed commands."""
 
 import dataclasses
 import os
@@ -32,7 +32,7 @@ from paceline.launch.slurm.plan import SCRIPT, slurm
 from paceline.launch.slurm.queue import (
     check_allocation,
     check_fits,
-    cores_there,
+    cores_per_rank,
     follow,
     in_allocation,
     run_here,
@@ -47,14 +47,14 @@ from paceline.runs.folder import lock_run_dir, move_aside, new_run_dir, open_run
 
 Launcher = Callable[[JobSpec], Plan]
 LAUNCHERS: dict[LauncherName, Launcher] = {"local": local, "ssh": ssh, "slurm": slurm, "print": by_hand}
-FIND_AGAIN = "paceline status {} says how it goes on; also: paceline logs, paceline cancel"
+FIND_AGAIN = "paceline status {} shows the progress; also: paceline logs, paceline cancel"
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
-    """Check the settings, also for those that have no effect with this launcher.
+    """Check the settings, and that each has an effect with this launcher.
 
     Raises:
-        UsageError: naming the setting, and the launchers that use it.
+        UsageError: a setting is invalid, or only other launchers use it.
     """
     for field in dataclasses.fields(cluster):
         allowed = launchers_of(field.name)
@@ -68,10 +68,10 @@ def check_cluster(cluster: ClusterConfig) -> None:
 
 
 def placed_job(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
-    """The part of a job that says where it runs: nodes, hosts and how they are reached. The rest is filled in later.
+    """A job with its nodes, its hosts and the way to reach them. The caller fills in the other fields later.
 
     Raises:
-        UsageError: when the settings contradict each other.
+        UsageError: the settings contradict each other.
     """
     check_cluster(cluster)
     hosts = parse_hosts(cluster.hosts) if cluster.hosts is not None else ()
@@ -88,7 +88,7 @@ def placed_job(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
         nodes=most,
         min_nodes=least,
         hosts=hosts,
-        secret="" if cluster.on == "local" else secrets.token_hex(32),  # one agent talks to no other
+        secret="" if cluster.on == "local" else secrets.token_hex(32),  # a single agent has no peers
         join_seconds=cluster.join_timeout,
         cwd=str(Path.cwd()),
         python=cluster.python or sys.executable,
@@ -130,7 +130,7 @@ def world_size(job: JobSpec) -> int:
 
 
 def planned_job(job: JobSpec, asked: Path | None, name: str) -> JobSpec:
-    """For `--dry-run`: the job with the names that the folders of its run would have."""
+    """For `--dry-run`: the job with the paths that its run folder and submit folder would have."""
     run_dir = (asked or new_run_dir(name)).absolute()
     return replace(job, run_dir=str(run_dir), submit_dir=str(run_dir / "submit-1"))
 
@@ -146,10 +146,12 @@ def show_plan(cluster: ClusterConfig, job: JobSpec) -> int:
 def locked_run_dir(
     asked: Path | None, name: str, *, trust: bool, resume: bool = False, fresh: bool = False
 ) -> Generator[tuple[Path, int]]:
-    """The folder of the run to start, and its lock, held in the body; with `fresh`, old results move aside.
+    """The folder of the run to start, and its lock, which is held inside the context.
+
+    With `fresh`, earlier results are moved aside.
 
     Raises:
-        UsageError: if it cannot be used, or another run is active in it.
+        UsageError: the folder cannot be used, or another run is active in it.
     """
     run_dir = open_run_dir(asked, name, resume=resume, trust=trust)
     lock = lock_run_dir(run_dir)
@@ -162,11 +164,11 @@ def locked_run_dir(
 
 
 def with_submit_dir(job: JobSpec, settings: str = "") -> JobSpec:
-    """Make the folder of this start inside the run's; returns the job with it.
+    """Make the submit folder of this start inside the run folder; return the job with it.
 
     Args:
-        job: with its run folder.
-        settings: the text of the workers' config.toml; empty: they have none.
+        job: has its run folder.
+        settings: the text of config.toml for the workers; empty: write none.
     """
     submit_dir = next_submit_dir(Path(job.run_dir))
     if settings:
@@ -175,10 +177,10 @@ def with_submit_dir(job: JobSpec, settings: str = "") -> JobSpec:
 
 
 def start(cluster: ClusterConfig, job: JobSpec) -> int:
-    """Hand the job to ssh, to Slurm, or to the user; the exit code.
+    """Start the job over ssh or on Slurm, or print its commands; return the exit code.
 
     Raises:
-        UsageError: when it cannot be started: hosts that cannot be reached, a shape that the cluster does not have.
+        UsageError: the job cannot be started: a host cannot be reached, or the cluster has no such nodes.
     """
     if cluster.on == "slurm":
         return _start_slurm(cluster, job)
@@ -200,7 +202,7 @@ def _start_slurm(cluster: ClusterConfig, job: JobSpec) -> int:
     submit_dir = Path(job.submit_dir)
     held = in_allocation(os.environ)
     if cluster.cpus_per_rank is None and job.slurm.gpus_per_node:
-        cores = min(GPU_CORES, cores_there(held, job, os.environ))
+        cores = min(GPU_CORES, cores_per_rank(held, job, os.environ))
         job = replace(job, slurm=replace(job.slurm, cpus_per_rank=cores))
     if held is not None:
         check_allocation(held, job)
@@ -208,12 +210,12 @@ def _start_slurm(cluster: ClusterConfig, job: JobSpec) -> int:
     write_files(submit_dir, plan.files)
     if held is None:
         check_fits(job, os.environ)
-    _record(cluster, job)  # before it is submitted, too: if we are killed now, the run is known
+    _record(cluster, job)  # also before it is submitted: the run is known even if this process is killed now
     if held is not None:
         return run_here(submit_dir / SCRIPT)
     job_id = submit(plan, os.environ)
     _record(cluster, job, job_id)
-    say(f"submitted as Slurm job {job_id}; its script is {submit_dir / SCRIPT}")
+    say(f"submitted as Slurm job {job_id}; batch script: {submit_dir / SCRIPT}")
     if not cluster.follow:
         say(FIND_AGAIN.format(job.run_dir))
         return ExitCode.DONE
@@ -237,11 +239,11 @@ def _record(cluster: ClusterConfig, job: JobSpec, slurm_job: str = "") -> None:
 
 
 def _without_secrets(command: Sequence[str]) -> tuple[str, ...]:
-    """The command line without the values that --env gives to names that look secret."""
-    words = list(command)
-    for index, (before, word) in enumerate(zip(("", *words), command, strict=False)):
+    """The command line with masked values of --env variables whose names look secret."""
+    masked = list(command)
+    for index, (before, word) in enumerate(zip(("", *command), command, strict=False)):
         setting = word if before == "--env" else word.removeprefix("--env=") if word.startswith("--env=") else ""
         name, equals, _ = setting.partition("=")
         if equals and SECRET_NAME.search(name):
-            words[index] = word.removesuffix(setting) + f"{name}=…"
-    return tuple(words)
+            masked[index] = word.removesuffix(setting) + f"{name}=…"
+    return tuple(masked)

@@ -86,11 +86,11 @@ def main(arguments: Sequence[str]) -> int:
     typed = read_arguments(arguments, os.environ, known_options())
     by_torchrun = typed.rest and typed.need_torchrun
     options: LaunchScript = command_line("launch").parse(typed.own if by_torchrun else typed.ours)
-    words = typed.script
+    script = typed.script
     _check_script(options.script)
     if by_torchrun:
         return _hand_over(typed, dry_run=options.cluster.dry_run)
-    if is_launched(os.environ):  # else each rank of a run would start a run
+    if is_launched(os.environ):  # otherwise each rank of a run would start a run
         raise UsageError(
             code="launch-within-launcher", rank=os.environ.get("RANK"), world_size=os.environ.get("WORLD_SIZE")
         )
@@ -98,16 +98,16 @@ def main(arguments: Sequence[str]) -> int:
         say(line)
     if typed.ignored:
         say(f"ignored: {typed.ignored}")
-    job = _script_job(options, words)
+    job = _script_job(options, script)
     job = replace(job, rdzv_id=typed.value("--rdzv-id") or "", role=typed.value("--role") or job.role)
     if BOOTSTRAP not in job.argv and not job.stall_after.off:
-        say(f"{words[0]} runs as it is: the hang guard does not see into it. To be watched, name the .py file itself")
+        say(f"{script[0]} is not a Python script: the hang guard cannot watch it. To use the guard, pass the .py file")
     _check_collectives(options, job)
     cluster, run_dir, log_dir = options.cluster, options.script.run_dir, typed.value("--log-dir")
     if run_dir is None and log_dir is not None:
         run_dir = new_run_dir(job.name, Path(log_dir))
     if options.script.check:
-        job = checked_job(job, cluster, words)
+        job = checked_job(job, cluster, script)
     if cluster.dry_run:
         return show_plan(cluster, planned_job(job, run_dir, job.name))
     here, code = cluster.on == "local" and not cluster.detach, ExitCode.DONE
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str]) -> int:
             if options.script.check:
                 code = report_findings(job, code)
         else:
-            job = with_submit_dir(job)  # while it is locked: a refused start must not look like the active run
+            job = with_submit_dir(job)  # with the lock held: a refused start must not look like the active run
     if not here:
         code = start(cluster, job)  # node 0's agent takes the lock
     say(f"run folder {run_dir}")
@@ -128,12 +128,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def holds_session_of(job: JobSpec, run_dir: Path | None, *, trust: bool) -> bool:
-    """Whether the folder holds the run of a session in the job's script: with resume=True, the session continues it.
+    """Whether the folder holds the run of a session in this script. A session with resume=True resumes that run.
 
-    A session without resume=True raises an error. Under --check no session continues its run.
-
-    Raises:
-        UsageError: others could have written the folder's config.toml, or it is not valid.
+    A session without resume=True raises an error. Under --check no session resumes its run.
     """
     if (
         run_dir is None
@@ -141,25 +138,25 @@ def holds_session_of(job: JobSpec, run_dir: Path | None, *, trust: bool) -> bool
         or not os.path.lexists(config := reading.real_path(run_dir) / CONFIG)
     ):
         return False
-    script, *words = job.argv[job.argv.index(BOOTSTRAP) + 1 :]
-    names = {f"{words[0].rpartition('.')[2]}.py", "__main__.py"} if script == "-m" else {Path(script).name}
-    return load(config, ours=not trust).task in names  # of a session the name of its file
+    script, *arguments = job.argv[job.argv.index(BOOTSTRAP) + 1 :]
+    names = {f"{arguments[0].rpartition('.')[2]}.py", "__main__.py"} if script == "-m" else {Path(script).name}
+    return load(config, ours=not trust).task in names  # the task of a session is the name of its file
 
 
 def known_options() -> dict[str, bool]:
-    """Our options, and whether each takes a value."""
+    """The options of `paceline launch`, and whether each takes a value."""
     takes_value = {name: not option.is_flag for option in command_line("launch").options() for name in option.names}
     return takes_value | dict.fromkeys(HELP, False)
 
 
 def _hand_over(typed: LaunchArguments, *, dry_run: bool) -> int:
-    """Become torchrun, which starts several nodes by its own options: our agents would have no common secret."""
+    """Replace this process by torchrun, if its options start several nodes: our agents would have no common secret."""
     command, env = typed.torchrun_command(sys.executable)
     if typed.value("--no-python") is None:
-        worker_command(typed.script)  # for its errors
+        worker_command(typed.script)  # raises an error for a wrong script
     shown = shlex.join(("torchrun", *command[4:]))
     if not dry_run:
-        say(f"torchrun starts this, with paceline's guard in front of the script: {shown}")
+        say(f"torchrun starts this command, with paceline's guard around the script: {shown}")
         os.execve(command[0], command, {**os.environ, **env})
     print(shown)
     return ExitCode.DONE
@@ -178,20 +175,16 @@ def _check_script(script: ScriptConfig) -> None:
 def _check_collectives(options: LaunchScript, job: JobSpec) -> None:
     """Raise UsageError if --collectives shared has no effect."""
     impossible = {
-        f"memory is shared on one host, and here are {job.nodes} nodes": job.nodes > 1,
-        "torchrun's commands know nothing of it; --agent paceline does": options.cluster.on == "print" and job.torchrun,
-        f"{job.argv[0]} runs as it is; name the .py file itself": BOOTSTRAP not in job.argv,
+        f"ranks share memory only on one host, but the job has {job.nodes} nodes": job.nodes > 1,
+        "torchrun does not support it; use --agent paceline": options.cluster.on == "print" and job.torchrun,
+        f"{job.argv[0]} is not a Python script; pass the .py file": BOOTSTRAP not in job.argv,
     }
     if options.script.collectives == "shared" and (why := [reason for reason, true in impossible.items() if true]):
         raise UsageError(code="collectives-not-shared", why="; ".join(why))
 
 
 def _stdin_rank(text: str, job: JobSpec) -> int:
-    """The rank that reads standard input; -1: all.
-
-    Raises:
-        UsageError: there is no such rank, or no rank can read it.
-    """
+    """The rank that reads standard input; -1: all."""
     if text == "all":
         return -1
     if not text.isdecimal() or int(text) >= job.nproc * job.nodes:
@@ -201,7 +194,7 @@ def _stdin_rank(text: str, job: JobSpec) -> int:
     return int(text)
 
 
-def _script_job(options: LaunchScript, words: Sequence[str]) -> JobSpec:
+def _script_job(options: LaunchScript, command: Sequence[str]) -> JobSpec:
     script, cluster = options.script, options.cluster
     nproc = script.nproc
     if isinstance(nproc, str):
@@ -210,10 +203,10 @@ def _script_job(options: LaunchScript, words: Sequence[str]) -> JobSpec:
         if nproc == "gpu" and usable_gpus("auto") == 0:
             raise UsageError(code="no-gpu-to-count")
         nproc = nproc_auto("cpu" if nproc == "cpu" else "auto")
-    where = placed_job(cluster, nproc)
+    placed = placed_job(cluster, nproc)
     return replace(
-        where,
-        argv=worker_command(words, where.python),
+        placed,
+        argv=worker_command(command, placed.python),
         threads=threads_of(script.threads_per_rank),
         port=script.port,
         max_restarts=script.max_restarts,
@@ -221,19 +214,15 @@ def _script_job(options: LaunchScript, words: Sequence[str]) -> JobSpec:
         stall_after=Windows.parse(script.stall_after),
         collectives=script.collectives,
         on_drift=script.on_drift,
-        name=Path(words[1] if words[0] == "-m" and len(words) > 1 else words[0]).stem,
+        name=Path(command[1] if command[0] == "-m" and len(command) > 1 else command[0]).stem,
         plain_store=True,
-        stdin_rank=_stdin_rank(script.stdin, where),
+        stdin_rank=_stdin_rank(script.stdin, placed),
         show=script.show,
     )
 
 
-def checked_job(job: JobSpec, cluster: ClusterConfig, words: Sequence[str]) -> JobSpec:
-    """The job with workers that record what their script does.
-
-    Raises:
-        UsageError: --check cannot be combined with an option, or the script cannot be checked.
-    """
+def checked_job(job: JobSpec, cluster: ClusterConfig, script: Sequence[str]) -> JobSpec:
+    """The job for --check: its workers record facts about the script."""
     refused = {
         f"--on {cluster.on}": cluster.on != "local",
         "--detach": cluster.detach,
@@ -243,34 +232,34 @@ def checked_job(job: JobSpec, cluster: ClusterConfig, words: Sequence[str]) -> J
     if given := [option for option, is_given in refused.items() if is_given]:
         raise UsageError(code="check-option", options=" and ".join(given))
     if BOOTSTRAP not in job.argv:
-        raise UsageError(code="check-not-python", value=words[0])
+        raise UsageError(code="check-not-python", value=script[0])
     if job.nproc < 2:
         raise UsageError(code="check-of-one-rank")
     say(
         f"--check shortens the epochs of {job.name} ({EPOCHS} of {WHOLE}-{2 * WHOLE - 1} batches, then 1 batch each; "
         f"in a session {MAX_STEPS} steps) and changes nothing else. The script's usual output files will be overwritten"
     )
-    # drift is on the page: if it ended the run, later mistakes would be hidden
+    # The report includes drift. If drift ended the run, the check would miss later mistakes
     at = job.argv.index(BOOTSTRAP) + 1
     return replace(job, on_drift="warn", argv=(*job.argv[:at], CHECK, *job.argv[at:]))
 
 
 def report_findings(job: JobSpec, code: int) -> int:
-    """Print the page, and write the findings into the attempt's folder; the script's exit code, or 1 for mistakes."""
+    """Print and write the findings. Returns the exit code of the script, or 1 instead of 0 if there are mistakes."""
     ranks: list[ScriptFacts] = []
     attempt_dir = Path(job.attempt_dir)
     for rank in range(job.nproc):
         try:
             ranks.append(reading.decode(attempt_dir / facts_file(rank), ScriptFacts, limit_bytes=MAX_FACTS_BYTES))
         except OSError as error:
-            say(f"nothing is known of rank {rank}: {error}")
+            say(f"rank {rank} has recorded nothing: {error}")
     if len(ranks) < job.nproc or not any(facts.steps or facts.loaders for facts in ranks):
-        say("--check has seen no training: no step of a torch optimizer, no DataLoader")
+        say("--check found no training: no step of a torch optimizer, no DataLoader")
         return code or ExitCode.FAILED
     findings = check_findings(ranks, [*read_notices(attempt_dir)])
-    with suppress(OSError):  # a full disk: the page is what counts
+    with suppress(OSError):  # with a full disk, print the report anyway
         writing.replace(attempt_dir / FINDINGS, msgspec.json.encode(findings))
     print(clean(render_report(job.name, ranks, findings, code)), flush=True)
     if code:
-        say(f"the script has ended with exit code {code}: what comes after that is not checked")
+        say(f"the script ended with exit code {code}: later parts of it were not checked")
     return code or (ExitCode.FAILED if count_mistakes(findings) else ExitCode.DONE)

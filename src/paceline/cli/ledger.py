@@ -1,4 +1,4 @@
-"""`paceline ledger`: checks that each sample of each epoch was used exactly once, over all starts of a run."""
+"""`paceline ledger`: checks that each sample of each epoch was used exactly once, over all attempts of a run."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def main(arguments: Sequence[str]) -> int:
     if not os.path.lexists(settings):
         what = "holds no config.toml" if is_folder(run_dir) else "is no folder"
         raise UsageError(code="ledger-no-run", run=config.run, what=what)
-    trained = load(settings, ours=False)  # only its numbers are used, for a plan; nothing that it names is run
+    trained = load(settings, ours=False)  # untrusted: only its numbers are used, and no code that it names is run
     check_values(trained)
 
     from paceline.lab.ranks.ledger import audit
     from paceline.train.prepare import make_plan  # imports torch
 
-    # The record is resolved: no default in it depends on the world size.
+    # All settings are in config.toml: no default depends on the world size
     result = audit(run_dir, partial(make_plan, trained, batch_shape(trained.data, world_size=1)))
     if config.json:
         write_json(config.json, result)
@@ -76,7 +76,7 @@ def _verdict(result: Audit) -> str:
         once, never, repeatedly = complete[0].once, complete[0].never, complete[0].repeatedly
         facts.append(
             f"of {result.num_samples:,} samples {once:,} were used once, {never:,} never and {repeatedly:,} repeatedly "
-            f"in {_each(len(complete))}, as tail '{result.tail}' has it"
+            f"in {_each(len(complete))}, as --tail {result.tail} requires"
         )
     if len(complete) < len(result.epochs):
         rest = result.epochs[-1]
@@ -86,19 +86,19 @@ def _verdict(result: Audit) -> str:
     starts = result.incarnations
     ranks = ", ".join(str(start.world_size) for start in starts)
     text = "clean: " + ", and ".join(facts)
-    text += f", over {plural(len(starts), 'incarnation')} ({ranks} {'rank' if ranks == '1' else 'ranks'})"
+    text += f", over {plural(len(starts), 'generation')} ({ranks} {'rank' if ranks == '1' else 'ranks'})"
     if skipped := len(result.left_out):
-        text += f"; {plural(skipped, 'step')} of these {'was' if skipped == 1 else 'were'} left out"
+        text += f"; {plural(skipped, 'step')} of these {'was' if skipped == 1 else 'were'} skipped"
     if lost := sum(start.thrown_away for start in starts):
         done = sum(epoch.steps for epoch in result.epochs)
-        again = " and done again" if all(start.last_step <= done for start in starts) else ""
-        text += f"; {plural(lost, 'step')} {'was' if lost == 1 else 'were'} thrown away{again}"
+        again = " and repeated" if all(start.last_step <= done for start in starts) else ""
+        text += f"; {plural(lost, 'step')} {'was' if lost == 1 else 'were'} discarded{again}"
     return text
 
 
 def _print(result: Audit) -> None:
     console = table_console()
-    table = Table("attempt", "generation", "ranks", "hosts", "began after step", "logged steps", "count", "thrown away")
+    table = Table("attempt", "generation", "ranks", "hosts", "began after step", "logged steps", "count", "discarded")
     for start in result.incarnations:
         logged = f"{start.first_step} to {start.last_step}" if start.last_step else "none"
         cells = (start.attempt, start.generation, start.world_size, " ".join(start.hosts), start.start_step, logged)
@@ -117,7 +117,7 @@ def _print(result: Audit) -> None:
     for finding in result.findings[:MAX_SHOWN]:
         console.print(clean(finding), style="bold", markup=False, soft_wrap=True)
     if len(result.findings) > MAX_SHOWN:
-        console.print(f"... and {len(result.findings) - MAX_SHOWN} more: --json FILE has them all")
+        console.print(f"... and {len(result.findings) - MAX_SHOWN} more: --json FILE writes all of them")
     console.print(_verdict(result), markup=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""`paceline logs` shows what a run's workers have printed; `paceline analyze` prints throughput and loss of any log."""
+"""`paceline logs` shows the output of a run's workers; `paceline analyze` prints throughput and loss of any log."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from paceline.report.analysis import Analysis
 
 POLL_SECONDS = 0.5
-LOOK_SECONDS = 5.0  # between two looks whether the run still runs
-OTHERS_SECONDS = 0.6  # how long a line that is followed waits for the same one of other ranks
+LOOK_SECONDS = 5.0  # between checks whether the run has ended
+OTHERS_SECONDS = 0.6  # with --follow: how long a line waits for the same line of other ranks
 LAST_LINES = 40
 AGO = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|min|m|h|d)")
 UNITS = {"s": "seconds", "min": "minutes", "m": "minutes", "h": "hours", "d": "days"}
@@ -75,20 +75,19 @@ class AnalyzeConfig:
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline logs ARGUMENTS`."""
     config: LogsConfig = command_line("logs").parse(arguments)
-    shown = _ShownLogs(config, _ranks(config.rank), _wanted(config))
+    viewer = _LogViewer(config, _ranks(config.rank), _line_filter(config))
     try:
-        shown.print_all()
+        viewer.print_all()
         if config.follow:
-            shown.follow()
+            viewer.follow()
     except KeyboardInterrupt:
         if not config.follow:
             raise
-        print("no longer following; the run is left alone", file=sys.stderr)
+        print("no longer following; the run continues", file=sys.stderr)
     return ExitCode.DONE
 
 
-def _wanted(config: LogsConfig) -> LineFilter:
-    """The lines that the options ask for."""
+def _line_filter(config: LogsConfig) -> LineFilter:
     if config.follow and config.attempt is not None:
         raise UsageError(code="follow-with-attempt")
     if config.lines is not None and config.lines < 0:
@@ -109,8 +108,8 @@ def _ranks(text: str) -> tuple[range, ...]:
     if text == "all":
         return ()
     ranks: list[range] = []
-    for word in text.split(","):
-        match = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", word)
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", item)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise UsageError(code="logs-rank", value=text)
         ranks.append(range(int(match[1]), int(match[2] or match[1]) + 1))
@@ -130,21 +129,21 @@ def _since(text: str, now: float) -> float:
     raise UsageError(code="since-not-a-time", value=text)
 
 
-class _ShownLogs:
+class _LogViewer:
     """The logs of a run that the options select."""
 
-    def __init__(self, config: LogsConfig, ranks: tuple[range, ...], wanted: LineFilter) -> None:
-        self._config, self._ranks, self._wanted = config, ranks, wanted
+    def __init__(self, config: LogsConfig, ranks: tuple[range, ...], lines: LineFilter) -> None:
+        self._config, self._ranks, self._filter = config, ranks, lines
         self._run_dir, self._access = existing_run(config)
         paths = self._paths()
         if not paths and not config.follow:
             raise self._no_output()
         self._logs = RankLogs(paths)
-        if self._logs.without_times and wanted.since is not None:
+        if self._logs.without_times and lines.since is not None:
             raise UsageError(code="since-unknown-times", ranks=format_ranks(self._logs.without_times))
 
     def _paths(self) -> dict[int, Path]:
-        """The log of each selected rank; of a run that has no start yet, the output of its Slurm job, as rank 0's."""
+        """The log of each selected rank. Without an attempt: the output of the Slurm job, as rank 0's."""
         folders, attempt = numbered_attempts(self._run_dir), self._config.attempt
         folder = folders.get(max(folders, default=0) if attempt is None else attempt)
         submit_dir, submission = last_submission(self._run_dir)
@@ -153,8 +152,8 @@ class _ShownLogs:
             paths = rank_logs(folder)
         elif submission is not None and submission.slurm_job and attempt is None:
             paths = {0: submit_dir / f"slurm-{submission.slurm_job}.out"}
-        is_selected = {rank: not self._ranks or any(rank in several for several in self._ranks) for rank in paths}
-        return {rank: path for rank, path in paths.items() if is_selected[rank] and is_file(path)}
+        selected = [rank for rank in paths if not self._ranks or any(rank in ranks for ranks in self._ranks)]
+        return {rank: paths[rank] for rank in selected if is_file(paths[rank])}
 
     def _no_output(self) -> UsageError:
         folders, attempt = numbered_attempts(self._run_dir), self._config.attempt
@@ -168,21 +167,22 @@ class _ShownLogs:
         return UsageError(code="no-output", value=whose, folder=folder, allowed=allowed)
 
     def print_all(self) -> None:
-        """Print the selected lines that are there."""
+        """Print the selected lines of the existing logs."""
         logs, missing = self._logs.logs, self._logs.without_times
         if len(logs) > 1 and missing:
             whose = "these ranks" if len(missing) == len(logs) else format_ranks(missing)
             print(
-                f"when {whose} wrote {'its' if len(missing) == 1 else 'their'} lines is not known (an older paceline "
-                "ran it): they are in the order of the ranks, not of time",
+                f"the lines of {whose} have no timestamps (an older paceline wrote them): they are shown in the order "
+                "of the ranks, not of time",
                 file=sys.stderr,
             )
-        if cut := self._logs.truncated(self._wanted):
+        if truncated := self._logs.truncated(self._filter):
             print(
-                f"only the last {MAX_ALL_BYTES:,} bytes of the {plural(len(cut), 'log')} of {format_ranks(cut)} are shown",
+                f"showing only the last {MAX_ALL_BYTES:,} bytes of the {plural(len(truncated), 'log')} of "
+                f"{format_ranks(truncated)}",
                 file=sys.stderr,
             )
-        self._print(self._logs.lines(self._wanted), prefixed=len(logs) > 1)
+        self._print(self._logs.lines(self._filter), prefixed=len(logs) > 1)
 
     def _print(self, lines: Iterable[MergedLine], *, prefixed: bool) -> None:
         for line in lines:
@@ -192,9 +192,9 @@ class _ShownLogs:
         sys.stdout.flush()
 
     def follow(self) -> None:
-        """Print new lines, also of later starts, until the run ends."""
+        """Print new lines, including those of later attempts, until the run ends."""
         tails = {rank: Tail(path, self._logs.ends[rank]) for rank, path in self._logs.logs.items()}
-        pattern, waiting, looked = self._wanted.pattern, list[RankLine](), 0.0
+        pattern, waiting, looked = self._filter.pattern, list[RankLine](), 0.0
 
         def show(*, to_the_end: bool = False) -> None:
             for rank, tail in tails.items():
@@ -212,7 +212,7 @@ class _ShownLogs:
                 ended = standing(self._run_dir, self._access).state not in LIVE
                 looked = time.monotonic()
             newest = self._paths()
-            if {path.parent for path in newest.values()} - {tail.path.parent for tail in tails.values()}:  # a new start
+            if {path.parent for path in newest.values()} - {tail.path.parent for tail in tails.values()}:  # new attempt
                 show(to_the_end=True)
                 tails.clear()
             tails |= {rank: Tail(path) for rank, path in newest.items() if rank not in tails}
@@ -236,10 +236,10 @@ def analyze(arguments: Sequence[str]) -> int:
 
 
 def analyzed(asked: str) -> Analysis:
-    """The values of a log or a run.
+    """The values in a log or a run.
 
     Raises:
-        UsageError: it contains no values, or cannot be read.
+        UsageError: `asked` contains no values, or cannot be read.
     """
     from paceline.report.analysis import EXAMPLES, Analyzer
 
@@ -269,7 +269,7 @@ def _analysis_page(analysis: Analysis) -> str:
     formats = ", ".join(f"{name} {count:,}" for name, count in analysis.formats.items())
     lines = [f"{analysis.name}: {plural(analysis.lines, 'line')} ({formats}); {plural(len(analysis.ranks), 'rank')}"]
     if not any(name.endswith(("/s", "(counted)")) for name in analysis.values):
-        lines.append("no throughput: no line has samples/s. `paceline launch` records the times of lines to count with")
+        lines.append("no throughput: no line has samples/s. `paceline launch` records a timestamp for each line")
     lines += [f"{rank and f'rank {rank}: '}{plural(count, 'loss', 'losses')} not finite"
               for rank, count in analysis.not_finite.items()]  # fmt: skip
     for name, values in analysis.values.items():

@@ -1,4 +1,4 @@
-"""Shared by `compare` and `scale`: the options of a measurement, the training that it measures, and its results."""
+"""Common parts of `compare` and `scale`: the options of a measurement, the measured training, and the output."""
 
 import tempfile
 from collections.abc import Callable, Generator, Sequence
@@ -27,7 +27,7 @@ class MeasurementConfig:
     warmup: int = 5
     """steps before each measurement"""
     rounds: int = 3
-    """rounds: everything is measured N times, in turn"""
+    """rounds: each round measures all candidates, one after the other"""
     threads_per_rank: int | None = None
     """CPU threads of each rank (default: cores / most ranks; exact and zero: 1)"""
     config: Path | None = None
@@ -53,10 +53,10 @@ class MeasurementConfig:
 
 
 def check_measurement(how: MeasurementConfig) -> None:
-    """Check the options, before hours of measuring.
+    """Check the options, before a measurement that may take hours.
 
     Raises:
-        UsageError: naming the option, and what it must be.
+        UsageError: an option has a wrong value.
     """
     check_positive(how, "steps", "rounds", "threads_per_rank")
     if how.warmup < INSPECTED_STEPS:
@@ -65,10 +65,10 @@ def check_measurement(how: MeasurementConfig) -> None:
 
 
 def train_config(task: str, how: MeasurementConfig, *, num_workers: int | None = None) -> TrainConfig:
-    """The training to be measured: the options, over --config, over the defaults.
+    """The settings of the measured training: the options, otherwise --config, otherwise the defaults.
 
     Raises:
-        UsageError: for a wrong file, value or task.
+        UsageError: the file, a value or the task is wrong.
     """
     default = load(real_path(how.config), ours=True) if how.config else TrainConfig()
     given = {
@@ -89,7 +89,11 @@ def train_config(task: str, how: MeasurementConfig, *, num_workers: int | None =
 def measured(
     groups: Sequence[ProcessSet], settings: TrainConfig, how: MeasurementConfig, *, memory: bool
 ) -> Generator[tuple[MeasuredRounds, Path]]:
-    """Measure all groups in rounds: the measurements, and the folder of the events, which is deleted at the end."""
+    """Measure all groups in rounds.
+
+    Yields:
+        The measurements, and the folder of the event files. The folder is deleted at the end of the context.
+    """
     with tempfile.TemporaryDirectory(prefix="paceline-bench-", ignore_cleanup_errors=True) as folder:
         root = Path(folder).resolve()
         rounds = measure_rounds(
@@ -99,7 +103,7 @@ def measured(
 
 
 def shared_cores(ranks: int, threads: int, cores: int) -> str:
-    """How many threads share how many cores, as text; empty if each has a core."""
+    """The number of threads and cores, as text; empty if each thread has a core."""
     if ranks * threads <= cores:
         return ""
     return f"{ranks} ranks x {plural(threads, 'thread')} = {ranks * threads} threads on {plural(cores, 'core')}"

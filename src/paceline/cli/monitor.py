@@ -1,4 +1,4 @@
-"""`paceline monitor`: the present use of machines, and the processes that use them; without any run."""
+"""`paceline monitor`: the present use of machines, and the processes that use them. It needs no run."""
 
 import shlex
 import subprocess
@@ -34,19 +34,19 @@ GPU_SECONDS = 3.0  # for the driver's first answer
 
 
 class ProcessUse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One of the processes that use the most."""
+    """One of the processes with the highest use."""
 
     pid: int
     user: str
-    words: str  # the program, and what it runs; further arguments may hold passwords
+    words: str  # the program and its script; further arguments are omitted, since they may hold passwords
     cores: float
     memory_bytes: int
     gpu_bytes: int = 0
-    run: str = ""  # the paceline run that it is a rank of: its id, and its rank
+    run: str = ""  # if the process is a rank of a paceline run: the id of the run, and the rank
 
 
 class MachineNow(msgspec.Struct, frozen=True):
-    """A machine and its processes; or the reason why nothing is known of it."""
+    """A machine and its processes, or the reason why it cannot be queried."""
 
     name: str
     use: MachineUse | None = None
@@ -55,17 +55,17 @@ class MachineNow(msgspec.Struct, frozen=True):
 
 
 class Monitor:
-    """Samples this machine; rates are those since the last sample."""
+    """Samples this machine. Rates are averages since the previous sample."""
 
     def __init__(self) -> None:
         self._sampler = Sampler()
         self._sampler.gpus.latest(GPU_SECONDS)
-        self._before: dict[int, tuple[int, float]] = {}  # pid -> its start, and its seconds so far
+        self._before: dict[int, tuple[int, float]] = {}  # pid -> start time, CPU seconds so far
         self._seconds = time.monotonic()
         self._look()
 
     def look(self) -> MachineNow:
-        """The machine now, with the processes that use most of it."""
+        """The machine now, with the processes that have the highest use."""
         use = self._sampler.sample({})
         return MachineNow(use.host, use, self._look())
 
@@ -84,26 +84,27 @@ class Monitor:
 
 def _process(pid: int, cores: float, gpu_bytes: int) -> ProcessUse:
     folder = PROC / str(pid)
-    words, user, run = "", "?", ""
+    program, user, run = "", "?", ""
     with suppress(OSError):
-        words = _program(_words(folder / "cmdline"))
-        words = words or (folder / "comm").read_text(errors="replace").strip()
+        program = _program(_read_strings(folder / "cmdline"))
+        program = program or (folder / "comm").read_text(errors="replace").strip()
         user = user_name(folder.stat().st_uid)
-    with suppress(OSError):  # another user's environment is not for us
-        env = {word.partition("=")[0]: word.partition("=")[2] for word in _words(folder / "environ")}
+    with suppress(OSError):  # the environment of another user cannot be read
+        env = {entry.partition("=")[0]: entry.partition("=")[2] for entry in _read_strings(folder / "environ")}
         if RUN_ID in env and "RANK" in env:
             run = f"{env[RUN_ID]} rank {env['RANK']}"[:100]
-    return ProcessUse(pid, user, words, round(max(0.0, cores), 2), resident_bytes(pid), gpu_bytes, run)
+    return ProcessUse(pid, user, program, round(max(0.0, cores), 2), resident_bytes(pid), gpu_bytes, run)
 
 
-def _program(words: list[str]) -> str:
-    """The program, and its script or module: the first argument that is no option."""
-    options = words[1:4]
-    what = "-c" if "-c" in options else next((word for word in options if not word.startswith("-")), "")
-    return f"{Path(words[0]).name} {what}".strip()[:200]
+def _program(command: list[str]) -> str:
+    """The program with its script or module, which is the first argument that is not an option."""
+    arguments = command[1:4]
+    script = "-c" if "-c" in arguments else next((word for word in arguments if not word.startswith("-")), "")
+    return f"{Path(command[0]).name} {script}".strip()[:200]
 
 
-def _words(path: Path) -> list[str]:
+def _read_strings(path: Path) -> list[str]:
+    """The NUL-separated strings in a file of /proc."""
     return path.read_bytes().decode(errors="replace").rstrip("\0").split("\0")
 
 
@@ -137,7 +138,7 @@ def main(arguments: Sequence[str]) -> int:
             time.sleep(EVERY_SECONDS)
             return [monitor.look()]
         with ThreadPoolExecutor(len(hosts)) as pool:
-            return [*pool.map(lambda host: _there(host, ssh, config.python), hosts)]
+            return [*pool.map(lambda host: _query_host(host, ssh, config.python), hosts)]
 
     machines = look()
     try:
@@ -154,8 +155,8 @@ def main(arguments: Sequence[str]) -> int:
     return ExitCode.FAILED if any(machine.failure for machine in machines) else ExitCode.DONE
 
 
-def _there(host: str, ssh: Sequence[str], python: str) -> MachineNow:
-    """Another machine, from the same command there."""
+def _query_host(host: str, ssh: Sequence[str], python: str) -> MachineNow:
+    """Run `paceline monitor --json` on another machine."""
     argv = ssh_command(ssh, host, shlex.join((python, "-P", "-m", "paceline", "monitor", "--json", "--once")))
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=SSH_SECONDS, check=False)
@@ -166,8 +167,8 @@ def _there(host: str, ssh: Sequence[str], python: str) -> MachineNow:
     try:
         (machine,) = msgspec.json.decode(done.stdout, type=tuple[MachineNow, ...])
     except (msgspec.MsgspecError, ValueError):
-        words = done.stderr.decode(errors="replace").strip() or "it has not said what it does"
-        return MachineNow(host, failure=one_line(words, 300))
+        failure = done.stderr.decode(errors="replace").strip() or "paceline monitor printed no JSON there"
+        return MachineNow(host, failure=one_line(failure, 300))
     return msgspec.structs.replace(machine, name=host)
 
 

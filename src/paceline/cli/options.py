@@ -1,8 +1,12 @@
-"""The options of a command: an `argparse.ArgumentParser` made from the command's settings, a dataclass; common checks.
+"""The options of a command: an `argparse.ArgumentParser` made from a dataclass of settings. Also common checks.
 
-The type of a field defines the values of its option. int, float, str, Path, Literal, or a union of these: one value.
-bool: no value, and --no-NAME is the opposite. tuple[str, ...]: the option is repeatable. The text below a field is the
-help of its option, the text of a class the title of a group.
+The type of a field defines the values of its option:
+
+    int, float, str, Path, Literal, or a union of these   one value
+    bool                                                  no value, and --no-NAME is the opposite
+    tuple[str, ...]                                       the option is repeatable
+
+The text below a field is the help of its option. The docstring of a class is the title of a group of options.
 """
 
 import argparse
@@ -34,9 +38,9 @@ from paceline.runs.console import escape_controls
 from paceline.runs.reading import real_path
 
 WIDTH = 100  # most columns of the help
-SHORTEST = 20  # with so many options or fewer, --help shows all of them
+SHORTEST = 20  # a command with at most this number of options shows all of them in --help
 HELP = ("-h", "--help", "--help-all")
-METAVARS = {  # what stands for a value, by the names of options; else by the type
+METAVARS = {  # placeholder of a value -> names of options; other options have a placeholder by type
     "RUN": "run runs", "TASK": "task", "LOG": "logs", "ACTION": "action",
     "DIR": "data-dir run-dir folder", "FILE": "config out", "PATH": "init-from python",
     "SECONDS": "timeout stop-grace stall-after join-timeout save-before", "MINUTES": "time",
@@ -47,7 +51,7 @@ METAVARS = {  # what stands for a value, by the names of options; else by the ty
     "RATE,LATENCY": "network", "X": "lr weight-decay momentum ema clip-norm outer-lr outer-momentum",
     "N|TIME": "checkpoint-every",
 }  # fmt: skip
-FAMILIAR = {  # of other frameworks' flags, ours
+FAMILIAR = {  # our option -> options of other frameworks with the same meaning
     "--lr": "learning-rate",
     "--batch-size": "bs per-device-train-batch-size per-gpu-batch-size train-batch-size micro-batch-size",
     "--global-batch": "global-batch-size",
@@ -72,70 +76,70 @@ class Option:
     """One option, or positional argument, of a command."""
 
     name: str  # --batch-size; task, for an argument
-    dest: str  # its field in the settings: data.batch_size
+    dest: str  # path of its field in the settings: data.batch_size
     group: type  # the class that has the field
-    types: list[Any]  # of its value, without None and Literal; [bool]: a flag; [tuple]: it is repeatable
-    choices: list[str]  # further values
-    default: Any  # MISSING: it is required
+    types: list[Any]  # types of the value, except None and Literal; [bool]: a flag; [tuple]: a repeatable option
+    choices: list[str]  # further valid values
+    default: Any  # MISSING: the option is required
     text: str  # its help, without the default
-    short: str = ""  # -o
-    in_file: str = ""  # the value in the file of settings, if it is not the default
+    short: str = ""  # the short name, e.g. -o
+    in_file: str = ""  # the value in the settings file, unless it is the default
 
     @property
     def is_flag(self) -> bool:
-        """Whether it takes no value."""
+        """Whether the option takes no value."""
         return self.types == [bool]
 
     @property
     def names(self) -> list[str]:
-        """Its spellings; none for an argument."""
+        """All names of the option; empty for a positional argument."""
         negated = f"--no-{self.name[2:]}" if self.is_flag else ""
         return [name for name in (self.short, self.name, negated) if name.startswith("-")]
 
     @property
     def metavar(self) -> str:
-        """The placeholder of its value; empty for a flag."""
+        """The placeholder of the value in the help; empty for a flag."""
         name = self.name.removeprefix("--")
         if self.is_flag:
             return ""
         if not self.types:
             return f"{{{','.join(self.choices)}}}"
-        own = next((metavar for metavar, names in METAVARS.items() if name in names.split()), "")
-        if own and ("|" not in own or str in self.types):  # --nodes of doctor is a number
-            return own
+        special = next((metavar for metavar, names in METAVARS.items() if name in names.split()), "")
+        if special and ("|" not in special or str in self.types):  # --nodes of doctor takes only a number
+            return special
         return "|".join([TYPES.get(self.types[0], (name.upper(),))[0], *self.choices])
 
     @property
     def shown(self) -> str:
-        """Its form in the help and the usage line: -o, --out FILE."""
+        """The form in the help and the usage line, e.g. -o, --out FILE."""
         if not self.names:
-            words = f"{self.metavar} ..." if self.types == [tuple] else self.metavar
-            return words if self.default is MISSING else f"[{words}]"
+            form = f"{self.metavar} ..." if self.types == [tuple] else self.metavar
+            return form if self.default is MISSING else f"[{form}]"
         names = self.names[:1] if self.is_flag and self.default is not True else self.names
         return f"{', '.join(names)} {self.metavar}".rstrip()
 
     @property
     def default_shown(self) -> str:
-        """Its default; empty if there is none or the text states it."""
+        """The default for the help; empty if there is none or the help text states it."""
         value = self.default
         if value in (MISSING, None, "", ()) or isinstance(value, bool) or "default" in self.text.lower():
             return ""
         return f"{value:g}" if isinstance(value, float) else str(value)
 
-    def convert(self, word: str) -> Any:
-        """The value of a word; the `type` of argparse."""
-        if word in self.choices or self.types == [tuple]:
-            return word
-        for kind in self.types:
+    def convert(self, text: str) -> Any:
+        """Convert a command-line string to the value; argparse calls this as `type`."""
+        if text in self.choices or self.types == [tuple]:
+            return text
+        for value_type in self.types:
             with suppress(ValueError):
-                return kind(word)
+                return value_type(text)
         if not self.types:
-            raise argparse.ArgumentTypeError(str(unknown("choice", word, self.choices)))
-        wanted = " or ".join([*(TYPES[kind][1] for kind in self.types), *self.choices])
-        raise argparse.ArgumentTypeError(f"must be {wanted}, got {word!r}")
+            raise argparse.ArgumentTypeError(str(unknown("choice", text, self.choices)))
+        wanted = " or ".join([*(TYPES[value_type][1] for value_type in self.types), *self.choices])
+        raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
 
     def add(self, add_argument: Callable[..., argparse.Action], *, hidden: bool) -> None:
-        """Add it to a group of a parser. The help omits a `hidden` option."""
+        """Add the option to a group of a parser. The help omits a `hidden` option."""
         default = self.in_file or (f"default: {self.default_shown}" if self.default_shown else "")
         text = f"{self.text} ({default})" if default else self.text
         how: dict[str, Any] = {"help": argparse.SUPPRESS if hidden else text.replace("%", "%%")}
@@ -151,7 +155,7 @@ class Option:
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Shows an option as `Option.shown`, and breaks no line inside the name of an option."""
+    """Shows an option as `Option.shown`. Never breaks a line inside the name of an option."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         return str(action.metavar)
@@ -161,7 +165,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Its help begins with `about`, its errors are UsageErrors."""
+    """A parser whose help begins with `about` and whose errors are UsageErrors."""
 
     about = ""
 
@@ -176,32 +180,32 @@ class _Parser(argparse.ArgumentParser):
 class CommandLine:
     """A command with options."""
 
-    prog: str  # as it is typed: paceline train
+    prog: str  # the command as typed, e.g. paceline train
     settings: type
     arguments: tuple[str, ...] = ()  # fields that are positional arguments, in this order
-    examples: tuple[str, ...] = ()  # commands that work as they are
-    behind: str = ""  # rest of the usage line: arguments that are not parsed here
-    common: str = ""  # options that --help shows, for a command with many
+    examples: tuple[str, ...] = ()  # complete commands
+    behind: str = ""  # end of the usage line: arguments that are not parsed here
+    common: str = ""  # names of the options in --help, if the command has more than SHORTEST
     config: str = ""  # help of --config FILE, which the caller reads; empty: the command has no such option
 
     def options(self, file: str = "", settings: Any = None) -> list[Option]:
-        """All options and arguments; `settings` are the values in a `file`."""
+        """All options and arguments. `settings` has the values of a settings `file`, which the help shows."""
         options = [*self._options(self.settings, "", file, settings)]
         if self.config:
             options.append(Option("--config", "config", self.settings, [Path], [], None, self.config))
         return sorted(options, key=lambda option: 99 if option.names else self.arguments.index(option.name))
 
-    def _options(self, kind: type, prefix: str, file: str, settings: Any) -> Iterator[Option]:
-        hints = get_type_hints(kind)
-        for field in dataclasses.fields(kind):
+    def _options(self, settings_class: type, prefix: str, file: str, settings: Any) -> Iterator[Option]:
+        hints = get_type_hints(settings_class)
+        for field in dataclasses.fields(settings_class):
             hint, dest, value = hints[field.name], prefix + field.name, getattr(settings, field.name, field.default)
             if dataclasses.is_dataclass(hint):
                 yield from self._options(hint, f"{dest}.", file, value)  # pyright: ignore[reportArgumentType]
                 continue
-            kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-            choices = [str(word) for each in kinds if get_origin(each) is Literal for word in get_args(each)]
-            others = [each for kind in kinds if (each := get_origin(kind) or kind) not in (types.NoneType, Literal)]
-            owner = next(each for each in kind.__mro__ if field.name in vars(each).get("__annotations__", {}))
+            parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+            choices = [str(choice) for part in parts if get_origin(part) is Literal for choice in get_args(part)]
+            others = [each for part in parts if (each := get_origin(part) or part) not in (types.NoneType, Literal)]
+            owner = next(base for base in settings_class.__mro__ if field.name in vars(base).get("__annotations__", {}))
             name = field.name if field.name in self.arguments else "--" + field.name.replace("_", "-")
             text = field.metadata.get("help") or _field_texts(Path(inspect.getfile(owner)))[owner.__name__, field.name]
             short = field.metadata.get("short", "")
@@ -209,7 +213,7 @@ class CommandLine:
             yield Option(name, dest, owner, others, choices, field.default, text, short, in_file)
 
     def groups(self, options: Sequence[Option]) -> list[tuple[str, type, list[Option]]]:
-        """(title, class, options) of each group, the command's own first."""
+        """(title, class, options) of each group. The options of `settings` itself come first."""
         members: dict[type, list[Option]] = {self.settings: []}
         for option in options:
             if option.names:
@@ -219,8 +223,8 @@ class CommandLine:
 
     def usage(self, options: Sequence[Option]) -> str:
         """The usage line."""
-        places = [option.shown for option in options if not option.names]
-        return " ".join((self.prog, "[OPTIONS]", *places, self.behind)).rstrip()
+        arguments = [option.shown for option in options if not option.names]
+        return " ".join((self.prog, "[OPTIONS]", *arguments, self.behind)).rstrip()
 
     def parser(self, options: Sequence[Option], *, whole: bool) -> argparse.ArgumentParser:
         """The parser. Its help shows the common options; with `whole`, all options."""
@@ -248,100 +252,95 @@ class CommandLine:
                 option.add(group.add_argument, hidden=option.name not in shown)
         return parser
 
-    def parse(self, words: Sequence[str]) -> Any:
+    def parse(self, arguments: Sequence[str]) -> Any:
         """The settings from the command line; see `given`."""
-        return built(self.settings, self.given(words))
+        return built(self.settings, self.given(arguments))
 
-    def given(self, words: Sequence[str]) -> dict[str, Any]:
-        """The values from the command line, as `values`. --help prints the help and exits with code 0."""
-        given = self.values(words)
+    def given(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """As `values`, but --help prints the help and exits with code 0."""
+        given = self.values(arguments)
         if asked := given.get("help"):
             self.print_help(asked)
             raise SystemExit(0)
         return given
 
-    def values(self, words: Sequence[str]) -> dict[str, Any]:
-        """The values from the command line, by `Option.dest`; `help` is the option that asks for the help, if any.
+    def values(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """The values from the command line, by `Option.dest`. The key `help` has the help option, if there is one.
 
         Raises:
-            UsageError: an option is unknown, a value is invalid, or one is missing.
+            UsageError: an option is unknown, a value is invalid, or a required argument is missing.
         """
         options = self.options()
-        # argparse knows --run-dir; --run_dir means the same
-        words = [re.sub(r"^--[\w-]+(?==|$)", lambda name: name[0].replace("_", "-"), word) for word in words]
-        found, left = self.parser(options, whole=False).parse_known_intermixed_args(words)
-        given = {dest: value for dest, value in vars(found).items() if value is not None}
+        # --run_dir means --run-dir, as in torchrun
+        arguments = [re.sub(r"^--[\w-]+(?==|$)", lambda name: name[0].replace("_", "-"), word) for word in arguments]
+        parsed, rest = self.parser(options, whole=False).parse_known_intermixed_args(arguments)
+        given = {dest: value for dest, value in vars(parsed).items() if value is not None}
         if "help" in given:
             return given
-        if wrong := [word for word in left if word.startswith("-")]:
+        if wrong := [word for word in rest if word.startswith("-")]:
             names = [name for option in options for name in option.names]
             raise unknown_option(self.prog, wrong[0].partition("=")[0], names)
-        if left:
-            raise UsageError(code="unexpected-argument", prog=self.prog, value=left[0])
+        if rest:
+            raise UsageError(code="unexpected-argument", prog=self.prog, value=rest[0])
         for option in options:  # argparse's `required` would report this before an unknown option
             if option.default is MISSING and option.dest not in given:
                 raise UsageError(code="missing-argument", prog=self.prog, value=option.shown, about=option.text)
         return given
 
     def print_help(self, asked: str, file: str = "", settings: Any = None) -> None:
-        """Print the help that --help or --help-all asks for; `file` with its `settings` replaces the defaults."""
+        """Print the help for `asked`: --help or --help-all. The `settings` of a `file` replace the defaults."""
         parser = self.parser(self.options(file, settings), whole=asked == "--help-all")
         print(parser.format_help(), end="", flush=True)  # `main` handles a closed pipe
 
 
 def _shown(value: Any) -> str:
-    """A value as it is typed."""
     if isinstance(value, tuple):
         return " ".join(map(str, value))  # pyright: ignore[reportUnknownArgumentType]
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def unknown_option(prog: str, name: str, names: Collection[str]) -> UsageError:
-    """The error for an option that is not one of `names`: it names the nearest, or ours for another framework's."""
-    ours = [one for one, others in FAMILIAR.items() if name[2:].lower() in others.split() and one.split()[0] in names]
+    """The error for an option that is not one of `names`. It suggests the equivalent option, or the closest name."""
+    ours = [own for own, others in FAMILIAR.items() if name[2:].lower() in others.split() and own.split()[0] in names]
     near = ours or difflib.get_close_matches(name, names, n=1)
     meant = f" Did you mean {near[0]}?" if near else ""
     return UsageError(code="unknown-option", prog=prog, value=name, meant=meant)
 
 
-def paragraphs(kind: type) -> list[str]:
-    """The paragraphs of a class's docstring, one line each; the first is the title of a group of options."""
-    return [" ".join(block.split()) for block in re.split(r"\n\s*\n", inspect.cleandoc(kind.__doc__ or ""))]
+def paragraphs(settings_class: type) -> list[str]:
+    """The paragraphs of a docstring, one line each. The first one is the title of a group of options."""
+    return [" ".join(block.split()) for block in re.split(r"\n\s*\n", inspect.cleandoc(settings_class.__doc__ or ""))]
 
 
 @cache
 def _field_texts(module: Path) -> dict[tuple[str, str], str]:
-    """The text below each field of a module's classes, by (class, field)."""
+    """The text below each field of the classes in a module, by (class, field)."""
     return {
-        (one.name, ast.unparse(node.target)): " ".join(str(after.value.value).split())
-        for one in ast.parse(module.read_text()).body
-        if isinstance(one, ast.ClassDef)
-        for node, after in pairwise(one.body)
+        (definition.name, ast.unparse(node.target)): " ".join(str(after.value.value).split())
+        for definition in ast.parse(module.read_text()).body
+        if isinstance(definition, ast.ClassDef)
+        for node, after in pairwise(definition.body)
         if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
     }
 
 
-def built(kind: type, given: Mapping[str, Any], default: Any = None, prefix: str = "") -> Any:
-    """The settings from `given`; the values of `default` fill the gaps."""
-    hints, values = get_type_hints(kind), dict[str, Any]()
-    for field in dataclasses.fields(kind):
+def built(settings_class: type, given: Mapping[str, Any], default: Any = None, prefix: str = "") -> Any:
+    """Create the settings from the values in `given`. Missing values are those of `default`."""
+    hints, values = get_type_hints(settings_class), dict[str, Any]()
+    for field in dataclasses.fields(settings_class):
         name, dest, before = field.name, prefix + field.name, getattr(default, field.name, None)
         if dataclasses.is_dataclass(hints[name]):
             values[name] = built(hints[name], given, before, f"{dest}.")  # pyright: ignore[reportArgumentType]
-        elif dest in given:  # a list is of a repeatable option: its values follow those of the default
+        elif dest in given:  # a list belongs to a repeatable option: its values are appended to the default
             value = given[dest]
             values[name] = (*(before or ()), *value) if isinstance(value, list) else value
         elif default is not None:
             values[name] = before
-    return kind(**values)
+    return settings_class(**values)
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Check that these fields of a command's settings are at least 1, if they are numbers.
-
-    Raises:
-        UsageError: names the option.
-    """
+    """Raise UsageError if one of these fields of the settings is a number below 1."""
     for name in names:
         value = getattr(config, name)
         if isinstance(value, int) and value < 1:
@@ -349,13 +348,13 @@ def check_positive(config: Any, *names: str) -> None:
 
 
 def whole_numbers(flag: str, text: str) -> list[int]:
-    """Whole numbers from 1 on, separated by commas, in ascending order, each once.
+    """Parse comma-separated whole numbers of at least 1: ascending, without duplicates.
 
     Raises:
-        UsageError: the text has another form.
+        UsageError: the text has a different form.
     """
     try:
-        numbers = sorted({int(word) for word in text.split(",")})
+        numbers = sorted({int(number) for number in text.split(",")})
     except ValueError:
         numbers = [0]
     if numbers[0] < 1:
@@ -364,12 +363,12 @@ def whole_numbers(flag: str, text: str) -> list[int]:
 
 
 def chosen_names(kind: str, text: str, choices: Collection[str]) -> list[str]:
-    """Names out of `choices`, separated by commas, each once.
+    """Parse comma-separated names from `choices`, without duplicates.
 
     Raises:
         UsageError: a name is not in `choices`, or there is none.
     """
-    names = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in choices:
             raise unknown(kind, name, choices)
@@ -379,18 +378,18 @@ def chosen_names(kind: str, text: str, choices: Collection[str]) -> list[str]:
 
 
 def command_words(flag: str, text: str) -> tuple[str, ...]:
-    """The words of a command that an option gives.
+    """Split the value of an option that is a command, as a shell does.
 
     Raises:
-        UsageError: there are none, or a quote is left open.
+        UsageError: the text is empty, or a quote is not closed.
     """
     try:
-        words = tuple(shlex.split(text))
+        command = tuple(shlex.split(text))
     except ValueError as error:
         raise UsageError(code="not-a-command", setting=flag, value=text, reason=str(error)) from None
-    if not words:
+    if not command:
         raise UsageError(code="empty-command", setting=flag)
-    return words
+    return command
 
 
 def ssh_command(ssh: Sequence[str], host: str, command: str) -> tuple[str, ...]:
@@ -401,16 +400,16 @@ def ssh_command(ssh: Sequence[str], host: str, command: str) -> tuple[str, ...]:
 
 
 def threads_of(asked: int | None) -> int:
-    """CPU threads of each rank: as asked for, or the user's OMP_NUM_THREADS; 0: the agent decides."""
+    """CPU threads of each rank: `asked`, or the user's OMP_NUM_THREADS; 0: the agent decides."""
     users = os.environ.get("OMP_NUM_THREADS", "")
     return asked or (int(users) if users.isdecimal() else 0)
 
 
 def usable_gpus(device: str) -> int | None:
-    """The number of GPUs of this machine that ranks may use, 0 with --device cpu; None if only workers can count them.
+    """The number of GPUs of this machine that ranks may use: 0 with --device cpu, None if only workers can count them.
 
     Raises:
-        UsageError: --device cuda without a GPU.
+        UsageError: `device` is cuda, and there is no GPU.
     """
     gpus = None if device == "xpu" else 0 if device == "cpu" else count_gpus()
     if device == "cuda" and gpus == 0:
@@ -419,10 +418,10 @@ def usable_gpus(device: str) -> int | None:
 
 
 def nproc_auto(device: str) -> int:
-    """The value of `--nproc auto` on this machine: one for each GPU, or each core.
+    """The value of `--nproc auto` on this machine: the number of GPUs, or of cores without a GPU.
 
     Raises:
-        UsageError: there are GPUs, and only the workers can count them; or as `usable_gpus`.
+        UsageError: only workers can count the GPUs, or `usable_gpus` raises it.
     """
     gpus = usable_gpus(device)
     if gpus is None:
@@ -431,11 +430,7 @@ def nproc_auto(device: str) -> int:
 
 
 def check_gpus(asked: str, nproc: int, gpus: int | None, backend: str = "auto") -> None:
-    """Check that each worker has a GPU, if there are GPUs and the `backend` needs one for each.
-
-    Raises:
-        UsageError: naming the number of GPUs.
-    """
+    """Raise UsageError if there are fewer GPUs than workers, unless the `backend` lets workers use one GPU together."""
     if gpus and nproc > gpus and backend not in SHARE_GPUS:
         raise UsageError(
             code="too-few-gpus", asked=asked, nproc=nproc, gpus=gpus, processes=plural(gpus, "process", "processes")
@@ -443,10 +438,10 @@ def check_gpus(asked: str, nproc: int, gpus: int | None, backend: str = "auto") 
 
 
 def check_out_file(flag: str, path: Path | None) -> None:
-    """Check that a file can be written later, before hours of work.
+    """Check that a file can be written later, before work that may take hours.
 
     Raises:
-        UsageError: there is a folder of that name, or no folder for it.
+        UsageError: `path` is a folder, or its parent folder does not exist.
     """
     if path and path.is_dir():
         raise UsageError(code="out-is-a-folder", setting=flag, value=path)
@@ -455,22 +450,22 @@ def check_out_file(flag: str, path: Path | None) -> None:
 
 
 def out_path(flag: str, path: Path) -> Path:
-    """The path of the file to replace: of a link itself, which other users may have made, not of its target.
+    """The path of the file to replace. A link itself is replaced, not its target, since another user may have made it.
 
     Raises:
-        UsageError: as `check_out_file`; or the path is not that of a plain file.
+        UsageError: `check_out_file` raises it, or the path is not that of a regular file.
     """
     check_out_file(flag, path)
-    if path.exists() and not path.is_file():  # /dev/null would be a file from then on
+    if path.exists() and not path.is_file():  # for example, /dev/null must stay a device
         raise UsageError(code="out-not-a-file", setting=flag, value=path)
     return real_path(path.parent) / path.name
 
 
-def write_json(path: Path, found: object) -> None:
-    """Write results as JSON that people can read, too."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+def write_json(path: Path, results: object) -> None:
+    """Write results as indented JSON."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=2) + b"\n")
 
 
-def print_json(found: object) -> None:
-    """Print results as JSON, without anything that could steer a terminal."""
-    sys.stdout.write(escape_controls(msgspec.json.format(msgspec.json.encode(found), indent=2).decode()) + "\n")
+def print_json(results: object) -> None:
+    """Print results as indented JSON, with terminal control characters escaped."""
+    sys.stdout.write(escape_controls(msgspec.json.format(msgspec.json.encode(results), indent=2).decode()) + "\n")

@@ -1,4 +1,4 @@
-"""`paceline report` writes a page that explains or compares runs; `paceline trace` writes a trace for Perfetto."""
+"""`paceline report` writes an HTML report of one or several runs; `paceline trace` writes a trace for Perfetto."""
 
 import math
 import os
@@ -25,7 +25,7 @@ from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import is_file
 
 MOST_RUNS, MARK_BYTES = 16, 4096
-MOST_STEPS = 4000  # of a rank in a trace, spread evenly over a longer run, besides those recorded in detail
+MOST_STEPS = 4000  # of each rank in a trace, spread evenly over the run, besides the steps recorded in detail
 MICRO = 1e6  # microseconds in a second
 
 
@@ -63,11 +63,11 @@ def main(arguments: Sequence[str]) -> int:
     if len(config.runs) > MOST_RUNS:
         raise UsageError(f"name 1 to {MOST_RUNS} runs, got {len(config.runs)}: paceline report RUN [RUN ...]")
     if config.explain and len(config.runs) > 1:
-        raise UsageError("--explain draws how one run works: name one")
+        raise UsageError("--explain draws diagrams of one run. Specify only one")
     folders = [find_run(name) for name in config.runs] or [newest_run()]
     if len({*folders}) < len(folders):
-        raise UsageError("a run is named twice: each is compared with others")
-    are_foreign = [warn_if_shared(folder) for folder in folders]  # without `any`: it warns of each
+        raise UsageError("a run is specified twice. Specify each run once")
+    are_foreign = [warn_if_shared(folder) for folder in folders]  # not inside `any`: it warns about each folder
     name = "report.html"
     out = config.out or (Path(name) if len(folders) > 1 or any(are_foreign) else folders[0] / name)
     out = out_path("--out", out)
@@ -78,15 +78,15 @@ def main(arguments: Sequence[str]) -> int:
     try:
         writing.replace(out, text.encode("utf-8", "replace"))
     except OSError as error:
-        raise UsageError(f"{out} cannot be written: {error.strerror}. Name another file: -o FILE") from None
+        raise UsageError(f"{out} cannot be written: {error.strerror}. Specify a different file: -o FILE") from None
     print(clean(f"{out}  ({len(text) / 1e6:.1f} MB, opens in any browser)"))
     if config.open and not webbrowser.open(out.as_uri()):
-        raise PacelineError(f"the page is written, but there is no browser here to open it: copy {out} to where one is")
+        raise PacelineError(f"the report is written, but this machine has no browser. Copy {out} to one that has")
     return ExitCode.DONE
 
 
 def _check_out(out: Path) -> None:
-    """Raise UsageError if the file exists and is not a report: it would be lost."""
+    """Raise UsageError if the file exists and is not a report, to protect it from being overwritten."""
     from paceline.report.page import MARK
 
     with suppress(OSError):
@@ -121,7 +121,7 @@ def trace(arguments: Sequence[str]) -> int:
     except OSError as error:
         raise UsageError(code="trace-not-written", out=config.out, strerror=error.strerror) from None
     for missing in run.missing:
-        print(f"left out: {missing}")
+        print(f"skipped: {missing}")
     print(clean(f"{len(events):,} events written to {config.out}: open it in ui.perfetto.dev or chrome://tracing"))
     return ExitCode.DONE
 
@@ -129,7 +129,8 @@ def trace(arguments: Sequence[str]) -> int:
 def trace_events(run: WholeRun) -> Iterator[dict[str, Any]]:
     """All events of the trace, in no particular order.
 
-    Format: Chrome's Trace Event Format, complete events (`X`) in microseconds; a process is a host, a thread a rank.
+    The format is Chrome's Trace Event Format with complete events (`X`) in microseconds. A host is a process in it, and
+    a rank is a thread.
     """
     hosts = [*dict.fromkeys(run.hosts.values())]
     began = min((log.started[0].unix_time for log in run.ranks.values() if log.started), default=0.0)
@@ -155,11 +156,11 @@ def trace_events(run: WholeRun) -> Iterator[dict[str, Any]]:
 
 
 Span = tuple[str, float, float, str, dict[str, Any]]
-"""name, unix time, seconds, category, further arguments"""
+"""Name, Unix time, seconds, category, further arguments."""
 
 
 def _step_spans(log: RankLog) -> Iterator[Span]:
-    """Steps and their phases; of the steps recorded in detail also the collectives."""
+    """Steps and their phases. Steps recorded in detail also have their collectives."""
     steps, detailed = log.steps, set[int]()
     for step in log.traced.values():
         yield f"step {step.step}", step.unix_time, sum(seconds for _, _, seconds in step.phases), "step", {}

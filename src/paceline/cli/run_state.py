@@ -1,7 +1,7 @@
-"""Finds the run that is meant, who owns it, whether its agent still runs, and how it stands.
+"""Find a run, its owner, its agent and its state.
 
-A run of another user is only shown: no process is signalled, no host is asked, and nothing is written for it.
-Settings, checkpoints and Slurm are imported only when a state is asked for: many commands only find a run.
+paceline only displays a run of another user: it signals no process, queries no host, and writes no file for it. The
+modules for settings, checkpoints and Slurm are imported only for a state, since many commands only find a run.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 SSH_SECONDS = 20.0
 WINDOW_STEPS = 50
-FIRST_EVENTS = 100  # which hold the first step, and what is written down after it
+FIRST_EVENTS = 100  # they contain the first step and the events that follow it
 EVENTS = "events-0.jsonl"
-MOST_SCORES, MOST_CHARS = 20, 2000  # that are shown: texts in a folder may have any length
+MOST_SCORES, MOST_CHARS = 20, 2000  # limits of the output: texts in a run folder may have any length
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class NewestRunFlags(RunFlags):
 
 @dataclass(frozen=True)
 class Access:
-    """What may be asked about a run besides its folder: nothing about a run of another user."""
+    """The sources of information about a run besides its folder. For a run of another user there are none."""
 
     ssh: tuple[str, ...] = ()
     slurm: bool = False
@@ -79,17 +79,17 @@ NOTHING = Access()
 
 
 def find_run(asked: str) -> Path:
-    """The folder of a run: a path, or the beginning of a name under runs/ that only one has.
+    """The folder of a run, from a path or a unique prefix of a name under runs/.
 
     Raises:
-        UsageError: if there is none, several, or the folder holds no run.
+        UsageError: there is no such run, there are several, or the folder is not a run folder.
     """
     path = Path(asked)
     if not is_folder(path):
-        runs = folders(real_path(RUNS))  # through no link: others could point it at another run of ours
+        runs = folders(real_path(RUNS))  # follow no link: another user could point it at a different run of ours
         matches = [name for name in runs if name == asked] or [name for name in runs if name.startswith(asked)]
         if not asked or not matches:
-            raise unknown("run", asked, runs[-20:] or ["(no folder runs/ here: name the run's folder)"])
+            raise unknown("run", asked, runs[-20:] or ["(no folder runs/ here: specify the folder of the run)"])
         if len(matches) > 1:
             raise UsageError(code="run-ambiguous", value=asked, count=len(matches), allowed=matches[-20:])
         path = RUNS / matches[0]
@@ -100,10 +100,10 @@ def find_run(asked: str) -> Path:
 
 
 def newest_run() -> Path:
-    """The folder of the run in runs/ that was started or changed last; prints it.
+    """The folder of the newest run in runs/, by modification time. Prints the folder.
 
     Raises:
-        UsageError: if there is none.
+        UsageError: there is no run.
     """
     runs = [path for name in folders(real_path(RUNS)) if holds_run(path := real_path(RUNS / name))]
     if not runs:
@@ -114,20 +114,22 @@ def newest_run() -> Path:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a folder is a run's: its settings are there, or a start of it.
+    """Whether a folder is a run folder: it contains settings, an attempt or a submit folder.
 
     Raises:
-        Unreadable: we may not know, or it holds too much.
+        Unreadable: the folder is not readable, or contains too many files.
     """
-    there = names(folder)
-    return CONFIG in there or any(attempt_number(Path(name)) or submit_number(Path(name)) for name in there)
+    files = names(folder)
+    return CONFIG in files or any(attempt_number(Path(name)) or submit_number(Path(name)) for name in files)
 
 
 def existing_run(config: RunFlags, *, act: bool = False) -> tuple[Path, Access]:
-    """The folder of a run, and what may be asked about it: nothing where others could have written it, which is said.
+    """The folder of a run, and the allowed access to it.
+
+    If other users could have written the folder, paceline prints that and allows no access.
 
     Raises:
-        UsageError: if there is no such run; with `act`, if none is named or others could have written it.
+        UsageError: there is no such run. With `act`: no run is specified, or other users could have written the folder.
     """
     run_dir = find_run(config.run) if config.run or act else newest_run()
     for folder in () if config.trust else dict.fromkeys((run_dir, home(run_dir))):
@@ -139,29 +141,29 @@ def existing_run(config: RunFlags, *, act: bool = False) -> tuple[Path, Access]:
 
 
 def attempts(run_dir: Path) -> list[Path]:
-    """The folders of a run's starts, the newest last."""
+    """The folders of the attempts of a run, the newest last."""
     return [*numbered_attempts(run_dir).values()]
 
 
 def home(run_dir: Path) -> Path:
-    """The run folder that the agent of the newest start has locked: that of `paceline launch` for a session's."""
+    """The run folder that the agent of the newest attempt has locked: for a session, that of `paceline launch`."""
     return next((attempt.parent for attempt in attempts(run_dir)[-1:]), run_dir)
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a process, here or on any machine that shares the folder, holds the run."""
+    """Whether a process holds the lock of the run, on this machine or on another one that shares the folder."""
     try:
         with open_file(run_dir / LOCK) as lock:
-            fcntl.flock(lock.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two lookers do not see each other
+            fcntl.flock(lock.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two observers do not conflict
     except BlockingIOError:
         return True
-    except OSError:  # there is none, or a file system without locks
+    except OSError:  # no lock file, or a file system without locks
         return False
     return False
 
 
 def head_roster(run_dir: Path) -> Roster | None:
-    """What node 0's agent of the newest start has written about itself."""
+    """The roster that the agent of node 0 has written in the newest attempt."""
     for attempt in attempts(run_dir)[-1:]:
         with suppress(OSError):
             return decode(roster_path(attempt), Roster)
@@ -169,33 +171,33 @@ def head_roster(run_dir: Path) -> Roster | None:
 
 
 def agent_runs(run_dir: Path, roster: Roster, submission: Submission | None, ssh: Sequence[str]) -> bool | None:
-    """Whether this agent still runs, and so holds the run's lock, on its host; None: nobody can say.
+    """Whether this agent still runs, and so holds the lock of the run; None if its host cannot be queried.
 
-    `submission` says where its host is, `ssh` is the caller's command to ask there with; empty: no other host is asked.
+    `submission` has the host of the agent. `ssh` is the command to query it; empty: query no other host.
     """
     if roster.host == os.uname().nodename:
         process = read_process(roster.agent_pid)
-        same = process is not None and process.runs and process.start == roster.agent_started
-        return same and _holds(roster.agent_pid, run_dir)
+        is_same = process is not None and process.runs and process.start == roster.agent_started
+        return is_same and _holds_lock(roster.agent_pid, run_dir)
     done = _on_head(submission, ssh, f"uname -n; cat /proc/{roster.agent_pid}/stat || true")
     host, _, stat = (done or "").partition("\n")
     if host.strip() != roster.host:
         return None
-    fields = stat.rpartition(")")[2].split()  # as host/procfs.py reads them
+    fields = stat.rpartition(")")[2].split()  # see host/procfs.py
     return len(fields) > 19 and fields[0] not in "ZX" and fields[19] == str(roster.agent_started)
 
 
 def signal_agent(run_dir: Path, roster: Roster, submission: Submission | None, ssh: Sequence[str]) -> bool:
-    """Send SIGTERM to an agent that `agent_runs` and holds the run's lock; whether that was possible.
+    """Send SIGTERM to the agent; return whether its host could be reached.
 
     Raises:
-        UsageError: the process that the roster names does not hold this run: it is something else.
+        UsageError: the process in the roster does not hold the lock of this run, so it is not its agent.
     """
     if roster.host == os.uname().nodename:
-        with suppress(ProcessLookupError):  # it has just ended: all is well
-            handle = os.pidfd_open(roster.agent_pid)  # the process that is checked next is the one that gets the signal
+        with suppress(ProcessLookupError):  # the agent has just ended
+            handle = os.pidfd_open(roster.agent_pid)  # so the checked process is the one that gets the signal
             try:
-                if not _holds(roster.agent_pid, run_dir):
+                if not _holds_lock(roster.agent_pid, run_dir):
                     raise _not_its_agent(roster, run_dir)
                 signal.pidfd_send_signal(handle, signal.SIGTERM)
             finally:
@@ -206,9 +208,9 @@ def signal_agent(run_dir: Path, roster: Roster, submission: Submission | None, s
         submission,
         ssh,
         f'for file in /proc/{roster.agent_pid}/fd/*; do if [ "$file" -ef {lock} ]; then '
-        f"kill -TERM {roster.agent_pid}; echo told; exit 0; fi; done; test -d /proc/{roster.agent_pid} || echo told",
+        f"kill -TERM {roster.agent_pid}; echo sent; exit 0; fi; done; test -d /proc/{roster.agent_pid} || echo sent",
     )
-    if done is not None and done.strip() != "told":
+    if done is not None and done.strip() != "sent":
         raise _not_its_agent(roster, run_dir)
     return done is not None
 
@@ -217,23 +219,23 @@ def _not_its_agent(roster: Roster, run_dir: Path) -> UsageError:
     return UsageError(code="agent-of-another-run", agent_pid=roster.agent_pid, host=roster.host, lock=run_dir / LOCK)
 
 
-def _holds(pid: int, run_dir: Path) -> bool:
-    """Whether a process has the lock of the run open, which only its own processes have."""
+def _holds_lock(pid: int, run_dir: Path) -> bool:
+    """Whether a process has the lock file of the run open. Only processes of the run have."""
     try:
         with open_file(home(run_dir) / LOCK) as lock:
-            wanted = (lock.found.st_dev, lock.found.st_ino)
-        held = [*(PROC / str(pid) / "fd").iterdir()]
-    except OSError:  # there is none; or the process is another user's
+            lock_file = (lock.found.st_dev, lock.found.st_ino)
+        open_files = [*(PROC / str(pid) / "fd").iterdir()]
+    except OSError:  # no such process, or it belongs to another user
         return False
-    for link in held:
+    for link in open_files:
         with suppress(OSError):
-            if ((it := link.stat()).st_dev, it.st_ino) == wanted:
+            if ((file := link.stat()).st_dev, file.st_ino) == lock_file:
                 return True
     return False
 
 
 def _on_head(submission: Submission | None, ssh: Sequence[str], command: str) -> str | None:
-    """What a shell command prints on node 0's host; None if it cannot be reached."""
+    """The output of a shell command on the host of node 0; None if the host cannot be reached."""
     if not ssh or submission is None or submission.on != "ssh" or not submission.hosts:
         return None
     argv = ssh_command(ssh, submission.hosts[0], f"sh -c {shlex.quote(command)}")
@@ -248,59 +250,59 @@ def _on_head(submission: Submission | None, ssh: Sequence[str], command: str) ->
 
 
 class Standing(NamedTuple):
-    """Whether a run runs or how it has ended, and what that was judged by."""
+    """The state of a run, with the submission and the Slurm job from which it was determined."""
 
     state: State
-    words: str  # more about the state
+    words: str  # details of the state
     submission: Submission | None
     job: queue.JobState | None
 
 
 class _Progress(NamedTuple):
-    """How far rank 0 has come, by its events: its newest start, the last steps since then, the newest scores."""
+    """The progress of rank 0 from its events: the newest start, the last steps since then, the newest metrics."""
 
     started: Started | None = None
     steps: tuple[Step, ...] = ()
-    metrics: dict[str, float] = {}  # noqa: RUF012 - never changed
+    metrics: dict[str, float] = {}  # noqa: RUF012 - never modified
     counted: Counted | None = None
 
 
 def run_state(run_dir: Path, access: Access = NOTHING) -> RunState:
-    """The state of a run, now.
+    """The present state of a run.
 
     Raises:
-        PacelineError: if a part of it cannot be read.
+        PacelineError: a file of the run cannot be read.
     """
     from paceline.checkpoint.manager import Checkpoints
 
-    found = standing(run_dir, access)
-    submission = found.submission
+    current = standing(run_dir, access)
+    submission = current.submission
     saved = Checkpoints(run_dir / CHECKPOINTS).entries()
-    summary = None if found.state in LIVE else read_summary(run_dir)  # that of a start before this one
-    told = summary is not None and summary.steps is not None  # events then have nothing to add
-    progress = _Progress() if told else _progress(run_dir)
+    summary = None if current.state in LIVE else read_summary(run_dir)  # a live run has that of an earlier attempt
+    is_complete = summary is not None and summary.steps is not None
+    progress = _Progress() if is_complete else _progress(run_dir)
     starts = attempts(run_dir)
-    nodes = read_nodes(starts[-1]) if starts and found.state in LIVE else None
-    last_sign = next(p for p in (run_dir / EVENTS, *starts[-1:], run_dir) if os.path.lexists(p))
+    nodes = read_nodes(starts[-1]) if starts and current.state in LIVE else None
+    last_written = next(p for p in (run_dir / EVENTS, *starts[-1:], run_dir) if os.path.lexists(p))
     return RunState(
         run_dir=str(run_dir),
-        state=found.state,
-        words=found.words[:MOST_CHARS],
+        state=current.state,
+        words=current.words[:MOST_CHARS],
         on=submission.on if submission is not None else "local",
-        hosts=_hosts(submission, found.job, run_dir),
+        hosts=_hosts(submission, current.job, run_dir),
         nodes=nodes.line[:MOST_CHARS] if nodes is not None else "",
         slurm_job=submission.slurm_job if submission is not None else "",
         attempts=len(starts),
-        **_speed(run_dir, progress, running=found.state == "running", summary=summary or Summary("", 0)),
+        **_speed(run_dir, progress, running=current.state == "running", summary=summary or Summary("", 0)),
         checkpoint_step=saved[0].step if saved else None,
-        found=tuple(one.words for one in islice(read_notices(starts[-1]), MOST_SCORES)) if starts else (),
-        unix_time=last_sign.lstat().st_mtime,
+        found=tuple(notice.words for notice in islice(read_notices(starts[-1]), MOST_SCORES)) if starts else (),
+        unix_time=last_written.lstat().st_mtime,
         **_reached(summary or Summary("", 0), _settings(run_dir), progress),
     )
 
 
 def _speed(run_dir: Path, progress: _Progress, *, running: bool, summary: Summary) -> dict[str, float | None]:
-    """Of the last steps of a run that is running; of the whole run when it has ended."""
+    """The speed: over the last steps if the run is running, over the whole run if it has ended."""
     if not running:
         known = {"tokens_per_second": summary.tokens_per_second, "mfu": summary.mfu}
         return known | {"goodput": summary.goodput or goodput(run_dir)}
@@ -312,16 +314,16 @@ def _speed(run_dir: Path, progress: _Progress, *, running: bool, summary: Summar
 
 
 def _reached(summary: Summary, settings: TrainConfig, progress: _Progress) -> dict[str, Any]:
-    """What a run is, and how far it has come: by its summary, or else by its events."""
+    """The task, strategy and progress of a run, from its summary if it has one, otherwise from its events."""
     started, steps, run = progress.started, progress.steps, settings.run
-    begun = started.start_step or None if started else None
-    step = summary.steps if summary.steps is not None else steps[-1].step if steps else begun
-    an_epoch = started.steps_per_epoch if started else round((summary.steps or 0) / (summary.epochs or 1))
+    start_step = started.start_step or None if started else None
+    step = summary.steps if summary.steps is not None else steps[-1].step if steps else start_step
+    epoch_steps = started.steps_per_epoch if started else round((summary.steps or 0) / (summary.epochs or 1))
     metrics = summary.test_metrics or progress.metrics
     return {
         "step": step,
-        "total_steps": run.steps or run.epochs * an_epoch or None,
-        "epochs": step / an_epoch if step and an_epoch else None,
+        "total_steps": run.steps or run.epochs * epoch_steps or None,
+        "epochs": step / epoch_steps if step and epoch_steps else None,
         "task": (summary.task or settings.task or "")[:MOST_CHARS],
         "strategy": (summary.strategy or settings.strategy or "")[:MOST_CHARS],
         "world_size": summary.world_size or (started.world_size if started else None),
@@ -330,11 +332,11 @@ def _reached(summary: Summary, settings: TrainConfig, progress: _Progress) -> di
 
 
 def _slurm_job(submission: Submission | None, access: Access) -> tuple[queue.JobState | None, str]:
-    """What Slurm says of a run's job, or why it says nothing."""
+    """The state of the run's Slurm job, and the reason if the job could not be queried."""
     if submission is None or not submission.slurm_job:
         return None, ""
     if not access.slurm:
-        return None, f"Slurm is not asked about job {submission.slurm_job}"
+        return None, f"Slurm job {submission.slurm_job} was not queried"
     from paceline.launch.slurm import queue
 
     try:
@@ -344,65 +346,66 @@ def _slurm_job(submission: Submission | None, access: Access) -> tuple[queue.Job
 
 
 def standing(run_dir: Path, access: Access = NOTHING) -> Standing:
-    """Only whether a run runs or how it has ended: cheaper than `run_state`, for a command that waits.
+    """The state of a run without its progress. This is cheaper than `run_state`, for commands that poll.
 
     Raises:
-        PacelineError: if a part of it cannot be read.
+        PacelineError: a file of the run cannot be read.
     """
     _, submission = last_submission(home(run_dir))
-    job, unheard = _slurm_job(submission, access)
-    state, words = _judged(run_dir, submission, job, unheard, access)
-    return Standing(state, words, submission, job)
+    job, not_queried = _slurm_job(submission, access)
+    state, details = _determine_state(run_dir, submission, job, not_queried, access)
+    return Standing(state, details, submission, job)
 
 
-def _judged(
-    run_dir: Path, submission: Submission | None, job: queue.JobState | None, unheard: str, access: Access
+def _determine_state(
+    run_dir: Path, submission: Submission | None, job: queue.JobState | None, not_queried: str, access: Access
 ) -> tuple[State, str]:
     if job is not None and job.lives:
         return ("queued" if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD") else "running"), str(job)
     if is_locked(run_dir):
         return "running", ""
     roster = head_roster(run_dir)
-    alive = agent_runs(run_dir, roster, submission, access.ssh) if roster is not None else False
-    if alive:
+    is_alive = agent_runs(run_dir, roster, submission, access.ssh) if roster is not None else False
+    if is_alive:
         return "running", ""
     newest = next(reversed(attempts(run_dir)), None)
     summary = read_summary(run_dir)
     ended = read_ended(newest) if newest else None
     if summary is not None:
-        # of a session under `paceline launch` rank 0 wrote the summary, and perhaps another rank failed first
-        judged = ended if ended is not None and not {summary.exit, ended.exit} & {*GOOD_ENDS} else summary
-        return _of_code(judged.exit, (ended.words if ended else "") or summary.failure or "")
+        # For a session under `paceline launch`, rank 0 wrote the summary, but another rank may have failed first
+        last = ended if ended is not None and not {summary.exit, ended.exit} & {*GOOD_ENDS} else summary
+        return _state_of(last.exit, (ended.words if ended else "") or summary.failure or "")
     if ended is not None and ended.words:
-        return _of_code(ended.exit, ended.words)
+        return _state_of(ended.exit, ended.words)
     if job is not None:
-        return ("cancelled", str(job)) if job.state == "CANCELLED" else _of_code(job.exit_code, f"Slurm: {job}")
+        return ("cancelled", str(job)) if job.state == "CANCELLED" else _state_of(job.exit_code, f"Slurm: {job}")
     if ended is not None:
-        return _of_code(ended.exit, "")
+        return _state_of(ended.exit, "")
     if newest and (records := failure_records(newest)):
         return "failed", f"its agent ended without a verdict; see {newest}/{first_few(records, 1)}"
-    if unheard:
-        return "unknown", unheard
-    if alive is None and roster is not None:
-        return "unknown", f"{roster.host}, where its agent is, {_unasked(submission, access)}"
+    if not_queried:
+        return "unknown", not_queried
+    if is_alive is None and roster is not None:
+        return "unknown", f"its agent is on {roster.host}, which {_why_not_queried(submission, access)}"
     if roster is not None or newest:
-        return "lost", "it ended without a word: killed, or its machine was switched off"
+        return "lost", "it ended without a report: it was killed, or its machine was switched off"
     return "not started", ""
 
 
-def _of_code(code: int, words: str) -> tuple[State, str]:
+def _state_of(code: int, details: str) -> tuple[State, str]:
     if code in (ExitCode.DONE, ExitCode.SAVED):
-        return ("done", "") if code == ExitCode.DONE else ("saved", "stopped in good order, ready to be resumed")
-    return "failed", f"exit code {code}" + (f": {words}" if words else "")
+        return ("done", "") if code == ExitCode.DONE else ("saved", "stopped after saving, ready to be resumed")
+    return "failed", f"exit code {code}" + (f": {details}" if details else "")
 
 
-def _unasked(submission: Submission | None, access: Access) -> str:
+def _why_not_queried(submission: Submission | None, access: Access) -> str:
     if not access.ssh:
-        return "is not asked"
-    words = "cannot be reached from here"
+        return "was not queried"
+    reason = "cannot be reached from here"
     if submission is not None and submission.ssh not in ((), access.ssh):
-        words += f". It was started with --ssh {shlex.join(submission.ssh)!r}: type that again, no file's words are run"
-    return words
+        command = shlex.join(submission.ssh)
+        reason += f". The run was started with --ssh {command!r}: pass it again, paceline runs no command from a file"
+    return reason
 
 
 def _hosts(submission: Submission | None, job: queue.JobState | None, run_dir: Path) -> tuple[str, ...]:
@@ -431,7 +434,7 @@ def _progress(run_dir: Path) -> _Progress:
                 steps.append(event)
             if metrics and (started is not None or (counted and len(steps) > WINDOW_STEPS)):
                 break
-        if started is None:  # too long ago: the first one says as much of the run
+        if started is None:  # not among the last events: the first one has the same values
             first = [*islice(read_events(run_dir / EVENTS), FIRST_EVENTS)]
             started = first[0] if first and isinstance(first[0], Started) else None
             counted = counted or next((event for event in first if isinstance(event, Counted)), None)
@@ -443,12 +446,12 @@ def _settings(run_dir: Path) -> TrainConfig:
 
     try:
         return load(run_dir / CONFIG, ours=False)
-    except UsageError:  # not there yet, or another version's
+    except UsageError:  # missing, or written by a different version
         return TrainConfig()
 
 
 def resume_command(run_dir: Path) -> str:
-    """How the user resumes a run; empty for a script that loads its own state."""
+    """The command that resumes a run; empty for a script that loads its state itself."""
     from paceline.config.settings import load
     from paceline.tasks import TASKS
 

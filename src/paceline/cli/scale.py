@@ -1,4 +1,4 @@
-"""`paceline scale`: measures efficiency on 1, 2, 4, ... ranks, names the largest cause of the loss, and estimates."""
+"""`paceline scale`: measures efficiency on 1, 2, 4, ... ranks, finds the largest cause of lost time, and estimates."""
 
 import math
 import sys
@@ -39,7 +39,7 @@ from paceline.lab.scale import (
 from paceline.report.step_parts import Run
 
 FEWEST_STEPS = 5
-LARGEST_SHARE = 16  # times --batch-size, which one process must hold for strong scaling
+LARGEST_SHARE = 16  # limit of the batch of one process in strong scaling, in multiples of --batch-size
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ScaleConfig:
     ranks: str = "1,2,4"
     """numbers of processes, separated by commas; 1 is always measured (with --mesh, one copy of the model)"""
     strategy: StrategyName = DEFAULT
-    """how the ranks share the work"""
+    """strategy that distributes the work over the ranks"""
     mesh: str | None = None
     """mesh of one copy of the model, as --mesh of train without data, e.g. tensor=2"""
     mode: Literal["weak", "strong", "both"] = "both"
@@ -104,12 +104,12 @@ def _read(config: ScaleConfig, folders: str, network: Network | None) -> int:
     runs = read_runs(paths, skip=config.how.warmup)
     weak, strong = comparable(runs)
     size = weight_bytes(paths)
-    # the number of their cores is unknown: as many as ranks
+    # The number of cores is unknown: assume one for each rank
     cores, on_cpus = sum(at.ranks for at in runs), any(run.on_cpus for points in runs.values() for run in points)
     machine = Machine(cores, 1, size, over_network=over_network(runs), over_gloo=on_cpus)
     batches = (weak if config.mode != "strong" else None, strong if config.mode != "weak" else None)
-    what = f"{len(paths)} runs, {size / 1e6:.1f} MB of weights; a backward by itself is estimated from that of one rank"
-    return _publish(config, network, what, runs, {}, machine, batches, [])
+    title = f"{len(paths)} runs, {size / 1e6:.1f} MB of weights; backward without communication is that of one rank"
+    return _publish(config, network, title, runs, {}, machine, batches, [])
 
 
 def _measure(config: ScaleConfig, network: Network | None) -> int:
@@ -140,53 +140,42 @@ def _measure(config: ScaleConfig, network: Network | None) -> int:
         alone = _runs(folder, [at for at in points if at.ranks > 1], config, NO_EXCHANGE, copy)
     chunks = [chunk for each in rounds.rounds for chunk in each]
     size, low_rank = max(chunk.weight_bytes for chunk in chunks), max(chunk.low_rank_bytes for chunk in chunks)
-    what = (
+    title = (
         f"{config.task} on {chunks[0].device}, {strategy_on(config.strategy, str(copy))}, "
-        f"{plural(threads, 'thread')} a process, {cores} cores, {size / 1e6:.1f} MB of gradients"
+        f"{plural(threads, 'thread')} per process, {cores} cores, {size / 1e6:.1f} MB of gradients"
     )
     if copy.size > 1:
-        what += f"; a rank below is a copy of the model, which {copy.size} processes share"
+        title += f"; a rank below is a copy of the model on {copy.size} processes"
     machine = Machine(
         cores, threads * copy.size, size, in_parts=copy.size > 1, low_rank_bytes=low_rank,
         over_gloo=gpus == 0 or settings.launch.backend == "gloo",
     )  # fmt: skip
     notes = scaling_notes([count * copy.size for count in copies], rounds, cores, threads)
-    return _publish(config, network, what, runs, alone, machine, (weak, strong), notes)
+    return _publish(config, network, title, runs, alone, machine, (weak, strong), notes)
 
 
 def _publish(
-    config: ScaleConfig, network: Network | None, what: str, runs: Runs, alone: Runs, machine: Machine,
+    config: ScaleConfig, network: Network | None, title: str, runs: Runs, alone: Runs, machine: Machine,
     batches: tuple[int | None, int | None], notes: list[str],
 ) -> int:  # fmt: skip
     """Publish efficiency, losses and estimates.
 
-    Args:
-        config: of the command.
-        network: between more machines, for the estimates.
-        what: a description of the runs.
-        runs: at each number of ranks and batch.
-        alone: the same without exchange; empty if that was not measured.
-        machine: that the runs are from.
-        batches: of each rank, for weak scaling; of all ranks together, for strong scaling.
-        notes: to be printed below the tables.
+    `alone` are the runs without communication; empty if that was not measured. `batches` are the samples of each rank
+    (weak scaling), and of all ranks together (strong scaling).
     """
     parts = parts_of(runs, alone)
     modes = [(mode, batch) for mode, batch in zip(("weak", "strong"), batches, strict=True) if batch]
     lost = [row for mode, batch in modes for row in lost_of(runs, parts, machine, mode, batch)]
     estimates = estimates_of(parts, machine, *batches, network) if network else []
     if network is None:
-        notes = [*notes, "for more machines, state the network between them: --network 100Gbit,5us"]
-    scaled = Scaled(what, lost, estimates, notes)
+        notes = [*notes, "to estimate a step on more machines, specify their network: --network 100Gbit,5us"]
+    scaled = Scaled(title, lost, estimates, notes)
     publish(scaled, config.how, partial(print_scaled, scaled))
     return ExitCode.DONE
 
 
 def _copy(config: ScaleConfig) -> Mesh:
-    """The mesh of one copy of the model.
-
-    Raises:
-        UsageError: the mesh states the number of copies.
-    """
+    """The mesh of one copy of the model."""
     mesh = Mesh.parse(config.mesh) if config.mesh else Mesh()
     if named := [name for name in OF_BATCH if name in mesh.sizes]:
         raise UsageError(code="scale-mesh-with-data", value=config.mesh, dimension=named[0])
@@ -210,13 +199,13 @@ def _mesh(config: ScaleConfig, copy: Mesh, count: int) -> str:
 
 
 def points_to_measure(ranks: Sequence[int], weak: int | None, strong: int | None) -> list[At]:
-    """Every number of ranks at each batch that is compared, and one rank at all of them."""
+    """Each number of ranks at its batch sizes, and one rank at all of these batch sizes."""
     batches = [(size, batch) for size in ranks for batch in (weak, strong and strong // size) if batch]
     return sorted({At(count, batch) for size, batch in batches for count in (size, 1)})
 
 
 def _group(config: ScaleConfig, copy: Mesh, size: int, points: Sequence[At], threads: int) -> ProcessSet:
-    """The points on `size` ranks, or copies of the model, each with and without exchange between them."""
+    """The points on `size` ranks, or copies of the model, each with and without communication between them."""
     names, mesh = [config.strategy] if size == 1 else [config.strategy, NO_EXCHANGE], _mesh(config, copy, size)
     candidates = [Candidate(_name(name, at), name, at.batch, threads, mesh=mesh) for at in points for name in names]
     return ProcessSet(size * copy.size, candidates)
@@ -228,8 +217,8 @@ def _name(strategy: str, at: At) -> str:
 
 def _runs(folder: Path, points: Sequence[At], config: ScaleConfig, strategy: str, copy: Mesh) -> Runs:
     def read(at: At, number: int) -> Run:
-        where = folder_of(folder, number, at.ranks * copy.size, _name(strategy, at))
-        return read_run(where, skip=config.how.warmup)
+        run_folder = folder_of(folder, number, at.ranks * copy.size, _name(strategy, at))
+        return read_run(run_folder, skip=config.how.warmup)
 
     return {at: [read(at, number) for number in range(config.how.rounds)] for at in points}
 
@@ -237,10 +226,10 @@ def _runs(folder: Path, points: Sequence[At], config: ScaleConfig, strategy: str
 def scaling_notes(ranks: Sequence[int], rounds: MeasuredRounds, cores: int, threads: int) -> list[str]:
     """Notes on the machine and its GPUs, and on the time that the steps do not include."""
     shared = [text for size in ranks if (text := shared_cores(size, threads, cores))]
-    notes = [f"{text}: they take turns, so slower compute must be expected" for text in shared]
+    notes = [f"{text}: the threads compete for cores, so compute is slower" for text in shared]
     launch = {
         size: median(c.launch_seconds for chunks in rounds.rounds for c in chunks if c.world_size == size)
         for size in ranks
     }
     times = ", ".join(f"{seconds:.1f} s for {size}" for size, seconds in launch.items())
-    return [*notes, f"not in the steps: launch, from the command until all ranks are ready: {times}", *rounds.notes()]
+    return [*notes, f"not included: startup, from the command until all ranks are ready: {times}", *rounds.notes()]

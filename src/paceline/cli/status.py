@@ -22,7 +22,7 @@ from paceline.runs.reading import folders, is_folder, real_path
 from paceline.runs.summary import LIVE, RunState, scores_line
 from paceline.runs.utilization import format_speed
 
-GLANCE_BYTES = 64 << 20  # of events: read within a second or two
+GLANCE_BYTES = 64 << 20  # largest size of event files that are read for a status: this takes a second or two
 TITLES = ("run", "task", "strategy", "ranks", "step", "epochs", "reached", "last written", "state")
 WIDEST = 60  # characters of a cell
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _lines(state: RunState) -> Iterator[tuple[str, str]]:
-    """(name, text) of each line for a person."""
+    """(name, text) of each line of the output."""
     yield "run", state.run_dir
     yield "state", state.state + (f": {state.words}" if state.words else "")
     if state.step is not None:
@@ -90,8 +90,7 @@ def _saved(state: RunState) -> str:
 
 
 def _time_spent(run_dir: Path) -> str:
-    """The main cause of its time, in a sentence; empty if there is none, or too much to read for a glance."""
-
+    """The main cause of lost time, in a sentence; empty if there is none, or the event files are too large."""
     with suppress(PacelineError, OSError):
         files = event_files(run_dir).values()
         if files and sum(path.lstat().st_size for path in files) <= GLANCE_BYTES:
@@ -105,7 +104,7 @@ def _hint(state: RunState) -> str:
         case "queued" | "running":
             return f"paceline logs {run} --follow, or paceline cancel {run}"
         case "saved" | "lost" | "failed" | "cancelled":
-            again = f"; to go on: {words}" if (words := resume_command(Path(state.run_dir))) else ""
+            again = f"; to resume: {command}" if (command := resume_command(Path(state.run_dir))) else ""
             return f"paceline logs {run}{again}"
         case "done":
             return f"paceline report {run}"
@@ -127,10 +126,10 @@ def list_runs(arguments: Sequence[str]) -> int:
 
 
 def runs_in(folder: Path) -> list[RunState]:
-    """The runs whose folders are in `folder`, the newest first, without questions to hosts and schedulers.
+    """The runs whose folders are in `folder`, the newest first. Queries no host and no scheduler.
 
     Raises:
-        UsageError: if there is no such folder, or it is itself a run's.
+        UsageError: there is no such folder, or it is itself a run folder.
     """
     if not is_folder(folder):
         raise UsageError(code="no-folder-of-runs", folder=folder)
@@ -141,7 +140,7 @@ def runs_in(folder: Path) -> list[RunState]:
 
 
 def _state(run_dir: Path) -> RunState | None:
-    """The state of the run in a folder, also if it cannot be read; None if the folder holds no run."""
+    """The state of the run in a folder, `unknown` if it cannot be read; None if the folder holds no run."""
     try:
         if not holds_run(run_dir):
             return None

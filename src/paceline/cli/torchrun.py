@@ -1,10 +1,10 @@
-"""torchrun's options for `paceline launch`: their spellings and variables, and what each means here. Pure.
+"""torchrun's options for `paceline launch`: their names, their environment variables and their translation. Pure.
 
     --nproc-per-node 4 train.py --epochs 5       -> --nproc 4, and the script with its arguments
-    --rdzv-backend c10d                          -> ignored, with a message: our ranks meet by themselves
-    --nnodes 2 --node-rank 1 ...                 -> torchrun itself, with the guard in front of the script
+    --rdzv-backend c10d                          -> ignored, with a message: paceline has its own rendezvous
+    --nnodes 2 --node-rank 1 ...                 -> runs torchrun, with the guard around the script
 
-An option of torchrun means one of ours, has no meaning here, or needs torchrun itself.
+An option of torchrun corresponds to an option of paceline, has no effect, or requires torchrun itself.
 """
 
 import re
@@ -23,50 +23,51 @@ OURS = {
     "--local-ranks-filter": "--show",
 }
 CHOICES = {"--nproc-per-node": ("auto", "cpu", "gpu"), "--local-ranks-filter": ("0",)}  # besides numbers
-MEET = "the ranks meet by themselves"
-IGNORED = {  # what has no meaning here, by the reason
-    MEET: ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf", "--master-addr", "--local-addr"),
-    "what each rank prints is shown, and is in its log": (
+RENDEZVOUS = "paceline's rendezvous needs no options"
+IGNORED = {  # reason -> options without effect
+    RENDEZVOUS: ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf", "--master-addr", "--local-addr"),
+    "paceline shows the output of each rank and writes it to a log": (
         *("--redirects", "--duplicate-stdout-filters", "--duplicate-stderr-filters", "--logs-specs"),
         "--log-line-prefix-template",  # new in torch 2.14
     ),
-    "torchrun's own workings": ("--monitor-interval", "--start-method", "--event-log-handler", "--print-completion"),
-    "each rank is a Python of its own": ("--run-path",),
-    "no rank is bound to cores": ("--numa-binding",),
-    "signals that end a run are passed on": ("--signals-to-handle",),
+    "internal to torchrun": ("--monitor-interval", "--start-method", "--event-log-handler", "--print-completion"),
+    "each rank is a separate Python process": ("--run-path",),
+    "paceline binds no rank to cores": ("--numa-binding",),
+    "paceline forwards stop signals": ("--signals-to-handle",),
 }
-OTHERS = (  # what has a meaning, in `cli.launch` or below
+OTHERS = (  # options that `cli.launch` or this module handles
     *("--standalone", "--module", "--no-python", "--log-dir", "--node-rank"),
-    "--tee",  # is what we do
-    *("--rdzv-id", "--role"),  # in variables, for the script
-    "--virtual-local-rank",  # the script counts on GPU 0: torchrun itself shows each rank its own
+    "--tee",  # paceline always does this
+    *("--rdzv-id", "--role"),  # passed to the script in variables
+    "--virtual-local-rank",  # the script expects GPU 0: torchrun makes one GPU visible to each rank
 )
 TORCHRUN = (*OURS, *OTHERS, *(name for names in IGNORED.values() for name in names))
 FLAGS = ("--standalone", "--module", "--no-python", "--run-path", "--virtual-local-rank")
 NO_VARIABLE = ("--logs-specs", "--numa-binding", "--print-completion")
 SHORT = {"-m": "--module", "-r": "--redirects", "-t": "--tee"}
-OF_WATCHOVER = ("--stall-after", "--run-dir")  # options of ours that `paceline watchover` has, too
+OF_WATCHOVER = ("--stall-after", "--run-dir")  # options that `paceline watchover` has as well
 
 
 @dataclass(frozen=True)
 class LaunchArguments:
-    """The arguments of `paceline launch`, sorted. Names are those of the tables, also for `--nproc_per_node`.
+    """The arguments of `paceline launch`, sorted into paceline's and torchrun's options and the script.
 
-    All methods raise UsageError if options contradict each other, or a value is invalid.
+    Names are those of the tables: `--nproc_per_node` is `--nproc-per-node`. All methods raise UsageError if options
+    contradict each other, or a value is invalid.
     """
 
-    own: tuple[str, ...]  # our options, as they were typed
-    given: Mapping[str, str]  # their values, by name
-    torchrun: Mapping[str, str]  # torchrun's; "" is the value of a flag
-    variables: Mapping[str, str]  # the same from the environment
+    own: tuple[str, ...]  # paceline's options, as typed
+    given: Mapping[str, str]  # the values of paceline's options, by name
+    torchrun: Mapping[str, str]  # the values of torchrun's options, by name; "" for a flag
+    variables: Mapping[str, str]  # the values of torchrun's options in environment variables
     rest: tuple[str, ...]  # the script and its arguments
 
     def value(self, name: str) -> str | None:
-        """The value of an option of torchrun; the command line has precedence over the environment."""
+        """The value of an option of torchrun. The command line takes precedence over the environment."""
         return self.torchrun.get(name, self.variables.get(name))
 
     def typed_name(self, name: str) -> str:
-        """The option or the variable that gives the value."""
+        """The option or the environment variable that sets the value."""
         return name if name in self.torchrun else _variable(name)
 
     @property
@@ -76,10 +77,10 @@ class LaunchArguments:
 
     @property
     def need_torchrun(self) -> bool:
-        """Whether torchrun itself must start this: several nodes by its options, or what only torchrun does."""
+        """Whether torchrun must start the script: its options start several nodes, or only torchrun supports one."""
         if self.launcher != "local":
-            if mine := [name for name in ("--standalone", "--node-rank") if name in self.torchrun]:
-                raise UsageError(code="nodes-started-twice", launcher=self.launcher, options=" and ".join(mine))
+            if options := [name for name in ("--standalone", "--node-rank") if name in self.torchrun]:
+                raise UsageError(code="nodes-started-twice", launcher=self.launcher, options=" and ".join(options))
             return False
         text = self.value("--nnodes") or "1"
         if not re.fullmatch(r"\d+(:\d+)?", text) or not 1 <= int(text.split(":")[0]) <= int(text.split(":")[-1]):
@@ -96,7 +97,7 @@ class LaunchArguments:
 
     @property
     def script(self) -> tuple[str, ...]:
-        """The script with its arguments, `-m` before the name of a module."""
+        """The script with its arguments. A module has `-m` before its name."""
         if not self.rest:
             raise UsageError(code="no-script")
         if self.value("--module") is None:
@@ -109,8 +110,8 @@ class LaunchArguments:
 
     @property
     def ours(self) -> list[str]:
-        """The same start in our options: those that were typed, and torchrun's, translated."""
-        found, ignored = list(self.own), self._ignored()
+        """The command line in paceline's options: the typed ones, and the translated ones of torchrun."""
+        options, ignored = list(self.own), self._ignored()
         for name, ours in OURS.items():
             value = self.value(name)
             if value is None or name in ignored or (name == "--nnodes" and self.launcher == "local"):
@@ -121,36 +122,36 @@ class LaunchArguments:
                 raise UsageError(code="torchrun-choice", setting=self.typed_name(name), choices=allowed, value=value)
             value = "rank 0" if name == "--local-ranks-filter" else value
             if ours not in self.given:
-                found.append(f"{ours}={value}")
+                options.append(f"{ours}={value}")
             elif name in self.torchrun and value != self.given[ours]:
                 raise UsageError(
                     code="conflicting-options", ours=ours, our_value=self.given[ours], name=name,
                     value=self.torchrun[name],
                 )  # fmt: skip
-        return found
+        return options
 
     def _ignored(self) -> dict[str, str]:
-        """The options that are set and have no meaning, with the reason."""
+        """The options that are set but have no effect, with the reasons."""
         reasons = {name: why for why, names in IGNORED.items() for name in names}
         if "--run-dir" in self.given:
-            reasons["--log-dir"] = "--run-dir is given"
+            reasons["--log-dir"] = "--run-dir is set"
         if self.value("--standalone") is not None:
-            reasons["--master-port"] = MEET
+            reasons["--master-port"] = RENDEZVOUS
         if self.value("--local-ranks-filter") not in (None, "0"):
-            reasons["--local-ranks-filter"] = "--show knows all ranks, or rank 0"
+            reasons["--local-ranks-filter"] = "--show supports only all ranks, or rank 0"
         return {name: why for name, why in reasons.items() if self.value(name) is not None}
 
     @property
     def ignored(self) -> str:
-        """One line for all options that have no meaning here; empty without one."""
+        """One line for all options that have no effect; empty if there is none."""
         names: dict[str, list[str]] = {}
         for name, why in self._ignored().items():
             names.setdefault(why, []).append(self.typed_name(name))
         return "; ".join(f"{', '.join(options)}: {why}" for why, options in names.items())
 
     def torchrun_command(self, python: str) -> tuple[tuple[str, ...], dict[str, str]]:
-        """The same start by torchrun, with the guard in front of the script, and variables that it needs."""
-        _ = self.ours  # for its errors
+        """The equivalent command of torchrun, with the guard around the script, and its environment variables."""
+        _ = self.ours  # raises errors for wrong values
         options = {name: value for name, value in self.torchrun.items() if name not in ("--module", "--run-path")}
         guard: list[str] = []
         env = {"PET_RUN_PATH": "0"} if "--run-path" in self.variables else {}
@@ -163,50 +164,50 @@ class LaunchArguments:
                 guard.append(f"{ours}={value}")
             elif ours != "--dry-run":
                 raise UsageError(code="no-effect-under-torchrun", setting=ours)
-        words = [f"{name}={value}" if value else name for name, value in options.items()]
-        # --end: a run that hangs ends, as under our launcher
-        through = () if self.value("--no-python") is not None else ("-m", "paceline", "watchover", "--end", *guard)
-        return (python, "-P", "-m", "torch.distributed.run", *words, *through, *self.script), env
+        typed = [f"{name}={value}" if value else name for name, value in options.items()]
+        # --end: the guard ends a run that hangs, as under paceline's launcher
+        watchover = () if self.value("--no-python") is not None else ("-m", "paceline", "watchover", "--end", *guard)
+        return (python, "-P", "-m", "torch.distributed.run", *typed, *watchover, *self.script), env
 
 
 def read_arguments(
     arguments: Sequence[str], environ: Mapping[str, str], takes_value: Mapping[str, bool]
 ) -> LaunchArguments:
-    """Sort the arguments of `paceline launch`: the script begins at the first that is no option, or behind `--`.
+    """Sort the arguments of `paceline launch`. The script is the first argument that is not an option, or follows `--`.
 
     Args:
-        arguments: as they were typed.
-        environ: has torchrun's variables, PET_NPROC_PER_NODE and the like.
-        takes_value: our own options, and whether each takes a value.
+        arguments: the command line.
+        environ: has torchrun's variables, such as PET_NPROC_PER_NODE.
+        takes_value: paceline's options, and whether each takes a value.
 
     Raises:
         UsageError: an option is unknown, or the value of a variable is invalid.
     """
-    words, own = list(arguments), list[str]()
+    remaining, own = list(arguments), list[str]()
     given: dict[str, str] = {}
     torchrun: dict[str, str] = {}
-    while words and words[0].startswith("-") and words[0] != "--":
-        word = words.pop(0)
-        name, has_value, value = _parted(word)
-        # with `--` it is an environment module, as it was before torchrun's options were understood
-        loads = word.startswith("--module") and (has_value or ("--" in words[1:] and words[0][:1] != "-"))
-        mine = name in takes_value and (name not in TORCHRUN or name == "--max-restarts" or loads)
-        if not mine and name not in TORCHRUN:
+    while remaining and remaining[0].startswith("-") and remaining[0] != "--":
+        word = remaining.pop(0)
+        name, has_value, value = _split_option(word)
+        # `--module NAME ... -- SCRIPT` loads an environment module: this syntax is older than torchrun's options here
+        loads = word.startswith("--module") and (has_value or ("--" in remaining[1:] and remaining[0][:1] != "-"))
+        is_ours = name in takes_value and (name not in TORCHRUN or name == "--max-restarts" or loads)
+        if not is_ours and name not in TORCHRUN:
             raise unknown_option("paceline launch", name, [*takes_value, *TORCHRUN])
-        takes = takes_value[name] if mine else name not in FLAGS
+        takes = takes_value[name] if is_ours else name not in FLAGS
         if has_value and not takes:
             raise UsageError(code="option-takes-no-value", setting=name, value=word)
-        after = [words.pop(0)] if takes and not has_value and words else []
-        (given if mine else torchrun)[name] = value or (after[0] if after else "")
-        if takes and not (has_value or after) and not mine:
+        after = [remaining.pop(0)] if takes and not has_value and remaining else []
+        (given if is_ours else torchrun)[name] = value or (after[0] if after else "")
+        if takes and not (has_value or after) and not is_ours:
             raise UsageError(code="option-needs-a-value", setting=name)
-        own += [word, *after] if mine else []
-    rest = words[1:] if words[:1] == ["--"] else words
+        own += [word, *after] if is_ours else []
+    rest = remaining[1:] if remaining[:1] == ["--"] else remaining
     return LaunchArguments(tuple(own), given, torchrun, _variables(environ), tuple(rest))
 
 
-def _parted(word: str) -> tuple[str, bool, str]:
-    """Name, whether it has a value, and that: of --name=value, -r3, -r=3."""
+def _split_option(word: str) -> tuple[str, bool, str]:
+    """Split --name=value, -r3 or -r=3 into the name, whether there is a value, and the value."""
     if not word.startswith("--") and word[:2] in SHORT:
         return SHORT[word[:2]], len(word) > 2, word[2:].removeprefix("=")
     name, equals, value = word.partition("=")
@@ -218,12 +219,12 @@ def _variable(name: str) -> str:
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The options in torchrun's variables, without flags that are 0."""
-    found: dict[str, str] = {}
+    """The options that are set by environment variables. Flags that are 0 are omitted."""
+    options: dict[str, str] = {}
     for name in TORCHRUN:
         value = "" if name in NO_VARIABLE else environ.get(_variable(name), "")
         if name in FLAGS and value and not value.isdecimal():
             raise UsageError(code="variable-not-0-or-1", option=_variable(name), value=value)
         if value and (name not in FLAGS or int(value)):
-            found[name] = "" if name in FLAGS else value
-    return found
+            options[name] = "" if name in FLAGS else value
+    return options

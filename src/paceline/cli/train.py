@@ -1,6 +1,7 @@
-"""`paceline train`: checks all that can be checked without torch, then trains here or starts the workers.
+"""`paceline train`: checks the settings as far as possible without torch, then trains here or starts the workers.
 
-The same command is the worker's: where a launcher's variables are set (torchrun's, or our own agent's), it is a rank.
+A worker runs the same command: if the variables of a launcher are set (torchrun's, or those of paceline's agent), the
+process is a rank.
 """
 
 import os
@@ -84,16 +85,16 @@ def main(arguments: Sequence[str]) -> int:
     run_dir, code = train(config)
     if code != ExitCode.SAVED or config.checkpoint.rehearse_preemption is None:
         return code
-    print("rehearsal: stopped in good order; now it is resumed", file=sys.stderr)
+    print("rehearsal: the run has saved and stopped, and now resumes", file=sys.stderr)
     again = replace(config.checkpoint, resume="auto", fresh=False, rehearse_preemption=None)
     return train(replace(config, checkpoint=again, run=replace(config.run, run_dir=run_dir)))[1]
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
-    """The configuration that flags give, over that of `--config FILE`, over the defaults.
+    """The settings: the options, otherwise `--config FILE`, otherwise the defaults.
 
     Raises:
-        UsageError: if the file or a value is wrong.
+        UsageError: the file or a value is wrong.
     """
     line = command_line("train")
     given = line.values(arguments)
@@ -101,7 +102,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     resumed = None if path else _resumed_config(given)
     path = real_path(path) if path else resumed
     default = configuration.load(path, ours=not given.get("run.trust", False)) if path else TrainConfig()
-    if resumed and default.strategy == DEFAULT_ALONE:  # with several processes it continues with their default
+    if resumed and default.strategy == DEFAULT_ALONE:  # several processes resume with their default strategy
         default = replace(default, strategy=None)
     config = built(TrainConfig, given, default)
     if asked_help:
@@ -120,19 +121,19 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
 
 
 def _resumed_config(given: Mapping[str, Any]) -> Path | None:
-    """The settings of the run to be resumed: they apply unless an option changes them."""
+    """The settings file of the run to resume. Its settings apply unless an option changes them."""
     folder = given.get("run.run_dir")
     if folder is None or given.get("checkpoint.resume") != "auto":
         return None
-    path = real_path(folder) / CONFIG  # through no link in the folder itself
+    path = real_path(folder) / CONFIG  # CONFIG itself must not be a link
     return path if os.path.lexists(path) else None
 
 
 def check_training(config: TrainConfig, nproc: int) -> None:
-    """Check the settings against each other, this machine and an earlier run, before any process is started.
+    """Check the settings against each other, this machine and an earlier run, before any process starts.
 
     Raises:
-        UsageError: naming the setting, what is true, and what to do.
+        UsageError: a setting is wrong. The error has the setting, the facts and the remedy.
     """
     mesh = mesh_of(config.launch.mesh, nproc)
     shape = batch_shape(config.data, mesh.replicas)
@@ -140,8 +141,8 @@ def check_training(config: TrainConfig, nproc: int) -> None:
     check_optimizer(config.optimizer.optimizer)
     _check_checkpoints(config, nproc)
     tracker_names(config.run.track)
-    begins = config.checkpoint.resume == "no" or config.checkpoint.fresh
-    if begins and (path := config.model.init_from) is not None:
+    is_new_run = config.checkpoint.resume == "no" or config.checkpoint.fresh
+    if is_new_run and (path := config.model.init_from) is not None:
         if not path.exists():
             raise UsageError(code="init-from-not-found", path=path)
         if path.is_dir():
@@ -158,14 +159,10 @@ def check_training(config: TrainConfig, nproc: int) -> None:
 
 
 def check_guard(config: TrainConfig) -> Windows:
-    """The windows that --stall-after specifies.
-
-    Raises:
-        UsageError: the value is invalid, or there is no agent that could see a hang.
-    """
+    """The windows of --stall-after. Raises UsageError if the value is invalid, or no agent can detect a hang."""
     windows = Windows.parse(config.guard.stall_after)
-    agent = config.launch.nproc is not None or config.cluster.on != "local" or WorkerSpec.here() is not None
-    if windows.seconds is not None and not agent:
+    has_agent = config.launch.nproc is not None or config.cluster.on != "local" or WorkerSpec.here() is not None
+    if windows.seconds is not None and not has_agent:
         raise UsageError(code="stall-after-without-agent", value=config.guard.stall_after)
     return windows
 
@@ -189,7 +186,7 @@ def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
     checkpoints = Checkpoints(run_dir / CHECKPOINTS, trust=config.run.trust)
     if not checkpoints.entries():
         check_not_finished(run_dir)
-    for _, path in checkpoints.entries():  # the newest one that can be read; the workers check its bytes
+    for _, path in checkpoints.entries():  # use the newest one with a readable manifest; the workers check its bytes
         with suppress(Damaged):
             saved = checkpoints.check(path, files=()).definition
             now = settings(configuration.with_defaults(config, nproc))
@@ -199,10 +196,10 @@ def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
 
 
 def _train_here(config: TrainConfig) -> tuple[Path, int]:
-    """Be a rank: of the world that a launcher made, or the only one. Returns the run folder and the exit code."""
+    """Train as a rank: of a launcher's world, or as a single process. Returns the run folder and the exit code."""
     env = os.environ
     nproc = config.launch.nproc
-    if WorkerSpec.here() is None:  # our own agents need no checks, and after a restart there may be fewer of us
+    if WorkerSpec.here() is None:  # no checks under our agent: after a restart there may be fewer ranks
         if config.cluster.on != "local" or config.cluster.dry_run:
             raise UsageError(
                 code="train-within-launcher", launcher=config.cluster.on, rank=env.get("RANK"),
@@ -222,7 +219,7 @@ def _train_here(config: TrainConfig) -> tuple[Path, int]:
 
 
 def _train_elsewhere(config: TrainConfig, job: JobSpec) -> int:
-    """Train on other machines, or detached: the workers check what only they know."""
+    """Train on other machines, or detached. The workers check the settings that depend on their machine."""
     on, size = config.cluster.on, world_size(job)
     if config.launch.nproc == "auto":
         raise UsageError(code="train-nproc-of-this-machine", launcher=on)
@@ -243,13 +240,13 @@ def _locked(config: TrainConfig) -> AbstractContextManager[tuple[Path, int]]:
 
 
 def _record(config: TrainConfig, run_dir: Path) -> None:
-    """Write the settings that repeat the run, unless an earlier start has."""
+    """Write the settings that repeat the run, unless an earlier attempt has written them."""
     if not (run_dir / CONFIG).exists():
         write_settings(run_dir, configuration.dump(configuration.repeatable(config)))
 
 
 def _launch(job: JobSpec, config: TrainConfig) -> tuple[Path, int]:
-    """Make the run folder and start `--nproc` workers under an agent; return the folder and the exit code."""
+    """Create the run folder and start `--nproc` workers under an agent; return the folder and the exit code."""
     with _locked(config) as (run_dir, lock):
         config = configuration.with_defaults(replace(config, run=replace(config.run, run_dir=run_dir)), job.nproc)
         attempt, attempt_dir = create_attempt_dir(run_dir)
@@ -258,7 +255,7 @@ def _launch(job: JobSpec, config: TrainConfig) -> tuple[Path, int]:
         job = training_job(config, replace_fields(job, run_dir=str(run_dir), attempt_dir=str(attempt_dir)))
         code = run(local(job), keep_open=[lock])
     if code == ExitCode.USAGE and attempt > 1:
-        return run_dir, code  # the summary of the earlier start stays
+        return run_dir, code  # keep the summary of the earlier attempt
     if code not in (ExitCode.DONE, ExitCode.SAVED):
         _write_failed_summary(run_dir, config, job.nproc, code)
         say(f"run folder {run_dir}")
@@ -266,7 +263,7 @@ def _launch(job: JobSpec, config: TrainConfig) -> tuple[Path, int]:
 
 
 def _show_plan(config: TrainConfig, job: JobSpec) -> int:
-    """`--dry-run`, with the names that the folders of this run would have."""
+    """`--dry-run`: print the plan, with the paths that the folders of this run would have."""
     job = planned_job(job, config.run.run_dir, str(config.task))
     if config.cluster.on == "local":
         job = replace_fields(job, attempt_dir=f"{job.run_dir}/attempt-1")
@@ -274,12 +271,12 @@ def _show_plan(config: TrainConfig, job: JobSpec) -> int:
 
 
 def _hand_over(config: TrainConfig, job: JobSpec, size: int) -> int:
-    """Make the run folder and hand the job to its launcher; the exit code."""
+    """Create the run folder and start the job with its launcher; return the exit code."""
     cluster, on = config.cluster, config.cluster.on
-    with _locked(config) as (run_dir, _):  # from the start on node 0's agent holds it
-        # if Slurm, or a person, starts this job again, it resumes
+    with _locked(config) as (run_dir, _):  # once the job runs, the agent of node 0 holds the lock
+        # if Slurm or the user starts this job again, it resumes
         again = replace(config.checkpoint, resume="auto", fresh=False)
-        shape = None if any(host.slots for host in job.hosts) else cluster.nodes  # what ranks compare theirs with
+        shape = None if any(host.slots for host in job.hosts) else cluster.nodes  # the ranks check their number with it
         config = replace(
             config,
             run=replace(config.run, run_dir=run_dir),
@@ -293,17 +290,17 @@ def _hand_over(config: TrainConfig, job: JobSpec, size: int) -> int:
     if on == "ssh" and not job.detached and code not in (ExitCode.DONE, ExitCode.SAVED, ExitCode.USAGE):
         _write_failed_summary(run_dir, config, size, code)
     followed = (on == "ssh" and not job.detached) or cluster.follow or (on == "slurm" and in_allocation(os.environ))
-    if not followed or code not in (ExitCode.DONE, ExitCode.SAVED):  # else rank 0 has printed it
+    if not followed or code not in (ExitCode.DONE, ExitCode.SAVED):  # otherwise rank 0 has printed the folder
         say(f"run folder {run_dir}")
     return code
 
 
 def training_job(config: TrainConfig, job: JobSpec) -> JobSpec:
-    """The workers of a training: each runs this very command, with the settings in the folder of this start."""
+    """The job of a training. Each worker runs `paceline train` with the settings in the folder of this start."""
     settings_file = Path(job.attempt_dir or job.submit_dir) / CONFIG
     return replace_fields(
         job,
-        # -P: the working folder may hold modules of the same names as ours
+        # -P: the working folder may contain modules with the names of modules that paceline imports
         argv=(job.python, "-P", "-m", "paceline", "train", "--config", str(settings_file)),
         threads=threads_of(config.launch.threads_per_rank),
         port=config.launch.port,
@@ -316,29 +313,28 @@ def training_job(config: TrainConfig, job: JobSpec) -> JobSpec:
 
 
 def may_preload(config: TrainConfig, job: JobSpec) -> bool:
-    """Whether workers may be forked from a process that has imported torch: never beside CUDA, or into another Python.
+    """Whether workers may be forked from a process that has imported torch.
 
-    One worker alone gains nothing by it but a faster restart. On another machine, or later, only with --device cpu:
-    what `auto` will find there is not known here.
+    They are not forked if they use CUDA or a different Python. A single worker only gains a faster restart. On another
+    machine, or for a later start, this requires --device cpu, since the device that `auto` selects there is unknown.
     """
-    allowed = config.launch.preload == "auto" and os.environ.get(PRELOAD, "auto") != "off"
-    ours = job.python == sys.executable and config.launch.backend in ("auto", "gloo")
-    pays = job.nproc > 1 or config.launch.max_restarts > 0 or job.elastic
-    if not (allowed and ours and pays) or config.launch.device not in ("auto", "cpu"):
+    is_allowed = config.launch.preload == "auto" and os.environ.get(PRELOAD, "auto") != "off"
+    is_same_python = job.python == sys.executable and config.launch.backend in ("auto", "gloo")
+    is_faster = job.nproc > 1 or config.launch.max_restarts > 0 or job.elastic
+    if not (is_allowed and is_same_python and is_faster) or config.launch.device not in ("auto", "cpu"):
         return False
     return config.launch.device == "cpu" or (job.attempt_dir != "" and count_gpus() == 0)
 
 
 def _write_failed_summary(run_dir: Path, config: TrainConfig, size: int, code: int) -> None:
-    """Leave a summary of a run that has failed, if the disk allows."""
     try:
         write_summary(run_dir, failed_summary(run_dir, config, size, code))
-    except OSError as error:  # the very disk, perhaps, that ended the run
-        print(f"summary.json cannot be written: {error}", file=sys.stderr)
+    except OSError as error:  # for example, the full disk that ended the run
+        print(f"cannot write summary.json: {error}", file=sys.stderr)
 
 
 def failed_summary(run_dir: Path, config: TrainConfig, nproc: int, code: int) -> Summary:
-    """What is known of a run that ended with `code`, which counts more than the code in the summary of its ranks."""
+    """The summary of a failed run. Its exit code is `code`, which replaces the code in a summary of the ranks."""
     written = read_summary(run_dir)
     if written is not None:
         return replace_fields(written, exit=code)

@@ -24,7 +24,7 @@ from paceline.runs.attempt import read_ended
 from paceline.tasks import check_loop, check_task, is_loop
 
 WORKER = "paceline.lab.ranks.verify"
-STALL_SECONDS = 60.0  # of a loop, in short epochs
+STALL_SECONDS = 60.0  # window of the guard for a custom loop, whose epochs are short here
 Report = TypeVar("Report", VerifyReport, BitsReport)
 OPTIMIZERS = ("sgd", "adamw", OWN)
 
@@ -33,7 +33,7 @@ OPTIMIZERS = ("sgd", "adamw", OWN)
 class VerifyConfig:
     """Check that N processes compute the same as one, step by step, in float64. Exit code 1 if they differ.
 
-    my_loop.py:main is a function that trains in a paceline.session(). It runs unchanged, with the words behind --
+    my_loop.py:main is a function that trains in a paceline.session(). It runs unchanged, with the arguments after --
     in sys.argv. With --bitwise, each number of processes trains in float32 and all bits are compared.
     """
 
@@ -76,9 +76,9 @@ class VerifyConfig:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline verify ARGUMENTS`."""
-    own_words = [*arguments, "--"].index("--")
-    config: VerifyConfig = command_line("verify").parse(arguments[:own_words])
-    words = list(arguments[own_words + 1 :])
+    separator = [*arguments, "--"].index("--")
+    config: VerifyConfig = command_line("verify").parse(arguments[:separator])
+    loop_arguments = list(arguments[separator + 1 :])
     ranks = whole_numbers("--ranks", config.ranks)
     meshes = [Mesh.parse(mesh) for mesh in config.mesh]
     if meshes and (config.bitwise or is_loop(config.task)):
@@ -96,15 +96,15 @@ def main(arguments: Sequence[str]) -> int:
     check_loop(config.task)
     check_task(config.task, {**options, **({"data_dir": config.data_dir} if config.data_dir else {})})
     if is_loop(config.task):
-        return _verify_loop(config, ranks, strategies if config.strategies else [""], words)
-    if words:
-        raise UsageError(code="verify-arguments-of-task", arguments=" ".join(words), task=config.task)
+        return _verify_loop(config, ranks, strategies if config.strategies else [""], loop_arguments)
+    if loop_arguments:
+        raise UsageError(code="verify-arguments-of-task", arguments=" ".join(loop_arguments), task=config.task)
     spec = Spec(
         task=config.task,
         options=options,
         strategies=strategies,
         optimizers=optimizers,
-        virtual_ranks=max(mesh.replicas for mesh in meshes) + 1 if meshes else max(ranks),  # uneven shares
+        virtual_ranks=max(mesh.replicas for mesh in meshes) + 1 if meshes else max(ranks),  # replicas get unequal parts
         accumulation=2,
         steps=config.steps,
         seed=config.seed,
@@ -122,8 +122,8 @@ def main(arguments: Sequence[str]) -> int:
     return _verify(spec, meshes or ranks, VerifyReport, print_report, config.json)
 
 
-def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequence[str], words: list[str]) -> int:
-    """Run a loop on one process alone, then on each number of them: in float64, and under `exact` for the bits."""
+def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequence[str], arguments: list[str]) -> int:
+    """Run a loop on a single process, then on each number of processes: in float64, and with `exact` for the bits."""
     for_tasks = ("bitwise", "optimizers", "stem", "checkpoint_activations", "data_dir", "set")
     default = VerifyConfig(config.task)
     if given := [name for name in for_tasks if getattr(config, name) != getattr(default, name)]:
@@ -131,7 +131,7 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
     most = max(ranks)
     compared = [LoopCase(most, exact=False, strategy=name) for name in strategies]
     cases = [LoopCase(1, exact=False, plain=True), *compared, LoopCase(most, exact=True, strategy="exact")]
-    spec = LoopSpec(config.task, words, cases, most, config.steps, config.seed, config.device)
+    spec = LoopSpec(config.task, arguments, cases, most, config.steps, config.seed, config.device)
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as name:
         folder = Path(name).resolve()
         ended = {size: _launch(spec, size, folder)[1] for size in sorted({1, *ranks})}
@@ -139,8 +139,8 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
 
         report, bits = findings(folder, spec, ranks, ended)
     print(
-        f"{config.task}, {config.steps} steps: one process alone beside {', '.join(map(str, ranks))} as {most} virtual "
-        "ranks, in short, uneven epochs; in float64 without dropout, batch norm as in evaluation"
+        f"{config.task}, {config.steps} steps: a single process compared with {', '.join(map(str, ranks))} processes "
+        f"as {most} virtual ranks; short epochs with unequal batches, float64, no dropout, batch norm in eval mode"
     )
     if config.json:
         write_json(config.json, [report, bits])
@@ -171,7 +171,7 @@ def _verify(
 
 
 def _launch(spec: Spec | LoopSpec, nproc: int, folder: Path) -> tuple[int, str]:
-    """Run the workers of one world size; the exit code, and the agent's report of a failure."""
+    """Run the workers of one world size; return the exit code and the agent's report of a failure."""
     attempt, files = folder / f"attempt-{nproc}", [str(folder / name) for name in ("spec.json", "report.json")]
     Path(files[0]).write_bytes(msgspec.json.encode(spec))
     stall_after = Windows(seconds=STALL_SECONDS) if isinstance(spec, LoopSpec) else AUTO

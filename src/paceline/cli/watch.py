@@ -1,4 +1,4 @@
-"""`paceline watch RUN`: a run live, rank by rank, on the terminal; keys show stacks, save and stop."""
+"""`paceline watch RUN`: shows a run live, rank by rank. Keys show stacks, save a checkpoint and stop the run."""
 
 import os
 import secrets
@@ -11,15 +11,7 @@ from pathlib import Path
 from paceline.cli import command_line
 from paceline.cli.cancel import ask_to_stop
 from paceline.cli.hang import ask_agent
-from paceline.cli.run_state import (
-    NOTHING,
-    Access,
-    NewestRunFlags,
-    attempts,
-    existing_run,
-    run_state,
-    standing,
-)
+from paceline.cli.run_state import NOTHING, Access, NewestRunFlags, attempts, existing_run, run_state, standing
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.report import describe_rank
 from paceline.launch.output import lines_of, start_of_last
@@ -30,8 +22,8 @@ from paceline.runs import writing
 from paceline.runs.console import clean
 from paceline.runs.summary import LIVE, RunState
 
-STATE_SECONDS = 5.0  # between reads of its whole state
-END_SECONDS = 2.0  # between checks for its end: a lock, or one question to its host
+STATE_SECONDS = 5.0  # between reads of the complete state
+END_SECONDS = 2.0  # between checks whether the run has ended: test its lock, or query its host
 PLAIN_SECONDS = 10.0  # between lines without a terminal
 LOG_LINES, MOST_CHARS = 40, 20_000
 
@@ -57,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
                 _in_lines(run)
         now, state = run.look()
     except KeyboardInterrupt:
-        print("no longer watched; the run is left alone", file=sys.stderr)
+        print("no longer watching; the run continues", file=sys.stderr)
         return ExitCode.DONE
     _say(summary_line(now, state))
     if state.state not in LIVE:
@@ -66,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class _Run:
-    """A run that is watched, and can be asked to save or stop."""
+    """The watched run. It accepts requests to save and to stop."""
 
     def __init__(self, run_dir: Path, access: Access) -> None:
         self.run_dir, self.access, self.may_act = run_dir, access, access != NOTHING
@@ -93,14 +85,16 @@ class _Run:
         """The stack of a rank at this moment."""
         verdict = ask_agent(self._newest())
         if verdict is None:
-            raise UsageError("the run's agent does not answer; a run of torchrun's or of one process has none")
+            raise UsageError(
+                "the agent of the run does not answer. Runs under torchrun and single-process runs have no agent"
+            )
         evidence = next((evidence for evidence in verdict.evidence if evidence.rank == rank), None)
         if evidence is None:
-            return f"rank {rank} is not there"
+            return f"rank {rank} is not running"
         return describe_rank(evidence, most_ops=5, most_stacks=1)[:MOST_CHARS]
 
     def log(self, rank: int) -> str:
-        """The last lines that a rank has printed."""
+        """The last lines of a rank's output."""
         if self._attempt is None:
             return "nothing yet"
         path = self._attempt / f"rank-{rank}.log"
@@ -108,24 +102,24 @@ class _Run:
         return "\n".join(line.text for line in lines_of(path, start, end))[-MOST_CHARS:] or "nothing yet"
 
     def save(self) -> str:
-        """Ask all ranks for a checkpoint."""
+        """Request a checkpoint."""
         if self._reader.read(self._attempt).step is None:
-            raise UsageError("there is no step yet, or the script saves by itself: no checkpoint is asked for")
+            raise UsageError("cannot request a checkpoint: the run has no step yet, or its script saves by itself")
         try:
             os.close(writing.create(self._newest() / f"{CHECKPOINT_ASK}{secrets.token_hex(8)}"))
         except OSError as error:
-            raise UsageError(f"the run cannot be asked: {error.strerror}") from error
-        return "asked for a checkpoint: it is taken after the next step"
+            raise UsageError(f"cannot request a checkpoint: {error.strerror}") from error
+        return "checkpoint requested: the run saves after the next step"
 
     def stop(self) -> str:
         """Ask the run to stop."""
         self._newest()
         ask_to_stop(self.run_dir, self.access)
-        return "asked to stop: it saves its state first"
+        return "stop requested: the run saves its state first"
 
     def _newest(self) -> Path:
         if not self.may_act or self._attempt is None:
-            raise UsageError("others could have written this run's folder, so nothing is asked of it: it is only shown")
+            raise UsageError("other users could have written this run folder, so paceline only displays the run")
         return self._attempt
 
 
@@ -139,7 +133,7 @@ def _on_terminal(run: _Run) -> None:
 
 
 def _in_lines(run: _Run) -> None:
-    """For a file or a pipe: a line after each change, at most every ten seconds, until the end."""
+    """Without a terminal: print a line after each change, at most every ten seconds, until the end."""
     shown = ""
     while run.standing.state in LIVE:
         line = summary_line(*run.look())

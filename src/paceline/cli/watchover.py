@@ -33,32 +33,32 @@ class WatchoverConfig:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline watchover ARGUMENTS`."""
-    own, words = split_script(arguments)
-    config: WatchoverConfig = command_line("watchover").parse(own)
+    options, script = split_script(arguments)
+    config: WatchoverConfig = command_line("watchover").parse(options)
     windows = Windows.parse(config.stall_after)
-    if not words:
+    if not script:
         raise UsageError(code="watchover-no-script")
-    command = worker_command(words)
+    command = worker_command(script)
     if BOOTSTRAP not in command:
-        raise UsageError(code="watchover-not-python", value=words[0])
+        raise UsageError(code="watchover-not-python", value=script[0])
     if WorkerSpec.here() is not None:
         raise UsageError(code="watchover-of-paceline")
     if not is_launched(os.environ):
         say("watchover: started as a single process; nothing to watch")
     elif not windows.off:
         attach_to_agent(agent_plan(config, windows, os.environ), os.environ)
-    if not sys.flags.safe_path:  # `python -m` has added the working folder, which a script does not see
+    if not sys.flags.safe_path:  # `python -m` has added the working folder, unlike `python script.py`
         sys.path.pop(0)
     run_script(command[command.index(BOOTSTRAP) + 1 :])
 
 
 def split_script(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our arguments, and the script with its arguments: from the first that is neither an option nor its value."""
+    """Our options, and the script with its arguments, which begins at the first argument that is not an option."""
     at = 0
     while at < len(arguments) and arguments[at].startswith("-") and arguments[at] not in ("-m", "--"):
         at += 1 if "=" in arguments[at] or arguments[at] in SWITCHES else 2
-    own, words = list(arguments[:at]), list(arguments[at:])
-    return own, words[1:] if words[:1] == ["--"] else words
+    options, script = list(arguments[:at]), list(arguments[at:])
+    return options, script[1:] if script[:1] == ["--"] else script
 
 
 def agent_plan(config: WatchoverConfig, windows: Windows, env: Mapping[str, str]) -> NodePlan:
@@ -69,7 +69,7 @@ def agent_plan(config: WatchoverConfig, windows: Windows, env: Mapping[str, str]
     """
     if missing := [name for name in COUNTS if not env.get(name, "").isdecimal()]:
         raise UsageError(code="launcher-variables-missing", missing=[*missing], counts=[*COUNTS])
-    rank, size, _, local_size = (int(env[name]) for name in COUNTS)  # local rank 0's: it starts the agent
+    rank, size, _, local_size = (int(env[name]) for name in COUNTS)  # local rank 0 starts the agent
     run_dir = attempt_dir = ""
     if config.run_dir is not None and rank == 0:
         folder = open_run_dir(config.run_dir, "watchover", resume=env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
@@ -78,7 +78,7 @@ def agent_plan(config: WatchoverConfig, windows: Windows, env: Mapping[str, str]
         argv=(),
         nproc=local_size,
         stall_after=windows,
-        nodes=size if size > local_size else 1,  # an upper bound: no variable has their number
+        nodes=size if size > local_size else 1,  # an upper bound: no variable has the number of nodes
         node=int(env.get("GROUP_RANK") or rank),
         ranks=NodeRanks(first=rank, world_size=size),
         run_dir=run_dir,

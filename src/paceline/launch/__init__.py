@@ -1,1 +1,1 @@
-"""Where processes come from: a job becomes a plan, agents carry it out, and nothing outlives its parent. No torch."""
+"""Start the processes of a run: a job becomes a plan, and agents execute it. Does not import torch."""

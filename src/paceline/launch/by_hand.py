@@ -1,4 +1,4 @@
-"""Commands to be typed on each node, torchrun's or our agent's, for those who start their nodes themselves."""
+"""Commands for users who start each node themselves: one command per node, of torchrun or of paceline's agent."""
 
 import shlex
 from collections.abc import Iterator
@@ -9,17 +9,17 @@ from paceline.protocol.control import BOOTSTRAP, RUN_ID, SECRET_NAME
 from paceline.protocol.job import JobSpec, head_ports, labels, plain_name
 
 PLAN_FILE = "plan.json"
-NODE0 = "NODE0"  # in the place of a name that we do not know
+NODE0 = "NODE0"  # placeholder for the unknown name of node 0
 
 
 def by_hand(job: JobSpec) -> Plan:
-    """One command for each node, to be typed there. Pure: nothing is looked up or started.
+    """The plan with one command for each node, which the user types there. Pure: it looks up and starts nothing.
 
-    torchrun's rendezvous is the static one: each node knows its number, so a clock that is wrong cannot make a run of
-    half the nodes (with c10d a difference of 20 s did), and the agents end when node 0 is lost.
+    The commands use torchrun's static rendezvous. Each node has a fixed number, and the agents end when node 0 is lost.
+    With c10d, clocks that differed by 20 s made a run of half the nodes.
 
     Raises:
-        UsageError: if torchrun does not support the job, or hosts and nodes contradict each other.
+        UsageError: torchrun does not support the job, or hosts and nodes contradict each other.
     """
     if job.hosts and len(job.hosts) != job.nodes:
         raise UsageError(code="nodes-and-hosts-differ", value=job.nodes, count=len(job.hosts))
@@ -36,7 +36,7 @@ def by_hand(job: JobSpec) -> Plan:
 
 
 def typed(plan: Plan) -> str:
-    """The text to print: for each node a comment and one line that can be pasted, then the notes."""
+    """The text to print: a comment and a command line for each node, then the notes."""
     lines: list[str] = []
     for command in plan.by_hand:
         env = [f"{name}={shlex.quote(value)}" for name, value in command.env.items()]
@@ -57,7 +57,7 @@ def _agents(job: JobSpec) -> Plan:
 
 
 def _torchrun(job: JobSpec, node: int, nproc: int) -> tuple[str, ...]:
-    # torchrun wants a script without a Python, which is its own, and our bootstrap
+    # torchrun expects the script itself: it adds its own Python, and it cannot start our bootstrap
     worker = job.argv[job.argv.index(BOOTSTRAP) + 1 :] if BOOTSTRAP in job.argv else ("--no-python", *job.argv)
     return (
         *(job.python, "-m", "torch.distributed.run"),
@@ -84,23 +84,23 @@ def _head(job: JobSpec) -> str:
 def _notes(job: JobSpec) -> Iterator[str]:
     ports = head_ports(job)[:1] if job.torchrun else head_ports(job)
     if not job.hosts:
-        yield f"Put the name or address of node 0 in the place of {NODE0}: one that all other nodes can reach."
+        yield f"Replace {NODE0} by a name or an address of node 0 that all other nodes can reach."
     if job.cwd:
-        yield f"Type each line in the folder {shlex.quote(job.cwd)}, on all nodes within {job.join_seconds:.0f} s."
+        yield f"Run each line in the folder {shlex.quote(job.cwd)}, on all nodes within {job.join_seconds:.0f} s."
     if job.modules or job.activate:
-        yield f"Before it, on each node: {' && '.join(_preparations(job))}"
+        yield f"First, on each node: {' && '.join(_preparations(job))}"
     secret = [name for name in job.env if SECRET_NAME.search(name)]
     if secret and job.torchrun:
-        yield f"Not printed, because it looks secret: set {', '.join(secret)} on each node before."
-    where = f"port {ports[0]}" if len(ports) == 1 else f"one of the ports {', '.join(map(str, ports))}"
-    yield f"All nodes must reach node 0 at {where}; and every node every other at ports that gloo or NCCL choose."
-    yield "On all nodes: the same folders under the same paths, the same versions of Python, torch and paceline."
+        yield f"Set {', '.join(secret)} on each node first. It looks secret, so it is not printed."
+    node_0_ports = f"port {ports[0]}" if len(ports) == 1 else f"one of the ports {', '.join(map(str, ports))}"
+    yield f"All nodes must reach node 0 at {node_0_ports}, and each other at ports that gloo or NCCL choose."
+    yield "All nodes need the same folders at the same paths, and the same versions of Python, torch and paceline."
     if job.torchrun and not job.threads:
-        yield "OMP_NUM_THREADS=1 suits any node; faster is the number of cores divided by the workers of the node."
+        yield "OMP_NUM_THREADS=1 works on any node; the number of cores per worker is faster."
     if job.torchrun and job.max_restarts:
-        yield "A failed run is not started again by torchrun: --max-restarts needs --agent paceline."
+        yield "torchrun does not restart a failed run: --max-restarts needs --agent paceline."
     if not job.torchrun:
-        yield f"{PLAN_FILE} holds the secret of this run: it must stay readable by you alone."
+        yield f"{PLAN_FILE} contains the secret of this run: only you may read it."
 
 
 def _preparations(job: JobSpec) -> Iterator[str]:

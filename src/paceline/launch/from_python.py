@@ -1,4 +1,4 @@
-"""`paceline.run(function, nproc=2)`: runs a function of a script or a notebook as ranks, and returns their results."""
+"""`paceline.run(function, nproc=2)`: runs a function of a script or a notebook on ranks, and returns their results."""
 
 import codecs
 import linecache
@@ -23,10 +23,10 @@ from paceline.runs.reading import read
 
 CALLED = Path(__file__).parents[1] / "rank" / "function_worker.py"
 CALL, PROGRESS, RESULT, ERROR = "call", "progress", "result-{}", "error-{}"
-_MOST_BYTES = 1 << 40  # of what a rank returns
-SHARED = Path("runs")  # where run folders are made: all hosts of a run see it
-# In a process group of its own, so that a notebook's interrupt reaches the launcher once, through us; and it ends with
-# us, however we do.
+_MOST_BYTES = 1 << 40  # of the result of a rank
+SHARED = Path("runs")  # folder of the run folders, which all hosts of a run see
+# The launcher has a separate process group, so that an interrupt of a notebook reaches it once, through this process.
+# It ends with this process, even if this process is killed.
 LAUNCHER = """
 import sys
 from paceline.host.procfs import die_with_parent
@@ -49,33 +49,36 @@ def run(
     show: str = "rank 0",
     options: Sequence[str] = (),
 ) -> list[Any]:
-    """Call `function(*args, **kwargs)` as `nproc` ranks of each machine, show how far they are, and wait for them.
+    """Call `function(*args, **kwargs)` on `nproc` ranks of each machine, show their progress, and wait for them.
 
     Args:
-        function: what each rank calls; inside, `paceline.session()` finds the others. It may be defined in a notebook.
-        nproc: how many ranks, on each machine.
-        args: and `kwargs`: whatever can be pickled.
-        on: "local", this machine; or "ssh", `hosts`, which all see the working folder at the same path.
-        hosts: over ssh: their names, as a list, or as --hosts has them.
-        nodes: over ssh: how many hosts, all by default; "MIN:MAX": without a lost one `function` is called anew.
-        show: whose output appears here: "rank 0" or "all".
-        options: more words of `paceline launch`, ["--stall-after", "30"] say.
+        function: the function that each rank calls. It may be defined in a notebook. In it, `paceline.session()`
+            connects the ranks.
+        nproc: number of ranks on each machine.
+        args: positional arguments of `function`, pickled.
+        kwargs: keyword arguments of `function`, pickled.
+        on: "local" for this machine, or "ssh" for `hosts`. All hosts must see the working folder at the same path.
+        hosts: names of the hosts for "ssh", as a list or in the format of --hosts.
+        nodes: number of hosts for "ssh" (default: all). With "MIN:MAX" paceline calls `function` again without a lost
+            host.
+        show: the ranks whose output is displayed: "rank 0" or "all".
+        options: further options of `paceline launch`, e.g. ["--stall-after", "30"].
 
     Returns:
-        What the ranks have returned, by rank.
+        The return values of the ranks, by rank.
 
     Raises:
-        UsageError: for arguments that cannot be; inside a rank; for hosts that cannot be used.
-        TrainingError: a rank was killed, or the guard has ended the run; with the verdict.
+        UsageError: an argument is invalid, a host cannot be used, or this process is itself a rank.
+        TrainingError: a rank was killed, or the guard ended the run. The message is the verdict.
         KeyboardInterrupt: after an interrupt, once all ranks have ended.
-        Exception: whatever the first rank that failed has raised, with its traceback as a note.
+        Exception: the exception of the rank that failed first, with its traceback as a note.
     """
     if WorkerSpec.here() is not None:
         raise UsageError(code="run-inside-rank")
     if nproc < 1:
         raise UsageError(code="run-nproc", value=nproc)
-    words = ["launch", "--nproc", str(nproc), "--show", show, *_where(on, hosts, nodes), *options]
-    # a folder of mode 0700: what is unpickled out of it, here and by the ranks, is what we and they have put there
+    arguments = ["launch", "--nproc", str(nproc), "--show", show, *_host_options(on, hosts, nodes), *options]
+    # The folder has mode 0700: this process and the ranks unpickle only files that they have written themselves
     with tempfile.TemporaryDirectory(prefix="paceline-run-", dir=None if on == "local" else SHARED.absolute()) as name:
         folder = Path(name)
         try:
@@ -83,16 +86,16 @@ def run(
             (folder / CALL).write_bytes(cloudpickle.dumps((_surroundings(), call)))
         except Exception as error:
             raise UsageError(code="run-not-sent", function=function, reason=str(error)) from error
-        words += ["--run-dir", str(folder / "run"), "--", str(CALLED), name]
-        shown = _Shown([sys.executable, "-P", "-c", LAUNCHER, str(os.getpid()), *words], folder)
-        code = shown.to_the_end()
+        arguments += ["--run-dir", str(folder / "run"), "--", str(CALLED), name]
+        launcher = _Launcher([sys.executable, "-P", "-c", LAUNCHER, str(os.getpid()), *arguments], folder)
+        code = launcher.run()
         if code != ExitCode.DONE:
-            raise _failure(folder, code, shown)
-        found = sorted(folder.glob(RESULT.format("*")), key=lambda path: int(path.name.rpartition("-")[2]))
-        return [cloudpickle.loads(read(path, limit_bytes=_MOST_BYTES, ours=True)) for path in found]
+            raise _failure(folder, code, launcher)
+        results = sorted(folder.glob(RESULT.format("*")), key=lambda path: int(path.name.rpartition("-")[2]))
+        return [cloudpickle.loads(read(path, limit_bytes=_MOST_BYTES, ours=True)) for path in results]
 
 
-def _where(on: str, hosts: str | Sequence[str], nodes: int | str | None) -> list[str]:
+def _host_options(on: str, hosts: str | Sequence[str], nodes: int | str | None) -> list[str]:
     if on not in ("local", "ssh"):
         raise UsageError(code="run-on", value=on)
     listed = hosts if isinstance(hosts, str) else ",".join(hosts)
@@ -111,14 +114,14 @@ def _where(on: str, hosts: str | Sequence[str], nodes: int | str | None) -> list
 
 
 def _surroundings() -> dict[str, Any]:
-    """The state of this process that the ranks take over, with the source of a notebook, which is in no file."""
+    """The state of this process that the ranks take over. It includes the source of a notebook, which is in no file."""
     sources = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
     main = getattr(sys.modules["__main__"], "__file__", None)
     return {"path": sys.path, "argv": sys.argv, "main": main, "sources": sources}
 
 
-class _Shown:
-    """A launcher whose output appears here, also in the cell of a notebook."""
+class _Launcher:
+    """A launcher process whose output is printed here, for example in the cell of a notebook."""
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         self._command, self._folder = command, str(folder)
@@ -127,8 +130,8 @@ class _Shown:
         self.tail = ""
         self.interrupt: KeyboardInterrupt | None = None
 
-    def to_the_end(self) -> int:
-        """Show its output until it ends; its exit code."""
+    def run(self) -> int:
+        """Print its output until it ends; return its exit code."""
         with subprocess.Popen(
             self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
         ) as process:
@@ -137,10 +140,10 @@ class _Shown:
                     try:
                         self._follow(process)
                         return process.wait()
-                    except KeyboardInterrupt as interrupt:  # once more ends it at once
+                    except KeyboardInterrupt as interrupt:  # a second one ends the launcher immediately
                         self.interrupt = interrupt
                         process.send_signal(signal.SIGINT)
-            except BaseException:  # nobody reads any more
+            except BaseException:  # no code reads the output any more
                 process.terminate()
                 raise
             finally:
@@ -157,25 +160,25 @@ class _Shown:
                 if not (data := os.read(process.stdout.fileno(), 65536)):
                     return
                 lines = self._decoder.decode(data).splitlines(keepends=True)
-                text = "".join(line for line in lines if self._folder not in line)  # it is gone when one looks
+                text = "".join(line for line in lines if self._folder not in line)  # the folder is deleted at the end
                 self.tail = (self.tail + text)[-MAX_TAIL_CHARS:]
                 self._bar.show(text)
 
 
-def _failure(folder: Path, code: int, shown: _Shown) -> BaseException:
+def _failure(folder: Path, code: int, launcher: _Launcher) -> BaseException:
     ended = read_ended(folder / "run" / "attempt-1")
-    words = ended.words if ended else ""
-    if shown.interrupt is not None:
+    report = ended.words if ended else ""
+    if launcher.interrupt is not None:
         saved = "; they have saved their state" if code == ExitCode.SAVED else ""
-        return KeyboardInterrupt(words or f"the ranks have ended{saved}")
-    first = re.match(r"rank ([0-9]+) ", words)
+        return KeyboardInterrupt(report or f"the ranks have ended{saved}")
+    first = re.match(r"rank ([0-9]+) ", report)
     path = folder / ERROR.format(first[1] if first else "")
     if path.is_file():
         error, traceback = cloudpickle.loads(read(path, limit_bytes=_MOST_BYTES, ours=True))
-        error.add_note(f"on {words.partition(': ')[0]}\n{traceback}")
+        error.add_note(f"on {report.partition(': ')[0]}\n{traceback}")
         return error
-    if code == ExitCode.USAGE and ended is None:  # refused before anything was started
-        text, _, what = shown.tail.strip().removeprefix("paceline: ").rpartition(" [")
-        return UsageError(text, code=what.removesuffix("]")) if text else UsageError(what)
+    if code == ExitCode.USAGE and ended is None:  # an error before any process was started
+        text, _, last = launcher.tail.strip().removeprefix("paceline: ").rpartition(" [")
+        return UsageError(text, code=last.removesuffix("]")) if text else UsageError(last)
     exit_code = ExitCode(code) if code in {*ExitCode} else ExitCode.FAILED
-    return TrainingError(words or f"the ranks have ended with exit code {code}", exit_code)
+    return TrainingError(report or f"the ranks have ended with exit code {code}", exit_code)

@@ -1,13 +1,13 @@
-"""Output of ranks and hosts on its way to logs and screens: whole lines, without control characters.
+"""Relay the output of ranks and hosts to logs and terminals: in complete lines, without control characters.
 
-`relay_rank` passes the output of a rank to its log and to the agent's output. A progress bar (of tqdm, for example)
-returns to the beginning of its line and draws over it, ten times a second. A log gets the state of the bar every ten
-seconds, and the last one. A terminal shows it redrawn in one line, for all ranks.
+`relay_rank` passes the output of a rank to its log and to the output of the agent. A progress bar (of tqdm, for
+example) redraws its line about ten times a second. A log gets the state of the bar every ten seconds, and its last
+state. A terminal shows one redrawn line for all ranks.
 
-`HostRelay` shows the output of several hosts: node 0's unchanged, the others' line by line. Their lines begin with the
-host, and the same line of several hosts is shown once: `[n2-n4] out of memory`.
+`HostRelay` shows the output of several hosts. The output of node 0 stays unchanged. Lines of the other nodes begin with
+the host, and equal lines of several hosts appear once: `[n2-n4] out of memory`.
 
-`Tail` and `lines_of` read what was written to a file.
+`Tail` and `lines_of` read the output from a file.
 """
 
 import math
@@ -27,104 +27,104 @@ from typing import IO, NamedTuple
 from paceline.runs.console import LiveFilter, clean, join_ranges, last_drawn, strip_controls
 from paceline.runs.owners import open_file
 
-MAX_LINE_BYTES = 1 << 16  # a longer line appears in pieces
-THIN_SECONDS = 10.0  # between two states of a bar that are kept
+MAX_LINE_BYTES = 1 << 16  # a longer line is split
+THIN_SECONDS = 10.0  # between two states of a bar in a log
 REDRAW_SECONDS = 0.1
-SILENT_SECONDS = 3.0  # a rank that has drawn nothing for so long leaves the line to another
+SILENT_SECONDS = 3.0  # after this time without a new state, the bar of a different rank may use the terminal line
 LINE_END = re.compile(rb"(\r?\n|\r)")
-MOVED_UP = re.compile(rb"\x1b\[[0-9]*A")  # the end of a bar below another one: it will be drawn over as well
-LOCK = threading.Lock()  # lines of two workers must not mix
-TO_THE_END = b"\x1b[K"  # of the terminal's line: wipes what was drawn there
+MOVED_UP = re.compile(rb"\x1b\[[0-9]*A")  # cursor up: the text is one of several bars, and will be redrawn
+LOCK = threading.Lock()  # keeps the lines of two workers apart
+CLEAR_LINE = b"\x1b[K"  # erases the terminal line from the cursor to its end
 
 
 class LinePart(NamedTuple):
-    """A line with its end, or a state of a bar."""
+    """A line with its end, or a state of a progress bar."""
 
     text: bytes
-    drawn: bool = False
+    is_bar: bool = False
 
 
-class Thinned:
-    """Splits the output of a pipe into lines; of the states of a bar only one is kept every ten seconds."""
+class LineSplitter:
+    """Splits the output of a pipe into lines, and keeps one state of a progress bar every ten seconds."""
 
     def __init__(self) -> None:
-        self._rest, self._drawn, self._told = b"", b"", b""
-        self._redraws = False  # the rest was begun by a \\r: it is a bar's newest state
+        self._rest, self._drawn, self._last_state = b"", b"", b""
+        self._redraws = False  # the rest follows a \\r: it is the newest state of a bar
         self._due_seconds: float | None = None
 
     @property
     def state(self) -> bytes:
-        """What a bar shows now; empty: there is none."""
+        """The present state of a bar; empty if there is no bar."""
         return self._rest if self._redraws and self._rest.strip() else self._drawn
 
     @property
     def wait_seconds(self) -> float | None:
-        """How long to wait for more output before a call of `due`; None: without limit."""
-        if self._due_seconds is None or self.state in (b"", self._told):
+        """The time to wait for more output before calling `due`; None: no limit."""
+        if self._due_seconds is None or self.state in (b"", self._last_state):
             return None
         return max(0.0, self._due_seconds - time.monotonic())
 
     def feed(self, data: bytes) -> list[LinePart]:
-        """The lines that are whole by now, and a bar's state if one is due."""
-        found: list[LinePart] = []
+        """Add output; return the lines that are now complete, and the state of a bar if it is due."""
+        parts: list[LinePart] = []
         *pieces, self._rest = LINE_END.split(self._rest + data)
         for text, end in zip(pieces[::2], pieces[1::2], strict=True):
             self._redraws = end == b"\r"
             shown = MOVED_UP.sub(b"", text)
             if self._redraws or shown != text:
-                if shown:  # blanks: a bar that wipes itself out
+                if shown:  # only blanks: the bar erases itself
                     self._drawn = shown if shown.strip() else b""
                 continue
-            found.append(LinePart((text or self._drawn) + end))
+            parts.append(LinePart((text or self._drawn) + end))
             self._drawn = b""
         if len(self._rest) > MAX_LINE_BYTES:
-            found.append(LinePart(self._rest))
+            parts.append(LinePart(self._rest))
             self._rest = b""
-        return found + self.due()
+        return parts + self.due()
 
     def due(self) -> list[LinePart]:
-        """A bar's state, if ten seconds have gone by since the last one, or since the first."""
+        """The state of a bar, at most every ten seconds."""
         state = self.state
-        if not state or state == self._told:
+        if not state or state == self._last_state:
             return []
         now = time.monotonic()
         if self._due_seconds is None:
             self._due_seconds = now + THIN_SECONDS
         if now < self._due_seconds:
             return []
-        self._due_seconds, self._told, self._drawn = now + THIN_SECONDS, state, b""
-        return [LinePart(state + b"\n", drawn=True)]
+        self._due_seconds, self._last_state, self._drawn = now + THIN_SECONDS, state, b""
+        return [LinePart(state + b"\n", is_bar=True)]
 
     def end(self) -> list[LinePart]:
-        """The rest when no more output comes: the last line may have no end, and a bar has a last state."""
+        """The rest of the output at its end: a line without a line end, or the last state of a bar."""
         state = self.state
         if self._rest and not self._redraws:
             return [LinePart(self._rest)]
-        return [LinePart(state + b"\n")] if state and state != self._told else []
+        return [LinePart(state + b"\n")] if state and state != self._last_state else []
 
 
 @dataclass
 class _Bar:
-    """The one line of the terminal in which a bar is drawn; the first rank that draws has it."""
+    """The terminal line for a progress bar. It shows the bar of the rank that draws first."""
 
     owner: bytes = b""
     seconds: float = 0.0
     shown: bool = False
 
     def draw(self, screen: int, prefix: bytes, state: bytes) -> None:
-        """Draw a rank's state, and return to the line's beginning, so that the next output replaces it."""
+        """Draw the state of a rank, and return to the beginning of the line, so that the next output replaces it."""
         now = time.monotonic()
-        mine = self.owner == prefix
-        if now - self.seconds < (REDRAW_SECONDS if mine else SILENT_SECONDS):
+        is_owner = self.owner == prefix
+        if now - self.seconds < (REDRAW_SECONDS if is_owner else SILENT_SECONDS):
             return
         with suppress(OSError):
             text = clean((prefix + state).decode(errors="replace"))[: (os.get_terminal_size(screen).columns or 80) - 1]
-            _put(screen, text.encode(errors="replace") + TO_THE_END + b"\r")
+            _put(screen, text.encode(errors="replace") + CLEAR_LINE + b"\r")
             self.owner, self.seconds, self.shown = prefix, now, True
 
-    def wiped(self) -> bytes:
-        """What goes before the next line."""
-        before, self.shown = TO_THE_END if self.shown else b"", False
+    def erase(self) -> bytes:
+        """The bytes that erase the bar before the next line."""
+        before, self.shown = CLEAR_LINE if self.shown else b"", False
         return before
 
 
@@ -132,10 +132,11 @@ _BAR = _Bar()
 
 
 def relay_rank(source: IO[bytes], log: int, *, screen: int, prefix: bytes = b"") -> threading.Thread:
-    """Relay the output of a worker's pipe until no process can write to it any more; then close `log`.
+    """Relay the output of a worker's pipe until no process can write to it; then close `log`.
 
-    `log` gets whole lines, since stdout and stderr may go into one log. `screen` gets every byte at once, without those
-    that would steer a terminal; with a `prefix`, or if it is a file, it gets whole lines that begin with the prefix.
+    `log` gets complete lines, since stdout and stderr may have the same log. `screen` gets every byte immediately,
+    without terminal control sequences. With a `prefix`, or if it is a file, it gets complete lines that begin with the
+    prefix.
     """
     thread = threading.Thread(target=_relay, args=(source, log, screen, prefix), daemon=True)
     thread.start()
@@ -143,7 +144,7 @@ def relay_rank(source: IO[bytes], log: int, *, screen: int, prefix: bytes = b"")
 
 
 def _relay(source: IO[bytes], log: int, screen: int, prefix: bytes) -> None:
-    lines, shown = Thinned(), LiveFilter()
+    lines, shown = LineSplitter(), LiveFilter()
     live = not prefix and not stat.S_ISREG(os.fstat(screen).st_mode)
     redrawn = bool(prefix) and os.isatty(screen)
     with source:
@@ -165,20 +166,20 @@ def _relay(source: IO[bytes], log: int, screen: int, prefix: bytes) -> None:
     _pass_on(lines.end(), log, -1 if live else screen, prefix, redrawn=redrawn)
     if redrawn:
         with LOCK:
-            _put(screen, _BAR.wiped() if _BAR.owner == prefix else b"")
+            _put(screen, _BAR.erase() if _BAR.owner == prefix else b"")
     os.close(log)
 
 
 def _pass_on(pieces: Sequence[LinePart], log: int, screen: int, prefix: bytes, *, redrawn: bool) -> None:
     if pieces:
         _write(log, b"".join(piece.text for piece in pieces))
-    lines = [piece.text.rstrip(b"\r\n") for piece in pieces if not (redrawn and piece.drawn)]
-    if prefix:  # beside a prefix an empty line separates nothing
+    lines = [piece.text.rstrip(b"\r\n") for piece in pieces if not (redrawn and piece.is_bar)]
+    if prefix:  # an empty line with a prefix would not separate paragraphs
         lines = [line for line in lines if strip_controls(line).strip()]
     if lines and screen >= 0:
         whole = strip_controls(b"".join(prefix + line + b"\n" for line in lines))
         with LOCK:
-            _put(screen, (_BAR.wiped() if redrawn else b"") + whole)
+            _put(screen, (_BAR.erase() if redrawn else b"") + whole)
 
 
 def _write(target: int, data: bytes) -> None:
@@ -187,15 +188,15 @@ def _write(target: int, data: bytes) -> None:
 
 
 def _put(target: int, data: bytes) -> None:
-    with suppress(OSError):  # the terminal is gone or the disk is full: the worker must not feel it
+    with suppress(OSError):  # the terminal is gone or the disk is full: this must not affect the worker
         while data:
             data = data[os.write(target, data) :]
 
 
 # ---- output of several hosts ----
 
-FOLD_SECONDS = 0.3  # how long a line waits for the same one of other hosts
-HALF_LINE_SECONDS = 1.0  # how long the others wait for the end of a line of node 0
+FOLD_SECONDS = 0.3  # how long a line waits for the same line of other hosts
+HALF_LINE_SECONDS = 1.0  # how long other lines wait until node 0 completes its line
 MAX_HOST_LINE_BYTES = 8192
 MAX_WAITING_LINES = 200
 MAX_UNWRITTEN_BYTES = 1 << 20
@@ -205,9 +206,9 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u
 
 
 class Screen:
-    """Our stdout and stderr, written by a thread.
+    """stdout and stderr of this process, written by a thread.
 
-    A stopped terminal (Ctrl-S) or a pager can block a writer without limit; signs of life and signals must not wait.
+    A stopped terminal (Ctrl-S) or a pager can block a write forever. Heartbeats and signals must not wait for it.
     """
 
     def __init__(self) -> None:
@@ -225,15 +226,15 @@ class Screen:
 
     @property
     def full(self) -> bool:
-        """Whether to read no more output until some of it is written."""
+        """Whether the caller should read no more output until some of it is written."""
         return self._unwritten_bytes > MAX_UNWRITTEN_BYTES
 
     def close(self) -> None:
-        """Write the rest, then end."""
+        """End the thread after it has written all data."""
         self._queue.put(None)
 
     def closed(self, seconds: float) -> bool:
-        """Whether all is written, after at most `seconds`."""
+        """Wait up to `seconds`; return whether the thread has written all data."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -254,14 +255,14 @@ class _Line:
 
 
 class HostRelay:
-    """The output of all nodes, on its way to the screen."""
+    """Merges the output of all nodes for the screen."""
 
     def __init__(self, names: Sequence[str], screen: Screen) -> None:
         self._names, self._screen = names, screen
         self._unfinished: dict[tuple[int, int], bytes] = {}  # (node, descriptor) -> the beginning of a line
         self._waiting: list[_Line] = []
         self._node_0 = {1: LiveFilter(), 2: LiveFilter()}
-        self._half_since: dict[int, float] = {}  # descriptor -> since when node 0's last line there has no end
+        self._half_since: dict[int, float] = {}  # descriptor -> time since which the line of node 0 is incomplete
 
     def put(self, node: int, descriptor: int, data: bytes) -> None:
         """Process output of a node, from its stdout (1) or stderr (2)."""
@@ -281,7 +282,7 @@ class HostRelay:
                 self._add(node, descriptor, cleaned(line[start : start + MAX_HOST_LINE_BYTES]))
 
     def say(self, text: str) -> None:
-        """Show a line of the launcher, after all output so far."""
+        """Show a line of the launcher, after all earlier output."""
         self._show(math.inf)
         for descriptor in self._half_since:
             self._screen.put(descriptor, b"\n")
@@ -289,7 +290,7 @@ class HostRelay:
         self._screen.put(2, strip_controls(f"{text}\n".encode(errors="replace")))
 
     def flush(self) -> float:
-        """Show lines that have waited long enough; the seconds until there is more to show."""
+        """Show lines that have waited long enough; return the seconds until the next line is due."""
         now = time.monotonic()
         self._show(now)
         if not self._waiting:
@@ -298,11 +299,11 @@ class HostRelay:
         return max(0.0, first.due_seconds - now, self._held_until(first.descriptor) - now)
 
     def finish(self) -> None:
-        """Show all lines that wait."""
+        """Show all waiting lines."""
         self._show(math.inf)
 
     def end(self, node: int) -> None:
-        """No more comes from this node: its last line may have no end."""
+        """Process the end of a node's output: its last line may have no line end."""
         for descriptor in (1, 2):
             if rest := self._unfinished.pop((node, descriptor), b""):
                 self._add(node, descriptor, cleaned(rest))
@@ -310,7 +311,7 @@ class HostRelay:
     def _add(self, node: int, descriptor: int, text: str) -> None:
         for line in reversed(self._waiting):
             if node in line.nodes:
-                break  # what a node says stays in its order
+                break  # keep the order of the lines of a node
             if (line.descriptor, line.text) == (descriptor, text):
                 line.nodes.append(node)
                 return
@@ -336,21 +337,21 @@ class HostRelay:
 
 
 def cleaned(line: bytes) -> str:
-    """The line without characters that could move the cursor or hide text: output of other machines is not trusted."""
+    """The line without characters that could move the cursor or hide text, since other machines are not trusted."""
     text = _COLOURS.sub("", line.decode(errors="replace"))
     return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", last_drawn(text))
 
 
 # ---- files ----
 
-MAX_BYTES = 1 << 20  # of one look
+MAX_BYTES = 1 << 20  # of one read
 BLOCK_BYTES = 1 << 16
-MAX_LAST_BYTES = 4 << 20  # how far back the last lines are looked for
-BAR_SECONDS = 10.0  # between two states of a bar that has no end yet
+MAX_LAST_BYTES = 4 << 20  # the last lines are searched in this part of the file
+BAR_SECONDS = 10.0  # between two states of an unfinished bar
 
 
 class Tail:
-    """A file that grows, or does not exist yet; what was read is not read again."""
+    """Reads new text from a file that grows, or does not exist yet."""
 
     def __init__(self, path: Path, offset_bytes: int = 0) -> None:
         self.path = path
@@ -358,7 +359,7 @@ class Tail:
         self._bar_seconds = time.monotonic() + BAR_SECONDS
 
     def read(self, *, to_the_end: bool = False) -> str:
-        """New text, up to the last whole line; `to_the_end`: all there is."""
+        """New text, up to the last complete line. With `to_the_end`, also the incomplete line."""
         text = self._read()
         while to_the_end and (more := self._read()):
             text += more
@@ -369,9 +370,9 @@ class Tail:
 
     def _read(self) -> str:
         try:
-            with open_file(self.path) as it:
-                data = os.pread(it.descriptor, MAX_BYTES, self._offset)
-        except OSError:  # not there yet
+            with open_file(self.path) as file:
+                data = os.pread(file.descriptor, MAX_BYTES, self._offset)
+        except OSError:  # does not exist yet
             return ""
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -383,29 +384,29 @@ class Tail:
 
 
 class Line(NamedTuple):
-    """A line of a file, and where its last byte is."""
+    """A line of a file, and the offset of its last byte."""
 
     end: int
     text: str
 
 
 def lines_of(path: Path, start: int = 0, end: int | None = None) -> Iterator[Line]:
-    """The lines of a file as it is now, from byte `start` on, up to `end`; a long one in pieces.
+    """The lines in the bytes from `start` to `end` (default: the present size) of a file. A long line is split.
 
     Raises:
-        OSError: if it cannot be read.
+        OSError: the file cannot be read.
     """
     rest, at = b"", start
-    with open_file(path) as it:
-        end = it.found.st_size if end is None else end
-        while at < end and (data := os.pread(it.descriptor, min(BLOCK_BYTES, end - at), at)):
-            here = at - len(rest)
+    with open_file(path) as file:
+        end = file.found.st_size if end is None else end
+        while at < end and (data := os.pread(file.descriptor, min(BLOCK_BYTES, end - at), at)):
+            line_end = at - len(rest)
             at += len(data)
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                here += len(line) + 1
-                yield Line(here - 1, _shown(line))
-            if len(rest) > MAX_LINE_BYTES:  # of a bar without end its last state may still come
+                line_end += len(line) + 1
+                yield Line(line_end - 1, _shown(line))
+            if len(rest) > MAX_LINE_BYTES:  # keep the last state of an unfinished bar: more of it may follow
                 if b"\r" not in rest:
                     yield Line(at - 1, _shown(rest))
                 rest = rest[rest.rfind(b"\r") + 1 :] if b"\r" in rest[:-1] else b""
@@ -419,21 +420,21 @@ def _shown(line: bytes) -> str:
 
 
 def start_of_last(path: Path, count: int) -> tuple[int, int]:
-    """Where the last `count` lines of a file begin, as far as they lie in its last 4 MiB, and how many bytes it has.
+    """The offset of the last `count` lines of a file, of those in its last 4 MiB, and the size of the file in bytes.
 
     Raises:
-        OSError: if it cannot be read.
+        OSError: the file cannot be read.
     """
-    with open_file(path) as it:
-        end = it.found.st_size
+    with open_file(path) as file:
+        end = file.found.st_size
         most, size = min(end, MAX_LAST_BYTES), min(end, BLOCK_BYTES)
-        while True:  # from the end: a log may be larger than memory
-            data = os.pread(it.descriptor, size, end - size)
-            cut = len(data) if data.endswith(b"\n") or not data else len(data) + 1
+        while True:  # read from the end: a log may be larger than memory
+            data = os.pread(file.descriptor, size, end - size)
+            start = len(data) if data.endswith(b"\n") or not data else len(data) + 1
             for _ in range(count):
-                cut = data.rfind(b"\n", 0, max(0, cut - 1)) + 1
-                if not cut:
+                start = data.rfind(b"\n", 0, max(0, start - 1)) + 1
+                if not start:
                     break
-            if cut or size == most:
-                return end - size + min(cut, len(data)), end
+            if start or size == most:
+                return end - size + min(start, len(data)), end
             size = min(most, 4 * size)

@@ -1,9 +1,9 @@
-"""The plan of a launcher, as data: the hosts, the exact commands, the plan that each agent receives; and its record.
+"""The plan of a launcher, as data: hosts, exact commands, and the plan of each agent. Also the record of a start.
 
 RUN/submit-1/         each start on other machines has a private folder, numbered from 1
-    config.toml       the workers' settings
-    plan.json         what the agents are sent, the job's secret included
-    job.sbatch        for Slurm: the batch script; slurm-<job>.out has its output and the agents'
+    config.toml       the settings of the workers
+    plan.json         the plan that the agents receive, with the secret of the job
+    job.sbatch        for Slurm: the batch script; slurm-<job>.out has its output and that of the agents
     submitted.json    a Submission
 """
 
@@ -33,7 +33,7 @@ _SHELL_VALUE = re.compile(rf"(?m)^(\s*(?:export\s+)?\w*(?:{SECRET_NAME.pattern})
 
 @dataclass(frozen=True)
 class Command:
-    """One process to start: `env` is added to the starter's own environment."""
+    """One process to start. `env` is added to the environment of the process that starts it."""
 
     name: str
     argv: tuple[str, ...]
@@ -42,11 +42,11 @@ class Command:
 
 @dataclass(frozen=True)
 class Plan:
-    """The actions of a launcher; the fields that are filled show how it starts the job.
+    """The actions of a launcher. A launcher fills only the fields that it uses.
 
-    `agents` are started and watched by `supervise.run`, and each reads its entry of `nodes` on its stdin. `submit` is
-    handed to Slurm. `by_hand` are typed by a person, one on each node. `files` (name -> text) are written into the
-    submit folder before, readable by their owner only. `notes` are for people.
+    `supervise.run` starts and watches the `agents`; each reads its entry of `nodes` on its stdin. Slurm runs `submit`.
+    The user types the `by_hand` commands, one on each node. `files` (name -> text) are first written into the submit
+    folder, readable by their owner only. `notes` are for the user.
     """
 
     agents: tuple[Command, ...] = ()
@@ -59,17 +59,17 @@ class Plan:
 
 def local(job: JobSpec) -> Plan:
     """The plan for all ranks on this machine: one agent. Pure, as every launcher: it looks up and starts nothing."""
-    # -P: without it python -m puts the working directory first on sys.path, and a user's random.py or select.py there
-    # would take the place of the standard library's in the agent
+    # -P: without it `python -m` puts the working folder first on sys.path. The agent would import a random.py or
+    # select.py of the user from there, instead of the module of the standard library
     return Plan(
         agents=(Command("agent 0", (job.python, "-P", "-m", "paceline.launch.agent")),), nodes=(node_plan(job),)
     )
 
 
 def node_plan(job: JobSpec, node: int = 0, *, nproc: int = 0, head: tuple[str, ...] = ()) -> NodePlan:
-    """The plan for one node: `nproc` workers, by default the job's number; `node` is -1 if its agent learns it.
+    """The plan for one node with `nproc` workers (default: those of the job). If `node` is -1, its agent determines it.
 
-    On one node the ranks meet at the job's port. On several nodes the head agent listens there.
+    On a single node, the ranks rendezvous at the job's port. On several nodes, the head agent listens at this port.
     """
     plan = replace(NodePlan(**asdict(job)), node=node, nproc=nproc or job.nproc, head=head)
     if job.nodes > 1:
@@ -83,7 +83,7 @@ def as_file(plan: NodePlan) -> str:
 
 
 def describe(plan: Plan) -> str:
-    """The plan as text, for `--dry-run` and for tests that compare it. Without secrets: it may be shown to others."""
+    """The plan as text, for `--dry-run`. It contains no secrets, since users may show it to others."""
     lines: list[str] = []
     for command, node in zip(plan.agents, plan.nodes, strict=True):
         lines += [f"# {command.name}", f"{_typed(command)} <<'PLAN'", _masked(as_file(node)) + "PLAN"]
@@ -101,7 +101,7 @@ def _typed(command: Command) -> str:
 
 
 def _masked(text: str) -> str:
-    """Without the values, in JSON or in a shell's `NAME=value`, whose names look secret."""
+    """The text with masked values, in JSON or in `NAME=value` of a shell, if their names look secret."""
     return _SHELL_VALUE.sub(r"\1…", _JSON_VALUE.sub(r'\1"…"', text))
 
 
@@ -111,17 +111,18 @@ MAX_FILE_BYTES = 1 << 20
 MAX_SLOTS = 1024
 
 _USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]*")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # no leading '-': ssh would take it for an option
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # no leading '-': ssh would interpret it as an option
 _ADDRESS = re.compile(r"(?:(?P<user>[^@]*)@)?(?P<name>\[[^\[\]]*\]|[^:\[\]@]*)(?::(?P<port>.*))?", re.DOTALL)
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """The hosts of `--hosts TEXT`, node 0 first; a name is user@name, name or an address, IPv6 in brackets.
+    """The hosts of `--hosts TEXT`, node 0 first.
 
-    A file is meant when TEXT has a `/` or ends in `.txt`: a file of the working folder must not take a host's place.
+    A host is user@name, a name, or an address (IPv6 in brackets). TEXT is a file if it contains `/` or ends in `.txt`.
+    A file in the working folder with the name of a host is ignored.
 
     Raises:
-        UsageError: every mistake at once, each with its line.
+        UsageError: lists all mistakes, each with its line.
     """
     path = Path(text)
     is_file = "/" in text or text.endswith(".txt")
@@ -137,7 +138,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
             continue
         key = (plain_name(host).lower(), host.port)
         if key in seen:
-            wrong.append(f"{place}: {words[0]} is already there ({seen[key]}); more workers: slots=N or --nproc")
+            wrong.append(f"{place}: {words[0]} is listed twice (see {seen[key]}). For more workers: slots=N or --nproc")
         seen.setdefault(key, place)
         hosts.append(host)
     if wrong:
@@ -161,25 +162,25 @@ def _file_entries(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def _host(words: list[str]) -> Host:
-    """The host that one line describes; ValueError has the mistake."""
+    """The host in one line. Raises ValueError with the mistake."""
     address, *options = words
     slots: int | None = None
     for option in options:
         name, _, value = option.partition("=")
         if name != "slots":
-            raise ValueError(f"unknown option {option!r} of {address}. There is only slots=N, and one host a line")
+            raise ValueError(f"unknown option {option!r} of {address}. Only slots=N may follow a host")
         if slots is not None:
             raise ValueError(f"slots= twice for {address}")
         slots = _number("slots", value, MAX_SLOTS)
-    found = _ADDRESS.fullmatch(address)
-    if found is None:
-        raise ValueError(f"{address!r} is not a host: write name, name:port, user@name, or [IPv6]:port")
-    user, name, port = found["user"], found["name"], found["port"]
+    match = _ADDRESS.fullmatch(address)
+    if match is None:
+        raise ValueError(f"{address!r} is not a host. Use name, name:port, user@name, or [IPv6]:port")
+    user, name, port = match["user"], match["name"], match["port"]
     if user is not None and not _USER.fullmatch(user):
-        raise ValueError(f"{user!r} in {address!r} is not a user's name")
+        raise ValueError(f"{user!r} in {address!r} is not a valid user name")
     if not _is_ipv6(name) and not _NAME.fullmatch(name):
         allowed = "letters, digits, '.', '_' and '-', a letter or digit first; or an address, IPv6 in brackets"
-        raise ValueError(f"{name!r} is not a host's name ({allowed})")
+        raise ValueError(f"{name!r} is not a valid host name ({allowed})")
     at_user = f"{user}@" if user is not None else ""
     return Host(at_user + name, None if port is None else _number("port", port, 65535), slots)
 
@@ -203,23 +204,23 @@ MAX_LOOKED_AT, MAX_BYTES = 10, 1 << 18
 
 
 class Submission(msgspec.Struct, frozen=True):
-    """One start of a run. `started_at` is Unix time; hosts are as `ssh` calls them, node 0 first."""
+    """One start of a run. `started_at` is Unix time. `hosts` are the names for ssh, node 0 first."""
 
     on: LauncherName
     started_at: float
     nodes: int = 1
     hosts: tuple[str, ...] = ()
-    ssh: tuple[str, ...] = ()  # the command that was used, for people; never run again
+    ssh: tuple[str, ...] = ()  # the ssh command of the start, for information; never run again
     slurm_job: Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{0,12}\Z")] = ""  # empty: run inside an allocation
-    command: tuple[str, ...] = ()  # as it was typed
+    command: tuple[str, ...] = ()  # the command line
     cwd: str = ""
 
 
 def next_submit_dir(run_dir: Path) -> Path:
-    """Make the folder of a run's next start.
+    """Create the submit folder of the next start of a run.
 
     Raises:
-        UsageError: if it cannot be made.
+        UsageError: the folder cannot be created.
     """
     try:
         writing.make_folder(run_dir, exist_ok=True)
@@ -229,7 +230,7 @@ def next_submit_dir(run_dir: Path) -> Path:
                 raise UsageError(code="submit-out-of-range", run_dir=run_dir, number=number - 1)
             try:
                 writing.make_folder(run_dir / f"submit-{number}")
-            except FileExistsError:  # another launcher was faster
+            except FileExistsError:  # another launcher has just created it
                 continue
             return run_dir / f"submit-{number}"
     except OSError as error:
@@ -237,15 +238,15 @@ def next_submit_dir(run_dir: Path) -> Path:
 
 
 def submit_number(folder: Path) -> int:
-    """The number of the start to which a folder belongs; 0 if its name has none."""
+    """The number of a submit folder; 0 if its name has none."""
     return attempt_number(folder, "submit")
 
 
 def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:
-    """Write a plan's files, each completely or not at all, readable by their owner only.
+    """Write the files of a plan atomically, readable by their owner only.
 
     Raises:
-        TrainingError: if a file cannot be written, for example on a full disk.
+        TrainingError: a file cannot be written, for example because the disk is full.
     """
     for name, text in files.items():
         try:
@@ -255,10 +256,10 @@ def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:
 
 
 def write_submission(submit_dir: Path, submission: Submission) -> None:
-    """Write the record of a start, completely or not at all.
+    """Write the record of a start atomically.
 
     Raises:
-        TrainingError: if it cannot be written, for example on a full disk.
+        TrainingError: the record cannot be written, for example because the disk is full.
     """
     write_files(submit_dir, {SUBMITTED: msgspec.json.format(msgspec.json.encode(submission)).decode() + "\n"})
 
@@ -269,6 +270,6 @@ def last_submission(run_dir: Path) -> tuple[Path, Submission | None]:
     for folder in sorted(folders, key=submit_number, reverse=True)[:MAX_LOOKED_AT]:
         try:
             return folder, decode(folder / SUBMITTED, Submission, limit_bytes=MAX_BYTES)
-        except OSError:  # it was refused before it started
+        except OSError:  # this start failed before its record was written
             continue
     return run_dir, None

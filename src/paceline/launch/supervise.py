@@ -1,10 +1,11 @@
-"""The launcher's half: start the agent of this machine, wait, and leave nothing behind. Other hosts: ssh/remote.py.
+"""The launcher: start the agent of this machine, wait for it, and leave no process behind. Other hosts: ssh/remote.py.
 
-Who ends the workers, when one of us is killed with SIGKILL:
+If a process is killed with SIGKILL, the workers end as follows:
 
-    the launcher   the agent: its stdin, the lifeline, ends
-    the agent      the launcher: it sweeps the sessions that the agent wrote down in agent-0.json
-    both           the kernel ends the workers (worker.attach), the agent's janitor ends what they had started
+    killed         ended by
+    the launcher   the agent: its stdin, the lifeline, reaches its end
+    the agent      the launcher: it kills the sessions that the agent recorded in agent-0.json
+    both           the kernel ends the workers (rank.attach), and the agent's janitor ends their child processes
 """
 
 import math
@@ -31,33 +32,35 @@ from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read
 from paceline.protocol.job import JobSpec, NodePlan
 from paceline.runs.console import say
 
-AGENT_MARGIN_SECONDS = 1.2  # how much longer than its workers' grace an agent needs to stop
+AGENT_MARGIN_SECONDS = 1.2  # time that an agent needs to stop, beyond the grace of its workers
 
 
 def run(plan: Plan, *, keep_open: Sequence[int] = ()) -> int:
     """Run the plan to its end; return the exit code. Main thread only.
 
-    By then all messages are on stderr. Stop signals end the run in good order, a second one at once (scripts hear
-    SIGTERM first, for some seconds). No process of the run is left on this host when this returns or is killed.
+    A stop signal lets the workers save and ends the run. A second one ends the run immediately; scripts are first sent
+    SIGTERM and have some seconds to end. All messages are on stderr when this returns. No process of the run is left on
+    this host, even if this process is killed.
 
     Args:
-        plan: what to run: one agent on this machine, if its plan names the folder of the attempt; else agents on other
-            hosts, which announce themselves, and of which node 0's makes the folder.
-        keep_open: descriptors that every worker inherits, so that what they hold (a lock) lasts until the last process
-            of the run is gone, also when this one is killed. Not for agents on other hosts.
+        plan: one agent on this machine, if the plan has the folder of the attempt. Otherwise agents on other hosts,
+            which announce themselves; the agent of node 0 then creates the folder.
+        keep_open: descriptors that every worker inherits. A lock on them lasts until the last process of the run has
+            ended, even if this process is killed. Not for agents on other hosts.
 
     Returns:
-        0 done; 75 stopped, and every worker has saved its state; 128 + n stopped by signal n; else the first failure's.
+        0 done; 75 stopped after every worker has saved its state; 128 + n stopped by signal n; otherwise the code of
+        the first failure.
 
     Raises:
-        OSError: when the agent cannot be started.
-        UsageError: when other hosts cannot be used; nothing was started then.
+        OSError: the agent cannot be started.
+        UsageError: other hosts cannot be used. No process was started then.
     """
     if not plan.nodes[0].attempt_dir:
         return run_remote(plan)
     (command,), (node,) = plan.agents, plan.nodes
     attempt_dir = Path(node.attempt_dir)
-    roster_path(attempt_dir).unlink(missing_ok=True)  # never sweep by an earlier run's
+    roster_path(attempt_dir).unlink(missing_ok=True)  # never kill the processes in the roster of an earlier run
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
         agent = _start(command, node, keep_open)
         try:
@@ -68,37 +71,42 @@ def run(plan: Plan, *, keep_open: Sequence[int] = ()) -> int:
         return code
 
 
-def run_workers(module: str, words: Sequence[str], attempt_dir: Path, nproc: int, threads: int, **options: Any) -> int:
-    """Run `python -m MODULE WORDS` as `nproc` ranks on this machine; the exit code. `options` are fields of JobSpec."""
+def run_workers(
+    module: str, arguments: Sequence[str], attempt_dir: Path, nproc: int, threads: int, **options: Any
+) -> int:
+    """Run `python -m MODULE ARGUMENTS` as `nproc` ranks on this machine; return the exit code.
+
+    `options` are further fields of JobSpec.
+    """
     attempt_dir.mkdir(parents=True)
-    argv = (sys.executable, "-P", "-m", module, *words)
+    argv = (sys.executable, "-P", "-m", module, *arguments)
     job = JobSpec(argv, nproc, token_hex(8), threads, attempt_dir=str(attempt_dir), **options)
     return run(local(job))
 
 
 def _start(command: Command, node: NodePlan, keep_open: Sequence[int]) -> subprocess.Popen[bytes]:
-    # blocked, until the agent can handle them: forwarded too early, SIGINT would end it with a traceback
+    # blocked until the agent can handle them: forwarded too early, SIGINT would end it with a traceback
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    given: list[int] = []  # our standard input, if it is open: that of the agent is the lifeline
+    stdin: list[int] = []  # a copy of our standard input for the workers: the agent's standard input is the lifeline
     with suppress(OSError):
-        given += [os.dup(0)] if node.plain_store else []
+        stdin += [os.dup(0)] if node.plain_store else []
     try:
         agent = subprocess.Popen(
             command.argv,
             env={**os.environ, **command.env},
             stdin=subprocess.PIPE,
-            pass_fds=(*keep_open, *given),
+            pass_fds=(*keep_open, *stdin),
             start_new_session=True,
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for descriptor in given:
+        for descriptor in stdin:
             os.close(descriptor)
-    node = replace(node, keep_open=tuple(keep_open), stdin=given[0] if given else -1)
+    node = replace(node, keep_open=tuple(keep_open), stdin=stdin[0] if stdin else -1)
     assert agent.stdin is not None
-    with suppress(BrokenPipeError):  # it ended at once; its exit code says so
+    with suppress(BrokenPipeError):  # the agent has ended already; its exit code has the reason
         agent.stdin.write(msgspec.json.encode(node) + b"\n")
-        agent.stdin.flush()  # and stays open: the lifeline
+        agent.stdin.flush()  # keep it open: it is the lifeline
     return agent
 
 
@@ -106,11 +114,11 @@ def _wait(agent: subprocess.Popen[bytes], inbox: socket.socket, grace_seconds: f
     stopped_by: signal.Signals | None = None
     deadline = math.inf
     while (code := agent.poll()) is None:
-        left = deadline - time.monotonic()
-        if stopped_by is not None and left <= 0:  # it does not react: stopped itself, say
+        remaining = deadline - time.monotonic()
+        if stopped_by is not None and remaining <= 0:  # it does not react, for example because it is suspended
             agent.kill()
             return 128 + stopped_by
-        select.select([inbox], [], [], None if deadline == math.inf else left)
+        select.select([inbox], [], [], None if deadline == math.inf else remaining)
         received = read_inbox(inbox)
         if not received:
             continue
@@ -124,13 +132,13 @@ def _wait(agent: subprocess.Popen[bytes], inbox: socket.socket, grace_seconds: f
         agent.send_signal(signal.SIGCONT)
     if code < 0:
         name = signal.Signals(-code).name
-        say(f"agent 0 (pid {agent.pid}) was killed by {name}; its workers are being stopped with it")
+        say(f"agent 0 (pid {agent.pid}) was killed by {name}; stopping its workers")
         return 128 - code
     return code
 
 
 def _end(agent: subprocess.Popen[bytes]) -> None:
-    """Close the lifeline if the agent still runs, and wait; kill it if it does not end by itself."""
+    """Close the lifeline and wait for the agent to end; kill it if it does not."""
     assert agent.stdin is not None
     with suppress(BrokenPipeError):
         agent.stdin.close()

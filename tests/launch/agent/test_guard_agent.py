@@ -98,7 +98,7 @@ def test_who_does_not_come_is_named_with_its_line_and_all_is_ended(
     assert one.finish() == ExitCode.STALLED
     told, lines = verdict(one), page(one)
     assert (told.verdict.kind, told.verdict.guilty) == (kind, (1,))
-    assert re.fullmatch(r"STALL after \d+\.\d s \(world 3\)\. GUILTY: rank 1 \(\S+, pid \d+\)", lines[0])
+    assert re.search(r" \d+\.\d s \(world 3\)\. GUILTY: rank 1 \(\S+, pid \d+\)$", lines[0])
     assert (words in lines[1] and f"job.py:{line_of_fault(one.folder)}" in lines[1]) or kind is VerdictKind.STOPPED
     assert "ranks 0, 2 wait" in one.stderr
     assert told.waited_seconds >= WINDOW_SECONDS
@@ -107,21 +107,19 @@ def test_who_does_not_come_is_named_with_its_line_and_all_is_ended(
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("dist.barrier()", "rank 1 called barrier #6"),
-        ("dist.all_reduce(torch.ones(3))", "rank 1 called all_reduce #6 [3] float32"),
-    ],
+    ("fault", "call"),
+    [("dist.barrier()", "barrier #6"), ("dist.all_reduce(torch.ones(3))", "all_reduce #6 [3] ")],
     ids=["another kind", "one too many"],
 )
 def test_who_calls_something_else_is_named_also_where_gloo_ends_an_innocent_rank(
-    run: Run, fault: str, words: str
+    run: Run, fault: str, call: str
 ) -> None:
     one = run(fault)
     assert one.finish() == ExitCode.MISMATCH
     assert verdict(one).verdict.guilty == (1,)
-    assert words in one.stderr
-    assert "ranks 0, 2 called all_reduce #6 [8] float32" in one.stderr
+    assert f"rank 1 called {call}" in one.stderr
+    op = verdict(one).verdict.op
+    assert op is not None and (op.seq, op.kind, op.shape) == (6, "all_reduce", "[8]")
 
 
 def test_the_freed_ranks_have_time_to_save_and_the_guilty_one_has_none(run: Run) -> None:
@@ -142,7 +140,7 @@ except RuntimeError:
     assert one.finish() == ExitCode.STALLED
     assert {path.name for path in one.folder.glob("saved-*")} == {"saved-0", "saved-2"}
     assert {path.name for path in one.folder.glob("asked-*")} == {"asked-1"}
-    assert "Traceback" not in one.stderr, "what happened to the innocent stands in files"
+    assert "Traceback" not in one.stderr  # those of the unblocked ranks are in files
 
 
 @pytest.mark.slow
@@ -285,4 +283,4 @@ def test_what_goes_wrong_in_the_guard_is_said_once_and_the_run_goes_on(tmp_path:
         time.sleep(1.1)
         assert guarding.look() is None and capfd.readouterr().err == ""
         diagnosis = guarding.judge_failure([Sample(0, "here", 1, code=3)])
-        assert (diagnosis.verdict.failed, diagnosis.exit_code) == (0, 3), "judged all the same, by what is known"
+        assert (diagnosis.verdict.failed, diagnosis.exit_code) == (0, 3)  # from the samples alone

@@ -21,7 +21,7 @@ from paceline.host.facts import gather
 from paceline.launch.agent import joining
 from paceline.launch.agent.channel import Hello, Reached, StartReply
 from paceline.launch.agent.cluster import RemoteNode
-from paceline.launch.agent.joining import JoinQueue, refuse_differences
+from paceline.launch.agent.joining import JoinQueue, check_compatible
 from paceline.protocol.job import Host, NodePlan
 from paceline.runs.attempt import read_nodes
 
@@ -165,17 +165,17 @@ def test_who_cannot_reach_one_that_is_just_lost_is_tried_again(tmp_path: Path, m
         old, off, new = nodes
         here, told = [old, off], list[str]()
         cluster = SimpleNamespace(
-            here=here, members={1: old, 2: off}, waiting=[new], part_with=lambda *_: told.append("off")
+            here=here, members={1: old, 2: off}, waiting=[new], dismiss=lambda *_: told.append("off")
         )
         newcomers = JoinQueue(NodePlan(argv=(), nproc=1, nodes=4, min_nodes=1), cast(Any, cluster))
         newcomers.look(str(tmp_path), "proof")
         new.started, new.reached, old.reached = StartReply(-1), Reached(("new cannot reach off",)), Reached(())
         newcomers.look(str(tmp_path), "proof")
-        assert not newcomers.count and not told, "the one that is off has not answered"
+        assert not newcomers.count and not told  # `off` has not answered
         off.reached = Reached(())
         newcomers.look(str(tmp_path), "proof")
         newcomers.look(str(tmp_path), "proof")
-        assert not newcomers.count and not told and new.reached is None, "it is tried again"
+        assert not newcomers.count and not told and new.reached is None  # it is tested again
         off.lost = "powered off"
         here.remove(off)
         new.reached = old.reached = Reached(())
@@ -191,7 +191,7 @@ def test_nodes_that_differ_in_what_makes_results_are_refused_with_both_values() 
         hello = SimpleNamespace(facts=facts, nproc=1)
         return cast(Any, SimpleNamespace(name="node 1 (n2)", hello=hello, clock_ahead_seconds=0.0))
 
-    refuse_differences(plan, own, [node()])
+    check_compatible(plan, own, [node()])
     with raises("nodes-incompatible") as caught:
-        refuse_differences(plan, own, [node(torch="1.0")])
+        check_compatible(plan, own, [node(torch="1.0")])
     assert "torch" in caught.value.fields["reasons"] and "1.0" in caught.value.fields["reasons"]

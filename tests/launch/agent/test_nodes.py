@@ -130,7 +130,7 @@ def test_without_node_0_the_others_end_and_say_how_to_go_on(nodes) -> None:
     assert run.codes(20.0) == [-signal.SIGKILL, 1, 1]
     for number in (1, 2):
         assert f"node {number} (" in run.said(number) and "has lost node 0" in run.said(number)
-        assert f"--resume auto --run-dir {run.run_dir}" in run.said(number)
+        assert run.said(number).rstrip().endswith(f"--run-dir {run.run_dir}")
     assert not survivors(run)
 
 
@@ -201,7 +201,7 @@ def test_a_frozen_node_is_lost_after_15_s(nodes) -> None:
     try:
         assert run.agents[0].wait(30) == 1
         assert 13.0 < time.monotonic() - begun < 25.0
-        assert "has not been heard of for 15 s" in run.said(0) or "for 16 s" in run.said(0)
+        assert re.search("for 1[56] s", run.said(0))
     finally:
         run.agents[1].send_signal(signal.SIGCONT)
     assert run.agents[1].wait(20) == 1
@@ -267,7 +267,7 @@ def test_a_clock_that_is_a_minute_behind_is_told_and_does_no_harm(nodes) -> None
     run.start(0)
     run.start(1, through=("env", "FAKETIME_DONT_FAKE_MONOTONIC=1", "faketime", "-f", "-60s"))
     assert run.codes() == [0, 0], run.said(0) + run.said(1)
-    assert re.search(r"its clock is -(59\.[5-9]|60\.[0-5]) s off node 0's", run.said(0)), run.said(0)
+    assert re.search(r" clock is -(59\.[5-9]|60\.[0-5]) s ", run.said(0)), run.said(0)
     assert len(list((run.run_dir / "attempt-1").glob("world-4-*"))) == 4
     clocks = [one for one in read_machine(run.run_dir / "machine-0.jsonl") if isinstance(one, ClockAhead)]
     assert clocks and {one.node for one in clocks} == {1}

@@ -73,7 +73,7 @@ def test_kill_minus_9(launch, killed: str) -> None:
     assert not left
     assert one.finish() == 137
     if killed == "agent":
-        assert f"agent 0 (pid {agent_pid}) was killed by SIGKILL" in one.stderr
+        assert f"(pid {agent_pid})" in one.stderr and "SIGKILL" in one.stderr
 
 
 def test_ctrl_c(launch) -> None:

@@ -1,1 +1,1 @@
-"""The agent: one process on each node, parent of its workers. `python -m paceline.launch.agent`."""
+"""The agent: one process on each node, the parent of its workers. Run by `python -m paceline.launch.agent`."""

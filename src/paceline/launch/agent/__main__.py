@@ -1,15 +1,15 @@
-"""`python -m paceline.launch.agent`: the parent of one node's workers, which observes how they end.
+"""`python -m paceline.launch.agent`: starts and watches the workers of one node.
 
-It reads one JSON line (a NodePlan), on stdin or in a file. On stdin, the launcher keeps the line open: its end, or a
-long silence if signs of life were promised, means that the launcher is gone. Node 0's agent is the head of all agents.
-An agent leaves no process behind, even after an error.
+The agent reads one JSON line (a NodePlan) from stdin or from a file. The launcher keeps stdin open: its end means that
+the launcher has ended, as does a long time without a heartbeat if the plan announces heartbeats. The agent of node 0 is
+the head of all agents. An agent leaves no process behind, even after an error.
 
-    --announce     first write one JSON line with this machine's facts (host/facts.py) to stdout
-    --plan FILE    the plan is in a file, and nobody holds a line open: under Slurm, or typed by hand
-    --node K       this node's number, where the plan leaves it open (default: SLURM_NODEID)
+    --announce     first write one JSON line with the facts of this machine (host/facts.py) to stdout
+    --plan FILE    read the plan from a file; there is no lifeline: under Slurm, or if the user starts the agent
+    --node K       number of this node, if the plan does not set it (default: SLURM_NODEID)
     --head NAME    a name or address of node 0; may be repeated, the best first
-    --join         become any free node of a run that is running
-    --nproc N      the number of workers, instead of the plan's
+    --join         become any free node of a running run
+    --nproc N      number of workers, instead of that of the plan
 """
 
 import argparse
@@ -30,7 +30,7 @@ from paceline.host.facts import gather as gather_facts
 from paceline.host.shell_environment import environment_after
 from paceline.host.sweep import start_janitor
 from paceline.launch.agent.preload import start_preloader
-from paceline.launch.agent.workers import Inherited, make_snapshots, worker_environment
+from paceline.launch.agent.workers import InheritedResources, make_snapshots, worker_environment
 from paceline.protocol.control import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
 from paceline.protocol.job import NodePlan
 from paceline.runs import writing
@@ -42,9 +42,9 @@ MAX_PLAN_BYTES = 1 << 20
 
 
 def read_plan(options: argparse.Namespace) -> NodePlan | None:
-    """The plan, complete; None if stdin ends before it came: the launcher is gone."""
+    """The complete plan; None if stdin ends before the plan, because the launcher has ended."""
     try:
-        # what a plan says is run: nobody else may have written it
+        # the agent executes the command in the plan: no other user may have written it
         file = options.plan and options.plan.parent.resolve() / options.plan.name
         line = read(file, limit_bytes=MAX_PLAN_BYTES, ours=True) if file else _first_line()
         if not line:
@@ -71,7 +71,7 @@ def read_plan(options: argparse.Namespace) -> NodePlan | None:
 def _first_line() -> bytes:
     line = b""
     while not line.endswith(b"\n") and len(line) < MAX_PLAN_BYTES:
-        # a byte at a time: what follows the plan is not ours to take; and not sys.stdin, whose buffer would
+        # one byte at a time, without the buffer of sys.stdin: orders that follow the plan must stay in the pipe
         byte = os.read(LIFELINE, 1)
         if not byte:
             return b""
@@ -80,49 +80,50 @@ def _first_line() -> bytes:
 
 
 def detach(log: Path) -> Callable[[], None]:
-    """Continue in a child with a separate session; return a function for it to call once its workers are started.
+    """Continue in a child process with a new session; return a function that the child calls once its workers run.
 
-    Before that call its output reaches the launcher, and its end is ours. After it the output goes to `log`, and this
-    process reports that to the launcher and ends. Call `detach` before there are threads or children.
+    Until that call, the output of the child reaches the launcher, and this process ends with the child. The call
+    redirects the output to `log`; this process then reports this to the launcher and ends. Call `detach` before there
+    are threads or children.
     """
-    ready, begun = os.pipe()
+    ready, started = os.pipe()
     child = os.fork()
     if child:
-        os.close(begun)
+        os.close(started)
         if os.read(ready, 1):
             with suppress(OSError):
-                os.write(1, b'{"detached": true}\n')  # the last word to the launcher, see launch/ssh/remote.py
+                os.write(1, b'{"detached": true}\n')  # the launcher reads this line, see launch/ssh/remote.py
             os._exit(0)
         _, status = os.waitpid(child, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     os.close(ready)
     os.setsid()
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
 
     def on_started() -> None:
-        nonlocal begun
-        if begun < 0:
+        nonlocal started
+        if started < 0:
             return
         sys.stdout.flush()
         sys.stderr.flush()
-        words = writing.keep(log, append=True)
-        os.dup2(words, 1)
-        os.dup2(words, 2)
-        os.close(words)
-        os.write(begun, b"+")
-        os.close(begun)
-        begun = -1
+        descriptor = writing.keep(log, append=True)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+        os.write(started, b"+")
+        os.close(started)
+        started = -1
 
     return on_started
 
 
 def enter(plan: NodePlan) -> NodePlan:
-    """Enter the working folder of the workers, and take on their environment.
+    """Change to the working folder of the workers, and set up their environment.
 
     Raises:
-        UsageError: the folder is not there, a module cannot be loaded.
+        UsageError: the folder does not exist, or an environment module cannot be loaded.
     """
     if plan.cwd:
         try:
@@ -139,7 +140,7 @@ def enter(plan: NodePlan) -> NodePlan:
 
 
 def take_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
-    """On node 0 of a run that no launcher has prepared, lock its folder and make the attempt's folder.
+    """On node 0 of a run that no launcher has prepared: lock the run folder, and create the folder of the attempt.
 
     Returns:
         The complete plan, and the descriptors that hold the lock.
@@ -155,7 +156,7 @@ def take_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
 
 
 def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
-    """Run the agent of `plan` to its end; the exit code."""
+    """Run the agent of `plan` to its end; return the exit code."""
     if plan.attach >= 0:
         from paceline.launch.agent.attach import watch_over
 
@@ -165,19 +166,19 @@ def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
     with TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as temporary:
         not_kept = [number for number in (*plan.keep_open, plan.stdin) if number >= 0]
         janitor = start_janitor(not_kept=not_kept, temporary=temporary)
-        # before all else that takes time: it imports while we look at folders and ports
+        # start it first: it imports torch while the agent checks folders and ports
         preloader = start_preloader(plan.argv, worker_environment(plan, 0, 0)) if plan.preload else None
         try:
             plan, locks = take_run_dir(plan)
             pairs = make_snapshots(plan.nproc) if plan.max_restarts or plan.elastic else ()
-            inherited = Inherited(pairs, (*plan.keep_open, *locks), janitor, temporary, preloader)
+            inherited = InheritedResources(pairs, (*plan.keep_open, *locks), janitor, temporary, preloader)
             return _serve(plan, inherited, on_started, lifeline=lifeline)
         finally:
             if preloader is not None:
                 preloader.close()
 
 
-def _serve(plan: NodePlan, inherited: Inherited, on_started: Callable[[], None], *, lifeline: bool) -> int:
+def _serve(plan: NodePlan, inherited: InheritedResources, on_started: Callable[[], None], *, lifeline: bool) -> int:
     from paceline.launch.agent.follower import Follower  # while the preloader imports torch
     from paceline.launch.agent.head import Head
 
@@ -191,7 +192,11 @@ def _serve(plan: NodePlan, inherited: Inherited, on_started: Callable[[], None],
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0 done, 2 wrong use, 75 saved, 128 + n stopped by signal n, else the first failing worker's."""
+    """Run the agent.
+
+    Returns:
+        0 done; 2 wrong use; 75 saved; 128 + n stopped by signal n; otherwise the code of the first failed worker.
+    """
     parser = argparse.ArgumentParser(prog="python -m paceline.launch.agent", description=__doc__)
     parser.add_argument("--announce", action="store_true")
     parser.add_argument("--plan", type=Path)
@@ -212,9 +217,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(error.shown)
         code = error.exit_code
     except OSError as error:
-        say(f"the workers cannot be started: {error}")
+        say(f"cannot start the workers: {error}")
         code = ExitCode.USAGE
-    # The code is decided: a scheduler that ends all tasks of a step at the first bad exit shall not change it
+    # The exit code is final: a scheduler that signals all tasks after the first failure must not change it
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     return code
 

@@ -1,9 +1,9 @@
-"""The agent of ranks that another launcher (torchrun, srun, mpirun) started: `paceline watchover`.
+"""The agent for ranks that another launcher (torchrun, srun, mpirun) has started: `paceline watchover`.
 
-Each node has one. The ranks attach to it through a socket (`protocol/control.py`). It watches them as an agent watches
-workers that it started. It differs in three ways: it does not start or restart ranks, it ends ranks only if its plan
-allows it (`may_end`), and it ends with the last rank. After the ranks have met in torch's store, the agents of several
-nodes connect to each other. The agent of node 0 diagnoses, the others follow it.
+Each node has one agent. The ranks attach to it through a socket (`protocol/control.py`). It watches them as an agent
+watches the workers that it has started, with three differences. It does not start or restart ranks, it ends ranks only
+if its plan allows it (`may_end`), and it ends with the last rank. After the rendezvous of the ranks, the agents of
+several nodes connect to each other. The agent of node 0 makes the diagnosis, and the others follow it.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError
 from paceline.guard.deaths import due_seconds, first_to_fail
-from paceline.guard.sentences import clause, format_ranks
+from paceline.guard.sentences import format_ranks
 from paceline.host.procfs import PROC, processes, read_process
 from paceline.host.sweep import Member
 from paceline.launch.agent.channel import Link, StartOrder, StartReply
@@ -30,7 +30,7 @@ from paceline.launch.agent.cluster import Cluster, Generation
 from paceline.launch.agent.follower import Follower
 from paceline.launch.agent.head import POLL_FAILING_SECONDS
 from paceline.launch.agent.monitor import Diagnosis, Monitor
-from paceline.launch.agent.workers import Inherited, Worker, Workers
+from paceline.launch.agent.workers import InheritedResources, Worker, Workers
 from paceline.protocol.control import (
     LIFELINE_GRACE_SECONDS,
     STOP_SIGNALS,
@@ -49,23 +49,23 @@ from paceline.protocol.evidence import GOOD_ENDS, Failure, Sample
 from paceline.protocol.job import NodePlan
 from paceline.runs.console import say
 
-ARRIVAL_SECONDS = 60.0  # for all ranks of a node to come
-LATE_SECONDS = 1.0  # for one more, when all that have come are gone again
-LINGER_SECONDS = 30.0  # that node 0's agent stays for the others when its own ranks are done
-MEET_SECONDS = 3.0  # for the other nodes to come, if something has failed before they have
+ARRIVAL_SECONDS = 60.0  # for all ranks of a node to attach
+LATE_SECONDS = 1.0  # for one more rank, if all attached ranks have ended
+LINGER_SECONDS = 30.0  # how long the agent of node 0 serves the others after its ranks have ended
+MEET_SECONDS = 3.0  # for the other nodes to connect, if a failure comes first
 MOVED_SECONDS = 1.0
 QUESTION_SECONDS = 5.0
 KILL_SECONDS = 2.0
-IN_SLURM, FAREWELL_SECONDS = "SLURM_PROCID", 1.0  # srun ends us with the last rank: it waits for the verdict
-LAUNCHER_SECONDS = 1.0  # between two looks for the launcher
+IN_SLURM, FAREWELL_SECONDS = "SLURM_PROCID", 1.0  # srun ends the agent with the last rank, so a failed rank waits
+LAUNCHER_SECONDS = 1.0  # between two checks whether the launcher runs
 PIDFD_INFO_BYTES, PIDFD_INFO_EXIT = 64, 1 << 3  # linux/pidfd.h
 PIDFD_GET_INFO = 3 << 30 | PIDFD_INFO_BYTES << 16 | 0xFF << 8 | 11  # _IOWR(0xFF, 11, struct pidfd_info)
 
 
 def exit_code(pid: int, pidfd: int) -> int | None:
-    """The exit code of an ended process, which need not be a child, as in `subprocess`; None if it is unknown.
+    """The exit code, as in `subprocess`, of an ended process that need not be a child; None if it is unknown.
 
-    /proc has it until the parent waits for the process. Since Linux 6.15 the descriptor has it afterwards.
+    /proc has the code until the parent waits for the process. Since Linux 6.15, the descriptor has it afterwards.
     """
     with suppress(OSError, ValueError):
         fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -80,30 +80,29 @@ def exit_code(pid: int, pidfd: int) -> int | None:
 
 
 class ForeignProcess:
-    """A process that is not a child of the agent."""
+    """A process that is not a child of the agent. Raises OSError if it does not exist."""
 
     def __init__(self, pid: int) -> None:
-        """Raises OSError if there is none."""
         self.pid, self.pidfd = pid, os.pidfd_open(pid)
         process = read_process(pid)
         self.start, self.parent = (process.start, process.parent) if process else (0, 0)
-        self.code: int | None = None  # with which it has ended, or has announced to end
+        self.code: int | None = None  # its exit code, or the code that it has announced
 
     @property
     def is_orphan(self) -> bool:
-        """Whether it runs and its parent, the launcher, has ended."""
+        """Whether the process runs, but its parent, the launcher, has ended."""
         process = read_process(self.pid) if self.code is None else None
         return process is not None and process.runs and process.parent != self.parent
 
     def fileno(self) -> int:
-        """For select: readable when it has ended."""
+        """The descriptor for select, which is readable once the process has ended."""
         return self.pidfd
 
     def poll(self) -> int | None:
-        """Its exit code, once it has ended."""
+        """The exit code, once the process has ended."""
         if self.code is None and wait_readable([self], 0.0):
             code = exit_code(self.pid, self.pidfd)
-            self.code = -signal.SIGKILL if code is None else code  # it did not say goodbye: it was killed
+            self.code = -signal.SIGKILL if code is None else code  # it sent no Goodbye: it was killed
         return self.code
 
     def send_signal(self, number: int, /) -> None:
@@ -113,28 +112,24 @@ class ForeignProcess:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def wait(self, timeout: float, /) -> int | None:
-        """Wait until it ends, or the time is over."""
+        """Wait up to `timeout` seconds for the process to end."""
         wait_readable([self], timeout)
         return self.poll()
 
 
 class AttachedWorkers(Workers):
-    """The attached ranks of one node. They are ended only if `plan.may_end`.
-
-    Raises:
-        OSError: `plan.attach` is no socket.
-    """
+    """The attached ranks of one node. They are ended only if `plan.may_end`."""
 
     def __init__(self, plan: NodePlan) -> None:
         super().__init__(plan, 0, 0)
-        self.meeting: Rendezvous | None = None  # where node 0's agent is, as a rank has told us
+        self.meeting: Rendezvous | None = None  # the address of node 0's agent, from a rank
         self._listener = socket.socket(fileno=plan.attach)
         self._listener.setblocking(False)
-        self._connections: dict[socket.socket, int] = {}  # -> the pid at its other end
+        self._connections: dict[socket.socket, int] = {}  # -> the pid of the peer
         self._first: socket.socket | None = None  # the connection to rank 0
-        self._goodbyes: dict[socket.socket, float] = {}  # to ranks that leave, and when at the latest to let them go
+        self._goodbyes: dict[socket.socket, float] = {}  # connections to leaving ranks -> deadline for releasing them
         self._processes: list[ForeignProcess] = []
-        self._started: dict[int, int] = {}  # pid -> start of the processes of the ranks when these were to end
+        self._started: dict[int, int] = {}  # pid -> start time of the ranks' descendants when `stop` was called
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -143,54 +138,54 @@ class AttachedWorkers(Workers):
 
     @property
     def all_here(self) -> bool:
-        """Whether each rank of this node has come."""
+        """Whether all ranks of this node have attached."""
         return len(self._workers) >= self.plan.nproc
 
     @property
     def running(self) -> list[ForeignProcess]:
-        """The processes that run."""
+        """The running processes."""
         return [process for process in self._processes if process.code is None]
 
-    # ---- they come, speak and end ----
+    # ---- messages of the ranks ----
 
     def wait(self, seconds: float, also: Sequence[Readable]) -> bool:
-        """As `Orders.wait`: return after `seconds`, or earlier when a rank does something: True then."""
-        self.let_go()
+        """As `Orders.wait`: wait up to `seconds`; return True earlier if a rank attaches, sends a message or ends."""
+        self.release_leaving()
         running = self.running
         own = [*running, *self._connections, *([] if self.all_here else [self._listener])]
         ready = wait_readable([*own, *also], seconds)
-        woken = not ready.isdisjoint([one.fileno() for one in own])
-        for one in running:
-            if one.fileno() in ready:
-                one.poll()
-        for connection in [one for one in self._connections if one.fileno() in ready]:
+        woken = not ready.isdisjoint([readable.fileno() for readable in own])
+        for process in running:
+            if process.fileno() in ready:
+                process.poll()
+        for connection in [connection for connection in self._connections if connection.fileno() in ready]:
             with suppress(BlockingIOError):
-                self._hear(connection, *receive(connection))
+                self._process(connection, *receive(connection))
         if not self.all_here and self._listener.fileno() in ready:
             connection = self._listener.accept()[0]
             connection.setblocking(False)
             if (pid := peer_pid(connection)) > 0:
                 self._connections[connection] = pid
-            else:  # another user's; or one that cannot be seen from here: it has a /proc of its own
+            else:  # a process of another user, or one in a different PID namespace, which the agent cannot see
                 connection.close()
         return woken
 
-    def _hear(self, connection: socket.socket, message: Message | None, descriptors: Sequence[int]) -> None:
+    def _process(self, connection: socket.socket, message: Message | None, descriptors: Sequence[int]) -> None:
         pid = self._connections[connection]
         match message:
             case Hello(rank) if self._add(rank, pid, descriptors):
                 if rank == 0:
                     self._first = connection
                 if self.all_here:
-                    self._listener.close()  # the next start has the same name
+                    self._listener.close()  # the next start uses the same socket name
             case Rendezvous():
                 self.meeting = message
             case Goodbye(code):
-                for one in self.running:
-                    if one.pid == pid:
-                        one.code = code
-                failed = code not in GOOD_ENDS and IN_SLURM in os.environ
-                self._goodbyes[connection] = time.monotonic() + (FAREWELL_SECONDS if failed else 0.0)
+                for process in self.running:
+                    if process.pid == pid:
+                        process.code = code
+                must_wait = code not in GOOD_ENDS and IN_SLURM in os.environ
+                self._goodbyes[connection] = time.monotonic() + (FAREWELL_SECONDS if must_wait else 0.0)
                 del self._connections[connection]
             case _:
                 for descriptor in descriptors:
@@ -199,58 +194,59 @@ class AttachedWorkers(Workers):
                 connection.close()
 
     def _add(self, rank: int, pid: int, descriptors: Sequence[int]) -> bool:
-        """Take in a rank with its box and its record; False if it cannot be one of this node's."""
+        """Add a rank with its status page and its failure record; return False if it cannot be a rank of this node."""
         if len(descriptors) != 2 or rank in self.ranks or self.all_here:
             return False
         try:
             process = ForeignProcess(pid)
-        except OSError:  # it is gone already
+        except OSError:  # it has ended already
             return False
-        box, record = descriptors
+        status_page, record = descriptors
+        member = Member(rank, pid, process.start)
         self._processes.append(process)
-        self._workers.append(Worker(Member(rank, pid, process.start), process, Path(os.devnull), 0, (), record, box))
+        self._workers.append(Worker(member, process, Path(os.devnull), 0, (), record, status_page))
         self._workers.sort(key=lambda worker: worker.rank)
         return True
 
-    def let_go(self, *, all_of_them: bool = False) -> None:
-        """Let ranks end that have sent Goodbye, once their failure was passed on, or all of them."""
+    def release_leaving(self, *, all_of_them: bool = False) -> None:
+        """Let ranks end that have sent Goodbye, once their time to wait is over, or all of them."""
         for connection in [at for at, due in self._goodbyes.items() if all_of_them or time.monotonic() >= due]:
             del self._goodbyes[connection]
             connection.close()
 
-    def tell_first(self, meeting: Rendezvous) -> None:
-        """Have rank 0 pass it to the other nodes."""
+    def send_to_rank_0(self, meeting: Rendezvous) -> None:
+        """Send the address of this agent to rank 0, which passes it to the other nodes."""
         if self._first is not None:
             with suppress(OSError):
                 send(self._first, meeting)
 
-    # ---- as with workers that the agent started ----
+    # ---- overridden methods of Workers ----
 
     def _sample(self, worker: Worker) -> Sample:
-        """The sample, in which a rank that its launcher has ended is a victim."""
-        one = super()._sample(worker)
-        if one.failure is not None or one.code is None or one.code >= 0:
-            return one
-        # launchers ask all to end when one fails, or when a person stops them, and kill those that do not
-        asked = [at for code, at in self._ended.values() if -code in STOP_SIGNALS]
-        killed_then = one.code == -signal.SIGKILL and any(at < one.ended_seconds for at in asked)
-        if -one.code not in STOP_SIGNALS and not killed_then:
-            return one
-        name = signal.Signals(-one.code).name
-        words = f"ended by {name}, from outside"
-        failure = Failure(one.rank, one.host, one.pid, 128 - one.code, name, words, "", True, one.ended_seconds)
-        return replace(one, words=words, failure=failure)
+        """The sample. A rank that its launcher has ended is a victim in it."""
+        sample = super()._sample(worker)
+        if sample.failure is not None or sample.code is None or sample.code >= 0:
+            return sample
+        # If a rank fails or the user stops a launcher, it signals all ranks, and kills those that do not end
+        stop_times = [at for code, at in self._ended.values() if -code in STOP_SIGNALS]
+        is_killed_later = sample.code == -signal.SIGKILL and any(at < sample.ended_seconds for at in stop_times)
+        if -sample.code not in STOP_SIGNALS and not is_killed_later:
+            return sample
+        name = signal.Signals(-sample.code).name
+        cause = f"ended by {name} from another process"
+        rank, code = (sample.rank, sample.host, sample.pid), 128 - sample.code
+        return replace(sample, words=cause, failure=Failure(*rank, code, name, cause, "", True, sample.ended_seconds))
 
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM) -> None:
-        """As `Workers.stop`, if that is allowed."""
+        """As `Workers.stop`, if the plan allows it."""
         if self.plan.may_end:
-            self._started |= _descendants({one.pid for one in self.running})
+            self._started |= _descendants({process.pid for process in self.running})
             super().stop(grace_seconds, number)
 
     def sweep(self) -> None:
-        """Kill the ranks that still run after `stop`, and the processes that they have started; mpirun leaves these.
+        """Kill the ranks that still run after `stop`, and their descendants, which mpirun does not end.
 
-        The ranks may be in the session of the launcher, so `Workers.sweep` would kill the launcher as well.
+        The ranks may be in the session of the launcher, so `Workers.sweep` would also kill the launcher.
         """
         if self.stopping:
             for process in self.running:
@@ -262,11 +258,11 @@ class AttachedWorkers(Workers):
                 if (child := read_process(pid)) is not None and child.runs and child.start == start:
                     with suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, signal.SIGKILL)
-        self.left = [one.pid for one in self.running if one.poll() is None]
+        self.left = [process.pid for process in self.running if process.poll() is None]
         self.swept = True
 
     def close(self) -> None:
-        """The last call of all."""
+        """Close all descriptors and connections."""
         super().close()
         for process in self._processes:
             os.close(process.pidfd)
@@ -275,7 +271,7 @@ class AttachedWorkers(Workers):
 
 
 def _descendants(pids: Collection[int]) -> dict[int, int]:
-    """All descendants of these processes: pid -> start."""
+    """All descendants of these processes: pid -> start time."""
     every, found = [*processes()], dict[int, int]()
     while more := {p.pid: p.start for p in every if p.pid not in found and (p.parent in pids or p.parent in found)}:
         found |= more
@@ -283,9 +279,9 @@ def _descendants(pids: Collection[int]) -> dict[int, int]:
 
 
 class AttachOrders(Orders):
-    """The one order to an agent of attached ranks is the end of their launcher, if it may end them.
+    """Orders to an agent of attached ranks. The only order is the end of the launcher, if the agent may end the ranks.
 
-    Signals are no orders: they reach all processes of a job, and the ranks react to them.
+    Signals are not orders: they reach all processes of a job, and the ranks handle them.
     """
 
     def __init__(self, workers: AttachedWorkers) -> None:
@@ -293,15 +289,15 @@ class AttachOrders(Orders):
         self._looked_seconds, self._reported = time.monotonic(), False
 
     def wait(self, seconds: float, also: Sequence[Readable] = ()) -> bool:
-        """Return after `seconds`, or earlier when a rank comes, ends or speaks, or one of `also` can be read."""
+        """Wait up to `seconds`, until a rank attaches, sends a message or ends, or one of `also` is readable."""
         woken = self._workers.wait(seconds, also)
         if self._reported or time.monotonic() < self._looked_seconds + LAUNCHER_SECONDS:
             return woken
         self._looked_seconds = time.monotonic()
         if pids := [process.pid for process in self._workers.running if process.is_orphan]:
             self._reported, self.launcher_gone = True, self._workers.plan.may_end
-            remedy = "they are ended" if self.launcher_gone else f"to end them: kill {' '.join(map(str, pids))}"
-            say(f"the launcher of the ranks on {os.uname().nodename} is gone, and they run on; {remedy}")
+            remedy = "stopping them" if self.launcher_gone else f"to end them: kill {' '.join(map(str, pids))}"
+            say(f"the launcher of the ranks on {os.uname().nodename} has ended, but the ranks still run; {remedy}")
             return True
         return woken
 
@@ -310,7 +306,7 @@ class AttachedFollower(Follower):
     """The agent of a node other than node 0. It follows the agent of node 0 and starts no ranks."""
 
     def __init__(self, plan: NodePlan, orders: Orders, attached: AttachedWorkers) -> None:
-        super().__init__(plan, orders, Inherited(), lambda: None)
+        super().__init__(plan, orders, InheritedResources(), lambda: None)
         self._ranks, self._attached, self._over_seconds = attached.ranks, attached, 0.0
 
     def _start(self, start: StartOrder) -> StartReply:
@@ -318,7 +314,7 @@ class AttachedFollower(Follower):
         return StartReply(start.generation)
 
     def _head_lost(self, link: Link) -> str:
-        if not self._attached.running:  # node 0's may still have a question about them
+        if not self._attached.running:  # the agent of node 0 may still query them
             self._over_seconds = self._over_seconds or time.monotonic()
             if time.monotonic() > self._over_seconds + QUESTION_SECONDS:
                 return "all its ranks have ended"
@@ -327,20 +323,21 @@ class AttachedFollower(Follower):
     def _alone(self, why: str) -> int:
         if not self._attached.running or self._attached.stopping:
             return ExitCode.DONE
-        say(f"hangs between this node and others are no longer judged: the agent of node 0 is lost: {why}")
+        say(f"cannot detect hangs between this node and others any more: the agent of node 0 is lost: {why}")
         return ExitCode.FAILED
 
 
 class AttachedHead:
-    """Watches the ranks of one node, and on node 0 of all, until the last has ended."""
+    """Watches the ranks of one node, or on node 0 those of all nodes, until the last rank has ended."""
 
     def __init__(self, workers: AttachedWorkers) -> None:
         self.plan, self.workers, self.orders = workers.plan, workers, AttachOrders(workers)
-        plan, self.heads = self.plan, self.plan.ranks.first == 0 and self.plan.nodes > 1
-        self.cluster = Cluster(plan if self.heads else replace(plan, nodes=1), self.orders)
+        plan, self.is_head = self.plan, self.plan.ranks.first == 0 and self.plan.nodes > 1
+        self.cluster = Cluster(plan if self.is_head else replace(plan, nodes=1), self.orders)
         self._generation = Generation(plan, workers, self.cluster)
-        self._stall_seconds: float | None = None  # when a stall was reported that still lasts
-        self._reported = self._apart = False  # a failure was reported; node 0 is lost, or was never found
+        self._stall_seconds: float | None = None  # time of the report of a stall that still lasts
+        self._has_reported = False  # it has reported a failure
+        self._is_apart = False  # node 0 is lost, or could not be reached
         self._over_seconds = 0.0
 
     def run(self) -> None:
@@ -353,50 +350,50 @@ class AttachedHead:
 
     def _wait_for_ranks(self) -> None:
         deadline = time.monotonic() + ARRIVAL_SECONDS
-        while not self.workers.all_here and (left := deadline - time.monotonic()) > 0:
-            if not self.workers.running:  # also if no rank has come yet
-                deadline = min(deadline, time.monotonic() + (LATE_SECONDS if self.workers.ranks else left))
-            self.orders.wait(min(left, 0.25))
+        while not self.workers.all_here and (remaining := deadline - time.monotonic()) > 0:
+            if not self.workers.running:  # also if no rank has attached yet
+                deadline = min(deadline, time.monotonic() + (LATE_SECONDS if self.workers.ranks else remaining))
+            self.orders.wait(min(remaining, 0.25))
         if not self.workers.all_here and self.workers.running:
-            here = format_ranks(self.workers.ranks)
-            say(f"watchover sees {here} of the {self.plan.nproc} on this node: the others have not come")
+            attached = format_ranks(self.workers.ranks)
+            say(f"watchover watches only {attached} of the {self.plan.nproc} on this node: the others did not attach")
 
     def _watch(self) -> None:
-        if self.heads:
+        if self.is_head:
             addresses = tuple(dict.fromkeys((*self.plan.head, os.uname().nodename)))
-            self.workers.tell_first(Rendezvous(addresses, self.cluster.port, self.plan.secret))
+            self.workers.send_to_rank_0(Rendezvous(addresses, self.cluster.port, self.plan.secret))
         monitor = Monitor(self._generation)
-        while self._goes_on():
-            failing = due_seconds(self._generation.samples()) is not None and not self._reported
-            self.cluster.wait(POLL_FAILING_SECONDS if failing else monitor.look_seconds)
-            if self.workers.meeting is not None and not self.heads and not self._apart:
+        while self._continues():
+            is_failing = due_seconds(self._generation.samples()) is not None and not self._has_reported
+            self.cluster.wait(POLL_FAILING_SECONDS if is_failing else monitor.look_seconds)
+            if self.workers.meeting is not None and not self.is_head and not self._is_apart:
                 self._follow(self.workers.meeting)
-            if self._take_in_nodes() and self._whole:
-                monitor = Monitor(self._generation)  # another one, that knows all ranks
-            if self.cluster.launcher_gone and not self._reported:
+            if self._accept_nodes() and self._has_all_ranks:
+                monitor = Monitor(self._generation)  # a new monitor for all ranks
+            if self.cluster.launcher_gone and not self._has_reported:
                 self._end_all(LIFELINE_GRACE_SECONDS)
-            if not self._reported:
+            if not self._has_reported:
                 self._judge(monitor, self._generation.samples())
 
-    def _goes_on(self) -> bool:
-        """Whether a rank runs that this agent watches, or one has failed and that was not reported yet."""
+    def _continues(self) -> bool:
+        """Whether a watched rank runs, or has failed without a report yet."""
         if self.workers.running:
             return True
         samples = self._generation.samples()
-        if due_seconds(samples) is not None and not self._reported:
+        if due_seconds(samples) is not None and not self._has_reported:
             return True
         self._over_seconds = self._over_seconds or time.monotonic()
-        return any(one.runs for one in samples) and time.monotonic() < self._over_seconds + LINGER_SECONDS
+        return any(sample.runs for sample in samples) and time.monotonic() < self._over_seconds + LINGER_SECONDS
 
     # ---- several nodes ----
 
     @property
-    def _whole(self) -> bool:
-        """Whether this agent knows all ranks of the job."""
+    def _has_all_ranks(self) -> bool:
+        """Whether this agent watches all ranks of the job."""
         return len(self._generation.samples()) == self.plan.ranks.world_size
 
-    def _take_in_nodes(self) -> bool:
-        """Accept the agents of other nodes that have connected; whether there are any."""
+    def _accept_nodes(self) -> bool:
+        """Accept the agents of other nodes that have connected; return whether the set of nodes has changed."""
         before = [*self._generation.members]
         for member in self.cluster.here:
             if member not in before:
@@ -405,42 +402,42 @@ class AttachedHead:
         return self._generation.members != before
 
     def _follow(self, meeting: Rendezvous) -> None:
-        """Take part in the guard of all nodes, as node 0's agent asks, until it is over."""
+        """Follow the agent of node 0 in the guard of all nodes, until it ends."""
         plan = replace(
             self.plan, head=meeting.addresses, head_ports=(meeting.port,), secret=meeting.secret, join_seconds=30.0
         )
         try:
-            # node 0's agent reports what there is to report, unless it is lost before
-            self._reported = AttachedFollower(plan, self.orders, self.workers).run() == ExitCode.DONE
+            # the agent of node 0 prints the reports, unless it is lost
+            self._has_reported = AttachedFollower(plan, self.orders, self.workers).run() == ExitCode.DONE
         except PacelineError as error:
-            say(f"hangs between this node and others are not judged: {error}")
-        self._apart = True
+            say(f"cannot detect hangs between this node and others: {error}")
+        self._is_apart = True
 
-    # ---- judging ----
+    # ---- detection ----
 
     def _judge(self, monitor: Monitor, samples: Sequence[Sample]) -> None:
         """Run the detectors that are due, and report a finding once."""
         now = time.monotonic()
         if (due := due_seconds(samples)) is not None:
-            # who only lost others, or was interrupted by them, cannot be told from a part of the ranks
-            if now >= due + (0.0 if self._whole or self._apart or self.plan.nodes == 1 else MEET_SECONDS):
+            # only the samples of all ranks show which ranks are victims of a failure on a different node
+            if now >= due + (0.0 if self._has_all_ranks or self._is_apart or self.plan.nodes == 1 else MEET_SECONDS):
                 self._report_failure(monitor, samples)
             return
         if self._stall_seconds is not None:
-            least = now - self._stall_seconds - MOVED_SECONDS
-            moved = [one.rank for one in samples if one.runs and one.still_seconds < least]
-            if not moved:
+            stall_age = now - self._stall_seconds - MOVED_SECONDS
+            moving = [sample.rank for sample in samples if sample.runs and sample.still_seconds < stall_age]
+            if not moving:
                 return
             self._stall_seconds = None
-            say(f"{clause(moved, 'is', 'are')} making progress again; the stall is over")
+            say(f"{clause(moving, 'is', 'are')} making progress again; the stall is over")
         if (diagnosis := monitor.look()) is not None:
             self._stall_seconds = time.monotonic()
             self._report_stall(diagnosis, len(samples))
 
-    def _report_stall(self, diagnosis: Diagnosis, seen: int) -> None:
-        if not self._whole and not 0 < len(diagnosis.verdict.guilty) < seen:  # those that are waited for are elsewhere
-            where = "".join(f"\n  {sentence}" for sentence in diagnosis.verdict.sentences)
-            return say(f"nothing moves on {os.uname().nodename}, and other nodes are not seen from here:{where}")
+    def _report_stall(self, diagnosis: Diagnosis, count: int) -> None:
+        if not self._has_all_ranks and not 0 < len(diagnosis.verdict.guilty) < count:  # the cause is on another node
+            details = "".join(f"\n  {sentence}" for sentence in diagnosis.verdict.sentences)
+            return say(f"no progress on {os.uname().nodename}, which is not connected to the other nodes:{details}")
         say(diagnosis.page())
         if not self.plan.may_end:
             return say("watchover does not stop jobs. Stop it yourself, or rerun with --end")
@@ -448,32 +445,33 @@ class AttachedHead:
         return self._end_all(self.plan.grace_seconds)
 
     def _report_failure(self, monitor: Monitor, samples: Sequence[Sample]) -> None:
-        self._reported = True
+        self._has_reported = True
         first = first_to_fail(samples)
         if first is not None and first.failure is not None and -(first.code or 0) in STOP_SIGNALS:
-            return say(f"the ranks were ended from outside ({first.failure.type})")
+            return say(f"another process ended the ranks ({first.failure.type})")
         page = changed(monitor.judge_failure(samples), attempt_dir="").page(self._generation.oom_kills())
-        whole = self._whole or self.plan.nodes == 1
-        say(page + ("" if whole else f"\nas {os.uname().nodename} sees it, which has not met all other nodes"))
-        self.workers.let_go(all_of_them=True)
+        is_complete = self._has_all_ranks or self.plan.nodes == 1
+        note = f"\nthis is the view of {os.uname().nodename}, which is not connected to all other nodes"
+        say(page + ("" if is_complete else note))
+        self.workers.release_leaving(all_of_them=True)
         if self.plan.may_end:
             self._end_all(self.plan.grace_seconds)
         return None
 
     def _end_all(self, grace_seconds: float) -> None:
-        self._reported = True
+        self._has_reported = True
         self._generation.stop(grace_seconds)
 
 
 def watch_over(plan: NodePlan) -> int:
-    """Run the agent of the ranks that attach at `plan.attach`; the exit code has no meaning."""
-    for number in STOP_SIGNALS:  # they reach all of a job's processes, and it is the ranks that decide what they mean
+    """Run the agent of the ranks that attach at `plan.attach`. The exit code has no meaning."""
+    for number in STOP_SIGNALS:  # they reach all processes of a job; the ranks decide how to react
         signal.signal(number, signal.SIG_IGN)
     workers = AttachedWorkers(replace(plan, secret=secrets.token_hex(32), head_ports=(0,)))
     try:
         AttachedHead(workers).run()
-    except Exception as error:  # the ranks run on
-        say(f"warning: watchover has failed, and sees nothing any more: {type(error).__name__}: {error}")
+    except Exception as error:  # the ranks continue
+        say(f"warning: watchover has crashed; the ranks continue unwatched: {type(error).__name__}: {error}")
     finally:
         workers.close()
     return ExitCode.DONE

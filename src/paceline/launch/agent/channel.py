@@ -1,17 +1,17 @@
 """The protocol between the agents of one job: short JSON messages over TCP, authenticated with the job's secret.
 
-head.py and follower.py send them.
+head.py and follower.py send these messages.
 
-    meeting    head -> node   MAGIC, nonce
+    handshake  head -> node   MAGIC, nonce
                node -> head   nonce, HMAC(secret, "node" + both nonces)
                head -> node   HMAC(secret, "head" + both nonces)
     message    length (4 bytes), HMAC(session key, direction + number of the message + JSON), JSON
 
-Each side authenticates the other. No message can be repeated, reordered or taken from a different connection. Messages
-are not encrypted, and hold no secret. There is no pickle, and sizes are bounded before a message is read.
+Each side authenticates the other. No message can be replayed, reordered or taken from a different connection. Messages
+are not encrypted and contain no secret. They contain no pickle, and their size is checked before they are read.
 
-Times are ages in seconds and not clock readings, since clocks of two hosts cannot be compared. Only the signs of life
-carry readings, from which the head learns the difference of the clocks: see `ClockBounds`.
+Times are ages in seconds and not clock readings, since the clocks of two hosts may differ. Only the heartbeats contain
+clock readings, from which the head determines the difference of the clocks: see `ClockBounds`.
 """
 
 import hmac
@@ -35,28 +35,28 @@ from paceline.protocol.evidence import Evidence, Sample
 from paceline.protocol.job import NodeRanks
 from paceline.runs.machine import ClockAhead
 
-BEAT_SECONDS = 2.0  # between two signs of life, in both directions
-SILENCE_SECONDS = 15.0  # then the other side is lost: a few lost packets are not, TCP sends them again well within it
+BEAT_SECONDS = 2.0  # between two heartbeats, in both directions
+SILENCE_SECONDS = 15.0  # without a message; then the other side is lost. TCP resends lost packets in a shorter time
 PROOF = ".shared"  # the file in the attempt's folder that all nodes must see
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Node to head, first: its number, its workers, and an address at which other nodes can try to reach it."""
+    """Node to head, the first message: its number, its workers, and the port of its probe socket."""
 
-    node: int  # -1: whichever is free, of a run that is on its way
+    node: int  # -1: any free node of a running run
     nodes: int
     nproc: int
     probe_port: int
     facts: Facts
-    ranks: tuple[int, ...] = ()  # where another launcher has given them out: see attach.py
+    ranks: tuple[int, ...] = ()  # if another launcher has assigned the ranks: see attach.py
 
 
 class ToStore(msgspec.Struct, frozen=True, tag=True):
-    """Node to head, first, on a separate link: after an `Alive` the link carries a worker's traffic to the store."""
+    """Node to head, the first message of a separate link. After an `Alive`, the link relays traffic to the store."""
 
 
 class PeerAddress(msgspec.Struct, frozen=True):
-    """The address of a socket of a node that only listens: other nodes try to connect to it."""
+    """The address of the probe socket of a node: other nodes connect to it to test the network."""
 
     host: str
     address: str
@@ -64,13 +64,13 @@ class PeerAddress(msgspec.Struct, frozen=True):
 
 
 class Reach(msgspec.Struct, frozen=True, tag=True):
-    """Head to node: try to connect to all of these."""
+    """Head to node: try to connect to all these peers."""
 
     peers: tuple[PeerAddress, ...]
 
 
 class Reached(msgspec.Struct, frozen=True, tag=True):
-    """Node to head: the nodes that it cannot reach, each with the reason."""
+    """Node to head: the unreachable peers, each with the reason."""
 
     unreachable: tuple[str, ...]
 
@@ -81,13 +81,14 @@ class StartOrder(msgspec.Struct, frozen=True, tag=True):
     generation: int
     ranks: NodeRanks
     attempt_dir: str
-    proof: str  # what the attempt folder's file `.shared` holds, if all nodes must see one folder; else empty
+    proof: str  # content of the file `.shared` in the attempt folder; empty if nodes need not share the folder
 
 
 class Enter(msgspec.Struct, frozen=True, tag=True):
-    """Head to a node that joins a running run: be the node of this number, from the next generation on.
+    """Head to a node that joins a running run: take this node number, from the next generation on.
 
-    The node looks for the attempt's folder (see `StartOrder.proof`), and answers with a `StartReply` of generation -1.
+    The node checks that it sees the attempt's folder (see `StartOrder.proof`), and answers with a `StartReply` of
+    generation -1.
     """
 
     node: int
@@ -103,59 +104,59 @@ class StartReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Node to head, a sign of life: the state of the workers, at each look of the guard and if a worker has ended."""
+    """Node to head, a heartbeat: the state of the workers, at each sample of the guard and when a worker ends."""
 
     generation: int
-    workers: tuple[Sample, ...] = ()  # with ages in the place of times
+    workers: tuple[Sample, ...] = ()  # with ages instead of times
     oom_kills: int = 0
-    stopped: bool = False  # the generation is ended, and nothing of it runs any more
-    left: tuple[int, ...] = ()  # but for these pids, which not even SIGKILL has ended
-    unix_time: float | None = None  # when it was sent, by the node's clock
-    alive_took_seconds: float | None = None  # of an `Alive` since the last beat: sent by head's, come by node's clock
+    stopped: bool = False  # the generation has been stopped, and all its processes except `left` have ended
+    left: tuple[int, ...] = ()  # pids of processes that SIGKILL has not ended
+    unix_time: float | None = None  # send time, by the node's clock
+    alive_took_seconds: float | None = None  # of the last `Alive`: receive time (node's clock) - send time (head's)
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Head to node: report in detail what each worker does. Wait for their answers no longer than this."""
+    """Head to node: report details of the state of each worker. Wait for their answers at most `patience_seconds`."""
 
     question: int
     patience_seconds: float
 
 
 class Shown(msgspec.Struct, frozen=True, tag=True):
-    """Node to head: the details of one worker, or the end of the answer. One by one, since each can be large."""
+    """Node to head: the details of one worker, or None at the end. A message has one worker, since it can be large."""
 
     question: int
     evidence: Evidence | None
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Head to node: have these ranks leave the collective in which they wait, with this word (see `Diagnosis.word`)."""
+    """Head to node: abort the collective in which these ranks wait, with the message `word` (see `Diagnosis.word`)."""
 
     ranks: tuple[int, ...]
     word: str
 
 
 class Ordered(msgspec.Struct, frozen=True, tag=True):
-    """Node to head: an order to stop has come from outside, by this signal; 0: the launcher is gone."""
+    """Node to head: the agent has received this stop signal; 0: its launcher has ended."""
 
     signal: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Head to node: end the generation. The workers get a signal and have this time; a later order can shorten it."""
+    """Head to node: stop the generation. The workers get a signal and this time; a later order can shorten the time."""
 
     grace_seconds: float
-    signal: int = signal.SIGTERM  # by which they are asked; each reaches a worker once
+    signal: int = signal.SIGTERM  # a worker gets each signal only once
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """Head to node, first and then every two seconds."""
+    """Head to node, a heartbeat: at the beginning and then every two seconds."""
 
-    unix_time: float | None = None  # when it was sent, by the head's clock
+    unix_time: float | None = None  # send time, by the head's clock
 
 
 class RunOver(msgspec.Struct, frozen=True, tag=True):
-    """Head to node: the run is over, at least for this node. Print the words, if any, and exit with this code."""
+    """Head to node: the run is over for this node. Print `words`, if there are any, and exit with this code."""
 
     code: int
     words: str = ""
@@ -170,9 +171,9 @@ Message = (
 MAGIC = b"paceline agent 1"
 NONCE_BYTES = 32
 MAC_BYTES = 32
-MAX_MESSAGE_BYTES = 4 << 20  # a node of 64 ranks that all end with a long traceback
-MEET_SECONDS = 5.0  # for the whole meeting; a silent stranger holds no place for longer
-SEND_SECONDS = 5.0  # a peer whose buffers stay full for so long is taken for lost
+MAX_MESSAGE_BYTES = 4 << 20  # enough for a node of 64 ranks that all end with a long traceback
+MEET_SECONDS = 5.0  # for the whole handshake, to limit the resources of unauthenticated peers
+SEND_SECONDS = 5.0  # a peer whose buffers stay full for this time is lost
 LENGTH = struct.Struct("!I")
 NUMBER = struct.Struct("!Q")
 
@@ -180,14 +181,14 @@ _decoder = msgspec.json.Decoder(Message)
 
 
 class Link:
-    """One end of the connection between the head and a node, after both have proved that they know the secret."""
+    """One end of the connection between the head and a node, after the handshake."""
 
     def __init__(self, connection: socket.socket, key: bytes, mine: bytes, theirs: bytes) -> None:
         self._socket, self._key, self._mine, self._theirs = connection, key, mine, theirs
         self._sent = self._received = 0
         self._buffer = bytearray()
-        self.ended = ""  # why nothing more can come; empty while it may
-        self.heard_seconds = time.monotonic()  # when the other side was last heard
+        self.ended = ""  # why the link has ended; empty while it is open
+        self.heard_seconds = time.monotonic()  # time of the last data from the other side
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.own_address = plain(connection.getsockname()[0])
@@ -195,11 +196,11 @@ class Link:
         self.peer_port: int = connection.getpeername()[1]
 
     def fileno(self) -> int:
-        """For select; -1 once closed."""
+        """The descriptor for select; -1 once the link is closed."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Send a message, or store in `ended` why that is no longer possible."""
+        """Send a message. On failure, end the link with the reason."""
         payload = msgspec.json.encode(message)
         mac = self._mac(self._mine, self._sent, payload)
         self._sent += 1
@@ -217,7 +218,7 @@ class Link:
                 self.end(f"the connection broke: {error.strerror}")
 
     def receive(self) -> list[Message]:
-        """All messages that have come, without waiting; a long silence ends the link."""
+        """All received messages, without waiting. A long silence ends the link."""
         while not self.ended:
             try:
                 data = self._socket.recv(1 << 16)
@@ -256,7 +257,7 @@ class Link:
             try:
                 yield _decoder.decode(payload)
             except msgspec.MsgspecError as error:
-                self._distrust(f"a message that cannot be understood ({error}): another version of paceline?")
+                self._distrust(f"a message that cannot be decoded ({error}): a different version of paceline?")
                 return
 
     def _distrust(self, what: str) -> None:
@@ -267,18 +268,18 @@ class Link:
         return hmac.digest(self._key, direction + NUMBER.pack(number) + payload, "sha256")
 
     def detach(self) -> socket.socket:
-        """Give up the connection for a different use. All messages that have come must have been received."""
-        self.ended = "it has become something else"
+        """Return the connection for a different use, and end the link. The caller must have received all messages."""
+        self.ended = "its connection relays the store"
         return socket.socket(fileno=self._socket.detach())
 
     def end(self, why: str) -> None:
-        """Close it; the first reason stays."""
+        """Close the link. `ended` keeps the first reason."""
         self.ended = self.ended or why
         self._socket.close()
 
 
 class Handshake:
-    """The head's side of a handshake with a peer that is not authenticated yet. It never waits."""
+    """The head's side of a handshake with an unauthenticated peer. It never waits."""
 
     def __init__(self, connection: socket.socket, secret: bytes) -> None:
         self._socket, self._secret = connection, secret
@@ -289,11 +290,11 @@ class Handshake:
         self._send(MAGIC + self._nonce)
 
     def fileno(self) -> int:
-        """For select."""
+        """The descriptor for select."""
         return self._socket.fileno()
 
     def answer(self) -> Link | None:
-        """The link, once the peer has proved that it knows the secret. If it cannot, the connection is `closed`."""
+        """The link, once the peer is authenticated. If authentication fails, the connection is `closed`."""
         wanted = NONCE_BYTES + MAC_BYTES - len(self._buffer)
         try:
             data = self._socket.recv(wanted)
@@ -320,34 +321,34 @@ class Handshake:
 
     @property
     def closed(self) -> bool:
-        """Whether the peer was refused, or is gone."""
+        """Whether the connection is closed, by either side."""
         return self._socket.fileno() < 0
 
     def _send(self, data: bytes) -> None:
         try:
-            self._socket.send(data)  # less than any buffer holds
+            self._socket.send(data)  # fits into any buffer
         except OSError:
             self._socket.close()
 
 
 def introduce(connection: socket.socket, secret: bytes) -> Link | str:
-    """A node's side of the handshake on a new connection: the link, or why the peer is not the head of this job."""
+    """A node's side of the handshake. Returns the link, or why the peer is not the head of this job."""
     connection.settimeout(MEET_SECONDS)
     try:
         greeting = _exactly(connection, len(MAGIC) + NONCE_BYTES)
         if not greeting.startswith(MAGIC):
             connection.close()
-            return "another program listens there"
+            return "a different program listens there"
         nonce = os.urandom(NONCE_BYTES)
         nonces = greeting[len(MAGIC) :] + nonce
         connection.sendall(nonce + _proof(secret, b"node", nonces))
         proof = _exactly(connection, MAC_BYTES)
     except OSError:
         connection.close()
-        return "who listens there did not answer as an agent of paceline does"
+        return "the program that listens there is not an agent of paceline"
     if not hmac.compare_digest(proof, _proof(secret, b"head", nonces)):  # b"" if it closed the connection
         connection.close()
-        return "another job of paceline listens there: it does not know this job's secret"
+        return "a different job of paceline listens there: it does not know this job's secret"
     return Link(connection, _proof(secret, b"key", nonces), mine=b"node", theirs=b"head")
 
 
@@ -358,19 +359,19 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def _proof(secret: bytes, word: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(secret, word + nonces, "sha256")
+def _proof(secret: bytes, role: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret, role + nonces, "sha256")
 
 
 def plain(address: str) -> str:
-    """An address without IPv6's prefix for IPv4."""
+    """An address without the prefix of IPv4-mapped IPv6 addresses."""
     return address.removeprefix("::ffff:") if "." in address else address
 
 
 class Poller:
-    """Finds which of many links can be read. The kernel keeps the list, so a look costs the same for a thousand.
+    """Finds the readable links. It uses epoll, so the cost does not grow with the number of links.
 
-    The poller can be polled itself: it is readable if a link is.
+    The poller can be polled itself: it is readable if a link is readable.
     """
 
     def __init__(self) -> None:
@@ -378,43 +379,43 @@ class Poller:
         self._links: dict[int, Link] = {}  # by descriptor
 
     def fileno(self) -> int:
-        """For select."""
+        """The descriptor for select."""
         return self._kernel.fileno()
 
     def attend(self, links: Iterable[Link]) -> None:
         """Poll these links, and no others."""
         now = {link.fileno(): link for link in links if not link.ended}
         for number in self._links.keys() - now.keys():
-            if self._links.pop(number).fileno() >= 0:  # a closed one has left the list by itself
+            if self._links.pop(number).fileno() >= 0:  # the kernel removes closed sockets itself
                 self._kernel.unregister(number)
         for number, link in now.items():
-            if self._links.get(number) is not link:  # also one that has got a closed one's number
+            if self._links.get(number) is not link:  # new, or it has reused the number of a closed link
                 self._kernel.register(number, select.EPOLLIN)
                 self._links[number] = link
 
-    def heard(self) -> list[Link]:
-        """The links that can be read now; never waits."""
+    def readable(self) -> list[Link]:
+        """The links that can be read now. Never waits."""
         return [self._links[number] for number, _ in self._kernel.poll(0, max(1, len(self._links)))]
 
     def close(self) -> None:
-        """Poll no link any more."""
+        """Stop polling."""
         self._kernel.close()
 
 
-MAX_HANDSHAKES = 256  # at the same time: the oldest is closed, since a peer with the secret proves it at once
+MAX_HANDSHAKES = 256  # limit of concurrent handshakes. The oldest is closed: a peer with the secret is quick
 
 
 class Listener:
     """Accepts the connections of the other agents. It never waits.
 
     Raises:
-        UsageError: when all `ports` are taken.
+        UsageError: all `ports` are in use.
     """
 
     def __init__(self, ports: Sequence[int], secret: bytes) -> None:
         self._socket, self._secret = _listen(ports), secret
         self._handshakes: list[Handshake] = []
-        self._authenticated: list[Link] = []  # have proved that they know the secret, and sent no message
+        self._authenticated: list[Link] = []  # have sent no message yet
         self.port: int = self._socket.getsockname()[1]
 
     def sockets(self) -> list[Readable]:
@@ -422,7 +423,7 @@ class Listener:
         return [self._socket, *self._handshakes, *self._authenticated]
 
     def arrived(self) -> list[tuple[Link, list[Message]]]:
-        """The links that were authenticated since the last call, each with at least one message."""
+        """The new authenticated links since the last call, each with at least one message."""
         with suppress(BlockingIOError):
             for _ in range(MAX_HANDSHAKES):
                 self._handshakes.append(Handshake(self._socket.accept()[0], self._secret))
@@ -435,17 +436,17 @@ class Listener:
         for handshake in self._handshakes[:-MAX_HANDSHAKES]:
             handshake.refuse()
         del self._handshakes[:-MAX_HANDSHAKES]
-        found: list[tuple[Link, list[Message]]] = []
+        arrived: list[tuple[Link, list[Message]]] = []
         for link in list(self._authenticated):
             messages = link.receive()
             if messages:
-                found.append((link, messages))
+                arrived.append((link, messages))
             if messages or link.ended:
                 self._authenticated.remove(link)
-        return found
+        return arrived
 
     def close(self) -> None:
-        """Accept no connection any more, and close those that have not sent a message yet."""
+        """Stop accepting connections, and close the new ones without a message."""
         for link in self._authenticated:
             link.end("the run is over")
         for handshake in self._handshakes:
@@ -454,7 +455,7 @@ class Listener:
 
 
 def _listen(ports: Sequence[int]) -> socket.socket:
-    """Listen on the first of these ports that is free, at every address: it is not known which one others will use."""
+    """Listen on the first free port of `ports`, at all addresses, since the other nodes may use any of them."""
     for port in ports:
         for family in (socket.AF_INET6, socket.AF_INET):
             with suppress(OSError):
@@ -470,27 +471,27 @@ def _listen(ports: Sequence[int]) -> socket.socket:
 
 # ---- the clocks of two nodes ----
 
-DRIFT = 1e-4  # seconds a second by which two clocks may part: quartz is good for 5e-5
-AGAIN_SECONDS = 60.0  # between two records that say nothing better
+DRIFT = 1e-4  # largest drift between two clocks, in seconds per second; the tolerance of a quartz is 5e-5
+AGAIN_SECONDS = 60.0  # between two records without an improvement
 
 
 class ClockBounds:
-    """Bounds of how far a node's clock is ahead of node 0's, from the times in the agents' signs of life.
+    """Bounds of the time by which a node's clock is ahead of node 0's, from the times in the agents' heartbeats.
 
-    A message that is sent at s by one clock and comes at r by the other has taken r - s, plus or minus the clocks'
-    difference. No message comes before it was sent. So each one to the head says that the node is ahead by at least
-    s - r, and each one to the node that it is ahead by at most r - s: the quickest of both directions leave the
-    narrowest bounds, and the middle of them is wrong by half their width at most, however unlike the two ways are.
+    A message is sent at time s of one clock, and received at time r of the other clock. Since it cannot arrive before
+    it is sent, each message to the head shows that the node is ahead by at least s - r. Each message to the node shows
+    that it is ahead by at most r - s. The fastest messages of both directions give the narrowest bounds. The error of
+    their middle is at most half their distance, even if the latencies of the two directions differ.
     """
 
     def __init__(self) -> None:
-        self.least_seconds, self.most_seconds = -math.inf, math.inf  # the node is ahead by this
-        self._at_seconds = 0.0  # monotonic, when that held
+        self.least_seconds, self.most_seconds = -math.inf, math.inf  # the node is ahead by a time between these
+        self._at_seconds = 0.0  # monotonic time of the last update
         self._written_seconds, self._written_error_seconds = -math.inf, math.inf
 
     @property
     def error_seconds(self) -> float:
-        """The largest error of `ahead_seconds`; infinite until messages of both directions have come."""
+        """The largest error of `ahead_seconds`; infinite until messages of both directions have arrived."""
         return (self.most_seconds - self.least_seconds) / 2
 
     @property
@@ -499,16 +500,16 @@ class ClockBounds:
         return self.least_seconds + self.error_seconds
 
     def see(self, now_seconds: float, *, least_seconds: float = -math.inf, most_seconds: float = math.inf) -> None:
-        """Narrow the bounds by a message that has come at `now_seconds` (monotonic)."""
-        drift = DRIFT * max(0.0, now_seconds - self._at_seconds)  # what was known has become less certain
+        """Narrow the bounds by a message that was received at `now_seconds` (monotonic)."""
+        drift = DRIFT * max(0.0, now_seconds - self._at_seconds)  # the uncertainty of the bounds grows with time
         least, most = max(self.least_seconds - drift, least_seconds), min(self.most_seconds + drift, most_seconds)
-        if least > most:  # a clock has been set: nothing that was known holds any more
+        if least > most:  # a clock was set: the earlier bounds are void
             least, most = least_seconds, most_seconds
             self._written_error_seconds = math.inf
         self.least_seconds, self.most_seconds, self._at_seconds = least, most, now_seconds
 
     def due(self, node: int, now_seconds: float) -> ClockAhead | None:
-        """The record to write now, if any: the first, one with half the error of the last, or one a minute."""
+        """The record to write now: the first one, one with half the error of the last one, or one per minute."""
         error = self.error_seconds
         late = now_seconds >= self._written_seconds + AGAIN_SECONDS
         if math.isinf(error) or not (error <= self._written_error_seconds / 2 or late):

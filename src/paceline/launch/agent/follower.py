@@ -1,4 +1,4 @@
-"""The agent of every node except node 0: it follows the head, and ends its workers if the head is lost."""
+"""The agent of every node except node 0. It follows the head, and ends its workers if the head is lost."""
 
 import os
 import socket
@@ -14,41 +14,43 @@ from paceline.guard.detectors import heartbeat_seconds, sample_seconds
 from paceline.host.facts import gather as gather_facts
 from paceline.launch.agent import channel
 from paceline.launch.agent.joining import interface_of, join, try_to_reach
-from paceline.launch.agent.workers import Inherited, Workers
+from paceline.launch.agent.workers import InheritedResources, Workers
 from paceline.protocol.control import REMOTE_GRACE_SECONDS, Orders
 from paceline.protocol.job import NodePlan
 from paceline.runs import writing
 from paceline.runs.console import say
 from paceline.runs.reading import read
 
-HEAD_STOP_SECONDS = 20.0  # beyond the grace: the head that knows of an order must have ended the run by then
+HEAD_STOP_SECONDS = 20.0  # beyond the grace: by then the head must have ended the run after an order
 
 
 class Follower:
-    """One node of a run whose head is on a different node."""
+    """A node of a run. The head is on a different node."""
 
-    def __init__(self, plan: NodePlan, orders: Orders, inherited: Inherited, on_started: Callable[[], None]) -> None:
+    def __init__(
+        self, plan: NodePlan, orders: Orders, inherited: InheritedResources, on_started: Callable[[], None]
+    ) -> None:
         self.plan, self.orders = plan, orders
         self._inherited = inherited
-        self._collection: Collection | None = None  # what the workers are being asked for the head
+        self._collection: Collection | None = None  # details that the head has requested from the workers
         self._sample_seconds = sample_seconds(plan.stall_after)
-        self._on_started = on_started  # called when the workers are started
+        self._on_started = on_started  # called when the workers have been started
         self._code: int | None = None
-        self._told = 0
-        self._said_gone = False
-        self._patience_seconds = float("inf")
+        self._forwarded = 0  # number of stop signals that the head knows
+        self._reported_launcher_gone = False
+        self._deadline_seconds = float("inf")
         self._ranks: tuple[int, ...] = ()  # of workers that another launcher has started
-        self._number = -1  # the generation's, also of one that could not be started
-        self._workers: Workers | None = None  # this generation's, where they could be started
+        self._number = -1  # of the generation, even if it could not be started
+        self._workers: Workers | None = None  # of this generation; None if they could not be started
         self._news: Sequence[object] = []
         self._sent_seconds = 0.0
         self._alive_took_seconds: float | None = None  # for the head to compare clocks
 
     def run(self) -> int:
-        """Follow the head to the end of the run; the exit code, which is the head's.
+        """Follow the head to the end of the run; return the exit code, which the head determines.
 
         Raises:
-            PacelineError: if no connection to the head can be made.
+            PacelineError: no connection to the head can be made.
         """
         link = join(self.plan, self.orders)
         if link is None:
@@ -64,13 +66,13 @@ class Follower:
         plan, facts = self.plan, gather_facts()
         interface = interface_of(facts, link.own_address)
         self.plan = replace(plan, master_addr=link.peer_address, head_ports=(link.peer_port,), interface=interface)
-        with socket.create_server(("", 0)) as probe:  # open until the run ends: others may try it late
+        with socket.create_server(("", 0)) as probe:  # open until the end of the run: others may test it later
             link.send(channel.Hello(plan.node, plan.nodes, plan.nproc, probe.getsockname()[1], facts, self._ranks))
             while self._code is None:
                 self.orders.wait(ADVANCE_SECONDS if self._collection is not None else self._sample_seconds, [link])
                 for message in link.receive():
-                    self._do(message, link)
-                self._pass_on(link)
+                    self._execute(message, link)
+                self._forward_orders(link)
                 if workers := self._workers:
                     if workers.stopping and not workers.swept and not workers.seconds_left:
                         workers.sweep()
@@ -80,7 +82,7 @@ class Follower:
                     return self._alone(why)
         return self._code
 
-    def _do(self, message: channel.Message, link: channel.Link) -> None:
+    def _execute(self, message: channel.Message, link: channel.Link) -> None:
         match message:
             case channel.Reach(peers):
                 link.send(channel.Reached(tuple(try_to_reach(os.uname().nodename, peers))))
@@ -101,16 +103,16 @@ class Follower:
             case channel.Alive(unix_time):
                 self._alive_took_seconds = None if unix_time is None else time.time() - unix_time
             case _:
-                link.end("it sent what only a node sends")
+                link.end("it sent a message that only a node sends")
 
     def _enter(self, order: channel.Enter) -> channel.StartReply:
-        """Become a node of a running run, with the number that the head has assigned."""
+        """Join a running run with the node number that the head has assigned."""
         self.plan = replace(self.plan, node=order.node)
         try:
             self._find_folder(Path(order.attempt_dir).resolve(), order.proof)
         except (UsageError, OSError) as error:
             return channel.StartReply(-1, str(error))
-        say(f"node {order.node} ({os.uname().nodename}) has found the run, and waits until it has taken its next step")
+        say(f"node {order.node} ({os.uname().nodename}) has found the run, and joins after its next step")
         return channel.StartReply(-1)
 
     def _start(self, start: channel.StartOrder) -> channel.StartReply:
@@ -119,23 +121,23 @@ class Follower:
         if self._workers is not None:
             self._workers.close()
             self._workers = None
-        who = f"node {plan.node} ({os.uname().nodename})"
+        node = f"node {plan.node} ({os.uname().nodename})"
         try:
             self._find_folder(Path(start.attempt_dir).resolve(), start.proof)
             self._workers = Workers.start(plan, start.generation, self._inherited)
             self._on_started()
         except UsageError as error:
-            return channel.StartReply(start.generation, f"{who}: {error}")
+            return channel.StartReply(start.generation, f"{node}: {error}")
         except OSError as error:
-            return channel.StartReply(start.generation, f"{who}: the workers cannot be started: {error}")
+            return channel.StartReply(start.generation, f"{node}: cannot start the workers: {error}")
         return channel.StartReply(start.generation)
 
     def _find_folder(self, attempt_dir: Path, proof: str) -> None:
-        if not proof:  # any script's: its logs may lie on each host for themselves
+        if not proof:  # the run of a script: each host may keep its logs locally
             writing.make_folder(attempt_dir, exist_ok=True)
             return
-        deadline = time.monotonic() + 5.0  # what a network file system may take to show a new file
-        while not _holds(attempt_dir, proof):
+        deadline = time.monotonic() + 5.0  # a network file system may show a new file with a delay
+        while not _has_proof(attempt_dir, proof):
             if time.monotonic() > deadline:
                 raise UsageError(code="run-dir-not-shared", run_dir=attempt_dir.parent)
             time.sleep(0.1)
@@ -143,7 +145,7 @@ class Follower:
     def _answer(
         self, link: channel.Link, workers: Workers, message: channel.Ask | channel.Release | None = None
     ) -> None:
-        """Process a request of the guard, or send the answer to the last one if it is complete. Never waits."""
+        """Process a request of the guard, or send the answer to the last request if it is complete. Never waits."""
         try:
             match message:
                 case channel.Ask(question, patience_seconds):
@@ -156,58 +158,60 @@ class Follower:
                         for evidence in collection.evidence(workers.samples()):
                             link.send(channel.Shown(collection.question, evidence.turned(now)))
                         link.send(channel.Shown(collection.question, None))
-        except Exception as error:  # the guard is never the cause of anything
+        except Exception as error:  # an error of the guard must not end the run
             self._collection = None
-            say(f"warning: the guard of this node has failed, and is off: {type(error).__name__}: {error}")
+            say(f"warning: the hang guard of this node crashed and is disabled: {type(error).__name__}: {error}")
 
-    def _pass_on(self, link: channel.Link) -> None:
-        """Forward orders from outside to the head. If the head does not end the run, this node ends alone."""
-        fresh = self.orders.signals[self._told :]
-        self._told += len(fresh)
-        for number in fresh:
+    def _forward_orders(self, link: channel.Link) -> None:
+        """Forward stop orders of this agent to the head. If the head does not end the run in time, this node ends."""
+        new_signals = self.orders.signals[self._forwarded :]
+        self._forwarded += len(new_signals)
+        for number in new_signals:
             link.send(channel.Ordered(int(number)))
-        if self.orders.launcher_gone and not self._said_gone:
-            self._said_gone = True
+        if self.orders.launcher_gone and not self._reported_launcher_gone:
+            self._reported_launcher_gone = True
             link.send(channel.Ordered(0))
-        if self.orders.given and self._patience_seconds == float("inf"):
+        if self.orders.given and self._deadline_seconds == float("inf"):
             grace = REMOTE_GRACE_SECONDS if self.orders.launcher_gone else self.plan.stop_grace_seconds
-            self._patience_seconds = time.monotonic() + grace + HEAD_STOP_SECONDS
+            self._deadline_seconds = time.monotonic() + grace + HEAD_STOP_SECONDS
 
     def _report(self, link: channel.Link) -> None:
+        """Send a heartbeat if it is due, or immediately if a worker or the generation has ended."""
         now = time.monotonic()
         beat = channel.Beat(self._number, stopped=True)
         if own := self._workers:
-            workers = tuple(one.turned(now) for one in own.samples())
+            workers = tuple(sample.turned(now) for sample in own.samples())
             beat = channel.Beat(own.number, workers, own.oom_kills(), own.swept, tuple(own.left))
-        news = [(beat.generation, beat.stopped), *((one.code, one.failure is None) for one in beat.workers)]
-        often = self._workers is not None and not self.plan.stall_after.off  # for the guard
-        every = heartbeat_seconds(self.plan.stall_after, self.plan.nodes, beat.workers) - self._sample_seconds / 2
-        late = now >= self._sent_seconds + (every if often else channel.BEAT_SECONDS)
-        if late or news != self._news or self._alive_took_seconds is not None:
+        news = [(beat.generation, beat.stopped), *((worker.code, worker.failure is None) for worker in beat.workers)]
+        is_guarded = self._workers is not None and not self.plan.stall_after.off
+        interval = heartbeat_seconds(self.plan.stall_after, self.plan.nodes, beat.workers) - self._sample_seconds / 2
+        is_due = now >= self._sent_seconds + (interval if is_guarded else channel.BEAT_SECONDS)
+        if is_due or news != self._news or self._alive_took_seconds is not None:
             link.send(replace(beat, unix_time=time.time(), alive_took_seconds=self._alive_took_seconds))
             self._news, self._sent_seconds, self._alive_took_seconds = news, now, None
 
     def _head_lost(self, link: channel.Link) -> str:
-        """Why this node is without the head now; empty while it is not."""
-        late = time.monotonic() > self._patience_seconds
-        return link.ended or ("it did not end the run as it was told to" if late else "")
+        """Why this node has lost the head; empty if it has not."""
+        is_late = time.monotonic() > self._deadline_seconds
+        return link.ended or ("it did not end the run after a stop order" if is_late else "")
 
     def _alone(self, why: str) -> int:
+        """Stop the workers of this node after the head is lost; return the exit code."""
         if workers := self._workers:
             workers.stop(self.plan.grace_seconds)
-            while left := workers.seconds_left:
-                self.orders.wait(left)
+            while seconds := workers.seconds_left:
+                self.orders.wait(seconds)
             workers.sweep()
-        resume = f". Go on with it: paceline train --resume auto --run-dir {self.plan.run_dir}"
+        resume = f". To resume: paceline train --resume auto --run-dir {self.plan.run_dir}"
         say(
-            f"node {self.plan.node} ({os.uname().nodename}) has lost node 0 ({self.plan.head[0]}): {why}; its own "
-            f"workers are stopped{resume if self.plan.run_dir and not self.plan.plain_store else ''}"
+            f"node {self.plan.node} ({os.uname().nodename}) has lost node 0 ({self.plan.head[0]}): {why}. It has "
+            f"stopped its workers{resume if self.plan.run_dir and not self.plan.plain_store else ''}"
         )
         return 128 + self.orders.signals[0] if self.orders.signals else ExitCode.FAILED
 
 
-def _holds(attempt_dir: Path, proof: str) -> bool:
+def _has_proof(attempt_dir: Path, proof: str) -> bool:
     try:
         return read(attempt_dir / channel.PROOF, limit_bytes=100, ours=True) == proof.encode()
-    except OSError:  # not there yet
+    except OSError:  # does not exist yet
         return False

@@ -1,7 +1,7 @@
-"""The agent of node 0: it starts each generation, names the first failure, decides on restarts, and ends the run.
+"""The agent of node 0: it starts each generation, reports the first failure, decides on restarts, and ends the run.
 
-A restart may help after a cause from outside: a killed process, memory that ran out, a network that broke. An error of
-the program would only happen again, so the run ends with it.
+A restart may help after an external cause, such as a killed process, a lack of memory or a broken network. After an
+error of the program the run ends, since the error would happen again.
 """
 
 import signal
@@ -20,15 +20,15 @@ from paceline.guard.report import format_failure, same_verdict
 from paceline.launch.agent.cluster import Cluster, Generation, RemoteNode
 from paceline.launch.agent.joining import JoinQueue, gather_nodes, reachable
 from paceline.launch.agent.monitor import Diagnosis, LiveStatus, Monitor
-from paceline.launch.agent.workers import Inherited
+from paceline.launch.agent.workers import InheritedResources
 from paceline.protocol.control import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, Orders
 from paceline.protocol.evidence import GOOD_ENDS, LOADER_KILLED, Evidence, Sample, Verdict, VerdictKind
 from paceline.protocol.job import NodePlan
 from paceline.runs.attempt import Ended, write_ended
 from paceline.runs.console import say
 
-TRIAL_SECONDS = 600.0  # within which nodes that have come in are the reason where no first step is taken
-POLL_FAILING_SECONDS = 0.05  # between looks for failure records; while all goes well, as often as the guard looks
+TRIAL_SECONDS = 600.0  # a generation that fails in this time without a step fails because of the nodes that joined
+POLL_FAILING_SECONDS = 0.05  # between checks for failure records after a failure; otherwise the guard sets the interval
 
 
 # ---- whether another start may help ----
@@ -36,22 +36,22 @@ POLL_FAILING_SECONDS = 0.05  # between looks for failure records; while all goes
 
 @dataclass(frozen=True)
 class FailedGeneration:
-    """How one generation failed: its first failure, and how far it had come."""
+    """The first failure of a generation, and the progress of the generation."""
 
-    end: RankEnd | None  # of the rank that failed first; None: ranks stood still, or were at odds
+    end: RankEnd | None  # of the rank that failed first; None: ranks made no progress or disagreed
     rank: int
     exit_code: int
-    exception: str  # the type's name; empty without a record
-    step: int  # steps done by the rank that had come furthest
+    exception: str  # name of the exception's type; empty without a failure record
+    step: int  # steps of the rank with the most steps
     nproc: int
-    loader_killed: bool = False  # the exception only says that a DataLoader worker was killed: memory ran out, say
-    verdict: Verdict | None = None  # the hang guard's, where that has ended it
-    ended_well: frozenset[int] = frozenset()  # exit codes of ranks that had ended in good order before
+    loader_killed: bool = False  # a DataLoader worker was killed, for example because memory ran out
+    verdict: Verdict | None = None  # of the hang guard, if it has ended the generation
+    ended_well: frozenset[int] = frozenset()  # exit codes of ranks that had ended without a failure before
 
     @classmethod
     def of(cls, verdict: Verdict, ranks: Sequence[Sample], exit_code: int, *, step: int, nproc: int) -> Self:
-        """A generation that ended with this verdict on its ranks."""
-        first = next((one for one in ranks if one.rank == verdict.failed), None)
+        """Create the record of a generation that ended with this verdict."""
+        first = next((sample for sample in ranks if sample.rank == verdict.failed), None)
         if first is None:
             rank = verdict.guilty[0] if verdict.guilty else -1
             return cls(None, rank, exit_code, "", step, nproc, verdict=verdict)
@@ -64,12 +64,12 @@ class FailedGeneration:
             step=step,
             nproc=nproc,
             loader_killed=bool(failure and LOADER_KILLED.search(failure.message)),
-            ended_well=frozenset(one.code for one in ranks if one.code is not None and not one.ended_badly),
+            ended_well=frozenset(r.code for r in ranks if r.code is not None and not r.ended_badly),
         )
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The progress of the run: steps, or for a script, which counts no steps, the number of its collective."""
+        """The progress of the run: its steps. A script without steps has the number of its collective."""
         op = None if self.verdict is None else self.verdict.op
         return self.step, 0 if self.step or op is None else op.seq
 
@@ -87,26 +87,25 @@ class Restart:
     nproc: int
 
 
-def _restart_words(ranks: int, nodes: int, number: str, *, came: int, gone: int, fewer: bool) -> str:
-    """`number` is that of a restart after a failure; `came` and `gone` are nodes; `fewer`: there is a rank less."""
-    counted = plural(ranks, "rank")
-    if not came and not gone:
-        why = " (one fewer, for the same failure came twice at the same step)" if fewer else ""
-        return f"restart {number}: {counted}{why}" if number else f"going on: {counted}"
-    changes = [f"with {came} more"] if came else []
-    changes += ["without it" if gone == 1 else f"without {gone} of them"] if gone else []
-    return f"going on {' and '.join(changes)}: {counted} on {plural(nodes, 'node')}"
+def _restart_message(ranks: int, nodes: int, number: str, *, joined: int, lost: int, fewer: bool) -> str:
+    """The message for a restart. `joined` and `lost` are numbers of nodes; `number` is empty without a failure."""
+    rank_count = plural(ranks, "rank")
+    if not joined and not lost:
+        why = " (one fewer, because the same failure occurred twice at the same step)" if fewer else ""
+        return f"restart {number}: {rank_count}{why}" if number else f"continuing: {rank_count}"
+    changes = [f"with {joined} more"] if joined else []
+    changes += ["without it" if lost == 1 else f"without {lost} of them"] if lost else []
+    return f"continuing {' and '.join(changes)}: {rank_count} on {plural(nodes, 'node')}"
 
 
 def decide(history: Sequence[FailedGeneration], *, nproc: int, min_nproc: int, max_restarts: int) -> Restart | str:
-    """The restart after the last failure of `history`, or why there is none: empty if `max_restarts` is 0.
+    """The restart after the last failure, or why there is none; the reason is empty if `max_restarts` is 0.
 
-    `history` holds one failure per generation, the oldest first.
+    `history` has one failure per generation, the oldest first. `nproc` is the number of ranks of the first generation.
+    At least `min_nproc` ranks must remain; 0: all.
 
-    `nproc` is the number of ranks of the first generation. At least `min_nproc` ranks must be left; 0: all of them.
-
-    Example: 4 ranks, min_nproc 3. Rank 1 is killed at step 40, restart; again at step 40, restart with 3 ranks, which
-    are a new start to the count; rank 1 of them is killed at step 40, restart; again at step 40, the end.
+    Example: 4 ranks, min_nproc 3. Rank 1 is killed at step 40: restart. It is killed again at step 40: restart with 3
+    ranks, and the count starts again. Rank 1 of them is killed at step 40: restart. Again at step 40: the end.
     """
     last = history[-1]
     if max_restarts == 0:
@@ -127,27 +126,27 @@ def _is_repeated(history: Sequence[FailedGeneration]) -> bool:
     if len(history) < 2:
         return False
     before, last = history[-2:]
-    # a restart goes back to a checkpoint: failing before the old step is reached again is no progress either
+    # A restart resumes from a checkpoint: a failure before the earlier step is not progress
     return before.nproc == last.nproc and last.is_like(before) and last.progress <= before.progress
 
 
 def _not_worth_it(last: FailedGeneration) -> str:
-    """Why a restart would only fail again; empty if it may help."""
+    """Why a restart would fail again; empty if it may help."""
     if ExitCode.SAVED in last.ended_well:
-        return "a rank had saved its state and stopped, so the run was to end"
+        return "a rank had saved its state and stopped, so a stop was requested"
     if last.exit_code == ExitCode.USAGE:
-        return "this is wrong use, which a restart does not change"
+        return "a restart cannot fix wrong use"
     if last.verdict is not None and last.verdict.kind in (VerdictKind.MISMATCH, VerdictKind.DEADLOCK):
-        return "that ranks call different collectives is an error of the program, which a restart would only meet again"
+        return "the ranks call different collectives, an error of the program that a restart would repeat"
     if last.exit_code in (ExitCode.NOT_FINITE, ExitCode.DIVERGED):
-        return "wrong results are an error of the program, or of a machine, which a restart would only meet again"
-    left = last.verdict is not None and last.verdict.kind is VerdictKind.LEFT
-    if left or (last.end is RankEnd.VICTIM and last.ended_well):
+        return "wrong results are an error of the program or of a machine, and a restart would repeat it"
+    has_left = last.verdict is not None and last.verdict.kind is VerdictKind.LEFT
+    if has_left or (last.end is RankEnd.VICTIM and last.ended_well):
         return "a rank ended while others ran, which is an error of the program"
     if last.end is RankEnd.EXCEPTION and not last.loader_killed:
-        return f"{last.exception} is an error of the program, which a restart would only meet again"
+        return f"{last.exception} is an error of the program, and a restart would repeat it"
     if last.end is RankEnd.EXIT:
-        return f"the program itself ended with exit code {last.exit_code}, and would do so again"
+        return f"the program ended with exit code {last.exit_code}, and a restart would repeat it"
     return ""
 
 
@@ -157,32 +156,34 @@ def _not_worth_it(last: FailedGeneration) -> str:
 class Head:
     """The whole run, from the first start to the last end."""
 
-    def __init__(self, plan: NodePlan, orders: Orders, inherited: Inherited, on_started: Callable[[], None]) -> None:
+    def __init__(
+        self, plan: NodePlan, orders: Orders, inherited: InheritedResources, on_started: Callable[[], None]
+    ) -> None:
         self.plan, self.cluster = plan, Cluster(plan, orders)
         self._inherited = inherited
         self._on_started = on_started  # called when all nodes have started their workers
         self._number = 0  # of the generation
-        self._words = ""  # what the last one failed of, in a line
+        self._cause = ""  # cause of the last failure, in one line
         self._failures: list[FailedGeneration] = []
         self._queue, self._began_seconds = JoinQueue(plan, self.cluster), 0.0
-        self._entered: Sequence[RemoteNode] = ()  # with the generation that runs
+        self._entered: Sequence[RemoteNode] = ()  # nodes that joined with the present generation
 
     def run(self) -> int:
-        """Start the workers, restart them after a failure if that may help, and wait for their end; the exit code."""
+        """Run the workers to their end, with restarts after failures if that may help; return the exit code."""
         code = int(ExitCode.FAILED)
         try:
             code = self._run()
         except (UsageError, OSError) as error:
-            if self._number == 0:  # before anything has run: it is wrong use
+            if self._number == 0:  # no worker has run: it is wrong use
                 code = ExitCode.USAGE
                 raise
             reason = error.shown if isinstance(error, UsageError) else error
-            say(f"the workers cannot be started again: {reason}")
-        finally:  # also after our own bugs
+            say(f"cannot restart the workers: {reason}")
+        finally:  # also after a bug in paceline
             self.cluster.end(code)
             self._queue.withdraw(self.plan.attempt_dir)
             if self.plan.attempt_dir:
-                write_ended(Path(self.plan.attempt_dir), Ended(int(code), self._words if code not in GOOD_ENDS else ""))
+                write_ended(Path(self.plan.attempt_dir), Ended(int(code), self._cause if code not in GOOD_ENDS else ""))
         return code
 
     def _run(self) -> int:
@@ -194,46 +195,46 @@ class Head:
             ranks = replace(self.plan.ranks, restarts=len(self._failures))
             plan = replace(self.plan, nproc=nproc, ranks=ranks)
             with Generation.start(plan, self._number, self.cluster, self._inherited) as generation:
-                end = self._run_one(generation)
+                end = self._run_generation(generation)
             if isinstance(end, int):
                 return end
             nproc, self._number = end.nproc, self._number + 1
         return _launcher_gone() if self.cluster.launcher_gone else self._stopped_by_signal([])
 
-    def _run_one(self, generation: Generation) -> Restart | int:
-        """Wait for a generation's end: the restart to make, or the exit code; either is reported."""
+    def _run_generation(self, generation: Generation) -> Restart | int:
+        """Wait for the end of a generation. Return a restart or the exit code, after printing it."""
         try:
             if not generation.wait_started():
                 return self._obey(generation)
         except UsageError as error:
-            refused = [one for one in self._entered if one.started is not None and one.started.refusal]
+            refused = [node for node in self._entered if node.started is not None and node.started.refusal]
             if not refused:
                 raise
             for member in refused:
                 self._queue.dismiss(member, str(error))
             generation.stop(0.0)
-            return self._go_on(generation, self._with_those_left(), ExitCode.FAILED)
+            return self._continue(generation, self._with_remaining_nodes(), ExitCode.FAILED)
         self._on_started()
         self._began_seconds = time.monotonic()
         end = self._watch(generation)
         if end == ExitCode.SAVED and generation.regroups and not self.cluster.ordered:
-            generation.stop(self.plan.grace_seconds)  # all ranks have saved and ended, for others to come or some to go
-            return self._go_on(generation, self._with_those_left(), ExitCode.SAVED)
-        return end if isinstance(end, int) else self._again(generation, self._end(generation, end))
+            generation.stop(self.plan.grace_seconds)  # all ranks have saved and ended, because nodes join or leave
+            return self._continue(generation, self._with_remaining_nodes(), ExitCode.SAVED)
+        return end if isinstance(end, int) else self._decide_restart(generation, self._end(generation, end))
 
     def _watch(self, generation: Generation) -> int | Diagnosis:
-        """Wait for the generation's end; the exit code, or the diagnosis of its failure."""
+        """Wait for the end of a generation; return the exit code, or the diagnosis of its failure."""
         monitor, status = Monitor(generation), LiveStatus(generation)
         while True:
             ranks = generation.samples()
             status.look(ranks)
             generation.write_clocks()
-            if all(one.code in GOOD_ENDS for one in ranks):
+            if all(sample.code in GOOD_ENDS for sample in ranks):
                 return monitor.look_last() or good_code(ranks)
             due = due_seconds(ranks)
             if due is not None and time.monotonic() >= due:
                 return monitor.judge_failure(ranks)
-            saved = [one.ended_seconds for one in ranks if one.code == ExitCode.SAVED]
+            saved = [sample.ended_seconds for sample in ranks if sample.code == ExitCode.SAVED]
             if saved and due is None and time.monotonic() >= min(saved) + self.plan.stop_grace_seconds:
                 return self._end_late(generation, ranks)
             if due is None and not saved and (stalled := monitor.look()) is not None:
@@ -247,7 +248,7 @@ class Head:
                 return self._obey(generation)
 
     def _obey(self, generation: Generation) -> int:
-        """End everything, as ordered; the exit code."""
+        """Stop all workers after an order; return the exit code."""
         if self.cluster.launcher_gone:
             generation.stop(REMOTE_GRACE_SECONDS if self.plan.silence_seconds else LIFELINE_GRACE_SECONDS)
             return _launcher_gone()
@@ -256,80 +257,80 @@ class Head:
         return self._stopped_by_signal(generation.samples())
 
     def _stopped_by_signal(self, ranks: Sequence[Sample]) -> int:
-        if ranks and all(one.code in GOOD_ENDS for one in ranks):
+        if ranks and all(sample.code in GOOD_ENDS for sample in ranks):
             return good_code(ranks)
         if lost := [member for member in self.cluster.members.values() if member.lost]:
-            # a scheduler ends all tasks of a step when one of them is gone: its order only follows from the loss
+            # the loss is the cause: a scheduler signals all tasks of a step when one of them is lost
             for member in lost:
                 say(f"{member.name} is lost: {member.lost}")
             return ExitCode.FAILED
         number = signal.Signals(self.cluster.signals[0])
         first = first_to_fail(ranks)
         if first is not None and rank_end(first) is RankEnd.EXCEPTION:  # it could not save, for example
-            evidence = [Evidence.of(one) for one in ranks]
+            evidence = [Evidence.of(sample) for sample in ranks]
             say(format_failure(judge_samples(ranks), evidence, oom_kills=0, attempt_dir=self.plan.attempt_dir))
         say(f"stopped by {number.name}")
         return 128 + number
 
     def _end_late(self, generation: Generation, ranks: Sequence[Sample]) -> int:
-        """End ranks that still run long after another has saved and stopped; rank 0 decides, for it saves for all."""
-        late = ", ".join(str(one.rank) for one in ranks if one.code is None)
+        """Stop ranks that still run long after another rank has saved. The run is saved if rank 0 has saved it."""
+        late = ", ".join(str(sample.rank) for sample in ranks if sample.code is None)
         generation.stop(self.plan.grace_seconds)
         if generation.own.samples()[0].code == ExitCode.SAVED:
             return ExitCode.SAVED
         say(
             f"rank {late} still ran {self.plan.stop_grace_seconds:g} s after another rank had saved its state and "
-            f"stopped (exit code {int(ExitCode.SAVED)}), and rank 0 has not saved: all are stopped"
+            f"stopped (exit code {int(ExitCode.SAVED)}), and rank 0 has not saved: stopping all ranks"
         )
         return ExitCode.FAILED
 
     def _end(self, generation: Generation, diagnosis: Diagnosis) -> FailedGeneration:
-        """End the generation and report the verdict. Ranks that only wait are unblocked with it first."""
-        stalled, self._words = diagnosis.waited_seconds > 0, diagnosis.line
-        if stalled:
+        """End the generation and print the verdict. Ranks that only wait are first unblocked, so that they can save."""
+        is_stall, self._cause = diagnosis.waited_seconds > 0, diagnosis.line
+        if is_stall:
             say(diagnosis.page())
             generation.unblock(diagnosis.unblocked, diagnosis.word)
         generation.stop(self.plan.grace_seconds)
-        if not stalled:  # after the ranks' own last words: the verdict shall be the last thing on the screen
+        if not is_stall:  # after the last output of the ranks, so that the verdict is at the end of the screen
             say(diagnosis.page(generation.oom_kills()))
         return FailedGeneration.of(
             diagnosis.verdict,
             diagnosis.evidence,
             diagnosis.exit_code,
-            step=max(one.step for one in generation.samples()),  # of the dead, too
+            step=max(sample.step for sample in generation.samples()),  # includes ranks that have ended
             nproc=generation.plan.nproc,
         )
 
-    def _again(self, generation: Generation, failed: FailedGeneration) -> Restart | int:
-        """Decide on a restart after a failure, and report the decision: the restart, or the exit code."""
+    def _decide_restart(self, generation: Generation, failed: FailedGeneration) -> Restart | int:
+        """Decide on a restart after a failure, and print the decision: the restart, or the exit code."""
         plan = self.plan
-        # also lost while the others were being stopped, say
-        lost = failed.end is RankEnd.LOST or len(self.cluster.here) < len(generation.members)
-        first = failed.step == 0 and time.monotonic() < self._began_seconds + TRIAL_SECONDS
-        new = [one for one in self._entered if first and not lost]
-        for member in new:  # no step was taken with them; without them all went well
-            self._queue.dismiss(member, self._words)
-        if lost or new:
-            decision = self._with_those_left()
+        # a node may also be lost while the others are being stopped
+        is_lost = failed.end is RankEnd.LOST or len(self.cluster.here) < len(generation.members)
+        is_trial = failed.step == 0 and time.monotonic() < self._began_seconds + TRIAL_SECONDS
+        new_nodes = [node for node in self._entered if is_trial and not is_lost]
+        for member in new_nodes:  # the run made progress without them, and no step with them
+            self._queue.dismiss(member, self._cause)
+        if is_lost or new_nodes:
+            decision = self._with_remaining_nodes()
         else:
             self._failures.append(failed)
             decision = decide(
                 self._failures, nproc=plan.nproc, min_nproc=plan.min_nproc, max_restarts=plan.max_restarts
             )
-        return self._go_on(generation, decision, failed.exit_code)
+        return self._continue(generation, decision, failed.exit_code)
 
-    def _with_those_left(self) -> Restart | str:
-        """Decide on a start with the nodes that are here. It does not count as a restart after a failure."""
-        plan, here = self.plan, 1 + sum(not member.leaves for member in self.cluster.here) + self._queue.count
-        if plan.elastic and here >= plan.min_nodes:
+    def _with_remaining_nodes(self) -> Restart | str:
+        """Decide on a start with the remaining nodes. It does not count as a restart after a failure."""
+        plan, count = self.plan, 1 + sum(not member.leaves for member in self.cluster.here) + self._queue.count
+        if plan.elastic and count >= plan.min_nodes:
             return Restart(plan.nproc)
-        asked = f"--nodes {plan.min_nodes}:{plan.nodes}" if plan.elastic else f"--nodes {plan.nodes}"
-        advice = "" if plan.elastic else " (over ssh, --nodes MIN:MAX goes on with fewer)"
-        are = "is" if here == 1 else "are"
-        return f"not restarted: {here} of {plan.nodes} nodes {are} left, {asked} asks for more{advice}"
+        option = f"--nodes {plan.min_nodes}:{plan.nodes}" if plan.elastic else f"--nodes {plan.nodes}"
+        advice = "" if plan.elastic else " (over ssh, --nodes MIN:MAX continues with fewer)"
+        verb = "remains" if count == 1 else "remain"
+        return f"not restarted: {count} of {plan.nodes} nodes {verb}, but {option} requires more{advice}"
 
-    def _go_on(self, generation: Generation, decision: Restart | str, code: int) -> Restart | int:
-        """Report the decision; the restart, or the exit code: `code` if no restart is possible."""
+    def _continue(self, generation: Generation, decision: Restart | str, code: int) -> Restart | int:
+        """Print the decision; return the restart, or the exit code `code` if no restart is possible."""
         if isinstance(decision, str):
             if decision:
                 say(decision)
@@ -338,30 +339,30 @@ class Head:
         if self.cluster.ordered:
             return self._obey(generation)
         if left := generation.left():
-            # it may still write to what the next generation reads
+            # such a process may still write to files that the next generation reads
             pids = ", ".join(f"pid {pid}" for pid in left)
             say(f"Not restarting: {pids} did not exit after SIGKILL (stuck in the kernel?)")
             return code
         self._entered = self._queue.admit()
-        members, came = self.cluster.here, len(self._entered)
-        words = _restart_words(
+        members, joined = self.cluster.here, len(self._entered)
+        message = _restart_message(
             decision.nproc + sum(member.hello.nproc for member in members),
             1 + len(members),
             f"{len(self._failures)} of {self.plan.max_restarts}" if code != ExitCode.SAVED else "",
-            came=came,
-            gone=len(generation.members) + came - len(members),
+            joined=joined,
+            lost=len(generation.members) + joined - len(members),
             fewer=generation.plan.nproc > decision.nproc,
         )
         origin = "" if self.plan.plain_store else ", from the newest snapshot or checkpoint"
-        say(f"{words} as generation {self._number + 1}{origin}")
+        say(f"{message} as generation {self._number + 1}{origin}")
         return decision
 
 
 def _launcher_gone() -> ExitCode:
-    say("the launcher is gone: its workers are stopped")
+    say("the launcher has ended: stopping its workers")
     return ExitCode.FAILED
 
 
 def good_code(ranks: Sequence[Sample]) -> ExitCode:
-    """The exit code if all workers ended in good order: saved (resumable), or done."""
-    return ExitCode.SAVED if any(one.code == ExitCode.SAVED for one in ranks) else ExitCode.DONE
+    """The exit code if no worker has failed: SAVED if one has saved (resumable), otherwise DONE."""
+    return ExitCode.SAVED if any(sample.code == ExitCode.SAVED for sample in ranks) else ExitCode.DONE

@@ -1,15 +1,15 @@
-"""How the nodes of a run connect to each other: at the start, and while the run is running.
+"""Connect the nodes of a run: at the start, and when hosts join a running run.
 
-At the start each node connects to the head, which waits for all nodes and starts when each can reach each.
+At the start, each node connects to the head. The head waits until all nodes are connected and can reach each other.
 
-Hosts that join later, lost ones and new ones, are checked first, and join between two steps:
+Later, lost hosts can return and new hosts can join. The head checks them first, and they join between steps:
 
-    node -> head   Hello: as the node that was lost; or as any (-1), by `paceline join`
-    head -> node   RunOver, with the reason, if it may not join; else Enter, and to all nodes Reach
-    node -> head   StartReply: it sees the run's folder, or why not; Reached, as from all
-    then           the head has the ranks save and end after their next step, and starts the next generation with it
+    node -> head   Hello: as the lost node; or as any free node (-1), by `paceline join`
+    head -> node   RunOver with the reason, if the host may not join; otherwise Enter, and Reach to all nodes
+    node -> head   StartReply: it sees the run folder, or why not; Reached, as from all nodes
+    then           the ranks save and end after their next step, and the head starts the next generation with the host
 
-The reason of a refusal is printed on that host and on the head; the run continues without the host.
+If a host is rejected, the host and the head print the reason, and the run continues without the host.
 """
 
 import errno
@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError, first_few
+from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError, first_few, plural
 from paceline.host.facts import Facts, compare_hosts
 from paceline.host.facts import gather as gather_facts
 from paceline.host.reach import candidates, why_unreachable
@@ -39,12 +39,12 @@ from paceline.runs.attempt import NodesStatus, NodeState, NodeStatus, write_node
 from paceline.runs.console import MAX_NAMES, say
 from paceline.runs.folder import INVITATION
 
-FIRST_WORD_SECONDS = 10.0
-NEXT_WORD_SECONDS = 30.0
+FIRST_MESSAGE_SECONDS = 10.0
+NEXT_MESSAGE_SECONDS = 30.0
 REACH_SECONDS = 30.0
 CLOCK_SECONDS = 2.0
 MAX_PROBES = 64
-ALL_PAIRS = 24  # up to so many nodes each tries every other
+ALL_PAIRS = 24  # up to this number of nodes, each node tests the connection to every other node
 WAIT_SECONDS = 0.1
 
 CONNECT_SECONDS = 2.0
@@ -52,63 +52,64 @@ PAUSE_SECONDS = 0.5
 
 
 def gather_nodes(plan: NodePlan, cluster: Cluster) -> NodePlan:
-    """Wait until all nodes are here and can reach each other, or an order comes; node 0's plan, now complete.
+    """Wait until all nodes are connected and can reach each other, or an order comes; return the plan of node 0.
 
     Raises:
-        PacelineError: if nodes are missing after --join-timeout; the error lists them.
-        UsageError: if a node may not or cannot take part: a different paceline, or a firewall.
+        PacelineError: nodes are missing after --join-timeout. The error lists them.
+        UsageError: a node cannot take part, for example because of its version of paceline or a firewall.
     """
-    count = len(plan.hosts) or plan.nodes  # those that are named begin; up to `nodes` may come later
+    count = len(plan.hosts) or plan.nodes  # the run starts with the listed hosts; up to `nodes` may join later
     if count == 1:
         return plan
-    say(f"node 0 ({os.uname().nodename}) waits for {count - 1} more at port {cluster.port}")
+    say(f"node 0 ({os.uname().nodename}) waits for {plural(count - 1, 'other node')} at port {cluster.port}")
     _wait_for_all(plan, cluster, count)
     if cluster.ordered:
         return plan
     members, facts = cluster.here, gather_facts()
-    refuse_differences(plan, facts, members)
-    apart = unreachable(cluster, REACH_SECONDS, lambda: cluster.ordered)
-    if apart:
-        raise UsageError(code="nodes-not-connected", reasons=first_few(apart, MAX_NAMES, "\n  "))
+    check_compatible(plan, facts, members)
+    failures = unreachable(cluster, REACH_SECONDS, lambda: cluster.ordered)
+    if failures:
+        raise UsageError(code="nodes-not-connected", reasons=first_few(failures, MAX_NAMES, "\n  "))
     say(f"all {count} nodes are here: {first_few([facts.host, *(m.hello.facts.host for m in members)], MAX_NAMES)}")
     return plan
 
 
 def reachable(plan: NodePlan, cluster: Cluster) -> NodePlan:
-    """Node 0's plan with the address and the interface by which its members reach it; unchanged without members."""
-    own = cluster.here[0].link.own_address if cluster.here else plan.master_addr
-    if own == plan.master_addr:
+    """The plan of node 0 with the address and the interface at which the other nodes reach it."""
+    address = cluster.here[0].link.own_address if cluster.here else plan.master_addr
+    if address == plan.master_addr:
         return plan
-    return replace(plan, master_addr=own, interface=interface_of(gather_facts(), own))
+    return replace(plan, master_addr=address, interface=interface_of(gather_facts(), address))
 
 
 def _wait_for_all(plan: NodePlan, cluster: Cluster, count: int) -> None:
-    begun = time.monotonic()
-    next_word, end = begun + FIRST_WORD_SECONDS, begun + plan.join_seconds
+    start = time.monotonic()
+    next_message, end = start + FIRST_MESSAGE_SECONDS, start + plan.join_seconds
     while len(cluster.members) < count - 1 and not cluster.ordered:
-        cluster.wait(max(0.05, min(next_word, end) - time.monotonic()))
+        cluster.wait(max(0.05, min(next_message, end) - time.monotonic()))
         if cluster.wrong:
             raise UsageError(code="node-not-accepted", reasons="; ".join(cluster.wrong))
         if lost := [m for m in cluster.members.values() if m.lost]:
             raise PacelineError(code="node-disconnected", node=lost[0].name, reason=lost[0].lost)
         now = time.monotonic()
-        if now < min(next_word, end) or len(cluster.members) >= count - 1:
+        if now < min(next_message, end) or len(cluster.members) >= count - 1:
             continue
         absent = [node for node in range(1, count) if node not in cluster.members]
-        named = labels(plan.hosts)
-        names = [f"node {n} ({named[n]})" if n < len(named) else f"node {n}" for n in absent]
-        words = f"{1 + len(cluster.members)} of {count} nodes are here; missing: {first_few(names, MAX_NAMES)}"
+        host_names = labels(plan.hosts)
+        names = [f"node {n} ({host_names[n]})" if n < len(host_names) else f"node {n}" for n in absent]
+        status = f"{1 + len(cluster.members)} of {count} nodes are here; missing: {first_few(names, MAX_NAMES)}"
         if now >= end:
-            raise PacelineError(code="nodes-missing", found=words, seconds=now - begun)
-        next_word += NEXT_WORD_SECONDS
-        say(f"{words} (after {now - begun:.0f} s)")
+            raise PacelineError(code="nodes-missing", found=status, seconds=now - start)
+        next_message += NEXT_MESSAGE_SECONDS
+        say(f"{status} (after {now - start:.0f} s)")
 
 
 def partners(place: int, count: int) -> list[int]:
-    """The nodes that the node at `place` of `count` tries to reach: all, or of many the 1st, 2nd, 4th, ... around it.
+    """The nodes to which the node at `place` of `count` tests its connection.
 
-    So several nodes try each node, and each split of the nodes into two parts is crossed, with 2 log2(count) tries for
-    each node. Example: 0 of 1,000 tries 1, 2, 4, ..., 512 and 999, 998, 996, ..., 488.
+    These are all nodes, or in a large run those at the distances 1, 2, 4, ... in both directions. Each node is then
+    tested by several nodes, and any division of the nodes into two parts is crossed, with 2 log2(count) tests for each
+    node. Example: 0 of 1,000 tests 1, 2, 4, ..., 512 and 999, 998, 996, ..., 488.
     """
     if count <= ALL_PAIRS:
         return [other for other in range(count) if other != place]
@@ -117,82 +118,82 @@ def partners(place: int, count: int) -> list[int]:
 
 
 def unreachable(cluster: Cluster, seconds: float, interrupted: Callable[[], bool]) -> list[str]:
-    """The nodes that cannot reach a partner at a free port, with the reasons, as far as they answer in `seconds`."""
+    """The nodes that cannot reach a partner at a free port, with the reasons, from all answers within `seconds`."""
     members, host = cluster.here, os.uname().nodename
     if not members:
         return []
     with socket.create_server(("", 0)) as probe:
         own = PeerAddress(host, members[0].link.own_address, probe.getsockname()[1])
-        every = [own, *(member.address for member in members)]
+        addresses = [own, *(member.address for member in members)]
         for place, member in enumerate(members, 1):
             member.reached = None
-            member.link.send(Reach(tuple(every[other] for other in partners(place, len(every)))))
-        apart = try_to_reach(host, [every[other] for other in partners(0, len(every))])
+            member.link.send(Reach(tuple(addresses[other] for other in partners(place, len(addresses)))))
+        failures = try_to_reach(host, [addresses[other] for other in partners(0, len(addresses))])
         deadline = time.monotonic() + seconds
         while any(m.reached is None for m in cluster.here) and time.monotonic() < deadline and not interrupted():
             cluster.wait(WAIT_SECONDS)
-    return [*apart, *(words for m in members if m.reached is not None for words in m.reached.unreachable)]
+    return [*failures, *(reason for m in members if m.reached is not None for reason in m.reached.unreachable)]
 
 
 def try_to_reach(host: str, peers: Sequence[PeerAddress]) -> list[str]:
     """The peers that this host cannot reach, with the reasons."""
-    with ThreadPoolExecutor(MAX_PROBES) as pool:  # all together in the time of one: others wait for this agent's word
+    with ThreadPoolExecutor(MAX_PROBES) as pool:  # in parallel, since the head waits for the answer
         reasons = pool.map(why_unreachable, [peer.address for peer in peers], [peer.port for peer in peers])
         return [f"{host} cannot reach {peer.host}: {why}" for peer, why in zip(peers, reasons, strict=True) if why]
 
 
 def interface_of(facts: Facts, address: str) -> str:
-    """The network interface that has this address; empty if none has (then gloo and NCCL choose)."""
+    """The network interface with this address; empty if there is none (gloo and NCCL then choose one)."""
     return next((a.interface for a in facts.addresses if a.address == address), "")
 
 
-def refuse_differences(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]) -> None:
-    """Raise UsageError if these nodes cannot train together with node 0, whose facts are `own`; else warn."""
+def check_compatible(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]) -> None:
+    """Raise UsageError if these nodes cannot train together with node 0, whose facts are `own`. Warn of the rest."""
     head = f"node 0 ({own.host})"
     hosts = {head: own, **{m.name: m.hello.facts for m in members}}
     workers = {head: plan.nproc, **{m.name: m.hello.nproc for m in members}}
     findings = compare_hosts(hosts, workers, plan.threads)
-    told = [f"{finding.host}: {finding.what}. {finding.remedy}" for finding in findings]
-    errors = [words for words, finding in zip(told, findings, strict=True) if finding.severity == "error"]
+    warnings = [f"{finding.host}: {finding.what}. {finding.remedy}" for finding in findings]
+    errors = [text for text, finding in zip(warnings, findings, strict=True) if finding.severity == "error"]
     if errors:
         raise UsageError(code="nodes-incompatible", reasons="\n  ".join(errors))
     for member in members:
         if abs(member.clock_ahead_seconds) > CLOCK_SECONDS:
-            told.append(
+            warnings.append(
                 f"{member.name}: its clock is {member.clock_ahead_seconds:+.1f} s off node 0's: times in logs cannot "
-                "be compared (the run itself compares no clocks). Synchronise them: NTP, chrony"
+                "be compared (paceline itself does not compare clocks). Synchronise them with NTP or chrony"
             )
-    for words in told:
-        say(f"warning: {words}")
+    for text in warnings:
+        say(f"warning: {text}")
 
 
 def join(plan: NodePlan, orders: Orders) -> Link | None:
-    """Connect to the head; None if an order to stop comes first.
+    """Connect to the head; return None if an order to stop comes first.
 
     Raises:
-        PacelineError: if no connection was made within --join-timeout; the error has the reason.
+        PacelineError: no connection was made within --join-timeout. The error has the reason.
     """
-    begun = time.monotonic()
-    next_word = begun + FIRST_WORD_SECONDS
-    strangers: dict[int, str] = {}  # by port, of all rounds: the head may be gone when the time is over
+    start = time.monotonic()
+    next_message = start + FIRST_MESSAGE_SECONDS
+    other_programs: dict[int, str] = {}  # port -> message, from all tries: the head may be gone at the timeout
     while not orders.given:
-        link = _try_all(plan, strangers)
+        link = _try_all(plan, other_programs)
         if link is not None:
             return link
-        waited = time.monotonic() - begun
-        if waited >= plan.join_seconds or time.monotonic() >= next_word:
-            who = f"node {plan.node} ({os.uname().nodename})" if plan.node > 0 else os.uname().nodename
-            words = f"{who} waits for node 0: {_why(plan, strangers)}"
+        waited = time.monotonic() - start
+        if waited >= plan.join_seconds or time.monotonic() >= next_message:
+            node = f"node {plan.node} ({os.uname().nodename})" if plan.node > 0 else os.uname().nodename
+            status = f"{node} waits for node 0: {_why(plan, other_programs)}"
             if waited >= plan.join_seconds:
-                raise PacelineError(code="node-0-not-found", found=words, seconds=waited)
-            next_word += NEXT_WORD_SECONDS
-            say(f"{words} (after {waited:.0f} s)")
+                raise PacelineError(code="node-0-not-found", found=status, seconds=waited)
+            next_message += NEXT_MESSAGE_SECONDS
+            say(f"{status} (after {waited:.0f} s)")
         orders.wait(PAUSE_SECONDS)
     return None
 
 
-def _try_all(plan: NodePlan, strangers: dict[int, str]) -> Link | None:
-    """Try all addresses at the same time: with a firewall that drops, each would take seconds."""
+def _try_all(plan: NodePlan, other_programs: dict[int, str]) -> Link | None:
+    """Try all addresses in parallel: if a firewall drops packets, each try takes seconds."""
     secret = bytes.fromhex(plan.secret)
     trying: dict[socket.socket, int] = {}
     try:
@@ -206,16 +207,16 @@ def _try_all(plan: NodePlan, strangers: dict[int, str]) -> Link | None:
                 else:
                     connection.close()
         deadline = time.monotonic() + CONNECT_SECONDS
-        while trying and (left := deadline - time.monotonic()) > 0:
-            for connection in select.select([], list(trying), [], left)[1]:
+        while trying and (remaining := deadline - time.monotonic()) > 0:
+            for connection in select.select([], list(trying), [], remaining)[1]:
                 port = trying.pop(connection)
                 if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or _is_itself(connection):
                     connection.close()
                     continue
-                met = introduce(connection, secret)
-                if isinstance(met, Link):
-                    return met
-                strangers[port] = met
+                answer = introduce(connection, secret)
+                if isinstance(answer, Link):
+                    return answer
+                other_programs[port] = answer
         return None
     finally:
         for connection in trying:
@@ -223,36 +224,36 @@ def _try_all(plan: NodePlan, strangers: dict[int, str]) -> Link | None:
 
 
 def _is_itself(connection: socket.socket) -> bool:
-    # a loopback socket can connect to itself, when the port it is given happens to be the one it asks for
+    # a loopback socket can connect to itself, if the kernel assigns it the port to which it connects
     with suppress(OSError):
         return connection.getsockname()[:2] == connection.getpeername()[:2]
     return True
 
 
-def _why(plan: NodePlan, strangers: dict[int, str]) -> str:
+def _why(plan: NodePlan, other_programs: dict[int, str]) -> str:
     ports = ", ".join(map(str, plan.head_ports))
-    if strangers:
-        return "; ".join(f"port {port} of {plan.head[0]}: {words}" for port, words in strangers.items())
-    why = [words for name in plan.head if (words := why_unreachable(name, plan.head_ports[0]))]
+    if other_programs:
+        return "; ".join(f"port {port} of {plan.head[0]}: {reason}" for port, reason in other_programs.items())
+    reasons = [reason for name in plan.head if (reason := why_unreachable(name, plan.head_ports[0]))]
     tried = f" (tried ports {ports})" if len(plan.head_ports) > 1 else ""
-    return "; ".join(why) + tried if why else f"no agent answers at {' or '.join(plan.head)}, ports {ports}"
+    return "; ".join(reasons) + tried if reasons else f"no agent answers at {' or '.join(plan.head)}, ports {ports}"
 
 
-CHECK_SECONDS = 30.0  # for a newcomer and all others to reach each other: longer than a lost host is not known as lost
-AGAIN_SECONDS = 2.0  # between two tries
-FIND_SECONDS = 20.0  # that a host looks for a head that is said to run
+CHECK_SECONDS = 30.0  # for testing connections between a new host and all others; longer than detecting a lost host
+AGAIN_SECONDS = 2.0  # between two tests
+FIND_SECONDS = 20.0  # how long a host searches the head of a running run
 
 
 class JoinQueue:
-    """The hosts that join a running run, on the head; `plan` is the head's."""
+    """The head's queue of hosts that join a running run. `plan` is that of the head."""
 
     def __init__(self, plan: NodePlan, cluster: Cluster) -> None:
         self._plan, self._cluster = plan, cluster
-        self._workers: dict[int, int] = {}  # that a place is for
-        self._tried: RemoteNode | None = None  # the one whose connections are being tried
-        self._apart: list[str] | None = None  # who cannot reach whom; None: it is not known yet
+        self._workers: dict[int, int] = {}  # node -> its number of workers at the start
+        self._tried: RemoteNode | None = None  # the host whose connections are being tested
+        self._failures: list[str] | None = None  # failed connections; None: the test is not complete
         self._deadline_seconds = self._sent_seconds = 0.0
-        self._gone: dict[tuple[int, str], NodeStatus] = {}  # who is not there any more, and why
+        self._gone: dict[tuple[int, str], NodeStatus] = {}  # (node, host) -> why it has left
         self._written: NodesStatus | None = None
         self._ready: list[RemoteNode] = []
 
@@ -262,7 +263,7 @@ class JoinQueue:
 
     @property
     def wanted(self) -> bool:
-        """Whether hosts are ready to join, or want to leave; they may between two steps."""
+        """Whether hosts are ready to join or want to leave, which is possible between steps."""
         return bool(self._ready) or any(member.leaves for member in self._cluster.here)
 
     @property
@@ -272,119 +273,113 @@ class JoinQueue:
 
     # ---- a host asks to join ----
 
-    def _place_for(self, one: RemoteNode) -> None:
-        """Assign a node number to a host.
-
-        Raises:
-            UsageError: the host may not join.
-            TrainingError: the host may not join now.
-        """
-        plan, cluster, hello = self._plan, self._cluster, one.hello
+    def _assign_number(self, node: RemoteNode) -> None:
+        """Assign a node number to a host. Raises UsageError or TrainingError if the host may not join (now)."""
+        plan, cluster, hello = self._plan, self._cluster, node.hello
         if not plan.elastic:
             raise UsageError(code="run-accepts-no-hosts", nodes=plan.nodes)
         if hello.nodes != plan.nodes or not (0 < hello.node < plan.nodes or hello.node == -1):
             raise UsageError(code="joined-other-run", node=hello.node, of=hello.nodes, nodes=plan.nodes)
-        there = {there.hello.node: there for there in (*cluster.here, *cluster.waiting) if not there.leaves}
-        if (rival := there.get(hello.node)) is not None:
+        present = {node.hello.node: node for node in (*cluster.here, *cluster.waiting) if not node.leaves}
+        if (rival := present.get(hello.node)) is not None:
             facts, silent = rival.hello.facts, time.monotonic() - rival.link.heard_seconds
             raise TrainingError(code="node-taken", node=hello.node, host=facts.host, pid=facts.pid, seconds=silent)
-        free = [node for node in range(1, plan.nodes) if node not in there and hello.node in (-1, node)]
+        free = [number for number in range(1, plan.nodes) if number not in present and hello.node in (-1, number)]
         if not free:
-            names = ", ".join([self._facts.host, *(there[node].hello.facts.host for node in sorted(there))])
+            names = ", ".join([self._facts.host, *(present[number].hello.facts.host for number in sorted(present))])
             raise UsageError(code="no-free-node", least=plan.min_nodes, nodes=plan.nodes, names=names)
-        places = {node: self._workers.get(node, plan.nproc) for node in free}
-        node = next((node for node in free if hello.nproc <= places[node]), -1)
-        if node < 0:
-            raise UsageError(code="joined-with-more-workers", value=hello.nproc, most=max(places.values()))
-        one.hello = replace(hello, node=node)
-        refuse_differences(plan, self._facts, [one])
+        workers_of = {number: self._workers.get(number, plan.nproc) for number in free}
+        number = next((number for number in free if hello.nproc <= workers_of[number]), -1)
+        if number < 0:
+            raise UsageError(code="joined-with-more-workers", value=hello.nproc, most=max(workers_of.values()))
+        node.hello = replace(hello, node=number)
+        check_compatible(plan, self._facts, [node])
 
     def look(self, attempt_dir: str, proof: str) -> None:
-        """Continue to check the hosts that wait; `proof` is the content of a file of the attempt that they must see."""
+        """Continue to check the waiting hosts. They must see `proof` in a file of the attempt."""
         cluster = self._cluster
-        for one in [one for one in cluster.waiting if one.lost or one.leaves]:
-            say(f"{one.name} waited to come in, and is gone again: {one.lost or one.leaves}")
-            self._turn_away(one, "", "left" if one.leaves else "lost")
+        for node in [node for node in cluster.waiting if node.lost or node.leaves]:
+            say(f"{node.name} has left before it could join: {node.lost or node.leaves}")
+            self._reject(node, "", "left" if node.leaves else "lost")
         if self._tried is None:
-            self._try_next(attempt_dir, proof)
+            self._check_next(attempt_dir, proof)
         elif why := self._why_not(self._tried):
-            say(f"{self._tried.name} is not let in: {why}")
-            self._turn_away(self._tried, why, "refused")
-        elif self._apart is not None and not self._apart:
+            say(f"{self._tried.name} cannot join: {why}")
+            self._reject(self._tried, why, "refused")
+        elif self._failures is not None and not self._failures:
             say(f"{self._tried.name} is ready and will join after the current step")
             self._ready.append(self._tried)
             self._tried = None
-        elif self._apart and time.monotonic() > self._sent_seconds + AGAIN_SECONDS:
-            self._try_connections(self._tried)  # one of the others may be lost, and nobody know it yet
+        elif self._failures and time.monotonic() > self._sent_seconds + AGAIN_SECONDS:
+            self._test_connections(self._tried)  # a lost node may have caused the failures: test again
         self._write(Path(attempt_dir))
 
-    def _try_next(self, attempt_dir: str, proof: str) -> None:
-        cluster = self._cluster
-        one = next((one for one in cluster.waiting if one not in self._ready), None)
-        if one is None:
+    def _check_next(self, attempt_dir: str, proof: str) -> None:
+        node = next((node for node in self._cluster.waiting if node not in self._ready), None)
+        if node is None:
             return
-        self._tried, self._deadline_seconds = one, time.monotonic() + CHECK_SECONDS
-        one.link.send(Enter(one.hello.node, attempt_dir, proof))
-        self._try_connections(one)
+        self._tried, self._deadline_seconds = node, time.monotonic() + CHECK_SECONDS
+        node.link.send(Enter(node.hello.node, attempt_dir, proof))
+        self._test_connections(node)
 
-    def _try_connections(self, one: RemoteNode) -> None:
-        cluster, self._apart, self._sent_seconds = self._cluster, None, time.monotonic()
+    def _test_connections(self, node: RemoteNode) -> None:
+        cluster, self._failures, self._sent_seconds = self._cluster, None, time.monotonic()
         others = tuple(member.address for member in cluster.here)
-        for member, peers in ((one, others), *((member, (one.address,)) for member in cluster.here)):
+        for member, peers in ((node, others), *((member, (node.address,)) for member in cluster.here)):
             member.reached = None
             member.link.send(Reach(peers))
 
-    def _why_not(self, one: RemoteNode) -> str:
-        """Why a host may not join, as far as its checks show until now."""
-        if one.started is not None and one.started.refusal:
-            return one.started.refusal
-        tried = [member for member in (one, *self._cluster.here) if member.reached is not None]
-        if self._apart is None and one.started is not None and len(tried) == 1 + len(self._cluster.here):
-            told = [words for member in tried if member.reached is not None for words in member.reached.unreachable]
-            self._apart = told + try_to_reach(self._facts.host, [one.address])
-        late = time.monotonic() > self._deadline_seconds
-        if late and self._apart is None:
-            return f"its connections could not be tried within {CHECK_SECONDS:g} s"
-        return "; ".join(self._apart or ()) if late else ""
+    def _why_not(self, node: RemoteNode) -> str:
+        """Why a host may not join, from the results of its checks so far."""
+        if node.started is not None and node.started.refusal:
+            return node.started.refusal
+        answered = [member for member in (node, *self._cluster.here) if member.reached is not None]
+        if self._failures is None and node.started is not None and len(answered) == 1 + len(self._cluster.here):
+            reasons = [text for member in answered if member.reached is not None for text in member.reached.unreachable]
+            self._failures = reasons + try_to_reach(self._facts.host, [node.address])
+        is_late = time.monotonic() > self._deadline_seconds
+        if is_late and self._failures is None:
+            return f"its connections could not be tested within {CHECK_SECONDS:g} s"
+        return "; ".join(self._failures or ()) if is_late else ""
 
-    def _turn_away(self, one: RemoteNode, why: str, state: NodeState) -> None:
-        words = f"{one.name} is not let in: {why}" if why else ""
-        self._cluster.part_with(one, ExitCode.USAGE if why else ExitCode.DONE, words)
-        self._cluster.waiting = [other for other in self._cluster.waiting if other is not one]
-        self._ready = [other for other in self._ready if other is not one]
-        self._tried = None if self._tried is one else self._tried
-        self._note(one, state, why or one.lost or one.leaves)
+    def _reject(self, node: RemoteNode, why: str, state: NodeState) -> None:
+        message = f"{node.name} cannot join: {why}" if why else ""
+        self._cluster.dismiss(node, ExitCode.USAGE if why else ExitCode.DONE, message)
+        self._cluster.waiting = [other for other in self._cluster.waiting if other is not node]
+        self._ready = [other for other in self._ready if other is not node]
+        self._tried = None if self._tried is node else self._tried
+        self._note(node, state, why or node.lost or node.leaves)
 
     # ---- between two generations ----
 
     def admit(self) -> list[RemoteNode]:
-        """Release the hosts that want to leave, and return those that now join. No worker runs at this moment."""
+        """Release the hosts that want to leave, and return those that join now. No worker runs at this time."""
         cluster = self._cluster
         for member in [member for member in cluster.here if member.leaves]:
-            cluster.part_with(member, ExitCode.DONE)
+            cluster.dismiss(member, ExitCode.DONE)
             member.lost = f"it has left: {member.leaves}"
             self._note(member, "left", member.leaves)
-        entered = [one for one in self._ready if not one.link.ended]
-        for one in entered:
-            cluster.members[one.hello.node] = one
-            self._gone.pop((one.hello.node, one.hello.facts.host), None)
+        entered = [node for node in self._ready if not node.link.ended]
+        for node in entered:
+            cluster.members[node.hello.node] = node
+            self._gone.pop((node.hello.node, node.hello.facts.host), None)
         self._ready.clear()
-        cluster.waiting = [one for one in cluster.waiting if one not in entered]
+        cluster.waiting = [node for node in cluster.waiting if node not in entered]
         return entered
 
     def dismiss(self, member: RemoteNode, why: str) -> None:
-        """Remove a node that has joined, since no step was taken with it."""
-        words = f"{member.name} is not kept: the first step with it failed: {why}"
-        say(words)
-        self._cluster.part_with(member, ExitCode.USAGE, words)
-        member.lost = f"not kept: {why}"
+        """Remove a node that has joined, since the first step with it failed."""
+        message = f"{member.name} is removed: the first step with it failed: {why}"
+        say(message)
+        self._cluster.dismiss(member, ExitCode.USAGE, message)
+        member.lost = f"removed: {why}"
         self._note(member, "refused", why)
 
-    # ---- for people, and for `paceline join` ----
+    # ---- for `paceline status` and `paceline join` ----
 
-    def _note(self, one: RemoteNode, state: NodeState, words: str) -> None:
-        found = NodeStatus(one.hello.node, one.hello.facts.host, state, words)
-        self._gone[found.node, found.host] = found
+    def _note(self, node: RemoteNode, state: NodeState, words: str) -> None:
+        number, host = node.hello.node, node.hello.facts.host
+        self._gone[number, host] = NodeStatus(number, host, state, words)
 
     def _write(self, attempt_dir: Path) -> None:
         cluster, plan = self._cluster, self._plan
@@ -393,34 +388,34 @@ class JoinQueue:
         for node, member in cluster.members.items():
             if member.lost and (node, member.hello.facts.host) not in self._gone:
                 self._note(member, "lost", member.lost)
-        told = [NodeStatus(0, self._facts.host, "in")]
-        told += [NodeStatus(one.hello.node, one.hello.facts.host, "in") for one in cluster.here]
-        told += [NodeStatus(one.hello.node, one.hello.facts.host, "waits") for one in cluster.waiting]
-        now = NodesStatus(plan.min_nodes, plan.nodes, (*told, *self._gone.values()))
+        present = [NodeStatus(0, self._facts.host, "in")]
+        present += [NodeStatus(node.hello.node, node.hello.facts.host, "in") for node in cluster.here]
+        present += [NodeStatus(node.hello.node, node.hello.facts.host, "waits") for node in cluster.waiting]
+        now = NodesStatus(plan.min_nodes, plan.nodes, (*present, *self._gone.values()))
         if now != self._written:
             self._written = now
             write_nodes(attempt_dir, now)
 
     def invite(self, plan: NodePlan) -> None:
-        """From now on hosts may join; `plan` is complete.
+        """Let hosts join from now on. `plan` is complete.
 
-        If the run accepts hosts, write a private file for `paceline join`, with the secret. `withdraw` removes it.
+        If the run accepts hosts, write a private file with the secret for `paceline join`. `withdraw` removes it.
         """
         cluster = self._cluster
         self._workers = {node: member.hello.nproc for node, member in cluster.members.items()}
-        cluster.place_for = self._place_for
+        cluster.place_for = self._assign_number
         if not plan.elastic or cluster.ordered:
             return
-        addresses = [*(one.address for one in self._facts.addresses), self._facts.host]
-        own = replace(
+        addresses = [*(address.address for address in self._facts.addresses), self._facts.host]
+        invitation = replace(
             plan, node=-1, attempt_dir="", keep_open=(), detached=False, silence_seconds=0.0,
             head=tuple(dict.fromkeys((*plan.head, *addresses))), head_ports=(self._cluster.port,),
             join_seconds=min(plan.join_seconds, FIND_SECONDS),
         )  # fmt: skip
-        with suppress(OSError):  # a full disk does not keep the run from going on
-            writing.replace(Path(plan.attempt_dir) / INVITATION, msgspec.json.encode(own))
+        with suppress(OSError):  # a full disk must not stop the run
+            writing.replace(Path(plan.attempt_dir) / INVITATION, msgspec.json.encode(invitation))
 
     def withdraw(self, attempt_dir: str) -> None:
-        """Remove the file for `paceline join`: the run is over."""
+        """Remove the file for `paceline join` at the end of the run."""
         with suppress(OSError):
             writing.remove(Path(attempt_dir) / INVITATION)

@@ -1,7 +1,7 @@
 """The head's monitor of a generation: it diagnoses stalls, failures and silent faults, and serves `paceline watch`.
 
-The head decides what happens to the run. An error of the monitor is reported once, and the run continues without it; a
-failure is then diagnosed by samples alone.
+The head decides about the run. After an error of the monitor, paceline warns once and the run continues without the
+monitor. Failures are then diagnosed from samples alone.
 """
 
 import os
@@ -22,7 +22,6 @@ from paceline.guard import detectors
 from paceline.guard.collect import ANSWER_SECONDS
 from paceline.guard.judge import is_deadlocked, judge, judge_samples
 from paceline.guard.report import EXIT_CODES, format_failure, format_verdict, format_warning, summarize, write_verdict
-from paceline.guard.sentences import clause
 from paceline.guard.silent import SilentFaultDetector, calls_of
 from paceline.launch.agent.cluster import Generation
 from paceline.launch.agent.joining import unreachable
@@ -41,36 +40,36 @@ from paceline.runs import writing
 from paceline.runs.attempt import ScriptNotice, write_notice
 from paceline.runs.console import say
 
-HURRIED_SECONDS = 0.3  # for an answer while the run is dying
-WARNING_SECONDS = 0.5  # for an answer that only decides about a warning
-LEFT_SECONDS = 5.0  # all that run wait, and a rank has left: nothing is learned by waiting longer
+HURRIED_SECONDS = 0.3  # for answers after a failure
+WARNING_SECONDS = 0.5  # for answers that only decide on a warning
+LEFT_SECONDS = 5.0  # after this time, the diagnosis is certain if a rank has ended and all others wait
 REACH_SECONDS = 6.0
 PATIENCE_SECONDS = 0.5  # for the calls behind a silent fault
 ASK_SECONDS = 1.0
-MAX_ASKS = 8  # `paceline hang`, in as many terminals
+MAX_ASKS = 8  # requests of `paceline hang` that are answered at a time
 ASK = re.compile(r"ask-[0-9]{1,10}-([0-9A-Za-z_-]{1,64})")
-EARLY = (VerdictKind.LEFT, VerdictKind.NOT_MET, VerdictKind.STOPPED)  # what can be known before the window is over
+EARLY = (VerdictKind.LEFT, VerdictKind.NOT_MET, VerdictKind.STOPPED)  # verdicts that are possible before the timeout
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why a run is to be ended, and the report of it."""
+    """The reason to end a run, with the report."""
 
     verdict: Verdict
     evidence: Sequence[Evidence]
     attempt_dir: str
-    waited_seconds: float = 0.0  # how long nothing had moved; 0: a rank has failed
-    told: str = ""  # what the screen says, where the failure of a rank is not all there is
+    waited_seconds: float = 0.0  # time without progress; 0: a rank has failed
+    report: str = ""  # the text for the screen, unless the failure of a rank is the whole diagnosis
 
     @property
     def unblocked(self) -> tuple[int, ...]:
-        """The ranks that only wait for others."""
+        """The ranks that only wait for other ranks."""
         return detectors.ranks_to_unblock(self.verdict, self.evidence)
 
     @property
     def exit_code(self) -> int:
         """The exit code of the run: that of the failed rank, if its failure is the whole diagnosis."""
-        failed = next((one for one in self.evidence if one.rank == self.verdict.failed), None)
+        failed = next((evidence for evidence in self.evidence if evidence.rank == self.verdict.failed), None)
         return EXIT_CODES.get(self.verdict.kind, ExitCode.STALLED) if failed is None else failed.exit_code
 
     @property
@@ -82,13 +81,13 @@ class Diagnosis:
     @property
     def line(self) -> str:
         """The cause in one line."""
-        return self.told.partition("\n")[0] or summarize(self.verdict, self.evidence, self.waited_seconds)
+        return self.report.partition("\n")[0] or summarize(self.verdict, self.evidence, self.waited_seconds)
 
     def page(self, oom_kills: int = 0) -> str:
-        """The report for the screen; `oom_kills` is the number of processes that the kernel has killed for memory."""
-        return self.told or format_failure(
-            self.verdict, self.evidence, oom_kills=oom_kills, attempt_dir=self.attempt_dir
-        )
+        """The report for the screen. `oom_kills` is the number of processes that the kernel killed for memory."""
+        if self.report:
+            return self.report
+        return format_failure(self.verdict, self.evidence, oom_kills=oom_kills, attempt_dir=self.attempt_dir)
 
 
 class Monitor:
@@ -98,8 +97,8 @@ class Monitor:
         self._generation, self._plan = generation, generation.plan
         self._windows = self._plan.stall_after
         self._stalls = detectors.StallDetector(self._windows)
-        self._stragglers = detectors.StragglerDetector({one.rank: one.host for one in generation.samples()})
-        self.look_seconds = detectors.sample_seconds(self._windows)  # how often to look
+        self._stragglers = detectors.StragglerDetector({sample.rank: sample.host for sample in generation.samples()})
+        self.look_seconds = detectors.sample_seconds(self._windows)  # interval between two samples
         self._looked_seconds = self._asked_seconds = self._early_seconds = 0.0
         self._silent = SilentFaultDetector(
             self._plan.ranks.world_size, generation.own.names, lambda: calls_of(generation.ask(PATIENCE_SECONDS))
@@ -118,34 +117,34 @@ class Monitor:
             return self._give_up(error)
 
     def look_last(self) -> Diagnosis | None:
-        """Look for silent faults after all ranks have ended in good order."""
+        """Look for silent faults after all ranks have ended without a failure."""
         try:
             return None if self._off else self._look_for_silent_faults(last=True)
         except Exception as error:
             return self._give_up(error)
 
     def judge_failure(self, samples: Sequence[Sample]) -> Diagnosis:
-        """Judge a generation of which, as `samples` show, some ranks have failed."""
+        """Diagnose a generation with failed ranks."""
         if not self._off:
             try:
                 evidence = self._generation.ask(HURRIED_SECONDS, to_its_end=True)
                 return self._judged(judge(evidence), evidence, 0.0)
             except Exception as error:
                 self._give_up(error)
-        return Diagnosis(judge_samples(samples), [Evidence.of(one) for one in samples], self._plan.attempt_dir)
+        return Diagnosis(judge_samples(samples), [Evidence.of(sample) for sample in samples], self._plan.attempt_dir)
 
     def _give_up(self, error: Exception) -> None:
         self._off = True
-        words = f"{type(error).__name__}: {error}"
-        say(f"warning: the hang guard crashed and is disabled; training continues without hang detection: {words}")
+        reason = f"{type(error).__name__}: {error}"
+        say(f"warning: the hang guard crashed and is disabled; training continues without hang detection: {reason}")
 
     def _look(self) -> Diagnosis | None:
         running = self._generation.running()
         self.look_seconds = detectors.heartbeat_seconds(self._windows, self._plan.nodes, running)
         alarm = self._stalls.see(time.monotonic(), detectors.assume_waiting(running, self._plan.ranks.world_size))
-        for kind, words in (("", self._stalls.notice), ("slow", self._slow(running))):
-            if words:
-                self._notify(words, kind=kind)
+        for kind, notice in (("", self._stalls.notice), ("slow", self._slow(running))):
+            if notice:
+                self._notify(notice, kind=kind)
         self._stalls.notice = ""
         if wrong := self._look_for_silent_faults():
             return wrong
@@ -155,54 +154,56 @@ class Monitor:
         alarm = alarm or self._early_alarm(running)
         if alarm is None:
             return None
-        warned_only = alarm.kind == "warn"
-        evidence = self._generation.ask(WARNING_SECONDS if warned_only else ANSWER_SECONDS)
-        if blind := [one.rank for one in evidence if not one.watched]:
-            self._off = True  # into that nobody sees: nobody can be judged
-            who = f"{clause(blind, 'has', 'have')}"
-            say(f"warning: the hang guard is off: {who} become another program (exec)")
+        is_warning = alarm.kind == "warn"
+        evidence = self._generation.ask(WARNING_SECONDS if is_warning else ANSWER_SECONDS)
+        if unwatched := [rank.rank for rank in evidence if not rank.watched]:
+            self._off = True  # the guard cannot inspect the new program
+            ranks = f"{clause(unwatched, 'has', 'have')}"
+            say(f"warning: the hang guard is off: {ranks} started a different program (exec)")
             return None
         if self._generation.interrupted or not detectors.is_stalled(evidence, alarm, self._windows):
             return None
-        if not warned_only:
+        if not is_warning:
             return self._stall(evidence, alarm)
-        ranks = [replace(one, waiting=detectors.is_waiting(one)) for one in evidence if one.runs]
+        ranks = [replace(rank, waiting=detectors.is_waiting(rank)) for rank in evidence if rank.runs]
         say(format_warning(ranks, still_seconds=alarm.still_seconds, window_seconds=alarm.window_seconds))
         return None
 
     def _look_for_silent_faults(self, *, last: bool = False) -> Diagnosis | None:
         """Report silent faults of a script; a diagnosis if the run is to be ended."""
         samples = self._generation.samples()
-        if not any(one.script for one in samples):
+        if not any(sample.script for sample in samples):
             return None
-        found = self._silent.see(samples, last=last)
-        stops, step = self._plan.on_drift == "stop", max(one.step for one in samples)
+        faults = self._silent.see(samples, last=last)
+        stops, step = self._plan.on_drift == "stop", max(sample.step for sample in samples)
         for notice in self._silent.notices:
             self._notify(notice.words, step, kind=notice.kind)
         self._silent.notices.clear()
-        for one in found[:1] if stops else found:
-            name = one.kind.name.replace("_", " ")
-            words = f"{name}{f' at step {one.step}' if one.step else ''}: {'; '.join(one.sentences)}"
-            self._notify(words, one.step or step, kind=name.lower(), aloud=not stops)  # else its page follows
-        return self._judged(found[0], self._generation.ask(PATIENCE_SECONDS), 0.0) if stops and found else None
+        for fault in faults[:1] if stops else faults:
+            name = fault.kind.name.replace("_", " ")
+            message = f"{name}{f' at step {fault.step}' if fault.step else ''}: {'; '.join(fault.sentences)}"
+            # if the fault ends the run, its report follows on the screen
+            self._notify(message, fault.step or step, kind=name.lower(), on_screen=not stops)
+        return self._judged(faults[0], self._generation.ask(PATIENCE_SECONDS), 0.0) if stops and faults else None
 
-    def _notify(self, words: str, step: int = 0, *, kind: str = "", aloud: bool = True) -> None:
-        """Report it on the screen and in the attempt's folder."""
-        if aloud:
-            say(words)
+    def _notify(self, message: str, step: int = 0, *, kind: str = "", on_screen: bool = True) -> None:
+        """Record a message in the attempt's folder, and print it if `on_screen`."""
+        if on_screen:
+            say(message)
         if self._plan.attempt_dir:
-            write_notice(Path(self._plan.attempt_dir), ScriptNotice(round(time.time(), 3), words, step, kind))
+            write_notice(Path(self._plan.attempt_dir), ScriptNotice(round(time.time(), 3), message, step, kind))
 
     def _slow(self, running: Sequence[Sample]) -> str:
-        """The warning of a slow rank, with the trouble of its GPU; empty if there is none."""
-        words = self._stragglers.see(running)
-        if words and self._stragglers.rank is not None:
+        """The warning of a slow rank, with the state of its GPU; empty if there is none."""
+        warning_text = self._stragglers.see(running)
+        if warning_text and self._stragglers.rank is not None:
             evidence = self._generation.ask(WARNING_SECONDS)
-            words += "".join(f". {one.gpu}" for one in evidence if one.rank == self._stragglers.rank and one.gpu)
-        return words
+            gpus = [rank.gpu for rank in evidence if rank.rank == self._stragglers.rank and rank.gpu]
+            warning_text += "".join(f". {gpu}" for gpu in gpus)
+        return warning_text
 
     def _never_meeting(self, running: Sequence[Sample]) -> Diagnosis | None:
-        """A diagnosis of ranks that wait in collectives which can never complete, before the window is over."""
+        """A diagnosis of ranks that wait in collectives which can never complete, before the timeout."""
         if not self._unmet.due(time.monotonic(), running):
             return None
         evidence = self._generation.ask(WARNING_SECONDS)
@@ -211,25 +212,27 @@ class Monitor:
         verdict = judge(evidence)
         if verdict.kind not in (VerdictKind.MISMATCH, VerdictKind.DEADLOCK):
             return None
-        return self._judged(verdict, evidence, max(one.still_seconds for one in evidence if one.runs))
+        return self._judged(verdict, evidence, max(rank.still_seconds for rank in evidence if rank.runs))
 
     def _early_alarm(self, running: Sequence[Sample]) -> detectors.Alarm | None:
-        """An alarm before the window is over, if details now show as much as they would at its end.
+        """An alarm before the timeout, if waiting longer would give no further information.
 
-        A rank has ended with code 0 and all others wait; or, in a window of the user's, ranks have not met.
+        This is the case if a rank has ended with code 0 and all others wait; or if ranks have not completed the
+        rendezvous within a timeout that the user has set.
         """
-        now, still_seconds = time.monotonic(), min((one.still_seconds for one in running), default=0.0)
+        now, still_seconds = time.monotonic(), min((sample.still_seconds for sample in running), default=0.0)
         if now < self._early_seconds:
             return None
-        asked_seconds, met = self._windows.seconds, any(one.met for one in running)
+        timeout_seconds, has_met = self._windows.seconds, any(sample.met for sample in running)
         several = self._plan.ranks.world_size > 1
-        apart = several and not met and asked_seconds is not None and still_seconds >= asked_seconds
-        left = still_seconds >= LEFT_SECONDS and all(one.waiting for one in running)
+        not_met = several and not has_met and timeout_seconds is not None and still_seconds >= timeout_seconds
+        all_wait = still_seconds >= LEFT_SECONDS and all(sample.waiting for sample in running)
         if self._sleep.due(running):
             return detectors.Alarm("stall", still_seconds, 0.0)
-        if not apart and not (left and any(one.code == ExitCode.DONE for one in self._generation.samples())):
+        has_left = any(sample.code == ExitCode.DONE for sample in self._generation.samples())
+        if not not_met and not (all_wait and has_left):
             return None
-        self._early_seconds = now + still_seconds  # less and less often, where it is nothing
+        self._early_seconds = now + still_seconds  # after a false alarm, check less often
         return detectors.Alarm("stall", still_seconds, 0.0)
 
     def _stall(self, evidence: Sequence[Evidence], alarm: detectors.Alarm) -> Diagnosis | None:
@@ -238,72 +241,72 @@ class Monitor:
         if not alarm.window_seconds and not (verdict.kind in EARLY if proof is None else proof):
             return None
         if verdict.kind is VerdictKind.NETWORK:
-            apart = unreachable(self._generation.cluster, REACH_SECONDS, lambda: self._generation.interrupted)
-            verdict = replace(verdict, sentences=(*verdict.sentences, *apart[:8]))
+            failures = unreachable(self._generation.cluster, REACH_SECONDS, lambda: self._generation.interrupted)
+            verdict = replace(verdict, sentences=(*verdict.sentences, *failures[:8]))
             if self._generation.interrupted or time.monotonic() < self._generation.cluster.settled_seconds:
-                return None  # of a cable that carries again connections come back by themselves, but not at once
-        return self._judged(verdict, evidence, max(one.still_seconds for one in evidence))
+                return None  # after a network interruption, connections recover with a delay
+        return self._judged(verdict, evidence, max(rank.still_seconds for rank in evidence))
 
     def _judged(self, verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> Diagnosis:
-        """Write the verdict into a folder, unless it is only a failure."""
+        """Create the diagnosis. Write the verdict into a folder, unless it is only a failure of a rank."""
         if verdict.failed is not None:
             return Diagnosis(verdict, evidence, self._plan.attempt_dir)
         shown = run = ""
-        if self._plan.attempt_dir:  # else it is watched without a folder: the page is all there is
+        if self._plan.attempt_dir:  # without a folder, there is only the report on the screen
             folders = (Path(self._plan.attempt_dir) / f"verdict-{n}" for n in range(1, 1000))
             folder = next(folder for folder in folders if not folder.exists())
             try:
                 write_verdict(folder, verdict, evidence, waited_seconds=waited_seconds)
                 shown, run = _short(folder), _short(Path(self._plan.run_dir)) if self._plan.run_dir else ""
-            except OSError:  # a full disk does not keep anybody from being named
+            except OSError:  # with a full disk, print the report anyway
                 shutil.rmtree(folder, ignore_errors=True)
-        told = format_verdict(verdict, evidence, waited_seconds=waited_seconds, folder=shown, run=run)
-        return Diagnosis(verdict, evidence, self._plan.attempt_dir, waited_seconds, told)
+        report = format_verdict(verdict, evidence, waited_seconds=waited_seconds, folder=shown, run=run)
+        return Diagnosis(verdict, evidence, self._plan.attempt_dir, waited_seconds, report)
 
     def _answer_asks(self) -> None:
-        """Answer `paceline hang`, which puts a file into the attempt's folder and waits for a verdict."""
+        """Answer `paceline hang`, which creates a file in the attempt's folder and waits for a verdict."""
         if time.monotonic() < self._asked_seconds + ASK_SECONDS or not self._plan.attempt_dir:
             return
         self._asked_seconds = time.monotonic()
         folder = Path(self._plan.attempt_dir)
         nonces: list[str] = []
-        with suppress(OSError):  # what was taken before is answered
-            nonces.extend(take_asks(folder, ASK))
+        with suppress(OSError):  # requests that were taken before the error get an answer
+            nonces.extend(take_requests(folder, ASK))
         for nonce in nonces[:MAX_ASKS]:
             evidence = self._generation.ask(ANSWER_SECONDS)
-            waited_seconds = min((one.still_seconds for one in evidence if one.code is None), default=0.0)
+            waited_seconds = min((rank.still_seconds for rank in evidence if rank.code is None), default=0.0)
             with suppress(OSError):
-                place = folder / f"verdict-live-{nonce}"
-                write_verdict(place, judge(evidence), evidence, waited_seconds=waited_seconds)
+                answer = folder / f"verdict-live-{nonce}"
+                write_verdict(answer, judge(evidence), evidence, waited_seconds=waited_seconds)
 
 
 def _short(path: Path) -> str:
-    """The path relative to the working folder, if it is in there."""
+    """The path relative to the working folder, if it is inside."""
     try:
         return str(path.relative_to(Path.cwd()))
-    except (OSError, ValueError):  # the folder that it was started in is gone; or the path is elsewhere
+    except (OSError, ValueError):  # the working folder was deleted, or the path is outside
         return str(path)
 
 
 # ---- `paceline watch` ----
 
-LOOK_SECONDS = 0.9  # the head comes by once a second
-WATCHED_SECONDS = 15.0  # since the last touch
+LOOK_SECONDS = 0.9  # the head calls `look` about once a second
+WATCHED_SECONDS = 15.0  # since `paceline watch` last touched its file
 CHECKPOINT = re.compile(f"{CHECKPOINT_ASK}(.*)", re.DOTALL)
 
 
 class LiveStatus:
-    """The state of a generation, written for `paceline watch` while it looks."""
+    """Writes the state of a generation while `paceline watch` watches it."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._folder = Path(generation.plan.attempt_dir)
         self._looked_seconds = 0.0
-        self._touched, self._touched_seconds = 0, float("-inf")  # as its file system has it, and when we saw that
+        self._touched, self._touched_seconds = 0, float("-inf")  # time of the file, and time when it was read
         self._off = not generation.plan.attempt_dir
 
     def look(self, ranks: Sequence[Sample]) -> None:
-        """Write the state, and pass on requests for a checkpoint, once a second."""
+        """Write the state and forward requests for a checkpoint, once a second."""
         now = time.monotonic()
         if self._off or now < self._looked_seconds + LOOK_SECONDS:
             return
@@ -312,14 +315,14 @@ class LiveStatus:
             if self._is_watched(now):
                 live = Live(round(time.time(), 3), self._generation.own.number, tuple(LiveRank.of(r) for r in ranks))
                 writing.replace(self._folder / LIVE, msgspec.json.encode(live))
-            if [*take_asks(self._folder, CHECKPOINT)]:
-                self._generation.own.ask_to_save()  # rank 0 is ours, and votes on it with all others
+            if [*take_requests(self._folder, CHECKPOINT)]:
+                self._generation.own.ask_to_save()  # rank 0 runs on this node, and its vote counts for all ranks
         except Exception as error:
             self._off = True
-            say(f"warning: paceline watch sees this run no more: {type(error).__name__}: {error}")
+            say(f"warning: `paceline watch` gets no further updates of this run: {type(error).__name__}: {error}")
 
     def _is_watched(self, now_seconds: float) -> bool:
-        """Whether the time of the file has changed lately. The clocks of two machines are not compared."""
+        """Whether the time of the file has changed recently. This does not compare the clocks of two machines."""
         try:
             touched = (self._folder / WATCHED).lstat().st_mtime_ns
         except FileNotFoundError:
@@ -329,11 +332,11 @@ class LiveStatus:
         return now_seconds < self._touched_seconds + WATCHED_SECONDS
 
 
-def take_asks(folder: Path, ask: re.Pattern[str]) -> Iterator[str]:
-    """Remove the request files in a folder one by one, and yield the group of `ask` in each name."""
+def take_requests(folder: Path, pattern: re.Pattern[str]) -> Iterator[str]:
+    """Remove the request files in a folder one by one, and yield the group of `pattern` in each name."""
     with os.scandir(folder) as entries:
         for entry in entries:
-            match = ask.fullmatch(entry.name)
+            match = pattern.fullmatch(entry.name)
             if match is not None and stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
                 Path(entry.path).unlink()
                 yield match[1]

@@ -1,8 +1,8 @@
-"""The workers of a node are forked from one process that has imported torch, so that torch is imported once.
+"""Fork the workers of a node from one process that has imported torch, so that torch is imported once per node.
 
-That process, the preloader, runs the command of a worker, and stops before it becomes a rank. So its forks have the
-worker's interpreter, arguments, flags and working folder. The kernel makes each worker a child of the agent. An error
-of the preloader is reported once; after it the agent starts the workers without the preloader.
+This process, the preloader, runs the command of a worker and stops before it becomes a rank. Its forks therefore have
+the interpreter, arguments, flags and working folder of a worker. The kernel makes each worker a child of the agent.
+After an error of the preloader, the agent prints it once and starts the workers without the preloader.
 """
 
 import ctypes
@@ -33,28 +33,28 @@ from paceline.protocol.control import (
 from paceline.runs.console import say
 
 PR_SET_CHILD_SUBREAPER = 36
-READY_SECONDS = 60.0  # importing torch from a slow disk; then every worker has to as well
+READY_SECONDS = 60.0  # for importing torch from a slow disk; after this, each worker imports torch itself
 ANSWER_SECONDS = 5.0  # for a fork, which takes milliseconds
 WAIT_STEP_SECONDS = 0.01
 
 
-class Forked:
-    """A worker that the preloader has forked, with the methods of `subprocess.Popen` that an agent uses."""
+class ForkedProcess:
+    """A worker that the preloader has forked. It has the methods of `subprocess.Popen` that an agent uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, -n if signal n killed it; None while it runs."""
+        """The exit code, -n if signal n killed the process; None while it runs."""
         if self.returncode is None:
-            found, status = os.waitpid(self.pid, os.WNOHANG)
-            if found:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Its exit code; subprocess.TimeoutExpired if it still runs after `timeout` seconds."""
+        """Wait for the exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -63,84 +63,90 @@ class Forked:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
 class Preloader:
-    """The process from which workers are forked. After its first error it is not used any more."""
+    """The process from which workers are forked. It is not used after its first error.
+
+    `env` has the variables, of those with which it was started, on which imports may depend.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket, env: Mapping[str, str]) -> None:
-        """`env` is the environment with which it was started, as far as imports may depend on it."""
         self._process, self._channel, self._env = process, channel, env
         self._ready = self._gone = False
         channel.settimeout(ANSWER_SECONDS)
 
     def wait_ready(self, orders: Orders) -> None:
-        """Return if it has imported everything, has failed, or an order has come; give up after a minute."""
+        """Wait until the imports are done, have failed, or an order has come; give up after a minute."""
         deadline = time.monotonic() + READY_SECONDS
         while not (self._ready or self._gone or orders.given):
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 return self.give_up(f"has not imported everything within {READY_SECONDS:g} s")
-            orders.wait(left, [self._channel])
+            orders.wait(remaining, [self._channel])
             if select.select([self._channel], [], [], 0)[0]:
-                self._hear_ready()
+                self._receive_ready()
         return None
 
-    def _hear_ready(self) -> None:
+    def _receive_ready(self) -> None:
         try:
-            words = self._channel.recv(MAX_ORDER_BYTES)
+            message = self._channel.recv(MAX_ORDER_BYTES)
         except OSError as error:
             return self.give_up(f"does not answer: {error}")
-        self._ready = words == READY
-        return None if self._ready else self.give_up(words.decode(errors="replace") or "has died while importing")
+        self._ready = message == READY
+        return None if self._ready else self.give_up(message.decode(errors="replace") or "died while importing")
 
-    def fork(self, env: Mapping[str, str], descriptors: Mapping[int, int]) -> Forked | None:
-        """Fork a worker, which becomes our child; None if the agent has to start it instead. Main thread only.
+    def fork(self, env: Mapping[str, str], descriptors: Mapping[int, int]) -> ForkedProcess | None:
+        """Fork a worker, which becomes a child of the agent. Main thread only.
 
         Args:
-            env: its whole environment.
-            descriptors: its open files, number there -> descriptor here; 1 and 2 among them, 0 is /dev/null.
+            env: its complete environment.
+            descriptors: its open files: number in the worker -> descriptor in the agent. They include 1 and 2; 0 is
+                /dev/null.
+
+        Returns:
+            None if the agent has to start the worker itself.
         """
         if not self._ready or self._gone:
             return None
         if at_import(env) != self._env:
-            self.give_up("was started with another environment")
+            self.give_up("was started with a different environment")
             return None
-        waits, begins = os.pipe()
+        start_reader, start_writer = os.pipe()
         try:
-            _take_orphans(True)  # only now: what workers leave behind is not ours to wait for
+            _set_subreaper(True)  # only during the fork: the agent must not inherit orphans of the workers
             blocked = tuple(int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, []))
             order = msgspec.msgpack.encode(ForkOrder(as_bytes(env), tuple(descriptors), blocked))
-            socket.send_fds(self._channel, [order], [waits, *descriptors.values()])
+            socket.send_fds(self._channel, [order], [start_reader, *descriptors.values()])
             answer = self._channel.recv(MAX_ORDER_BYTES).decode(errors="replace")
             if not answer.isdecimal():
                 raise OSError(answer or "it has died")
-            seen = read_process(int(answer))
-            if seen is None or seen.parent != os.getpid():
-                raise OSError("the kernel does not give us its children")
-            os.write(begins, b"\0")
-            return Forked(int(answer))
+            worker = read_process(int(answer))
+            if worker is None or worker.parent != os.getpid():
+                raise OSError("the kernel did not make the agent the parent of its children")
+            os.write(start_writer, b"\0")
+            return ForkedProcess(int(answer))
         except OSError as error:
             self.give_up(f"cannot fork a worker: {error}")
             return None
         finally:
-            os.close(waits)
-            os.close(begins)  # a worker that was not allowed to begin ends now
+            os.close(start_reader)
+            os.close(start_writer)  # a worker that has not received its start byte ends now
             with suppress(OSError):
-                _take_orphans(False)
+                _set_subreaper(False)
 
     def give_up(self, why: str) -> None:
-        """Report why workers are not forked from now on, and end the preloader."""
+        """Print why workers are no longer forked, and end the preloader."""
         if not self._gone:
             slower = "each worker imports torch itself, so startup is slower"
             say(f"Preloading disabled (the preloader {why}); {slower}")
         self.close()
 
     def close(self) -> None:
-        """End it; the workers forked from it run on."""
+        """End the preloader. Workers forked from it continue."""
         if not self._gone:
             self._gone = True
             self._channel.close()
@@ -151,42 +157,42 @@ class Preloader:
 def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | None:
     """Start a preloader for workers with this command and environment; None if that is not possible.
 
-    Main thread only, as for workers: the kernel takes a thread's end for the parent's.
+    Main thread only, as for workers: the kernel treats the end of the starting thread as the end of the parent.
     """
     agent = read_process(os.getpid())
     if sys.platform != "linux" or agent is None:
         return None
-    kept = at_import(env)
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # What the imports print goes into memory: each worker prints it again, as one that has imported for itself would.
-    said = os.memfd_create("paceline-preload-stdout"), os.memfd_create("paceline-preload-stderr")
-    own = {
-        **WorkerSpec(agent_pid=os.getpid(), preload=its.fileno()).variable(),
-        # as long as a worker's, which takes its place
+    import_env = at_import(env)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # The output of the imports is kept in memory: each worker prints it, as if it had imported torch itself
+    output = os.memfd_create("paceline-preload-stdout"), os.memfd_create("paceline-preload-stderr")
+    preload_env = {
+        **WorkerSpec(agent_pid=os.getpid(), preload=theirs.fileno()).variable(),
+        # the mark is as long as that of a worker, which overwrites it
         AGENT_MARK: mark_of(agent.pid, agent.start) + "preloader-",
     }
     try:
         process = subprocess.Popen(
             argv,
-            env={**kept, **own},
+            env={**import_env, **preload_env},
             stdin=subprocess.DEVNULL,
-            stdout=said[0],
-            stderr=said[1],
-            pass_fds=[its.fileno()],
+            stdout=output[0],
+            stderr=output[1],
+            pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
-    except OSError:  # the workers' own start says why
+    except OSError:  # starting the workers will report the reason
         ours.close()
         return None
     finally:
-        its.close()
-        for descriptor in said:
+        theirs.close()
+        for descriptor in output:
             os.close(descriptor)
-    return Preloader(process, ours, kept)
+    return Preloader(process, ours, import_env)
 
 
-def _take_orphans(wanted: bool) -> None:
-    """Set whether the kernel makes us the parent of processes whose parent, a descendant of ours, has ended."""
+def _set_subreaper(is_subreaper: bool) -> None:
+    """Set whether the kernel makes this process the parent of its orphaned descendants."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0):
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, int(is_subreaper), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "no PR_SET_CHILD_SUBREAPER")

@@ -1,13 +1,13 @@
 """The rendezvous store of the ranks of a generation, and the authenticated connection to it.
 
-On several hosts the connection leads through their agents:
+On several hosts, the agents relay the connection:
 
-    worker -> 127.0.0.1, its own agent -> port of node 0's agent (HMAC) -> 127.0.0.2, signed packets -> rank 0's store
+    worker -> 127.0.0.1, its agent -> port of node 0's agent (HMAC) -> 127.0.0.2, signed packets -> rank 0's store
 
 Rank 0's store listens on the loopback of its host, and the kernel drops packets that are not signed with a key of the
 agent. An agent accepts only connections of its user (the kernel reports the user of a connection). Node 0's agent also
-accepts those of an agent that has proved that it knows the secret. The data is not encrypted. A thread of the agent
-relays it: it is used for the rendezvous, and carries no gradients.
+accepts connections of authenticated agents. The data is not encrypted. It consists of rendezvous messages and contains
+no gradients, so one thread of the agent can relay it.
 """
 
 import os
@@ -30,16 +30,16 @@ from paceline.protocol.job import NodePlan
 LOOPBACK, STORE_ADDRESS = "127.0.0.1", "127.0.0.2"
 KEY_BYTES = 16
 PIECE_BYTES = 1 << 16
-TRIES = 20  # for a port that is free on both addresses
+TRIES = 20  # to find a port that is free on both addresses
 
 Connect = Callable[[], socket.socket]
 
 
 class StoreGate:
-    """The relay of one node: its workers reach the store at `port` of the loopback.
+    """The relay of one node. Its workers reach the store at `port` of the loopback.
 
-    `connect` makes the connection from here to the store, or raises OSError. There are two threads: one accepts, and
-    may wait for a different agent; one relays, and never waits.
+    `connect` opens a connection to the store, or raises OSError. One thread accepts connections, and may wait for a
+    different agent. One thread relays data, and never waits.
     """
 
     def __init__(self, listener: socket.socket, connect: Connect) -> None:
@@ -48,66 +48,66 @@ class StoreGate:
         self._wake, self._woken = socket.socketpair()
         self._new: list[tuple[socket.socket, socket.socket]] = []
         self._closed = False
-        for work in (self._let_in, self._pass_on):
-            threading.Thread(target=work, daemon=True, name=f"paceline{work.__name__}").start()
+        for target in (self._accept, self._relay):
+            threading.Thread(target=target, daemon=True, name=f"paceline{target.__name__}").start()
 
-    def adopt(self, far: socket.socket) -> None:
+    def adopt(self, client: socket.socket) -> None:
         """Relay a connection to the store."""
         try:
-            self._new.append((far, self._connect()))
-        except OSError:  # rank 0 is gone: so says the end of this connection
-            return far.close()
+            self._new.append((client, self._connect()))
+        except OSError:  # rank 0 has ended, so close this connection
+            return client.close()
         with suppress(OSError):
             self._wake.send(b"+")
         return None
 
     def close(self) -> None:
-        """Accept no connection any more, and close all that are open."""
+        """Stop accepting connections, and close all open ones."""
         self._closed = True
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes whoever waits in accept
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in `accept`
         self._listener.close()
         self._wake.close()
 
-    def _let_in(self) -> None:
+    def _accept(self) -> None:
         while not self._closed:
             try:
-                near, its = self._listener.accept()
-            except OSError:  # closed; or there are too many open files just now
+                client, address = self._listener.accept()
+            except OSError:  # the listener is closed, or the process has too many open files
                 time.sleep(0.01)
                 continue
-            if tcp_owner(its, near.getsockname()) not in (None, os.geteuid()):
-                near.close()
+            if tcp_owner(address, client.getsockname()) not in (None, os.geteuid()):
+                client.close()
                 continue
-            self.adopt(near)
+            self.adopt(client)
 
-    def _pass_on(self) -> None:
+    def _relay(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
             while True:
                 for key, events in selector.select():
-                    if isinstance(key.data, _Way):
+                    if isinstance(key.data, _Pipe):
                         key.data.move(selector, events)
                     elif not self._woken.recv(4096):
-                        for way in {id(k.data): k.data for k in selector.get_map().values() if k.data}.values():
-                            way.close(selector)
+                        for pipe in {id(k.data): k.data for k in selector.get_map().values() if k.data}.values():
+                            pipe.close(selector)
                         self._woken.close()
                         return
                 while self._new:
-                    one, other = self._new.pop()
-                    there, back = _Way(one, other), _Way(other, one)
-                    there.back, back.back = back, there
-                    selector.register(one, selectors.EVENT_READ, there)
-                    selector.register(other, selectors.EVENT_READ, back)
+                    client, store = self._new.pop()
+                    to_store, to_client = _Pipe(client, store), _Pipe(store, client)
+                    to_store.reverse, to_client.reverse = to_client, to_store
+                    selector.register(client, selectors.EVENT_READ, to_store)
+                    selector.register(store, selectors.EVENT_READ, to_client)
 
 
 @dataclass(eq=False)
-class _Way:
-    """One direction of a connection: data is read from `source` and written to `sink`."""
+class _Pipe:
+    """One direction of a connection: reads data from `source` and writes it to `sink`."""
 
     source: socket.socket
     sink: socket.socket
-    back: "_Way | None" = None
+    reverse: "_Pipe | None" = None  # the other direction
     waiting: bytes = b""
 
     def __post_init__(self) -> None:
@@ -115,11 +115,11 @@ class _Way:
         self.source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def move(self, selector: selectors.BaseSelector, events: int) -> None:
-        """Read, or write data that waits; if one end closes, both are closed."""
-        assert self.back is not None
+        """Read data, and write waiting data. If one end closes, close both."""
+        assert self.reverse is not None
         try:
-            if events & selectors.EVENT_WRITE:  # our source is the other way's sink
-                self.back.flush()
+            if events & selectors.EVENT_WRITE:  # this source is the sink of the other direction
+                self.reverse.flush()
             if events & selectors.EVENT_READ and not self.waiting:
                 self.waiting = self.source.recv(PIECE_BYTES)
                 if not self.waiting:
@@ -129,46 +129,46 @@ class _Way:
             pass
         except OSError:
             return self.close(selector)
-        for one, other in ((self, self.back), (self.back, self)):
-            wanted = (0 if one.waiting else selectors.EVENT_READ) | (selectors.EVENT_WRITE if other.waiting else 0)
+        for pipe, other in ((self, self.reverse), (self.reverse, self)):
+            wanted = (0 if pipe.waiting else selectors.EVENT_READ) | (selectors.EVENT_WRITE if other.waiting else 0)
             if not wanted:
                 with suppress(KeyError):
-                    selector.unregister(one.source)
-            elif one.source in selector.get_map():
-                selector.modify(one.source, wanted, one)
+                    selector.unregister(pipe.source)
+            elif pipe.source in selector.get_map():
+                selector.modify(pipe.source, wanted, pipe)
             else:
-                selector.register(one.source, wanted, one)
+                selector.register(pipe.source, wanted, pipe)
         return None
 
     def flush(self) -> None:
-        """Write the data that waits; raises BlockingIOError if some of it could not be written."""
+        """Write the waiting data. Raises BlockingIOError if some of it could not be written."""
         while self.waiting:
             self.waiting = self.waiting[self.sink.send(self.waiting) :]
 
     def close(self, selector: selectors.BaseSelector) -> None:
         """Close both ends."""
-        for one in (self.source, self.sink):
-            if one.fileno() >= 0:
+        for end in (self.source, self.sink):
+            if end.fileno() >= 0:
                 with suppress(KeyError):
-                    selector.unregister(one)
-                one.close()
+                    selector.unregister(end)
+                end.close()
 
 
 def own_store(port: int) -> tuple[socket.socket, StoreGate]:
-    """On node 0: the socket for rank 0's store, and the gate to it, at one port of two addresses of the loopback.
+    """On node 0: the socket for rank 0's store, and the gate to it, at the same port of two loopback addresses.
 
     Raises:
-        UsageError: when that port (0: any) is taken.
+        UsageError: the port (0: any port) is in use.
     """
     for _ in range(TRIES):
         store, listener, key = socket.socket(), socket.socket(), os.urandom(KEY_BYTES)
         try:
-            for one in (store, listener):
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last run's closing connections
+            for server in (store, listener):
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite closing connections of a run
             store.bind((STORE_ADDRESS, port))
-            found: int = store.getsockname()[1]
-            listener.bind((LOOPBACK, found))
-            signed = sign(store, key)
+            store_port: int = store.getsockname()[1]
+            listener.bind((LOOPBACK, store_port))
+            is_signed = sign(store, key)
             store.listen(1024)
             listener.listen(1024)
         except OSError as error:
@@ -177,61 +177,62 @@ def own_store(port: int) -> tuple[socket.socket, StoreGate]:
             if port:
                 raise port_taken(f"port {port}", port, error) from error
             continue
-        return store, StoreGate(listener, partial(_to_rank_0, found, key if signed else b""))
+        return store, StoreGate(listener, partial(_to_rank_0, store_port, key if is_signed else b""))
     raise UsageError(code="no-free-port")
 
 
-def port_taken(what: str, port: int, error: OSError) -> UsageError:
+def port_taken(name: str, port: int, error: OSError) -> UsageError:
     """The error for a port that is in use, with the process that listens there."""
     holder = port_holder(port)
     by = f" by {holder}" if holder else ""
-    return UsageError(code="port-taken", port=what, by=by, strerror=error.strerror)
+    return UsageError(code="port-taken", port=name, by=by, strerror=error.strerror)
 
 
 def _to_rank_0(port: int, key: bytes) -> socket.socket:
-    one = socket.socket()
+    connection = socket.socket()
     if key:
-        sign(one, key)
-    one.settimeout(MEET_SECONDS)
+        sign(connection, key)
+    connection.settimeout(MEET_SECONDS)
     try:
-        one.connect((STORE_ADDRESS, port))
+        connection.connect((STORE_ADDRESS, port))
     except OSError:
-        one.close()
+        connection.close()
         raise
-    return one
+    return connection
 
 
 def far_store(head: str, port: int, secret: bytes) -> StoreGate:
-    """On the other nodes: the gate to node 0's store, through its agent."""
+    """On the other nodes: the gate to node 0's store, through the agent of node 0."""
     listener = socket.create_server((LOOPBACK, 0), backlog=1024)
     return StoreGate(listener, partial(_to_head, head, port, secret))
 
 
 def _to_head(head: str, port: int, secret: bytes) -> socket.socket:
-    met = introduce(socket.create_connection((head, port), timeout=MEET_SECONDS), secret)
-    if not isinstance(met, Link):
-        raise ConnectionRefusedError(met)
-    met.send(ToStore())
+    link = introduce(socket.create_connection((head, port), timeout=MEET_SECONDS), secret)
+    if not isinstance(link, Link):
+        raise ConnectionRefusedError(link)
+    link.send(ToStore())
     deadline = time.monotonic() + MEET_SECONDS
-    while not (answer := met.receive()) and not met.ended:
+    while not (answer := link.receive()) and not link.ended:
         if time.monotonic() > deadline:
-            met.end("it did not answer")
+            link.end("it did not answer")
         time.sleep(0.001)
-    if met.ended or not answer or not isinstance(answer[0], Alive):
-        met.end("it has no store")
-        raise ConnectionRefusedError(met.ended)
-    return met.detach()
+    if link.ended or not answer or not isinstance(answer[0], Alive):
+        link.end("it has no store")
+        raise ConnectionRefusedError(link.ended)
+    return link.detach()
 
 
 @dataclass(frozen=True)
 class Store:
     """The rendezvous store of a generation.
 
-    On one host it is in `memory`: a file without a name that the ranks inherit, and that no other user can open. On
-    several hosts it is at a port, and the ranks reach it through a `gate`. Rank 0 inherits the socket bound and
-    listening, since a port that is closed again can be lost. A script opens its store itself, at a port that is open to
-    all. On one host the port is for the code of the workers (a script that torchrun could start opens one): it is only
-    bound. So a process that asks for any free port does not get it; one that asks for it with SO_REUSEADDR does.
+    On one host, the store is in `memory`: an anonymous file that the ranks inherit, and that no other user can open. On
+    several hosts, it is at a port, and the ranks reach it through a `gate`. Rank 0 inherits the socket bound and
+    listening, since another process could take a port that is closed in between.
+
+    A script opens its store itself, at a port that is open to all. The agent only binds this port. So the kernel does
+    not assign it to another process that asks for any free port, and the script can still bind it with SO_REUSEADDR.
     """
 
     port: socket.socket | None
@@ -243,7 +244,7 @@ class Store:
         """Make the store of a node.
 
         Raises:
-            UsageError: if the port is in use.
+            UsageError: the port is in use.
         """
         if plan.nodes > 1 and not plan.plain_store:
             if plan.node:
@@ -254,23 +255,23 @@ class Store:
         return cls(_bound(plan), os.memfd_create("paceline-store") if plan.nodes == 1 else -1)
 
     def inherited(self, rank: int, *, plain: bool) -> int:
-        """The descriptor of the store that this rank inherits; -1 if it connects instead."""
+        """The descriptor of the store that this rank inherits; -1 if the rank connects instead."""
         if self.memory >= 0:
             return self.memory
         return self.port.fileno() if rank == 0 and self.port is not None and not plain else -1
 
     def port_number(self, plan: NodePlan) -> int:
-        """The ranks' MASTER_PORT."""
+        """MASTER_PORT of the ranks."""
         if self.gate is not None:
             return self.gate.port
         return self.port.getsockname()[1] if self.port is not None else plan.ranks.master_port
 
     def address(self, plan: NodePlan) -> str:
-        """The ranks' MASTER_ADDR."""
+        """MASTER_ADDR of the ranks."""
         return plan.master_addr if self.gate is None else LOOPBACK
 
     def close(self) -> None:
-        """Close our descriptors: with our socket open, a connection to a dead rank 0 would not be refused."""
+        """Close the agent's descriptors. With its socket open, connections to an ended rank 0 would not be refused."""
         if self.port is not None:
             self.port.close()
         if self.memory >= 0:
@@ -282,7 +283,7 @@ def _bound(plan: NodePlan) -> socket.socket | None:
         return None
     port = plan.ranks.master_port
     store = socket.socket(socket.AF_INET6 if ":" in plan.master_addr else socket.AF_INET)
-    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last run's closing connections do no harm
+    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite closing connections of the last run
     try:
         store.bind(("" if plan.plain_store else plan.master_addr, port))
     except OSError as error:

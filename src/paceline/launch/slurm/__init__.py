@@ -1,1 +1,1 @@
-"""A Slurm cluster, by its own commands."""
+"""Run jobs on a Slurm cluster with Slurm's commands."""

@@ -16,15 +16,15 @@ from paceline.errors import UsageError, plural
 from paceline.launch.plan import Command, Plan, as_file, node_plan
 from paceline.protocol.job import JobSpec
 
-SIGNAL_SECONDS = 60  # Slurm may send the signal before the time limit so much too early
-LONGEST_WARNING_SECONDS = 65535  # of sbatch --signal
+SIGNAL_SECONDS = 60  # Slurm may send the signal before the time limit too early by this time
+LONGEST_WARNING_SECONDS = 65535  # limit of sbatch --signal
 
 SCRIPT = "job.sbatch"
 PLAN = "plan.json"
 OUTPUT = "slurm-%j.out"
 CONDA = "conda:"
 
-OURS = {  # option of sbatch -> what to say instead
+OURS = {  # option of sbatch that paceline sets -> remedy or reason
     "nodes": "use --nodes",
     **dict.fromkeys(
         ("ntasks", "ntasks-per-node", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket"),
@@ -33,15 +33,15 @@ OURS = {  # option of sbatch -> what to say instead
     **dict.fromkeys(("cpus-per-task", "cpus-per-gpu"), "use --cpus-per-rank"),
     "time": "use --time",
     "partition": "use --partition",
-    # gres with another value than GPUs is the user's
+    # only for GPUs: the user may request other resources with gres
     **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres"), "use --gpus-per-node"),
-    "job-name": "it is the run's name",
+    "job-name": "it is the name of the run",
     "output": "it is in the run folder",
     "error": "it is in the run folder, with the output",
     "open-mode": "output is appended, or a requeued run would lose it",
     "signal": "use --save-before",
-    "requeue": "it is set: a run goes on where it was",
-    "no-requeue": "a requeued run goes on where it was; to end it: paceline cancel",
+    "requeue": "it is set: a requeued run resumes",
+    "no-requeue": "a requeued run resumes; to end it, use `paceline cancel`",
     "array": "it would start the same run several times; start one run for each setting",
     "chdir": "a run starts in the folder where it was submitted",
     "wait": "use --follow",
@@ -54,13 +54,13 @@ OURS = {  # option of sbatch -> what to say instead
 
 
 def slurm(job: JobSpec) -> Plan:
-    """The plan for a Slurm cluster: a batch script, and the agents' plan.
+    """The plan for a Slurm cluster: a batch script, and the plan of the agents.
 
     Raises:
-        UsageError: if the job's settings contradict each other, or cannot be written into a batch script.
+        UsageError: the settings of the job contradict each other, or cannot be written into a batch script.
     """
     _check(job)
-    # the script loads and activates before it starts the agents; Slurm says which node an agent is on
+    # The script loads modules and activates the environment itself. Slurm tells each agent the number of its node
     plan = node_plan(replace(job, modules=(), activate=""), node=-1)
     command = Command("sbatch", ("sbatch", "--parsable", f"{job.submit_dir}/{SCRIPT}"))
     return Plan(submit=command, files={SCRIPT: batch_script(job), PLAN: as_file(plan)})
@@ -94,25 +94,25 @@ def _check(job: JobSpec) -> None:
 
 
 def check_option(option: str) -> None:
-    """Refuse an option of sbatch that paceline sets, also abbreviated, as sbatch takes it."""
+    """Raise UsageError for an option of sbatch that paceline sets. sbatch accepts abbreviations, so they count."""
     key, _, value = option.partition("=")
     check_text("--sbatch", option)
     if not re.fullmatch(r"[a-z][a-z-]*", key):
         raise UsageError(code="sbatch-not-key-value", value=option)
-    meant = [own for own in OURS if own == key] or [own for own in OURS if own.startswith(key)]
-    if not meant or (meant == ["gres"] and not re.search(r"(?:^|,)(?:gres:)?gpu(?:$|[:,=])", value)):
+    matches = [name for name in OURS if name == key] or [name for name in OURS if name.startswith(key)]
+    if not matches or (matches == ["gres"] and not re.search(r"(?:^|,)(?:gres:)?gpu(?:$|[:,=])", value)):
         return
-    raise UsageError(code="sbatch-option-is-ours", value=option, option=meant[0], reason=OURS[meant[0]])
+    raise UsageError(code="sbatch-option-is-ours", value=option, option=matches[0], reason=OURS[matches[0]])
 
 
 def check_text(name: str, text: str) -> None:
-    """Refuse what would end a line; all else can be quoted."""
+    """Raise UsageError for control characters, which could end a line. All other characters can be quoted."""
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
         raise UsageError(code="control-characters", name=name, value=text)
 
 
 def batch_script(job: JobSpec) -> str:
-    """The text of the script."""
+    """The text of the batch script."""
     q, folder = shlex.quote, job.submit_dir
     setup = "\n".join(_environment(job))
     return _SCRIPT.format(
@@ -151,7 +151,7 @@ def _options(job: JobSpec) -> Iterator[str]:
 
 
 def _sbatch_quote(text: str) -> str:
-    """For a line of #SBATCH, in which quotes, backslashes and # are special as in a shell; $ and ` are not."""
+    """Quote a value for an #SBATCH line: quotes, backslashes and # are special as in a shell, $ and ` are not."""
     if re.fullmatch(r"[A-Za-z0-9_@%+=:,./-]+", text):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -168,41 +168,41 @@ def _environment(job: JobSpec) -> Iterator[str]:
         yield _CONDA
         yield f"conda activate {q(job.activate.removeprefix(CONDA))} || exit 2"
     elif job.activate:
-        path = job.activate if "/" in job.activate else f"./{job.activate}"  # or bash looks for it on PATH
-        yield f"[ -r {q(path)} ] || {{ echo {q(f'--activate {path}: there is no such file')} >&2; exit 2; }}"
+        path = job.activate if "/" in job.activate else f"./{job.activate}"  # without a slash, bash searches PATH
+        yield f"[ -r {q(path)} ] || {{ echo {q(f'--activate {path}: no such file')} >&2; exit 2; }}"
         yield f"source {q(path)}"
 
 
 _FIND_MODULE = """\
-# In a shell without a login the command `module` may be missing.
+# A non-login shell may not have the command `module`.
 for file in /etc/profile.d/lmod.sh /etc/profile.d/modules.sh; do
     command -v module >/dev/null || [ ! -r "$file" ] || source "$file"
 done"""
 
 _CONDA = """\
-# Interactive shells know conda as a function, batch scripts do not; CONDA_EXE names the program that is behind it.
+# Interactive shells have a function `conda`, batch scripts do not. CONDA_EXE is the path of its program.
 source "$("${CONDA_EXE:-conda}" info --base)/etc/profile.d/conda.sh" || exit 2"""
 
 _SCRIPT = """\
 #!/bin/bash
-# A run of paceline: {shape}. Submit this file again with `sbatch`, and the run goes on from its
-# newest checkpoint; inside an allocation of salloc, start it with `bash`.
+# A run of paceline: {shape}. Submit this file again with `sbatch` to resume the run from its
+# newest checkpoint. Inside an allocation of salloc, start it with `bash`.
 {options}
 
-# Signals first: one that comes while the environment is set up must not end this script.
-#   USR1  from Slurm, when the time is nearly over: the run saves its state and waits for its next turn
-#   USR2  the same without another turn
-#   TERM  from scancel or preemption: Slurm signals the agents as well; this script only has to wait for them
+# Set up signal handlers first: a signal during the setup of the environment must not end this script.
+#   USR1  from Slurm, shortly before the time limit: the run saves its state and is queued again
+#   USR2  the same without queuing again
+#   TERM  from scancel or preemption: Slurm also signals the agents, and this script waits for them
 turn='' step=''
 forward() {{ [ -z "$step" ] || kill -"$1" "$step" 2>/dev/null || true; }}
 trap 'turn=over; forward USR1' USR1
 trap 'turn=last; forward USR2' USR2
 trap 'turn=last' TERM
 {setup}
-set -euo pipefail  # not earlier: activate scripts read variables that are not set
+set -euo pipefail  # not earlier: activate scripts may read unset variables
 
-# The agents meet at node 0, by its name or by one of its addresses. The batch script runs on node 0; a shell of
-# salloc may run elsewhere, and that machine's addresses would be wrong.
+# The agents connect to node 0 by its name or by one of its addresses. The batch script runs on node 0. A shell of
+# salloc may run on a different machine, whose addresses would be wrong.
 names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${{names%%$'\\n'*}}
 heads=(--head "$head")
@@ -210,17 +210,17 @@ if [ "${{SLURMD_NODENAME:-}}" = "$head" ]; then
     for address in $(hostname -I || true); do heads+=(--head "$address"); done
 fi
 
-# One agent on each node. srun does not take the number of CPUs from the job, one agent's failure ends all, and what
-# was loaded and activated above reaches every node.
+# One agent on each node. srun does not read the number of CPUs from the job, so it is passed. The failure of an agent
+# ends all agents. The environment of this script reaches every node.
 if [ -z "$turn" ]; then
     srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --cpus-per-task="${{SLURM_CPUS_PER_TASK:-{cpus}}}" \\
         --kill-on-bad-exit=1 --export=ALL \\
         {python} -P -m paceline.launch.agent --plan {plan} "${{heads[@]}}" &
     step=$!
-    [ "$turn" != over ] || forward USR1  # it came a moment ago
+    [ "$turn" != over ] || forward USR1  # the signal came before srun started
 fi
 
-# A signal ends `wait` early, so it is repeated; the first agent's exit code is srun's and everybody's.
+# A signal ends `wait` early, so it is repeated. srun ends with the exit code of the first agent.
 code=75
 if [ -n "$step" ]; then
     while kill -0 "$step" 2>/dev/null; do wait "$step" || true; done
@@ -231,10 +231,10 @@ fi
 """
 
 _REQUEUE = """
-# 75: every worker has saved its state. This same script runs again when the job gets its next turn. A preemption that
-# leaves the job time signals the agents, and not this script.
+# 75: every worker has saved its state. Slurm runs this script again when the requeued job starts. A preemption with a
+# grace time signals the agents, and not this script.
 preempted() { [[ $(scontrol --oneliner show job "$SLURM_JOB_ID") == *' PreemptTime='[0-9]* ]]; }
 if [ "$code" = 75 ] && { [ "$turn" = over ] || { [ -z "$turn" ] && preempted; }; }; then
-    scontrol requeue "$SLURM_JOB_ID" || echo "not put into the queue again: to go on, sbatch this script" >&2
+    scontrol requeue "$SLURM_JOB_ID" || echo "the job was not requeued. To resume, run sbatch with this script" >&2
 fi
 """

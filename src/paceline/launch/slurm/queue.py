@@ -1,6 +1,6 @@
-"""Slurm's commands: whether a job fits, submit it, follow it, cancel it; inside an allocation, run it there.
+"""Slurm's commands: check whether a job fits, submit, follow and cancel it, or run it inside an allocation.
 
-A job that can never start is refused, since the queue would keep it without end.
+A job that can never start is an error, since it would stay in the queue forever.
 """
 
 import ctypes
@@ -31,28 +31,28 @@ LIVING = (
     "PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "COMPLETING", "STAGE_OUT",
     "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "REVOKED",
 )  # fmt: skip
-STUCK = re.compile(  # reasons that no waiting ends
+STUCK = re.compile(  # reasons for which a job never starts
     r"DependencyNeverSatisfied|BadConstraints|PartitionNodeLimit|PartitionTimeLimit|AccountNotAllowed|QOSNotAllowed"
     r"|InvalidAccount|InvalidQOS|JobHeld(?:User|Admin)|(?:Assoc|QOS)Max\w*PerJob\w*Limit"
 )
-OVERRIDES = re.compile(  # variables by which sbatch would silently change what the script says
+OVERRIDES = re.compile(  # variables that override options in the batch script
     r"SBATCH_(?:ARRAY_INX|CPUS_PER_GPU|ERROR|GPUS|GPUS_PER_NODE|GPUS_PER_TASK|JOB_NAME|NO_REQUEUE|OPEN_MODE|OUTPUT"
     r"|REQUEUE|SIGNAL|WAIT|EXPORT)"
 )
 
 
 class JobState(NamedTuple):
-    """A job as Slurm sees it."""
+    """The state of a job in Slurm."""
 
-    state: str  # Slurm's word: PENDING, RUNNING, COMPLETED, ...
-    reason: str = ""  # why it waits, or what ended it; empty: none
-    nodes: str = ""  # where it runs or ran, as Slurm writes it: n[1-2]
-    code: int = 0  # the batch script's exit code, 128 + n if signal n ended it
-    turn: int = 1  # how often it was started, this time included
+    state: str  # Slurm's name: PENDING, RUNNING, COMPLETED, ...
+    reason: str = ""  # why it waits or has ended; empty: none
+    nodes: str = ""  # its nodes in Slurm's notation: n[1-2]
+    code: int = 0  # exit code of the batch script, 128 + n if signal n ended it
+    turn: int = 1  # number of starts, including the present one
 
     @property
     def lives(self) -> bool:
-        """Whether it waits or runs."""
+        """Whether the job waits or runs."""
         return self.state in LIVING
 
     @property
@@ -61,7 +61,7 @@ class JobState(NamedTuple):
         return self.code or (ExitCode.DONE if self.state == "COMPLETED" else ExitCode.FAILED)
 
     def __str__(self) -> str:
-        stuck = ". It will not start as it is" if self.state == "PENDING" and STUCK.search(self.reason) else ""
+        stuck = ". It cannot start with these options" if self.state == "PENDING" and STUCK.search(self.reason) else ""
         reason = f" ({self.reason}){stuck}" if self.reason else ""
         nodes = f" on {self.nodes}" if self.nodes and self.state != "PENDING" else ""
         turn = f", start {self.turn}" if self.turn > 1 else ""
@@ -82,8 +82,8 @@ def run_slurm(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.Co
         raise PacelineError(code="slurm-silent", command=argv[0], seconds=ANSWER_SECONDS) from None
 
 
-def slurm_words(done: subprocess.CompletedProcess[str]) -> str:
-    """The error of a command of Slurm, without the name of the command."""
+def slurm_error(done: subprocess.CompletedProcess[str]) -> str:
+    """The error message of a Slurm command, without the name of the command."""
     lines = [
         re.sub(r"^(?:\w+: )?(?:error|fatal): |^allocation failure: ", "", line) for line in done.stderr.splitlines()
     ]
@@ -92,15 +92,15 @@ def slurm_words(done: subprocess.CompletedProcess[str]) -> str:
 
 def submit_environment(env: Mapping[str, str], *, partition: bool, minutes: bool) -> dict[str, str]:
     """`env` without the variables that would override the batch script."""
-    asked = [name for name, given in (("SBATCH_PARTITION", partition), ("SBATCH_TIMELIMIT", minutes)) if given]
-    return {name: value for name, value in env.items() if not OVERRIDES.fullmatch(name) and name not in asked}
+    in_script = [name for name, is_set in (("SBATCH_PARTITION", partition), ("SBATCH_TIMELIMIT", minutes)) if is_set]
+    return {name: value for name, value in env.items() if not OVERRIDES.fullmatch(name) and name not in in_script}
 
 
 def submit(plan: Plan, env: Mapping[str, str]) -> str:
-    """Submit the batch script; the job's id. The plan's files must have been written.
+    """Submit the batch script; return the job id. The files of the plan must have been written.
 
     Raises:
-        UsageError: if Slurm refuses it.
+        UsageError: Slurm rejects the job.
     """
     assert plan.submit is not None
     script = plan.files[SCRIPT]
@@ -109,38 +109,40 @@ def submit(plan: Plan, env: Mapping[str, str]) -> str:
     if tried.returncode == 0:
         tried = run_slurm(*plan.submit.argv, env=env)
     if tried.returncode != 0:
-        raise UsageError(code="job-refused", reason=slurm_words(tried))
+        raise UsageError(code="job-refused", reason=slurm_error(tried))
     return tried.stdout.strip().split(";")[0]  # ID;CLUSTER
 
 
 def state(job_id: str) -> JobState | None:
-    """The state of a job; None if Slurm does not know it any more.
+    """The state of a job; None if Slurm has no record of it any more.
 
     Raises:
-        UsageError: if there is no Slurm here.
-        PacelineError: if Slurm does not answer.
+        UsageError: this machine has no Slurm.
+        PacelineError: Slurm does not answer.
     """
     done = run_slurm("scontrol", "show", "job", "-o", job_id)
     if done.returncode == 0:
         return parse_job(done.stdout)
     if "Invalid job id" not in done.stderr:
-        raise PacelineError(code="slurm-query", job=job_id, reason=slurm_words(done))
-    return _remembered(job_id)
+        raise PacelineError(code="slurm-query", job=job_id, reason=slurm_error(done))
+    return _from_accounting(job_id)
 
 
 def writes_to(job_id: str, folder: Path) -> bool:
-    """Whether the output of this job goes into `folder`, which distinguishes it from a job of another run.
+    """Whether the output of this job goes into `folder`. If not, the job belongs to a different run.
 
     Raises:
-        PacelineError: if Slurm does not answer.
+        PacelineError: Slurm does not answer.
     """
     shown = run_slurm("scontrol", "show", "job", "-o", job_id).stdout
     return any(f" StdOut={path}/" in shown for path in (str(folder), str(folder).replace("%", "%%")))
 
 
 def parse_job(text: str) -> JobState:
-    """A job from the output of `scontrol show job -o`. The first field is the job's name, which is ours, so no text of
-    a user is read as a field."""
+    """Parse the output of `scontrol show job -o`.
+
+    The output begins with the name of the job, which paceline sets, so a user's text cannot be read as a field.
+    """
 
     def value(name: str) -> str:
         match = re.search(rf"(?:^| ){name}=(\S*)", text)
@@ -158,8 +160,8 @@ def _code(text: str) -> int:
     return int(code or 0) or (128 + int(number) if number not in ("", "0") else 0)
 
 
-def _remembered(job_id: str) -> JobState | None:
-    """A job that only the accounting knows, if there is one."""
+def _from_accounting(job_id: str) -> JobState | None:
+    """The state of a job from Slurm's accounting; None if it has no record."""
     try:
         done = run_slurm("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State,ExitCode,NodeList")
     except PacelineError:
@@ -167,45 +169,48 @@ def _remembered(job_id: str) -> JobState | None:
     fields = done.stdout.splitlines()[-1].split("|") if done.returncode == 0 and done.stdout.strip() else []
     if len(fields) != 3:
         return None
-    return JobState(fields[0].split()[0], nodes=fields[2], code=_code(fields[1]))  # CANCELLED by 1000
+    return JobState(fields[0].split()[0], nodes=fields[2], code=_code(fields[1]))  # the state can be: CANCELLED by 1000
 
 
 def cancel(job_id: str, *, now: bool = False) -> None:
-    """End a job: with SIGTERM to all of it, so that it saves, and with SIGKILL after Slurm's KillWait.
+    """End a job: SIGTERM to all its processes, so that it saves, and SIGKILL after Slurm's KillWait.
 
-    With `now` it does not save: a second signal means that to our agents. Slurm itself has no other way, because it
-    makes `scancel --signal=KILL` a SIGTERM as well.
+    With `now` the job does not save: the agents get a second signal first, which ends them immediately. Slurm has no
+    command for this, since it sends SIGTERM for `scancel --signal=KILL` as well.
 
     Raises:
-        PacelineError: if Slurm refuses.
+        PacelineError: Slurm rejects the command.
     """
     job = state(job_id) if now else None
-    for _ in range(2 if job is not None and job.state == "RUNNING" else 0):  # what waits, scancel would wait for
+    for _ in range(2 if job is not None and job.state == "RUNNING" else 0):  # scancel --signal waits for pending jobs
         run_slurm("scancel", "--signal=TERM", job_id)
         time.sleep(SECOND_SIGNAL_SECONDS)
     done = run_slurm("scancel", job_id)
     if done.returncode != 0:
-        raise PacelineError(code="slurm-cancel", job=job_id, reason=slurm_words(done))
+        raise PacelineError(code="slurm-cancel", job=job_id, reason=slurm_error(done))
 
 
 def follow(
     job_id: str, output: Path, say: Callable[[str], None], show: Callable[[str], None], *, cancel_on_interrupt: bool
 ) -> int:
-    """Show a job's states and output until its end, or Ctrl-C; the job's exit code, or 130 when it runs on.
+    """Show the states and the output of a job until its end, or Ctrl-C.
 
     Args:
-        job_id: of a job that was submitted.
-        output: the file that its output goes to.
-        say: given every change of state.
-        show: given the output as it comes, whole lines.
-        cancel_on_interrupt: whether Ctrl-C cancels the job; a second one then only stops following.
+        job_id: a submitted job.
+        output: the file with its output.
+        say: called with every change of state.
+        show: called with new output, in complete lines.
+        cancel_on_interrupt: whether Ctrl-C cancels the job. A second Ctrl-C then stops following.
+
+    Returns:
+        The exit code of the job; 130 after Ctrl-C, if the job continues.
     """
     tail = Tail(output)
     try:
         return _watch(job_id, tail, say, show)
     except KeyboardInterrupt:
         if not cancel_on_interrupt:
-            say(f"job {job_id} goes on. To end it: scancel {job_id}")
+            say(f"job {job_id} continues. To end it: scancel {job_id}")
             return INTERRUPTED
     say(f"cancelling job {job_id}: it saves its state and ends")
     cancel(job_id)
@@ -218,11 +223,11 @@ def _watch(job_id: str, tail: Tail, say: Callable[[str], None], show: Callable[[
         now, ended = None, False
         try:
             now = state(job_id)
-            line = f"job {job_id}: {now or 'Slurm does not know it any more'}"
+            line = f"job {job_id}: {now or 'Slurm has no record of it any more'}"
             ended = now is None or not now.lives
         except UsageError:
             raise
-        except PacelineError as error:  # its controller is being restarted, say: the job runs on
+        except PacelineError as error:  # for example, Slurm's controller is being restarted: the job continues
             line = f"{error}; trying again"
         if line != last:
             say(line)
@@ -239,12 +244,12 @@ def _watch(job_id: str, tail: Tail, say: Callable[[str], None], show: Callable[[
 FORMAT = "%P|%D|%c|%G|%l|%a"
 LONGEST_LISTED = 20
 
-INTERACTIVE_STEP = "4294967290"  # the shell that salloc starts on a node, at some sites: not a step of srun
+INTERACTIVE_STEP = "4294967290"  # the shell that salloc starts on a node at some sites; it is not a step of srun
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of a partition that are alike."""
+    """Nodes of a partition with equal resources."""
 
     partition: str
     count: int
@@ -256,31 +261,31 @@ class Nodes:
 
 
 def check_fits(job: JobSpec, env: Mapping[str, str]) -> None:
-    """Refuse a job that the cluster can never start, as far as its partitions show; sbatch refuses the others.
+    """Check that the partitions of the cluster have the nodes of a job. sbatch checks the other options.
 
     Raises:
-        UsageError: the job does not fit; the error has the partitions.
-        PacelineError: if Slurm does not answer.
+        UsageError: the job does not fit. The error lists the partitions.
+        PacelineError: Slurm does not answer.
     """
-    all_nodes, names = _asked(job, env)
+    all_nodes, names = _partitions(job, env)
     if not names:
         raise UsageError(code="no-default-partition", partitions=_choices(all_nodes))
     for name in names.split(","):
         if name not in {n.partition for n in all_nodes}:
             raise unknown("partition", name, sorted({n.partition for n in all_nodes}))
-    found = [misfit(name, [n for n in all_nodes if n.partition == name], job) for name in names.split(",")]
-    if all(found):
-        raise UsageError(code="slurm-does-not-fit", found="; ".join(found), partitions=_choices(all_nodes))
+    reasons = [misfit(name, [n for n in all_nodes if n.partition == name], job) for name in names.split(",")]
+    if all(reasons):
+        raise UsageError(code="slurm-does-not-fit", found="; ".join(reasons), partitions=_choices(all_nodes))
 
 
-def _asked(job: JobSpec, env: Mapping[str, str]) -> tuple[list[Nodes], str]:
-    """All nodes, and the partitions that the job is for, separated by commas."""
+def _partitions(job: JobSpec, env: Mapping[str, str]) -> tuple[list[Nodes], str]:
+    """All nodes of the cluster, and the comma-separated partitions of the job."""
     done = run_slurm("sinfo", "-h", "-e", "-o", FORMAT)
     if done.returncode != 0:
-        raise PacelineError(code="slurm-partitions", reason=slurm_words(done))
-    found = parse_sinfo(done.stdout)
-    usual = next((n.partition for n in found if n.default), "")
-    return found, job.slurm.partition or env.get("SBATCH_PARTITION", "") or usual
+        raise PacelineError(code="slurm-partitions", reason=slurm_error(done))
+    nodes = parse_sinfo(done.stdout)
+    default = next((n.partition for n in nodes if n.default), "")
+    return nodes, job.slurm.partition or env.get("SBATCH_PARTITION", "") or default
 
 
 def misfit(name: str, nodes: Sequence[Nodes], job: JobSpec) -> str:
@@ -296,34 +301,34 @@ def misfit(name: str, nodes: Sequence[Nodes], job: JobSpec) -> str:
     with_gpus = [n for n in nodes if n.gpus >= asked.gpus_per_node]
     if job.nodes > (fit := sum(n.count for n in with_gpus)):
         most = max(n.gpus for n in nodes)
-        there = f"{plural(fit, 'node')} with so many (most: {most})"
-        return f"--gpus-per-node {asked.gpus_per_node}: partition {name} has {there}"
+        available = f"{plural(fit, 'node')} with at least {asked.gpus_per_node} GPUs (most: {most})"
+        return f"--gpus-per-node {asked.gpus_per_node}: partition {name} has {available}"
     if job.nodes > (fit := sum(n.count for n in with_gpus if n.cpus >= cpus)):
         most = max(n.cpus for n in with_gpus)
         return (
             f"--nproc {job.nproc} x --cpus-per-rank {asked.cpus_per_rank} = {cpus} CPUs on each node: partition {name} "
-            f"has {plural(fit, 'node')} with so many (most: {most})"
+            f"has {plural(fit, 'node')} with at least {cpus} CPUs (most: {most})"
         )
     return ""
 
 
 def parse_sinfo(text: str) -> list[Nodes]:
-    """The output of `sinfo -h -e -o FORMAT`; a line in a different format is ignored, and sbatch decides."""
-    found: list[Nodes] = []
+    """Parse the output of `sinfo -h -e -o FORMAT`. Ignores lines in a different format: sbatch checks again."""
+    nodes: list[Nodes] = []
     for line in text.splitlines():
         fields = line.split("|")
         if len(fields) != 6 or not fields[1].isdecimal():
             continue
         name, count, cpus, gres, limit, up = fields
         gpus = sum(int(number) for number in re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", gres))
-        found.append(
+        nodes.append(
             Nodes(name.rstrip("*"), int(count), int(cpus.rstrip("+")), gpus, _minutes(limit), up == "up", "*" in name)
         )
-    return found
+    return nodes
 
 
 def _minutes(text: str) -> float:
-    """Slurm's days-hours:minutes:seconds; without limit: infinity."""
+    """Minutes from Slurm's days-hours:minutes:seconds; infinity without a limit."""
     match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", text)
     if match is None:
         return float("inf")
@@ -340,25 +345,25 @@ def _choices(nodes: Sequence[Nodes]) -> str:
     return f"This cluster has {', '.join(shown[:LONGEST_LISTED])}{more}"
 
 
-class Granted(NamedTuple):
-    """An allocation that we are in; 0: not known."""
+class HeldAllocation(NamedTuple):
+    """The Slurm allocation of this process. A number is 0 if it is unknown."""
 
     job_id: str
     nodes: int
-    cpus: int  # of each node, of the poorest one
+    cpus: int  # the minimum over the nodes
     gpus: int  # of each node
     partition: str
 
 
-def in_allocation(env: Mapping[str, str]) -> Granted | None:
-    """The allocation that this shell or batch script has; None outside, and for a task of srun, which is a worker."""
+def in_allocation(env: Mapping[str, str]) -> HeldAllocation | None:
+    """The allocation of this shell or batch script; None outside of one, and for a task of srun, which is a worker."""
     job_id = env.get("SLURM_JOB_ID")
     if not job_id or env.get("SLURM_STEP_ID", INTERACTIVE_STEP) != INTERACTIVE_STEP:
         return None
     cpus = [int(number) for number in re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", env.get("SLURM_JOB_CPUS_PER_NODE", ""))]
     gpus = re.findall(r"(\d+)(?:\([^)]*\))?(?:,|$)", env.get("SLURM_GPUS_PER_NODE", ""))
     gpus = gpus or [env.get("SLURM_GPUS_ON_NODE", "0")]
-    return Granted(
+    return HeldAllocation(
         job_id,
         nodes=_number(env.get("SLURM_JOB_NUM_NODES", "")),
         cpus=min(cpus, default=0),
@@ -367,15 +372,15 @@ def in_allocation(env: Mapping[str, str]) -> Granted | None:
     )
 
 
-def cores_there(held: Granted | None, job: JobSpec, env: Mapping[str, str]) -> int:
-    """Cores for each rank of a job with GPUs, at least 1: of the allocation `held`, else of nodes that it may get.
+def cores_per_rank(held: HeldAllocation | None, job: JobSpec, env: Mapping[str, str]) -> int:
+    """Cores for each rank of a job with GPUs, at least 1: on the allocation `held`, otherwise on its possible nodes.
 
     Raises:
-        PacelineError: if Slurm does not answer.
+        PacelineError: Slurm does not answer.
     """
     if held is not None:
         return max(1, held.cpus // job.nproc)
-    all_nodes, names = _asked(job, env)
+    all_nodes, names = _partitions(job, env)
     fit = [n for n in all_nodes if n.partition in names.split(",") and n.gpus >= job.slurm.gpus_per_node]
     cpus = sorted((cpus for n in fit for cpus in [n.cpus] * min(n.count, job.nodes)), reverse=True)
     return max(1, cpus[job.nodes - 1] // job.nproc) if len(cpus) >= job.nodes else 1
@@ -385,12 +390,8 @@ def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def check_allocation(held: Granted, job: JobSpec) -> None:
-    """Refuse a job of another shape than the allocation's.
-
-    Raises:
-        UsageError: the job needs a different allocation.
-    """
+def check_allocation(held: HeldAllocation, job: JobSpec) -> None:
+    """Raise UsageError if the job needs a different allocation."""
     asked, where = job.slurm, f"this shell is inside the allocation of Slurm job {held.job_id}"
     if held.nodes and job.nodes != held.nodes:
         raise UsageError(code="more-nodes-than-held", value=job.nodes, where=where, nodes=held.nodes)
@@ -409,22 +410,22 @@ def check_allocation(held: Granted, job: JobSpec) -> None:
 
 
 def run_here(script: Path) -> int:
-    """Run a batch script inside the allocation, to its end; its exit code. Main thread only.
+    """Run a batch script inside the allocation to its end; return its exit code. Main thread only.
 
-    Any stop signal lets the run save its state and end; a second one ends it without.
+    A stop signal makes the run save its state and end. A second one ends the run without saving.
     """
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
         process = subprocess.Popen(
             ("bash", str(script)),
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # or the terminal's Ctrl-C would reach srun as well, which ends without saving
+            start_new_session=True,  # otherwise Ctrl-C in the terminal would end srun, and the run could not save
             preexec_fn=_stop_with_parent,
         )
         try:
             while (code := process.poll()) is None:
                 select.select([inbox], [], [], POLL_SECONDS)
                 for _ in read_inbox(inbox):
-                    process.send_signal(signal.SIGUSR2)  # the script passes it on, and does not queue again
+                    process.send_signal(signal.SIGUSR2)  # the script forwards it, and does not requeue the job
         finally:
             process.kill()
             process.wait()
@@ -432,5 +433,5 @@ def run_here(script: Path) -> int:
 
 
 def _stop_with_parent() -> None:
-    """If we are killed, the kernel signals the script to stop the run in good order."""
+    """If this process is killed, the kernel signals the script, which saves and stops the run."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR2, 0, 0, 0)

@@ -1,1 +1,1 @@
-"""Hosts reached by the user's own OpenSSH client."""
+"""Start agents on hosts over the user's OpenSSH client."""

@@ -1,4 +1,4 @@
-"""Hosts reached by the user's own OpenSSH client: a session and an agent on each; the working folder by his rsync."""
+"""The plan for hosts over the user's OpenSSH client: one session and one agent for each host. Also rsync commands."""
 
 import shlex
 import subprocess
@@ -11,12 +11,12 @@ from paceline.errors import UsageError
 from paceline.launch.plan import Command, Plan, node_plan
 from paceline.protocol.job import Host, JobSpec, labels, plain_name
 
-SILENCE_SECONDS = 30.0  # an agent that hears nothing for so long ends its workers: the network is cut
+SILENCE_SECONDS = 30.0  # an agent without heartbeats for this time ends its workers: the network is down
 CONNECT_SECONDS = 10
 
-# No terminal: what the agent and we send each other must pass unchanged. No prompt: nobody could answer in N sessions.
-# None of the user's own forwardings and commands, which may be for people; and no master for other sessions, which
-# would live on after this one (one that runs already is used).
+# No terminal (-T), since it would change the data between the agent and the launcher. No prompts, since the user cannot
+# answer them in N sessions. No forwardings and commands from the user's configuration, which may be for interactive
+# use. No new master connection, since it would outlive this session (ssh uses an existing one).
 OPTIONS = (
     "-T",
     "-x",
@@ -29,26 +29,26 @@ OPTIONS = (
     *("-o", "RemoteCommand=none"),
 )
 
-EXCLUDED = (".git", ".venv", "/runs", "__pycache__")  # `/runs`: that of the folder itself only
+EXCLUDED = (".git", ".venv", "/runs", "__pycache__")  # `/runs`: only in the folder itself, not in its subfolders
 SYNC_SECONDS = 3600.0
-WORDS_OF_AN_ERROR = 2  # lines of rsync's, which says the reason first
+MAX_ERROR_LINES = 2  # of rsync's output, which begins with the reason
 
 
 def ssh(job: JobSpec) -> Plan:
-    """The plan for `job.hosts`. Pure: nothing is looked up or started.
+    """The plan for `job.hosts`. Pure: it looks up and starts nothing.
 
-    Nothing of the user's but the path of Python is on a command line, where every user of the host could read it; the
-    rest (the command, its environment, the secret) goes through the sessions' stdin.
+    Every user of a host can read command lines, so they contain only the path of Python. The command of the workers,
+    its environment and the secret are sent through stdin of the sessions.
 
     Raises:
-        UsageError: when hosts and nodes contradict each other.
+        UsageError: hosts and nodes contradict each other.
     """
     if not job.hosts:
         raise UsageError(code="ssh-without-hosts")
     if not min(job.min_nodes, job.nodes) <= len(job.hosts) <= job.nodes:
         raise UsageError(code="nodes-and-hosts-differ", value=job.nodes, count=len(job.hosts))
     job = replace(job, silence_seconds=SILENCE_SECONDS)
-    head = (plain_name(job.hosts[0]),)  # its addresses are added when it has announced them
+    head = (plain_name(job.hosts[0]),)  # its addresses are added once its agent has announced them
     return Plan(
         # -P: see launch.plan.local
         agents=sessions(job.ssh, job.hosts, job.python, "-P", "-m", "paceline.launch.agent", "--announce"),
@@ -56,9 +56,9 @@ def ssh(job: JobSpec) -> Plan:
     )
 
 
-def sessions(ssh: Sequence[str], hosts: tuple[Host, ...], python: str, *words: str) -> tuple[Command, ...]:
-    """A session to each host that runs `python` with these words; they are quoted for any shell."""
-    remote = "exec " + shlex.join([python, *words])  # exec: no shell stays between the session and the program
+def sessions(ssh: Sequence[str], hosts: tuple[Host, ...], python: str, *arguments: str) -> tuple[Command, ...]:
+    """The ssh commands that run `python` with these arguments on each host."""
+    remote = "exec " + shlex.join([python, *arguments])  # exec: no shell stays between the session and the program
     return tuple(
         Command(label, (*client(ssh, host), "--", destination(host), remote))
         for label, host in zip(labels(hosts), hosts, strict=True)
@@ -66,24 +66,24 @@ def sessions(ssh: Sequence[str], hosts: tuple[Host, ...], python: str, *words: s
 
 
 def client(command: Sequence[str], host: Host) -> tuple[str, ...]:
-    """The ssh client's words up to the `--` before the host."""
+    """The ssh command with its options, up to the `--` before the host."""
     port = () if host.port is None else ("-p", str(host.port))
     return (*command, *OPTIONS, *port)
 
 
 def destination(host: Host) -> str:
-    """What ssh calls the host: IPv6 addresses without brackets."""
+    """The host in the syntax of ssh: IPv6 addresses have no brackets."""
     user, at, _ = host.name.rpartition("@")
     return f"{user}{at}{plain_name(host)}"
 
 
 def rsync_commands(job: JobSpec) -> list[Command]:
-    """One rsync for each host, from the working folder here to that of the same path there.
+    """One rsync command for each host. It copies the working folder to the same path on the host.
 
-    Without --delete: other files of the hosts are not removed.
+    There is no --delete, so other files on the hosts stay.
 
     Raises:
-        UsageError: if there is no full path of a working folder.
+        UsageError: the path of the working folder is not absolute.
     """
     if not job.cwd.startswith("/"):
         raise UsageError(code="sync-relative-folder", value=job.cwd)
@@ -96,13 +96,13 @@ def rsync_commands(job: JobSpec) -> list[Command]:
 
 
 def sync(commands: Sequence[Command]) -> None:
-    """Run them all at once.
+    """Run all rsync commands in parallel.
 
     Raises:
-        UsageError: when rsync is missing here, or has failed; every host with its reason.
+        UsageError: rsync is missing here, or has failed for some hosts; lists them with the reasons.
     """
     started: list[tuple[Command, subprocess.Popen[str]]] = []
-    wrong: list[str] = []
+    failures: list[str] = []
     try:
         for command in commands:
             process = subprocess.Popen(
@@ -115,10 +115,10 @@ def sync(commands: Sequence[Command]) -> None:
             )
             started.append((command, process))
         for command, process in started:
-            _, words = process.communicate(timeout=SYNC_SECONDS)
+            _, errors = process.communicate(timeout=SYNC_SECONDS)
             if process.returncode:
-                lines = [line for line in words.splitlines() if line.strip()] or [f"exit code {process.returncode}"]
-                wrong.append(f"{command.name}: {' / '.join(lines[:WORDS_OF_AN_ERROR])}")
+                lines = [line for line in errors.splitlines() if line.strip()] or [f"exit code {process.returncode}"]
+                failures.append(f"{command.name}: {' / '.join(lines[:MAX_ERROR_LINES])}")
     except FileNotFoundError as error:
         raise UsageError(code="no-rsync") from error
     except subprocess.TimeoutExpired as error:
@@ -130,5 +130,5 @@ def sync(commands: Sequence[Command]) -> None:
             process.wait()
             if process.stderr is not None:
                 process.stderr.close()
-    if wrong:
-        raise UsageError(code="sync-failed", wrong="\n  ".join(wrong))
+    if failures:
+        raise UsageError(code="sync-failed", wrong="\n  ".join(failures))

@@ -1,6 +1,6 @@
-"""The launcher's session with each host: an ssh client that passes orders on, and ends when the agent there ends.
+"""The launcher's sessions with the hosts: each is an ssh client that forwards orders to the agent and ends with it.
 
-`await_agents` waits for the agents of all hosts at once, and names every host that cannot be used, with the reason.
+`await_agents` waits for the agents of all hosts in parallel. It lists every unusable host with the reason.
 """
 
 import math
@@ -27,12 +27,12 @@ from paceline.launch.plan import Command
 from paceline.protocol.control import read_inbox
 from paceline.runs.console import MAX_NAMES, say
 
-FAN_OUT = 64  # clients that log in at the same time: each costs this machine some 50 ms of a core until it is in
-FILES, FILES_OF_ONE = 256, 3
-BREATH_SECONDS = 2.0  # between signs of life; the agents allow NodePlan.silence_seconds of silence
-KEPT_WORDS_BYTES = 8192  # of each session's stderr, which ends with why it failed
+FAN_OUT = 64  # clients that log in at the same time: each login costs this machine about 50 ms of CPU time
+FILES, FILES_PER_SESSION = 256, 3
+HEARTBEAT_SECONDS = 2.0  # between heartbeats; the agents allow NodePlan.silence_seconds without one
+KEPT_STDERR_BYTES = 8192  # the end of each session's stderr, which contains the reason of a failure
 READ_BYTES = 65536
-LAST_WORDS_BYTES = 1 << 20  # read at most that much after its end
+LAST_OUTPUT_BYTES = 1 << 20  # limit of the output that is read after the end of a session
 
 
 @dataclass
@@ -41,38 +41,38 @@ class HostSession:
 
     node: int
     command: Command
-    process: subprocess.Popen[bytes] | None = None  # None: its turn has not come
-    answered: bool = False  # something has come of it, or it has ended
-    told: bool = False  # it has its plan: from now on it gets signs of life
+    process: subprocess.Popen[bytes] | None = None  # None: it has not been started yet
+    answered: bool = False  # it has written to stdout, or has ended
+    has_plan: bool = False  # the plan was sent: from now on the session gets heartbeats
     unsent: bytes = b""
-    words: bytes = b""  # the end of what came on its stderr
-    ended: bool = False  # and read to the end
-    pipes: dict[IO[bytes], int] = field(default_factory=dict[IO[bytes], int])  # still open -> 1 (its stdout) or 2
+    stderr: bytes = b""  # the end of its stderr
+    ended: bool = False  # it has ended, and its output was read to the end
+    pipes: dict[IO[bytes], int] = field(default_factory=dict[IO[bytes], int])  # open pipe -> 1 (stdout) or 2 (stderr)
 
     @property
     def name(self) -> str:
-        """The host, for people."""
+        """The name of the host in messages."""
         return self.command.name
 
     @property
     def code(self) -> int:
-        """Its exit code; only of one that has ended."""
+        """The exit code. The session must have ended."""
         assert self.process is not None and self.process.returncode is not None
         return self.process.returncode
 
     @property
     def has_ended(self) -> bool:
-        """Whether its client is gone, as far as was looked (`Sessions`); its last words may still be in the pipes."""
+        """Whether the client had ended at the last poll. The pipes may still contain output."""
         return self.process is not None and self.process.returncode is not None
 
     @property
     def stdin(self) -> IO[bytes] | None:
-        """Its lifeline, while it is open."""
+        """The lifeline, while it is open."""
         stdin = self.process.stdin if self.process is not None else None
         return None if stdin is None or stdin.closed else stdin
 
     def send_signal(self, number: signal.Signals) -> None:
-        """To the client and its helpers (a jump host's client), if it still runs."""
+        """Send a signal to the client and its helpers (e.g. the client for a jump host), if it still runs."""
         if self.process is not None and self.process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
@@ -80,36 +80,11 @@ class HostSession:
 
 @dataclass(frozen=True)
 class Output:
-    """What came out of one session: from its stdout (1) or stderr (2)."""
+    """Output of one session, from its stdout (1) or stderr (2)."""
 
     session: HostSession
     descriptor: int
     data: bytes
-
-
-def start_session(session: HostSession) -> None:
-    """Start its client.
-
-    Raises:
-        UsageError: when the program is missing.
-    """
-    command = session.command
-    try:
-        process = subprocess.Popen(
-            command.argv,
-            env={**os.environ, **command.env},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for us: we tell the agents
-            bufsize=0,
-        )
-    except FileNotFoundError as error:
-        raise UsageError(code="no-ssh", value=command.argv[0]) from error
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    for stream in (process.stdin, process.stdout, process.stderr):
-        os.set_blocking(stream.fileno(), False)
-    session.process, session.pipes = process, {process.stdout: 1, process.stderr: 2}
 
 
 class Sessions:
@@ -119,49 +94,61 @@ class Sessions:
         self.all = [HostSession(node, command) for node, command in enumerate(commands)]
         self._queue, self._fan_out = list(reversed(self.all)), fan_out
         self._inbox = inbox
-        self._breath_seconds = 0.0
+        self._heartbeat_seconds = 0.0  # time of the last heartbeat
         self._pipes: dict[int, tuple[HostSession, IO[bytes]]] = {}
         self._poll = select.poll()
         self._poll.register(inbox, select.POLLIN)
 
     def start_more(self) -> None:
-        """Start those whose turn it is.
-
-        Raises:
-            UsageError: when the program is missing.
-        """
-        logging_in = sum(one.process is not None and not one.answered for one in self.all) if self._queue else 0
+        """Start further sessions, up to the limit of concurrent logins. Raises UsageError if the program is missing."""
+        logging_in = sum(s.process is not None and not s.answered for s in self.all) if self._queue else 0
         for _ in range(min(self._fan_out - logging_in, len(self._queue))):
-            self._begin(self._queue.pop())
+            self._start(self._queue.pop())
 
-    def _begin(self, session: HostSession) -> None:
-        start_session(session)
+    def _start(self, session: HostSession) -> None:
+        command = session.command
+        try:
+            process = subprocess.Popen(
+                command.argv,
+                env={**os.environ, **command.env},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C must reach only this process, which forwards it to the agents
+                bufsize=0,
+            )
+        except FileNotFoundError as error:
+            raise UsageError(code="no-ssh", value=command.argv[0]) from error
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        for stream in (process.stdin, process.stdout, process.stderr):
+            os.set_blocking(stream.fileno(), False)
+        session.process, session.pipes = process, {process.stdout: 1, process.stderr: 2}
         for pipe in session.pipes:
             self._pipes[pipe.fileno()] = session, pipe
             self._poll.register(pipe, select.POLLIN)
 
-    def tell(self, session: HostSession, line: bytes) -> None:
-        """Send a line; the rest is sent later if the pipe is full."""
+    def send_line(self, session: HostSession, line: bytes) -> None:
+        """Send a line. If the pipe is full, the rest is sent later."""
         if session.process is None or session.stdin is not None:
             session.unsent += line + b"\n"
             self._send(session)
 
     def wait(self, seconds: float, *, read: bool = True) -> tuple[list[Output], list[signal.Signals]]:
-        """Output and stop signals that come within `seconds`; returns earlier if there are any, or a session has ended.
+        """Wait up to `seconds` for output, a stop signal or the end of a session; return output and signals.
 
-        Without `read` the output stays in the pipes; lines are sent in any case.
+        Without `read`, the output stays in the pipes. Unsent lines are sent in any case.
         """
         self.start_more()
-        self._breathe()
+        self._send_heartbeats()
         poll = self._poll if read else select.poll()
         poll.register(self._inbox, select.POLLIN)
         full = [stdin for session in self.all if session.unsent and (stdin := session.stdin) is not None]
         for stdin in full:
             poll.register(stdin, select.POLLOUT)
-        until_breath = self._breath_seconds + BREATH_SECONDS - time.monotonic()
-        self._look_for_ends()
+        until_heartbeat = self._heartbeat_seconds + HEARTBEAT_SECONDS - time.monotonic()
+        self._poll_processes()
         ending = any(session.has_ended and not session.ended for session in self.all)
-        ready = poll.poll(0 if ending else 1000 * max(0.0, min(seconds, until_breath)))
+        ready = poll.poll(0 if ending else 1000 * max(0.0, min(seconds, until_heartbeat)))
         signals = read_inbox(self._inbox)
         for stdin in full:
             poll.unregister(stdin)
@@ -170,8 +157,8 @@ class Sessions:
         readable = [self._pipes[fd] for fd, _ in ready if fd in self._pipes]
         return [piece for session, pipe in readable for piece in self._read(session, pipe)], signals
 
-    def _look_for_ends(self) -> None:
-        """Notice clients that have ended: with one question to the kernel if none has, and not one for each."""
+    def _poll_processes(self) -> None:
+        """Poll all clients if any has ended. If none has, this costs a single system call."""
         with suppress(ChildProcessError):
             if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 for session in self.all:
@@ -179,60 +166,60 @@ class Sessions:
                         session.process.poll()
 
     def reap(self) -> tuple[list[HostSession], list[Output]]:
-        """The sessions that have ended since the last call, and their last words."""
-        self._look_for_ends()
+        """The sessions that have ended since the last call, and their last output."""
+        self._poll_processes()
         ended = [session for session in self.all if session.has_ended and not session.ended]
         pieces: list[Output] = []
         for session in ended:
             session.ended = session.answered = True
             for pipe in list(session.pipes):
                 size = 0
-                while size < LAST_WORDS_BYTES and (more := self._read(session, pipe)):
+                while size < LAST_OUTPUT_BYTES and (more := self._read(session, pipe)):
                     pieces += more
                     size += len(more[0].data)
                 self._close(session, pipe)
-            self._hang_up(session)
+            self._close_lifeline(session)
         return ended, pieces
 
-    def again(self, session: HostSession) -> HostSession:
-        """Another session to the host of one that has ended, in its place."""
+    def reconnect(self, session: HostSession) -> HostSession:
+        """Replace a session that has ended by a new one to the same host."""
         self.all[session.node] = new = HostSession(session.node, session.command)
-        self._begin(new)
+        self._start(new)
         return new
 
-    def hang_up(self) -> None:
-        """Close all lifelines: the agents end their workers."""
+    def close_lifelines(self) -> None:
+        """Close all lifelines, so that the agents end their workers."""
         for session in self.all:
-            self._hang_up(session)
+            self._close_lifeline(session)
 
     def kill(self) -> None:
-        """End the clients, with their helpers: a client without a network may not end."""
+        """Kill the clients with their helpers. Without a network, a client may not end otherwise."""
         for number, seconds in ((signal.SIGTERM, 0.5), (signal.SIGKILL, math.inf)):
             for session in self.all:
                 session.send_signal(number)
             deadline = time.monotonic() + seconds
             for process in (session.process for session in self.all if session.process is not None):
                 with suppress(subprocess.TimeoutExpired):
-                    left = deadline - time.monotonic()
-                    process.wait(None if left == math.inf else max(0.0, left))
+                    remaining = deadline - time.monotonic()
+                    process.wait(None if remaining == math.inf else max(0.0, remaining))
 
     def close(self) -> None:
         """End all sessions, and close all pipes."""
         self._queue.clear()
-        self.hang_up()
+        self.close_lifelines()
         self.kill()
         for session in self.all:
             for pipe in list(session.pipes):
                 self._close(session, pipe)
 
-    def _breathe(self) -> None:
+    def _send_heartbeats(self) -> None:
         now = time.monotonic()
-        if now < self._breath_seconds + BREATH_SECONDS:
+        if now < self._heartbeat_seconds + HEARTBEAT_SECONDS:
             return
-        self._breath_seconds = now
+        self._heartbeat_seconds = now
         for session in self.all:
-            if session.told and not session.unsent:
-                self.tell(session, b"")
+            if session.has_plan and not session.unsent:
+                self.send_line(session, b"")
 
     def _send(self, session: HostSession) -> None:
         stdin = session.stdin
@@ -242,7 +229,7 @@ class Sessions:
             session.unsent = session.unsent[os.write(stdin.fileno(), session.unsent) :]
         except BlockingIOError:
             return
-        except OSError:  # it is ending; its exit code says why
+        except OSError:  # the client is ending; its exit code has the reason
             session.unsent = b""
 
     def _read(self, session: HostSession, pipe: IO[bytes]) -> list[Output]:
@@ -257,17 +244,17 @@ class Sessions:
             return []
         session.answered = session.answered or session.pipes[pipe] == 1
         if session.pipes[pipe] == 2:
-            session.words = (session.words + data)[-KEPT_WORDS_BYTES:]
+            session.stderr = (session.stderr + data)[-KEPT_STDERR_BYTES:]
         return [Output(session, session.pipes[pipe], data)]
 
     def _close(self, session: HostSession, pipe: IO[bytes]) -> None:
         if session.pipes.pop(pipe, None) is None:
-            return  # it was read to its end
+            return  # already closed
         if self._pipes.pop(pipe.fileno(), None) is not None:
             self._poll.unregister(pipe)
         pipe.close()
 
-    def _hang_up(self, session: HostSession) -> None:
+    def _close_lifeline(self, session: HostSession) -> None:
         session.unsent = b""
         if session.stdin is not None:
             with suppress(OSError):
@@ -276,69 +263,63 @@ class Sessions:
 
 @contextmanager
 def open_sessions(commands: Sequence[Command], inbox: socket.socket) -> Generator[Sessions]:
-    """Start the sessions, at most FAN_OUT at once; none is left afterwards.
+    """Start the sessions, with at most FAN_OUT concurrent logins. All sessions end with the context.
 
     Raises:
-        UsageError: when the program is missing.
+        UsageError: the program does not exist.
     """
-    allow_files(FILES + FILES_OF_ONE * len(commands))
-    every = Sessions(commands, inbox)
+    allow_files(FILES + FILES_PER_SESSION * len(commands))
+    sessions = Sessions(commands, inbox)
     try:
-        every.start_more()
-        yield every
+        sessions.start_more()
+        yield sessions
     finally:
-        every.close()
+        sessions.close()
 
 
 # ---- their agents, or why there are none ----
 
-FIRST_WORD_SECONDS = 12.0  # ssh itself gives up after 10 s where nothing answers, and says why
-NEXT_WORD_SECONDS = 30.0
-MAX_GREETING_BYTES = 1 << 16  # of a login profile that writes to stdout, and of the announcement
+FIRST_MESSAGE_SECONDS = 12.0  # ssh itself gives up after 10 s without an answer, and prints the reason
+NEXT_MESSAGE_SECONDS = 30.0
+MAX_GREETING_BYTES = 1 << 16  # of the output of a login profile and of the announcement
 MAX_QUOTE_CHARS = 80
-SSH_FAILED = 255  # of ssh's own failures; else its exit code is that of the remote command
+SSH_FAILED = 255  # exit code of ssh's failures; other codes are those of the remote command
 MAX_REASON_CHARS = 200
 
-# What ssh prints -> what is true, and what to do; {ssh} is the user's ssh command with the host, {host} its name.
-# The first that is found counts.
-_SSH_WORDS = (
+# Output of ssh -> cause and remedy. {ssh} is the user's ssh command with the host, {host} the name of the host. The
+# first match counts.
+_SSH_ERRORS = (
     (
         r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key for \S+ has changed",
-        "its host key is not the one that is known. Another machine may answer in its place: ask its administrator for "
-        "the key's fingerprint. If the machine was reinstalled, `ssh-keygen -R {host}`, then log in once: `{ssh}`",
+        "its host key has changed. Another machine may answer in its place: ask its administrator for the key's "
+        "fingerprint. If the machine was reinstalled, run `ssh-keygen -R {host}`, then log in once: `{ssh}`",
     ),
     (
         r"Host key verification failed|No \S+ host key is known",
-        "its host key is not known here yet. Log in once and compare the fingerprint: `{ssh}`; for many hosts, "
-        "`ssh-keyscan {host}` prints what belongs into known_hosts",
+        "its host key is not known on this machine yet. Log in once and compare the fingerprint: `{ssh}`. For many "
+        "hosts, `ssh-keyscan {host}` prints the lines for known_hosts",
     ),
     (
         r"Permission denied|Too many authentication failures|Authentication failed",
-        "it wants a password or a key that is not there, and nobody can be asked. `{ssh} true` must work without a "
-        "question: `ssh-copy-id` brings your key to it, `ssh-add` opens one that has a passphrase",
+        "it requires a password or a missing key, and paceline cannot answer prompts. `{ssh} true` must work without a "
+        "prompt: `ssh-copy-id` installs your key there, `ssh-add` unlocks a key that has a passphrase",
     ),
     (
         r"Could not resolve hostname",
-        "no machine of that name is known. Is it spelt right, and is it in /etc/hosts, DNS or your ssh configuration?",
+        "its name cannot be resolved. Check the spelling, /etc/hosts, DNS and your ssh configuration",
     ),
-    (
-        r"Connection refused",
-        "nothing listens at its ssh port. Is sshd running there, and is it another port (name:port)?",
-    ),
+    (r"Connection refused", "nothing listens at its ssh port. Check that sshd runs there, and its port (name:port)"),
     (
         r"No route to host|Network is unreachable",
-        "there is no way to it: it is off, not in this network, or a firewall rejects the connection",
+        "there is no route to it: it is off, in a different network, or a firewall rejects the connection",
     ),
-    (
-        r"timed out|Timeout",
-        "it does not answer: it is off, or a firewall drops the connection",
-    ),
+    (r"timed out|Timeout", "it does not answer: it is off, or a firewall drops the connection"),
     (
         r"Connection (closed|reset)|kex_exchange_identification|Connection aborted",
-        "its sshd has ended the connection. It may allow only certain users or machines, or fewer logins at once "
-        "(MaxStartups); its log says which",
+        "its sshd closed the connection. It may restrict users, machines or the number of concurrent logins "
+        "(MaxStartups); the reason is in its log",
     ),
-    (r"Bad configuration option|Bad owner or permissions|unknown option|usage: ssh", "ssh does not take its settings"),
+    (r"Bad configuration option|Bad owner or permissions|unknown option|usage: ssh", "ssh rejects its settings"),
 )
 _LOST = re.compile(
     r"(Timeout, server .*|.*Connection to .* (?:closed|timed out).*|.*client_loop: .*|.*Connection reset.*|"
@@ -346,66 +327,70 @@ _LOST = re.compile(
 )
 
 
-def await_agents(every: Sessions, *, seconds: float) -> list[Facts] | signal.Signals:
-    """Wait until the agents of all hosts have announced themselves, and say who is missing; `seconds` at most.
+def await_agents(sessions: Sessions, *, seconds: float) -> list[Facts] | signal.Signals:
+    """Wait until the agents of all hosts have announced themselves, at most `seconds`. Report missing ones meanwhile.
 
     Returns:
-        What each says of its host, in the order of the hosts; or the stop signal that came first.
+        The facts of each host, in the order of the hosts; or a stop signal, if one came first.
+
+    Raises:
+        UsageError: some hosts cannot be used; lists them with the reasons.
     """
-    begun = time.monotonic()
-    deadline, next_word = begun + seconds, begun + FIRST_WORD_SECONDS
-    heard = {session.node: b"" for session in every.all}
-    found: dict[int, Facts | str] = {}  # or why there are none
-    while len(found) < len(every.all) and (left := deadline - time.monotonic()) > 0:
-        pieces, signals = every.wait(max(0.0, min(left, next_word - time.monotonic())))
+    start = time.monotonic()
+    deadline, next_message = start + seconds, start + FIRST_MESSAGE_SECONDS
+    received = {session.node: b"" for session in sessions.all}
+    answers: dict[int, Facts | str] = {}  # the facts, or why there are none
+    while len(answers) < len(sessions.all) and (remaining := deadline - time.monotonic()) > 0:
+        pieces, signals = sessions.wait(max(0.0, min(remaining, next_message - time.monotonic())))
         if signals:
             return signals[0]
-        if time.monotonic() >= next_word:
-            next_word += NEXT_WORD_SECONDS
-            silent = first_few([session.name for session in every.all if session.node not in found], MAX_NAMES)
-            say(f"after {time.monotonic() - begun:.0f} s no agent has answered on {silent}: a slow disk?")
-        ended, last_words = every.reap()
-        for piece in (*pieces, *last_words):
+        if time.monotonic() >= next_message:
+            next_message += NEXT_MESSAGE_SECONDS
+            silent = first_few([session.name for session in sessions.all if session.node not in answers], MAX_NAMES)
+            say(f"no answer from the agent on {silent} after {time.monotonic() - start:.0f} s: a slow disk?")
+        ended, last_pieces = sessions.reap()
+        for piece in (*pieces, *last_pieces):
             node = piece.session.node
-            if piece.descriptor == 1 and node not in found:
-                heard[node] += piece.data
-                if (told := announced(piece.session.name, heard[node])) is not None:
-                    found[node] = told
+            if piece.descriptor == 1 and node not in answers:
+                received[node] += piece.data
+                if (answer := parse_announcement(piece.session.name, received[node])) is not None:
+                    answers[node] = answer
         for session in ended:
-            if not isinstance(found.get(session.node), str):  # also where it has announced itself, and ended
-                found[session.node] = why_no_agent(session.command.argv, session.code, session.words)
-    for session in every.all:
-        if session.node not in found:
-            found[session.node] = why_no_agent(session.command.argv, None, session.words)
-    if wrong := {node: why for node, why in found.items() if isinstance(why, str)}:
-        told = [f"{session.name}: {wrong[session.node]}" for session in every.all if session.node in wrong]
-        raise UsageError(code="hosts-unusable", count=len(wrong), hosts=len(every.all), reasons="\n  ".join(told))
-    return [facts for session in every.all if not isinstance(facts := found[session.node], str)]
+            if not isinstance(answers.get(session.node), str):  # also if the agent ended after its announcement
+                answers[session.node] = why_no_agent(session.command.argv, session.code, session.stderr)
+    for session in sessions.all:
+        if session.node not in answers:
+            answers[session.node] = why_no_agent(session.command.argv, None, session.stderr)
+    if reasons := {node: why for node, why in answers.items() if isinstance(why, str)}:
+        lines = [f"{session.name}: {reasons[session.node]}" for session in sessions.all if session.node in reasons]
+        raise UsageError(code="hosts-unusable", count=len(reasons), hosts=len(sessions.all), reasons="\n  ".join(lines))
+    return [facts for session in sessions.all if not isinstance(facts := answers[session.node], str)]
 
 
-def announced(name: str, heard: bytes) -> Facts | str | None:
-    """The agent's facts in what the host of this `name` has written; why they never will be there; None: not yet.
+def parse_announcement(name: str, received: bytes) -> Facts | str | None:
+    """The announcement of an agent in the output of the host `name`. Output of a login profile may precede it.
 
-    A login profile's words may come before.
+    Returns:
+        The facts; a text, if the announcement can never come; None, if it has not come yet.
     """
-    *lines, _ = heard.split(b"\n")
+    *lines, _ = received.split(b"\n")
     for number, line in enumerate(lines):
         if not line.startswith(b"{") or b'"host"' not in line:
             continue
         try:
             facts = msgspec.json.decode(line, type=Facts)
         except msgspec.MsgspecError as error:
-            return f"its agent speaks otherwise than ours ({error}). Install the same version of paceline"
+            return f"its agent uses a different protocol ({error}). Install the same version of paceline"
         if number:
             say(
-                f"{name}: its login profile writes to stdout ({_quote(lines[0])}), which was skipped; it "
-                "should only do so in interactive shells"
+                f"{name}: its login profile writes to stdout ({_quote(lines[0])}). paceline ignores this output; the "
+                "profile should write only in interactive shells"
             )
         return facts
-    if len(heard) > MAX_GREETING_BYTES:
+    if len(received) > MAX_GREETING_BYTES:
         return (
             f"its login profile has written more than {MAX_GREETING_BYTES} bytes to stdout "
-            f"({_quote(heard)}...); it should be silent in shells that are not interactive"
+            f"({_quote(received)}...). It should write nothing in non-interactive shells"
         )
     return None
 
@@ -414,50 +399,52 @@ def _quote(line: bytes) -> str:
     return repr(cleaned(line)[:MAX_QUOTE_CHARS])
 
 
-def why_no_agent(argv: Sequence[str], code: int | None, words: bytes) -> str:
-    """Why a session has not brought an agent, and what to do, by its stderr.
+def why_no_agent(argv: Sequence[str], code: int | None, stderr: bytes) -> str:
+    """Why a session has no agent, and the remedy.
 
-    `argv` is the user's ssh command, our options from `-T` on, `--`, the host, a command; `code` its exit code, None
-    when it still ran at the end of our patience.
+    Args:
+        argv: the user's ssh command, our options from `-T` on, `--`, the host, a command.
+        code: the exit code of the session; None if it still ran at the timeout.
+        stderr: the output of the session.
     """
-    text = "\n".join(cleaned(line) for line in words.split(b"\n"))
-    said = [line.strip() for line in text.split("\n") if line.strip()]
-    quote = f" ({said[-1][:MAX_REASON_CHARS]})" if said else ""
+    text = "\n".join(cleaned(line) for line in stderr.split(b"\n"))
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    quote = f" ({lines[-1][:MAX_REASON_CHARS]})" if lines else ""
     if code is None:
         return (
-            f"no agent has answered in time{quote}. Does `{_by_hand(argv)} true` end at once? Its login profile may "
-            "wait for something, or its disk be slow"
+            f"no agent has answered in time{quote}. Check that `{_test_command(argv)} true` ends immediately: its "
+            "login profile may wait for input, or its disk may be slow"
         )
     if code == SSH_FAILED:
-        for pattern, sentence in _SSH_WORDS:
-            if found := re.search(f".*(?:{pattern}).*", text):
-                told = sentence.format(ssh=_by_hand(argv), host=argv[-2] if len(argv) > 1 else "")
-                return f"{told} (ssh: {found[0].strip().removeprefix('ssh: ')[:MAX_REASON_CHARS]})"
-        return f"ssh has failed{quote or ' without a word'}. Try `{_by_hand(argv)} true`"
+        for pattern, sentence in _SSH_ERRORS:
+            if match := re.search(f".*(?:{pattern}).*", text):
+                cause = sentence.format(ssh=_test_command(argv), host=argv[-2] if len(argv) > 1 else "")
+                return f"{cause} (ssh: {match[0].strip().removeprefix('ssh: ')[:MAX_REASON_CHARS]})"
+        return f"ssh has failed{quote or ' without a message'}. Try `{_test_command(argv)} true`"
     python = next(iter(shlex.split(argv[-1].removeprefix("exec "))), "python")
     if "No module named" in text and "paceline" in text:
         return (
-            f"paceline is not installed for {python} there{quote}. Install the same version, or name a Python that has "
-            "it (--python)"
+            f"paceline is not installed for {python} there{quote}. Install the same version, or specify a Python that "
+            "has it (--python)"
         )
     if code in (126, 127) or "not found" in text or "No such file" in text:
-        return f"there is no Python at {python}{quote}. Name the one on the hosts with --python"
-    return f"the agent has ended with exit code {code} before it could answer{quote}"
+        return f"there is no Python at {python}{quote}. Specify the one on the hosts with --python"
+    return f"the agent ended with exit code {code} before it answered{quote}"
 
 
-def why_lost(code: int, words: bytes) -> str:
+def why_lost(code: int, stderr: bytes) -> str:
     """Why a session with an agent is lost."""
     if code < 0:
-        return f"the ssh client here was killed by signal {-code}"
-    found = _LOST.findall("\n".join(cleaned(line) for line in words.split(b"\n")))
-    if not found:
-        return "ssh has said nothing; was it ended there?"
-    return f"ssh: {found[-1].strip().removeprefix('ssh: ')[:MAX_REASON_CHARS]}"
+        return f"the ssh client on this machine was killed by signal {-code}"
+    messages = _LOST.findall("\n".join(cleaned(line) for line in stderr.split(b"\n")))
+    if not messages:
+        return "ssh has printed no reason; its session may have been killed on the host"
+    return f"ssh: {messages[-1].strip().removeprefix('ssh: ')[:MAX_REASON_CHARS]}"
 
 
-def _by_hand(argv: Sequence[str]) -> str:
-    """A command to try the same connection."""
-    own = argv[: argv.index("-T")] if "-T" in argv else argv[:1]
-    port = argv[argv.index("-p", len(own)) :][:2] if "-p" in argv[len(own) :] else ()
+def _test_command(argv: Sequence[str]) -> str:
+    """A command for the user to test the connection."""
+    client = argv[: argv.index("-T")] if "-T" in argv else argv[:1]
+    port = argv[argv.index("-p", len(client)) :][:2] if "-p" in argv[len(client) :] else ()
     host = argv[-2:-1] if "--" in argv else ()
-    return shlex.join([*own, *port, *host])
+    return shlex.join([*client, *port, *host])
