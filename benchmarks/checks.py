@@ -28,9 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.sessions.loop import Loop
+from paceline.sessions.loop import SessionLoop
 from paceline.sessions.prepared import PreparedModel
-from paceline.sessions.registered import Registered
+from paceline.sessions.registered import RegisteredObjects
 from paceline.stepping.step import Step
 
 STEPS, WARM_UP, COUNTED, BATCH = 2000, 300, 20, 32
@@ -51,14 +51,14 @@ class Counted(TorchDispatchMode):
 
 
 CHECKS: list[tuple[type, str, Callable[..., Any]]] = [
-    (Loop, "_compare_place", _nothing),
-    (Loop, "_check_optimizer", _nothing),
+    (SessionLoop, "_compare_place", _nothing),
+    (SessionLoop, "_check_optimizer", _nothing),
     (PreparedModel, "check_between", _nothing),
     (PreparedModel, "_check_received", _nothing),
     (PreparedModel, "_check_assigned", _nothing),
     (PreparedModel, "_note_left", _nothing),
-    (Loop, "_check_periodically", _nothing),
-    (Registered, "step_ended", lambda _: False),
+    (SessionLoop, "_check_periodically", _nothing),
+    (RegisteredObjects, "step_ended", lambda _: False),
     (PreparedModel, "before_update", _nothing),
     (PreparedModel, "stepped", _nothing),
     (PreparedModel, "hide_hooks", lambda *_, **__: []),

@@ -14,7 +14,7 @@ from paceline.cli.hang import _newest_verdict
 from paceline.cli.run_state import attempts, home, run_state
 from paceline.errors import ExitCode
 from paceline.report.outcome import failures
-from paceline.report.page import repeat
+from paceline.report.page import repeat_command
 from paceline.report.run import whole_run
 from paceline.runs.attempt import Ended, write_ended
 from paceline.runs.folder import LAUNCHED, create_attempt_dir, launched_attempt
@@ -93,7 +93,7 @@ def test_its_settings_are_those_of_the_loop_only(failed: tuple[Path, str]) -> No
     assert found.pop("guard") == {"not_finite": "stop"}
     assert {*found.pop("launch")} == {"device", "backend", "timeout"}
     assert found == {"task": "mine.py", "strategy": "bucketed"}
-    assert "paceline train" not in repeat(whole_run(failed[0] / "own"))
+    assert "paceline train" not in repeat_command(whole_run(failed[0] / "own"))
 
 
 @pytest.mark.ranks

@@ -10,7 +10,7 @@ import pytest
 from tests.run_script import run_script
 
 from paceline.cli.run_state import run_state
-from paceline.report.page import results
+from paceline.report.page import results_table
 from paceline.report.run import whole_run
 from paceline.runs.events import Counted, Step, event_files, read_events
 
@@ -86,7 +86,7 @@ def check_readers(folder: Path, found: dict[str, Any], ranks: int) -> None:
     assert (state.mfu, state.goodput, state.tokens_per_second) == tuple(
         found[name] for name in ("mfu", "goodput", "tokens_per_second")
     )
-    rows = dict(row[:2] for row in results([whole_run(folder / "run")]).rows)
+    rows = dict(row[:2] for row in results_table([whole_run(folder / "run")]).rows)
     assert {"MFU", "FLOP/s", "goodput", "tokens/s"} <= rows.keys()
 
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.shards import ShardedParameter, ShardedSource, sharded_as, whole
+from paceline.checkpoint.shards import ShardedParameter, ShardedSource, full_state, sharded_as
 from paceline.checkpoint.state import Source, TensorShard
-from paceline.collectives.control import Pending, sum_over_ranks
+from paceline.collectives.control import Deferred, sum_over_ranks
 from paceline.rank.world import World
 
 
@@ -60,11 +60,11 @@ class ModelParallel:
                 shards.append(replace(tensor, replicated=False, spare=is_spare or self._copy > 0))
         return shards
 
-    def norm(self, gradients: Iterable[TensorShard]) -> Pending[float]:
+    def norm(self, gradients: Iterable[TensorShard]) -> Deferred[float]:
         """The norm of the whole model's gradients (a collective)."""
         return global_norm(gradients, self._world)
 
-    def after_reduction(self, finite: bool | Pending[bool] | None) -> bool | Pending[bool] | None:
+    def after_reduction(self, finite: bool | Deferred[bool] | None) -> bool | Deferred[bool] | None:
         """Called after the reduction of this part's gradients. `finite`: whether they are finite, if known."""
         return finite
 
@@ -76,7 +76,7 @@ class ModelParallel:
         held = [
             shard for shard in self.as_shards_of_whole(state()) if shard.name.removeprefix("model/") in self._shards
         ]
-        full_tensors = {name.removeprefix("model/"): tensor for name, tensor in whole(held, self._world).items()}
+        full_tensors = {name.removeprefix("model/"): tensor for name, tensor in full_state(held, self._world).items()}
         first = {id(p): name for name, p in self._model.named_parameters()}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):  # tied ones have several names
             if first[id(parameter)] in full_tensors:
@@ -88,10 +88,10 @@ class ModelParallel:
         return ShardedSource(source, self._shards)
 
 
-def global_norm(gradients: Iterable[TensorShard], world: World) -> Pending[float]:
+def global_norm(gradients: Iterable[TensorShard], world: World) -> Deferred[float]:
     """The norm of the gradients of all ranks, with each element counted once (a collective)."""
     total = torch.zeros(1, dtype=torch.float64, device=world.device)
     for held in gradients:
         if not (held.spare or (held.replicated and world.rank > 0)):
             total += held.tensor.double().square().sum()
-    return Pending(sum_over_ranks(total, "norm of the gradients", world.group), lambda squares: math.sqrt(squares[0]))
+    return Deferred(sum_over_ranks(total, "norm of the gradients", world.group), lambda squares: math.sqrt(squares[0]))

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, load_into, whole_parameters
 from paceline.collectives.across import InterHostSum
 from paceline.collectives.buckets import trainable
-from paceline.collectives.communicator import say
+from paceline.collectives.communicator import print_notice
 from paceline.collectives.control import sum_over_ranks
 from paceline.collectives.hosts import Hosts
 from paceline.strategies.optimizer_state import hold_optimizer, load_mean, load_optimizer, mean_message
@@ -141,7 +141,7 @@ class OuterOptimizer:
         if saved is None or int(saved) != self._hosts.count:
             load_mean(source, self.hold_parameters())
             if saved is not None:
-                say(mean_message(int(saved), f"now there are {self._hosts.count}") + _NEW_NODES)
+                print_notice(mean_message(int(saved), f"now there are {self._hosts.count}") + _NEW_NODES)
             self._set_parameters(self._common)
             return
         self._set_parameters(self._common)

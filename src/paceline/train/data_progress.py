@@ -83,7 +83,7 @@ class StreamProgress(DataProgress):
                 for micro_batches in epoch:
                     step += 1
                     pairs = ((batch, *as_pair(batch.inputs)) for batch in micro_batches)
-                    yield [replace(batch, inputs=inputs, targets=targets) for batch, inputs, targets in pairs]
+                    yield [batch._replace(inputs=inputs, targets=targets) for batch, inputs, targets in pairs]
                     if self.is_over(step):
                         return
             where["ended"] = 1  # also if the epoch was already over in the checkpoint

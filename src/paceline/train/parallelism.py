@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline.checkpoint.shards import ShardedParameter
-from paceline.collectives.control import all_gather_object, report_on_one_rank, together
+from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
 from paceline.collectives.replicate import broadcast_module
 from paceline.config.mesh import OF_MODEL
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError, plural
 from paceline.parallel.partition import survey
-from paceline.parallel.pipeline import Schedule, idle
+from paceline.parallel.pipeline import Schedule, idle_fractions
 from paceline.rank.world import World
 from paceline.seeding import random_stream
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.parts import ModelParts
-from paceline.strategies.pipelined import Division, divided, pipelined
+from paceline.strategies.model_parallel import ModelParallel
+from paceline.strategies.pipelined import StagePlan, pipelined, plan_stages
 from paceline.tasks.task import Task, call
 from paceline.train.evaluate import evaluating
 from paceline.train.step import weighted_losses
@@ -50,7 +50,7 @@ class ParallelPlan:
     """How the ranks divide a model: the shards of its parameters, or its pipeline stages."""
 
     shards: Mapping[str, ShardedParameter] = field(default_factory=dict[str, ShardedParameter])
-    division: Division | None = None
+    division: StagePlan | None = None
     schedule: Schedule = "1f1b"
     lines: Sequence[str] = ()
     """Lines for the user, before the first step."""
@@ -67,7 +67,7 @@ class ParallelPlan:
             if world.mesh is None or not world.mesh.shares_model:
                 part.world = world
             else:
-                part.join(ModelParts(model, world, self.shards), world)
+                part.join(ModelParallel(model, world, self.shards), world)
             return part
         replica = pipelined(
             strategy, model, maker, world, self.division, schedule=self.schedule, virtual_ranks=virtual_ranks
@@ -95,13 +95,13 @@ def parallelize_model(
         samples = min(TRIAL_SAMPLES, len(dataset))  # pyright: ignore[reportArgumentType]
         return _shard_layers(task, model, partial(_trial_loss, model, trial), samples, plan, world, config)
     if world.along("context").size > 1:
-        from paceline.parallel.context import share_along_context  # imports DTensor, which takes 0.5 s
+        from paceline.parallel.context import split_along_context  # imports DTensor, which takes 0.5 s
 
-        return ParallelPlan(lines=share_along_context(model, world, partial(_trial_loss, model, trial)))
+        return ParallelPlan(lines=split_along_context(model, world, partial(_trial_loss, model, trial)))
     if (stages := world.along("pipeline").size) > 1:
         names, schedule = [name for name in config.stages_at.split(",") if name], config.schedule
         broadcast_module(model)  # so that the stages of all ranks belong to one model
-        division = divided(lambda: survey(model, *trial()), stages, names, world)
+        division = plan_stages(lambda: survey(model, *trial()), stages, names, world)
         check = partial(_check_loss, _trial_loss(model, trial), trial)
         lines = division_lines(division, schedule, plan, world)
         return ParallelPlan(division=division, schedule=schedule, lines=lines, check=check)
@@ -164,18 +164,20 @@ def _check_loss(expected: float, trial: Trial, replica: Strategy) -> None:
         forward, _, loss = trial()
         run = pipeline.stage.forward(forward)
         pipeline.settle()
-    with together(world):
+    with raise_on_all_ranks(world):
         if pipeline.is_last:
             got = float(loss(run.result))
         if not math.isclose(got, expected, rel_tol=LOSS_TOLERANCE):
             raise UsageError(code="stages-change-loss", stages=pipeline.stages, got=got, expected=expected)
 
 
-def division_lines(division: Division, schedule: Schedule, plan: BatchPlan, world: World) -> list[str]:
+def division_lines(division: StagePlan, schedule: Schedule, plan: BatchPlan, world: World) -> list[str]:
     """Lines that show each stage: its first module, its memory, and its expected idle time."""
     stages = division.stages
     micro_batches = len(ranks_share(plan.virtual_ranks, 0, world.data.size)) * plan.accumulation
-    waits = idle(schedule, [(stage.forward_seconds, stage.backward_seconds) for stage in stages], micro_batches)
+    waits = idle_fractions(
+        schedule, [(stage.forward_seconds, stage.backward_seconds) for stage in stages], micro_batches
+    )
     total = sum(stage.seconds for stage in stages)
     count = plural(micro_batches, "micro-batch", "micro-batches")
     lines = [f"pipeline of {plural(len(stages), 'stage')}, {schedule}, {count}"]

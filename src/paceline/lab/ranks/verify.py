@@ -128,7 +128,7 @@ def _skip_reason(strategy: str, policy: Policy, world: World, optimizer: type[Op
         return "has local batch norm only"
     if info.sharded and optimizer not in ELEMENT_WISE:
         return f"shards parameters, but {optimizer.__name__} may need unsharded ones"
-    if world.mesh is not None and not info.create_mesh_groups:
+    if world.mesh is not None and not info.on_mesh:
         return "does not support parts of a model"
     if info.one_process and world.data.size > 1:
         return "is single-process"

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError
 from paceline.guard.deaths import due_seconds, first_to_fail
-from paceline.guard.sentences import format_ranks
+from paceline.guard.sentences import clause, format_ranks
 from paceline.host.procfs import PROC, processes, read_process
 from paceline.host.sweep import Member
 from paceline.launch.agent.channel import Link, StartOrder, StartReply

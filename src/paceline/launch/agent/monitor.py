@@ -22,6 +22,7 @@ from paceline.guard import detectors
 from paceline.guard.collect import ANSWER_SECONDS
 from paceline.guard.judge import is_deadlocked, judge, judge_samples
 from paceline.guard.report import EXIT_CODES, format_failure, format_verdict, format_warning, summarize, write_verdict
+from paceline.guard.sentences import clause
 from paceline.guard.silent import SilentFaultDetector, calls_of
 from paceline.launch.agent.cluster import Generation
 from paceline.launch.agent.joining import unreachable
