@@ -85,7 +85,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 def train(s: Any, optimizer: Any, backward: Callable[..., Any], loader: Any = None) -> None:
     """A loop with one call of `backward` for each batch."""
-    loader = loader or s.loader(data(), global_batch=GLOBAL)
+    loader = s.loader(data(), global_batch=GLOBAL) if loader is None else loader
     for _ in s.epochs(EPOCHS):
         for batch in loader:
             optimizer.zero_grad()

@@ -62,9 +62,7 @@ class VirtualBuffers:
     """
 
     def __init__(self, model: nn.Module, world: World, virtual_ranks: int) -> None:
-        self._world = world
-        self._virtual_ranks = virtual_ranks
-        self._model = model
+        self._world, self._virtual_ranks, self._model = world, virtual_ranks, model
         self._slots = _slots(model)
         self._names_checked = False
         self._synchronised = {n for n, slots in self._slots.items() if isinstance(slots[0][0], SyncBatchNorm)}
@@ -440,7 +438,9 @@ class VirtualBuffers:
         of_ranks = all_gather_object([assigned, observed_here], self._world)
         for name in sorted({name for digests, _ in of_ranks for name in digests}):
             if len({digests.get(name) for digests, _ in of_ranks}) > 1:
-                raise report_on_one_rank(self._differs_between_ranks(name), self._world)
+                owner, leaf = self._slots[name][0]
+                error = UsageError(code="buffer-set-differently", leaf=leaf, module=_described(self._model, owner))
+                raise report_on_one_rank(error, self._world)
         ranks: list[dict[str, Any]] = [values for _, of_rank in of_ranks for values in of_rank.values()]
         for name in self._open:
             values = [msgspec.convert(of_rank[name], RankValue) for of_rank in ranks]
@@ -553,10 +553,6 @@ class VirtualBuffers:
             virtual_ranks=self._virtual_ranks, owner=type(owner).__name__, fitting=fitting, others=others,
         )  # fmt: skip
 
-    def _differs_between_ranks(self, name: str) -> UsageError:
-        owner, leaf = self._slots[name][0]
-        return UsageError(code="buffer-set-differently", leaf=leaf, module=_described(self._model, owner))
-
     def _note_read(self, names: Iterable[str]) -> None:
         for name in names:
             now = _buffer(*self._slots[name][0])
@@ -575,8 +571,7 @@ class VirtualBuffers:
     def _check_names(self) -> None:
         """After the first forward: raise TrainingError for a buffer that it created, whose values would be lost."""
         self._names_checked = True
-        new = [name for name in _slots(self._model) if name not in self._slots]
-        if new:
+        if new := [name for name in _slots(self._model) if name not in self._slots]:
             raise TrainingError(code="buffer-made-in-first-forward", name=new[0])
 
 

@@ -28,14 +28,7 @@ class ModelParallel:
         shards: Mapping[str, ShardedParameter],
         is_elsewhere: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """Keep the arguments.
-
-        Args:
-            model: this rank's part.
-            world: all ranks, in a mesh.
-            shards: by name, the parameters of which this rank holds a shard only.
-            is_elsewhere: whether a different stage saves the tensor of this name.
-        """
+        """`shards`: the sharded parameters by name. `is_elsewhere`: whether a different stage saves this tensor."""
         assert world.mesh is not None
         self._model, self._world, self._shards, self._is_elsewhere = model, world, shards, is_elsewhere
         self._copy = (
