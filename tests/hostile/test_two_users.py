@@ -245,7 +245,7 @@ def test_another_module_of_the_same_name_is_not_resumed(users: Users, shared: Pa
     home, file = users.victim.home, shared / "canary"
     (home / "minetask.py").write_text((Path(__file__).parents[2] / "examples" / "own_task.py").read_text())
     users.victim.own(home / "minetask.py")
-    words = "train minetask:task --nproc 1 --steps 2 --checkpoint-every 1 --run-dir".split()
+    words = ("train", "minetask:task", "--nproc", "1", "--steps", "2", "--checkpoint-every", "1", "--run-dir")
     done = users.victim.paceline(*words, home / "run")
     assert done.returncode == 0, done.stderr
     (shared / "minetask.py").write_text(payload(file))

@@ -117,7 +117,15 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
 NEVER_BEGAN = [
     [],
     ["config.toml"],
-    "config.toml config.toml.partial environment.json summary.json machine-0.jsonl .lock attempt-1/".split(),
+    [
+        "config.toml",
+        "config.toml.partial",
+        "environment.json",
+        "summary.json",
+        "machine-0.jsonl",
+        ".lock",
+        "attempt-1/",
+    ],
     ["attempt-1/", "attempt-2/", "checkpoints/"],
     ["checkpoints/.fence", "checkpoints/.tmp-3-1-0/"],
 ]
