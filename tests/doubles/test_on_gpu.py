@@ -77,23 +77,8 @@ def test_a_training_is_the_same_on_one_rank_and_two_resumed_on_three_and_with_lo
 
 @pytest.mark.soak
 def test_scale_measures_it_there_where_ranks_share_a_gpu(tmp_path: Path) -> None:
-    how = [
-        "--ranks",
-        "1,2",
-        "--backend",
-        "gloo",
-        "--mode",
-        "weak",
-        "--batch-size",
-        "4",
-        "--steps",
-        "5",
-        "--warmup",
-        "3",
-        "--rounds",
-        "1",
-    ]
-    said = paceline(tmp_path, "scale", "mine.py:task", *how).stdout
+    how = ("--ranks", "1,2", "--backend", "gloo", "--mode", "weak", "--batch-size", "4", "--steps", "5")
+    said = paceline(tmp_path, "scale", "mine.py:task", *how, "--warmup", "3", "--rounds", "1").stdout
     assert gpu.NAME in said and "2 ranks, weak: " in said
 
 

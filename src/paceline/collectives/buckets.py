@@ -165,11 +165,11 @@ def numels_and_dtypes(parameters: Sequence[nn.Parameter]) -> tuple[list[int], li
 
 def agreed_strides(parameters: Sequence[nn.Parameter], ranks: int) -> list[Strides]:
     """The strides of each gradient in a sum: those of its parameter, if dense and equal on all ranks (a collective)."""
-    mine = [p.stride() if _is_dense(p) else () for p in parameters]
-    of_rank = gather_over_torch(mine, ranks)
-    agreed = [own != () and all(other[i] == of_rank[0][i] for other in of_rank) for i, own in enumerate(mine)]
-    plain = [torch.empty(p.shape, device="meta").stride() for p in parameters]
-    return [own if use else other for own, other, use in zip(mine, plain, agreed, strict=True)]
+    strides = [p.stride() if _is_dense(p) else () for p in parameters]
+    of_rank = gather_over_torch(strides, ranks)
+    agreed = [s != () and all(other[i] == of_rank[0][i] for other in of_rank) for i, s in enumerate(strides)]
+    contiguous = [torch.empty(p.shape, device="meta").stride() for p in parameters]
+    return [stride if same else other for stride, other, same in zip(strides, contiguous, agreed, strict=True)]
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -188,9 +188,9 @@ def with_strides(grads: Grads | None, parameters: Sequence[nn.Parameter], stride
         return None
     return [
         grad
-        if grad is None or (grad.stride() == own and grad.dtype == p.dtype)
-        else torch.empty_strided(p.shape, own, dtype=p.dtype, device=grad.device).copy_(grad)
-        for grad, p, own in zip(grads, parameters, strides, strict=True)
+        if grad is None or (grad.stride() == stride and grad.dtype == p.dtype)
+        else torch.empty_strided(p.shape, stride, dtype=p.dtype, device=grad.device).copy_(grad)
+        for grad, p, stride in zip(grads, parameters, strides, strict=True)
     ]
 
 
@@ -203,9 +203,9 @@ def assign_grads(
     parameters: Sequence[nn.Parameter], strides: Sequence[Strides], grads: Grads, sums: Sequence[Tensor | None]
 ) -> None:
     """Set each .grad to the sum: in the memory of `grads`, or in that of `sums` (n,) if this rank had no gradient."""
-    for parameter, own, grad, total in zip(parameters, strides, grads, sums, strict=True):
+    for parameter, stride, grad, total in zip(parameters, strides, grads, sums, strict=True):
         if grad is None and total is not None:
-            grad = total.as_strided(parameter.shape, own)
+            grad = total.as_strided(parameter.shape, stride)
         # torch's fused optimizers read parameter and gradient in memory order: their strides must be equal.
         if grad is not None and grad.stride() != parameter.stride() and _is_dense(parameter):
             grad = torch.empty_like(parameter).copy_(grad)
