@@ -95,12 +95,9 @@ class PacelineError(Exception):
     after: str = ""
 
     def __init__(self, text: str = "", *, code: str = "", **fields: Any) -> None:
-        """Create an error from a code and fields, or from a text.
+        """Takes a code and fields (`value`: the wrong value, `allowed`: the valid choices), or a text.
 
-        Args:
-            text: the message. With a code, a different process has rendered it.
-            code: the key of the message in messages/.
-            fields: values for the message. `value` is the wrong value, `allowed` the valid choices.
+        A text with a code was rendered by another process.
         """
         super().__init__(text or code)
         self.code, self.fields = code, fields

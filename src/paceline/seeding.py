@@ -97,10 +97,7 @@ class Streams:
 
     @contextmanager
     def current(self) -> Generator[None]:
-        """Inside the context, draws continue from the saved states; at its end, the new states are saved.
-
-        The generators then have their previous states again.
-        """
+        """Draws continue from the saved states. At the end, save the new states and restore the previous ones."""
         before = Streams()
         self.put_back()
         try:
@@ -155,9 +152,8 @@ def put_stream_states(state: torch.Tensor, device: torch.device) -> None:
 class _NumpyStream:
     """numpy's global generator, saved and restored in each step.
 
-    numpy's `get_state` and `set_state` take 130 us, because they convert 624 words one by one. This class reads the
-    words in memory instead, and skips both calls if no number was drawn. If numpy has cached a normal number, which is
-    not among the words, it makes both calls.
+    numpy's `get_state` and `set_state` take 130 us, because they convert 624 words one by one. If the words in memory
+    show that no number was drawn, both calls are skipped, unless numpy has cached a normal number.
     """
 
     _BYTES = 4 * 625  # 624 words and a position

@@ -50,7 +50,7 @@ ROWS = {
     "a script's progress": ([stalled(5), stalled(10)], 0, 3, 4),
     "a script that stalls at the same place": ([stalled(5), stalled(5)], 0, 3, "twice: rank 1, exit code 3"),
     "nobody to blame, twice": ([stalled(5, ()), stalled(5, ())], 0, 3, "at the same step twice: exit code 3"),
-    "ranks that call different collectives": ([APART], 0, 3, "different collectives is an error of the program"),
+    "ranks that call different collectives": ([APART], 0, 3, "different collectives"),
     "used up": ([KILLED, later(KILLED)], 0, 1, "1 of 1 restarts are used up"),
     "the same step twice": ([KILLED, KILLED], 0, 3, "the same failure at the same step twice: rank 1, exit code 137"),
     "not even so far": ([KILLED, later(KILLED, -9)], 0, 3, "after step 31"),
