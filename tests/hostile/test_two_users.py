@@ -14,7 +14,7 @@ from tests.hostile.folders import canary, payload, run_folder, write_roster
 from tests.hostile.users import User, Users
 
 from paceline.host.procfs import read_process
-from paceline.rank.called import __file__ as CALLED
+from paceline.rank.function_worker import __file__ as CALLED
 
 LOOKING = (["status"], ["status", "--json"], ["hang"], ["logs", "--follow"], ["checkpoint", "list"], ["ledger"])
 BELONGS = "belongs to user {}, and we are {}"
@@ -245,7 +245,7 @@ def test_another_module_of_the_same_name_is_not_resumed(users: Users, shared: Pa
     home, file = users.victim.home, shared / "canary"
     (home / "minetask.py").write_text((Path(__file__).parents[2] / "examples" / "own_task.py").read_text())
     users.victim.own(home / "minetask.py")
-    words = ("train", "minetask:task", "--nproc", "1", "--steps", "2", "--checkpoint-every", "1", "--run-dir")
+    words = ["train", "minetask:task", "--nproc", "1", "--steps", "2", "--checkpoint-every", "1", "--run-dir"]
     done = users.victim.paceline(*words, home / "run")
     assert done.returncode == 0, done.stderr
     (shared / "minetask.py").write_text(payload(file))
@@ -290,7 +290,7 @@ def test_a_module_beside_the_task_that_is_not_imported_is_told(users: Users) -> 
     users.victim.own(*home.iterdir())
     done = users.victim.paceline("train", "mine.py:task", "--nproc", "1", "--steps", "1", "--run-dir", "run")
     assert done.returncode == 0 and not file.exists()
-    assert "json.py" in done.stderr and "numpy.py" in done.stderr
+    assert f"json.py, numpy.py in {home}" in done.stderr
     done = users.victim.paceline("train", "json.py:task", "--nproc", "1", "--steps", "1", "--run-dir", "other")
     assert done.returncode == 2 and "[task-file-shadowed]" in done.stderr
 
