@@ -16,7 +16,10 @@ from paceline.config.strategies import DEFAULT, DEFAULT_ALONE, STRATEGY_INFO
 
 ROOT = Path(__file__).parents[2]
 STRATEGIES = ROOT / "src" / "paceline" / "strategies"
-SHARED = {"__init__", "base", "buffers", "held", "outer", "parts", "pipelined", "refusals", "slow"}  # no strategies
+SHARED = {  # modules that are not strategies
+    "__init__", "base", "buffers", "inter_node", "model_parallel", "optimizer_state", "outer_optimizer", "pipelined",
+    "validation",
+}  # fmt: skip
 TASK = f"{ROOT / 'tests' / 'lab' / 'ranks' / 'tasks_under_test.py'}:dropout"
 LISTS = {  # where a page lists the strategies, and what its words are there
     "CHANGELOG.md": (r"^- Strategies (.*?) compute the gradient", r"`(\w+)`"),
