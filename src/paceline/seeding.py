@@ -195,7 +195,6 @@ class _NumpyStream:
             self._saved = b"", None  # the same words may have a cached number now
 
     def _words(self, numpy_random: Any) -> bytes:
-        """The words and the number of used words; empty if the generator is not numpy's default one."""
         generator = numpy_random.get_bit_generator()
         if generator is not self._generator:
             self._generator = generator

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.collectives.one_backward import one_backward
 from torch import Tensor, nn
 
 from paceline.collectives.buckets import BUCKET_BYTES, buckets_of, trainable
@@ -68,7 +69,7 @@ def by_leaf(sums: Reducer, model: nn.Module, share: range, left_out: int | None)
     model.zero_grad(set_to_none=True)
     for leaf in share:
         for part in range(2):  # two micro-batches
-            with sums.leaf(leaf, is_last=leaf == share[-1] and part == 1, counted=leaf != left_out):
+            with one_backward(sums, leaf, is_last=leaf == share[-1] and part == 1, counted=leaf != left_out):
                 model(leaf + 100 * part).backward()
     sums.finish(torch.tensor(17.0, dtype=torch.float64))
     return grads(model)

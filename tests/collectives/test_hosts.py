@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.collectives.odd_model import Odd, by_leaf, grads, over_torch
+from tests.collectives.one_backward import one_backward
 from tests.run_ranks import run_ranks
 from torch import nn
 
@@ -136,7 +137,7 @@ def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, lis
         for _ in range(2):
             model.zero_grad(set_to_none=True)
             for part in range(2):
-                with sums.leaf(rank, is_last=part == 1):
+                with one_backward(sums, rank, is_last=part == 1):
                     model(rank + 100 * part).backward()
             sums.finish(3.0)
             assert grads(model) == grads(in_order(Odd(), place.count, size))
@@ -207,7 +208,7 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
         assert isinstance(sums._transport, HierarchicalTransport)
         model.zero_grad(set_to_none=True)
         counted = Traffic(Guard.of_process().box, world, None)
-        with sums.leaf(rank, is_last=True):
+        with one_backward(sums, rank, is_last=True):
             (model.weight.sum() + model.bias.sum()).mul(rank + 1).backward()
         sums.finish(2.0)
         sent.append(counted.sent())
@@ -232,7 +233,7 @@ def again(rank: int, world_size: int, folder: Path) -> list[float]:
     for attempt in range(2):
         model.zero_grad(set_to_none=True)
         try:
-            with sums.leaf(rank, is_last=True):
+            with one_backward(sums, rank, is_last=True):
                 (model.bias.sum() * (rank + 1)).backward()  # the first bucket
                 if attempt == 0 and rank % 2 == 0:
                     raise ValueError("the user's own")

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.collectives.odd_model import counted_exchanges, over_torch
+from tests.collectives.one_backward import one_backward
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
@@ -110,7 +111,7 @@ def buckets(rank: int, world_size: int) -> None:
         for salt, (divisor, number) in enumerate(DIVISORS):
             model.zero_grad()
             # Ranks use the weights in opposite orders, so their hooks fire in opposite orders.
-            with reducer.leaf(rank, is_last=True):
+            with one_backward(reducer, rank, is_last=True):
                 model.loss(values_of(rank, salt), used_on(rank), -1 if rank == 1 else 1).backward()
             reducer.finish(divisor)
             assert_sums(model, number, world_size, salt)
@@ -127,18 +128,18 @@ def accumulation(rank: int, world_size: int) -> None:
         model.zero_grad()
         with counted_exchanges() as sizes:
             for salt in (0, 1):
-                with reducer.leaf(rank, is_last=False):
+                with one_backward(reducer, rank, is_last=False):
                     model.loss(values_of(rank, salt), used_on(rank)).backward()
             assert sizes == []
-            with reducer.leaf(rank, is_last=True):
+            with one_backward(reducer, rank, is_last=True):
                 model.loss(values_of(rank, 2), used_on(rank)).backward()
             reducer.finish(3)
         assert_sums(model, 3.0, world_size, 0, 1, 2)
         # Used in an earlier micro-batch only, on any rank: what is in .grad still counts.
         model.zero_grad()
-        with reducer.leaf(rank, is_last=False):
+        with one_backward(reducer, rank, is_last=False):
             model.loss(values_of(rank, 0), used_on(rank)).backward()
-        with reducer.leaf(rank, is_last=True):
+        with one_backward(reducer, rank, is_last=True):
             model.loss(values_of(rank, 0), used_on(rank)[-1:]).backward()
         reducer.finish(1)
         for index in range(6):  # the last weight alone was used twice
@@ -155,7 +156,7 @@ def overlap(rank: int, world_size: int) -> None:
     during: list[int] = []
     with counted_exchanges() as sizes:
         layers[0].weight.register_hook(lambda _: during.append(len(sizes)))
-        with reducer.leaf(rank, is_last=True):
+        with one_backward(reducer, rank, is_last=True):
             layers(torch.ones(2, 8)).sum().backward()
         assert during == [1]  # when the first layer's gradient came, the last two layers' were on their way
         reducer.finish(1)
@@ -181,7 +182,7 @@ def errors(rank: int, world_size: int) -> None:
     data = torch.full((1, 3), float(rank + 1), dtype=torch.float64)
 
     def backward(*, is_last: bool = True) -> None:
-        with reducer.leaf(rank, is_last=is_last):
+        with one_backward(reducer, rank, is_last=is_last):
             layers(data).sum().backward()
 
     def step() -> None:
@@ -191,7 +192,7 @@ def errors(rank: int, world_size: int) -> None:
         assert torch.equal(layers[0].weight.grad, torch.full((3, 3), 6.0).double())
 
     def fail() -> None:
-        with pytest.raises(ArithmeticError, match="planted"), reducer.leaf(rank, is_last=True):
+        with pytest.raises(ArithmeticError, match="planted"), one_backward(reducer, rank, is_last=True):
             layers[2](layers[1](Broken.apply(layers[0](data)))).sum().backward()
         reducer.reset()
 
@@ -211,7 +212,7 @@ def errors(rank: int, world_size: int) -> None:
         reducer.reset()
     step()
     layers.zero_grad()
-    with pytest.raises(KeyError), reducer.leaf(rank, is_last=False):
+    with pytest.raises(KeyError), one_backward(reducer, rank, is_last=False):
         raise KeyError
     with counted_exchanges() as sizes:
         backward()
@@ -224,7 +225,7 @@ def small_types(rank: int, world_size: int) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         model = nn.ParameterList([torch.ones(3, dtype=dtype)])
         reducer = over_ranks(model, rank, world_size)
-        with reducer.leaf(rank, is_last=True):
+        with one_backward(reducer, rank, is_last=True):
             (model[0] * 700.0).sum().backward()
         reducer.finish(tokens)
         torch.testing.assert_close(model[0].grad, torch.full((3,), 700.0 * 3 / 70_000).to(dtype), rtol=0.01, atol=0)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.collectives.one_backward import one_backward
 from tests.collectives.test_tree import SIZES, Mixed, Reduced, same_bits
 from tests.run_ranks import run_ranks
 from tests.worlds import worlds
@@ -232,7 +233,7 @@ def memory(rank: int, world_size: int) -> None:
     for layer in layers:
         layer.weight.register_post_accumulate_grad_hook(look)  # after the reducer's own
     for _ in range(2):
-        with reducer.leaf(rank, is_last=True):
+        with one_backward(reducer, rank, is_last=True):
             layers(torch.ones(1, WIDTH)).sum().backward()
         whole, share, little = LAYERS * one, LAYERS * one // world_size, 40 * WIDTH * 4 * LAYERS // 8
         on_their_way = (MAX_PENDING_BUCKETS + 2) * 2 * one  # sent and received

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.collectives.odd_model import Odd, by_leaf, grads, over_torch
+from tests.collectives.one_backward import one_backward
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
@@ -44,7 +45,7 @@ def compare(rank: int, world_size: int, leaves: list[int]) -> int:
         assert isinstance(several[0]._transport, MemoryTransport)
         for model, sums in zip(models, several, strict=True):
             for part in range(2):
-                with sums.leaf(rank, is_last=part == 1):
+                with one_backward(sums, rank, is_last=part == 1):
                     model(rank + 5 * part).backward()
             sums.finish(torch.tensor(3.0))
         assert grads(models[0]) == grads(models[1])
@@ -91,7 +92,7 @@ def goes_on(rank: int, world_size: int) -> Tensor | None:
     for attempt in range(2):
         try:
             for leaf in range(*partition.ranges[rank]):
-                with sums.leaf(leaf, is_last=leaf % 2 == 1):
+                with one_backward(sums, leaf, is_last=leaf % 2 == 1):
                     (model.weight.sum() * (leaf + 1)).backward()
                     if attempt == 0 and leaf % 2 == 1:
                         raise ValueError("the user's own")

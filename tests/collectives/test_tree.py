@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.collectives.odd_model import counted_exchanges, over_torch
+from tests.collectives.one_backward import one_backward
 from tests.run_ranks import run_ranks
 from tests.worlds import worlds
 from torch import Tensor, nn
@@ -250,12 +251,12 @@ def take_step(model: Mixed, reducer: Reducer, partition: LeafPartition, salt: in
     share = range(*partition.ranges[partition.rank])
     mine = [v for v in share if v not in empty(partition.leaves, salt)]
     for v in mine:
-        with reducer.leaf(v, is_last=False):
+        with one_backward(reducer, v, is_last=False):
             model.backward(values_of(v, salt), order)
-        with reducer.leaf(v, is_last=v == mine[-1]):
+        with one_backward(reducer, v, is_last=v == mine[-1]):
             model.backward(values_of(v, salt + 500), order)
     if not mine:
-        with reducer.leaf(share[0], is_last=True, counted=False):
+        with one_backward(reducer, share[0], is_last=True, counted=False):
             model.backward([torch.full_like(w, math.inf) for w in model.weights], order)
 
 
@@ -308,7 +309,7 @@ def overlap(rank: int, world_size: int) -> None:
     with counted_exchanges() as started:
         hook = first.weight.register_hook(look)
         for v in share:
-            with reducer.leaf(v, is_last=v == share[-1]):
+            with one_backward(reducer, v, is_last=v == share[-1]):
                 layers(torch.ones(2, 8)).sum().backward()
         assert during == [0] * (len(share) - 1) + [1]  # the last two layers' left before the first had its gradient
         hook.remove()

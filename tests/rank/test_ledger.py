@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.collectives.odd_model import over_torch
+from tests.collectives.one_backward import one_backward
 from tests.rank.guard_ranks import calls
 from tests.run_ranks import run_ranks
 from torch import nn
@@ -176,7 +177,7 @@ def names(rank: int, world_size: int) -> dict[str, list[str]]:
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     reducer = over_torch(model, LeafPartition([(0, 1), (1, 2)], rank), bucket_bytes=50, in_order=False)
-    with reducer.leaf(rank, is_last=True):
+    with one_backward(reducer, rank, is_last=True):
         model(torch.ones(1, 4)).sum().backward()
     reducer.finish(2.0)
     found["reducer"] = taken()
@@ -184,7 +185,7 @@ def names(rank: int, world_size: int) -> dict[str, list[str]]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     tree = over_torch(model, LeafPartition(owned, rank))
     for leaf in range(*owned[rank]):
-        with tree.leaf(leaf, is_last=leaf in (2, 3)):
+        with one_backward(tree, leaf, is_last=leaf in (2, 3)):
             model(torch.ones(1, 4)).sum().backward()
     tree.finish(4.0)
     found["tree"] = taken()

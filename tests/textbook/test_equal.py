@@ -19,6 +19,7 @@ from sampler import dealt
 from scatter import sum_of_share
 from tensor import SharedMLP
 from tests.collectives.odd_model import over_torch
+from tests.collectives.one_backward import one_backward
 from tests.collectives.test_reducer import DIVISORS, Mixed, assert_sums, used_on, values_of
 from tests.collectives.test_tree import bits, cuts
 from tests.run_ranks import run_ranks
@@ -134,7 +135,7 @@ def overlapping(rank: int, size: int) -> None:
             model.zero_grad()
         loss(mine[:3], rank + 10 * step).backward()
         ours.finish(7.0)
-        with reducer.leaf(rank, is_last=True):
+        with one_backward(reducer, rank, is_last=True):
             loss(products[:3], rank + 10 * step).backward()
         reducer.finish(7.0)
         assert mine.unused.weight.grad is None and products.unused.weight.grad is None
@@ -163,7 +164,7 @@ def by_leaf(rank: int, size: int) -> None:
     reducer = over_torch(products, LeafPartition(owned, rank))
     leaves: dict[tuple[int, int], torch.Tensor] = {}
     for leaf in shares[rank]:
-        with reducer.leaf(leaf, is_last=leaf == shares[rank][-1]):
+        with one_backward(reducer, leaf, is_last=leaf == shares[rank][-1]):
             loss(products, leaf).backward()
         mine = net(0)
         loss(mine, leaf).backward()
@@ -188,7 +189,7 @@ def zero(rank: int, size: int) -> None:
     for step in range(3):
         loss(mine, rank + 10 * step).backward()
         sharded.step(4.0 * size)
-        with reducer.leaf(rank, is_last=True):
+        with one_backward(reducer, rank, is_last=True):
             loss(products, rank + 10 * step).backward()
         reducer.finish(4.0 * size)
         optimizer.step()

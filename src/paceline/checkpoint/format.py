@@ -333,7 +333,6 @@ def _check_file(folder: Path, file: ShardFile, *, hashed: bool, trust: bool) -> 
 
 @contextlib.contextmanager
 def _damage_of(name: str) -> Generator[None]:
-    """Raise an error in opening, reading or checking a file as Damaged, with the name of the file."""
     try:
         yield
     except Damaged as error:

@@ -293,7 +293,6 @@ def all_gather_object(value: Any, world: World) -> list[Any]:
 
 
 def _caller() -> str:
-    """The calling function, without those of this package and of contextlib."""
     frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_SKIPPED_MODULES):
         frame = frame.f_back

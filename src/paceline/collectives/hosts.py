@@ -218,7 +218,6 @@ class HostsSum:
         self._gathered = True
 
     def _send(self, bundle: Bundle, *, first: bool) -> Exchange:
-        """Add up a bundle on this host, and send this rank's shard; the first bundle carries the flags."""
         plan, size, flags = self._plan, self._width(bundle), self._tensors if first else 0
         # at least one element: gloo must not send an empty message
         shape = len(plan.within), plan.across.padded(max(1, size + flags))

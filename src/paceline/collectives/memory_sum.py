@@ -364,7 +364,6 @@ class TreeSum:
     def _make_root(
         self, chunk: Chunk, start: int, parts: dict[Node, Tensor], out: Tensor, divisor: float | Tensor | None
     ) -> None:
-        """Write the sum of these parts, which begin at element `start` of the chunk, into `out`."""
         del start  # for subclasses
         root_of(parts, self._leaves, out, self._lanes.spare(chunk.dtype, self._spares, len(out)), divisor)
 

@@ -7,8 +7,7 @@ last gradient is complete, in the same order on all ranks. A transport sums the 
 `communicator.Transport`).
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +27,9 @@ class Reducer:
 
         reducer = sum_by_leaf(model, LeafPartition([(0, 2), (2, 3)], rank))
         for virtual_rank in my_virtual_ranks:
-            with reducer.leaf(virtual_rank, is_last=virtual_rank == my_virtual_ranks[-1]):
-                loss(...).backward()
+            reducer.enter(virtual_rank, is_last=virtual_rank == my_virtual_ranks[-1])
+            loss(...).backward()
+            reducer.leave()
         reducer.finish(divisor)                  # .grad is the sum over all virtual ranks, divided
 
     A rank that does not use a parameter contributes zeros, because all ranks must join every collective. If no rank
@@ -69,17 +69,6 @@ class Reducer:
         self._forget()
         for parameter in self._bucket_of if transport.early else ():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
-
-    @contextmanager
-    def leaf(self, virtual_rank: int, *, is_last: bool, counted: bool = True) -> Generator[None]:
-        """`enter` and `leave`, as a context manager."""
-        self.enter(virtual_rank, is_last=is_last, counted=counted)
-        try:
-            yield
-        except BaseException:
-            self.leave(failed=True)
-            raise
-        self.leave()
 
     def enter(self, virtual_rank: int, *, is_last: bool, counted: bool = True) -> None:
         """Begin one backward of a virtual rank.

@@ -146,7 +146,6 @@ def _checkpointed(module: nn.Module, name: str, forward: Any, args: tuple[Any, .
 
 
 def _contexts(module: nn.Module, name: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Context managers for the first forward and for the recomputation."""
     buffers: Buffers = [(m, n, b) for m in module.modules() for n, b in m.named_buffers(recurse=False)]
     small = [(m, n, b.clone()) for m, n, b in buffers if b.nbytes <= COPIED_BYTES]
     large = [(m, n, b) for m, n, b in buffers if b.nbytes > COPIED_BYTES]

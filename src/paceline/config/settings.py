@@ -436,7 +436,6 @@ def load(path: Path, *, ours: bool) -> TrainConfig:
 
 
 def _path(kind: type, value: Any) -> Any:
-    """Convert a string to a Path, because msgspec does not."""
     if kind is Path and isinstance(value, str):
         return Path(value)
     raise TypeError(f"Expected a path as text, got {type(value).__name__}")
@@ -491,7 +490,6 @@ def dump(config: TrainConfig) -> str:
 
 
 def _text(value: Any) -> str:
-    """Format a TOML value as in `--set`."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -539,7 +537,6 @@ def _check_compute(config: TrainConfig) -> None:
 
 
 def _raise_first(contradictions: Mapping[str, bool], **fields: Any) -> None:
-    """Raise UsageError with the first code whose value is true."""
     for code, is_true in contradictions.items():
         if is_true:
             raise UsageError(code=code, **fields)

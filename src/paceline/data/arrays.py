@@ -104,7 +104,6 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _rows(rows: Rows, indices: Tensor) -> Tensor:
-    """Copy rows `indices` (n,) to a tensor, on the device of the rows."""
     if isinstance(rows, Tensor):
         return rows.index_select(0, indices.to(rows.device, non_blocking=True))
     # np.take copies only these rows; torch would warn about a file that is mapped read-only

@@ -132,12 +132,10 @@ def load_work(
 
 def _gatherer_on_cpu(dataset: Dataset[Any], loading: Loading) -> Gather | None:
     """Gathers whole batches, if they come from memory and stay on the CPU: then nothing is prefetched or moved."""
-    if loading.collate is not None or loading.device.type != "cpu":
-        return None
-    rows = held_rows(dataset.dataset if type(dataset) is Subset else dataset)
-    if rows is None or any(isinstance(one, Tensor) and one.device != loading.device for one in rows):
-        return None
-    return batch_gatherer(dataset)
+    source = dataset.dataset if type(dataset) is Subset else dataset
+    rows = held_rows(source) if loading.collate is None and loading.device.type == "cpu" else None
+    is_on_cpu = rows is not None and not any(isinstance(one, Tensor) and one.device.type != "cpu" for one in rows)
+    return batch_gatherer(dataset) if is_on_cpu else None
 
 
 def fetch(

@@ -196,7 +196,6 @@ class ChunkReader(IterableDataset[StreamChunk]):
             yield StreamChunk(micro_batches, seen, before, hash_of(sample for _, sample in probed))
 
     def _quota(self, part: StreamPart) -> int:
-        """The number of samples of a part in one global batch."""
         plan = self.plan
         if plan.parts_of_stream == 1:
             return plan.global_batch

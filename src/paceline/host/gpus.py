@@ -78,7 +78,6 @@ def cores_near(uuid: str) -> set[int]:
 
 
 def _mig(nvml: Any) -> list[list[str] | None]:
-    """The MIG instances of each GPU; None for a GPU without MIG."""
     gpus: list[list[str] | None] = []
     for index in range(int(nvml.nvmlDeviceGetCount())):
         instances: list[str] | None = None

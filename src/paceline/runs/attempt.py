@@ -192,5 +192,4 @@ class LogTimes:
 
 
 def _valid_time(seconds: float) -> float:
-    """The time; 0 for an invalid number, because a file may have any content."""
     return seconds if math.isfinite(seconds) and 0 <= seconds < 2e10 else 0.0

@@ -54,12 +54,7 @@ class Loader:
     """
 
     def __init__(
-        self,
-        run: Run,
-        dataset: Dataset[Any],
-        plan: BatchPlan,
-        loading: Loading,
-        existing: DataLoader[Any] | None,
+        self, run: Run, dataset: Dataset[Any], plan: BatchPlan, loading: Loading, existing: DataLoader[Any] | None
     ) -> None:
         self._run, self.plan, self.loading, self.existing = run, plan, loading, existing
         self.dataset = dataset
@@ -385,7 +380,6 @@ class CountingCollate:
             return None
 
     def _dummy_batch(self) -> Counted | None:
-        """A dummy batch of one sample, for a rank without a remaining sample."""
         for number in range(min(len(self._dataset), MOST_TRIED)):
             if (batch := self._alone(self._dataset[number])) is not None:
                 return Counted(batch, 0)

@@ -257,7 +257,6 @@ class SessionLoop(SessionCollectives):
         return ["epoch", "loop", "batch", "data", "order", *of_parts]
 
     def _explain(self, differing: dict[str, list[int]]) -> UsageError:
-        """The error for values of `_compare_place` that differ between ranks."""
         places = [name for name in ("epoch", "loop", "batch") if name in differing]
         gradients = [part for part in self._parts if f"gradients {part.number}" in differing]
         if places:

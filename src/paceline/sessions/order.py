@@ -221,7 +221,6 @@ class SamplerState:
                         waiting.append((f"{name}.{key}", value, depth + 1))
 
     def _is_part(self, value: Any) -> bool:
-        """Whether an object is part of a sampler: not a dataset, function or module."""
         data = value is self._loader.dataset or isinstance(value, (torch.utils.data.Dataset, torch.nn.Module, type))
         return not data and not callable(value) and hasattr(value, "__dict__") and not hasattr(value, "__getitem__")
 
@@ -310,7 +309,6 @@ def _without_tensors(value: Any) -> Any:
 
 
 def _with_tensors(saved: Any) -> Any:
-    """The inverse of `_without_tensors`."""
     if "tensor" in saved:
         return torch.tensor(saved["values"], dtype=getattr(torch, saved["tensor"]))
     if "table" in saved:

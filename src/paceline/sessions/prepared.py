@@ -92,7 +92,6 @@ class PreparedOptimizer:
             self.part.gate.notes.once(note + ", ".join(changed))
 
     def _add(self, group: dict[str, Any]) -> None:
-        """Replaces `optimizer.add_param_group`."""
         self._add_group(group)
         added = self.optimizer.param_groups[-1]
         try:
@@ -478,7 +477,6 @@ class PreparedModel(TrainedModel):
             self._adds_to_used = False
 
     def _clears_all(self) -> bool:
-        """Whether its only optimizer trains all parameters."""
         return len(self.optimizers) == 1 and not self._untrained()
 
     def _untrained(self) -> list[nn.Parameter]:

@@ -275,7 +275,6 @@ class Session(SessionLifecycle):
             self._observer.on_gradients(micro_step)
 
     def _trained_by(self, optimizers: Iterable[Optimizer]) -> list[PreparedModel]:
-        """The models that these optimizers train."""
         asked = {id(one) for one in optimizers}
         of = {id(one.optimizer): part for part in self._parts for one in part.optimizers}
         if not asked <= {*of}:

@@ -212,7 +212,6 @@ class _Search:
 
 
 def _only(batch: Any, positions: list[int], size: int) -> Any:
-    """The samples at `positions` of a batch of `size` samples."""
     return mapped(batch, lambda tensor: tensor[positions] if tensor.ndim and len(tensor) == size else tensor)
 
 

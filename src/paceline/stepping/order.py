@@ -30,11 +30,7 @@ class CallOrder:
     """The comparison on this rank. All ranks find, and ignore, the same lines."""
 
     def __init__(
-        self,
-        world: World,
-        take: Callable[[], int],
-        taken: Callable[[], list[Op]],
-        notice: Callable[[str], None],
+        self, world: World, take: Callable[[], int], taken: Callable[[], list[Op]], notice: Callable[[str], None]
     ) -> None:
         """`take` and `taken`: of the ledger, see `rank.ledger`. `notice` prints a message."""
         self._world, self._take, self._taken, self._notice = world, take, taken, notice

@@ -41,14 +41,7 @@ from paceline.rank.world import World
 from paceline.seeding import SeededStream
 from paceline.stepping import nonfinite
 from paceline.stepping.hooks import HiddenHooks, TensorHooks, leaves_of, own_functions, own_hooks
-from paceline.stepping.micro_step import (
-    MicroStep,
-    Reduction,
-    check_alike,
-    sum_of_nothing,
-    targets_of,
-    weighted,
-)
+from paceline.stepping.micro_step import MicroStep, Reduction, check_alike, sum_of_nothing, targets_of, weighted
 from paceline.stepping.order import CallOrder
 from paceline.stepping.totals import Finish, StepResult, StepTotals, Votes
 from paceline.stepping.trained_model import TrainedModel, check_summed_once, reached_anywhere
@@ -150,7 +143,6 @@ class Step:
         self._summed_up, self._result = list[TrainedModel](), self._sums.result
 
     def _enter_batch(self, batch: MicroBatch, is_last: bool) -> None:
-        """Begin the micro-batch."""
         self._enter(Phase.FORWARD)
         self._is_entered = True
         self.stream.enter(batch.random_seed)
@@ -158,7 +150,6 @@ class Step:
             part.replica.enter(batch, is_last)
 
     def _leave_batch(self, error: BaseException | None = None) -> None:
-        """End the micro-batch, perhaps with an `error`."""
         if not self._is_entered:
             return
         self._is_entered, late = False, None

@@ -278,7 +278,6 @@ class StepTotals:
         return None if self._one_each else self.divisor
 
     def _begin_round(self) -> None:
-        """Clear the sums of weighted losses and of weights, by virtual rank."""
         self._losses: list[float | Tensor] = [0.0] * self._virtual_ranks
         self._weights: list[float | Tensor] = [0.0] * self._virtual_ranks
         self._is_counted = False  # whether they are those of a round that is over

@@ -135,7 +135,6 @@ class Strategy:
             inside.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def _around(self, work: Work, is_last: bool) -> AbstractContextManager[Any] | None:
-        """The context manager for a micro-batch, or None."""
         return None
 
     @contextmanager
@@ -212,7 +211,6 @@ class Strategy:
         return norm.map(lambda found: scale_to_norm(tensors, found, max_norm))
 
     def _gradient_norm(self, tensors: list[Tensor]) -> Deferred[float]:
-        """The global norm of all gradients. `tensors` are the gradients of this rank."""
         return total_norm(tensors)
 
     def all_finite(self) -> bool:
@@ -266,7 +264,6 @@ class Strategy:
         return [*self._hold_parameters(), *self.buffers.hold(), *self._hold_optimizer()]
 
     def _hold_parameters(self) -> list[TensorShard]:
-        """The parameters of this rank. `load` writes into these tensors."""
         return whole_parameters(self.model.named_parameters())
 
     def _hold_optimizer(self) -> list[TensorShard]:

@@ -74,9 +74,7 @@ class VirtualBuffers:
         self._open = [name for name, reduction in self._reductions.items() if reduction == OPEN]
         self._integers = [name for name in self._open if _is_integer(self._initial[name])]
         self._of: dict[int, _Buffers] = {}
-        self._seen: dict[
-            int, dict[str, BufferHistory]
-        ] = {}  # by virtual rank: how it has changed the buffers in `_integers`
+        self._seen: dict[int, dict[str, BufferHistory]] = {}  # changes of the `_integers`, by virtual rank
         self._counted: dict[tuple[int, int], int] = {}
         """samples of each (virtual rank, part) of this step that `_seen` includes: a phase may compute it again"""
         self._forwarded = False
@@ -280,7 +278,6 @@ class VirtualBuffers:
         self._put(next(iter(self._of.values()), self._initial))
 
     def _initial_values(self, source: Source) -> _Buffers:
-        """The initial values of the saved run: a sum starts with them."""
         found: _Buffers = {}
         for full in source.names("reduction/"):
             match = _SAVED_REDUCTION.fullmatch(full)
@@ -334,7 +331,6 @@ class VirtualBuffers:
         return None
 
     def _merge(self) -> _Buffers:
-        """The merged buffers, summed in float64 in the order of the tree: the same bits at every world size."""
         initial, first = self._initial, self._of[min(self._of)] if self._of else self._initial
         if self._virtual_ranks == 1:
             return {name: buffer.clone() for name, buffer in first.items()}

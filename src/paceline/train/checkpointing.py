@@ -211,7 +211,6 @@ class CheckpointWriter:
                 thread.join()
 
     def _prepare(self, step: int, size_bytes: int) -> tuple[str, str]:
-        """Return (folder, "") or ("", failure)."""
         try:
             failure = self._checkpoints.room_for(size_bytes)
             return ("", failure) if failure else (str(self._checkpoints.begin(step)), "")

@@ -80,7 +80,6 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _minority_text(different: dict[str, dict[int, int]]) -> str:
-    """Text that names the ranks whose checksums differ from the majority."""
     minority: set[int] = set()
     for values in different.values():
         (common, votes), *_ = Counter(values.values()).most_common()

@@ -39,11 +39,7 @@ def evaluate(
         work = as_many_parts_as_any(work, len(dataset), virtual_ranks, world.data, batch_size)  # pyright: ignore[reportArgumentType]
     accumulators = make_accumulators(loss, metrics, world.device)
     requests = ((0, indices) for _, indices in work)
-    with (
-        replica.evaluated(),
-        evaluating(replica.model),
-        closing(fetch(dataset, requests, 0, loading)) as batches,
-    ):
+    with replica.evaluated(), evaluating(replica.model), closing(fetch(dataset, requests, 0, loading)) as batches:
         for (virtual_rank, _), (inputs, targets) in zip(work, batches, strict=True):
             forward = partial(call, replica.model, inputs)
             outputs = forward() if pipeline is None else pipeline.stage.forward(forward).result

@@ -224,7 +224,6 @@ class TrainingProgress(RunRecorder):
         return code
 
     def _save_weights(self, place: RunLocation) -> str:
-        """Save the weights of all models. Return the digest of the first model."""
         digests: list[str] = []
         for number, replica in enumerate(self._replicas, 1):
             with replica.merged_buffers():
