@@ -85,7 +85,7 @@ def flip(path: Path) -> None:
         ("--virtual-ranks 5", "another-run-for-good", ["virtual_ranks: 4", "5 now", "random streams"]),
         ("--seed 7", "another-run-for-good", ["seed: 0", "7 now"]),
         ("--global-batch 8", "another-run-for-good", ["global_batch: 3", "8 now"]),
-        ("--optimizer sgd", "another-run", ["optimizer: adamw", "sgd now", "another state"]),
+        ("--optimizer sgd", "another-run", ["optimizer: adamw", "sgd now", "different state"]),
         ("--optimizer sgd --nproc 2", "another-run", ["optimizer: adamw", "sgd now"]),
         ("--lr 3", "another-run", ["lr: 0.002", "3.0 now", "--allow-change lr"]),
         ("--lr 3 --steps 20 --allow-change steps", "another-run", ["lr: 0.002", "--allow-change steps,lr"]),
@@ -126,7 +126,7 @@ def test_a_second_run_in_the_folder_names_the_first(resume, tmp_path):
 
 def test_a_new_folder_is_a_fresh_start(finished):
     folder, said = finished
-    assert "goes on" not in said and said.count("no checkpoint") == 1
+    assert "resumes after" not in said and said.count("no checkpoint") == 1
     assert kept(folder) == ["step-00000004", "step-00000008", "step-00000012"]
     assert [e.step for e in read_events(folder / "run/events-0.jsonl") if isinstance(e, Step)] == list(range(1, 13))
 
@@ -161,7 +161,7 @@ def test_damaged_and_unknown_checkpoints_are_passed_over_in_words_and_unset_flag
     assert run.returncode == 0, run.stderr
     reasons = dict(re.findall(r"(step-\d{8}) .*?: (\S+)", run.stdout))
     assert (reasons[newest.name], reasons[second.name]) == ("manifest.json", "shard-0-of-1.safetensors")
-    assert re.search(r"changed, .*: lr: 0.002 .*, 0.004 now", run.stdout)
+    assert re.search(r"changed .*: lr: 0.002 .*, 0.004 now", run.stdout)
     summary = summary_of(tmp_path)
     assert (summary["steps"], summary["samples_seen"], summary["virtual_ranks"]) == (12, 36, 4)
     assert (summary["global_batch"], summary["strategy"]) == (3, "bucketed")
