@@ -75,7 +75,7 @@ def train(trained: Strategy, start: int, stop: int, dataset: ArrayDataset | None
     """Which steps were left out."""
     share = ranks_share(VIRTUAL, trained.world.rank, RANKS)
     steps = load_steps(dataset or data(), PLAN, share, Loading(CPU), start=start, stop=stop)
-    return [train_step(trained, step, squared, **options).left_out is not None for step in steps]
+    return [train_step(trained, step, squared, **options).skipped is not None for step in steps]
 
 
 def weights(trained: Strategy) -> Tensor:
@@ -232,7 +232,7 @@ def trouble(rank: int, world_size: int, folder: Path) -> list[Any]:
         train(hurt, 0, 2)
         before = {held.name: held.tensor.clone() for held in hurt.state()}
         hook = spoiled(hurt.model, rank == 3)  # a finite loss whose gradient is not: on one rank, so of one host alone
-        left_out.append(train(hurt, 2, 3, may_leave_out=True))
+        left_out.append(train(hurt, 2, 3, may_skip=True))
         hook.remove()
         assert all(torch.equal(before[held.name], held.tensor) for held in hurt.state()), slow
         train(clean, 2, 6)

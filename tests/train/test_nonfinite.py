@@ -21,7 +21,7 @@ from paceline.collectives.control import are_finite, multiply_gradients, resolve
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError, TrainingError
-from paceline.stepping.nonfinite import LeftOut, NotFinite, too_many
+from paceline.stepping.nonfinite import SkippedSteps, NotFinite, too_many
 from paceline.strategies import STRATEGIES, Strategy
 
 CPU = torch.device("cpu")
@@ -135,13 +135,13 @@ def test_a_step_may_be_left_out_and_the_next_one_counts(world):
         train_step(one, first, good)
     before = bits(replica)
     for loss in (rooted, lambda o, t: torch.where(t == 0, torch.nan, good(o, t))):
-        result = train_step(replica, [b for step in batches(world, 2) for b in step], loss, may_leave_out=True)
-        assert result.left_out is not None
-        assert {*result.left_out.samples} == {*BAD}
+        result = train_step(replica, [b for step in batches(world, 2) for b in step], loss, may_skip=True)
+        assert result.skipped is not None
+        assert {*result.skipped.samples} == {*BAD}
         assert result.grad_norm is None
         assert bits(replica) == before
     for one in (replica, never):
-        assert train_step(one, second, good).left_out is None
+        assert train_step(one, second, good).skipped is None
     assert bits(replica) == bits(never)
 
 
@@ -152,11 +152,11 @@ def test_many_bad_samples_do_not_take_for_ever(world, monkeypatch):
     all_bad = ArrayDataset(torch.zeros(24, 4), torch.zeros(24))
     plan = BatchPlan(24, 24, 1)
     (step,) = load_steps(all_bad, plan, range(1), Loading(CPU), start=0, stop=1)
-    result = train_step(replica, step, rooted, may_leave_out=True, enter=passes.append)
-    assert result.left_out is not None
-    assert sorted(result.left_out.samples) == [*range(24)]
+    result = train_step(replica, step, rooted, may_skip=True, enter=passes.append)
+    assert result.skipped is not None
+    assert sorted(result.skipped.samples) == [*range(24)]
     assert len(passes) < 20
-    assert "and 16 more" in result.left_out.words
+    assert "and 16 more" in result.skipped.words
 
 
 # ---- ranks -------------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def of_ranks(rank: int, size: int, folder: str) -> dict[str, Any]:
         for name in ("exact", "zero"):
             replica = made(name, world, 2)
             for step, loss in zip(batches(world, 2, batch=8), (good, rooted, good), strict=True):
-                result = train_step(replica, step, loss, may_leave_out=True)
+                result = train_step(replica, step, loss, may_skip=True)
             with replica.merged_buffers():
                 found[f"{name} {number}"] = sha256_of(replica.model.state_dict())
         if number == 2:
@@ -187,7 +187,7 @@ def of_ranks(rank: int, size: int, folder: str) -> dict[str, Any]:
                 (step,) = batches(world, 2)
                 found[name] = told(replica, step, rooted)
                 result = train_step(replica, step, good)  # what it had begun is over, on all ranks
-                assert result.left_out is None
+                assert result.skipped is None
             found["collective"] = told(made("exact", world, 2), batches(world, 2)[0], with_a_collective)
     return found
 
@@ -226,7 +226,7 @@ def test_too_many_are_more_than_ten_of_the_last_two_hundred():
 def test_a_step_goes_back_once_and_is_then_left_out():
     said: list[str] = []
     world = World(0, 1, 0, 1, CPU, "gloo")
-    rollback, skip = (LeftOut(policy, world, said.append) for policy in ("rollback", "skip"))
+    rollback, skip = (SkippedSteps(policy, world, said.append) for policy in ("rollback", "skip"))
     found = NotFinite("the loss is not finite")
     assert [rollback.goes_back(step, found) for step in (7, 7, 9)] == [True, False, True]
     assert not skip.goes_back(7, found)

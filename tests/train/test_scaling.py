@@ -17,7 +17,7 @@ from paceline.compute.precision import in_fp16
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share
 from paceline.stepping import trained_model
-from paceline.stepping.nonfinite import LeftOut, NotFinite
+from paceline.stepping.nonfinite import SkippedSteps, NotFinite
 from paceline.stepping.trained_model import FIRST, SMALLEST, LossScale
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.train.step import TaskSteps
@@ -52,7 +52,7 @@ def trained(replica: Strategy, scale: LossScale | None, world: World) -> list[st
     plan, share = BatchPlan(24, 10, V, accumulation=2), ranks_share(V, world.rank, world.size)
     take = TaskSteps(replica, squared, scale=scale, max_norm=1.0).take
     results = [take(step) for step in load_steps(data(), plan, share, Loading(CPU), start=0, stop=6)]
-    return ["" if one.left_out is None else one.left_out.words for one in results]
+    return ["" if one.skipped is None else one.skipped.words for one in results]
 
 
 def bits(replica: Strategy) -> str:
@@ -89,14 +89,14 @@ def test_the_scale_halves_and_doubles_and_ends(monkeypatch: pytest.MonkeyPatch) 
     again = LossScale()
     again.take(json.loads(json.dumps(scale.numbers())))
     again.good()  # the third since the last change
-    assert (again.value, again.left_out) == (2 * FIRST, 1)
+    assert (again.value, again.skipped) == (2 * FIRST, 1)
     again.take({"loss_scale": [SMALLEST, 0, 1]})
     assert again.overflow("step 2") == "" and again.value == SMALLEST  # now the policy for what is not finite counts
 
 
 def test_an_overflow_is_told_but_ends_no_run(world: World) -> None:
     said: list[str] = []
-    left_out = LeftOut("stop", world, said.append)
+    left_out = SkippedSteps("stop", world, said.append)
     assert not any(left_out.goes_back(step, NotFinite("too large", by_scale=True)) for step in range(1, 30))
     assert len(said) == 29
 
@@ -118,7 +118,7 @@ def test_a_step_that_overflows_is_left_out_and_counted(world: World) -> None:
     replica, scale = made("exact", world), LossScale()
     words = trained(replica, scale, world)
     overflows = sum(map(bool, words))
-    assert 1 <= overflows == scale.left_out < 6 and scale.value == FIRST / 2**overflows
+    assert 1 <= overflows == scale.skipped < 6 and scale.value == FIRST / 2**overflows
     assert all(step.endswith(f"{FIRST / 2**n:g}") for n, step in enumerate(filter(None, words), 1))
 
 

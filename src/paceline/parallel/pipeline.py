@@ -337,7 +337,7 @@ class Pipeline:
             self._send(torch.zeros_like(like, device=self._device) if gradient is None else gradient, -1, self._up)
         run.forget()
 
-    def settle(self) -> None:
+    def wait_for_sends(self) -> None:
         """Wait until all messages have arrived."""
         while self._pending:
             self._pending.popleft()[0].wait()

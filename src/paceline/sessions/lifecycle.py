@@ -149,7 +149,7 @@ class SessionLifecycle(SessionLoop):
             self._steps = SessionStep(
                 world, self._virtual_ranks, self._clock, votes=self._votes,
                 order=self._course.order, way_out='session(not_finite="skip")',
-                may_leave_out=not_finite != "stop", exact=self._exact,
+                may_skip=not_finite != "stop", exact=self._exact,
             )  # fmt: skip
             self._steps.notes, self._steps.observer = Notes(self._course.say), self._observer
             if place is not None:

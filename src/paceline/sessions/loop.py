@@ -221,7 +221,7 @@ class SessionLoop(SessionCollectives):
         for micro_batches in loader.training(plan, self._share, where["passes"], start):
             if self.size > 1:
                 self._compare_place(loader)
-            for batch in steps.through(self._at, micro_batches, one_each=one_each):
+            for batch in steps.run(self._at, micro_batches, one_each=one_each):
                 try:
                     yield batch.inputs if observer is None else observer.on_batch(batch.inputs, batch.work)
                 except GeneratorExit:

@@ -68,7 +68,7 @@ class SessionStep(Step):
         micro_step.stepped.append(optimizer)
         micro_step.has_stepped = True
         self.phases.keep_buffers(micro_step)
-        if not (micro_step.is_last and self.phases.counts(micro_step)) or self.is_left_out:
+        if not (micro_step.is_last and self.phases.counts(micro_step)) or self.is_skipped:
             return False
         if part.has_aside:
             raise UsageError(code="step-before-last-backward")

@@ -224,12 +224,12 @@ def _parameters(names: Sequence[str], of: int) -> str:
     return f"all {of} parameters" if len(names) == of > 1 else first_few(names[::-1], MAX_PARAMETERS)
 
 
-def too_many(left_out: Collection[int], step: int) -> bool:
+def too_many(skipped: Collection[int], step: int) -> bool:
     """Whether more than MOST of the last OF_STEPS steps up to `step` were skipped."""
-    return sum(step - OF_STEPS < one <= step for one in left_out) > MOST
+    return sum(step - OF_STEPS < one <= step for one in skipped) > MOST
 
 
-class LeftOut:
+class SkippedSteps:
     """The skipped steps, the same on all ranks."""
 
     def __init__(self, policy: Policy, world: World, say: Callable[[str], None]) -> None:

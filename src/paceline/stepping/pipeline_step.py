@@ -25,7 +25,7 @@ class PipelineStep(Step):
     Losses and their weights are the last stage's; the others add nothing to the totals, and hear them like all ranks.
     """
 
-    def flow(
+    def run_pipeline(
         self, where: str, micro_batches: Sequence[MicroBatch], compute: Callable[[MicroBatch], Any], loss_of: LossOf
     ) -> None:
         """Compute a global batch, with the same micro-batches on all stages, except its `end`.
@@ -66,7 +66,7 @@ class PipelineStep(Step):
                     raise
                 part.replica.end_backward()
         self._enter(Phase.SYNC)
-        line.settle()
+        line.wait_for_sends()
         line.enter = None
         self._synchronise([part], totals or self._sums.start())
 

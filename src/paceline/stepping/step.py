@@ -62,13 +62,13 @@ class Step:
         votes: Callable[[], Votes] = Votes,
         order: CallOrder | None = None,
         ahead: Prefetch | None = None,
-        may_leave_out: bool = False,
+        may_skip: bool = False,
         way_out: str = "",
         exact: bool = False,
         max_norm: float | None = None,
         forward: nonfinite.Forward | None = None,
     ) -> None:
-        """The caller adds the models to `parts`. `votes` to `may_leave_out` are for tasks.
+        """The caller adds the models to `parts`. `votes` to `may_skip` are for tasks.
 
         `way_out`: the option that skips steps, for errors. `exact`: the order of additions does not depend on the
         world size. `max_norm`: for clipping. `forward`: of the plain model, if there is only one.
@@ -95,11 +95,11 @@ class Step:
         self.updating = False
         """whether an update has begun, so that parameters may be between two steps"""
         self._world, self._virtual_ranks, self._enter, self._exact = world, virtual_ranks, enter, exact
-        self._votes, self._order, self._way_out, self._may_leave_out = votes, order, way_out, may_leave_out
+        self._votes, self._order, self._way_out, self._may_skip = votes, order, way_out, may_skip
         self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or Prefetch()
         self._on_device = is_async(world.device)  # whether the host would have to wait for numbers
 
-    def through(
+    def run(
         self, where: str, micro_batches: Sequence[MicroBatch], *, one_each: bool = False
     ) -> Generator[MicroBatch]:
         """Compute a global batch, except `end`. `one_each`: every rank has one micro-batch of it.
@@ -138,7 +138,7 @@ class Step:
             same_bits=self._exact and self._virtual_ranks > 1,
         )  # fmt: skip
         # this host, if hosts step separately and a non-finite value ends the run: no other host is asked
-        self._host = None if self._may_leave_out or self.parts[0].scale else self.parts[0].replica.host
+        self._host = None if self._may_skip or self.parts[0].scale else self.parts[0].replica.host
         self._first: MicroStep | None = None
         self._summed_up, self._result = list[TrainedModel](), self._sums.result
 
@@ -180,9 +180,9 @@ class Step:
         self.phases.number = self._first.phase + 1
 
     @property
-    def is_left_out(self) -> bool:
+    def is_skipped(self) -> bool:
         """Whether the step changes no parameters."""
-        return self._result.left_out is not None
+        return self._result.skipped is not None
 
     def begin_update(self) -> None:
         """Begin the update. Raises StallError if the guard has unblocked this rank: then the sums are not valid."""
@@ -195,7 +195,7 @@ class Step:
         self._sums.await_totals(self._enter, self._way_out)
         self._usual, self._weight = self._first.done if self._first else None, self._result.weight
         self._first, self._sums.seen, self._value = None, [], None  # releases the batches
-        if self.is_left_out:
+        if self.is_skipped:
             for part in self.parts:
                 part.replica.put_back_buffers()
         self.updating = self.in_step = False
@@ -364,7 +364,7 @@ class Step:
         if not finite:
             Guard.of_process().check_unblocked()
             in_loss, self._result.grad_norm = not math.isfinite(loss), None
-            self._result.left_out = self._not_finite(reached, None if in_loss else host, in_loss=in_loss)
+            self._result.skipped = self._not_finite(reached, None if in_loss else host, in_loss=in_loss)
             for part in reached:
                 part.note_gradients()
 
@@ -405,7 +405,7 @@ class Step:
         if found is None or not (in_loss or found.samples):
             replicas, tick = {part.prefix: part.replica for part in reached}, partial(self._enter, Phase.BACKWARD)
             found = nonfinite.gradients_not_finite(replicas, seen, self._forward, self._where, tick, gather)
-        if not self._may_leave_out:
+        if not self._may_skip:
             raise report_on_one_rank(nonfinite.stopped(found, self._way_out), self._world, by=found.told_by)
         return found
 

@@ -61,7 +61,7 @@ class StepResult:
     """before clipping; None: not computed"""
     votes: Votes = NO_VOTES
     """the sum over ranks"""
-    left_out: NotFinite | None = None
+    skipped: NotFinite | None = None
     """the reason if the step did not change the parameters"""
 
     @property

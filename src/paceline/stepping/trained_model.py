@@ -37,7 +37,7 @@ class LossScale:
 
     def __init__(self) -> None:
         self.value = FIRST
-        self.left_out = 0
+        self.skipped = 0
         """steps of the run that have overflowed"""
         self._good = 0  # steps since the last change of the scale
 
@@ -45,7 +45,7 @@ class LossScale:
         """Halve the scale after an overflow in the step `where`. Returns a message; empty at the smallest scale."""
         if self.value <= SMALLEST:
             return ""
-        self.value, self._good, self.left_out = self.value / 2, 0, self.left_out + 1
+        self.value, self._good, self.skipped = self.value / 2, 0, self.skipped + 1
         return f"a gradient is beyond fp16's range at {where}: the loss scale is now {self.value:g}"
 
     def good(self) -> None:
@@ -56,11 +56,11 @@ class LossScale:
 
     def numbers(self) -> dict[str, Any]:
         """The state, for `take`."""
-        return {"loss_scale": [self.value, self._good, self.left_out]}
+        return {"loss_scale": [self.value, self._good, self.skipped]}
 
     def take(self, found: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint; it has none if it is of another precision."""
-        self.value, self._good, self.left_out = found.get("loss_scale", (FIRST, 0, 0))
+        self.value, self._good, self.skipped = found.get("loss_scale", (FIRST, 0, 0))
 
 
 class TrainedModel:

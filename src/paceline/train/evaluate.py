@@ -48,7 +48,7 @@ def evaluate(
                     accumulator.add(virtual_rank, outputs, targets)
             tick()
         if pipeline is not None:
-            pipeline.settle()
+            pipeline.wait_for_sends()
     by_rank = gather_tensors(states_of(accumulators), world, "states of metrics")
     return compute_metrics(accumulators, by_rank, len(dataset), virtual_ranks)  # pyright: ignore[reportArgumentType]
 

@@ -163,7 +163,7 @@ def _check_loss(expected: float, trial: Trial, replica: Strategy) -> None:
     with random_stream(0, world.device), evaluating(replica.model):
         forward, _, loss = trial()
         run = pipeline.stage.forward(forward)
-        pipeline.settle()
+        pipeline.wait_for_sends()
     with raise_on_all_ranks(world):
         if pipeline.is_last:
             got = float(loss(run.result))

@@ -27,7 +27,7 @@ from paceline.runs.folder import WEIGHTS
 from paceline.runs.progress import Throughput
 from paceline.runs.summary import Summary, finite, write_summary
 from paceline.runs.utilization import goodput
-from paceline.stepping.nonfinite import LeftOut, Policy
+from paceline.stepping.nonfinite import SkippedSteps, Policy
 from paceline.stepping.order import CallOrder
 from paceline.stepping.totals import Votes
 from paceline.stepping.trained_model import TrainedModel
@@ -56,7 +56,7 @@ class TrainingProgress(RunRecorder):
         self._guard = Guard.of_process()
         self.order = CallOrder(world, self._guard.ledger.take_order, self._guard.ledger.taken, self.say)
         self.request: StopRequest | None = None
-        self._skipped, self._not_finite = LeftOut(not_finite, world, self.say), not_finite
+        self._skipped, self._not_finite = SkippedSteps(not_finite, world, self.say), not_finite
         self.throughput, self._data_wait, self._traces = Throughput(), DataWait(), StepTraces(self._guard.box)
         self.use = Utilization(world)
         self._began, self._costs = time.perf_counter(), dict[str, Any]()
@@ -136,7 +136,7 @@ class TrainingProgress(RunRecorder):
         Raises:
             TrainingError: if too many steps were skipped.
         """
-        skipped = record.result.left_out
+        skipped = record.result.skipped
         if skipped is None or not self._skipped.goes_back(self.step, skipped) or record.result.votes.stop:
             return None
         if self._checkpoints is None or (origin := self._checkpoints.newest()) is None:

@@ -115,15 +115,15 @@ class RunRecorder:
         for work in used if listed else ():
             indices: list[int] = work.indices.tolist()
             self.write(events.Samples(record.step, epoch, work.virtual_rank, work.part, indices))
-        if result.left_out is not None:
-            self.write(events.Skipped(record.step, result.left_out.words, result.left_out.samples))
+        if result.skipped is not None:
+            self.write(events.Skipped(record.step, result.skipped.words, result.skipped.samples))
         self.write(events.Step(  # after the samples: the record of a step confirms that its samples are complete
             step=record.step, epoch=epoch, samples=samples, lr=record.lr, grad_norm=result.grad_norm,
             loss=result.loss if math.isfinite(result.loss) else 0.0,  # JSON has no NaN or infinity
             seconds=record.seconds, data_seconds=record.data_seconds, unix_time=time.time(),
             share=(share.start, share.stop) if reports_samples else (0, 0), consumed=consumed,
             fingerprint=f"{add_fingerprints(*(fingerprint(work.indices) for work in used)):016x}",
-            skipped=result.left_out is not None,
+            skipped=result.skipped is not None,
             phase_seconds={phase: round(seconds, 7) for phase, seconds in record.phase_seconds.items()},
             tokens=tokens,
         ))  # fmt: skip

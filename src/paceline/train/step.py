@@ -37,7 +37,7 @@ class StepOptions(TypedDict, total=False):
     """Compares the collectives that the ranks have called."""
     ahead: Prefetch
     """Loads the batches of the next step. It starts when a GPU is busy with the current step."""
-    may_leave_out: bool
+    may_skip: bool
     """If the loss or a gradient is not finite, skip the step on all ranks instead of raising an error. Parameters and
     buffers then stay unchanged."""
 
@@ -89,15 +89,15 @@ class TaskSteps:
         try:
             if isinstance(steps, PipelineStep):
                 losses = partial(weighted_losses, self._loss)
-                steps.flow(where, microbatches, lambda batch: call(replica.model, batch.inputs), losses)
+                steps.run_pipeline(where, microbatches, lambda batch: call(replica.model, batch.inputs), losses)
             else:
-                for batch in steps.through(where, microbatches, one_each=self._one_each):
+                for batch in steps.run(where, microbatches, one_each=self._one_each):
                     outputs = call(replica.model, batch.inputs, replica.module)
                     steps.backward(*weighted_losses(self._loss, outputs, batch.targets))
         except BaseException:
             steps.give_up()
             raise
-        if not steps.is_left_out:
+        if not steps.is_skipped:
             steps.begin_update()
             replica.optimizer.step()
             if self._scale is not None:

@@ -85,7 +85,7 @@ class TaskTrainer:
         progress, parts, folder = self._progress, self._parts, self._place.folder
         if summary.exit == ExitCode.SAVED:
             return [stopped_line(progress.step, parts.total_steps, folder)]
-        scale_lines = [f"fp16: {plural(self._scale.left_out, 'step')} skipped after overflows"] if self._scale else []
+        scale_lines = [f"fp16: {plural(self._scale.skipped, 'step')} skipped after overflows"] if self._scale else []
         costs = data_lines(summary, progress.slowest_data_rank, parts)
         return [*scale_lines, *self._stage_lines, *costs, *closing_lines(summary, folder)]
 
@@ -115,13 +115,13 @@ class TaskTrainer:
             parts.replica, batches, parts.task.loss, parts.schedule,
             start=progress.step, max_norm=self._config.optimizer.clip_norm, votes=self._votes,
             on_device=self._on_device, enter=self._box.enter, order=progress.order,
-            may_leave_out=self._config.guard.not_finite != "stop", ahead=parts.loading.ahead, scale=self._scale,
+            may_skip=self._config.guard.not_finite != "stop", ahead=parts.loading.ahead, scale=self._scale,
             one_each=one_each,
         )  # fmt: skip
         with closing(batches), closing(records):  # also ends the loader processes if a step fails
             for record in records:
                 self._record_step(record)
-                if record.result.left_out is None and parts.average is not None:
+                if record.result.skipped is None and parts.average is not None:
                     parts.average.update()
                 if (origin := progress.rollback_point(record)) is not None:
                     return origin
