@@ -90,7 +90,7 @@ def test_under_torchrun_a_hang_is_named_once_and_nobody_is_ended_not_even_by_the
         job.says("ranks 0, 1 are making progress again")
         (watching,) = agents()
         os.kill(watching, signal.SIGKILL)
-        job.says("the agent that watches over this node is gone")
+        job.says("the agent of this node has ended")
         (tmp_path / "stop").touch()
         assert job.process.wait(30) == 0, job.output.read_text()
         assert job.output.read_text().count("STALL") == 1
