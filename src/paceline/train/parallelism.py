@@ -181,7 +181,7 @@ def division_lines(division: StagePlan, schedule: Schedule, plan: BatchPlan, wor
     total = sum(stage.seconds for stage in stages)
     count = plural(micro_batches, "micro-batch", "micro-batches")
     lines = [f"pipeline of {plural(len(stages), 'stage')}, {schedule}, {count}"]
-    first_modules = ["", *(cut.module for cut in division.cuts)]
+    first_modules = ["", *(cut.module for cut in division.split_points)]
     for number, (stage, module, wait) in enumerate(zip(stages, first_modules, waits, strict=True)):
         begin = f"stage {number} {f'from {module}' if module else 'from the input'}"
         portion = f"{stage.seconds / total:.0%} of the time" if total else "no time"
