@@ -21,7 +21,7 @@ from paceline.collectives.control import are_finite, multiply_gradients, resolve
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError, TrainingError
-from paceline.stepping.nonfinite import SkippedSteps, NotFinite, too_many
+from paceline.stepping.nonfinite import NotFinite, SkippedSteps, too_many
 from paceline.strategies import STRATEGIES, Strategy
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from paceline.compute.precision import in_fp16
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share
 from paceline.stepping import trained_model
-from paceline.stepping.nonfinite import SkippedSteps, NotFinite
+from paceline.stepping.nonfinite import NotFinite, SkippedSteps
 from paceline.stepping.trained_model import FIRST, SMALLEST, LossScale
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.train.step import TaskSteps

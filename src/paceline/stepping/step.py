@@ -99,9 +99,7 @@ class Step:
         self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or Prefetch()
         self._on_device = is_async(world.device)  # whether the host would have to wait for numbers
 
-    def run(
-        self, where: str, micro_batches: Sequence[MicroBatch], *, one_each: bool = False
-    ) -> Generator[MicroBatch]:
+    def run(self, where: str, micro_batches: Sequence[MicroBatch], *, one_each: bool = False) -> Generator[MicroBatch]:
         """Compute a global batch, except `end`. `one_each`: every rank has one micro-batch of it.
 
         Yields this rank's micro-batches, with dummy batches if a forward is a collective, each after its `enter`.

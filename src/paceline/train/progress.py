@@ -27,7 +27,7 @@ from paceline.runs.folder import WEIGHTS
 from paceline.runs.progress import Throughput
 from paceline.runs.summary import Summary, finite, write_summary
 from paceline.runs.utilization import goodput
-from paceline.stepping.nonfinite import SkippedSteps, Policy
+from paceline.stepping.nonfinite import Policy, SkippedSteps
 from paceline.stepping.order import CallOrder
 from paceline.stepping.totals import Votes
 from paceline.stepping.trained_model import TrainedModel
