@@ -141,21 +141,21 @@ class SessionLifecycle(SessionLoop):
             self._settings = {"virtual_ranks": self._virtual_ranks, "seed": seed, "strategy": strategy, **self._own}
             check_equal("session settings", {**self._settings, "resume": resume, "threads": threads}, world)
             rhythm = CheckpointPolicy(watch_every, 10**9, *steps_or_seconds(checkpoint_every), keep=keep)
-            self._course = TrainingProgress(place, origin, world, rhythm, not_finite, lambda line: self.print(line))
-            self._course.use = Utilization(world, peak_tflops)
-            self._max_steps = self._course.step + (self._observer or self._guard).max_steps
+            self._progress = TrainingProgress(place, origin, world, rhythm, not_finite, lambda line: self.print(line))
+            self._progress.use = Utilization(world, peak_tflops)
+            self._max_steps = self._progress.step + (self._observer or self._guard).max_steps
             self._guard.box.on_device = on_device = phase_events(world.device)
             self._clock = PhaseClock(self._guard.box.enter, on_device=on_device)
             self._steps = SessionStep(
                 world, self._virtual_ranks, self._clock, votes=self._votes,
-                order=self._course.order, way_out='session(not_finite="skip")',
+                order=self._progress.order, way_out='session(not_finite="skip")',
                 may_skip=not_finite != "stop", exact=self._exact,
             )  # fmt: skip
-            self._steps.notes, self._steps.observer = Notes(self._course.say), self._observer
+            self._steps.notes, self._steps.observer = Notes(self._progress.say), self._observer
             if place is not None:
-                self._course.request = self._stack.enter_context(stop_signals(announce=world.rank == 0))
+                self._progress.request = self._stack.enter_context(stop_signals(announce=world.rank == 0))
             for line in notices:
-                self._course.say(line)
+                self._progress.say(line)
         except BaseException as error:
             reword(error)
             self._stack.__exit__(type(error), error, error.__traceback__)
@@ -190,7 +190,7 @@ class SessionLifecycle(SessionLoop):
         numpy.random.seed(self._seed % 2**32)
 
     def _check_seed(self) -> None:
-        if self._exact and not self._is_seeded and torch.initial_seed() >= UNSEEDED and self._course.origin is None:
+        if self._exact and not self._is_seeded and torch.initial_seed() >= UNSEEDED and self._progress.origin is None:
             self._steps.notes.once(
                 "the session has no seed, and torch was not seeded: the initial weights, and so the digest, differ "
                 "between runs. Set session(seed=...), or call torch.manual_seed before the model is created"
@@ -245,7 +245,7 @@ class SessionLifecycle(SessionLoop):
     def note_exit(self, code: Any) -> None:
         """Record a call of sys.exit(code), because the code is not available at the end of the process."""
         if self._live:
-            self.exited = code, self._course.step
+            self.exited = code, self._progress.step
 
     def close(self, error: BaseException | None = None) -> None:
         """End the session, with an error if there is one. Also called at the end of the process."""
@@ -257,7 +257,7 @@ class SessionLifecycle(SessionLoop):
         for hook in self._hooks:
             hook.remove()
         reword(error)
-        if error is None and self.exited is not None and self.exited[1] == self._course.step:
+        if error is None and self.exited is not None and self.exited[1] == self._progress.step:
             error = SystemExit(self.exited[0])
         in_loop = isinstance(error, SystemExit) and (self._live > 0 or self.exited is not None)
         if isinstance(error, SystemExit) and (self._stopped or not error.code):
@@ -271,8 +271,8 @@ class SessionLifecycle(SessionLoop):
                     self._check_reached()
                     self._compare_replicas()
                 self._guard.box.enter(Phase.CLOSE)
-                if self._course.is_open:
-                    self._course.finish(self._stopped, self._closing)
+                if self._progress.is_open:
+                    self._progress.finish(self._stopped, self._closing)
         except BaseException as late:
             reword(late)
             error = error or late
@@ -281,7 +281,7 @@ class SessionLifecycle(SessionLoop):
         finally:
             with suppress(ValueError):
                 open_sessions.remove(self)
-            self._course.close()
+            self._progress.close()
             self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def _check_reached(self) -> None:
@@ -292,14 +292,14 @@ class SessionLifecycle(SessionLoop):
     def _closing(self, summary: Summary) -> list[str]:
         if summary.exit == ExitCode.SAVED:
             return [f"stopped on request: saved after step {summary.steps}. Start the script again to resume"]
-        assert self._course.place is not None
-        folder = self._course.place.folder
+        assert self._progress.place is not None
+        folder = self._progress.place.folder
         return [f"weights {str(summary.weights_sha256)[:16]}...", f"run folder {folder}", report_hint(folder)]
 
     def _log(self, metrics: dict[str, float]) -> None:
-        course = self._course
-        course.metrics, course.evaluated = course.metrics | metrics, course.step
-        course.log_evaluation(course.step, metrics)
+        progress = self._progress
+        progress.metrics, progress.evaluated = progress.metrics | metrics, progress.step
+        progress.log_evaluation(progress.step, metrics)
 
     def _fail(self, error: BaseException) -> None:
         is_whole, instead = not self._steps.updating and self._opened and not self._is_damaged, None
@@ -307,13 +307,13 @@ class SessionLifecycle(SessionLoop):
             if is_whole and self._steps.in_step:
                 self._steps.give_up()
         with suppress(Exception):
-            instead = self._course.fail(error, self._loop_state, whole=is_whole)
+            instead = self._progress.fail(error, self._loop_state, whole=is_whole)
             if isinstance(error, OSError) and instead is not None:
                 print(instead, file=sys.stderr, flush=True)
-            code, place = _code_of(error), self._course.place
+            code, place = _code_of(error), self._progress.place
             refused = code == ExitCode.USAGE and place is not None and place.attempt > 1
-            if self._course.is_open and self.rank == 0 and not refused:
-                self._course.summarise(code, failure=f"{type(error).__name__}: {error}"[:2000])
+            if self._progress.is_open and self.rank == 0 and not refused:
+                self._progress.summarise(code, failure=f"{type(error).__name__}: {error}"[:2000])
         # before any teardown, so that the first failing rank is known
         if not isinstance(error, (KeyboardInterrupt, SystemExit)):
             record_failure(instead or error, _code_of(instead or error), traceback=not isinstance(error, PacelineError))

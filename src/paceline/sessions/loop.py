@@ -57,7 +57,7 @@ class SessionLoop(SessionCollectives):
     _seed: int
     _share: range
     _steps: SessionStep
-    _course: TrainingProgress
+    _progress: TrainingProgress
     _guard: Guard
     _clock: PhaseClock
     _track: str | None
@@ -97,7 +97,7 @@ class SessionLoop(SessionCollectives):
 
     @property
     def _moment(self) -> tuple[int, ...]:
-        return self._course.step, self._where["epoch"], int(self._in_epochs)
+        return self._progress.step, self._where["epoch"], int(self._in_epochs)
 
     def _check_all_here(self) -> None:
         """See SessionCollectives. Also for a training loop body that ranks run different numbers of times."""
@@ -151,9 +151,9 @@ class SessionLoop(SessionCollectives):
         return fingerprint
 
     def _compare_replicas(self) -> None:
-        if self.size > 1 and self._parts and self._course.step and self._parts[0].replica.host is None:
+        if self.size > 1 and self._parts and self._progress.step and self._parts[0].replica.host is None:
             held = [shard for part in self._parts for shard in part.state()]
-            check_replicas(held, self.world, self._course.step, [part.replica.optimizer for part in self._parts])
+            check_replicas(held, self.world, self._progress.step, [part.replica.optimizer for part in self._parts])
 
     def _evaluate(self, loader: Loader) -> Generator[Any]:
         self._evaluates = True
@@ -184,7 +184,7 @@ class SessionLoop(SessionCollectives):
                 restore()
 
     def _train(self, loader: Loader) -> Generator[Any]:
-        if self._course.step >= self._max_steps:
+        if self._progress.step >= self._max_steps:
             raise SystemExit(0)
         self._steps.check_only_loop()
         where, start = self._where, 0
@@ -230,12 +230,12 @@ class SessionLoop(SessionCollectives):
                 if observer is not None:
                     observer.on_batch_end()
             self._between(loader, micro_batches, plan)
-            if self._course.step >= self._max_steps:
+            if self._progress.step >= self._max_steps:
                 break
             self._stop_if_asked()
             self._clock(Phase.DATA)
         if not self._at_end and where["batch"]:  # the end of the epoch was not known before
-            self._course.after_step(Votes(), partial(self._loop_state, self.world), save=True, wait=True)
+            self._progress.after_step(Votes(), partial(self._loop_state, self.world), save=True, wait=True)
         self._next_pass()
 
     def _leave_stream(self) -> None:
@@ -250,7 +250,7 @@ class SessionLoop(SessionCollectives):
         numbers = (where["epoch"], where["passes"], batch, data, loader.order_hash(batch))
         for part in self._parts:
             numbers += part.compared()
-        self._course.order.compared = numbers
+        self._progress.order.compared = numbers
 
     def _compared_names(self) -> list[str]:
         of_parts = [f"{name} {part.number}" for part in self._parts for name in COMPARED]
@@ -351,26 +351,26 @@ class SessionLoop(SessionCollectives):
         if self._opened:
             return
         self._opened = True
-        self._course.order.explain, self._course.order.names = self._explain, self._compared_names
+        self._progress.order.explain, self._progress.order.names = self._explain, self._compared_names
         definition: dict[str, Any] = {
             **self._settings, "task": self._name, **self._data, "batchnorm": "local",
             "optimizer": [type(part.optimizer).__name__ for part in self._parts],
             "hardware": hardware_facts(self.device),
             "threads_per_rank": torch.get_num_threads() if self._exact else None,
         }  # fmt: skip
-        if (origin := self._course.origin) is not None and self._saved_data is not None:
+        if (origin := self._progress.origin) is not None and self._saved_data is not None:
             # the definition is that of the first loop; the interrupted loop may be a different one
             try:
                 check_same(self._saved_data, self._data, (), origin.where)
             except UsageError as error:
                 raise UsageError.of(error, after=f" {CHANGED_DATA}") from None
             definition |= {name: origin.content.definition[name] for name in self._data}
-        compare(definition, self._course.origin, len(self._parts), len(self._numbers), self.world, exact=self._exact)
+        compare(definition, self._progress.origin, len(self._parts), len(self._numbers), self.world, exact=self._exact)
         self.print(startup_message(plan, self.world, self._strategy, self._name))
-        course = self._course
+        progress = self._progress
         models = [model for part in self._parts for model in (part.replica.model, part.replica.module)]
-        if self._observer is None and course.use.given and not self._exact and can_count(models):
-            self._steps.flops = course.use.count
+        if self._observer is None and progress.use.given and not self._exact and can_count(models):
+            self._steps.flops = progress.use.count
         self._registered.check_all_there()
         for part in self._parts:
             part.numbers()  # raises an error if its state cannot be saved
@@ -381,18 +381,18 @@ class SessionLoop(SessionCollectives):
                 layout(part.state())  # raises an error if a checkpoint cannot store its state
         if plan.virtual_ranks > self.size or plan.accumulation > 1 or any(p.replica.sharded for p in self._parts):
             check_no_scaler()
-        if course.place is not None:
-            course.place = replace(course.place, definition=definition)
+        if progress.place is not None:
+            progress.place = replace(progress.place, definition=definition)
             batch = {"global_batch": plan.global_batch, "accumulation": plan.accumulation, "tail": plan.tail}
             given = {"task": self._name, **self._settings, **batch, "epochs": self._epochs or 1, **self._others}
-            write_session_settings(course.place, given)
-        course.open(
+            write_session_settings(progress.place, given)
+        progress.open(
             self._parts, plan, self._share, self._facts,
             listed=plan.own_order, track=self._track, others=self._registered.state,
         )  # fmt: skip
 
     def _facts(self) -> dict[str, Any]:
-        metrics = self._course.metrics
+        metrics = self._progress.metrics
         results = {"test_metrics": metrics or None, "test_accuracy": metrics.get("accuracy")}
         return {"task": self._name, "strategy": self._strategy, **results}
 
@@ -404,10 +404,10 @@ class SessionLoop(SessionCollectives):
         batch = self._where["batch"]
         samples = loader.samples(micro_batches[0].work)
         self._where["batch"] += 1
-        course, lr = self._course, float(self._parts[0].optimizer.param_groups[0]["lr"])
-        record = StepRecord(course.step + 1, done, lr, micro_batches, self._clock.take(), self._clock.borders)
-        course.record_step(record, samples, tracked=record.step % TRACK_EVERY == 0)
-        course.rollback_point(record)
+        progress, lr = self._progress, float(self._parts[0].optimizer.param_groups[0]["lr"])
+        record = StepRecord(progress.step + 1, done, lr, micro_batches, self._clock.take(), self._clock.borders)
+        progress.record_step(record, samples, tracked=record.step % TRACK_EVERY == 0)
+        progress.rollback_point(record)
         if self._observer is not None:
             self._observer.on_step(record)
         if ProgressWriter.here is not None:
@@ -422,11 +422,13 @@ class SessionLoop(SessionCollectives):
                 self._look_around(self._registered.look_again)
             if self.saved:
                 json_copy(self.saved, strict=True)
-        course.after_step(done.votes, partial(self._loop_state, self.world), save=self._stopped or is_end, wait=is_end)
+        progress.after_step(
+            done.votes, partial(self._loop_state, self.world), save=self._stopped or is_end, wait=is_end
+        )
 
     def _check_periodically(self) -> None:
         """In steps 1, 2, 4, 8, ... and the step after each: check foreign tensors and the weights of losses."""
-        step = self._course.step + 1
+        step = self._progress.step + 1
         begins, follows = step & (step - 1) == 0, (step - 1) & (step - 2) == 0
         if not (begins or follows) or (self.size == 1 and self._steps.phases.alone):
             return
@@ -457,7 +459,7 @@ class SessionLoop(SessionCollectives):
         step, steps = self._where["batch"], plan.known_steps
         epoch = self._where["epoch" if self._epochs else "passes"]
         remaining = max(0, steps - step) * plan.global_batch
-        rate, shown = self._course.throughput.recent(), loss if math.isfinite(loss) else None
+        rate, shown = self._progress.throughput.recent(), loss if math.isfinite(loss) else None
         return ProgressRecord(epoch, self._epochs, step, steps, shown, rate, remaining)
 
     def _stop_if_asked(self) -> None:
@@ -487,7 +489,7 @@ class SessionLoop(SessionCollectives):
                 self._steps.merged = before
 
     def _votes(self) -> Any:
-        return self._course.votes(coming=0.0 if self._loader is None else self._loader.coming)
+        return self._progress.votes(coming=0.0 if self._loader is None else self._loader.coming)
 
     def _loop_state(self, world: World | None = None) -> dict[str, Any]:
         """With a `world` a collective; without, as far as this rank knows."""

@@ -53,7 +53,7 @@ class Session(SessionLifecycle):
     @property
     def step(self) -> int:
         """Number of steps since the start of the run. A step is a global batch, with or without an update."""
-        return self._course.step
+        return self._progress.step
 
     @property
     def batch(self) -> int:
@@ -105,7 +105,7 @@ class Session(SessionLifecycle):
         if self._observer is not None:
             make = self._observer.wrap_strategy(self._strategy, make)
         part = prepare_model(model, optimizer, scheduler, make, self.world, len(self._parts), self._steps)
-        if (origin := self._course.origin) is not None:
+        if (origin := self._progress.origin) is not None:
             with raise_on_all_ranks(self.world):
                 if part.number >= len(self._numbers):
                     raise UsageError(code="model-too-many", where=origin.where, saved=len(self._numbers))
@@ -120,7 +120,7 @@ class Session(SessionLifecycle):
     def _prepare_again(self, part: PreparedModel, optimizer: OptimizerLike, scheduler: SchedulerLike | None) -> Any:
         """A second optimizer for other parameters of a model that was prepared before."""
         made = prepare_optimizer(part, optimizer, scheduler, self.world)
-        if self._course.origin is not None:
+        if self._progress.origin is not None:
             with raise_on_all_ranks(self.world):
                 part.load_waiting(made.optimizer, made.parameters)
                 part.load_numbers(self._numbers[part.number], len(part.optimizers) - 1)
@@ -151,7 +151,7 @@ class Session(SessionLifecycle):
             raise UsageError(code="registered-too-late")
         with raise_on_all_ranks(self.world):
             self._registered.add(name, thing, models, self.device, saved=True)
-            if (origin := self._course.origin) is not None:
+            if (origin := self._progress.origin) is not None:
                 self._registered.load(name, origin.source, origin.where)
 
     def loader(
@@ -230,7 +230,7 @@ class Session(SessionLifecycle):
                     put_global_streams(self._epoch_streams)
                 yield epoch
                 self._resumed = None
-                if self._course.step >= self._max_steps:
+                if self._progress.step >= self._max_steps:
                     return
         finally:
             self._complete, self._in_epochs = True, False
@@ -306,7 +306,7 @@ class Session(SessionLifecycle):
             The known ones of samples_per_second, tokens_per_second, flops_per_second and mfu (docs/speed.md). Empty in
             the first steps, and under `paceline verify`.
         """
-        return {} if self._observer is not None else self._course.use.speed(self._course.throughput.recent())
+        return {} if self._observer is not None else self._progress.use.speed(self._progress.throughput.recent())
 
     def weights(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """The state dict of the whole model, with buffers merged over virtual ranks (a collective)."""
