@@ -17,6 +17,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+import prose  # a script imports its neighbor; a test imports this file by its path
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "paceline"
 SMALL_LINES = 60
@@ -128,6 +131,16 @@ def _sizes(package: Package, tests: Path) -> list[Count]:
         Count("lines imported by paceline.strategies.single", [], 11_818, package.loaded("paceline.strategies.single")),
         Count("lines of tests", [], 72_830, sum(_lines(path) for path in tests.rglob("*.py")), target=58_000),
         Count("assertions on full sentences", sentences, 24, target=60),
+        *_prose(tests.parent),
+    ]
+
+
+def _prose(root: Path) -> list[Count]:
+    pages, modules = prose.files(root)
+    return [
+        Count("habits of language in README and docs", prose.hits(pages, root), 129),
+        Count("habits of language in src", prose.hits(modules, root), 118),
+        Count("sentences over 35 words in README and docs", prose.long_sentences(pages, root), 0),
     ]
 
 
