@@ -133,7 +133,7 @@ def test_a_new_folder_is_a_fresh_start(finished):
 
 def test_more_virtual_ranks_than_samples_in_a_batch_are_told_once(finished):
     _, said = finished
-    assert said.count("1 virtual rank of 4 ") == 1
+    assert said.count("1 of 4 virtual ranks ") == 1
 
 
 def test_a_complete_run_has_nothing_left_and_keeps_its_result(resume, tmp_path):

@@ -35,8 +35,9 @@ def late(gradient):
         time.sleep(600)  # FAULT
 model[0].bias.register_hook(late)
 for number in range(100):
-    with one_backward(sums, rank, is_last=True):
-        model(torch.ones(1, 300)).sum().backward()
+    sums.enter(rank, is_last=True)
+    model(torch.ones(1, 300)).sum().backward()
+    sums.leave()
     sums.finish(4.0)
 """
 STEPS = f"""{TORCH}
@@ -47,8 +48,9 @@ from paceline.collectives.tree import LeafPartition
 model = torch.nn.Linear(300, 300)
 sums = sum_by_leaf(model, LeafPartition.of_ranks(4, rank))
 def step():
-    with one_backward(sums, rank, is_last=True):
-        model(torch.ones(1, 300)).sum().backward()
+    sums.enter(rank, is_last=True)
+    model(torch.ones(1, 300)).sum().backward()
+    sums.leave()
     sums.finish(4.0)
 step()
 ready()
