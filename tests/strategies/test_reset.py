@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,7 +98,7 @@ def test_an_error_in_a_dummy_batch_keeps_its_traceback() -> None:
     def broken() -> None:
         raise ArithmeticError
 
-    replica.enter(replace(batch, work=replace(batch.work, counted=False)), is_last=True)
+    replica.enter(batch._replace(work=batch.work._replace(counted=False)), is_last=True)
     with pytest.raises(ArithmeticError) as caught:
         broken()
     replica.leave(caught.value)

@@ -726,12 +726,12 @@ def seeded_by_rank() -> AbstractContextManager[None]:
 
 def same_stream_for_all() -> AbstractContextManager[None]:
     original = Work.random_seed
-    return planted((Work, "random_seed", lambda self, seed: original(replace(self, virtual_rank=0), seed)))
+    return planted((Work, "random_seed", lambda self, seed: original(self._replace(virtual_rank=0), seed)))
 
 
 def same_stream_for_all_microbatches() -> AbstractContextManager[None]:
     original = Work.random_seed
-    return planted((Work, "random_seed", lambda self, seed: original(replace(self, part=0), seed)))
+    return planted((Work, "random_seed", lambda self, seed: original(self._replace(part=0), seed)))
 
 
 def not_seeded() -> AbstractContextManager[None]:
@@ -758,7 +758,7 @@ def buffers_of_each_rank() -> AbstractContextManager[None]:
 
 def stand_in_moves_buffers() -> AbstractContextManager[None]:
     original = VirtualBuffers.enter
-    return planted((VirtualBuffers, "enter", lambda self, work: original(self, replace(work, counted=True))))
+    return planted((VirtualBuffers, "enter", lambda self, work: original(self, work._replace(counted=True))))
 
 
 def statistics_not_synchronised() -> AbstractContextManager[None]:
