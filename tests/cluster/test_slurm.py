@@ -132,7 +132,7 @@ def test_ctrl_c_stops_following_and_leaves_the_job(slurm: Slurm, run: Path) -> N
         wait_for(run, "started", 2)
         following.send_signal(signal.SIGINT)
         shown, _ = following.communicate(timeout=20)
-    assert following.returncode == 130 and "goes on" in shown
+    assert following.returncode == 130 and "continues" in shown
     (job,) = slurm.run("squeue", "-h", "-o", "%i").stdout.split()
     assert slurm.state(job) == "RUNNING"
     slurm.run("scancel", job)
