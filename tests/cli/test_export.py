@@ -187,7 +187,7 @@ def test_each_model_of_a_session_is_exported(tmp_path: Path, capsys: pytest.Capt
     run = tmp_path / "run"
     assert start(1, run, 13, "raise").returncode == 1
     assert export([str(run), "-o", str(tmp_path / "early.pt"), "--model", "2"]) == 0
-    assert "step 13 of run: " in capsys.readouterr().out
+    assert "step 13 of run: 2 " in capsys.readouterr().out
     assert start(2, run).returncode == 0
     for number, name in ((1, "model.safetensors"), (2, "model-2.safetensors")):
         final = load(run / name, ours=True)

@@ -105,7 +105,7 @@ def test_the_newest_verdict_is_shown_with_the_collectives_and_stack_of_every_ran
         stalled(run, guilty, number)
     text = told(capsys, "demo")
     assert "verdict-10" in text and "verdict-9" not in text
-    assert "GUILTY: rank 1 (n1, pid 101)" in text
+    assert "GUILTY: rank 1 (n1, pid 101)" in text and " 12.0 s at step 5 (world 3)" in text
     assert text.count(" all_reduce #7 ") >= 2 and text.count("train.py:97 ") >= 2 and "train.py:88 " in text
     assert [f"\nrank {n} (n1, pid {100 + n})" in text for n in range(3)] == [True] * 3
 
@@ -121,6 +121,7 @@ def test_a_run_that_never_stalled_is_said_to_be_so(run: Path, capsys: pytest.Cap
     (run / "attempt-1" / "ended.json").write_text('{"exit_code": 0}')
     found = json.loads(told(capsys, "demo", "--json"))
     assert (found["told"], found["live"]) == (None, False)
+    assert "no stall" in told(capsys, "demo")
 
 
 def test_a_run_that_hangs_is_judged_now_and_nothing_is_left_of_the_question(

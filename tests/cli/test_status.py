@@ -190,9 +190,9 @@ def test_what_the_agent_judged_is_shown_and_no_record_is_judged_again(run: Path)
     (attempt / "error-0.json").write_bytes(failure(0, "Connection closed by peer", victim=True, seconds=1.0))
     found = run_state(run)
     assert (found.state, found.words.endswith("attempt-1/error-0.json")) == ("failed", True)  # without a verdict
-    write_ended(attempt, Ended(1, "rank 1 (n1): ValueError: no such file"))
+    write_ended(attempt, ended := Ended(1, "rank 1 (n1): ValueError: no such file"))
     found = run_state(run)
-    assert found.state == "failed" and found.words.endswith(": rank 1 (n1): ValueError: no such file")
+    assert (found.state, found.words) == ("failed", f"exit code 1: {ended.words}")
 
 
 def test_an_agent_counts_only_with_its_own_start_time_and_host(run: Path) -> None:

@@ -125,7 +125,7 @@ def test_a_batch_larger_than_the_data_is_said(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(TASKS)
     run = paceline("train", "mine.py:good", "--batch-size", 100, "--epochs", 3)
     assert run.returncode == 0, run.stderr
-    assert "60 samples" in run.stdout and "3 steps in all" in run.stdout
+    assert "one step on 60 " in run.stdout and "3 steps in all" in run.stdout
 
 
 @pytest.mark.slow

@@ -124,18 +124,18 @@ def test_the_kernel_gives_each_page_once_and_not_in_every_step():
 
 
 @pytest.mark.parametrize(
-    ("free", "env", "words"),
+    ("free", "state", "env", "words"),
     [
-        (ACTIVATION_BYTES - 1, {}, "MiB are free for this rank"),
-        (ACTIVATION_BYTES + (10 << 30), {}, "MiB are free for this rank"),
-        (None, {"MALLOC_ARENA_MAX": "2"}, "MALLOC_ARENA_MAX is set"),
-        (None, {"GLIBC_TUNABLES": "glibc.malloc.check=3"}, "GLIBC_TUNABLES is set"),
-        (None, {"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}, "different allocator"),
+        (ACTIVATION_BYTES - 1, 0, {}, "MiB are free for this rank"),
+        (ACTIVATION_BYTES + (10 << 30), 10 << 30, {}, "MiB are free for this rank"),
+        (None, 0, {"MALLOC_ARENA_MAX": "2"}, "MALLOC_ARENA_MAX is set"),
+        (None, 0, {"GLIBC_TUNABLES": "glibc.malloc.check=3"}, "GLIBC_TUNABLES is set"),
+        (None, 0, {"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}, "different allocator"),
     ],
 )
-def test_it_is_left_alone_without_room_or_where_it_is_the_users(free, env, words):
+def test_it_is_left_alone_without_room_or_where_it_is_the_users(free, state, env, words):
     """None of these reaches glibc: this very process stays as it is."""
-    assert words in keep_memory(free_bytes=free, state_bytes=10 << 30, env=env)
+    assert words in keep_memory(free_bytes=free, state_bytes=state, env=env)
 
 
 def test_the_peak_is_this_processs():

@@ -175,7 +175,7 @@ def main() -> int:
         said = {key: (folder / f"{key}.txt").read_text() for key in runs}
         steps = sum('"step"' in line for line in (folder / "training/events-0.jsonl").read_text().splitlines())
     alarms = {key: text.count("GUILTY") + text.count("STALL") for key, text in said.items()}
-    warnings = {key: [line for line in text.splitlines() if "has moved for" in line] for key, text in said.items()}
+    warnings = {key: [line for line in text.splitlines() if "no progress for" in line] for key, text in said.items()}
     result = {
         "minutes": round((time.monotonic() - began) / 60, 1), "steps": steps, **counts, "codes": codes,
         "alarms": alarms, "warnings": warnings,

@@ -265,7 +265,7 @@ def _said(folder: Path, attempt: int) -> str:
     errors = [str(one["error"]) for one in _failures(folder, attempt)]
     lines = [line.strip() for line in (folder / f"out-{attempt}").read_text().splitlines()]
     errors = [error for error in errors if not re.search(VICTIM, error)] or errors
-    errors += [line for line in lines if re.match(r"(\[rank\d\]: )?[\w.]*(Error|ShardedGradientPlaceholder)\b", line)]
+    errors += [line for line in lines if re.match(r"(\[rank\d\]: )?[\w.]*(Error|ReportedByPeer)\b", line)]
     errors += [line for line in lines if line and "RuntimeWarning" not in line]
     return errors[0] if errors else ""
 

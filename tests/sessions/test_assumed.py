@@ -219,7 +219,8 @@ def test_state_after_a_resume(tmp_path: Path, kind: str) -> None:
 
 def test_a_group_of_parameters_that_is_missing_after_a_resume_is_an_error(tmp_path: Path) -> None:
     assert run(1, "group_later", tmp_path)[0] == 1
-    assert run(1, "group_later", tmp_path)[0] == USAGE
+    code, found, told = run(1, "group_later", tmp_path)
+    assert code == USAGE and found is None and codes(told) == ["parameter-groups-missing"], told
 
 
 def test_copies_that_each_step_creates_are_not_state(tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ def rounded_on_the_way(rank: int, size: int) -> None:
     assert digests["fsdp"] == digests["bucketed"]
     norms = {"1.weight", "1.bias", "4.weight", "4.bias"}
     assert {name for name, kind in types.items() if kind == torch.float32} == norms
-    assert {"0", "3", "inner", "inner.out_proj"} <= {name.rpartition(".")[0] for name in {*types} - norms}
+    assert {"0.weight", "3.bias", *(f"inner.{n}" for n in ("in_proj_weight", "out_proj.weight"))} <= {*types} - norms
 
 
 def fsdps_bits(rank: int, world_size: int, folder: str) -> dict[int, Any]:

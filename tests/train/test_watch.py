@@ -182,7 +182,7 @@ def test_a_flipped_bit_ends_the_run_at_the_next_look_and_is_never_saved(paceline
                    "--checkpoint-every", 3, "--run-dir", "run", ranks=2)  # fmt: skip
     assert run.returncode == 6, run.stderr
     assert codes(run.stderr) == ["replicas-differ"]
-    assert len(re.findall(rf"step {found_after} model/inner\.weight .*\b0\b.*\b1\b", run.stderr)) == 1
+    assert len(re.findall(rf"step {found_after} .*inner\.weight .*ranks 0 \w+ 1\b", run.stderr)) == 1
     saved = {p.name for p in (tmp_path / "run/checkpoints").glob("step-*")}
     assert saved <= {"step-00000003"}  # which may still be on its way to the disk
     for rank in range(2):
@@ -207,7 +207,7 @@ def stages_that_drift(rank: int, world_size: int, flipped_on: int) -> str:
 def test_of_stages_those_that_hold_the_same_are_compared(tmp_path):
     assert run_ranks(stages_that_drift, 4, tmp_path, -1) == [""] * 4
     told, *others = run_ranks(stages_that_drift, 4, tmp_path, 3)
-    assert codes(told) == ["replicas-differ"] and re.search(r"step 7 model/1 .*\b2\b.*\b3\b", told)
+    assert codes(told) == ["replicas-differ"] and "step 7 model/1 " in told and "ranks 2 and 3" in told
     assert all(others)
 
 
@@ -224,5 +224,5 @@ def drifted(rank: int, size: int, weight_decay: float) -> str:
 @pytest.mark.ranks
 def test_settings_of_an_optimizer_that_differ_are_named_as_the_cause(tmp_path):
     told, _ = run_ranks(drifted, 2, tmp_path, 0.5)
-    assert codes(told) == ["replicas-differ-by-settings"] and "weight_decay=0.5" in told
+    assert codes(told) == ["replicas-differ-by-settings"] and re.search(r"weight_decay=0\.0, \w+=0\.5", told)
     assert codes(run_ranks(drifted, 2, tmp_path, 0.0)[0]) == ["replicas-differ"]

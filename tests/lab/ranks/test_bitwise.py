@@ -93,10 +93,12 @@ def test_another_order_of_additions_is_found_in_the_first_step(planted, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "DIFFERS" in said and "1 DIFFER" in said and "bit-identical" not in said
     got, want = other.bits[0].steps[0].gradients[:24], right.bits[0].steps[0].gradients[:24]
-    assert f"gradients {got}, not {want}" in said and "in step 1:" in said
+    assert f"gradients {got}, not {want}" in said and "exact on 2, sgd: " in said and "in step 1:" in said
 
 
-def test_ranks_that_do_not_agree_are_found(planted):
+def test_ranks_that_do_not_agree_are_found(planted, capsys):
     right, _, alone = planted
     assert right.bits[0].ranks_agree and not alone.bits[0].ranks_agree
     assert not print_bits(SPEC, [alone])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "exact on 2, sgd: " in said and "ranks differ" in said and "bit-identical" not in said

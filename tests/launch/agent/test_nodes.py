@@ -130,7 +130,7 @@ def test_without_node_0_the_others_end_and_say_how_to_go_on(nodes) -> None:
     assert run.codes(20.0) == [-signal.SIGKILL, 1, 1]
     for number in (1, 2):
         assert f"node {number} (" in run.said(number) and "has lost node 0" in run.said(number)
-        assert run.said(number).rstrip().endswith(f"--run-dir {run.run_dir}")
+        assert run.said(number).rstrip().endswith(f" auto --run-dir {run.run_dir}")
     assert not survivors(run)
 
 

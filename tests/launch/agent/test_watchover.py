@@ -85,7 +85,7 @@ def test_under_torchrun_a_hang_is_named_once_and_nobody_is_ended_not_even_by_the
 ) -> None:
     with under_torchrun(tmp_path) as job:
         page = job.says(r"STALL after .* GUILTY: rank 1 .*\n.*\n.*")[0]
-        assert re.search(rf"rank 1 .*\bjob.py:{LINE}\b", page) and "rank 0 waits" in page, page
+        assert re.search(rf" 1 .*_reduce .*\bjob.py:{LINE}\b", page) and "rank 0 waits" in page, page
         (tmp_path / "go").touch()
         job.says("ranks 0, 1 are making progress again")
         (watching,) = agents()
