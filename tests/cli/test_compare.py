@@ -34,7 +34,7 @@ def test_a_strategy_that_fails_is_a_row_with_its_reason_and_the_others_are_measu
     assert rows["exact", 2, 32]["memory"]["weights"] == pytest.approx(weights, rel=0.01)
     assert rows["ddp", 2, 32]["sent_bytes"] == pytest.approx(weights, rel=0.01)
     assert found["advice"] in " ".join(said.split())
-    assert "zero, batch 16 per rank: " in said
+    assert "zero, batch 16 per" in said
 
 
 @pytest.mark.ranks
@@ -46,7 +46,7 @@ def test_what_has_failed_is_not_tried_again_and_bits_that_come_back_are_told(tmp
         tmp_path, "compare", f"{TASKS}:tied", "--strategies", "zero,ddp,exact", *how, timeout=500
     )  # fmt: skip
     assert [failure["strategy"] for failure in found["failures"]] == ["zero"]
-    assert said.count("zero, batch 16 per rank: ") == 1
+    assert said.count("zero, batch 16 per") == 1
     bits = {row["strategy"]: row["bits"] for row in found["rows"] if row["world_size"] == 2}
     assert bits["exact"] == "every world size"
     assert bits["ddp"].endswith(", here")
