@@ -143,8 +143,8 @@ def run_location(
         UsageError: on one rank; see `open_run_dir` and `lock_run_dir`.
         ReportedByPeer: on the other ranks.
     """
-    generation, birth = restarts(), WorkerSpec.here()
-    launched = Path(birth.attempt_dir).resolve() if birth is not None and birth.attempt_dir else None
+    generation, spec = restarts(), WorkerSpec.here()
+    launched = Path(spec.attempt_dir).resolve() if spec is not None and spec.attempt_dir else None
     restarted = generation > 0 and asked is not None  # by torchrun or by the agent
     notices: list[str] = []
     location: dict[str, Any] = {"folder": "", "attempt": 0}

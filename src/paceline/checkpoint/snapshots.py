@@ -66,8 +66,8 @@ class Snapshot:
 
 def inherited() -> list[Pair]:
     """The memory files of this node's ranks, by local rank. Empty without an agent that restarts workers."""
-    birth = WorkerSpec.here()
-    return [] if birth is None else [*birth.snapshots]
+    spec = WorkerSpec.here()
+    return [] if spec is None else [*spec.snapshots]
 
 
 # ---- write
