@@ -151,8 +151,8 @@ def test_the_command_writes_into_the_run_and_over_nothing_else(
         (["one", "-o", "nowhere/page.html"], "does not exist"),
         (["three"], "three"),
         (["one"] * 17, "name 1 to 16 runs"),
-        (["one", "runs/one"], "named twice"),
-        (["one", "two", "--explain"], "name one"),
+        (["one", "runs/one"], "specified twice"),
+        (["one", "two", "--explain"], "of one run"),
     ):
         with pytest.raises(UsageError, match=re.escape(told)):
             report.main(words)
