@@ -85,7 +85,7 @@ def test_batches_are_let_go_with_their_step(world: World) -> None:
     gc.disable()  # a circle would keep them until it runs
     try:
         first, second, _ = steps()
-        seen = [weakref.ref(batch) for batch in (*first, *second)]
+        seen = [weakref.ref(batch.inputs) for batch in (*first, *second)]
         take(first)
         train_step(replica, second, loss)
         del first, second, _
