@@ -95,6 +95,16 @@ def test_without_torch_there_is_none_and_what_only_a_start_reads_is_refused() ->
         warm.run(["-c", ""], torch=False, env={**os.environ, "PYTHONHASHSEED": "0"})
 
 
+def test_an_order_without_an_answer_does_not_affect_the_next() -> None:
+    warm.run(("-c", "pass"), torch=False)
+    source = warm._sources[0]
+    os.kill(source.process.pid, signal.SIGSTOP)
+    source.channel.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        warm.run(("-c", "pass"), torch=False)
+    assert warm.run(("-c", "print(7)"), torch=False).stdout == "7\n"
+
+
 def test_what_they_are_forked_from_ends_with_whoever_started_it() -> None:
     code = "import os; from tests import warm; warm.run(['-c', ''], torch=False); "
     code += "print(*warm.pids(), flush=True); os._exit(0)"

@@ -183,7 +183,11 @@ class Popen(subprocess.Popen[Any]):
         with _forking:
             if self._source not in _sources:
                 _sources[self._source] = _Source(_started(self._source))
-            self.pid = _sources[self._source].fork(order, [*streams, *pass_fds])
+            try:
+                self.pid = _sources[self._source].fork(order, [*streams, *pass_fds])
+            except BaseException:  # also the time limit of a test: the next answer would belong to this order
+                _sources.pop(self._source).close()
+                raise
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
