@@ -177,9 +177,13 @@ def make_model(task: Task, seed: int, world: World) -> nn.Module:
 def make_plan(config: TrainConfig, shape: BatchShape, num_samples: int) -> BatchPlan:
     """The plan that distributes `num_samples` samples to the ranks."""
     return BatchPlan(
-        num_samples, shape.global_batch, shape.virtual_ranks, shape.accumulation, config.run.seed,
+        num_samples=num_samples,
+        global_batch=shape.global_batch,
+        virtual_ranks=shape.virtual_ranks,
+        accumulation=shape.accumulation,
+        seed=config.run.seed,
         tail=config.data.tail,
-    )  # fmt: skip
+    )
 
 
 def make_replica(

@@ -171,10 +171,18 @@ def _summarise_failure(config: TrainConfig, folder: Path, world: World, error: B
 def _environment(world: World) -> Mapping[str, Any]:
     by_torchrun = WorkerSpec.here() is None and "TORCHELASTIC_RUN_ID" in os.environ
     return {
-        "paceline": __version__, "torch": str(torch.__version__), "python": platform.python_version(),
-        "platform": platform.platform(), "host": socket.gethostname(), "device": str(world.device),
+        "paceline": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "device": str(world.device),
         "gpu": None if world.device.type == "cpu" else device_name(world.device),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(), "backend": world.backend,
-        "collectives": communicator().kind, "world_size": world.size, "threads_per_rank": torch.get_num_threads(),
-        "bits_hold_for": hardware_facts(world.device), "started_by": "torchrun" if by_torchrun else "paceline",
-    }  # fmt: skip
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "backend": world.backend,
+        "collectives": communicator().kind,
+        "world_size": world.size,
+        "threads_per_rank": torch.get_num_threads(),
+        "bits_hold_for": hardware_facts(world.device),
+        "started_by": "torchrun" if by_torchrun else "paceline",
+    }
