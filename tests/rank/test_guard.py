@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -200,3 +201,12 @@ def test_a_neighbour_who_was_faster_than_a_rank_is_found(listening: socket.socke
         with stranger:
             assert guard.foreign_users([listening.fileno(), stranger.fileno()]) == ["65432"]
         neighbour.communicate("")
+
+
+def test_torch_is_wrapped_once_for_all_sessions_of_a_process() -> None:
+    torch = SimpleNamespace(_new_process_group_helper=lambda: None)
+    connections = guard.Connections()
+    connections.install(torch)
+    wrapped = torch._new_process_group_helper
+    connections.install(torch)
+    assert torch._new_process_group_helper is wrapped

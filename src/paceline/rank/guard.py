@@ -327,12 +327,18 @@ class Connections:
         self.ends: list[End] = []
         """The ends of the connections to other hosts that the last group has opened."""
         self._tolerated: list[list[str]] | None = None
+        self._installed = False
 
     def install(self, distributed: ModuleType) -> None:
-        """Record the sockets of each new process group, and close its ports to new connections."""
+        """Record the sockets of each new process group, and close its ports to new connections.
+
+        Further calls do nothing: every session of a process calls this.
+        """
         make: Callable[..., Any] | None = getattr(distributed, MAKES_GROUP, None)
-        if make is None:  # a torch with a different name: no sockets are recorded, and no rank is unblocked
+        # None: a torch with a different name. No sockets are recorded, and no rank is unblocked.
+        if make is None or self._installed:
             return
+        self._installed = True
 
         @hide_from_warnings
         @wraps(make)

@@ -4,6 +4,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 from urllib.parse import quote
 
@@ -26,6 +27,7 @@ from paceline.sessions.unsaved import UnsavedContainers
 from paceline.train.numbers import as_json, from_json
 
 TENSOR = "tensor of the state"
+FEW_CLASSES = 32
 
 
 class RegisteredObjects:
@@ -218,18 +220,21 @@ def _joined(value: Any, source: Source) -> Any:
 
 def instances(kind: type) -> list[Any]:
     """All instances of a class in this process, including objects that are frozen for forks. Takes about 0.1 s."""
+    classes = [kind]
+    for cls in classes:
+        classes += set(type.__subclasses__(cls)).difference(classes)
     frozen, enabled = inherited_frozen_objects() or gc.get_freeze_count(), gc.isenabled()
     gc.disable()
     try:
         gc.unfreeze()
-        objects = gc.get_objects()
+        # Every object refers to its class. This search takes 0.04 s, but compares each reference with each class.
+        objects = gc.get_referrers(*classes) if len(classes) <= FEW_CLASSES else gc.get_objects()
     finally:
         if frozen:
             gc.freeze()
         if enabled:
             gc.enable()
-    classes = {cls for cls in set(map(type, objects)) if issubclass(cls, kind)}  # 600,000 objects of 3,000 classes
-    return [thing for thing in objects if type(thing) in classes]
+    return [*compress(objects, map({*classes}.__contains__, map(type, objects)))]
 
 
 def _outermost(module: nn.Module, others: Iterable[nn.Module]) -> str:
