@@ -71,7 +71,7 @@ soak-billion: $(STAMP)  ## 10^9 samples on two hosts: memory, the first batch, a
 	PYTHONPATH=. $(BIN)/python tests/cluster/soak_billion.py --out benchmarks/results/billion.json
 
 soak-nccl: $(STAMP)  ## all faults and strategies on a group that behaves as NCCL's (half an hour on 2 cores)
-	PYTHONPATH=.:tests/doubles/site $(BIN)/python -m benchmarks.faults --stall-after 8 --out benchmarks/results/nccl-double.md
+	PYTHONPATH=.:tests/doubles/site $(BIN)/python -m benchmarks.faults --hang-timeout 8 --out benchmarks/results/nccl-double.md
 	$(BIN)/python -m pytest -q -p no:xdist -m "" tests/doubles
 
 soak-verify: $(STAMP)  ## verify all tasks on 1, 2, 3 and 4 processes (about 15 minutes on 2 cores)

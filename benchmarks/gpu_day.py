@@ -163,7 +163,7 @@ def bits(folder: Path) -> str:
 
 
 def killed(folder: Path) -> str:
-    common = ("--strategy", "exact", *SIX, "--checkpoint-every", 4, "--keep", 99)
+    common = ("--strategy", "exact", *SIX, "--checkpoint-every", 4, "--keep-checkpoints", 99)
     whole = trained(folder, "whole", *common, "--steps", 24, *shared(2))["weights"]
     words = ["train", "mnist-cnn", *common, "--steps", 24, *shared(2), "--run-dir", "killed"]
     process = subprocess.Popen(
@@ -264,7 +264,7 @@ def counted(folder: Path) -> str:
     ))  # fmt: skip
     found: list[str] = []
     for flags in ((), ("--clip-norm", 1), ("--strategy", "exact")):
-        paceline(folder, "train", "mine.py:task", "--steps", 60, *flags, "--watch-every", 1000,
+        paceline(folder, "train", "mine.py:task", "--steps", 60, *flags, "--check-replicas-every", 1000,
                  "--snapshot-every", 1000, "--run-dir", f"run{len(found)}")  # fmt: skip
         seen = json.loads((folder / "seen.json").read_text())
         found.append(f"{' '.join(map(str, flags)) or 'plain'}: {seen or 0} in 20 steps")
@@ -335,7 +335,7 @@ def _stalled(folder: Path, ranks: int, what: str) -> str:
         IN_A_TASK + f"def act(call):\n    if call == 30 and os.environ['RANK'] == '{ranks - 1}':\n        {what}\n"
     )
     began = time.monotonic()
-    said = paceline(folder, "train", "mine.py:task", "--steps", 60, *shared(ranks), "--stall-after", "5",
+    said = paceline(folder, "train", "mine.py:task", "--steps", 60, *shared(ranks), "--hang-timeout", "5",
                     "--run-dir", "run", code=3)  # fmt: skip
     if f"rank {ranks - 1}" not in said or "mine.py:" not in said:
         raise Wrong(said[-600:])

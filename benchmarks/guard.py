@@ -1,6 +1,6 @@
 """What does the hang guard cost? `python benchmarks/guard.py`.
 
-The same training with the guard and without it (`--stall-after off`), in turn, A B B A A B ..., so that a busy machine
+The same training with the guard and without it (`--hang-timeout off`), in turn, A B B A A B ..., so that a busy machine
 slows both; a run counts by the median of its steps after the first ones, the guard by the ratios pair by pair. The
 noise of two such runs is larger than what is looked for, so the parts are measured, too, each by itself in a loop:
 
@@ -47,13 +47,13 @@ def mlp() -> Task:
     return Task(make_model, dataset, cross_entropy)
 
 
-def step_seconds(model: str, steps: int, stall_after: str) -> float:
+def step_seconds(model: str, steps: int, hang_timeout: str) -> float:
     """The median step of a run on two processes."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         subprocess.run(
             [sys.executable, "-m", "paceline", "train", MODELS[model], "--nproc", "2", "--batch-size", "64",
-             "--steps", str(steps), "--stall-after", stall_after, "--run-dir", str(run_dir)],
+             "--steps", str(steps), "--hang-timeout", hang_timeout, "--run-dir", str(run_dir)],
             check=True, stdout=subprocess.DEVNULL, timeout=LIMIT_SECONDS,
         )  # fmt: skip
         records = [json.loads(line) for line in (run_dir / "events-0.jsonl").read_text().splitlines()]
@@ -101,8 +101,8 @@ def main() -> None:
     for model, steps in zip(MODELS, arguments.steps, strict=True):
         runs: dict[str, list[float]] = {"auto": [], "off": []}
         for pair in range(arguments.pairs):
-            for stall_after in ("auto", "off") if pair % 2 == 0 else ("off", "auto"):
-                runs[stall_after].append(step_seconds(model, steps, stall_after))
+            for hang_timeout in ("auto", "off") if pair % 2 == 0 else ("off", "auto"):
+                runs[hang_timeout].append(step_seconds(model, steps, hang_timeout))
         ratios = [on / off for on, off in zip(runs["auto"], runs["off"], strict=True)]
         result[model] = {"ms a step": {name: [1e3 * s for s in found] for name, found in runs.items()}, "ratio": ratios}
         print(

@@ -3,7 +3,7 @@
 Each of the four works of the race is trained by a plain DDP script on two ranks under `paceline launch`. Within one run
 the hooks are switched on and off, A B B A A B ..., every few steps on all ranks alike, so that what else the machine
 does hits both; the cost is the ratio of the medians. Then the weights after some steps are compared with those under
-`--stall-after off`: the same bits.
+`--hang-timeout off`: the same bits.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def loop(name: str, steps: int, out: str) -> None:
     dist.destroy_process_group()
 
 
-def run(name: str, steps: int, *, switched: bool, stall_after: str) -> dict[str, object]:
+def run(name: str, steps: int, *, switched: bool, hang_timeout: str) -> dict[str, object]:
     """What rank 0 of a run has found."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [sys.executable, "-m", "paceline", "launch", "--nproc", "2", "--stall-after", stall_after, "--run-dir",
+            [sys.executable, "-m", "paceline", "launch", "--nproc", "2", "--hang-timeout", hang_timeout, "--run-dir",
              f"{folder}/run", "--", str(Path(__file__).resolve()), "--loop", name, "--steps", str(steps),
              *(["--switched"] if switched else [])],
             check=True, capture_output=True, text=True, timeout=LIMIT_SECONDS,
@@ -97,10 +97,10 @@ def main() -> None:
         return
     result: dict[str, object] = {"cores": os.cpu_count(), "steps": arguments.steps}
     for name in arguments.works:
-        seconds = run(name, arguments.steps, switched=True, stall_after="auto")["seconds"]
+        seconds = run(name, arguments.steps, switched=True, hang_timeout="auto")["seconds"]
         assert isinstance(seconds, dict)
         on, off = median(seconds["on"]), median(seconds["off"])
-        digests = [run(name, 20, switched=False, stall_after=word)["digest"] for word in ("auto", "off")]
+        digests = [run(name, 20, switched=False, hang_timeout=word)["digest"] for word in ("auto", "off")]
         same = digests[0] == digests[1]
         result[name] = {"ms a step": {"on": 1e3 * on, "off": 1e3 * off}, "ratio": on / off, "same bits": same}
         print(

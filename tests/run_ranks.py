@@ -34,7 +34,7 @@ class RankFailedError(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, tmp_path: Path, *args: Any, timeout: float = 50.0
+    function: Callable[..., Any], world_size: int, tmp_path: Path, *args: Any, timeout: float = 150.0
 ) -> list[Any]:
     """Call `function(rank, world_size, *args)` on every rank; return the results by rank.
 

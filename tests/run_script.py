@@ -27,7 +27,7 @@ SAVED = int(ExitCode.SAVED)  # is no failure
 
 
 def run_script(
-    world_size: int, *arguments: object, cwd: Path, timeout: float = 55.0, env: Mapping[str, str] | None = None
+    world_size: int, *arguments: object, cwd: Path, timeout: float = 165.0, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """What `torchrun --nproc-per-node WORLD_SIZE ARGUMENTS` comes to: all ranks' output, by rank.
 

@@ -39,7 +39,7 @@ def verdicts(folder: Path) -> dict[str, str]:
     """Each contract's name and KEPT or BROKEN, for the package in `folder`/src."""
     program = "import sys; sys.path.insert(0, 'src'); from importlinter.cli import lint_imports_command as c; c()"
     run = subprocess.run(
-        [sys.executable, "-c", program, "--no-cache"], cwd=folder, capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", program, "--no-cache"], cwd=folder, capture_output=True, text=True, timeout=150
     )
     found = dict(re.findall(r"^(.+?) (KEPT|BROKEN)", run.stdout, re.MULTILINE))
     assert found, run.stdout + run.stderr

@@ -117,7 +117,7 @@ def make_model(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 @pytest.mark.needs("transformers", "peft")
 def test_fine_tuning_has_one_result_on_one_rank_and_on_two_also_with_lora(tmp_path: Path) -> None:
     from safetensors.torch import load_file
@@ -130,7 +130,7 @@ def test_fine_tuning_has_one_result_on_one_rank_and_on_two_also_with_lora(tmp_pa
         make_model(folder / "model")
         rows = [{"text": f"it was a {word} day", "label": int(word == "good")} for word in ("good", "bad") * 40]
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        done = run_script(size, script, cwd=folder, env={"HF_HUB_OFFLINE": "1"}, timeout=150)
+        done = run_script(size, script, cwd=folder, env={"HF_HUB_OFFLINE": "1"}, timeout=450)
         assert done.returncode == 0, done.stdout + done.stderr
         found.append([float(loss) for loss in re.findall(r"^loss (\S+)$", done.stdout, re.MULTILINE)])
     one, two = found
@@ -184,7 +184,7 @@ def test_the_commands_of_a_manifest_are_valid(path: Path, tmp_path: Path, monkey
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.needs("yaml")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_the_commands_of_the_workflow_run(tmp_path: Path) -> None:
     import yaml
 
@@ -199,5 +199,5 @@ def test_the_commands_of_the_workflow_run(tmp_path: Path) -> None:
     (tmp_path / "train_loop.py").write_text(f"def main():\n{loop}")
     (tmp_path / "data").symlink_to(ROOT / "src" / "paceline" / "data" / "mnist")
     for words in commands:
-        done = warm.run(["-m", *words], cwd=tmp_path, timeout=90)
+        done = warm.run(["-m", *words], cwd=tmp_path, timeout=270)
         assert done.returncode == 0, done.stdout + done.stderr

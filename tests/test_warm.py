@@ -109,7 +109,7 @@ def test_what_they_are_forked_from_ends_with_whoever_started_it() -> None:
     code = "import os; from tests import warm; warm.run(['-c', ''], torch=False); "
     code += "print(*warm.pids(), flush=True); os._exit(0)"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=warm.ROOT, capture_output=True, text=True, timeout=50, check=True
+        [sys.executable, "-c", code], cwd=warm.ROOT, capture_output=True, text=True, timeout=150, check=True
     )
     number, deadline = int(done.stdout), 100
     while Path(f"/proc/{number}").exists() and deadline:

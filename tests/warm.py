@@ -43,7 +43,7 @@ from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MAX_ORDER_BYTES = 1 << 17  # less than what a socket takes by default
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = dict(os.environ)  # before a test changes it
 ROOM = {"WARM_ROOM": "-" * 40_000}  # in which a fork shows its own environment in /proc
@@ -203,7 +203,7 @@ def call(function: str, *arguments: Any, **settings: Any) -> Popen:
     return Popen(arguments, function=function, **settings)
 
 
-def run(arguments: Sequence[object], *, timeout: float = 55.0, **settings: Any) -> subprocess.CompletedProcess[str]:
+def run(arguments: Sequence[object], *, timeout: float = 165.0, **settings: Any) -> subprocess.CompletedProcess[str]:
     """What `python ARGUMENTS` has printed until it and all that has its streams has ended.
 
     Raises:

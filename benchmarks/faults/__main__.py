@@ -39,7 +39,7 @@ class FaultsConfig:
     """also run each fault in plain torchrun and DDP, with a process-group time-out of 10 s"""
     repeat: int = 1
     """how often"""
-    stall_after: str = "5"
+    hang_timeout: str = "5"
     """as for train: seconds without progress"""
     out: Path | None = None
     """write the scores: a Markdown table to FILE.md, everything to FILE.json"""
@@ -79,7 +79,7 @@ def _check(config: FaultsConfig) -> None:
     if config.out is not None and config.out.suffix not in (".md", ".json"):
         raise UsageError(f"--out must end in .md or .json, got {config.out}")
     check_out_file("--out", config.out)
-    Windows.parse(config.stall_after)
+    Windows.parse(config.hang_timeout)
 
 
 def missing(fault: Fault) -> str:
@@ -102,7 +102,7 @@ def _run(config: FaultsConfig, faults: Sequence[Fault]) -> list[Score]:
         for fault in faults:
             for launcher in launchers if fault.beside else launchers[:1]:
                 folder = root / f"{fault.name}-{launcher}-{turn + 1}"
-                score = run_fault(fault, launcher, folder, stall_after=config.stall_after)
+                score = run_fault(fault, launcher, folder, hang_timeout=config.hang_timeout)
                 scores.append(score)
                 print(score_line(score, fault), file=sys.stderr, flush=True)
                 if config.keep is None and (score.right_rank or launcher == "torchrun"):

@@ -63,7 +63,7 @@ SILENT = (
           way=Way.TASK),
     Fault("straggler", "needs 0.3 s more for each step", (Fate.SLOW,), way=Way.TASK, line=False),
     Fault("replica-flip", "has a bit flipped in a weight", (Fate.DIVERGED,), way=Way.TASK, line=False,
-          options=("--watch-every", "5")),
+          options=("--check-replicas-every", "5")),
     Fault("data-differs", "has other data", (Fate.REFUSED,), way=Way.TASK, line=False),
     Fault("settings-differ", "was given another learning rate", (Fate.REFUSED,), way=Way.EACH, line=False),
     Fault("code-differs", "has another version of a module", (Fate.REFUSED,), way=Way.TASK, line=False,
@@ -83,7 +83,7 @@ SHARED = tuple(replace(fault, way=Way.TASK, beside=False) for fault in (
     Fault("slow-stage", "needs 0.3 s more for each micro-batch of its stage", (Fate.SLOW,), world=2, line=False,
           options=("--mesh", "pipeline=2")),
     Fault("part-flip", "has a bit flipped in its part of a weight", (Fate.TOLD,), (DIVERGED,), guilty=(), world=4,
-          line=False, options=("--mesh", "data=2,tensor=2", "--watch-every", "5"),
+          line=False, options=("--mesh", "data=2,tensor=2", "--check-replicas-every", "5"),
           words="differs between ranks 1 and 3, and two cannot tell which"),
 ))  # fmt: skip
 

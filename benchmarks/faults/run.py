@@ -47,15 +47,15 @@ class Score(msgspec.Struct, frozen=True):
     words: str  # what was said, or the end of the output
 
 
-def run_fault(fault: Fault, launcher: Launcher, folder: Path, *, stall_after: str) -> Score:
+def run_fault(fault: Fault, launcher: Launcher, folder: Path, *, hang_timeout: str) -> Score:
     """One run in `folder`, which must be empty or not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in USERS.glob("*.py"):
         shutil.copy(file, folder)
-    first = _command(fault, launcher, Setup(), stall_after, steps=STEPS // 2)
+    first = _command(fault, launcher, Setup(), hang_timeout, steps=STEPS // 2)
     env = fault_environment(fault, launcher, folder)
     with surroundings(fault.setup, folder, tuple(first), env) as setup:
-        argv = [*setup.before, *_command(fault, launcher, setup, stall_after)]
+        argv = [*setup.before, *_command(fault, launcher, setup, hang_timeout)]
         if setup.strikes or fault.way is Way.EACH or fault.name == "nothing":
             struck_now(folder)
         ran = run_command(argv, folder, {**env, **setup.env}, limit_seconds=LIMIT_SECONDS)
@@ -81,14 +81,14 @@ def fault_environment(fault: Fault, launcher: Launcher, folder: Path) -> dict[st
     }
 
 
-def _command(fault: Fault, launcher: Launcher, setup: Setup, stall_after: str, steps: int = STEPS) -> list[str]:
+def _command(fault: Fault, launcher: Launcher, setup: Setup, hang_timeout: str, steps: int = STEPS) -> list[str]:
     nproc, port = str(fault.world), str(setup.port)
     if launcher == "torchrun":
         where = ["--master-port", port] if setup.port else []
         return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", nproc, *where, PROGRAM]
     train = ["train", f"{TASK}:task", "--steps", str(steps), "--batch-size", "16", *fault.options, *setup.words]
     own = [sys.executable, "-P", "-m", "paceline"]
-    more = ["--nproc", nproc, "--stall-after", stall_after, "--run-dir", run_dir(fault)]
+    more = ["--nproc", nproc, "--hang-timeout", hang_timeout, "--run-dir", run_dir(fault)]
     more += ["--port", port] if setup.port else []
     if fault.way is Way.TASK:
         return [*own, *train, *more]

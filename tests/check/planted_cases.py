@@ -162,14 +162,14 @@ def checked(case: Case, *, nproc: int = 2) -> Outcome:
         if case.plant == "windows" or case.plant.startswith("last window"):
             words += ["--samples", "404"] if "plain" in case.script else []
         began = time.monotonic()
-        options = ["--check", "--nproc", str(nproc), "--run-dir", str(run_dir), "--stall-after", "8"]
+        options = ["--check", "--nproc", str(nproc), "--run-dir", str(run_dir), "--hang-timeout", "8"]
         ended = subprocess.run(
             [sys.executable, "-m", "paceline", "launch", *options, "--", *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=180,
+            timeout=540,
         )
         found = run_dir / "attempt-1" / "check.json"
         findings = json.loads(found.read_text()) if found.exists() else []

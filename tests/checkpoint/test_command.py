@@ -118,10 +118,10 @@ def test_the_command_as_it_is_typed_imports_no_torch(run):
     spoil(run, 3)
     look = "import sys; from paceline.cli import main; code = main(); sys.exit(99 if 'torch' in sys.modules else code)"
     command = [sys.executable, "-c", look, "checkpoint", "verify", str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env={**os.environ, "COLUMNS": "200"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env={**os.environ, "COLUMNS": "200"})
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines()[-1].endswith(" step-00000002")
     command = [sys.executable, "-m", "paceline", "checkpoint", "list", str(run / "nowhere")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert (done.returncode, done.stdout) == (2, "")
     assert codes(done.stderr) == ["no-such-folder"] and str(run / "nowhere") in done.stderr

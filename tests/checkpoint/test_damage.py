@@ -43,7 +43,7 @@ def test_the_soak_goes_on_where_it_was_stopped(tmp_path):
     command = [sys.executable, str(script), "--count", "5", "--seed", "7", "--out", str(out)]
     out.write_text(json.dumps({"seed": 7, "done": 3, "failures": ["found before"]}))
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=env)
     assert done.returncode == 1, done.stderr
     assert json.loads(out.read_text()) == {"seed": 7, "done": 5, "failures": ["found before"]}
 

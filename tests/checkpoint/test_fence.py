@@ -78,7 +78,7 @@ def test_a_fence_that_names_no_claim_is_never_guessed_at(tmp_path, text, allowed
             Checkpoints(tmp_path).claim(1, 0)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_a_fence_held_by_a_frozen_process_is_told_and_not_waited_for_for_ever(tmp_path, monkeypatch):
     checkpoints = saved(tmp_path, 1)
     monkeypatch.setattr(manager, "LOCK_SECONDS", 0.2)

@@ -175,7 +175,7 @@ def test_all_ranks_take_the_newest_checkpoint_that_is_whole(found):
     assert "manifest.json" in reports[0] and "shard-1-of-2.safetensors" in reports[1] and "sha256" in reports[1]
     outcome, reports = told.pop("hopeless")
     assert outcome.startswith("UsageError 2: ") and f" 2 checkpoints in {root / 'hopeless'} " in outcome
-    assert "--fresh" in outcome and len(reports) == 2
+    assert "--restart" in outcome and len(reports) == 2
     assert told.pop("empty") == told.pop("missing") == (None, [])
     assert told.pop("healthy after 6") == ((9, 9.0), [])
     assert told.pop("healthy after 9") == told.pop("healthy after 12") == (None, [])

@@ -268,7 +268,7 @@ for _ in range(2):
         print(error.strerror)
 """
     command = [sys.executable, "-W", "error", "-c", script, *map(str, pair)]
-    done = subprocess.run(command, pass_fds=pair, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, pass_fds=pair, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "File too large\n" * 2  # and SIGXFSZ has killed nobody
     assert found(1, 1) == origin

@@ -71,15 +71,15 @@ ROWS = [  # arguments, code of the error, a part of its text
     (f"{TWO} --run-dir /proc/run", "run-dir-not-writable", ""),
     (f"{TWO} --run-dir full", "run-dir-not-empty", ""),
     (f"{MINE} --resume auto", "resume-without-run-dir", ""),
-    (f"{MINE} --fresh --run-dir new", "option-needs-resume", ""),
+    (f"{MINE} --restart --run-dir new", "option-needs-resume", ""),
     (f"{MINE} --allow-change lr --run-dir new", "option-needs-resume", ""),
     (f"{MINE} --resume auto --run-dir full --nproc 2", "not-a-run", ""),
     (f"{MINE} --run-dir full --nproc 2", "run-dir-not-empty", ""),
     (f"{MINE} --strategy exact --batchnorm sync", "exact-with-sync-batchnorm", ""),
     (f"{MINE} --strategy zero --batchnorm sync --nproc 2", "exact-with-sync-batchnorm", ""),
-    *((f"{TWO} --stall-after={s}", "stall-after-invalid", "after") for s in ("0", "-3", "abc", "nan", "1e3", "")),
-    ("launch --stall-after never -- script.py", "stall-after-invalid", "--stall-after"),
-    (f"{CNN} --stall-after 5", "stall-after-without-agent", "--nproc"),
+    *((f"{TWO} --hang-timeout={s}", "hang-timeout-invalid", "after") for s in ("0", "-3", "abc", "nan", "1e3", "")),
+    ("launch --hang-timeout never -- script.py", "hang-timeout-invalid", "--hang-timeout"),
+    (f"{CNN} --hang-timeout 5", "hang-timeout-without-agent", "--nproc"),
     (f"{TWO} --not-finite ignore", "wrong-command-line", "'ignore'"),
     ("launch --collectives shard -- script.py", "wrong-command-line", "'shard'"),
     ("launch --collectives shared --nodes 2 --on print -- script.py", "collectives-not-shared", "2 nodes"),
@@ -154,7 +154,7 @@ RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "
     [
         ("", {"RANK": "0", "WORLD_SIZE": "2"}, "variables-missing", "not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR"),
         ("--nproc 2", {**RANK, "MASTER_PORT": "1"}, "nproc-within-launcher", ""),
-        ("--stall-after 5", {"RANK": "0", "WORLD_SIZE": "1"}, "stall-after-without-agent", "paceline watchover"),
+        ("--hang-timeout 5", {"RANK": "0", "WORLD_SIZE": "1"}, "hang-timeout-without-agent", "paceline watchover"),
     ],
 )
 def test_what_a_rank_of_another_launcher_cannot_do_is_an_error(paceline, words, env, code, part):

@@ -13,7 +13,7 @@ from tests.soak_bits import KILLED, Lab, bits, last_step, workers_killed, write_
 
 from paceline.runs.events import Started, read_events
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]  # 5 to 15 s on 2 idle core, pytest.mark.sample(2)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(720)]  # 5 to 15 s on 2 idle core, pytest.mark.sample(2)]
 
 SMALL: Mapping[str, object] = {**KILLED, "steps": 30, "strategy": "exact"}
 

@@ -27,7 +27,7 @@ for step in range(20):
 @pytest.mark.ranks
 def test_an_unchanged_script_shares_memory_and_a_missing_rank_is_named(paceline, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    options = ("--collectives", "shared", "--nproc", 2, "--stall-after", 2, "--run-dir", "run")
+    options = ("--collectives", "shared", "--nproc", 2, "--hang-timeout", 2, "--run-dir", "run")
     ended = paceline("launch", *options, "--", "script.py")
     output = ended.stderr
     assert ended.returncode == 3, output

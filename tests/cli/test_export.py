@@ -182,7 +182,7 @@ def test_the_last_checkpoint_gives_the_bits_that_the_run_has_written(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 def test_each_model_of_a_session_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert start(1, run, 13, "raise").returncode == 1
@@ -202,7 +202,7 @@ def test_each_model_of_a_session_is_exported(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.slow
 @pytest.mark.needs("transformers")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 def test_hugging_face_reads_what_was_exported_for_it(
     paceline, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,7 +103,7 @@ def test_an_unknown_option_is_an_error_that_names_the_nearest(command: str) -> N
         (["--epochs", "--steps", "3"], "--epochs"),
         (["--compile=yes"], "--compile"),
         (["one", "two"], "'two'"),
-        (["--tail", "kep"], "Did you mean 'keep'?"),
+        (["--last-batch", "kep"], "Did you mean 'keep'?"),
         (["--nproc", "two"], "a whole number or auto"),
         (["--epoch", "3"], "Did you mean --epochs?"),
     ],
@@ -116,11 +116,10 @@ def test_what_cannot_be_parsed_is_a_usage_error_that_names_it(words: list[str], 
 
 def test_values_are_parsed_by_the_types_of_their_fields_over_the_default() -> None:
     line = command_line("train")
-    words = (
-        "mnist-cnn --lr=-1 --nproc auto --set a=1 --set b=2 --run_dir x --checkpoint-every 10min --no-checkpoint-epochs"
-    )
+    words = "mnist-cnn --lr=-1 --nproc auto --task-arg a=1 --task-arg b=2 --run_dir x --checkpoint-every 10min "
+    words += "--no-checkpoint-epochs"
     found = line.parse(words.split())
-    assert (found.task, found.optimizer.lr, found.launch.nproc, found.set) == (
+    assert (found.task, found.optimizer.lr, found.launch.nproc, found.task_arg) == (
         "mnist-cnn",
         -1.0,
         "auto",
@@ -128,9 +127,9 @@ def test_values_are_parsed_by_the_types_of_their_fields_over_the_default() -> No
     )
     assert (str(found.run.run_dir), found.checkpoint.checkpoint_every) == ("x", "10min")
     assert found.checkpoint.checkpoint_epochs is False
-    given = line.given(["--nproc", "3", "--set", "c=3", "--checkpoint-every", "5", "--lr", "-2"])
+    given = line.given(["--nproc", "3", "--task-arg", "c=3", "--checkpoint-every", "5", "--lr", "-2"])
     again = built(TrainConfig, given, found)
-    assert (again.task, again.launch.nproc, again.set) == ("mnist-cnn", 3, ("a=1", "b=2", "c=3"))
+    assert (again.task, again.launch.nproc, again.task_arg) == ("mnist-cnn", 3, ("a=1", "b=2", "c=3"))
     assert (again.checkpoint.checkpoint_every, again.optimizer.lr, again.run) == (5, -2.0, found.run)
 
 

@@ -83,7 +83,7 @@ def test_a_file_that_cannot_be_written_is_told_in_words(tmp_path: Path, words: s
         (sys.executable, "-B", "-m", "paceline", *words.split(), "--run-dir", str(tmp_path / "run"), *script),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         preexec_fn=partial(limit_files, 60),
     )
     ended_with(done, "settings-not-written", exit_code=1)
@@ -125,6 +125,6 @@ def test_gpus_are_asked_of_slurm_if_the_device_is_cuda(paceline, tmp_path: Path)
 def test_the_window_of_the_hang_guard_reaches_every_agent(paceline, tmp_path: Path, words: str) -> None:
     (tmp_path / "script.py").touch()
     script = ("--", "script.py") if words == "launch" else ()
-    done = paceline(*words.split(), "--stall-after", "30s", "--dry-run", *script)
+    done = paceline(*words.split(), "--hang-timeout", "30s", "--dry-run", *script)
     assert done.returncode == 0, done.stderr
-    assert '"stall_after": {"seconds": 30.0}' in " ".join(done.stdout.split()).replace("{ ", "{").replace(" }", "}")
+    assert '"hang_timeout": {"seconds": 30.0}' in " ".join(done.stdout.split()).replace("{ ", "{").replace(" }", "}")

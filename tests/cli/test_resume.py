@@ -4,15 +4,18 @@ import json
 import os
 import re
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
 from tests import warm
 from tests.checkpoint.checkpoint_harness import sealed
 from tests.cli.test_bad_input import WITHOUT_TORCH
-from tests.errors import ended_with
+from tests.errors import ended_with, raises
 from tests.starts import start_steps
 
+import paceline
+from paceline.config.settings import load
 from paceline.runs.events import Started, Step, read_events
 from paceline.runs.folder import lock_run_dir
 
@@ -92,7 +95,7 @@ def flip(path: Path) -> None:
         ("--steps 20 --seed 7", "another-run", ["steps: 12", "20 now", "seed: 0", "--allow-change steps"]),
         ("--allow-change seed", "change-never-allowed", ["seed"]),
         ("--allow-change epoch", "unknown-name", ["setting to change 'epoch'", "'epochs'?"]),
-        ("--keep 1", "keep-too-few", ["got 1"]),
+        ("--keep-checkpoints 1", "keep-checkpoints-too-few", ["got 1"]),
         ("--max-restarts 1", "restarts-need-nproc", []),
         ("--nproc 2 --max-restarts 1 --min-nproc 3", "min-nproc-too-large", ["3", "2"]),
         ("--nproc 5", "processes-without-work", ["5 processes", "--virtual-ranks 4"]),
@@ -176,14 +179,14 @@ def test_without_any_whole_checkpoint_it_is_fresh_or_nothing(resume, tmp_path):
     before = contents(tmp_path / "run/checkpoints")
     run = resume()
     assert run.returncode == 2 and "[no-whole-checkpoint]" in run.stderr, run.stdout
-    assert "paceline checkpoint verify" in run.stderr and "--fresh" in run.stderr
+    assert "paceline checkpoint verify" in run.stderr and "--restart" in run.stderr
     assert {p: b for p, b in contents(tmp_path / "run/checkpoints").items() if p in before} == before
-    run = resume("--fresh --lr 3 --steps 4")  # nothing is compared
+    run = resume("--restart --lr 3 --steps 4")  # nothing is compared
     assert run.returncode == 0, run.stderr
     assert start_steps(tmp_path / "run")[-1] == 0
     assert kept(tmp_path) == ["step-00000004"]
-    assert [*(tmp_path / "run").glob("model-before-fresh-1.*")]
-    aside = tmp_path / "run/checkpoints-before-fresh-1"
+    assert [*(tmp_path / "run").glob("model-before-restart-1.*")]
+    aside = tmp_path / "run/checkpoints-before-restart-1"
     assert {aside / p.relative_to(tmp_path / "run/checkpoints"): b for p, b in before.items()} == contents(aside)
 
 
@@ -202,3 +205,55 @@ def test_other_data_are_named_and_refused(resume, tmp_path):
     there, now = re.findall(r"{'test data': {.*?}, 'training data': {.*?}}", run.stderr)
     assert there != now and f"data: {there}" in run.stderr
     assert kept(tmp_path) == ["step-00000004", "step-00000008", "step-00000012"]
+
+
+# ---- settings that were renamed ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """The run folders `run` and `own` as the version before 2026-11-29 wrote them, with the script of each."""
+    shutil.copytree(Path(__file__).with_name("old_run"), tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def test_a_run_with_the_former_names_of_settings_resumes(paceline, old: Path) -> None:
+    former = load(old / "run/config.toml", ours=False)
+    assert (former.data.last_batch, former.run.report_to, former.task_arg) == ("drop", "tensorboard", ("width=5",))
+    words = ["--resume", "auto", "--run-dir", "run", "--allow-change", "task", "--report-to"]
+    run = paceline("train", "mine.py:task", *words, "", ranks=2)
+    assert run.returncode == 0, run.stderr
+    now = tomllib.loads((old / "run/config.toml").read_text())
+    assert now["checkpoint"]["keep_checkpoints"] == 4 and now["checkpoint"]["check_replicas_every"] == 3
+    assert (now["guard"]["hang_timeout"], now["launch"]["grace_period"], now["task_arg"]) == ("90", 20, {"width": 5})
+    assert start_steps(old / "run") == [12] and json.loads((old / "run/summary.json").read_text())["steps"] == 20
+
+
+def test_a_session_with_the_former_names_of_settings_resumes(old: Path) -> None:
+    run = warm.run([old / "own.py", "own", "resume"], cwd=old)
+    assert run.returncode == 0, run.stderr
+    assert start_steps(old / "own") == [9] and json.loads((old / "own/summary.json").read_text())["steps"] == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "current"),
+    [
+        ("train mnist-cnn --tail drop", "--last-batch"), ("train mnist-cnn --set=a=1", "--task-arg"),
+        ("train mnist-cnn --stall-after 9", "--hang-timeout"), ("train mnist-cnn --stop-grace 9", "--grace-period"),
+        ("train mnist-cnn --keep 3", "--keep-checkpoints"), ("train mnist-cnn --track wandb", "--report-to"),
+        ("train mnist-cnn --fresh", "--restart"), ("train mnist-cnn --watch_every 9", "--check-replicas-every"),
+        ("train mnist-cnn --resume auto --run-dir x --allow-change set.width", "task_arg.width"),
+        ("launch --stall-after 9 a.py", "--hang-timeout"), ("verify mnist-cnn --set a=1", "--task-arg"),
+    ],
+)  # fmt: skip
+def test_the_former_name_of_an_option_is_an_error_with_its_name(paceline, arguments: str, current: str) -> None:
+    run = paceline(*arguments.split(), command=("-c", WITHOUT_TORCH))
+    ended_with(run, "renamed")
+    assert f"is now {current} " in run.stderr
+
+
+def test_the_former_name_of_an_argument_is_an_error_with_its_name() -> None:
+    with raises("renamed", value="track", current="report_to"):
+        paceline.session("run", track="wandb")
+    with paceline.session() as s, raises("renamed", value="tail", current="last_batch"):
+        s.loader([], tail="drop")

@@ -179,7 +179,7 @@ def test_any_script_has_ended_as_its_agent_says(
     script = tmp_path / "script.py"
     script.write_text(f"import os; os._exit({code})\n")
     launched = (sys.executable, "-m", "paceline", "launch", "--run-dir", str(tmp_path / "run"), "--", str(script))
-    assert subprocess.run(launched, capture_output=True, timeout=60).returncode == code
+    assert subprocess.run(launched, capture_output=True, timeout=180).returncode == code
     assert status.main([str(tmp_path / "run")]) == 0
     shown = capsys.readouterr().out
     assert f"state     {state}" in shown and "paceline train" not in shown

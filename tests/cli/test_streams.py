@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> str:
 
 def shell(text: str) -> int:
     words = ("bash", "-c", text)
-    return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=60).returncode
+    return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=180).returncode
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&- 2>&-", "<&- >&- 2>&-"])

@@ -44,7 +44,7 @@ def test_every_option_of_torchruns_own_parser_is_in_the_table() -> None:
         ("--standalone --nnodes 1:1 --nproc-per-node 2 --tee 3 a.py", "--nproc=2", "a.py"),
         ("--master_port 29501 --max_restarts 3 a.py", "--max_restarts 3 --port=29501", "a.py"),
         ("--master-port 29501 --standalone a.py", "", "a.py"),
-        ("--shutdown-timeout 5 --local-ranks-filter 0 a.py", "--stop-grace=5 --show=rank 0", "a.py"),
+        ("--shutdown-timeout 5 --local-ranks-filter 0 a.py", "--grace-period=5 --show=rank 0", "a.py"),
         ("--on slurm --nnodes 2:4 --nproc 2 a.py", "--on slurm --nproc 2 --nodes=2:4", "a.py"),
         ("--nproc 4 --nproc-per-node 4 a.py", "--nproc 4", "a.py"),
         ("--no-python ./run.sh a.py", "", "./run.sh a.py"),
@@ -117,7 +117,7 @@ def test_what_contradicts_or_means_nothing_is_refused(line: str, code: str, fiel
 @pytest.mark.parametrize(
     ("line", "behind"),
     [
-        (f"{NODES} --nproc 4 --stall-after 30 a.py --x 1", ("--nproc-per-node=4", "--stall-after=30", "a.py --x 1")),
+        (f"{NODES} --nproc 4 --hang-timeout 30 a.py --x 1", ("--nproc-per-node=4", "--hang-timeout=30", "a.py --x 1")),
         (f"{NODES} --nproc_per_node gpu -m pkg.train", ("--nproc-per-node=gpu", "", "-m pkg.train")),
         (f"{NODES} --dry-run a.py", ("", "", "a.py")),
     ],

@@ -11,7 +11,7 @@ from tests.errors import codes
 from paceline.config.settings import load
 from paceline.runs.events import Samples, Step, read_events
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90), pytest.mark.sample(2)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(270), pytest.mark.sample(2)]
 TORCHRUN = ("-m", "torch.distributed.run")
 QUICK = ("--batch-size", 32, "--epochs", 1, "--log-interval", 4)
 

@@ -29,7 +29,7 @@ ENV = {
     [
         ("train.py --end 3", "", "train.py --end 3"),
         ("--end train.py", "--end", "train.py"),
-        ("--stall-after 5 --run-dir=x -m a.b -v", "--stall-after 5 --run-dir=x", "-m a.b -v"),
+        ("--hang-timeout 5 --run-dir=x -m a.b -v", "--hang-timeout 5 --run-dir=x", "-m a.b -v"),
         ("--end -- train.py -- x", "--end", "train.py -- x"),
         ("--help", "--help", ""),
     ],
@@ -43,7 +43,7 @@ def test_words_before_the_script_are_ours_and_all_others_its_own(words: str, own
     [
         ("", "watchover-no-script", ""),
         ("no-such-script.py", "script-not-found", "no-such-script.py"),
-        ("--stall-after soon x.py", "stall-after-invalid", "--stall-after "),
+        ("--hang-timeout soon x.py", "hang-timeout-invalid", "--hang-timeout "),
         ("sleep 5", "watchover-not-python", "sleep"),
     ],
 )

@@ -134,7 +134,7 @@ BEFORE: Mapping[str, Callable[[Hosts], None]] = {
 # ---- one run -----------------------------------------------------------------------------------------------------
 
 
-def run_on_hosts(fault: Fault, launcher: Launcher, hosts: Hosts, folder: Path, *, stall_after: str) -> Score:
+def run_on_hosts(fault: Fault, launcher: Launcher, hosts: Hosts, folder: Path, *, hang_timeout: str) -> Score:
     """One run in `folder`, which must not exist; afterwards the hosts are as before."""
     folder.mkdir(parents=True)
     for file in USERS.glob("*.py"):
@@ -145,11 +145,11 @@ def run_on_hosts(fault: Fault, launcher: Launcher, hosts: Hosts, folder: Path, *
         if fault.name in STRIKES:
             env["FAULT_STEPS"] = ENDLESS
             with striking(fault, launcher, hosts, folder, over):
-                ran = launched(fault, launcher, hosts, folder, env, stall_after)
+                ran = launched(fault, launcher, hosts, folder, env, hang_timeout)
         else:
             BEFORE[fault.name](hosts)
             struck_now(folder)
-            ran = typed(fault, launcher, hosts, folder, env, stall_after)
+            ran = typed(fault, launcher, hosts, folder, env, hang_timeout)
         ran = replace(ran, processes_left=hosts.left())
     finally:
         over.set()
@@ -179,23 +179,23 @@ def striking(fault: Fault, launcher: Launcher, hosts: Hosts, folder: Path, over:
 
 
 def launched(
-    fault: Fault, launcher: Launcher, hosts: Hosts, folder: Path, env: Mapping[str, str], stall_after: str
+    fault: Fault, launcher: Launcher, hosts: Hosts, folder: Path, env: Mapping[str, str], hang_timeout: str
 ) -> Ran:
     """A run that was started as people start it: over ssh, or by torchrun's command on each host."""
     if launcher == "torchrun":
-        return typed(fault, launcher, hosts, folder, env, stall_after)
+        return typed(fault, launcher, hosts, folder, env, hang_timeout)
     own = [name for name in env if name != "OMP_NUM_THREADS"]  # the launcher's business
     told = [word for name in own for word in ("--env", f"{name}={env[name]}")]
     where = words("--on", "ssh", "--hosts", f"{HEAD},{FOLLOWER}", "--ssh", hosts.ssh.command, "--nproc", 1, *told)
-    argv = [*PACELINE, "launch", *where, "--stall-after", stall_after, "--run-dir", str(folder / "run"), "--", PROGRAM]
+    argv = [*PACELINE, "launch", *where, "--hang-timeout", hang_timeout, "--run-dir", f"{folder}/run", "--", PROGRAM]
     return on_host(hosts, LAUNCHER_HOST, argv, folder, {})
 
 
 def typed(
-    fault: Fault, launcher: Launcher, hosts: Hosts, folder: Path, env: Mapping[str, str], stall_after: str
+    fault: Fault, launcher: Launcher, hosts: Hosts, folder: Path, env: Mapping[str, str], hang_timeout: str
 ) -> Ran:
     """A command typed on each host, the printed ones of paceline or torchrun's; what both say, in its order."""
-    commands = agents(hosts, folder, stall_after) if launcher == "paceline" else torchruns(fault)
+    commands = agents(hosts, folder, hang_timeout) if launcher == "paceline" else torchruns(fault)
     more: list[dict[str, str]] = [{}, {}]
     if fault.name == "unknown-name":
         commands[1] = commands[1].replace(f"--head {HEAD}", "--head nosuch").replace(f"={HEAD}", "=nosuch")
@@ -221,10 +221,10 @@ def typed(
     )
 
 
-def agents(hosts: Hosts, folder: Path, stall_after: str) -> list[str]:
+def agents(hosts: Hosts, folder: Path, hang_timeout: str) -> list[str]:
     """The commands that paceline prints for both hosts."""
     where = words("--on", "print", "--agent", "paceline", "--hosts", f"{HEAD},{FOLLOWER}", "--nproc", 1)
-    wait = words("--join-timeout", JOIN_SECONDS, "--stall-after", stall_after, "--run-dir", folder / "run")
+    wait = words("--join-timeout", JOIN_SECONDS, "--hang-timeout", hang_timeout, "--run-dir", folder / "run")
     done = hosts.lab.run(LAUNCHER_HOST, *PACELINE, "launch", *where, *wait, "--", PROGRAM, cwd=folder)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if "paceline.launch.agent" in line]

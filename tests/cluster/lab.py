@@ -68,7 +68,7 @@ class Lab:
         return f"{SUBNET}.{host.removeprefix('n')}"
 
     def run(
-        self, host: str, *argv: object, env: Mapping[str, str] | None = None, timeout: float = 60, **options: Any
+        self, host: str, *argv: object, env: Mapping[str, str] | None = None, timeout: float = 180, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a host; its output is captured as text. `env` is added to this process's variables."""
         words, variables = [str(word) for word in argv], {**os.environ, **(env or {})}
@@ -239,10 +239,10 @@ class Lab:
     def _switch(self, *argv: str, input: str | None = None) -> str:
         # Without the room's pid namespace: `netns PID` means the machine's pids then.
         words = ("nsenter", "--target", str(self._room.pid), "--net", "--", *argv)
-        return namespaces.checked(subprocess.run(words, input=input, capture_output=True, text=True, timeout=30))
+        return namespaces.checked(subprocess.run(words, input=input, capture_output=True, text=True, timeout=90))
 
     def _inside(self, host: str, *argv: str, input: str | None = None) -> str:
-        return namespaces.checked(namespaces.run(self._init(host), *argv, input=input, timeout=30))
+        return namespaces.checked(namespaces.run(self._init(host), *argv, input=input, timeout=90))
 
 
 def _mac(host: str, nic: str) -> str:

@@ -34,7 +34,7 @@ def popen(
         return subprocess.Popen(enter, env=env, **options)
 
 
-def run(pid: int, *argv: str, timeout: float = 60, **options: Any) -> subprocess.CompletedProcess[str]:
+def run(pid: int, *argv: str, timeout: float = 180, **options: Any) -> subprocess.CompletedProcess[str]:
     """Like subprocess.run with captured text, in the namespaces of process `pid`. TimeoutExpired kills its group."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
     given = options.pop("input", None)

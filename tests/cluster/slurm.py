@@ -96,7 +96,7 @@ class Slurm:
         """PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, ..."""
         return self.show(job)["JobState"]
 
-    def wait(self, job: str | int, timeout: float = 60) -> str:
+    def wait(self, job: str | int, timeout: float = 180) -> str:
         """The job's final state. Polls: `sbatch --wait` is seconds late."""
         deadline = time.monotonic() + timeout
         while (state := self.state(job)) in ALIVE:
@@ -105,7 +105,7 @@ class Slurm:
             time.sleep(0.2)
         return state
 
-    def settle(self, timeout: float = 40) -> None:
+    def settle(self, timeout: float = 120) -> None:
         """Cancel all jobs and wait until all hosts are idle."""
         hosts, deadline = sorted(self.lab.hosts), time.monotonic() + timeout
         while True:

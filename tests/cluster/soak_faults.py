@@ -40,7 +40,7 @@ LAUNCHERS: tuple[Launcher, ...] = ("paceline", "torchrun")
 HEAD = """# Faults: who is named, how fast, what is left
 
 Made by `make soak-faults`. Each fault strikes a small training of 2 to 4 gloo ranks; a stall is one after
-{stall_after} s, torchrun's process-group time-out is 10 s (30 minutes by default). `rank`: how often the right one was
+{hang_timeout} s, torchrun's process-group time-out is 10 s (30 minutes by default). `rank`: how often the right one was
 named, and who was named instead; `line`: of the source, where there is one to be named; `verdict s`: from the fault to
 the first line that names somebody, the median; `left`: processes and temporary files.
 
@@ -54,7 +54,7 @@ class Soak(msgspec.Struct):
     """The content of FILE.json."""
 
     machine: dict[str, str]
-    stall_after: str
+    hang_timeout: str
     runs: dict[str, Score] = {}  # "fault launcher turn"
     load: dict[str, float] = {}  # what else ran on the machine meanwhile
 
@@ -80,9 +80,9 @@ def soak(told: argparse.Namespace, run: Run, root: Path) -> Soak:
     """All runs that are not yet in the file, which is written after each."""
     out, deadline = Path(told.out), time.monotonic() + 60 * told.minutes
     kept = out.with_suffix(".json")
-    done = msgspec.json.decode(kept.read_bytes(), type=Soak) if kept.exists() else Soak(machine(), told.stall_after)
-    if done.stall_after != told.stall_after:
-        raise SystemExit(f"{kept} was measured with --stall-after {done.stall_after}: name another file")
+    done = msgspec.json.decode(kept.read_bytes(), type=Soak) if kept.exists() else Soak(machine(), told.hang_timeout)
+    if done.hang_timeout != told.hang_timeout:
+        raise SystemExit(f"{kept} was measured with --hang-timeout {done.hang_timeout}: name another file")
     for name, fault, launcher in wanted(told.part, told.only, told.repeat, told.torchrun_repeat):
         if name in done.runs or (told.part == "here" and missing(fault)):
             continue
@@ -110,7 +110,7 @@ def anonymous(words: str, root: Path) -> str:
 def write(out: Path, done: Soak) -> None:
     """Both files, each whole or as it was."""
     about = ", ".join(f"{name} {value}" for name, value in done.machine.items())
-    head = HEAD.format(stall_after=done.stall_after, about=about)
+    head = HEAD.format(hang_timeout=done.hang_timeout, about=about)
     scores = list(done.runs.values())
     for suffix, content in (
         (".json", msgspec.json.format(msgspec.json.encode(done), indent=1)),
@@ -127,7 +127,7 @@ def main() -> int:
     parser.add_argument("--out", required=True, help="FILE: FILE.json and FILE.md are written")
     parser.add_argument("--repeat", type=int, default=5, help="how often with paceline")
     parser.add_argument("--torchrun-repeat", type=int, default=1, help="how often with torchrun")
-    parser.add_argument("--stall-after", default="5")
+    parser.add_argument("--hang-timeout", default="5")
     parser.add_argument("--minutes", type=float, default=55.0, help="begin no run after that")
     parser.add_argument("--only", nargs="*", default=[], help="names of faults")
     told = parser.parse_args()
@@ -142,11 +142,11 @@ def main() -> int:
             stack.callback(lab.close)
             hosts = Hosts(lab, SshHosts.start(lab, root / "ssh"))
             run: Run = lambda fault, launcher, folder: run_on_hosts(  # noqa: E731
-                fault, launcher, hosts, folder, stall_after=told.stall_after
+                fault, launcher, hosts, folder, hang_timeout=told.hang_timeout
             )
         else:
             run = lambda fault, launcher, folder: run_fault(  # noqa: E731
-                fault, launcher, folder, stall_after=told.stall_after
+                fault, launcher, folder, hang_timeout=told.hang_timeout
             )
         done = soak(told, run, root)
     wrong = sorted({s.fault for s in done.runs.values() if s.launcher == "paceline" and not s.right_rank})

@@ -39,7 +39,7 @@ FAULTS = {
 HEAD = """# Watchover: who is named under other launchers
 
 Made by `make soak-watchover`. Each fault strikes a plain DDP script of 2 to 4 gloo ranks that torchrun, srun or mpirun
-has started, with `paceline watchover --stall-after 5 --end` before its name. The first torchrun is alone on its host;
+has started, with `paceline watchover --hang-timeout 5 --end` before its name. The first torchrun is alone on its host;
 else there are two: rank 0 is on one (under srun every second rank), the others on the other. In a cell: right rank, the
 right line of the source (-: there is none to be named), the seconds from the fault to the verdict. Processes and
 temporary files left are counted when the launcher has ended, without the folder `torchelastic_*` that torchrun leaves.

@@ -57,7 +57,7 @@ class SshHosts:
     def start(cls, lab: Lab, folder: Path) -> SshHosts:
         """Make keys, and start an sshd on every host, now and whenever it boots."""
         for name in ("id", "hostkey"):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True, timeout=30)
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True, timeout=90)
         (folder / "authorized_keys").write_text((folder / "id.pub").read_text())
         key = " ".join((folder / "hostkey.pub").read_text().split()[:2])
         (folder / "known_hosts").write_text("".join(f"{host} {key}\n" for host in lab.hosts))

@@ -70,4 +70,4 @@ def test_settle_cancels_what_is_left(slurm: Slurm) -> None:
 def test_a_node_that_boots_again_takes_jobs(lab: Lab, slurm: Slurm) -> None:
     lab.kill("n2")
     lab.boot("n2")
-    assert slurm.run("srun", "--nodelist=n2", "hostname", timeout=30).stdout == "n2\n"
+    assert slurm.run("srun", "--nodelist=n2", "hostname", timeout=90).stdout == "n2\n"

@@ -44,7 +44,7 @@ def meets(tmp_path: Path) -> Path:
 
 
 def test_bare_srun_makes_one_world_of_two_nodes(slurm: Slurm, meets: Path) -> None:
-    done = slurm.run("srun", "-N2", "-n4", "--ntasks-per-node=2", "-l", sys.executable, meets, timeout=55)
+    done = slurm.run("srun", "-N2", "-n4", "--ntasks-per-node=2", "-l", sys.executable, meets, timeout=165)
     assert done.returncode == 0, done.stderr
     assert sorted(line.partition(": ")[2] for line in done.stdout.splitlines()) == FOUR
 
@@ -52,14 +52,14 @@ def test_bare_srun_makes_one_world_of_two_nodes(slurm: Slurm, meets: Path) -> No
 def test_a_rank_that_the_batch_script_exported_is_refused(slurm: Slurm, meets: Path) -> None:
     env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "n1"}
     done = slurm.run(
-        "srun", "-K1", "-N2", "-n2", sys.executable, meets, env={**env, "MASTER_PORT": "29500"}, timeout=55
+        "srun", "-K1", "-N2", "-n2", sys.executable, meets, env={**env, "MASTER_PORT": "29500"}, timeout=165
     )  # fmt: skip
     assert done.returncode and "RANK was exported" in done.stderr
 
 
 def environments(slurm: Slurm, folder: Path, *options: str) -> list[dict[str, str]]:
     """What the tasks of a step see."""
-    done = slurm.run("srun", *options, "bash", "-c", f'env -0 > "{folder}/env-$SLURM_PROCID"', timeout=30)
+    done = slurm.run("srun", *options, "bash", "-c", f'env -0 > "{folder}/env-$SLURM_PROCID"', timeout=90)
     assert done.returncode == 0, done.stderr
     texts = [path.read_text() for path in sorted(folder.glob("env-*"))]
     return [dict(line.split("=", 1) for line in text.split("\0") if "=" in line) for text in texts]
@@ -96,7 +96,7 @@ def mpirun(lab: Lab, ssh_hosts: SshHosts, hosts: str, *words: object):
     nics = [word for kind in ("btl", "oob") for word in ("--mca", f"{kind}_tcp_if_include", "eth0")]
     return lab.run(
         "n1", "mpirun", "--oversubscribe", "--mca", "plm_rsh_agent", ssh_hosts.command, *nics, "--host", hosts, *words,
-        env={**os.environ, **MPIRUN}, timeout=55,
+        env={**os.environ, **MPIRUN}, timeout=165,
     )  # fmt: skip
 
 
@@ -118,6 +118,6 @@ def test_a_rank_that_is_kept_away_by_a_firewall_says_so(lab: Lab, meets: Path) -
     env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "n1"}
     text = meets.read_text().replace("meeting_seconds=40", "meeting_seconds=4")
     meets.write_text(text)
-    done = lab.run("n2", sys.executable, meets, env={**os.environ, **env, "MASTER_PORT": "29500"}, timeout=55)
+    done = lab.run("n2", sys.executable, meets, env={**os.environ, **env, "MASTER_PORT": "29500"}, timeout=165)
     assert done.returncode == 1
     assert "n1:29500" in done.stderr and "firewall" in done.stderr

@@ -56,9 +56,9 @@ def script(lab: Lab, ssh_hosts: SshHosts, folder: Path, act: str) -> subprocess.
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(450)
 def test_a_function_on_two_hosts(lab: Lab, ssh_hosts: SshHosts, tmp_path: Path) -> None:
-    said, _ = script(lab, ssh_hosts, tmp_path, "all").communicate(timeout=140)
+    said, _ = script(lab, ssh_hosts, tmp_path, "all").communicate(timeout=420)
     assert "[('n1', 0, 2.0), ('n2', 1, 2.0)]" in said, said
     assert "on rank 1 (n2)" in said
     assert "refused --nodes 0" in said
@@ -66,7 +66,7 @@ def test_a_function_on_two_hosts(lab: Lab, ssh_hosts: SshHosts, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(300)
 def test_a_function_goes_on_without_a_lost_host(lab: Lab, ssh_hosts: SshHosts, tmp_path: Path) -> None:
     process = script(lab, ssh_hosts, tmp_path, "lost")
     try:
@@ -74,7 +74,7 @@ def test_a_function_goes_on_without_a_lost_host(lab: Lab, ssh_hosts: SshHosts, t
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.1)
         lab.kill("n2")
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=180)
     finally:
         process.kill()
         lab.boot("n2")

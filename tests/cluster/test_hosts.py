@@ -14,7 +14,7 @@ from paceline.tasks.models import CNN
 STEPS = 8
 GRADIENT_BYTES = 4 * sum(parameter.numel() for parameter in CNN().parameters())
 SAID = "gradients are added up in shared memory on each of 2 hosts (2 ranks each), and over gloo between hosts"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
 
 
 @pytest.fixture(scope="module")

@@ -95,7 +95,7 @@ def nothing_left(lab: Lab, seconds: float, hosts: tuple[str, ...] = ("n1", "n2",
 
 def test_workers_of_two_hosts_are_one_run(launch, tmp_path: Path) -> None:
     run = launch("n2,n3", "")
-    out, err = run.communicate(timeout=50)
+    out, err = run.communicate(timeout=150)
     assert run.returncode == 0, err
     assert out == "rank 0 of 4 on n2\n"
     logs = [log(tmp_path, rank) for rank in range(4)]
@@ -105,14 +105,14 @@ def test_workers_of_two_hosts_are_one_run(launch, tmp_path: Path) -> None:
 def test_slots_of_a_hosts_file_give_each_node_its_workers(lab: Lab, launch, tmp_path: Path) -> None:
     (tmp_path / "hosts.txt").write_text("n1 slots=1\nn2 slots=3\n")
     run = launch(str(tmp_path / "hosts.txt"), "", nodes=2, min_nodes=2)
-    _, err = run.communicate(timeout=50)
+    _, err = run.communicate(timeout=150)
     assert run.returncode == 0, err
     assert log(tmp_path, 1) == "rank 1 of 4 on n2\n"
 
 
 def test_a_failed_rank_on_another_host_is_named_with_its_host_and_gives_its_code(lab: Lab, launch) -> None:
     run = launch("n1,n2", "if rank == 3: sys.exit('no x.bin')\nforever()")
-    _, err = run.communicate(timeout=50)
+    _, err = run.communicate(timeout=150)
     assert run.returncode == 1, err
     assert re.search(r"rank 3 .*n2.* failed: ", err) and "no x.bin" in err
     nothing_left(lab, 3)
@@ -124,7 +124,7 @@ def test_a_stop_signal_lets_every_host_save(lab: Lab, launch, tmp_path: Path, nu
     run = launch("n1,n2", saves)
     wait_ready(tmp_path, 4)
     run.send_signal(number)
-    _, err = run.communicate(timeout=50)
+    _, err = run.communicate(timeout=150)
     assert run.returncode == 75, err
     nothing_left(lab, 3)
 
@@ -135,7 +135,7 @@ def test_ctrl_c_while_a_host_is_still_starting_ends_all_in_good_order(lab: Lab, 
     run = launch("n1,n2", "forever()")
     wait_ready(tmp_path, 2)
     run.send_signal(signal.SIGINT)
-    _, err = run.communicate(timeout=50)
+    _, err = run.communicate(timeout=150)
     assert run.returncode == 128 + signal.SIGINT, err
     assert err.splitlines()[-1] == "stopped by SIGINT" and "Traceback" not in err
     nothing_left(lab, 3)
@@ -145,7 +145,7 @@ def test_a_killed_launcher_leaves_nothing_on_any_host(lab: Lab, launch, tmp_path
     run = launch("n2,n3", "for s in (2, 15): signal.signal(s, signal.SIG_IGN)\nforever()")
     wait_ready(tmp_path, 4)
     run.kill()
-    run.communicate(timeout=20)
+    run.communicate(timeout=60)
     nothing_left(lab, 10)
 
 
@@ -155,7 +155,7 @@ def test_a_dropped_ssh_connection_ends_the_run_and_names_the_host(lab: Lab, laun
     clients = {pid: words for pid, words in lab.processes("n1").items() if " -- n2 " in words}
     assert len(clients) == 1
     os.kill(*clients, signal.SIGKILL)
-    _, err = run.communicate(timeout=50)
+    _, err = run.communicate(timeout=150)
     assert run.returncode != 0
     assert "node 1 (n2) is lost" in err
     nothing_left(lab, 5)
@@ -165,7 +165,7 @@ def test_a_host_that_is_cut_off_is_named_and_nothing_is_left(lab: Lab, launch, t
     run = launch("n1,n2", "forever()")
     wait_ready(tmp_path, 4)
     lab.cut("n2")
-    _, err = run.communicate(timeout=50)
+    _, err = run.communicate(timeout=150)
     assert run.returncode != 0 and "n2" in err, err
     nothing_left(lab, 3, ("n1",))
     nothing_left(lab, 40, ("n2",))
@@ -181,7 +181,7 @@ def test_all_hosts_that_cannot_be_used_are_named_at_once_with_their_reasons(
     config = tmp_path / "config"
     config.write_text(ssh_hosts.config.read_text().replace(str(ssh_hosts.folder / "known_hosts"), str(unknown)))
     run = launch("n1,n2:23,n3,n4,n9", "", ssh=["ssh", "-F", str(config)])
-    out, err = run.communicate(timeout=50)
+    out, err = run.communicate(timeout=150)
     assert run.returncode == 2 and out == ""
     first, *told = err.splitlines()
     assert first.startswith("4 of 5 hosts ")
@@ -198,7 +198,7 @@ def test_a_login_that_wants_a_password_is_told_and_not_waited_for(ssh_hosts: Ssh
         ssh_hosts.config.read_text().replace(f"IdentityFile {ssh_hosts.folder / 'id'}", "IdentityFile none")
     )
     run = launch("n2", "", ssh=["ssh", "-F", str(config)])
-    _, err = run.communicate(timeout=50)
+    _, err = run.communicate(timeout=150)
     assert run.returncode == 2 and "ssh-copy-id" in err and "Permission denied (publickey" in err, err
 
 
@@ -210,7 +210,7 @@ def test_sync_brings_the_working_folder_to_a_host_that_has_none(lab: Lab, launch
     lab.hide("n2", code)
     text = "import helper; (here / f'word-{rank}').write_text(helper.WORD)"
     run = launch("n1,n2", f"sys.path.insert(0, {str(code)!r}); {text}", cwd=str(code), sync=True)
-    _, err = run.communicate(timeout=50)
+    _, err = run.communicate(timeout=150)
     assert run.returncode == 0, err
     assert [path.read_text() for path in tmp_path.glob("word-*")] == ["brought"] * 4
 
@@ -223,7 +223,7 @@ def test_no_secret_is_in_any_list_of_processes(lab: Lab, launch, tmp_path: Path)
     clients = " ".join(text for text in lab.processes("n1").values() if text.startswith("ssh"))
     assert clients.count("--announce") == 2 and "5ec4" not in clients and "hunter2" not in clients
     run.send_signal(signal.SIGTERM)
-    run.communicate(timeout=50)
+    run.communicate(timeout=150)
 
 
 ALL_REDUCE = """
@@ -246,7 +246,7 @@ def test_the_printed_commands_typed_on_two_hosts_are_one_run(lab: Lab, tmp_path:
     lines = [line for line in typed(by_hand(job)).splitlines() if line.startswith("PACELINE_RUN_ID")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     nodes = [lab.popen(host, "sh", "-c", line, **pipes) for host, line in zip(("n1", "n2"), lines, strict=True)]
-    texts = [node.communicate(timeout=50)[0] for node in nodes]
+    texts = [node.communicate(timeout=150)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], texts
     assert "n1 3 3.0 5f\n" in texts[0] and texts[1].count("n2 3 3.0 5f\n") == 2
 
@@ -264,7 +264,7 @@ def test_our_agents_commands_typed_on_two_hosts_are_one_run(lab: Lab, tmp_path: 
     lines = [line for line in typed(plan).splitlines() if line and not line.startswith("#")]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     nodes = [lab.popen(host, "sh", "-c", line, **pipes) for host, line in zip(("n1", "n2"), lines, strict=True)]
-    texts = [node.communicate(timeout=50)[0] for node in nodes]
+    texts = [node.communicate(timeout=150)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], texts
     assert "rank 0 of 4 on n1\n" in texts[0] and log(tmp_path, 3) == "rank 3 of 4 on n2\n"
 
@@ -302,9 +302,9 @@ def test_a_host_that_was_lost_comes_back_and_another_one_joins(lab: Lab, launch,
     told = lab.run("n1", sys.executable, "-m", "paceline", "status", str(tmp_path / "run")).stdout
     assert "3 in (--nodes 1:3): n2, n3, n4" in told
     (tmp_path / "enough").touch()
-    _, err = run.communicate(timeout=50)
+    _, err = run.communicate(timeout=150)
     assert run.returncode == 0, err
-    assert joined.communicate(timeout=20) and joined.returncode == 0
+    assert joined.communicate(timeout=60) and joined.returncode == 0
     assert "node 1 (n3) answers" in err and ": 3 ranks on 3 nodes " in err
     assert codes(lab.run("n4", *joins).stderr) == ["run-takes-no-hosts"]
     nothing_left(lab, 5)

@@ -57,7 +57,7 @@ def weights(run_dir: Path) -> str:
     return summary["weights_sha256"]
 
 
-def trained_here(task: list[str], run_dir: Path, timeout: float = 120) -> str:
+def trained_here(task: list[str], run_dir: Path, timeout: float = 360) -> str:
     """The weights that one process on this machine comes to."""
     command = [*PACELINE, *task, *words("--nproc", 1, "--run-dir", run_dir)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
@@ -66,11 +66,11 @@ def trained_here(task: list[str], run_dir: Path, timeout: float = 120) -> str:
 
 
 def clean_ledger(run_dir: Path) -> None:
-    done = subprocess.run([*PACELINE, "ledger", str(run_dir)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*PACELINE, "ledger", str(run_dir)], capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def resumed_here(run_dir: Path, timeout: float = 120) -> str:
+def resumed_here(run_dir: Path, timeout: float = 360) -> str:
     """Go on with a run on one process here, to its end: its weights."""
     command = [*PACELINE, *words("train", "--resume", "auto", "--run-dir", run_dir, "--nproc", 1)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=run_dir.parent)
@@ -96,14 +96,14 @@ def steps_done(run_dir: Path) -> int:
     return max((int(str(event.get("step", 0))) for event in events(run_dir)), default=0)
 
 
-def wait_for_step(run_dir: Path, step: int, timeout: float = 60) -> None:
+def wait_for_step(run_dir: Path, step: int, timeout: float = 180) -> None:
     deadline = time.monotonic() + timeout
     while steps_done(run_dir) < step:
         assert time.monotonic() < deadline, f"only {steps_done(run_dir)} steps, of {step}"
         time.sleep(0.05)
 
 
-def wait_for_checkpoint(run_dir: Path, timeout: float = 60) -> None:
+def wait_for_checkpoint(run_dir: Path, timeout: float = 180) -> None:
     deadline = time.monotonic() + timeout
     while not any(event["kind"] == "checkpointed" and not event["failure"] for event in events(run_dir)):
         assert time.monotonic() < deadline, "no checkpoint"
@@ -118,7 +118,7 @@ def submit(slurm: Slurm, task: list[str], run_dir: Path, *options: object) -> st
     return json.loads((run_dir / "submit-1" / "submitted.json").read_text())["slurm_job"]
 
 
-def type_everywhere(lab: Lab, printed: str, folder: Path, timeout: float = 60) -> str:
+def type_everywhere(lab: Lab, printed: str, folder: Path, timeout: float = 180) -> str:
     """Type each line that `--on print` printed on its host, n2 and n3; all that they say."""
     typed = [line for line in printed.splitlines() if line and not line.startswith("#")]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -26,14 +26,14 @@ OURS = (sys.executable, "-m", "paceline")
 
 
 def run_watched(
-    fault: Fault, way: str, hosts: Hosts, slurm: Slurm, folder: Path, *, stall_after: str = "5", end: bool = True
+    fault: Fault, way: str, hosts: Hosts, slurm: Slurm, folder: Path, *, hang_timeout: str = "5", end: bool = True
 ) -> Score:
     """One run in `folder`, which must not exist. Of two hosts the first has one rank, the other those that are left."""
     folder.mkdir(parents=True)
     for file in USERS.glob("*.py"):
         shutil.copy(file, folder)
     env = {**fault_environment(fault, "paceline", folder), "GLOO_SOCKET_IFNAME": "eth0"}
-    own = ["watchover", *words("--stall-after", stall_after, "--run-dir", folder / "run")]
+    own = ["watchover", *words("--hang-timeout", hang_timeout, "--run-dir", folder / "run")]
     own += [*(["--end"] if end else []), PROGRAM]
     try:
         ran = STARTS[way](fault.world, own, hosts, slurm, folder, env)

@@ -70,9 +70,9 @@ def summed(rank: int, world_size: int, folder: Path) -> dict[object, tuple[list[
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(720)
 def test_what_is_held_back_arrives_later_and_all_ranks_come_to_the_same_bits(tmp_path: Path) -> None:
-    of_rank = run_ranks(summed, 4, tmp_path, tmp_path, timeout=200)
+    of_rank = run_ranks(summed, 4, tmp_path, tmp_path, timeout=600)
     for size, way in product(SIZES, WAYS):
         hosts = 4 // size
         given = torch.stack([sum(flat(made(host, step)) for host in range(hosts)) for step in range(STEPS)])

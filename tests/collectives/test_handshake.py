@@ -166,7 +166,7 @@ def test_the_command_takes_what_is_asked_for_and_gives_the_same_weights(tmp_path
         command = [sys.executable, "-m", "paceline", "train", f"{tmp_path / 'mine.py'}:task", "--nproc", "2", "--steps",
                    "2", "--strategy", "exact", "--collectives", asked, "--run-dir", str(folder)]  # fmt: skip
         env = {**os.environ, SHARED_MEMORY: switch}
-        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50)
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
         if (asked, switch) == ("shared", "off"):
             ended_with(ended, "memory-not-shared")
             assert f"{SHARED_MEMORY}=off" in ended.stderr

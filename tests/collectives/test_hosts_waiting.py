@@ -103,7 +103,7 @@ def test_a_run_on_two_hosts_that_stands_still_ends_with_the_rank_and_its_line(tm
     script.write_text(HEAD + HANGS)
     argv = list(worker_command([str(script)], sys.executable))
     (folder := tmp_path / "attempt").mkdir()
-    one = start(folder, "", argv=argv, nproc=4, plain_store=True, stall_after="3")
+    one = start(folder, "", argv=argv, nproc=4, plain_store=True, hang_timeout="3")
     try:
         assert one.finish() == ExitCode.STALLED, one.stderr
         told = read_verdict(folder / "verdict-1")

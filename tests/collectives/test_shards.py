@@ -196,9 +196,9 @@ def everything(rank: int, world_size: int, folder: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(450)
 def test_sharded_updates_have_the_bits_of_the_plain_optimizer_and_an_nth_of_its_state(tmp_path: Path) -> None:
-    run_ranks(everything, 3, tmp_path, str(tmp_path / "worlds"), timeout=140)
+    run_ranks(everything, 3, tmp_path, str(tmp_path / "worlds"), timeout=420)
 
 
 def shares(model: Mixed, partition: LeafPartition, bucket_bytes: int) -> Reduced:
@@ -269,10 +269,10 @@ def all_of_shares(rank: int, world_size: int, folder: str) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(450)
 def test_shares_have_the_bits_of_the_whole_sum_and_leave_no_more_behind(tmp_path: Path) -> None:
     # in one start: it costs more than all checks; a traceback names the check
-    run_ranks(all_of_shares, max(SIZES), tmp_path, str(tmp_path / "worlds"), timeout=140)
+    run_ranks(all_of_shares, max(SIZES), tmp_path, str(tmp_path / "worlds"), timeout=420)
 
 
 def test_a_world_of_one_sends_nothing() -> None:

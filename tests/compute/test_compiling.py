@@ -73,11 +73,11 @@ def test_what_is_compiled_is_a_frame_of_ours_since_torch_skips_its_own(monkeypat
 
 
 @pytest.mark.soak  # 10 s of a compiler
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(720)
 @pytest.mark.needs("g++")
 def test_a_compiled_model_computes_the_same_under_the_same_names_and_its_errors_are_told(tmp_path):
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=200)
+    run = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=600)
     assert run.stdout == "told\n", run.stderr
 
 

@@ -162,7 +162,7 @@ def test_what_changes_nothing_of_the_run_may_change_freely(free):
     [
         ({"launch__nproc": 3}, ["virtual_ranks", "global_batch"]),
         ({"run__seed": 1}, ["seed"]),
-        ({"data__tail": "drop"}, ["tail"]),
+        ({"data__tail": "drop"}, ["last_batch"]),
         ({"data__accumulation": 2, "data__global_batch": 128}, ["accumulation"]),
         ({"model__batchnorm": "sync"}, ["batchnorm"]),
         ({"model__stem": "small"}, ["stem"]),
@@ -204,7 +204,7 @@ def test_every_setting_of_the_definition_has_a_rule():
 
 
 def test_a_setting_of_the_task_may_change_if_it_is_allowed_by_its_name():
-    saved, now = {**SAVED, "set.width": 2, "set.old": 1}, {**SAVED, "set.width": 3, "set.new": 1}
-    with raises("another-run", saved={"set.width": 2}, now={"set.width": 3}, allow="set.width"):
+    saved, now = {**SAVED, "task_arg.width": 2, "task_arg.old": 1}, {**SAVED, "task_arg.width": 3, "task_arg.new": 1}
+    with raises("another-run", saved={"task_arg.width": 2}, now={"task_arg.width": 3}, allow="task_arg.width"):
         check_same(saved, now, [], WHERE)
-    assert len(check_same(saved, now, allowed_changes("set.width"), WHERE)) == 1
+    assert len(check_same(saved, now, allowed_changes("task_arg.width"), WHERE)) == 1

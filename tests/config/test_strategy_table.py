@@ -80,7 +80,7 @@ def paceline(extended: Path, tmp_path: Path) -> Paceline:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-P", "-m", "paceline", *arguments]
         env = {**os.environ, "PYTHONPATH": str(extended.parent), "COLUMNS": "200"}
-        ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=50)
+        ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=150)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return ran
 
@@ -89,7 +89,7 @@ def paceline(extended: Path, tmp_path: Path) -> Paceline:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.timeout(150)  # 20 s on a quiet machine
+@pytest.mark.timeout(450)  # 20 s on a quiet machine
 def test_a_strategy_of_one_file_and_one_line_is_found_everywhere(extended: Path, paceline: Paceline, tmp_path: Path):
     for command in ("train", "scale"):
         assert "manual,mine,bucketed" in paceline(command, "--help").stdout

@@ -24,7 +24,12 @@ from torch.utils.data import Dataset, TensorDataset
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import Loading, Prefetch, load_steps, move_to_device, prefetch, prefetch_to_device
 from paceline.data.plan import BatchPlan, ranks_share
-from paceline.data.workers import SLOTS_OF_A_LOADER, SeededSamples, naming_lost_processes
+from paceline.data.workers import (
+    SLOTS_OF_A_LOADER,
+    SeededSamples,
+    inherited_frozen_objects,
+    naming_lost_processes,
+)
 from paceline.errors import TrainingError
 from paceline.protocol.evidence import LOADER_KILLED
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters, read_loaders
@@ -69,7 +74,7 @@ def test_transform_of_array_datasets_sees_batches():
     assert torch.equal(data.gather(torch.tensor([1, 3]))[0], torch.tensor([2.0, 6.0]))
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "dataset",
     [Noisy(), ArrayDataset(torch.arange(23.0).reshape(23, 1), torch.arange(23), augment=noisy)],
@@ -262,13 +267,15 @@ class Collecting(Noisy):
 
 def test_loader_processes_collect_nothing_of_what_was_garbage_before(tmp_path: Path) -> None:
     gc.disable()  # it shall still be there
+    gc.unfreeze()  # as in a process that no preloader has forked
+    inherited_frozen_objects.cache_clear()
     try:
         Event(tmp_path / "told")
         assert batches(Collecting(), workers=1, stop=1)
+        assert not gc.get_freeze_count()
     finally:
         gc.enable()
     assert not (tmp_path / "told").exists()
-    assert not gc.get_freeze_count()
 
 
 # ---- ahead of the step ---------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def noise(found):
     return {(b.work.epoch, int(x[0])): float(x[1]) for b in found for x in b.inputs}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 def test_its_augmentation_belongs_to_the_micro_batch_not_to_the_worker_or_rank():
     alone = noise(batches(Batched("whole")))
     assert noise(batches(Batched("whole"), workers=2)) == alone

@@ -12,7 +12,7 @@ from paceline.runs.events import Started, read_events
 from paceline.runs.summary import read_summary
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(540)]
 
 TASK = """
 import torch
@@ -50,7 +50,7 @@ def paceline(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "mine.py").write_text(TASK)
     done = subprocess.run(
         [sys.executable, "-m", "paceline", *words], cwd=folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-        text=True, capture_output=True, timeout=150, check=False,
+        text=True, capture_output=True, timeout=450, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done
@@ -65,7 +65,7 @@ def test_a_training_is_the_same_on_one_rank_and_two_resumed_on_three_and_with_lo
     common = ("--strategy", "exact", "--virtual-ranks", "3", "--batch-size", "4", "--backend", "gloo")
     train = ("train", "mine.py:task", *common, "--steps")
     paceline(tmp_path, *train, "8", "--run-dir", "two", "--nproc", "2")
-    kept = ("--checkpoint-every", "2", "--keep", "9", "--num-workers", "2")
+    kept = ("--checkpoint-every", "2", "--keep-checkpoints", "9", "--num-workers", "2")
     one = paceline(tmp_path, *train, "8", "--run-dir", "three", *kept)
     assert f"1 process on {gpu.NAME}" in one.stdout and digest(tmp_path / "three") == digest(tmp_path / "two")
     (tmp_path / "three" / "checkpoints" / "step-00000008").rename(tmp_path / "gone")
@@ -143,7 +143,7 @@ def test_a_session_moves_the_model_and_nested_batches_to_the_device(tmp_path: Pa
     path = [str(ROOT / "src"), str(ROOT), str(ROOT / "tests" / "doubles" / "site_gpu")]
     done = subprocess.run(
         [sys.executable, "loop.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-        text=True, capture_output=True, timeout=150, check=False,
+        text=True, capture_output=True, timeout=450, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"placed on {gpu.NAME}:0" in done.stdout

@@ -16,7 +16,7 @@ from paceline.runs.summary import read_summary
 ROOT = Path(__file__).parents[2]
 TASK = f"{ROOT / 'examples' / 'own_task.py'}:task"
 
-pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(540)]
 
 
 def train(folder: Path, strategy: str, *more: str, double: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
@@ -24,7 +24,7 @@ def train(folder: Path, strategy: str, *more: str, double: bool = True, **env: s
     path = [str(ROOT / "src"), str(ROOT), *([str(ROOT / "tests" / "doubles" / "site")] if double else [])]
     command = [
         sys.executable, "-m", "paceline", "train", TASK, "--nproc", "2", "--collectives", "torch", "--steps", "12",
-        "--strategy", strategy, "--run-dir", str(folder), "--checkpoint-every", "1", "--keep", "20",
+        "--strategy", strategy, "--run-dir", str(folder), "--checkpoint-every", "1", "--keep-checkpoints", "20",
     ]  # fmt: skip
     return subprocess.run(
         [*command, *more], env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **env}, text=True,
@@ -70,7 +70,7 @@ def test_buffers_that_are_late_and_poisoned_change_no_bit(strategy: str, healthy
 
 def test_a_rank_that_is_freed_in_a_gradient_applies_and_keeps_nothing_of_it(healthy: Path, tmp_path: Path) -> None:
     hangs = {nccl.HANGS: "1:bucket 0:5"}
-    done = train(tmp_path / "run", "bucketed", "--stall-after", "3", **hangs)
+    done = train(tmp_path / "run", "bucketed", "--hang-timeout", "3", **hangs)
     assert done.returncode == 3, done.stdout + done.stderr
     (folder,) = (tmp_path / "run").glob("attempt-1/verdict-*")
     record = read_verdict(folder)

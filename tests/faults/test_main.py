@@ -39,7 +39,7 @@ def test_every_fault_is_listed_with_what_it_does(faults):
         (("--repeat", "0"), "--repeat must be at least 1"),
         (("--out", "scores.txt"), "--out must end in .md or .json"),
         (("--out", "nowhere/scores.md"), "does not exist"),
-        (("--stall-after", "soon"), "--stall-after must be"),
+        (("--hang-timeout", "soon"), "--hang-timeout must be"),
     ],
 )
 def test_wrong_use_is_refused_before_anything_is_started(faults, arguments, words):

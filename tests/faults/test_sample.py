@@ -29,6 +29,6 @@ def drawn() -> list[Fault]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("fault", drawn(), ids=lambda fault: fault.name)
 def test_the_guilty_rank_is_named_and_nothing_is_left(tmp_path: Path, fault: Fault) -> None:
-    score = run_fault(fault, "paceline", tmp_path / "case", stall_after=STALL_SECONDS)
+    score = run_fault(fault, "paceline", tmp_path / "case", hang_timeout=STALL_SECONDS)
     assert score.right_rank and score.right_line is not False and score.right_end and score.right_code, score
     assert not score.processes_left and not score.files_left, score

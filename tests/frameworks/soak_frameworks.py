@@ -57,11 +57,11 @@ def marked(script: str, mark: str) -> str:
     return f"{script}.py:{next(n for n, line in enumerate(lines, 1) if line.endswith(f'# {mark}'))}"
 
 
-def started(script: str, where: str, launcher: str, folder: Path, stall_after: float) -> VerdictRecord:
+def started(script: str, where: str, launcher: str, folder: Path, hang_timeout: float) -> VerdictRecord:
     """Run a script that hangs, in an empty folder."""
     for file in HERE.glob("*.py"):
         shutil.copy(file, folder)
-    guard = (*GUARD[launcher], f"--stall-after={stall_after}", "--run-dir=run")
+    guard = (*GUARD[launcher], f"--hang-timeout={hang_timeout}", "--run-dir=run")
     argv = (*LAUNCHERS[launcher], *guard, f"{script}.py")
     ran = run_command(argv, folder, OFFLINE | {"FAULT": where}, limit_seconds=LIMIT_SECONDS)
     found = sorted(folder.glob("run/**/verdict-[0-9]*"))
@@ -71,10 +71,10 @@ def started(script: str, where: str, launcher: str, folder: Path, stall_after: f
     return VerdictRecord(ran, verdict.guilty, verdict.site, "\n".join(verdict.sentences))
 
 
-def hung(script: str, where: str, launcher: str, stall_after: float) -> tuple[list[str], bool]:
+def hung(script: str, where: str, launcher: str, hang_timeout: float) -> tuple[list[str], bool]:
     """A row's cells for one launcher, and whether all is right."""
     with tempfile.TemporaryDirectory() as folder:
-        told = started(script, where, launcher, Path(folder), stall_after)
+        told = started(script, where, launcher, Path(folder), hang_timeout)
     rank, line = told.guilty == (1,), told.site.startswith(f"{marked(script, f'FAULT {where}')} ")
     left = len(told.ran.processes_left)
     said = [f"NO: {told.guilty}", "yes"][rank], "yes" if line else f"NO: {told.site}", str(left)
@@ -121,7 +121,7 @@ class Done:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scripts", nargs="+", default=list(SCRIPTS), choices=SCRIPTS)
-    parser.add_argument("--stall-after", type=float, default=8.0)
+    parser.add_argument("--hang-timeout", type=float, default=8.0)
     parser.add_argument("--out", type=Path, help="FILE: FILE.json and FILE.md are written")
     options = parser.parse_args()
     done = Done(options.out)
@@ -129,7 +129,7 @@ def main() -> int:
     hangs = [["framework", "rank 1 hangs in its", *head]]
     for script in options.scripts:
         for where in WHERE:
-            cells = [done.once(hung, script, where, launcher, options.stall_after) for launcher in GUARD]
+            cells = [done.once(hung, script, where, launcher, options.hang_timeout) for launcher in GUARD]
             hangs.append([SCRIPTS[script], where, *cells[0], *cells[1]])
     ends = [["what", *LAUNCHERS]]
     clean = [(f"tests/frameworks/{script}.py",) for script in options.scripts]

@@ -72,14 +72,14 @@ def test_what_a_user_may_say(text: str, seconds: float | None, off: bool) -> Non
 
 @pytest.mark.parametrize("text", ["0", "-3", "abc", "nan", "inf", "", "1e9", "5m", "0.0", "99999999", "٣", "5 5"])
 def test_what_a_user_may_not_say_is_answered_with_the_choices(text: str) -> None:
-    with raises("stall-after-invalid", value=text):
+    with raises("hang-timeout-invalid", value=text):
         Windows.parse(text)
 
 
 LONG = (Phase.INIT, Phase.EVALUATE, Phase.CHECKPOINT, Phase.CLOSE)
 NOBODY_WAITS = {"phases": (Phase.FORWARD, Phase.OPTIMIZER), "waiting": False}
 SCRIPT = {"phases": (Phase.USER, Phase.USER), "step": 0}
-# name -> (--stall-after, how many steps of how many seconds go well, how all stand then, when that is an alarm)
+# name -> (--hang-timeout, how many steps of how many seconds go well, how all stand then, when that is an alarm)
 WINDOWS = {
     "five times the longest gap": ("auto", (20, 4.0), {"step": 20}, 20.0),
     "at least ten seconds": ("auto", (20, 0.5), {"step": 20}, 10.0),
@@ -192,7 +192,7 @@ def test_a_number_shorter_than_a_healthy_step_is_said_once() -> None:
     for _ in range(2):
         assert clock.stand(7.0, phases=(Phase.FORWARD, Phase.FORWARD), waiting=False) is None
     clock.steps(1, 1.0)
-    assert "--stall-after 5 " in clock.pace.notice
+    assert "--hang-timeout 5 " in clock.pace.notice
     clock.pace.notice = ""
     assert clock.stand(7.0, phases=(Phase.FORWARD, Phase.FORWARD), waiting=False) is None
     clock.steps(1, 1.0)

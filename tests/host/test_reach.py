@@ -106,7 +106,7 @@ def test_no_route_a_firewall_and_a_machine_that_is_off_are_told_apart() -> None:
         ["unshare", "--net", "bash", "-ec", NETWORK, "bash", sys.executable, "-c", ASKS, *asked],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=90,
     )
     assert run.returncode == 0, run.stderr
     rendered(run.stdout.splitlines())

@@ -88,7 +88,7 @@ def test_a_script_that_ends_the_shell_is_refused(tmp_path: Path) -> None:
 
 def test_a_real_venv_is_activated(tmp_path: Path) -> None:
     venv = tmp_path / "a venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=50)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=150)
     after = environment_after([], str(venv / "bin" / "activate"), {}, BASE)
     assert (after["VIRTUAL_ENV"], after["PATH"]) == (str(venv), f"{venv}/bin:{BASE['PATH']}")
 

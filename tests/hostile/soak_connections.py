@@ -74,7 +74,7 @@ print(sum(tried.values()), len(tried), sum(opened.values()), flush=True)
 def train(victim: User, name: str, steps: int) -> tuple[int, str, float, str]:
     """Exit code, digest, median seconds of a step after the first ones, and the output."""
     words = ("train", "mnist-cnn", "--nproc", "2", "--steps", steps, "--batch-size", "32", "--strategy", "exact")
-    done = victim.run(PACELINE, *words, "--run-dir", name, timeout=600)
+    done = victim.run(PACELINE, *words, "--run-dir", name, timeout=1800)
     run = victim.home / name
     if done.returncode:
         return done.returncode, "", 0.0, done.stderr
@@ -94,7 +94,7 @@ def attacked(
         found = train(victim, name, steps)
     finally:
         over.touch()
-        counts = neighbour.communicate(timeout=30)[0]
+        counts = neighbour.communicate(timeout=90)[0]
     return found, [int(word) for word in counts.split()]
 
 

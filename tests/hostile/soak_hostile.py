@@ -71,7 +71,7 @@ def real_run(victim: User) -> Path:
     victim.own(victim.home / "mine.py")
     words = ("train", "mine.py:task", "--steps", "12", "--checkpoint-every", "4", "--record-samples")
     for name, nproc in (("real", 2), ("one", 1)):
-        done = victim.paceline(*words, "--nproc", nproc, "--run-dir", name, timeout=120)
+        done = victim.paceline(*words, "--nproc", nproc, "--run-dir", name, timeout=360)
         if done.returncode:
             raise RuntimeError(done.stderr)
     run = victim.home / "real"
@@ -307,7 +307,7 @@ class Typist:
         return json.loads(self.process.stdout.readline())
 
     def end(self) -> None:
-        self.process.communicate(timeout=30)
+        self.process.communicate(timeout=90)
 
 
 def soak(numbers: Iterable[int], seed: int, place: Path, told: Callable[[int, dict[str, Any]], None]) -> None:

@@ -91,7 +91,7 @@ def train(lab: Lab, ssh: SshHosts, run: Path, steps: int) -> tuple[int, str, flo
     """Exit code, digest, median seconds of a step after the first ones, and the output."""
     shape = words("train", "mnist-cnn", "--steps", steps, "--batch-size", 32, "--device", "cpu", "--strategy", "exact")
     where = words("--on", "ssh", "--hosts", ",".join(HOSTS), "--nproc", 1, "--ssh", ssh.command, "--run-dir", run)
-    done = lab.run("n1", *PACELINE, *shape, *where, cwd=run.parent, timeout=300)
+    done = lab.run("n1", *PACELINE, *shape, *where, cwd=run.parent, timeout=900)
     if done.returncode:
         return done.returncode, "", 0.0, done.stderr + done.stdout
     seconds = [event.seconds for event in read_events(run / "events-0.jsonl") if isinstance(event, Step)][10:]
@@ -113,9 +113,9 @@ def attacked(
         found = train(lab, ssh, run, options.steps)
     finally:
         over.touch()
-        counts = stranger.communicate(timeout=60)[0]
+        counts = stranger.communicate(timeout=180)[0]
         for spy in spies:
-            spy.wait(timeout=60)
+            spy.wait(timeout=180)
     return found, [int(word) for word in counts.split()]
 
 

@@ -12,7 +12,7 @@ from tests.hostile.users import Users
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(540)
 def test_no_hostile_folder_of_a_sample_does_anything(tmp_path: Path) -> None:
     wrong: list[Any] = []
     tried: list[int] = []
@@ -29,7 +29,7 @@ def test_no_hostile_folder_of_a_sample_does_anything(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 def test_a_neighbour_at_every_port_from_the_first_moment_changes_no_bit(users: Users) -> None:
     code, digest, _, said = soak_connections.train(users.victim, "alone", 12)
     assert code == 0, said

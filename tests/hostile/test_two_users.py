@@ -335,7 +335,7 @@ def test_what_cannot_be_read_is_told_and_not_waited_for(users: Users, name: str,
         case _:
             path.mkdir()
     users.victim.own(run)
-    done = users.victim.run(sys.executable, "-P", "-c", COMMANDS, run, timeout=50)  # a pipe is waited for for ever
+    done = users.victim.run(sys.executable, "-P", "-c", COMMANDS, run, timeout=150)  # a pipe is waited for for ever
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     ends = dict(line.split() for line in done.stdout.splitlines() if line.startswith("ended-"))
     assert len(ends) == 4 and {*ends.values()} <= {"0", "1", "2"}, done.stdout + done.stderr

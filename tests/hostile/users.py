@@ -65,7 +65,7 @@ class User:
             umask=umask,
         )
 
-    def run(self, *argv: object, timeout: float = 50, **options: object) -> subprocess.CompletedProcess[str]:
+    def run(self, *argv: object, timeout: float = 150, **options: object) -> subprocess.CompletedProcess[str]:
         with self.popen(*argv, **options) as process:  # pyright: ignore[reportArgumentType]
             try:
                 out, err = process.communicate(timeout=timeout)

@@ -10,12 +10,12 @@ from typing import Any
 from tests import warm
 
 
-def typed(folder: Path, *arguments: object, timeout: float = 170) -> subprocess.CompletedProcess[str]:
+def typed(folder: Path, *arguments: object, timeout: float = 510) -> subprocess.CompletedProcess[str]:
     """`paceline ARGUMENTS` in this folder."""
     return warm.run(["-m", "paceline", *arguments], torch=False, cwd=folder, timeout=timeout)
 
 
-def measured(folder: Path, *arguments: object, timeout: float = 170) -> tuple[dict[str, Any], str]:
+def measured(folder: Path, *arguments: object, timeout: float = 510) -> tuple[dict[str, Any], str]:
     """What `paceline ARGUMENTS` has written down, and printed; it must succeed."""
     run = typed(folder, *arguments, "--device", "cpu", "--out", "found.json", timeout=timeout)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -17,7 +17,7 @@ from typing import Any
 from tests import warm
 
 MARK = "LAUNCH_TEST_MARK"  # every process that a launcher starts inherits it: this is how survivors are found
-HARD_LIMIT_SECONDS = 30.0
+HARD_LIMIT_SECONDS = 90.0
 
 LAUNCHER = """
 import fcntl, json, os, sys
@@ -27,7 +27,7 @@ from paceline.launch.plan import local
 from paceline.launch.supervise import run
 settings = json.loads(sys.argv[1])
 lock = settings.pop("lock", None)
-settings["stall_after"] = Windows.parse(settings.get("stall_after", "auto"))
+settings["hang_timeout"] = Windows.parse(settings.get("hang_timeout", "auto"))
 job = JobSpec(tuple(settings.pop("argv")), run_id="test", threads=1, **settings)
 keep_open = []
 if lock:

@@ -1,6 +1,6 @@
 """Does the guard leave healthy runs alone? `make soak-quiet`: an hour of everything that looks like a fault.
 
-A training on two ranks under `--stall-after auto`: evaluations in which rank 0 alone is busy for a minute, a first
+A training on two ranks under `--hang-timeout auto`: evaluations in which rank 0 alone is busy for a minute, a first
 batch that takes half a minute, checkpoints, long garbage collections, workers stopped by SIGSTOP for less than the
 window, and a machine that others load. Beside it an unmodified script whose rank 0 evaluates for a minute while the
 others wait in a barrier. Each alarm is a fault; warnings are counted.

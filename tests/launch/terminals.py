@@ -53,7 +53,7 @@ def shown_by_a_launch(folder: Path, worker: str, **settings: Any) -> bytes:
     main, side = pty.openpty()
     try:
         command = [sys.executable, "-P", "-c", LAUNCHER, told]
-        done = subprocess.run(command, stdin=side, stdout=side, timeout=30, check=False)
+        done = subprocess.run(command, stdin=side, stdout=side, timeout=90, check=False)
         assert done.returncode == 0
         return os.read(main, 100)
     finally:

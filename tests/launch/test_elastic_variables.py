@@ -40,7 +40,7 @@ def test_all_that_torchrun_sets_with_its_values(tmp_path: Path) -> None:
     for name, through in {"theirs": ["torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
                           "ours": ["paceline", "launch"]}.items():  # fmt: skip
         command = [sys.executable, "-P", "-m", *through, *words, name]
-        subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=100, check=True)
+        subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=300, check=True)
     for rank in range(2):
         theirs, ours = (json.loads((tmp_path / f"{name}-{rank}").read_text()) for name in ("theirs", "ours"))
         set_by_it = {name: value for name, value in theirs.items() if not name.startswith("PACELINE_")}

@@ -62,14 +62,14 @@ def test_the_example_is_committed_without_outputs_and_is_short() -> None:
 
 @pytest.mark.slow
 @pytest.mark.needs("nbclient", "ipykernel")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 @pytest.mark.filterwarnings("default")
 def test_the_example_has_the_same_numbers_on_two_ranks() -> None:
     import nbformat
     from nbclient import NotebookClient
 
     book = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(book, timeout=110, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+    NotebookClient(book, timeout=330, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
     outputs: list[Any] = [output for cell in book.cells for output in cell.get("outputs", ())]
     assert outputs[-1]["data"]["text/plain"] == "True"
     printed = "".join(output.get("text", "") for output in outputs)
@@ -133,7 +133,7 @@ def started(folder: Path, seconds: float = 30.0) -> list[psutil.Process]:
 
 
 def with_kernel(test: Any) -> Any:
-    for mark in (pytest.mark.needs("jupyter_client", "ipykernel"), pytest.mark.timeout(120)):
+    for mark in (pytest.mark.needs("jupyter_client", "ipykernel"), pytest.mark.timeout(360)):
         test = mark(test)
     return pytest.mark.slow(pytest.mark.filterwarnings("default")(test))  # Jupyter's own deprecations
 

@@ -103,13 +103,13 @@ def test_real_bars_of_two_ranks_are_four_lines(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     run = str(tmp_path / "run")
     words = (sys.executable, "-m", "paceline", "launch", "--nproc", "2", "--run-dir", run, "--", "script.py")
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     ends = sorted(re.findall(r"^\[rank (\d)\] epoch (\d): 100%", done.stderr, re.MULTILINE))
     assert ends == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")] and done.stderr.count("it/s") == 4
     assert sorted(done.stdout.splitlines()) == ["[rank 0] done", "[rank 1] done"]  # the empty line has gone
     logs = (sys.executable, "-m", "paceline", "logs", str(tmp_path / "run"))
-    shown = subprocess.run(logs, capture_output=True, text=True, timeout=50)
+    shown = subprocess.run(logs, capture_output=True, text=True, timeout=150)
     assert shown.stderr == "" and "[0,1] done" in shown.stdout and shown.stdout.count("100%") == 4
 
 

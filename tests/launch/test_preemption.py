@@ -62,7 +62,7 @@ def test_nobody_waits_long_for_the_others_of_a_worker_that_failed_to_save(launch
         f"if rank == 0: {DEAF}\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(1)); forever()",
         nproc=2,
         grace_seconds=0.2,
-        stop_grace_seconds=3600.0,
+        grace_period_seconds=3600.0,
     )
     one.wait_ready(2)
     one.process.send_signal(signal.SIGTERM)
@@ -74,7 +74,7 @@ def test_a_worker_that_does_not_save_in_time_is_ended(launch) -> None:
     one = launch(
         f"if rank == 1: {DEAF}\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); forever()",
         nproc=2,
-        stop_grace_seconds=0.5,
+        grace_period_seconds=0.5,
     )
     one.wait_ready(2)
     one.process.send_signal(signal.SIGTERM)
@@ -83,7 +83,7 @@ def test_a_worker_that_does_not_save_in_time_is_ended(launch) -> None:
 
 
 OBEYS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); forever()"
-LATE = {"stop_grace_seconds": 0.3}
+LATE = {"grace_period_seconds": 0.3}
 # name -> (the workers, the settings, the exit code, the beginning of the report)
 NOT_ASKED = {
     "all save": ("time.sleep(0.6 * rank); sys.exit(75)", {}, 75, ""),  # srun signals the workers, not their agent

@@ -126,7 +126,7 @@ def test_a_terminal_stays_a_terminal_for_rank_0(tmp_path: Path) -> None:
 
 
 def test_without_a_guard_the_worker_does_not_watch_either(launch) -> None:
-    one = launch("print(spec.guarded)", nproc=1, stall_after=" Off ")
+    one = launch("print(spec.guarded)", nproc=1, hang_timeout=" Off ")
     assert one.finish() == 0 and one.stdout == "False\n"
 
 
@@ -267,7 +267,7 @@ def test_a_second_signal_of_any_kind_ends_the_grace(launch, second: signal.Signa
     one = launch(
         "signal.signal(signal.SIGTERM, lambda *_: (folder / 'asked').touch())\nforever()",
         nproc=1,
-        stop_grace_seconds=3600.0,  # without the second signal this would outlast the test
+        grace_period_seconds=3600.0,  # without the second signal this would outlast the test
     )
     one.wait_ready(1)
     one.process.send_signal(signal.SIGINT)

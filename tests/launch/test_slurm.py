@@ -116,7 +116,7 @@ def run_script(job: JobSpec, folder: Path) -> tuple[subprocess.CompletedProcess[
     (folder / "job.sbatch").write_text(batch_script(job), newline="")
     env = {"PATH": f"{stubs}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1"}
     done = subprocess.run(
-        ["bash", "job.sbatch"], cwd=folder, env=env, capture_output=True, text=True, timeout=30, check=False
+        ["bash", "job.sbatch"], cwd=folder, env=env, capture_output=True, text=True, timeout=90, check=False
     )
     called = {path.stem: path.read_text().split("\0")[:-1] for path in folder.glob("*.argv")}
     return done, called

@@ -25,7 +25,7 @@ TWO = "import os\nrank = os.environ['RANK']\n"
 def launched(folder: Path, code: str, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(TWO + code)
     command = [sys.executable, *LAUNCH, *words, "script.py"]
-    return subprocess.run(command, cwd=folder, input=given, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=folder, input=given, capture_output=True, text=True, timeout=180, check=False)
 
 
 def test_piped_data_reach_the_rank_that_reads(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_who_writes_into_the_pipe_learns_that_nobody_reads_any_more(tmp_path: Pa
     """The launcher, the agent and its janitor hold it no longer than the run."""
     (tmp_path / "script.py").write_text("")
     words = f"yes | {sys.executable} {' '.join(LAUNCH)} script.py; echo ${{PIPESTATUS[0]}}"
-    run = subprocess.run(["bash", "-c", words], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(["bash", "-c", words], cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
     assert run.stdout == "141\n", run.stderr
 
 
@@ -68,7 +68,7 @@ def test_other_machines_have_no_input(tmp_path: Path) -> None:
 def test_closed_it_is_empty(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys; print(repr(sys.stdin and sys.stdin.read()))")
     words = f"{sys.executable} {' '.join(LAUNCH)} script.py <&-"
-    run = subprocess.run(["bash", "-c", words], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(["bash", "-c", words], cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
     assert run.returncode == 0 and run.stdout.count("''") == 2, run.stderr
 
 
@@ -124,7 +124,7 @@ def test_waiting_for_input_is_no_hang(tmp_path: Path, reads: bool) -> None:
         f"    {'sys.stdin.readline()' if reads else 'import time; time.sleep(600)'}\n"
         "dist.barrier()\ndist.destroy_process_group()"
     )
-    words = [*LAUNCH, "--stall-after=3", "script.py"]
+    words = [*LAUNCH, "--hang-timeout=3", "script.py"]
     with warm.Popen(words, cwd=tmp_path, stdin=-1, stdout=-1, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         for _ in range(2):

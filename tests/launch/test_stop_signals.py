@@ -39,7 +39,7 @@ def heard(one: Launch, rank: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2])
 def test_the_signal_that_was_sent_then_sigterm_then_sigkill(script, number: signal.Signals) -> None:
-    one = script(f"{NOTES}forever()", nproc=2, stop_grace_seconds=0.5, grace_seconds=0.5)
+    one = script(f"{NOTES}forever()", nproc=2, grace_period_seconds=0.5, grace_seconds=0.5)
     one.wait_ready(2)
     one.process.send_signal(number)
     assert one.finish() == 128 + number and one.stderr == f"stopped by {number.name}\n"
@@ -47,14 +47,14 @@ def test_the_signal_that_was_sent_then_sigterm_then_sigkill(script, number: sign
 
 
 def test_sigterm_comes_once(script) -> None:
-    one = script(f"{NOTES}forever()", stop_grace_seconds=1.0, grace_seconds=0.5)
+    one = script(f"{NOTES}forever()", grace_period_seconds=1.0, grace_seconds=0.5)
     one.wait_ready(1)
     one.process.send_signal(signal.SIGTERM)
     assert one.finish() == 143 and heard(one) == [signal.SIGTERM]
 
 
 def test_a_second_signal_ends_the_grace_with_sigterm(script) -> None:
-    one = script(f"{NOTES}forever()", stop_grace_seconds=3600.0, grace_seconds=0.5)
+    one = script(f"{NOTES}forever()", grace_period_seconds=3600.0, grace_seconds=0.5)
     one.wait_ready(1)
     one.process.send_signal(signal.SIGINT)
     wait_until((one.folder / "heard-0").exists, "the first one was heard")
@@ -109,7 +109,7 @@ def test_a_session_hears_sigterm_once(script) -> None:
         f"{NOTES}from paceline.train.preemption import stop_signals\n"
         "with stop_signals() as request:\n    ready()\n    while request.by is None: time.sleep(0.05)\n"
         "    time.sleep(1.0)\n    print(request.by)\nsys.exit(75)",
-        stop_grace_seconds=5.0,
+        grace_period_seconds=5.0,
     )
     one.wait_ready(1)
     one.process.send_signal(signal.SIGINT)
@@ -119,7 +119,7 @@ def test_a_session_hears_sigterm_once(script) -> None:
 def test_ctrl_c_in_a_terminal_is_heard_once(tmp_path: Path) -> None:
     """The terminal sends it to a whole process group, where no rank is."""
     (tmp_path / "script.py").write_text(f"{IMPORTS}{NOTES}print('READY')\nwhile True: time.sleep(60)")
-    launcher = [sys.executable, "-P", "-m", "paceline", "launch", "--nproc=2", "--stop-grace=0.5", "script.py"]
+    launcher = [sys.executable, "-P", "-m", "paceline", "launch", "--nproc=2", "--grace-period=0.5", "script.py"]
     with on_terminal(launcher, cwd=tmp_path) as (process, keyboard):
         shown = read_until(keyboard, b"READY", times=2)
         os.write(keyboard, b"\x03")
@@ -129,7 +129,7 @@ def test_ctrl_c_in_a_terminal_is_heard_once(tmp_path: Path) -> None:
 
 
 def test_what_a_shell_has_ignored_for_a_job_in_the_background_is_heard(script) -> None:
-    one = script(f"{NOTES}forever()", ignored=(signal.SIGINT,), stop_grace_seconds=0.5, grace_seconds=0.5)
+    one = script(f"{NOTES}forever()", ignored=(signal.SIGINT,), grace_period_seconds=0.5, grace_seconds=0.5)
     one.wait_ready(1)
     one.process.send_signal(signal.SIGINT)
     assert one.finish() == 130 and heard(one)[0] == signal.SIGINT
@@ -138,7 +138,7 @@ def test_what_a_shell_has_ignored_for_a_job_in_the_background_is_heard(script) -
 @pytest.mark.parametrize("agent", [0, 1])
 def test_on_other_nodes_the_same(tmp_path: Path, agent: int) -> None:
     settings = {"argv": (sys.executable, "-P", "-m", BOOTSTRAP, str(tmp_path / "worker.py"))}
-    grace = {"stop_grace_seconds": 0.5, "grace_seconds": 0.5}
+    grace = {"grace_period_seconds": 0.5, "grace_seconds": 0.5}
     with several(tmp_path, f"{NOTES}forever()", nproc=1, plain_store=True, **settings, **grace) as run:
         run.start(0, 1)
         for rank in range(2):

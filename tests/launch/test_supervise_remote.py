@@ -70,7 +70,7 @@ def announcement(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "import sys, msgspec; from paceline.host.facts import gather\n"
         "sys.stdout.buffer.write(msgspec.json.encode(gather()))"
     )
-    path.write_bytes(subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, check=True).stdout)
+    path.write_bytes(subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=90, check=True).stdout)
     return path
 
 
@@ -230,7 +230,7 @@ def test_a_second_signal_closes_the_lifelines_at_once(remote) -> None:
 @pytest.mark.slow
 def test_an_agent_that_takes_no_orders_is_ended_after_the_grace(remote) -> None:
     one = remote(
-        "begin(); (here / f'ready-{os.getpid()}').touch(); time.sleep(600)", stop_grace_seconds=0.1, grace_seconds=0.1
+        "begin(); (here / f'ready-{os.getpid()}').touch(); time.sleep(600)", grace_period_seconds=0.1, grace_seconds=0.1
     )
     one.wait_ready(1)
     one.process.terminate()
@@ -283,7 +283,7 @@ def test_a_detached_agent_on_this_machine_need_not_announce_itself(tmp_path: Pat
         "job = JobSpec(('sh', '-c', f'echo ran > {folder}/ran'), 1, 'x', 1, run_dir=str(folder), detached=True)\n"
         "sys.exit(run(local(job)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     wait_until((tmp_path / "ran").exists, "the worker has run")
 
@@ -293,5 +293,5 @@ def test_a_missing_ssh_is_wrong_use(tmp_path: Path) -> None:
         "from paceline.launch.plan import *; from paceline.launch.supervise import run\n"
         "run(Plan(agents=(Command('n1', ('/no/such/ssh',)),), nodes=(NodePlan(argv=(), nproc=1),)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=False)
     assert "UsageError: " in done.stderr and "'/no/such/ssh'" in done.stderr

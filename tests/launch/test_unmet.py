@@ -163,7 +163,7 @@ def test_a_late_rank_and_ranks_in_different_subgroups_are_left_alone(tmp_path: P
 
 @pytest.mark.slow
 def test_the_guard_that_is_off_ends_nobody(tmp_path: Path) -> None:
-    done = launched(tmp_path, LEAVES_EPOCHS + "s.sum(1.0)", "--stall-after", "off", timeout=8.0)
+    done = launched(tmp_path, LEAVES_EPOCHS + "s.sum(1.0)", "--hang-timeout", "off", timeout=8.0)
     assert done.returncode != 0
     assert not [*(tmp_path / "run").glob("attempt-1/verdict-*")]
 

@@ -110,7 +110,7 @@ exit_worker(3)
 
 def test_leaving_waits_for_threads_runs_handlers_and_loses_no_output() -> None:
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    run = subprocess.run([sys.executable, "-c", LEAVES], env=buffered, capture_output=True, text=True, timeout=20)
+    run = subprocess.run([sys.executable, "-c", LEAVES], env=buffered, capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stdout, run.stderr) == (3, "buffered thread\nhandler\n", "")
 
 
@@ -144,7 +144,7 @@ run_worker(main)
 def test_a_worker_ends_as_its_main_does_with_all_that_it_has_said(
     argument: str, code: int, first: str, last: str
 ) -> None:
-    run = subprocess.run([sys.executable, "-c", WORKER, argument], capture_output=True, text=True, timeout=50)
+    run = subprocess.run([sys.executable, "-c", WORKER, argument], capture_output=True, text=True, timeout=150)
     assert run.returncode == code, run.stderr
     assert run.stdout == f"worked on ['{argument}']\ntidied up\n"
     said = run.stderr.splitlines() or [""]

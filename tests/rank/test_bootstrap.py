@@ -145,7 +145,7 @@ def as_worker(script: Path, attempt: Path, record: int) -> tuple[int, str]:
     told = {**WorkerSpec(os.getpid(), str(attempt), record=record).variable(), "RANK": "0"}
     done = subprocess.run(
         worker_command([str(script)]), env={**BUFFERED, **told}, pass_fds=[record], capture_output=True, text=True,
-        timeout=30,
+        timeout=90,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 

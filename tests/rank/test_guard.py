@@ -105,7 +105,7 @@ print(any("paceline" in type(finder).__module__ for finder in sys.meta_path))
 
 
 def test_whoever_waits_for_a_module_is_called_once_and_leaves_no_trace() -> None:
-    run = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=20)
+    run = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [
         "json", "late False True", "another", "True False True", "late True", "False",
@@ -114,7 +114,7 @@ def test_whoever_waits_for_a_module_is_called_once_and_leaves_no_trace() -> None
 
 def test_a_module_that_cannot_be_imported_fails_as_ever() -> None:
     script = "from paceline.rank.imports import when_imported\nwhen_imported('no_such', print)\nimport no_such"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert "ModuleNotFoundError" in run.stderr and "'no_such'" in run.stderr and run.stdout == ""
 
 

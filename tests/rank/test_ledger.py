@@ -226,7 +226,7 @@ assert x.grad.tolist() == [1.0, 1.0]
 
 @pytest.mark.slow
 def test_compiled_code_calls_collectives_as_without_the_wrappers() -> None:
-    run = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=55)
+    run = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=165)
     assert (run.returncode, run.stdout) == (0, "['broadcast', 'broadcast']\n"), run.stderr
     assert "Dynamo" not in run.stderr and "hang guard" not in run.stderr
 

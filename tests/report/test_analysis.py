@@ -145,7 +145,7 @@ def test_the_log_of_a_classic_script_under_torchrun(tmp_path: Path, small_mnist:
     log = tmp_path / "torchrun.log"
     with log.open("w") as file:
         script = (str(Path(__file__).parent / "classic_mnist.py"), str(small_mnist))
-        done = subprocess.run([*words, *script], stdout=file, stderr=file, timeout=50)
+        done = subprocess.run([*words, *script], stdout=file, stderr=file, timeout=150)
     assert done.returncode == 0, log.read_text()
     found = logs.analyzed(str(log))
     assert found.ranks == (["0", "1"] if tee else [])

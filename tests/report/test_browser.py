@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.report.folders import make_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.needs("chromium", "playwright")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(540), pytest.mark.needs("chromium", "playwright")]
 QUIET = [
     "--no-sandbox",
     "--disable-gpu",
@@ -28,7 +28,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("seen") / "run"
     words = ("train", "mnist-cnn", "--nproc", "2", "--strategy", "exact", "--virtual-ranks", "4", "--steps", "12")
     for command in ((*words, "--eval-every", "4", "--run-dir", str(folder)), ("report", str(folder), "--explain")):
-        subprocess.run([sys.executable, "-m", "paceline", *command], check=True, capture_output=True, timeout=120)
+        subprocess.run([sys.executable, "-m", "paceline", *command], check=True, capture_output=True, timeout=360)
     return folder / "report.html"
 
 

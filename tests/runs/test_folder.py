@@ -136,7 +136,7 @@ BEGAN = [
     ["checkpoints/step-00000003/"],
     ["model.safetensors"],
     ["attempt-1/", "data/"],
-    ["checkpoints-before-fresh-1/"],
+    ["checkpoints-before-restart-1/"],
 ]
 
 
@@ -186,8 +186,8 @@ def test_what_a_fresh_beginning_would_write_over_is_moved_aside_and_never_onto_o
         (tmp_path / "model.safetensors").write_text(f"weights {number}")
         move_aside(tmp_path)
         assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "model.safetensors").exists()
-        assert (tmp_path / f"checkpoints-before-fresh-{number}" / f"step-0000000{number}").is_dir()
-        assert (tmp_path / f"model-before-fresh-{number}.safetensors").read_text() == f"weights {number}"
+        assert (tmp_path / f"checkpoints-before-restart-{number}" / f"step-0000000{number}").is_dir()
+        assert (tmp_path / f"model-before-restart-{number}.safetensors").read_text() == f"weights {number}"
     move_aside(tmp_path)  # nothing to move
     assert len(list(tmp_path.iterdir())) == 4
 

@@ -670,8 +670,8 @@ def trained(case: Case, s: Any, attempt: int, reports: Reports) -> Result:
     data = Rows(case, rows_in(case, 0, 0))
     given = training_loader(case, data, s.rank, s.size)
     if case.order in ("dataset", "dealt"):
-        tail = "drop" if case.drop_last else "keep"
-        words: dict[str, Any] = {"collate": Collate(case), "num_workers": case.workers, "tail": tail}
+        last_batch = "drop" if case.drop_last else "keep"
+        words: dict[str, Any] = {"collate": Collate(case), "num_workers": case.workers, "last_batch": last_batch}
         words |= {"shuffle": case.order == "dealt", "accumulation": case.accumulation}
         loaders = [s.loader(data, global_batch=case.batch, **words)]
     else:

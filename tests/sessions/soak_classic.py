@@ -53,7 +53,7 @@ def launched(ranks: int, script: Path, *words: str) -> list[str]:
 
 
 def run(ranks: int, script: Path, *words: str, cwd: Path) -> None:
-    done = run_script(ranks, script, *words, cwd=cwd, timeout=300)
+    done = run_script(ranks, script, *words, cwd=cwd, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 

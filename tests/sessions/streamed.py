@@ -135,7 +135,7 @@ def stream(kind: str, folder: Path) -> tuple[Any, dict[str, Any]]:
         "process": lambda: (Counted(numbers), {"num_workers": 1}),
         "stateful": lambda: (Stateful(numbers), {}),
         "late": lambda: (Stateful(numbers, late=True), {}),
-        "drop": lambda: (Stateful(numbers), {"tail": "drop", "num_workers": 1}),
+        "drop": lambda: (Stateful(numbers), {"last_batch": "drop", "num_workers": 1}),
         "accumulated": lambda: (Counted(numbers), {"accumulation": 2}),
         "split": lambda: (Sharded(shards), {"split": True}),
         "split-stateful": lambda: (StatefulShards(shards), {"split": True, "num_workers": 1}),

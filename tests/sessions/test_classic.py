@@ -28,7 +28,7 @@ MARKS = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in SCRIPTS])
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 def test_the_original_is_equalled(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name in OF_HUGGING_FACE and importlib.util.find_spec("transformers") is None:
         pytest.skip("needs transformers: pip install -e '.[hf]'")
@@ -45,7 +45,7 @@ CUT = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name != "lm")) for name in CUT])
 def test_it_is_equalled_where_the_model_is_cut_over_ranks(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ TOLERANCE = 1e-12
 
 
 # the first test waits for the fixture, 50 sessions on one rank and on two; test_classic.py is the quick sample
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(720), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loops")
     for size in SIZES:
         words = ("-m", "paceline", "launch", "--nproc", str(size), "--run-dir", str(folder / f"run-{size}"), "--")
-        done = warm.run((*words, loops.__file__, str(folder)), cwd=folder, timeout=180)
+        done = warm.run((*words, loops.__file__, str(folder)), cwd=folder, timeout=540)
         assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

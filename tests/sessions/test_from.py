@@ -33,13 +33,13 @@ def said(size: int, script: str, cwd: Path, *words: object) -> list[str]:
     """What rank 0 prints that has a number of the result in it."""
     command = [sys.executable, "-m", "paceline", "launch", "--nproc", size, "--show", "rank 0"]
     command += ["--run-dir", cwd / f"launch-{size}", "--", ROOT / "examples" / "from" / script, *words]
-    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if re.match("epoch .* loss|after step|weights", line)]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(450)
 def test_ddp(tmp_path: Path) -> None:
     words = ("--data", MNIST, "--samples", 300, "--epochs", 2)
     one = said(1, "ddp.py", tmp_path, *words, "--batch-size", 64)
@@ -47,7 +47,7 @@ def test_ddp(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(450)
 def test_trainer(tmp_path: Path) -> None:
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("needs transformers: pip install -e '.[hf]'")

@@ -30,7 +30,7 @@ def check(s):
     if s.step == 3 and s.rank == 1 and sys.argv[2:]:
         raise ValueError("bad sample 4711")
 
-with paceline.session(sys.argv[1], keep=2) as s:
+with paceline.session(sys.argv[1], keep_checkpoints=2) as s:
     model, optimizer = s.prepare(torch.nn.Linear(2, 1), lambda p: torch.optim.SGD(p, lr=0.1))
     for epoch in s.epochs(2):
         for x in s.loader(torch.arange(16.0).reshape(8, 2) / 16, global_batch=2):
@@ -87,9 +87,9 @@ def test_the_report_on_the_first_failure_stands_last_and_its_victim_takes_one_li
 @pytest.mark.ranks
 def test_its_settings_are_those_of_the_loop_only(failed: tuple[Path, str]) -> None:
     found = decode_toml(failed[0] / "own" / "config.toml")
-    assert found.pop("data") == {"virtual_ranks": 2, "global_batch": 2, "accumulation": 1, "tail": "keep"}
+    assert found.pop("data") == {"virtual_ranks": 2, "global_batch": 2, "accumulation": 1, "last_batch": "keep"}
     assert found.pop("run") == {"seed": 0, "epochs": 2}
-    assert found.pop("checkpoint") == {"keep": 2, "watch_every": 100}
+    assert found.pop("checkpoint") == {"keep": 2, "check_replicas_every": 100}
     assert found.pop("guard") == {"not_finite": "stop"}
     assert {*found.pop("launch")} == {"device", "backend", "timeout"}
     assert found == {"task": "mine.py", "strategy": "bucketed"}
@@ -107,7 +107,7 @@ def test_a_session_in_the_folder_of_its_launch_uses_the_same_attempt(tmp_path: P
 
 @pytest.mark.ranks
 def test_a_session_that_resumes_starts_again_in_the_folder_of_its_launch(tmp_path: Path) -> None:
-    resumes, run = SCRIPT.replace("keep=2", "keep=2, resume=True"), tmp_path / "launched"
+    resumes, run = SCRIPT.replace("keep_checkpoints=2", "keep_checkpoints=2, resume=True"), tmp_path / "launched"
     assert launch(tmp_path, "launched", "fails", script=resumes).returncode == ExitCode.FAILED
     done = launch(tmp_path, "launched", script=resumes)
     assert done.returncode == ExitCode.DONE, done.stdout + done.stderr

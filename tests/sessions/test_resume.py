@@ -74,7 +74,7 @@ def test_settings_that_the_script_has_changed_are_named_with_both_values(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(540)
 def test_killed_stopped_and_failed_on_other_numbers_of_ranks_it_comes_to_the_same_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,7 +135,7 @@ def test_each_epoch_is_kept_and_one_that_is_killed_in_its_evaluation_is_not_trai
 
 
 @pytest.mark.soak  # half a minute; the law is sampled by the other tests, and tests/strategies/test_state.py
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(540)
 def test_a_model_that_is_cut_goes_on_uncut_and_the_other_way_round_in_the_middle_of_an_accumulation(
     tmp_path: Path,
 ) -> None:

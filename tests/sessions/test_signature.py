@@ -22,19 +22,20 @@ DIFFERENT = {  # type or default
 }
 LEFT_OUT = {
     "the script's own: model, data, optimizer, loop, evaluation": {
-        *("task", "set", "data_dir", "num_workers", "data_on_device", "batch_size", "accumulation", "global_batch"),
-        *("tail", "stem", "init_from", "batchnorm", "optimizer", "lr", "weight_decay", "momentum", "ema", "clip_norm"),
+        *("task", "task_arg", "data_dir", "num_workers", "data_on_device", "batch_size", "accumulation"),
+        *("global_batch", "last_batch", "stem", "init_from", "batchnorm", "optimizer", "lr", "weight_decay"),
+        *("momentum", "ema", "clip_norm"),
         *("schedule", "warmup_steps", "lr_scaling", "lr_base_batch", "precision", "checkpoint_activations", "compile"),
         *("cuda_graphs", "epochs", "steps", "log_interval", "eval_every", "keep_best", "patience", "record_samples"),
     },
     "the launcher's": {
-        *("nproc", "port", "max_restarts", "min_nproc", "stop_grace", "stall_after", "preload", "snapshot_every"),
+        *("nproc", "port", "max_restarts", "min_nproc", "grace_period", "hang_timeout", "preload", "snapshot_every"),
         *("allocator", "collectives", "rehearse_preemption", "on", "nodes", "hosts", "ssh", "sync", "python", "env"),
         *("module", "activate", "join_timeout", "dry_run", "detach", "agent", "partition", "time", "gpus_per_node"),
         *("cpus_per_rank", "save_before", "sbatch", "follow", "cancel_on_interrupt"),
     },
     "of a run of `paceline train` only": {
-        *("mesh", "sequence_parallel", "schedule_pipeline", "stages_at", "checkpoint_epochs", "fresh", "allow_change")
+        *("mesh", "sequence_parallel", "schedule_pipeline", "stages_at", "checkpoint_epochs", "restart", "allow_change")
     },
 }
 

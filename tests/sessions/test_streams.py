@@ -61,7 +61,7 @@ KINDS = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(450)
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_and_failed_on_other_numbers_of_ranks_it_comes_to_the_same_bits(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]

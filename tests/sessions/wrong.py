@@ -252,7 +252,7 @@ def a_stream_to_be_shuffled(s: Any) -> None:
 
 @case()
 def a_stream_to_be_padded(s: Any) -> None:
-    s.loader(Stream(), global_batch=4, tail="pad")
+    s.loader(Stream(), global_batch=4, last_batch="pad")
 
 
 @case()

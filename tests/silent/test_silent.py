@@ -139,6 +139,6 @@ def test_a_rank_that_alone_goes_past_ddp_or_steps_once_more_is_found(what: str, 
 
 @pytest.mark.ranks
 def test_off_leaves_nothing_of_it(run: Run) -> None:
-    one = run("nan in one batch", steps=20, stall_after="off")
+    one = run("nan in one batch", steps=20, hang_timeout="off")
     assert one.finish() == ExitCode.DONE
     assert one.stderr == "" and not [*read_notices(one.folder)]

@@ -34,13 +34,13 @@ def reports(rank: int, world_size: int, virtual_ranks: int) -> list:
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(720)
 @pytest.mark.parametrize(
     ("world_size", "virtual_ranks"),
     [(1, 1), pytest.param(1, 4, marks=pytest.mark.soak), (2, 3), pytest.param(3, 4, marks=pytest.mark.soak)],
 )
 def test_equals_one_process(world_size, virtual_ranks, tmp_path):
-    everybody = run_ranks(reports, world_size, tmp_path, virtual_ranks, timeout=220)
+    everybody = run_ranks(reports, world_size, tmp_path, virtual_ranks, timeout=660)
     ran = set()
     for task, result in everybody[0]:
         assert result.finding is None, f"{task}, {result.case}: {result.finding}"

@@ -101,9 +101,9 @@ def with_bugs(rank: int, world_size: int) -> dict[str, str]:
 
 @pytest.mark.soak
 @pytest.mark.ranks
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_planted_bugs_are_seen(tmp_path):
-    found = run_ranks(with_bugs, 2, tmp_path, timeout=280)[0]
+    found = run_ranks(with_bugs, 2, tmp_path, timeout=840)[0]
     print(found)
     assert found.pop("no bug") == ""
     assert all(found.values()), found

@@ -292,9 +292,9 @@ def fsdps_bits(rank: int, world_size: int, folder: str) -> dict[int, Any]:
 
 @pytest.mark.ranks
 def test_fsdp_has_the_bits_of_gloo_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_memory = run_ranks(fsdps_bits, 3, tmp_path, str(tmp_path / "a"), timeout=150)
+    in_memory = run_ranks(fsdps_bits, 3, tmp_path, str(tmp_path / "a"), timeout=450)
     monkeypatch.setenv(SHARED_MEMORY, "off")
-    over_gloo = run_ranks(fsdps_bits, 3, tmp_path, str(tmp_path / "b"), timeout=150)
+    over_gloo = run_ranks(fsdps_bits, 3, tmp_path, str(tmp_path / "b"), timeout=450)
     for found, wanted in zip(in_memory, over_gloo, strict=True):
         for size, (used, digests) in found.items():
             assert used and wanted[size] == (False, digests), size
@@ -353,10 +353,10 @@ def everything(rank: int, world_size: int, folder: str) -> dict[int, Any]:
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, Any]]:
     folder = tmp_path_factory.mktemp("sharded")
-    return run_ranks(everything, 3, folder, str(folder / "worlds"), timeout=150)
+    return run_ranks(everything, 3, folder, str(folder / "worlds"), timeout=450)
 
 
-pytestmark = pytest.mark.timeout(160)
+pytestmark = pytest.mark.timeout(480)
 
 
 @pytest.mark.ranks

@@ -131,7 +131,7 @@ def test_a_task_of_dicts_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 def test_a_bad_sample_of_dicts_is_named_and_verify_agrees(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK.replace("BAD = -1", "BAD = 13"))
     code, told = run(tmp_path, "train", "mine.py:task", "--epochs", "1", "--nproc", "2", "--batch-size", "8")

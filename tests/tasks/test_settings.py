@@ -1,4 +1,4 @@
-"""`--set name=value`: a task's own settings are typed, listed, recorded and compared."""
+"""`--task-arg name=value`: a task's own settings are typed, listed, recorded and compared."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ def test_a_value_gets_the_type_of_its_annotation(mine, given, value):
     ("given", "code", "fields"),
     [
         ({"widht": "4"}, "unknown-name", {"kind": f"setting of {NAME}", "value": "widht"}),
-        ({"width": "big"}, "set-wrong-value", {"name": "width", "reason": "Expected `int`, got `str`"}),
-        ({"width": "4.5"}, "set-wrong-value", {"name": "width", "value": "4.5"}),
-        ({"act": "tanh"}, "set-wrong-value", {"name": "act", "reason": "Invalid enum value 'tanh'"}),
-        ({"deep": "yes"}, "set-wrong-value", {"name": "deep", "value": "yes"}),
-        ({"odd": "x"}, "set-type-not-text", {"name": "odd", "annotation": "nn.Module"}),
+        ({"width": "big"}, "task-arg-wrong-value", {"name": "width", "reason": "Expected `int`, got `str`"}),
+        ({"width": "4.5"}, "task-arg-wrong-value", {"name": "width", "value": "4.5"}),
+        ({"act": "tanh"}, "task-arg-wrong-value", {"name": "act", "reason": "Invalid enum value 'tanh'"}),
+        ({"deep": "yes"}, "task-arg-wrong-value", {"name": "deep", "value": "yes"}),
+        ({"odd": "x"}, "task-arg-type-not-text", {"name": "odd", "annotation": "nn.Module"}),
         ({}, "task-needs-values", {"task": NAME, "name": "width"}),
     ],
 )
@@ -115,8 +115,9 @@ def test_the_function_gets_them(mine):
 def test_all_of_them_are_in_the_definition_of_a_run(mine):
     found = all_settings(NAME, {"width": "3", "corpus": "a"})
     assert found == {
-        "set.width": 3, "set.scale": 0.5, "set.deep": False, "set.act": "relu", "set.seed": None, "set.name": None,
-        "set.corpus": "a", "set.bare": 3, "set.odd": None, "set.size": 1,
+        "task_arg.width": 3, "task_arg.scale": 0.5, "task_arg.deep": False, "task_arg.act": "relu",
+        "task_arg.seed": None, "task_arg.name": None, "task_arg.corpus": "a", "task_arg.bare": 3, "task_arg.odd": None,
+        "task_arg.size": 1,
     }  # fmt: skip
     assert all_settings("mnist-cnn", {"data_dir": Path("x")}) == {}
 
@@ -129,8 +130,8 @@ def test_they_are_listed_without_importing_the_task(mine, paceline):
     lines = [line.split() for line in settings_help(NAME).splitlines()]
     assert lines[1] == ["width", "int", "required"]
     assert lines[4] == ["act", "Literal['relu',", "'gelu']", "default", "'relu'"]
-    run = paceline("train", NAME, "--set", "width=big", "--nproc", 2, command=("-c", WITHOUT_TORCH))
-    ended_with(run, "set-wrong-value")
+    run = paceline("train", NAME, "--task-arg", "width=big", "--nproc", 2, command=("-c", WITHOUT_TORCH))
+    ended_with(run, "task-arg-wrong-value")
 
 
 @pytest.mark.parametrize("texts", [(), ("a=4", "b=0.1", "c=true", "d=gelu", "e=007", "f=1e-3", "g=x=y", "h=nan", "i=")])
@@ -139,25 +140,27 @@ def test_a_file_holds_them_as_a_table(tmp_path, texts):
     path = tmp_path / "config.toml"
     path.write_text(dump(config))
     assert load(path, ours=False) == config
-    assert ("[set]" in path.read_text()) == bool(texts)
-    path.write_text("[set]\nn_layer = 4\ndeep = true\nact = 'gelu'\n")
-    assert load(path, ours=False).set == ("n_layer=4", "deep=true", "act=gelu")
+    assert ("[task_arg]" in path.read_text()) == bool(texts)
+    path.write_text("[task_arg]\nn_layer = 4\ndeep = true\nact = 'gelu'\n")
+    assert load(path, ours=False).task_arg == ("n_layer=4", "deep=true", "act=gelu")
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_they_are_recorded_and_compared_on_resume(mine, paceline):
-    run = paceline("train", NAME, "--set", "width=2", "--set", "width=3", "--steps", 4, "--run-dir", "run")
+    run = paceline("train", NAME, "--task-arg", "width=2", "--task-arg", "width=3", "--steps", 4, "--run-dir", "run")
     assert run.returncode == 0, run.stderr
-    assert "[set]\nwidth = 3\n" in (mine / "run/config.toml").read_text()
+    assert "[task_arg]\nwidth = 3\n" in (mine / "run/config.toml").read_text()
     resume = ("train", "--resume", "auto", "--run-dir", "run")
-    refused = paceline(*resume, "--set", "scale=0.25", command=("-c", WITHOUT_TORCH))
+    refused = paceline(*resume, "--task-arg", "scale=0.25", command=("-c", WITHOUT_TORCH))
     assert refused.returncode == 2, refused.stderr
     said = " ".join(refused.stderr.split())
     assert codes(refused.stderr) == ["another-run"]
-    assert "set.scale: 0.5 " in said and " 0.25 " in said and "--allow-change" in said
-    run = paceline(*resume, "--set", "scale=0.25", "--allow-change", "set.scale,steps", "--steps", 6)
+    assert "task_arg.scale: 0.5 " in said and " 0.25 " in said and "--allow-change" in said
+    run = paceline(*resume, "--task-arg", "scale=0.25", "--allow-change", "task_arg.scale,steps", "--steps", 6)
     assert run.returncode == 0, run.stderr
-    assert "set.scale: 0.5 " in run.stdout
-    run = paceline("verify", NAME, "--set", "width=3", "--ranks", 1, "--strategies", "bucketed", "--optimizers", "sgd")
+    assert "task_arg.scale: 0.5 " in run.stdout
+    run = paceline(
+        "verify", NAME, "--task-arg", "width=3", "--ranks", 1, "--strategies", "bucketed", "--optimizers", "sgd"
+    )
     assert run.returncode == 0, run.stderr

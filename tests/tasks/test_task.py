@@ -113,6 +113,6 @@ def test_an_unknown_name_lists_tasks_only(tmp_path: Path, more: str) -> None:
     """Also if only the ranks can know that it is unknown."""
     (tmp_path / "base.py").write_text(f"{FILE}{more}\n")
     words = (sys.executable, "-m", "paceline", "train", "base.py:tusk")
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=150)
     ended_with(done, "unknown-name")
     assert "task, other" in done.stderr and "data" not in done.stderr

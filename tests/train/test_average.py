@@ -62,7 +62,7 @@ def test_it_is_the_average_that_one_would_write_by_hand(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(720)
 def test_one_average_at_every_world_size_and_under_every_strategy_also_after_a_resume(tmp_path: Path) -> None:
     digests: dict[str, str] = {}
     for run, nproc, strategy in (("a", 1, "exact"), ("c", 2, "zero")):

@@ -30,7 +30,7 @@ def train_in(folders: list[Path]) -> list[tuple[int, str]]:
         command = ["-m", "paceline", "train", "mine:task", "--steps", "2", "--device", "cpu"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         ranks.append(warm.Popen(command, rank=rank, cwd=folder, env={**os.environ, **env}, **pipes))
-    said = [rank.communicate(timeout=50)[0] for rank in ranks]
+    said = [rank.communicate(timeout=150)[0] for rank in ranks]
     return [(rank.returncode, words) for rank, words in zip(ranks, said, strict=True)]
 
 

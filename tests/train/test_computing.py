@@ -93,7 +93,7 @@ def test_the_share_of_waiting_leaves_out_the_first_steps_unless_there_are_few():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(540)
 def test_a_chosen_precision_is_written_down_and_stays_on_a_resume(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(TASK)
     common = ("--batch-size", 8, "--checkpoint-every", 2, "--run-dir", "run")
@@ -113,7 +113,7 @@ def test_a_chosen_precision_is_written_down_and_stays_on_a_resume(paceline, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 def test_what_a_run_waited_for_and_how_it_was_computed_is_told_and_written_down(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(TASK)
     fast = ("--precision", "fp32" if lacks_bf16(CPU) else "bf16")
@@ -138,7 +138,7 @@ def test_bf16_is_refused_where_the_processor_has_it_not(paceline, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(540)
 def test_computing_again_changes_no_bit_of_a_run(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(TASK)
     digests = set()
@@ -155,7 +155,7 @@ def test_computing_again_changes_no_bit_of_a_run(paceline, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(540)
 def test_verify_finds_what_is_computed_again_equal_to_one_process_that_keeps_it(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(TASK)
     run = paceline("verify", "mine.py:task", "--ranks", "1", "--strategies", "single", "--optimizers", "sgd",

@@ -179,7 +179,7 @@ def test_one_rank_may_end_a_training_and_all_functions_of_a_task_are_called_on_e
 
 @pytest.mark.slow
 def test_a_checkpoint_is_due_by_the_clock_of_one_rank(tmp_path: Path) -> None:
-    done = train(tmp_path, "slow", "--epochs", 3, "--checkpoint-every", "0.1s", "--keep", 50)
+    done = train(tmp_path, "slow", "--epochs", 3, "--checkpoint-every", "0.1s", "--keep-checkpoints", 50)
     assert done.returncode == 0, done.stderr
     saved = [event.step for event in of(tmp_path / "run", 0, events.Checkpointed)]
     assert {8, 16, 24} < set(saved) and len(saved) < 24
@@ -187,9 +187,9 @@ def test_a_checkpoint_is_due_by_the_clock_of_one_rank(tmp_path: Path) -> None:
 
 @pytest.mark.needs("tensorboard", "wandb", "mlflow")
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(540)
 def test_real_trackers_get_what_the_run_records(tmp_path: Path) -> None:
-    done = train(tmp_path, "judged", "--epochs", 2, "--track", "tensorboard,wandb,mlflow", "--log-interval", 5)
+    done = train(tmp_path, "judged", "--epochs", 2, "--report-to", "tensorboard,wandb,mlflow", "--log-interval", 5)
     assert done.returncode == 0, done.stdout + done.stderr
     run, names = tmp_path / "run", ("tensorboard", "wandb", "mlflow")
     assert not [notice for notice in of(run, 0, events.Notice) if any(name in notice.text for name in names)]

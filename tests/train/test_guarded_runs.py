@@ -13,7 +13,7 @@ from tests.starts import start_steps
 from paceline.runs.events import Notice, RolledBack, Skipped, Step, read_events
 from paceline.runs.summary import read_summary
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(450)]
 
 TASK = """
 import os, time
@@ -53,7 +53,7 @@ def train(tmp_path):
 
     def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
         here = arguments[0] == "train" and "--nproc" not in arguments  # it trains in this very process
-        return warm.run(["-m", "paceline", *arguments], torch=here, cwd=tmp_path, timeout=60)
+        return warm.run(["-m", "paceline", *arguments], torch=here, cwd=tmp_path, timeout=180)
 
     return run
 
@@ -103,7 +103,7 @@ def test_what_a_freed_rank_saves_goes_on_to_the_very_same_weights(train, tmp_pat
     undisturbed = train("train", "mine.py:good", *COMMON, "--run-dir", "whole")
     assert undisturbed.returncode == 0, undisturbed.stderr
     (tmp_path / "hang").touch()
-    stalled = train("train", "mine.py:good", "--nproc", 2, *COMMON, "--stall-after", 3, "--run-dir", "run")
+    stalled = train("train", "mine.py:good", "--nproc", 2, *COMMON, "--hang-timeout", 3, "--run-dir", "run")
     assert stalled.returncode == 3, stalled.stderr
     saver = 1 - int(stalled.stderr.partition("GUILTY: rank ")[2][0])
     (path,) = (tmp_path / "run" / "checkpoints").glob("step-*")

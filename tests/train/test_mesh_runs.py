@@ -57,7 +57,7 @@ def crossed(tmp_path: Path, pairs: list[tuple[str, str]]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 def test_a_mesh_goes_on_where_another_has_stopped_and_a_strategy_where_a_mesh_has(tmp_path):
     crossed(tmp_path, [("pipeline=2", "tensor=2"), ("tensor=2", "pipeline=2")])
     told = train(tmp_path, "named", "pipeline=2", "--stages-at", "norm", "--ema", 0.9)

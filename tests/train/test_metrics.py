@@ -142,7 +142,7 @@ def scikit_learn(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 def test_f1_and_auc_over_3_ranks_are_scikit_learns(tmp_path: Path, scikit_learn: Any) -> None:
     everywhere = [run_ranks(own, size, tmp_path, 6) for size in (2, 3)]
     assert all(found == alone(OWN, 6) for ranks in everywhere for found in ranks)  # bit for bit
@@ -248,11 +248,11 @@ def everything_of_torchmetrics(rank: int, size: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 @pytest.mark.needs("torchmetrics")
 def test_torchmetrics_over_3_ranks_are_those_of_one_process(tmp_path: Path) -> None:
     wanted, here = by_themselves(), alone(torchmetrics_ones(), 4)
-    for exact, sharded, loop in run_ranks(everything_of_torchmetrics, 3, tmp_path, timeout=100):
+    for exact, sharded, loop in run_ranks(everything_of_torchmetrics, 3, tmp_path, timeout=300):
         assert exact == here  # bit for bit
         assert sharded == pytest.approx(here, rel=1e-6)
         plain = ("f1", "made", "auc", "composed", "pearson", "highest")

@@ -214,7 +214,7 @@ def test_an_optimizer_that_is_not_there_is_told_without_torch(train, name, code,
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(540)
 @pytest.mark.parametrize(
     ("task", "more"),
     [

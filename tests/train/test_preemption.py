@@ -221,7 +221,7 @@ def saved_step(folder: Path, ranks: int = 2) -> int:
     return found[1].step
 
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(270)
 
 
 @pytest.mark.ranks

@@ -109,7 +109,7 @@ def test_what_cannot_be_evaluated_is_refused_before_the_first_step(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 @pytest.mark.needs("torchmetrics")
 @pytest.mark.needs("sklearn")
 def test_the_page_is_true(scikit_learn: Any) -> None:

@@ -141,7 +141,7 @@ CONFIG = TrainConfig(task="streamed_task.py:task")
     ("change", "code", "fields"),
     [
         ({}, "stream-schedule-without-steps", {"value": "cosine"}),
-        ({"data": replace(CONFIG.data, tail="pad")}, "stream-cannot-be-padded", {}),
+        ({"data": replace(CONFIG.data, last_batch="pad")}, "stream-cannot-be-padded", {}),
         ({"data": replace(CONFIG.data, num_workers=2)}, "stream-in-several-processes", {"value": 2}),
         ({"model": replace(CONFIG.model, batchnorm="sync")}, "stream-with-sync-batchnorm", {}),
         ({"task": "scheduled"}, "schedule-without-length", {}),
@@ -167,23 +167,23 @@ def test_streams_that_cannot_be_read_again_or_are_to_be_judged_are_refused_befor
     paceline, task_file: Path
 ) -> None:
     for name, code in (("noisy", "stream-not-repeatable"), ("stream_to_judge", "evaluation-of-stream")):
-        chance = ("--set", "kind=Onward") if name == "noisy" else ()
+        chance = ("--task-arg", "kind=Onward") if name == "noisy" else ()
         ended_with(paceline("train", f"{task_file}:{name}", "--steps", 3, *chance), code)
 
 
 EXACT = (
     "--strategy", "exact", "--virtual-ranks", 3, "--global-batch", 12, "--schedule", "constant", "--epochs", 3,
-    "--tail", "drop",
+    "--last-batch", "drop",
 )  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(450)
 @pytest.mark.parametrize("kind", ["Counted", pytest.param("Stateful", marks=pytest.mark.soak)])
 def test_every_number_of_ranks_comes_to_the_same_bits_also_stopped_in_a_pass_and_resumed_on_another(
     paceline, task_file: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task = (f"{task_file}:noisy", "--set", f"kind={kind}")
+    task = (f"{task_file}:noisy", "--task-arg", f"kind={kind}")
     digests: set[str] = set()
     for ranks in (1, 3):
         done = paceline("train", *task, *EXACT, "--run-dir", f"run-{ranks}", ranks=ranks)

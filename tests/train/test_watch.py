@@ -173,12 +173,12 @@ task = Task(Model, data, lambda outputs, targets: (outputs[:, 0] - targets).squa
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(90)
-@pytest.mark.parametrize(("watch_every", "found_after"), [(5, 5), pytest.param(100, 6, marks=pytest.mark.slow)])
-def test_a_flipped_bit_ends_the_run_at_the_next_look_and_is_never_saved(paceline, tmp_path, watch_every, found_after):
+@pytest.mark.timeout(270)
+@pytest.mark.parametrize(("every", "found_after"), [(5, 5), pytest.param(100, 6, marks=pytest.mark.slow)])
+def test_a_flipped_bit_ends_the_run_at_the_next_look_and_is_never_saved(paceline, tmp_path, every, found_after):
     """Step 4 flips it; checkpoints are due at 3 and 6."""
     (tmp_path / "mine.py").write_text(FLIPPING)
-    run = paceline("train", "mine.py:task", "--batch-size", 4, "--watch-every", watch_every,
+    run = paceline("train", "mine.py:task", "--batch-size", 4, "--check-replicas-every", every,
                    "--checkpoint-every", 3, "--run-dir", "run", ranks=2)  # fmt: skip
     assert run.returncode == 6, run.stderr
     assert codes(run.stderr) == ["replicas-differ"]

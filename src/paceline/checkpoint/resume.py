@@ -125,7 +125,7 @@ def run_location(
     *,
     prepared: Path | None = None,
     resume: bool,
-    fresh: bool = False,
+    restart: bool = False,
     trust: bool = False,
 ) -> Generator[RunLocation]:
     """Lock the run folder. The folder, attempt and generation are the same on all ranks (a collective).
@@ -136,7 +136,7 @@ def run_location(
         name: the prefix of a new folder's name.
         prepared: the folder, if the agent has already created and locked it.
         resume: whether the folder may contain a run. A restarted run always may.
-        fresh: whether to move the checkpoints and weights of that run aside.
+        restart: whether to move the checkpoints and weights of that run aside.
         trust: whether other users may own the folder or write to it.
 
     Raises:
@@ -157,7 +157,7 @@ def run_location(
                     attempt_dir = launched  # the agent has locked the folder and created the attempt
                 else:
                     lock = run_folder.lock_run_dir(folder)
-                    if fresh and not restarted:
+                    if restart and not restarted:
                         run_folder.move_aside(folder)
                     if generation and not restarted:
                         notices.append(
@@ -175,9 +175,9 @@ def run_location(
 
 
 def find_resume_point(
-    location: RunLocation, world: World, *, resume: bool, trust: bool, fresh: bool = False
+    location: RunLocation, world: World, *, resume: bool, trust: bool, restart: bool = False
 ) -> ResumePoint | None:
-    """The state to resume from, if any (a collective). With `fresh`, a finished run may start again.
+    """The state to resume from, if any (a collective). With `restart`, a finished run may start again.
 
     Raises:
         UsageError: on one rank, if every checkpoint is damaged, or the run is finished.
@@ -187,7 +187,7 @@ def find_resume_point(
         return None
     checkpoints = Checkpoints(location.folder / run_folder.CHECKPOINTS, trust=trust)
     origin = newest_state(checkpoints, world, location.notices.append, memory=location.generation > 0)
-    if origin is None and not fresh:
+    if origin is None and not restart:
         with raise_on_all_ranks(world):
             run_folder.check_not_finished(location.folder)
         location.notices.append(f"found no checkpoint in {location.folder}: training starts at step 0")

@@ -44,7 +44,7 @@ GROUPS = {
         "launch": Command(
             "start any script that torchrun could, on one machine or many", "launch.LaunchScript", "",
             ("--nproc 2 train.py --epochs 5", "--nproc 2 --check train.py --epochs 5"), behind="SCRIPT [ARGUMENTS]",
-            common="nproc show run-dir max-restarts stall-after on-drift check on nodes hosts env dry-run detach",
+            common="nproc show run-dir max-restarts hang-timeout on-drift check on nodes hosts env dry-run detach",
         ),
         "watchover": Command(
             "guard ranks that torchrun, srun or mpirun started", "watchover.WatchoverConfig", "",
@@ -202,7 +202,7 @@ def _train_as_rank(settings: Path) -> int:
 
     config = load(real_path(settings), ours=True)
     check_values(config)
-    Windows.parse(config.guard.stall_after)
+    Windows.parse(config.guard.hang_timeout)
     import_all(TRAINING)  # the first import of torch
     from paceline.train.run import train
 

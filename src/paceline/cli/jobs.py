@@ -144,11 +144,11 @@ def show_plan(cluster: ClusterConfig, job: JobSpec) -> int:
 
 @contextmanager
 def locked_run_dir(
-    asked: Path | None, name: str, *, trust: bool, resume: bool = False, fresh: bool = False
+    asked: Path | None, name: str, *, trust: bool, resume: bool = False, restart: bool = False
 ) -> Generator[tuple[Path, int]]:
     """The folder of the run to start, and its lock, which is held inside the context.
 
-    With `fresh`, earlier results are moved aside.
+    With `restart`, earlier results are moved aside.
 
     Raises:
         UsageError: the folder cannot be used, or another run is active in it.
@@ -156,7 +156,7 @@ def locked_run_dir(
     run_dir = open_run_dir(asked, name, resume=resume, trust=trust)
     lock = lock_run_dir(run_dir)
     try:
-        if fresh:
+        if restart:
             move_aside(run_dir)
         yield run_dir, lock
     finally:

@@ -59,9 +59,9 @@ class ScriptConfig:
     """port on which the ranks meet; 0: a free port"""
     max_restarts: int = 0
     """restarts after a worker was killed or lost; the script must load its own state"""
-    stop_grace: float = 30.0
+    grace_period: float = 30.0
     """seconds from a requested stop to a kill"""
-    stall_after: str = "auto"
+    hang_timeout: str = "auto"
     """seconds without progress on any rank after which the run ends with a report of the rank at fault. auto: adapts to
     the pace of the run; off: no guard"""
     stdin: str = "all"
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
         say(f"ignored: {typed.ignored}")
     job = _script_job(options, script)
     job = replace(job, rdzv_id=typed.value("--rdzv-id") or "", role=typed.value("--role") or job.role)
-    if BOOTSTRAP not in job.argv and not job.stall_after.off:
+    if BOOTSTRAP not in job.argv and not job.hang_timeout.off:
         say(f"{script[0]} is not a Python script: the hang guard cannot watch it. To use the guard, pass the .py file")
     _check_collectives(options, job)
     cluster, run_dir, log_dir = options.cluster, options.script.run_dir, typed.value("--log-dir")
@@ -168,8 +168,8 @@ def _check_script(script: ScriptConfig) -> None:
         raise UsageError(code="port-out-of-range", value=script.port)
     if script.max_restarts < 0:
         raise UsageError(code="negative", setting="max_restarts", value=script.max_restarts)
-    if not script.stop_grace > 0:
-        raise UsageError(code="not-positive", setting="stop_grace", value=script.stop_grace)
+    if not script.grace_period > 0:
+        raise UsageError(code="not-positive", setting="grace_period", value=script.grace_period)
 
 
 def _check_collectives(options: LaunchScript, job: JobSpec) -> None:
@@ -210,8 +210,8 @@ def _script_job(options: LaunchScript, command: Sequence[str]) -> JobSpec:
         threads=threads_of(script.threads_per_rank),
         port=script.port,
         max_restarts=script.max_restarts,
-        stop_grace_seconds=script.stop_grace,
-        stall_after=Windows.parse(script.stall_after),
+        grace_period_seconds=script.grace_period,
+        hang_timeout=Windows.parse(script.hang_timeout),
         collectives=script.collectives,
         on_drift=script.on_drift,
         name=Path(command[1] if command[0] == "-m" and len(command) > 1 else command[0]).stem,

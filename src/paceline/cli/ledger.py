@@ -70,13 +70,13 @@ def _verdict(result: Audit) -> str:
     if result.is_stream:
         numbers, complete = ", ".join(f"{epoch.once:,}" for epoch in result.epochs), result.epochs
         facts.append(f"each sample taken from the stream was used exactly once, {numbers} in {_each(len(complete))}")
-    elif complete and result.tail == "keep":
+    elif complete and result.last_batch == "keep":
         facts.append(f"each of {result.num_samples:,} samples was used exactly once in {_each(len(complete))}")
     elif complete:
         once, never, repeatedly = complete[0].once, complete[0].never, complete[0].repeatedly
         facts.append(
             f"of {result.num_samples:,} samples {once:,} were used once, {never:,} never and {repeatedly:,} repeatedly "
-            f"in {_each(len(complete))}, as --tail {result.tail} requires"
+            f"in {_each(len(complete))}, as --last-batch {result.last_batch} requires"
         )
     if len(complete) < len(result.epochs):
         rest = result.epochs[-1]

@@ -44,7 +44,7 @@ class MeasurementConfig:
     """folder of IDX files (default: the packaged MNIST)"""
     stem: Literal["imagenet", "small"] | None = None
     """first layers of ResNet18"""
-    set: tuple[str, ...] = ()
+    task_arg: tuple[str, ...] = ()
     """NAME=VALUE, an argument of the task function. Repeatable"""
     out: Path | None = None
     """file for all results, as JSON"""
@@ -75,7 +75,7 @@ def train_config(task: str, how: MeasurementConfig, *, num_workers: int | None =
         "launch.device": how.device, "launch.backend": how.backend, "compute.precision": how.precision,
         "optimizer.optimizer": absolute_task(how.optimizer or default.optimizer.optimizer),
         "data.data_dir": how.data_dir, "model.stem": how.stem, "data.num_workers": num_workers,
-        "task": absolute_task(task), "set": [*how.set],
+        "task": absolute_task(task), "task_arg": [*how.task_arg],
     }  # fmt: skip
     given = {dest: value for dest, value in given.items() if value is not None} | {"strategy": None}
     config: TrainConfig = built(TrainConfig, given, default)

@@ -31,6 +31,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 import msgspec
 
+from paceline.config.choices import check_not_renamed
 from paceline.errors import UsageError, plural, unknown
 from paceline.host.cgroup import usable_cores
 from paceline.host.gpus import SHARE_GPUS, count_gpus
@@ -43,9 +44,9 @@ HELP = ("-h", "--help", "--help-all")
 METAVARS = {  # placeholder of a value -> names of options; other options have a placeholder by type
     "RUN": "run runs", "TASK": "task", "LOG": "logs", "ACTION": "action",
     "DIR": "data-dir run-dir folder", "FILE": "config out", "PATH": "init-from python",
-    "SECONDS": "timeout stop-grace stall-after join-timeout save-before", "MINUTES": "time",
-    "HOSTS": "hosts", "COMMAND": "ssh", "N|MIN:MAX": "nodes", "NAME=VALUE": "set env", "KEY=VALUE": "sbatch",
-    "N,N": "ranks batch-sizes", "NAME,NAME": "strategies optimizers track allow-change", "MESH": "mesh meshes",
+    "SECONDS": "timeout grace-period hang-timeout join-timeout save-before", "MINUTES": "time",
+    "HOSTS": "hosts", "COMMAND": "ssh", "N|MIN:MAX": "nodes", "NAME=VALUE": "task-arg env", "KEY=VALUE": "sbatch",
+    "N,N": "ranks batch-sizes", "NAME,NAME": "strategies optimizers report-to allow-change", "MESH": "mesh meshes",
     "NAME": "optimizer partition module", "MODULES": "fsdp-wrap checkpoint-activations stages-at",
     "FILE|conda:NAME": "activate", "METRIC": "keep-best", "RANK": "rank stdin", "REGEX": "grep", "WHEN": "since",
     "RATE,LATENCY": "network", "X": "lr weight-decay momentum ema clip-norm outer-lr outer-momentum",
@@ -301,6 +302,7 @@ def _shown(value: Any) -> str:
 
 def unknown_option(prog: str, name: str, names: Collection[str]) -> UsageError:
     """The error for an option that is not one of `names`. It suggests the equivalent option, or the closest name."""
+    check_not_renamed(prog, name, names)
     ours = [own for own, others in FAMILIAR.items() if name[2:].lower() in others.split() and own.split()[0] in names]
     near = ours or difflib.get_close_matches(name, names, n=1)
     meant = f" Did you mean {near[0]}?" if near else ""

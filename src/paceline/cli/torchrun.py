@@ -19,7 +19,7 @@ OURS = {
     "--nproc-per-node": "--nproc",
     "--max-restarts": "--max-restarts",
     "--master-port": "--port",
-    "--shutdown-timeout": "--stop-grace",
+    "--shutdown-timeout": "--grace-period",
     "--local-ranks-filter": "--show",
 }
 CHOICES = {"--nproc-per-node": ("auto", "cpu", "gpu"), "--local-ranks-filter": ("0",)}  # besides numbers
@@ -45,7 +45,7 @@ TORCHRUN = (*OURS, *OTHERS, *(name for names in IGNORED.values() for name in nam
 FLAGS = ("--standalone", "--module", "--no-python", "--run-path", "--virtual-local-rank")
 NO_VARIABLE = ("--logs-specs", "--numa-binding", "--print-completion")
 SHORT = {"-m": "--module", "-r": "--redirects", "-t": "--tee"}
-OF_WATCHOVER = ("--stall-after", "--run-dir")  # options that `paceline watchover` has as well
+OF_WATCHOVER = ("--hang-timeout", "--run-dir")  # options that `paceline watchover` has as well
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     cluster = config.cluster
     if cluster.on == "slurm" and config.launch.device == "cuda" and cluster.gpus_per_node is None:
         cluster = replace(cluster, gpus_per_node=nproc or 1)
-    job = replace_fields(placed_job(cluster, nproc), stall_after=windows)
+    job = replace_fields(placed_job(cluster, nproc), hang_timeout=windows)
     if cluster.on != "local":
         return _train_elsewhere(config, job)
     gpus = usable_gpus(config.launch.device)
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     if code != ExitCode.SAVED or config.checkpoint.rehearse_preemption is None:
         return code
     print("rehearsal: the run has saved and stopped, and now resumes", file=sys.stderr)
-    again = replace(config.checkpoint, resume="auto", fresh=False, rehearse_preemption=None)
+    again = replace(config.checkpoint, resume="auto", restart=False, rehearse_preemption=None)
     return train(replace(config, checkpoint=again, run=replace(config.run, run_dir=run_dir)))[1]
 
 
@@ -140,8 +140,8 @@ def check_training(config: TrainConfig, nproc: int) -> None:
     check_task(config.task, configuration.task_options(config))
     check_optimizer(config.optimizer.optimizer)
     _check_checkpoints(config, nproc)
-    tracker_names(config.run.track)
-    is_new_run = config.checkpoint.resume == "no" or config.checkpoint.fresh
+    tracker_names(config.run.report_to)
+    is_new_run = config.checkpoint.resume == "no" or config.checkpoint.restart
     if is_new_run and (path := config.model.init_from) is not None:
         if not path.exists():
             raise UsageError(code="init-from-not-found", path=path)
@@ -159,11 +159,11 @@ def check_training(config: TrainConfig, nproc: int) -> None:
 
 
 def check_guard(config: TrainConfig) -> Windows:
-    """The windows of --stall-after. Raises UsageError if the value is invalid, or no agent can detect a hang."""
-    windows = Windows.parse(config.guard.stall_after)
+    """The windows of --hang-timeout. Raises UsageError if the value is invalid, or no agent can detect a hang."""
+    windows = Windows.parse(config.guard.hang_timeout)
     has_agent = config.launch.nproc is not None or config.cluster.on != "local" or WorkerSpec.here() is not None
     if windows.seconds is not None and not has_agent:
-        raise UsageError(code="stall-after-without-agent", value=config.guard.stall_after)
+        raise UsageError(code="hang-timeout-without-agent", value=config.guard.hang_timeout)
     return windows
 
 
@@ -172,13 +172,13 @@ def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
     allowed = allowed_changes(c.allow_change)
     if c.resume == "auto" and config.run.run_dir is None:
         raise UsageError(code="resume-without-run-dir")
-    if c.resume == "no" and (c.fresh or allowed):
-        raise UsageError(code="option-needs-resume", setting="--fresh" if c.fresh else "--allow-change")
+    if c.resume == "no" and (c.restart or allowed):
+        raise UsageError(code="option-needs-resume", setting="--restart" if c.restart else "--allow-change")
     if launch.min_nproc is not None and launch.min_nproc > nproc:
         raise UsageError(code="min-nproc-too-large", value=launch.min_nproc, nproc=nproc)
     if (launch.max_restarts or launch.min_nproc) and launch.nproc is None:
         raise UsageError(code="restarts-need-nproc")
-    if c.resume == "no" or c.fresh:
+    if c.resume == "no" or c.restart:
         return
     assert config.run.run_dir is not None
     run_dir = real_path(config.run.run_dir)
@@ -236,7 +236,7 @@ def _train_elsewhere(config: TrainConfig, job: JobSpec) -> int:
 
 def _locked(config: TrainConfig) -> AbstractContextManager[tuple[Path, int]]:
     c, run = config.checkpoint, config.run
-    return locked_run_dir(run.run_dir, str(config.task), trust=run.trust, resume=c.resume == "auto", fresh=c.fresh)
+    return locked_run_dir(run.run_dir, str(config.task), trust=run.trust, resume=c.resume == "auto", restart=c.restart)
 
 
 def _record(config: TrainConfig, run_dir: Path) -> None:
@@ -275,7 +275,7 @@ def _hand_over(config: TrainConfig, job: JobSpec, size: int) -> int:
     cluster, on = config.cluster, config.cluster.on
     with _locked(config) as (run_dir, _):  # once the job runs, the agent of node 0 holds the lock
         # if Slurm or the user starts this job again, it resumes
-        again = replace(config.checkpoint, resume="auto", fresh=False)
+        again = replace(config.checkpoint, resume="auto", restart=False)
         shape = None if any(host.slots for host in job.hosts) else cluster.nodes  # the ranks check their number with it
         config = replace(
             config,
@@ -306,7 +306,7 @@ def training_job(config: TrainConfig, job: JobSpec) -> JobSpec:
         port=config.launch.port,
         max_restarts=config.launch.max_restarts,
         min_nproc=config.launch.min_nproc or 0,
-        stop_grace_seconds=config.launch.stop_grace,
+        grace_period_seconds=config.launch.grace_period,
         name=Path(job.run_dir).name or str(config.task),
         preload=may_preload(config, job),
     )

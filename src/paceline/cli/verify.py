@@ -66,7 +66,7 @@ class VerifyConfig:
     """folder of IDX files (default: the packaged MNIST)"""
     stem: Literal["imagenet", "small"] | None = None
     """first layers of ResNet18"""
-    set: tuple[str, ...] = ()
+    task_arg: tuple[str, ...] = ()
     """NAME=VALUE, an argument of the task function. Repeatable"""
     checkpoint_activations: str | None = None
     """modules, by name or class, that the ranks recompute in backward and the single process does not"""
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
     check_positive(config, "steps")
     check_out_file("--json", config.json)
     options = {name: str(value) for name in ("data_dir", "stem") if (value := getattr(config, name)) is not None}
-    options |= settings_given(config.set)
+    options |= settings_given(config.task_arg)
     check_loop(config.task)
     check_task(config.task, {**options, **({"data_dir": config.data_dir} if config.data_dir else {})})
     if is_loop(config.task):
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequence[str], arguments: list[str]) -> int:
     """Run a loop on a single process, then on each number of processes: in float64, and with `exact` for the bits."""
-    for_tasks = ("bitwise", "optimizers", "stem", "checkpoint_activations", "data_dir", "set")
+    for_tasks = ("bitwise", "optimizers", "stem", "checkpoint_activations", "data_dir", "task_arg")
     default = VerifyConfig(config.task)
     if given := [name for name in for_tasks if getattr(config, name) != getattr(default, name)]:
         raise UsageError(code="verify-option-of-task", setting=given[0].replace("_", "-"), task=config.task)
@@ -174,7 +174,7 @@ def _launch(spec: Spec | LoopSpec, nproc: int, folder: Path) -> tuple[int, str]:
     """Run the workers of one world size; return the exit code and the agent's report of a failure."""
     attempt, files = folder / f"attempt-{nproc}", [str(folder / name) for name in ("spec.json", "report.json")]
     Path(files[0]).write_bytes(msgspec.json.encode(spec))
-    stall_after = Windows(seconds=STALL_SECONDS) if isinstance(spec, LoopSpec) else AUTO
+    hang_timeout = Windows(seconds=STALL_SECONDS) if isinstance(spec, LoopSpec) else AUTO
     threads = threads_per_rank(usable_cores(), nproc)
-    code = run_workers(WORKER, files, attempt, nproc, threads, stall_after=stall_after)
+    code = run_workers(WORKER, files, attempt, nproc, threads, hang_timeout=hang_timeout)
     return code, ended.words if (ended := read_ended(attempt)) else ""

@@ -22,7 +22,7 @@ SWITCHES = ("-h", "--help", "--help-all", "--end", "--no-end")
 class WatchoverConfig:
     """Guard a script against hangs as a rank that torchrun, srun or mpirun started; nothing else changes."""
 
-    stall_after: str = "auto"
+    hang_timeout: str = "auto"
     """seconds without progress on any rank before the report of the rank at fault; auto: adapts to the pace of the run;
     off: no guard"""
     end: bool = False
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run `paceline watchover ARGUMENTS`."""
     options, script = split_script(arguments)
     config: WatchoverConfig = command_line("watchover").parse(options)
-    windows = Windows.parse(config.stall_after)
+    windows = Windows.parse(config.hang_timeout)
     if not script:
         raise UsageError(code="watchover-no-script")
     command = worker_command(script)
@@ -77,7 +77,7 @@ def agent_plan(config: WatchoverConfig, windows: Windows, env: Mapping[str, str]
     return NodePlan(
         argv=(),
         nproc=local_size,
-        stall_after=windows,
+        hang_timeout=windows,
         nodes=size if size > local_size else 1,  # an upper bound: no variable has the number of nodes
         node=int(env.get("GROUP_RANK") or rank),
         ranks=NodeRanks(first=rank, world_size=size),

@@ -1,6 +1,7 @@
 """Choices for commands and ranks: launchers, checkpoint intervals, releases of torch."""
 
 import re
+from collections.abc import Collection
 from typing import Literal, get_args
 
 from paceline.config.strategies import STRATEGY_INFO
@@ -19,7 +20,28 @@ LAUNCHER_SETTINGS: dict[LauncherName, str] = {
 }
 """By launcher, the settings of [cluster] that only some launchers use. The record of a run contains these names."""
 assert tuple(LAUNCHER_SETTINGS) == get_args(LauncherName)
+
+RENAMED = {
+    "fresh": "restart", "keep": "keep_checkpoints", "set": "task_arg", "stall_after": "hang_timeout",
+    "stop_grace": "grace_period", "tail": "last_batch", "track": "report_to", "watch_every": "check_replicas_every",
+}  # fmt: skip
+"""Former names of settings -> their names. Run folders and checkpoints of earlier versions contain the former names."""
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def current_name(setting: str) -> str:
+    """The name of a setting, or of an argument of a task (`set.width`), that may have its former name."""
+    first, dot, argument = setting.partition(".")
+    return f"{RENAMED.get(first, first)}{dot}{argument}"
+
+
+def check_not_renamed(where: str, given: str, allowed: Collection[str]) -> None:
+    """Raise UsageError if `given`, an option or an argument, is the former name of one of `allowed`."""
+    prefix = "--" if given.startswith("--") else ""
+    name = current_name(given.removeprefix("--").replace("-", "_"))
+    current = prefix + (name.replace("_", "-") if prefix else name)
+    if current != given and current in allowed:
+        raise UsageError(code="renamed", where=where, value=given, current=current)
 
 
 def launchers_of(setting: str) -> list[LauncherName]:

@@ -6,6 +6,7 @@ No torch here: settings that differ are reported before any process starts.
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from paceline.config.choices import check_not_renamed, current_name
 from paceline.config.settings import TrainConfig
 from paceline.config.strategies import EXACT, SLOW
 from paceline.errors import UsageError, unknown
@@ -13,7 +14,7 @@ from paceline.errors import UsageError, unknown
 FIXED = {
     "virtual_ranks": "buffers, random streams and portions of batches belong to virtual ranks",
     "global_batch": "the position in an epoch is counted in global batches",
-    "tail": "it determines the samples of an epoch",
+    "last_batch": "it determines the samples of an epoch",
     "seed": "it determines the order of samples and all random streams",
     "batchnorm": "local and synchronized statistics differ",
     "optimizer": "each optimizer has a different state",
@@ -32,7 +33,7 @@ CHANGEABLE = (
 )  # fmt: skip
 """The settings that can change with `--allow-change`. All others (world size, strategy, ...) can always change."""
 
-OF_TASK = "set."  # the prefix of task settings, which can also change with `--allow-change`
+OF_TASK = "task_arg."  # the prefix of task settings, which can also change with `--allow-change`
 
 ADDED = {
     "precision": "fp32", "make_optimizer": None, "make_schedule": None, "init_from": None, "ema": None,
@@ -52,7 +53,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
         "virtual_ranks": config.data.virtual_ranks,
         "global_batch": config.data.global_batch,
         "accumulation": config.data.accumulation,
-        "tail": config.data.tail,
+        "last_batch": config.data.last_batch,
         "seed": config.run.seed,
         "epochs": config.run.epochs if config.run.steps is None else None,
         "steps": config.run.steps,
@@ -91,6 +92,7 @@ def allowed_changes(text: str) -> list[str]:
     for name in names:
         if name in FIXED:
             raise UsageError(code="change-never-allowed", value=name, never=_never(name))
+        check_not_renamed("--allow-change", name, [current_name(name)])
         if name not in CHANGEABLE and not name.startswith(OF_TASK):
             raise unknown("setting to change", name, CHANGEABLE)
     return names
@@ -107,7 +109,7 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collec
     Raises:
         UsageError: if another setting differs. The error lists all differences.
     """
-    saved = ADDED | dict(saved)
+    saved = ADDED | {current_name(name): value for name, value in saved.items()}
     bits = saved.get("strategy") in EXACT and now.get("strategy") in EXACT
     of_task = sorted(name for name in saved if name.startswith(OF_TASK))
     compared = [n for n in (*FIXED, *CHANGEABLE, *of_task) if bits or n not in BITS_ONLY]

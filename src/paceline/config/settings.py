@@ -18,7 +18,7 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 import tomli_w
 
-from paceline.config.choices import LauncherName, steps_or_seconds
+from paceline.config.choices import LauncherName, current_name, steps_or_seconds
 from paceline.config.mesh import Mesh, mesh_of
 from paceline.config.strategies import DEFAULT, DEFAULT_ALONE, EXACT, SLOW, STRATEGY_INFO, StrategyName, network_error
 from paceline.errors import UsageError, unknown
@@ -49,7 +49,7 @@ class DataConfig:
     virtual_ranks: int | None = None
     """number of ranks that defines the run; any smaller number of processes computes the same run. Default: the number
     of processes"""
-    tail: Literal["keep", "drop", "pad"] = "keep"
+    last_batch: Literal["keep", "drop", "pad"] = "keep"
     """last incomplete batch of an epoch: keep, drop, or pad with repeats"""
 
 
@@ -155,7 +155,7 @@ class RunConfig:
     loss or error, otherwise higher; or min:NAME, max:NAME"""
     patience: int | None = None
     """end after N evaluations in a row without improvement (of --keep-best, or of the loss)"""
-    track: str | None = None
+    report_to: str | None = None
     """also report to tensorboard, wandb or mlflow, separated by commas"""
 
 
@@ -167,15 +167,15 @@ class CheckpointConfig:
     """steps or time (90s, 10min, 2h) between checkpoints, in addition to the end of each epoch and a requested stop"""
     checkpoint_epochs: bool = True
     """save a checkpoint at the end of each epoch, before the evaluation"""
-    keep: int = 3
+    keep_checkpoints: int = 3
     """number of checkpoints to keep, at least 2"""
     resume: Literal["no", "auto"] = "no"
     """auto: resume the run in --run-dir from its newest valid checkpoint, on any number of processes"""
-    fresh: bool = False
+    restart: bool = False
     """with --resume auto: start again at step 0 and move existing checkpoints aside"""
     allow_change: str = ""
     """with --resume auto: settings that may differ from the checkpoint, e.g. lr,epochs"""
-    watch_every: int = 100
+    check_replicas_every: int = 100
     """steps between bit-by-bit comparisons of all replicas"""
     snapshot_every: int = 10
     """steps between snapshots in memory, from which restarted workers resume (see --max-restarts)"""
@@ -187,7 +187,7 @@ class CheckpointConfig:
 class GuardConfig:
     """Hangs and non-finite numbers."""
 
-    stall_after: str = "auto"
+    hang_timeout: str = "auto"
     """seconds without progress on any rank after which the run ends with a report of the rank at fault. auto: adapts to
     the pace of the run (10 to 300 s); off: no guard"""
     not_finite: Literal["stop", "skip", "rollback"] = "stop"
@@ -226,7 +226,7 @@ class LaunchConfig:
     """restarts after a worker was killed or lost; an error of the program is not retried"""
     min_nproc: int | None = None
     """restart with fewer processes, down to N, if the same process fails again without progress"""
-    stop_grace: float = 30.0
+    grace_period: float = 30.0
     """seconds from a requested stop to a kill, for the end of the step and a checkpoint"""
     preload: Literal["auto", "off"] = "auto"
     """auto: on CPUs, fork workers from one process that has imported torch. off: each worker imports torch"""
@@ -289,7 +289,7 @@ class TrainConfig:
     """mnist-cnn, mnist-resnet18, or a custom task: module:name or file.py:name"""
     strategy: StrategyName | None = None
     """how the ranks share the work (default: bucketed for several processes, single for one)"""
-    set: tuple[str, ...] = ()
+    task_arg: tuple[str, ...] = ()
     """NAME=VALUE, an argument of the task function; `paceline train TASK --help` lists them. Repeatable"""
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -320,11 +320,11 @@ def strategy_options(config: TrainConfig) -> dict[str, Any]:
 def task_options(config: TrainConfig) -> dict[str, Any]:
     """The options of the task that are set."""
     options = {"data_dir": config.data.data_dir, "stem": config.model.stem}
-    return {name: value for name, value in options.items() if value is not None} | settings_given(config.set)
+    return {name: value for name, value in options.items() if value is not None} | settings_given(config.task_arg)
 
 
 def settings_given(texts: Iterable[str]) -> dict[str, str]:
-    """The values of `--set NAME=VALUE`, by name. The last value of a name is used.
+    """The values of `--task-arg NAME=VALUE`, by name. The last value of a name is used.
 
     Raises:
         UsageError: if a text has a different form.
@@ -333,7 +333,7 @@ def settings_given(texts: Iterable[str]) -> dict[str, str]:
     for text in texts:
         name, equals, values[name] = text.partition("=")
         if not equals or not name.isidentifier():
-            raise UsageError(code="set-not-name-value", value=text)
+            raise UsageError(code="task-arg-not-name-value", value=text)
     return values
 
 
@@ -398,7 +398,7 @@ def absolute_task(task: str) -> str:
 def repeatable(config: TrainConfig) -> TrainConfig:
     """Return the config to record: without the settings that apply to this start only."""
     checkpoint = dataclasses.replace(
-        config.checkpoint, resume="no", fresh=False, allow_change="", rehearse_preemption=None
+        config.checkpoint, resume="no", restart=False, allow_change="", rehearse_preemption=None
     )
     # a repeated run needs a new folder, and uses other nodes only if they are given again
     run = dataclasses.replace(config.run, run_dir=None, trust=False)
@@ -425,14 +425,24 @@ def load(path: Path, *, ours: bool) -> TrainConfig:
     except OSError as error:
         raise UsageError(code="config-refused", path=path, strerror=error.strerror) from None
     try:
-        if isinstance(given := table.get("set"), Mapping):
-            table = {**table, "set": [f"{name}={_text(value)}" for name, value in given.items()]}
+        table = _with_current_names(table)
+        if isinstance(given := table.get("task_arg"), Mapping):
+            table |= {"task_arg": [f"{name}={_text(value)}" for name, value in given.items()]}
         _refuse_unknown_keys(table, TrainConfig, "")
         return msgspec.convert(table, TrainConfig, dec_hook=_path)
     except msgspec.ValidationError as error:
         raise UsageError(code="config-invalid", path=path, reason=str(error)) from None
     except UsageError as error:
         raise UsageError.of(error, before=f"--config {path}: ") from None
+
+
+def _with_current_names(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The table with the current names of settings, if an earlier version of paceline wrote the file."""
+    current = {current_name(name): value for name, value in table.items()}
+    return {
+        name: _with_current_names(value) if isinstance(value, Mapping) and name != "task_arg" else value
+        for name, value in current.items()
+    }
 
 
 def _path(kind: type, value: Any) -> Any:
@@ -484,8 +494,8 @@ def dump(config: TrainConfig) -> str:
         return {name: table(value) if isinstance(value, dict) else value for name, value in known.items()}  # pyright: ignore[reportUnknownArgumentType]
 
     tables = table(msgspec.to_builtins(config, enc_hook=str))
-    if given := {name: _value(text) for name, text in settings_given(tables.pop("set")).items()}:
-        tables["set"] = given
+    if given := {name: _value(text) for name, text in settings_given(tables.pop("task_arg")).items()}:
+        tables["task_arg"] = given
     return tomli_w.dumps(tables)
 
 
@@ -505,8 +515,8 @@ def _value(text: str) -> Any:
 _POSITIVE = (
     "data.batch_size", "data.accumulation", "data.global_batch", "data.virtual_ranks", "optimizer.lr",
     "optimizer.clip_norm", "optimizer.lr_base_batch", "run.epochs", "run.steps", "run.log_interval", "launch.nproc",
-    "launch.threads_per_rank", "launch.timeout", "launch.min_nproc", "launch.stop_grace",
-    "checkpoint.checkpoint_every", "checkpoint.watch_every", "checkpoint.snapshot_every",
+    "launch.threads_per_rank", "launch.timeout", "launch.min_nproc", "launch.grace_period",
+    "checkpoint.checkpoint_every", "checkpoint.check_replicas_every", "checkpoint.snapshot_every",
     "checkpoint.rehearse_preemption", "run.eval_every", "run.patience", "network.powersgd_rank", "network.local_steps",
     "network.outer_lr",
 )  # fmt: skip
@@ -611,8 +621,8 @@ def check_values(config: TrainConfig) -> None:
     steps_or_seconds(config.checkpoint.checkpoint_every)
     if config.optimizer.ema is not None and not 0 < config.optimizer.ema < 1:
         raise UsageError(code="ema-out-of-range", value=config.optimizer.ema)
-    if config.checkpoint.keep < 2:
-        raise UsageError(code="keep-too-few", value=config.checkpoint.keep)
+    if config.checkpoint.keep_checkpoints < 2:
+        raise UsageError(code="keep-checkpoints-too-few", value=config.checkpoint.keep_checkpoints)
     if config.launch.timeout > LONGEST_TIMEOUT:
         raise UsageError(code="timeout-too-long", most=LONGEST_TIMEOUT, value=config.launch.timeout)
     if config.launch.port > 65535:

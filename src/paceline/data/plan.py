@@ -27,7 +27,7 @@ from torch import Tensor
 from paceline.errors import UsageError, plural
 from paceline.seeding import derive
 
-Tail = Literal["keep", "drop", "pad"]
+LastBatch = Literal["keep", "drop", "pad"]
 """The last, incomplete global batch of an epoch: use it as it is, drop it, or pad it with repeated samples."""
 LISTED = 1 << 24  # up to this number of samples, the order of an epoch is a list (128 MB, created in 0.5 s)
 ROUNDS = 6
@@ -45,7 +45,7 @@ class BatchPlan:
     A position in a run is three integers: (seed, epoch, step).
 
     Raises:
-        UsageError: if a number is not positive, or `tail="drop"` would leave nothing to train on.
+        UsageError: if a number is not positive, or `last_batch="drop"` would leave nothing to train on.
     """
 
     own_order = False  # True: the order is not known in advance, so the used samples are recorded
@@ -57,7 +57,7 @@ class BatchPlan:
     accumulation: int = 1
     seed: int = 0
     shuffle: bool = True
-    tail: Tail = "keep"
+    last_batch: LastBatch = "keep"
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "global_batch", "virtual_ranks", "accumulation"):
@@ -70,7 +70,7 @@ class BatchPlan:
     def steps_per_epoch(self) -> int:
         """Optimizer steps, i.e. global batches, in one epoch."""
         whole, rest = divmod(self.num_samples, self.global_batch)
-        return whole + (rest > 0 and self.tail != "drop")
+        return whole + (rest > 0 and self.last_batch != "drop")
 
     @property
     def known_steps(self) -> int:
@@ -84,18 +84,20 @@ class BatchPlan:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples used in one epoch, including the repeated samples of `tail="pad"`."""
-        return self.num_samples if self.tail == "keep" else self.steps_per_epoch * self.global_batch
+        """Samples used in one epoch, including the repeated samples of `last_batch="pad"`."""
+        return self.num_samples if self.last_batch == "keep" else self.steps_per_epoch * self.global_batch
 
     def global_indices(self, epoch: int, step: int) -> Tensor:
-        """(n,) int64: all samples of global batch `step` of `epoch`; n = `global_batch`, except for a kept tail."""
+        """(n,) int64: all samples of global batch `step` of `epoch`; n = `global_batch`, or less in the last batch."""
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is outside an epoch of {self.steps_per_epoch} steps")
         start = step * self.global_batch
         stop = start + self.global_batch
         if self.shuffle and stop <= self.num_samples:
             return shuffled_indices(slice(start, stop), self.num_samples, self.seed, epoch)
-        positions = torch.arange(start, stop if self.tail == "pad" else min(stop, self.num_samples)) % self.num_samples
+        positions = (
+            torch.arange(start, stop if self.last_batch == "pad" else min(stop, self.num_samples)) % self.num_samples
+        )
         return shuffled_indices(positions, self.num_samples, self.seed, epoch) if self.shuffle else positions
 
     def indices(self, epoch: int, step: int, virtual_rank: int) -> Tensor:

@@ -4,7 +4,7 @@ A run stalls if no rank has made progress for a *window* and at least one rank w
 kernel that never ends), a step is a stall after the window of first steps. With `auto`, if a rank computes, it is a
 stall only after 1800 s. The length of the window depends on the phases of the ranks and on the run:
 
-    phase                                     --stall-after auto                              --stall-after S
+    phase                                     --hang-timeout auto                              --hang-timeout S
     steps (forward ... optimizer)             5 x the longest gap so far, 10 s to 300 s       S
     data                                      the same, 30 s to 300 s                         S
     init, first steps, evaluate, checkpoint   5 x the longest gap so far, 300 s to 1800 s     4 x S, at least 60 s
@@ -13,7 +13,7 @@ stall only after 1800 s. The length of the window depends on the phases of the r
 A gap is a time without progress that ended with progress. A later gap of the same length is therefore not a stall. If
 the ranks are in several phases, the phase with the largest window counts. Data has a higher floor than the other parts
 of a step, because its time varies more: a new epoch starts new loader processes, and a file server may be slow. First
-steps compile and warm up: one step with `--stall-after S`, else five.
+steps compile and warm up: one step with `--hang-timeout S`, else five.
 """
 
 import math
@@ -109,7 +109,7 @@ class StallDetector:
         if limit is not None and gap_seconds > limit and self._stage is not Stage.LONG and not self._noticed:
             self._noticed = True
             self.notice = (
-                f"no rank made progress for {gap_seconds:.1f} s, then the run continued: --stall-after {limit:g} is "
+                f"no rank made progress for {gap_seconds:.1f} s, then the run continued: --hang-timeout {limit:g} is "
                 f"too short for this run. Choose more than {math.ceil(gap_seconds)}, or auto"
             )
 

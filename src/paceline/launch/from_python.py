@@ -62,7 +62,7 @@ def run(
         nodes: number of hosts for "ssh" (default: all). With "MIN:MAX" paceline calls `function` again without a lost
             host.
         show: the ranks whose output is displayed: "rank 0" or "all".
-        options: further options of `paceline launch`, e.g. ["--stall-after", "30"].
+        options: further options of `paceline launch`, e.g. ["--hang-timeout", "30"].
 
     Returns:
         The return values of the ranks, by rank.

@@ -64,7 +64,7 @@ def run(plan: Plan, *, keep_open: Sequence[int] = ()) -> int:
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
         agent = _start(command, node, keep_open)
         try:
-            code = _wait(agent, inbox, node.stop_grace_seconds, AGENT_MARGIN_SECONDS + node.term_grace_seconds)
+            code = _wait(agent, inbox, node.grace_period_seconds, AGENT_MARGIN_SECONDS + node.term_grace_seconds)
         finally:
             _end(agent)
             sweep_recorded(attempt_dir)

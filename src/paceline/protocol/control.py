@@ -81,7 +81,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     store: int = -1  # the rendezvous store: memory with a FileStore in it, or rank 0's listening socket
     snapshots: tuple[tuple[int, int], ...] = ()  # two memory files for each rank of the node, kept over restarts
     temporary: str = ""  # a folder that is removed when the agent ends
-    guarded: bool = True  # False: no hang guard, --stall-after off
+    guarded: bool = True  # False: no hang guard, --hang-timeout off
     shares_gradients: bool = False  # DDP reduces gradients through shared memory: --collectives shared
     preload: int = -1  # only for the preloader: the socket on which the agent requests workers
 

@@ -54,14 +54,14 @@ OF_STEPS = (Stage.STEP, Stage.DATA, Stage.WARM_UP)  # share their longest gap, b
 
 
 class Windows(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The setting --stall-after: `seconds` is None if paceline measures the window itself."""
+    """The setting --hang-timeout: `seconds` is None if paceline measures the window itself."""
 
     seconds: float | None = None
     off: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Windows:
-        """Parse the value of `--stall-after`: auto, off, or seconds such as 30, 7.5 or 30s.
+        """Parse the value of `--hang-timeout`: auto, off, or seconds such as 30, 7.5 or 30s.
 
         Raises:
             UsageError: the value is invalid; the message lists the choices.
@@ -71,7 +71,7 @@ class Windows(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
             return cls(off=True) if value == "off" else AUTO
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?s?", value)
         if match is None or not 0 < float(match[1]) <= MAX_SECONDS:
-            raise UsageError(code="stall-after-invalid", value=text)
+            raise UsageError(code="hang-timeout-invalid", value=text)
         return cls(float(match[1]))
 
     def of(self, stage: Stage, largest_gap_seconds: float = 0.0) -> float:
@@ -134,10 +134,10 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     run_id: str = ""
     threads: int = 1
     grace_seconds: float = GRACE_SECONDS  # between a stop request to a worker and its kill, after a failure
-    stop_grace_seconds: float = STOP_GRACE_SECONDS  # the same after an order to stop the run: time to save
+    grace_period_seconds: float = STOP_GRACE_SECONDS  # the same after an order to stop the run: time to save
     max_restarts: int = 0
     min_nproc: int = 0  # lower limit if a restart uses fewer ranks; 0: nproc
-    stall_after: Windows = AUTO
+    hang_timeout: Windows = AUTO
     collectives: Literal["torch", "shared"] = "torch"  # shared: DDP in a script reduces through shared memory
     on_drift: Literal["stop", "warn"] = "stop"  # the action if results of a script are wrong without an error
     nodes: int = 1

@@ -6,7 +6,7 @@
     guard.stall_error(error)                     # the reason, if the guard caused `error`
 
 Each process has one guard, which the first call makes. A process has one agent and one status page, and torch's
-functions can be wrapped only once. With `--stall-after off` the guard only counts steps.
+functions can be wrapped only once. With `--hang-timeout off` the guard only counts steps.
 """
 
 from __future__ import annotations

@@ -92,11 +92,11 @@ def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
 
 
 def move_aside(run_dir: Path) -> None:
-    """Rename a run's checkpoints and weights before a fresh start. The caller holds the folder's lock."""
+    """Rename a run's checkpoints and weights before a restart. The caller holds the folder's lock."""
     for name in (CHECKPOINTS, WEIGHTS):
         if os.path.lexists(run_dir / name):
             stem = name.partition(".")[0]
-            aside = (run_dir / name.replace(stem, f"{stem}-before-fresh-{n}") for n in range(1, 10000))
+            aside = (run_dir / name.replace(stem, f"{stem}-before-restart-{n}") for n in range(1, 10000))
             writing.rename(run_dir / name, next(path for path in aside if not os.path.lexists(path)))
 
 

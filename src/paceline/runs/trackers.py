@@ -75,13 +75,13 @@ TRACKERS: dict[str, tuple[str, Callable[[Path, Mapping[str, Any]], Tracker]]] = 
 """(the required package, the function that starts a run), by name"""
 
 
-def tracker_names(track: str | None) -> list[str]:
-    """The trackers in `track`, separated by commas.
+def tracker_names(report_to: str | None) -> list[str]:
+    """The trackers in `report_to`, separated by commas.
 
     Raises:
         UsageError: one of them is unknown, or its package is not installed.
     """
-    names = [name.strip() for name in (track or "").split(",") if name.strip()]
+    names = [name.strip() for name in (report_to or "").split(",") if name.strip()]
     for name in names:
         if name not in TRACKERS:
             raise unknown("tracker", name, TRACKERS)

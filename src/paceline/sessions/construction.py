@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline.collectives.control import raise_on_all_ranks
 from paceline.data.loader import Loading
-from paceline.data.plan import BatchPlan, Tail
+from paceline.data.plan import BatchPlan, LastBatch
 from paceline.data.streams import ENDLESS, StreamPlan, is_stream
 from paceline.errors import UsageError
 from paceline.rank.world import World
@@ -41,7 +41,7 @@ def make_loader(
     per_rank: bool,
     accumulation: int,
     shuffle: bool | None,
-    tail: Tail,
+    last_batch: LastBatch,
 ) -> Loader:
     """See `Session.loader`.
 
@@ -67,30 +67,30 @@ def make_loader(
             if data.batch_size is None or not covers_all(data):
                 raise UsageError(code="loader-with-own-order")
             existing, shuffle = None, not keeps_order(data)
-        tail = "drop" if data.drop_last or not (is_stream(dataset) or covers_all(data)) else tail
+        last_batch = "drop" if data.drop_last or not (is_stream(dataset) or covers_all(data)) else last_batch
     if (global_batch is None) == (batch_size is None):
         raise UsageError(code="no-batch-size")
     batch = global_batch or (batch_size or 0) * virtual_ranks * accumulation
     if is_stream(dataset):
-        _check_stream(dataset, shuffle, tail, loading.num_workers)
+        _check_stream(dataset, shuffle, last_batch, loading.num_workers)
         parts = virtual_ranks if split else 1
-        plan = StreamPlan(ENDLESS, batch, virtual_ranks, accumulation, seed, False, tail, parts)
+        plan = StreamPlan(ENDLESS, batch, virtual_ranks, accumulation, seed, False, last_batch, parts)
         return StreamLoader(run, dataset, plan, loading, world, say)
     if split:
         raise UsageError(code="samples-split")
     size: int = len(dataset)
     if size == 0:
         raise UsageError(code="dataset-is-empty")
-    plan = BatchPlan(size, batch, virtual_ranks, accumulation, seed, shuffle is not False, tail)
+    plan = BatchPlan(size, batch, virtual_ranks, accumulation, seed, shuffle is not False, last_batch)
     return Loader(run, dataset, plan, loading, existing)
 
 
-def _check_stream(stream: object, shuffle: bool | None, tail: Tail, num_workers: int) -> None:
+def _check_stream(stream: object, shuffle: bool | None, last_batch: LastBatch, num_workers: int) -> None:
     if not isinstance(stream, Iterable):
         raise UsageError(code="not-data", kind=type(stream).__name__)
     if shuffle:
         raise UsageError(code="stream-shuffled")
-    if tail == "pad":
+    if last_batch == "pad":
         raise UsageError(code="stream-padded")
     if num_workers > 1:
         raise UsageError(code="stream-in-processes", value=num_workers)

@@ -70,14 +70,14 @@ class SessionLifecycle(SessionLoop):
         seed: int | None,
         threads: int | None,
         checkpoint_every: int | str | None,
-        keep: int,
-        watch_every: int,
+        keep_checkpoints: int,
+        check_replicas_every: int,
         not_finite: Literal["stop", "skip"],
         device: str,
         backend: str,
         timeout: float,
         trust: bool,
-        track: str | None,
+        report_to: str | None,
         peak_tflops: float | None,
         **of_strategy: Any,
     ) -> None:
@@ -100,14 +100,15 @@ class SessionLifecycle(SessionLoop):
             raise unknown("not_finite", str(not_finite), ["stop", "skip"])
         if peak_tflops is not None and not 0 <= peak_tflops < math.inf:
             raise UsageError(code="negative", setting="peak_tflops", value=peak_tflops)
-        self._track = track
+        self._report_to = report_to
         self._others = {
-            "checkpoint_every": checkpoint_every, "keep": keep, "watch_every": watch_every, "not_finite": not_finite,
-            "threads_per_rank": threads, "device": device, "backend": backend, "timeout": timeout, "track": track,
+            "checkpoint_every": checkpoint_every, "keep_checkpoints": keep_checkpoints,
+            "check_replicas_every": check_replicas_every, "not_finite": not_finite, "report_to": report_to,
+            "threads_per_rank": threads, "device": device, "backend": backend, "timeout": timeout,
             "peak_tflops": peak_tflops,
         }  # fmt: skip
-        if tracker_names(track) and run_dir is None:
-            raise UsageError(code="track-without-folder", value=track)
+        if tracker_names(report_to) and run_dir is None:
+            raise UsageError(code="report-to-without-folder", value=report_to)
         self._is_seeded = seed is not None
         seed = seed or 0
         attach()
@@ -140,7 +141,9 @@ class SessionLifecycle(SessionLoop):
             self._share = ranks_share(self._virtual_ranks, world.rank, world.size)
             self._settings = {"virtual_ranks": self._virtual_ranks, "seed": seed, "strategy": strategy, **self._own}
             check_equal("session settings", {**self._settings, "resume": resume, "threads": threads}, world)
-            rhythm = CheckpointPolicy(watch_every, 10**9, *steps_or_seconds(checkpoint_every), keep=keep)
+            rhythm = CheckpointPolicy(
+                check_replicas_every, 10**9, *steps_or_seconds(checkpoint_every), keep=keep_checkpoints
+            )
             self._progress = TrainingProgress(place, origin, world, rhythm, not_finite, lambda line: self.print(line))
             self._progress.use = Utilization(world, peak_tflops)
             self._max_steps = self._progress.step + (self._observer or self._guard).max_steps

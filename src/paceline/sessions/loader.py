@@ -154,7 +154,7 @@ class Loader:
             self._sampler.put_back(put_back["at_checkpoint"]["sampler"])
         p, first = self.plan, self.existing.batch_size or (len(order.batch(0)) if order.has(0) else 1)
         plan = DrawnPlan(
-            p.num_samples, first, p.virtual_ranks, p.accumulation, p.seed, p.shuffle, p.tail, order, steps or 1
+            p.num_samples, first, p.virtual_ranks, p.accumulation, p.seed, p.shuffle, p.last_batch, order, steps or 1
         )
         if trains:
             self.dealt = plan

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint.shards import layout
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
 from paceline.compute.flops import can_count
+from paceline.config.choices import current_name
 from paceline.config.definition import check_same
 from paceline.data.fingerprint import CHANGING
 from paceline.data.loader import MicroBatch
@@ -60,7 +61,7 @@ class SessionLoop(SessionCollectives):
     _progress: TrainingProgress
     _guard: Guard
     _clock: PhaseClock
-    _track: str | None
+    _report_to: str | None
     _parts: list[PreparedModel]
     _numbers: list[dict[str, Any]]
     _settings: dict[str, Any]
@@ -346,8 +347,8 @@ class SessionLoop(SessionCollectives):
     def _open(self, loader: Loader, plan: BatchPlan) -> None:
         if not self._parts:
             raise UsageError(code="loop-without-model")
-        self._data = {"global_batch": plan.global_batch, "tail": plan.tail, "accumulation": plan.accumulation}
-        self._data["data"] = {"training data": self._check_data(loader)}
+        batch = {"global_batch": plan.global_batch, "last_batch": plan.last_batch, "accumulation": plan.accumulation}
+        self._data = {**batch, "data": {"training data": self._check_data(loader)}}
         if self._opened:
             return
         self._opened = True
@@ -364,7 +365,8 @@ class SessionLoop(SessionCollectives):
                 check_same(self._saved_data, self._data, (), origin.where)
             except UsageError as error:
                 raise UsageError.of(error, after=f" {CHANGED_DATA}") from None
-            definition |= {name: origin.content.definition[name] for name in self._data}
+            saved = {current_name(name): value for name, value in origin.content.definition.items()}
+            definition |= {name: saved[name] for name in self._data}
         compare(definition, self._progress.origin, len(self._parts), len(self._numbers), self.world, exact=self._exact)
         self.print(startup_message(plan, self.world, self._strategy, self._name))
         progress = self._progress
@@ -383,12 +385,11 @@ class SessionLoop(SessionCollectives):
             check_no_scaler()
         if progress.place is not None:
             progress.place = replace(progress.place, definition=definition)
-            batch = {"global_batch": plan.global_batch, "accumulation": plan.accumulation, "tail": plan.tail}
             given = {"task": self._name, **self._settings, **batch, "epochs": self._epochs or 1, **self._others}
             write_session_settings(progress.place, given)
         progress.open(
             self._parts, plan, self._share, self._facts,
-            listed=plan.own_order, track=self._track, others=self._registered.state,
+            listed=plan.own_order, report_to=self._report_to, others=self._registered.state,
         )  # fmt: skip
 
     def _facts(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, overload
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.collectives.control import raise_on_all_ranks
+from paceline.config.choices import check_not_renamed
 from paceline.config.strategies import StrategyName
 from paceline.data.loader import Loading
-from paceline.data.plan import Tail
+from paceline.data.plan import LastBatch
 from paceline.errors import UsageError, unknown
 from paceline.seeding import preserved_streams
 from paceline.sessions.construction import OptimizerLike, SchedulerLike, make_loader, prepare_model, prepare_optimizer
@@ -45,6 +46,21 @@ from paceline.strategies import STRATEGIES
 from paceline.train.weights import save
 
 P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _checks_names(function: Callable[P, T], where: str) -> Callable[P, T]:
+    """For an unknown keyword, raise an error that names its current name or a similar one."""
+    names = [*inspect.signature(function).parameters]
+
+    @wraps(function)
+    def checked(*arguments: P.args, **keywords: P.kwargs) -> T:
+        if wrong := [name for name in keywords if name not in names]:
+            check_not_renamed(where, wrong[0], names)
+            raise unknown(f"argument of {where}", wrong[0], names)
+        return function(*arguments, **keywords)
+
+    return checked
 
 
 class Session(SessionLifecycle):
@@ -154,6 +170,7 @@ class Session(SessionLifecycle):
             if (origin := self._progress.origin) is not None:
                 self._registered.load(name, origin.source, origin.where)
 
+    @partial(_checks_names, where="s.loader()")
     def loader(
         self,
         data: Dataset[Any] | DataLoader[Any] | Iterable[Any],
@@ -163,7 +180,7 @@ class Session(SessionLifecycle):
         per_rank: bool = False,
         accumulation: int = 1,
         shuffle: bool | None = None,
-        tail: Tail = "keep",
+        last_batch: LastBatch = "keep",
         num_workers: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
         split: bool = False,
@@ -182,7 +199,7 @@ class Session(SessionLifecycle):
             per_rank: the batch size of the DataLoader is that of each virtual rank.
             accumulation: number of micro-batches per virtual rank and step.
             shuffle: whether to shuffle the samples in each epoch (default: True).
-            tail: for the last, incomplete batch of an epoch: "keep", "drop", or "pad" with repeated samples.
+            last_batch: for the last, incomplete batch of an epoch: "keep", "drop", or "pad" with repeated samples.
             num_workers: loader processes of each rank.
             collate: samples -> batch. Default: default_collate of torch.
             split: for a stream with shards: each rank reads only those of its virtual ranks. Default: it reads all.
@@ -193,7 +210,8 @@ class Session(SessionLifecycle):
         made = make_loader(
             data, self._iterate, self.world, self._virtual_ranks, self._seed, self.print, self._can_split(split),
             Loading(self.device, num_workers, collate, box=self._guard.box, ahead=self._steps.ahead), shuffle=shuffle,
-            global_batch=global_batch, batch_size=batch_size, per_rank=per_rank, accumulation=accumulation, tail=tail,
+            global_batch=global_batch, batch_size=batch_size, per_rank=per_rank, accumulation=accumulation,
+            last_batch=last_batch,
         )  # fmt: skip
         if self._observer is not None:
             self._observer.on_loader(made, per_virtual_rank=per_rank or batch_size is not None)
@@ -334,20 +352,7 @@ class Session(SessionLifecycle):
         return found[0]
 
 
-def _named(make: Callable[P, Session]) -> Callable[P, Session]:
-    """For an unknown keyword, raise an error that suggests a similar one."""
-    names = [*inspect.signature(make).parameters]
-
-    @wraps(make)
-    def named(*arguments: P.args, **keywords: P.kwargs) -> Session:
-        if wrong := [name for name in keywords if name not in names]:
-            raise unknown("argument of session()", wrong[0], names)
-        return make(*arguments, **keywords)
-
-    return named
-
-
-@_named
+@partial(_checks_names, where="session()")
 def session(
     run_dir: str | os.PathLike[str] | None = None,
     *,
@@ -357,14 +362,14 @@ def session(
     seed: int | None = None,
     threads: int | None = None,
     checkpoint_every: int | str | None = None,
-    keep: int = 3,
-    watch_every: int = 100,
+    keep_checkpoints: int = 3,
+    check_replicas_every: int = 100,
     not_finite: Literal["stop", "skip"] = "stop",
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto",
     backend: Literal["auto", "nccl", "xccl", "gloo", "mpi"] = "auto",
     timeout: float = 600.0,
     trust: bool = False,
-    track: str | None = None,
+    report_to: str | None = None,
     peak_tflops: float | None = None,
     fsdp_wrap: str | None = None,
     compress: Literal["bf16", "int8", "powersgd"] | None = None,
@@ -383,14 +388,14 @@ def session(
         seed: seed of the data order and dropout (default 0). A value also seeds torch, numpy and Python's random.
         threads: CPU threads per rank. Default: the launcher's choice, or 1 with strategy exact or zero.
         checkpoint_every: steps between checkpoints, or a time such as "10min", in addition to the end of each epoch.
-        keep: number of checkpoints to keep, at least 2.
-        watch_every: steps between bit-by-bit comparisons of all replicas.
+        keep_checkpoints: number of checkpoints to keep, at least 2.
+        check_replicas_every: steps between bit-by-bit comparisons of all replicas.
         not_finite: what to do if a loss or gradient is NaN or Inf: "stop" the run or "skip" the step.
         device: auto, cpu, cuda or xpu. auto: one GPU per rank if the node has GPUs, otherwise the CPU.
         backend: backend of torch.distributed. auto: nccl on NVIDIA and AMD GPUs, xccl on xpu, gloo on CPUs.
         timeout: seconds after which a collective fails.
         trust: use a run folder that another user owns or can write to.
-        track: "tensorboard", "wandb" or "mlflow", or several separated by commas: where s.log also reports.
+        report_to: "tensorboard", "wandb" or "mlflow", or several separated by commas: where s.log also reports.
         peak_tflops: peak of one device in TFLOP/s, to report MFU (not under exact and zero). Default: no MFU.
         fsdp_wrap: fsdp only: blocks to shard, by name or class, e.g. "Block". Default: the repeated layers.
         compress: bucketed only: send gradients between nodes as bf16 or int8, or as a PowerSGD approximation.

@@ -18,7 +18,7 @@ from paceline.rank.world import World, device_name
 from paceline.runs import folder as run_folder
 from paceline.train.wording import batch_line
 
-OF_LAUNCHERS = ("nproc", "nodes", "port", "stall_after", "max_restarts")  # options of `paceline launch`, also for loops
+OF_LAUNCHERS = ("nproc", "nodes", "port", "hang_timeout", "max_restarts")  # of `paceline launch`, also for loops
 ARGUMENTS = {
     "run_dir": "the folder in session('...')", "resume": "session('...', resume=True)",
     "threads_per_rank": "session(threads=...)",

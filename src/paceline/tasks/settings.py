@@ -1,4 +1,4 @@
-"""The settings of a task function: its arguments, set by `--set NAME=VALUE`, with the types of their annotations.
+"""The settings of a task function: its arguments, set by `--task-arg NAME=VALUE`, with the types of their annotations.
 
 They are read from the source of the function without importing it, so errors appear before any process starts.
 """
@@ -83,7 +83,7 @@ def settings_help(task: str) -> str:
     rows = [(s.name, s.annotation, "required" if s.default is None else f"default {s.default}") for s in settings]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)] if rows else []
     lines = [f"  {name:{widths[0]}}  {annotation:{widths[1]}}  {default}" for name, annotation, default in rows]
-    return "\n".join([f"settings of {task}, --set NAME=VALUE:", *lines]) if lines else ""
+    return "\n".join([f"settings of {task}, --task-arg NAME=VALUE:", *lines]) if lines else ""
 
 
 def _settings(node: ast.FunctionDef) -> list[Setting] | None:
@@ -135,7 +135,7 @@ def _converted(task: str, setting: Setting, value: Any) -> Any:
         return value
     if setting.kind is Any:
         raise UsageError(
-            code="set-type-not-text", name=setting.name, value=value, task=task, annotation=setting.annotation,
+            code="task-arg-type-not-text", name=setting.name, value=value, task=task, annotation=setting.annotation,
             allowed=[*TYPES],
         )  # fmt: skip
     if value.lower() == "none" and type(None) in get_args(setting.kind):
@@ -144,7 +144,7 @@ def _converted(task: str, setting: Setting, value: Any) -> Any:
         return msgspec.convert(value, setting.kind, strict=False, dec_hook=lambda kind, text: kind(text))
     except msgspec.ValidationError as error:
         raise UsageError(
-            code="set-wrong-value",
+            code="task-arg-wrong-value",
             name=setting.name,
             value=value,
             task=task,

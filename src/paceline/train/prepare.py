@@ -182,7 +182,7 @@ def make_plan(config: TrainConfig, shape: BatchShape, num_samples: int) -> Batch
         virtual_ranks=shape.virtual_ranks,
         accumulation=shape.accumulation,
         seed=config.run.seed,
-        tail=config.data.tail,
+        last_batch=config.data.last_batch,
     )
 
 

@@ -74,13 +74,13 @@ class TrainingProgress(RunRecorder):
 
     def open(
         self, parts: Sequence[TrainedModel], plan: BatchPlan, share: range, facts: Callable[[], dict[str, Any]],
-        lines: Iterable[str] = (), *, of: str = "", listed: bool = False, track: str | None = None,
+        lines: Iterable[str] = (), *, of: str = "", listed: bool = False, report_to: str | None = None,
         others: Callable[[], list[TensorShard]] = list,
     ) -> None:  # fmt: skip
         """Claim the run folder, record the start of this rank and print `lines`, before the first step (collective).
 
         `facts` returns additional fields of the summary. `of` follows the step number of a resumed run, e.g. " of 400".
-        With `listed`, the events contain the index of each sample. `track` names the trackers. `others` returns the
+        With `listed`, the events contain the index of each sample. `report_to` names the trackers. `others` returns the
         tensors that are saved in addition to the models.
 
         Raises:
@@ -95,7 +95,7 @@ class TrainingProgress(RunRecorder):
         holder = StateCollection(parts, self._world, plan.virtual_ranks, others)
         self._checkpoints = CheckpointManager(
             holder, place, self.origin, self._checkpoint_policy,
-            writer=self.begin(place, track), say=self.say, enter=self._guard.box.enter,
+            writer=self.begin(place, report_to), say=self.say, enter=self._guard.box.enter,
         )  # fmt: skip
         self.log_start(plan, self.step)
         for line in [*place.notices, *lines]:

@@ -42,15 +42,15 @@ class RunRecorder:
         self._tracking = Tracking([], Path(), {}, self.say)
         self._machine: MachineLog | None = None
 
-    def begin(self, place: RunLocation, track: str | None) -> EventWriter:
-        """Open the event file and the trackers named in `track`.
+    def begin(self, place: RunLocation, report_to: str | None) -> EventWriter:
+        """Open the event file and the trackers named in `report_to`.
 
         Raises:
             UsageError: if a tracker is not installed, or another user could have written the file.
         """
         self._writer = EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
         self._tracking = Tracking(
-            tracker_names(track) if self._world.rank == 0 else [], place.folder, place.definition, self.say
+            tracker_names(report_to) if self._world.rank == 0 else [], place.folder, place.definition, self.say
         )
         return self._writer
 

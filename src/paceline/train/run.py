@@ -59,7 +59,7 @@ def train(config: TrainConfig) -> Outcome:
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout), run_location(
         world, config.run.run_dir, str(config.task), prepared=prepared, resume=config.checkpoint.resume == "auto",
-        fresh=config.checkpoint.fresh, trust=config.run.trust,
+        restart=config.checkpoint.restart, trust=config.run.trust,
     ) as place:  # fmt: skip
         given, config = config.data, with_defaults(config, world.size)
         if given.batch_size and world.size > 1 and not (given.global_batch or given.virtual_ranks):
@@ -118,7 +118,7 @@ def restore_auto_precision(config: TrainConfig, place: RunLocation) -> TrainConf
     """Replace `--precision auto` of a resumed run with the precision that the run chose at its first start."""
     path = place.folder / run_folder.CONFIG
     resumes = place.generation or config.checkpoint.resume == "auto"
-    if config.compute.precision != "auto" or not resumes or config.checkpoint.fresh or not path.is_file():
+    if config.compute.precision != "auto" or not resumes or config.checkpoint.restart or not path.is_file():
         return config
     chosen = load(path, ours=not config.run.trust).compute.precision
     return replace(config, compute=replace(config.compute, precision=chosen))
@@ -141,7 +141,7 @@ def _origin(config: TrainConfig, place: RunLocation, world: World) -> ResumePoin
             the others.
     """
     c = config.checkpoint
-    origin = find_resume_point(place, world, resume=c.resume == "auto", trust=config.run.trust, fresh=c.fresh)
+    origin = find_resume_point(place, world, resume=c.resume == "auto", trust=config.run.trust, restart=c.restart)
     if origin is not None:
         with raise_on_all_ranks(world):
             allowed = allowed_changes(c.allow_change)

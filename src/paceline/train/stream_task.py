@@ -30,7 +30,7 @@ def check_stream(config: TrainConfig, data: Any) -> None:
         why = "can be read once" if isinstance(data, Iterator) else why
         raise UsageError(code="not-a-dataset", kind=type(data).__name__, why=why)
     d = config.data
-    if d.tail == "pad":
+    if d.last_batch == "pad":
         raise UsageError(code="stream-cannot-be-padded")
     if d.num_workers > 1:
         raise UsageError(code="stream-in-several-processes", value=d.num_workers)
@@ -52,5 +52,7 @@ def stream_of(config: TrainConfig, task: Task, data: Any, shape: BatchShape, loa
         if schedule != "constant" and task.make_optimizer is None:
             raise UsageError(code="stream-schedule-without-steps", value=schedule)
     batch, parts = shape.global_batch, shape.accumulation
-    plan = StreamPlan(ENDLESS, batch, shape.virtual_ranks, parts, config.run.seed, shuffle=False, tail=config.data.tail)
+    plan = StreamPlan(
+        ENDLESS, batch, shape.virtual_ranks, parts, config.run.seed, shuffle=False, last_batch=config.data.last_batch
+    )
     return Stream(data, plan, loading, world, print)

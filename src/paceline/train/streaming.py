@@ -134,7 +134,7 @@ class Stream:
 
     @property
     def _continues(self) -> bool:
-        return self._total == self.plan.global_batch or (self._total > 0 and self.plan.tail == "keep")
+        return self._total == self.plan.global_batch or (self._total > 0 and self.plan.last_batch == "keep")
 
     def _quota(self, virtual_rank: int) -> int:
         return len(range(virtual_rank, self.plan.global_batch, self.plan.virtual_ranks))

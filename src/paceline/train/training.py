@@ -44,7 +44,8 @@ class TaskTrainer:
         interval, shown = self._config.run.log_interval, self._world.rank == 0
         self._display = Display(total_steps=parts.total_steps, interval=interval, shown=shown)
         c, not_finite = self._config.checkpoint, self._config.guard.not_finite
-        policy = CheckpointPolicy(c.watch_every, c.snapshot_every, *steps_or_seconds(c.checkpoint_every), keep=c.keep)
+        every = steps_or_seconds(c.checkpoint_every)
+        policy = CheckpointPolicy(c.check_replicas_every, c.snapshot_every, *every, keep=c.keep_checkpoints)
         self._progress = TrainingProgress(place, origin, self._world, policy, not_finite, self._display.say)
         compute = self._config.compute
         self._progress.use = Utilization(self._world, compute.peak_tflops, parts.count, compute.precision)
@@ -65,7 +66,7 @@ class TaskTrainer:
                 progress.open(
                     [TrainedModel(parts.replica)], parts.plan, parts.share,
                     lambda: summary_facts(parts, self._place) | self._evaluator.summary(), opening_lines(parts),
-                    of=f" of {parts.total_steps}" if parts.total_steps else "", track=run.track,
+                    of=f" of {parts.total_steps}" if parts.total_steps else "", report_to=run.report_to,
                     listed=run.record_samples or parts.plan.own_order,
                 )  # fmt: skip
                 with naming_lost_processes(self._box, self._world.rank):

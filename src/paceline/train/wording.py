@@ -37,7 +37,7 @@ def opening_lines(parts: "TrainingComponents") -> list[str]:
             f"learning rate {peak_lr:.3g} = {o.lr:.3g} x {o.lr_scaling} scaling by "
             f"{plan.global_batch}/{o.lr_base_batch}"
         )
-    if plan.global_batch > plan.num_samples and plan.tail == "keep":
+    if plan.global_batch > plan.num_samples and plan.last_batch == "keep":
         lines.append(f"the global batch is larger than the data: each epoch is one step on {plan.num_samples} samples")
     idle = plan.virtual_ranks - min(plan.global_batch, plan.num_samples)
     if idle > 0:

@@ -26,7 +26,7 @@ TOKEN = secrets.token_hex(16)
 
 def ask(*requests: dict[str, Any] | bytes) -> list[Any]:
     lines = b"".join(one if isinstance(one, bytes) else json.dumps(one).encode() + b"\n" for one in requests)
-    done = subprocess.run(HOST, input=lines, capture_output=True, timeout=30)
+    done = subprocess.run(HOST, input=lines, capture_output=True, timeout=90)
     assert (done.returncode, done.stderr) == (0, b"")
     return [json.loads(line) for line in done.stdout.splitlines()]
 

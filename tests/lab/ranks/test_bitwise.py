@@ -16,7 +16,7 @@ from paceline.lab.ranks.verify import collect_bits
 from paceline.lab.verify import BitsReport, Spec, print_bits
 from paceline.rank.world import World
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(270)]
 
 
 class Zeros(nn.Linear):

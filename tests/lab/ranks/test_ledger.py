@@ -126,9 +126,10 @@ class History:
 
 
 @st.composite
-def histories(draw, tail="keep") -> History:
+def histories(draw, last_batch="keep") -> History:
     num_samples, virtual_ranks = draw(st.integers(8, 40)), draw(st.integers(1, 5))
-    plan = BatchPlan(num_samples, draw(st.integers(4, min(12, num_samples))), virtual_ranks, seed=7, tail=tail)
+    global_batch = draw(st.integers(4, min(12, num_samples)))
+    plan = BatchPlan(num_samples, global_batch, virtual_ranks, seed=7, last_batch=last_batch)
     history = History(plan, recorded=draw(st.booleans()), thinned=draw(st.integers(0, 3)))
     total, done, attempt, generation = plan.steps_per_epoch * draw(st.integers(1, 3)), 0, 1, 0
     for is_last in [False] * draw(st.integers(0, 3)) + [True]:
@@ -458,8 +459,9 @@ def test_a_run_of_an_older_paceline_proves_nothing(tmp_path):
 def run_folder(folder: Path, history: History) -> Path:
     plan = history.plan
     data = DataConfig(
-        accumulation=plan.accumulation, global_batch=plan.global_batch, virtual_ranks=plan.virtual_ranks, tail=plan.tail
-    )
+        accumulation=plan.accumulation, global_batch=plan.global_batch, virtual_ranks=plan.virtual_ranks,
+        last_batch=plan.last_batch,
+    )  # fmt: skip
     (folder / "config.toml").write_text(dump(TrainConfig(task="t", data=data)))
     history.write(folder)
     return folder
@@ -488,9 +490,9 @@ def test_the_verdict_of_a_run_that_is_not_over(tmp_path, capsys, steps):
     rendered([*verdicts, capsys.readouterr().out.splitlines()[-1]])
 
 
-@pytest.mark.parametrize("tail", ["drop", "pad"])
-def test_the_verdict_where_the_tail_is_not_kept(tmp_path, capsys, tail):
-    history = History(replace(PLAN, tail=tail))
+@pytest.mark.parametrize("last_batch", ["drop", "pad"])
+def test_the_verdict_where_the_tail_is_not_kept(tmp_path, capsys, last_batch):
+    history = History(replace(PLAN, last_batch=last_batch))
     history.begin(3, 0, 1)
     for step in range(1, 8):
         history.step(step)
@@ -527,7 +529,7 @@ def test_what_is_no_run_is_refused(tmp_path):
 # ---- numbers that no run has written -----------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("samples", "per_epoch", "size", "steps", "code", "fields"),
     [
@@ -576,7 +578,7 @@ def test_a_hosts_name_does_not_steer_the_terminal(tmp_path, capsys):
     ],
 )
 def test_a_streams_samples_are_judged_by_their_numbers(tmp_path, capsys, parts, second, told):
-    shape = DataConfig(global_batch=4, virtual_ranks=2, tail="drop")
+    shape = DataConfig(global_batch=4, virtual_ranks=2, last_batch="drop")
     (tmp_path / "config.toml").write_text(dump(TrainConfig(task="mine", data=shape)))
     with EventWriter(tmp_path / "events-0.jsonl") as writer:
         writer.write(Started(1, 0, 1, "host", 1, "cpu", 0.0, own_order=True, stream_parts=parts))

@@ -48,7 +48,7 @@ def test_on_one_process_that_is_three_virtual_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.soak)])  # CI takes a sample
 def test_planted_bugs_are_named_on_three_ranks_and_nothing_else_is(tmp_path: Path, every: int) -> None:
     assert len(loops.BUGS) >= 18
@@ -59,7 +59,7 @@ def test_planted_bugs_are_named_on_three_ranks_and_nothing_else_is(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(360)
 @pytest.mark.parametrize("name", [ENDS[0], *(pytest.param(name, marks=pytest.mark.soak) for name in ENDS[1:])])
 def test_a_bug_that_ends_the_ranks_is_named(tmp_path: Path, name: str) -> None:
     assert wrong(said_of([name], tmp_path)) == {}
@@ -67,7 +67,7 @@ def test_a_bug_that_ends_the_ranks_is_named(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(450)
 def test_the_command_says_what_it_found(paceline: Any, tmp_path: Path) -> None:
     fine = paceline(
         "verify", f"{LOOPS}:right", "--ranks", "1,2", "--strategies", "manual,exact", "--json", "found.json"

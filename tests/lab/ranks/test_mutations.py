@@ -23,11 +23,11 @@ def sample(seed: int) -> list:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(720)
 def test_planted_bugs_are_caught_and_named_and_nothing_else_is(tmp_path):
     chosen = sample(seed=0)
     assert len(chosen) >= 12
-    found = run_ranks(findings, WORLD_SIZE, tmp_path, [m.name for m in [CONTROL, *chosen]], timeout=220)[0]
+    found = run_ranks(findings, WORLD_SIZE, tmp_path, [m.name for m in [CONTROL, *chosen]], timeout=660)[0]
     assert [r.finding for r in found[CONTROL.name]] == [None] * len(found[CONTROL.name])
     assert found[CONTROL.name]
     wrong = {m.name: verdict for m in chosen if (verdict := judge(m, found[m.name])) != "named"}
@@ -36,19 +36,19 @@ def test_planted_bugs_are_caught_and_named_and_nothing_else_is(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(720)
 def test_hooks_and_functions_that_are_not_linear_see_the_gradients_of_one_process(tmp_path):
     names = [control.name for control in CONTROLS_OF_SCALE]
-    found = run_ranks(findings, WORLD_SIZE, tmp_path, names, timeout=220)[0]
+    found = run_ranks(findings, WORLD_SIZE, tmp_path, names, timeout=660)[0]
     assert {name: [r.finding for r in found[name] if r.finding] for name in names} == {name: [] for name in names}
     assert all(found[name] for name in names)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(720)
 def test_bugs_planted_into_shared_memory_are_caught_and_named(tmp_path):
-    found = run_ranks(findings_in_memory, WORLD_SIZE, tmp_path, [m.name for m in THROUGH_MEMORY], timeout=220)[0]
+    found = run_ranks(findings_in_memory, WORLD_SIZE, tmp_path, [m.name for m in THROUGH_MEMORY], timeout=660)[0]
     assert [r.finding for r in found[IN_MEMORY.name]] == [None, None, None]
     bugs = [m for m in THROUGH_MEMORY if m is not IN_MEMORY]
     assert len(bugs) >= 8

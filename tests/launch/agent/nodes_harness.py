@@ -43,7 +43,7 @@ class Nodes:
             "run_dir": str(self.run_dir),
             "join_seconds": 20.0,
             **settings,
-            "stall_after": Windows.parse(settings.get("stall_after", "auto")),
+            "hang_timeout": Windows.parse(settings.get("hang_timeout", "auto")),
         }
         self.preload = bool(plan.get("preload"))
         self.plan_file = folder / "plan.json"

@@ -40,7 +40,7 @@ def serve(store: socket.socket) -> None:
 
 def answered(port: int, data: bytes) -> bytes:
     """What comes back from `port` of the loopback; empty when the connection ends."""
-    with socket.create_connection((LOOPBACK, port), timeout=20.0) as one:
+    with socket.create_connection((LOOPBACK, port), timeout=60.0) as one:
         sender = threading.Thread(target=one.sendall, args=(data,), daemon=True)
         sender.start()
         found = b""
@@ -117,7 +117,7 @@ def test_another_users_process_is_shut_out_at_the_loopback(
 def test_when_a_generation_ends_its_gate_lets_nobody_through(head: tuple[int, StoreGate]) -> None:
     door, gate = head
     far = far_store(LOOPBACK, door, bytes.fromhex(SECRET))
-    with socket.create_connection((LOOPBACK, far.port), timeout=20.0) as held:
+    with socket.create_connection((LOOPBACK, far.port), timeout=60.0) as held:
         held.sendall(b"here")
         assert held.recv(10) == b"here"
         gate.close()

@@ -57,7 +57,7 @@ def run(launch: Run, tmp_path: Path) -> Run:
         body = body or LOOP.replace("STEPS", str(steps)).replace("FAULT", fault)
         script.write_text(f"import os, time\n{before}{HEAD}{body}")
         argv = [sys.executable, "-P", str(PRELOADED), str(script)]
-        settings = {"stall_after": str(WINDOW_SECONDS), "preload": True, **settings}
+        settings = {"hang_timeout": str(WINDOW_SECONDS), "preload": True, **settings}
         return launch("", argv=argv, plain_store=True, **settings)
 
     return begin
@@ -159,7 +159,7 @@ try:
 except RuntimeError:
     time.sleep(600)
 """,
-        stop_grace_seconds=600.0,
+        grace_period_seconds=600.0,
     )
     assert one.finish() == ExitCode.STALLED
 
@@ -167,14 +167,14 @@ except RuntimeError:
 @pytest.mark.slow
 def test_a_rank_that_leaves_is_told_although_the_others_hang(run: Run) -> None:
     """Its connections stay open in a process that it has left behind: the others notice nothing."""
-    one = run("if os.fork(): os._exit(0)\n        time.sleep(600)", stall_after="60")
+    one = run("if os.fork(): os._exit(0)\n        time.sleep(600)", hang_timeout="60")
     assert one.finish() == ExitCode.FAILED  # within 30 s, half of the window
     assert verdict(one).verdict.kind is VerdictKind.LEFT
     assert verdict(one).verdict.guilty == (1,)
 
 
 def test_a_killed_rank_is_told_as_before_without_any_window_and_with_its_last_collective(run: Run) -> None:
-    one = run("os.kill(os.getpid(), signal.SIGKILL)", stall_after="60")
+    one = run("os.kill(os.getpid(), signal.SIGKILL)", hang_timeout="60")
     assert one.finish() == 137  # within 30 s, half of the window
     assert one.verdict[0].startswith("rank 1 (")
     assert "all_reduce #5 [8] float32" in one.stderr and "job.py:" in one.stderr
@@ -254,7 +254,7 @@ while time.monotonic() < end:
 os._exit(0)
 """
     # no bootstrap: what the worker does to its own watcher by that is not the question here
-    one = launch("", argv=[sys.executable, "-c", "import os, time" + rubbish], nproc=2, stall_after="1")
+    one = launch("", argv=[sys.executable, "-c", "import os, time" + rubbish], nproc=2, hang_timeout="1")
     assert one.finish() == ExitCode.DONE, one.stderr
     assert "failed" not in one.stderr
 

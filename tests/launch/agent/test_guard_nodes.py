@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> Iterator[Any]:
         def begin(fault: str, **settings: Any) -> Nodes:
             code = RANKS.replace("FAULT", fault)
             return stack.enter_context(
-                several(tmp_path, code, plain_store=True, stall_after="3", preload=True, **settings)
+                several(tmp_path, code, plain_store=True, hang_timeout="3", preload=True, **settings)
             )
 
         yield begin

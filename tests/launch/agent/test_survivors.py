@@ -111,11 +111,11 @@ def test_kill_minus_9_after_a_restart(launch, killed: str) -> None:
     one.finish()
 
 
-def test_kill_minus_9_of_the_launcher_ends_a_long_stop_grace(launch) -> None:
+def test_kill_minus_9_of_the_launcher_ends_a_long_grace_period(launch) -> None:
     one = launch(
         "signal.signal(signal.SIGTERM, lambda *_: (folder / 'asked').touch())\nforever()",
         nproc=1,
-        stop_grace_seconds=3600.0,
+        grace_period_seconds=3600.0,
     )
     one.wait_ready(1)
     one.process.send_signal(signal.SIGTERM)

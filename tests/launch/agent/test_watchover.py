@@ -63,7 +63,7 @@ class Watched:
 def under_torchrun(folder: Path, *options: str) -> Iterator[Watched]:
     (folder / "job.py").write_text(SCRIPT)
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline"]
-    words = [*start, "watchover", *options, "--stall-after", "2", str(folder / "job.py"), "--epochs", "5"]
+    words = [*start, "watchover", *options, "--hang-timeout", "2", str(folder / "job.py"), "--epochs", "5"]
     env: Mapping[str, str] = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     with (folder / "output.txt").open("wb") as output:
         process = subprocess.Popen(words, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
@@ -111,7 +111,7 @@ def by_hand(folder: Path, world: int, *options: str) -> list[subprocess.Popen[by
     """Ranks as some launcher of somebody's starts them: with torchrun's variables."""
     port = str(20000 + os.getpid() % 9000)
     env = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_PORT": port}
-    words = ["-m", "paceline", "watchover", "--stall-after", "2", *options, folder / "job.py", "--epochs", "5"]
+    words = ["-m", "paceline", "watchover", "--hang-timeout", "2", *options, folder / "job.py", "--epochs", "5"]
     own = [{**env, "MASTER_ADDR": "127.0.0.1", "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(world)]
     with (folder / "output.txt").open("wb") as output:
         # rank 0 last: its agent must not become our child, as what ends while we fork does

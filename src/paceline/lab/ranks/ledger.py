@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.data.plan import BatchPlan, Tail, add_fingerprints, fingerprint
+from paceline.data.plan import BatchPlan, LastBatch, add_fingerprints, fingerprint
 from paceline.data.streams import ENDLESS
 from paceline.errors import UsageError, plural
 from paceline.runs.events import Ended, RolledBack, Samples, Started, Step, UnloggedStep, event_files, read_events
@@ -130,7 +130,7 @@ class Audit:
 
     num_samples: int
     steps_per_epoch: int
-    tail: Tail
+    last_batch: LastBatch
     incarnations: list[Incarnation]
     epochs: list[Epoch] = field(default_factory=list[Epoch])
     left_out: list[int] = field(default_factory=list[int])
@@ -171,7 +171,7 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
     plan = make_plan(ENDLESS if parts else max(1, starts[0].first.num_samples))
     unlogged = [note for start in starts for note in _add_unlogged_steps(start, plan)]
     incarnations = [_incarnation(start, counts) for start, counts in zip(starts, ranges, strict=True)]
-    result = Audit(plan.num_samples, plan.steps_per_epoch, plan.tail, incarnations, is_stream=parts > 0)
+    result = Audit(plan.num_samples, plan.steps_per_epoch, plan.last_batch, incarnations, is_stream=parts > 0)
     if parts:
         result = replace(result, num_samples=0, steps_per_epoch=0)
     elif older := [start.name for start in starts if any(log.started.num_samples == 0 for log in start.logs)]:
@@ -197,7 +197,7 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
             result.findings.append(
                 f"epoch {epoch}: {used.never} samples of the stream were skipped, {used.repeatedly} repeated"
             )
-        if not parts and plan.tail == "keep" and used.steps == plan.steps_per_epoch:
+        if not parts and plan.last_batch == "keep" and used.steps == plan.steps_per_epoch:
             result.findings.extend(_check_epoch(epoch, steps, plan.num_samples))
     result.findings.extend(_merged(faults))
     if not result.epochs:
@@ -486,8 +486,8 @@ def _notes(result: Audit, last: RunStart, counts: range) -> Iterator[str]:
     if not result.is_stream:
         if result.epochs and (done := result.epochs[-1].steps) < result.steps_per_epoch:
             yield f"epoch {result.epochs[-1].epoch} is unfinished: {done} of {result.steps_per_epoch} steps"
-        if result.tail != "keep":
-            yield f"tail '{result.tail}': checked only against the plan, which does not use each sample once"
+        if result.last_batch != "keep":
+            yield f"last batch '{result.last_batch}': checked only against the plan, which can repeat samples"
     if ahead := [log for log in last.logs if log.reached >= counts.stop]:
         steps = _name_steps(counts.stop, max(log.reached for log in ahead))
         ranks = ", ".join(str(log.started.rank) for log in ahead)

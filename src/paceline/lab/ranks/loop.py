@@ -100,7 +100,7 @@ class _Recorder(Observer):
     def __post_init__(self) -> None:
         world, chosen = world_on(self.spec.device), {"strategy": self.case.strategy} if self.case.strategy else {}
         self.options = {"device": world.device.type, "backend": world.backend, "threads": 1, "resume": False}
-        self.options |= {"track": None, "virtual_ranks": self.case.virtual_ranks, **chosen}
+        self.options |= {"report_to": None, "virtual_ranks": self.case.virtual_ranks, **chosen}
         self.max_steps = self.spec.steps
 
     def wrap_strategy(self, name: str, apply: Apply) -> Apply:
@@ -146,7 +146,7 @@ class _Recorder(Observer):
         size = self.spec.virtual_ranks
         # batch norm needs more than one value for its statistics
         uneven = 2 * size + 1 if any(has_batch_norm(part.replica.model) for part in self.parts) else max(1, size - 1)
-        rest = plan.global_batch if plan.tail == "drop" else min(uneven, plan.global_batch)
+        rest = plan.global_batch if plan.last_batch == "drop" else min(uneven, plan.global_batch)
         return max(2, self.spec.steps // 2), rest
 
     def on_batch(self, inputs: Any, work: Work | None) -> Any:

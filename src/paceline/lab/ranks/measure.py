@@ -123,7 +123,7 @@ class CandidateTraining:
         config = _configured(workload.config, candidate)
         shape = batch_shape(config.data, data.size)
         samples: int = len(dataset)  # pyright: ignore[reportArgumentType]
-        self.plan = make_plan(replace(config, data=replace(config.data, tail="drop")), shape, samples)
+        self.plan = make_plan(replace(config, data=replace(config.data, last_batch="drop")), shape, samples)
         self._share = ranks_share(shape.virtual_ranks, data.rank, data.size)
         self._lists_samples = config.run.record_samples
         model = make_model(task, config.run.seed, world)

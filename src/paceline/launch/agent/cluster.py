@@ -433,8 +433,8 @@ class Generation:
         """
         self.own.release(ranks, word.encode())
         self.cluster.send(channel.Release(tuple(ranks), word))
-        began = time.monotonic()
-        while (waited_seconds := time.monotonic() - began) < self.plan.stop_grace_seconds and not self.cluster.ordered:
+        began, grace_seconds = time.monotonic(), self.plan.grace_period_seconds
+        while (waited_seconds := time.monotonic() - began) < grace_seconds and not self.cluster.ordered:
             running = [sample for sample in self.running() if sample.rank in ranks]
             has_progress = any(sample.still_seconds < waited_seconds for sample in running)
             if not running or (waited_seconds > REACTION_SECONDS and not has_progress):

@@ -33,7 +33,7 @@ class Follower:
         self.plan, self.orders = plan, orders
         self._inherited = inherited
         self._collection: Collection | None = None  # details that the head has requested from the workers
-        self._sample_seconds = sample_seconds(plan.stall_after)
+        self._sample_seconds = sample_seconds(plan.hang_timeout)
         self._on_started = on_started  # called when the workers have been started
         self._code: int | None = None
         self._forwarded = 0  # number of stop signals that the head knows
@@ -172,7 +172,7 @@ class Follower:
             self._reported_launcher_gone = True
             link.send(channel.Ordered(0))
         if self.orders.given and self._deadline_seconds == float("inf"):
-            grace = REMOTE_GRACE_SECONDS if self.orders.launcher_gone else self.plan.stop_grace_seconds
+            grace = REMOTE_GRACE_SECONDS if self.orders.launcher_gone else self.plan.grace_period_seconds
             self._deadline_seconds = time.monotonic() + grace + HEAD_STOP_SECONDS
 
     def _report(self, link: channel.Link) -> None:
@@ -183,8 +183,8 @@ class Follower:
             workers = tuple(sample.turned(now) for sample in own.samples())
             beat = channel.Beat(own.number, workers, own.oom_kills(), own.swept, tuple(own.left))
         news = [(beat.generation, beat.stopped), *((worker.code, worker.failure is None) for worker in beat.workers)]
-        is_guarded = self._workers is not None and not self.plan.stall_after.off
-        interval = heartbeat_seconds(self.plan.stall_after, self.plan.nodes, beat.workers) - self._sample_seconds / 2
+        is_guarded = self._workers is not None and not self.plan.hang_timeout.off
+        interval = heartbeat_seconds(self.plan.hang_timeout, self.plan.nodes, beat.workers) - self._sample_seconds / 2
         is_due = now >= self._sent_seconds + (interval if is_guarded else channel.BEAT_SECONDS)
         if is_due or news != self._news or self._alive_took_seconds is not None:
             link.send(replace(beat, unix_time=time.time(), alive_took_seconds=self._alive_took_seconds))

@@ -235,7 +235,7 @@ class Head:
             if due is not None and time.monotonic() >= due:
                 return monitor.judge_failure(ranks)
             saved = [sample.ended_seconds for sample in ranks if sample.code == ExitCode.SAVED]
-            if saved and due is None and time.monotonic() >= min(saved) + self.plan.stop_grace_seconds:
+            if saved and due is None and time.monotonic() >= min(saved) + self.plan.grace_period_seconds:
                 return self._end_late(generation, ranks)
             if due is None and not saved and (stalled := monitor.look()) is not None:
                 return stalled
@@ -253,7 +253,7 @@ class Head:
             generation.stop(REMOTE_GRACE_SECONDS if self.plan.silence_seconds else LIFELINE_GRACE_SECONDS)
             return _launcher_gone()
         number = self.cluster.signals[0] if self.plan.plain_store else signal.SIGTERM
-        generation.stop(self.plan.stop_grace_seconds, number, signals_heard=1)
+        generation.stop(self.plan.grace_period_seconds, number, signals_heard=1)
         return self._stopped_by_signal(generation.samples())
 
     def _stopped_by_signal(self, ranks: Sequence[Sample]) -> int:
@@ -279,7 +279,7 @@ class Head:
         if generation.own.samples()[0].code == ExitCode.SAVED:
             return ExitCode.SAVED
         say(
-            f"rank {late} still ran {self.plan.stop_grace_seconds:g} s after another rank had saved its state and "
+            f"rank {late} still ran {self.plan.grace_period_seconds:g} s after another rank had saved its state and "
             f"stopped (exit code {int(ExitCode.SAVED)}), and rank 0 has not saved: stopping all ranks"
         )
         return ExitCode.FAILED

@@ -96,7 +96,7 @@ class Monitor:
 
     def __init__(self, generation: Generation) -> None:
         self._generation, self._plan = generation, generation.plan
-        self._windows = self._plan.stall_after
+        self._windows = self._plan.hang_timeout
         self._stalls = detectors.StallDetector(self._windows)
         self._stragglers = detectors.StragglerDetector({sample.rank: sample.host for sample in generation.samples()})
         self.look_seconds = detectors.sample_seconds(self._windows)  # interval between two samples

@@ -151,7 +151,7 @@ def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: i
     env.setdefault("PYTHONUNBUFFERED", "1")
     env.setdefault("PYTHONFAULTHANDLER", "1")
     env.setdefault("TORCH_FR_BUFFER_SIZE", "256")  # collectives in torch's flight recorder: dumping 2000 takes 20 ms
-    if not plan.stall_after.off:  # otherwise torch's watchdog ends a rank before it has saved after the guard's abort
+    if not plan.hang_timeout.off:  # otherwise torch's watchdog ends a rank before it has saved after the guard's abort
         env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     env.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # otherwise two groups on one GPU can deadlock
     env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product
@@ -194,7 +194,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             store=store_descriptor,
             snapshots=inherited.snapshots,
             temporary=inherited.temporary,
-            guarded=not plan.stall_after.off,
+            guarded=not plan.hang_timeout.off,
             shares_gradients=plan.collectives == "shared",
         )
         env = worker_environment(plan, local_rank, store.port_number(plan), generation) | spec.variable()

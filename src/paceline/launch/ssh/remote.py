@@ -162,7 +162,7 @@ class _RemoteRun:
         now = time.monotonic()
         if self._stopped_seconds == math.inf:
             self._stopped_seconds = now
-            grace = max(node.stop_grace_seconds + node.term_grace_seconds for node in self._plan.nodes)
+            grace = max(node.grace_period_seconds + node.term_grace_seconds for node in self._plan.nodes)
             self._deadline, self._code = now + grace + STOP_MARGIN_SECONDS, 128 + number
             self._reason = f"stopped by {number.name}; node 0 ({self._head.name}) has not ended in time"
             self._reconnector.stop()
