@@ -190,7 +190,7 @@ def compared(folder: Path) -> str:
 
 def collated(folder: Path) -> str:
     (folder / "mine.py").write_text(
-        "from paceline.tasks import load_task\nfrom dataclasses import replace\n"
+        "from paceline.tasks.registry import load_task\nfrom dataclasses import replace\n"
         "from torch.utils.data import default_collate\n"
         "task = replace(load_task('mnist-cnn', {}), collate=lambda samples: default_collate(samples))\n"
     )
@@ -235,7 +235,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 import torch
-from paceline.tasks import load_task
+from paceline.tasks.registry import load_task
 task, calls, seen = load_task("mnist-cnn", {}), 0, Counter()
 def loss(outputs, targets):
     global calls

@@ -27,7 +27,7 @@ from paceline import STRATEGIES, BatchPlan, Loading, Schedule, fit, load_steps, 
 from paceline.rank.guard import Guard
 from paceline.stepping.order import CallOrder
 from paceline.stepping.totals import Votes
-from paceline.tasks.models import CNN
+from paceline.tasks.mnist import CNN
 
 BLOCK, BLOCKS = 60, 16
 WORKS = {"cnn": (CNN, (1, 28, 28), 64), "mlp": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), (784,), 64)}

@@ -41,7 +41,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
-from paceline.tasks.models import CNN
+from paceline.tasks.mnist import CNN
 from paceline.tasks.mnist import dataset
 
 dist.init_process_group("gloo")

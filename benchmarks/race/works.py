@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.data.arrays import ArrayDataset
+from paceline.tasks.mnist import CNN, ResNet18
 from paceline.tasks.mnist import dataset as mnist
-from paceline.tasks.models import CNN, ResNet18
 from race.gpt import GPT, made_up_text
 
 SEED = 0

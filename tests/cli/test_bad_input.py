@@ -77,7 +77,7 @@ ROWS = [  # arguments, code of the error, a part of its text
     (f"{MINE} --run-dir full --nproc 2", "run-dir-not-empty", ""),
     (f"{MINE} --strategy exact --batchnorm sync", "exact-with-sync-batchnorm", ""),
     (f"{MINE} --strategy zero --batchnorm sync --nproc 2", "exact-with-sync-batchnorm", ""),
-    *((f"{TWO} --hang-timeout={s}", "hang-timeout-invalid", "after") for s in ("0", "-3", "abc", "nan", "1e3", "")),
+    *((f"{TWO} --hang-timeout={s}", "hang-timeout-invalid", "--hang-") for s in ("0", "-3", "abc", "nan", "1e3", "")),
     ("launch --hang-timeout never -- script.py", "hang-timeout-invalid", "--hang-timeout"),
     (f"{CNN} --hang-timeout 5", "hang-timeout-without-agent", "--nproc"),
     (f"{TWO} --not-finite ignore", "wrong-command-line", "'ignore'"),

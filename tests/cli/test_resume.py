@@ -220,8 +220,11 @@ def old(tmp_path: Path) -> Path:
 def test_a_run_with_the_former_names_of_settings_resumes(paceline, old: Path) -> None:
     former = load(old / "run/config.toml", ours=False)
     assert (former.data.last_batch, former.run.report_to, former.task_arg) == ("drop", "tensorboard", ("width=5",))
-    words = ["--resume", "auto", "--run-dir", "run", "--allow-change", "task", "--report-to"]
-    run = paceline("train", "mine.py:task", *words, "", ranks=2)
+    words = ("train", "mine.py:task", "--resume=auto", "--run-dir=run", "--allow-change=task", "--report-to=")
+    changed = paceline(*words, "--task-arg", "width=6", "--last-batch", "keep", command=("-c", WITHOUT_TORCH))
+    ended_with(changed, "another-run")
+    assert "task_arg.width: " in changed.stderr and "last_batch: " in changed.stderr
+    run = paceline(*words, ranks=2)
     assert run.returncode == 0, run.stderr
     now = tomllib.loads((old / "run/config.toml").read_text())
     assert now["checkpoint"]["keep_checkpoints"] == 4 and now["checkpoint"]["check_replicas_every"] == 3

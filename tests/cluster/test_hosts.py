@@ -9,7 +9,7 @@ from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
 from tests.cluster.training import EXACT, FOLLOWER, HEAD, PACELINE, trained_here, weights, words
 
-from paceline.tasks.models import CNN
+from paceline.tasks.mnist import CNN
 
 STEPS = 8
 GRADIENT_BYTES = 4 * sum(parameter.numel() for parameter in CNN().parameters())

@@ -23,7 +23,7 @@ from paceline.compute.flops import FlopCount, Utilization, can_count, measured_t
 from paceline.compute.forward import recompute
 from paceline.compute.precision import in_bf16
 from paceline.rank.world import World
-from paceline.tasks.models import ResNet18
+from paceline.tasks.mnist import ResNet18
 
 CPU = torch.device("cpu")
 WORLD = World(0, 2, 0, 2, CPU, "gloo")

@@ -162,7 +162,7 @@ def test_what_changes_nothing_of_the_run_may_change_freely(free):
     [
         ({"launch__nproc": 3}, ["virtual_ranks", "global_batch"]),
         ({"run__seed": 1}, ["seed"]),
-        ({"data__tail": "drop"}, ["last_batch"]),
+        ({"data__last_batch": "drop"}, ["last_batch"]),
         ({"data__accumulation": 2, "data__global_batch": 128}, ["accumulation"]),
         ({"model__batchnorm": "sync"}, ["batchnorm"]),
         ({"model__stem": "small"}, ["stem"]),

@@ -13,7 +13,7 @@ from tests.host.test_gpu_trouble import HOT, Driver
 from paceline.host import machine_log as sampling
 from paceline.host.cgroup import memory_limit, quota_used_seconds
 from paceline.host.machine_log import SLOWED, GpuReader, MachineLog, Sampler, gpu_answer
-from paceline.runs.machine import MachineUse, read_machine
+from paceline.runs.machine import MachineUse, decode_record
 
 
 def test_a_sample_says_what_the_machine_and_its_ranks_use() -> None:
@@ -111,7 +111,7 @@ def test_the_log_of_a_node_has_its_ranks_and_its_end_ends_it(tmp_path: Path, mon
     while not (tmp_path / "machine-4.jsonl").exists():
         threading.Event().wait(0.01)
     log.close()
-    first = next(iter(read_machine(tmp_path / "machine-4.jsonl")))
+    first = decode_record((tmp_path / "machine-4.jsonl").read_bytes().splitlines()[0])
     assert isinstance(first, MachineUse)
     assert [*first.ranks] == [2]
     assert "paceline-machine" not in [thread.name for thread in threading.enumerate()]

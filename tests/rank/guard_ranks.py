@@ -75,7 +75,7 @@ class Rank:
     def native(self) -> str:
         """Its stacks as faulthandler writes them."""
         assert status_page.takes_signal(self.process.pid)
-        status_page.forget_native(self.box)
+        os.ftruncate(self.box, status_page.PAGE_BYTES)
         os.kill(self.process.pid, status_page.SIGNAL)
         wait(lambda: OUTERMOST.search(status_page.read_native(self.box)), "no stacks")
         return status_page.read_native(self.box)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline import ArrayDataset, Task
-from paceline.tasks.models import ResNet18
+from paceline.tasks.mnist import ResNet18
 
 
 def _tokens(split: str) -> ArrayDataset:

@@ -8,7 +8,7 @@ import pytest
 from tests.errors import raises
 
 from paceline.errors import UsageError
-from paceline.tasks import check_task, is_loop, load_function, load_task
+from paceline.tasks.registry import check_task, is_loop, load_function, load_task
 
 
 def written(folder: Path, name: str, text: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.tasks.models import CNN, ResNet18
+from paceline.tasks.mnist import CNN, ResNet18
 
 
 def size(model: nn.Module) -> int:

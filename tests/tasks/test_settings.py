@@ -11,7 +11,7 @@ from tests.cli.test_bad_input import WITHOUT_TORCH
 from tests.errors import codes, ended_with, raises
 
 from paceline.config.settings import TrainConfig, dump, load
-from paceline.tasks import load_task
+from paceline.tasks.registry import load_task
 from paceline.tasks.settings import all_settings, convert_settings, settings_help, settings_in
 
 TASK = """
@@ -136,7 +136,7 @@ def test_they_are_listed_without_importing_the_task(mine, paceline):
 
 @pytest.mark.parametrize("texts", [(), ("a=4", "b=0.1", "c=true", "d=gelu", "e=007", "f=1e-3", "g=x=y", "h=nan", "i=")])
 def test_a_file_holds_them_as_a_table(tmp_path, texts):
-    config = TrainConfig(task="mnist-cnn", set=texts)
+    config = TrainConfig(task="mnist-cnn", task_arg=texts)
     path = tmp_path / "config.toml"
     path.write_text(dump(config))
     assert load(path, ours=False) == config

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Task
-from paceline.tasks import check_task
+from paceline.tasks.registry import check_task
 
 
 def data(split: str) -> TensorDataset:

@@ -5,7 +5,7 @@ from tests import warm
 LOOK = """
 import os, sys
 from paceline.config.settings import absolute_task
-from paceline.tasks import load_task
+from paceline.tasks.registry import load_task
 task = load_task(absolute_task(sys.argv[1]), {})
 print(sys.path.index(os.getcwd()) if os.getcwd() in sys.path else "not there", len(sys.path))
 """

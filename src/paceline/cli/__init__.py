@@ -37,7 +37,7 @@ GROUPS = {
         "train": Command(
             "train a model on one process or many", "train.TrainConfig", "task",
             ("mnist-cnn --nproc 2 --run-dir runs/first", "mnist-cnn --nproc 2 --run-dir runs/first --resume auto"),
-            common="config strategy set batch-size global-batch virtual-ranks lr precision epochs steps run-dir "
+            common="config strategy task-arg batch-size global-batch virtual-ranks lr precision epochs steps run-dir "
             "checkpoint-every resume nproc device on nodes hosts",
             config="TOML file with settings, e.g. the config.toml of a run; options override it",
         ),
@@ -113,7 +113,7 @@ GROUPS = {
         "scale": Command(
             "measure scaling and lost time, and estimate a step on more machines", "scale.ScaleConfig", "task",
             ("mnist-cnn --ranks 1,2", "mnist-cnn --ranks 1,2 --network 100Gbit,5us"),
-            common="runs ranks strategy mesh mode batch-size network steps rounds config device set out json",
+            common="runs ranks strategy mesh mode batch-size network steps rounds config device task-arg out json",
         ),
         "ledger": Command(
             "check that each sample was used once per epoch, over all attempts", "ledger.LedgerConfig", "run",

@@ -250,7 +250,7 @@ def _transformers() -> Any:
 def _hugging_face_model(run_dir: Path, folder: Path | None, *, trust: bool) -> Any:
     """The model that the config.json in `folder` describes, or without a folder, the one in the model of the task."""
     from paceline.config.settings import load, task_options
-    from paceline.tasks import TASKS, check_task, load_task
+    from paceline.tasks.registry import TASKS, check_task, load_task
 
     transformers = _transformers()
     if folder is not None:

@@ -15,7 +15,7 @@ from paceline.errors import UsageError, plural
 from paceline.lab.measurement import INSPECTED_STEPS
 from paceline.lab.rounds import MeasuredRounds, ProcessSet, measure_rounds
 from paceline.runs.reading import real_path
-from paceline.tasks import check_optimizer, check_task
+from paceline.tasks.registry import check_optimizer, check_task
 
 
 @dataclass(frozen=True)

@@ -453,7 +453,7 @@ def _settings(run_dir: Path) -> TrainConfig:
 def resume_command(run_dir: Path) -> str:
     """The command that resumes a run; empty for a script that loads its state itself."""
     from paceline.config.settings import load
-    from paceline.tasks import TASKS
+    from paceline.tasks.registry import TASKS
 
     if not os.path.lexists(run_dir / CONFIG):
         return ""

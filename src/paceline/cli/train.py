@@ -48,7 +48,7 @@ from paceline.runs.folder import (
 from paceline.runs.reading import real_path
 from paceline.runs.summary import Summary, read_summary, write_summary
 from paceline.runs.trackers import tracker_names
-from paceline.tasks import check_optimizer, check_task
+from paceline.tasks.registry import check_optimizer, check_task
 from paceline.tasks.settings import all_settings, settings_help
 
 

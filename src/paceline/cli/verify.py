@@ -21,7 +21,7 @@ from paceline.lab.verify import OWN, BitsReport, LoopCase, LoopSpec, Spec, Verif
 from paceline.launch.supervise import run_workers
 from paceline.protocol.job import AUTO, Windows
 from paceline.runs.attempt import read_ended
-from paceline.tasks import check_loop, check_task, is_loop
+from paceline.tasks.registry import check_loop, check_task, is_loop
 
 WORKER = "paceline.lab.ranks.verify"
 STALL_SECONDS = 60.0  # window of the guard for a custom loop, whose epochs are short here

@@ -310,11 +310,6 @@ def gather_on_host(host: "Hosts") -> Gather:
     return lambda value: dict(enumerate(on_host.gather(value, "messages of a host"), first))
 
 
-def gather_alone(world: World) -> Gather:
-    """Returns the value of this rank, without communication."""
-    return lambda value: {world.rank: value}
-
-
 @contextmanager
 def raise_on_all_ranks(world: World, *, prepares: bool = True) -> Generator[None]:
     """If the block fails on one rank, raise an error on all ranks: no rank waits for a rank that has ended.

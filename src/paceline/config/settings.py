@@ -438,10 +438,9 @@ def load(path: Path, *, ours: bool) -> TrainConfig:
 
 def _with_current_names(table: Mapping[str, Any]) -> dict[str, Any]:
     """The table with the current names of settings, if an earlier version of paceline wrote the file."""
-    current = {current_name(name): value for name, value in table.items()}
     return {
         name: _with_current_names(value) if isinstance(value, Mapping) and name != "task_arg" else value
-        for name, value in current.items()
+        for name, value in zip(map(current_name, table), table.values(), strict=True)
     }
 
 

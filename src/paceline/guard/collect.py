@@ -20,9 +20,9 @@ from paceline.protocol.evidence import Answer, Evidence, Frame, LoaderWorker, Op
 from paceline.protocol.job import JUMP_SECONDS
 from paceline.protocol.marks import read_calls, read_findings, read_marks, read_orders
 from paceline.protocol.status_page import (
+    PAGE_BYTES,
     SIGNAL,
     SIGNAL_SAFE,
-    forget_native,
     has_status_page,
     put_question,
     read_answer,
@@ -117,7 +117,7 @@ class Collection:
         """Ask for native stacks; return whether that is possible without the risk of killing the worker."""
         if not read_counters(query.box).ready & SIGNAL_SAFE or not takes_signal(query.pid):
             return False
-        forget_native(query.box)
+        os.ftruncate(query.box, PAGE_BYTES)  # discard faulthandler's text
         query.native_bytes = 0
         self._signalled_seconds = time.monotonic()
         with suppress(ProcessLookupError, PermissionError):

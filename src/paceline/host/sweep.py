@@ -147,8 +147,3 @@ def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:
             shutil.rmtree(temporary, ignore_errors=True)
     finally:
         os._exit(0)  # never return into the agent's code
-
-
-def tell_janitor(descriptor: int, attempt_dir: str) -> None:
-    """Send the folder of the roster to the janitor, before the workers start."""
-    os.write(descriptor, os.fsencode(attempt_dir) + b"\0")

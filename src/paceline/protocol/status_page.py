@@ -385,11 +385,6 @@ def takes_signal(pid: int, number: int = SIGNAL, *, ignoring: bool = False) -> b
         return False
 
 
-def forget_native(descriptor: int) -> None:
-    """Discard faulthandler's text, before SIGNAL is sent again."""
-    os.ftruncate(descriptor, PAGE_BYTES)
-
-
 def read_native(descriptor: int) -> str:
     """The text of faulthandler since SIGNAL; of a long text the end, which has the main thread."""
     size = os.fstat(descriptor).st_size

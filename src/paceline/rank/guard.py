@@ -330,13 +330,9 @@ class Connections:
         self._installed = False
 
     def install(self, distributed: ModuleType) -> None:
-        """Record the sockets of each new process group, and close its ports to new connections.
-
-        Further calls do nothing: every session of a process calls this.
-        """
+        """Record the sockets of each new process group, and close its ports. Further calls do nothing."""
         make: Callable[..., Any] | None = getattr(distributed, MAKES_GROUP, None)
-        # None: a torch with a different name. No sockets are recorded, and no rank is unblocked.
-        if make is None or self._installed:
+        if make is None or self._installed:  # None: a different torch, no rank is unblocked
             return
         self._installed = True
 

@@ -6,7 +6,6 @@ double). The agent checks the log once a second, and writes a record if it has g
 worker.
 """
 
-import math
 import os
 import struct
 import time
@@ -185,11 +184,8 @@ class LogTimes:
             with open_file(self._path) as it:
                 data = os.pread(it.descriptor, PAGE * RECORD.size, self._first * RECORD.size)
             complete = data[: len(data) // RECORD.size * RECORD.size]
-            self._page = [(size, _valid_time(seconds)) for size, seconds in RECORD.iter_unpack(complete)]
+            # a time that is not finite, or after the year 2600, is damage
+            self._page = [(size, t if 0 <= t < 2e10 else 0.0) for size, t in RECORD.iter_unpack(complete)]
         position = index - self._first
         in_page = position < len(self._page)  # False if the file has become shorter
         return self._page[position] if in_page else (2**63 - 1, self._last_seconds)
-
-
-def _valid_time(seconds: float) -> float:
-    return seconds if math.isfinite(seconds) and 0 <= seconds < 2e10 else 0.0

@@ -4,14 +4,13 @@ The agent of a node writes its file, or local rank 0 if the node has no agent. I
 """
 
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from paceline.runs.events import Count, Few, Seconds
-from paceline.runs.reading import numbered_files, read_lines
+from paceline.runs.reading import numbered_files
 
 _FILE = re.compile(r"machine-([0-9]{1,9})\.jsonl")
 
@@ -78,15 +77,6 @@ def machine_files(run_dir: Path) -> dict[int, Path]:
         OSError: the folder cannot be read.
     """
     return numbered_files(run_dir, _FILE)
-
-
-def read_machine(path: Path) -> Iterator[Record]:
-    """The readable records of a file, in order.
-
-    Raises:
-        OSError: it does not exist, or is not such a file.
-    """
-    return (record for line in read_lines(path) if (record := decode_record(line)) is not None)
 
 
 def decode_record(line: bytes) -> Record | None:

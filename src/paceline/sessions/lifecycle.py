@@ -61,26 +61,11 @@ class SessionLifecycle(SessionLoop):
     """The methods of a session that start and end it."""
 
     def __init__(
-        self,
-        run_dir: str | os.PathLike[str] | None,
-        *,
-        resume: bool,
-        strategy: str,
-        virtual_ranks: int | None,
-        seed: int | None,
-        threads: int | None,
-        checkpoint_every: int | str | None,
-        keep_checkpoints: int,
-        check_replicas_every: int,
-        not_finite: Literal["stop", "skip"],
-        device: str,
-        backend: str,
-        timeout: float,
-        trust: bool,
-        report_to: str | None,
-        peak_tflops: float | None,
-        **of_strategy: Any,
-    ) -> None:
+        self, run_dir: str | os.PathLike[str] | None, *, resume: bool, strategy: str, virtual_ranks: int | None,
+        seed: int | None, threads: int | None, checkpoint_every: int | str | None, keep_checkpoints: int,
+        check_replicas_every: int, not_finite: Literal["stop", "skip"], device: str, backend: str, timeout: float,
+        trust: bool, report_to: str | None, peak_tflops: float | None, **of_strategy: Any,
+    ) -> None:  # fmt: skip
         """See `session`, which has the defaults. `of_strategy`: arguments of a single strategy."""
         if strategy not in STRATEGY_INFO:
             raise unknown("strategy", strategy, list(STRATEGY_INFO))

@@ -11,7 +11,6 @@ from torch import Tensor
 from paceline.collectives.control import (
     SummedTotals,
     Totals,
-    gather_alone,
     is_async,
     report_on_one_rank,
     resolve,
@@ -221,7 +220,8 @@ class StepTotals:
                 if finite_here:
                     raise ReportedByPeer("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
                 # other hosts may have left already: each rank reports for itself
-                raise stopped(losses_not_finite(self.seen, self._where, gather_alone(self._world)), way_out, late=True)
+                found = losses_not_finite(self.seen, self._where, lambda value: {self._world.rank: value})
+                raise stopped(found, way_out, late=True)
             if self.result.weight != samples:
                 raise TrainingError(
                     code="loss-weight-wrong", place=self._where, weight=self.result.weight, samples=samples

@@ -74,7 +74,7 @@ def all_settings(task: str, given: Mapping[str, Any]) -> dict[str, Any]:
     values = {s.name: _literal(s.default) for s in settings or () if s.default is not None}
     values |= convert_settings(task, settings, given)
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
-    return {f"set.{name}": value for name, value in plain.items() if name not in WITH_FLAGS}
+    return {f"task_arg.{name}": value for name, value in plain.items() if name not in WITH_FLAGS}
 
 
 def settings_help(task: str) -> str:

@@ -15,12 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.errors import UsageError
 from paceline.strategies.base import MakeOptimizer
-from paceline.tasks.finding import import_object
-from paceline.tasks.task import Task
 from paceline.train.numbers import load_numbers, numbers_of, settings_of
 
 if TYPE_CHECKING:
     from paceline.config.settings import OptimizerConfig
+    from paceline.tasks.task import Task
 
 OPTIMIZER_SETTINGS = ("optimizer", "lr", "weight_decay", "momentum", "lr_scaling", "lr_base_batch")
 SCHEDULE_SETTINGS = ("schedule", "warmup_steps")
@@ -101,6 +100,8 @@ def _refuse(config: OptimizerConfig, names: Iterable[str], why: str) -> None:
 
 
 def _imported_maker(config: OptimizerConfig, lr: float) -> MakeOptimizer:
+    from paceline.tasks.finding import import_object  # a session needs none of it
+
     make = import_object(config.optimizer)
     if not callable(make):
         raise UsageError(code="optimizer-not-found", value=config.optimizer)

@@ -35,7 +35,7 @@ from paceline.rank.world import World
 from paceline.seeding import derive, preserved_streams, random_stream
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.base import MakeOptimizer
-from paceline.tasks import load_task
+from paceline.tasks.registry import load_task
 from paceline.tasks.settings import all_settings
 from paceline.tasks.task import SPLITS, Split, Task, call
 from paceline.train.average import WeightAverage

@@ -51,8 +51,6 @@ def stream_of(config: TrainConfig, task: Task, data: Any, shape: BatchShape, loa
             raise UsageError(code="schedule-without-length")
         if schedule != "constant" and task.make_optimizer is None:
             raise UsageError(code="stream-schedule-without-steps", value=schedule)
-    batch, parts = shape.global_batch, shape.accumulation
-    plan = StreamPlan(
-        ENDLESS, batch, shape.virtual_ranks, parts, config.run.seed, shuffle=False, last_batch=config.data.last_batch
-    )
+    batch, virtual_ranks, last_batch = shape.global_batch, shape.virtual_ranks, config.data.last_batch
+    plan = StreamPlan(ENDLESS, batch, virtual_ranks, shape.accumulation, config.run.seed, False, last_batch)
     return Stream(data, plan, loading, world, print)

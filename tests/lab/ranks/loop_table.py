@@ -44,7 +44,7 @@ def said_of(names: Sequence[str], folder: Path, ranks: Sequence[int] = RANKS) ->
         (folder / name).mkdir()
     ended: dict[int, str] = {}
     for size in ranks:
-        launch = ("-m", "paceline", "launch", "--nproc", size, "--run-dir", f"{folder}/run-{size}", "--hang-timeout", 20)
+        launch = ("-m", "paceline", "launch", "--nproc", size, "--run-dir", f"{folder}/run-{size}", "--hang-timeout=20")
         program = (Path(__file__).with_name("loop_ranks.py"), folder, *names)
         done = warm.run(program if ranks == (1,) else (*launch, "--", *program), cwd=folder, timeout=900)
         ended[size] = "" if done.returncode == 0 else done.stderr

@@ -21,7 +21,7 @@ from paceline.lab.ranks.causes import Comparison
 from paceline.lab.ranks.loop_findings import findings
 from paceline.lab.ranks.reference import Observed
 from paceline.lab.verify import LOOP_CAUSES, Case, Result, VerifyReport, print_report
-from paceline.tasks import check_loop
+from paceline.tasks.registry import check_loop
 
 LOOPS = Path(loops.__file__)
 # three virtual ranks on one process show these as well as three ranks do

@@ -38,7 +38,7 @@ from paceline.stepping.hooks import nodes_of, own_functions, own_hooks
 from paceline.stepping.micro_step import MicroStep, Reduction
 from paceline.stepping.trained_model import TrainedModel
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.tasks import load_function
+from paceline.tasks.registry import load_function
 from paceline.train.fit import StepRecord
 
 PROBES = 4096  # recorded values per tensor, evenly spaced

@@ -45,7 +45,7 @@ from paceline.runs.utilization import explain_mfu
 from paceline.stepping.trained_model import loss_scale
 from paceline.strategies import Strategy
 from paceline.strategies.base import MakeOptimizer
-from paceline.tasks import load_task
+from paceline.tasks.registry import load_task
 from paceline.tasks.task import Task
 from paceline.train.computing import check_precision, resolve_compute
 from paceline.train.determinism import deterministic

@@ -30,7 +30,7 @@ from paceline.seeding import derive
 from paceline.stepping.totals import StepResult
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.base import MakeOptimizer
-from paceline.tasks import load_task
+from paceline.tasks.registry import load_task
 from paceline.tasks.task import Task
 from paceline.train.optimizer import TaskSchedule, checked_optimizer
 from paceline.train.parallelism import ParallelConfig, parallelize_model

@@ -22,7 +22,7 @@ from paceline.guard.collect import Collection, IdleClock
 from paceline.host.cgroup import oom_kills
 from paceline.host.machine_log import MachineLog
 from paceline.host.procfs import read_process
-from paceline.host.sweep import Member, Roster, mark_of, roster_path, sweep, tell_janitor
+from paceline.host.sweep import Member, Roster, mark_of, roster_path, sweep
 from paceline.launch.agent.preload import ForkedProcess, Preloader
 from paceline.launch.agent.store import Store, StoreGate
 from paceline.launch.output import relay_rank
@@ -296,7 +296,7 @@ class Workers:
             OSError: the command cannot be started, or a log file cannot be opened.
         """
         if inherited.janitor >= 0:
-            tell_janitor(inherited.janitor, plan.attempt_dir)
+            os.write(inherited.janitor, os.fsencode(plan.attempt_dir) + b"\0")  # the folder of the roster
         store = Store.make(plan)
         workers = cls(plan, number, store.port_number(plan))
         workers.gate = store.gate

@@ -89,9 +89,9 @@ class TruncatedSampler:
             del self._seen.indices[count:]
 
     def _skip(self, batches: int, drawn: Any) -> Any:
-        began_ns = time.monotonic_ns()
+        began_ns, box = time.monotonic_ns(), Guard.of_process().box
         for _ in range(min(batches, MAX_PASSED_OVER)):
-            if time.monotonic_ns() - began_ns > self._seconds * 1e9 and not _calls_since(began_ns):
+            if time.monotonic_ns() - began_ns > self._seconds * 1e9 and not box.calls_since(began_ns):
                 self._seen.cut_off = True
                 break
             try:
@@ -221,10 +221,6 @@ class LoaderWatch(Events):
             except Exception:  # data of the user may raise any error; they are not compared then
                 record.probes = []
             record.random |= self._fetched.of(number)
-
-
-def _calls_since(began_ns: int) -> bool:
-    return bool(Guard.of_process().box.calls_since(began_ns))
 
 
 def _number_of(batches: Any) -> int:

@@ -120,7 +120,7 @@ class JointOptimizers(Events):
         self._made += 1
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if grad_enabled():
+        if sys.modules["torch"].is_grad_enabled():
             synced = bool(ddp.require_backward_grad_sync)
             forwards, before = self._forwards.get(ddp, (0, 0))
             self._forwards[ddp] = forwards + 1, before + synced
@@ -183,11 +183,6 @@ class JointOptimizers(Events):
             turn.replica, turn.model = weakref.ref(replica), id(replica.module)
             turn.before = self._stepped.get(replica, StepCounts(turn.before.backwards if turn.before else 0))
         turn.own = turn.own or replica is not None or any(map(is_sharded, parameters.values()))
-
-
-def grad_enabled() -> bool:
-    """Whether autograd is enabled."""
-    return bool(sys.modules["torch"].is_grad_enabled())
 
 
 def kept_equal(ddp: Any) -> Iterator[tuple[str, Any]]:

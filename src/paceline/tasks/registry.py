@@ -1,0 +1,148 @@
+"""Finds tasks by name: built-in tasks, and custom ones as `module:name` or `file.py:name`. No torch here.
+
+The checks do not import the task, so a typing error is reported before any process starts.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.data.mnist import check_mnist
+from paceline.errors import UsageError, unknown
+from paceline.tasks import finding
+from paceline.tasks.finding import NONE_FOUND, check_reference, import_module, source_of, tasks_in
+from paceline.tasks.settings import convert_settings, settings_in, settings_of
+
+if TYPE_CHECKING:
+    from paceline.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """The function of a built-in task, and the options that it accepts."""
+
+    reference: str
+    options: tuple[str, ...]
+
+
+TASKS = {
+    "mnist-cnn": BuiltIn("paceline.tasks.mnist:cnn", ("data_dir",)),
+    "mnist-resnet18": BuiltIn("paceline.tasks.mnist:resnet18", ("data_dir", "stem")),
+}
+
+
+def check_task(name: str | None, options: Mapping[str, Any]) -> None:
+    """Check a task without importing it.
+
+    Raises:
+        UsageError: if the task does not exist, does not accept an option, or its data are missing.
+    """
+    if name is None:
+        raise UsageError(code="no-task", allowed=[*TASKS])
+    if name in TASKS:
+        for option in options:
+            if option not in TASKS[name].options:
+                takes = ", ".join("--" + o.replace("_", "-") for o in TASKS[name].options)
+                raise UsageError(code="task-option", name=name, option=option.replace("_", "-"), takes=takes)
+        check_mnist(options.get("data_dir"))
+        return
+    if ":" not in name:
+        if name.endswith(".py") and Path(name).is_file():
+            raise UsageError(code="task-is-a-file", value=name, tasks=_tasks_in_file(Path(name)))
+        raise unknown("task", name, TASKS, more=", or a custom one as module:name or file.py:name")
+    check_reference("task", name)
+    convert_settings(name, settings_in(name), options)
+
+
+def check_optimizer(name: str) -> None:
+    """Check an optimizer `module:name` without importing it. A name without a module is not checked.
+
+    Raises:
+        UsageError: if there is no such module, or its file does not define the name.
+    """
+    if ":" in name:
+        check_reference("optimizer", name)
+
+
+def load_task(name: str, options: Mapping[str, Any]) -> Task:
+    """Import the task `name`; if it is a function, call it with `options`.
+
+    Raises:
+        UsageError: if the module has no such name, it is not a task, or does not accept an option. Errors of the task's
+            function are not caught.
+    """
+    from paceline.tasks.task import Task  # imports torch
+
+    reference = TASKS[name].reference if name in TASKS else name
+    module_name, _, attribute = reference.rpartition(":")
+    module = importlib.import_module(module_name) if name in TASKS else import_module(module_name)
+    target = getattr(module, attribute, None)
+    if target is None:
+        in_source = tasks_in(source_of("task", reference))
+        choices = [n for n, value in vars(module).items() if isinstance(value, Task) or n in in_source]
+        raise unknown(f"task in {module_name}", attribute, choices or [NONE_FOUND])
+    if isinstance(target, Task):
+        if options:
+            raise UsageError(code="task-takes-no-settings", name=name, options=[*options])
+        return target
+    if callable(target):
+        options = convert_settings(name, settings_of(target), options)
+        try:
+            signature(target).bind(**options)
+        except TypeError as error:
+            raise UsageError(
+                code="task-settings", name=name, options=", ".join(options) or "none", reason=str(error)
+            ) from None
+    task = target(**options) if callable(target) else target
+    if not isinstance(task, Task):
+        raise UsageError(code="not-a-task", name=name, kind=type(task).__name__)
+    return task
+
+
+def is_loop(name: str) -> bool:
+    """Whether `name` is a training loop: in its file, which is not imported, it uses a session and makes no Task."""
+    tree = None if name in TASKS else source_of("loop", name)
+    if tree is None or "session(" not in ast.unparse(tree):
+        return False
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name.rpartition(":")[2]]
+    return any("Task(" not in ast.unparse(node) for node in functions)
+
+
+def check_loop(name: str) -> None:
+    """Check a training loop without importing it: an import of its file must not start the training.
+
+    Raises:
+        UsageError: if an import of the file starts a session.
+    """
+    script, colon, function = name.rpartition(":")
+    script = script if colon else name
+    tree = source_of("loop", f"{script}:main") if Path(script).is_file() and script.endswith(".py") else None
+    if tree is not None and (line := finding.trains_at_import(tree, function)) is not None:
+        raise UsageError(code="session-at-import", script=script, line=line)
+    if tree is not None and colon and "session(" in ast.unparse(tree):
+        finding.check_defined("loop", name)
+
+
+def load_function(name: str) -> Callable[[], object]:
+    """Import the function `name`.
+
+    Raises:
+        UsageError: if it is not a function, or needs arguments.
+    """
+    function = finding.import_object(name)
+    try:
+        signature(function).bind()
+    except TypeError as error:
+        raise UsageError(code="task-needs-arguments", name=name, reason=str(error)) from None
+    return function
+
+
+def _tasks_in_file(path: Path) -> str:
+    names = tasks_in(source_of("task", f"{path}:NAME"))
+    return " or ".join(f"{path}:{name}" for name in names or ["NAME"])
