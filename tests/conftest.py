@@ -40,7 +40,7 @@ pytest_plugins = ["pytester"]
 os.environ.pop("PYTHONUNBUFFERED", None)  # a user's shell has none: with it, tests passed that failed on their machines
 
 RUN_MARKER = "PACELINE_TEST_RUN"  # in the environment of every process that a test starts, however far down
-SETTLE_SECONDS = 2.0  # what is just ending is no leak
+SETTLE_SECONDS = 20.0  # what is just ending is no leak
 BACKSTOP_SECONDS = 30.0
 LEAKS_EXIT_CODE = 6  # not pytest's 1: tests/rerun.py repeats failed tests, and this is no failure of one test
 

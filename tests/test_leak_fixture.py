@@ -87,7 +87,7 @@ def test_just_ending():
 
 @pytest.fixture
 def project(pytester, monkeypatch):
-    pytester.makeconftest(CONFTEST.replace("SETTLE_SECONDS = 2.0", "SETTLE_SECONDS = 0.3"))
+    pytester.makeconftest(CONFTEST.replace("SETTLE_SECONDS = 20.0", "SETTLE_SECONDS = 0.3"))
     pytester.makeini(
         "[pytest]\nmarkers =\n  root\n  needs(*names)\n  gpu(count)\n"
         "addopts = -p no:cacheprovider -p pytest_timeout\ntimeout = 40\n"

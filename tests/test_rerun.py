@@ -123,7 +123,7 @@ def test_an_error_in_collection_fails_the_run_without_a_repeat(rerun, tmp_path):
 
 @pytest.fixture
 def conftest(tmp_path):
-    (tmp_path / "conftest.py").write_text(CONFTEST.replace("SETTLE_SECONDS = 2.0", "SETTLE_SECONDS = 0.1"))
+    (tmp_path / "conftest.py").write_text(CONFTEST.replace("SETTLE_SECONDS = 20.0", "SETTLE_SECONDS = 0.1"))
     with (tmp_path / "pytest.ini").open("a") as ini:
         ini.write("  root\n  needs(*names)\n  gpu(count)\ntimeout = 40\n")
 

@@ -22,7 +22,7 @@ HINT = "as root, .ci/install installs it"
 LAB_PROGRAMS = ("ip", "tc", "nft", "ping", "nsenter", "unshare", "setpriv", "setsid", "hostname")
 SSH_PROGRAMS = ("ssh", "ssh-keygen", "/usr/sbin/sshd")
 SLURM_PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "sinfo")
-SETTLE_SECONDS = 3.0  # what is just ending was not left behind
+SETTLE_SECONDS = 20.0  # what is just ending was not left behind
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
