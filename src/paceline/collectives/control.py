@@ -152,9 +152,8 @@ def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Deferred[bo
     if not gradients:
         return Deferred(torch.zeros(1, dtype=torch.float64, device=device), lambda _: True)
     if not is_async(device):
-        return Deferred(
-            torch.tensor([float(not are_finite_here(gradients))], dtype=torch.float64), lambda bad: not bad[0]
-        )
+        found = torch.tensor([float(not are_finite_here(gradients))], dtype=torch.float64)
+        return Deferred(found, lambda bad: not bad[0])
     found_inf = torch.zeros(1, device=device)
     is_plain = {*map(_dtype_and_layout, gradients)} == {(torch.float32, torch.strided)}
     if is_plain and sum(map(Tensor.numel, gradients)) <= SMALL_ON_DEVICE:

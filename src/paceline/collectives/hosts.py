@@ -250,8 +250,7 @@ class HostsSum:
         for chunk in bundle:
             start, stop = self._lanes.shard(chunk, self._memory.rank)
             slot = bulk.write()
-            mine = bulk.typed(chunk.dtype)[slot][self._memory.rank]
-            mine[: stop - start] = flat[at : at + stop - start]
+            bulk.view(chunk.dtype, slot, self._memory.rank, 0, stop - start).copy_(flat[at : at + stop - start])
             at += stop - start
             bulk.exchange()
             self._lanes.take(chunk, slot, 0, results)

@@ -46,6 +46,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ CheckWait = Callable[[Callable[[], list[int]], float], None]
 _TEXT_BYTES = 256
 HEADER_BYTES = 4096
 MAX_FLAGS = (HEADER_BYTES - _TEXT_BYTES) * 8
+MAX_VIEWS = 4096
 Slots = list[list[Tensor]]
 """[slot 0 or 1][rank]: (n,), views of the memory"""
 
@@ -105,6 +107,7 @@ class Channel:
         self._headers = [[slot[:HEADER_BYTES] for slot in of_tick] for of_tick in slots]
         self._data = [[slot[HEADER_BYTES:] for slot in of_tick] for of_tick in slots]
         self._typed: dict[torch.dtype, Slots] = {}
+        self.view = lru_cache(MAX_VIEWS)(self._view)  # each slice is a torch operation
         self._check_wait: CheckWait = check_wait
         self._call = b""
         self.tick, self.spins = 0, spins
@@ -115,6 +118,10 @@ class Channel:
         if dtype not in self._typed:
             self._typed[dtype] = [[torch.frombuffer(data, dtype=dtype) for data in of_tick] for of_tick in self._data]
         return self._typed[dtype]
+
+    def _view(self, dtype: torch.dtype, slot: int, rank: int, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a slot of a rank."""
+        return self.typed(dtype)[slot][rank][start:stop]
 
     def set_call(self, text: bytes) -> None:
         """Set the call that begins with the next tick. If ranks set different ones, `wait` raises an error."""

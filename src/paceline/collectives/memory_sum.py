@@ -18,7 +18,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,7 +106,7 @@ class Scratch:
         buffer = self._buffers.get((dtype, number))
         if buffer is None or len(buffer) < size:
             buffer = self._buffers[dtype, number] = torch.empty(size, dtype=dtype)
-        return buffer[:size]
+        return buffer if len(buffer) == size else buffer[:size]
 
 
 class SlotLayout:
@@ -163,11 +162,11 @@ class SlotLayout:
 
         `for_others`: skip this rank's shard of a large tensor, which it reads in place, unless there is a factor.
         """
-        mine = self._memory.bulk.typed(chunk.dtype)[slot][self._memory.rank]
+        bulk, rank = self._memory.bulk, self._memory.rank
         room, only = self._lane_sizes[chunk.dtype], chunk.only
-        start, stop = self.shard(chunk, self._memory.rank) if for_others else (0, 0)
+        start, stop = self.shard(chunk, rank) if for_others else (0, 0)
         for lane, flat in enumerate(partials):
-            target = mine[lane * room : lane * room + chunk.size]
+            target = bulk.view(chunk.dtype, slot, rank, lane * room, lane * room + chunk.size)
             if flat is None or (only is not None and flat[only.tensor] is None):
                 target.zero_()
             elif only is not None and (tensor := flat[only.tensor]) is not None:
@@ -179,7 +178,7 @@ class SlotLayout:
                 target[stop:].copy_(part[stop:])
             else:
                 tensors = [(flat[segment.tensor], n) for segment, n in zip(chunk.segments, chunk.lengths, strict=True)]
-                torch.cat([mine.new_zeros(n) if t is None else t for t, n in tensors], out=target)
+                torch.cat([target.new_zeros(n) if t is None else t for t, n in tensors], out=target)
                 if factor is not None:
                     target.mul_(factor)
 
@@ -197,8 +196,8 @@ class SlotLayout:
 
     def parts(self, lanes: Mapping[Node, Lane], chunk: Chunk, slot: int, start: int, stop: int) -> dict[Node, Tensor]:
         """Elements [start, stop) of the chunk for each subtree, in the memory of the ranks."""
-        slots, room = self._memory.bulk.typed(chunk.dtype)[slot], self._lane_sizes[chunk.dtype]
-        return {node: slots[rank][lane * room + start : lane * room + stop] for node, (rank, lane) in lanes.items()}
+        view, dtype, room = self._memory.bulk.view, chunk.dtype, self._lane_sizes[chunk.dtype]
+        return {n: view(dtype, slot, r, lane * room + start, lane * room + stop) for n, (r, lane) in lanes.items()}
 
     def shard(self, chunk: Chunk, rank: int) -> tuple[int, int]:
         """The elements [start, stop) of the chunk that form the shard of a rank."""
@@ -207,9 +206,9 @@ class SlotLayout:
 
     def take(self, chunk: Chunk, slot: int, at: int, results: Results) -> None:
         """Concatenate the sums of all ranks, each at element `at` of the rank's slot, into `results`."""
-        slots = self._memory.bulk.typed(chunk.dtype)[slot]
         shards = [self.shard(chunk, rank) for rank in range(self._memory.size)]
-        parts = [slots[rank][at : at + stop - start] for rank, (start, stop) in enumerate(shards)]
+        view = self._memory.bulk.view
+        parts = [view(chunk.dtype, slot, rank, at, at + stop - start) for rank, (start, stop) in enumerate(shards)]
         if (only := chunk.only) is None:
             whole = self.whole(chunk)
             torch.cat(parts, out=whole)
@@ -352,7 +351,7 @@ class TreeSum:
         if start == stop:
             return True
         at, only = self._results_at[chunk.dtype], chunk.only
-        out = self._memory.bulk.typed(chunk.dtype)[slot][self._memory.rank][at : at + stop - start]
+        out = self._memory.bulk.view(chunk.dtype, slot, self._memory.rank, at, at + stop - start)
         parts = self._lanes.parts(self._nodes, chunk, 1 - slot, start, stop)
         for node, flat in zip(self._own_nodes, partials, strict=True):
             if only is not None and flat is not None and (tensor := flat[only.tensor]) is not None:
@@ -559,7 +558,7 @@ class StartedSum:
             memory, channel, memory.describe_call("all_reduce", name, f"[{self._size}]", slots.dtype), self
         ):
             slot = channel.write()
-            channel.typed(slots.dtype)[slot][memory.rank][: self._size] = slots
+            channel.view(slots.dtype, slot, memory.rank, 0, self._size).copy_(slots)
             self._tick = channel.publish()
             memory.running = self
 
@@ -580,9 +579,10 @@ class StartedSum:
             self._error = f"{type(error).__name__}: {error}"
             memory.leave()
             raise
-        of_rank: list[Any] = channel.typed(self._sum.dtype)[self._tick & 1]
-        total = of_rank[0][: self._size].clone()
-        for other in of_rank[1:]:
-            total += other[: self._size]
+        slot, dtype = self._tick & 1, self._sum.dtype
+        first, *others = (channel.view(dtype, slot, rank, 0, self._size) for rank in range(memory.size))
+        total = first + others[0] if others else first.clone()
+        for other in others[1:]:
+            total += other
         self._sum, self._is_over, memory.running = total, True, None
         return total

@@ -91,13 +91,11 @@ class BatchPlan:
         """(n,) int64: all samples of global batch `step` of `epoch`; n = `global_batch`, or less in the last batch."""
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is outside an epoch of {self.steps_per_epoch} steps")
-        start = step * self.global_batch
+        start, count = step * self.global_batch, self.num_samples
         stop = start + self.global_batch
-        if self.shuffle and stop <= self.num_samples:
-            return shuffled_indices(slice(start, stop), self.num_samples, self.seed, epoch)
-        positions = (
-            torch.arange(start, stop if self.last_batch == "pad" else min(stop, self.num_samples)) % self.num_samples
-        )
+        if self.shuffle and stop <= count:
+            return shuffled_indices(slice(start, stop), count, self.seed, epoch)
+        positions = torch.arange(start, stop if self.last_batch == "pad" else min(stop, count)) % count
         return shuffled_indices(positions, self.num_samples, self.seed, epoch) if self.shuffle else positions
 
     def indices(self, epoch: int, step: int, virtual_rank: int) -> Tensor:

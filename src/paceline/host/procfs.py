@@ -7,7 +7,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +18,7 @@ LISTENING = "0A"  # the kernel's number for TCP_LISTEN in /proc/net/tcp
 GUARD_THREAD = "paceline-guard"
 APART = (GUARD_THREAD, "gloo_tcp_loop", "pt_tcpstore_uv", "pt_tcpstore")
 """Threads that never sleep long, and wake only threads that wait for other ranks."""
-
-
-READING: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "x86_64": ((0, 19), (23, 270)),
-    "aarch64": ((63, 65), (72,)),
-}
+READING = {"x86_64": ((0, 19), (23, 270)), "aarch64": ((63, 65), (72,))}
 """The numbers of the system calls read and readv, and of select and pselect6, in which readline waits."""
 
 
