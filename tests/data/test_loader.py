@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,7 @@ from torch.utils.data import Dataset, TensorDataset
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import Loading, Prefetch, load_steps, move_to_device, prefetch, prefetch_to_device
 from paceline.data.plan import BatchPlan, ranks_share
-from paceline.data.workers import (
-    SLOTS_OF_A_LOADER,
-    SeededSamples,
-    inherited_frozen_objects,
-    naming_lost_processes,
-)
+from paceline.data.workers import SLOTS_OF_A_LOADER, SeededSamples, naming_lost_processes
 from paceline.errors import TrainingError
 from paceline.protocol.evidence import LOADER_KILLED
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters, read_loaders
@@ -267,15 +263,22 @@ class Collecting(Noisy):
 
 def test_loader_processes_collect_nothing_of_what_was_garbage_before(tmp_path: Path) -> None:
     gc.disable()  # it shall still be there
-    gc.unfreeze()  # as in a process that no preloader has forked
-    inherited_frozen_objects.cache_clear()
     try:
         Event(tmp_path / "told")
         assert batches(Collecting(), workers=1, stop=1)
-        assert not gc.get_freeze_count()
     finally:
         gc.enable()
     assert not (tmp_path / "told").exists()
+
+
+def test_garbage_that_is_alive_when_loader_processes_start_is_collected_later(tmp_path: Path) -> None:
+    gc.freeze()  # as a preloader, before it forks the rank
+    alive = Event(tmp_path / "told")
+    gone = weakref.ref(alive)
+    assert batches(Noisy(), workers=1, stop=1)
+    del alive
+    gc.collect()
+    assert gone() is None and gc.isenabled()
 
 
 # ---- ahead of the step ---------------------------------------------------------------------------------------------

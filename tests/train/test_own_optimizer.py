@@ -185,7 +185,7 @@ def test_a_schedule_alone_takes_the_flags_of_the_optimizer(mine):
 )
 def test_what_has_no_meaning_is_refused(mine, monkeypatch, name, wish, code, value):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # torch sets it where an optimizer is made
-    monkeypatch.setattr("paceline.train.optimizer.import_object", lambda name: getattr(
+    monkeypatch.setattr("paceline.tasks.finding.import_object", lambda name: getattr(
         mine if name.startswith("mine") else torch.optim, name.partition(":")[2]))  # fmt: skip
     task, model, settings = getattr(mine, name), mine.model(), OptimizerConfig(**wish)
     with raises(code) as caught:

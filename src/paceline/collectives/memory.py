@@ -73,7 +73,6 @@ CheckWait = Callable[[Callable[[], list[int]], float], None]
 _TEXT_BYTES = 256
 HEADER_BYTES = 4096
 MAX_FLAGS = (HEADER_BYTES - _TEXT_BYTES) * 8
-MAX_VIEWS = 4096
 Slots = list[list[Tensor]]
 """[slot 0 or 1][rank]: (n,), views of the memory"""
 
@@ -107,7 +106,7 @@ class Channel:
         self._headers = [[slot[:HEADER_BYTES] for slot in of_tick] for of_tick in slots]
         self._data = [[slot[HEADER_BYTES:] for slot in of_tick] for of_tick in slots]
         self._typed: dict[torch.dtype, Slots] = {}
-        self.view = lru_cache(MAX_VIEWS)(self._view)  # each slice is a torch operation
+        self.view = lru_cache(4096)(self._view)  # each slice is a torch operation
         self._check_wait: CheckWait = check_wait
         self._call = b""
         self.tick, self.spins = 0, spins

@@ -579,8 +579,7 @@ class StartedSum:
             self._error = f"{type(error).__name__}: {error}"
             memory.leave()
             raise
-        slot, dtype = self._tick & 1, self._sum.dtype
-        first, *others = (channel.view(dtype, slot, rank, 0, self._size) for rank in range(memory.size))
+        first, *others = (channel.view(self._sum.dtype, self._tick & 1, r, 0, self._size) for r in range(memory.size))
         total = first + others[0] if others else first.clone()
         for other in others[1:]:
             total += other

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -169,25 +169,32 @@ def _kill(workers: Iterable[BaseProcess], of_iterator: int = 0) -> None:
         worker.kill()
 
 
-@cache
-def inherited_frozen_objects() -> bool:
-    """Whether a fork gave this process frozen objects (rank/preload.py). Counting 600,000 objects takes 70 ms."""
-    return gc.get_freeze_count() > 0
-
-
 @contextmanager
 def without_garbage() -> Generator[None]:
-    """Freeze the garbage collector, so that workers forked inside never collect garbage of this process.
+    """Workers that are forked inside freeze all inherited objects: they never collect garbage of this process.
 
-    Such garbage can contain CUDA events. If a forked process deletes one, CUDA aborts the process.
+    Such garbage can contain CUDA events. If a forked process deletes one, CUDA aborts the process. This process freezes
+    nothing: it would never collect the garbage either.
     """
-    already_frozen = inherited_frozen_objects() or gc.get_freeze_count()
-    gc.freeze()
+    enabled = gc.isenabled()
+    gc.disable()  # a worker must not collect before it has frozen the objects
+    _after_fork.append(gc.enable if enabled else gc.disable)
     try:
         yield
     finally:
-        if not already_frozen:
-            gc.unfreeze()
+        _after_fork.pop()()
+
+
+_after_fork: list[Callable[[], None]] = []
+
+
+def _freeze_in_child() -> None:
+    if _after_fork:
+        gc.freeze()
+        _after_fork[-1]()
+
+
+os.register_at_fork(after_in_child=_freeze_in_child)
 
 
 def iterate_loader(iterator: Iterator[Any], box: StatusPage | None) -> Generator[Any]:

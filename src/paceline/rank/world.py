@@ -231,24 +231,17 @@ def resolve_device(asked: str, index: int, workers: int, backend: str) -> torch.
     if asked == "cpu" or (asked == "auto" and not kind):
         return torch.device("cpu")
     if asked not in ("auto", "cpu", "cuda", "xpu", kind):
-        raise (
-            UsageError(unsupported_reason(asked))
-            if unsupported_reason(asked)
-            else UsageError(code="device-unknown", value=asked)
-        )
+        reason = unsupported_reason(asked)
+        raise UsageError(reason) if reason else UsageError(code="device-unknown", value=asked)
     if asked not in ("auto", kind):
         has = f"torch has {kind} here" if kind else explain_missing_gpus() or "torch sees no accelerator here"
         raise UsageError(code="device-not-here", value=asked, has=has, usable=kind or "cpu")
-    if workers > count and backend not in SHARE_GPUS and not (count == 1 and sees_one_gpu()):
+    visible = [os.environ.get(name, "").strip() for name in VISIBLE]
+    sees_one = count == 1 and any(value and "," not in value for value in visible)  # srun --gpus-per-task=1
+    if workers > count and backend not in SHARE_GPUS and not sees_one:
         most = plural(count, "process", "processes")
         raise UsageError(code="processes-without-gpu", processes=workers, count=count, most=most)
     return torch.device(kind, index % count)
-
-
-def sees_one_gpu() -> bool:
-    """Whether a variable limits this process to one GPU, as `srun --gpus-per-task=1` and wrappers do."""
-    values = [os.environ.get(name, "").strip() for name in VISIBLE]
-    return any(value and "," not in value for value in values)
 
 
 def device_uuid(device: torch.device) -> str:

@@ -16,7 +16,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.control import all_gather_object, report_on_one_rank
-from paceline.data.workers import inherited_frozen_objects
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.sessions.assumptions import STATE
@@ -223,17 +222,12 @@ def instances(kind: type) -> list[Any]:
     classes = [kind]
     for cls in classes:
         classes += set(type.__subclasses__(cls)).difference(classes)
-    frozen, enabled = inherited_frozen_objects() or gc.get_freeze_count(), gc.isenabled()
-    gc.disable()
-    try:
+    if frozen := gc.get_freeze_count():
         gc.unfreeze()
-        # Every object refers to its class. This search takes 0.04 s, but compares each reference with each class.
-        objects = gc.get_referrers(*classes) if len(classes) <= FEW_CLASSES else gc.get_objects()
-    finally:
-        if frozen:
-            gc.freeze()
-        if enabled:
-            gc.enable()
+    # Every object refers to its class. This search takes 0.04 s, but compares each reference with each class.
+    objects = gc.get_referrers(*classes) if len(classes) <= FEW_CLASSES else gc.get_objects()
+    if frozen:
+        gc.freeze()
     return [*compress(objects, map({*classes}.__contains__, map(type, objects)))]
 
 
