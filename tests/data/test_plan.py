@@ -13,7 +13,7 @@ from tests.errors import raises
 from paceline.data import plan as plan_module
 from paceline.data.plan import (
     BatchPlan,
-    add_fingerprints,
+    combine_fingerprints,
     fingerprint,
     permute,
     rank_work,
@@ -255,7 +255,7 @@ def test_order_does_not_matter(indices, random):
 
 @given(st.lists(samples, max_size=4))
 def test_parts_add_up(parts):
-    assert add_fingerprints(*map(of, parts)) == of([index for part in parts for index in part])
+    assert combine_fingerprints(*map(of, parts)) == of([index for part in parts for index in part])
 
 
 @given(samples, st.data())

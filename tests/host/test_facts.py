@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.host.facts import SOURCE_ROOT, Limit, gather, resolve, source_digest
+from paceline.host.facts import SOURCE_ROOT, Limit, gather, resolve_host, source_digest
 
 CODE = """
 import sys, time
@@ -57,10 +57,10 @@ def test_the_digest_is_of_names_and_contents(tmp_path: Path) -> None:
 
 
 def test_a_name_is_resolved_in_bounded_time() -> None:
-    assert resolve("localhost")[0] in ("127.0.0.1", "::1")
-    assert resolve("127.0.0.1") == ("127.0.0.1",)
-    assert resolve("::ffff:127.0.0.1") == ("127.0.0.1",)
-    assert resolve("x" * 300) == ()
+    assert resolve_host("localhost")[0] in ("127.0.0.1", "::1")
+    assert resolve_host("127.0.0.1") == ("127.0.0.1",)
+    assert resolve_host("::ffff:127.0.0.1") == ("127.0.0.1",)
+    assert resolve_host("x" * 300) == ()
     start = time.monotonic()
-    assert resolve("nonsense.invalid", seconds=0.5) == ()
+    assert resolve_host("nonsense.invalid", seconds=0.5) == ()
     assert time.monotonic() - start < 1.5

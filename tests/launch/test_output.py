@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch import output
-from paceline.launch.output import HostRelay, LinePart, LineSplitter, Screen, cleaned, relay_rank
+from paceline.launch.output import HostRelay, LinePart, LineSplitter, Screen, cleaned, relay_output
 from paceline.runs.console import join_ranges
 
 SCRIPT = """
@@ -77,7 +77,7 @@ def test_a_log_keeps_lines_and_what_a_line_shows_in_the_end(data: bytes, kept: b
 def relayed(data: bytes, screen: int, log: Path) -> None:
     reader, writer = os.pipe()
     with log.open("ab") as file:
-        thread = relay_rank(os.fdopen(reader, "rb"), os.dup(file.fileno()), screen=screen, prefix=b"[rank 1] ")
+        thread = relay_output(os.fdopen(reader, "rb"), os.dup(file.fileno()), screen=screen, prefix=b"[rank 1] ")
     os.write(writer, data)
     os.close(writer)
     thread.join(10)

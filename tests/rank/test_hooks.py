@@ -80,7 +80,7 @@ def test_each_event_is_told_in_its_place_and_the_bits_stay(tmp_path: Path, num_w
     assert len(drawn) == 4
     epoch = ["epoch_begins", *(["batch_asked", *STEP] * 2), "batch_asked", "epoch_ended"]
     assert [e for e in events if e != "indices_drawn"] == [
-        "torch_is_there", "replica_made", *epoch, *epoch, "forward_begins", "raised forward",
+        "torch_imported", "replica_made", *epoch, *epoch, "forward_begins", "raised forward",
     ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from paceline.protocol.status_page import StatusPage, make_status_page
 from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.check.steps import StepWatch
 from paceline.rank.probes import Events, Hooks
-from paceline.rank.probes.faults import Batches, NonFiniteGradients, StaleGradients
+from paceline.rank.probes.faults import BatchTracker, NonFiniteGradients, StaleGradients
 from paceline.rank.probes.steps import ScriptPhases
 
 pytestmark = pytest.mark.sample(3)
@@ -135,7 +135,7 @@ def test_a_step_begins_when_its_closure_has_computed_the_gradients(how: str, tmp
 def looked_on() -> StatusPage:
     """The box of this process, in which its steps and what is not finite are noted from now on."""
     box = StatusPage(make_status_page(0))
-    steps, batches = ScriptPhases(box), Batches()
+    steps, batches = ScriptPhases(box), BatchTracker()
     Hooks(print).listen(batches, NonFiniteGradients(box, steps, batches), StaleGradients(box, steps), steps).install()
     return box
 
@@ -340,7 +340,7 @@ class _PrefetchDataFetcher:
 
 def taken(rank: int, size: int, data: Dataset[Any], ahead: bool) -> list[str]:
     """Which batch the script has, as a framework hands it on."""
-    batches = Batches()
+    batches = BatchTracker()
     Hooks(print).listen(batches).install()
     fetched, had = iter(_PrefetchDataFetcher(DataLoader(data))), list[str]()
     following = next(fetched, None) if ahead else None

@@ -26,7 +26,7 @@ from paceline.protocol.marks import (
 )
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
 from paceline.rank.probes import Hooks
-from paceline.rank.probes.faults import Batches, NonFiniteGradients, StaleGradients, SwallowedExceptions
+from paceline.rank.probes.faults import BatchTracker, NonFiniteGradients, StaleGradients, SwallowedExceptions
 from paceline.rank.probes.replicas import Fingerprints
 from paceline.rank.probes.steps import ScriptPhases
 
@@ -149,7 +149,7 @@ def trained(
 ) -> list[tuple[int, bool, str]]:
     model, steps = torch.nn.Linear(3, 1), ScriptPhases(box)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    finite = NonFiniteGradients(box, steps, Batches())
+    finite = NonFiniteGradients(box, steps, BatchTracker())
     for batch in (torch.ones(2, 3), x):
         optimizer.zero_grad()
         loss = model(batch).sum()

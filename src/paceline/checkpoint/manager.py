@@ -71,7 +71,7 @@ class Fence:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def take(self, claim: Claim) -> None:
+    def advance_to(self, claim: Claim) -> None:
         """Make `claim` the newest one; may be repeated.
 
         Raises:
@@ -211,7 +211,7 @@ class Checkpoints:
         claim = Claim(attempt, generation)
         try:
             writing.make_folder(self.root, exist_ok=True)
-            self._fence.take(claim)
+            self._fence.advance_to(claim)
             writing.sync_folder(self.root)
             writing.sync_folder(self.root.parent)
         except OSError as error:

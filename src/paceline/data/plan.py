@@ -243,6 +243,6 @@ def splitmix64(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z
 
 
-def add_fingerprints(*fingerprints: int) -> int:
+def combine_fingerprints(*fingerprints: int) -> int:
     """The fingerprint of the union of several sets of samples."""
     return sum(fingerprints) % MODULUS

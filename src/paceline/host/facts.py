@@ -98,7 +98,7 @@ def gather() -> Facts:
         cwd=str(Path.cwd()),
         addresses=up,
         down=down,
-        own_addresses=resolve(host),
+        own_addresses=resolve_host(host),
         cores=usable_cores(),
         memory=psutil.virtual_memory().total,
         shm_size=shm_size,
@@ -124,7 +124,7 @@ def source_digest(root: Path) -> str:
     return sha.hexdigest()[:12]
 
 
-def resolve(name: str, seconds: float = RESOLVE_SECONDS) -> tuple[str, ...]:
+def resolve_host(name: str, seconds: float = RESOLVE_SECONDS) -> tuple[str, ...]:
     """The addresses of `name`, in the resolver's order; none if it is unknown or no name server answers in time."""
     addresses: list[str] = []
 

@@ -1,6 +1,6 @@
 """Relay the output of ranks and hosts to logs and terminals: in complete lines, without control characters.
 
-`relay_rank` passes the output of a rank to its log and to the output of the agent. A progress bar (of tqdm, for
+`relay_output` passes the output of a rank to its log and to the output of the agent. A progress bar (of tqdm, for
 example) redraws its line about ten times a second. A log gets the state of the bar every ten seconds, and its last
 state. A terminal shows one redrawn line for all ranks.
 
@@ -131,7 +131,7 @@ class _Bar:
 _BAR = _Bar()
 
 
-def relay_rank(source: IO[bytes], log: int, *, screen: int, prefix: bytes = b"") -> threading.Thread:
+def relay_output(source: IO[bytes], log: int, *, screen: int, prefix: bytes = b"") -> threading.Thread:
     """Relay the output of a worker's pipe until no process can write to it; then close `log`.
 
     `log` gets complete lines, since stdout and stderr may have the same log. `screen` gets every byte immediately,

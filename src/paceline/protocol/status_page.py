@@ -217,7 +217,7 @@ class StatusPage:
         """The agent's message to this worker; empty if there is none."""
         return self._memory[MESSAGE_AT : MESSAGE_AT + min(self.get("message_bytes"), MESSAGE_MAX)]
 
-    def ring(self) -> list[tuple[int, Op]]:
+    def recent_ops(self) -> list[tuple[int, Op]]:
         """The records of this process's ring: (start by CLOCK_MONOTONIC, operation)."""
         return records(self._memory[RING_AT : RING_AT + RECORDS * RECORD.size])
 

@@ -57,7 +57,7 @@ from paceline.rank.guard import Guard
 from paceline.rank.imports import when_imported
 from paceline.rank.ledger import OrderMarks
 from paceline.rank.probes import Events, Hooks
-from paceline.rank.probes.faults import Batches, NonFiniteGradients, StaleGradients, SwallowedExceptions
+from paceline.rank.probes.faults import BatchTracker, NonFiniteGradients, StaleGradients, SwallowedExceptions
 from paceline.rank.probes.replicas import Fingerprints
 from paceline.rank.probes.steps import JoinContexts, JointOptimizers, ScriptPhases, StepCounter
 from paceline.runs.console import say
@@ -302,7 +302,7 @@ def watch_script(guard: Guard, *also: Events) -> Callable[[], None]:
     joint = JointOptimizers(lambda: box.get("ops"))
     listeners: list[Events] = [joint, StepCounter(box, joint)]
     if guard.on:
-        steps, batches, marker = ScriptPhases(box, joint), Batches(), OrderMarks(box, names)
+        steps, batches, marker = ScriptPhases(box, joint), BatchTracker(), OrderMarks(box, names)
         swallowed = SwallowedExceptions(box, steps)
         failed = partial(swallowed.raised, "collective")
         faults = NonFiniteGradients(box, steps, batches), swallowed, StaleGradients(box, steps)

@@ -254,7 +254,7 @@ class Watcher:
         groups = self._groups()
         stacks = recorder.stacks(self._main)
         answer = Answer(
-            ops=tuple(recorder.merged(self._box.ring(), groups, stacks[0] if stacks else None)),
+            ops=tuple(recorder.merged(self._box.recent_ops(), groups, stacks[0] if stacks else None)),
             groups={group.name: group.members for group in groups.values()} | recorder.group_members(),
             titles=recorder.group_titles(),
             stacks=stacks,

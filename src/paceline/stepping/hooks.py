@@ -71,7 +71,7 @@ def _taken(hooks: Any) -> Hooks:
     return theirs
 
 
-def have_joint_hooks(parameters: Iterable[nn.Parameter]) -> bool:
+def has_multi_grad_hook(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether any has a hook of torch's `register_multi_grad_hook`, which can only run inside a backward."""
     return any(_is_joint(hook) for p in parameters for hook in (p._backward_hooks or {}).values())  # pyright: ignore
 

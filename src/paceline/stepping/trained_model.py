@@ -13,7 +13,7 @@ from paceline.collectives.buckets import trainable
 from paceline.collectives.control import Deferred, resolve, sum_over_ranks, to_device_async
 from paceline.errors import UsageError
 from paceline.rank.world import World
-from paceline.stepping.hooks import HiddenHooks, count_hooks, have_joint_hooks, hide_hooks, show_hooks
+from paceline.stepping.hooks import HiddenHooks, count_hooks, has_multi_grad_hook, hide_hooks, show_hooks
 from paceline.stepping.nonfinite import NotFinite, gradients_are_finite
 from paceline.strategies.base import Strategy
 
@@ -121,7 +121,7 @@ class TrainedModel:
             return []
         hidden = hide_hooks(self._parameters)
         self.hooks = sum(len(before) + len(after) for _, before, after in hidden)
-        are_joint = have_joint_hooks(self._parameters)
+        are_joint = has_multi_grad_hook(self._parameters)
         self._own_hooks = -1 if hidden or are_joint or not counted else count
         if are_joint and (not alone or self.replica.sharded):
             show_hooks(hidden)

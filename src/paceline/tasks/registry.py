@@ -114,7 +114,7 @@ def is_loop(name: str) -> bool:
     return any("Task(" not in ast.unparse(node) for node in functions)
 
 
-def check_loop(name: str) -> None:
+def check_no_training_at_import(name: str) -> None:
     """Check a training loop without importing it: an import of its file must not start the training.
 
     Raises:

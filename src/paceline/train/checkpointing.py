@@ -107,7 +107,7 @@ def save_alone(
         OSError: if a file cannot be written.
     """
     shards, world = holder.state(), holder.world
-    elsewhere = next((f" (as {held.name} is on this one)" for held in shards if not held.replicated), None)
+    elsewhere = next((f" (this one has only a part, e.g. {held.name})" for held in shards if not held.replicated), None)
     if holder.sharded and elsewhere is None:  # a rank can hold no shard at all of a small model
         elsewhere = ""
     if elsewhere is not None and world.size > 1:
@@ -157,7 +157,7 @@ class CheckpointWriter:
         self.failed = ""
         """Why the last checkpoint could not be written; empty if it could. Set on rank 0 only."""
 
-    def votes(self) -> tuple[float, float]:
+    def write_status(self) -> tuple[float, float]:
         """The fields `written` and `failed` of Votes for the pending checkpoint."""
         writing = self._writing
         return float(bool(writing and writing.shard)), float(bool(writing and writing.failure))
@@ -317,7 +317,7 @@ class CheckpointManager:
         seconds = self._policy.checkpoint_seconds
         # only rank 0 reads its clock; otherwise the ranks would save different steps
         is_due = seconds is not None and not self._world.rank and time.monotonic() - self._saved_at >= seconds
-        return *self._checkpoint_writer.votes(), float(is_due)
+        return *self._checkpoint_writer.write_status(), float(is_due)
 
     def after_step(self, step: int, votes: Votes, content: Callable[[], TrainerState], *, save: bool) -> float:
         """Compare, snapshot or save as the policy requires after `step` (collective). `save`: save in any case.

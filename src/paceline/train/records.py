@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.checkpoint.resume import RunLocation
 from paceline.collectives.control import all_gather_object
-from paceline.data.plan import BatchPlan, add_fingerprints, fingerprint
+from paceline.data.plan import BatchPlan, combine_fingerprints, fingerprint
 from paceline.host.machine_log import MachineLog
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.status_page import StatusPage
@@ -122,7 +122,7 @@ class RunRecorder:
             loss=result.loss if math.isfinite(result.loss) else 0.0,  # JSON has no NaN or infinity
             seconds=record.seconds, data_seconds=record.data_seconds, unix_time=time.time(),
             share=(share.start, share.stop) if reports_samples else (0, 0), consumed=consumed,
-            fingerprint=f"{add_fingerprints(*(fingerprint(work.indices) for work in used)):016x}",
+            fingerprint=f"{combine_fingerprints(*(fingerprint(work.indices) for work in used)):016x}",
             skipped=result.skipped is not None,
             phase_seconds={phase: round(seconds, 7) for phase, seconds in record.phase_seconds.items()},
             tokens=tokens,

@@ -21,7 +21,7 @@ from paceline.lab.ranks.causes import Comparison
 from paceline.lab.ranks.loop_findings import findings
 from paceline.lab.ranks.reference import Observed
 from paceline.lab.verify import LOOP_CAUSES, Case, Result, VerifyReport, print_report
-from paceline.tasks.registry import check_loop
+from paceline.tasks.registry import check_no_training_at_import
 
 LOOPS = Path(loops.__file__)
 # three virtual ranks on one process show these as well as three ranks do
@@ -161,7 +161,7 @@ def test_a_script_that_trains_while_it_is_imported_is_refused_before_anything_st
 @pytest.mark.parametrize("name", BY_CALL)
 def test_a_script_that_begins_no_session_while_it_is_imported_is_not_refused_for_it(tmp_path: Path, name: str) -> None:
     (tmp_path / "loop.py").write_text(f"{BY_CALL[name]}\nmain = None\n")
-    check_loop(f"{tmp_path}/loop.py:main")
+    check_no_training_at_import(f"{tmp_path}/loop.py:main")
 
 
 def test_what_is_for_tasks_is_refused_for_a_loop_and_the_other_way_round(paceline: Any) -> None:

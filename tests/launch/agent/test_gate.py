@@ -12,7 +12,7 @@ import pytest
 from tests.errors import raises
 
 from paceline.launch.agent.cluster import Cluster
-from paceline.launch.agent.store import LOOPBACK, STORE_ADDRESS, StoreGate, far_store, own_store
+from paceline.launch.agent.store import LOOPBACK, STORE_ADDRESS, StoreGate, own_store, remote_store_gate
 from paceline.protocol.control import Orders, signal_inbox
 from paceline.protocol.job import NodePlan
 
@@ -82,7 +82,7 @@ def head() -> Iterator[tuple[int, StoreGate]]:
 
 def test_workers_of_both_nodes_reach_the_store_and_no_byte_is_lost(head: tuple[int, StoreGate]) -> None:
     door, gate = head
-    far = far_store(LOOPBACK, door, bytes.fromhex(SECRET))
+    far = remote_store_gate(LOOPBACK, door, bytes.fromhex(SECRET))
     try:
         for size in (1, 5000, 3 << 20):  # more than buffers hold: it has to wait, and go on
             data = secrets.token_bytes(size)
@@ -93,7 +93,7 @@ def test_workers_of_both_nodes_reach_the_store_and_no_byte_is_lost(head: tuple[i
 
 
 def test_an_agent_without_the_secret_is_given_no_way_to_the_store(head: tuple[int, StoreGate]) -> None:
-    far = far_store(LOOPBACK, head[0], b"x" * 32)
+    far = remote_store_gate(LOOPBACK, head[0], b"x" * 32)
     try:
         assert answered(far.port, b"anybody there?") == b""
     finally:
@@ -116,7 +116,7 @@ def test_another_users_process_is_shut_out_at_the_loopback(
 
 def test_when_a_generation_ends_its_gate_lets_nobody_through(head: tuple[int, StoreGate]) -> None:
     door, gate = head
-    far = far_store(LOOPBACK, door, bytes.fromhex(SECRET))
+    far = remote_store_gate(LOOPBACK, door, bytes.fromhex(SECRET))
     with socket.create_connection((LOOPBACK, far.port), timeout=60.0) as held:
         held.sendall(b"here")
         assert held.recv(10) == b"here"

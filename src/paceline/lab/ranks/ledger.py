@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.data.plan import BatchPlan, LastBatch, add_fingerprints, fingerprint
+from paceline.data.plan import BatchPlan, LastBatch, combine_fingerprints, fingerprint
 from paceline.data.streams import ENDLESS
 from paceline.errors import UsageError, plural
 from paceline.runs.events import Ended, RolledBack, Samples, Started, Step, UnloggedStep, event_files, read_events
@@ -350,7 +350,7 @@ def _check_step(span: range, start: RunStart, plan: BatchPlan) -> _CheckedStep:
     else:
         indices = None if faults else planned
     epoch = records[0].epoch if records else 0
-    return _CheckedStep(span, faults, indices, consumed, add_fingerprints(*map(_fingerprint, records)), epoch)
+    return _CheckedStep(span, faults, indices, consumed, combine_fingerprints(*map(_fingerprint, records)), epoch)
 
 
 def covered(record: Step) -> range:
@@ -454,7 +454,7 @@ def _check_epoch(epoch: int, steps: Sequence[_CheckedStep], num_samples: int) ->
     consumed = sum(step.consumed for step in steps)
     if consumed != num_samples:
         yield f"epoch {epoch}: {consumed:,} samples were used instead of {num_samples:,}"
-    elif add_fingerprints(*(step.fingerprint for step in steps)) != fingerprint(torch.arange(num_samples)):
+    elif combine_fingerprints(*(step.fingerprint for step in steps)) != fingerprint(torch.arange(num_samples)):
         yield f"epoch {epoch}: {consumed:,} samples were used, but not each of the {num_samples:,} once"
 
 

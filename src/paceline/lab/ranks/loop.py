@@ -24,7 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 from paceline.checkpoint.shards import sha256_of
 from paceline.data.plan import BatchPlan, Work
 from paceline.errors import PacelineError
-from paceline.lab.ranks.reference import Observed, has_batch_norm, in_double, to_double
+from paceline.lab.ranks.reference import Observed, cast_to_float64, has_batch_norm, to_double
 from paceline.lab.ranks.trial import digests_of, fingerprints, gradients_of, parameters_of, world_on
 from paceline.lab.verify import TOLERANCES, LoopCase, LoopSpec, StepBits
 from paceline.nested import mapped, tensors
@@ -109,7 +109,7 @@ class _Recorder(Observer):
 
         def applied(model: nn.Module, make_optimizer: MakeOptimizer, world: World) -> Strategy:
             if not self.case.exact:
-                for module in in_double(model).modules():
+                for module in cast_to_float64(model).modules():
                     if isinstance(module, (_BatchNorm, _DropoutNd)):
                         vars(module.eval())["train"] = partial(_keep_mode, module)
             hooked = (f"a hook on {name}" for name, p in model.named_parameters() if p._backward_hooks)  # pyright: ignore
@@ -132,7 +132,7 @@ class _Recorder(Observer):
     def on_register(self, thing: object) -> None:
         """Convert an average of a model to float64, like the model."""
         if not self.case.exact and isinstance(thing, nn.Module):
-            in_double(thing)
+            cast_to_float64(thing)
 
     def on_loader(self, loader: Loader, *, per_virtual_rank: bool) -> None:
         """Shorten its epochs. In the plain run, compute the whole global batch at once."""

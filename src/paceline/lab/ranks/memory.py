@@ -161,7 +161,7 @@ class Traffic:
     def sent(self) -> float | None:
         """Bytes that this rank has sent; None if the records are incomplete."""
         entries = [entry for entry in _entries() if entry["record_id"] > self._last and not entry["is_p2p"]]
-        shared = [op for began_ns, op in self._box.ring() if began_ns >= self._since_ns and op.group == SHARED]
+        shared = [op for began_ns, op in self._box.recent_ops() if began_ns >= self._since_ns and op.group == SHARED]
         messages = self._line.sent_bytes - self._messages if self._line else 0
         lost = self._box.get("ops") - self._calls > RECORDS  # the ring has overwritten the oldest
         self._begin()

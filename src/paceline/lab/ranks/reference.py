@@ -202,7 +202,7 @@ class _StepStart:
     step: int
 
 
-def in_double(model: nn.Module) -> nn.Module:
+def cast_to_float64(model: nn.Module) -> nn.Module:
     """Cast `model`, and all its later inputs, to float64."""
     model.double().register_forward_pre_hook(lambda _, *inputs: mapped(inputs, to_double), with_kwargs=True)
     return model

@@ -23,7 +23,7 @@ from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.streams import first_of
 from paceline.errors import UsageError
 from paceline.lab.ranks.causes import Comparison, RankDifferences
-from paceline.lab.ranks.reference import Observed, Reference, in_double, stream_fingerprint
+from paceline.lab.ranks.reference import Observed, Reference, cast_to_float64, stream_fingerprint
 from paceline.lab.verify import OWN, Case, Diagnosis, Policy, Spec
 from paceline.rank.world import World
 from paceline.seeding import derive
@@ -71,13 +71,13 @@ def optimizers_of(spec: Spec, task: Task, model: nn.Module) -> dict[str, type[Op
     names = spec.optimizers or ([OWN] if by_task else [*OPTIMIZERS])
     if OWN in names and not by_task:
         raise UsageError(code="verify-task-without-optimizer", value=OWN, allowed=[*OPTIMIZERS])
-    made = {name: maker_of(name, task, model)(model.parameters()) for name in names}
+    made = {name: make_optimizer_of(name, task, model)(model.parameters()) for name in names}
     for name, optimizer in made.items():
         _add_schedule(name, task, optimizer, spec.steps)
     return {name: type(optimizer) for name, optimizer in made.items()}
 
 
-def maker_of(name: str, task: Task, model: nn.Module) -> MakeOptimizer:
+def make_optimizer_of(name: str, task: Task, model: nn.Module) -> MakeOptimizer:
     """The function that creates the optimizer of `model`."""
     if name != OWN or task.make_optimizer is None:
         return OPTIMIZERS[name]
@@ -129,7 +129,7 @@ def build(task: Task, seed: int, device: torch.device) -> nn.Module:
     """The task's model in float64 on `device`. It casts its inputs."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "verify"))
-        return in_double(task.make_model()).to(device)
+        return cast_to_float64(task.make_model()).to(device)
 
 
 def _model(setting: Setting, seed: int) -> nn.Module:
@@ -149,7 +149,7 @@ def apply_strategy(
     Pass a model with a different seed on each rank. Only the broadcast from rank 0, which has the seed of the run,
     makes them equal.
     """
-    spec, world, maker = setting.spec, setting.world, maker_of(optimizer, setting.task, model)
+    spec, world, maker = setting.spec, setting.world, make_optimizer_of(optimizer, setting.task, model)
     if spec.checkpoint_activations:
         recompute(model, spec.checkpoint_activations)
     merged = setting.policy == "sync"
@@ -212,7 +212,7 @@ def make_reference(setting: Setting, optimizer: str) -> Reference:
     """The single process to compare the strategies with."""
     task, spec = setting.task, setting.spec
     model = _model(setting, spec.seed)
-    made = maker_of(optimizer, task, model)(model.parameters())
+    made = make_optimizer_of(optimizer, task, model)(model.parameters())
     schedule = task.make_schedule(made, spec.steps) if task.make_schedule and has_schedule(optimizer, task) else None
     union = setting.policy == "sync"
     return Reference(task, model, made, schedule, setting.dataset, setting.plan.global_batch, spec, union=union)

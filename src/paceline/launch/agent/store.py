@@ -201,7 +201,7 @@ def _to_rank_0(port: int, key: bytes) -> socket.socket:
     return connection
 
 
-def far_store(head: str, port: int, secret: bytes) -> StoreGate:
+def remote_store_gate(head: str, port: int, secret: bytes) -> StoreGate:
     """On the other nodes: the gate to node 0's store, through the agent of node 0."""
     listener = socket.create_server((LOOPBACK, 0), backlog=1024)
     return StoreGate(listener, partial(_to_head, head, port, secret))
@@ -249,7 +249,7 @@ class Store:
         if plan.nodes > 1 and not plan.plain_store:
             if plan.node:
                 port, secret = plan.head_ports[0], bytes.fromhex(plan.secret)
-                return cls(None, gate=far_store(plan.master_addr, port, secret))
+                return cls(None, gate=remote_store_gate(plan.master_addr, port, secret))
             store, gate = own_store(plan.ranks.master_port)
             return cls(store, gate=gate)
         return cls(_bound(plan), os.memfd_create("paceline-store") if plan.nodes == 1 else -1)

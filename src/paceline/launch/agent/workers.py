@@ -25,7 +25,7 @@ from paceline.host.procfs import read_process
 from paceline.host.sweep import Member, Roster, mark_of, roster_path, sweep
 from paceline.launch.agent.preload import ForkedProcess, Preloader
 from paceline.launch.agent.store import Store, StoreGate
-from paceline.launch.output import relay_rank
+from paceline.launch.output import relay_output
 from paceline.protocol.control import AGENT_MARK, ROOM, RUN_ID, SHARED_MEMORY, WorkerSpec
 from paceline.protocol.evidence import GOOD_ENDS, Failure, Sample
 from paceline.protocol.job import NodePlan
@@ -220,7 +220,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             for writer in writers.values():
                 os.close(writer)
         prefix = b"" if plan.show == "rank 0" else b"[rank %d] " % rank
-        relays = [relay_rank(os.fdopen(reader, "rb"), os.dup(log), screen=s, prefix=prefix) for reader, _, s in pipes]
+        relays = [relay_output(os.fdopen(reader, "rb"), os.dup(log), screen=s, prefix=prefix) for reader, _, s in pipes]
         os.close(log)
         status = read_process(process.pid)
         member = Member(rank, process.pid, status.start if status else 0)

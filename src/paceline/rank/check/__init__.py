@@ -65,7 +65,7 @@ class SideWatch(Events):
         when_imported("accelerate.accelerator", self._in_accelerate)
         when_imported("transformers.trainer", self._in_trainer)
 
-    def torch_is_there(self) -> None:
+    def torch_imported(self) -> None:
         torch: Any = sys.modules["torch"]
         functional: Any = sys.modules["torch.nn.functional"]
         serialization: Any = sys.modules["torch.serialization"]

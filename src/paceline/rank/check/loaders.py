@@ -125,7 +125,7 @@ class LoaderWatch(Events):
         self.fed = -1
         self.given = 0  # number of batches of all loaders
 
-    def torch_is_there(self) -> None:
+    def torch_imported(self) -> None:
         watch_setters()
         dataloader: Any = sys.modules["torch.utils.data.dataloader"]
         fetchers: Any = sys.modules["torch.utils.data._utils.fetch"]

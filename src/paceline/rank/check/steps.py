@@ -79,7 +79,7 @@ class StepWatch(Events):
             "",
         )  # since any step: ids, norm, limit, line
 
-    def torch_is_there(self) -> None:
+    def torch_imported(self) -> None:
         self._meshes.watch()
         sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(self._called)
         wrap_function(

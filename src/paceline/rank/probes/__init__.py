@@ -114,7 +114,7 @@ def sample_count(batch: Any, depth: int = 0) -> int:
 class Events:
     """A listener: subclasses override some events. All events except `thread_ended` run in the script's thread."""
 
-    def torch_is_there(self) -> None:
+    def torch_imported(self) -> None:
         """The import of torch has completed. Listeners may add hooks."""
 
     def epoch_begins(self, batches: Any) -> None:
@@ -248,7 +248,7 @@ class Hooks:
             optimizers.register_optimizer_step_post_hook(self._step_ended)
         except Exception as error:  # a torch with different names
             self._warn_once(error)
-        tell("torch_is_there")
+        tell("torch_imported")
 
     def _step_begins(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Report `step_begins` now, or, if a closure computes the gradients, when the closure has returned."""

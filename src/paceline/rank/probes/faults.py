@@ -38,7 +38,7 @@ MOST_SWALLOWED, MOST_CHARS, MOST_NAME = 3, 300, 40
 PAIR_EVERY, PAIRS, FEW_ELEMENTS = 8, 2, 256  # the inputs of PAIRS pairs of steps must be equal
 
 
-class Batches(Events):
+class BatchTracker(Events):
     """Tracks the current batch of the script. A framework may have fetched the next one, to detect the last one."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Batches(Events):
 class NonFiniteGradients(Events):
     """Finds optimizer steps with gradients that are NaN or infinite."""
 
-    def __init__(self, box: StatusPage, steps: StepCounter, batches: Batches) -> None:
+    def __init__(self, box: StatusPage, steps: StepCounter, batches: BatchTracker) -> None:
         self._box, self._steps, self._batches, self._later = box, steps, batches, DeferredReads()
         self._sensors: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # optimizer -> its parameter near the input
         self._hooked: dict[int, weakref.ref[Any]] = {}  # by id, because tensors compare by their elements
