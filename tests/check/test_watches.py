@@ -24,6 +24,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from paceline.protocol.facts import OWN_GENERATORS, Pass, ScriptFacts
+from paceline.protocol.status_page import StatusPage
 from paceline.rank.check import length_of, padded_more
 from paceline.rank.check.loaders import (
     SETTERS,
@@ -113,7 +114,7 @@ def test_a_sampler_that_cannot_be_drawn_beyond_its_length_fails_nobody() -> None
 
 def test_a_slow_sampler_takes_a_bounded_time_unless_ranks_meet_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     meets = False
-    monkeypatch.setattr("paceline.rank.check.loaders._calls_since", lambda began_ns: meets)
+    monkeypatch.setattr(StatusPage, "calls_since", lambda _, began_ns: meets)
     slow = Counting(400, seconds=0.005)
     assert len([*TruncatedSampler(iter(slow), 400, 24, seen := Pass(), 0.05)]) == 24
     assert seen.cut_off and slow.drawn < 100 and slow.epoch == 0
