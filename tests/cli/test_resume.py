@@ -232,6 +232,12 @@ def test_a_run_with_the_former_names_of_settings_resumes(paceline, old: Path) ->
     assert start_steps(old / "run") == [12] and json.loads((old / "run/summary.json").read_text())["steps"] == 20
 
 
+def test_a_file_with_both_names_of_a_setting_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "both.toml").write_text("[data]\ntail = 'drop'\nlast_batch = 'keep'\n")
+    with raises("renamed", value="tail", current="last_batch"):
+        load(tmp_path / "both.toml", ours=False)
+
+
 def test_a_session_with_the_former_names_of_settings_resumes(old: Path) -> None:
     run = warm.run([old / "own.py", "own", "resume"], cwd=old)
     assert run.returncode == 0, run.stderr

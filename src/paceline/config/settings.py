@@ -18,7 +18,7 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 import tomli_w
 
-from paceline.config.choices import LauncherName, current_name, steps_or_seconds
+from paceline.config.choices import LauncherName, check_not_renamed, current_name, steps_or_seconds
 from paceline.config.mesh import Mesh, mesh_of
 from paceline.config.strategies import DEFAULT, DEFAULT_ALONE, EXACT, SLOW, STRATEGY_INFO, StrategyName, network_error
 from paceline.errors import UsageError, unknown
@@ -437,7 +437,9 @@ def load(path: Path, *, ours: bool) -> TrainConfig:
 
 
 def _with_current_names(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with the current names of settings, if an earlier version of paceline wrote the file."""
+    """The table with the current names of settings. Raises UsageError if a setting has both names."""
+    for name in table:
+        check_not_renamed("a setting has both names", name, table)
     return {
         name: _with_current_names(value) if isinstance(value, Mapping) and name != "task_arg" else value
         for name, value in zip(map(current_name, table), table.values(), strict=True)
