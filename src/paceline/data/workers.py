@@ -176,22 +176,23 @@ def without_garbage() -> Generator[None]:
     Such garbage can contain CUDA events. If a forked process deletes one, CUDA aborts the process. This process freezes
     nothing: it would never collect the garbage either.
     """
-    enabled = gc.isenabled()
+    _collects.append(gc.isenabled())
     gc.disable()  # a worker must not collect before it has frozen the objects
-    _after_fork.append(gc.enable if enabled else gc.disable)
     try:
         yield
     finally:
-        _after_fork.pop()()
+        if _collects.pop():
+            gc.enable()
 
 
-_after_fork: list[Callable[[], None]] = []
+_collects: list[bool] = []  # inside `without_garbage`: whether garbage collection was enabled
 
 
 def _freeze_in_child() -> None:
-    if _after_fork:
+    if _collects:
         gc.freeze()
-        _after_fork[-1]()
+        if _collects[-1]:
+            gc.enable()
 
 
 os.register_at_fork(after_in_child=_freeze_in_child)
