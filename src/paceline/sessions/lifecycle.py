@@ -61,11 +61,26 @@ class SessionLifecycle(SessionLoop):
     """The methods of a session that start and end it."""
 
     def __init__(
-        self, run_dir: str | os.PathLike[str] | None, *, resume: bool, strategy: str, virtual_ranks: int | None,
-        seed: int | None, threads: int | None, checkpoint_every: int | str | None, keep_checkpoints: int,
-        check_replicas_every: int, not_finite: Literal["stop", "skip"], device: str, backend: str, timeout: float,
-        trust: bool, report_to: str | None, peak_tflops: float | None, **of_strategy: Any,
-    ) -> None:  # fmt: skip
+        self,
+        run_dir: str | os.PathLike[str] | None,
+        *,
+        resume: bool,
+        strategy: str,
+        virtual_ranks: int | None,
+        seed: int | None,
+        threads: int | None,
+        checkpoint_every: int | str | None,
+        keep_checkpoints: int,
+        check_replicas_every: int,
+        not_finite: Literal["stop", "skip"],
+        device: str,
+        backend: str,
+        timeout: float,
+        trust: bool,
+        report_to: str | None,
+        peak_tflops: float | None,
+        **of_strategy: Any,
+    ) -> None:
         """See `session`, which has the defaults. `of_strategy`: arguments of a single strategy."""
         if strategy not in STRATEGY_INFO:
             raise unknown("strategy", strategy, list(STRATEGY_INFO))
@@ -87,10 +102,9 @@ class SessionLifecycle(SessionLoop):
             raise UsageError(code="negative", setting="peak_tflops", value=peak_tflops)
         self._report_to = report_to
         self._others = {
-            "checkpoint_every": checkpoint_every, "keep_checkpoints": keep_checkpoints,
-            "check_replicas_every": check_replicas_every, "not_finite": not_finite, "report_to": report_to,
-            "threads_per_rank": threads, "device": device, "backend": backend, "timeout": timeout,
-            "peak_tflops": peak_tflops,
+            "checkpoint_every": checkpoint_every, "keep_checkpoints": keep_checkpoints, "not_finite": not_finite,
+            "check_replicas_every": check_replicas_every, "threads_per_rank": threads, "device": device,
+            "backend": backend, "timeout": timeout, "report_to": report_to, "peak_tflops": peak_tflops,
         }  # fmt: skip
         if tracker_names(report_to) and run_dir is None:
             raise UsageError(code="report-to-without-folder", value=report_to)
@@ -126,9 +140,8 @@ class SessionLifecycle(SessionLoop):
             self._share = ranks_share(self._virtual_ranks, world.rank, world.size)
             self._settings = {"virtual_ranks": self._virtual_ranks, "seed": seed, "strategy": strategy, **self._own}
             check_equal("session settings", {**self._settings, "resume": resume, "threads": threads}, world)
-            rhythm = CheckpointPolicy(
-                check_replicas_every, 10**9, *steps_or_seconds(checkpoint_every), keep=keep_checkpoints
-            )
+            every = steps_or_seconds(checkpoint_every)
+            rhythm = CheckpointPolicy(check_replicas_every, 10**9, *every, keep=keep_checkpoints)
             self._progress = TrainingProgress(place, origin, world, rhythm, not_finite, lambda line: self.print(line))
             self._progress.use = Utilization(world, peak_tflops)
             self._max_steps = self._progress.step + (self._observer or self._guard).max_steps
