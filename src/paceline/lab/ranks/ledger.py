@@ -487,7 +487,7 @@ def _notes(result: Audit, last: RunStart, counts: range) -> Iterator[str]:
         if result.epochs and (done := result.epochs[-1].steps) < result.steps_per_epoch:
             yield f"epoch {result.epochs[-1].epoch} is unfinished: {done} of {result.steps_per_epoch} steps"
         if result.last_batch != "keep":
-            yield f"last batch '{result.last_batch}': checked only against the plan, which can repeat samples"
+            yield f"last batch '{result.last_batch}': checked only with the plan, which does not use each sample once"
     if ahead := [log for log in last.logs if log.reached >= counts.stop]:
         steps = _name_steps(counts.stop, max(log.reached for log in ahead))
         ranks = ", ".join(str(log.started.rank) for log in ahead)
