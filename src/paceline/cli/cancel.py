@@ -27,7 +27,7 @@ from paceline.cli.run_state import (
 from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.launch.plan import Submission, last_submission
 from paceline.launch.slurm import queue
-from paceline.protocol.job import STOP_GRACE_SECONDS, NodePlan
+from paceline.protocol.job import GRACE_PERIOD_SECONDS, NodePlan
 from paceline.runs.console import clean
 from paceline.runs.folder import CHECKPOINTS, INVITATION, LOCK
 from paceline.runs.owners import Unreadable
@@ -35,7 +35,7 @@ from paceline.runs.reading import decode, read
 from paceline.runs.summary import LIVE
 
 POLL_SECONDS = 0.5
-END_SECONDS = STOP_GRACE_SECONDS + 15.0
+END_SECONDS = GRACE_PERIOD_SECONDS + 15.0
 MAX_BYTES = 1 << 20  # of an invitation
 
 

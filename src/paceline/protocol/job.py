@@ -28,7 +28,7 @@ EXPLICIT_FACTOR, EXPLICIT_FLOOR_SECONDS = 4.0, 60.0
 JUMP_SECONDS = 5.0  # after a longer gap between samples, the agent was suspended, and perhaps its workers
 MAX_SECONDS = 7 * 24 * 3600.0
 JOIN_SECONDS = 300.0  # the time for which the agents of several nodes wait for each other
-STOP_GRACE_SECONDS = 30.0  # time to end the step and save; schedulers also wait so between SIGTERM and SIGKILL
+GRACE_PERIOD_SECONDS = 30.0  # time to end the step and save; schedulers also wait so between SIGTERM and SIGKILL
 NUM_PORTS = 8
 GPU_CORES = 8  # cores per rank with a GPU, which prepares batches and launches kernels
 
@@ -134,7 +134,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     run_id: str = ""
     threads: int = 1
     grace_seconds: float = GRACE_SECONDS  # between a stop request to a worker and its kill, after a failure
-    grace_period_seconds: float = STOP_GRACE_SECONDS  # the same after an order to stop the run: time to save
+    grace_period_seconds: float = GRACE_PERIOD_SECONDS  # the same after an order to stop the run: time to save
     max_restarts: int = 0
     min_nproc: int = 0  # lower limit if a restart uses fewer ranks; 0: nproc
     hang_timeout: Windows = AUTO

@@ -26,7 +26,6 @@ from paceline.sessions.unsaved import UnsavedContainers
 from paceline.train.numbers import as_json, from_json
 
 TENSOR = "tensor of the state"
-FEW_CLASSES = 32
 
 
 class RegisteredObjects:
@@ -225,7 +224,7 @@ def instances(kind: type) -> list[Any]:
     if frozen := gc.get_freeze_count():
         gc.unfreeze()
     # Every object refers to its class. This search takes 0.04 s, but compares each reference with each class.
-    objects = gc.get_referrers(*classes) if len(classes) <= FEW_CLASSES else gc.get_objects()
+    objects = gc.get_referrers(*classes) if len(classes) <= 32 else gc.get_objects()
     if frozen:
         gc.freeze()
     return [*compress(objects, map({*classes}.__contains__, map(type, objects)))]

@@ -54,7 +54,8 @@ def check_task(name: str | None, options: Mapping[str, Any]) -> None:
         return
     if ":" not in name:
         if name.endswith(".py") and Path(name).is_file():
-            raise UsageError(code="task-is-a-file", value=name, tasks=_tasks_in_file(Path(name)))
+            names = tasks_in(source_of("task", f"{name}:NAME")) or ["NAME"]
+            raise UsageError(code="task-is-a-file", value=name, tasks=" or ".join(f"{name}:{task}" for task in names))
         raise unknown("task", name, TASKS, more=", or a custom one as module:name or file.py:name")
     check_reference("task", name)
     convert_settings(name, settings_in(name), options)
@@ -141,8 +142,3 @@ def load_function(name: str) -> Callable[[], object]:
     except TypeError as error:
         raise UsageError(code="task-needs-arguments", name=name, reason=str(error)) from None
     return function
-
-
-def _tasks_in_file(path: Path) -> str:
-    names = tasks_in(source_of("task", f"{path}:NAME"))
-    return " or ".join(f"{path}:{name}" for name in names or ["NAME"])

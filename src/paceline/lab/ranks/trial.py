@@ -71,13 +71,13 @@ def optimizers_of(spec: Spec, task: Task, model: nn.Module) -> dict[str, type[Op
     names = spec.optimizers or ([OWN] if by_task else [*OPTIMIZERS])
     if OWN in names and not by_task:
         raise UsageError(code="verify-task-without-optimizer", value=OWN, allowed=[*OPTIMIZERS])
-    made = {name: make_optimizer_of(name, task, model)(model.parameters()) for name in names}
+    made = {name: optimizer_factory(name, task, model)(model.parameters()) for name in names}
     for name, optimizer in made.items():
         _add_schedule(name, task, optimizer, spec.steps)
     return {name: type(optimizer) for name, optimizer in made.items()}
 
 
-def make_optimizer_of(name: str, task: Task, model: nn.Module) -> MakeOptimizer:
+def optimizer_factory(name: str, task: Task, model: nn.Module) -> MakeOptimizer:
     """The function that creates the optimizer of `model`."""
     if name != OWN or task.make_optimizer is None:
         return OPTIMIZERS[name]
@@ -149,7 +149,7 @@ def apply_strategy(
     Pass a model with a different seed on each rank. Only the broadcast from rank 0, which has the seed of the run,
     makes them equal.
     """
-    spec, world, maker = setting.spec, setting.world, make_optimizer_of(optimizer, setting.task, model)
+    spec, world, maker = setting.spec, setting.world, optimizer_factory(optimizer, setting.task, model)
     if spec.checkpoint_activations:
         recompute(model, spec.checkpoint_activations)
     merged = setting.policy == "sync"
@@ -212,7 +212,7 @@ def make_reference(setting: Setting, optimizer: str) -> Reference:
     """The single process to compare the strategies with."""
     task, spec = setting.task, setting.spec
     model = _model(setting, spec.seed)
-    made = make_optimizer_of(optimizer, task, model)(model.parameters())
+    made = optimizer_factory(optimizer, task, model)(model.parameters())
     schedule = task.make_schedule(made, spec.steps) if task.make_schedule and has_schedule(optimizer, task) else None
     union = setting.policy == "sync"
     return Reference(task, model, made, schedule, setting.dataset, setting.plan.global_batch, spec, union=union)
