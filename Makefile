@@ -30,6 +30,7 @@ check: $(STAMP)  ## lint, formatting, types, import rules, then the test-suite, 
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/basedpyright -p benchmarks --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-logo
 	$(COMPILE)
 	$(BIN)/python -m tests.rerun $(PARALLEL)

@@ -227,7 +227,7 @@ def disk_costs(run: Run, variant: Variant, rounds: int, steps: int, folder: Path
     saver = CheckpointWriter(
         checkpoints, world, run.plan.virtual_ranks, claim, keep=2, flush_events=lambda: None, say=print
     )
-    voting = replace(variant, records=training(run, variant.replica, saver.votes))
+    voting = replace(variant, records=training(run, variant.replica, lambda: (*saver.write_status(), 0.0)))
     slower: list[float] = []
     for number in range(rounds + 1):
         plain = block(voting, steps)

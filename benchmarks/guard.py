@@ -85,7 +85,7 @@ def parts() -> dict[str, float]:
         return {
             "a phase entered": each(lambda: box.enter(Phase.FORWARD)),
             "a collective written down": wrapped - plain,
-            "the order taken": each(guard.take_order),
+            "the order taken": each(guard.ledger.take_order),
         }
     finally:
         dist.destroy_process_group()

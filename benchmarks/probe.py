@@ -44,7 +44,7 @@ def loop(name: str, steps: int, out: str) -> None:
     optimizer = work.make_optimizer(model.parameters())
     data = for_peers(work, dist.get_rank(), dist.get_world_size())
     loader = DataLoader(data, work.batch, sampler=DistributedSampler(data, shuffle=True), drop_last=True)
-    marker = guard._ledger.marker  # pyright: ignore[reportPrivateUsage]
+    marker = guard.ledger.marker
     hooks = next(one for one in gc.get_objects() if type(one) is Hooks) if out else None
     listeners = hooks._listeners if hooks is not None else {}  # pyright: ignore[reportPrivateUsage]
     seconds: dict[str, list[float]] = {"on": [], "off": []}
@@ -54,7 +54,7 @@ def loop(name: str, steps: int, out: str) -> None:
             key = "on" if (done // BLOCK) % 4 in (0, 3) else "off"
             if hooks is not None:
                 hooks._listeners = listeners if key == "on" else {}  # pyright: ignore[reportPrivateUsage]
-                guard._ledger.marker = marker if key == "on" else None  # pyright: ignore[reportPrivateUsage]
+                guard.ledger.marker = marker if key == "on" else None
             began = time.perf_counter()
             optimizer.zero_grad()
             mean_loss(model(x), y).backward()

@@ -37,7 +37,7 @@ def test_the_right_rank_is_named_across_hosts_and_the_job_ends(
 def test_a_run_that_goes_well_is_silent_and_a_cancelled_one_leaves_nothing(
     lab: Lab, ssh_hosts: SshHosts, slurm: Slurm, tmp_path: Path
 ) -> None:
-    score = run_watched(FAULTS["nothing"], "srun", Hosts(lab, ssh_hosts), slurm, tmp_path / "run")
+    score = run_watched(FAULTS["nothing"], "srun", Hosts(lab, ssh_hosts), slurm, tmp_path / "run", hang_timeout="30")
     assert score.end is Fate.QUIET and score.code == 0 and not score.words.strip(), score
     script, ready = tmp_path / "waits.py", tmp_path / "ready"
     script.write_text(f"import pathlib, time\npathlib.Path({str(ready)!r}).touch()\ntime.sleep(600)\n")
