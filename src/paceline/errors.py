@@ -109,8 +109,8 @@ class PacelineError(Exception):
         text = super().__str__()
         if not self.code or text != self.code:
             return text, []
-        fields, known = _Fields(self.fields, self.write), texts()
-        text = known.get(self.front_end, {}).get(self.code) or known[self.code]
+        fields, templates = _Fields(self.fields, self.write), texts()
+        text = templates.get(self.front_end, {}).get(self.code) or templates[self.code]
         return text.format_map(fields), fields.options
 
     @property
@@ -164,15 +164,15 @@ class ReportedByPeer(PacelineError):  # noqa: N818 - this rank reports no error
 def unknown(kind: str, asked: str, choices: Iterable[str], *, more: str = "") -> UsageError:
     """The error for a name that does not exist. The message suggests the closest name, then lists all `choices`."""
     choices = list(choices)
-    near = difflib.get_close_matches(asked, choices, n=1)
-    meant = f" Did you mean {near[0]!r}?" if near else ""
-    return UsageError(code="unknown-name", kind=kind, value=asked, meant=meant, allowed=choices, more=more)
+    matches = difflib.get_close_matches(asked, choices, n=1)
+    hint = f" Did you mean {matches[0]!r}?" if matches else ""
+    return UsageError(code="unknown-name", kind=kind, value=asked, meant=hint, allowed=choices, more=more)
 
 
 def first_few(items: Sequence[str], most: int, separator: str = ", ") -> str:
     """The first `most` items in one text, with the number of the other items."""
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return separator.join(items[:most]) + more
+    suffix = f" and {len(items) - most} more" if len(items) > most else ""
+    return separator.join(items[:most]) + suffix
 
 
 def plural(number: int, singular: str, many: str | None = None) -> str:

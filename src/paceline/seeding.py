@@ -199,8 +199,8 @@ class _NumpyStream:
         if generator is not self._generator:
             self._generator = generator
             is_default = type(generator).__name__ == "MT19937"
-            of_words = ctypes.c_char * self._BYTES
-            self._memory = of_words.from_address(generator.ctypes.state_address) if is_default else None
+            array_type = ctypes.c_char * self._BYTES
+            self._memory = array_type.from_address(generator.ctypes.state_address) if is_default else None
         return self._memory.raw if self._memory is not None else b""
 
 

@@ -59,25 +59,25 @@ def export_state(source: Source, names: Mapping[str, Sequence[str]], virtual_ran
     exported: dict[str, Tensor] = {}
     buffers: dict[str, dict[int, Tensor]] = {}
     reductions: dict[str, tuple[str, Tensor]] = {}
-    for full in source.names(""):
-        tensor = source.tensor(full) if full.startswith(("model/", "buffers/", "reduction/")) else None
+    for full_name in source.names(""):
+        tensor = source.tensor(full_name) if full_name.startswith(("model/", "buffers/", "reduction/")) else None
         if tensor is None:
             continue
-        if match := REDUCTION.fullmatch(full):
+        if match := REDUCTION.fullmatch(full_name):
             reductions[match[2]] = (match[1], tensor)
-        elif match := BUFFER.fullmatch(full):
+        elif match := BUFFER.fullmatch(full_name):
             buffers.setdefault(match[2], {})[int(match[1] or 0)] = tensor
         else:
-            exported[full.removeprefix("model/")] = tensor
-    for name, of_ranks in buffers.items():
-        first = of_ranks[min(of_ranks)]
+            exported[full_name.removeprefix("model/")] = tensor
+    for name, by_rank in buffers.items():
+        first = by_rank[min(by_rank)]
         # no saved reduction: a buffer of a normalization layer, or an older checkpoint
         default = "mean" if first.is_floating_point() else "first"
         reduction, initial = reductions.get(name, (default, first))
         if reduction == OPEN:
-            reduction = saved_reduction(source, name, of_ranks, initial)
+            reduction = saved_reduction(source, name, by_rank, initial)
             if not reduction:
-                raise UsageError(code="export-undeclared-buffer", name=name, count=len(of_ranks))
+                raise UsageError(code="export-undeclared-buffer", name=name, count=len(by_rank))
             reduction = "first" if reduction == UNCHANGED else reduction
-        exported[name] = reduced(of_ranks, reduction, initial, virtual_ranks)
-    return {name: tensor for saved, tensor in exported.items() for name in names.get(saved, [saved])}
+        exported[name] = reduced(by_rank, reduction, initial, virtual_ranks)
+    return {name: tensor for saved_name, tensor in exported.items() for name in names.get(saved_name, [saved_name])}

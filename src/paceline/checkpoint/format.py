@@ -77,8 +77,8 @@ class Damaged(PacelineError):  # noqa: N818 - describes the checkpoint
     """A checkpoint that must not be loaded. The text has the expected and the actual content."""
 
     def __init__(self, text: str) -> None:
-        shown = "".join(c if c.isprintable() else "?" for c in text)  # no control characters on a terminal
-        super().__init__(shown if len(shown) <= MAX_MESSAGE_LENGTH else f"{shown[:MAX_MESSAGE_LENGTH]} ...")
+        printable = "".join(c if c.isprintable() else "?" for c in text)  # no control characters on a terminal
+        super().__init__(printable if len(printable) <= MAX_MESSAGE_LENGTH else f"{printable[:MAX_MESSAGE_LENGTH]} ...")
 
 
 class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -156,14 +156,14 @@ def decode_manifest(data: bytes) -> Manifest:
     try:
         envelope = msgspec.json.decode(data, type=_Envelope)
         # Before the hash and the fields: a newer paceline may have different ones.
-        stated = msgspec.json.decode(envelope.manifest, type=_Stated).format
+        stated_format = msgspec.json.decode(envelope.manifest, type=_Stated).format
     except msgspec.ValidationError as error:
         raise Damaged(f"is JSON, but not the manifest of a paceline checkpoint: {error}") from None
     except INVALID_JSON as error:
         raise Damaged(f"is not JSON: {error}, in {len(data):,} bytes") from None
-    if stated != FORMAT:
-        age = "newer than this paceline's" if stated > FORMAT else "not this paceline's,"
-        raise Damaged(f"format {stated} is {age} {FORMAT}")
+    if stated_format != FORMAT:
+        age = "newer than this paceline's" if stated_format > FORMAT else "not this paceline's,"
+        raise Damaged(f"format {stated_format} is {age} {FORMAT}")
     inner = bytes(envelope.manifest)
     digest = hashlib.sha256(inner).hexdigest()
     if envelope.sha256 != digest:
@@ -193,7 +193,7 @@ def _sealed(inner: bytes, digest: str) -> bytes:
 def _check_files(manifest: Manifest) -> None:
     if not manifest.files:
         raise Damaged("lists no file")
-    seen: set[str] = set()
+    seen_names: set[str] = set()
     for file in manifest.files:
         match = _SHARD.fullmatch(file.name)
         if not match:
@@ -203,9 +203,9 @@ def _check_files(manifest: Manifest) -> None:
         rank, world_size = int(match[1]), int(match[2])
         if world_size != manifest.world_size or rank >= world_size:
             raise Damaged(f"lists the file {file.name!r}, but its world size is {manifest.world_size}")
-        if file.name in seen:
+        if file.name in seen_names:
             raise Damaged(f"lists the file {file.name!r} twice")
-        seen.add(file.name)
+        seen_names.add(file.name)
         if len({piece.key for piece in file.pieces}) < len(file.pieces):
             raise Damaged(f"lists a key of {file.name} twice")
 
@@ -316,15 +316,15 @@ def check_files(folder: Path, manifest: Manifest, hashed: Collection[str] | None
 
 
 def _check_file(folder: Path, file: ShardFile, *, hashed: bool, trust: bool) -> None:
-    with _damage_of(file.name), open_file(folder / file.name, ours=not trust) as it:
-        if it.found.st_size != file.bytes:
-            raise Damaged(f"has {it.found.st_size:,} bytes instead of {file.bytes:,}")
+    with _damage_of(file.name), open_file(folder / file.name, ours=not trust) as source:
+        if source.found.st_size != file.bytes:
+            raise Damaged(f"has {source.found.st_size:,} bytes instead of {file.bytes:,}")
         if not hashed:
             return
-        length = int.from_bytes(os.pread(it.descriptor, LENGTH_BYTES, 0), "little")
-        header = os.pread(it.descriptor, min(length, MAX_HEADER_BYTES), LENGTH_BYTES)
+        length = int.from_bytes(os.pread(source.descriptor, LENGTH_BYTES, 0), "little")
+        header = os.pread(source.descriptor, min(length, MAX_HEADER_BYTES), LENGTH_BYTES)
         digest = hashlib.sha256()
-        while block := os.read(it.descriptor, READ_BYTES):
+        while block := os.read(source.descriptor, READ_BYTES):
             digest.update(block)
         if digest.hexdigest() != file.sha256:
             raise Damaged(f"has the sha256 {digest.hexdigest()} instead of {file.sha256}")
@@ -376,10 +376,10 @@ def _check_header(length: int, header: bytes, file: ShardFile) -> None:
         start, stop = entry.data_offsets
         if entry.dtype not in BITS or (stop - start) * 8 != elements * BITS[entry.dtype]:
             raise Damaged(f"has {piece.key!r} in the bytes {start} to {stop}, which is not its size")
-    at = 0
+    offset = 0
     for start, stop in sorted(entry.data_offsets for entry in entries.values()):
-        if start != at:
-            raise Damaged(f"has no tensor, or two tensors, at byte {at} of its data")
-        at = stop
-    if at != data_bytes:
-        raise Damaged(f"describes {at:,} bytes of data, but has {data_bytes:,}")
+        if start != offset:
+            raise Damaged(f"has no tensor, or two tensors, at byte {offset} of its data")
+        offset = stop
+    if offset != data_bytes:
+        raise Damaged(f"describes {offset:,} bytes of data, but has {data_bytes:,}")

@@ -60,10 +60,10 @@ def observed(own: Tensor, initial: Tensor, before: Tensor | None, seen: BufferHi
     digest = digest_of(own)
     if own.is_floating_point() or own.is_complex():
         return RankValue(digest, None, False, seen)
-    now, first = own.long(), initial.long()
-    differences = (now - first)[now != first].unique().tolist()
-    older = first if before is None else before.long()
-    decreased = differences[0] < 0 or bool((now < older).any())
+    values, initial_values = own.long(), initial.long()
+    differences = (values - initial_values)[values != initial_values].unique().tolist()
+    older = initial_values if before is None else before.long()
+    decreased = differences[0] < 0 or bool((values < older).any())
     return RankValue(digest, differences[0] if len(differences) == 1 else None, decreased, seen)
 
 
@@ -82,8 +82,8 @@ def saved_reduction(source: Source, name: str, values: Mapping[int, Tensor], ini
     """The reduction of an undeclared buffer, inferred from its saved values, by virtual rank; see `inferred`."""
     ranks: list[RankValue] = []
     for virtual_rank, value in values.items():
-        changed = initial.shape != value.shape or bool((value != initial).any())
-        ranks.append(observed(value, initial, None, saved_seen(source, virtual_rank, name), changed=changed))
+        is_changed = initial.shape != value.shape or bool((value != initial).any())
+        ranks.append(observed(value, initial, None, saved_seen(source, virtual_rank, name), changed=is_changed))
     return inferred(initial, ranks)
 
 
@@ -105,10 +105,10 @@ def inferred(like: Tensor, ranks: Sequence[RankValue], *, by_chance: bool = Fals
     ranks = [value for value in ranks if value.digest or value.seen.micro_batches]
     if not all(value.seen.micro_batches for value in ranks):  # a checkpoint without a history
         return ""
-    of_samples = _counts_samples(ranks)
+    by_samples = _counts_samples(ranks)
     if _counts_calls(ranks):
-        return "" if of_samples or _called_unevenly(ranks) else "first"
-    if decreased or (equal and not of_samples and not by_chance):  # it was assigned, or the calls cannot be counted
+        return "" if by_samples or _called_unevenly(ranks) else "first"
+    if decreased or (equal and not by_samples and not by_chance):  # it was assigned, or the calls cannot be counted
         return ""
     return "sum"
 
@@ -118,11 +118,11 @@ def _counts_calls(ranks: Sequence[RankValue]) -> bool:
     if any(value.step is None for value in ranks):
         return False
     steps = [(abs(value.step or 0), value.seen) for value in ranks]
-    if all(step == seen.writes for step, seen in steps):
+    if all(step == history.writes for step, history in steps):
         return True
-    once = all(seen.writes == seen.micro_batches and not seen.replaced for _, seen in steps)
-    times = range(1, 2 if once else MAX_CALLS + 1)
-    return any(all(step == calls * seen.micro_batches for step, seen in steps) for calls in times)
+    calls_once = all(history.writes == history.micro_batches and not history.replaced for _, history in steps)
+    call_counts = range(1, 2 if calls_once else MAX_CALLS + 1)
+    return any(all(step == calls * history.micro_batches for step, history in steps) for calls in call_counts)
 
 
 def _called_unevenly(ranks: Sequence[RankValue]) -> bool:

@@ -63,10 +63,10 @@ def newest_state(checkpoints: Checkpoints, world: World, report: Report, *, memo
     ages = (
         all_gather_object(None if local is None else [local.meta.generation, local.meta.step], world) if memory else []
     )
-    known = [age for age in ages if age is not None]
+    known_ages = [age for age in ages if age is not None]
     # on a single host, all ranks must see the same snapshots: otherwise one of them has files of a different run
-    is_usable = bool(known) and (world.local_size < world.size or all(age == known[0] for age in ages))
-    age: list[int] | None = max(known) if is_usable else None
+    is_usable = bool(known_ages) and (world.local_size < world.size or all(age == known_ages[0] for age in ages))
+    age: list[int] | None = max(known_ages) if is_usable else None
     on_disk = newest_on_disk(checkpoints, world, report, after=-1 if age is None else age[1])
     if on_disk is not None or age is None:
         return on_disk
@@ -144,26 +144,26 @@ def run_location(
         ReportedByPeer: on the other ranks.
     """
     generation, spec = restarts(), WorkerSpec.here()
-    launched = Path(spec.attempt_dir).resolve() if spec is not None and spec.attempt_dir else None
-    restarted = generation > 0 and asked is not None  # by torchrun or by the agent
+    launched_dir = Path(spec.attempt_dir).resolve() if spec is not None and spec.attempt_dir else None
+    is_restarted = generation > 0 and asked is not None  # by torchrun or by the agent
     notices: list[str] = []
     location: dict[str, Any] = {"folder": "", "attempt": 0}
     attempt_dir, lock = None, None
     try:
         with raise_on_all_ranks(world):
             if world.rank == 0:
-                folder = prepared or run_folder.open_run_dir(asked, name, resume=resume or restarted, trust=trust)
-                if launched is not None and (prepared is not None or launched.parent == folder):
-                    attempt_dir = launched  # the agent has locked the folder and created the attempt
+                folder = prepared or run_folder.open_run_dir(asked, name, resume=resume or is_restarted, trust=trust)
+                if launched_dir is not None and (prepared is not None or launched_dir.parent == folder):
+                    attempt_dir = launched_dir  # the agent has locked the folder and created the attempt
                 else:
                     lock = run_folder.lock_run_dir(folder)
-                    if restart and not restarted:
+                    if restart and not is_restarted:
                         run_folder.move_aside(folder)
-                    if generation and not restarted:
+                    if generation and not is_restarted:
                         notices.append(
                             "restarted by torchrun in a new folder, at step 0. To resume, name the run folder"
                         )
-                    attempt_dir = run_folder.create_attempt_dir(folder, launched)[1]
+                    attempt_dir = run_folder.create_attempt_dir(folder, launched_dir)[1]
                 # resolve it here: other hosts may have different symbolic links
                 location = {"folder": str(folder.resolve()), "attempt": run_folder.attempt_number(attempt_dir)}
         location = all_gather_object(location, world)[0]

@@ -58,10 +58,10 @@ class ShardLayout:
     def header(self, meta: Mapping[str, str]) -> bytes:
         """The JSON header with the description of the tensors, and `meta`."""
         table: dict[str, Any] = {"__metadata__": dict(meta)}
-        for piece, held, offset in zip(self.pieces, self.part, self.offsets, strict=True):
+        for piece, entry, offset in zip(self.pieces, self.part, self.offsets, strict=True):
             pair = [2] if piece.dtype in REALS else []
-            dtype, shape = REALS.get(piece.dtype, piece.dtype), [*held.tensor.shape, *pair]
-            table[piece.key] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + held.tensor.nbytes]}
+            dtype, shape = REALS.get(piece.dtype, piece.dtype), [*entry.tensor.shape, *pair]
+            table[piece.key] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + entry.tensor.nbytes]}
         return json.dumps(table, separators=(",", ":")).encode()
 
 
@@ -72,11 +72,11 @@ def layout(part: Iterable[TensorShard], *, room_bytes: int = 4096) -> ShardLayou
         UsageError: for a dtype that a file cannot have.
     """
     ordered = tuple(sorted(part, key=lambda h: (-h.tensor.element_size(), h.name)))
-    for held in ordered:
-        if held.tensor.dtype not in DTYPE_NAMES:
+    for entry in ordered:
+        if entry.tensor.dtype not in DTYPE_NAMES:
             allowed = ", ".join(DTYPE_NAMES.values())
-            raise UsageError(code="type-not-saved", name=held.name, dtype=held.tensor.dtype, allowed=allowed)
-    *offsets, data_bytes = itertools.accumulate((held.tensor.nbytes for held in ordered), initial=0)
+            raise UsageError(code="type-not-saved", name=entry.name, dtype=entry.tensor.dtype, allowed=allowed)
+    *offsets, data_bytes = itertools.accumulate((entry.tensor.nbytes for entry in ordered), initial=0)
     shard = ShardLayout(ordered, tuple(map(_piece, ordered)), tuple(offsets), 0, 0)
     header = round_up(LENGTH_BYTES + len(shard.header({"pieces": _encoded(shard.pieces)})) + room_bytes, ALIGNED_BYTES)
     return replace(shard, header_bytes=header, total_bytes=header + data_bytes)
@@ -86,12 +86,12 @@ def _encoded(pieces: tuple[Piece, ...]) -> str:
     return msgspec.json.encode(pieces).decode()
 
 
-def _piece(held: TensorShard) -> Piece:
-    stop = held.start + held.tensor.numel() // held.count
-    times = f"x{held.count}" if held.count > 1 else ""
-    part = "" if held.whole is None else f"[{held.start}:{stop}]{times}"
-    dtype, shape = DTYPE_NAMES[held.tensor.dtype], tuple(held.shape)
-    return Piece(held.name + part, held.name, dtype, shape, held.start, stop, held.count, held.apart)
+def _piece(shard: TensorShard) -> Piece:
+    stop = shard.start + shard.tensor.numel() // shard.count
+    times = f"x{shard.count}" if shard.count > 1 else ""
+    part = "" if shard.whole is None else f"[{shard.start}:{stop}]{times}"
+    dtype, shape = DTYPE_NAMES[shard.tensor.dtype], tuple(shard.shape)
+    return Piece(shard.name + part, shard.name, dtype, shape, shard.start, stop, shard.count, shard.apart)
 
 
 @torch.no_grad()
@@ -102,13 +102,13 @@ def fill(buffer: Tensor, shard: ShardLayout, meta: Mapping[str, Any]) -> None:
     a killed writer is therefore never read as a state.
     """
     buffer[:LENGTH_BYTES] = 0
-    last = {held.tensor.device: held for held in shard.part if held.tensor.numel()}  # its copy waits for the others
-    for held, offset in zip(shard.part, shard.offsets, strict=True):
+    last = {entry.tensor.device: entry for entry in shard.part if entry.tensor.numel()}  # its copy waits for the others
+    for entry, offset in zip(shard.part, shard.offsets, strict=True):
         start = shard.header_bytes + offset
-        target = buffer[start : start + held.tensor.nbytes]
+        target = buffer[start : start + entry.tensor.nbytes]
         if target.numel():
-            target.view(held.tensor.dtype).view(held.tensor.shape).copy_(
-                held.tensor, non_blocking=last[held.tensor.device] is not held
+            target.view(entry.tensor.dtype).view(entry.tensor.shape).copy_(
+                entry.tensor, non_blocking=last[entry.tensor.device] is not entry
             )
     text = shard.header({OURS: msgspec.json.encode(meta).decode(), "pieces": _encoded(shard.pieces)})
     length = shard.header_bytes - LENGTH_BYTES
@@ -164,8 +164,8 @@ class ShardFiles:
         first = self._pieces[name][0][1]
         shape, count = torch.Size(first.shape), math.prod(first.shape)
         if any(piece.apart for _, piece in self._pieces[name]):
-            whole = self._of_runs(name)
-            return whole.view(shape) if start == 0 and stop is None else whole[start:stop].clone()
+            full_tensor = self._of_runs(name)
+            return full_tensor.view(shape) if start == 0 and stop is None else full_tensor[start:stop].clone()
         end = count if stop is None else stop
         parts: list[Tensor] = []
         at = start
@@ -188,11 +188,11 @@ class ShardFiles:
         problem = cover([piece for _, piece in pieces])
         if problem or first.dtype not in TYPES:
             raise Damaged(f"{name}: {problem or first.dtype}")
-        whole = torch.empty(math.prod(first.shape), dtype=TYPES[first.dtype])
+        full_tensor = torch.empty(math.prod(first.shape), dtype=TYPES[first.dtype])
         for path, piece in pieces:
-            into = view_ranges(whole, piece.start, piece.stop - piece.start, piece.count, piece.apart)
-            into.copy_(self._read(path, piece).view(piece.count, -1))
-        return whole
+            target = view_ranges(full_tensor, piece.start, piece.stop - piece.start, piece.count, piece.apart)
+            target.copy_(self._read(path, piece).view(piece.count, -1))
+        return full_tensor
 
     def _read(self, path: str, piece: Piece) -> Tensor:
         try:
@@ -222,7 +222,7 @@ def full_state(held: Sequence[TensorShard], world: World) -> dict[str, Tensor]:
         if not (h.replicated or h.spare):
             shards[h.name].append(h)
     parts = [(name, list(h.shape), str(h.tensor.dtype).removeprefix("torch.")) for name, (h, *_) in shards.items()]
-    shapes = {name: (shape, dtype) for each in all_gather_object(parts, world) for name, shape, dtype in each}
+    shapes = {name: (shape, dtype) for entries in all_gather_object(parts, world) for name, shape, dtype in entries}
     state = {h.name: h.tensor for h in held if h.replicated}
     for name, (shape, dtype) in sorted(shapes.items()):
         total = torch.zeros(shape, dtype=getattr(torch, dtype), device=world.device)
@@ -306,11 +306,11 @@ def parameter_of(name: str, known: Mapping[str, object]) -> str | None:
     """The parameter that a tensor belongs to: itself, or that of a gradient, an average or an optimizer state."""
     if name in known:
         return name
-    kind, _, rest = name.partition("/")
-    if kind in ("model", "ema"):
+    prefix, _, rest = name.partition("/")
+    if prefix in ("model", "ema"):
         return rest if rest in known else None
     owner = rest.rpartition("/")[0]
-    return owner if kind == "optimizer" and owner in known else None
+    return owner if prefix == "optimizer" and owner in known else None
 
 
 def sharded_as(name: str, sharded: Mapping[str, ShardedParameter]) -> ShardedParameter | None:
@@ -330,15 +330,15 @@ class ShardedSource:
 
     def shape(self, name: str) -> torch.Size:
         """See Source."""
-        sharded, whole = sharded_as(name, self._sharded), self._source.shape(name)
-        return whole if sharded is None or sharded.whole != whole else sharded.shape  # a counter is not sharded
+        sharded, shape = sharded_as(name, self._sharded), self._source.shape(name)
+        return shape if sharded is None or sharded.whole != shape else sharded.shape  # a counter is not sharded
 
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
         """See Source."""
         sharded = sharded_as(name, self._sharded)
         if sharded is None or name not in self._source.names(name) or sharded.whole != self._source.shape(name):
             return self._source.tensor(name, start, stop)
-        whole = self._source.tensor(name)
-        assert whole is not None
-        part = sharded.part(whole)
+        full_tensor = self._source.tensor(name)
+        assert full_tensor is not None
+        part = sharded.part(full_tensor)
         return part if start == 0 and stop is None else part.reshape(-1)[start:stop].clone()

@@ -92,7 +92,7 @@ class SnapshotWriter:
         """
         descriptor, other = self._files
         shard = layout(rank_part(held, self._part, self._parts), room_bytes=65536)
-        buffer = self._buffer(descriptor, shard.total_bytes, any(is_async(held.tensor.device) for held in shard.part))
+        buffer = self._buffer(descriptor, shard.total_bytes, any(is_async(entry.tensor.device) for entry in shard.part))
         meta = SnapshotMeta(self._generation, step, self._part, self._parts, content)
         fill(buffer, shard, msgspec.to_builtins(meta))
         self._files = other, descriptor
@@ -137,16 +137,16 @@ class OtherHosts:
         self._world = world
         self._group: dist.ProcessGroup | None = None
         self._tries, self._pause, self._since = 0, 0, -math.inf  # no pause before the first exchange is timed
-        unique, local = sum(shard.tensor.nbytes for shard in _unique_shards(held)), world.local_size
+        unique_bytes, local = sum(shard.tensor.nbytes for shard in _unique_shards(held)), world.local_size
         replicated = sum(shard.tensor.nbytes for shard in held if shard.replicated)
-        ranks = all_gather_object([[world.local_rank, local], unique, free_memory(), replicated], world)
-        total = sum(unique for _, unique, _, _ in ranks) + ranks[0][3]
+        by_rank = all_gather_object([[world.local_rank, local], unique_bytes, free_memory(), replicated], world)
+        total = sum(unique_bytes for _, unique_bytes, _, _ in by_rank) + by_rank[0][3]
         self.why_not = ""
         """The reason why snapshots are impossible, the same on all ranks; empty if they are possible."""
-        if any(unique for _, unique, _, _ in ranks):
-            if any(at != [rank % local, local] for rank, (at, *_) in enumerate(ranks)) or world.group is not None:
+        if any(unique_bytes for _, unique_bytes, _, _ in by_rank):
+            if any(at != [rank % local, local] for rank, (at, *_) in enumerate(by_rank)) or world.group is not None:
                 self.why_not = "hosts have parts of the state, and different numbers of ranks"
-            elif any(free is not None and free < COPIES * total for _, _, free, _ in ranks):
+            elif any(free is not None and free < COPIES * total for _, _, free, _ in by_rank):
                 self.why_not = f"every host would need {COPIES * total / 1e9:.1f} GB, {COPIES:g} times the full state"
             else:
                 groups = [dist.new_group([*range(n, world.size, local)], group_desc="snapshots") for n in range(local)]
@@ -154,7 +154,7 @@ class OtherHosts:
                 assert isinstance(group, dist.ProcessGroup)  # this rank is a member
                 self._group = group
                 gather_over_torch(
-                    None, len(ranks) // local, world.device, group
+                    None, len(by_rank) // local, world.device, group
                 )  # connects now, not in a timed exchange
 
     def receive(self, held: Sequence[TensorShard]) -> list[TensorShard] | None:
@@ -173,34 +173,34 @@ class OtherHosts:
         self._tries, self._pause, self._since = 0, max(0, pause), ended
         return others
 
-    def _exchange(self, held: Sequence[TensorShard], group: dist.ProcessGroup) -> list[TensorShard]:
+    def _exchange(self, shards: Sequence[TensorShard], group: dist.ProcessGroup) -> list[TensorShard]:
         world = self._world
-        shard = layout(_unique_shards(held))
-        mine = torch.empty(shard.total_bytes, dtype=torch.uint8)
-        fill(mine, shard, {})
+        shard = layout(_unique_shards(shards))
+        own_buffer = torch.empty(shard.total_bytes, dtype=torch.uint8)
+        fill(own_buffer, shard, {})
         offsets = [shard.header_bytes + offset for offset in shard.offsets]
         hosts, number = world.size // world.local_size, world.rank // world.local_size
-        description = [msgspec.to_builtins(shard.pieces), offsets, len(mine)]
+        description = [msgspec.to_builtins(shard.pieces), offsets, len(own_buffer)]
         descriptions = gather_over_torch(description, hosts, world.device, group)
-        of_hosts = [torch.empty(size, dtype=torch.uint8) for *_, size in descriptions]
-        largest = max(map(len, of_hosts))
+        host_buffers = [torch.empty(size, dtype=torch.uint8) for *_, size in descriptions]
+        largest = max(map(len, host_buffers))
         for at in range(0, largest, SENT_BYTES):
             size = min(SENT_BYTES, largest - at)
             sent = torch.zeros(size, dtype=torch.uint8, device=world.device)
-            sent[: max(0, len(mine) - at)] = mine[at : at + size].to(world.device)
-            for buffer, received in zip(of_hosts, start_gather(sent, "a snapshot", group)(), strict=True):
+            sent[: max(0, len(own_buffer) - at)] = own_buffer[at : at + size].to(world.device)
+            for buffer, received in zip(host_buffers, start_gather(sent, "a snapshot", group)(), strict=True):
                 target = buffer[at : at + size]
                 target.copy_(received[: len(target)])
         return [
-            _received(msgspec.convert(piece, Piece), of_hosts[host], offset)
+            _received(msgspec.convert(piece, Piece), host_buffers[host], offset)
             for host, (pieces, starts, _) in enumerate(descriptions)
             for piece, offset in zip(pieces, starts, strict=True)
             if host != number
         ]
 
 
-def _unique_shards(held: Sequence[TensorShard]) -> list[TensorShard]:
-    return [shard for shard in held if not (shard.replicated or shard.spare)]
+def _unique_shards(shards: Sequence[TensorShard]) -> list[TensorShard]:
+    return [shard for shard in shards if not (shard.replicated or shard.spare)]
 
 
 def _received(piece: Piece, data: Tensor, at: int) -> TensorShard:
@@ -220,12 +220,12 @@ def newest(files: Iterable[Sequence[int]]) -> Snapshot | None:
     for descriptor in itertools.chain.from_iterable(files):
         if os.fstat(descriptor).st_size <= LENGTH_BYTES or not any(os.pread(descriptor, LENGTH_BYTES, 0)):
             continue
-        read = read_meta(_path(descriptor))
-        if read is None:
+        metadata = read_meta(_path(descriptor))
+        if metadata is None:
             continue
         with suppress(msgspec.ValidationError):  # not written by paceline
-            meta = msgspec.convert(read[0], SnapshotMeta)
-            states.setdefault((meta.generation, meta.step, meta.parts), {})[meta.part] = descriptor, meta, read[1]
+            meta = msgspec.convert(metadata[0], SnapshotMeta)
+            states.setdefault((meta.generation, meta.step, meta.parts), {})[meta.part] = descriptor, meta, metadata[1]
     complete = [key for key, parts in states.items() if len(parts) == key[2]]
     if not complete:
         return None

@@ -100,8 +100,8 @@ def needed(source: Source, name: str, like: Tensor, *, any_type: bool = False) -
     """
     tensor = source.tensor(name)
     if tensor is None or tensor.shape != like.shape or (tensor.dtype != like.dtype and not any_type):
-        found = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-        raise UsageError(code="state-does-not-fit", name=name, shape=tuple(like.shape), dtype=like.dtype, found=found)
+        actual = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+        raise UsageError(code="state-does-not-fit", name=name, shape=tuple(like.shape), dtype=like.dtype, found=actual)
     return tensor
 
 

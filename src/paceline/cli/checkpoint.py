@@ -221,8 +221,8 @@ def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
 
         return export_checkpoint(*newest, config.model), f"step {newest[1].step} of {run_dir.name}"
     except Damaged as error:
-        which = "" if config.step is None else f"the checkpoint of step {config.step} is damaged: "
-        raise UsageError(code="step-not-exported", which=which, reason=str(error), run_dir=run_dir) from None
+        prefix = "" if config.step is None else f"the checkpoint of step {config.step} is damaged: "
+        raise UsageError(code="step-not-exported", which=prefix, reason=str(error), run_dir=run_dir) from None
 
 
 def _saved_weights(config: ExportConfig, run_dir: Path, name: str, sha256: str | None = None) -> Weights:

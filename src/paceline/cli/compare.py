@@ -90,8 +90,8 @@ def _meshes(config: CompareConfig, nproc: int, settings: TrainConfig) -> list[Me
     """The meshes to measure: those of --meshes, otherwise the mesh of --config."""
     if "auto" in config.meshes and nproc == 1:
         raise UsageError(code="meshes-of-one-process")
-    asked = config.meshes or [mesh for mesh in [settings.launch.mesh] if mesh]
-    meshes = [mesh for text in asked for mesh in (meshes_of(nproc) if text == "auto" else [mesh_of(text, nproc)])]
+    texts = config.meshes or [mesh for mesh in [settings.launch.mesh] if mesh]
+    meshes = [mesh for text in texts for mesh in (meshes_of(nproc) if text == "auto" else [mesh_of(text, nproc)])]
     for mesh in meshes:
         launch = replace(settings.launch, mesh=str(mesh))
         if mesh.of("pipeline") == 1:

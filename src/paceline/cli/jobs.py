@@ -77,16 +77,16 @@ def placed_job(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
     hosts = parse_hosts(cluster.hosts) if cluster.hosts is not None else ()
     if cluster.on == "ssh" and not hosts:
         raise UsageError(code="ssh-without-hosts")
-    least, most = _nodes(cluster.nodes, hosts)
-    if cluster.on == "local" and most > 1:
+    min_nodes, max_nodes = _nodes(cluster.nodes, hosts)
+    if cluster.on == "local" and max_nodes > 1:
         raise UsageError(code="several-nodes-here", value=cluster.nodes)
     return JobSpec(
         argv=(),
         nproc=nproc or cluster.gpus_per_node or 1,
         run_id=secrets.token_hex(8),
         threads=0,
-        nodes=most,
-        min_nodes=least,
+        nodes=max_nodes,
+        min_nodes=min_nodes,
         hosts=hosts,
         secret="" if cluster.on == "local" else secrets.token_hex(32),  # a single agent has no peers
         join_seconds=cluster.join_timeout,
@@ -109,19 +109,19 @@ def placed_job(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
     )
 
 
-def _nodes(asked: str | None, hosts: tuple[Host, ...]) -> tuple[int, int]:
+def _nodes(nodes: str | None, hosts: tuple[Host, ...]) -> tuple[int, int]:
     """The smallest and the largest number of nodes, from --nodes N or MIN:MAX."""
-    if asked is None:
+    if nodes is None:
         return max(1, len(hosts)), max(1, len(hosts))
-    least, colon, most = asked.partition(":")
-    most = most if colon else least
-    if not (least.isdecimal() and most.isdecimal()):
-        raise UsageError(code="nodes-not-a-number", value=asked)
-    if not 1 <= int(least) <= int(most):
-        raise UsageError(code="nodes-out-of-range", value=asked)
-    if hosts and not int(least) <= len(hosts) <= int(most):
-        raise UsageError(code="nodes-and-hosts-differ", value=asked, count=len(hosts))
-    return int(least), int(most)
+    min_nodes, colon, max_nodes = nodes.partition(":")
+    max_nodes = max_nodes if colon else min_nodes
+    if not (min_nodes.isdecimal() and max_nodes.isdecimal()):
+        raise UsageError(code="nodes-not-a-number", value=nodes)
+    if not 1 <= int(min_nodes) <= int(max_nodes):
+        raise UsageError(code="nodes-out-of-range", value=nodes)
+    if hosts and not int(min_nodes) <= len(hosts) <= int(max_nodes):
+        raise UsageError(code="nodes-and-hosts-differ", value=nodes, count=len(hosts))
+    return int(min_nodes), int(max_nodes)
 
 
 def world_size(job: JobSpec) -> int:
@@ -200,18 +200,18 @@ def start(cluster: ClusterConfig, job: JobSpec) -> int:
 
 def _start_slurm(cluster: ClusterConfig, job: JobSpec) -> int:
     submit_dir = Path(job.submit_dir)
-    held = in_allocation(os.environ)
+    allocation = in_allocation(os.environ)
     if cluster.cpus_per_rank is None and job.slurm.gpus_per_node:
-        cores = min(GPU_CORES, cores_per_rank(held, job, os.environ))
+        cores = min(GPU_CORES, cores_per_rank(allocation, job, os.environ))
         job = replace(job, slurm=replace(job.slurm, cpus_per_rank=cores))
-    if held is not None:
-        check_allocation(held, job)
+    if allocation is not None:
+        check_allocation(allocation, job)
     plan = slurm(job)
     write_files(submit_dir, plan.files)
-    if held is None:
+    if allocation is None:
         check_fits(job, os.environ)
     _record(cluster, job)  # also before it is submitted: the run is known even if this process is killed now
-    if held is not None:
+    if allocation is not None:
         return run_here(submit_dir / SCRIPT)
     job_id = submit(plan, os.environ)
     _record(cluster, job, job_id)

@@ -110,18 +110,18 @@ def main(arguments: Sequence[str]) -> int:
         job = checked_job(job, cluster, script)
     if cluster.dry_run:
         return show_plan(cluster, planned_job(job, run_dir, job.name))
-    here, code = cluster.on == "local" and not cluster.detach, ExitCode.DONE
+    is_local, code = cluster.on == "local" and not cluster.detach, ExitCode.DONE
     resume = holds_session_of(job, run_dir, trust=options.script.trust)
     with locked_run_dir(run_dir, job.name, trust=options.script.trust, resume=resume) as (run_dir, lock):
         job = replace(job, run_dir=str(run_dir))
-        if here:
+        if is_local:
             job = replace(job, attempt_dir=str(create_attempt_dir(run_dir)[1]))
             code = run(local(job), keep_open=[lock])
             if options.script.check:
                 code = report_findings(job, code)
         else:
             job = with_submit_dir(job)  # with the lock held: a refused start must not look like the active run
-    if not here:
+    if not is_local:
         code = start(cluster, job)  # node 0's agent takes the lock
     say(f"run folder {run_dir}")
     return code
@@ -229,8 +229,8 @@ def checked_job(job: JobSpec, cluster: ClusterConfig, script: Sequence[str]) -> 
         "--dry-run": cluster.dry_run,
         "--max-restarts": job.max_restarts > 0,
     }
-    if given := [option for option, is_given in refused.items() if is_given]:
-        raise UsageError(code="check-option", options=" and ".join(given))
+    if conflicts := [option for option, is_given in refused.items() if is_given]:
+        raise UsageError(code="check-option", options=" and ".join(conflicts))
     if BOOTSTRAP not in job.argv:
         raise UsageError(code="check-not-python", value=script[0])
     if job.nproc < 2:

@@ -46,16 +46,16 @@ def main(arguments: Sequence[str]) -> int:
         warn_if_shared(run_dir)
     settings = run_dir / "config.toml"
     if not os.path.lexists(settings):
-        what = "holds no config.toml" if is_folder(run_dir) else "is no folder"
-        raise UsageError(code="ledger-no-run", run=config.run, what=what)
-    trained = load(settings, ours=False)  # untrusted: only its numbers are used, and no code that it names is run
-    check_values(trained)
+        problem = "holds no config.toml" if is_folder(run_dir) else "is no folder"
+        raise UsageError(code="ledger-no-run", run=config.run, what=problem)
+    train_config = load(settings, ours=False)  # untrusted: only its numbers are used, and no code that it names is run
+    check_values(train_config)
 
     from paceline.lab.ranks.ledger import audit
     from paceline.train.prepare import make_plan  # imports torch
 
     # All settings are in config.toml: no default depends on the world size
-    result = audit(run_dir, partial(make_plan, trained, batch_shape(trained.data, world_size=1)))
+    result = audit(run_dir, partial(make_plan, train_config, batch_shape(train_config.data, world_size=1)))
     if config.json:
         write_json(config.json, result)
     _print(result)

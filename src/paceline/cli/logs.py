@@ -163,16 +163,16 @@ class _LogViewer:
             return UsageError(code="not-started", run_dir=self._run_dir)
         folder = folders[attempt or max(folders)]
         allowed = join_ranges(map(str, rank_logs(folder))) or "(none)"
-        whose = "any rank" if self._config.rank == "all" else f"rank {self._config.rank}"
-        return UsageError(code="no-output", value=whose, folder=folder, allowed=allowed)
+        rank_name = "any rank" if self._config.rank == "all" else f"rank {self._config.rank}"
+        return UsageError(code="no-output", value=rank_name, folder=folder, allowed=allowed)
 
     def print_all(self) -> None:
         """Print the selected lines of the existing logs."""
         logs, missing = self._logs.logs, self._logs.without_times
         if len(logs) > 1 and missing:
-            whose = "these ranks" if len(missing) == len(logs) else format_ranks(missing)
+            ranks = "these ranks" if len(missing) == len(logs) else format_ranks(missing)
             print(
-                f"the lines of {whose} have no timestamps (an older paceline wrote them): they are shown in the order "
+                f"the lines of {ranks} have no timestamps (an older paceline wrote them): they are shown in the order "
                 "of the ranks, not of time",
                 file=sys.stderr,
             )
@@ -186,15 +186,15 @@ class _LogViewer:
 
     def _print(self, lines: Iterable[MergedLine], *, prefixed: bool) -> None:
         for line in lines:
-            when = f"{clock(line.unix_time) or '-':19} " if self._config.times else ""
-            who = f"[{join_ranges(map(str, line.ranks), ',')}] " if prefixed else ""
-            sys.stdout.write(f"{when}{who}{line.text}\n")
+            timestamp = f"{clock(line.unix_time) or '-':19} " if self._config.times else ""
+            prefix = f"[{join_ranges(map(str, line.ranks), ',')}] " if prefixed else ""
+            sys.stdout.write(f"{timestamp}{prefix}{line.text}\n")
         sys.stdout.flush()
 
     def follow(self) -> None:
         """Print new lines, including those of later attempts, until the run ends."""
         tails = {rank: Tail(path, self._logs.ends[rank]) for rank, path in self._logs.logs.items()}
-        pattern, waiting, looked = self._filter.pattern, list[RankLine](), 0.0
+        pattern, waiting, last_check = self._filter.pattern, list[RankLine](), 0.0
 
         def show(*, to_the_end: bool = False) -> None:
             for rank, tail in tails.items():
@@ -208,9 +208,9 @@ class _LogViewer:
 
         while True:
             ended = False
-            if time.monotonic() > looked + LOOK_SECONDS:
+            if time.monotonic() > last_check + LOOK_SECONDS:
                 ended = standing(self._run_dir, self._access).state not in LIVE
-                looked = time.monotonic()
+                last_check = time.monotonic()
             newest = self._paths()
             if {path.parent for path in newest.values()} - {tail.path.parent for tail in tails.values()}:  # new attempt
                 show(to_the_end=True)
@@ -227,7 +227,7 @@ def analyze(arguments: Sequence[str]) -> int:
     config: AnalyzeConfig = command_line("analyze").parse(arguments)
     if not config.logs:
         raise UsageError(code="no-log-named")
-    analyses = [analyzed(asked) for asked in config.logs]
+    analyses = [analyzed(log) for log in config.logs]
     if config.json:
         print_json(analyses)
     else:
@@ -256,8 +256,8 @@ def analyzed(asked: str) -> Analysis:
     analysis = analyzer.result
     if not analysis.values:
         expected = "\n  ".join(EXAMPLES.values())
-        seen = f": {plural(analysis.lines, 'line')}, the first {analysis.first_line!r}" if analysis.lines else ""
-        raise UsageError(code="no-known-line", asked=asked, seen=seen, expected=expected)
+        excerpt = f": {plural(analysis.lines, 'line')}, the first {analysis.first_line!r}" if analysis.lines else ""
+        raise UsageError(code="no-known-line", asked=asked, seen=excerpt, expected=expected)
     return analysis
 
 

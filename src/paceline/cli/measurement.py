@@ -71,14 +71,14 @@ def train_config(task: str, how: MeasurementConfig, *, num_workers: int | None =
         UsageError: the file, a value or the task is wrong.
     """
     default = load(real_path(how.config), ours=True) if how.config else TrainConfig()
-    given = {
+    values = {
         "launch.device": how.device, "launch.backend": how.backend, "compute.precision": how.precision,
         "optimizer.optimizer": absolute_task(how.optimizer or default.optimizer.optimizer),
         "data.data_dir": how.data_dir, "model.stem": how.stem, "data.num_workers": num_workers,
         "task": absolute_task(task), "task_arg": [*how.task_arg],
     }  # fmt: skip
-    given = {dest: value for dest, value in given.items() if value is not None} | {"strategy": None}
-    config: TrainConfig = built(TrainConfig, given, default)
+    values = {dest: value for dest, value in values.items() if value is not None} | {"strategy": None}
+    config: TrainConfig = built(TrainConfig, values, default)
     check_values(config)
     check_task(config.task, task_options(config))
     check_optimizer(config.optimizer.optimizer)

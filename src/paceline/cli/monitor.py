@@ -99,7 +99,7 @@ def _process(pid: int, cores: float, gpu_bytes: int) -> ProcessUse:
 def _program(command: list[str]) -> str:
     """The program with its script or module, which is the first argument that is not an option."""
     arguments = command[1:4]
-    script = "-c" if "-c" in arguments else next((word for word in arguments if not word.startswith("-")), "")
+    script = "-c" if "-c" in arguments else next((arg for arg in arguments if not arg.startswith("-")), "")
     return f"{Path(command[0]).name} {script}".strip()[:200]
 
 

@@ -205,7 +205,7 @@ class CommandLine:
                 continue
             parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
             choices = [str(choice) for part in parts if get_origin(part) is Literal for choice in get_args(part)]
-            others = [each for part in parts if (each := get_origin(part) or part) not in (types.NoneType, Literal)]
+            others = [origin for part in parts if (origin := get_origin(part) or part) not in (types.NoneType, Literal)]
             owner = next(base for base in settings_class.__mro__ if field.name in vars(base).get("__annotations__", {}))
             name = field.name if field.name in self.arguments else "--" + field.name.replace("_", "-")
             text = field.metadata.get("help") or _field_texts(Path(inspect.getfile(owner)))[owner.__name__, field.name]
@@ -259,11 +259,11 @@ class CommandLine:
 
     def given(self, arguments: Sequence[str]) -> dict[str, Any]:
         """As `values`, but --help prints the help and exits with code 0."""
-        given = self.values(arguments)
-        if asked := given.get("help"):
-            self.print_help(asked)
+        values = self.values(arguments)
+        if help_option := values.get("help"):
+            self.print_help(help_option)
             raise SystemExit(0)
-        return given
+        return values
 
     def values(self, arguments: Sequence[str]) -> dict[str, Any]:
         """The values from the command line, by `Option.dest`. The key `help` has the help option, if there is one.
@@ -275,18 +275,18 @@ class CommandLine:
         # --run_dir means --run-dir, as in torchrun
         arguments = [re.sub(r"^--[\w-]+(?==|$)", lambda name: name[0].replace("_", "-"), word) for word in arguments]
         parsed, rest = self.parser(options, whole=False).parse_known_intermixed_args(arguments)
-        given = {dest: value for dest, value in vars(parsed).items() if value is not None}
-        if "help" in given:
-            return given
-        if wrong := [word for word in rest if word.startswith("-")]:
+        values = {dest: value for dest, value in vars(parsed).items() if value is not None}
+        if "help" in values:
+            return values
+        if unexpected := [word for word in rest if word.startswith("-")]:
             names = [name for option in options for name in option.names]
-            raise unknown_option(self.prog, wrong[0].partition("=")[0], names)
+            raise unknown_option(self.prog, unexpected[0].partition("=")[0], names)
         if rest:
             raise UsageError(code="unexpected-argument", prog=self.prog, value=rest[0])
         for option in options:  # argparse's `required` would report this before an unknown option
-            if option.default is MISSING and option.dest not in given:
+            if option.default is MISSING and option.dest not in values:
                 raise UsageError(code="missing-argument", prog=self.prog, value=option.shown, about=option.text)
-        return given
+        return values
 
     def print_help(self, asked: str, file: str = "", settings: Any = None) -> None:
         """Print the help for `asked`: --help or --help-all. The `settings` of a `file` replace the defaults."""
@@ -303,10 +303,10 @@ def _shown(value: Any) -> str:
 def unknown_option(prog: str, name: str, names: Collection[str]) -> UsageError:
     """The error for an option that is not one of `names`. It suggests the equivalent option, or the closest name."""
     check_not_renamed(prog, name, names)
-    ours = [own for own, others in FAMILIAR.items() if name[2:].lower() in others.split() and own.split()[0] in names]
-    near = ours or difflib.get_close_matches(name, names, n=1)
-    meant = f" Did you mean {near[0]}?" if near else ""
-    return UsageError(code="unknown-option", prog=prog, value=name, meant=meant)
+    ours = [opt for opt, others in FAMILIAR.items() if name[2:].lower() in others.split() and opt.split()[0] in names]
+    matches = ours or difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean {matches[0]}?" if matches else ""
+    return UsageError(code="unknown-option", prog=prog, value=name, meant=hint)
 
 
 def paragraphs(settings_class: type) -> list[str]:
@@ -403,8 +403,8 @@ def ssh_command(ssh: Sequence[str], host: str, command: str) -> tuple[str, ...]:
 
 def threads_of(asked: int | None) -> int:
     """CPU threads of each rank: `asked`, or the user's OMP_NUM_THREADS; 0: the agent decides."""
-    users = os.environ.get("OMP_NUM_THREADS", "")
-    return asked or (int(users) if users.isdecimal() else 0)
+    env_threads = os.environ.get("OMP_NUM_THREADS", "")
+    return asked or (int(env_threads) if env_threads.isdecimal() else 0)
 
 
 def usable_gpus(device: str) -> int | None:

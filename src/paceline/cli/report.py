@@ -143,10 +143,10 @@ def trace_events(run: WholeRun) -> Iterator[dict[str, Any]]:
         process = {"pid": hosts.index(host) if host in hosts else len(hosts)}
         for tid, name in ((2 * rank, f"rank {rank}"), (2 * rank + 1, f"rank {rank}: collectives")):
             yield {"ph": "M", "name": "thread_name", **process, "tid": tid, "args": {"name": name}}
-        for name, at, seconds, kind, args in (*_step_spans(log), *_other_spans(log)):
-            tid = 2 * rank + (kind == "collective")
+        for name, at, seconds, category, args in (*_step_spans(log), *_other_spans(log)):
+            tid = 2 * rank + (category == "collective")
             times = {"ts": round((at - began) * MICRO, 1), "dur": round(max(0.0, seconds) * MICRO, 1)}
-            yield {"ph": "X", "name": clean(name)[:120], "cat": kind, **process, "tid": tid, **times, "args": args}
+            yield {"ph": "X", "name": clean(name)[:120], "cat": category, **process, "tid": tid, **times, "args": args}
     for node, samples in run.machines.items():
         for sample in samples:
             counters = {"cores busy": sample.cores_busy, "memory GB": sample.memory_bytes / 1e9}

@@ -304,13 +304,13 @@ def run_state(run_dir: Path, access: Access = NOTHING) -> RunState:
 def _speed(run_dir: Path, progress: _Progress, *, running: bool, summary: Summary) -> dict[str, float | None]:
     """The speed: over the last steps if the run is running, over the whole run if it has ended."""
     if not running:
-        known = {"tokens_per_second": summary.tokens_per_second, "mfu": summary.mfu}
-        return known | {"goodput": summary.goodput or goodput(run_dir)}
+        speeds = {"tokens_per_second": summary.tokens_per_second, "mfu": summary.mfu}
+        return speeds | {"goodput": summary.goodput or goodput(run_dir)}
     steps, counted = progress.steps, progress.counted or Counted(0.0, 0)
     tokens = sum(step.tokens for step in steps) / max(1, sum(step.consumed for step in steps))
-    known = speed(rates(steps)[0], tokens, counted.flops_per_sample, counted.peak_tflops, counted.devices)
-    known.pop("flops_per_second", None)
-    return known | {"goodput": goodput(run_dir, time.time())}
+    speeds = speed(rates(steps)[0], tokens, counted.flops_per_sample, counted.peak_tflops, counted.devices)
+    speeds.pop("flops_per_second", None)
+    return speeds | {"goodput": goodput(run_dir, time.time())}
 
 
 def _reached(summary: Summary, settings: TrainConfig, progress: _Progress) -> dict[str, Any]:

@@ -88,8 +88,8 @@ def _check(config: ScaleConfig) -> None:
         raise UsageError(code="too-few-steps", least=FEWEST_STEPS, value=how.steps)
     if copies[-1] == 1:
         unit, example = ("one copy of the model", 2 * copy.size) if copy.size > 1 else ("one rank", "1,2")
-        more = f"{unit} with: name a larger number, like {example}"
-        raise UsageError(code="nothing-to-compare", value=config.ranks, more=more)
+        hint = f"{unit} with: name a larger number, like {example}"
+        raise UsageError(code="nothing-to-compare", value=config.ranks, more=hint)
     if STRATEGY_INFO[config.strategy].one_process:
         raise unknown("strategy for several processes", config.strategy, FOR_SEVERAL)
     if config.mode != "weak" and math.lcm(*copies) > LARGEST_SHARE * copies[-1]:
@@ -100,7 +100,7 @@ def _check(config: ScaleConfig) -> None:
 
 def _read(config: ScaleConfig, folders: str, network: Network | None) -> int:
     """Evaluate runs that have ended."""
-    paths = [Path(word.strip()) for word in folders.split(",")]
+    paths = [Path(folder.strip()) for folder in folders.split(",")]
     runs = read_runs(paths, skip=config.how.warmup)
     weak, strong = comparable(runs)
     size = weight_bytes(paths)
@@ -120,11 +120,11 @@ def _measure(config: ScaleConfig, network: Network | None) -> int:
     if copy.size > 1:
         launch = replace(settings.launch, mesh=_mesh(config, copy, copies[-1]))
         check_values(replace(settings, launch=launch, strategy=config.strategy))
-    gpus, most = usable_gpus(settings.launch.device), copies[-1] * copy.size
-    check_gpus(f"--ranks {config.ranks}", most, gpus, settings.launch.backend)
+    gpus, processes = usable_gpus(settings.launch.device), copies[-1] * copy.size
+    check_gpus(f"--ranks {config.ranks}", processes, gpus, settings.launch.backend)
     cores = usable_cores()
-    asked = how.threads_per_rank or settings.launch.threads_per_rank
-    threads = asked or (1 if config.strategy in EXACT else threads_per_rank(cores, min(cores, most)))
+    configured = how.threads_per_rank or settings.launch.threads_per_rank
+    threads = configured or (1 if config.strategy in EXACT else threads_per_rank(cores, min(cores, processes)))
     weak = config.batch_size if config.mode != "strong" else None
     strong = config.batch_size * math.lcm(*copies) if config.mode != "weak" else None
     points = points_to_measure(copies, weak, strong)
@@ -138,7 +138,7 @@ def _measure(config: ScaleConfig, network: Network | None) -> int:
             return ExitCode.FAILED
         runs = _runs(folder, points, config, config.strategy, copy)
         alone = _runs(folder, [at for at in points if at.ranks > 1], config, NO_EXCHANGE, copy)
-    chunks = [chunk for each in rounds.rounds for chunk in each]
+    chunks = [chunk for round_chunks in rounds.rounds for chunk in round_chunks]
     size, low_rank = max(chunk.weight_bytes for chunk in chunks), max(chunk.low_rank_bytes for chunk in chunks)
     title = (
         f"{config.task} on {chunks[0].device}, {strategy_on(config.strategy, str(copy))}, "
@@ -184,13 +184,13 @@ def _copy(config: ScaleConfig) -> Mesh:
 
 def _copies(config: ScaleConfig, copy: Mesh) -> list[int]:
     """The number of copies of the model at each number of processes."""
-    asked = [ranks for ranks in whole_numbers("--ranks", config.ranks) if ranks > 1 or copy.size == 1]
-    if odd := [ranks for ranks in asked if ranks % copy.size]:
+    rank_counts = [ranks for ranks in whole_numbers("--ranks", config.ranks) if ranks > 1 or copy.size == 1]
+    if uneven := [ranks for ranks in rank_counts if ranks % copy.size]:
         raise UsageError(
-            code="ranks-no-whole-copies", value=config.ranks, processes=odd[0], size=copy.size, mesh=config.mesh,
+            code="ranks-no-whole-copies", value=config.ranks, processes=uneven[0], size=copy.size, mesh=config.mesh,
             twice=2 * copy.size,
         )  # fmt: skip
-    return sorted({1, *(ranks // copy.size for ranks in asked)})
+    return sorted({1, *(ranks // copy.size for ranks in rank_counts)})
 
 
 def _mesh(config: ScaleConfig, copy: Mesh, count: int) -> str:

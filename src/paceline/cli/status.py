@@ -73,10 +73,10 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
     yield "starts", str(state.attempts)
     if state.metrics:
         yield "scores", scores_line(state.metrics)
-    yield from (("found", words) for words in state.found)
+    yield from (("found", finding) for finding in state.found)
     yield "saved", _saved(state)
-    if state.state not in LIVE and (words := _time_spent(Path(state.run_dir))):
-        yield "time", words
+    if state.state not in LIVE and (spent := _time_spent(Path(state.run_dir))):
+        yield "time", spent
     if hint := _hint(state):
         yield "next", hint
 

@@ -97,33 +97,33 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
         UsageError: the file or a value is wrong.
     """
     line = command_line("train")
-    given = line.values(arguments)
-    asked_help, path = given.pop("help", None), given.pop("config", None)
-    resumed = None if path else _resumed_config(given)
-    path = real_path(path) if path else resumed
-    default = configuration.load(path, ours=not given.get("run.trust", False)) if path else TrainConfig()
-    if resumed and default.strategy == DEFAULT_ALONE:  # several processes resume with their default strategy
+    values = line.values(arguments)
+    help_option, path = values.pop("help", None), values.pop("config", None)
+    resumed_file = None if path else _resumed_config(values)
+    path = real_path(path) if path else resumed_file
+    default = configuration.load(path, ours=not values.get("run.trust", False)) if path else TrainConfig()
+    if resumed_file and default.strategy == DEFAULT_ALONE:  # several processes resume with their default strategy
         default = replace(default, strategy=None)
-    config = built(TrainConfig, given, default)
-    if asked_help:
-        line.print_help(asked_help, path.name if path else "", default)
+    config = built(TrainConfig, values, default)
+    if help_option:
+        line.print_help(help_option, path.name if path else "", default)
         if ":" in (config.task or ""):
             print(settings_help(str(config.task)))
         raise SystemExit(0)
     try:
         check_values(config)
     except UsageError as error:
-        typed = {dest.rpartition(".")[2] for dest in given}
-        error.write = lambda name, value: (flag if not path or name in typed else configuration.key)(name, value)
-        error.before = f"{path}: " if path and error.setting not in typed else ""
+        typed_names = {dest.rpartition(".")[2] for dest in values}
+        error.write = lambda name, value: (flag if not path or name in typed_names else configuration.key)(name, value)
+        error.before = f"{path}: " if path and error.setting not in typed_names else ""
         raise
     return config
 
 
-def _resumed_config(given: Mapping[str, Any]) -> Path | None:
+def _resumed_config(values: Mapping[str, Any]) -> Path | None:
     """The settings file of the run to resume. Its settings apply unless an option changes them."""
-    folder = given.get("run.run_dir")
-    if folder is None or given.get("checkpoint.resume") != "auto":
+    folder = values.get("run.run_dir")
+    if folder is None or values.get("checkpoint.resume") != "auto":
         return None
     path = real_path(folder) / CONFIG  # CONFIG itself must not be a link
     return path if os.path.lexists(path) else None
@@ -154,8 +154,8 @@ def check_training(config: TrainConfig, nproc: int) -> None:
     if config.strategy and config.cluster.on == "local" and (why := lacks_torch(config.strategy)):
         raise UsageError(code="torch-too-old", why=why)
     if mesh.replicas > shape.virtual_ranks:
-        who = f"{nproc} processes" if mesh.replicas == nproc else f"--mesh {mesh}: {mesh.replicas} along data"
-        raise UsageError(code="processes-without-work", who=who, virtual_ranks=shape.virtual_ranks)
+        processes = f"{nproc} processes" if mesh.replicas == nproc else f"--mesh {mesh}: {mesh.replicas} along data"
+        raise UsageError(code="processes-without-work", who=processes, virtual_ranks=shape.virtual_ranks)
 
 
 def check_guard(config: TrainConfig) -> Windows:
@@ -189,9 +189,9 @@ def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
     for _, path in checkpoints.entries():  # use the newest one with a readable manifest; the workers check its bytes
         with suppress(Damaged):
             saved = checkpoints.check(path, files=()).definition
-            now = settings(configuration.with_defaults(config, nproc))
-            now |= all_settings(str(config.task), configuration.task_options(config))
-            check_same(saved, now, allowed, str(path))
+            definition = settings(configuration.with_defaults(config, nproc))
+            definition |= all_settings(str(config.task), configuration.task_options(config))
+            check_same(saved, definition, allowed, str(path))
             return
 
 
@@ -289,8 +289,8 @@ def _hand_over(config: TrainConfig, job: JobSpec, size: int) -> int:
     code = start(cluster, training_job(config, job))
     if on == "ssh" and not job.detached and code not in (ExitCode.DONE, ExitCode.SAVED, ExitCode.USAGE):
         _write_failed_summary(run_dir, config, size, code)
-    followed = (on == "ssh" and not job.detached) or cluster.follow or (on == "slurm" and in_allocation(os.environ))
-    if not followed or code not in (ExitCode.DONE, ExitCode.SAVED):  # otherwise rank 0 has printed the folder
+    is_followed = (on == "ssh" and not job.detached) or cluster.follow or (on == "slurm" and in_allocation(os.environ))
+    if not is_followed or code not in (ExitCode.DONE, ExitCode.SAVED):  # otherwise rank 0 has printed the folder
         say(f"run folder {run_dir}")
     return code
 

@@ -82,8 +82,8 @@ def main(arguments: Sequence[str]) -> int:
     ranks = whole_numbers("--ranks", config.ranks)
     meshes = [Mesh.parse(mesh) for mesh in config.mesh]
     if meshes and (config.bitwise or is_loop(config.task)):
-        what = "--bitwise" if config.bitwise else f"{config.task}, a custom loop"
-        raise UsageError(code="verify-mesh", what=what)
+        subject = "--bitwise" if config.bitwise else f"{config.task}, a custom loop"
+        raise UsageError(code="verify-mesh", what=subject)
     if config.sequence_parallel and not any(mesh.of("tensor") > 1 for mesh in meshes):
         raise UsageError(code="verify-sequence-parallel")
     chosen = config.strategies or (DEFAULT if meshes else ",".join(EXACT if config.bitwise else FOR_SEVERAL))
@@ -126,12 +126,12 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
     """Run a loop on a single process, then on each number of processes: in float64, and with `exact` for the bits."""
     for_tasks = ("bitwise", "optimizers", "stem", "checkpoint_activations", "data_dir", "task_arg")
     default = VerifyConfig(config.task)
-    if given := [name for name in for_tasks if getattr(config, name) != getattr(default, name)]:
-        raise UsageError(code="verify-option-of-task", setting=given[0].replace("_", "-"), task=config.task)
-    most = max(ranks)
-    compared = [LoopCase(most, exact=False, strategy=name) for name in strategies]
-    cases = [LoopCase(1, exact=False, plain=True), *compared, LoopCase(most, exact=True, strategy="exact")]
-    spec = LoopSpec(config.task, arguments, cases, most, config.steps, config.seed, config.device)
+    if task_options := [name for name in for_tasks if getattr(config, name) != getattr(default, name)]:
+        raise UsageError(code="verify-option-of-task", setting=task_options[0].replace("_", "-"), task=config.task)
+    max_ranks = max(ranks)
+    strategy_cases = [LoopCase(max_ranks, exact=False, strategy=name) for name in strategies]
+    cases = [LoopCase(1, exact=False, plain=True), *strategy_cases, LoopCase(max_ranks, exact=True, strategy="exact")]
+    spec = LoopSpec(config.task, arguments, cases, max_ranks, config.steps, config.seed, config.device)
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as name:
         folder = Path(name).resolve()
         ended = {size: _launch(spec, size, folder)[1] for size in sorted({1, *ranks})}
@@ -140,7 +140,7 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
         report, bits = findings(folder, spec, ranks, ended)
     print(
         f"{config.task}, {config.steps} steps: a single process compared with {', '.join(map(str, ranks))} processes "
-        f"as {most} virtual ranks; short epochs with unequal batches, float64, no dropout, batch norm in eval mode"
+        f"as {max_ranks} virtual ranks; short epochs with unequal batches, float64, no dropout, batch norm in eval mode"
     )
     if config.json:
         write_json(config.json, [report, bits])
@@ -151,7 +151,7 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
 def _verify(
     spec: Spec,
     sizes: Sequence[int | Mesh],
-    kind: type[Report],
+    report_type: type[Report],
     print_all: Callable[[Spec, Sequence[Report]], bool],
     json: Path | None,
 ) -> int:
@@ -163,7 +163,7 @@ def _verify(
         code, _ = _launch(msgspec.structs.replace(spec, mesh=mesh), nproc, folder)
         if code != ExitCode.DONE:  # the logs stay
             return code
-        reports.append(msgspec.json.decode((folder / "report.json").read_bytes(), type=kind))
+        reports.append(msgspec.json.decode((folder / "report.json").read_bytes(), type=report_type))
         shutil.rmtree(folder)
     if json:
         write_json(json, reports)

@@ -153,7 +153,7 @@ class LowRank:
         values = {i: state[f"held/{i}"] + tensors[i].reshape(size) for i, size in self._matrices.items()}
         left = [value @ state[f"basis/{i}"] for i, value in values.items()]
         others = [tensors[i] for i in self._whole]
-        shapes = [each.shape for each in (*left, *others)]
+        shapes = [t.shape for t in (*left, *others)]
         sums = split(start_sum(flattened([*left, *others]), NAME, group)(), shapes)
         bases: list[Tensor] = [torch.linalg.qr(total)[0] for total in sums[: len(left)]]
         right = [value.T @ base for value, base in zip(values.values(), bases, strict=True)]

@@ -67,8 +67,8 @@ class SyncBatchNorm(_BatchNorm):
         """(N, C, ...) -> (N, C, ...) of the same dtype."""
         if input.dim() < 2 or input.shape[1] != self.num_features:
             raise ValueError(f"expected (N, {self.num_features}, ...), got {tuple(input.shape)}")
-        alone = not dist.is_initialized() or dist.get_world_size(self.group) == 1
-        if not self.training or (alone and self.counted and input.numel() > 0):
+        is_alone = not dist.is_initialized() or dist.get_world_size(self.group) == 1
+        if not self.training or (is_alone and self.counted and input.numel() > 0):
             return super().forward(input)  # nothing to exchange
         own_count = input.numel() // self.num_features if self.counted else 0
         with torch.no_grad():
@@ -81,16 +81,16 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         """Accepts any (N, C, ...): one class for BatchNorm1d, 2d and 3d."""
 
-    def _union(self, own: Moments) -> Moments:
+    def _union(self, moments: Moments) -> Moments:
         """The moments of all ranks, added in rank order: every rank computes the same bits."""
         if not dist.is_initialized():
-            return own
-        packed = torch.cat([own.size.reshape(1), own.mean, own.m2])  # (1 + 2C,)
-        zeros = torch.zeros_like(own.mean)
-        union = Moments(torch.zeros_like(own.size), zeros, zeros)
-        for each in start_gather(packed, "statistics of batchnorm", self.group)():
-            mean, m2 = each[1:].split(self.num_features)
-            union = merge_moments(union, Moments(each[0], mean, m2))
+            return moments
+        packed = torch.cat([moments.size.reshape(1), moments.mean, moments.m2])  # (1 + 2C,)
+        zeros = torch.zeros_like(moments.mean)
+        union = Moments(torch.zeros_like(moments.size), zeros, zeros)
+        for row in start_gather(packed, "statistics of batchnorm", self.group)():
+            mean, m2 = row[1:].split(self.num_features)
+            union = merge_moments(union, Moments(row[0], mean, m2))
         return union
 
     def _statistics(self, union: Moments, own_count: int) -> tuple[Tensor, Tensor]:

@@ -46,12 +46,12 @@ def assign_buckets(sizes: Sequence[int], capacity: int, first: int = 0) -> list[
 
 def assign_balanced(sizes: Sequence[int], holders: int) -> list[list[int]]:
     """Distribute item indices over holders: the largest item first, each to the holder with the smallest total."""
-    loads, held = [0] * holders, [list[int]() for _ in range(holders)]
+    loads, indices_by_holder = [0] * holders, [list[int]() for _ in range(holders)]
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         holder = loads.index(min(loads))
         loads[holder] += sizes[index]
-        held[holder].append(index)
-    return held
+        indices_by_holder[holder].append(index)
+    return indices_by_holder
 
 
 def buckets_of(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
@@ -166,8 +166,8 @@ def numels_and_dtypes(parameters: Sequence[nn.Parameter]) -> tuple[list[int], li
 def agreed_strides(parameters: Sequence[nn.Parameter], ranks: int) -> list[Strides]:
     """The strides of each gradient in a sum: those of its parameter, if dense and equal on all ranks (a collective)."""
     strides = [p.stride() if _is_dense(p) else () for p in parameters]
-    of_rank = gather_over_torch(strides, ranks)
-    agreed = [s != () and all(other[i] == of_rank[0][i] for other in of_rank) for i, s in enumerate(strides)]
+    by_rank = gather_over_torch(strides, ranks)
+    agreed = [s != () and all(other[i] == by_rank[0][i] for other in by_rank) for i, s in enumerate(strides)]
     contiguous = [torch.empty(p.shape, device="meta").stride() for p in parameters]
     return [stride if same else other for stride, other, same in zip(strides, contiguous, agreed, strict=True)]
 

@@ -210,11 +210,11 @@ class HierarchicalTransport:
     def begin(self, number: int, partials: list[Grads | None]) -> None:
         """See Transport."""
         bucket = self.buckets[number]
-        laid = [with_strides(grads, bucket, self._strides[number]) for grads in partials]
-        self._first.append(laid[0] or [None] * len(bucket))
+        strided = [with_strides(grads, bucket, self._strides[number]) for grads in partials]
+        self._first.append(strided[0] or [None] * len(bucket))
         try:
             before = self._sums[number - 1] if number > 0 else None
-            self._sums[number].begin([*map(flatten, laid)], after=before)
+            self._sums[number].begin([*map(flatten, strided)], after=before)
         except BaseException:
             self.forget()  # an error during backward: `end` will not be called
             raise

@@ -120,10 +120,10 @@ def are_finite_here(gradients: Sequence[Tensor]) -> bool:
         return True
     is_plain = {*map(_dtype_and_layout, gradients)} == {(torch.float32, torch.strided)}
     if is_plain and sum(map(Tensor.numel, gradients)) <= SMALL:
-        found = torch.zeros(1)
+        flag = torch.zeros(1)
         try:
-            torch._amp_foreach_non_finite_check_and_unscale_([*gradients], found, device_constant(found.device, 1.0))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-            return not found.item()
+            torch._amp_foreach_non_finite_check_and_unscale_([*gradients], flag, device_constant(flag.device, 1.0))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            return not flag.item()
         except RuntimeError:  # memory that several elements share cannot be written
             return _have_finite_sums(gradients)
     return _have_finite_sums(gradients)
@@ -131,8 +131,8 @@ def are_finite_here(gradients: Sequence[Tensor]) -> bool:
 
 def _have_finite_sums(gradients: Sequence[Tensor]) -> bool:
     # a sum is faster than a look at each element. One of finite elements may overflow: then each is looked at
-    sums = [one.sum(dtype=torch.float32 if one.element_size() < 4 else None) for one in gradients]
-    return cmath.isfinite(torch.stack(sums).sum().item()) or all(bool(one.isfinite().all()) for one in gradients)
+    sums = [grad.sum(dtype=torch.float32 if grad.element_size() < 4 else None) for grad in gradients]
+    return cmath.isfinite(torch.stack(sums).sum().item()) or all(bool(grad.isfinite().all()) for grad in gradients)
 
 
 _dtype_and_layout = attrgetter("dtype", "layout")
@@ -152,8 +152,8 @@ def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Deferred[bo
     if not gradients:
         return Deferred(torch.zeros(1, dtype=torch.float64, device=device), lambda _: True)
     if not is_async(device):
-        found = torch.tensor([float(not are_finite_here(gradients))], dtype=torch.float64)
-        return Deferred(found, lambda bad: not bad[0])
+        flag = torch.tensor([float(not are_finite_here(gradients))], dtype=torch.float64)
+        return Deferred(flag, lambda bad: not bad[0])
     found_inf = torch.zeros(1, device=device)
     is_plain = {*map(_dtype_and_layout, gradients)} == {(torch.float32, torch.strided)}
     if is_plain and sum(map(Tensor.numel, gradients)) <= SMALL_ON_DEVICE:
@@ -204,17 +204,17 @@ class CallSites:
             TrainingError: with MISMATCH, on one rank.
             ReportedByPeer: on the other ranks.
         """
-        rank, lines = dist.get_rank(), tuple(each // HALF for each in hashes)  # without `where`: it changes each step
-        same_where = len({each % HALF for each in hashes}) == 1
+        rank, lines = dist.get_rank(), tuple(h // HALF for h in hashes)  # without `where`: it changes each step
+        same_where = len({h % HALF for h in hashes}) == 1
         if len({*hashes}) > 1 and not (same_where and lines in self._agreed):
-            of_ranks = gather([_user_lines(), [line in self._called for line in lines]])
+            reports = gather([_user_lines(), [line in self._called for line in lines]])
             has_called_before = any(
                 called and lines[other] != lines[by]
-                for by, (_, called_lines) in enumerate(of_ranks)
+                for by, (_, called_lines) in enumerate(reports)
                 for other, called in enumerate(called_lines)
             )
             if has_called_before or not same_where:
-                raise _mismatch(hashes, [site for site, _ in of_ranks], name, rank)
+                raise _mismatch(hashes, [site for site, _ in reports], name, rank)
             self._agreed.add(lines)
         self._called.add(lines[rank])
 
@@ -255,7 +255,7 @@ _of_group: WeakKeyDictionary[dist.ProcessGroup, CallSites] = WeakKeyDictionary()
 
 def _mismatch(hashes: Sequence[int], sites: Sequence[str], name: str, rank: int) -> PacelineError:
     (usual, votes), *_ = Counter(hashes).most_common()
-    minority = [number for number, each in enumerate(hashes) if each != usual] if 2 * votes > len(hashes) else []
+    minority = [number for number, value in enumerate(hashes) if value != usual] if 2 * votes > len(hashes) else []
     reporter = min(minority, default=0)
     if rank != reporter:
         return ReportedByPeer(f"rank {reporter} reports the error", ExitCode.MISMATCH)
@@ -339,8 +339,8 @@ def raise_on_all_ranks(world: World, *, prepares: bool = True) -> Generator[None
     assert error is not None
     if not prepares:
         raise error
-    who = "every rank" if len(failed) == world.size else "rank " + ", ".join(map(str, failed))
-    where = f" (on {who} of {world.size})" if world.size > 1 else ""
+    failed_ranks = "every rank" if len(failed) == world.size else "rank " + ", ".join(map(str, failed))
+    where = f" (on {failed_ranks} of {world.size})" if world.size > 1 else ""
     if isinstance(error, PacelineError):
         raise UsageError.of(error, after=where) from None
     shown = "".join(traceback.format_exception(error)).rstrip()
@@ -361,11 +361,11 @@ def check_equal(what: str, mine: Any, world: World, *, error: type[PacelineError
     if not others:
         return
     if votes == 1 or votes == others[0][1]:  # no majority: list all ranks
-        listed = "; ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
+        differences = "; ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
     else:
         minority = [rank for rank, value in enumerate(values) if value != common]
-        listed = "; ".join(f"rank {rank} has {values[rank]}" for rank in minority) + f", all others {common}"
-    raise report_on_one_rank(error(code="ranks-differ", what=what, told=listed), world)
+        differences = "; ".join(f"rank {rank} has {values[rank]}" for rank in minority) + f", all others {common}"
+    raise report_on_one_rank(error(code="ranks-differ", what=what, told=differences), world)
 
 
 def report_on_one_rank(error: PacelineError, world: World, *, by: int = 0) -> PacelineError:
@@ -476,9 +476,9 @@ def sum_over_ranks(
     hashes = [0.0] * size
     hashes[dist.get_rank()] = float(call_site_hash(where))
     total = exchange.start_sum(torch.cat([numbers, to_device_async(hashes, numbers.device)]), name)()
-    of_ranks: list[float] = total[len(numbers) :].tolist()
+    site_hashes: list[float] = total[len(numbers) :].tolist()
     gather = partial(exchange.gather, device=numbers.device, name=f"call sites of {name}")
-    call_sites().compare([int(each) for each in of_ranks], name, gather)
+    call_sites().compare([int(value) for value in site_hashes], name, gather)
     return total[: len(numbers)]
 
 
@@ -509,8 +509,8 @@ def gather_tensors(value: Any, world: World, name: str, *, where: Sequence[int] 
     padded[: len(payload)] = payload
     payloads = communicator().start_gather(padded, name)() if len(padded) else [padded] * world.size
     values: list[Any] = []
-    for (skeleton, specs, _), of_rank, received in zip(headers, sizes, payloads, strict=True):
-        pieces = received[: sum(of_rank)].split(of_rank)
+    for (skeleton, specs, _), sizes_of_rank, received in zip(headers, sizes, payloads, strict=True):
+        pieces = received[: sum(sizes_of_rank)].split(sizes_of_rank)
         values.append(
             _with_tensors(skeleton, [_tensor(piece, *spec) for piece, spec in zip(pieces, specs, strict=True)])
         )

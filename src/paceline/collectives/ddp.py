@@ -113,7 +113,7 @@ class _Hook:
 
     @torch.no_grad()
     def _all_reduce(self, buffers: list[Tensor]) -> None:
-        memory, sizes, dtypes = self._memory, [len(each) for each in buffers], [each.dtype for each in buffers]
+        memory, sizes, dtypes = self._memory, [len(buffer) for buffer in buffers], [buffer.dtype for buffer in buffers]
         key = (*sizes, *dtypes)
         if key not in self._sums:  # torch creates new buckets after the first step
             self._sums = {
@@ -134,13 +134,13 @@ class RingSum(TreeSum):
         if len(parts) == 2:  # both orders give the same bits
             super()._make_root(chunk, start, parts, out, divisor)
             return
-        of_rank = [parts[rank, rank + 1] for rank in range(len(parts))]
+        parts_by_rank = [parts[rank, rank + 1] for rank in range(len(parts))]
         at, stop = 0, start + len(out)
         for segment, length in zip(chunk.segments, chunk.lengths, strict=True):
             low, high = max(start, at), min(stop, at + length)
             if low < high:
                 inside, first = slice(low - start, high - start), segment.start + low - at
-                ring_sum([part[inside] for part in of_rank], first, self._sizes[segment.tensor], out[inside])
+                ring_sum([part[inside] for part in parts_by_rank], first, self._sizes[segment.tensor], out[inside])
             at += length
         if divisor is not None:
             divide(out, divisor)
@@ -174,11 +174,11 @@ def _replacing(register: Callable[..., None], parse: Callable[..., tuple[ScriptH
 
     @wraps(register)
     def registered(reducer: Any, *arguments: Any) -> None:
-        ours = _hooks.pop(reducer, None)
-        if ours is None:
+        our_hook = _hooks.pop(reducer, None)
+        if our_hook is None:
             register(reducer, *arguments)
         else:
             hook, state = parse(*arguments)
-            ours.script_hook = partial(hook, state)
+            our_hook.script_hook = partial(hook, state)
 
     return registered

@@ -495,11 +495,11 @@ def _run_on_all(size: int, phase: Callable[[], Any]) -> list[Any]:
         why = str(refusal)
     except Exception as error:  # the other ranks wait for the result of a failed rank
         why = f"{type(error).__name__}: {error}"
-    of_rank = gather_over_torch([result, why], size)
-    for rank, (_, why) in enumerate(of_rank):
+    outcomes = gather_over_torch([result, why], size)
+    for rank, (_, why) in enumerate(outcomes):
         if why:
             raise Refusal(f"rank {rank}: {why}")
-    return [result for result, _ in of_rank]
+    return [result for result, _ in outcomes]
 
 
 def _ranks_of_hosts(keys: list[str]) -> list[range]:

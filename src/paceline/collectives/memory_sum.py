@@ -72,9 +72,9 @@ def split_into_chunks(
             if dtypes[number] != dtype or size == 0:
                 continue
             if size * SMALL_FACTOR >= room:
-                each = -(-size // -(-size // room) // ALIGNED) * ALIGNED
-                starts = range(0, size, each)
-                chunks += [Chunk(dtype, (Segment(number, at, min(at + each, size)),)) for at in starts]
+                chunk_size = -(-size // -(-size // room) // ALIGNED) * ALIGNED
+                starts = range(0, size, chunk_size)
+                chunks += [Chunk(dtype, (Segment(number, at, min(at + chunk_size, size)),)) for at in starts]
                 continue
             if used + size > room:
                 chunks.append(Chunk(dtype, tuple(small)))
@@ -201,8 +201,8 @@ class SlotLayout:
 
     def shard(self, chunk: Chunk, rank: int) -> tuple[int, int]:
         """The elements [start, stop) of the chunk that form the shard of a rank."""
-        each = -(-chunk.size // self._memory.size // ALIGNED) * ALIGNED
-        return min(rank * each, chunk.size), min((rank + 1) * each, chunk.size)
+        shard_size = -(-chunk.size // self._memory.size // ALIGNED) * ALIGNED
+        return min(rank * shard_size, chunk.size), min((rank + 1) * shard_size, chunk.size)
 
     def take(self, chunk: Chunk, slot: int, at: int, results: Results) -> None:
         """Concatenate the sums of all ranks, each at element `at` of the rank's slot, into `results`."""
@@ -239,7 +239,7 @@ def copy_out(whole: Tensor, chunk: Chunk, results: Results) -> None:
 
 def assign_lanes(nodes: Iterable[Iterable[Node]]) -> dict[Node, Lane]:
     """The lane of each subtree, given the subtrees of each rank."""
-    return {node: (rank, lane) for rank, of_rank in enumerate(nodes) for lane, node in enumerate(of_rank)}
+    return {node: (rank, lane) for rank, rank_nodes in enumerate(nodes) for lane, node in enumerate(rank_nodes)}
 
 
 WIDEST_BYTES = 8  # of an element
@@ -390,18 +390,18 @@ def root_of(
     parts: dict[Node, Tensor], leaves: int, out: Tensor, spare: list[Tensor], divisor: float | Tensor | None
 ) -> None:
     """Write the tree's sum of two or more parts into `out`. The parts do not change."""
-    free, ours = [*spare, out], set[int]()
+    free, own_ids = [*spare, out], set[int]()
 
     def add(left: Tensor, right: Tensor) -> Tensor:
-        if id(left) in ours:
-            if id(right) in ours:
+        if id(left) in own_ids:
+            if id(right) in own_ids:
                 free.append(right)
             target = left
-        elif id(right) in ours:
+        elif id(right) in own_ids:
             target = right
         else:
             target = free.pop()  # `out` first: it holds the leftmost sum, which becomes the root
-            ours.add(id(target))
+            own_ids.add(id(target))
         return torch.add(left, right, out=target)
 
     root = tree_sum(parts, add, leaves)
@@ -432,10 +432,10 @@ def ring_sum(of_rank: Sequence[Tensor], first: int, size: int, out: Tensor) -> N
     Source: `ring` in gloo/allreduce.cc, the algorithm that torch uses. See tests/collectives/test_ring.py.
     """
     ranks, low = len(of_rank), 0
-    each = ring_part(size, out.element_size(), ranks)
+    part_size = ring_part(size, out.element_size(), ranks)
     while low < len(out):
-        number, within = divmod(first + low, each)
-        high = min(len(out), low + each - within)
+        number, within = divmod(first + low, part_size)
+        high = min(len(out), low + part_size - within)
         total = of_rank[number - 1][low:high]
         for back in range(2, ranks + 1):
             total = torch.add(of_rank[(number - back) % ranks][low:high], total, out=out[low:high])
@@ -452,7 +452,7 @@ def barrier(memory: SharedMemory) -> None:
 def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: int = 0, name: str = "broadcast") -> None:
     """Copy the tensors of rank `src`, contiguous and of any type, into those of all ranks."""
     flat = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
-    sizes, bulk, is_source = [len(each) for each in flat], memory.bulk, memory.rank == src
+    sizes, bulk, is_source = [len(tensor) for tensor in flat], memory.bulk, memory.rank == src
     slots = bulk.typed(torch.uint8)
     chunks = split_into_chunks(sizes, [torch.uint8] * len(flat), {torch.uint8: bulk.data_bytes // ALIGNED * ALIGNED})
     with MemoryOperation(memory, bulk, memory.describe_call("broadcast", name, f"[{sum(sizes)}]", "bytes")):
@@ -528,8 +528,8 @@ def reduce_scatter(
             bulk.exchange()
             parts = {
                 node: slots[slot][rank][(at := (lane * size + memory.rank) * room) : at + stop - start]
-                for rank, of_rank in enumerate(nodes)
-                for lane, node in enumerate(of_rank)
+                for rank, rank_nodes in enumerate(nodes)
+                for lane, node in enumerate(rank_nodes)
             }
             for node, flat in zip(nodes[memory.rank], shards, strict=True):
                 if flat is not None:

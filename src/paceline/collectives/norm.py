@@ -79,9 +79,9 @@ class ShardedNorm:
         """`sizes`: the number of elements of each parameter. `shards`: by rank; they contain each element once."""
         self._tree, self._device, self._rank = BlockTree(sizes), device, rank
         self._own = sorted(shards[rank])
-        runs = [merge_runs([self._tree.run(*shard) for shard in of_rank]) for of_rank in shards]
+        runs = [merge_runs([self._tree.run(*shard) for shard in rank_shards]) for rank_shards in shards]
         self._runs = runs[rank]
-        self._nodes = [[node for run in of_rank for node in self._tree.nodes(run)] for of_rank in runs]
+        self._nodes = [[node for run in rank_runs for node in self._tree.nodes(run)] for rank_runs in runs]
 
     def __call__(self, gradients: Mapping[int, Tensor]) -> Deferred[float]:
         """The norm, the same on all ranks (a collective). It is NaN or infinite only if an element or its square is.

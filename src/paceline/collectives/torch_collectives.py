@@ -93,8 +93,8 @@ def start_sum(numbers: Tensor, name: str, group: Group = None) -> Wait:
     two ranks it takes none).
     """
     size = dist.get_world_size(group)
-    more = (size - 1) * (size - 2) * numbers.nbytes // max(1, size)
-    if numbers.device.type == "cpu" and more <= MOST_BYTES:
+    extra_bytes = (size - 1) * (size - 2) * numbers.nbytes // max(1, size)
+    if numbers.device.type == "cpu" and extra_bytes <= MOST_BYTES:
         gathered = start_gather(numbers, name, group)
         return lambda: reduce(torch.add, gathered().unbind())  # in the order of ranks: all get the same bits
     total = name_collective(numbers, name)
@@ -134,7 +134,7 @@ class AllToAll:
         self._work: dist.Work | None = None
         if world_size > 1:  # `_own` is kept: gloo reads it until the work is done
             if len(partials) > 1:
-                self._own = torch.stack([each.view(world_size, -1) for each in partials], 1).flatten()
+                self._own = torch.stack([t.view(world_size, -1) for t in partials], 1).flatten()
             self._received = partials[0].new_empty(sum(counts) * shard_size)
             self._work = dist.all_to_all_single(
                 self._received, name_collective(self._own, name),

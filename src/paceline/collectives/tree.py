@@ -133,8 +133,8 @@ def add_each(left: Grads | None, right: Grads | None) -> Grads | None:
         return None
     nothing: Grads = [None] * len(left or right or [])
     pairs = [*zip(left or nothing, right or nothing, strict=True)]
-    if both := [(a, b) for a, b in pairs if a is not None and b is not None]:
-        torch._foreach_add_(*map(list, zip(*both, strict=True)))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    if present_pairs := [(a, b) for a, b in pairs if a is not None and b is not None]:
+        torch._foreach_add_(*map(list, zip(*present_pairs, strict=True)))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     return [a if a is not None and b is not None else add_optional(a, b) for a, b in pairs]
 
 

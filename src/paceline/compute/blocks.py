@@ -87,11 +87,11 @@ def shard_blocks(
 
 def _explain_use_outside(model: nn.Module, names: list[str], flag: str) -> None:
     """Let a call of `model` raise UsageError if it uses a block's parameter while that is sharded."""
-    kind: Any = type(model)
+    cls: Any = type(model)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
-            return kind.__call__(self, *args, **kwargs)
+            return cls.__call__(self, *args, **kwargs)
         except RuntimeError as error:
             if MIXED not in str(error):
                 raise
@@ -187,8 +187,8 @@ def _by_default(model: nn.Module) -> dict[str, nn.Module]:
     lists = [layers for layers in _repeated("", model) if not all(_used_outside(model, name) for name in layers)]
     sizes = [[_size(layer) for layer in layers.values()] for layers in lists]
     # a list that is smaller than one block of the largest list saves less memory than that block takes
-    least = max(max(sizes, key=sum)) if sizes else 0
-    large = [layers for layers, of_layers in zip(lists, sizes, strict=True) if sum(of_layers) >= least]
+    min_size = max(max(sizes, key=sum)) if sizes else 0
+    large = [layers for layers, of_layers in zip(lists, sizes, strict=True) if sum(of_layers) >= min_size]
     blocks = {name: layer for layers in large for name, layer in layers.items()}
     return _children(model) if sum(map(_size, blocks.values())) < LEAST_SHARE * _size(model) else blocks
 

@@ -50,11 +50,11 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
     _keep_results_private()
     # torch does not compile frames of torch, such as the forward of nn.Sequential: it needs a frame of ours around it
     wrap_forward(model, lambda forward, args, kwargs: forward(*args, **kwargs))
-    kind: Any = type(model)
+    cls: Any = type(model)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
-            return kind.__call__(self, *args, **kwargs)
+            return cls.__call__(self, *args, **kwargs)
         except Exception as error:
             dynamo = sys.modules.get("torch._dynamo.exc")
             if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):

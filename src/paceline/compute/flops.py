@@ -96,7 +96,7 @@ def _formulas() -> dict[Any, Callable[..., int]]:
         return forward * sum(others[7][:2])  # for the inputs, for the weights
 
     aten, formulas = torch.ops.aten, dict[Any, Callable[..., int]](flop_counter.flop_registry)
-    for name in (f"_scaled_dot_product_{kind}" for kind in ATTENTION if hasattr(aten, f"_scaled_dot_product_{kind}")):
+    for name in (f"_scaled_dot_product_{op}" for op in ATTENTION if hasattr(aten, f"_scaled_dot_product_{op}")):
         formulas |= {getattr(aten, name): attention, getattr(aten, f"{name}_backward"): attention_backward}
     return formulas | {aten.convolution_backward: convolution_backward}
 
@@ -181,17 +181,17 @@ def peak_tflops(device: torch.device, dtype: torch.dtype, *, measure: bool, reac
 
 def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
     """The fastest of several matrix products, in TFLOP/s. It does not use the random streams of the run."""
-    draws, best, rows, a = torch.Generator(device).manual_seed(0), 0.0, LEAST_ROWS, torch.empty(0)
-    most, began = MOST_ROWS if device.type == "cpu" else MOST_ON_GPU, time.perf_counter()
+    generator, best, rows, a = torch.Generator(device).manual_seed(0), 0.0, LEAST_ROWS, torch.empty(0)
+    max_rows, began = MOST_ROWS if device.type == "cpu" else MOST_ON_GPU, time.perf_counter()
     with torch.no_grad(), suppress(torch.OutOfMemoryError):
         while time.perf_counter() - began < PEAK_SECONDS:
             if len(a) != rows:
-                a = torch.rand(rows, rows, device=device, generator=draws).to(dtype)
+                a = torch.rand(rows, rows, device=device, generator=generator).to(dtype)
             await_device(device)
             start = time.perf_counter()
             torch.mm(a, a)
             await_device(device)
             seconds = time.perf_counter() - start
             best = max(best, 2 * rows**3 / seconds / 1e12)
-            rows *= 2 if seconds < SHORT_SECONDS and rows < most else 1
+            rows *= 2 if seconds < SHORT_SECONDS and rows < max_rows else 1
     return float(f"{best:.4g}")

@@ -66,22 +66,22 @@ def wrap_forward(module: nn.Module, around: Around) -> None:
     Raises:
         UsageError: if the forward is not that of the module's class.
     """
-    kind = type(module)
+    cls = type(module)
     if isinstance(module, ScriptModule) or "forward" in vars(module):
-        raise UsageError(code="forward-cannot-change", kind=kind.__name__)
+        raise UsageError(code="forward-cannot-change", kind=cls.__name__)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return around(partial(kind.forward, self), args, kwargs)
+        return around(partial(cls.forward, self), args, kwargs)
 
-    forward.__dict__["__wrapped__"] = kind.forward  # so that the signature does not change
+    forward.__dict__["__wrapped__"] = cls.forward  # so that the signature does not change
     override_members(module, forward=forward)
 
 
 def override_members(module: nn.Module, **members: Any) -> None:
     """Give `module` a subclass of its class with the same name and these `members`."""
-    kind: Any = type(module)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    module.__class__ = type(kind)(kind.__name__, (kind,), {**names, **members})
+    cls: Any = type(module)
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    module.__class__ = type(cls)(cls.__name__, (cls,), {**names, **members})
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def _checking(name: str, large: Buffers) -> Generator[None]:
 @contextmanager
 def _recomputing(before: Buffers, restore_streams: Callable[[], None]) -> Generator[None]:
     """Inside, buffers and random streams are those before the first forward."""
-    now = [(owner, leaf, getattr(owner, leaf)) for owner, leaf, _ in before]
+    current = [(owner, leaf, getattr(owner, leaf)) for owner, leaf, _ in before]
     with preserved_streams():
         restore_streams()
         for owner, leaf, buffer in before:
@@ -172,5 +172,5 @@ def _recomputing(before: Buffers, restore_streams: Callable[[], None]) -> Genera
         try:
             yield
         finally:  # torch may stop early, by an exception
-            for owner, leaf, buffer in now:
+            for owner, leaf, buffer in current:
                 setattr(owner, leaf, buffer)

@@ -93,12 +93,12 @@ def rounded_by_autocast(model: nn.Module) -> set[nn.Parameter]:
     These are the weights of torch's linear layers, convolutions and attention. A class with a different forward may use
     its weights unrounded. Empty for a model that does not compute in bf16.
     """
-    known: dict[nn.Parameter, bool] = {}
+    rounded: dict[nn.Parameter, bool] = {}
     for module in model.modules() if getattr(model, "computes_in_bf16", False) else ():
         rounds = isinstance(module, ROUNDING) and type(module).forward.__module__.startswith("torch.nn.")
         for parameter in module.parameters(recurse=False):  # a weight tied to an embedding is not rounded there
-            known[parameter] = rounds and parameter.dtype == torch.float32 and known.get(parameter, True)
-    return {parameter for parameter, rounds in known.items() if rounds}
+            rounded[parameter] = rounds and parameter.dtype == torch.float32 and rounded.get(parameter, True)
+    return {parameter for parameter, rounds in rounded.items() if rounds}
 
 
 def half_precision_forward(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Around:

@@ -58,9 +58,9 @@ def threads_for(allocations: Sequence[CpuAllocation], rank: int) -> int:
         torchrun, our agent: all ranks of a node may run on all its cores      cores / ranks
         srun --cpus-per-task, mpirun --bind-to: each rank has separate cores   its cores
     """
-    own = allocations[rank]
-    sharing = [other for other in allocations if other.host == own.host and set(other.cores) & set(own.cores)]
-    return max(1, own.limit // len(sharing))
+    mine = allocations[rank]
+    sharing = [other for other in allocations if other.host == mine.host and set(other.cores) & set(mine.cores)]
+    return max(1, mine.limit // len(sharing))
 
 
 def thread_warnings(allocations: Sequence[CpuAllocation], *, may_idle: bool = False, write: Write = flag) -> list[str]:
@@ -75,8 +75,8 @@ def thread_warnings(allocations: Sequence[CpuAllocation], *, may_idle: bool = Fa
             hosts_of.setdefault(complaint, []).append(host)
     lines: list[str] = []
     for complaint, hosts in hosts_of.items():
-        more = f" and {plural(len(hosts) - 1, 'more host')}" if len(hosts) > 1 else ""
-        lines.append(f"{hosts[0]}{more}: {complaint}")
+        others = f" and {plural(len(hosts) - 1, 'more host')}" if len(hosts) > 1 else ""
+        lines.append(f"{hosts[0]}{others}: {complaint}")
     return lines
 
 
@@ -86,19 +86,19 @@ def _complaint(allocations: Sequence[CpuAllocation], may_idle: bool, write: Writ
         sum({allocation.cores: allocation.limit for allocation in allocations}.values()),
     )
     ranks, threads = len(allocations), sum(allocation.threads for allocation in allocations)
-    each = max(1, granted // ranks)
-    most = plural(max(allocation.threads for allocation in allocations), "thread")
-    have = f"{plural(ranks, 'rank')} x {most} on {plural(granted, 'core')}"
+    per_rank = max(1, granted // ranks)
+    max_threads = plural(max(allocation.threads for allocation in allocations), "thread")
+    usage = f"{plural(ranks, 'rank')} x {max_threads} on {plural(granted, 'core')}"
     if threads > granted:
         if ranks > granted:
             rest = "" if threads == ranks else f" and {write('threads_per_rank', 1)}"
-            return f"{have}: the ranks take turns. Faster: {plural(granted, 'process', 'processes')}{rest}"
+            return f"{usage}: the ranks take turns. Faster: {plural(granted, 'process', 'processes')}{rest}"
         if crowded := _crowded(allocations):
             ranks, cores = crowded
-            return f"{have}: {ranks} of them are bound to {plural(cores, 'core')} and take turns. Bind them apart"
-        return f"{have}: more threads than cores make every rank slower. Use {write('threads_per_rank', each)}"
+            return f"{usage}: {ranks} of them are bound to {plural(cores, 'core')} and take turns. Bind them apart"
+        return f"{usage}: more threads than cores make every rank slower. Use {write('threads_per_rank', per_rank)}"
     if 2 * threads < granted and not may_idle:
-        return f"{have}: {granted - threads} cores are idle. Use {write('threads_per_rank', each)}"
+        return f"{usage}: {granted - threads} cores are idle. Use {write('threads_per_rank', per_rank)}"
     return ""
 
 

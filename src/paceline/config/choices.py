@@ -74,11 +74,11 @@ def untested_torch() -> list[str]:
 
 def lacks_torch(strategy: str) -> str:
     """Return why the installed torch cannot run the strategy; empty if it can, or if torch is not installed here."""
-    least, why = STRATEGY_INFO[strategy].least_torch
+    min_version, why = STRATEGY_INFO[strategy].least_torch
     version, release = _torch_release()
-    if not why or not release or release >= _release(least):
+    if not why or not release or release >= _release(min_version):
         return ""
-    return f"strategy {strategy} requires torch {least} or newer (found {version}; older versions {why})"
+    return f"strategy {strategy} requires torch {min_version} or newer (found {version}; older versions {why})"
 
 
 def _torch_release() -> tuple[str, tuple[int, ...]]:

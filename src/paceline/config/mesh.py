@@ -76,20 +76,20 @@ class Mesh:
 
     def place(self, rank: int) -> dict[str, int]:
         """The coordinates of a rank."""
-        place: dict[str, int] = {}
+        coordinates: dict[str, int] = {}
         for name in reversed([*DIMENSIONS]):
-            rank, place[name] = divmod(rank, self.of(name))
-        return {name: place[name] for name in DIMENSIONS}
+            rank, coordinates[name] = divmod(rank, self.of(name))
+        return {name: coordinates[name] for name in DIMENSIONS}
 
     def peers(self, rank: int, names: Sequence[str]) -> tuple[int, ...]:
         """The ranks, in order, that differ from `rank` in these dimensions only, itself included."""
-        place = self.place(rank)
-        ranges = [range(self.of(name)) if name in names else (at,) for name, at in place.items()]
-        return tuple(self._rank(place) for place in product(*ranges))
+        coordinates = self.place(rank)
+        ranges = [range(self.of(name)) if name in names else (at,) for name, at in coordinates.items()]
+        return tuple(self._rank(coordinates) for coordinates in product(*ranges))
 
-    def _rank(self, place: Sequence[int]) -> int:
+    def _rank(self, coordinates: Sequence[int]) -> int:
         rank = 0
-        for name, at in zip(DIMENSIONS, place, strict=True):
+        for name, at in zip(DIMENSIONS, coordinates, strict=True):
             rank = rank * self.of(name) + at
         return rank
 

@@ -391,8 +391,8 @@ def absolute_task(task: str) -> str:
     if path.endswith(".py"):
         return f"{Path(path).resolve()}:{name}"
     top = Path(path.partition(".")[0])
-    here = ":" not in path and (top.with_suffix(".py").is_file() or top.is_dir())
-    return f"{Path.cwd()}:{task}" if here else task
+    is_here = ":" not in path and (top.with_suffix(".py").is_file() or top.is_dir())
+    return f"{Path.cwd()}:{task}" if is_here else task
 
 
 def repeatable(config: TrainConfig) -> TrainConfig:
@@ -418,16 +418,16 @@ def load(path: Path, *, ours: bool) -> TrainConfig:
     try:
         table = decode_toml(path, ours=ours)
     except NotOwned as error:
-        words = "the file names code and programs to run. Check it and copy it, or use `paceline train --trust`"
-        raise UsageError(code="config-of-others", path=path, strerror=error.strerror, words=words) from None
+        advice = "the file names code and programs to run. Check it and copy it, or use `paceline train --trust`"
+        raise UsageError(code="config-of-others", path=path, strerror=error.strerror, words=advice) from None
     except FileNotFoundError as error:
         raise UsageError(code="config-unreadable", path=path, strerror=error.strerror) from None
     except OSError as error:
         raise UsageError(code="config-refused", path=path, strerror=error.strerror) from None
     try:
         table = _with_current_names(table)
-        if isinstance(given := table.get("task_arg"), Mapping):
-            table |= {"task_arg": [f"{name}={_text(value)}" for name, value in given.items()]}
+        if isinstance(task_args := table.get("task_arg"), Mapping):
+            table |= {"task_arg": [f"{name}={_text(value)}" for name, value in task_args.items()]}
         _refuse_unknown_keys(table, TrainConfig, "")
         return msgspec.convert(table, TrainConfig, dec_hook=_path)
     except msgspec.ValidationError as error:
@@ -446,8 +446,8 @@ def _with_current_names(table: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _path(kind: type, value: Any) -> Any:
-    if kind is Path and isinstance(value, str):
+def _path(target_type: type, value: Any) -> Any:
+    if target_type is Path and isinstance(value, str):
         return Path(value)
     raise TypeError(f"Expected a path as text, got {type(value).__name__}")
 
@@ -491,12 +491,12 @@ def dump(config: TrainConfig) -> str:
     """The TOML text from which `load` restores an equal config. None values are omitted."""
 
     def table(settings: Mapping[str, Any]) -> dict[str, Any]:
-        known = {name: value for name, value in settings.items() if value is not None}
-        return {name: table(value) if isinstance(value, dict) else value for name, value in known.items()}  # pyright: ignore[reportUnknownArgumentType]
+        set_values = {name: value for name, value in settings.items() if value is not None}
+        return {name: table(value) if isinstance(value, dict) else value for name, value in set_values.items()}  # pyright: ignore[reportUnknownArgumentType]
 
     tables = table(msgspec.to_builtins(config, enc_hook=str))
-    if given := {name: _value(text) for name, text in settings_given(tables.pop("task_arg")).items()}:
-        tables["task_arg"] = given
+    if task_args := {name: _value(text) for name, text in settings_given(tables.pop("task_arg")).items()}:
+        tables["task_arg"] = task_args
     return tomli_w.dumps(tables)
 
 
@@ -554,50 +554,50 @@ def _raise_first(contradictions: Mapping[str, bool], **fields: Any) -> None:
 
 
 def _check_network(config: TrainConfig) -> None:
-    asked, name = config.network, config.strategy or DEFAULT
-    given = [setting for setting in SLOW if getattr(asked, setting) is not None]
+    network, name = config.network, config.strategy or DEFAULT
+    chosen = [setting for setting in SLOW if getattr(network, setting) is not None]
     owners = [owner for owner, info in STRATEGY_INFO.items() if "compress" in info.options]
     _raise_first({
-        "exact-on-slow-network": bool(given) and name in EXACT,
-        "not-for-slow-network": bool(given) and name in STRATEGY_INFO and name not in owners,
-    }, setting=given[0] if given else "", strategy=name, allowed=owners)  # fmt: skip
-    if error := network_error(dataclasses.asdict(asked)):
+        "exact-on-slow-network": bool(chosen) and name in EXACT,
+        "not-for-slow-network": bool(chosen) and name in STRATEGY_INFO and name not in owners,
+    }, setting=chosen[0] if chosen else "", strategy=name, allowed=owners)  # fmt: skip
+    if error := network_error(dataclasses.asdict(network)):
         raise error
-    _raise_first({"ema-with-local-steps": asked.local_steps is not None and config.optimizer.ema is not None})
+    _raise_first({"ema-with-local-steps": network.local_steps is not None and config.optimizer.ema is not None})
 
 
 def _check_mesh(config: TrainConfig) -> None:
     launch, compute = config.launch, config.compute
-    given = [key for key in ("schedule_pipeline", "stages_at") if getattr(launch, key)]
+    chosen = [key for key in ("schedule_pipeline", "stages_at") if getattr(launch, key)]
     mesh, name = Mesh.parse(launch.mesh or "data=1"), config.strategy or DEFAULT
-    if given and mesh.of("pipeline") == 1:
-        raise UsageError(code="option-needs-pipeline", setting=given[0])
+    if chosen and mesh.of("pipeline") == 1:
+        raise UsageError(code="option-needs-pipeline", setting=chosen[0])
     if launch.sequence_parallel and mesh.of("tensor") == 1:
         raise UsageError(code="sequence-parallel-without-tensor")
     if launch.mesh is None:
         return
-    asked = [key for key in SLOW if getattr(config.network, key)]
+    network_options = [key for key in SLOW if getattr(config.network, key)]
     on_mesh = [name for name, info in STRATEGY_INFO.items() if info.on_mesh]
-    several = mesh.shares_model
+    shares_model = mesh.shares_model
     stages, names = mesh.of("pipeline"), [*filter(None, (launch.stages_at or "").split(","))]
     _raise_first({
         "wrong-number-of-stages": stages > 1 and launch.stages_at is not None and len(names) != stages - 1,
         "pipeline-with-tensor": stages > 1 and mesh.of("tensor") > 1,
         "pipeline-with-shard": stages > 1 and mesh.of("shard") > 1,
         "pipeline-with-fsdp": stages > 1 and name == "fsdp",
-        "mesh-with-recomputation": several and compute.checkpoint_activations is not None,
+        "mesh-with-recomputation": shares_model and compute.checkpoint_activations is not None,
         "context-with-tensor": mesh.of("context") > 1 and mesh.of("tensor") > 1,
         "context-with-pipeline": mesh.of("context") > 1 and mesh.of("pipeline") > 1,
-        "strategy-not-on-mesh": several and name in STRATEGY_INFO and name not in on_mesh,
+        "strategy-not-on-mesh": shares_model and name in STRATEGY_INFO and name not in on_mesh,
         "shard-without-fsdp": mesh.of("shard") > 1 and name != "fsdp",
-        "mesh-with-slow-network": several and bool(asked),
-        "mesh-with-compile": several and compute.compile,
-        "mesh-with-cuda-graphs": several and compute.cuda_graphs,
-        "mesh-with-sync-batchnorm": several and config.model.batchnorm == "sync",
+        "mesh-with-slow-network": shares_model and bool(network_options),
+        "mesh-with-compile": shares_model and compute.compile,
+        "mesh-with-cuda-graphs": shares_model and compute.cuda_graphs,
+        "mesh-with-sync-batchnorm": shares_model and config.model.batchnorm == "sync",
         "mesh-with-min-nproc": config.launch.min_nproc is not None,
         "mesh-with-changing-nodes": ":" in (config.cluster.nodes or ""),
     }, mesh=mesh, strategy=name, stages_at=launch.stages_at, begins=stages - 1, named=len(names),
-       setting=(*asked, "")[0], nodes=config.cluster.nodes, allowed=on_mesh)  # fmt: skip
+       setting=(*network_options, "")[0], nodes=config.cluster.nodes, allowed=on_mesh)  # fmt: skip
 
 
 def check_values(config: TrainConfig) -> None:
@@ -629,7 +629,7 @@ def check_values(config: TrainConfig) -> None:
     if config.launch.port > 65535:
         raise UsageError(code="port-out-of-range", value=config.launch.port)
     if ":" not in config.optimizer.optimizer and config.optimizer.optimizer not in OPTIMIZERS:
-        more = ", or any other as module:name, e.g. torch.optim:RMSprop"
-        raise unknown("optimizer", config.optimizer.optimizer, OPTIMIZERS, more=more)
+        hint = ", or any other as module:name, e.g. torch.optim:RMSprop"
+        raise unknown("optimizer", config.optimizer.optimizer, OPTIMIZERS, more=hint)
     if config.strategy is not None and config.strategy not in STRATEGY_INFO:
         raise unknown("strategy", config.strategy, STRATEGY_INFO)

@@ -120,8 +120,8 @@ def batch_gatherer(dataset: object) -> Gather | None:
     if type(dataset) is Subset:
         inner = batch_gatherer(cast("Subset[Any]", dataset).dataset)
         if inner is not None:
-            chosen = torch.as_tensor(cast("Subset[Any]", dataset).indices, dtype=torch.int64)
-            return lambda indices, draws: inner(chosen[indices], draws)
+            subset_indices = torch.as_tensor(cast("Subset[Any]", dataset).indices, dtype=torch.int64)
+            return lambda indices, draws: inner(subset_indices[indices], draws)
     return None
 
 
@@ -142,14 +142,14 @@ def on_device(
     because the function makes batches on the CPU. The maximum size of the data is `free_bytes`, by default a quarter of
     the free memory after `reserved` bytes.
     """
-    held = held_rows(dataset)
-    if device.type == "cpu" or held is None or collate is not None:
+    arrays = held_rows(dataset)
+    if device.type == "cpu" or arrays is None or collate is not None:
         return dataset
     if free_bytes is None:
         free_bytes = (int(torch.get_device_module(device).mem_get_info(device)[0]) - reserved) // 4
-    if sum(rows.nbytes for rows in held) > free_bytes:
+    if sum(rows.nbytes for rows in arrays) > free_bytes:
         return dataset
-    moved = [(r if isinstance(r, Tensor) else torch.from_numpy(np.array(r))).to(device) for r in held]
+    moved = [(r if isinstance(r, Tensor) else torch.from_numpy(np.array(r))).to(device) for r in arrays]
     if not isinstance(dataset, ArrayDataset):
         return cast("D", TensorDataset(*moved))
     moved_dataset = replace(dataset, inputs=moved[0], targets=moved[1])

@@ -29,9 +29,9 @@ def data_fingerprint(dataset: Dataset[Any], loading: Loading) -> dict[str, Any]:
     equal. A dataset whose samples still differ in each reading is accepted, but it cannot be compared.
     """
     length = len(dataset)  # pyright: ignore[reportArgumentType]
-    held = held_rows(dataset)
-    if held is not None and sum(t.nbytes for t in held) <= WHOLE_BYTES:
-        return {"samples": length, "checksum of all of them": [zlib.crc32(_bytes(t)) for t in held]}
+    arrays = held_rows(dataset)
+    if arrays is not None and sum(t.nbytes for t in arrays) <= WHOLE_BYTES:
+        return {"samples": length, "checksum of all of them": [zlib.crc32(_bytes(t)) for t in arrays]}
     first, again = (hash_of_probes(dataset, loading) for _ in range(2))
     return {"samples": length, f"hash of {PROBES} of them": first if first == again else CHANGING}
 
@@ -45,9 +45,9 @@ def hash_of_probes(dataset: Dataset[Any], loading: Loading) -> str:
     """The hash of a few samples."""
     length = len(dataset)  # pyright: ignore[reportArgumentType]
     # the task's collate function could fail with a single sample, or drop it
-    on_cpu = replace(loading, device=torch.device("cpu"), num_workers=0, collate=loading.collate and list)
+    cpu_loading = replace(loading, device=torch.device("cpu"), num_workers=0, collate=loading.collate and list)
     with preserved_streams():
-        return hash_of(fetch_batches(dataset, ((0, torch.tensor([i])) for i in probes(length)), 0, on_cpu))
+        return hash_of(fetch_batches(dataset, ((0, torch.tensor([i])) for i in probes(length)), 0, cpu_loading))
 
 
 def hash_of(samples: Iterable[Any]) -> str:

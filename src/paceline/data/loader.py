@@ -109,11 +109,11 @@ def load_work(
         for step in steps:
             yield [(gather(work.indices, SampleDraws(seed, work.epoch)), work) for work in step]
         return
-    prefetched = loading.num_workers * (loading.workers.get("prefetch_factor") or 2)
+    num_prefetched = loading.num_workers * (loading.workers.get("prefetch_factor") or 2)
     ready, requested, source = deque[list[Work]](), deque[Work](), iter(steps)
 
     def advance() -> None:
-        while len(ready) <= prefetched and (step := next(source, None)) is not None:
+        while len(ready) <= num_prefetched and (step := next(source, None)) is not None:
             ready.append(step)
             requested.extend(step)
 
@@ -134,7 +134,7 @@ def _gatherer_on_cpu(dataset: Dataset[Any], loading: Loading) -> Gather | None:
     """Gathers whole batches, if they come from memory and stay on the CPU: then nothing is prefetched or moved."""
     source = dataset.dataset if type(dataset) is Subset else dataset
     rows = held_rows(source) if loading.collate is None and loading.device.type == "cpu" else None
-    is_on_cpu = rows is not None and not any(isinstance(one, Tensor) and one.device.type != "cpu" for one in rows)
+    is_on_cpu = rows is not None and not any(isinstance(array, Tensor) and array.device.type != "cpu" for array in rows)
     return batch_gatherer(dataset) if is_on_cpu else None
 
 
@@ -165,19 +165,19 @@ def fetch_batches(dataset: Dataset[Any], requests: Iterable[Request], seed: int,
 
 def _by_loader(dataset: Dataset[Any], requests: Iterable[Request], seed: int, loading: Loading) -> Generator[Any]:
     keys = ([(epoch, i) for i in cast("list[int]", indices.tolist())] for epoch, indices in requests)
-    box = loading.box if loading.num_workers else None
-    whole = asks_for_batches(dataset)
-    seeded = SeededBatches if whole else SeededSamples
+    page = loading.box if loading.num_workers else None
+    loads_batches = asks_for_batches(dataset)
+    dataset_class = SeededBatches if loads_batches else SeededSamples
     loader = DataLoader(
-        seeded(dataset, seed, box, SLOTS_OF_A_LOADER if loading.evaluates else 0),
+        dataset_class(dataset, seed, page, SLOTS_OF_A_LOADER if loading.evaluates else 0),
         batch_sampler=keys,  # the whole run is one pass, so workers prefetch across epochs
         num_workers=loading.num_workers, pin_memory=loading.device.type != "cpu",
-        collate_fn=partial(collate_batch, loading.collate) if whole else loading.collate,
+        collate_fn=partial(collate_batch, loading.collate) if loads_batches else loading.collate,
         worker_init_fn=partial(begin_worker, os.getpid()) if loading.num_workers else None,
         generator=torch.Generator().manual_seed(0),  # otherwise DataLoader takes its base seed from the global stream
         **(loading.workers if loading.num_workers else {}),
     )  # fmt: skip
-    with closing(iterate_loader(start_loader(loader), box)) as batches:
+    with closing(iterate_loader(start_loader(loader), page)) as batches:
         yield from batches
 
 
@@ -209,10 +209,10 @@ def prefetch_to_device(batches: Iterator[Any], device: torch.device, ahead: Pref
 
     def end(item: tuple[Any, torch.cuda.Event]) -> Any:
         batch, arrived = item
-        current = torch.cuda.current_stream(device)
-        current.wait_event(arrived)
+        current_stream = torch.cuda.current_stream(device)
+        current_stream.wait_event(arrived)
         for tensor in tensors(batch):  # the side stream must not reuse this memory for the next copy while it is read
-            tensor.record_stream(current)
+            tensor.record_stream(current_stream)
         return batch
 
     yield from prefetch(begin, end, ahead)
@@ -224,24 +224,24 @@ def prefetch(begin: Callable[[], Item], end: Callable[[Item], Any], ahead: Prefe
     With `ahead`, items are started by its `begin`, or at the latest when they are requested. Without it, each item is
     started before the previous one is returned. Any other error of `begin` is raised when its item is requested.
     """
-    waiting, failed = deque[Item](), list[Exception]()
+    queue, errors = deque[Item](), list[Exception]()
 
     def more() -> None:
-        if not failed:
+        if not errors:
             try:
-                waiting.append(begin())
+                queue.append(begin())
             except Exception as error:
-                failed.append(error)
+                errors.append(error)
 
     if ahead is not None:
         ahead.more = more
     try:
         while True:
-            if not waiting:
+            if not queue:
                 more()
-            if not waiting:
+            if not queue:
                 break
-            item = waiting.popleft()
+            item = queue.popleft()
             if ahead is None:
                 more()
             else:
@@ -250,7 +250,7 @@ def prefetch(begin: Callable[[], Item], end: Callable[[Item], Any], ahead: Prefe
     finally:
         if ahead is not None and ahead.more is more:
             ahead.more, ahead.taken = (lambda: None), 0
-    for error in failed:
+    for error in errors:
         if not isinstance(error, StopIteration):
             raise error
 

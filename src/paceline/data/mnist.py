@@ -80,8 +80,8 @@ def read_idx(path: Path, *, dimensions: int) -> IdxArray:
     shape = struct.unpack(f">{dimensions}I", raw[4:header_bytes])
     expected = header_bytes + math.prod(shape)
     if len(raw) != expected:
-        what = "truncated" if len(raw) < expected else "too long"
-        raise UsageError(f"{path} is {what}: its header announces {expected} bytes in all, it has {len(raw)}")
+        problem = "truncated" if len(raw) < expected else "too long"
+        raise UsageError(f"{path} is {problem}: its header announces {expected} bytes in all, it has {len(raw)}")
     return IdxArray(shape, raw[header_bytes:])
 
 

@@ -69,8 +69,8 @@ class BatchPlan:
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps, i.e. global batches, in one epoch."""
-        whole, rest = divmod(self.num_samples, self.global_batch)
-        return whole + (rest > 0 and self.last_batch != "drop")
+        num_full, rest = divmod(self.num_samples, self.global_batch)
+        return num_full + (rest > 0 and self.last_batch != "drop")
 
     @property
     def known_steps(self) -> int:
@@ -108,8 +108,8 @@ class BatchPlan:
         """The number of micro-batches in this step: `accumulation`, minus those that would be empty on all ranks."""
         return self._parts(self.global_indices(epoch, step))
 
-    def _parts(self, whole: Tensor) -> int:
-        return min(self.accumulation, -(-whole.numel() // self.virtual_ranks))
+    def _parts(self, batch_indices: Tensor) -> int:
+        return min(self.accumulation, -(-batch_indices.numel() // self.virtual_ranks))
 
     def microbatch(self, epoch: int, step: int, virtual_rank: int, part: int) -> Tensor:
         """(n,) int64: micro-batch `part` of the virtual rank's portion, which is split into nearly equal parts."""
@@ -147,21 +147,21 @@ def rank_work(plan: BatchPlan, epoch: int, step: int, share: range, *, merged: b
     With `merged`, the k-th micro-batches of all its virtual ranks become one, so that each rank computes the same
     number. Synchronized batch norm needs this, because its statistics cover the k-th micro-batches of all ranks.
     """
-    whole = plan.global_indices(epoch, step)
-    size = whole.numel()
+    batch_indices = plan.global_indices(epoch, step)
+    size = batch_indices.numel()
     work: list[Work] = []
     if merged:
-        of_all = zip(*[plan.microbatches(whole, v) for v in share], strict=True)
-        for part, own in enumerate(of_all):
-            indices = torch.cat(own)
+        by_part = zip(*[plan.microbatches(batch_indices, v) for v in share], strict=True)
+        for part, micro_batches in enumerate(by_part):
+            indices = torch.cat(micro_batches)
             counted = indices.numel() > 0
-            work.append(Work(epoch, step, share[0], part, indices if counted else whole[:1], counted, size))
+            work.append(Work(epoch, step, share[0], part, indices if counted else batch_indices[:1], counted, size))
         return work
     for virtual_rank in share:
-        for part, indices in enumerate(plan.microbatches(whole, virtual_rank)):
+        for part, indices in enumerate(plan.microbatches(batch_indices, virtual_rank)):
             if indices.numel():
                 work.append(Work(epoch, step, virtual_rank, part, indices, global_samples=size))
-    return work or [Work(epoch, step, share[0], 0, whole[:1], counted=False, global_samples=size)]
+    return work or [Work(epoch, step, share[0], 0, batch_indices[:1], counted=False, global_samples=size)]
 
 
 def ranks_share(virtual_ranks: int, rank: int, world_size: int) -> range:

@@ -67,11 +67,11 @@ def part_of(stream: Any, number: int, parts: int) -> Any:
     Raises:
         UsageError: if it cannot be split into that number of parts.
     """
-    kind, shards = type(stream).__name__, getattr(stream, "num_shards", None)
+    type_name, shards = type(stream).__name__, getattr(stream, "num_shards", None)
     if not callable(getattr(stream, "shard", None)) or not isinstance(shards, int):
-        raise UsageError(code="stream-without-shards", kind=kind)
+        raise UsageError(code="stream-without-shards", kind=type_name)
     if shards < parts:
-        raise UsageError(code="too-few-shards", kind=kind, shards=shards, parts=parts)
+        raise UsageError(code="too-few-shards", kind=type_name, shards=shards, parts=parts)
     return stream.shard(num_shards=parts, index=number)
 
 
@@ -110,8 +110,8 @@ class StreamPart:
         """Return the next samples with their numbers; fewer than `most` at the end of the stream."""
         return [*self._drawn(most)]
 
-    def _drawn(self, most: int) -> Iterator[tuple[int, Any]]:
-        for _ in range(most):
+    def _drawn(self, limit: int) -> Iterator[tuple[int, Any]]:
+        for _ in range(limit):
             number = self.taken * self._parts + self.number
             seed_streams(derive(self._seed, "sample", self._epoch, number))
             try:
@@ -178,22 +178,22 @@ class ChunkReader(IterableDataset[StreamChunk]):
         plan, padding = self.plan, None
         for part in self.parts:
             part.begin(self.epoch, self.start * self._quota(part), self.states.get(part.number))
-        waiting: list[tuple[int, Any]] = []  # samples that are read but not in a batch yet
+        pending: list[tuple[int, Any]] = []  # samples that are read but not in a batch yet
         for _ in count():
-            before = {part.number: part.state() for part in self.parts}
-            samples = [part.take(self._quota(part) + self.least - len(waiting)) for part in self.parts]
+            states_before = {part.number: part.state() for part in self.parts}
+            samples = [part.take(self._quota(part) + self.least - len(pending)) for part in self.parts]
             if self.least:
-                waiting += samples[0]
-                last = len(waiting) < plan.global_batch + self.least
-                samples = [waiting if last else waiting[: plan.global_batch]]
-                waiting = [] if last else waiting[plan.global_batch :]
-            padding = next((of_part[0] for of_part in samples if of_part), padding)
-            seen = sum(part.taken for part in self.parts) - len(waiting)
-            probed = samples[0][:: max(1, len(samples[0]) // PROBES)]
+                pending += samples[0]
+                is_last = len(pending) < plan.global_batch + self.least
+                samples = [pending if is_last else pending[: plan.global_batch]]
+                pending = [] if is_last else pending[plan.global_batch :]
+            padding = next((part_samples[0] for part_samples in samples if part_samples), padding)
+            num_seen = sum(part.taken for part in self.parts) - len(pending)
+            probes = samples[0][:: max(1, len(samples[0]) // PROBES)]
             micro_batches = [*self._split(samples)]
             if not micro_batches and padding is not None:
                 micro_batches = [self._collate(self.share[0], 0, [padding], counted=False)]
-            yield StreamChunk(micro_batches, seen, before, hash_of(sample for _, sample in probed))
+            yield StreamChunk(micro_batches, num_seen, states_before, hash_of(sample for _, sample in probes))
 
     def _quota(self, part: StreamPart) -> int:
         plan = self.plan
@@ -222,16 +222,16 @@ class ChunkReader(IterableDataset[StreamChunk]):
 
 def read_chunks(reader: ChunkReader, loading: Loading) -> Generator[StreamChunk]:
     """Yield the chunks of a reader on the device. A loader process, if there is one, reads ahead."""
-    box, chunks = None, iter(reader)
+    page, chunks = None, iter(reader)
     if loading.num_workers:
-        box = loading.box
+        page = loading.box
         loader = DataLoader(
             reader, batch_size=None, num_workers=1, collate_fn=_identity, pin_memory=loading.device.type != "cpu",
             worker_init_fn=partial(begin_worker, os.getpid()), generator=torch.Generator().manual_seed(0),
             **loading.workers,
         )  # fmt: skip
         chunks = start_loader(loader)
-    with closing(iterate_loader(chunks, box)) as loaded:
+    with closing(iterate_loader(chunks, page)) as loaded:
         for chunk in loaded:
             yield chunk._replace(
                 micro_batches=[b._replace(batch=move_to_device(b.batch, loading.device)) for b in chunk.micro_batches]

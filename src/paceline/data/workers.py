@@ -140,12 +140,12 @@ def start_loader(loader: DataLoader[Any]) -> Iterator[Any]:
     The traceback of an error, or a variable of the user, can keep the iterator alive. At its end Python would send
     SIGTERM to the workers, which ignore it (see `begin_worker`), and wait for them forever.
     """
-    others = {*active_children()}
+    children_before = {*active_children()}
     try:
         with without_garbage():
             iterator = iter(loader)
     except BaseException:  # some workers may have started
-        _kill({*active_children()} - others)
+        _kill({*active_children()} - children_before)
         raise
     workers: Sequence[Any] = getattr(iterator, "_workers", ())
     for worker in workers:  # torch calls `terminate` if a worker is still busy some seconds after the end of a loop
@@ -224,13 +224,13 @@ def _with_signal(error: RuntimeError, iterator: object) -> RuntimeError:
 
     torch raises either error, depending on whether its SIGCHLD handler or its check of the processes comes first.
     """
-    if "killed by signal" in str(error) or (gone := GONE.search(str(error))) is None:
+    if "killed by signal" in str(error) or (match := GONE.search(str(error))) is None:
         return error
-    pid, workers = int(gone[1]), getattr(iterator, "_workers", ())
-    code = next((worker.exitcode for worker in workers if worker.pid == pid), None)
-    if code is None or code >= 0:
+    pid, workers = int(match[1]), getattr(iterator, "_workers", ())
+    exit_code = next((worker.exitcode for worker in workers if worker.pid == pid), None)
+    if exit_code is None or exit_code >= 0:
         return error
-    return RuntimeError(f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}.")
+    return RuntimeError(f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-exit_code)}.")
 
 
 @contextmanager
@@ -252,16 +252,16 @@ def naming_lost_processes(box: StatusPage, rank: int) -> Generator[None]:
                 time.sleep(0.01)
             raise
     except RuntimeError as error:
-        gone = GONE.search(str(error))
-        if gone is None:
+        match = GONE.search(str(error))
+        if match is None:
             raise
-        pid, item, number = int(gone[1]), "", ""
+        pid, item, number = int(match[1]), "", ""
         if lost := next((worker for worker in read_loaders(box.descriptor) if worker.pid == pid), None):
             doing = "while it loaded" if lost.busy else "after it had loaded"
             item = f", {doing} sample {lost.item} of epoch {lost.epoch + 1}"
             number = f" {lost.number % SLOTS_OF_A_LOADER}"
         raise TrainingError(
-            code="loader-process-lost", rank=rank, number=number, pid=pid, item=item, reason=gone[0].strip()
+            code="loader-process-lost", rank=rank, number=number, pid=pid, item=item, reason=match[0].strip()
         ) from error
 
 

@@ -81,11 +81,11 @@ class Collection:
         self._queries: dict[int, _Query] = {}
         for worker in workers:
             if worker.code is None:
-                box = boxes[worker.rank]
-                put_question(box, question)
+                fd = boxes[worker.rank]
+                put_question(fd, question)
                 process = read_process(worker.pid)
                 cpu_seconds = process.cpu_seconds if process else 0.0
-                self._queries[worker.rank] = _Query(worker.pid, box, [process.state if process else ""], cpu_seconds)
+                self._queries[worker.rank] = _Query(worker.pid, fd, [process.state if process else ""], cpu_seconds)
         self._gpus = ask_gpus([query.pid for query in self._queries.values()])
 
     def advance(self) -> bool:
@@ -96,19 +96,19 @@ class Collection:
             process = read_process(query.pid)
             query.states.append(process.state if process and process.runs else "")
             query.done = query.done or self._is_done(query, waited_seconds)
-        hurried = self._patience_seconds < ANSWER_SECONDS
-        return all(query.done for query in self._queries.values()) and (hurried or waited_seconds >= CPU_SECONDS)
+        is_hurried = self._patience_seconds < ANSWER_SECONDS
+        return all(query.done for query in self._queries.values()) and (is_hurried or waited_seconds >= CPU_SECONDS)
 
     def _is_done(self, query: _Query, waited_seconds: float) -> bool:
         counters = read_counters(query.box)
         if counters.answered == self.question or query.states[-1] in ("", "T", "t"):
             return True  # a stopped process never answers
         if query.native_bytes >= 0:
-            before, query.native_bytes = query.native_bytes, len(read_native(query.box))
-            is_complete = 0 < query.native_bytes == before
+            previous_bytes, query.native_bytes = query.native_bytes, len(read_native(query.box))
+            is_complete = 0 < query.native_bytes == previous_bytes
             return is_complete or time.monotonic() - self._signalled_seconds > NATIVE_SECONDS
-        deaf = time.monotonic() - counters.beat_ns / 1e9 > DEAF_SECONDS
-        patience_seconds = min(self._patience_seconds, DEAF_ANSWER_SECONDS) if deaf else self._patience_seconds
+        is_deaf = time.monotonic() - counters.beat_ns / 1e9 > DEAF_SECONDS
+        patience_seconds = min(self._patience_seconds, DEAF_ANSWER_SECONDS) if is_deaf else self._patience_seconds
         if waited_seconds < patience_seconds:
             return False
         return self._patience_seconds < ANSWER_SECONDS or not self._signal(query)
@@ -129,10 +129,10 @@ class Collection:
         return [bounded_evidence(self._evidence(worker, self._queries.get(worker.rank))) for worker in workers]
 
     def _evidence(self, worker: Sample, query: _Query | None) -> Evidence:
-        box, process = self._boxes[worker.rank], read_process(worker.pid) if worker.code is None else None
-        answered = query is not None and read_counters(box).answered == self.question
-        answer = _read(box) if answered else None
-        native = read_native(box) if not answered and query is not None and query.native_bytes > 0 else ""
+        page_fd, process = self._boxes[worker.rank], read_process(worker.pid) if worker.code is None else None
+        answered = query is not None and read_counters(page_fd).answered == self.question
+        answer = _read(page_fd) if answered else None
+        native = read_native(page_fd) if not answered and query is not None and query.native_bytes > 0 else ""
         cpu_seconds = 0.0
         if process is not None and query is not None:
             elapsed_seconds = max(time.monotonic() - self._began_seconds, 1e-3)
@@ -145,14 +145,14 @@ class Collection:
             reads_input=process is not None and reads_input(worker.pid),
             watched=process is None or answered or has_status_page(worker.pid),
             answered=answered,
-            ops=tuple(answer.ops if answer else read_ring(box)),
+            ops=tuple(answer.ops if answer else read_ring(page_fd)),
             groups=answer.groups if answer else {},
             titles=answer.titles if answer else {},
             stacks=tuple(answer.stacks) if answer else (),
             native=native,
-            loaders=tuple(_loader(one, worker.pid) for one in read_loaders(box)),
+            loaders=tuple(_loader(loader, worker.pid) for loader in read_loaders(page_fd)),
             gpu=self._gpus.get(worker.pid, ""),
-            calls=read_calls(box) if worker.orders else {},
+            calls=read_calls(page_fd) if worker.orders else {},
         )
 
 
@@ -163,19 +163,19 @@ def _state(query: _Query | None) -> str:
     return "S" if last == "D" and first != "D" else last  # a short D is normal: the process reads a file
 
 
-def _read(box: int) -> Answer | None:
+def _read(page_fd: int) -> Answer | None:
     try:
-        return _decoder.decode(read_answer(box))
+        return _decoder.decode(read_answer(page_fd))
     except (OSError, msgspec.MsgspecError, RecursionError):
         return None
 
 
-def _loader(one: LoaderWorker, parent: int) -> LoaderWorker:
-    process = read_process(one.pid) if 0 < one.pid < 1 << 31 else None
+def _loader(loader: LoaderWorker, worker_pid: int) -> LoaderWorker:
+    process = read_process(loader.pid) if 0 < loader.pid < 1 << 31 else None
     # the kernel may have reused the pid: a loader process is in the session of its worker
-    rank = read_process(parent)
-    ours = process is not None and process.runs and rank is not None and process.session == rank.session
-    return replace(one, state=process.state if ours and process else "")
+    worker = read_process(worker_pid)
+    is_ours = process is not None and process.runs and worker is not None and process.session == worker.session
+    return replace(loader, state=process.state if is_ours and process else "")
 
 
 def bounded_evidence(evidence: Evidence) -> Evidence:
@@ -184,7 +184,7 @@ def bounded_evidence(evidence: Evidence) -> Evidence:
     failure = evidence.failure
     if failure is not None:
         failure = replace(failure, message=failure.message[-MAX_WORDS:], traceback=failure.traceback[-MAX_WORDS:])
-    small = replace(
+    bounded = replace(
         evidence,
         failure=failure,
         ops=tuple(map(_op, evidence.ops[-MAX_OPS:])),
@@ -197,19 +197,19 @@ def bounded_evidence(evidence: Evidence) -> Evidence:
         gpu=evidence.gpu[:MAX_TEXT],
         calls={k[:MAX_TEXT]: _op(op) for k, op in list(evidence.calls.items())[:MAX_OPS]},
     )
-    few = small.ops[-8:]
-    named = {op.group for op in few}
-    groups = {group: ranks for group, ranks in small.groups.items() if group in named}
-    titles = {group: title for group, title in small.titles.items() if group in named}
-    for less in (
-        small,
-        replace(small, stacks=small.stacks[:4]),
-        replace(small, stacks=small.stacks[:4], groups=groups, titles=titles),
-        replace(small, stacks=small.stacks[:1], groups=groups, titles=titles, ops=few),
+    last_ops = bounded.ops[-8:]
+    used_groups = {op.group for op in last_ops}
+    groups = {group: ranks for group, ranks in bounded.groups.items() if group in used_groups}
+    titles = {group: title for group, title in bounded.titles.items() if group in used_groups}
+    for candidate in (
+        bounded,
+        replace(bounded, stacks=bounded.stacks[:4]),
+        replace(bounded, stacks=bounded.stacks[:4], groups=groups, titles=titles),
+        replace(bounded, stacks=bounded.stacks[:1], groups=groups, titles=titles, ops=last_ops),
     ):
-        if len(msgspec.json.encode(less)) <= MAX_EVIDENCE_BYTES:
-            return less
-    return replace(small, ops=(), groups={}, titles={}, stacks=(), calls={}, native="", failure=None, words="")
+        if len(msgspec.json.encode(candidate)) <= MAX_EVIDENCE_BYTES:
+            return candidate
+    return replace(bounded, ops=(), groups={}, titles={}, stacks=(), calls={}, native="", failure=None, words="")
 
 
 def _op(op: Op) -> Op:

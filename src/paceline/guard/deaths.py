@@ -69,9 +69,9 @@ def rank_end_in_collective(one: Evidence) -> RankEnd:
 def first_to_fail(samples: Iterable[Sample]) -> Sample | None:
     """The rank whose failure explains the other failures best; None if no rank failed."""
     # cheap filter first: few of thousands of ranks have ended
-    ended = (one for one in samples if one.code is not None or one.failure is not None or one.lost)
-    failed = [one for one in ended if rank_end(one) <= RankEnd.VICTIM]
-    return min(failed, key=lambda one: (rank_end(one), one.failed_at_seconds, one.rank), default=None)
+    ended = (sample for sample in samples if sample.code is not None or sample.failure is not None or sample.lost)
+    failed = [sample for sample in ended if rank_end(sample) <= RankEnd.VICTIM]
+    return min(failed, key=lambda sample: (rank_end(sample), sample.failed_at_seconds, sample.rank), default=None)
 
 
 def due_seconds(samples: Sequence[Sample]) -> float | None:
@@ -83,17 +83,17 @@ def due_seconds(samples: Sequence[Sample]) -> float | None:
     first = first_to_fail(samples)
     if first is None:
         return None
-    ended = [one.ended_seconds for one in samples if one.ended_badly]
-    if not any(one.runs for one in samples):
-        return max(ended, default=None)
-    if not ended:
+    ended_seconds = [sample.ended_seconds for sample in samples if sample.ended_badly]
+    if not any(sample.runs for sample in samples):
+        return max(ended_seconds, default=None)
+    if not ended_seconds:
         return first.failed_at_seconds + CLEANUP_SECONDS
     if rank_end(first) is RankEnd.VICTIM:
-        return min(ended) + VICTIM_SECONDS
-    return max(min(ended), first.failed_at_seconds) + SETTLE_SECONDS
+        return min(ended_seconds) + VICTIM_SECONDS
+    return max(min(ended_seconds), first.failed_at_seconds) + SETTLE_SECONDS
 
 
 def parameter_counts(evidence: Iterable[Evidence]) -> dict[int, int]:
     """The parameter count of each rank that ended because torch found different models on the ranks."""
-    matches = {one.rank: re.search(r"\bRank (\d{1,6}) has (\d{1,9}) params\b", one.words) for one in evidence}
+    matches = {sample.rank: re.search(r"\bRank (\d{1,6}) has (\d{1,9}) params\b", sample.words) for sample in evidence}
     return {rank: int(match[2]) for rank, match in matches.items() if match is not None and int(match[1]) == rank}

@@ -143,12 +143,12 @@ def assume_waiting(samples: Sequence[Sample], world_size: int) -> list[Sample]:
 
     A script is in phase INIT until a rank has called a collective.
     """
-    met = any(one.met for one in samples)
+    any_met = any(sample.met for sample in samples)
     return [
-        replace(one, waiting=True, phase=one.phase if met else Phase.INIT)
-        if world_size > 1 and (one.script or one.phase in (Phase.USER, Phase.INIT))
-        else one
-        for one in samples
+        replace(sample, waiting=True, phase=sample.phase if any_met else Phase.INIT)
+        if world_size > 1 and (sample.script or sample.phase in (Phase.USER, Phase.INIT))
+        else sample
+        for sample in samples
     ]
 
 
@@ -157,54 +157,54 @@ def is_stalled(evidence: Sequence[Evidence], alarm: Alarm, windows: Windows) -> 
 
     A script may also compute for a long time.
     """
-    running = [one for one in evidence if one.runs]
-    if any(one.reads_input for one in running):  # the run waits for its user, or for a pipe
+    running = [sample for sample in evidence if sample.runs]
+    if any(sample.reads_input for sample in running):  # the run waits for its user, or for a pipe
         return False
-    if not running or min(one.still_seconds for one in running) < alarm.still_seconds - CLOCKS_SECONDS:
+    if not running or min(sample.still_seconds for sample in running) < alarm.still_seconds - CLOCKS_SECONDS:
         return False
-    if not any(is_waiting(one) for one in running):
-        busy = any(one.cpu_seconds > BUSY_CPU_SECONDS for one in running)
-        cap_seconds = LEARNED[Stage.LONG][1] if windows.seconds is None and busy else 0.0
-        return all(one.phase in STEP_PHASES and not one.script for one in running) and (
+    if not any(is_waiting(sample) for sample in running):
+        is_busy = any(sample.cpu_seconds > BUSY_CPU_SECONDS for sample in running)
+        cap_seconds = LEARNED[Stage.LONG][1] if windows.seconds is None and is_busy else 0.0
+        return all(sample.phase in STEP_PHASES and not sample.script for sample in running) and (
             alarm.still_seconds >= max(windows.of(Stage.LONG), cap_seconds)
         )
     # long work of a script may be intended: rank 0 evaluates, and the others wait in a barrier
-    scripts = [one for one in running if one.phase is Phase.USER or one.script]
-    busy = any(not is_waiting(one) and one.cpu_seconds > BUSY_CPU_SECONDS for one in scripts)
-    if windows.seconds is None and busy and alarm.still_seconds < LEARNED[Stage.USER][1]:
+    scripts = [sample for sample in running if sample.phase is Phase.USER or sample.script]
+    is_busy = any(not is_waiting(sample) and sample.cpu_seconds > BUSY_CPU_SECONDS for sample in scripts)
+    if windows.seconds is None and is_busy and alarm.still_seconds < LEARNED[Stage.USER][1]:
         return False
     # before its first collective a rank may still import torch from a slow disk or on a busy machine
-    late = [one for one in running if not one.ops and not is_waiting(one)]
-    idle = all(one.cpu_seconds < IDLE_CPU_SECONDS and one.state not in ("R", "D") for one in late)
-    return idle or alarm.still_seconds >= windows.of(Stage.LONG)
+    not_started = [sample for sample in running if not sample.ops and not is_waiting(sample)]
+    is_idle = all(sample.cpu_seconds < IDLE_CPU_SECONDS and sample.state not in ("R", "D") for sample in not_started)
+    return is_idle or alarm.still_seconds >= windows.of(Stage.LONG)
 
 
 def is_waiting(one: Evidence) -> bool:
     """Whether a rank waits for other ranks or for its data."""
     if one.phase is Phase.SYNC or (one.phase is Phase.DATA and not one.script) or any(not op.done for op in one.ops):
         return True
-    main = one.stacks[0].frames if one.stacks else ()
-    waiting = any(activity_of(frame.file) in (Activity.WAITS, Activity.MEETS) for frame in main)
-    return waiting and not imports_torch(main)
+    main_frames = one.stacks[0].frames if one.stacks else ()
+    is_in_wait = any(activity_of(frame.file) in (Activity.WAITS, Activity.MEETS) for frame in main_frames)
+    return is_in_wait and not imports_torch(main_frames)
 
 
 def ranks_to_unblock(verdict: Verdict, evidence: Sequence[Evidence]) -> tuple[int, ...]:
     """The ranks that receive an exception in their collective: all that only wait."""
     kept = () if verdict.kind in GUILTY_WAIT_TOO else verdict.guilty
-    return tuple(one.rank for one in evidence if one.runs and one.rank not in kept)
+    return tuple(sample.rank for sample in evidence if sample.runs and sample.rank not in kept)
 
 
 def sample_seconds(windows: Windows) -> float:
     """The interval at which an agent reads the status pages of its ranks."""
-    short = windows.seconds is not None and windows.seconds < SHORT_WINDOW_SECONDS
-    return SHORT_SAMPLE_SECONDS if short else SAMPLE_SECONDS
+    is_short = windows.seconds is not None and windows.seconds < SHORT_WINDOW_SECONDS
+    return SHORT_SAMPLE_SECONDS if is_short else SAMPLE_SECONDS
 
 
 def heartbeat_seconds(windows: Windows, nodes: int, samples: Sequence[Sample]) -> float:
     """The interval at which the head receives samples; it is longer while the ranks of many nodes make progress."""
     usual = sample_seconds(windows)
-    moves = any(one.still_seconds < QUIET_SECONDS for one in samples)
-    return max(usual, nodes * SECONDS_PER_NODE) if moves and usual == SAMPLE_SECONDS else usual
+    any_moves = any(sample.still_seconds < QUIET_SECONDS for sample in samples)
+    return max(usual, nodes * SECONDS_PER_NODE) if any_moves and usual == SAMPLE_SECONDS else usual
 
 
 # ---- a rank that sleeps ----
@@ -231,11 +231,11 @@ class SleepDetector:
     def due(self, running: Sequence[Sample]) -> bool:
         """Whether to collect evidence of the ranks' sleeps now."""
         self._sampled = False
-        still_seconds = min((one.still_seconds for one in running), default=0.0)
+        still_seconds = min((s.still_seconds for s in running), default=0.0)
         if still_seconds < FIRST_SECONDS:
             self._next_seconds = FIRST_SECONDS
             self._before.clear()
-        if not self._auto or still_seconds < self._next_seconds or not all(one.script and one.step for one in running):
+        if not self._auto or still_seconds < self._next_seconds or not all(s.script and s.step for s in running):
             return False
         self._sampled = True
         self._next_seconds = max(SURE_SECONDS, still_seconds + AGAIN_SECONDS)
@@ -245,9 +245,9 @@ class SleepDetector:
         """Whether the ranks of the verdict were in one sleep since the last evidence; None if `due` was False."""
         if not self._sampled:
             return None
-        now = {one.rank: one.sleep for one in evidence if one.sleep >= 0}
+        now = {sample.rank: sample.sleep for sample in evidence if sample.sleep >= 0}
         before, self._before = self._before, now
-        if min(one.still_seconds for one in evidence if one.runs) < SURE_SECONDS:
+        if min(sample.still_seconds for sample in evidence if sample.runs) < SURE_SECONDS:
             return False
         if verdict.kind in (VerdictKind.MISMATCH, VerdictKind.DEADLOCK):
             return True
@@ -319,29 +319,29 @@ class StragglerDetector:
 
     def see(self, samples: Sequence[Sample]) -> str:
         """A new warning, or an empty text. Call it repeatedly, with samples of all running ranks."""
-        if len(samples) < 2 or any(one.phase is Phase.USER and not one.script for one in samples):
+        if len(samples) < 2 or any(sample.phase is Phase.USER and not sample.script for sample in samples):
             return ""
-        first = [self._first.setdefault(one.rank, one.step) for one in samples]
-        now = {one.rank: one for one in samples}
-        started = all(one.step >= step + FIRST_STEPS for one, step in zip(samples, first, strict=True))
-        if not started or (self._snapshots and not _are_apart(self._snapshots[-1], now)):
+        first_steps = [self._first.setdefault(sample.rank, sample.step) for sample in samples]
+        now = {sample.rank: sample for sample in samples}
+        all_started = all(sample.step >= step + FIRST_STEPS for sample, step in zip(samples, first_steps, strict=True))
+        if not all_started or (self._snapshots and not _are_apart(self._snapshots[-1], now)):
             return ""
         self._snapshots = [*self._snapshots, now][-LOOKS - 1 :]
         if len(self._snapshots) == 1:
             return ""
-        scripts = all(one.script for one in samples)
-        find, last = slow_script if scripts else slow_rank, self._snapshots[-2]
-        without, with_queues = (
-            find(_per_step(last, now, subtract_queues=subtract), self._hosts) for subtract in (True, False)
+        all_scripts = all(sample.script for sample in samples)
+        find, previous = slow_script if all_scripts else slow_rank, self._snapshots[-2]
+        without_queues, with_queues = (
+            find(_per_step(previous, now, subtract_queues=subtract), self._hosts) for subtract in (True, False)
         )
-        self._stragglers = [*self._stragglers, (without, with_queues)][-QUEUED_LOOKS:]
+        self._stragglers = [*self._stragglers, (without_queues, with_queues)][-QUEUED_LOOKS:]
         if len(self._stragglers) < LOOKS:
             return ""
-        slow = self._persistent()
-        self.rank = slow.rank if slow else None
-        if slow:
-            return self._new(f"rank {self.rank}", slow.words, slow.seconds - slow.usual_seconds)
-        if scripts:  # their phases do not show what is work and what is waiting
+        straggler = self._persistent()
+        self.rank = straggler.rank if straggler else None
+        if straggler:
+            return self._new(f"rank {self.rank}", straggler.words, straggler.seconds - straggler.usual_seconds)
+        if all_scripts:  # their phases do not show what is work and what is waiting
             return ""
         return self._new("network", *(slow_network(_per_step(self._snapshots[0], now)) or ("", 0.0)))
 
@@ -350,26 +350,26 @@ class StragglerDetector:
 
         A rank that waits for a core is usually slow for a short time only, so it must be slow in more snapshots.
         """
-        for count, which in ((LOOKS, 0), (QUEUED_LOOKS, 1)):
-            slow = [one for pair in self._stragglers[-count:] if (one := pair[which]) is not None]
-            if len(slow) == count and len({one.rank for one in slow}) == 1:
-                return sorted(slow, key=lambda one: one.seconds - one.usual_seconds)[count // 2]
+        for count, index in ((LOOKS, 0), (QUEUED_LOOKS, 1)):
+            slow = [straggler for pair in self._stragglers[-count:] if (straggler := pair[index]) is not None]
+            if len(slow) == count and len({straggler.rank for straggler in slow}) == 1:
+                return sorted(slow, key=lambda straggler: straggler.seconds - straggler.usual_seconds)[count // 2]
         return None
 
-    def _new(self, what: str, words: str, measure: float) -> str:
-        if measure <= self._reported.get(what, 0.0) * CHANGE_FACTOR:
+    def _new(self, subject: str, warning: str, delay_seconds: float) -> str:
+        if delay_seconds <= self._reported.get(subject, 0.0) * CHANGE_FACTOR:
             return ""
-        self._reported[what] = measure
-        return words
+        self._reported[subject] = delay_seconds
+        return warning
 
 
 def _are_apart(base: Snapshot, now: Snapshot) -> bool:
     seconds = max(LOOK_SECONDS, len(now) * RANK_SECONDS)
     return all(
         rank in base
-        and one.step >= base[rank].step + LOOK_STEPS
-        and sum(one.phase_seconds) >= sum(base[rank].phase_seconds) + seconds
-        for rank, one in now.items()
+        and sample.step >= base[rank].step + LOOK_STEPS
+        and sum(sample.phase_seconds) >= sum(base[rank].phase_seconds) + seconds
+        for rank, sample in now.items()
     )
 
 
@@ -379,16 +379,16 @@ def _per_step(base: Snapshot, now: Snapshot, *, subtract_queues: bool = False) -
     `subtract_queues` subtracts the time that a rank has waited for a core longer than the others. The kernel does not
     show in which phase it waited, so the function reduces all phases of its work in proportion.
     """
-    queued = {rank: (one.queued_seconds - base[rank].queued_seconds) for rank, one in now.items()}
+    queued = {rank: (sample.queued_seconds - base[rank].queued_seconds) for rank, sample in now.items()}
     ordered = sorted(queued.values())
     per_step: dict[int, tuple[float, ...]] = {}
-    for rank, one in now.items():
-        spent = [b - a for a, b in zip(base[rank].phase_seconds, one.phase_seconds, strict=True)]
+    for rank, sample in now.items():
+        spent = [b - a for a, b in zip(base[rank].phase_seconds, sample.phase_seconds, strict=True)]
         work = sum(spent[phase] for phase in SCRIPT_WORK)
         subtract = subtract_queues and len(now) > 1
-        longer = max(0.0, queued[rank] - median_without(ordered, queued[rank])) if subtract else 0.0
-        kept = max(0.0, 1 - longer / work) if work else 1.0
-        steps = one.step - base[rank].step
+        excess = max(0.0, queued[rank] - median_without(ordered, queued[rank])) if subtract else 0.0
+        kept = max(0.0, 1 - excess / work) if work else 1.0
+        steps = sample.step - base[rank].step
         per_step[rank] = tuple(
             seconds * (kept if phase in SCRIPT_WORK else 1) / steps for phase, seconds in zip(Phase, spent, strict=True)
         )
@@ -406,9 +406,9 @@ def slow_rank(spent: Spent, hosts: Mapping[int, str]) -> Straggler | None:
             break
     else:
         return None
-    each = [{r: seconds[phase] for r, seconds in spent.items()} for phase in Phase]
+    seconds_by_phase = [{r: seconds[phase] for r, seconds in spent.items()} for phase in Phase]
     phases = NEVER_WAITING if work is never_waiting else WORK
-    phase = max(phases, key=lambda p: each[p][rank] - _others(each[p], rank))
+    phase = max(phases, key=lambda p: seconds_by_phase[p][rank] - _others(seconds_by_phase[p], rank))
     return Straggler(rank, hosts.get(rank, "?"), work[rank], usual, phase, len(spent))
 
 
@@ -418,11 +418,11 @@ def slow_script(spent: Spent, hosts: Mapping[int, str]) -> Straggler | None:
     waits = {rank: seconds[Phase.BACKWARD] + seconds[Phase.SYNC] for rank, seconds in spent.items()}
     rank = max(work, key=lambda r: work[r])
     usual, excess = _others(work, rank), work[rank] - _others(work, rank)
-    least = min(max(LEAST_SECONDS, (SLOW_FACTOR - 1) * usual), max(LEAST_OF_TWICE, usual))
-    if excess < least or _others(waits, rank) - waits[rank] < excess / 2:
+    least_excess = min(max(LEAST_SECONDS, (SLOW_FACTOR - 1) * usual), max(LEAST_OF_TWICE, usual))
+    if excess < least_excess or _others(waits, rank) - waits[rank] < excess / 2:
         return None
-    each = {phase: {r: seconds[phase] for r, seconds in spent.items()} for phase in SCRIPT_WORK}
-    phase = max(each, key=lambda p: each[p][rank] - _others(each[p], rank))
+    seconds_by_phase = {phase: {r: seconds[phase] for r, seconds in spent.items()} for phase in SCRIPT_WORK}
+    phase = max(seconds_by_phase, key=lambda p: seconds_by_phase[p][rank] - _others(seconds_by_phase[p], rank))
     return Straggler(rank, hosts.get(rank, "?"), work[rank], usual, phase, len(spent))
 
 
@@ -439,15 +439,15 @@ def slow_network(spent: Spent) -> tuple[str, float] | None:
     return warning, sync_seconds
 
 
-def _others(of: Mapping[int, float], rank: int) -> float:
-    return median_without(sorted(of.values()), of[rank])
+def _others(values: Mapping[int, float], rank: int) -> float:
+    return median_without(sorted(values.values()), values[rank])
 
 
 def median_without(ordered: Sequence[float], value: float) -> float:
     """The median of the sorted values `ordered` without one `value`, without sorting again for each of many ranks."""
-    at, left = bisect_left(ordered, value), len(ordered) - 1
-    low, high = (left - 1) // 2, left // 2
-    return (ordered[low + (low >= at)] + ordered[high + (high >= at)]) / 2
+    index, remaining = bisect_left(ordered, value), len(ordered) - 1
+    low, high = (remaining - 1) // 2, remaining // 2
+    return (ordered[low + (low >= index)] + ordered[high + (high >= index)]) / 2
 
 
 def _seconds(value: float) -> str:
@@ -475,8 +475,8 @@ class DeadlockDetector:
         """
         if self._off or now_seconds < self._next_seconds:
             return False
-        still = [one for one in running if one.waiting and one.still_seconds >= self._after_seconds]
-        since = {one.rank: now_seconds - one.still_seconds for one in still}
+        waiting = [sample for sample in running if sample.waiting and sample.still_seconds >= self._after_seconds]
+        since = {sample.rank: now_seconds - sample.still_seconds for sample in waiting}
         if len(since) < 2 or all(at <= self._checked.get(rank, -math.inf) + SAME_SECONDS for rank, at in since.items()):
             return False
         self._checked = since

@@ -94,7 +94,7 @@ def judge_samples(samples: Sequence[Sample]) -> Verdict:
 
 def _explains(verdict: Verdict, first: Sample, evidence: Sequence[Evidence]) -> bool:
     aborted = rank_end(first) is RankEnd.SIGNAL and first.code == -signal.SIGABRT
-    has_evidence = any(one.state or one.ops for one in evidence)  # else only samples
+    has_evidence = any(sample.state or sample.ops for sample in evidence)  # else only samples
     if not has_evidence or not (aborted or rank_end(first) is RankEnd.VICTIM):
         return False
     better = verdict.kind in BETTER_THAN_VICTIMS or (aborted and verdict.kind is VerdictKind.LEFT)
@@ -102,9 +102,9 @@ def _explains(verdict: Verdict, first: Sample, evidence: Sequence[Evidence]) -> 
 
 
 def _died(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Verdict | None:
-    died = [n for n, one in ranks.items() if one.end.is_primary]
+    died = [n for n, rank in ranks.items() if rank.end.is_primary]
     died.sort(key=lambda n: (ranks[n].end, ranks[n].evidence.failed_at_seconds, n))
-    broken = [n for n, one in ranks.items() if one.end is RankEnd.BROKEN]
+    broken = [n for n, rank in ranks.items() if rank.end is RankEnd.BROKEN]
     counts = parameter_counts([ranks[n].evidence for n in died])
     if 1 < len(counts) == len(died):  # each rank reports a different model on another rank
         parties = parties_by(counts, lambda count: count)
@@ -122,49 +122,49 @@ def _died(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Verdict | None:
 
 
 def _waited_for(ranks: Ranks, engaged: Ranks) -> Verdict | None:
-    waiting = [n for n, one in engaged.items() if one.waits_for]
-    heads = sorted(reachable(waiting, {n: one.waits_for for n, one in engaged.items()}))
-    guilty = [n for n in heads if _is_free(ranks[n])] or [n for n, one in ranks.items() if one.frozen]
+    waiting = [n for n, rank in engaged.items() if rank.waits_for]
+    reached = sorted(reachable(waiting, {n: rank.waits_for for n, rank in engaged.items()}))
+    guilty = [n for n in reached if _is_free(ranks[n])] or [n for n, rank in ranks.items() if rank.frozen]
     if not guilty:
         return None
     kinds = {n: _kind(ranks[n]) for n in guilty}
     kind = min(kinds.values())
-    if kind is VerdictKind.BEHIND and not any(one.evidence.ops for one in ranks.values()):
+    if kind is VerdictKind.BEHIND and not any(rank.evidence.ops for rank in ranks.values()):
         kind = VerdictKind.NOT_MET
     guilty.sort(key=lambda n: (kinds[n], n))
     op = sentences.awaited(ranks, guilty)
     return conclude(kind, ranks, sentences.waited_for(ranks, guilty), guilty=guilty, op=op)
 
 
-def _is_free(one: Rank) -> bool:
+def _is_free(rank: Rank) -> bool:
     """Whether it waits for no rank. A rank that has answered and has an operation in flight may be in `work.wait()`."""
-    if one.frozen:
+    if rank.frozen:
         return True
-    if one.waits_for or one.end is not RankEnd.RUNS:
+    if rank.waits_for or rank.end is not RankEnd.RUNS:
         return False
-    return not one.pending or (not one.evidence.answered and stands_outside(one))
+    return not rank.pending or (not rank.evidence.answered and stands_outside(rank))
 
 
-def _kind(one: Rank) -> VerdictKind:
-    if one.frozen:
+def _kind(rank: Rank) -> VerdictKind:
+    if rank.frozen:
         return VerdictKind.STOPPED
-    if one.evidence.state == "D":
+    if rank.evidence.state == "D":
         return VerdictKind.UNINTERRUPTIBLE
-    return VerdictKind.LOADER if sentences.hanging_loaders(one.evidence) else VerdictKind.BEHIND
+    return VerdictKind.LOADER if sentences.hanging_loaders(rank.evidence) else VerdictKind.BEHIND
 
 
 def _stuck_in_collective(ranks: Ranks) -> Verdict | None:
     """The verdict on an operation that all ranks of its group have entered and that does not complete."""
-    inside = {n: one.pending[0] for n, one in ranks.items() if one.pending and not one.waits_for and not one.frozen}
+    inside = {n: r.pending[0] for n, r in ranks.items() if r.pending and not r.waits_for and not r.frozen}
     if not any(ranks[n].end is RankEnd.RUNS for n in inside):  # ended ranks do not show which rank was missing
         return None
     op = next(iter(parties_by(inside, lambda op: (op.group, op.seq))[0].values()))
     in_kernel = [n for n in inside if ranks[n].evidence.state == "D"]
     silent = [n for n in inside if not ranks[n].evidence.answered and ranks[n].end is RankEnd.RUNS]
-    others = [one for n, one in ranks.items() if n not in silent and one.end is RankEnd.RUNS]
+    others = [rank for n, rank in ranks.items() if n not in silent and rank.end is RankEnd.RUNS]
     if in_kernel:
         kind, guilty = VerdictKind.UNINTERRUPTIBLE, in_kernel
-    elif silent and len(silent) < len(inside) and all(one.evidence.answered for one in others):
+    elif silent and len(silent) < len(inside) and all(rank.evidence.answered for rank in others):
         kind, guilty = VerdictKind.STOPPED, silent  # the processes of a frozen container do not show state T
     else:
         return conclude(VerdictKind.NETWORK, ranks, sentences.all_inside(ranks, inside), op=op)
@@ -172,17 +172,17 @@ def _stuck_in_collective(ranks: Ranks) -> Verdict | None:
 
 
 def _no_rank_waits(ranks: Ranks) -> Verdict:
-    running = {n: one for n, one in ranks.items() if one.end is RankEnd.RUNS}
-    kinds = {n: _kind(one) for n, one in running.items()}
+    running = {n: rank for n, rank in ranks.items() if rank.end is RankEnd.RUNS}
+    kinds = {n: _kind(rank) for n, rank in running.items()}
     stuck = [n for n, kind in kinds.items() if kind is not VerdictKind.BEHIND]
     lines = sentences.all_locations(ranks)
     if stuck:
         return conclude(min(kinds[n] for n in stuck), ranks, sentences.waited_for(ranks, stuck), guilty=stuck)
-    met = any(one.evidence.ops for one in ranks.values())
-    kind = VerdictKind.BEHIND if met else VerdictKind.NOT_MET
+    any_met = any(rank.evidence.ops for rank in ranks.values())
+    kind = VerdictKind.BEHIND if any_met else VerdictKind.NOT_MET
     if len(ranks) == len(running) == 1:
         return conclude(VerdictKind.BEHIND, ranks, lines, guilty=list(running))
-    sites = {n: shown_site(one.evidence) for n, one in running.items()}
+    sites = {n: shown_site(rank.evidence) for n, rank in running.items()}
     parties = parties_by({n: site for n, site in sites.items() if site}, lambda site: site)
     right = majority(parties)
     if right is None or len(right) == len(running):
@@ -199,10 +199,10 @@ def _dispute(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Verdict | None:
     if not _find_cycle(graph):
         return None
     # a training that reports its phases ends only in phase CLOSE
-    in_steps = [n for n, one in ranks.items() if one.evidence.phase not in (Phase.USER, Phase.CLOSE)]
+    in_steps = [n for n, rank in ranks.items() if rank.evidence.phase not in (Phase.USER, Phase.CLOSE)]
     early = [n for n in in_steps if ranks[n].end is RankEnd.LEFT and graph[n]]
     # the ranks that are in every cycle; empty if several ranks are wrong
-    suspects = early or [rank for rank in sorted(_find_cycle(graph)) if not _find_cycle(graph, without=rank)]
+    suspects = early or [n for n in sorted(_find_cycle(graph)) if not _find_cycle(graph, without=n)]
     parties = _parties(ranks, mismatches, suspects, graph)
     if early or len(suspects) == 1:
         guilty = suspects
@@ -216,15 +216,15 @@ def _dispute(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Verdict | None:
 
 def _graph(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Graph:
     """The edges between ranks. Ranks with equal edges use one set: of 8,000 ranks, half may contradict the others."""
-    sources: dict[int, list[Collection[int]]] = {n: [one.waits_for] for n, one in ranks.items()}
-    for each in mismatches:
-        for party in each.parties:
-            against = {n for other in each.parties if other is not party for n in other}
+    sources: dict[int, list[Collection[int]]] = {n: [rank.waits_for] for n, rank in ranks.items()}
+    for mismatch in mismatches:
+        for party in mismatch.parties:
+            opponents = {n for other in mismatch.parties if other is not party for n in other}
             for n in party:
-                sources[n].append(against)
-    left = {n for n, one in ranks.items() if one.end is RankEnd.LEFT}
-    for waits_for, waiters in waiting_alike(ranks) if left else ():
-        for n in left.intersection(waits_for):
+                sources[n].append(opponents)
+    ended = {n for n, rank in ranks.items() if rank.end is RankEnd.LEFT}
+    for waits_for, waiters in waiting_alike(ranks) if ended else ():
+        for n in ended.intersection(waits_for):
             sources[n].append(waiters)  # no rank waits for a rank that ends as the program says
     graph: dict[tuple[int, ...], frozenset[int]] = {}
     for parts in sources.values():
@@ -242,10 +242,10 @@ def _parties(
     return parties_by({n: _position(ranks[n], n, members) for n in members}, lambda position: position)
 
 
-def _position(one: Rank, number: int, members: Sequence[int]) -> Hashable:
-    if one.end is RankEnd.LEFT:
+def _position(rank: Rank, number: int, members: Sequence[int]) -> Hashable:
+    if rank.end is RankEnd.LEFT:
         return "ended"
-    op = sentences.held_in(one, members) or (one.pending[-1] if one.pending else None)
+    op = sentences.held_in(rank, members) or (rank.pending[-1] if rank.pending else None)
     return None if op is None else (stream(op, number), op.seq, op.kind, op.name, op.shape, op.dtype)
 
 
@@ -253,19 +253,19 @@ def _dispute_verdict(
     ranks: Ranks, mismatches: Sequence[OpMismatch], guilty: Sequence[int], tie: Sequence[Sequence[int]], graph: Graph
 ) -> Verdict:
     involved = [*guilty, *(n for party in tie for n in party)]
-    for each in mismatches:
-        count = sum(any(n in party for n in involved) for party in each.parties)
+    for mismatch in mismatches:
+        count = sum(any(n in party for n in involved) for party in mismatch.parties)
         if count >= (1 if guilty else 2):
-            right = next((party for party in each.parties if not any(n in party for n in guilty)), each.parties[0])
+            right = next((p for p in mismatch.parties if not any(n in p for n in guilty)), mismatch.parties[0])
             op = next(iter(right.values()))
-            at = next((party[n].site for n in guilty for party in each.parties if n in party), "")
-            lines = sentences.mismatch(each, guilty)
-            return sentences.conclude(VerdictKind.MISMATCH, ranks, lines, guilty=guilty, tie=tie, op=op, at=at)
-    left = [n for n in involved if ranks[n].end is RankEnd.LEFT]
-    if left:
-        op, lines = sentences.awaited(ranks, left), sentences.waited_for(ranks, left)
+            site = next((party[n].site for n in guilty for party in mismatch.parties if n in party), "")
+            lines = sentences.mismatch(mismatch, guilty)
+            return sentences.conclude(VerdictKind.MISMATCH, ranks, lines, guilty=guilty, tie=tie, op=op, at=site)
+    involved_ended = [n for n in involved if ranks[n].end is RankEnd.LEFT]
+    if involved_ended:
+        op, lines = sentences.awaited(ranks, involved_ended), sentences.waited_for(ranks, involved_ended)
         return sentences.conclude(VerdictKind.LEFT, ranks, lines, guilty=guilty, tie=tie, op=op)
-    ended = [n for n in graph if ranks[n].end is RankEnd.LEFT and any(n in ranks[one].waits_for for one in guilty)]
+    ended = [n for n in graph if ranks[n].end is RankEnd.LEFT and any(n in ranks[other].waits_for for other in guilty)]
     if ended:
         op, lines = sentences.awaited(ranks, ended), sentences.called_more(ranks, guilty, ended)
         return sentences.conclude(VerdictKind.MISMATCH, ranks, lines, guilty=guilty, op=op)
@@ -280,22 +280,22 @@ def _dispute_verdict(
 def _rivals(ranks: Ranks, guilty: Sequence[int], graph: Graph) -> list[list[int]]:
     """The ranks in mutual waits with a guilty rank, else those of a cycle, grouped by their operation."""
     wrong = set(guilty)
-    mutual = [n for n in graph if n not in wrong and any(n in graph[one] for one in wrong & graph[n])]
+    mutual = [n for n in graph if n not in wrong and any(n in graph[other] for other in wrong & graph[n])]
     rivals = mutual or [n for n in _find_cycle(graph) if n not in wrong]
     return [sorted(party) for party in parties_by({n: _position(ranks[n], n, guilty) for n in rivals}, lambda at: at)]
 
 
 def _find_cycle(graph: Graph, *, without: int | None = None) -> set[int]:
     """The ranks of one cycle, if possible one of two ranks; empty if there is no cycle."""
-    left = _cyclic_core(graph, without=without)
-    for rank in sorted(left):
+    core = _cyclic_core(graph, without=without)
+    for rank in sorted(core):
         for other in graph[rank]:
-            if other in left and rank in graph[other]:
+            if other in core and rank in graph[other]:
                 return {rank, other}
-    if not left:
+    if not core:
         return set()
-    path = [min(left)]  # each remaining rank waits for a remaining rank, so the path returns to itself
-    while (following := min(other for other in graph[path[-1]] if other in left)) not in path:
+    path = [min(core)]  # each remaining rank waits for a remaining rank, so the path returns to itself
+    while (following := min(other for other in graph[path[-1]] if other in core)) not in path:
         path.append(following)
     return set(path[path.index(following) :])
 
@@ -306,23 +306,23 @@ def _cyclic_core(graph: Graph, *, without: int | None = None) -> set[int]:
     for rank, others in graph.items():
         holders.setdefault(id(others), []).append(rank)
     waiters: dict[int, list[int]] = {}
-    missing: dict[int, int] = {}
-    done = [] if without is None else [without]
+    edge_counts: dict[int, int] = {}
+    removable = [] if without is None else [without]
     for key, ranks in holders.items():
-        its = [other for other in graph[ranks[0]] if other != without and other in graph]
-        missing[key] = len(its)
-        for other in its:
+        awaited = [other for other in graph[ranks[0]] if other != without and other in graph]
+        edge_counts[key] = len(awaited)
+        for other in awaited:
             waiters.setdefault(other, []).append(key)
-        if not its:
-            done += ranks
-    seen: set[int] = set()
-    for rank in done:  # the loop appends to this list
-        for key in waiters.get(rank, ()) if rank not in seen else ():
-            missing[key] -= 1
-            if missing[key] == 0:
-                done += holders[key]
-        seen.add(rank)
-    return set(graph) - seen
+        if not awaited:
+            removable += ranks
+    removed: set[int] = set()
+    for rank in removable:  # the loop appends to this list
+        for key in waiters.get(rank, ()) if rank not in removed else ():
+            edge_counts[key] -= 1
+            if edge_counts[key] == 0:
+                removable += holders[key]
+        removed.add(rank)
+    return set(graph) - removed
 
 
 # ---- collectives that can never complete ----
@@ -343,34 +343,34 @@ def is_deadlocked(evidence: Sequence[Evidence]) -> bool:
     ranks do not count.
     """
     ranks = waiting_graph(evidence)
-    held = {n: op for n, one in ranks.items() if (op := _blocking_collective(one)) is not None}
-    if len(held) < 2:
+    ops = {n: op for n, rank in ranks.items() if (op := _blocking_collective(rank)) is not None}
+    if len(ops) < 2:
         return False
-    return any(_differ(each, held) for each in find_mismatches(ranks)) or bool(_find_cycle(_edges(ranks, held)))
+    return any(_differ(mismatch, ops) for mismatch in find_mismatches(ranks)) or bool(_find_cycle(_edges(ranks, ops)))
 
 
-def _blocking_collective(one: Rank) -> Op | None:
+def _blocking_collective(rank: Rank) -> Op | None:
     """The collective in which this rank certainly waits; None if that is not certain."""
-    evidence = one.evidence
-    if one.end is not RankEnd.RUNS or one.frozen or not evidence.answered or evidence.still_seconds < DEADLOCK_SECONDS:
+    sample = rank.evidence
+    if rank.end is not RankEnd.RUNS or rank.frozen or not sample.answered or sample.still_seconds < DEADLOCK_SECONDS:
         return None
-    if evidence.cpu_seconds > IDLE_CPU_SECONDS or waits_for_ranks(evidence) is not True:
+    if sample.cpu_seconds > IDLE_CPU_SECONDS or waits_for_ranks(sample) is not True:
         return None
-    on_stack = [op for op in one.pending if not op.is_message and stands_at(evidence, op)]
+    on_stack = [op for op in rank.pending if not op.is_message and stands_at(sample, op)]
     return on_stack[-1] if on_stack else None
 
 
-def _differ(found: OpMismatch, held: Mapping[int, Op]) -> bool:
-    ops = {n: op for party in found.parties for n, op in party.items() if held.get(n) == op}
-    return len(ops) > 1 and len(split_by_signature(ops, by_name=found.stream[0].startswith(SHARED_GROUP))) > 1
+def _differ(mismatch: OpMismatch, blocking_ops: Mapping[int, Op]) -> bool:
+    ops = {n: op for party in mismatch.parties for n, op in party.items() if blocking_ops.get(n) == op}
+    return len(ops) > 1 and len(split_by_signature(ops, by_name=mismatch.stream[0].startswith(SHARED_GROUP))) > 1
 
 
-def _edges(ranks: Mapping[int, Rank], held: Mapping[int, Op]) -> Mapping[int, frozenset[int]]:
+def _edges(ranks: Mapping[int, Rank], ops: Mapping[int, Op]) -> Mapping[int, frozenset[int]]:
     """The edges between waiting ranks. Ranks with equal edges use one set."""
     shared: dict[tuple[int, Op], frozenset[int]] = {}
-    for n, op in held.items():
+    for n, op in ops.items():
         waits_for = ranks[n].waits_for
         key = id(waits_for), op
         if key not in shared:
-            shared[key] = frozenset(other for other, its in waits_for.items() if its == op and other in held)
-    return {n: shared[id(ranks[n].waits_for), op] for n, op in held.items()}
+            shared[key] = frozenset(other for other, edge_op in waits_for.items() if edge_op == op and other in ops)
+    return {n: shared[id(ranks[n].waits_for), op] for n, op in ops.items()}

@@ -59,11 +59,11 @@ def format_verdict(
         run: the argument with which `paceline hang` finds the run; empty if there is none.
     """
     lines = [_line(_headline(verdict, evidence, waited_seconds))]
-    gpus = (f"rank {one.rank}'s {one.gpu}" for one in evidence if one.gpu)
+    gpus = (f"rank {sample.rank}'s {sample.gpu}" for sample in evidence if sample.gpu)
     lines += (line for sentence in (*verdict.sentences, *gpus) for line in _wrapped(sentence))
     pointers = [f"all stacks: {folder}/"] if folder else []
     pointers += [f"details: paceline hang {run}"] if run else []
-    pointer = _line("    ".join(pointers), most=10**6)  # never shortened: a truncated path is useless
+    pointer = _line("    ".join(pointers), max_chars=10**6)  # never shortened: a truncated path is useless
     if len(lines) >= MAX_LINES:
         omitted = len(lines) - (MAX_LINES - 2)
         lines = [*lines[: MAX_LINES - 2], f"  ... {omitted} more lines: {VERDICT}"]
@@ -81,9 +81,9 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text)
 
 
-def _line(text: str, most: int = MAX_COLUMNS) -> str:
+def _line(text: str, max_chars: int = MAX_COLUMNS) -> str:
     text = printable(clean(text))
-    return text if len(text) <= most else text[: most - 3] + "..."
+    return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
 
 
 def _wrapped(sentence: str) -> list[str]:
@@ -98,38 +98,38 @@ def _headline(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: fl
     if verdict.tie:
         parties = first_few([format_ranks(party) for party in verdict.tie], MAX_PARTIES, " against ")
         return f"RANKS DISAGREE: {parties}{when}; one of them is wrong"
-    word = verdict.kind.name.replace("_", " ") if verdict.kind in NAMED_KINDS else "STALL"
+    label = verdict.kind.name.replace("_", " ") if verdict.kind in NAMED_KINDS else "STALL"
     cause = f"GUILTY: {_guilty(verdict, evidence)}" if verdict.guilty else "No rank identified as the cause"
-    return f"{word}{when}. {cause}"
+    return f"{label}{when}. {cause}"
 
 
 def _guilty(verdict: Verdict, evidence: Sequence[Evidence]) -> str:
-    by_rank = {one.rank: one for one in evidence}
+    by_rank = {sample.rank: sample for sample in evidence}
     guilty = [by_rank[rank] for rank in verdict.guilty if rank in by_rank]
     if not guilty:
         return format_ranks(verdict.guilty)
-    hosts = sorted({one.host for one in guilty})
+    hosts = sorted({sample.host for sample in guilty})
     location = ", ".join(hosts[:MAX_NAMED]) + (", ..." if len(hosts) > MAX_NAMED else "")
     if len(guilty) <= MAX_NAMED:
-        location += f", pid{'s' if len(guilty) > 1 else ''} {', '.join(str(one.pid) for one in guilty)}"
+        location += f", pid{'s' if len(guilty) > 1 else ''} {', '.join(str(sample.pid) for sample in guilty)}"
     return f"{format_ranks(verdict.guilty)} ({location})"
 
 
 def format_warning(ranks: Sequence[Sample], *, still_seconds: float, window_seconds: float) -> str:
     """The warning at half of the window, in one line: the ranks for which the others may wait."""
-    suspects = [one for one in ranks if not one.waiting and one.phase is not Phase.SYNC] or list(ranks)
-    phases = sorted({one.phase for one in suspects} - {Phase.USER})
+    suspects = [sample for sample in ranks if not sample.waiting and sample.phase is not Phase.SYNC] or list(ranks)
+    phases = sorted({sample.phase for sample in suspects} - {Phase.USER})
     doing = f", in {' or '.join(phase.word for phase in phases)}" if phases else ""
-    step = max((one.step for one in ranks), default=0)
+    step = max((sample.step for sample in ranks), default=0)
     at = f" at step {step}" if step else ""
     if len(suspects) < len(ranks):
-        doing = f", the others wait for {format_ranks(one.rank for one in suspects)}{doing}"
+        doing = f", the others wait for {format_ranks(sample.rank for sample in suspects)}{doing}"
     return _line(f"no progress for {still_seconds:.1f} s{at}{doing}; reported as a stall after {window_seconds:.1f} s")
 
 
 def summarize(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> str:
     """The verdict in one line: the failed rank and the first line of its error, or the headline of a stall."""
-    first = next((one for one in evidence if one.rank == verdict.failed), None)
+    first = next((sample for sample in evidence if sample.rank == verdict.failed), None)
     if first is None:
         return _line(_headline(verdict, evidence, waited_seconds))
     if rank_end(first) is RankEnd.LOST:
@@ -145,18 +145,18 @@ def format_failure(verdict: Verdict, evidence: Sequence[Evidence], *, oom_kills:
 
     `oom_kills` is the number of processes that the kernel killed for memory; `attempt_dir` has the logs.
     """
-    first = next(one for one in evidence if one.rank == verdict.failed)
+    first = next(sample for sample in evidence if sample.rank == verdict.failed)
     end = rank_end(first)
     if end is RankEnd.LOST:
-        ranks = ", ".join(str(one.rank) for one in evidence if one.lost == first.lost)
+        ranks = ", ".join(str(sample.rank) for sample in evidence if sample.lost == first.lost)
         logs = f"output of the ranks: {attempt_dir}/rank-<rank>.log" if attempt_dir else "or only its agent"
         return f"{clean(first.lost)}\nit ran rank {ranks}; {logs}"
-    alike = [one for one in evidence if _same_failure(one, first)]
+    alike = [sample for sample in evidence if _same_failure(sample, first)]
     lines = [f"{_who(alike, len(evidence))} failed: {_how(first, oom_kills)}", *_why(first)]
-    early = sorted((one for one in evidence if one.code == 0), key=lambda one: one.ended_seconds)
-    if end is RankEnd.VICTIM and early:  # the rank that ended early is the cause, not the ranks that lost it
-        left = [f"{_who([one], len(evidence))} had already ended, with code 0, while others ran" for one in early]
-        lines = [*left, "so the others lost it:", *lines]
+    ended_early = sorted((sample for sample in evidence if sample.code == 0), key=lambda sample: sample.ended_seconds)
+    if end is RankEnd.VICTIM and ended_early:  # the rank that ended early is the cause, not the ranks that lost it
+        causes = [f"{_who([s], len(evidence))} had already ended, with code 0, while others ran" for s in ended_early]
+        lines = [*causes, "so the others lost it:", *lines]
     elif end is RankEnd.VICTIM:
         lines.append("it lost its peers, but no rank reported a failure of another kind")
     if first.ops and end is not RankEnd.EXCEPTION:  # the traceback of an exception is more precise
@@ -167,19 +167,19 @@ def format_failure(verdict: Verdict, evidence: Sequence[Evidence], *, oom_kills:
     return "\n".join(lines)
 
 
-def _same_failure(one: Sample, other: Sample) -> bool:
-    if one.failure is None or other.failure is None:
-        return one is other
-    return (one.failure.type, one.failure.message) == (other.failure.type, other.failure.message)
+def _same_failure(sample: Sample, other: Sample) -> bool:
+    if sample.failure is None or other.failure is None:
+        return sample is other
+    return (sample.failure.type, sample.failure.message) == (other.failure.type, other.failure.message)
 
 
 def _who(alike: Sequence[Sample], total: int) -> str:
     if len(alike) == 1:
         return f"rank {alike[0].rank} ({alike[0].host}, pid {alike[0].pid})"
-    hosts = ", ".join(sorted({one.host for one in alike}))
+    hosts = ", ".join(sorted({sample.host for sample in alike}))
     if len(alike) == total:
         return f"all {total} ranks ({hosts})"
-    return f"ranks {', '.join(str(one.rank) for one in alike)} ({hosts})"
+    return f"ranks {', '.join(str(sample.rank) for sample in alike)} ({hosts})"
 
 
 def _how(first: Sample, oom_kills: int) -> str:
@@ -245,11 +245,11 @@ def write_verdict(folder: Path, verdict: Verdict, evidence: Sequence[Evidence], 
     """
     writing.make_folder(folder)
     chosen = select_ranks(verdict, evidence)
-    for one in chosen:
-        writing.replace(folder / f"rank-{one.rank}.txt", describe_rank(one).encode())
+    for sample in chosen:
+        writing.replace(folder / f"rank-{sample.rank}.txt", describe_rank(sample).encode())
     # a failure record has a separate file, and monotonic times are meaningless to a reader
     kept = tuple(
-        replace(bounded_evidence(one), failure=None, ended_seconds=0.0, marks=b"", orders=b"") for one in chosen
+        replace(bounded_evidence(sample), failure=None, ended_seconds=0.0, marks=b"", orders=b"") for sample in chosen
     )
     content = VerdictRecord("paceline-verdict", VERSION, verdict, waited_seconds, time.time(), kept)
     writing.replace(folder / VERDICT, msgspec.json.encode(content))
@@ -260,10 +260,10 @@ def select_ranks(verdict: Verdict, evidence: Sequence[Evidence]) -> list[Evidenc
     if len(evidence) <= MAX_KEPT:
         return list(evidence)
     involved = {*verdict.guilty, *(party[0] for party in verdict.tie), verdict.failed}
-    states = {(one.phase, one.state, one.code, one.ops[-1:], one.stacks[:1]): one.rank for one in reversed(evidence)}
+    states = {(s.phase, s.state, s.code, s.ops[-1:], s.stacks[:1]): s.rank for s in reversed(evidence)}
     distinct = {*states.values()}
-    ordered = sorted(evidence, key=lambda one: (one.rank not in involved, one.rank not in distinct, one.rank))
-    return sorted(ordered[:MAX_KEPT], key=lambda one: one.rank)
+    ordered = sorted(evidence, key=lambda s: (s.rank not in involved, s.rank not in distinct, s.rank))
+    return sorted(ordered[:MAX_KEPT], key=lambda s: s.rank)
 
 
 class _Head(msgspec.Struct):
@@ -298,15 +298,15 @@ def describe_rank(one: Evidence, *, most_ops: int | None = None, most_stacks: in
     return "".join(f"{printable(line)}\n" for line in lines)
 
 
-def _rank_texts(one: Evidence, ops: Sequence[Op], stacks: Sequence[Stack]) -> Iterator[str]:
-    yield f"rank {one.rank} ({one.host}, pid {one.pid})" + (f", {one.step} steps done" if one.step else "")
-    if one.lost:
+def _rank_texts(rank: Evidence, ops: Sequence[Op], stacks: Sequence[Stack]) -> Iterator[str]:
+    yield f"rank {rank.rank} ({rank.host}, pid {rank.pid})" + (f", {rank.step} steps done" if rank.step else "")
+    if rank.lost:
         yield "lost with its node"
-    elif one.code is not None:
-        yield f"ended: {'exit code' if one.code >= 0 else 'signal'} {abs(one.code)}"
+    elif rank.code is not None:
+        yield f"ended: {'exit code' if rank.code >= 0 else 'signal'} {abs(rank.code)}"
     else:
-        yield f"no progress for {one.still_seconds:.1f} s; it is {format_location(one)}"
-        yield f"CPU use: {one.cpu_seconds:.2f} s per second"
+        yield f"no progress for {rank.still_seconds:.1f} s; it is {format_location(rank)}"
+        yield f"CPU use: {rank.cpu_seconds:.2f} s per second"
     yield "last collectives and messages, the newest last:"
     yield from (
         f"  {'done     ' if op.done else 'in flight'}  group {op.group}  {format_op(op)}  {op.site}" for op in ops
@@ -316,8 +316,8 @@ def _rank_texts(one: Evidence, ops: Sequence[Op], stacks: Sequence[Stack]) -> It
     for stack in stacks:
         yield f"thread {stack.thread}, innermost first:"
         yield from (f"  {frame.file}:{frame.line} in {frame.function}" for frame in stack.frames)
-    if one.native:
-        yield f"stack from faulthandler, innermost first:\n{one.native}"
-    yield from (format_loader(loader) for loader in one.loaders)
-    if one.words:
-        yield f"its last output:\n{one.words}"
+    if rank.native:
+        yield f"stack from faulthandler, innermost first:\n{rank.native}"
+    yield from (format_loader(loader) for loader in rank.loaders)
+    if rank.words:
+        yield f"its last output:\n{rank.words}"

@@ -69,8 +69,8 @@ def format_location(one: Evidence) -> str:
     return ", ".join(part for part in parts if part) or "at an unknown line"
 
 
-def _source_line(one: Evidence) -> str:
-    frame, library = visible_frames(frames(one))
+def _source_line(evidence: Evidence) -> str:
+    frame, library = visible_frames(frames(evidence))
     if frame is None:
         return ""
     at = f"at {line_of(frame)}{library_suffix(library)}"
@@ -79,12 +79,12 @@ def _source_line(one: Evidence) -> str:
 
 def format_loader(loader: LoaderWorker) -> str:
     """The state of a process that loads data, as a sentence."""
-    who = f"loader process {loader.number} (pid {loader.pid})"
+    subject = f"loader process {loader.number} (pid {loader.pid})"
     item = f"sample {loader.item} of epoch {loader.epoch}"
     if loader.state in GONE:
-        return f"{who} has ended; it was loading {item}"
+        return f"{subject} has ended; it was loading {item}"
     stopped = f", state {loader.state}: stopped" if loader.state in FROZEN else f", state {loader.state}"
-    return f"{who} {'is loading' if loader.busy else 'has loaded'} {item}{stopped}"
+    return f"{subject} {'is loading' if loader.busy else 'has loaded'} {item}{stopped}"
 
 
 MAX_EACH, MAX_OUTPUT_CHARS = 5, 100  # MAX_EACH: sentences about one party
@@ -103,7 +103,7 @@ def conclude(
 ) -> Verdict:
     """A complete verdict. `at` is the line of the first rank in `guilty`; by default its current line."""
     lines = [*lines, *_about_blocks(ranks, [*guilty, *(n for party in tie for n in party)])]
-    step = max((one.evidence.step for one in ranks.values()), default=0)
+    step = max((rank.evidence.step for rank in ranks.values()), default=0)
     first = ranks[guilty[0]].evidence if guilty else None
     site = "" if first is None else at or shown_site(first) or (first.ops[-1].site if first.ops else "")
     parties = tuple(sorted(tuple(sorted(party)) for party in tie))
@@ -130,62 +130,62 @@ def waited_for(ranks: Ranks, guilty: Sequence[int]) -> list[str]:
     alike = _alike(guilty, lambda n: (_where(ranks[n]), _most_awaited(holders, [n])))
     lines = [_not_entered(ranks, group, op) for group in alike]
     running = [ranks[n].evidence for n in guilty if ranks[n].end is RankEnd.RUNS and not ranks[n].frozen]
-    loaders = [f"its {format_loader(loader)}" for one in running for loader in hanging_loaders(one)[:2]]
+    loaders = [f"its {format_loader(loader)}" for evidence in running for loader in hanging_loaders(evidence)[:2]]
     findings = (finding for n in guilty for finding in ranks[n].evidence.findings)
     threads = [finding.words for finding in findings if finding.kind == "thread"]
     return [*_limited(lines), *_limited(loaders + threads), *_waiting(ranks, op, without=guilty)]
 
 
 def _not_entered(ranks: Ranks, group: Sequence[int], op: Op | None) -> str:
-    one = ranks[group[0]]
+    first = ranks[group[0]]
     missed = awaited(ranks, group[:1])
-    same = missed is not None and any(stream(o, group[0]) == stream(missed, group[0]) for o in one.pending)
-    if one.frozen and same:
-        begins = f"{clause(group, 'is', 'are')} in {format_op(missed or op or one.pending[0])}"
+    is_inside = missed is not None and any(stream(o, group[0]) == stream(missed, group[0]) for o in first.pending)
+    if first.frozen and is_inside:
+        begins = f"{clause(group, 'is', 'are')} in {format_op(missed or op or first.pending[0])}"
     elif missed is not None and missed.is_message:
         half = "send to" if "recv" in missed.kind else "receive from"
         waiter = next(n for n, other in ranks.items() if other.waits_for.get(group[0]) == missed)
         begins = f"{format_ranks(group)} did not {half} rank {waiter}, which waits for it"
     elif missed is not None:
-        title = max((one.evidence.titles.get(missed.group, "") for one in ranks.values()), default="")
+        title = max((rank.evidence.titles.get(missed.group, "") for rank in ranks.values()), default="")
         begins = f"{format_ranks(group)} did not enter {format_op(missed)}{title and f' ({title})'}"
     else:
         begins = f"{clause(group, 'has', 'have')} not reached the operation of the others"
-    return f"{begins}; {'they' if len(group) > 1 else 'it'} {_where(one, many=len(group) > 1)}"
+    return f"{begins}; {'they' if len(group) > 1 else 'it'} {_where(first, many=len(group) > 1)}"
 
 
-def _where(one: Rank, *, many: bool = False) -> str:
-    if one.end is RankEnd.LEFT:
-        steps = f" at step {one.evidence.step}" if one.evidence.step else ""
-        return f"ended{steps} with code {one.evidence.code}"
-    return f"{'are' if many else 'is'} {format_location(one.evidence)}"
+def _where(rank: Rank, *, many: bool = False) -> str:
+    if rank.end is RankEnd.LEFT:
+        steps = f" at step {rank.evidence.step}" if rank.evidence.step else ""
+        return f"ended{steps} with code {rank.evidence.code}"
+    return f"{'are' if many else 'is'} {format_location(rank.evidence)}"
 
 
 def _waiting(ranks: Ranks, op: Op | None, *, without: Collection[int]) -> list[str]:
-    waiting = {n for n, one in ranks.items() if one.pending or one.waits_for}.difference(without)
+    waiting = {n for n, rank in ranks.items() if rank.pending or rank.waits_for}.difference(without)
     lines: list[str] = []
     for group in sorted(_alike(waiting, lambda n: _position(ranks[n], n)), key=lambda group: (-len(group), group)):
-        one = ranks[group[0]]
-        held = _held(one)
-        if held is None:
-            at = shown_site(one.evidence) or "an unknown line"
+        first = ranks[group[0]]
+        held_op = _held(first)
+        if held_op is None:
+            at = shown_site(first.evidence) or "an unknown line"
             lines.append(f"{clause(group, 'waits', 'wait')} at {at}")
             continue
-        same = op is not None and (stream(op, -1), op.seq) == (stream(held, -1), held.seq)
-        what = "it" if same else format_op(held)
-        lines.append(f"{clause(group, 'waits', 'wait')} in {what}{format_caller(_usual(ranks, group))}")
+        is_same = op is not None and (stream(op, -1), op.seq) == (stream(held_op, -1), held_op.seq)
+        op_text = "it" if is_same else format_op(held_op)
+        lines.append(f"{clause(group, 'waits', 'wait')} in {op_text}{format_caller(_usual(ranks, group))}")
     return _limited(lines)
 
 
-def _position(one: Rank, number: int) -> Hashable:
-    held = _held(one)
-    return shown_site(one.evidence) if held is None else (stream(held, number), held.seq)
+def _position(rank: Rank, number: int) -> Hashable:
+    held_op = _held(rank)
+    return shown_site(rank.evidence) if held_op is None else (stream(held_op, number), held_op.seq)
 
 
-def _held(one: Rank) -> Op | None:
-    if not one.waits_for:
-        return one.pending[-1] if one.pending else None
-    return held_in(one, one.waits_for)
+def _held(rank: Rank) -> Op | None:
+    if not rank.waits_for:
+        return rank.pending[-1] if rank.pending else None
+    return held_in(rank, rank.waits_for)
 
 
 def _usual(ranks: Ranks, group: Sequence[int]) -> Op:
@@ -220,15 +220,15 @@ def _most_awaited(holders: Iterable[tuple[Mapping[int, Op | None], list[int]]], 
 def called_more(ranks: Ranks, waiting: Sequence[int], left: Sequence[int]) -> list[str]:
     """Sentences about ranks that wait for ranks that have ended with code 0."""
     op = awaited(ranks, left)
-    what = "for others" if op is None else f"in {format_op(op)}{format_caller(op)}"
-    return [f"{clause(waiting, 'waits', 'wait')} {what}", f"{format_ranks(left)} ended without it, with code 0"]
+    op_text = "for others" if op is None else f"in {format_op(op)}{format_caller(op)}"
+    return [f"{clause(waiting, 'waits', 'wait')} {op_text}", f"{format_ranks(left)} ended without it, with code 0"]
 
 
 def mismatch(found: OpMismatch, guilty: Collection[int]) -> list[str]:
     """Sentences about parties that have entered different operations."""
     ordered = sorted(found.parties, key=lambda party: (not any(n in party for n in guilty), len(party), min(party)))
     ops = [(format_ranks(party), next(iter(party.values()))) for party in ordered]
-    return _limited([f"{who} called {format_op(op)}{op.site and f' at {op.site}'}" for who, op in ops])
+    return _limited([f"{subject} called {format_op(op)}{op.site and f' at {op.site}'}" for subject, op in ops])
 
 
 def in_cycle(ranks: Ranks, parties: Sequence[Sequence[int]], ops: Mapping[int, Op]) -> list[str]:
@@ -242,23 +242,23 @@ def in_cycle(ranks: Ranks, parties: Sequence[Sequence[int]], ops: Mapping[int, O
         if op is None or not others:
             lines.append(f"{clause(party, 'is', 'are')} {format_location(ranks[party[0]].evidence)}")
             continue
-        over = "" if op.is_message else f" of group {op.group}"
-        what = f"{format_op(op)}{over}{format_caller(op)}"
-        lines.append(f"{clause(party, 'waits', 'wait')} for {format_ranks(others)} in {what}")
+        group_text = "" if op.is_message else f" of group {op.group}"
+        op_text = f"{format_op(op)}{group_text}{format_caller(op)}"
+        lines.append(f"{clause(party, 'waits', 'wait')} for {format_ranks(others)} in {op_text}")
     return _limited(lines)
 
 
 def all_inside(ranks: Ranks, held: Mapping[int, Op]) -> list[str]:
     """Sentences about an operation that all ranks of its group have entered."""
     op = next(iter(held.values()))
-    out = [n for n in ranks if n not in held]
+    completed = [n for n in ranks if n not in held]
     lines = [f"{clause(held, 'is', 'are')} in {format_op(op)}{format_caller(op)}; no rank is missing in it"]
-    if out:
-        lines.append(f"{clause(out, 'has', 'have')} completed it")
+    if completed:
+        lines.append(f"{clause(completed, 'has', 'have')} completed it")
     hosts: dict[str, list[int]] = {}
     for n in held:
         hosts.setdefault(ranks[n].evidence.host, []).append(n)
-    if len({one.evidence.host for one in ranks.values()}) > 1:
+    if len({rank.evidence.host for rank in ranks.values()}) > 1:
         between = "; ".join(f"{host}: {format_ranks(numbers)}" for host, numbers in sorted(hosts.items())[:8])
         lines.append(f"the network between these hosts does not transfer the data: {between}")
     return lines
@@ -292,20 +292,20 @@ def model(party: Mapping[int, int]) -> str:
     return f"{format_ranks(party)}: {owner} {min(party.values())} parameters"
 
 
-def _ended(one: Evidence) -> str:
-    if one.lost:
-        return f"was lost with its node, {one.host}"
-    last = next((line.strip() for line in reversed(one.words.splitlines()) if line.strip()), "")
-    output = f": {last[:MAX_OUTPUT_CHARS]}" if last else ""
-    if one.code is None:
+def _ended(evidence: Evidence) -> str:
+    if evidence.lost:
+        return f"was lost with its node, {evidence.host}"
+    last_line = next((line.strip() for line in reversed(evidence.words.splitlines()) if line.strip()), "")
+    output = f": {last_line[:MAX_OUTPUT_CHARS]}" if last_line else ""
+    if evidence.code is None:
         return f"is ending{output}"
-    if one.code >= 0:
-        return f"ended with exit code {one.code}{output}"
-    return f"was killed by {signal_name(-one.code)}"
+    if evidence.code >= 0:
+        return f"ended with exit code {evidence.code}{output}"
+    return f"was killed by {signal_name(-evidence.code)}"
 
 
-def _last(one: Evidence) -> str:
-    return f"; last it called {format_op(op := one.ops[-1])}{op.site and f' at {op.site}'}" if one.ops else ""
+def _last(evidence: Evidence) -> str:
+    return f"; last it called {format_op(op := evidence.ops[-1])}{op.site and f' at {op.site}'}" if evidence.ops else ""
 
 
 def all_locations(ranks: Ranks) -> list[str]:
@@ -315,8 +315,8 @@ def all_locations(ranks: Ranks) -> list[str]:
     return _limited(lines, 10)
 
 
-def _state(one: Rank, *, many: bool) -> str:
-    return _where(one, many=many) if one.end in (RankEnd.RUNS, RankEnd.LEFT) else _ended(one.evidence)
+def _state(rank: Rank, *, many: bool) -> str:
+    return _where(rank, many=many) if rank.end in (RankEnd.RUNS, RankEnd.LEFT) else _ended(rank.evidence)
 
 
 def _alike(numbers: Iterable[int], key: Callable[[int], Hashable]) -> list[list[int]]:
@@ -326,5 +326,5 @@ def _alike(numbers: Iterable[int], key: Callable[[int], Hashable]) -> list[list[
     return list(groups.values())
 
 
-def _limited(lines: list[str], most: int = MAX_EACH) -> list[str]:
-    return lines if len(lines) <= most else [*lines[: most - 1], f"... and {len(lines) - most + 1} more of this kind"]
+def _limited(lines: list[str], cap: int = MAX_EACH) -> list[str]:
+    return lines if len(lines) <= cap else [*lines[: cap - 1], f"... and {len(lines) - cap + 1} more of this kind"]

@@ -95,36 +95,36 @@ class ReplicaComparison:
             for mark in fingerprints:
                 by_step[mark.table, mark.layout, mark.number][rank] = mark
         differences: dict[tuple[int, int], Difference] = {}
-        for (*key, number), ranks in sorted(by_step.items()):
+        for (*key, number), by_rank in sorted(by_step.items()):
             table, layout = key
-            if not 1 < next(iter(ranks.values())).parties <= len(ranks):
+            if not 1 < next(iter(by_rank.values())).parties <= len(by_rank):
                 continue
-            at = self._differing_part(ranks)
+            at = self._differing_part(by_rank)
             if at is not None:
-                differences.setdefault((table, layout), Difference(ranks, at, self._last[table, layout]))
+                differences.setdefault((table, layout), Difference(by_rank, at, self._last[table, layout]))
             elif (table, layout) not in differences:
                 self._last[table, layout] = max(self._last[table, layout], number)
-        return [one for one in differences.values() if _part(one.mark, one.at) not in self._apart]
+        return [d for d in differences.values() if _part(d.mark, d.at) not in self._apart]
 
-    def _differing_part(self, ranks: Fingerprints) -> int | None:
-        one = next(iter(ranks.values()))
-        for at, part in enumerate(one.parts):
-            hashes, key = {mark.hashes[at] for mark in ranks.values()}, _part(one, at)
-            number, value, proofs = self._equal.get(key, (0, 0, 0))
+    def _differing_part(self, fingerprints: Fingerprints) -> int | None:
+        first = next(iter(fingerprints.values()))
+        for at, part in enumerate(first.parts):
+            hashes, key = {mark.hashes[at] for mark in fingerprints.values()}, _part(first, at)
+            equal_step, equal_hash, proofs = self._equal.get(key, (0, 0, 0))
             if part == NO_PART:
                 continue
             if len(hashes) > 1:
-                if one.flags & BY_DDP:
+                if first.flags & BY_DDP:
                     return at
-                self._differed[key] = one.number
+                self._differed[key] = first.number
                 if proofs >= PROOFS and key not in self._apart:
                     return at
                 self._apart.add(key)
-            elif one.number > number:
-                moved = number > 0 and hashes != {value}
-                if self._differed.get(key, one.number) < one.number:
+            elif first.number > equal_step:
+                has_changed = equal_step > 0 and hashes != {equal_hash}
+                if self._differed.get(key, first.number) < first.number:
                     self._apart.add(key)
-                self._equal[key] = one.number, min(hashes), proofs + moved
+                self._equal[key] = first.number, min(hashes), proofs + has_changed
         return None
 
 
@@ -152,20 +152,20 @@ class CallOrderComparison:
         for rank, rank_orders in orders.items():
             for order in rank_orders:
                 by_group[order.group][rank] = order
-        for group, ranks in by_group.items():
-            if not 1 < next(iter(ranks.values())).parties <= len(ranks):
+        for group, by_rank in by_group.items():
+            if not 1 < next(iter(by_rank.values())).parties <= len(by_rank):
                 continue
-            start = max(self._done[group], *(order.first for order in ranks.values()))
-            end = min(order.made for order in ranks.values())
+            start = max(self._done[group], *(order.first for order in by_rank.values()))
+            end = min(order.made for order in by_rank.values())
             while start < end:
-                calls = {rank: order.calls[start - order.first : end - order.first] for rank, order in ranks.items()}
+                calls = {rank: order.calls[start - order.first : end - order.first] for rank, order in by_rank.items()}
                 places = enumerate(zip(*calls.values(), strict=True))
-                equal = next((number for number, at in places if len({*at}) > 1), end - start)
-                self.agreed.update(next(iter(calls.values()))[:equal])
-                start += equal
+                num_equal = next((number for number, at in places if len({*at}) > 1), end - start)
+                self.agreed.update(next(iter(calls.values()))[:num_equal])
+                start += num_equal
                 if start == end or (end - start < WINDOW and not last):
                     break
-                yield start, {rank: of_rank[equal : equal + WINDOW] for rank, of_rank in calls.items()}
+                yield start, {rank: rank_calls[num_equal : num_equal + WINDOW] for rank, rank_calls in calls.items()}
                 start = min(end, start + WINDOW)
             self._done[group] = start
 
@@ -232,37 +232,37 @@ class SilentFaultDetector:
         if collective is not None and last and (uneven := self._uneven(ranks)) is not None:
             collective = replace(collective, sentences=(*collective.sentences, *uneven.sentences))
         verdicts = [collective, self._not_finite(ranks, last=last)]
-        if last and any(one.uneven for one in ranks):
+        if last and any(sample.uneven for sample in ranks):
             self._shadowed(ranks)
-        if any(one.uneven for one in ranks) or any((kind,) not in self._reported for kind in self._looks):
+        if any(sample.uneven for sample in ranks) or any((kind,) not in self._reported for kind in self._looks):
             return [verdict for verdict in verdicts if verdict is not None]
-        differences = self._comparison.see({one.rank: fingerprints_of(one.marks) for one in ranks if one.marks})
-        orders = {one.rank: orders_of(one.orders) for one in ranks if one.orders}
+        differences = self._comparison.see({s.rank: fingerprints_of(s.marks) for s in ranks if s.marks})
+        orders = {sample.rank: orders_of(sample.orders) for sample in ranks if sample.orders}
         verdicts += [self._order(at, calls) for at, calls in self._orders.see(orders, last=last)]
         uneven = self._uneven(ranks) if last else None
-        for one in differences:
-            diverged = self._diverged(one, ranks)
+        for difference in differences:
+            diverged = self._diverged(difference, ranks)
             if diverged is not None and uneven is not None:  # this may be the reason
                 diverged, uneven = replace(diverged, sentences=(*diverged.sentences, *uneven.sentences)), None
             verdicts.append(diverged)
         return [verdict for verdict in (*verdicts, uneven) if verdict is not None]
 
     def _new(self, *key: object) -> bool:
-        known = key in self._reported
+        is_known = key in self._reported
         self._reported.add(key)
-        return not known
+        return not is_known
 
-    def _notify(self, kind: str, words: str, rank: int | None, step: int) -> None:
-        self.notices.append(Notice(kind, words, rank, step))
+    def _notify(self, kind: str, text: str, rank: int | None, step: int) -> None:
+        self.notices.append(Notice(kind, text, rank, step))
 
     def _swallowed(self, ranks: Sequence[Sample]) -> None:
-        for one in ranks:
-            for finding in one.findings:
-                if finding.kind == "swallowed" and self._new("swallowed", one.rank, finding.words):
-                    self._notify("swallowed", f"rank {one.rank} {_continued(finding)}", one.rank, finding.step)
-                if finding.kind == "thread" and self._new("thread", one.rank, finding.words):
-                    words = f"rank {one.rank}: {finding.words} (after step {finding.step})"
-                    self._notify("thread", words, one.rank, finding.step)
+        for sample in ranks:
+            for finding in sample.findings:
+                if finding.kind == "swallowed" and self._new("swallowed", sample.rank, finding.words):
+                    self._notify("swallowed", f"rank {sample.rank} {_continued(finding)}", sample.rank, finding.step)
+                if finding.kind == "thread" and self._new("thread", sample.rank, finding.words):
+                    text = f"rank {sample.rank}: {finding.words} (after step {finding.step})"
+                    self._notify("thread", text, sample.rank, finding.step)
 
     def _must_wait(self, kind: str, findings: Mapping[int, ScriptFinding], *, last: bool) -> bool:
         self._looks[kind] = self._looks.get(kind, 0) + 1
@@ -274,11 +274,11 @@ class SilentFaultDetector:
         if not failed or ("collective",) in self._reported or self._must_wait("collective", failed, last=last):
             return None
         self._reported.add(("collective",))
-        swallowed = ((one.rank, found) for one in ranks for found in one.findings if found.kind == "swallowed")
-        lines = [f"rank {rank} {_continued(found)}" for rank, found in (*sorted(failed.items()), *swallowed)]
+        swallowed = ((s.rank, f) for s in ranks for f in s.findings if f.kind == "swallowed")
+        lines = [f"rank {rank} {_continued(finding)}" for rank, finding in (*sorted(failed.items()), *swallowed)]
         stale = _findings(ranks, "stale")
         stale = stale if len(stale) < self._size else {}
-        others = tuple(one.rank for one in ranks if one.rank not in failed)
+        others = tuple(sample.rank for sample in ranks if sample.rank not in failed)
         if others:
             lines.append(f"{clause(others, 'has', 'have')} called fewer or different collectives")
         lines += [f"rank {rank} {finding.words} (step {finding.step})" for rank, finding in stale.items()]
@@ -287,31 +287,31 @@ class SilentFaultDetector:
 
     def _stale(self, ranks: Sequence[Sample], *, last: bool) -> None:
         """Report findings that only some ranks have made, after all ranks had time to make them."""
-        stale = [(one.rank, finding) for one in ranks for finding in one.findings if finding.kind == "stale"]
-        least = min(one.step for one in ranks)
+        stale = [(sample.rank, finding) for sample in ranks for finding in sample.findings if finding.kind == "stale"]
+        least_step = min(sample.step for sample in ranks)
         for start in {finding.words.partition(",")[0] for _, finding in stale}:
             similar = [(rank, finding) for rank, finding in stale if finding.words.startswith(start)]
-            late = last or all(least > finding.step + LATE_STEPS for _, finding in similar)
+            late = last or all(least_step > finding.step + LATE_STEPS for _, finding in similar)
             if late and len({rank for rank, _ in similar}) < self._size and self._new("stale", start):
                 for rank, finding in similar:
                     self._notify("stale", f"rank {rank} {finding.words} (step {finding.step})", rank, finding.step)
 
     def _left(self, ranks: Sequence[Sample]) -> None:
         """Report that all ranks train without DDP after they have trained with it. This may be intended."""
-        left = _findings(ranks, "left")
-        if len(left) == self._size > 1 and self._new("left"):
-            step = min(finding.step for finding in left.values())
-            words = f"no rank trains through DDP after step {step}: paceline no longer compares steps and parameters"
-            self._notify("left", words, None, step)
+        findings = _findings(ranks, "left")
+        if len(findings) == self._size > 1 and self._new("left"):
+            step = min(finding.step for finding in findings.values())
+            text = f"no rank trains through DDP after step {step}: paceline no longer compares steps and parameters"
+            self._notify("left", text, None, step)
 
     def _shadowed(self, ranks: Sequence[Sample]) -> None:
         """Report ranks that Join has shadowed for most of the time: their data may have ended too early."""
-        ordered = sorted(one.joint_steps for one in ranks)
-        for one in ranks if len(ranks) > 1 else ():
-            others = median_without(ordered, one.joint_steps)
-            if one.joint_steps < SHORT * others and self._new("shadowed", one.rank):
-                words = f"rank {one.rank} took {one.joint_steps} steps, the others {others:g}. If its data ended too "
-                self._notify("shadowed", words + "early, Join hides this", one.rank, one.joint_steps)
+        ordered = sorted(rank.joint_steps for rank in ranks)
+        for rank in ranks if len(ranks) > 1 else ():
+            others = median_without(ordered, rank.joint_steps)
+            if rank.joint_steps < SHORT * others and self._new("shadowed", rank.rank):
+                text = f"rank {rank.rank} took {rank.joint_steps} steps, the others {others:g}. If its data ended too "
+                self._notify("shadowed", text + "early, Join hides this", rank.rank, rank.joint_steps)
 
     def _not_finite(self, ranks: Sequence[Sample], *, last: bool) -> Verdict | None:
         applied = _findings(ranks, "not finite")
@@ -332,37 +332,37 @@ class SilentFaultDetector:
         guilty = guilty if len(guilty) < self._size or self._size == 1 else ()
         return Verdict(VerdictKind.NOT_FINITE, guilty, sentences=tuple(lines), step=step)
 
-    def _diverged(self, one: Difference, ranks: Sequence[Sample]) -> Verdict | None:
-        names, mark = self._names().get(str(one.mark.layout), ()), one.mark
-        part = mark.parts[one.at]
+    def _diverged(self, difference: Difference, ranks: Sequence[Sample]) -> Verdict | None:
+        names, mark = self._names().get(str(difference.mark.layout), ()), difference.mark
+        part = mark.parts[difference.at]
         tensor = names[part] if part < len(names) else f"part {part}"
-        before = f" (all ranks were equal after step {one.equal_before})" if one.equal_before else ""
-        if one.by_round_off:
+        before = f" (all ranks were equal after step {difference.equal_before})" if difference.equal_before else ""
+        if difference.by_round_off:
             if self._new("round-off", mark.layout):
-                words = f"after step {mark.number} {tensor} differs between ranks by less than 1e-5. Different devices "
-                words += "or machines round differently. The difference may grow over many steps"
-                self._notify("round-off", words, None, mark.number)
+                text = f"after step {mark.number} {tensor} differs between ranks by less than 1e-5. Different devices "
+                text += "or machines round differently. The difference may grow over many steps"
+                self._notify("round-off", text, None, mark.number)
             return None
         if not self._new("drift", mark.table, mark.layout):
             return None
-        lines = [*_parties(one, tensor, mark.number, before), *_unequal_settings(one.marks)]
-        findings = [(rank.rank, found) for rank in ranks for found in rank.findings if found.step <= mark.number + 1]
-        lines += [f"rank {rank} {_continued(found)}" for rank, found in findings if found.kind == "swallowed"]
+        lines = [*_parties(difference, tensor, mark.number, before), *_unequal_settings(difference.marks)]
+        findings = [(s.rank, f) for s in ranks for f in s.findings if f.step <= mark.number + 1]
+        lines += [f"rank {rank} {_continued(finding)}" for rank, finding in findings if finding.kind == "swallowed"]
         stale = {rank: f"rank {rank} {f.words} (step {f.step})" for rank, f in findings if f.kind == "stale"}
         stale = stale if len(stale) < self._size else {}
-        guilty = one.guilty or tuple(sorted(stale))  # without a majority, a stale step shows which rank is wrong
-        tie = () if guilty else tuple(tuple(sorted(party)) for party in one.parties)
+        guilty = difference.guilty or tuple(sorted(stale))  # without a majority, a stale step shows which rank is wrong
+        tie = () if guilty else tuple(tuple(sorted(party)) for party in difference.parties)
         return Verdict(VerdictKind.DIVERGED, guilty, tie, (*lines, *stale.values()), step=mark.number)
 
     def _order(self, at: int, calls: Mapping[int, Calls]) -> Verdict | None:
         if ("order",) in self._reported:
             return None
-        if any(call not in self._known.get(rank, {}) for rank, of_rank in calls.items() for call in of_rank):
+        if any(call not in self._known.get(rank, {}) for rank, rank_calls in calls.items() for call in rank_calls):
             self._known = self._calls()
-        known = self._known
-        windows = {rank: [known.get(rank, {}).get(call, Op("", 0, "?")) for call in of_rank]
-                   for rank, of_rank in calls.items()}  # fmt: skip
-        agreed = {op.site for of_rank in known.values() for call, op in of_rank.items() if call in self._orders.agreed}
+        known_ops = self._known
+        windows = {rank: [known_ops.get(rank, {}).get(call, Op("", 0, "?")) for call in rank_calls]
+                   for rank, rank_calls in calls.items()}  # fmt: skip
+        agreed = {op.site for ops in known_ops.values() for call, op in ops.items() if call in self._orders.agreed}
         mismatch = find_order_mismatch(windows, frozenset(agreed - {""}))
         if mismatch is None:
             return None
@@ -370,8 +370,8 @@ class SilentFaultDetector:
         return _order_verdict(mismatch, sorted(windows), at + 1)
 
     def _uneven(self, ranks: Sequence[Sample]) -> Verdict | None:
-        ddp = any(mark.flags & BY_DDP for one in ranks for mark in fingerprints_of(one.marks))
-        steps = {one.rank: one.joint_steps for one in ranks}
+        ddp = any(mark.flags & BY_DDP for sample in ranks for mark in fingerprints_of(sample.marks))
+        steps = {sample.rank: sample.joint_steps for sample in ranks}
         if len({*steps.values()}) < 2 or not self._new("uneven"):
             return None
         if not (ddp or self._comparison.proven):
@@ -379,8 +379,8 @@ class SilentFaultDetector:
             for rank, step in steps.items():
                 others = median_without(ordered, step)
                 if 0 < step < FEWER * others:
-                    words = f"rank {rank} took {step} steps, the others {others:g}. Check that its data is complete"
-                    self._notify("few steps", words, rank, step)
+                    text = f"rank {rank} took {step} steps, the others {others:g}. Check that its data is complete"
+                    self._notify("few steps", text, rank, step)
             return None
         parties = parties_by(steps, lambda step: step)
         right = majority(parties)
@@ -391,7 +391,7 @@ class SilentFaultDetector:
 
 
 def _findings(ranks: Sequence[Sample], kind: str) -> dict[int, ScriptFinding]:
-    return {one.rank: finding for one in ranks for finding in one.findings if finding.kind == kind}
+    return {sample.rank: finding for sample in ranks for finding in sample.findings if finding.kind == kind}
 
 
 def _continued(finding: ScriptFinding) -> str:
@@ -401,12 +401,12 @@ def _continued(finding: ScriptFinding) -> str:
     return f"continued after {finding.words} (before step {finding.step})"
 
 
-def _parties(one: Difference, tensor: str, step: int, before: str) -> list[str]:
-    if one.guilty:
-        others = [rank for rank in one.marks if rank not in one.guilty]
-        return [f"{clause(one.guilty, 'has', 'have')} a different {tensor} from {format_ranks(others)} "
+def _parties(difference: Difference, tensor: str, step: int, before: str) -> list[str]:
+    if difference.guilty:
+        others = [rank for rank in difference.marks if rank not in difference.guilty]
+        return [f"{clause(difference.guilty, 'has', 'have')} a different {tensor} from {format_ranks(others)} "
                 f"after step {step}{before}"]  # fmt: skip
-    parties = " against ".join(format_ranks(party) for party in one.parties[:MOST_PARTIES])
+    parties = " against ".join(format_ranks(party) for party in difference.parties[:MOST_PARTIES])
     return [f"{tensor} differs after step {step}{before}: {parties}; without a majority, either may be wrong"]
 
 
@@ -433,4 +433,4 @@ def _order_verdict(mismatch: Mismatch, ranks: Sequence[int], number: int) -> Ver
 
 def calls_of(evidence: Sequence[Evidence]) -> dict[int, dict[int, Op]]:
     """The operations of each rank, by the hash of the call."""
-    return {one.rank: {int(key): op for key, op in one.calls.items() if key.isdecimal()} for one in evidence}
+    return {sample.rank: {int(key): op for key, op in sample.calls.items() if key.isdecimal()} for sample in evidence}

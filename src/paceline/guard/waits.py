@@ -56,16 +56,16 @@ def stream(op: Op, rank: int) -> Stream:
 def _members(evidence: Sequence[Evidence]) -> dict[str, frozenset[int]]:
     """The ranks of each group; if no running rank knows a group, the ranks that have used it."""
     used: dict[str, set[int]] = {}
-    for one in evidence:
-        for op in one.ops:
-            used.setdefault(op.group, set()).add(one.rank)
-    world = frozenset(one.rank for one in evidence)
+    for sample in evidence:
+        for op in sample.ops:
+            used.setdefault(op.group, set()).add(sample.rank)
+    world = frozenset(sample.rank for sample in evidence)
     members = {group: frozenset(ranks) for group, ranks in used.items()}
     members[WORLD_GROUP] = world
     reported: dict[str, tuple[int, ...]] = {}
-    for one in evidence:
-        for group, ranks in one.groups.items():
-            if reported.get(group) != ranks and (not ranks or one.rank in ranks):
+    for sample in evidence:
+        for group, ranks in sample.groups.items():
+            if reported.get(group) != ranks and (not ranks or sample.rank in ranks):
                 reported[group], members[group] = ranks, frozenset(ranks or world) & world
     return members
 
@@ -75,42 +75,42 @@ def waiting_graph(evidence: Sequence[Evidence]) -> dict[int, Rank]:
 
     Ranks that wait in the same operation have one mapping: of 8,000 ranks, half may wait for the other half.
     """
-    groups, world = _members(evidence), {one.rank for one in evidence}
+    groups, world = _members(evidence), {sample.rank for sample in evidence}
     called: dict[tuple[int, Stream], int] = {}
     arrived: set[Message] = set()
-    for one in evidence:
-        for op in one.ops:
-            key = one.rank, stream(op, one.rank)
+    for sample in evidence:
+        for op in sample.ops:
+            key = sample.rank, stream(op, sample.rank)
             called[key] = max(called.get(key, 0), op.seq)
             if op.done and "recv" in op.kind:
-                arrived.add(_message(op, one.rank))
+                arrived.add(_message(op, sample.rank))
     ranks: dict[int, Rank] = {}
     missing: dict[tuple[str, int], set[int]] = {}  # ranks missing in a collective
     shared: dict[tuple[Op, ...], dict[int, Op | None]] = {}
-    for one in evidence:
-        end = rank_end_in_collective(one)
-        pending = () if end.is_primary or end is RankEnd.LEFT else _pending(one, end, arrived)
+    for sample in evidence:
+        end = rank_end_in_collective(sample)
+        pending = () if end.is_primary or end is RankEnd.LEFT else _pending(sample, end, arrived)
         edges = shared.get(pending)
         if edges is None:
             edges = {}
             for op in reversed(pending):  # reversed, so that the earliest overrides later ones
                 absent = None if op.is_message else missing.get((op.group, op.seq))
                 if absent is None:
-                    absent = _missing(op, one.rank, groups, called) & world
+                    absent = _missing(op, sample.rank, groups, called) & world
                 if not op.is_message:
                     missing[op.group, op.seq] = absent
                 edges |= dict.fromkeys(absent, op)
             if not any(op.is_message for op in pending):
                 shared[pending] = edges
-        ranks[one.rank] = Rank(one, end, pending, edges)
+        ranks[sample.rank] = Rank(sample, end, pending, edges)
     return _with_frozen(_with_unknown(ranks))
 
 
 def waiting_alike(ranks: Mapping[int, Rank]) -> list[tuple[Mapping[int, Op | None], list[int]]]:
     """Each distinct mapping of `waits_for` once, with its ranks."""
     holders: dict[int, tuple[Mapping[int, Op | None], list[int]]] = {}
-    for number, one in ranks.items():
-        holders.setdefault(id(one.waits_for), (one.waits_for, []))[1].append(number)
+    for number, rank in ranks.items():
+        holders.setdefault(id(rank.waits_for), (rank.waits_for, []))[1].append(number)
     return list(holders.values())
 
 
@@ -118,20 +118,20 @@ def _message(op: Op, rank: int) -> Message:
     return stream(op, rank), op.seq, op.shape, op.dtype
 
 
-def _pending(one: Evidence, end: RankEnd, arrived: Container[Message]) -> tuple[Op, ...]:
+def _pending(evidence: Evidence, end: RankEnd, arrived: Container[Message]) -> tuple[Op, ...]:
     """The operations in flight. If a rank did not answer, operations before a completed one of their stream are done.
 
     A message that has arrived is not in flight, even if the sender has not noticed that yet.
     """
     completed: set[Stream] = set()
     pending: list[Op] = []
-    for op in reversed(one.ops):
-        if op.done or (op.is_message and _message(op, one.rank) in arrived):
-            completed.add(stream(op, one.rank))
-        elif one.answered or stream(op, one.rank) not in completed:
+    for op in reversed(evidence.ops):
+        if op.done or (op.is_message and _message(op, evidence.rank) in arrived):
+            completed.add(stream(op, evidence.rank))
+        elif evidence.answered or stream(op, evidence.rank) not in completed:
             pending.append(op)
     if end is not RankEnd.RUNS and not pending:  # an aborted collective may look as if it were done
-        pending = list(one.ops[-1:])
+        pending = list(evidence.ops[-1:])
     return tuple(reversed(pending))
 
 
@@ -149,52 +149,52 @@ def _with_unknown(ranks: Mapping[int, Rank]) -> dict[int, Rank]:
 
     Before init_process_group, for example, there are no operations, and these are the only edges.
     """
-    unknown = {n for n, one in ranks.items() if not one.pending and not one.frozen and _waits_in_stack(one)}
-    free = {n for n, one in ranks.items() if not one.pending and n not in unknown and one.end is not RankEnd.VICTIM}
+    unknown = {n for n, rank in ranks.items() if not rank.pending and not rank.frozen and _waits_in_stack(rank)}
+    free = {n for n, rank in ranks.items() if not rank.pending and n not in unknown and rank.end is not RankEnd.VICTIM}
     edges: dict[int, Op | None] = dict.fromkeys(free)
-    return {n: replace(one, waits_for=edges) if n in unknown else one for n, one in ranks.items()}
+    return {n: replace(rank, waits_for=edges) if n in unknown else rank for n, rank in ranks.items()}
 
 
-def _waits_in_stack(one: Rank) -> bool:
-    if one.end is not RankEnd.RUNS:
+def _waits_in_stack(rank: Rank) -> bool:
+    if rank.end is not RankEnd.RUNS:
         return False
-    waits = waits_for_ranks(one.evidence)
-    return bool(waits) or (waits is None and one.evidence.phase is Phase.SYNC)
+    waits = waits_for_ranks(rank.evidence)
+    return bool(waits) or (waits is None and rank.evidence.phase is Phase.SYNC)
 
 
 def _with_frozen(ranks: dict[int, Rank]) -> dict[int, Rank]:
     """Add edges to frozen ranks from the ranks in the same operation: a frozen rank cannot complete it."""
     inside: dict[tuple[Stream, int], list[int]] = {}
-    for number, one in ranks.items():
-        for op in one.pending if one.frozen else ():
+    for number, rank in ranks.items():
+        for op in rank.pending if rank.frozen else ():
             inside.setdefault((stream(op, number), op.seq), []).append(number)
     shared: dict[tuple[int, tuple[Op, ...]], Mapping[int, Op | None]] = {}
-    for number, one in ranks.items() if inside else ():
-        if one.frozen or not one.pending:
+    for number, rank in ranks.items() if inside else ():
+        if rank.frozen or not rank.pending:
             continue
-        key = id(one.waits_for), one.pending
-        if key not in shared or any(op.is_message for op in one.pending):
-            more: dict[int, Op | None] = {}
-            for op in reversed(one.pending):
-                more |= dict.fromkeys(inside.get((stream(op, number), op.seq), ()), op)
-            shared[key] = {**one.waits_for, **more} if more else one.waits_for
-        ranks[number] = replace(one, waits_for=shared[key])
+        key = id(rank.waits_for), rank.pending
+        if key not in shared or any(op.is_message for op in rank.pending):
+            frozen_edges: dict[int, Op | None] = {}
+            for op in reversed(rank.pending):
+                frozen_edges |= dict.fromkeys(inside.get((stream(op, number), op.seq), ()), op)
+            shared[key] = {**rank.waits_for, **frozen_edges} if frozen_edges else rank.waits_for
+        ranks[number] = replace(rank, waits_for=shared[key])
     return ranks
 
 
 def drop_abandoned_ops(ranks: Mapping[int, Rank]) -> dict[int, Rank]:
     """Remove the messages that a rank has started, if it is now in different code of the script."""
-    return {n: _drop_abandoned(one) if stands_outside(one) else one for n, one in ranks.items()}
+    return {n: _drop_abandoned(rank) if stands_outside(rank) else rank for n, rank in ranks.items()}
 
 
-def _drop_abandoned(one: Rank) -> Rank:
-    messages = [op for op in one.pending if op.is_message]
+def _drop_abandoned(rank: Rank) -> Rank:
+    messages = [op for op in rank.pending if op.is_message]
     if not messages:
-        return one
+        return rank
     return replace(
-        one,
-        pending=tuple(op for op in one.pending if op not in messages),
-        waits_for={other: op for other, op in one.waits_for.items() if op not in messages},
+        rank,
+        pending=tuple(op for op in rank.pending if op not in messages),
+        waits_for={other: op for other, op in rank.waits_for.items() if op not in messages},
     )
 
 
@@ -253,8 +253,8 @@ def find_mismatches(ranks: Mapping[int, Rank]) -> list[OpMismatch]:
     An operation that all ranks have completed does not count, even if it looks different.
     """
     entered: dict[tuple[Stream, int], dict[int, Op]] = {}
-    for number, one in ranks.items():
-        for op in one.evidence.ops:
+    for number, rank in ranks.items():
+        for op in rank.evidence.ops:
             entered.setdefault((stream(op, number), op.seq), {})[number] = op
     mismatches: list[OpMismatch] = []
     for (op_stream, seq), ops in entered.items():
@@ -268,12 +268,12 @@ def find_mismatches(ranks: Mapping[int, Rank]) -> list[OpMismatch]:
 
 def split_by_signature(ops: Mapping[int, Op], *, by_name: bool = True) -> tuple[Mapping[int, Op], ...]:
     """Split by the fields that must be equal. Fields that one of the operations does not have are ignored."""
-    message = any(op.is_message for op in ops.values())
-    kinds = {"" if message else op.kind for op in ops.values()}
-    fields = ["name"] if message else ["kind", "name", "peer"]
+    is_message = any(op.is_message for op in ops.values())
+    kinds = {"" if is_message else op.kind for op in ops.values()}
+    fields = ["name"] if is_message else ["kind", "name", "peer"]
     if len(kinds) == 1 and not kinds & RAGGED_COLLECTIVES:
         fields += ["shape", "dtype"]
     if not by_name:
         fields.remove("name")
-    known = [field for field in fields if all(getattr(op, field) not in ("", None) for op in ops.values())]
-    return parties_by(ops, lambda op: tuple(getattr(op, field) for field in known))
+    common_fields = [field for field in fields if all(getattr(op, field) not in ("", None) for op in ops.values())]
+    return parties_by(ops, lambda op: tuple(getattr(op, field) for field in common_fields))

@@ -41,8 +41,8 @@ def quota_used_seconds(root: Path = ROOT, own: Path = OWN) -> float | None:
 
 def memory_limit(root: Path = ROOT, own: Path = OWN, memory: Path = MEMORY) -> int:
     """Bytes of memory of this machine, or the limit of the container if that is less; 0 if unknown."""
-    found = re.search(r"^MemTotal:\s*([0-9]+) kB", _read(memory), re.MULTILINE)
-    limits = [int(found[1]) << 10] if found else []
+    match = re.search(r"^MemTotal:\s*([0-9]+) kB", _read(memory), re.MULTILINE)
+    limits = [int(match[1]) << 10] if match else []
     names = ("memory.max", "memory.limit_in_bytes")
     texts = [_read(folder / name).strip() for folder in _folders("memory", root, own) for name in names]
     return min([*limits, *(int(text) for text in texts if text.isdecimal())], default=0)
@@ -54,8 +54,8 @@ def free_memory(root: Path = ROOT, own: Path = OWN, memory: Path = MEMORY) -> in
     This is the available memory of the machine, or of the container if that is less. File pages, which the kernel frees
     on demand, count as free.
     """
-    found = re.search(r"^MemAvailable:\s*([0-9]+) kB", _read(memory), re.MULTILINE)
-    free = [int(found[1]) << 10] if found else []
+    match = re.search(r"^MemAvailable:\s*([0-9]+) kB", _read(memory), re.MULTILINE)
+    free = [int(match[1]) << 10] if match else []
     for folder in _folders("memory", root, own):
         for limit, used, files in (
             ("memory.max", "memory.current", "inactive_file"),  # version 2
@@ -63,8 +63,8 @@ def free_memory(root: Path = ROOT, own: Path = OWN, memory: Path = MEMORY) -> in
         ):
             numbers = [_read(folder / name).strip() for name in (limit, used)]
             if all(number.isdecimal() for number in numbers):
-                held = re.search(rf"^{files} ([0-9]+)$", _read(folder / "memory.stat"), re.MULTILINE)
-                free.append(int(numbers[0]) - int(numbers[1]) + (int(held[1]) if held else 0))
+                cached = re.search(rf"^{files} ([0-9]+)$", _read(folder / "memory.stat"), re.MULTILINE)
+                free.append(int(numbers[0]) - int(numbers[1]) + (int(cached[1]) if cached else 0))
     return max(0, min(free)) if free else None
 
 
@@ -79,21 +79,21 @@ def oom_kills(root: Path = ROOT, own: Path = OWN) -> int | None:
 
 
 def _quota(folder: Path) -> float | None:
-    words = _read(folder / "cpu.max").split()  # version 2: "max 100000" or "150000 100000" (microseconds)
-    if not words:
-        words = [_read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip()]
-    if len(words) != 2 or not words[0].isdigit() or not words[1].isdigit():  # "max", -1 or no such file: no quota
+    fields = _read(folder / "cpu.max").split()  # version 2: "max 100000" or "150000 100000" (microseconds)
+    if not fields:
+        fields = [_read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip()]
+    if len(fields) != 2 or not fields[0].isdigit() or not fields[1].isdigit():  # "max", -1 or no such file: no quota
         return None
-    return int(words[0]) / int(words[1])
+    return int(fields[0]) / int(fields[1])
 
 
-def _folders(controller: str, root: Path, own: Path) -> list[Path]:
+def _folders(controller: str, root: Path, own_cgroup: Path) -> list[Path]:
     """The visible folders of this process's cgroup and of its ancestors, innermost first.
 
     In a container the path may be that of the host, which is not mounted here. The ancestors then end at the mount.
     """
     folders: list[Path] = []
-    for line in _read(own).splitlines():
+    for line in _read(own_cgroup).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             mounts = [root / "unified", root]

@@ -164,7 +164,7 @@ def _addresses() -> tuple[tuple[Address, ...], tuple[Address, ...]]:
             if not alive and (NETWORKS / interface / "bridge").is_dir():
                 continue  # a bridge of Docker without a container, not an unplugged cable
             (up if alive else down).append(Address(interface, str(address), prefix=mask.bit_count()))
-    up.sort(key=lambda one: ":" in one.address)  # stable: IPv4 first, else in the kernel's order
+    up.sort(key=lambda a: ":" in a.address)  # stable: IPv4 first, else in the kernel's order
     return tuple(up), tuple(down)
 
 
@@ -176,8 +176,8 @@ def _shared_memory() -> tuple[int, int]:
     return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
 
 
-def _limit(kind: int) -> Limit:
-    soft, hard = (UNLIMITED if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(kind))
+def _limit(number: int) -> Limit:
+    soft, hard = (UNLIMITED if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(number))
     return Limit(soft, hard)
 
 
@@ -274,35 +274,35 @@ def compare_hosts(hosts: Mapping[str, Facts], workers: Mapping[str, int], thread
     `hosts` are the facts by host name, node 0 first. `workers` is the number of processes on each host, with `threads`
     CPU threads each; 0: the cores divided by the processes.
     """
-    nodes = [Node(name, one, workers[name], max(1, threads)) for name, one in hosts.items()]
+    nodes = [Node(name, facts, workers[name], max(1, threads)) for name, facts in hosts.items()]
     of_nodes = [finding for node in nodes for rule in NODE_RULES for finding in rule.findings(node)]
     return sorted([*differences(hosts), *of_nodes], key=lambda finding: finding.severity)  # stable; "error" < "warning"
 
 
 def differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
     """The differences between hosts; each finding is on a host in the minority."""
-    for severity, what, read, remedy in DIFFERENCES:
-        values = {name: read(one) for name, one in hosts.items()}
-        yield from _differing(severity, what, {name: value for name, value in values.items() if value}, remedy)
-    python = {name: one.python for name, one in hosts.items()}
+    for severity, subject, read, remedy in DIFFERENCES:
+        values = {name: read(facts) for name, facts in hosts.items()}
+        yield from _differing(severity, subject, {name: value for name, value in values.items() if value}, remedy)
+    python = {name: facts.python for name, facts in hosts.items()}
     minors = {version.rpartition(".")[0] for version in python.values()}
     severity, remedy = "warning", "install the same Python on all hosts, or select one with --python"
     yield from _differing("error" if len(minors) > 1 else severity, "Python", python, remedy)
     different = False
-    for package in sorted({package for one in hosts.values() for package in one.packages}):
-        values = {name: one.packages.get(package, "missing") for name, one in hosts.items()}
+    for package in sorted({package for facts in hosts.values() for package in facts.packages}):
+        values = {name: facts.packages.get(package, "missing") for name, facts in hosts.items()}
         common = Counter(value for value in values.values() if value != "missing").most_common(1)[0][0]
         remedy = f"install one version on all hosts: pip install {package}=={common}"
         findings = [*_differing("error" if package in GRAVE_PACKAGES else "warning", package, values, remedy)]
         different = different or (package == "paceline" and bool(findings))
         yield from findings
     if not different:  # different versions have different code
-        source = {name: one.source for name, one in hosts.items()}
+        source = {name: facts.source for name, facts in hosts.items()}
         remedy = "install the same paceline on all hosts, or use a folder on a common file system"
         yield from _differing("error", "the code of paceline", source, remedy)
 
 
-def _differing(severity: Severity, what: str, values: Mapping[str, str], remedy: str) -> Iterator[Finding]:
+def _differing(severity: Severity, subject: str, values: Mapping[str, str], remedy: str) -> Iterator[Finding]:
     """One finding for each host whose value is not the majority's; one for all if there is no majority."""
     ranked = Counter(values.values()).most_common()
     if len(ranked) < 2:
@@ -310,12 +310,12 @@ def _differing(severity: Severity, what: str, values: Mapping[str, str], remedy:
     common, count = ranked[0]
     if count == ranked[1][1]:
         text = ", ".join(f"{value} on {' and '.join(h for h in values if values[h] == value)}" for value, _ in ranked)
-        yield Finding(severity, ", ".join(values), f"{what} differs: {text}", remedy)
+        yield Finding(severity, ", ".join(values), f"{subject} differs: {text}", remedy)
         return
     others = ", ".join(host for host in values if values[host] == common)
     for host, value in values.items():
         if value != common:
-            yield Finding(severity, host, f"{what} is {value}, but {common} on {others}", remedy)
+            yield Finding(severity, host, f"{subject} is {value}, but {common} on {others}", remedy)
 
 
 def _mib(size_bytes: int) -> str:

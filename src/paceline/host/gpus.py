@@ -67,12 +67,12 @@ def cores_near(uuid: str) -> set[int]:
         bus_id = nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")).busId
         return (bus_id if isinstance(bus_id, str) else bus_id.decode()).lower()[-12:]  # the kernel uses 4 digits less
 
-    if not uuid or not (where := ask_driver(address, "")):
+    if not uuid or not (pci_address := ask_driver(address, "")):
         return set()
     cores: set[int] = set()
     with suppress(OSError, ValueError):
-        for run in (PCI / where / "local_cpulist").read_text().strip().split(","):
-            first, _, last = run.partition("-")
+        for core_range in (PCI / pci_address / "local_cpulist").read_text().strip().split(","):
+            first, _, last = core_range.partition("-")
             cores |= {*range(int(first), int(last or first) + 1)}
     return cores
 

@@ -80,13 +80,13 @@ class Sampler:
 
     def process(self, pid: int) -> RankUse | None:
         """The use of one process, with its rate since the last call; None if it is gone."""
-        found = read_process(pid)
-        if found is None or not found.runs:
+        process = read_process(pid)
+        if process is None or not process.runs:
             return None
         now = time.monotonic()
-        used, when = self._cpu_before.get(pid, (found.cpu_seconds, 0.0))
-        self._cpu_before[pid] = found.cpu_seconds, now
-        cores = max(0.0, found.cpu_seconds - used) / max(now - when, 1e-3)
+        cpu_before, time_before = self._cpu_before.get(pid, (process.cpu_seconds, 0.0))
+        self._cpu_before[pid] = process.cpu_seconds, now
+        cores = max(0.0, process.cpu_seconds - cpu_before) / max(now - time_before, 1e-3)
         return RankUse(round(cores, 3), resident_bytes(pid))
 
     def _count(self) -> _Counted:
@@ -102,12 +102,12 @@ def resident_bytes(pid: int) -> int:
     return 0
 
 
-def _busy_seconds(own: set[str]) -> float:
+def _busy_seconds(cpus: set[str]) -> float:
     ticks = 0
     with suppress(OSError, ValueError):
         for line in (PROC / "stat").read_text().splitlines():
             name, *fields = line.split()
-            if name in own:
+            if name in cpus:
                 ticks += sum(int(field) for i, field in enumerate(fields[:BUSY_FIELDS]) if i not in IDLE_FIELDS)
     return ticks / os.sysconf("SC_CLK_TCK")
 
@@ -183,8 +183,8 @@ class GpuReader:
             self._thread.start()
         if wait_seconds:
             self._thread.join(wait_seconds)
-        fresh = time.monotonic() - self._answered_seconds < STALE_SECONDS
-        return self._answer if fresh else GpuAnswer()
+        is_fresh = time.monotonic() - self._answered_seconds < STALE_SECONDS
+        return self._answer if is_fresh else GpuAnswer()
 
     def _ask(self) -> None:
         try:
@@ -239,9 +239,9 @@ def ask_gpus(pids: Collection[int], *, wait_seconds: float = 0.0) -> dict[int, s
         problems.update(ask_driver(lambda nvml: gpu_troubles(pids, nvml), {}))
 
     if pids and DRIVER.exists():
-        asking = threading.Thread(target=ask, name="paceline-gpus", daemon=True)
-        asking.start()
-        asking.join(wait_seconds)
+        thread = threading.Thread(target=ask, name="paceline-gpus", daemon=True)
+        thread.start()
+        thread.join(wait_seconds)
     return problems
 
 
@@ -273,9 +273,9 @@ def slowed_by(nvml: Any, gpu: Any) -> list[str]:
 def _slowed(nvml: Any, gpu: Any) -> list[str]:
     if not (reasons := slowed_by(nvml, gpu)):
         return []
-    now, most = nvml.nvmlDeviceGetClockInfo(gpu, CLOCK_SM), nvml.nvmlDeviceGetMaxClockInfo(gpu, CLOCK_SM)
+    now_mhz, max_mhz = nvml.nvmlDeviceGetClockInfo(gpu, CLOCK_SM), nvml.nvmlDeviceGetMaxClockInfo(gpu, CLOCK_SM)
     degrees = nvml.nvmlDeviceGetTemperature(gpu, CORE_SENSOR)
-    return [f"{' and '.join(reasons)} ({now:,} of {most:,} MHz, {degrees} °C)"]
+    return [f"{' and '.join(reasons)} ({now_mhz:,} of {max_mhz:,} MHz, {degrees} °C)"]
 
 
 def _damaged(nvml: Any, gpu: Any) -> list[str]:

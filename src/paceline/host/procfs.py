@@ -77,10 +77,10 @@ def sleep_number(pid: int) -> int:
                 return -1
             if int(task.name) == pid or (task / "comm").read_text(errors="replace").strip() in APART:
                 continue
-            _, waits_in, more = _thread(pid, int(task.name))
+            _, waits_in, switches = _thread(pid, int(task.name))
             if "futex" not in waits_in:
                 return -1
-            number += more
+            number += switches
     except (OSError, LookupError, ValueError):
         return -1
     return number
@@ -88,14 +88,14 @@ def sleep_number(pid: int) -> int:
 
 def reads_input(pid: int) -> bool:
     """Whether the main thread waits for standard input, or for another thread that waits for it."""
-    read, select = READING.get(os.uname().machine, ((), ()))
+    read_calls, select_calls = READING.get(os.uname().machine, ((), ()))
 
     def waits(task: str) -> bool:
         number, *arguments = (PROC / str(pid) / "task" / task / "syscall").read_text().split()
         if not arguments or not number.isdecimal():  # "running", or no system call
             return False
         first = int(arguments[0], 16)  # a descriptor; for select the highest one plus 1
-        return (int(number) in read and first == 0) or (int(number) in select and first == 1)
+        return (int(number) in read_calls and first == 0) or (int(number) in select_calls and first == 1)
 
     try:
         if waits(str(pid)):

@@ -43,8 +43,8 @@ def why_unreachable(host: str, port: int, timeout_seconds: float = PROBE_SECONDS
         reason = _refusal(family, address, port, timeout_seconds / len(addresses))
         if not reason:
             return ""
-        where = f"{shown}:{port}" if address == host else f"{shown}:{port} ({address})"
-        reasons.append(f"{where}: {reason}{_itself(address)}")
+        target = f"{shown}:{port}" if address == host else f"{shown}:{port} ({address})"
+        reasons.append(f"{target}: {reason}{_itself(address)}")
     return "; ".join(reasons)
 
 

@@ -133,8 +133,8 @@ def _checked(modules: Sequence[str], activate: str) -> tuple[str, str]:
     for module in modules:
         if not _MODULE.fullmatch(module):
             raise UsageError(code="module-name-invalid", value=module[:80])
-    kind, colon, name = activate.partition(":")
-    if kind == "conda" and colon:
+    prefix, colon, name = activate.partition(":")
+    if prefix == "conda" and colon:
         if not _CONDA.fullmatch(name):
             raise UsageError(code="conda-name-invalid", value=name[:80])
         return name, ""
@@ -172,6 +172,6 @@ def _bash(arguments: Sequence[str], env: Mapping[str, str], answer: int, output:
 
 
 def _failure(state: str, rest: Sequence[str], activate: str, code: int, output: str) -> UsageError:
-    said, module = f"\n{output}" if output else "", rest[0] if state == "module" else ""
+    quoted, module = f"\n{output}" if output else "", rest[0] if state == "module" else ""
     return UsageError(code=CODES.get(state, "activate-ended-bash"), activate=activate, module=module,
-                      host=os.uname().nodename, status=code, said=said)  # fmt: skip
+                      host=os.uname().nodename, status=code, said=quoted)  # fmt: skip

@@ -82,13 +82,13 @@ def sweep(workers: Sequence[Member], mark: str = "", *, variable: str = AGENT_MA
 
 def _living_members(workers: Sequence[Member], mark: str, variable: str) -> list[Process]:
     started = {worker.pid: worker.started for worker in workers}
-    everything = [*processes()]
-    members = [process for process in everything if process.session in started]
+    all_processes = [*processes()]
+    members = [process for process in all_processes if process.session in started]
     # The kernel reuses the number of a session only after its last process has ended. A leader with a different start
     # time, and its session, therefore do not belong to the agent.
     foreign = {p.pid for p in members if p.pid == p.session and p.start != started[p.pid]}
     living = [p for p in members if p.runs and p.session not in foreign and p.start >= started[p.session]]
-    others = (p for p in everything if p.runs and p.session not in started)
+    others = (p for p in all_processes if p.runs and p.session not in started)
     return [*living, *(p for p in others if mark and carries(p.pid, variable, mark))]
 
 
@@ -123,23 +123,23 @@ def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:
     Call it before there are threads, sockets or children, because a fork keeps all descriptors of its parent open. The
     janitor immediately closes `not_kept`, the descriptors of the run. At its end it removes the folder `temporary`.
     """
-    asleep, awake = os.pipe()
+    read_end, write_end = os.pipe()
     agent_pid = os.getpid()
     if os.fork():
-        os.close(asleep)
-        return awake
+        os.close(read_end)
+        return write_end
     try:
         os.setsid()
-        os.close(awake)
+        os.close(write_end)
         for descriptor in not_kept:
             os.close(descriptor)
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        nowhere = os.open(os.devnull, os.O_RDWR)
+        devnull = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1, 2):  # so that a pipe with the agent's output does not wait for the janitor
-            os.dup2(nowhere, standard)
+            os.dup2(devnull, standard)
         folders = b""
-        while data := os.read(asleep, 4096):
+        while data := os.read(read_end, 4096):
             folders += data
         for folder in {*folders.split(b"\0")} - {b""}:
             sweep_recorded(Path(os.fsdecode(folder)), agent_pid)

@@ -122,8 +122,8 @@ def bits_of(chunk: Measurement, digests: Sequence[str], reference: str | None) -
     if chunk.world_size == 1:
         return "-"
     if chunk.strategy in EXACT:
-        broken = reference is not None and any(digest != reference for digest in digests)
-        return "BROKEN: differs from one process" if broken else "every world size"
+        is_broken = reference is not None and any(digest != reference for digest in digests)
+        return "BROKEN: differs from one process" if is_broken else "every world size"
     if reference is not None and all(digest == reference for digest in digests):
         return "one process's, here"
     repeated = len(digests) > 1 and len({*digests}) == 1
@@ -152,18 +152,18 @@ def advise(rows: Sequence[Row], alone: Row | None, room_bytes: int | None) -> st
         return f"Train on one process, which reached {_rate(alone)}: no strategy could be measured."
     fitting = [row for row in rows if room_bytes is None or row.needed_bytes <= MAX_MEMORY * room_bytes]
     if not fitting:
-        small = min(rows, key=lambda row: row.needed_bytes)
+        smallest = min(rows, key=lambda row: row.needed_bytes)
         return (
-            f"Use {small.label}: no strategy fits into the {_size(room_bytes)} of a rank, and it needs the least, "
-            f"{_size(small.needed_bytes)}, at {_rate(small)}. Use more ranks, a smaller batch or "
+            f"Use {smallest.label}: no strategy fits into the {_size(room_bytes)} of a rank, and it needs the least, "
+            f"{_size(smallest.needed_bytes)}, at {_rate(smallest)}. Use more ranks, a smaller batch or "
             "--checkpoint-activations."
         )
     best = max(fitting, key=lambda row: row.rate.median)
-    needs = _size(best.needed_bytes)
+    needed_size = _size(best.needed_bytes)
     if all(_is_sharded(row, rows) for row in fitting):
         return (
             f"Use {best.label}: only strategies that shard the training state fit into the "
-            f"{_size(room_bytes)} of a rank; it needs {needs}, at {_rate(best)}."
+            f"{_size(room_bytes)} of a rank; it needs {needed_size}, at {_rate(best)}."
         )
     if alone is not None and best.rate.median < MIN_SPEEDUP * alone.rate.median:
         return (
@@ -174,12 +174,12 @@ def advise(rows: Sequence[Row], alone: Row | None, room_bytes: int | None) -> st
     exact = [row for row in fitting if row.strategy in EXACT and row.rate.median >= MIN_EXACT_SPEED * best.rate.median]
     pick = max(exact, key=lambda row: (not _is_sharded(row, rows), row.rate.median), default=best)
     fits = f"it fits on one device ({_size(pick.needed_bytes)}{f' of {_size(room_bytes)}' if room_bytes else ''})"
-    over = "" if alone is None else f", {pick.rate.median / alone.rate.median:.2f} times one process"
+    gain = "" if alone is None else f", {pick.rate.median / alone.rate.median:.2f} times one process"
     if not exact:
-        return f"Use {pick.label}: {fits} and is the fastest, at {_rate(pick)}{over}."
+        return f"Use {pick.label}: {fits} and is the fastest, at {_rate(pick)}{gain}."
     speed = f"{pick.rate.median / best.rate.median:.2f} times the fastest, {best.label} ({_rate(best)})"
     speed = "the fastest" if pick is best else speed
-    return f"Use {pick.label}: {fits}, has the same bits at every world size, and is {speed}, at {_rate(pick)}{over}."
+    return f"Use {pick.label}: {fits}, has the same bits at every world size, and is {speed}, at {_rate(pick)}{gain}."
 
 
 def _is_sharded(row: Row, rows: Sequence[Row]) -> bool:
@@ -244,8 +244,8 @@ def _speed(row: Row) -> list[str]:
 
 def _memory(row: Row) -> list[str]:
     m = row.memory
-    held = (m.weights, m.gradients, m.optimizer, m.activations, m.exchange, m.peak, m.rss_peak) if m else (None,) * 7
-    return [*_who(row), *(_megabytes(size) for size in held)]
+    sizes = (m.weights, m.gradients, m.optimizer, m.activations, m.exchange, m.peak, m.rss_peak) if m else (None,) * 7
+    return [*_who(row), *(_megabytes(size) for size in sizes)]
 
 
 def _who(row: Row) -> list[str]:

@@ -45,14 +45,14 @@ class MeasuredRounds:
     def notes(self) -> list[str]:
         """The notes of all measurements, each once."""
         measured = [chunk for chunks in self.rounds for chunk in chunks]
-        slow: dict[tuple[int, int], list[str]] = {}
+        slow_reasons: dict[tuple[int, int], list[str]] = {}
         for chunk in measured:
             for rank, reason in chunk.gpus.items():
-                slow.setdefault((chunk.world_size, rank), []).append(reason)
+                slow_reasons.setdefault((chunk.world_size, rank), []).append(reason)
         times = Counter(chunk.world_size for chunk in measured)
         slow_gpus = [
             f"rank {rank} of {size}, in {len(reasons)} of {times[size]} measurements: its {reasons[0]}"
-            for (size, rank), reasons in sorted(slow.items())
+            for (size, rank), reasons in sorted(slow_reasons.items())
         ]
         return [*dict.fromkeys(note for chunk in measured for note in chunk.notes), *slow_gpus]
 
@@ -79,15 +79,15 @@ def measure_rounds(
     results = MeasuredRounds()
     for number in range(rounds):
         results.rounds.append([])
-        for one_set in sets:
-            _print(f"round {number + 1} of {rounds}: {plural(one_set.nproc, 'process', 'processes')} ...")
-            shift = number % max(1, len(one_set.candidates))
-            failed = {failure.name for failure in results.failures if failure.world_size == one_set.nproc}
-            rotated = [*one_set.candidates[shift:], *one_set.candidates[:shift]]
+        for process_set in sets:
+            _print(f"round {number + 1} of {rounds}: {plural(process_set.nproc, 'process', 'processes')} ...")
+            shift = number % max(1, len(process_set.candidates))
+            failed = {failure.name for failure in results.failures if failure.world_size == process_set.nproc}
+            rotated = [*process_set.candidates[shift:], *process_set.candidates[:shift]]
             remaining = [candidate for candidate in rotated if candidate.name not in failed]
-            folder = folder_of(root, number, one_set.nproc)
+            folder = folder_of(root, number, process_set.nproc)
             order = MeasureOrder(remaining, warmup, steps, str(folder), time.time(), memory and number == 0)
-            _measure_set(results, order, settings, one_set.nproc)
+            _measure_set(results, order, settings, process_set.nproc)
             if results.code != ExitCode.DONE:
                 return results
     return results
@@ -99,8 +99,8 @@ def _measure_set(results: MeasuredRounds, order: MeasureOrder, settings: str, np
     while remaining:
         if folder.exists():  # a candidate has failed: keep the events of its set
             folder = Path(f"{order.folder}-again-{len(remaining)}")
-        rest = msgspec.structs.replace(order, candidates=remaining, folder=str(folder), started_unix=time.time())
-        code = _start_set(rest, settings, nproc)
+        new_order = msgspec.structs.replace(order, candidates=remaining, folder=str(folder), started_unix=time.time())
+        code = _start_set(new_order, settings, nproc)
         measured = _read_measurements(folder)
         results.rounds[-1].extend(measured)
         if code == ExitCode.DONE:

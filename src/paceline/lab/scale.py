@@ -146,21 +146,21 @@ def read_run(folder: Path, *, skip: int) -> Run:
     steps: dict[int, dict[int, PhaseSeconds]] = {}
     samples: dict[int, int] = {}
     for rank, path in event_files(folder).items():
-        before: Event | None = None
+        previous: Event | None = None
         for event in read_events(path):
             if isinstance(event, Started):
                 started[rank] = event
                 steps[rank] = {}  # steps of earlier starts had different ranks
             elif isinstance(event, Step) and event.steps == 1:  # a record of several steps has no phases per step
-                steps.setdefault(rank, {})[event.step] = _spent(event, before)
+                steps.setdefault(rank, {})[event.step] = _spent(event, previous)
                 samples[event.step] = event.samples
             if not isinstance(event, Traced | MemoryBreakdown | Counted):
-                before = event
+                previous = event
     size = max((start.world_size for start in started.values()), default=0)
     missing = sorted({*range(size)} - {*started})
     if not started or missing:
-        what = f"the events of rank {missing[0]} of {size} are missing" if missing else "there are no events of a run"
-        raise UsageError(code="no-run-to-compare", folder=folder, what=what)
+        fault = f"the events of rank {missing[0]} of {size} are missing" if missing else "there are no events of a run"
+        raise UsageError(code="no-run-to-compare", folder=folder, what=fault)
     ranks = range(size)
     common = sorted(set[int].intersection(*({*steps[rank]} for rank in ranks)))[skip:]
     if len(common) < 2:
@@ -175,12 +175,12 @@ def read_run(folder: Path, *, skip: int) -> Run:
     )
 
 
-def _spent(step: Step, before: Event | None) -> PhaseSeconds:
+def _spent(step: Step, previous: Event | None) -> PhaseSeconds:
     phases = {name: step.phase_seconds.get(name, 0.0) for name in PHASES}
-    if not isinstance(before, Step) or before.steps > 1:
+    if not isinstance(previous, Step) or previous.steps > 1:
         return PhaseSeconds(**phases, seconds=step.seconds)
-    between = step.unix_time - before.unix_time - step.seconds
-    return step_between_syncs(phases, step.seconds, between, before.phase_seconds.get("optimizer", 0.0))
+    seconds_between = step.unix_time - previous.unix_time - step.seconds
+    return step_between_syncs(phases, step.seconds, seconds_between, previous.phase_seconds.get("optimizer", 0.0))
 
 
 def read_runs(folders: Sequence[Path], *, skip: int) -> Runs:
@@ -204,9 +204,9 @@ def read_runs(folders: Sequence[Path], *, skip: int) -> Runs:
 
 def comparable(runs: Runs) -> tuple[int | None, int | None]:
     """(samples per rank, global samples) at which one rank can be compared with several ranks; None if it cannot."""
-    alone, others = [at.batch for at in runs if at.ranks == 1], [at for at in runs if at.ranks > 1]
-    weak = [batch for batch in alone if any(at.batch == batch for at in others)]
-    strong = [batch for batch in alone if any(at.ranks * at.batch == batch for at in others)]
+    batches_alone, others = [at.batch for at in runs if at.ranks == 1], [at for at in runs if at.ranks > 1]
+    weak = [batch for batch in batches_alone if any(at.batch == batch for at in others)]
+    strong = [batch for batch in batches_alone if any(at.ranks * at.batch == batch for at in others)]
     if not weak and not strong:
         raise UsageError(code="runs-do-not-match", told=", ".join(f"{at.ranks} x {at.batch}" for at in sorted(runs)))
     return max(weak, default=None), max(strong, default=None)
@@ -227,8 +227,8 @@ def parts_of(runs: Runs, alone: Runs) -> dict[At, StepParts]:
     base = next((_middle(rounds) for at, rounds in sorted(runs.items()) if at.ranks == 1), None)
     parts: dict[At, StepParts] = {}
     for at, rounds in runs.items():
-        without = _middle(alone[at]) if alone.get(at) else base
-        parts[at] = split_step(_middle(rounds), backward_per_forward(without) if without and at.ranks > 1 else None)
+        reference = _middle(alone[at]) if alone.get(at) else base
+        parts[at] = split_step(_middle(rounds), backward_per_forward(reference) if reference and at.ranks > 1 else None)
     return parts
 
 
@@ -242,19 +242,19 @@ def lost_of(runs: Runs, parts: Points, machine: Machine, mode: str, batch: int) 
             continue
         work = 1 if mode == "weak" else ranks  # a rank has 1/work of the samples of the single rank
         ratios = [a.step_seconds / work / b.step_seconds for a, b in zip(runs[base], runs[at], strict=True)]
-        alone, many = parts[base], parts[at]
-        shares = lost_shares(alone, many, work, parts.get(At(1, at.batch)) if mode == "strong" else None)
+        single, several = parts[base], parts[at]
+        shares = lost_shares(single, several, work, parts.get(At(1, at.batch)) if mode == "strong" else None)
         losses.append(
             Lost(
                 mode,
                 at,
-                samples_per_second=_middle(runs[at]).samples / many.step,
-                step_seconds=many.step,
+                samples_per_second=_middle(runs[at]).samples / several.step,
+                step_seconds=several.step,
                 efficiency=spread(ratios),
-                lost_seconds=many.step - alone.step / work,
+                lost_seconds=several.step - single.step / work,
                 shares=shares,
-                slowest=many.slowest,
-                slow_phase=many.slow_phase,
+                slowest=several.slowest,
+                slow_phase=several.slow_phase,
                 crowd=machine.crowd(ranks),
             )
         )
@@ -291,36 +291,36 @@ def estimates_of(points: Points, machine: Machine, weak: int | None, strong: int
                  ) -> list[Estimate]:  # fmt: skip
     """Estimate steps on more machines like this one over `link`, for `weak` also with settings that reduce traffic."""
     estimates = list[Estimate]()
-    here = _ranks_each(points, machine)
+    ranks_each = _ranks_each(points, machine)
 
-    def add(count: int, mode: str, batch: int, sent: Traffic, where: str) -> None:
-        work = 1 if mode == "weak" else count * here
+    def add(count: int, mode: str, batch: int, traffic: Traffic, where: str) -> None:
+        work = 1 if mode == "weak" else count * ranks_each
         if per_rank := batch // work:
-            seconds = estimated_step(points, machine, count, per_rank, link, sent)
-            alone = _work_alone(points, batch) / work
-            at = At(count * here, per_rank)
-            estimates.append(Estimate(mode, at, where, seconds, alone / seconds if seconds else 0.0))
+            seconds = estimated_step(points, machine, count, per_rank, link, traffic)
+            seconds_alone = _work_alone(points, batch) / work
+            at = At(count * ranks_each, per_rank)
+            estimates.append(Estimate(mode, at, where, seconds, seconds_alone / seconds if seconds else 0.0))
 
     for count in MACHINES:
         for mode, batch in (("weak", weak), ("strong", strong)):
             if batch:
-                where = f"{count} machines, {plural(here, 'rank')} each"
+                where = f"{count} machines, {plural(ranks_each, 'rank')} each"
                 add(count, mode, batch, Traffic(1.0, ring_messages(count)), where)
     for count in COMPARED_MACHINES if weak else ():
-        for setting, sent in less_traffic(machine, count):
-            add(count, "weak", weak or 0, sent, f"{count} machines, {setting}")
+        for setting, traffic in less_traffic(machine, count):
+            add(count, "weak", weak or 0, traffic, f"{count} machines, {setting}")
     return estimates
 
 
 def estimated_step(points: Points, machine: Machine, count: int, batch: int, link: Network, sent: Traffic | None = None
                    ) -> float:  # fmt: skip
     """Seconds of a step on `count` machines, with `batch` samples per rank."""
-    here, sent = _ranks_each(points, machine), sent or Traffic(1.0, ring_messages(count))
+    ranks_each, sent = _ranks_each(points, machine), sent or Traffic(1.0, ring_messages(count))
     work, inside = _work_alone(points, batch), 0.0
-    if here > 1:  # ranks of one machine slow each other down, and wait for the slowest
-        full = {at: parts for at, parts in points.items() if at.ranks == here}
-        inside = mean(parts.exchange for parts in full.values())
-        work *= mean((parts.step - parts.exchange) / _work_alone(points, at.batch) for at, parts in full.items())
+    if ranks_each > 1:  # ranks of one machine slow each other down, and wait for the slowest
+        full_points = {at: parts for at, parts in points.items() if at.ranks == ranks_each}
+        inside = mean(parts.exchange for parts in full_points.values())
+        work *= mean((parts.step - parts.exchange) / _work_alone(points, at.batch) for at, parts in full_points.items())
     latency = link.latency_seconds * (2 if machine.over_gloo else 1)
     sent_bytes = ring_volume(count) * sent.fraction * machine.weight_bytes
     between = sent.messages * latency + sent_bytes / link.bytes_per_second
@@ -334,14 +334,14 @@ def _ranks_each(points: Points, machine: Machine) -> int:
 
 def _work_alone(points: Points, batch: int) -> float:
     """Seconds that one rank takes for `batch` samples: measured, or from a line through the measured points."""
-    alone = {at.batch: parts.step for at, parts in points.items() if at.ranks == 1}
-    if batch in alone:
-        return alone[batch]
-    if len(alone) == 1:
-        [(size, seconds)] = alone.items()
+    seconds_by_batch = {at.batch: parts.step for at, parts in points.items() if at.ranks == 1}
+    if batch in seconds_by_batch:
+        return seconds_by_batch[batch]
+    if len(seconds_by_batch) == 1:
+        [(size, seconds)] = seconds_by_batch.items()
         return seconds * batch / size
-    slope, start = linear_regression(list(alone), list(alone.values()))
-    return max(slope * batch + start, min(seconds * batch / size for size, seconds in alone.items()))
+    slope, start = linear_regression(list(seconds_by_batch), list(seconds_by_batch.values()))
+    return max(slope * batch + start, min(seconds * batch / size for size, seconds in seconds_by_batch.items()))
 
 
 def less_traffic(machine: Machine, count: int) -> list[tuple[str, Traffic]]:

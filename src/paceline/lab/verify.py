@@ -213,20 +213,20 @@ def print_report(spec: Spec | None, reports: Sequence[VerifyReport]) -> bool:
     failed = [r for r in results if r.finding]
     for result in failed:
         if finding := result.finding:
-            where = f", first in {finding.tensor}" if finding.tensor else ""
-            console.print(f"{result.case}: step {finding.step + 1}{where}", style="bold", markup=False)
+            suffix = f", first in {finding.tensor}" if finding.tensor else ""
+            console.print(f"{result.case}: step {finding.step + 1}{suffix}", style="bold", markup=False)
             console.print(f"  likely cause: {(CAUSES | LOOP_CAUSES)[finding.cause]}. {finding.detail}", markup=False)
     tolerance = TOLERANCES[largest.precision]
     adaptive = f"{ADAPTIVE_TOLERANCE:.0e}" if largest.precision == "float64" else "plus two learning rates per step"
     console.print(
         f"allowed: {tolerance:.0e} of the largest magnitude of its kind; state and parameters with AdamW {adaptive}"
     )
-    ran = sum(1 for r in results if not r.not_run)
+    count = sum(1 for r in results if not r.not_run)
     verdict = (
-        f"{len(failed)} of {ran} cases DIFFER from one process" if failed else f"all {ran} cases equal one process"
+        f"{len(failed)} of {count} cases DIFFER from one process" if failed else f"all {count} cases equal one process"
     )
-    console.print(verdict if ran else "nothing was run")
-    return not failed and ran > 0
+    console.print(verdict if count else "nothing was run")
+    return not failed and count > 0
 
 
 def print_bits(spec: Spec | None, reports: Sequence[BitsReport]) -> bool:
@@ -250,11 +250,11 @@ def print_bits(spec: Spec | None, reports: Sequence[BitsReport]) -> bool:
     console.print(table)
     for line in differ:
         console.print(line, style="bold", markup=False)
-    held = first.holds_for
+    conditions = first.holds_for
     if spec:
         console.print(
             f"holds for {spec.virtual_ranks} virtual ranks, global batch {first.global_batch}, 1 thread per rank, "
-            f"torch {held['torch']}, {held['processor']} ({held['capability']})",
+            f"torch {conditions['torch']}, {conditions['processor']} ({conditions['capability']})",
             markup=False,
         )
     sizes = ", ".join(str(report.world_size) for report in reports)
@@ -264,10 +264,10 @@ def print_bits(spec: Spec | None, reports: Sequence[BitsReport]) -> bool:
     return not differ
 
 
-def _title(spec: Spec, report: VerifyReport | BitsReport, precision: str, more: str = "") -> str:
+def _title(spec: Spec, report: VerifyReport | BitsReport, precision: str, suffix: str = "") -> str:
     return (
         f"{spec.task} in {precision}, {spec.steps} steps: global batch {report.global_batch} = {spec.virtual_ranks} "
-        f"virtual ranks x {spec.accumulation} micro-batches (uneven), {report.samples} samples{more}, gradients "
+        f"virtual ranks x {spec.accumulation} micro-batches (uneven), {report.samples} samples{suffix}, gradients "
         f"clipped to norm {spec.clip_norm:g}"
     )
 
@@ -276,9 +276,9 @@ def _first_difference(bits: Bits, expected: Bits) -> str:
     if not bits.ranks_agree:
         return "its ranks differ from each other"
     for number, (got, want) in enumerate(zip(bits.steps, expected.steps, strict=True), 1):
-        for what in ("loss", "gradients", "grad_norm", "parameters"):  # the norm follows from the gradients
-            if getattr(got, what) != getattr(want, what):
-                return f"first in step {number}: {what} {getattr(got, what)[:24]}, not {getattr(want, what)[:24]}"
+        for field in ("loss", "gradients", "grad_norm", "parameters"):  # the norm follows from the gradients
+            if getattr(got, field) != getattr(want, field):
+                return f"first in step {number}: {field} {getattr(got, field)[:24]}, not {getattr(want, field)[:24]}"
     if bits.weights != expected.weights:
         return "buffers"
     return "" if bits.state == expected.state else "the optimizer state, or the buffers of a virtual rank"
@@ -300,10 +300,10 @@ def _print_round_off(console: Console, results: Sequence[Result]) -> None:
     names = sorted({name for r in results for name in r.round_off})
     if names:
         worst = max(r.round_off_error for r in results)
-        more = ", ..." if len(names) > MAX_NAMED else ""
+        ellipsis = ", ..." if len(names) > MAX_NAMED else ""
         console.print(
             f"round-off tensors: {len(names)}, whose gradient is 0 except for rounding (amplified unless SGD): "
-            f"{', '.join(names[:MAX_NAMED])}{more}; "
+            f"{', '.join(names[:MAX_NAMED])}{ellipsis}; "
             f"largest difference {worst:.1e}, allowed {ADAPTIVE_TOLERANCE:.0e}"
         )
 

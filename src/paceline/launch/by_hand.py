@@ -29,8 +29,8 @@ def by_hand(job: JobSpec) -> Plan:
         return _agents(job)
     if job.min_nodes < job.nodes:
         raise UsageError(code="torchrun-nodes-fixed", least=job.min_nodes, nodes=job.nodes)
-    shown = {name: value for name, value in job.env.items() if not SECRET_NAME.search(name)}
-    env = {RUN_ID: job.run_id, "OMP_NUM_THREADS": str(job.threads or 1), **shown}
+    public_env = {name: value for name, value in job.env.items() if not SECRET_NAME.search(name)}
+    env = {RUN_ID: job.run_id, "OMP_NUM_THREADS": str(job.threads or 1), **public_env}
     commands = tuple(Command(name, _torchrun(job, node, nproc), env) for node, (name, nproc) in enumerate(_nodes(job)))
     return Plan(by_hand=commands, notes=tuple(_notes(job)))
 
@@ -106,8 +106,8 @@ def _notes(job: JobSpec) -> Iterator[str]:
 def _preparations(job: JobSpec) -> Iterator[str]:
     for module in job.modules:
         yield f"module load {shlex.quote(module)}"
-    kind, colon, name = job.activate.partition(":")
-    if colon and kind == "conda":
+    tool, colon, name = job.activate.partition(":")
+    if colon and tool == "conda":
         yield f"conda activate {shlex.quote(name)}"
     elif job.activate:
         yield f"source {shlex.quote(job.activate)}"

@@ -98,17 +98,17 @@ def run(
 def _host_options(on: str, hosts: str | Sequence[str], nodes: int | str | None) -> list[str]:
     if on not in ("local", "ssh"):
         raise UsageError(code="run-on", value=on)
-    listed = hosts if isinstance(hosts, str) else ",".join(hosts)
-    if (on == "ssh") != bool(listed):
+    host_list = hosts if isinstance(hosts, str) else ",".join(hosts)
+    if (on == "ssh") != bool(host_list):
         raise UsageError(code="run-ssh-hosts")
-    if nodes is not None and not listed:
+    if nodes is not None and not host_list:
         raise UsageError(code="run-nodes", value=nodes)
-    if listed:
+    if host_list:
         SHARED.mkdir(exist_ok=True)
     return [
         "--on",
         on,
-        *(["--hosts", listed] if listed else []),
+        *(["--hosts", host_list] if host_list else []),
         *(["--nodes", str(nodes)] if nodes is not None else []),
     ]
 
@@ -169,10 +169,10 @@ def _failure(folder: Path, code: int, launcher: _Launcher) -> BaseException:
     ended = read_ended(folder / "run" / "attempt-1")
     report = ended.words if ended else ""
     if launcher.interrupt is not None:
-        saved = "; they have saved their state" if code == ExitCode.SAVED else ""
-        return KeyboardInterrupt(report or f"the ranks have ended{saved}")
-    first = re.match(r"rank ([0-9]+) ", report)
-    path = folder / ERROR.format(first[1] if first else "")
+        suffix = "; they have saved their state" if code == ExitCode.SAVED else ""
+        return KeyboardInterrupt(report or f"the ranks have ended{suffix}")
+    rank_match = re.match(r"rank ([0-9]+) ", report)
+    path = folder / ERROR.format(rank_match[1] if rank_match else "")
     if path.is_file():
         error, traceback = cloudpickle.loads(read(path, limit_bytes=_MOST_BYTES, ours=True))
         error.add_note(f"on {report.partition(': ')[0]}\n{traceback}")

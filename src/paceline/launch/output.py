@@ -68,14 +68,14 @@ class LineSplitter:
         """Add output; return the lines that are now complete, and the state of a bar if it is due."""
         parts: list[LinePart] = []
         *pieces, self._rest = LINE_END.split(self._rest + data)
-        for text, end in zip(pieces[::2], pieces[1::2], strict=True):
-            self._redraws = end == b"\r"
-            shown = MOVED_UP.sub(b"", text)
-            if self._redraws or shown != text:
-                if shown:  # only blanks: the bar erases itself
-                    self._drawn = shown if shown.strip() else b""
+        for text, line_end in zip(pieces[::2], pieces[1::2], strict=True):
+            self._redraws = line_end == b"\r"
+            visible = MOVED_UP.sub(b"", text)
+            if self._redraws or visible != text:
+                if visible:  # only blanks: the bar erases itself
+                    self._drawn = visible if visible.strip() else b""
                 continue
-            parts.append(LinePart((text or self._drawn) + end))
+            parts.append(LinePart((text or self._drawn) + line_end))
             self._drawn = b""
         if len(self._rest) > MAX_LINE_BYTES:
             parts.append(LinePart(self._rest))
@@ -124,8 +124,8 @@ class _Bar:
 
     def erase(self) -> bytes:
         """The bytes that erase the bar before the next line."""
-        before, self.shown = CLEAR_LINE if self.shown else b"", False
-        return before
+        erasure, self.shown = CLEAR_LINE if self.shown else b"", False
+        return erasure
 
 
 _BAR = _Bar()
@@ -144,26 +144,26 @@ def relay_output(source: IO[bytes], log: int, *, screen: int, prefix: bytes = b"
 
 
 def _relay(source: IO[bytes], log: int, screen: int, prefix: bytes) -> None:
-    lines, shown = LineSplitter(), LiveFilter()
-    live = not prefix and not stat.S_ISREG(os.fstat(screen).st_mode)
+    lines, live_filter = LineSplitter(), LiveFilter()
+    is_live = not prefix and not stat.S_ISREG(os.fstat(screen).st_mode)
     redrawn = bool(prefix) and os.isatty(screen)
     with source:
         ready = select.poll()
         ready.register(source, select.POLLIN)
         while True:
-            wait = lines.wait_seconds
-            if not ready.poll(None if wait is None else wait * 1000 + 1):
-                _pass_on(lines.due(), log, -1 if live else screen, prefix, redrawn=redrawn)
+            wait_seconds = lines.wait_seconds
+            if not ready.poll(None if wait_seconds is None else wait_seconds * 1000 + 1):
+                _pass_on(lines.due(), log, -1 if is_live else screen, prefix, redrawn=redrawn)
                 continue
             if not (data := os.read(source.fileno(), 65536)):
                 break
-            if live:
-                _write(screen, shown.passed(data))
-            _pass_on(lines.feed(data), log, -1 if live else screen, prefix, redrawn=redrawn)
+            if is_live:
+                _write(screen, live_filter.passed(data))
+            _pass_on(lines.feed(data), log, -1 if is_live else screen, prefix, redrawn=redrawn)
             if redrawn and lines.state:
                 with LOCK:
                     _BAR.draw(screen, prefix, lines.state)
-    _pass_on(lines.end(), log, -1 if live else screen, prefix, redrawn=redrawn)
+    _pass_on(lines.end(), log, -1 if is_live else screen, prefix, redrawn=redrawn)
     if redrawn:
         with LOCK:
             _put(screen, _BAR.erase() if _BAR.owner == prefix else b"")
@@ -177,20 +177,20 @@ def _pass_on(pieces: Sequence[LinePart], log: int, screen: int, prefix: bytes, *
     if prefix:  # an empty line with a prefix would not separate paragraphs
         lines = [line for line in lines if strip_controls(line).strip()]
     if lines and screen >= 0:
-        whole = strip_controls(b"".join(prefix + line + b"\n" for line in lines))
+        data = strip_controls(b"".join(prefix + line + b"\n" for line in lines))
         with LOCK:
-            _put(screen, (_BAR.erase() if redrawn else b"") + whole)
+            _put(screen, (_BAR.erase() if redrawn else b"") + data)
 
 
-def _write(target: int, data: bytes) -> None:
+def _write(descriptor: int, data: bytes) -> None:
     with LOCK:
-        _put(target, data)
+        _put(descriptor, data)
 
 
-def _put(target: int, data: bytes) -> None:
+def _put(descriptor: int, data: bytes) -> None:
     with suppress(OSError):  # the terminal is gone or the disk is full: this must not affect the worker
         while data:
-            data = data[os.write(target, data) :]
+            data = data[os.write(descriptor, data) :]
 
 
 # ---- output of several hosts ----
@@ -361,8 +361,8 @@ class Tail:
     def read(self, *, to_the_end: bool = False) -> str:
         """New text, up to the last complete line. With `to_the_end`, also the incomplete line."""
         text = self._read()
-        while to_the_end and (more := self._read()):
-            text += more
+        while to_the_end and (new_text := self._read()):
+            text += new_text
         if to_the_end and self._rest:
             text += _shown(self._rest) + "\n"
             self._rest = b""
@@ -427,7 +427,7 @@ def start_of_last(path: Path, count: int) -> tuple[int, int]:
     """
     with open_file(path) as file:
         end = file.found.st_size
-        most, size = min(end, MAX_LAST_BYTES), min(end, BLOCK_BYTES)
+        max_size, size = min(end, MAX_LAST_BYTES), min(end, BLOCK_BYTES)
         while True:  # read from the end: a log may be larger than memory
             data = os.pread(file.descriptor, size, end - size)
             start = len(data) if data.endswith(b"\n") or not data else len(data) + 1
@@ -435,6 +435,6 @@ def start_of_last(path: Path, count: int) -> tuple[int, int]:
                 start = data.rfind(b"\n", 0, max(0, start - 1)) + 1
                 if not start:
                     break
-            if start or size == most:
+            if start or size == max_size:
                 return end - size + min(start, len(data)), end
-            size = min(most, 4 * size)
+            size = min(max_size, 4 * size)

@@ -126,11 +126,11 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     """
     path = Path(text)
     is_file = "/" in text or text.endswith(".txt")
-    listed = ((f"host {index}", item.split() or [""]) for index, item in enumerate(text.split(","), start=1))
+    entries = ((f"host {index}", item.split() or [""]) for index, item in enumerate(text.split(","), start=1))
     hosts: list[Host] = []
     wrong: list[str] = []
     seen: dict[tuple[str, int | None], str] = {}
-    for place, words in _file_entries(path) if is_file else listed:
+    for place, words in _file_entries(path) if is_file else entries:
         try:
             host = _host(words)
         except ValueError as error:
@@ -142,8 +142,8 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         seen.setdefault(key, place)
         hosts.append(host)
     if wrong:
-        asked = f"the hosts file {text}" if is_file else f"--hosts {text}"
-        raise UsageError(code="hosts-wrong", value=asked, wrong="\n  ".join(wrong))
+        source = f"the hosts file {text}" if is_file else f"--hosts {text}"
+        raise UsageError(code="hosts-wrong", value=source, wrong="\n  ".join(wrong))
     if not hosts:
         raise UsageError(code="no-host", value=text)
     return tuple(hosts)

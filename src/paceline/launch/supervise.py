@@ -119,16 +119,16 @@ def _wait(agent: subprocess.Popen[bytes], inbox: socket.socket, grace_seconds: f
             agent.kill()
             return 128 + stopped_by
         select.select([inbox], [], [], None if deadline == math.inf else remaining)
-        received = read_inbox(inbox)
-        if not received:
+        signals = read_inbox(inbox)
+        if not signals:
             continue
         if stopped_by is None:
-            stopped_by, deadline = received[0], time.monotonic() + grace_seconds + margin_seconds
+            stopped_by, deadline = signals[0], time.monotonic() + grace_seconds + margin_seconds
             time.sleep(SAME_REQUEST_SECONDS)
             read_inbox(inbox)
         else:
             deadline = min(deadline, time.monotonic() + margin_seconds)
-        agent.send_signal(received[0])
+        agent.send_signal(signals[0])
         agent.send_signal(signal.SIGCONT)
     if code < 0:
         name = signal.Signals(-code).name

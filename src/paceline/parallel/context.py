@@ -113,13 +113,13 @@ class ContextMode(DTensorMode):
         return DTensor.from_local(func(shard, *args, **kwargs), self._mesh, [Shard(dim)])
 
     def _local_words(
-        self, words: Any, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+        self, indices: Any, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
         norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
     ) -> tuple[Tensor | None, int]:  # fmt: skip
-        words, needs_all = full_tensor(words), max_norm is not None or scale_grad_by_freq or sparse
-        if needs_all or words.ndim != 2 or words.shape[1] % self._mesh.size():
+        indices, needs_all = full_tensor(indices), max_norm is not None or scale_grad_by_freq or sparse
+        if needs_all or indices.ndim != 2 or indices.shape[1] % self._mesh.size():
             return None, 0
-        return words.chunk(self._mesh.size(), 1)[self._mesh.get_local_rank()], 1
+        return indices.chunk(self._mesh.size(), 1)[self._mesh.get_local_rank()], 1
 
     def _local_positions(self, func: Any, x: Any) -> tuple[Tensor | None, int]:
         ranks = self._mesh.size()
@@ -178,13 +178,13 @@ def _split_attention(module: nn.MultiheadAttention, mode: ContextMode) -> None:
             parts = zip(inputs, *projections(self), strict=True)
             projected = [mode.by_position(F.linear, x, w, b) if x.ndim == 3 else None for x, w, b in parts]
         if not projected or any(y is None for y in projected):
-            whole = [full_tensor(x) for x in (*inputs, key_padding_mask)]
-            return plain(self, *whole, need_weights, full_tensor(attn_mask), average_attn_weights, is_causal)
+            full_inputs = [full_tensor(x) for x in (*inputs, key_padding_mask)]
+            return plain(self, *full_inputs, need_weights, full_tensor(attn_mask), average_attn_weights, is_causal)
         batch_first = [y if self.batch_first else y.transpose(0, 1) for y in projected]
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in batch_first)
         mask = mask_of_heads(attn_mask, key_padding_mask, q.dtype, self.num_heads)
-        seen = None if mask is None else replicated(mask, q.device_mesh)
-        y: Any = attention(q, k, v, seen, self.dropout if self.training else 0.0)
+        mask_dtensor = None if mask is None else replicated(mask, q.device_mesh)
+        y: Any = attention(q, k, v, mask_dtensor, self.dropout if self.training else 0.0)
         mode.by_rows = mode.by_rows or bool(self.num_heads % q.device_mesh.size())
         # (L, B, E), as torch lays it out: a dropout after it draws in the order of memory
         y = local_shard(y.permute(2, 0, 1, 3), 0).flatten(2)

@@ -69,8 +69,8 @@ def attention(
     k, v = (_attention_input(tensor, REPLICATED if by_rows else placement, placement) for tensor in (key, value))
     mask = attn_mask
     if by_rows and is_causal:  # only the mask of these rows
-        seen = torch.ones(query.shape[length], key.shape[length], dtype=torch.bool, device=q.device).tril()
-        mask, is_causal = replicated(seen, mesh), False
+        causal_mask = torch.ones(query.shape[length], key.shape[length], dtype=torch.bool, device=q.device).tril()
+        mask, is_causal = replicated(causal_mask, mesh), False
     if isinstance(mask, DTensor):
         dim = mask.ndim - 2 if by_rows else mask.ndim - 3  # the dimension of the mask that is sharded with it
         is_sharded = (by_heads or by_rows) and dim >= 0 and mask.shape[dim] == query.shape[length if by_rows else heads]

@@ -26,8 +26,8 @@ def is_linear(module: nn.Module) -> bool:
 
 def is_transposed(module: nn.Module) -> bool:
     """Whether its weight is (inputs, outputs)."""
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+    cls = type(module)
+    return cls.__name__ == "Conv1D" and cls.__module__.startswith("transformers.")
 
 
 def _weight(module: Any) -> Tensor:
@@ -75,9 +75,9 @@ def rowwise(module: nn.Module, comm: LayerCommunication) -> None:
 def vocabulary(module: nn.Module, comm: LayerCommunication, first: int) -> None:
     """Let an embedding look up the words of this rank, from `first` on, and sum over ranks."""
 
-    def forward(self: Any, words: Tensor) -> Tensor:
+    def forward(self: Any, indices: Tensor) -> Tensor:
         count = len(self.weight)
-        local = full_tensor(words) - first
+        local = full_tensor(indices) - first
         is_local = (local >= 0) & (local < count)
         padding: int | None = self.padding_idx
         padding = padding - first if padding is not None and first <= padding < first + count else None
@@ -107,9 +107,9 @@ def by_heads(module: nn.MultiheadAttention, comm: LayerCommunication, ranks: int
             assert isinstance(weights, DTensor)
             y: Any = weights.to_local() @ v
         else:
-            seen = None if mask is None else replicated(mask, comm.mesh)
+            mask_dtensor = None if mask is None else replicated(mask, comm.mesh)
             query_heads, key_heads, value_heads = (comm.from_shard(tensor, 1) for tensor in (q, k, v))
-            y = attention(query_heads, key_heads, value_heads, seen, p)
+            y = attention(query_heads, key_heads, value_heads, mask_dtensor, p)
             y = y.to_local()
         # (L, B, E), as torch lays it out: a dropout after it draws in the order of memory
         y = comm.reduce_output(F.linear(y.permute(2, 0, 1, 3).flatten(2), self.out_proj.weight), self.out_proj.bias)

@@ -43,11 +43,11 @@ class ShardedLogits(Tensor):
     ) -> "ShardedLogits":  # fmt: skip
         """The logits with this `shard`. `fetch` gathers the whole; `family` has all tensors of the same output."""
         shape = (shard.shape[0] * shard.shape[1], *shard.shape[2:]) if flat else shard.shape
-        made = Tensor._make_wrapper_subclass(ShardedLogits, shape, dtype=shard.dtype, device=shard.device)  # pyright: ignore[reportAttributeAccessIssue]
-        made.shard, made.whole, made.fetch, made.flat = shard, None, fetch or partial(_gathered, shard), flat
-        made.family = [] if family is None else family
-        made.family.append(weakref.ref(made))
-        return made
+        logits = Tensor._make_wrapper_subclass(ShardedLogits, shape, dtype=shard.dtype, device=shard.device)  # pyright: ignore[reportAttributeAccessIssue]
+        logits.shard, logits.whole, logits.fetch, logits.flat = shard, None, fetch or partial(_gathered, shard), flat
+        logits.family = [] if family is None else family
+        logits.family.append(weakref.ref(logits))
+        return logits
 
     def become_whole(self) -> Tensor:
         """The whole tensor: plain, and equal on every rank."""

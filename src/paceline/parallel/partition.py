@@ -89,8 +89,8 @@ def best_splits(chain: Chain, stages: int, names: Sequence[str] = ()) -> list[in
         sizes = [float(layers.state_bytes + layers.kept_bytes) for layers in chain.layers]
         _, bounds = _partition(chain, stages, sizes, fastest * SLACK)
     if not bounds:
-        most = next((n for n in range(stages - 1, 0, -1) if _partition(chain, n, seconds, INFINITE)[1]), 1)
-        raise UsageError(code="too-many-stages", value=stages, most=most, shown=shown)
+        max_stages = next((n for n in range(stages - 1, 0, -1) if _partition(chain, n, seconds, INFINITE)[1]), 1)
+        raise UsageError(code="too-many-stages", value=stages, most=max_stages, shown=shown)
     for begin, end in pairwise(bounds):
         if not sum(layers.trained for layers in chain.layers[begin:end]):
             raise UsageError(code="stage-trains-nothing", begin=modules[begin - 1] if begin else "the input")
@@ -222,7 +222,7 @@ class _DataFlow(TorchFunctionMode):
     def layers_of(self, name: str, starts: Sequence[int]) -> set[int]:
         """The layers that use parameter `name`; if none does, the layers in which its module is called."""
         if used := self.uses[name]:
-            return {sum(start < now for start in starts) for now in used}
+            return {sum(start < position for start in starts) for position in used}
         calls = self.calls.get(name.rpartition(".")[0], [])
         first = {sum(start <= call.start for start in starts) for call in calls}
         return first | {sum(start < call.stop for start in starts) for call in calls} or {0}
@@ -277,11 +277,11 @@ class _Clock:
         self._begun = [time.perf_counter()] * self._count
         with _hooked(self._model, self._begin), torch.autograd.graph.saved_tensors_hooks(self._keep, lambda t: t):
             total = loss(forward())
-            turn = time.perf_counter()
+            backward_start = time.perf_counter()
             total.backward()
         self._model.zero_grad(set_to_none=True)
-        forward_seconds = [b - a for a, b in zip(self._begun, [*self._begun[1:], turn], strict=True)]
-        self._passed_at[0], last, backward_seconds = time.perf_counter(), turn, [0.0] * self._count
+        forward_seconds = [b - a for a, b in zip(self._begun, [*self._begun[1:], backward_start], strict=True)]
+        self._passed_at[0], last, backward_seconds = time.perf_counter(), backward_start, [0.0] * self._count
         for number in reversed(range(self._count)):  # without a gradient, the time counts for the layers before
             if self._passed_at[number]:
                 backward_seconds[number], last = self._passed_at[number] - last, self._passed_at[number]

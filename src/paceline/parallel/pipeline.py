@@ -81,7 +81,7 @@ def idle_fractions(schedule: Schedule, seconds: Sequence[tuple[float, float]], m
     stages = len(seconds)
     remaining = [deque(actions(schedule, stage, stages, microbatches)) for stage in range(stages)]
     ended: dict[tuple[int, bool, int], float] = {}
-    now, busy = [0.0] * stages, [0.0] * stages
+    clocks, busy = [0.0] * stages, [0.0] * stages
     while any(remaining):
         for stage in range(stages):
             while remaining[stage]:
@@ -90,12 +90,12 @@ def idle_fractions(schedule: Schedule, seconds: Sequence[tuple[float, float]], m
                 needed = neighbour, forward, number  # does not exist for the first and the last stage
                 if 0 <= neighbour < stages and needed not in ended:
                     break
-                took = seconds[stage][0 if forward else 1]
-                now[stage] = max(now[stage], ended.get(needed, 0.0)) + took
-                busy[stage] += took
-                ended[stage, forward, number] = now[stage]
+                duration = seconds[stage][0 if forward else 1]
+                clocks[stage] = max(clocks[stage], ended.get(needed, 0.0)) + duration
+                busy[stage] += duration
+                ended[stage, forward, number] = clocks[stage]
                 remaining[stage].popleft()
-    return [1 - time / max(now) for time in busy]
+    return [1 - time / max(clocks) for time in busy]
 
 
 class StageRun:
@@ -252,16 +252,16 @@ class ModelStage:
         raise _EndOfStage
 
     def _skipped(
-        self, known: dict[Any, Any], module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+        self, cache: dict[Any, Any], module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         if self._inside:
             return call(*args, **kwargs)
         leaves, form = tree_flatten((args, kwargs))
         key = (str(form), *(tuple(t.shape) if isinstance(t, Tensor) else str(t) for t in leaves))
-        if key not in known:
+        if key not in cache:
             with torch.no_grad(), _in_shapes(module):
-                known[key] = _as_shapes(call(*_as_shapes(args), **_as_shapes(kwargs)))
-        return tree_map_only(Tensor, torch.empty_like, known[key])
+                cache[key] = _as_shapes(call(*_as_shapes(args), **_as_shapes(kwargs)))
+        return tree_map_only(Tensor, torch.empty_like, cache[key])
 
 
 @contextmanager
@@ -360,12 +360,12 @@ class Pipeline:
             self._pending.append((work, sent))
             self.sent_bytes += sent.nbytes
 
-    def _receive(self, like: Tensor, step: int, group: dist.ProcessGroup, then: Phase) -> Tensor:
+    def _receive(self, like: Tensor, step: int, group: dist.ProcessGroup, next_phase: Phase) -> Tensor:
         received = torch.empty(like.shape, dtype=like.dtype, device=self._device)
         if received.numel():
             if self.enter is not None:
                 self.enter(Phase.SYNC)
             dist.recv(received, group=group, group_src=self.number + step)
             if self.enter is not None:
-                self.enter(then)
+                self.enter(next_phase)
         return received

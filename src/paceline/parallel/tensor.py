@@ -54,10 +54,10 @@ class TensorSharding:
             pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
             key = (pattern, str(tuple(shard.whole)), f"{layer.way}, {tuple(shard.shape)} each")
             layers_of.setdefault(key, []).append(name)
-        for (pattern, shape, way), names in layers_of.items():
-            many = f" ({len(names)} layers)" if len(names) > 1 else ""
+        for (pattern, shape, sharding), names in layers_of.items():
+            suffix = f" ({len(names)} layers)" if len(names) > 1 else ""
             size = sum(self.sent.get(name, 0) * of_step // max(1, samples) for name in names)
-            rows.append((pattern + many, shape, way, f"{size / MEGA:.3g} MB"))
+            rows.append((pattern + suffix, shape, sharding, f"{size / MEGA:.3g} MB"))
         widest = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = [
             "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, (*widest, 0), strict=True)).rstrip() for row in rows
@@ -66,18 +66,18 @@ class TensorSharding:
 
     def _memory(self, model: nn.Module) -> str:
         whole_by_class: dict[str, int] = {}
-        here = whole = 0
+        rank_bytes = total_bytes = 0
         for name, parameter in model.named_parameters():
             shard = self.shards.get(name)
-            here += parameter.nbytes
-            whole += parameter.nbytes if shard is None else shard.whole.numel() * parameter.element_size()
+            rank_bytes += parameter.nbytes
+            total_bytes += parameter.nbytes if shard is None else shard.whole.numel() * parameter.element_size()
             if shard is None:
-                kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
-                whole_by_class[kind] = whole_by_class.get(kind, 0) + parameter.nbytes
+                class_name = type(model.get_submodule(name.rpartition(".")[0])).__name__
+                whole_by_class[class_name] = whole_by_class.get(class_name, 0) + parameter.nbytes
         largest_first = sorted(whole_by_class.items(), key=lambda item: -item[1])
-        shown = [f"{kind} ({size / MEGA:.3g} MB)" for kind, size in largest_first]
+        shown = [f"{class_name} ({size / MEGA:.3g} MB)" for class_name, size in largest_first]
         rest = f"; not sharded: {first_few(shown, 6)}" if shown else ""
-        return f"  each rank holds {here / MEGA:.3g} of {whole / MEGA:.3g} MB of weights{rest}"
+        return f"  each rank holds {rank_bytes / MEGA:.3g} of {total_bytes / MEGA:.3g} MB of weights{rest}"
 
 
 def shard_along_tensor(

@@ -51,13 +51,13 @@ def find_plan(model: nn.Module, ranks: int, asked: Mapping[str, str] | None = No
         UsageError: if the number of ranks does not divide the heads of an attention or a width in `asked`, a pattern
             matches no module, or no layer can be sharded.
     """
-    given = _asked(model, asked or {}, ranks)
-    whole = tuple(f"{name}." for name, layer in given.items() if layer is None)  # and all modules inside
-    free = [(name, m) for name, m in model.named_modules() if name not in given and not name.startswith(whole)]
+    chosen = _asked(model, asked or {}, ranks)
+    excluded = tuple(f"{name}." for name, layer in chosen.items() if layer is None)  # and all modules inside
+    free = [(name, m) for name, m in model.named_modules() if name not in chosen and not name.startswith(excluded)]
     plan = _attention(model, free, ranks)
     plan |= _pairs(free, plan, ranks)
     plan |= _vocabulary(free, plan, ranks)
-    plan = _consistent(model, plan | {name: layer for name, layer in given.items() if layer is not None})
+    plan = _consistent(model, plan | {name: layer for name, layer in chosen.items() if layer is not None})
     if not plan:
         shown = first_few([f"{name} ({type(m).__name__})" for name, m in model.named_modules() if name], 8)
         raise UsageError(code="no-layer-to-shard", ranks=ranks, layers=shown or "no layers")
@@ -107,10 +107,10 @@ def _dims(module: Any, layer: ShardedLayer) -> Iterable[tuple[str, int, tuple[in
 # ---- the request of the task --------------------------------------------------------------------------------------
 
 
-def _asked(model: nn.Module, asked: Mapping[str, str], ranks: int) -> dict[str, ShardedLayer | None]:
+def _asked(model: nn.Module, ways: Mapping[str, str], ranks: int) -> dict[str, ShardedLayer | None]:
     modules = {name: module for name, module in model.named_modules() if name}
     layers: dict[str, ShardedLayer | None] = {}
-    for pattern, way in asked.items():
+    for pattern, way in ways.items():
         if way not in WAYS:
             raise unknown(f"sharding of {pattern}", way, WAYS)
         names = [name for name in modules if fnmatchcase(name, pattern)]
@@ -136,7 +136,7 @@ def _asked_layer(name: str, module: Any, way: str, ranks: int) -> ShardedLayer:
 
 def _consistent(model: nn.Module, plan: Mapping[str, ShardedLayer]) -> dict[str, ShardedLayer]:
     """The plan without layers that have a parameter in common with a layer that is not sharded in the same way."""
-    known = {
+    sharded_dims = {
         f"{name}.{leaf}": (dim, parts)
         for name, layer in plan.items()
         for leaf, dim, parts in _dims(model.get_submodule(name), layer)
@@ -144,7 +144,7 @@ def _consistent(model: nn.Module, plan: Mapping[str, ShardedLayer]) -> dict[str,
     owners: dict[int, list[str]] = {}
     for full, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(full)
-    odd = {full for names in owners.values() if len({known.get(name) for name in names}) > 1 for full in names}
+    odd = {full for names in owners.values() if len({sharded_dims.get(name) for name in names}) > 1 for full in names}
     return {
         name: layer for name, layer in plan.items()
         if not any(f"{name}.{leaf}" in odd for leaf, _, _ in _dims(model.get_submodule(name), layer))
@@ -174,7 +174,7 @@ def _attention(model: nn.Module, free: Sequence[NamedModule], ranks: int) -> dic
             continue
         last = linears[at] if at < len(linears) and _near(group[-1][0], linears[at][0]) else None
         projections = None if last is None else _projections(group, last)
-        if last is None or projections is None or any(name.startswith(f"{own}.") for own in plan for name, _ in group):
+        if last is None or projections is None or any(name.startswith(f"{n}.") for n in plan for name, _ in group):
             continue
         owner_name = group[0][0].rpartition(".")[0]
         owner = model.get_submodule(owner_name)
@@ -232,15 +232,15 @@ def _pairs(free: Sequence[NamedModule], taken: Mapping[str, ShardedLayer], ranks
 
 def _vocabulary(free: Sequence[NamedModule], taken: Mapping[str, ShardedLayer], ranks: int) -> dict[str, ShardedLayer]:
     plan: dict[str, ShardedLayer] = {}
-    words: set[int] = set()
+    vocab_sizes: set[int] = set()
     for name, module in free:
         if type(module) is nn.Embedding:
             usual = module.max_norm is None and not (module.scale_grad_by_freq or module.sparse)
             large = module.num_embeddings >= module.embedding_dim  # a small table is probably one of positions
             if usual and large and module.num_embeddings % ranks == 0:
                 plan[name] = ShardedLayer("vocabulary")
-                words.add(module.num_embeddings)
-        elif is_linear(module) and name not in taken and widths(module)[1] in words:
+                vocab_sizes.add(module.num_embeddings)
+        elif is_linear(module) and name not in taken and widths(module)[1] in vocab_sizes:
             plan[name] = ShardedLayer("colwise")
     return plan
 

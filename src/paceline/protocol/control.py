@@ -165,8 +165,8 @@ def agent_address(env: Mapping[str, str], job: str) -> bytes:
 def peer_pid(connection: socket.socket) -> int:
     """The pid of the process at the other end; 0 if it belongs to a different user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, user, _ = struct.unpack("3i", credentials)
-    return max(0, pid) if user == os.geteuid() else 0
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return max(0, pid) if uid == os.geteuid() else 0
 
 
 def send(connection: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
@@ -222,14 +222,14 @@ def signal_inbox(signals: Iterable[signal.Signals]) -> Generator[socket.socket]:
     reader.setblocking(False)
     writer.setblocking(False)
     wanted = [s for s in signals if s in (signal.SIGCHLD, *TERMINALS) or signal.getsignal(s) is not signal.SIG_IGN]
-    previous = {s: signal.signal(s, _only_wake) for s in wanted}
+    previous_handlers = {s: signal.signal(s, _only_wake) for s in wanted}
     previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)  # the launcher starts agents with them blocked
     try:
         yield reader
     finally:
         signal.set_wakeup_fd(previous_fd)
-        for number, handler in previous.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
         reader.close()
         writer.close()

@@ -80,10 +80,10 @@ def is_victim(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     current: BaseException | None = error
-    while current is not None and id(current) not in seen:  # a chain of causes may be cyclic
-        seen.add(id(current))
+    while current is not None and id(current) not in seen_ids:  # a chain of causes may be cyclic
+        seen_ids.add(id(current))
         yield current
         current = current.__cause__
 
@@ -250,8 +250,8 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def stepped(self) -> bool | None:
         """Whether its optimizer has stepped since this start; None: unknown."""
-        known = self.phase is not Phase.USER and not self.script and self.phase_seconds
-        return self.phase_seconds[Phase.OPTIMIZER] > 0 if known else None
+        reports_phases = self.phase is not Phase.USER and not self.script and self.phase_seconds
+        return self.phase_seconds[Phase.OPTIMIZER] > 0 if reports_phases else None
 
     def turned(self, now_seconds: float) -> Self:
         """A copy with times replaced by ages, for sending; for a received sample, with ages replaced by times.
@@ -261,8 +261,8 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
         failure = self.failure
         if failure is not None:
             failure = replace(failure, monotonic_seconds=now_seconds - failure.monotonic_seconds)
-        ended = self.code is not None or self.lost
-        return replace(self, failure=failure, ended_seconds=now_seconds - self.ended_seconds if ended else 0.0)
+        has_ended = self.code is not None or self.lost
+        return replace(self, failure=failure, ended_seconds=now_seconds - self.ended_seconds if has_ended else 0.0)
 
 
 class Evidence(Sample, frozen=True, omit_defaults=True):

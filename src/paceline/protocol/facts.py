@@ -69,7 +69,7 @@ class SeenLoader(msgspec.Struct):
     @property
     def training(self) -> list[Pass]:
         """The iterations that trained the model."""
-        return [one for one in self.passes if one.trains]
+        return [loader_pass for loader_pass in self.passes if loader_pass.trains]
 
 
 class SeenStep(msgspec.Struct):

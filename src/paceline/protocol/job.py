@@ -184,9 +184,9 @@ def head_ports(job: JobSpec) -> tuple[int, ...]:
     if job.port:
         return (job.port,)
     digest = hashlib.sha256(job.run_id.encode()).digest()
-    first = int.from_bytes(digest[:4]) % PORTS
+    offset = int.from_bytes(digest[:4]) % PORTS
     stride = 2 * (int.from_bytes(digest[4:8]) % 2000) + 1
-    return tuple(FIRST_PORT + (first + k * stride) % PORTS for k in range(NUM_PORTS))
+    return tuple(FIRST_PORT + (offset + k * stride) % PORTS for k in range(NUM_PORTS))
 
 
 class NodeRanks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

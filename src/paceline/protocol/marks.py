@@ -91,11 +91,11 @@ def put_call(own: StatusPage, table: int, order: Order, call: int) -> None:
 def read_orders(descriptor: int) -> bytes:
     """The tables of calls of a worker, as bytes for messages."""
     data = os.pread(descriptor, GROUPS * ORDER_BYTES, ORDERS_AT)
-    later = os.pread(descriptor, GROUPS * ORDER_BYTES, ORDERS_AT)
+    later_data = os.pread(descriptor, GROUPS * ORDER_BYTES, ORDERS_AT)
     return b"".join(
         data[at : at + ORDER_BYTES]
         for at in range(0, len(data), ORDER_BYTES)
-        if any(data[at : at + 8]) and _is_whole(data[at : at + ORDER.size], later[at : at + ORDER.size])
+        if any(data[at : at + 8]) and _is_whole(data[at : at + ORDER.size], later_data[at : at + ORDER.size])
     )
 
 
@@ -116,8 +116,8 @@ def orders_of(data: bytes) -> list[Order]:
     for at in range(0, len(data) - ORDER_BYTES + 1, ORDER_BYTES):
         count, group, parties = ORDER.unpack_from(data, at)
         ring = struct.unpack_from(f"@{LAST_CALLS}I", data, at + ORDER.size)
-        known = min(count, LAST_CALLS - UNSURE)
-        orders.append(Order(group, parties, count, tuple(ring[n % LAST_CALLS] for n in range(count - known, count))))
+        num_safe = min(count, LAST_CALLS - UNSURE)
+        orders.append(Order(group, parties, count, tuple(ring[n % LAST_CALLS] for n in range(count - num_safe, count))))
     return orders
 
 
@@ -182,8 +182,8 @@ def read_marks(descriptor: int) -> bytes:
 
 def fingerprints_of(data: bytes) -> list[ReplicaFingerprint]:
     """The fingerprints in the bytes of `read_marks`, without partial writes."""
-    whole = MARK.iter_unpack(data[: len(data) // MARK.size * MARK.size])
-    return [ReplicaFingerprint(m[0], m[1], m[2], m[3:7], m[7:11], m[11:15], m[15:19]) for m in whole if m[0] == m[19]]
+    marks = MARK.iter_unpack(data[: len(data) // MARK.size * MARK.size])
+    return [ReplicaFingerprint(m[0], m[1], m[2], m[3:7], m[7:11], m[11:15], m[15:19]) for m in marks if m[0] == m[19]]
 
 
 def read_names(descriptor: int) -> Named:
@@ -220,12 +220,12 @@ class Mismatch:
     @property
     def words(self) -> str:
         """The calls of the ranks, as text."""
-        shown = [rank for rank in range(len(self.calls)) if not self.odd or rank in self.odd]
-        words = "; ".join(f"rank {rank} called {_call(self.calls[rank])}" for rank in shown)
+        shown_ranks = [rank for rank in range(len(self.calls)) if not self.odd or rank in self.odd]
+        text = "; ".join(f"rank {rank} called {_call(self.calls[rank])}" for rank in shown_ranks)
         if not self.odd:
-            return words + "; without a majority, either may be wrong"
-        usual = next(call for rank, call in enumerate(self.calls) if rank not in self.odd)
-        return words + f", while all others called {_call(usual)}"
+            return text + "; without a majority, either may be wrong"
+        majority_call = next(call for rank, call in enumerate(self.calls) if rank not in self.odd)
+        return text + f", while all others called {_call(majority_call)}"
 
 
 def compare_orders(
@@ -240,11 +240,11 @@ def compare_orders(
     sites = {site for count in counts for site in count}
     local |= {site for site in sites if len({count[site] for count in counts}) > 1}
     for group in dict.fromkeys(op.group for history in histories for op in history):
-        of_group = [[op for op in history if op.group == group] for history in histories]
-        labels = [tuple(order_label(op, local) for op in ops) for ops in of_group]
+        ops_by_rank = [[op for op in history if op.group == group] for history in histories]
+        labels = [tuple(order_label(op, local) for op in ops) for ops in ops_by_rank]
         if len(set(labels)) > 1:
-            return _mismatch(of_group, labels)
-        if departure := _departure(of_group, known):
+            return _mismatch(ops_by_rank, labels)
+        if departure := _departure(ops_by_rank, known):
             return departure
     return local
 
@@ -252,16 +252,16 @@ def compare_orders(
 def order_label(op: Op, local: frozenset[str]) -> tuple[str, ...]:
     """The part of a call that must be equal on ranks."""
     # A name replaces the line: one rank may send a bucket during backward, another rank after it.
-    shown = "" if op.name or op.kind in ROOTED or op.site in local else op.site
-    return (*op.signature, shown)
+    shown_site = "" if op.name or op.kind in ROOTED or op.site in local else op.site
+    return (*op.signature, shown_site)
 
 
-def _departure(of_group: Sequence[Sequence[Op]], known: frozenset[str]) -> Mismatch | None:
+def _departure(ops_by_rank: Sequence[Sequence[Op]], known: frozenset[str]) -> Mismatch | None:
     """The first of two equal calls in a row that some ranks made from unknown lines and the others from known lines.
 
     The signatures of the calls are equal on all ranks.
     """
-    for first, second in pairwise(zip(*of_group, strict=True)):
+    for first, second in pairwise(zip(*ops_by_rank, strict=True)):
         if first[0].signature != second[0].signature or first[0].name or first[0].kind in ROOTED:
             continue
         left = [rank for rank, ops in enumerate(zip(first, second, strict=True)) if not known & {op.site for op in ops}]
@@ -271,12 +271,12 @@ def _departure(of_group: Sequence[Sequence[Op]], known: frozenset[str]) -> Misma
     return None
 
 
-def _mismatch(of_group: Sequence[Sequence[Op]], labels: Sequence[tuple[tuple[str, ...], ...]]) -> Mismatch:
+def _mismatch(ops_by_rank: Sequence[Sequence[Op]], labels: Sequence[tuple[tuple[str, ...], ...]]) -> Mismatch:
     (common, votes), *_ = Counter(labels).most_common()
-    at = next(i for i in range(max(map(len, labels))) if len({line[i : i + 1] for line in labels}) > 1)
-    calls = tuple(ops[at] if at < len(ops) else None for ops in of_group)
-    majority = 2 * votes > len(labels)
-    return Mismatch(calls, tuple(r for r, line in enumerate(labels) if line != common) if majority else ())
+    at = next(i for i in range(max(map(len, labels))) if len({row[i : i + 1] for row in labels}) > 1)
+    calls = tuple(ops[at] if at < len(ops) else None for ops in ops_by_rank)
+    has_majority = 2 * votes > len(labels)
+    return Mismatch(calls, tuple(r for r, row in enumerate(labels) if row != common) if has_majority else ())
 
 
 def _call(op: Op | None) -> str:

@@ -49,7 +49,7 @@ ACTIVITIES: Mapping[str, Activity] = {  # the longest matching prefix of a file'
 def activity_of(file: str) -> Activity:
     """The kind of code in a file, in any folder of packages."""
     name = _in_package(file)
-    prefix = max((one for one in ACTIVITIES if name.startswith(one)), key=len, default="")
+    prefix = max((candidate for candidate in ACTIVITIES if name.startswith(candidate)), key=len, default="")
     return ACTIVITIES.get(prefix, Activity.OTHER)
 
 
@@ -144,8 +144,8 @@ def imports_torch(stack: Sequence[Frame]) -> bool:
 
 def stands_at(evidence: Evidence, op: Op) -> bool:
     """Whether the line that called `op` is still on the stack."""
-    caller, _, inside = op.site.partition(BY)
-    lines = {caller.partition(" ")[0], *([inside] if inside else [])}
+    caller, _, library_line = op.site.partition(BY)
+    lines = {caller.partition(" ")[0], *([library_line] if library_line else [])}
     return bool(caller) and lines <= {line_of(frame) for frame in frames(evidence)}
 
 
@@ -170,5 +170,5 @@ def library_suffix(library: Frame | None) -> str:
 
 def called_at(frame: Frame | None, library: Frame | None) -> str:
     """A user's line and the line of the library that it called, limited to SITE_CHARS."""
-    inner = library_suffix(library)
-    return site(frame)[: SITE_CHARS - len(inner)] + inner
+    suffix = library_suffix(library)
+    return site(frame)[: SITE_CHARS - len(suffix)] + suffix

@@ -135,19 +135,19 @@ class StatusPage:
 
     def enter(self, phase: Phase) -> Phase:
         """Begin a phase; return the previous phase."""
-        before, now = self._phase, time.monotonic_ns()
+        previous, now = self._phase, time.monotonic_ns()
         if self.on_device is None:
-            self.spent_ns[before] = spent_ns = self.spent_ns[before] + now - self._since_ns
-            self._words[_PHASES + before] = spent_ns
+            self.spent_ns[previous] = spent_ns = self.spent_ns[previous] + now - self._since_ns
+            self._words[_PHASES + previous] = spent_ns
         else:
-            self._spend(before, 0 if self.spent_ns[before] else 1)  # nonzero now; the device reports the time later
-            for passed, spent_ns in self.on_device(phase):
-                self._spend(passed, spent_ns)
+            self._spend(previous, 0 if self.spent_ns[previous] else 1)  # nonzero now; the device reports the time later
+            for past_phase, spent_ns in self.on_device(phase):
+                self._spend(past_phase, spent_ns)
         self._phase, self._since_ns = phase, now
         self._words[_SINCE] = now
         self._words[_PHASE] = phase
         self._words[_CHANGES] += 1
-        return before
+        return previous
 
     def _spend(self, phase: Phase, spent_ns: int) -> None:
         self.spent_ns[phase] += spent_ns
@@ -223,7 +223,7 @@ class StatusPage:
 
     def calls_since(self, since_ns: int) -> list[tuple[int, float, Op]]:
         """The operations since `since_ns`, the oldest first: (start, seconds or -1 if it runs, operation)."""
-        found: list[tuple[int, float, Op]] = []
+        calls: list[tuple[int, float, Op]] = []
         newest = self.get("ops")
         for number in range(newest, max(0, newest - RECORDS), -1):
             at = RING_AT + (number - 1) % RECORDS * RECORD.size
@@ -233,8 +233,8 @@ class StatusPage:
             if WORD.unpack_from(data, BEGAN_AT)[0] < since_ns:
                 break
             (state,) = struct.unpack_from("@I", data, STATE_AT)
-            found += [(began_ns, (state - 1) / 1e6 if state else -1.0, op) for began_ns, op in records(data)]
-        return found[::-1]
+            calls += [(began_ns, (state - 1) / 1e6 if state else -1.0, op) for began_ns, op in records(data)]
+        return calls[::-1]
 
     def keep_for_steps(self) -> None:
         """With the guard off: share only steps and the items of loader processes from now on."""
@@ -321,14 +321,14 @@ class Counters:
 def read_counters(descriptor: int) -> Counters:
     """Read the counters. Never fails for any content."""
     data = os.pread(descriptor, SLOTS_AT, 0).ljust(SLOTS_AT, b"\0")
-    value = {name: WORD.unpack_from(data, at)[0] for name, at in COUNTERS_AT.items()}
-    phase = Phase(value["phase"]) if value["phase"] in {*Phase} else Phase.USER
-    spent = tuple(WORD.unpack_from(data, PHASES_AT + p * WORD.size)[0] / 1e9 for p in Phase)
-    moved = tuple(value[name] for name in ("step", "phase", "changes", "ops", "enqueued"))
-    met, flags = value["ops"] > 0 or value["enqueued"] > 0, ("waiting", "script", "notes_stops", "uneven")
-    plain = {name: value[name] for name in ("step", "ready", "answered", "beat_ns", "alone", "marks", "findings")}
-    flagged = {name: bool(value[name]) for name in flags}
-    return Counters(phase=phase, met=met, moved=moved, phase_seconds=spent, **flagged, **plain)
+    values = {name: WORD.unpack_from(data, at)[0] for name, at in COUNTERS_AT.items()}
+    phase = Phase(values["phase"]) if values["phase"] in {*Phase} else Phase.USER
+    spent_seconds = tuple(WORD.unpack_from(data, PHASES_AT + p * WORD.size)[0] / 1e9 for p in Phase)
+    moved = tuple(values[name] for name in ("step", "phase", "changes", "ops", "enqueued"))
+    has_met, flags = values["ops"] > 0 or values["enqueued"] > 0, ("waiting", "script", "notes_stops", "uneven")
+    numbers = {name: values[name] for name in ("step", "ready", "answered", "beat_ns", "alone", "marks", "findings")}
+    flagged = {name: bool(values[name]) for name in flags}
+    return Counters(phase=phase, met=has_met, moved=moved, phase_seconds=spent_seconds, **flagged, **numbers)
 
 
 def put_question(descriptor: int, question: int) -> None:
@@ -400,13 +400,13 @@ def read_ring(descriptor: int) -> list[Op]:
 def of_this_life(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op]]:
     """Remove the calls of an earlier group of the same name. Numbers restart with a new group."""
     kept: list[tuple[int, Op]] = []
-    last: dict[str, int] = {}
-    for at, op in operations:
-        if not op.is_message and op.seq < last.get(op.group, 0):
-            kept = [one for one in kept if one[1].group != op.group]
+    last_seqs: dict[str, int] = {}
+    for began_ns, op in operations:
+        if not op.is_message and op.seq < last_seqs.get(op.group, 0):
+            kept = [entry for entry in kept if entry[1].group != op.group]
         if not op.is_message:
-            last[op.group] = op.seq
-        kept.append((at, op))
+            last_seqs[op.group] = op.seq
+        kept.append((began_ns, op))
     return kept
 
 

@@ -131,8 +131,8 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
         return False
     with suppress(OSError):
         # a separate file per generation, so that the first failure remains after restarts
-        later = f"-generation-{spec.generation}" if spec.generation else ""
-        writing.replace(Path(spec.attempt_dir) / f"error-{rank}{later}.json", encoded)
+        suffix = f"-generation-{spec.generation}" if spec.generation else ""
+        writing.replace(Path(spec.attempt_dir) / f"error-{rank}{suffix}.json", encoded)
     return True
 
 
@@ -149,9 +149,9 @@ def report_victim(error: BaseException, what: str) -> None:
 def _plain(value: Any) -> Any:
     """`value` in JSON types: numbers, lists and tables unchanged, other values as text."""
     if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return {str(key): _plain(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, list):
-        return [_plain(one) for one in value]  # pyright: ignore[reportUnknownVariableType]
+        return [_plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
     return value if value is None or isinstance(value, (bool, int, float)) else _clipped(str(value))
 
 
@@ -181,8 +181,8 @@ def report_error(error: BaseException) -> int:
         return INTERRUPTED
     has_message = isinstance(error, PacelineError)
     code = error.exit_code if has_message else ExitCode.FAILED
-    by_peer = isinstance(error, ReportedByPeer)
-    if record_failure(error, code, traceback=not has_message, victim=by_peer or None) or by_peer:
+    reported_by_peer = isinstance(error, ReportedByPeer)
+    if record_failure(error, code, traceback=not has_message, victim=reported_by_peer or None) or reported_by_peer:
         return code
     on_all_ranks = has_message and "torch.distributed" not in sys.modules
     if on_all_ranks and os.environ.get("RANK", "0") != "0":

@@ -85,14 +85,14 @@ def worker_command(script_and_args: Sequence[str], python: str = sys.executable)
     script, arguments = script_and_args[0], tuple(script_and_args[1:])
     if arguments and _is_this_python(script, python) and (arguments[0].endswith(".py") or arguments[0] == "-m"):
         script, arguments = arguments[0], arguments[1:]  # a common form: `-- python train.py`
-    through = (python, "-P", "-m", BOOTSTRAP)  # -P: do not import modules of the working folder
+    bootstrap = (python, "-P", "-m", BOOTSTRAP)  # -P: do not import modules of the working folder
     if script == "-m":
         if not arguments or arguments[0].startswith("-"):
             raise UsageError(code="module-missing")
-        return (*through, "-m", *arguments)
+        return (*bootstrap, "-m", *arguments)
     if script.endswith(".py"):
         _check_file(script)
-        return (*through, script, *arguments)
+        return (*bootstrap, script, *arguments)
     if "/" in script:
         _check_file(script)
         if not os.access(script, os.X_OK):
@@ -119,15 +119,15 @@ def _check_file(script: str) -> None:
 
 def _near(path: Path) -> str:
     try:
-        there = sorted(
+        scripts = sorted(
             str(path.with_name(p.name)) for p in path.absolute().parent.iterdir() if p.suffix == ".py" and p.is_file()
         )
     except OSError:
         return ""
-    near = difflib.get_close_matches(str(path), there, n=3)
-    if near:
-        return f" Did you mean {' or '.join(near)}?"
-    return f" Scripts there: {', '.join(there[:12])}" if there else ""
+    similar = difflib.get_close_matches(str(path), scripts, n=3)
+    if similar:
+        return f" Did you mean {' or '.join(similar)}?"
+    return f" Scripts there: {', '.join(scripts[:12])}" if scripts else ""
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -135,15 +135,15 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
     `--check` before them also records facts of the run for `paceline launch --check`.
     """
-    also: tuple[Events, ...] = ()
+    listeners: tuple[Events, ...] = ()
     if arguments[:1] == [CHECK]:
         arguments, spec = arguments[1:], WorkerSpec.here()
         if spec is not None and spec.attempt_dir:
             from paceline.rank.check import watch  # costs all other scripts nothing
 
-            also = watch(Path(spec.attempt_dir))
+            listeners = watch(Path(spec.attempt_dir))
     attach()
-    run_script(arguments, *also)
+    run_script(arguments, *listeners)
 
 
 def run_script(arguments: Sequence[str], *also: Events) -> NoReturn:
@@ -152,11 +152,11 @@ def run_script(arguments: Sequence[str], *also: Events) -> NoReturn:
     if not arguments or arguments == ["-m"]:
         print(f"usage: python -m {BOOTSTRAP} SCRIPT ARGS | -m MODULE ARGS", file=sys.stderr)
         sys.exit(ExitCode.USAGE)
-    ended: Callable[[], None] | None = None
+    report_end: Callable[[], None] | None = None
     if (spec := WorkerSpec.here()) is not None:
         if os.isatty(0):
             ask_in_turn(spec.temporary)
-        ended = watch_script(Guard.of_process(), *also)
+        report_end = watch_script(Guard.of_process(), *also)
     try:
         _run(arguments)
     except SystemExit as end:
@@ -165,8 +165,8 @@ def run_script(arguments: Sequence[str], *also: Events) -> NoReturn:
         code = _report_failure(error, is_worker=os.getpid() == pid)
     else:
         code = 0
-    if code == 0 and ended is not None:
-        ended()
+    if code == 0 and report_end is not None:
+        report_end()
     if code >= 0 and "torch" not in sys.modules:  # with torch, `exit_worker` skips its static destructors
         Guard.of_process().leave(code)
         sys.exit(code)
@@ -246,7 +246,7 @@ def ask_in_turn(folder: str) -> None:
 
     Direct reads of `sys.stdin` are not serialized, as under torchrun. `folder` is equal for all ranks of the node.
     """
-    ask, asking = builtins.input, False
+    builtin_input, asking = builtins.input, False
 
     @contextmanager
     def turn() -> Generator[None]:
@@ -266,7 +266,7 @@ def ask_in_turn(folder: str) -> None:
                 fcntl.flock(lock, fcntl.LOCK_UN)  # even if a fork holds the file open
             os.close(lock)
 
-    @wraps(ask)
+    @wraps(builtin_input)
     def asked(prompt: object = "", /) -> str:
         with turn():
             to_pipe = not sys.stdout.isatty() or "readline" not in sys.modules  # without readline it goes to stderr
@@ -274,8 +274,8 @@ def ask_in_turn(folder: str) -> None:
                 sys.stdout.flush()
                 with suppress(OSError):
                     os.write(0, f"[rank {os.environ.get('RANK', '')}] {prompt}".encode(errors="replace"))
-                return ask()
-            return ask(prompt)
+                return builtin_input()
+            return builtin_input(prompt)
 
     def wrap_pdb(*, late: bool) -> None:
         del late
@@ -298,17 +298,17 @@ def watch_script(guard: Guard, *also: Events) -> Callable[[], None]:
 
     The caller must call the result when the script has ended with exit code 0.
     """
-    box, names, marker, failed = guard.box, Names(guard.box), None, None
-    joint = JointOptimizers(lambda: box.get("ops"))
-    listeners: list[Events] = [joint, StepCounter(box, joint)]
+    page, names, marker, on_failure = guard.box, Names(guard.box), None, None
+    joint = JointOptimizers(lambda: page.get("ops"))
+    listeners: list[Events] = [joint, StepCounter(page, joint)]
     if guard.on:
-        steps, batches, marker = ScriptPhases(box, joint), BatchTracker(), OrderMarks(box, names)
-        swallowed = SwallowedExceptions(box, steps)
-        failed = partial(swallowed.raised, "collective")
-        faults = NonFiniteGradients(box, steps, batches), swallowed, StaleGradients(box, steps)
-        listeners = [joint, batches, *faults, steps, JoinContexts(box), Fingerprints(box, names, joint)]
+        steps, batches, marker = ScriptPhases(page, joint), BatchTracker(), OrderMarks(page, names)
+        swallowed = SwallowedExceptions(page, steps)
+        on_failure = partial(swallowed.raised, "collective")
+        faults = NonFiniteGradients(page, steps, batches), swallowed, StaleGradients(page, steps)
+        listeners = [joint, batches, *faults, steps, JoinContexts(page), Fingerprints(page, names, joint)]
     hooks = Hooks(guard.warn_once).listen(*listeners, *also).install()
-    guard.attach_probes(lambda: hooks.dismiss(*listeners), marker, failed)
+    guard.attach_probes(lambda: hooks.dismiss(*listeners), marker, on_failure)
     return hooks.end
 
 
@@ -325,11 +325,11 @@ def attach_to_agent(plan: NodePlan, env: Mapping[str, str]) -> None:
     rank, is_first = int(env["RANK"]), env["LOCAL_RANK"] == "0"
     address = agent_address(env, job_token(env))
     try:
-        box, record = make_status_page(rank), os.memfd_create(f"paceline-record-{rank}")
+        page_fd, record_fd = make_status_page(rank), os.memfd_create(f"paceline-record-{rank}")
         if is_first:
             start_agent(address, plan)
-        attachment = Attachment(rank, address, (box, record), first=is_first, several_nodes=plan.nodes > 1)
-        guard = Guard.observed(box, record).start().watch_torch()
+        attachment = Attachment(rank, address, (page_fd, record_fd), first=is_first, several_nodes=plan.nodes > 1)
+        guard = Guard.observed(page_fd, record_fd).start().watch_torch()
         guard.leave = attachment.leave
     except Exception as error:
         if is_first:
@@ -422,7 +422,7 @@ class Attachment:
         try:
             while stores[1] is None or meeting is None:  # some ranks may reach only the default store, not the port
                 if recorder.distributed() is not None:
-                    stores = [one or make() for one, make in zip(stores, (_store_at_port, _default_store), strict=True)]
+                    stores = [s or make() for s, make in zip(stores, (_store_at_port, _default_store), strict=True)]
                 for store in filter(None, stores):
                     if meeting is not None:
                         store.set(key, msgspec.json.encode(meeting))
@@ -437,8 +437,8 @@ def _store_at_port() -> Any:
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     try:
         socket.create_connection((address, int(port)), PROBE_SECONDS).close()  # torch would print an error
-        make = sys.modules["torch.distributed"].TCPStore
-        return make(address, int(port), None, False, timedelta(seconds=STORE_SECONDS), wait_for_workers=False)
+        store_class = sys.modules["torch.distributed"].TCPStore
+        return store_class(address, int(port), None, False, timedelta(seconds=STORE_SECONDS), wait_for_workers=False)
     except (OSError, ValueError, RuntimeError):
         return None
 

@@ -47,16 +47,16 @@ def translate_to_torchrun(env: Mapping[str, str]) -> dict[str, str]:
     if len(set_already) == len(COUNTS):
         _check_not_exported(env)
         return {}
-    for starter, read in _READERS.items():
-        found = read(env)
-        if not found:
+    for launcher, read in _READERS.items():
+        variables = read(env)
+        if not variables:
             continue
         if set_already:
-            size, needed = found["WORLD_SIZE"], [*COUNTS, *ADDRESS]
+            size, needed = variables["WORLD_SIZE"], [*COUNTS, *ADDRESS]
             raise UsageError(
-                code="variables-beside-launcher", present=set_already, launcher=starter, size=size, needed=needed
+                code="variables-beside-launcher", present=set_already, launcher=launcher, size=size, needed=needed
             )
-        return found
+        return variables
     return {}
 
 
@@ -112,8 +112,8 @@ def rank_counts(env: Mapping[str, str]) -> tuple[int, int, int, int]:
 
 def _check_not_exported(env: Mapping[str, str]) -> None:
     """Check that a batch script has not exported the variables for all tasks: RANK=$SLURM_PROCID is 0 there."""
-    agent = any(name in env for name in ("TORCHELASTIC_RUN_ID", RUN_ID))
-    if agent or not _in_step(env) or env["WORLD_SIZE"] != env.get("SLURM_NTASKS") or env["WORLD_SIZE"] == "1":
+    has_agent = any(name in env for name in ("TORCHELASTIC_RUN_ID", RUN_ID))
+    if has_agent or not _in_step(env) or env["WORLD_SIZE"] != env.get("SLURM_NTASKS") or env["WORLD_SIZE"] == "1":
         return
     if env["RANK"] != env.get("SLURM_PROCID"):
         task, size = env.get("SLURM_PROCID"), env["WORLD_SIZE"]
@@ -128,10 +128,10 @@ def _from_slurm(env: Mapping[str, str]) -> dict[str, str]:
         return {}
     rank, local_rank, node = (whole_number(env, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
-    names = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
-    if rank is None or local_rank is None or node is None or not tasks or not names:
+    node_list = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    if rank is None or local_rank is None or node is None or not tasks or not node_list:
         raise UsageError(code="slurm-variables-missing", tasks=size)
-    nodes = expand_nodes(names)
+    nodes = expand_nodes(node_list)
     job, step = whole_number(env, "SLURM_JOB_ID", "SLURM_JOBID") or 0, _step_id(env)
     # not SLURM_LAUNCH_NODE_IPADDR: srun often runs on a login node
     address = LOOPBACK if len(nodes) == 1 else nodes[0]
@@ -227,23 +227,23 @@ def expand_nodes(text: str) -> list[str]:
     return names
 
 
-def _numbers(text: str, whole: str) -> Iterator[str]:
+def _numbers(text: str, node_list: str) -> Iterator[str]:
     for entry in text.split(","):
         match = _RANGE.fullmatch(entry)
         first, last = (int(match[1]), int(match[2] or match[1])) if match is not None else (0, -1)
         if match is None or not 0 <= last - first < MAX_NODES:
-            raise UsageError(code="node-range-invalid", value=whole, range=entry)
+            raise UsageError(code="node-range-invalid", value=node_list, range=entry)
         yield from (str(number).zfill(len(match[1])) for number in range(first, last + 1))
 
 
 def tasks_of_node(text: str, node: int) -> int:
     """The number of tasks on node `node` (from 0). `2(x3),1` means 2 on each of three nodes, and 1 on the fourth."""
-    left = node
+    nodes_left = node
     for entry in text.split(","):
         match = _TASKS.fullmatch(entry)
         if match is None:
             raise UsageError(code="tasks-per-node-invalid", value=text)
-        left -= int(match[2] or 1)
-        if left < 0:
+        nodes_left -= int(match[2] or 1)
+        if nodes_left < 0:
             return int(match[1])
     raise UsageError(code="tasks-per-node-too-short", value=text, node=node)

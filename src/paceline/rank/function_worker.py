@@ -25,20 +25,20 @@ def main() -> None:
     function, args, kwargs = cloudpickle.loads(call)  # needs the restored sys.path
     if rank == 0:
         ProgressWriter.here = ProgressWriter(folder / "progress")
-        for stale in folder.glob("result-*"):  # from a generation with more ranks
-            if int(stale.name.rpartition("-")[2]) >= int(os.environ["WORLD_SIZE"]):
-                stale.unlink()
+        for stale_path in folder.glob("result-*"):  # from a generation with more ranks
+            if int(stale_path.name.rpartition("-")[2]) >= int(os.environ["WORLD_SIZE"]):
+                stale_path.unlink()
     try:
         result = _sendable(function(*args, **kwargs))
     except BaseException as error:
-        below = error.__traceback__ and error.__traceback__.tb_next  # this function
-        trace = "".join(traceback.format_exception(type(error), error, below))
+        user_traceback = error.__traceback__ and error.__traceback__.tb_next  # this function
+        trace = "".join(traceback.format_exception(type(error), error, user_traceback))
         with suppress(Exception):  # for an exception that cannot be pickled, the caller uses the failure record
             (folder / f"error-{rank}").write_bytes(cloudpickle.dumps((error.with_traceback(None), trace)))
         raise
-    partial = folder / f".result-{rank}"
-    partial.write_bytes(result)
-    partial.rename(folder / f"result-{rank}")
+    partial_path = folder / f".result-{rank}"
+    partial_path.write_bytes(result)
+    partial_path.rename(folder / f"result-{rank}")
 
 
 def _sendable(result: Any) -> bytes:

@@ -80,8 +80,8 @@ class Guard:
         """The guard of this process."""
         if Guard._of_process is None:
             spec = WorkerSpec.here()
-            box = None if spec is None else StatusPage.inherited(spec.box)
-            Guard._of_process = guard = cls(box, on=spec is None or spec.guarded)
+            page = None if spec is None else StatusPage.inherited(spec.box)
+            Guard._of_process = guard = cls(page, on=spec is None or spec.guarded)
             os.register_at_fork(after_in_child=guard._in_child)
         return Guard._of_process
 
@@ -133,11 +133,11 @@ class Guard:
     @contextmanager
     def phase(self, phase: Phase) -> Generator[None]:
         """Inside the context, the process is in this phase."""
-        before = self.box.enter(phase)
+        previous = self.box.enter(phase)
         try:
             yield
         finally:
-            self.box.enter(before)
+            self.box.enter(previous)
 
     def released(self) -> str:
         """The agent's reason as JSON, if it has unblocked this rank; else empty."""
@@ -228,29 +228,29 @@ class Watcher:
                     self._warn_once(error)
 
     def _beat(self) -> None:
-        box = self._box
-        box.put("beat_ns", time.monotonic_ns())
+        page = self._box
+        page.put("beat_ns", time.monotonic_ns())
         if self._native is not None:
-            box.put("ready", self._native.ready())
+            page.put("ready", self._native.ready())
         groups = [*self._ledger.groups.values()]
         for group in groups:
-            group.sweep(box)
+            group.sweep(page)
         enqueued = [group for group in groups if group.enqueued]
         if enqueued and not recorder.capturing.is_set() and (self._still > 0 or not recorder.in_flight()):
             pending = recorder.pending(self._groups()) if recorder.in_flight() else ()
             for group in enqueued:
-                group.end_enqueued(pending, box)
-        now = (sum(recorder.sequence_numbers().values()), box.get("ops"))
-        self._still = self._still + 1 if now == self._last else 0
-        self._last = now
-        box.put("enqueued", now[0])
-        box.put("waiting", self._ledger.waiting or (self._still > 0 and recorder.in_flight()))
+                group.end_enqueued(pending, page)
+        counts = (sum(recorder.sequence_numbers().values()), page.get("ops"))
+        self._still = self._still + 1 if counts == self._last else 0
+        self._last = counts
+        page.put("enqueued", counts[0])
+        page.put("waiting", self._ledger.waiting or (self._still > 0 and recorder.in_flight()))
 
     def _reply(self) -> None:
-        asked = self._box.get("asked")
-        if asked <= self._answered:
+        question = self._box.get("asked")
+        if question <= self._answered:
             return
-        self._answered = asked
+        self._answered = question
         groups = self._groups()
         stacks = recorder.stacks(self._main)
         answer = Answer(
@@ -260,7 +260,7 @@ class Watcher:
             stacks=stacks,
             enqueued=self._last[0],
         )
-        self._box.answer(asked, msgspec.json.encode(answer))
+        self._box.answer(question, msgspec.json.encode(answer))
 
     def _groups(self) -> dict[str, Group]:
         return {group.name: group for group in [*self._ledger.groups.values()] if group.still_there() is not None}
@@ -339,24 +339,24 @@ class Connections:
         @hide_from_warnings
         @wraps(make)
         def made(*args: Any, **kwargs: Any) -> Any:
-            before = open_sockets()
+            sockets_before = open_sockets()
             try:
                 group = make(*args, **kwargs)
             finally:
-                new = {inode: number for inode, number in open_sockets().items() if inode not in before}
+                new_sockets = {inode: fd for inode, fd in open_sockets().items() if inode not in sockets_before}
             # NCCL needs its ports open: ranks connect at their first collective
             if _is_nccl(distributed, group[0]) and "gloo" not in str(distributed._world.pg_backend_config[group[0]]):
                 return group
-            self.inodes |= new.keys()
-            self.ends = far_ends(new.values())
+            self.inodes |= new_sockets.keys()
+            self.ends = far_ends(new_sockets.values())
             if os.environ.get("TORCH_GLOO_LAZY_INIT", "").upper() in ("", "0", "OFF", "FALSE", "N", "NO"):
-                if not shut(new.values()) and os.environ.get("RANK", "0") == "0":
+                if not shut(new_sockets.values()) and os.environ.get("RANK", "0") == "0":
                     print(
                         "paceline: this system cannot close the ports of process groups. Other users of this machine "
                         "can connect to them, which wastes memory and time, but they cannot act as a rank",
                         file=sys.stderr,
                     )
-                if users := foreign_users(new.values()):
+                if users := foreign_users(new_sockets.values()):
                     if self._tolerated is None:
                         raise foreign_user_error(users)
                     self._tolerated.append(users)
@@ -375,10 +375,10 @@ class Connections:
 
     def shut(self) -> None:
         """Shut down the recorded connections that are still open."""
-        for one in _internet([descriptor for inode, descriptor in open_sockets().items() if inode in self.inodes]):
-            if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        for sock in _internet([descriptor for inode, descriptor in open_sockets().items() if inode in self.inodes]):
+            if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 with suppress(OSError):  # closed meanwhile
-                    one.shutdown(socket.SHUT_RDWR)
+                    sock.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(frozen=True)
@@ -394,15 +394,15 @@ def far_ends(descriptors: Collection[int]) -> list[End]:
     """Our ends of connections to other hosts."""
     ports: set[int] = set()
     pairs: list[tuple[tuple[str, int], tuple[str, int]]] = []
-    for one in _internet(descriptors):
-        if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            ports.add(one.getsockname()[1])
+    for sock in _internet(descriptors):
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            ports.add(sock.getsockname()[1])
             continue
         with suppress(OSError):  # closed by the other side
-            pairs.append((one.getsockname()[:2], one.getpeername()[:2]))
+            pairs.append((sock.getsockname()[:2], sock.getpeername()[:2]))
     return [
-        End(f"{own[0]} {own[1]} {its[0]} {its[1]}", f"{its[0]} {its[1]} {own[0]} {own[1]}", own[1] in ports)
-        for own, its in pairs
+        End(f"{own[0]} {own[1]} {peer[0]} {peer[1]}", f"{peer[0]} {peer[1]} {own[0]} {own[1]}", own[1] in ports)
+        for own, peer in pairs
         if not is_loopback(own[0])
     ]
 
@@ -438,17 +438,17 @@ def shut(descriptors: Collection[int]) -> bool:
         Whether all ports are closed; a kernel may support neither method.
     """
     return all(
-        sign(one, os.urandom(16)) or _filter(one)  # with a secret key
-        for one in _internet(descriptors)
-        if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        sign(sock, os.urandom(16)) or _filter(sock)  # with a secret key
+        for sock in _internet(descriptors)
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     )
 
 
-def _filter(one: socket.socket) -> bool:
+def _filter(sock: socket.socket) -> bool:
     """Attach a packet filter with one instruction, "return 0 bytes". Newer kernels allow this only for root."""
     instruction = ctypes.create_string_buffer(struct.pack("HBBI", BPF_RETURN, 0, 0, 0))
     with suppress(OSError):
-        one.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(instruction)))
+        sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(instruction)))
         return True
     return False
 
@@ -456,11 +456,11 @@ def _filter(one: socket.socket) -> bool:
 def foreign_users(descriptors: Collection[int]) -> list[str]:
     """The other users that are connected over the loopback."""
     ends: dict[tuple[str, str], None] = {}
-    for one in _internet(descriptors):
+    for sock in _internet(descriptors):
         with suppress(OSError):  # it only listens
-            (address, port), (its_address, its_port) = one.getsockname()[:2], one.getpeername()[:2]
-            if address == its_address == LOOPBACK:
-                ends[proc_net_address(its_address, its_port), proc_net_address(address, port)] = None
+            (address, port), (peer_address, peer_port) = sock.getsockname()[:2], sock.getpeername()[:2]
+            if address == peer_address == LOOPBACK:
+                ends[proc_net_address(peer_address, peer_port), proc_net_address(address, port)] = None
     # (local end, remote end) -> user, of all IPv4 connections in this network namespace
     users = {(row[1], row[2]): int(row[7]) for row in tcp_connections("tcp")} if ends else {}
     return [user_name(user) for user in sorted({users[end] for end in ends if end in users} - {os.geteuid()})]
@@ -473,6 +473,6 @@ def foreign_user_error(users: list[str]) -> UsageError:
 
 def _internet(descriptors: Collection[int]) -> Iterator[socket.socket]:
     for descriptor in descriptors:
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # closing this does not close gloo's
-            if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-                yield one
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:  # closing this does not close gloo's
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                yield sock

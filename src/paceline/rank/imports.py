@@ -22,13 +22,13 @@ def import_all(modules: Sequence[str]) -> None:
 
     Measured with torch and its compiler: 1.5 s of a core instead of 2.1 s.
     """
-    collects = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         for module in modules:
             importlib.import_module(module)
     finally:
-        if collects:
+        if was_enabled:
             gc.enable()
 
 

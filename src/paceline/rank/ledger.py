@@ -190,11 +190,11 @@ def torch_number(backend: Any, group: Group) -> int:
 
 def peer_of(asked: list[Any], group: Group, kind: ReadingRule) -> int:
     """The peer or root of a call as a rank of the world, from the arguments that may contain it."""
-    of_world, of_group = [*asked, None][:2]
-    if of_world is not None:
-        return of_world
-    if of_group is not None:
-        return group.members[of_group]
+    world_rank, group_rank = [*asked, None][:2]
+    if world_rank is not None:
+        return world_rank
+    if group_rank is not None:
+        return group.members[group_rank]
     return NO_PEER if kind.message else 0  # recv from any rank; torch's default root
 
 
@@ -241,11 +241,11 @@ class Ledger:
         if self._torch is not None:
             return
         self._torch = distributed
-        for name, kind in KINDS.items():
+        for name, rule in KINDS.items():
             call = getattr(distributed, name, None)
             if call is None or (late and name in ("isend", "irecv")):  # None: a different version of torch
                 continue
-            wrapper = self._wrapped(call, SAME.get(name, name), kind)
+            wrapper = self._wrapped(call, SAME.get(name, name), rule)
             for module in (distributed, *others):
                 if getattr(module, name, None) is call:
                     setattr(module, name, wrapper)
@@ -269,7 +269,7 @@ class Ledger:
 
     def taken(self) -> list[Op]:
         """The calls in the last `take_order`, the oldest first; at most the last 256."""
-        return [replace(known.op, seq=seq, done=True) for known, seq in self._taken]
+        return [replace(call.op, seq=seq, done=True) for call, seq in self._taken]
 
     def begin_own(self, owner: object, ranks: tuple[int, ...], op: Op, *, of_all: bool = True) -> StartedCall | None:
         """Record the start of an operation of paceline, for `end_own`; None if nothing is recorded. Never raises.
@@ -285,11 +285,11 @@ class Ledger:
                 if group is not None:
                     self._gone.append(group)
                 group = self.groups[id(owner)] = Group(op.group, of_all, ranks, True, weakref.ref(owner))
-            place = call_site(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
-            known = self._known_at(place, (op,), lambda site: replace(op, site=site))
+            caller_site = call_site(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+            call = self._known_at(caller_site, (op,), lambda site: replace(op, site=site))
             group.calls += 1
             self._own += 1
-            return self._note(known, group, group.calls, NO_PEER if op.peer is None else op.peer)
+            return self._note(call, group, group.calls, NO_PEER if op.peer is None else op.peer)
         except Exception as error:
             self._warn_once(error)
             return None
@@ -302,9 +302,9 @@ class Ledger:
 
     def group_of(self, backend: Any) -> Group | None:
         """The record of a process group; None if this rank is not a member."""
-        found = self.groups.get(id(backend))
-        if found is not None and found.still_there() is backend:
-            return found
+        group = self.groups.get(id(backend))
+        if group is not None and group.still_there() is backend:
+            return group
         world = self._torch._world
         if backend not in world.pg_names:
             return None
@@ -315,13 +315,13 @@ class Ledger:
         of_all = len(members) == world.default_pg.size()
         # querying NCCL during the capture of a CUDA graph would invalidate the graph
         polled = "nccl" not in str(world.pg_backend_config[backend])
-        found = self.groups[id(backend)] = Group(world.pg_names[backend], of_all, members, polled, weakref.ref(backend))
-        return found
+        group = self.groups[id(backend)] = Group(world.pg_names[backend], of_all, members, polled, weakref.ref(backend))
+        return group
 
-    def _wrapped(self, call: Callable[..., Any], name: str, kind: ReadingRule) -> Callable[..., Any]:
-        places = {parameter: at for at, parameter in enumerate(signature(call).parameters)}
-        tensor_at, group_at, tensor_name = places.get(kind.tensor, 99), places["group"], kind.tensor
-        peers = [(places[peer], peer) for peer in kind.peer or () if peer in places]
+    def _wrapped(self, call: Callable[..., Any], name: str, rule: ReadingRule) -> Callable[..., Any]:
+        positions = {parameter: at for at, parameter in enumerate(signature(call).parameters)}
+        tensor_at, group_at, tensor_name = positions.get(rule.tensor, 99), positions["group"], rule.tensor
+        peers = [(positions[peer], peer) for peer in rule.peer or () if peer in positions]
         inside = self._inside
 
         @hide_from_warnings
@@ -330,15 +330,15 @@ class Ledger:
             thread = get_ident()
             if thread in inside or not self.active:
                 return call(*args, **kwargs)
-            begun, internal_error = None, None
+            started_call, internal_error = None, None
             try:
                 group = args[group_at] if len(args) > group_at else kwargs.get("group")
-                passed = args[tensor_at] if len(args) > tensor_at else kwargs.get(tensor_name)
-                asked = peers and [args[at] if len(args) > at else kwargs.get(peer) for at, peer in peers]
-                begun = self._begin(name, kind, passed, group, asked)
+                tensor_arg = args[tensor_at] if len(args) > tensor_at else kwargs.get(tensor_name)
+                peer_args = peers and [args[at] if len(args) > at else kwargs.get(peer) for at, peer in peers]
+                started_call = self._begin(name, rule, tensor_arg, group, peer_args)
             except Exception as error:
                 internal_error = error
-            if begun is None:
+            if started_call is None:
                 result = call(*args, **kwargs)  # if it also raises, the arguments were invalid
                 if internal_error is not None:
                     self._warn_once(internal_error)
@@ -348,19 +348,19 @@ class Ledger:
             try:
                 result = call(*args, **kwargs)
             except BaseException as error:
-                self._end(begun, None, failed=True)
+                self._end(started_call, None, failed=True)
                 self._report(error)
                 raise
             finally:
                 inside.discard(thread)
                 if before is not None and not self._box.get("released"):  # an unblocked call is not progress
                     self._box.enter(before)
-            self._end(begun, result)
+            self._end(started_call, result)
             return result
 
-        made: Any = wrapper
-        made._torchdynamo_disable = True  # compiled code calls it untraced, as torch's functions
-        leave_untraced(made.__code__)
+        untyped_wrapper: Any = wrapper
+        untyped_wrapper._torchdynamo_disable = True  # compiled code calls it untraced, as torch's functions
+        leave_untraced(untyped_wrapper.__code__)
         return wrapper
 
     def _wrap_wait(self, work: Any) -> None:
@@ -377,9 +377,9 @@ class Ledger:
                 self._report(error)
                 raise
 
-        made: Any = wait
-        made._torchdynamo_disable = True
-        leave_untraced(made.__code__)
+        untyped_wait: Any = wait
+        untyped_wait._torchdynamo_disable = True
+        leave_untraced(untyped_wait.__code__)
         work.wait = wait
 
     def _report(self, error: BaseException) -> None:
@@ -389,76 +389,76 @@ class Ledger:
             except Exception as internal_error:
                 self._warn_once(internal_error)
 
-    def _begin(self, name: str, kind: ReadingRule, passed: Any, group: Any, asked: list[Any]) -> StartedCall | None:
+    def _begin(self, name: str, rule: ReadingRule, tensor_arg: Any, group: Any, peers: list[Any]) -> StartedCall | None:
         backend = self._torch._world.default_pg if group is None else group
-        found = None if backend is None else self.group_of(backend)
-        if found is None:
+        group_record = None if backend is None else self.group_of(backend)
+        if group_record is None:
             return None  # torch raises an error or does nothing
-        known = self._recall(name, kind, passed, found.name)
-        before = torch_number(backend, found)
-        peer = peer_of(asked, found, kind) if asked else NO_PEER
-        if kind.message:
-            seq = found.messages[name, peer] = found.messages.get((name, peer), 0) + 1
+        call = self._recall(name, rule, tensor_arg, group_record.name)
+        before = torch_number(backend, group_record)
+        peer = peer_of(peers, group_record, rule) if peers else NO_PEER
+        if rule.message:
+            seq = group_record.messages[name, peer] = group_record.messages.get((name, peer), 0) + 1
         else:
-            seq = before + 1 - found.ahead
-            found.calls += 1
-        if not kind.single:
-            found.spans.append((before, float("inf"), found.ahead))  # open until the call returns
-        begun = self._note(known, found, seq, peer, message=kind.message)
-        if kind.message:
-            found.sent += 1
-            begun = begun._replace(number=-found.sent)
-        return begun._replace(backend=backend, before=before, single=kind.single and not kind.message)
+            seq = before + 1 - group_record.ahead
+            group_record.calls += 1
+        if not rule.single:
+            group_record.spans.append((before, float("inf"), group_record.ahead))  # open until the call returns
+        started_call = self._note(call, group_record, seq, peer, message=rule.message)
+        if rule.message:
+            group_record.sent += 1
+            started_call = started_call._replace(number=-group_record.sent)
+        return started_call._replace(backend=backend, before=before, single=rule.single and not rule.message)
 
-    def _note(self, known: CachedCall, group: Group, seq: int, peer: int, *, message: bool = False) -> StartedCall:
+    def _note(self, call: CachedCall, group: Group, seq: int, peer: int, *, message: bool = False) -> StartedCall:
         if group.pending:
             group.sweep(self._box)
         if group.of_all and not message:
-            group.checksum = zlib.crc32(known.text, group.checksum)
+            group.checksum = zlib.crc32(call.text, group.checksum)
             group.count += 1
-            self._current.append((known, seq))
+            self._current.append((call, seq))
             if self.marker is not None:
-                self.marker.note(group.name, len(group.members), known.order, known.text)
-        return StartedCall(self._box.begin_text(seq, peer, known.text), group, None, 0, True, 0 if message else 1, seq)
+                self.marker.note(group.name, len(group.members), call.order, call.text)
+        return StartedCall(self._box.begin_text(seq, peer, call.text), group, None, 0, True, 0 if message else 1, seq)
 
-    def _recall(self, name: str, kind: ReadingRule, passed: Any, group: str) -> CachedCall:
-        place = call_site(sys._getframe(3))  # pyright: ignore[reportPrivateUsage]
+    def _recall(self, name: str, rule: ReadingRule, tensor_arg: Any, group: str) -> CachedCall:
+        caller_site = call_site(sys._getframe(3))  # pyright: ignore[reportPrivateUsage]
         shape = dtype = None
-        label, several = "", isinstance(passed, list | tuple)
-        if passed is not None and not (several and not passed):
-            first = passed[0] if several else passed
+        label, is_sequence = "", isinstance(tensor_arg, list | tuple)
+        if tensor_arg is not None and not (is_sequence and not tensor_arg):
+            first = tensor_arg[0] if is_sequence else tensor_arg
             dtype, label = first.dtype, first.__dict__.get(NAME, "")
-            if kind.shape:
-                shape = tuple([tensor.shape for tensor in passed]) if several else first.shape
+            if rule.shape:
+                shape = tuple([tensor.shape for tensor in tensor_arg]) if is_sequence else first.shape
 
         def made(site: str) -> Op:
-            shapes = () if shape is None else shape if several else (shape,)
-            shown = " ".join(str([*one]) for one in shapes)
-            return Op(group, 0, name, str(label), shown, str(dtype).removeprefix("torch.") if dtype else "", site)
+            shapes = () if shape is None else shape if is_sequence else (shape,)
+            shapes_text = " ".join(str([*size]) for size in shapes)
+            return Op(group, 0, name, str(label), shapes_text, str(dtype).removeprefix("torch.") if dtype else "", site)
 
-        return self._known_at(place, (name, shape, dtype, label, group), made)
+        return self._known_at(caller_site, (name, shape, dtype, label, group), made)
 
-    def _known_at(self, place: Site, asked: tuple[object, ...], made: Callable[[str], Op]) -> CachedCall:
-        frame, library = place
+    def _known_at(self, site: Site, key_parts: tuple[object, ...], make_op: Callable[[str], Op]) -> CachedCall:
+        frame, library = site
         code = sys._getframe().f_code if frame is None else frame.f_code  # pyright: ignore[reportPrivateUsage]
         inner = code if library is None else library.f_code
-        key = (id(code), -1 if frame is None else frame.f_lasti, id(inner), library and library.f_lasti, *asked)
-        known = self._known.get(key)
-        if known is not None and known.code is code and known.inner is inner:
-            return known
-        op = made(place.words())
-        known = CachedCall(code, inner, op, ring_text(op), order_hash(op))
+        key = (id(code), -1 if frame is None else frame.f_lasti, id(inner), library and library.f_lasti, *key_parts)
+        call = self._known.get(key)
+        if call is not None and call.code is code and call.inner is inner:
+            return call
+        op = make_op(site.words())
+        call = CachedCall(code, inner, op, ring_text(op), order_hash(op))
         if len(self._known) >= MAX_CACHED:  # varying shapes fill the cache
             self._known.clear()
-        self._known[key] = known
-        return known
+        self._known[key] = call
+        return call
 
-    def _end(self, begun: StartedCall, result: Any, *, failed: bool = False) -> None:
+    def _end(self, started_call: StartedCall, result: Any, *, failed: bool = False) -> None:
         try:
-            if not begun.single:
-                begun.group.count_ahead(begun)
+            if not started_call.single:
+                started_call.group.count_ahead(started_call)
             if not failed:  # the record of a failed call stays in flight
-                begun.group.returned(begun, result, self._box)
+                started_call.group.returned(started_call, result, self._box)
         except Exception as error:
             self._warn_once(error)
 

@@ -51,7 +51,7 @@ def serve(spec: WorkerSpec, load: Callable[[], None]) -> None:
     if reason:
         os._exit(1)
     while True:
-        order, received = _next_order(channel)
+        order, descriptors = _next_order(channel)
         try:
             pid = fork_away()
         except OSError as error:
@@ -60,9 +60,9 @@ def serve(spec: WorkerSpec, load: Callable[[], None]) -> None:
             if pid == 0:
                 channel.close()
                 COMM.write_text(comm)
-                return become(order, received)
+                return become(order, descriptors)
             _answer(channel, str(pid).encode())
-        for descriptor in received:
+        for descriptor in descriptors:
             os.close(descriptor)
 
 
@@ -73,12 +73,12 @@ def _answer(channel: socket.socket, data: bytes) -> None:
 
 def _next_order(channel: socket.socket) -> tuple[ForkOrder, list[int]]:
     try:
-        data, received, _, _ = socket.recv_fds(channel, MAX_ORDER_BYTES, MAX_DESCRIPTORS)
+        data, descriptors, _, _ = socket.recv_fds(channel, MAX_ORDER_BYTES, MAX_DESCRIPTORS)
     except OSError:
-        data, received = b"", []
+        data, descriptors = b"", []
     if not data:  # the agent has ended or closed the channel
         os._exit(0)
-    return msgspec.msgpack.decode(data, type=ForkOrder), received
+    return msgspec.msgpack.decode(data, type=ForkOrder), descriptors
 
 
 def why_not(known: set[int]) -> str:
@@ -106,8 +106,8 @@ def fork_away() -> int:
     that adopts orphans.
     """
     reader, writer = os.pipe()
-    middle = os.fork()
-    if middle == 0:
+    middle_pid = os.fork()
+    if middle_pid == 0:
         try:
             pid = os.fork()
         except OSError:
@@ -121,7 +121,7 @@ def fork_away() -> int:
     os.close(writer)
     with os.fdopen(reader, "rb") as file:
         text = file.read()
-    os.waitpid(middle, 0)  # after this, its child is a child of the agent
+    os.waitpid(middle_pid, 0)  # after this, its child is a child of the agent
     if not text:
         raise OSError("no more processes")
     return int(text)
@@ -129,11 +129,11 @@ def fork_away() -> int:
 
 def become(order: ForkOrder, received: Sequence[int]) -> None:
     """Become the worker that `order` describes, as if started with these descriptors and this environment."""
-    begins, *descriptors = received
+    start_fd, *descriptors = received
     os.setsid()
-    if not os.read(begins, 1):  # the agent has ended or has cancelled the order
+    if not os.read(start_fd, 1):  # the agent has ended or has cancelled the order
         os._exit(0)
-    os.close(begins)
+    os.close(start_fd)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     output = [os.pread(number, MAX_OUTPUT_BYTES, 0) for number in (1, 2)]
@@ -155,8 +155,8 @@ def become(order: ForkOrder, received: Sequence[int]) -> None:
 
 
 def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
-    above = max(numbers) + 1  # move all away first, because a target number may be in use
-    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in descriptors]
+    min_fd = max(numbers) + 1  # move all away first, because a target number may be in use
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, min_fd) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
     for descriptor, number in zip(moved, numbers, strict=True):
@@ -173,9 +173,9 @@ def _show_mark(mark: bytes) -> None:
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # of the environment, see proc_pid_stat(5)
     name = b"\0" + AGENT_MARK.encode() + b"="
-    shown = b"\0" + ctypes.string_at(start, end - start) if 0 < start < end else b""
-    at = shown.find(name)
-    length = len(shown[at + len(name) :].partition(b"\0")[0]) if at >= 0 else 0
+    environment = b"\0" + ctypes.string_at(start, end - start) if 0 < start < end else b""
+    at = environment.find(name)
+    length = len(environment[at + len(name) :].partition(b"\0")[0]) if at >= 0 else 0
     if mark and len(mark) <= length:
         ctypes.memmove(start + at + len(name) - 1, mark.ljust(length, b"-"), length)
 

@@ -49,27 +49,27 @@ def merged(ring: Sequence[Dated], groups: Mapping[str, Group], stack: Stack | No
     inner = next((frame for frame in frames if activity_of(frame.file) is not Activity.GUARD), None)
     line = shown_site_of(frames) if inner is not None and inner.file.startswith("torch/") else ""
     from_ring = of_this_life(ring)
-    called = {(op.group, op.seq): (at, op) for at, op in from_ring if not op.is_message}
+    dated_by_seq = {(op.group, op.seq): (at, op) for at, op in from_ring if not op.is_message}
     for at, op in of_this_life(_recorded(groups)):
-        ours = called.get((op.group, op.seq))
+        ours = dated_by_seq.get((op.group, op.seq))
         # torch's state `done` is also right for operations without a wait
         merged_op = replace(op, site="" if op.done else line) if ours is None else replace(ours[1], done=op.done)
-        called[op.group, op.seq] = (at if ours is None else ours[0], merged_op)
-    everything = [*(dated for dated in from_ring if dated[1].is_message), *called.values()]
+        dated_by_seq[op.group, op.seq] = (at if ours is None else ours[0], merged_op)
+    everything = [*(dated for dated in from_ring if dated[1].is_message), *dated_by_seq.values()]
     ops = [op for _, op in sorted(everything, key=lambda dated: dated[0])]
     return _without_queued(ops, {name for name, group in groups.items() if not group.polled})[-MAX_OPS:]
 
 
 def _without_queued(ops: Sequence[Op], enqueuing: Collection[str]) -> list[Op]:
     """Remove operations that are queued behind a message in flight: in the groups `enqueuing` they have not begun."""
-    kept: list[Op] = []
-    behind: set[str] = set()
+    kept_ops: list[Op] = []
+    blocked_groups: set[str] = set()
     for op in ops:
-        if op.done or op.group not in behind:
-            kept.append(op)
+        if op.done or op.group not in blocked_groups:
+            kept_ops.append(op)
         if op.is_message and not op.done and op.group in enqueuing:
-            behind.add(op.group)
-    return kept
+            blocked_groups.add(op.group)
+    return kept_ops
 
 
 def _groups() -> list[tuple[Any, str]]:
@@ -80,8 +80,8 @@ def _groups() -> list[tuple[Any, str]]:
 def group_members() -> dict[str, tuple[int, ...]]:
     """The ranks of the world in each process group of this process; empty for a group of all ranks."""
     groups = {name: sys.modules[MODULE]._world.pg_group_ranks[group] for group, name in _groups()}
-    most = max(map(len, groups.values()), default=0)  # size of the default group
-    return {name: tuple(sorted(ranks)) if len(ranks) < most else () for name, ranks in groups.items()}
+    world_size = max(map(len, groups.values()), default=0)  # size of the default group
+    return {name: tuple(sorted(ranks)) if len(ranks) < world_size else () for name, ranks in groups.items()}
 
 
 def group_titles() -> dict[str, str]:
@@ -119,9 +119,9 @@ def stacks(main: int) -> tuple[Stack, ...]:
     """The stacks of all threads of this process, the thread with identifier `main` first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     running = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-    order = sorted((ident for ident in running if ident != threading.get_ident()), key=lambda ident: ident != main)
+    idents = sorted((ident for ident in running if ident != threading.get_ident()), key=lambda ident: ident != main)
     collected: list[Stack] = []
-    for ident in order[:MAX_THREADS]:
+    for ident in idents[:MAX_THREADS]:
         frames = tuple(frame_of(frame) for frame, _ in islice(walk_stack(running[ident]), MAX_FRAMES))
         collected.append(Stack("main" if ident == main else str(names.get(ident, ident))[:64], frames))
     return tuple(collected)
@@ -139,24 +139,24 @@ def _dumps(*, collectives: bool) -> list[dict[str, Any]]:
 
 def _recorded(groups: Mapping[str, Group]) -> list[Dated]:
     to_monotonic = time.monotonic_ns() - time.time_ns()
-    newest = sequence_numbers()
+    newest_numbers = sequence_numbers()
     recorded: list[Dated] = []
     for entry in [entry for dump in _dumps(collectives=True) for entry in dump.get("entries", ())]:
-        group, gloo = entry["process_group"][0], entry["profiling_name"].startswith("gloo:")
+        group, is_gloo = entry["process_group"][0], entry["profiling_name"].startswith("gloo:")
         # gloo counts messages with collectives, but does not record them; NCCL counts them separately
-        number = entry["op_id"] if gloo else entry["collective_seq_id"]
-        ours = groups[group].own(number) if group in groups else number
-        of_earlier_group = number > newest.get(group, number)
-        if not (entry["is_p2p"] or ours is None or of_earlier_group):
-            recorded.append((entry["time_created_ns"] + to_monotonic, _op(entry, group, ours)))
+        number = entry["op_id"] if is_gloo else entry["collective_seq_id"]
+        our_number = groups[group].own(number) if group in groups else number
+        of_earlier_group = number > newest_numbers.get(group, number)
+        if not (entry["is_p2p"] or our_number is None or of_earlier_group):
+            recorded.append((entry["time_created_ns"] + to_monotonic, _op(entry, group, our_number)))
     return recorded
 
 
 def _op(entry: Mapping[str, Any], group: str, number: int) -> Op:
     kind = entry["profiling_name"].rpartition(":")[2]
     side = "output" if kind in ("scatter", "reduce_scatter") else "input"  # equal on all ranks
-    known = KINDS.get(SAME.get(kind, kind))
-    shapes = entry[f"{side}_sizes"] if known is None or known.shape else ()
+    rule = KINDS.get(SAME.get(kind, kind))
+    shapes = entry[f"{side}_sizes"] if rule is None or rule.shape else ()
     types: list[str] = entry[f"{side}_dtypes"]
     return Op(
         group, number, kind,

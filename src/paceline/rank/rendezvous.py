@@ -92,12 +92,12 @@ def rendezvous(rank: int, size: int, env: Mapping[str, str], *, seconds: float =
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     meeting = _Rendezvous(rank, size, host, port, generation, job_token(env), start + seconds)
     threading.Thread(target=_run, args=(meeting, env), daemon=True, name="paceline-meeting").start()
-    next_word = start + FIRST_WORD_SECONDS
-    while not meeting.ended.wait(max(0.0, min(next_word, meeting.deadline) - time.monotonic())):
+    next_message = start + FIRST_WORD_SECONDS
+    while not meeting.ended.wait(max(0.0, min(next_message, meeting.deadline) - time.monotonic())):
         if meeting.late():
             meeting.ended.wait(2 * LONGEST_POLL_SECONDS)  # the thread also times out, and may have a better reason
             break
-        next_word += NEXT_WORD_SECONDS
+        next_message += NEXT_WORD_SECONDS
         if meeting.waits_for:
             print(f"paceline: after {time.monotonic() - start:.0f} s {meeting.waits_for}", file=sys.stderr, flush=True)
     if meeting.error is not None:
@@ -156,8 +156,8 @@ def _host(meeting: _Rendezvous, inherited: int) -> Store:
     except dist.DistError as error:
         if "failed to listen" not in str(error):
             raise
-        by = port_holder(meeting.port) or "another process"
-        raise UsageError(code="master-port-taken", where=meeting.where, by=by) from error
+        holder = port_holder(meeting.port) or "another process"
+        raise UsageError(code="master-port-taken", where=meeting.where, by=holder) from error
 
 
 def _tcp_store(meeting: _Rendezvous, *, is_master: bool, listen_fd: int | None = None) -> Store:
@@ -182,9 +182,9 @@ def _compare(meeting: _Rendezvous, store: Store, keys: Store) -> None:
 
 
 def _first_entry(meeting: _Rendezvous, keys: Store, ours: _Job) -> _Job:
-    written = keys.compare_set(JOB, "", msgspec.json.encode(ours).decode())
+    entry = keys.compare_set(JOB, "", msgspec.json.encode(ours).decode())
     try:
-        return msgspec.json.decode(written, type=_Job)
+        return msgspec.json.decode(entry, type=_Job)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         why = f"{JOB!r} has an unknown format: {error}"
         raise UsageError(code="not-our-store", where=meeting.where, why=why) from None
@@ -211,11 +211,11 @@ def _wait_for_all(meeting: _Rendezvous, keys: Store) -> bool:
             fields = msgspec.json.decode(keys.get(REFUSED), type=dict[str, Any])
             time.sleep(0.0 if meeting.rank else 4 * LONGEST_POLL_SECONDS)  # rank 0 keeps the store until all have read
             raise UsageError(code=CLAIMED_TWICE, **fields)
-        last = meeting.late()
-        if last or time.monotonic() >= next_look:
+        is_last = meeting.late()
+        if is_last or time.monotonic() >= next_look:
             meeting.waits_for = _missing(meeting, lambda rank: keys.check([str(rank)]))
             next_look = time.monotonic() + FIRST_WORD_SECONDS / 2
-        if last:
+        if is_last:
             return False
         time.sleep(pause_seconds)
         pause_seconds = min(LONGEST_POLL_SECONDS, pause_seconds * 1.5)

@@ -100,7 +100,7 @@ def call_site(frame: FrameType | None) -> Site:
 
     The library of the site is the one that the program has called, with its innermost frame.
     """
-    ours = library = first = None
+    ours = library = first_library = None
     package, depth = "", 0
     while frame is not None and depth < MAX_DEPTH:
         name = _packages[frame.f_code.co_filename]
@@ -109,9 +109,9 @@ def call_site(frame: FrameType | None) -> Site:
         if name == "paceline":
             ours = ours or frame
         elif name and name != package:
-            first, library, package = first or frame, frame, name
+            first_library, library, package = first_library or frame, frame, name
         frame, depth = frame.f_back, depth + 1
-    return Site(first or ours)
+    return Site(first_library or ours)
 
 
 def frame_of(frame: FrameType) -> Frame:
@@ -123,9 +123,9 @@ def frame_of(frame: FrameType) -> Frame:
 def line_of(error: BaseException) -> str:
     """The innermost line of the user's program in the traceback of `error`, as `train.py:97: `; empty without one."""
     caller = call_site(sys._getframe(1)).frame  # pyright: ignore[reportPrivateUsage]
-    places = [(caller, caller.f_lineno)] if caller is not None else []  # for an error that has not left its function
-    places += traceback.walk_tb(error.__traceback__)
-    lines = [f"{short(file)}:{line}: " for frame, line in places if owner(file := frame.f_code.co_filename) is USER]
+    locations = [(caller, caller.f_lineno)] if caller is not None else []  # for an error that has not left its function
+    locations += traceback.walk_tb(error.__traceback__)
+    lines = [f"{short(file)}:{line}: " for frame, line in locations if owner(file := frame.f_code.co_filename) is USER]
     return lines[-1] if lines else ""
 
 

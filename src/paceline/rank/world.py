@@ -60,8 +60,8 @@ class World:
     @cached_property
     def leads(self) -> bool:
         """Whether this rank computes the loss for the ranks that work on the same samples, and reports for them."""
-        last = self.along("pipeline")
-        return last.rank == last.size - 1 and all(self.along(name).rank == 0 for name in ("context", "tensor"))
+        pipeline = self.along("pipeline")
+        return pipeline.rank == pipeline.size - 1 and all(self.along(name).rank == 0 for name in ("context", "tensor"))
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None, *, device: str = "auto", backend: str = "auto") -> Self:
@@ -81,10 +81,10 @@ class World:
         if device != "cpu":
             show_own_mig(local_rank, local_size)
         # local_rank, because the global rank is not a device index on the second node
-        resolved = resolve_device(device, local_rank, local_size, backend)
-        if device == "auto" and resolved.type == "cpu" and rank == 0 and (reason := explain_missing_gpus()):
+        torch_device = resolve_device(device, local_rank, local_size, backend)
+        if device == "auto" and torch_device.type == "cpu" and rank == 0 and (reason := explain_missing_gpus()):
             print(f"WARNING: cpu: {reason}; or use --device cpu", file=sys.stderr)
-        return cls(rank, size, local_rank, local_size, resolved, resolve_backend(backend, resolved))
+        return cls(rank, size, local_rank, local_size, torch_device, resolve_backend(backend, torch_device))
 
 
 @contextmanager
@@ -129,20 +129,20 @@ def create_mesh_groups(world: World, mesh: Mesh, *, timeout_seconds: float = DEF
     if mesh.size == mesh.of("data"):
         return world
     dimensions: dict[str, World] = {}
-    wanted = {name: (name,) for name in DIMENSIONS if mesh.of(name) > 1} | {"batch": OF_BATCH}
-    for name, along in wanted.items():
+    dimensions_by_name = {name: (name,) for name in DIMENSIONS if mesh.of(name) > 1} | {"batch": OF_BATCH}
+    for name, along in dimensions_by_name.items():
         for members in sorted({mesh.peers(rank, along) for rank in range(world.size)}):
             # Every rank makes all groups in the same order. A single rank also needs a group: None means all ranks.
-            made = dist.new_group(members, timeout=timedelta(seconds=timeout_seconds), group_desc=f"{name} of the mesh")
+            pg = dist.new_group(members, timeout=timedelta(seconds=timeout_seconds), group_desc=f"{name} of the mesh")
             if world.rank in members:
-                assert isinstance(made, dist.ProcessGroup)
-                here = [rank for rank in members if rank // world.local_size == world.rank // world.local_size]
+                assert isinstance(pg, dist.ProcessGroup)
+                on_node = [rank for rank in members if rank // world.local_size == world.rank // world.local_size]
                 dimensions[name] = World(
-                    members.index(world.rank), len(members), here.index(world.rank), len(here), world.device,
-                    world.backend, made,
+                    members.index(world.rank), len(members), on_node.index(world.rank), len(on_node), world.device,
+                    world.backend, pg,
                 )  # fmt: skip
-    of_batch = {name: dimensions[name] for name in OF_BATCH if name in dimensions}
-    dimensions["batch"] = replace(dimensions["batch"], dimensions=of_batch)
+    batch_dimensions = {name: dimensions[name] for name in OF_BATCH if name in dimensions}
+    dimensions["batch"] = replace(dimensions["batch"], dimensions=batch_dimensions)
     return replace(world, mesh=mesh, dimensions=dimensions)
 
 
@@ -151,7 +151,7 @@ def _make_group(world: World, store: Store, timeout: timedelta) -> None:
     if dist.is_initialized():
         raise UsageError(code="process-group-exists")
     check_placement(world.rank, world.size, world.device, world.backend, store)
-    met: list[list[str]] = []
+    foreign_users: list[list[str]] = []
     for number in range(TRIES):
         attempt = PrefixStore(f"group-{number}", store)
         connections = Guard.of_process().connections
@@ -168,9 +168,9 @@ def _make_group(world: World, store: Store, timeout: timedelta) -> None:
             return
         if not _has_foreign_users(world, attempt, timeout, connections.ends, here=bool(foreign)):
             return
-        met += foreign
+        foreign_users += foreign
         dist.destroy_process_group()
-    raise foreign_user_error(met[0]) if met else UsageError(code="stranger-at-another-rank")
+    raise foreign_user_error(foreign_users[0]) if foreign_users else UsageError(code="stranger-at-another-rank")
 
 
 def _has_foreign_users(world: World, store: Store, timeout: timedelta, ends: Sequence[End], *, here: bool) -> bool:
@@ -184,17 +184,17 @@ def _has_foreign_users(world: World, store: Store, timeout: timedelta, ends: Seq
         for end in ends:
             store.set(f"end {end.name}", "")
         _wait_for_all(world, store, timeout, "ends written")
-        alone = [end for end in ends if not store.check([f"end {end.other}"])]
-        store.add("from other hosts", sum(1 if end.accepted else -1 for end in alone))
+        unmatched_ends = [end for end in ends if not store.check([f"end {end.other}"])]
+        store.add("from other hosts", sum(1 if end.accepted else -1 for end in unmatched_ends))
     store.add("here", int(here))
     _wait_for_all(world, store, timeout, "counted")
     return store.add("here", 0) > 0 or store.add("from other hosts", 0) > 0
 
 
-def _wait_for_all(world: World, store: Store, timeout: timedelta, word: str) -> None:
+def _wait_for_all(world: World, store: Store, timeout: timedelta, key: str) -> None:
     deadline = time.monotonic() + timeout.total_seconds()
-    store.add(word, 1)
-    while store.add(word, 0) < world.size:
+    store.add(key, 1)
+    while store.add(key, 0) < world.size:
         if time.monotonic() > deadline:
             raise TrainingError(code="group-not-made-by-all", seconds=timeout.total_seconds())
         time.sleep(0.001)
@@ -239,8 +239,8 @@ def resolve_device(asked: str, index: int, workers: int, backend: str) -> torch.
     visible = [os.environ.get(name, "").strip() for name in VISIBLE]
     sees_one = count == 1 and any(value and "," not in value for value in visible)  # srun --gpus-per-task=1
     if workers > count and backend not in SHARE_GPUS and not sees_one:
-        most = plural(count, "process", "processes")
-        raise UsageError(code="processes-without-gpu", processes=workers, count=count, most=most)
+        limit = plural(count, "process", "processes")
+        raise UsageError(code="processes-without-gpu", processes=workers, count=count, most=limit)
     return torch.device(kind, index % count)
 
 
@@ -273,9 +273,9 @@ def check_placement(rank: int, size: int, device: torch.device, backend: str, st
 def set_cpu_affinity(device: torch.device) -> None:
     """Restrict this process and its children to the cores near its GPU, if any of them is available."""
     available = os.sched_getaffinity(0)
-    near = available & cores_near(device_uuid(device))
-    if near and near != available:
-        os.sched_setaffinity(0, near)
+    near_cores = available & cores_near(device_uuid(device))
+    if near_cores and near_cores != available:
+        os.sched_setaffinity(0, near_cores)
 
 
 def unsupported_reason(kind: str) -> str:
@@ -286,8 +286,8 @@ def unsupported_reason(kind: str) -> str:
 def explain_missing_gpus(devices: Path = DEV) -> str:
     """Why torch sees none of the GPUs that the kernel lists under `devices`; empty without GPUs."""
     nvidia, amd = len([*devices.glob("nvidia[0-9]*")]), (devices / "kfd").exists()
-    built = torch.version.cuda or torch.version.hip
-    if (nvidia or amd) and not built:
+    gpu_version = torch.version.cuda or torch.version.hip
+    if (nvidia or amd) and not gpu_version:
         count = plural(nvidia, "NVIDIA GPU") if nvidia else "AMD GPUs"
         return (
             f"this torch ({torch.__version__}) was built without CUDA and ROCm, but the machine has {count}. Install a "
@@ -298,11 +298,11 @@ def explain_missing_gpus(devices: Path = DEV) -> str:
             f"torch sees no GPU, but the machine has {plural(nvidia, 'NVIDIA GPU')}: `nvidia-smi` shows whether the "
             "driver works"
         )
-    hidden = {os.environ.get(name) for name in VISIBLE}
-    if amd and torch.version.hip and not hidden & {"", "-1"}:
+    visible_values = {os.environ.get(name) for name in VISIBLE}
+    if amd and torch.version.hip and not visible_values & {"", "-1"}:
         return "torch sees no GPU, but the machine has AMD GPUs: `rocminfo` shows whether this user may use them"
-    other = torch.accelerator.current_accelerator(check_available=True)
-    return unsupported_reason(other.type) if other is not None else ""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return unsupported_reason(accelerator.type) if accelerator is not None else ""
 
 
 def device_name(device: torch.device) -> str:

@@ -68,7 +68,7 @@ class Analysis(msgspec.Struct):
 
 def read_line(line: str) -> Reading:
     """The content of a line."""
-    rank, kind, samples, text, values = "", "", None, line[:MAX_CHARS], dict[str, float]()
+    rank, log_format, samples, text, values = "", "", None, line[:MAX_CHARS], dict[str, float]()
     while (match := PREFIX.match(text)) is not None:  # torchrun's --tee precedes other prefixes
         label = next(group for group in match.groups() if group)
         if label != rank:  # both labels of srun --label around torchrun --tee
@@ -77,9 +77,9 @@ def read_line(line: str) -> Reading:
     if not any(word in text.lower() for word in KEYWORDS):  # most lines of most logs
         return Reading("", rank, {})
     if match := CLASSIC.search(text):
-        kind, samples = "classic", (int(match[1]), int(match[2]))
+        log_format, samples = "classic", (int(match[1]), int(match[2]))
     elif match := BAR.search(text):
-        kind = "progress bar"
+        log_format = "progress bar"
         if match[1] and (speed := float(match[1])):
             values["steps/s"] = 1 / speed if match[2].startswith("s/") else speed
     for match in KEY.finditer(text):
@@ -88,9 +88,9 @@ def read_line(line: str) -> Reading:
             values.setdefault(name, float(match[4].replace(",", "")))
     if match := SPEED.search(text):
         values["samples/s"] = float(match[1].replace(",", ""))
-    if not kind and values:
-        kind = "Hugging Face Trainer" if text.lstrip().startswith("{'") else "key and value"
-    return Reading(kind, rank, values, samples)
+    if not log_format and values:
+        log_format = "Hugging Face Trainer" if text.lstrip().startswith("{'") else "key and value"
+    return Reading(log_format, rank, values, samples)
 
 
 class Analyzer:
@@ -128,7 +128,7 @@ class Analyzer:
     def add_log(self, path: Path, *, rank: str = "") -> None:
         """Add all lines of a log (OSError if it cannot be read)."""
         times, end = log_times(path), 0
-        with open_file(path) as it, os.fdopen(it.descriptor, "rb", closefd=False) as log:
+        with open_file(path) as file, os.fdopen(file.descriptor, "rb", closefd=False) as log:
             while block := log.readline(BLOCK_BYTES):
                 end += len(block)
                 for part in block.rstrip(b"\r\n").split(b"\r"):  # each state of a progress bar

@@ -56,13 +56,13 @@ class Figure:
 
 def thinned_rows(xs: Sequence[float], ys: Sequence[float]) -> list[int]:
     """The rows to draw: the first, the last, and the lowest and the highest point of each interval."""
-    known = [row for row, y in enumerate(ys) if math.isfinite(y) and math.isfinite(xs[row])]
-    if len(known) <= MAX_POINTS:
-        return known
-    size = 2 * len(known) / (MAX_POINTS - 2)
-    kept = {known[0], known[-1]}
-    for number in range(int(len(known) / size) + 1):
-        if interval := known[int(number * size) : int((number + 1) * size)]:
+    finite_rows = [row for row, y in enumerate(ys) if math.isfinite(y) and math.isfinite(xs[row])]
+    if len(finite_rows) <= MAX_POINTS:
+        return finite_rows
+    size = 2 * len(finite_rows) / (MAX_POINTS - 2)
+    kept = {finite_rows[0], finite_rows[-1]}
+    for number in range(int(len(finite_rows) / size) + 1):
+        if interval := finite_rows[int(number * size) : int((number + 1) * size)]:
             kept |= {min(interval, key=ys.__getitem__), max(interval, key=ys.__getitem__)}
     return sorted(kept)
 
@@ -182,7 +182,7 @@ def waiting(run: WholeRun, waits: Mapping[int, Mapping[int, float]]) -> Iterable
     ranks = sorted(log.rank for log in run.latest())[:MAX_ROWS]
     if len(ranks) < 3 or not waits:  # for two ranks the summary is sufficient
         return
-    total = sum(sum(of.values()) for of in waits.values()) or 1.0
+    total = sum(sum(waits_of.values()) for waits_of in waits.values()) or 1.0
     cells = [[None if a == b else round(100 * waits.get(a, {}).get(b, 0.0) / total, 1) for b in ranks] for a in ranks]
     trace = {"name": "waiting", "z": cells, "y": [f"rank {r}" for r in ranks], "x0": [f"rank {r}" for r in ranks]}
     caption = "The percentage of all waiting in which the rank of the row waited for the rank of the column."
@@ -296,8 +296,8 @@ def _stages(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
         reduced="all-reduce: gradients are summed over ranks" if several else "a single rank exchanges nothing",
         sent=f"{sent / 1e6:,.2f} MB per rank" if sent and several else "",
     )  # fmt: skip
-    more = f" Ranks 0 to {MAX_LANES - 1} of {run.world_size}." if run.world_size > MAX_LANES else ""
-    yield Drawing("The four stages of a step", f"The work of each rank, and the synchronisation.{more}", svg)
+    ranks_note = f" Ranks 0 to {MAX_LANES - 1} of {run.world_size}." if run.world_size > MAX_LANES else ""
+    yield Drawing("The four stages of a step", f"The work of each rank, and the synchronisation.{ranks_note}", svg)
 
 
 def _is_control(name: str, size: int) -> bool:
@@ -307,26 +307,26 @@ def _is_control(name: str, size: int) -> bool:
 
 def _one_step(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
     began = min(trace.unix_time for trace in steps.values())
-    whole = max(1e-6, *(trace.unix_time - began + _end(trace) for trace in steps.values()))
+    span = max(1e-6, *(trace.unix_time - began + _end(trace) for trace in steps.values()))
     lanes: list[dict[str, Any]] = []
     for rank, trace in steps.items():
         offset = trace.unix_time - began
-        phases = [(name, PHASE_COLOURS.get(name, "pink"), (offset + at) / whole, duration / whole, _ms(duration))
+        phases = [(name, PHASE_COLOURS.get(name, "pink"), (offset + at) / span, duration / span, _ms(duration))
                   for name, at, duration in trace.phases[:MAX_BOXES]]  # fmt: skip
         calls: list[tuple[object, ...]] = []
         for name, at, duration, size in trace.calls[:MAX_BOXES] if run.world_size > 1 else ():
-            synced = [begin + seconds for phase, begin, seconds in trace.phases if phase == "sync"]
-            latest = max(at, synced[0] if synced else _end(trace))  # no rank leaves sync before its collectives end
+            ends = [begin + seconds for phase, begin, seconds in trace.phases if phase == "sync"]
+            latest = max(at, ends[0] if ends else _end(trace))  # no rank leaves sync before its collectives end
             seconds = min(duration, latest - at) if duration >= 0 else latest - at
             details = f"{size / 1e6:,.3f} MB, {_ms(duration) if duration >= 0 else 'end unknown'}"
-            calls.append((clean(name)[:60], _is_control(name, size), (offset + at) / whole, seconds / whole, details))
+            calls.append((clean(name)[:60], _is_control(name, size), (offset + at) / span, seconds / span, details))
         lanes.append({"rank": rank, "phases": phases, "calls": calls})
     caption = "The phases of each rank, with its collectives below." if run.world_size > 1 else "Its phases."
     if run.strategy == "ddp":
         caption += " DDP sends its buckets during backward; torch does not record the times."
     clocks = [clock.error_seconds for clock in run.clocks.values()]
     caption += f" The clocks of the nodes agree within {_ms(max(clocks))}." if clocks else ""
-    ticks = [_ms(whole * tick / 4) for tick in range(5)]
+    ticks = [_ms(span * tick / 4) for tick in range(5)]
     keys = [*PHASE_COLOURS.items(), *([("tensors", "red"), ("totals", "yellow")] if run.world_size > 1 else [])]
     svg = _draw("step", lanes=lanes, ticks=ticks, keys=keys, height=72 if run.world_size > 1 else 42)
     yield Drawing(f"Step {next(iter(steps.values())).step:,}, on one clock", caption, svg)

@@ -78,10 +78,10 @@ class GrowingFile:
                 self._offset, self._rest = size - MAX_READ_BYTES, b""
             data = os.pread(file.descriptor, MAX_READ_BYTES, self._offset)
             self._offset += len(data)
-            *whole, self._rest = (self._rest + data).split(b"\n")
+            *lines, self._rest = (self._rest + data).split(b"\n")
             if len(self._rest) > MAX_READ_BYTES:
                 self._rest = b""
-            return whole
+            return lines
         return ()
 
 
@@ -241,8 +241,8 @@ class LiveReader:
         return machines
 
     def _spent(self) -> Spent:
-        known = {rank: spent for rank, history in self._ranks.items() if (spent := history.spent()) is not None}
-        return known if len(known) == len(self._ranks) else {}
+        spent_by_rank = {rank: spent for rank, history in self._ranks.items() if (spent := history.spent()) is not None}
+        return spent_by_rank if len(spent_by_rank) == len(self._ranks) else {}
 
 
 def rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:

@@ -196,8 +196,8 @@ def find_bottleneck(run: WholeRun) -> Bottleneck:
     shares = {cause: seconds / total for cause, seconds in shares.items()}
     shares[REST] = 1.0 - sum(shares.values())
     first, advice = _step_summary(run, parts, shares, logs)
-    second, more = _wall_time_summary(run)
-    return Bottleneck(first + second, advice + more, shares, parts.slowest, parts.slow_phase, _waits(steps))
+    second, more_advice = _wall_time_summary(run)
+    return Bottleneck(first + second, advice + more_advice, shares, parts.slowest, parts.slow_phase, _waits(steps))
 
 
 def _common_steps(logs: Sequence[RankLog]) -> list[dict[int, PhaseSeconds]]:
@@ -228,22 +228,22 @@ def _waits(steps: Sequence[dict[int, PhaseSeconds]]) -> dict[int, dict[int, floa
         slowest = max(work, key=lambda rank: work[rank])
         for rank, seconds in work.items():
             if rank != slowest:
-                of = waits.setdefault(rank, {})
-                of[slowest] = of.get(slowest, 0.0) + work[slowest] - seconds
+                waits_of = waits.setdefault(rank, {})
+                waits_of[slowest] = waits_of.get(slowest, 0.0) + work[slowest] - seconds
     return waits
 
 
 def _step_summary(
     run: WholeRun, parts: StepParts, shares: dict[str, float], logs: Sequence[RankLog]
 ) -> tuple[str, list[str]]:
-    size, worked, causes, advice = len(logs), shares[COMPUTING], list[str](), list[str]()
+    size, computing_share, causes, advice = len(logs), shares[COMPUTING], list[str](), list[str]()
     for share, cause in sorted(((share, cause) for cause, share in shares.items() if cause != COMPUTING), reverse=True):
         if share >= MIN_SHARE:
             description, remedy = _cause(run, cause, share, parts, logs)
             causes.append(f"{share:.0%} {description}")
             advice += [f"{remedy} (up to {share:.0%} of the time)"] if remedy else []
-    sentence = f"{worked:.0%} of each step was computing"
-    sentence += f", so {size} ranks did the work of {size * worked:.1f}" if size > 1 else ""
+    sentence = f"{computing_share:.0%} of each step was computing"
+    sentence += f", so {size} ranks did the work of {size * computing_share:.1f}" if size > 1 else ""
     sentence += f"; {_joined(causes)}." if causes else "."
     load, threads, crowded = crowding(run)
     if load < CROWDED:
@@ -324,8 +324,8 @@ def _slow_reason(run: WholeRun, rank: int, logs: Sequence[RankLog]) -> str:
 
 def crowding(run: WholeRun) -> tuple[float, int, str]:
     """Threads per core on the host with the most, threads per rank, and a sentence; 0: unknown."""
-    known = run.summary.threads_per_rank if run.summary else run.environment.get("threads_per_rank")
-    threads = known if isinstance(known, int) else 0
+    threads_per_rank = run.summary.threads_per_rank if run.summary else run.environment.get("threads_per_rank")
+    threads = threads_per_rank if isinstance(threads_per_rank, int) else 0
     cores = {record.host: record.cores for records in run.machines.values() for record in records[-1:]}
     ranks = Counter(run.hosts.values())
     loads = {host: threads * ranks[host] / count for host, count in cores.items() if count}

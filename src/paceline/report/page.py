@@ -236,8 +236,8 @@ def settings_tables(run: WholeRun) -> Iterable[Table]:
 def repeat_command(run: WholeRun) -> str:
     """The command that repeats the run."""
     folder, versions = shlex.quote(str(run.folder)), run.environment
-    known = [name for name in ("paceline", "torch", "python") if name in versions]
-    about = ", ".join(f"{name} {clean(str(versions[name]))[:60]}" for name in known)
+    names = [name for name in ("paceline", "torch", "python") if name in versions]
+    about = ", ".join(f"{name} {clean(str(versions[name]))[:60]}" for name in names)
     sha256 = run.summary.weights_sha256 if run.summary else None
     digest = f"\n# weights: sha256 {clean(sha256)}" if sha256 else ""
     command = f"paceline train --config {folder}/config.toml --run-dir runs/again"
@@ -264,14 +264,14 @@ def collectives_table(run: WholeRun) -> Iterable[Table]:
             over = max(0.0, min(at + duration, end) - max(at, begin)) if duration > 0 else 0.0
             calls.setdefault(name, []).append((max(0.0, duration), size, over))
     rows: list[list[str]] = []
-    for name, each in [*calls.items()][:MAX_ROWS]:
-        duration, size, over = (mean(column) for column in zip(*each, strict=True))
+    for name, occurrences in [*calls.items()][:MAX_ROWS]:
+        duration, size, over = (mean(column) for column in zip(*occurrences, strict=True))
         speed = f"{size / duration / 1e6:,.0f}" if duration > 0 and size > 1e4 else ""
         overlap = f"{over / duration:.0%}" if duration > 0 else "-"
         rows.append(
             [
                 _cell(name),
-                f"{len(each) / len(traced):.3g}",
+                f"{len(occurrences) / len(traced):.3g}",
                 f"{size / 1e6:,.3f}",
                 f"{1e3 * duration:,.2f}",
                 speed,
@@ -294,10 +294,10 @@ def memory_table(run: WholeRun) -> Iterable[Table]:
         return
     size, measured = run.world_size, (memory.weight_bytes, memory.gradient_bytes, memory.optimizer_bytes)
     sharded = SHARDED.get(run.strategy, (False, False, False))
-    whole = [b * (size if is_sharded else 1) for b, is_sharded in zip(measured, sharded, strict=True)]
+    unsharded = [b * (size if is_sharded else 1) for b, is_sharded in zip(measured, sharded, strict=True)]
     by_strategy: dict[str, Sequence[float]] = {"this run": measured}
     for name, parts in SHARDED.items():
-        by_strategy[name] = [b / (size if is_sharded else 1) for b, is_sharded in zip(whole, parts, strict=True)]
+        by_strategy[name] = [b / (size if is_sharded else 1) for b, is_sharded in zip(unsharded, parts, strict=True)]
     rows = [[name, *(f"{b / 1e6:,.2f}" for b in (*parts, sum(parts)))] for name, parts in by_strategy.items()]
     caption = (
         f"MB of tensors on each of {plural(size, 'rank')} between two steps: measured in the first row, computed in "
@@ -315,8 +315,8 @@ def samples_table(run: WholeRun) -> Iterable[Table]:
             samples[log.steps.epoch[row]] += log.steps.consumed[row]
     if run.first:
         steps.update(run.first.steps.epoch[row] for row in run.first.rows)
-    of = run.newest.num_samples if run.newest else 0
-    rows = [[f"{epoch + 1}", f"{steps[epoch]:,}", f"{used:,}", f"{of:,}" if of else "-"]
+    dataset_size = run.newest.num_samples if run.newest else 0
+    rows = [[f"{epoch + 1}", f"{steps[epoch]:,}", f"{used:,}", f"{dataset_size:,}" if dataset_size else "-"]
             for epoch, used in sorted(samples.items())]  # fmt: skip
     if rows:
         discarded = run.first.discarded if run.first else 0

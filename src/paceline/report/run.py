@@ -278,10 +278,10 @@ def _align(run: WholeRun) -> None:
     ahead = {clean(run.machines[node][-1].host): clock.ahead_seconds
              for node, clock in run.clocks.items() if run.machines.get(node)}  # fmt: skip
     for log in run.ranks.values():
-        by = ahead.get(clean(log.started[-1].host), 0.0) if log.started else 0.0
-        if by:
-            log.steps.ended = array("d", (at - by for at in log.steps.ended))
-            log.traced = {n: msgspec.structs.replace(t, unix_time=t.unix_time - by) for n, t in log.traced.items()}
+        offset = ahead.get(clean(log.started[-1].host), 0.0) if log.started else 0.0
+        if offset:
+            log.steps.ended = array("d", (at - offset for at in log.steps.ended))
+            log.traced = {n: msgspec.structs.replace(t, unix_time=t.unix_time - offset) for n, t in log.traced.items()}
 
 
 @contextmanager

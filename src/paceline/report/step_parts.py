@@ -119,8 +119,8 @@ def split_step(run: Run, backward_per_forward: float | None = None) -> StepParts
 def backward_per_forward(run: Run) -> float:
     """The duration of a backward without exchange, divided by that of a forward."""
     means = _means(run, sorted(run.hosts)).values()
-    forward = sum(of_rank["forward"] for of_rank in means)
-    return sum(of_rank["backward"] for of_rank in means) / forward if forward > 0 else 0.0
+    forward = sum(rank_means["forward"] for rank_means in means)
+    return sum(rank_means["backward"] for rank_means in means) / forward if forward > 0 else 0.0
 
 
 def _means(run: Run, ranks: list[int]) -> dict[int, dict[str, float]]:

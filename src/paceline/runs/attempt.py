@@ -158,10 +158,10 @@ class LogTimes:
 
     def __init__(self, log: Path) -> None:
         self._path, self._first, self._page = times_path(log), -1, list[tuple[int, float]]()
-        with open_file(self._path) as it:
-            self._count = it.found.st_size // RECORD.size
-        with open_file(log) as it:
-            self._last_seconds = it.found.st_mtime  # for the lines after the last record
+        with open_file(self._path) as file:
+            self._count = file.found.st_size // RECORD.size
+        with open_file(log) as file:
+            self._last_seconds = file.found.st_mtime  # for the lines after the last record
 
     def at(self, offset: int) -> float:
         """The time (Unix time) of the byte at `offset`, at most a second late."""
@@ -181,8 +181,8 @@ class LogTimes:
     def _record(self, index: int) -> tuple[int, float]:
         if not 0 <= index - self._first < len(self._page) or self._first < 0:
             self._first = index // PAGE * PAGE
-            with open_file(self._path) as it:
-                data = os.pread(it.descriptor, PAGE * RECORD.size, self._first * RECORD.size)
+            with open_file(self._path) as file:
+                data = os.pread(file.descriptor, PAGE * RECORD.size, self._first * RECORD.size)
             complete = data[: len(data) // RECORD.size * RECORD.size]
             # a time that is not finite, or after the year 2600, is damage
             self._page = [(size, t if 0 <= t < 2e10 else 0.0) for size, t in RECORD.iter_unpack(complete)]

@@ -148,7 +148,7 @@ def join_ranges(names: Iterable[str], separator: str = ", ") -> str:
             ranges[-1].append(name)
         else:
             ranges.append([name])
-    return separator.join(f"{each[0]}-{each[-1]}" if len(each) > 2 else separator.join(each) for each in ranges)
+    return separator.join(f"{span[0]}-{span[-1]}" if len(span) > 2 else separator.join(span) for span in ranges)
 
 
 def _follows(name: str, following: str) -> bool:

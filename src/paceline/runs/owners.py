@@ -76,16 +76,16 @@ def open_file(path: Path, *, folder: bool = False, ours: bool = False) -> Genera
     """
     descriptor, strangers = descend(path.absolute(), folder=folder)
     try:
-        found = os.fstat(descriptor)
-        if not folder and not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not folder and not stat.S_ISREG(status.st_mode):
             raise Unreadable(path, "is not a plain file")
-        if found.st_uid != os.geteuid():
-            strangers = f"{path} belongs to {_owner(found.st_uid)}"
+        if status.st_uid != os.geteuid():
+            strangers = f"{path} belongs to {_owner(status.st_uid)}"
         else:
-            strangers = _writers(path, found, descriptor) or strangers
+            strangers = _writers(path, status, descriptor) or strangers
         if ours and strangers:
             raise NotOwned(path, f"is not trusted: {strangers}")
-        yield OpenFile(descriptor, found, strangers)
+        yield OpenFile(descriptor, status, strangers)
     finally:
         os.close(descriptor)
 
@@ -96,8 +96,8 @@ def other_writers(folder: Path) -> str:
     Raises:
         OSError: the folder does not exist.
     """
-    with open_file(folder, folder=True) as it:
-        return it.strangers
+    with open_file(folder, folder=True) as opened:
+        return opened.strangers
 
 
 def check_ours(folder: Path) -> None:
@@ -125,12 +125,12 @@ def _strangers(folder: Path) -> str:
     """
     if writers := other_writers(folder):
         return writers
-    with open_file(folder, folder=True) as it, os.scandir(it.descriptor) as entries:
+    with open_file(folder, folder=True) as opened, os.scandir(opened.descriptor) as entries:
         for entry in entries:
-            found = entry.stat(follow_symlinks=False)
-            if found.st_uid != os.geteuid():
-                return f"{folder / entry.name} belongs to {_owner(found.st_uid)}"
-            if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_IWOTH:
+            status = entry.stat(follow_symlinks=False)
+            if status.st_uid != os.geteuid():
+                return f"{folder / entry.name} belongs to {_owner(status.st_uid)}"
+            if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_IWOTH:
                 return f"{folder / entry.name} can be written by all users (fix: `chmod go-w`)"
     return ""
 
@@ -146,8 +146,8 @@ def user_name(uid: int) -> str:
 def descend(path: Path, *, folder: bool) -> tuple[int, str]:
     """Open each part of a path inside its parent; return a descriptor of the last part, and its other writers."""
     strangers = ""
-    at, *parts = path.parts
-    descriptor = os.open(at, SEARCH if parts else READ)
+    root, *parts = path.parts
+    descriptor = os.open(root, SEARCH if parts else READ)
     try:
         for index, part in enumerate(parts):
             last = index == len(parts) - 1
@@ -168,10 +168,10 @@ def descend(path: Path, *, folder: bool) -> tuple[int, str]:
 def _described(path: Path, part: Path, error: OSError) -> OSError:
     if error.errno == errno.ENOENT:
         return FileNotFoundError(error.errno, error.strerror, str(path))
-    linked = False
+    is_link = False
     with suppress(OSError):
-        linked = part.is_symlink()
-    if linked or error.errno == errno.ELOOP:
+        is_link = part.is_symlink()
+    if is_link or error.errno == errno.ELOOP:
         return Unreadable(path, REASONS[errno.ELOOP] if part == path else f"is below {part}, a symbolic link")
     if error.errno == errno.ENOTDIR:
         return Unreadable(path, "is not a folder" if part == path else f"is below {part}, which is not a folder")
@@ -180,28 +180,28 @@ def _described(path: Path, part: Path, error: OSError) -> OSError:
 
 def _entry_writers(folder: Path, descriptor: int, strangers: str) -> str:
     """Who else can replace the entries of an open folder. `strangers`: who else can replace the folder."""
-    found, us = os.fstat(descriptor), os.geteuid()
-    if found.st_uid not in (us, ROOT):
-        return f"{folder} belongs to {_owner(found.st_uid)}"
-    if found.st_mode & stat.S_ISVTX:
+    status, own_uid = os.fstat(descriptor), os.geteuid()
+    if status.st_uid not in (own_uid, ROOT):
+        return f"{folder} belongs to {_owner(status.st_uid)}"
+    if status.st_mode & stat.S_ISVTX:
         return ""
-    return _writers(folder, found, descriptor) or ("" if found.st_uid == us else strangers)
+    return _writers(folder, status, descriptor) or ("" if status.st_uid == own_uid else strangers)
 
 
 def _owner(uid: int) -> str:
     return f"user {user_name(uid)}, and we are {user_name(os.geteuid())}"
 
 
-def _writers(path: Path, found: os.stat_result, descriptor: int) -> str:
-    who = ""
-    if found.st_mode & stat.S_IWOTH:
-        who = "all users"
-    elif found.st_mode & stat.S_IWGRP and not _is_private_group(found.st_gid, descriptor):
+def _writers(path: Path, status: os.stat_result, descriptor: int) -> str:
+    writers = ""
+    if status.st_mode & stat.S_IWOTH:
+        writers = "all users"
+    elif status.st_mode & stat.S_IWGRP and not _is_private_group(status.st_gid, descriptor):
         try:
-            who = f"group {grp.getgrgid(found.st_gid).gr_name}"
+            writers = f"group {grp.getgrgid(status.st_gid).gr_name}"
         except KeyError:
-            who = f"group number {found.st_gid}"
-    return who and f"{path} can be written by {who} (fix: `chmod go-w`)"
+            writers = f"group number {status.st_gid}"
+    return writers and f"{path} can be written by {writers} (fix: `chmod go-w`)"
 
 
 def _is_private_group(gid: int, descriptor: int) -> bool:

@@ -120,17 +120,17 @@ class ProgressRecord(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         filled = CELLS * self.step // self.steps if self.steps else 0
-        of = f"/{self.epochs}" if self.epochs else ""
+        total = f"/{self.epochs}" if self.epochs else ""
         bar = f"/{self.steps}  [{'#' * filled}{'.' * (CELLS - filled)}]" if self.steps else ""
         loss = "not finite" if self.loss is None else f"{self.loss:.4f}"
-        fast = speed(self.rate, self.samples_left if self.steps else None)
-        return f"epoch {self.epoch + 1}{of}  step {self.step}{bar}  loss {loss}  {fast}"
+        speed_text = speed(self.rate, self.samples_left if self.steps else None)
+        return f"epoch {self.epoch + 1}{total}  step {self.step}{bar}  loss {loss}  {speed_text}"
 
 
 def speed(rate: float | None, samples_left: int | None) -> str:
     """The samples per second, and with `samples_left` the remaining time. `rate` is None during the warm-up."""
-    left = f"  {format_clock(samples_left / rate)} left" if rate and samples_left is not None else ""
-    return f"{rate:,.0f} samples/s{left}" if rate else "warming up"
+    remaining = f"  {format_clock(samples_left / rate)} left" if rate and samples_left is not None else ""
+    return f"{rate:,.0f} samples/s{remaining}" if rate else "warming up"
 
 
 class ProgressWriter:

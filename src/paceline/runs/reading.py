@@ -35,15 +35,15 @@ def read(path: Path, *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = False)
     Raises:
         OSError: it does not exist. Unreadable: it is not a plain file, is too large, or is not `ours`.
     """
-    with open_file(path, ours=ours) as it:
-        if it.found.st_size > limit_bytes:
-            raise Unreadable(path, f"has {it.found.st_size:,} bytes, above the limit of {limit_bytes:,}")
+    with open_file(path, ours=ours) as file:
+        if file.found.st_size > limit_bytes:
+            raise Unreadable(path, f"has {file.found.st_size:,} bytes, above the limit of {limit_bytes:,}")
         parts: list[bytes] = []
-        left = limit_bytes + 1
-        while left and (block := os.read(it.descriptor, min(left, BLOCK_BYTES))):
+        remaining_bytes = limit_bytes + 1
+        while remaining_bytes and (block := os.read(file.descriptor, min(remaining_bytes, BLOCK_BYTES))):
             parts.append(block)
-            left -= len(block)
-        if not left:  # it has grown meanwhile
+            remaining_bytes -= len(block)
+        if not remaining_bytes:  # it has grown meanwhile
             raise Unreadable(path, f"has more than the limit of {limit_bytes:,} bytes")
         return b"".join(parts)
 
@@ -89,25 +89,25 @@ def read_lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[byt
     Raises:
         OSError: see `read`. Unreadable also if a line is too long, or the file consists mostly of holes.
     """
-    with open_file(path) as it:
-        if it.found.st_size > LARGE_BYTES and it.found.st_blocks * 512 < it.found.st_size // MAX_COMPRESSION:
-            raise Unreadable(path, f"has {it.found.st_size:,} bytes that are mostly holes, unlike files of a run")
-        skipped = 0 if from_end_bytes is None else max(0, it.found.st_size - from_end_bytes)
-        os.lseek(it.descriptor, skipped, os.SEEK_SET)
+    with open_file(path) as file:
+        if file.found.st_size > LARGE_BYTES and file.found.st_blocks * 512 < file.found.st_size // MAX_COMPRESSION:
+            raise Unreadable(path, f"has {file.found.st_size:,} bytes that are mostly holes, unlike files of a run")
+        skipped = 0 if from_end_bytes is None else max(0, file.found.st_size - from_end_bytes)
+        os.lseek(file.descriptor, skipped, os.SEEK_SET)
         rest: list[bytes] = []
         rest_bytes = 0
-        torn = skipped > 0  # the first line is incomplete
-        while block := os.read(it.descriptor, BLOCK_BYTES):
-            *whole, last = block.split(b"\n")
-            if whole:
-                first = b"".join((*rest, whole[0]))
-                yield from whole[1:] if torn else (first, *whole[1:])
-                rest, rest_bytes, torn = [], 0, False
+        is_torn = skipped > 0  # the first line is incomplete
+        while block := os.read(file.descriptor, BLOCK_BYTES):
+            *complete, last = block.split(b"\n")
+            if complete:
+                first = b"".join((*rest, complete[0]))
+                yield from complete[1:] if is_torn else (first, *complete[1:])
+                rest, rest_bytes, is_torn = [], 0, False
             rest.append(last)
             rest_bytes += len(last)
             if rest_bytes > MAX_LINE_BYTES:
                 raise Unreadable(path, f"has a line above the limit of {MAX_LINE_BYTES:,} bytes")
-        if rest_bytes and not torn:
+        if rest_bytes and not is_torn:
             yield b"".join(rest)
 
 
@@ -168,12 +168,12 @@ def folders(folder: Path) -> list[str]:
     return _listed(folder, lambda entry: entry.is_dir(follow_symlinks=False))
 
 
-def _listed(folder: Path, wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
-    found: list[str] = []
-    with suppress(FileNotFoundError), open_file(folder, folder=True) as it, os.scandir(it.descriptor) as entries:
+def _listed(folder: Path, is_wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
+    matching: list[str] = []
+    with suppress(FileNotFoundError), open_file(folder, folder=True) as file, os.scandir(file.descriptor) as entries:
         for number, entry in enumerate(entries):
             if number == MAX_ENTRIES:
                 raise Unreadable(folder, f"has more than {MAX_ENTRIES:,} files, unlike a run")
-            if wanted(entry):
-                found.append(entry.name)
-    return sorted(found)
+            if is_wanted(entry):
+                matching.append(entry.name)
+    return sorted(matching)

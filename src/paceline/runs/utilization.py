@@ -61,8 +61,8 @@ def goodput(run_dir: Path, until: float | None = None) -> float | None:
         path = next(iter(event_files(run_dir).values()), None)
         for event in read_events(path) if path and path.lstat().st_size <= MOST_EVENT_BYTES else ():
             if isinstance(event, Started | RolledBack):
-                back = event.start_step if isinstance(event, Started) else event.to
-                while steps and steps[-1][0] > back:  # they are repeated
+                start_step = event.start_step if isinstance(event, Started) else event.to
+                while steps and steps[-1][0] > start_step:  # they are repeated
                     steps.pop()
             if isinstance(event, Step):
                 steps.append((event.step, sum(event.phase_seconds.get(phase, 0.0) for phase in PHASES)))

@@ -135,20 +135,20 @@ def merge_steps(old: Sequence[bytes], new: Sequence[bytes] = ()) -> list[bytes]:
     events = [decode_event(line) if line.startswith(_STEP) else None for line in old]
     steps = [event for event in events if isinstance(event, Step)]
     lines = [*old, *new]
-    back = (decode_event(line) for line in lines if line.startswith(_BACK))
-    slow, undone = _slow_seconds(steps), {event.to for event in back if isinstance(event, RolledBack)}
+    rollbacks = (decode_event(line) for line in lines if line.startswith(_BACK))
+    slow, undone = _slow_seconds(steps), {event.to for event in rollbacks if isinstance(event, RolledBack)}
     starts = [number for number, line in enumerate(lines) if line.startswith(_STARTED)]
     earlier = min(starts[-1] if starts else 0, len(old))
     encode = msgspec.json.encode
     kept: list[bytes] = [*old[:earlier]]
-    before: Step | None = None  # the last line of `kept`, if it can be merged with the next one
+    previous: Step | None = None  # the last line of `kept`, if it can be merged with the next one
     for line, event in zip(old[earlier:], events[earlier:], strict=True):
         step = event if isinstance(event, Step) and not event.skipped and _mean_seconds(event) < slow else None
-        if before is not None and step is not None and before.step not in undone and _can_merge(before, step):
-            kept[-1], before = encode(_merged(before, step)), None
+        if previous is not None and step is not None and previous.step not in undone and _can_merge(previous, step):
+            kept[-1], previous = encode(_merged(previous, step)), None
         else:
             kept.append(line)
-            before = step
+            previous = step
     return kept
 
 
@@ -159,8 +159,8 @@ def _mean_seconds(step: Step) -> float:
 def _slow_seconds(steps: Sequence[Step]) -> float:
     if not steps:
         return 0.0
-    each = sorted(map(_mean_seconds, steps))
-    return max(SLOW_FACTOR * median(each), each[int((1 - MOST_SLOW) * (len(each) - 1))] * (1 + 1e-9))
+    means = sorted(map(_mean_seconds, steps))
+    return max(SLOW_FACTOR * median(means), means[int((1 - MOST_SLOW) * (len(means) - 1))] * (1 + 1e-9))
 
 
 def _can_merge(a: Step, b: Step) -> bool:
@@ -170,11 +170,11 @@ def _can_merge(a: Step, b: Step) -> bool:
 
 def _merged(a: Step, b: Step) -> Step:
     count = a.steps + b.steps
-    known = a.grad_norm is not None and b.grad_norm is not None
+    has_norms = a.grad_norm is not None and b.grad_norm is not None
     return replace(
         b,
         loss=(a.loss * a.steps + b.loss * b.steps) / count,
-        grad_norm=((a.grad_norm or 0.0) * a.steps + (b.grad_norm or 0.0) * b.steps) / count if known else None,
+        grad_norm=((a.grad_norm or 0.0) * a.steps + (b.grad_norm or 0.0) * b.steps) / count if has_norms else None,
         **{
             name: getattr(a, name) + getattr(b, name)
             for name in ("samples", "seconds", "data_seconds", "consumed", "tokens")

@@ -60,8 +60,8 @@ def rename(source: Path, target: Path) -> Path:
     Raises:
         OSError: it failed.
     """
-    with _inside(source) as (parent, name), _inside(target) as (there, other):
-        os.rename(name, other, src_dir_fd=parent, dst_dir_fd=there)
+    with _inside(source) as (parent, name), _inside(target) as (target_parent, target_name):
+        os.rename(name, target_name, src_dir_fd=parent, dst_dir_fd=target_parent)
     return target
 
 
@@ -159,12 +159,12 @@ def lock(descriptor: int, seconds: float) -> bool:
 
 def _private(descriptor: int, path: Path) -> int:
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise Unreadable(path, "is not a plain file")
-        if found.st_nlink > 1:
+        if status.st_nlink > 1:
             raise Unreadable(path, "has a second name (a hard link), so that a write would also change that file")
-        if stat.S_IMODE(found.st_mode) != FILE and found.st_uid == os.geteuid():
+        if stat.S_IMODE(status.st_mode) != FILE and status.st_uid == os.geteuid():
             os.fchmod(descriptor, FILE)
     except BaseException:
         os.close(descriptor)

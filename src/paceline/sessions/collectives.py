@@ -70,7 +70,7 @@ class SessionCollectives:
                 raise UsageError(code="gather-of-number")
         parts: list[Tensor] = gather_tensors(values, self.world, "tensors of the loop", where=self._moment)
         shapes = [([*part.shape], str(part.dtype)) for part in parts]
-        if len({(tuple(shape[1:]), kind) for shape, kind in shapes}) > 1:
+        if len({(tuple(shape[1:]), dtype) for shape, dtype in shapes}) > 1:
             raise report_on_one_rank(UsageError(code="gather-shapes-differ", shapes=shapes), self.world)
         return sort_rows(parts, gathered_order(self._evaluated_batch, self.size))
 
@@ -101,9 +101,9 @@ class SessionCollectives:
                 raise UsageError(code="compute-not-torchmetrics", kind=type(metric).__name__)
         members = metric_members(metric)
         states = {name: state_of(member) for name, member in members.items()}
-        of_ranks = gather_tensors(states, self.world, "states of metrics", where=self._moment)
+        states_by_rank = gather_tensors(states, self.world, "states of metrics", where=self._moment)
         with raise_on_all_ranks(self.world, prepares=False):
-            results = {name: result_of(m, [of_rank[name] for of_rank in of_ranks]) for name, m in members.items()}
+            results = {name: result_of(m, [state[name] for state in states_by_rank]) for name, m in members.items()}
         return results.get("", results)
 
     def main(self, act: Callable[..., Any], *arguments: Any) -> Any:

@@ -52,10 +52,10 @@ def make_loader(
     dataset: Any = data
     if isinstance(data, DataLoader):
         check_taken(data)
-        given = {"shuffle": shuffle, "num_workers": loading.num_workers or None, "collate": loading.collate,
-                 "global_batch": global_batch, "batch_size": batch_size}  # fmt: skip
-        if twice := [name for name, value in given.items() if value is not None]:
-            raise UsageError(code="said-twice", option=twice[0])
+        options = {"shuffle": shuffle, "num_workers": loading.num_workers or None, "collate": loading.collate,
+                   "global_batch": global_batch, "batch_size": batch_size}  # fmt: skip
+        if duplicates := [name for name, value in options.items() if value is not None]:
+            raise UsageError(code="said-twice", option=duplicates[0])
         existing, dataset = data, data.dataset
         loading = taken_over(data, loading)
         if data.persistent_workers:
@@ -111,12 +111,12 @@ def prepare_model(
             raise UsageError(code="not-a-module-to-train", kind=type(model).__name__)
         if not any(p.requires_grad for p in model.parameters()):
             raise UsageError(code="nothing-to-train")
-        make = optimizer_factory(optimizer)
+        make_optimizer = optimizer_factory(optimizer)
         model = model.to(world.device)
-    before = [*model.parameters()]
-    replica = strategy(model, make, world)
+    original_parameters = [*model.parameters()]
+    replica = strategy(model, make_optimizer, world)
     with raise_on_all_ranks(world):
-        invalidate_replaced_parameters(before, model)
+        invalidate_replaced_parameters(original_parameters, model)
         if callable(scheduler) and not hasattr(scheduler, "state_dict"):
             scheduler = scheduler(replica.optimizer)
         return PreparedModel(replica, scheduler, number, gate)

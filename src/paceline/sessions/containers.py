@@ -44,40 +44,40 @@ class TensorContainer:
         if isinstance(value, Tensor):
             return {"tensor": value, "device": value.device.type, "cut": is_dtensor(value)}
         if isinstance(value, dict):
-            if strange := [key for key in value if not isinstance(key, (str, int))]:  # pyright: ignore
-                raise UsageError(code="register-dict-key", name=self._name, kind=type(strange[0]).__name__)
+            if bad_keys := [key for key in value if not isinstance(key, (str, int))]:  # pyright: ignore
+                raise UsageError(code="register-dict-key", name=self._name, kind=type(bad_keys[0]).__name__)
             return {"entries": {key: self._described(part) for key, part in value.items()}}  # pyright: ignore
         if isinstance(value, (list, tuple)):
             return {type(value).__name__: [self._described(part) for part in value]}  # pyright: ignore
         return {"value": value}
 
-    def _restored(self, now: Any, saved: Mapping[str, Any]) -> Any:
+    def _restored(self, current: Any, saved: Mapping[str, Any]) -> Any:
         """The inverse of `_described`. Existing objects are reused if they fit."""
         if "tensor" in saved:
             tensor: Tensor = saved["tensor"]
-            fits = isinstance(now, Tensor) and now.shape == tensor.shape and now.dtype == tensor.dtype
-            if fits and storage(now) not in self._models:
+            fits = isinstance(current, Tensor) and current.shape == tensor.shape and current.dtype == tensor.dtype
+            if fits and storage(current) not in self._models:
                 with torch.no_grad():
-                    return now.copy_(distribute_like(tensor, like=now))
+                    return current.copy_(distribute_like(tensor, like=current))
             if saved["cut"]:
                 raise UsageError(code="register-lost-tensor", name=self._name)
             return tensor if saved["device"] == "cpu" else tensor.to(self._device)
         if "entries" in saved:
-            table: dict[Any, Any] = now if isinstance(now, dict) else {}
+            table: dict[Any, Any] = current if isinstance(current, dict) else {}
             entries = {key: self._restored(table.get(key), part) for key, part in saved["entries"].items()}
             table.clear()
             table.update(entries)
             return table
         if "value" in saved:
             return saved["value"]
-        (kind, parts), *_ = saved.items()
-        before: Any = now if isinstance(now, (list, tuple)) else ()
-        restored = [self._restored(before[n] if n < len(before) else None, part) for n, part in enumerate(parts)]
-        if kind == "tuple":
+        (type_name, parts), *_ = saved.items()
+        elements: Any = current if isinstance(current, (list, tuple)) else ()
+        restored = [self._restored(elements[n] if n < len(elements) else None, part) for n, part in enumerate(parts)]
+        if type_name == "tuple":
             return tuple(restored)
-        into: list[Any] = now if isinstance(now, list) else []
-        into[:] = restored
-        return into
+        target: list[Any] = current if isinstance(current, list) else []
+        target[:] = restored
+        return target
 
 
 class Generator:
@@ -109,8 +109,8 @@ def storage(tensor: Tensor) -> int:
 
 def is_plain(value: Any) -> bool:
     """Whether it is a tensor with its own storage, as an average has."""
-    kind = type(value)
-    if not issubclass(kind, Tensor) or not (kind in (Tensor, torch.nn.Parameter) or is_dtensor(value)):
+    cls = type(value)
+    if not issubclass(cls, Tensor) or not (cls in (Tensor, torch.nn.Parameter) or is_dtensor(value)):
         return False
     return value.layout is torch.strided and not value.is_meta and value.numel() > 0
 

@@ -20,9 +20,9 @@ class ForeignTensors:
     def compare(self, leaves: Sequence[Tensor]) -> None:
         """Raise UsageError for a leaf that was changed or replaced since `keep`."""
         for leaf in leaves:
-            seen, other = self._seen.get(id(leaf)), self._others.get(id(leaf))
-            is_changed = seen is not None and seen[0]() is leaf and seen[1] != leaf._version  # pyright: ignore[reportPrivateUsage]
-            if is_changed or (other is not None and other() is leaf):
+            record, other_ref = self._seen.get(id(leaf)), self._others.get(id(leaf))
+            is_changed = record is not None and record[0]() is leaf and record[1] != leaf._version  # pyright: ignore[reportPrivateUsage]
+            if is_changed or (other_ref is not None and other_ref() is leaf):
                 raise PARAMETERS.error(
                     f"the loss depends on a tensor of shape {tuple(leaf.shape)} that the loop itself updates. Make it "
                     "an nn.Parameter of a module, and prepare this module with an optimizer"

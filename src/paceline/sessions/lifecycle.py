@@ -84,11 +84,11 @@ class SessionLifecycle(SessionLoop):
         """See `session`, which has the defaults. `of_strategy`: arguments of a single strategy."""
         if strategy not in STRATEGY_INFO:
             raise unknown("strategy", strategy, list(STRATEGY_INFO))
-        others = options_of_others(strategy)
+        owners = options_of_others(strategy)
         for name, value in of_strategy.items():
-            if name in others and value is not None:
+            if name in owners and value is not None:
                 raise UsageError(
-                    code="argument-of-another-strategy", name=name, value=value, owner=others[name], strategy=strategy
+                    code="argument-of-another-strategy", name=name, value=value, owner=owners[name], strategy=strategy
                 )
         self._observer = current_observer()
         self._own = {name: value for name, value in of_strategy.items() if value is not None}
@@ -127,12 +127,12 @@ class SessionLifecycle(SessionLoop):
                 place = self._stack.enter_context(run_location(world, folder, self._name, resume=resume, trust=trust))
             make_communicator()
             self._stack.enter_context(deterministic() if self._exact else nullcontext())
-            threads_asked = threads or (DEFAULT_THREADS if self._exact else None)
+            num_threads = threads or (DEFAULT_THREADS if self._exact else None)
             notices = [] if WorkerSpec.here() else untested_torch()
-            notices += set_threads(threads_asked, world, write=keyword)
+            notices += set_threads(num_threads, world, write=keyword)
             origin = find_resume_point(place, world, resume=resume, trust=trust) if place is not None else None
-            saved = origin.content.definition.get("virtual_ranks") if origin else None
-            self._virtual_ranks = virtual_ranks or saved or world.size
+            saved_ranks = origin.content.definition.get("virtual_ranks") if origin else None
+            self._virtual_ranks = virtual_ranks or saved_ranks or world.size
             self._says_virtual_ranks = virtual_ranks is not None
             if self._virtual_ranks < world.size:
                 code = "too-few-virtual-ranks" if virtual_ranks else "more-ranks-than-at-the-start"
@@ -141,8 +141,8 @@ class SessionLifecycle(SessionLoop):
             self._settings = {"virtual_ranks": self._virtual_ranks, "seed": seed, "strategy": strategy, **self._own}
             check_equal("session settings", {**self._settings, "resume": resume, "threads": threads}, world)
             every = steps_or_seconds(checkpoint_every)
-            rhythm = CheckpointPolicy(check_replicas_every, 10**9, *every, keep=keep_checkpoints)
-            self._progress = TrainingProgress(place, origin, world, rhythm, not_finite, lambda line: self.print(line))
+            policy = CheckpointPolicy(check_replicas_every, 10**9, *every, keep=keep_checkpoints)
+            self._progress = TrainingProgress(place, origin, world, policy, not_finite, lambda line: self.print(line))
             self._progress.use = Utilization(world, peak_tflops)
             self._max_steps = self._progress.step + (self._observer or self._guard).max_steps
             self._guard.box.on_device = on_device = phase_events(world.device)
@@ -161,18 +161,18 @@ class SessionLifecycle(SessionLoop):
             reword(error)
             self._stack.__exit__(type(error), error, error.__traceback__)
             raise
-        loop = origin.content.loop if origin else {}
-        start = {"phase": 0, "epoch": 0, "pass": 0, "passes": 0, "batch": 0}
-        self._where: dict[str, int] = {**start, **loop.get("where", {})}
+        loop_state = origin.content.loop if origin else {}
+        start_position = {"phase": 0, "epoch": 0, "pass": 0, "passes": 0, "batch": 0}
+        self._where: dict[str, int] = {**start_position, **loop_state.get("where", {})}
         self._resumed: dict[str, int] | None = dict(self._where) if origin else None
-        self._streams: dict[str, Any] | None = loop.get("streams")
-        self._epoch_streams = loop.get("epoch_streams")
-        self.saved = dict(loop.get("saved", {}))
-        self._numbers: list[dict[str, Any]] = list(loop.get("parts", []))
+        self._streams: dict[str, Any] | None = loop_state.get("streams")
+        self._epoch_streams = loop_state.get("epoch_streams")
+        self.saved = dict(loop_state.get("saved", {}))
+        self._numbers: list[dict[str, Any]] = list(loop_state.get("parts", []))
         self._parts, self._loaders, self._fingerprints, self._data = [], [], {}, {}
-        self._saved_data, self._loader_states = loop.get("data"), dict(loop.get("loaders", {}))
+        self._saved_data, self._loader_states = loop_state.get("data"), dict(loop_state.get("loaders", {}))
         self._foreign_tensors = ForeignTensors()
-        self._registered = RegisteredObjects(loop.get("registered", {}))
+        self._registered = RegisteredObjects(loop_state.get("registered", {}))
         self._steps.saves, self._resumes = place is not None, resume
         self._steps.tensor_hooks = tensor_hooks = TensorHooks()
         self._hooks = [
@@ -274,10 +274,10 @@ class SessionLifecycle(SessionLoop):
                 self._guard.box.enter(Phase.CLOSE)
                 if self._progress.is_open:
                     self._progress.finish(self._stopped, self._closing)
-        except BaseException as late:
-            reword(late)
-            error = error or late
-            record_failure(late, _code_of(late), traceback=not isinstance(late, PacelineError))
+        except BaseException as close_error:
+            reword(close_error)
+            error = error or close_error
+            record_failure(close_error, _code_of(close_error), traceback=not isinstance(close_error, PacelineError))
             raise
         finally:
             with suppress(ValueError):
@@ -312,8 +312,8 @@ class SessionLifecycle(SessionLoop):
             if isinstance(error, OSError) and instead is not None:
                 print(instead, file=sys.stderr, flush=True)
             code, place = _code_of(error), self._progress.place
-            refused = code == ExitCode.USAGE and place is not None and place.attempt > 1
-            if self._progress.is_open and self.rank == 0 and not refused:
+            is_refused = code == ExitCode.USAGE and place is not None and place.attempt > 1
+            if self._progress.is_open and self.rank == 0 and not is_refused:
                 self._progress.summarise(code, failure=f"{type(error).__name__}: {error}"[:2000])
         # before any teardown, so that the first failing rank is known
         if not isinstance(error, (KeyboardInterrupt, SystemExit)):
@@ -333,18 +333,18 @@ def install() -> None:
     """Close sessions at every end of the process, and let a PacelineError end it with the error's exit code."""
     if getattr(sys.excepthook, "of_paceline", False):
         return
-    before = sys.excepthook
+    previous_hook = sys.excepthook
 
-    @wraps(before)  # copies also the module, which shows whose hook prints the error
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    @wraps(previous_hook)  # copies also the module, which shows whose hook prints the error
+    def hook(exc_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with suppress(Exception):
-            error = next((better for session in open_sessions if (better := session.explained(error))), error)
+            error = next((explanation for session in open_sessions if (explanation := session.explained(error))), error)
             close_all(error)
         reword(error)
         if isinstance(error, PacelineError):
             sys.stderr = sys.__stderr__
             exit_worker(report_error(error))
-        before(kind, error, trace)
+        previous_hook(exc_type, error, trace)
 
     if not getattr(sys.exit, "of_paceline", False):
         plain_exit = sys.exit

@@ -117,25 +117,25 @@ class Loader:
             size = len(self.dataset)  # pyright: ignore[reportArgumentType]
             if size != self.plan.num_samples:
                 self.plan = replace(self.plan, num_samples=size)
-            most = size if short is None else min(size, short[0] * self.plan.global_batch + short[1])
-            self.dealt = self.plan if most == size else replace(self.plan, num_samples=most)
+            num_samples = size if short is None else min(size, short[0] * self.plan.global_batch + short[1])
+            self.dealt = self.plan if num_samples == size else replace(self.plan, num_samples=num_samples)
             return self.dealt
         assert self._sampler is not None
         steps = steps_of(self.existing)
         if put_back is None:
             state = {**global_streams(), "sampler": self._sampler.now()}
-            told: list[tuple[int, dict[str, Any]]] = all_gather_object((steps, state), world)
-            if len({of_rank for of_rank, _ in told}) > 1:
-                lengths = ", ".join(f"{of_rank} on rank {rank}" for rank, (of_rank, _) in enumerate(told))
+            by_rank: list[tuple[int, dict[str, Any]]] = all_gather_object((steps, state), world)
+            if len({length for length, _ in by_rank}) > 1:
+                lengths = ", ".join(f"{length} on rank {rank}" for rank, (length, _) in enumerate(by_rank))
                 raise report_on_one_rank(
                     ORDER.error(f"the lengths of their DataLoaders differ: {lengths} batches"), world
                 )
-            attributes = [of_rank["sampler"]["attributes"] for _, of_rank in told]
-            if any(of_rank != attributes[0] for of_rank in attributes):
-                names = {name for of_rank in attributes for name in of_rank}
-                differing = min(name for name in names if len({str(one.get(name)) for one in attributes}) > 1)
+            attributes = [rank_state["sampler"]["attributes"] for _, rank_state in by_rank]
+            if any(values != attributes[0] for values in attributes):
+                names = {name for values in attributes for name in values}
+                differing = min(name for name in names if len({str(values.get(name)) for values in attributes}) > 1)
                 raise report_on_one_rank(ORDER.error(f"the attribute {differing} differs between ranks"), world)
-            put_back = told[0][1]
+            put_back = by_rank[0][1]
             if world.rank:
                 self._sampler.put_back_sources(put_back["sampler"])
         else:
@@ -152,9 +152,9 @@ class Loader:
             raise report_on_one_rank(RESUMED_ORDER.error(type(self.existing.sampler).__name__, batch=start), world)
         if "at_checkpoint" in put_back:  # changes by the loop during the epoch
             self._sampler.put_back(put_back["at_checkpoint"]["sampler"])
-        p, first = self.plan, self.existing.batch_size or (len(order.batch(0)) if order.has(0) else 1)
+        p, samples = self.plan, self.existing.batch_size or (len(order.batch(0)) if order.has(0) else 1)
         plan = DrawnPlan(
-            p.num_samples, first, p.virtual_ranks, p.accumulation, p.seed, p.shuffle, p.last_batch, order, steps or 1
+            p.num_samples, samples, p.virtual_ranks, p.accumulation, p.seed, p.shuffle, p.last_batch, order, steps or 1
         )
         if trains:
             self.dealt = plan
@@ -168,7 +168,7 @@ class Loader:
             for step in loaded:
                 if self._order:
                     self._order.forget(step[0][1].step - 1)
-                yield [_micro_batch(batch, one, plan.seed) for batch, one in step]
+                yield [_micro_batch(batch, batch_work, plan.seed) for batch, batch_work in step]
 
     def _counting(self) -> Loading:
         """Its loading. A collate function of the user also counts the samples of its batches."""
@@ -222,9 +222,9 @@ class Loader:
         if self._order is None:
             return None
         assert self._sampler is not None
-        hashed, drawn = self._order.hash_at(where["batch"] - 1), self._order.drawn
-        now = {**global_streams(), "sampler": self._sampler.now()}
-        return {**self._streams, "order": hashed, "drawn": drawn, "at_checkpoint": now}
+        order_hash, num_drawn = self._order.hash_at(where["batch"] - 1), self._order.drawn
+        current_state = {**global_streams(), "sampler": self._sampler.now()}
+        return {**self._streams, "order": order_hash, "drawn": num_drawn, "at_checkpoint": current_state}
 
     @staticmethod
     def draw_ahead(plan: BatchPlan) -> None:
@@ -234,11 +234,11 @@ class Loader:
 
     def evaluation(self, plan: BatchPlan, world: World) -> Generator[tuple[Any, int]]:
         """This rank's part of each batch, unless it is empty, with the size of the batch (a collective)."""
-        drawn = plan.order if isinstance(plan, DrawnPlan) else None
-        order = drawn if self.existing is not None and not keeps_order(self.existing) else None
+        drawn_order = plan.order if isinstance(plan, DrawnPlan) else None
+        order = drawn_order if self.existing is not None and not keeps_order(self.existing) else None
         if order is not None:
             check_equal(SAME_ORDER, order.hash_at(COMPARED - 1), world)
-        steps = takewhile(drawn.has, count()) if drawn else iter(range(len(self)))
+        steps = takewhile(drawn_order.has, count()) if drawn_order else iter(range(len(self)))
         sizes: dict[int, int] = {}
 
         def work() -> Generator[list[Work]]:
@@ -246,12 +246,12 @@ class Loader:
                 merge_small_batches((plan.global_indices(0, step) for step in steps), world.size)
             ):
                 sizes[step] = len(batch)
-                if len(mine := batch[world.rank :: world.size]):
-                    yield [Work(0, step, 0, 0, mine)]
+                if len(rank_indices := batch[world.rank :: world.size]):
+                    yield [Work(0, step, 0, 0, rank_indices)]
 
         with closing(load_work(self.dataset, work(), plan.seed, replace(self._counting(), evaluates=True))) as loaded:
-            for ((batch, work_of_one),) in loaded:
-                size = sizes.pop(work_of_one.step)
+            for ((batch, batch_work),) in loaded:
+                size = sizes.pop(batch_work.step)
                 if not isinstance(batch, Counted):
                     yield batch, size
                 elif batch.samples:
@@ -298,14 +298,14 @@ def check_taken(loader: DataLoader[Any]) -> None:
     Raises:
         UsageError: it has a setting that is not supported.
     """
-    odd = {
+    settings = {
         "batch_size=None: its dataset gives whole batches": loader.batch_sampler is None,
         "worker_init_fn (randomness is seeded by a sample's number; what a process needs, a file that is open say, "
         "the dataset can make when it is first asked for a sample)": loader.worker_init_fn is not None,
         "in_order=False": not getattr(loader, "in_order", True),
     }
-    if found := [words for words, so in odd.items() if so]:
-        raise UsageError(code="loader-not-taken-over", options=", ".join(found))
+    if unsupported := [setting for setting, is_set in settings.items() if is_set]:
+        raise UsageError(code="loader-not-taken-over", options=", ".join(unsupported))
     check_not_sharded(loader)
 
 
@@ -343,8 +343,8 @@ class CountingCollate:
 
     def __call__(self, items: list[Any]) -> Counted:
         """The batch, counted."""
-        given, kept = len(items), [item for item in items if item is not None]
-        names = {id(item) for item in kept}
+        total, kept = len(items), [item for item in items if item is not None]
+        ids = {id(item) for item in kept}
         try:
             batch = self._collate(items)
         except Exception:
@@ -353,7 +353,7 @@ class CountingCollate:
             if (dummy := self._dummy_batch()) is None:
                 raise
             return dummy  # the function drops all of these samples, and fails on the empty rest
-        return Counted(batch, _samples_of(batch, given, len(kept), names, partial(self._is_batch_later, batch, kept)))
+        return Counted(batch, _samples_of(batch, total, len(kept), ids, partial(self._is_batch_later, batch, kept)))
 
     def _is_batch_later(self, batch: Any, items: list[Any]) -> bool | None:
         """Whether the batch dimension of the tensors is not their first; None if unknown.
@@ -363,8 +363,8 @@ class CountingCollate:
         if self._batch_is_later is None:
             with preserved_streams():  # the function may draw from them
                 batches = (self._alone(item) for item in items)
-                one = next((batch for batch in batches if batch is not None), None)
-            pairs = [*zip(sizes := [*_sizes(batch, {len(items)})], alone := [*_sizes(one, {1})], strict=False)]
+                single = next((batch for batch in batches if batch is not None), None)
+            pairs = [*zip(sizes := [*_sizes(batch, {len(items)})], alone := [*_sizes(single, {1})], strict=False)]
             if len(sizes) != len(alone) or any(len(a) != len(b) for a, b in pairs):
                 return None
             of_samples = [(a[1:], b[1:]) for a, b in pairs if a != b]  # other tensors belong to the whole batch
@@ -386,27 +386,27 @@ class CountingCollate:
         return None
 
 
-def _samples_of(batch: Any, given: int, kept: int, names: set[int], is_batch_later: Callable[[], bool | None]) -> int:
+def _samples_of(batch: Any, total: int, kept: int, ids: set[int], is_batch_later: Callable[[], bool | None]) -> int:
     """The number of samples of a batch; -1 if unknown.
 
     Args:
         batch: the result of a collate function.
-        given: number of its samples.
+        total: number of its samples.
         kept: number of its samples that are not None.
-        names: their ids.
+        ids: their ids.
         is_batch_later: returns whether the batch dimension is not the first; None if unknown.
     """
-    if isinstance(batch, (list, tuple)) and any(id(one) in names for one in batch):  # pyright: ignore
+    if isinstance(batch, (list, tuple)) and any(id(item) in ids for item in batch):  # pyright: ignore
         return len(batch)  # pyright: ignore[reportUnknownArgumentType] - a list of samples
-    if isinstance(batch, list) and batch and not any(isinstance(one, (Tensor, list, tuple)) for one in batch):  # pyright: ignore
+    if isinstance(batch, list) and batch and not any(isinstance(item, (Tensor, list, tuple)) for item in batch):  # pyright: ignore
         return len(batch)  # pyright: ignore[reportUnknownArgumentType] - one object per sample
-    sizes = [*_sizes(batch, {given, kept})]
+    sizes = [*_sizes(batch, {total, kept})]
     if kept != 1:  # ignore a number for the whole batch
-        sizes = [size for size in sizes if size[0] != 1 or given in size] or sizes
+        sizes = [size for size in sizes if size[0] != 1 or total in size] or sizes
     lengths = {size[0] for size in sizes}
     if not sizes or kept in lengths:
         # more rows than samples: rows of nodes, tokens or views. Fewer: perhaps the remaining samples
-        return kept if kept < given or all(size[0] >= given or given in size for size in sizes) else -1
+        return kept if kept < total or all(size[0] >= total or total in size for size in sizes) else -1
     if all(kept in size for size in sizes):  # perhaps time is the first dimension; or `kept` is a number of features
         later = is_batch_later()
         if later or later is None:
@@ -428,12 +428,12 @@ def _sizes(value: Any, counts: set[int], depth: int = 0) -> Iterator[Size]:
             yield tuple(value.shape)
         return
     if is_dataclass(value) and not isinstance(value, type):
-        value = {one.name: getattr(value, one.name) for one in fields(value)}
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
         value = [*value.values()]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     elif not isinstance(value, (list, tuple)):
         return
-    elif depth and (len(value) in counts or not any(isinstance(one, (Tensor, list, tuple, Mapping)) for one in value)):  # pyright: ignore
+    elif depth and (len(value) in counts or not any(isinstance(x, (Tensor, list, tuple, Mapping)) for x in value)):  # pyright: ignore
         yield (len(value),)  # pyright: ignore[reportUnknownArgumentType]
         return
     for part in value if depth < 3 else ():  # pyright: ignore[reportUnknownVariableType]

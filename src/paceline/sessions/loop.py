@@ -127,34 +127,34 @@ class SessionLoop(SessionCollectives):
     def _check_data(self, loader: Loader) -> dict[str, Any]:
         """The fingerprint of its data. The first call compares it over ranks (a collective)."""
         data = loader.dataset
-        if (known := self._fingerprints.get(id(data))) is not None:
-            if known[2] is None:
-                return known[1]
+        if (record := self._fingerprints.get(id(data))) is not None:
+            if record[2] is None:
+                return record[1]
             with preserved_streams():
-                if (probe := loader.probe()) != known[2]:  # the loop has changed it
-                    self._fingerprints[id(data)] = known = (data, loader.fingerprint(), probe)
-            return known[1]
+                if (probe := loader.probe()) != record[2]:  # the loop has changed it
+                    self._fingerprints[id(data)] = record = (data, loader.fingerprint(), probe)
+            return record[1]
         began = time.perf_counter()
         with preserved_streams(), raise_on_all_ranks(self.world):
             fingerprint = loader.fingerprint()
         is_slow = time.perf_counter() - began > SLOW_SECONDS and "checksum of all of them" not in fingerprint
-        of_ranks: list[tuple[dict[str, Any], bool]] = all_gather_object((fingerprint, is_slow), self.world)
-        texts = [str(of_rank) for of_rank, _ in of_ranks]
+        by_rank: list[tuple[dict[str, Any], bool]] = all_gather_object((fingerprint, is_slow), self.world)
+        texts = [str(rank_fingerprint) for rank_fingerprint, _ in by_rank]
         if len({*texts}) > 1:
             raise report_on_one_rank(
                 DATA.error("; ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))), self.world
             )
         # a stream has no number of samples
         can_probe = "samples" in fingerprint and CHANGING not in fingerprint.values()
-        can_probe = can_probe and not any(is_slow for _, is_slow in of_ranks)
+        can_probe = can_probe and not any(is_slow for _, is_slow in by_rank)
         with preserved_streams():
             self._fingerprints[id(data)] = (data, fingerprint, loader.probe() if can_probe else None)
         return fingerprint
 
     def _compare_replicas(self) -> None:
         if self.size > 1 and self._parts and self._progress.step and self._parts[0].replica.host is None:
-            held = [shard for part in self._parts for shard in part.state()]
-            check_replicas(held, self.world, self._progress.step, [part.replica.optimizer for part in self._parts])
+            shards = [shard for part in self._parts for shard in part.state()]
+            check_replicas(shards, self.world, self._progress.step, [part.replica.optimizer for part in self._parts])
 
     def _evaluate(self, loader: Loader) -> Generator[Any]:
         self._evaluates = True
@@ -254,8 +254,8 @@ class SessionLoop(SessionCollectives):
         self._progress.order.compared = numbers
 
     def _compared_names(self) -> list[str]:
-        of_parts = [f"{name} {part.number}" for part in self._parts for name in COMPARED]
-        return ["epoch", "loop", "batch", "data", "order", *of_parts]
+        part_names = [f"{name} {part.number}" for part in self._parts for name in COMPARED]
+        return ["epoch", "loop", "batch", "data", "order", *part_names]
 
     def _explain(self, differing: dict[str, list[int]]) -> UsageError:
         places = [name for name in ("epoch", "loop", "batch") if name in differing]
@@ -327,7 +327,7 @@ class SessionLoop(SessionCollectives):
                 steps.give_up()
             elif steps.is_whole:
                 steps.leave()  # after its last backward the step is complete
-                self._between(loader, micro_batches, plan, left=True)
+                self._between(loader, micro_batches, plan, was_left=True)
                 self._clock(Phase.USER)
             else:
                 self._broken = UsageError(code="loop-left-in-step", place=self._at)
@@ -385,8 +385,8 @@ class SessionLoop(SessionCollectives):
             check_no_scaler()
         if progress.place is not None:
             progress.place = replace(progress.place, definition=definition)
-            given = {"task": self._name, **self._settings, **batch, "epochs": self._epochs or 1, **self._others}
-            write_session_settings(progress.place, given)
+            settings = {"task": self._name, **self._settings, **batch, "epochs": self._epochs or 1, **self._others}
+            write_session_settings(progress.place, settings)
         progress.open(
             self._parts, plan, self._share, self._facts,
             listed=plan.own_order, report_to=self._report_to, others=self._registered.state,
@@ -398,7 +398,7 @@ class SessionLoop(SessionCollectives):
         return {"task": self._name, "strategy": self._strategy, **results}
 
     def _between(
-        self, loader: Loader, micro_batches: Sequence[MicroBatch], plan: BatchPlan, *, left: bool = False
+        self, loader: Loader, micro_batches: Sequence[MicroBatch], plan: BatchPlan, *, was_left: bool = False
     ) -> None:
         self._check_periodically()
         done = self._steps.end()
@@ -414,7 +414,7 @@ class SessionLoop(SessionCollectives):
         if ProgressWriter.here is not None:
             ProgressWriter.here.step(self._where["batch"], plan.known_steps, lambda: self._report(plan, done.loss))
         self._stopped = done.votes.stop > 0
-        self._at_end = is_end = loader.is_end(batch, done.votes.coming) and not left
+        self._at_end = is_end = loader.is_end(batch, done.votes.coming) and not was_left
         for part in self._parts:
             part.stepped()
         if self._steps.saves:
@@ -446,13 +446,13 @@ class SessionLoop(SessionCollectives):
         """Raise UsageError if losses are means over targets, and their weights are not proportional to the targets."""
         targets = [None if count is None else (float(count), float(weight)) for count, weight in self._steps.targets]
         by_rank: list[list[Any]] = all_gather_object(targets, self.world)
-        if any(target is None for of_rank in by_rank for target in of_rank):
+        if any(target is None for rank_targets in by_rank for target in rank_targets):
             return  # a different loss, or several: their weights cannot be checked
-        ratios = [count / weight for of_rank in by_rank for count, weight in of_rank if weight]
+        ratios = [count / weight for rank_targets in by_rank for count, weight in rank_targets if weight]
         if ratios and max(ratios) - min(ratios) > SAME_RATIO * max(ratios):
             counts = "; ".join(
-                f"rank {rank}: " + ", ".join(f"{count:g} (weight {weight:g})" for count, weight in of_rank)
-                for rank, of_rank in enumerate(by_rank)
+                f"rank {rank}: " + ", ".join(f"{count:g} (weight {weight:g})" for count, weight in rank_targets)
+                for rank, rank_targets in enumerate(by_rank)
             )
             raise report_on_one_rank(COUNT.error(counts), self.world)
 
@@ -460,8 +460,8 @@ class SessionLoop(SessionCollectives):
         step, steps = self._where["batch"], plan.known_steps
         epoch = self._where["epoch" if self._epochs else "passes"]
         remaining = max(0, steps - step) * plan.global_batch
-        rate, shown = self._progress.throughput.recent(), loss if math.isfinite(loss) else None
-        return ProgressRecord(epoch, self._epochs, step, steps, shown, rate, remaining)
+        rate, finite_loss = self._progress.throughput.recent(), loss if math.isfinite(loss) else None
+        return ProgressRecord(epoch, self._epochs, step, steps, finite_loss, rate, remaining)
 
     def _stop_if_asked(self) -> None:
         if self._stopped:
@@ -480,14 +480,14 @@ class SessionLoop(SessionCollectives):
     @contextmanager
     def _merged(self) -> Generator[None]:
         with ExitStack() as stack:
-            before, self._steps.merged = self._steps.merged, True
+            was_merged, self._steps.merged = self._steps.merged, True
             try:
-                if not before:
+                if not was_merged:
                     for part in self._parts:
                         stack.enter_context(part.replica.merged_buffers())
                 yield
             finally:
-                self._steps.merged = before
+                self._steps.merged = was_merged
 
     def _votes(self) -> Any:
         return self._progress.votes(coming=0.0 if self._loader is None else self._loader.coming)

@@ -91,11 +91,11 @@ def _batches(loader: DataLoader[Any]) -> Iterator[Tensor]:
         return
     # torch draws the whole order for the first batch. Slices of one tensor are faster than a list for each batch.
     sampler: Any = loader.sampler
-    drawn, count, size = iter(sampler), len(sampler), batches.batch_size
-    order = torch.arange(count) if keeps_order(loader) else torch.tensor([*islice(drawn, count)], dtype=torch.int64)
+    samples, count, size = iter(sampler), len(sampler), batches.batch_size
+    order = torch.arange(count) if keeps_order(loader) else torch.tensor([*islice(samples, count)], dtype=torch.int64)
     for start in range(0, count - count % size, size):
         yield order[start : start + size]
-    next(drawn, None)  # at its end RandomSampler draws once more from its generator
+    next(samples, None)  # at its end RandomSampler draws once more from its generator
     if count % size and not batches.drop_last:
         yield order[count - count % size :]
 
@@ -152,8 +152,8 @@ def keeps_order(loader: DataLoader[Any]) -> bool:
 def covers_all(loader: DataLoader[Any]) -> bool:
     """Whether an epoch has each sample once, judging by the class of the sampler."""
     sampler = loader.sampler
-    once = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(loader.dataset)  # pyright: ignore
-    return keeps_order(loader) or (once and is_torchs(loader))
+    is_permutation = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(loader.dataset)  # pyright: ignore
+    return keeps_order(loader) or (is_permutation and is_torchs(loader))
 
 
 def check_not_sharded(loader: DataLoader[Any]) -> None:
@@ -194,23 +194,23 @@ class SamplerState:
             saved = state.get("attributes", {}).get(name)
             if saved is not None and _has_state_dict(owner) and _without_tensors(owner.state_dict()) != saved:
                 owner.load_state_dict(_with_tensors(saved))
-        for full, value in state.get("attributes", {}).items():
-            owner, _, attribute = full.rpartition(".")
+        for full_name, value in state.get("attributes", {}).items():
+            owner, _, attribute = full_name.rpartition(".")
             if owner in owners and hasattr(
                 owners[owner], attribute
             ):  # the initial value may be an attribute of the class
                 _put_attribute(owners[owner], attribute, value)
 
     def _owners(self) -> Iterator[tuple[str, Any]]:
-        seen: set[int] = set()
-        waiting: list[tuple[str, Any, int]] = [
+        seen_ids: set[int] = set()
+        queue: list[tuple[str, Any, int]] = [
             ("batch_sampler", self._loader.batch_sampler, 0), ("sampler", self._loader.sampler, 0),
         ]  # fmt: skip
-        while waiting:
-            name, owner, depth = waiting.pop(0)
-            if id(owner) in seen or not hasattr(owner, "__dict__"):
+        while queue:
+            name, owner, depth = queue.pop(0)
+            if id(owner) in seen_ids or not hasattr(owner, "__dict__"):
                 continue
-            seen.add(id(owner))
+            seen_ids.add(id(owner))
             yield name, owner
             if depth < DEPTH and not _has_state_dict(owner):
                 for key, value in vars(owner).items():
@@ -218,11 +218,11 @@ class SamplerState:
                     if isinstance(value, Sampler) or (
                         package not in ("torch", "numpy", "builtins", "paceline") and self._is_part(value)
                     ):
-                        waiting.append((f"{name}.{key}", value, depth + 1))
+                        queue.append((f"{name}.{key}", value, depth + 1))
 
     def _is_part(self, value: Any) -> bool:
-        data = value is self._loader.dataset or isinstance(value, (torch.utils.data.Dataset, torch.nn.Module, type))
-        return not data and not callable(value) and hasattr(value, "__dict__") and not hasattr(value, "__getitem__")
+        is_data = value is self._loader.dataset or isinstance(value, (torch.utils.data.Dataset, torch.nn.Module, type))
+        return not is_data and not callable(value) and hasattr(value, "__dict__") and not hasattr(value, "__getitem__")
 
     def _sources(self) -> dict[str, Any]:
         sources: dict[str, Any] = {}
@@ -240,8 +240,8 @@ class SamplerState:
             if _has_state_dict(owner):
                 continue
             for key, value in vars(owner).items():
-                if (text := _attribute(value)) is not None:
-                    attributes[f"{name}.{key}"] = text
+                if (encoded := _attribute(value)) is not None:
+                    attributes[f"{name}.{key}"] = encoded
         return attributes
 
 
@@ -259,26 +259,26 @@ def _attribute(value: Any) -> Any:
         return None
 
 
-def _put_attribute(owner: Any, name: str, text: Any) -> None:
+def _put_attribute(owner: Any, name: str, encoded: Any) -> None:
     """Restore an attribute. A container keeps its identity, because the loop may refer to it."""
-    before = getattr(owner, name)
-    if "array" in text:
-        if isinstance(before, Tensor) and before.shape == torch.as_tensor(text["array"]).shape:
-            before.copy_(torch.as_tensor(text["array"], dtype=before.dtype))
-        elif isinstance(before, np.ndarray) and before.shape == np.shape(text["array"]):
-            before[...] = text["array"]
+    current = getattr(owner, name)
+    if "array" in encoded:
+        if isinstance(current, Tensor) and current.shape == torch.as_tensor(encoded["array"]).shape:
+            current.copy_(torch.as_tensor(encoded["array"], dtype=current.dtype))
+        elif isinstance(current, np.ndarray) and current.shape == np.shape(encoded["array"]):
+            current[...] = encoded["array"]
         else:
-            create: Any = torch.as_tensor if isinstance(before, Tensor) else np.asarray
-            setattr(owner, name, create(text["array"], dtype=before.dtype))
+            create: Any = torch.as_tensor if isinstance(current, Tensor) else np.asarray
+            setattr(owner, name, create(encoded["array"], dtype=current.dtype))
         return
-    value = from_json(text["value"])
-    if isinstance(before, list) and isinstance(value, list):
-        before[:] = value
-    elif type(before) is dict and isinstance(value, dict):
-        before.clear()
-        before.update(value)  # pyright: ignore[reportUnknownArgumentType]
+    value = from_json(encoded["value"])
+    if isinstance(current, list) and isinstance(value, list):
+        current[:] = value
+    elif type(current) is dict and isinstance(value, dict):
+        current.clear()
+        current.update(value)  # pyright: ignore[reportUnknownArgumentType]
     else:
-        setattr(owner, name, restore_type(before, value))
+        setattr(owner, name, restore_type(current, value))
 
 
 def _has_state_dict(owner: Any) -> bool:
@@ -321,8 +321,8 @@ def set_generator_state(source: Any, value: Any) -> None:
     if isinstance(source, torch.Generator):
         source.set_state(decode_state(value))
     elif isinstance(source, random.Random):
-        version, words, gauss = json.loads(value)
-        source.setstate((version, tuple(words), gauss))
+        version, internal_state, gauss = json.loads(value)
+        source.setstate((version, tuple(internal_state), gauss))
     elif isinstance(source, np.random.Generator):
         source.bit_generator.state = json.loads(value)
     elif isinstance(source, np.random.RandomState):
@@ -343,8 +343,8 @@ def put_global_streams(states: Mapping[str, str]) -> None:
     """Restore the result of `global_streams`."""
     torch.set_rng_state(decode_state(states["torch"]))
     if "python" in states:
-        version, words, gauss = json.loads(states["python"])
-        random.setstate((version, tuple(words), gauss))
+        version, internal_state, gauss = json.loads(states["python"])
+        random.setstate((version, tuple(internal_state), gauss))
         np.random.set_state(json.loads(states["numpy"]))
 
 
@@ -360,15 +360,15 @@ def decode_state(text: str) -> Tensor:
 
 def merge_small_batches(batches: Iterator[Tensor], least: int) -> Iterator[Tensor]:
     """Merge each batch of fewer than `least` samples with the next one, or with the previous one at the end."""
-    held: Tensor | None = None
-    waiting: Tensor | None = None
+    complete: Tensor | None = None
+    pending: Tensor | None = None
     for batch in batches:
-        waiting = batch if waiting is None else torch.cat([waiting, batch])
-        if len(waiting) >= least:
-            if held is not None:
-                yield held
-            held, waiting = waiting, None
-    if waiting is not None:
-        held = waiting if held is None else torch.cat([held, waiting])
-    if held is not None:
-        yield held
+        pending = batch if pending is None else torch.cat([pending, batch])
+        if len(pending) >= least:
+            if complete is not None:
+                yield complete
+            complete, pending = pending, None
+    if pending is not None:
+        complete = pending if complete is None else torch.cat([complete, pending])
+    if complete is not None:
+        yield complete

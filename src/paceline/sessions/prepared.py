@@ -72,18 +72,18 @@ class PreparedOptimizer:
 
     def load_numbers(self, found: Mapping[str, Any]) -> None:
         """Restore the result of `numbers`, and print the settings that the script has changed since."""
-        given, groups = found["given"], from_json(found["groups"])
-        have = len(self.optimizer.param_groups)
-        self.groups = groups[have:]
+        saved_settings, groups = found["given"], from_json(found["groups"])
+        num_groups = len(self.optimizer.param_groups)
+        self.groups = groups[num_groups:]
         changed = [
-            f"{f'group {number} ' if have > 1 else ''}{name} {old.get(name)} -> {new.get(name)}"
-            for number, (old, new) in enumerate(zip(from_json(given), from_json(self._given), strict=False), 1)
+            f"{f'group {number} ' if num_groups > 1 else ''}{name} {old.get(name)} -> {new.get(name)}"
+            for number, (old, new) in enumerate(zip(from_json(saved_settings), from_json(self._given), strict=False), 1)
             for name in {**old, **new}
             if old.get(name) != new.get(name)
         ]
-        if have > len(groups):
-            raise UsageError(code="parameter-groups-differ", saved=len(groups), number=self.number + 1, have=have)
-        load_numbers(self.optimizer, self.scheduler, {**found, "groups": as_json(groups[:have])})
+        if num_groups > len(groups):
+            raise UsageError(code="parameter-groups-differ", saved=len(groups), number=self.number + 1, have=num_groups)
+        load_numbers(self.optimizer, self.scheduler, {**found, "groups": as_json(groups[:num_groups])})
         if self._extra:
             extra = {key: from_json(value) for key, value in found.get("extra", {}).items()}
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), **extra})
@@ -93,16 +93,16 @@ class PreparedOptimizer:
 
     def _add(self, group: dict[str, Any]) -> None:
         self._add_group(group)
-        added = self.optimizer.param_groups[-1]
+        added_group = self.optimizer.param_groups[-1]
         try:
-            self.part.check_added(added)
+            self.part.check_added(added_group)
         except UsageError:
             self.optimizer.param_groups.pop()
             raise
         if self.groups:
             for name, value in self.groups.pop(0).items():
-                added[name] = restore_type(added.get(name), value)
-        self.part.load_waiting(self.optimizer, added["params"])
+                added_group[name] = restore_type(added_group.get(name), value)
+        self.part.load_waiting(self.optimizer, added_group["params"])
 
     def _step(self, closure: Any = None) -> Any:
         if closure is not None and not type(self.optimizer).__module__.startswith("torch.optim."):
@@ -113,12 +113,12 @@ class PreparedOptimizer:
         if gate.may_update(self.part, self.number):
             if gate.micro_step is not None:
                 gate.micro_step.has_failed = True  # until the end: an error here leaves an incomplete step
-            shown = self.part.shown()
-            self.part.before_update(shown)
+            grads = self.part.shown()
+            self.part.before_update(grads)
             if gate.observer is not None:
                 gate.observer.on_update(self.part)
             self._update()
-            self.part.after_update(shown)
+            self.part.after_update(grads)
             if gate.micro_step is not None:
                 gate.micro_step.has_failed = False
         return loss
@@ -183,17 +183,17 @@ class PreparedModel(TrainedModel):
         def on_forward(module: nn.Module) -> None:
             if replica.in_lockstep:
                 gate.check_forward()
-            if module is replica.model and module.training and gate.merged and otherwise:
+            if module is replica.model and module.training and gate.merged and is_mode_dependent:
                 gate.notes.once(
                     "a model is evaluated in training mode, with dropout or batch statistics. Call model.eval()"
                 )
-            elif module is replica.model and not module.training and of_virtual_ranks:
+            elif module is replica.model and not module.training and has_rank_buffers:
                 gate.check_evaluation()
 
-        otherwise = trains_otherwise(replica.model)
-        floating = any(buffer.is_floating_point() for buffer in replica.model.buffers())
-        of_virtual_ranks = replica.virtual_ranks > 1 and floating
-        if otherwise or of_virtual_ranks or replica.in_lockstep:
+        is_mode_dependent = trains_otherwise(replica.model)
+        has_float_buffers = any(buffer.is_floating_point() for buffer in replica.model.buffers())
+        has_rank_buffers = replica.virtual_ranks > 1 and has_float_buffers
+        if is_mode_dependent or has_rank_buffers or replica.in_lockstep:
             replica.model.register_forward_pre_hook(ForwardHook(on_forward))
         gate.parts.append(self)
 
@@ -217,21 +217,21 @@ class PreparedModel(TrainedModel):
             if self.replica.sharded or self.replica.host is not None:
                 raise UsageError(code="one-optimizer-only")
             check_optimizer_parameters(self.replica.model, optimizer)
-            own = {id(p) for one in self.optimizers for p in one.parameters}
-            if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            trained_ids = {id(p) for opt in self.optimizers for p in opt.parameters}
+            if any(id(p) in trained_ids for group in optimizer.param_groups for p in group["params"]):
                 raise UsageError(code="parameters-trained-twice")
-        made = PreparedOptimizer(self, optimizer, scheduler, len(self.gate.optimizers))
+        prepared = PreparedOptimizer(self, optimizer, scheduler, len(self.gate.optimizers))
         self.gate.optimizers += (id(optimizer),)
-        self.optimizers.append(made)
-        return made
+        self.optimizers.append(prepared)
+        return prepared
 
     def has_stepped(self, numbers: Sequence[int]) -> bool:
         """See TrainedModel."""
-        return any(one.number in numbers for one in self.optimizers)
+        return any(opt.number in numbers for opt in self.optimizers)
 
     def rates(self) -> list[float]:
         """See TrainedModel."""
-        return [group["lr"] for one in self.optimizers for group in one.optimizer.param_groups]
+        return [group["lr"] for opt in self.optimizers for group in opt.optimizer.param_groups]
 
     def stepped(self) -> None:
         """End a step. After the first one, check that the state can be saved."""
@@ -241,7 +241,7 @@ class PreparedModel(TrainedModel):
         self._was_looked_at = True
         if self.gate.saves:
             self.state()
-        if self._waiting_state or any(one.groups for one in self.optimizers):
+        if self._waiting_state or any(opt.groups for opt in self.optimizers):
             raise UsageError(code="parameter-groups-missing")
 
     def begin(self) -> None:
@@ -251,20 +251,20 @@ class PreparedModel(TrainedModel):
 
     def open(self, wanted: bool, watched: bool) -> None:
         """Before a backward: its gradients are added to those that are put aside, or dropped if not `wanted`."""
-        shown = self.shown()
-        present = _present(shown)
+        grads = self.shown()
+        present_grads = _present(grads)
         self._check_received()
-        if present:
-            self._check_assigned(shown)
+        if present_grads:
+            self._check_assigned(grads)
         if self.must_check:
             self.check_parameters()
-        if present:
-            if any(isinstance(grad, ShardedGradientPlaceholder) for grad in shown):
+        if present_grads:
+            if any(isinstance(grad, ShardedGradientPlaceholder) for grad in grads):
                 raise UsageError(code="gradients-not-cleared")
-            first = present[0]
-            as_used = self._used() is first and _version(first) == self._used_version
-            self._adds_to_used = as_used or (self._adds_to_used and bool(local_shard(first).any()))
-            self._carried = shown
+            first = present_grads[0]
+            is_used = self._used() is first and _version(first) == self._used_version
+            self._adds_to_used = is_used or (self._adds_to_used and bool(local_shard(first).any()))
+            self._carried = grads
             self._put(None)
         elif self._carried is None:
             self._adds_to_used = False
@@ -277,16 +277,16 @@ class PreparedModel(TrainedModel):
         """After a backward: whether any parameter got a gradient; True if the backward was not watched."""
         if self._before is None:
             return True
-        now = [(p.grad, _version(p.grad)) for p in self._parameters]
-        pairs = zip(now, self._before, strict=True)
+        current = [(p.grad, _version(p.grad)) for p in self._parameters]
+        pairs = zip(current, self._before, strict=True)
         return any(
             grad is not None and (grad is not before or version != then) for (grad, version), (before, then) in pairs
         )
 
     def close(self, reached: bool) -> None:
         """After a backward, except the last of the step. If it has not `reached` the model, .grad does not change."""
-        now = self.shown()
-        self._aside = now if _present(now) else None
+        grads = self.shown()
+        self._aside = grads if _present(grads) else None
         self._put(None)
         if not reached:
             self.drop()
@@ -299,27 +299,27 @@ class PreparedModel(TrainedModel):
     def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Deferred[bool] | None:
         """See TrainedModel."""
         self._aside = None
-        known = super().synchronise(divisor, agreed=agreed)
+        result = super().synchronise(divisor, agreed=agreed)
         self._waiting = True
         if self._carried is not None:
-            for parameter, before in zip(self._parameters, self._carried, strict=True):
-                if before is not None:
-                    parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
-            self._carried = known = self._found = None
+            for parameter, carried in zip(self._parameters, self._carried, strict=True):
+                if carried is not None:
+                    parameter.grad = carried if parameter.grad is None else parameter.grad.add_(carried)
+            self._carried = result = self._found = None
         if self.replica.sharded and not any(map(is_dtensor, self._parameters)):
             for parameter in self._parameters:
                 parameter.grad = ShardedGradientPlaceholder.of(parameter)
-        return known
+        return result
 
     def run_hooks(self, *, after_accumulation: bool) -> None:
         """See TrainedModel."""
         if self._hooked:
             super().run_hooks(after_accumulation=after_accumulation)
         if after_accumulation and not self._is_plain:  # the last that happens to gradients before the loop sees them
-            shown = self.shown()
-            self.note_gradients(shown)
+            grads = self.shown()
+            self.note_gradients(grads)
             if self.replica.world.size > 1 and not (self.replica.sharded or self.replica.host is not None):
-                self._summed, self._versions = shown, _versions(shown)
+                self._summed, self._versions = grads, _versions(grads)
 
     def hide_hooks(self, *, alone: bool, counted: bool = True) -> HiddenHooks:
         """See TrainedModel. If there were none, it only looks for them after one was registered."""
@@ -356,10 +356,10 @@ class PreparedModel(TrainedModel):
     def state(self) -> list[TensorShard]:
         """All tensors of its state, under names with `prefix`."""
         # gradients that the loop adds up over several batches
-        waiting = self.replica.gradients() if self._waiting else ()
-        others = [held for one in self.optimizers[1:] for held in hold_optimizer(self.replica.model, one.optimizer)]
-        own = [replace(one, name=f"{self.prefix}gradient/{one.name}") for one in waiting]
-        return super().state() + [replace(one, name=self.prefix + one.name) for one in others] + own
+        gradients = self.replica.gradients() if self._waiting else ()
+        others = [shard for opt in self.optimizers[1:] for shard in hold_optimizer(self.replica.model, opt.optimizer)]
+        gradient_shards = [replace(shard, name=f"{self.prefix}gradient/{shard.name}") for shard in gradients]
+        return super().state() + [replace(shard, name=self.prefix + shard.name) for shard in others] + gradient_shards
 
     def load(self, source: Source) -> None:
         """Restore the result of `state`."""
@@ -371,20 +371,20 @@ class PreparedModel(TrainedModel):
                 self._waiting = True
         self._note_left(self.shown())
         if not self.replica.sharded:
-            trained = {id(p) for one in self.optimizers for p in one.parameters}
+            trained = {id(p) for opt in self.optimizers for p in opt.parameters}
             for name, parameter in self.replica.model.named_parameters():
                 if id(parameter) not in trained and (state := saved_state(source, name)):
                     self._waiting_state[name] = state
 
     def load_waiting(self, optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
         """Restore the state of a checkpoint for parameters that an optimizer trains from now on."""
-        asked = {id(parameter) for parameter in parameters}
-        names = {name: p for name, p in self.replica.model.named_parameters() if id(p) in asked}
-        load_states(names, optimizer, {name: self._waiting_state.pop(name, {}) for name in names})
+        parameter_ids = {id(parameter) for parameter in parameters}
+        named = {name: p for name, p in self.replica.model.named_parameters() if id(p) in parameter_ids}
+        load_states(named, optimizer, {name: self._waiting_state.pop(name, {}) for name in named})
 
     def numbers(self) -> dict[str, Any]:
         """The rest of its state, as JSON: the state of its optimizers and schedulers without tensors."""
-        first, *others = (one.numbers() for one in self.optimizers)
+        first, *others = (opt.numbers() for opt in self.optimizers)
         frozen = [name for name, p in zip(self._names(), self._parameters, strict=True) if not p.requires_grad]
         return {**first, **({"others": others} if others else {}), **({"frozen": frozen} if frozen else {})}
 
@@ -394,10 +394,10 @@ class PreparedModel(TrainedModel):
         for name, parameter in zip(self._names(), self._parameters, strict=True):
             if name in frozen:  # the script froze it in a part that does not run again
                 parameter.requires_grad_(False)
-        of_each = [found, *found.get("others", ())]
-        if number >= len(of_each):
-            raise UsageError(code="optimizer-too-many", saved=len(of_each))
-        self.optimizers[number].load_numbers(of_each[number])
+        all_numbers = [found, *found.get("others", ())]
+        if number >= len(all_numbers):
+            raise UsageError(code="optimizer-too-many", saved=len(all_numbers))
+        self.optimizers[number].load_numbers(all_numbers[number])
 
     # called by its optimizers
 
@@ -410,25 +410,25 @@ class PreparedModel(TrainedModel):
         changed: list[int] = []
         if not all(map(is_, shown, self._summed)) or _versions(shown) != self._versions:
             changed = self._changed_since()
-        early = self._updates <= 2
-        if early:  # also finds changes of p.grad.data, which do not change the version
-            looked = range(len(self._parameters))
+        is_early = self._updates <= 2
+        if is_early:  # also finds changes of p.grad.data, which do not change the version
+            indices = range(len(self._parameters))
         elif changed and changed == self._changed and self._updates & (self._updates - 1):
-            looked = [changed[self._updates % len(changed)]]  # a different one in each step
+            indices = [changed[self._updates % len(changed)]]  # a different one in each step
         else:
-            looked = changed
+            indices = changed
         self._changed = changed
-        if looked or self._digests:
-            self._digests = {i: _digest(self._parameters[i].grad) for i in looked}
+        if indices or self._digests:
+            self._digests = {i: _digest(self._parameters[i].grad) for i in indices}
             self._digest = hash(tuple(self._digests.items()))
-        if early and (differing := self.differing_gradients()):
+        if is_early and (differing := self.differing_gradients()):
             raise report_on_one_rank(GRADIENTS.error(differing), self.replica.world)
 
     def _changed_since(self) -> list[int]:
         """The numbers of the parameters whose gradients the loop has changed since the sum over ranks."""
         assert self._summed is not None
-        shown = self.shown()
-        pairs = enumerate(zip(shown, _versions(shown), self._summed, self._versions, strict=True))
+        grads = self.shown()
+        pairs = enumerate(zip(grads, _versions(grads), self._summed, self._versions, strict=True))
         return [i for i, (grad, version, before, then) in pairs if grad is not before or version != then]
 
     def compared(self) -> tuple[int, ...]:
@@ -441,10 +441,10 @@ class PreparedModel(TrainedModel):
 
     def differing_gradients(self) -> str:
         """The first parameter whose changed gradient differs between ranks; empty if there is none (a collective)."""
-        told: list[dict[str, int]] = all_gather_object(
-            {str(i): one for i, one in self._digests.items()}, self.replica.world
+        by_rank: list[dict[str, int]] = all_gather_object(
+            {str(i): digest for i, digest in self._digests.items()}, self.replica.world
         )
-        differing = (i for one in told for i in one if any(other.get(i) != one[i] for other in told))
+        differing = (i for digests in by_rank for i in digests if any(other.get(i) != digests[i] for other in by_rank))
         return next((self._names()[int(i)] for i in differing), "")
 
     def shown(self) -> Grads:
@@ -481,10 +481,10 @@ class PreparedModel(TrainedModel):
 
     def _untrained(self) -> list[nn.Parameter]:
         """The parameters that no optimizer trains. They are computed again after a group was added."""
-        groups = sum([len(one.optimizer.param_groups) for one in self.optimizers])
-        if self._covered[0] != groups:
-            trained = {id(p) for one in self.optimizers for p in one.parameters}
-            self._covered = groups, [p for p in self._parameters if id(p) not in trained]
+        num_groups = sum([len(opt.optimizer.param_groups) for opt in self.optimizers])
+        if self._covered[0] != num_groups:
+            trained = {id(p) for opt in self.optimizers for p in opt.parameters}
+            self._covered = num_groups, [p for p in self._parameters if id(p) not in trained]
         return self._covered[1]
 
     # checks
@@ -519,11 +519,11 @@ class PreparedModel(TrainedModel):
                 raise PARAMETERS.error(f"{name} is new, or was frozen then")
         if self.replica.sharded:
             return
-        own = {id(parameter) for parameter in model.parameters()}
-        for one in self.optimizers:
-            for parameter in one.parameters:
-                if id(parameter) not in own:
-                    raise PARAMETERS.error(f"optimizer {one.number + 1} trains one of shape {tuple(parameter.shape)}")
+        parameter_ids = {id(parameter) for parameter in model.parameters()}
+        for opt in self.optimizers:
+            for parameter in opt.parameters:
+                if id(parameter) not in parameter_ids:
+                    raise PARAMETERS.error(f"optimizer {opt.number + 1} trains one of shape {tuple(parameter.shape)}")
 
     def _check_received(self) -> None:
         if self._received:
@@ -537,17 +537,17 @@ class PreparedModel(TrainedModel):
         self._check_received()
         self._check_assigned(self.shown())
 
-    def _check_assigned(self, shown: Grads) -> None:
+    def _check_assigned(self, grads: Grads) -> None:
         """Raise UsageError for a gradient that does not come from a backward or a step of this session."""
         if self._is_plain:
             return
-        for number, (grad, left) in enumerate(zip(shown, self._left, strict=True)):
-            if grad is not None and (left is None or left() is not grad):
+        for number, (grad, session_ref) in enumerate(zip(grads, self._left, strict=True)):
+            if grad is not None and (session_ref is None or session_ref() is not grad):
                 raise BACKWARD.error(f"parameter {self._names()[number]} was given one by the loop")
 
     def _names(self) -> list[str]:
-        named = {id(p): name for name, p in self.replica.model.named_parameters()}
-        return [named.get(id(p), "?") for p in self._parameters]
+        names_by_id = {id(p): name for name, p in self.replica.model.named_parameters()}
+        return [names_by_id.get(id(p), "?") for p in self._parameters]
 
     def _put(self, grads: Grads | None) -> None:
         for parameter, grad in zip(self._parameters, grads or [None] * len(self._parameters), strict=True):
@@ -560,11 +560,11 @@ class PreparedModel(TrainedModel):
         """Whether gradients equal those of a plain loop, also if the loop computes them with torch."""
         return self.replica.world.size == 1 and self.gate.phases.alone
 
-    def _note_left(self, shown: Grads) -> None:
+    def _note_left(self, grads: Grads) -> None:
         try:
-            self._left = [*map(weakref.ref, shown)]
+            self._left = [*map(weakref.ref, grads)]
         except TypeError:  # None
-            self._left = [None if grad is None else weakref.ref(grad) for grad in shown]
+            self._left = [None if grad is None else weakref.ref(grad) for grad in grads]
 
     def _on_gradient(self, _: Tensor) -> None:
         if not self.gate.in_backward:
@@ -573,12 +573,12 @@ class PreparedModel(TrainedModel):
 
 def _held_back(scheduler: Any, gate: SessionStep) -> None:
     """Let `scheduler.step` only act at the end of a step. It replaces the class: attributes are part of the state."""
-    kind: Any = type(scheduler)
+    cls: Any = type(scheduler)
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return kind.step(self, *args, **kwargs) if gate.is_over else None
+        return cls.step(self, *args, **kwargs) if gate.is_over else None
 
-    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
+    scheduler.__class__ = type(cls.__name__, (cls,), {"step": step, "__module__": cls.__module__})
 
 
 def _versions(grads: Grads) -> list[int]:

@@ -71,8 +71,8 @@ class RegisteredObjects:
             UsageError: if the checkpoint does not have it.
         """
         if name not in self._saved:
-            known = ", ".join(self._saved) or "none"
-            raise UsageError(code="register-not-in-checkpoint", name=name, where=where, known=known)
+            saved_names = ", ".join(self._saved) or "none"
+            raise UsageError(code="register-not-in-checkpoint", name=name, where=where, known=saved_names)
         self.things[name].load_state_dict(_joined(from_json(self._saved[name]), source))
 
     def check_all_there(self) -> None:
@@ -82,16 +82,16 @@ class RegisteredObjects:
 
     def check_schedulers(self, optimizers: Iterable[PreparedOptimizer]) -> None:
         """Raise UsageError for a learning rate scheduler that no checkpoint has."""
-        known: set[int] = set()
-        waiting = [*(part.scheduler for part in optimizers), *self.things.values(), *self.ignored]
-        while waiting:
-            thing = waiting.pop()
-            known.add(id(thing))
-            waiting += getattr(thing, "_schedulers", [])  # in a SequentialLR or ChainedScheduler
+        known_ids: set[int] = set()
+        queue = [*(part.scheduler for part in optimizers), *self.things.values(), *self.ignored]
+        while queue:
+            obj = queue.pop()
+            known_ids.add(id(obj))
+            queue += getattr(obj, "_schedulers", [])  # in a SequentialLR or ChainedScheduler
         prepared = {id(part.optimizer) for part in optimizers}
 
         def has_unknown() -> bool:
-            schedulers = (scheduler for scheduler in instances(LRScheduler) if id(scheduler) not in known)
+            schedulers = (scheduler for scheduler in instances(LRScheduler) if id(scheduler) not in known_ids)
             return any(id(vars(scheduler).get("optimizer")) in prepared for scheduler in schedulers)
 
         if has_unknown() and (gc.collect() or True) and has_unknown():  # the first may be garbage
@@ -113,9 +113,9 @@ class RegisteredObjects:
         roots = [*models]
         self._look_at_modules(roots, say)
         self._containers.look(roots, optimizers, self._known(), say)
-        for name, thing in self.things.items():
-            if isinstance(thing, TensorContainer) and thing.is_left:
-                raise UsageError(code="registered-replaced", name=name, kind=type(thing.thing).__name__)
+        for name, obj in self.things.items():
+            if isinstance(obj, TensorContainer) and obj.is_left:
+                raise UsageError(code="registered-replaced", name=name, kind=type(obj.thing).__name__)
         self._next_look = time.perf_counter() + 100 * (time.perf_counter() - began)
 
     def step_ended(self) -> bool:
@@ -136,32 +136,32 @@ class RegisteredObjects:
 
     def _known(self) -> list[Any]:
         adapters = (TensorContainer, Generator)
-        return self.ignored + [thing.thing if isinstance(thing, adapters) else thing for thing in self.things.values()]
+        return self.ignored + [obj.thing if isinstance(obj, adapters) else obj for obj in self.things.values()]
 
     def _look_at_modules(self, roots: Sequence[nn.Module], say: Callable[[str], None]) -> None:
-        known = [*roots, *self.ignored, *self.things.values()]
-        known_modules = {id(module) for thing in known if isinstance(thing, nn.Module) for module in thing.modules()}
+        known_objects = [*roots, *self.ignored, *self.things.values()]
+        known_modules = {id(module) for obj in known_objects if isinstance(obj, nn.Module) for module in obj.modules()}
         modules = (module for module in instances(nn.Module) if "_parameters" in vars(module))
         others = [module for module in modules if id(module) not in known_modules]
-        for thing in others:
-            now, before = _fingerprint(thing), self._seen.get(id(thing))
-            if before is not None and before[0]() is thing:
-                if now and before[1] != now:
-                    raise STATE.error(f"a module that is not in a prepared model, {_outermost(thing, others)},")
+        for other in others:
+            fingerprint, previous = _fingerprint(other), self._seen.get(id(other))
+            if previous is not None and previous[0]() is other:
+                if fingerprint and previous[1] != fingerprint:
+                    raise STATE.error(f"a module that is not in a prepared model, {_outermost(other, others)},")
             elif self._looks > 1:
-                if isinstance(thing, AveragedModel) and int(thing.n_averaged):
+                if isinstance(other, AveragedModel) and int(other.n_averaged):
                     raise STATE.error("an AveragedModel")
-                if any(type(thing) is type(root) and thing is not root for root in roots) and not self._has_warned:
+                if any(type(other) is type(root) and other is not root for root in roots) and not self._has_warned:
                     self._has_warned = True
                     say(
-                        f"the loop created a {type(thing).__name__} in addition to the prepared one: no checkpoint has "
+                        f"the loop created a {type(other).__name__} in addition to the prepared one: no checkpoint has "
                         "it, and it is missing after a resume"
                     )
-            self._seen[id(thing)] = (weakref.ref(thing), now)
+            self._seen[id(other)] = (weakref.ref(other), fingerprint)
 
     def state(self) -> list[TensorShard]:
         """The tensors of all registered objects."""
-        return [held for name, thing in self.things.items() for held in _split(thing.state_dict(), name)[1]]
+        return [shard for name, obj in self.things.items() for shard in _split(obj.state_dict(), name)[1]]
 
     def numbers(self, world: World | None = None) -> dict[str, Any]:
         """The states without tensors, as JSON. With a `world` they are compared over ranks (a collective).
@@ -169,21 +169,21 @@ class RegisteredObjects:
         Raises:
             UsageError: if they differ.
         """
-        states = {name: _split(thing.state_dict(), name)[0] for name, thing in self.things.items()}
+        states = {name: _split(obj.state_dict(), name)[0] for name, obj in self.things.items()}
         if world is not None and states:
-            of_ranks = all_gather_object(states, world)
-            if differing := [name for name in states if any(of_rank[name] != states[name] for of_rank in of_ranks)]:
+            states_by_rank = all_gather_object(states, world)
+            if differing := [name for name in states if any(other[name] != states[name] for other in states_by_rank)]:
                 raise report_on_one_rank(UsageError(code="registered-differs", name=differing[0]), world)
         return states
 
 
 def _split(state: Any, name: str) -> tuple[Any, list[TensorShard]]:
     """(the state as JSON, with names instead of tensors; the tensors)."""
-    held: list[TensorShard] = []
+    shards: list[TensorShard] = []
 
     def without_tensors(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            held.extend(_held(path, value.detach()))
+            shards.extend(_held(path, value.detach()))
             return {TENSOR: path}
         if isinstance(value, Mapping):
             return {key: without_tensors(part, f"{path}/{quote(str(key), safe='')}") for key, part in value.items()}
@@ -191,7 +191,7 @@ def _split(state: Any, name: str) -> tuple[Any, list[TensorShard]]:
             return [without_tensors(part, f"{path}/{number}") for number, part in enumerate(value)]
         return value
 
-    return as_json(without_tensors(state, f"registered/{quote(name, safe='')}"), f"registered object {name!r}"), held
+    return as_json(without_tensors(state, f"registered/{quote(name, safe='')}"), f"registered object {name!r}"), shards
 
 
 def _held(path: str, tensor: Any) -> list[TensorShard]:
@@ -221,11 +221,11 @@ def instances(kind: type) -> list[Any]:
     classes = [kind]
     for cls in classes:
         classes += set(type.__subclasses__(cls)).difference(classes)
-    if frozen := gc.get_freeze_count():
+    if num_frozen := gc.get_freeze_count():
         gc.unfreeze()
     # Every object refers to its class. This search takes 0.04 s, but compares each reference with each class.
     objects = gc.get_referrers(*classes) if len(classes) <= 32 else gc.get_objects()
-    if frozen:
+    if num_frozen:
         gc.freeze()
     return [*compress(objects, map({*classes}.__contains__, map(type, objects)))]
 

@@ -55,9 +55,9 @@ def _checks_names(function: Callable[P, T], where: str) -> Callable[P, T]:
 
     @wraps(function)
     def checked(*arguments: P.args, **keywords: P.kwargs) -> T:
-        if wrong := [name for name in keywords if name not in names]:
-            check_not_renamed(where, wrong[0], names)
-            raise unknown(f"argument of {where}", wrong[0], names)
+        if unknown_names := [name for name in keywords if name not in names]:
+            check_not_renamed(where, unknown_names[0], names)
+            raise unknown(f"argument of {where}", unknown_names[0], names)
         return function(*arguments, **keywords)
 
     return checked
@@ -113,14 +113,14 @@ class Session(SessionLifecycle):
         """
         if self._opened:
             raise UsageError(code="prepared-too-late")
-        known = [part for part in self._parts if model in (part.replica.model, part.replica.module)]
-        if known:
-            return self._prepare_again(known[0], optimizer, scheduler)
+        matches = [part for part in self._parts if model in (part.replica.model, part.replica.module)]
+        if matches:
+            return self._prepare_again(matches[0], optimizer, scheduler)
         self._check_seed()
-        make: Apply = partial(STRATEGIES[self._strategy], virtual_ranks=self._virtual_ranks, **self._options)
+        apply: Apply = partial(STRATEGIES[self._strategy], virtual_ranks=self._virtual_ranks, **self._options)
         if self._observer is not None:
-            make = self._observer.wrap_strategy(self._strategy, make)
-        part = prepare_model(model, optimizer, scheduler, make, self.world, len(self._parts), self._steps)
+            apply = self._observer.wrap_strategy(self._strategy, apply)
+        part = prepare_model(model, optimizer, scheduler, apply, self.world, len(self._parts), self._steps)
         if (origin := self._progress.origin) is not None:
             with raise_on_all_ranks(self.world):
                 if part.number >= len(self._numbers):
@@ -130,18 +130,18 @@ class Session(SessionLifecycle):
         self._parts.append(part)
         if self._observer is not None:
             self._observer.parts = self._parts
-        found = (part.replica.module, part.optimizer)
-        return found if part.scheduler is None else (*found, part.scheduler)
+        result = (part.replica.module, part.optimizer)
+        return result if part.scheduler is None else (*result, part.scheduler)
 
     def _prepare_again(self, part: PreparedModel, optimizer: OptimizerLike, scheduler: SchedulerLike | None) -> Any:
         """A second optimizer for other parameters of a model that was prepared before."""
-        made = prepare_optimizer(part, optimizer, scheduler, self.world)
+        prepared_optimizer = prepare_optimizer(part, optimizer, scheduler, self.world)
         if self._progress.origin is not None:
             with raise_on_all_ranks(self.world):
-                part.load_waiting(made.optimizer, made.parameters)
+                part.load_waiting(prepared_optimizer.optimizer, prepared_optimizer.parameters)
                 part.load_numbers(self._numbers[part.number], len(part.optimizers) - 1)
-        found = (part.replica.module, made.optimizer)
-        return found if scheduler is None else (*found, made.scheduler)
+        result = (part.replica.module, prepared_optimizer.optimizer)
+        return result if scheduler is None else (*result, prepared_optimizer.scheduler)
 
     def register(self, name: str, thing: Any, *, saved: bool = True) -> None:
         """Save an object with every checkpoint, and restore it if the run resumes, for example an average of the model.
@@ -207,19 +207,19 @@ class Session(SessionLifecycle):
         Raises:
             UsageError: the data or a setting is not supported.
         """
-        made = make_loader(
+        loader = make_loader(
             data, self._iterate, self.world, self._virtual_ranks, self._seed, self.print, self._can_split(split),
             Loading(self.device, num_workers, collate, box=self._guard.box, ahead=self._steps.ahead), shuffle=shuffle,
             global_batch=global_batch, batch_size=batch_size, per_rank=per_rank, accumulation=accumulation,
             last_batch=last_batch,
         )  # fmt: skip
         if self._observer is not None:
-            self._observer.on_loader(made, per_virtual_rank=per_rank or batch_size is not None)
+            self._observer.on_loader(loader, per_virtual_rank=per_rank or batch_size is not None)
         if not self._opened:
             if (state := self._loader_states.get(str(len(self._loaders)))) is not None:
-                made.put_back_sampler(state)
-            self._loaders.append(made)
-        return made
+                loader.put_back_sampler(state)
+            self._loaders.append(loader)
+        return loader
 
     def epochs(self, count: int) -> Generator[int]:
         """The remaining epochs of `count`: 0, 1, ..., after a resume from the interrupted epoch on.
@@ -287,17 +287,17 @@ class Session(SessionLifecycle):
             raise UsageError(code="backward-in-evaluation")
         if self._resumes and not self._in_epochs:
             raise UsageError(code="loop-without-epochs")
-        chosen = [] if only == () else self._trained_by([only] if isinstance(only, Optimizer) else only)
-        self._steps.backward(loss, weight, reduction, more, chosen, retain_graph)
+        parts = [] if only == () else self._trained_by([only] if isinstance(only, Optimizer) else only)
+        self._steps.backward(loss, weight, reduction, more, parts, retain_graph)
         if self._observer is not None:
             self._observer.on_gradients(micro_step)
 
     def _trained_by(self, optimizers: Iterable[Optimizer]) -> list[PreparedModel]:
-        asked = {id(one) for one in optimizers}
-        of = {id(one.optimizer): part for part in self._parts for one in part.optimizers}
-        if not asked <= {*of}:
+        wanted_ids = {id(optimizer) for optimizer in optimizers}
+        part_by_id = {id(prepared.optimizer): part for part in self._parts for prepared in part.optimizers}
+        if not wanted_ids <= {*part_by_id}:
             raise UsageError(code="only-not-prepared")
-        return [part for part in self._parts if any(of[one] is part for one in asked)]
+        return [part for part in self._parts if any(part_by_id[key] is part for key in wanted_ids)]
 
     def clip_grad_norm(self, max_norm: float, model: nn.Module | None = None) -> Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`. Returns the norm before, ().
@@ -312,10 +312,10 @@ class Session(SessionLifecycle):
 
     def log(self, values: Mapping[str, float] | None = None, **more: float) -> None:
         """Log numbers of the loop: rank 0 prints them and writes them to the run folder."""
-        found = {name: float(value) for name, value in {**(values or {}), **more}.items()}
+        numbers = {name: float(value) for name, value in {**(values or {}), **more}.items()}
         if self._observer is not None:
-            self._observer.on_numbers({f"logged {name}": value for name, value in found.items()})
-        self._log(found)
+            self._observer.on_numbers({f"logged {name}": value for name, value in numbers.items()})
+        self._log(numbers)
 
     def throughput(self) -> dict[str, float]:
         """The speed of the run over the last 50 steps, by the clock of this rank: `s.log(s.throughput())`.
@@ -340,16 +340,16 @@ class Session(SessionLifecycle):
         """
         if self._observer is not None:
             return
-        found, where = self.weights(model), Path(path)
-        self.main(partial(save, pickled=where.suffix != ".safetensors"), found, where)
+        weights, file = self.weights(model), Path(path)
+        self.main(partial(save, pickled=file.suffix != ".safetensors"), weights, file)
 
     def _part(self, model: nn.Module | None) -> PreparedModel:
         if model is None and len(self._parts) == 1:
             return self._parts[0]
-        found = [part for part in self._parts if model in (part.replica.model, part.replica.module)]
-        if not found:
+        matches = [part for part in self._parts if model in (part.replica.model, part.replica.module)]
+        if not matches:
             raise UsageError(code="model-not-named")
-        return found[0]
+        return matches[0]
 
 
 @partial(_checks_names, where="session()")
@@ -408,17 +408,17 @@ def session(
         UsageError: an unknown argument, an invalid value, or a run folder that cannot be used.
         TrainingError: not all ranks started.
     """
-    given: dict[str, Any] = {name: value for name, value in locals().items() if name != "run_dir"}
+    arguments: dict[str, Any] = {name: value for name, value in locals().items() if name != "run_dir"}
     if open_sessions:
         if open_sessions[-1].size > 1:
             raise UsageError(code="session-open")
         open_sessions[-1].close()  # a notebook runs a cell again
     install()
     if (observer := current_observer()) is not None:
-        run_dir, given = None, {**given, **observer.options}
+        run_dir, arguments = None, {**arguments, **observer.options}
     with preserved_streams():  # packages that are imported here may draw from them
-        made = Session(run_dir, **given)
+        new_session = Session(run_dir, **arguments)
     if seed is not None:
-        made.seed_streams()
+        new_session.seed_streams()
     install()  # again, because torch has installed its hook before ours, which delays output
-    return made
+    return new_session

@@ -48,9 +48,9 @@ class UnsavedContainers:
     def step_ended(self) -> bool:
         """Release containers that the loop no longer has. Returns whether a search is due."""
         self._step += 1
-        for key in [key for key, seen in self._seen.items() if sys.getrefcount(seen.container) <= 2]:
+        for key in [key for key, entry in self._seen.items() if sys.getrefcount(entry.container) <= 2]:
             del self._seen[key]
-        return self._step <= FIRST_STEPS or any(seen.is_new for seen in self._seen.values())
+        return self._step <= FIRST_STEPS or any(entry.is_new for entry in self._seen.values())
 
     def look(
         self, models: list[nn.Module], optimizers: Sequence[Optimizer], known: Iterable[Any],
@@ -70,11 +70,11 @@ class UnsavedContainers:
         candidates = [
             shapes for model in models for shapes in _shapes_of(model) if len(shapes) > 1 or any(shapes[0][0])
         ]
-        skip = {id(value) for _, value in _walk([("", thing) for thing in (*optimizers, *known)])}
-        seen: dict[int, _Seen] = {}
+        skip = {id(value) for _, value in _walk([("", root) for root in (*optimizers, *known)])}
+        containers: dict[int, _Seen] = {}
         for name, value in _walk(_names(sys._getframe()), skip):  # pyright: ignore[reportPrivateUsage]
-            before = self._seen.get(id(value))
-            if before is None and again and self._step > 1:
+            previous = self._seen.get(id(value))
+            if previous is None and again and self._step > 1:
                 continue
             tensors = _tensors(value, max(map(len, candidates), default=0))
             tensors = [tensor for tensor in tensors if storage(tensor) not in known_storages]
@@ -82,18 +82,18 @@ class UnsavedContainers:
                 continue
             sums = [int(checksum(local_shard(tensor))) for tensor in tensors]
             kind = type(value).__name__
-            if before is None:
-                seen[id(value)] = _Seen(value, sums, is_late=self._step > 0)
+            if previous is None:
+                containers[id(value)] = _Seen(value, sums, is_late=self._step > 0)
                 continue
-            if before.sums != sums:
+            if previous.sums != sums:
                 raise STATE.error(f"a {kind} of tensors, {name},")
-            if before.is_new and before.is_late:
+            if previous.is_new and previous.is_late:
                 say(
                     f"the loop created a {kind} of tensors, {name}: no checkpoint has it, and it is missing after a "
                     "resume. To save it, put it into a dict that is registered with s.register before the loop"
                 )
-            before.is_new, seen[id(value)] = False, before
-        self._seen = seen
+            previous.is_new, containers[id(value)] = False, previous
+        self._seen = containers
 
 
 def _names(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
@@ -114,17 +114,17 @@ def _names(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
 
 def _walk(roots: Iterable[tuple[str, Any]], skip: Iterable[int] = ()) -> Iterator[tuple[str, Any]]:
     """All containers and user objects among the roots and inside them, each once."""
-    waiting = [(name, value, 0) for name, value in roots if not name.startswith("__")]
-    seen = set(skip)
-    for name, value, depth in waiting:  # grows
-        kind = type(value)
-        is_container = issubclass(kind, (list, tuple, dict))
-        if id(value) in seen or not (is_container or not name or _is_users(kind)):
+    queue = [(name, value, 0) for name, value in roots if not name.startswith("__")]
+    seen_ids = set(skip)
+    for name, value, depth in queue:  # grows
+        cls = type(value)
+        is_container = issubclass(cls, (list, tuple, dict))
+        if id(value) in seen_ids or not (is_container or not name or _is_users(cls)):
             continue
-        seen.add(id(value))
+        seen_ids.add(id(value))
         yield name, value
-        if depth < DEPTH and len(waiting) < MOST_OBJECTS:
-            waiting += [(*part, depth + 1) for part in _parts(name, value)]
+        if depth < DEPTH and len(queue) < MOST_OBJECTS:
+            queue += [(*part, depth + 1) for part in _parts(name, value)]
 
 
 def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
@@ -140,8 +140,8 @@ def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
     return [(f"{name}.{key}", part) for key, part in [*attributes.items()] if not (is_module and key[:1] == "_")]
 
 
-def _is_users(kind: type) -> bool:
-    return not issubclass(kind, ModuleType) and _is_users_file(str(kind.__module__))
+def _is_users(cls: type) -> bool:
+    return not issubclass(cls, ModuleType) and _is_users_file(str(cls.__module__))
 
 
 @cache
@@ -152,13 +152,13 @@ def _is_users_file(module: str) -> bool:
     return file is not None and owner(file) in (USER, LIBRARY)
 
 
-def _tensors(container: Any, most: int) -> list[Tensor]:
-    """The plain tensors in a container and in the containers inside it; empty if there are many more than `most`."""
+def _tensors(container: Any, limit: int) -> list[Tensor]:
+    """The plain tensors in a container and in the containers inside it; empty if there are many more than `limit`."""
     parts = elements_of(container)
     tensors: list[Tensor] = []
-    for part in parts if len([*parts]) <= MOST_PARTS + most else ():
+    for part in parts if len([*parts]) <= MOST_PARTS + limit else ():
         tensors += filter(is_plain, elements_of(part) or [part])
-        if len(tensors) > 4 * most:
+        if len(tensors) > 4 * limit:
             return []
     return tensors
 

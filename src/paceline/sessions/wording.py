@@ -81,8 +81,8 @@ def compare(
 
 def startup_message(plan: BatchPlan, world: World, strategy: str, name: str) -> str:
     """The first message of a session: processes, strategy, batches and samples per rank."""
-    on = f"{plural(world.size, 'process', 'processes')} on {device_name(world.device)}"
-    return f"{name}: {on}, strategy {strategy}; {plan.size_words}; {batch_line(plan, world.size)}"
+    processes = f"{plural(world.size, 'process', 'processes')} on {device_name(world.device)}"
+    return f"{name}: {processes}, strategy {strategy}; {plan.size_words}; {batch_line(plan, world.size)}"
 
 
 def write_session_settings(place: RunLocation | None, settings: Mapping[str, Any]) -> None:

@@ -49,9 +49,9 @@ def hide_hooks(parameters: Iterable[nn.Parameter]) -> HiddenHooks:
         after: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         if not before and not after:
             continue
-        found = _taken(before), _taken(after)
-        if any(found):
-            hidden.append((parameter, *found))
+        user_hooks = _taken(before), _taken(after)
+        if any(user_hooks):
+            hidden.append((parameter, *user_hooks))
     return hidden
 
 
@@ -65,10 +65,10 @@ def show_hooks(hidden: HiddenHooks) -> None:
 
 
 def _taken(hooks: Any) -> Hooks:
-    theirs = {number: hook for number, hook in (hooks or {}).items() if not (_is_ours(hook) or _is_joint(hook))}
-    for number in theirs:
+    user_hooks = {number: hook for number, hook in (hooks or {}).items() if not (_is_ours(hook) or _is_joint(hook))}
+    for number in user_hooks:
         del hooks[number]
-    return theirs
+    return user_hooks
 
 
 def has_multi_grad_hook(parameters: Iterable[nn.Parameter]) -> bool:
@@ -109,22 +109,22 @@ def own_functions(loss: Tensor) -> str:
     The graph inside a reentrant checkpoint is not known. With such a checkpoint, any such function of the process
     counts.
     """
-    own = {kind for kind in _kinds_of(torch.autograd.Function) if _is_own(kind.__module__)}
-    if not own:
+    classes = {cls for cls in _kinds_of(torch.autograd.Function) if _is_own(cls.__module__)}
+    if not classes:
         return ""
     for node in nodes_of(loss):
         function = getattr(node, "_forward_cls", None)
-        if function in own:
+        if function in classes:
             return f"the autograd function {function.__name__}"
         if function is CheckpointFunction:
-            return f"a checkpoint with use_reentrant=True, perhaps with the autograd function {own.pop().__name__},"
+            return f"a checkpoint with use_reentrant=True, perhaps with the autograd function {classes.pop().__name__},"
     return ""
 
 
-def _kinds_of(kind: type) -> Iterator[type]:
-    for one in kind.__subclasses__():
-        yield one
-        yield from _kinds_of(one)
+def _kinds_of(cls: type) -> Iterator[type]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _kinds_of(subclass)
 
 
 class TensorHooks:
@@ -158,10 +158,10 @@ class TensorHooks:
 
     def _note(self, hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor | None:
         version = gradient._version  # pyright: ignore[reportPrivateUsage]
-        found = hook(gradient)
-        if found is not None or gradient._version != version:  # pyright: ignore[reportPrivateUsage]
+        new_gradient = hook(gradient)
+        if new_gradient is not None or gradient._version != version:  # pyright: ignore[reportPrivateUsage]
             self.changed = f"the hook {getattr(hook, '__name__', type(hook).__name__)} of a tensor"
-        return found
+        return new_gradient
 
     def remove(self) -> None:
         """Restore the methods of `Tensor`, unless other code has replaced them since."""
@@ -180,12 +180,12 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
 
 def nodes_of(loss: Tensor) -> Iterator[Any]:
     """The nodes of its graph."""
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
+        if node is not None and node not in visited:
+            visited.add(node)
             yield node
             waiting += [following for following, _ in node.next_functions]
 

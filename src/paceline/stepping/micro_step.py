@@ -49,12 +49,12 @@ class MicroStep:
         Raises:
             UsageError: the number is not known.
         """
-        found = self.batch.samples
-        if found is not None and found < 0 and self.is_alone:
-            found = None
-        if found is not None and found < 0:
+        samples = self.batch.samples
+        if samples is not None and samples < 0 and self.is_alone:
+            samples = None
+        if samples is not None and samples < 0:
             raise UsageError(code="samples-not-counted", samples=len(self.work.indices))
-        return (self.work.indices.numel() if found is None else found) * self.work.counted
+        return (self.work.indices.numel() if samples is None else samples) * self.work.counted
 
     @property
     def done(self) -> tuple[int, tuple[int, ...]]:

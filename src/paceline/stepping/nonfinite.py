@@ -62,7 +62,7 @@ def gradients_are_finite(replica: Strategy) -> bool | Deferred[bool]:
     """Whether all gradients are finite, the same result on all ranks (a collective if they are sharded)."""
     device = replica.world.device
     if replica.sharded:
-        gradients = [held.tensor for held in replica.gradients()]
+        gradients = [shard.tensor for shard in replica.gradients()]
     else:
         gradients = [p.grad for p in replica.parameters if p.grad is not None]
     is_here = not replica.sharded or replica.world.size == 1
@@ -83,19 +83,19 @@ def gradients_are_finite(replica: Strategy) -> bool | Deferred[bool]:
 
 def losses_not_finite(seen: Seen, where: str, gather: Gather) -> NotFinite:
     """Find the ranks and samples whose losses are not finite (a collective of the ranks of `gather`)."""
-    mine: list[int] = []
+    bad_indices: list[int] = []
     among = ""
     for batch, losses in seen:
         bad, indices = ~losses.isfinite(), batch.work.indices
         if losses.ndim and len(losses) == len(indices):
-            mine += indices[bad.reshape(len(losses), -1).any(1).cpu()].tolist()
+            bad_indices += indices[bad.reshape(len(losses), -1).any(1).cpu()].tolist()
         elif bool(bad.any()):  # for example a mean over all samples
-            mine, among = [*mine, *indices.tolist()], "among "
-    told = gather([mine, among])
-    guilty = {rank: found for rank, found in told.items() if found[0]}
-    named = "; ".join(f"rank {rank}: {among}{_samples(bad)}" for rank, (bad, among) in guilty.items())
-    words = f"the loss is not finite at {where}; {named or 'each loss is finite, but not their sum'}"
-    return NotFinite(words, [i for bad, _ in guilty.values() for i in bad], min(guilty or told))
+            bad_indices, among = [*bad_indices, *indices.tolist()], "among "
+    reports = gather([bad_indices, among])
+    guilty = {rank: report for rank, report in reports.items() if report[0]}
+    culprits = "; ".join(f"rank {rank}: {among}{_samples(bad)}" for rank, (bad, among) in guilty.items())
+    message = f"the loss is not finite at {where}; {culprits or 'each loss is finite, but not their sum'}"
+    return NotFinite(message, [i for bad, _ in guilty.values() for i in bad], min(guilty or reports))
 
 
 def gradients_not_finite(
@@ -116,8 +116,8 @@ def gradients_not_finite(
         progress: called before each pass, because the search may be long.
         gather: exchanges the results.
     """
-    held = [(prefix + h.name, h.tensor) for prefix, replica in replicas.items() for h in replica.gradients()]
-    mine: dict[str, Any] = {"names": [n for n, t in held if not bool(t.isfinite().all())], "samples": [], "why": ""}
+    grads = [(prefix + h.name, h.tensor) for prefix, replica in replicas.items() for h in replica.gradients()]
+    mine: dict[str, Any] = {"names": [n for n, t in grads if not bool(t.isfinite().all())], "samples": [], "why": ""}
     if forward is not None:
         (replica,) = replicas.values()
         with replica.gathered():
@@ -127,24 +127,24 @@ def gradients_not_finite(
                     mine["samples"] += microbatch.work.indices[search.bad()].tolist()
             except Exception as error:  # the samples stay unknown; the rest is reported
                 mine["why"] = f"{type(error).__name__}: {error}"[:300]
-    told = gather(mine)
-    hit = {name for found in told.values() for name in found["names"]}
+    reports = gather(mine)
+    hit = {name for report in reports.values() for name in report["names"]}
     names = [prefix + n for prefix, r in replicas.items() for n, p in r.model.named_parameters() if p.requires_grad]
-    guilty = {rank: found["samples"] for rank, found in told.items() if found["samples"]}
-    why = next((found["why"] for found in told.values() if found["why"]), "")
+    guilty = {rank: report["samples"] for rank, report in reports.items() if report["samples"]}
+    why = next((report["why"] for report in reports.values() if report["why"]), "")
     if guilty:
-        who = "; ".join(f"rank {rank}: {_samples(bad)} (their loss is finite)" for rank, bad in guilty.items())
+        note = "; ".join(f"rank {rank}: {_samples(bad)} (their loss is finite)" for rank, bad in guilty.items())
     elif forward is None:
-        who = "each loss is finite"
+        note = "each loss is finite"
     elif why:
-        who = f"the samples are not known, because the step could not be computed again ({why})"
+        note = f"the samples are not known, because the step could not be computed again ({why})"
     else:
-        who = (
+        note = (
             "computed again, the gradients of each rank are finite: either their sum overflows, or a device, memory "
             "or the network has failed"
         )
-    words = f"the gradient of {_parameters([n for n in names if n in hit], len(names))} is not finite at {where}; {who}"
-    return NotFinite(words, [i for bad in guilty.values() for i in bad], min(guilty or told))
+    text = f"the gradient of {_parameters([n for n in names if n in hit], len(names))} is not finite at {where}; {note}"
+    return NotFinite(text, [i for bad in guilty.values() for i in bad], min(guilty or reports))
 
 
 def stopped(found: NotFinite, way_out: str, *, late: bool = False) -> TrainingError:
@@ -189,9 +189,9 @@ class _Search:
         return [i for part in bad for i in self._bad_of(part)] or positions
 
     def _is_bad(self, positions: list[int]) -> bool:
-        whole = len(positions) == len(self._batch.work.indices)
+        is_whole_batch = len(positions) == len(self._batch.work.indices)
         try:
-            return self._computed(None if whole else positions)
+            return self._computed(None if is_whole_batch else positions)
         except (ValueError, RuntimeError):
             if len(positions) > 1:
                 raise
@@ -226,7 +226,7 @@ def _parameters(names: Sequence[str], of: int) -> str:
 
 def too_many(skipped: Collection[int], step: int) -> bool:
     """Whether more than MOST of the last OF_STEPS steps up to `step` were skipped."""
-    return sum(step - OF_STEPS < one <= step for one in skipped) > MOST
+    return sum(step - OF_STEPS < skipped_step <= step for skipped_step in skipped) > MOST
 
 
 class SkippedSteps:

@@ -52,10 +52,10 @@ class CallOrder:
             return []
         slots = [0.0] * self._world.size
         mine = self._take()
-        own = _hashed(self._taken(), self._local) if self._hashes_itself else mine
+        own_hash = _hashed(self._taken(), self._local) if self._hashes_itself else mine
         if self.compared:
-            own = (own + hash(self.compared)) % 2 ** (8 * HASH_BYTES)
-        slots[self._world.rank] = float(own)
+            own_hash = (own_hash + hash(self.compared)) % 2 ** (8 * HASH_BYTES)
+        slots[self._world.rank] = float(own_hash)
         return slots
 
     def check(self, hashes: Sequence[float], where: str, *, late: bool = False) -> None:
@@ -74,28 +74,28 @@ class CallOrder:
                 self._known |= {order_label(op, self._local)[-1] for op in self._taken()}
             return
         mine = dict(zip(self.names(), self.compared, strict=False))  # a model may have been prepared since
-        told = all_gather_object([mine, [msgspec.to_builtins(op) for op in self._taken()]], self._world)
-        numbers: list[dict[str, int]] = [of_rank for of_rank, _ in told]
-        names = {name for of_rank in numbers for name in of_rank}
-        differing = {name: [of_rank.get(name, 0) for of_rank in numbers] for name in sorted(names)}
+        reports = all_gather_object([mine, [msgspec.to_builtins(op) for op in self._taken()]], self._world)
+        numbers: list[dict[str, int]] = [by_name for by_name, _ in reports]
+        names = {name for by_name in numbers for name in by_name}
+        differing = {name: [by_name.get(name, 0) for by_name in numbers] for name in sorted(names)}
         differing = {name: values for name, values in differing.items() if len({*values}) > 1}
         if differing and self.explain is not None:
             raise report_on_one_rank(self.explain(differing), self._world)
-        histories = [msgspec.convert(words, list[Op]) for _, words in told]
-        found = compare_orders(histories, self._local, self._known)
-        if isinstance(found, Mismatch):
+        histories = [msgspec.convert(ops, list[Op]) for _, ops in reports]
+        outcome = compare_orders(histories, self._local, self._known)
+        if isinstance(outcome, Mismatch):
             error = TrainingError(
-                code="collectives-differ", exit_code=ExitCode.MISMATCH, place=where, what=found.words,
+                code="collectives-differ", exit_code=ExitCode.MISMATCH, place=where, what=outcome.words,
                 unchanged="" if late else UNCHANGED,
             )  # fmt: skip
-            raise report_on_one_rank(error, self._world, by=min(found.odd, default=0))
+            raise report_on_one_rank(error, self._world, by=min(outcome.odd, default=0))
         self._hashes_itself = True
-        if new := found - self._local:
+        if new := outcome - self._local:
             self._notice(
                 f"some ranks call collectives from lines where others do not ({', '.join(sorted(new))}): these lines "
                 "are not compared with the order of collectives"
             )
-        self._local = found
+        self._local = outcome
 
 
 def _hashed(history: Sequence[Op], local: frozenset[str]) -> int:

@@ -246,36 +246,36 @@ class Step:
         if not last and (self._sums.is_guess or micro_step.batch.samples is not None):  # the last: see `_check_linear`
             self._own_code = self._own_code or own_functions(weighed.value)
         wanted = [part for part in self.parts if not only or part in only]
-        watched = len(self.parts) > 1 or bool(micro_step.stepped)
+        is_watched = len(self.parts) > 1 or bool(micro_step.stepped)
         for part in self.parts:
-            part.open(part in wanted, watched)
+            part.open(part in wanted, is_watched)
         self._enter(Phase.BACKWARD)
         self.in_backward = True
-        hidden: list[HiddenHooks] = []
-        begun: list[TrainedModel] = []
+        hidden_hooks: list[HiddenHooks] = []
+        begun_parts: list[TrainedModel] = []
         try:
             for part in self.parts:
-                hidden.append(part.hide_hooks(alone=self._sums.is_alone, counted=micro_step.work.counted))
-            if more and any(hidden):
+                hidden_hooks.append(part.hide_hooks(alone=self._sums.is_alone, counted=micro_step.work.counted))
+            if more and any(hidden_hooks):
                 raise UsageError(code="more-with-hook")
             for part in wanted:
                 # with several models it is not known which of them this backward reaches: no early exchange
                 part.replica.begin_backward(micro_step.work, last and len(self.parts) == 1)
-                begun.append(part)
+                begun_parts.append(part)
             if weighed.value.requires_grad and not weighed.is_weightless:
                 self.parts[0].backward(weighed.value, factor=weighed.factor / scale, retain_graph=retain_graph)
             else:
                 self._backward_nothing(retain_graph)
         except BaseException as error:
-            for part in reversed(begun):
+            for part in reversed(begun_parts):
                 part.replica.end_backward(error)
             raise
         else:
-            for part in reversed(begun):
+            for part in reversed(begun_parts):
                 part.replica.end_backward()
         finally:
             self.in_backward = False
-            for part, hooks in zip(self.parts, hidden, strict=False):  # fewer if one of them has raised
+            for part, hooks in zip(self.parts, hidden_hooks, strict=False):  # fewer if one of them has raised
                 part.show_hooks(hooks)
         if self.flops is not None and self.flops.is_active:
             self.flops.mark()
@@ -299,9 +299,9 @@ class Step:
         """Raise UsageError for custom code in the gradient path: the weight was not known in backward."""
         models = [part.replica.model for part in self.parts]
         changed = "" if self.tensor_hooks is None else self.tensor_hooks.changed
-        found = own_hooks(models) or self._own_code or own_functions(loss) or changed
-        if found:
-            raise UsageError(code="hook-before-weight", what=found)
+        custom_code = own_hooks(models) or self._own_code or own_functions(loss) or changed
+        if custom_code:
+            raise UsageError(code="hook-before-weight", what=custom_code)
 
     def _backward_nothing(self, retain_graph: bool) -> None:
         """The backward of a loss without gradients: it is constant or has weight 0.
@@ -320,8 +320,8 @@ class Step:
 
     def foreign_leaves(self) -> list[Tensor]:
         """Leaf tensors of the last loss that are not parameters of the models."""
-        own = {id(p) for part in self.parts for p in part.replica.model.parameters()}
-        return [] if self._value is None else [leaf for leaf in leaves_of(self._value) if id(leaf) not in own]
+        parameter_ids = {id(p) for part in self.parts for p in part.replica.model.parameters()}
+        return [] if self._value is None else [leaf for leaf in leaves_of(self._value) if id(leaf) not in parameter_ids]
 
     def _rates(self) -> list[float]:
         return [rate for part in self.parts for rate in part.rates()]
@@ -349,14 +349,14 @@ class Step:
         if self._exact or not self.phases.alone:
             check_summed_once(self._summed_up, reached)
         self._summed_up += reached
-        asked: list[TrainedModel] = []
+        to_judge: list[TrainedModel] = []
         with torch.no_grad():
             for part in reached:
                 if part.synchronise(rest, agreed=host is None) is not True or self._max_norm is not None:
-                    asked.append(part)
+                    to_judge.append(part)
             if self._sums.without_gradient and not any(part.has_gradients for part in self.parts):
                 raise UsageError(code="batch-without-gradient", place=self._where)
-            loss, finite = self._judged(asked, loss, totals, late=self._on_device)
+            loss, finite = self._judged(to_judge, loss, totals, late=self._on_device)
             for part in reached if finite else ():
                 part.run_hooks(after_accumulation=True)
         if not finite:
@@ -367,45 +367,45 @@ class Step:
                 part.note_gradients()
 
     def _judged(
-        self, asked: Sequence[TrainedModel], loss: float, totals: Totals | Deferred[Totals] | None, *, late: bool
+        self, to_judge: Sequence[TrainedModel], loss: float, totals: Totals | Deferred[Totals] | None, *, late: bool
     ) -> tuple[float, bool]:
-        """The loss, and whether it and the gradients of `asked` are finite (a collective if they are sharded)."""
+        """The loss, and whether it and the gradients of `to_judge` are finite (a collective if they are sharded)."""
         if not late:
             finite = math.isfinite(loss)
-            for part in asked:
+            for part in to_judge:
                 if finite:
                     finite = resolve(part.judged(self._max_norm))
                     self._result.grad_norm = part.norm
             return loss, finite
-        judged = [part.judged(self._max_norm) for part in asked]
-        pending = [one for one in (totals, *judged) if isinstance(one, Deferred)]
+        verdicts = [part.judged(self._max_norm) for part in to_judge]
+        pending = [value for value in (totals, *verdicts) if isinstance(value, Deferred)]
         self.ahead.begin()  # the device has work now
-        found = {id(one): numbers for one, numbers in zip(pending, read_all(pending), strict=True)}
+        numbers_by_id = {id(value): numbers for value, numbers in zip(pending, read_all(pending), strict=True)}
         if isinstance(totals, Deferred):
-            loss = self._sums.take(totals.compute(found[id(totals)]))
+            loss = self._sums.take(totals.compute(numbers_by_id[id(totals)]))
         finite = math.isfinite(loss)
-        for part, one in zip(asked, judged, strict=True):
+        for part, verdict in zip(to_judge, verdicts, strict=True):
             if finite:
-                finite = one.compute(found[id(one)]) if isinstance(one, Deferred) else one
+                finite = verdict.compute(numbers_by_id[id(verdict)]) if isinstance(verdict, Deferred) else verdict
                 self._result.grad_norm = part.norm
         return loss, finite
 
     def _not_finite(self, reached: Sequence[TrainedModel], host: Hosts | None, *, in_loss: bool) -> nonfinite.NotFinite:
         """Find the cause (a collective, of this `host` unless all ranks know; none if it is the loss scale)."""
-        if not in_loss and (found := self.parts[0].overflowed(self._where)):
-            return found
+        if not in_loss and (cause := self.parts[0].overflowed(self._where)):
+            return cause
         if self._forward is not None:  # nothing follows in this body
             self._leave_batch()
             for part in self.parts:
                 part.replica.put_back_buffers()
         seen, gather = self._sums.seen, gather_over_all(self._world) if host is None else gather_on_host(host)
-        found = nonfinite.losses_not_finite(seen, self._where, gather) if in_loss or host is not None else None
-        if found is None or not (in_loss or found.samples):
+        cause = nonfinite.losses_not_finite(seen, self._where, gather) if in_loss or host is not None else None
+        if cause is None or not (in_loss or cause.samples):
             replicas, tick = {part.prefix: part.replica for part in reached}, partial(self._enter, Phase.BACKWARD)
-            found = nonfinite.gradients_not_finite(replicas, seen, self._forward, self._where, tick, gather)
+            cause = nonfinite.gradients_not_finite(replicas, seen, self._forward, self._where, tick, gather)
         if not self._may_skip:
-            raise report_on_one_rank(nonfinite.stopped(found, self._way_out), self._world, by=found.told_by)
-        return found
+            raise report_on_one_rank(nonfinite.stopped(cause, self._way_out), self._world, by=cause.told_by)
+        return cause
 
 
 class Phases:
@@ -450,13 +450,13 @@ class Phases:
         if self.alone:
             return
         key = (micro_step.work.virtual_rank, micro_step.work.part, len(micro_step.stepped))
-        now = [buffer for part in self._parts for buffer in part.replica.model.buffers()]
+        buffers = [buffer for part in self._parts for buffer in part.replica.model.buffers()]
         if micro_step.phase == self._pass:
-            self._buffers[key] = [buffer.clone() for buffer in now]
+            self._buffers[key] = [buffer.clone() for buffer in buffers]
         elif micro_step.phase < self._pass:
             with torch.no_grad():
-                for buffer, then in zip(now, self._buffers[key], strict=True):
-                    buffer.copy_(then)
+                for buffer, saved in zip(buffers, self._buffers[key], strict=True):
+                    buffer.copy_(saved)
 
 
 Part = tuple[int | None, Tensor]
@@ -465,9 +465,9 @@ Part = tuple[int | None, Tensor]
 
 def as_many_as_any(microbatches: Sequence[MicroBatch], world: World) -> Sequence[MicroBatch]:
     """This rank's micro-batches, then dummy batches: the same number on every rank (a collective)."""
-    most = to_device_async([len(microbatches)], world.device)
-    dist.all_reduce(name_collective(most, "number of micro-batches"), op=dist.ReduceOp.MAX)
-    first, missing = microbatches[0], int(most) - len(microbatches)
+    max_count = to_device_async([len(microbatches)], world.device)
+    dist.all_reduce(name_collective(max_count, "number of micro-batches"), op=dist.ReduceOp.MAX)
+    first, missing = microbatches[0], int(max_count) - len(microbatches)
     # separate objects: the step recognizes its last one by identity
     return [*microbatches, *(first._replace(work=first.work._replace(counted=False)) for _ in range(missing))]
 

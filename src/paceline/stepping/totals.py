@@ -120,14 +120,14 @@ class StepTotals:
 
         `plain`: each sample weighs 1, according to the form of the loss, which is the same on all ranks.
         """
-        shared = bool(micro_step.weights) and (self.in_round > 0 or not self._one_each)
-        if reduction != (self._reduction or reduction) and (shared or not self._one_each):
+        is_shared = bool(micro_step.weights) and (self.in_round > 0 or not self._one_each)
+        if reduction != (self._reduction or reduction) and (is_shared or not self._one_each):
             raise UsageError(code="reductions-differ")
         self._reduction = reduction
         self._samples, self._plain = micro_step.work.global_samples, self._plain and plain
         self._by_samples = weighed.by_samples
         self._counts_all = self._counts_all and weighed.one_for_each and micro_step.batch.samples is None
-        if shared and not same(weighed.weight, micro_step.weights[-1]):
+        if is_shared and not same(weighed.weight, micro_step.weights[-1]):
             raise UsageError(code="weights-differ", first=float(micro_step.weights[-1]), other=float(weighed.weight))
         if self._is_counted:
             self._begin_round()
@@ -193,11 +193,11 @@ class StepTotals:
 
     def start(self) -> Finish:
         """Start the sum over ranks. The first one in a step includes the votes."""
-        said = [*self._votes(), *(self._order.hashes() if self._order else ())] if self.divisor is None else []
+        votes = [*self._votes(), *(self._order.hashes() if self._order else ())] if self.divisor is None else []
         if self._world.size > 1:
             self._said_scale = float(self.scale or 0)
-            said.append(self._said_scale)
-        return start_totals(self._losses, self._weights, said, self._world)
+            votes.append(self._said_scale)
+        return start_totals(self._losses, self._weights, votes, self._world)
 
     def put_off(self, finish: Finish) -> float:
         """Leave the wait to `await_totals`. Returns the remaining divisor: 1, as each of the `samples` weighs 1."""
@@ -214,14 +214,14 @@ class StepTotals:
             return
         enter(Phase.SYNC)
         wait, self._awaited, samples = self._awaited, None, self.samples
-        finite_here = all(math.isfinite(float(loss)) for loss in self._losses)
+        is_finite_here = all(math.isfinite(float(loss)) for loss in self._losses)
         try:
             if not math.isfinite(self.take(resolve(wait().totals), late=True)):
-                if finite_here:
+                if is_finite_here:
                     raise ReportedByPeer("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
                 # other hosts may have left already: each rank reports for itself
-                found = losses_not_finite(self.seen, self._where, lambda value: {self._world.rank: value})
-                raise stopped(found, way_out, late=True)
+                cause = losses_not_finite(self.seen, self._where, lambda value: {self._world.rank: value})
+                raise stopped(cause, way_out, late=True)
             if self.result.weight != samples:
                 raise TrainingError(
                     code="loss-weight-wrong", place=self._where, weight=self.result.weight, samples=samples
@@ -235,11 +235,11 @@ class StepTotals:
 
         `late`: the parameters have already changed.
         """
-        *said, scales = totals.votes if self._world.size > 1 else (*totals.votes, 0.0)
+        *votes, scales = totals.votes if self._world.size > 1 else (*totals.votes, 0.0)
         if self.divisor is None:
-            self.result.votes = Votes(*said[: len(Votes._fields)])
+            self.result.votes = Votes(*votes[: len(Votes._fields)])
             if self._order is not None:
-                self._order.check(said[len(Votes._fields) :], self._where, late=late)
+                self._order.check(votes[len(Votes._fields) :], self._where, late=late)
         if self._world.size > 1 and scales != self._said_scale * self._world.size:
             raise report_on_one_rank(UsageError(code="loss-forms-differ", place=self._where), self._world)
         loss, self.result.weight = self._divide(totals.sums)
@@ -248,8 +248,8 @@ class StepTotals:
 
     def weight_of(self, weight: float | Tensor) -> float | Tensor:
         """The divisor of the sums of losses, from the weight in the totals over ranks."""
-        known = 1.0 if self._reduction == "sum" else self._counted_before
-        return weight if known is None else known
+        known_weight = 1.0 if self._reduction == "sum" else self._counted_before
+        return weight if known_weight is None else known_weight
 
     def _divide(self, sums: Sequence[float]) -> tuple[float, float]:
         """The mean loss and its weight, from the totals over ranks. A new round begins.
@@ -265,8 +265,8 @@ class StepTotals:
         if self.is_weight_known and weight_total != self._samples:
             raise TrainingError(code="loss-weight-wrong", place=self._where, weight=weight_total, samples=self._samples)
         self.divisor = weight_total
-        known = self._reduction == "sum" or self.scale is None or isinstance(self.scale, Tensor)
-        self.was_scaled = known or self.scale == weight_total
+        is_exact = self._reduction == "sum" or self.scale is None or isinstance(self.scale, Tensor)
+        self.was_scaled = is_exact or self.scale == weight_total
         self.in_round, self._is_counted = 0, True
         if self._one_each:
             self.scale, self.is_guess = None, False

@@ -162,8 +162,8 @@ class TrainedModel:
 
     def overflowed(self, where: str) -> NotFinite | None:
         """Whether the loss scale made gradients of the step `where` non-finite; halves it."""
-        words = "" if self.scale is None else self.scale.overflow(where)
-        return NotFinite(words, by_scale=True) if words else None
+        message = "" if self.scale is None else self.scale.overflow(where)
+        return NotFinite(message, by_scale=True) if message else None
 
     def check_between(self) -> None:
         """Between two micro-batches of a step: raise UsageError for a gradient that is not the step's."""
@@ -189,10 +189,10 @@ class TrainedModel:
 
     def judged(self, max_norm: float | None) -> bool | Deferred[bool]:
         """After `synchronise`: clip gradients to `max_norm`, set `norm`, return whether all are finite."""
-        found, self._found = self._found, None  # it would hold the gradients until the next step
+        finite, self._found = self._found, None  # it would hold the gradients until the next step
         self.norm = None
         if max_norm is None:
-            return gradients_are_finite(self.replica) if found is None else found
+            return gradients_are_finite(self.replica) if finite is None else finite
 
         def made(norm: float) -> bool:  # the norm decides, unless a square has overflowed
             self.norm = norm
@@ -206,7 +206,7 @@ class TrainedModel:
 
     def state(self) -> list[TensorShard]:
         """All tensors of its state, under names with `prefix`."""
-        return [replace(one, name=self.prefix + one.name) for one in self.replica.state()]
+        return [replace(shard, name=self.prefix + shard.name) for shard in self.replica.state()]
 
     def rates(self) -> list[float]:
         """The current learning rates."""
@@ -216,11 +216,11 @@ class TrainedModel:
 def reached_anywhere(wanted: Sequence[TrainedModel], world: World) -> list[TrainedModel]:
     """The models with parameters that a watched backward has reached on any rank; closes the others (a collective)."""
     flags = to_device_async([float(part.reached) for part in wanted], world.device)
-    found = sum_over_ranks(flags, "models reached by a backward").tolist()
-    for part, ranks in zip(wanted, found, strict=True):
+    rank_counts = sum_over_ranks(flags, "models reached by a backward").tolist()
+    for part, ranks in zip(wanted, rank_counts, strict=True):
         if not ranks:
             part.close(reached=False)
-    return [part for part, ranks in zip(wanted, found, strict=True) if ranks]
+    return [part for part, ranks in zip(wanted, rank_counts, strict=True) if ranks]
 
 
 def check_summed_once(before: Sequence[TrainedModel], now: Sequence[TrainedModel]) -> None:

@@ -206,9 +206,9 @@ class Strategy:
 
         When it is read, all gradients are scaled so that the norm is at most `max_norm`, unless it is not finite.
         """
-        tensors = [held.tensor for held in self._gradients()]
+        tensors = [shard.tensor for shard in self._gradients()]
         norm = self._gradient_norm(tensors) if self.parts is None else self.parts.norm(self.gradients())
-        return norm.map(lambda found: scale_to_norm(tensors, found, max_norm))
+        return norm.map(lambda total_norm: scale_to_norm(tensors, total_norm, max_norm))
 
     def _gradient_norm(self, tensors: list[Tensor]) -> Deferred[float]:
         return total_norm(tensors)
@@ -277,8 +277,8 @@ class Strategy:
 
     @torch.no_grad()
     def _load(self, source: Source) -> None:
-        for held in self._hold_parameters():
-            load_into(source, held)
+        for shard in self._hold_parameters():
+            load_into(source, shard)
         if self.host is None and (nodes := load_mean(source, self._hold_parameters())):
             print_notice(mean_message(nodes, "and this run synchronises all nodes in each step"))
         self.buffers.load(source)

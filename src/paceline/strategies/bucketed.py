@@ -53,8 +53,8 @@ class Bucketed(Strategy):
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
-        alone = world.size == 1
-        reducer = None if alone else sum_by_rank(model, partition_of(world, world.size), world.group)
+        is_alone = world.size == 1
+        reducer = None if is_alone else sum_by_rank(model, partition_of(world, world.size), world.group)
         optimizer = make_optimizer(model.parameters())
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer)
         self._names = {p: name for name, p in model.named_parameters()}

@@ -104,7 +104,7 @@ class VirtualBuffers:
     def _keep(self) -> None:
         self._adopt()
         self._counted.clear()
-        self._kept_seen = {virtual_rank: dict(seen) for virtual_rank, seen in self._seen.items()}
+        self._kept_seen = {virtual_rank: dict(histories) for virtual_rank, histories in self._seen.items()}
         self._kept = {virtual_rank: self._kept.get(virtual_rank, {}) for virtual_rank in self._of}
         self._kept_from = {virtual_rank: dict(buffers) for virtual_rank, buffers in self._of.items()}
         copies: list[Tensor] = []
@@ -125,9 +125,9 @@ class VirtualBuffers:
         """Whether to copy the buffer again. A large table that does not change must not be copied in each step."""
         if buffer.nbytes <= ALWAYS_COPIED_BYTES:  # batch norm's kernel does not increase the version
             return True
-        copied, now = self._copied.get((virtual_rank, name)), buffer._version  # pyright: ignore[reportPrivateUsage]
-        self._copied[virtual_rank, name] = (buffer, now)
-        return copied is None or copied[0] is not buffer or copied[1] != now
+        last_copied, version = self._copied.get((virtual_rank, name)), buffer._version  # pyright: ignore[reportPrivateUsage]
+        self._copied[virtual_rank, name] = (buffer, version)
+        return last_copied is None or last_copied[0] is not buffer or last_copied[1] != version
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -135,12 +135,12 @@ class VirtualBuffers:
 
         A buffer stays in the same memory, unless the module has replaced it: a CUDA graph uses that memory.
         """
-        now = self._of
+        current = self._of
         self._of = {
-            v: {n: _put_into(b, self._kept_from[v][n], now.get(v, {}).get(n)) for n, b in kept.items()}
+            v: {n: _put_into(b, self._kept_from[v][n], current.get(v, {}).get(n)) for n, b in kept.items()}
             for v, kept in self._kept.items()
         }
-        self._seen = {virtual_rank: dict(seen) for virtual_rank, seen in self._kept_seen.items()}
+        self._seen = {virtual_rank: dict(histories) for virtual_rank, histories in self._kept_seen.items()}
         self._counted.clear()
         self._put(next(iter(self._of.values()), {name: b.clone() for name, b in self._initial.items()}))
 
@@ -214,12 +214,12 @@ class VirtualBuffers:
             self._synchronised_with = {name: self._last_read[name] for name in self._open}
         if not self._checks:
             return
-        counted, seen = dict(self._counted), {virtual_rank: dict(seen) for virtual_rank, seen in self._seen.items()}
+        counted, histories = dict(self._counted), {v: dict(by_name) for v, by_name in self._seen.items()}
         if self._inside is not None:
             self._collect(*self._inside)
         self._checks -= self._infer(early=True)
         if self._inside is not None:  # `leave` counts it, together with later changes by the loop
-            self._counted, self._seen = counted, seen
+            self._counted, self._seen = counted, histories
 
     @contextmanager
     def merged(self) -> Generator[None]:
@@ -240,25 +240,25 @@ class VirtualBuffers:
 
     def hold(self) -> list[TensorShard]:
         """All buffers of this rank's virtual ranks. Synchronised buffers are included once."""
-        held: list[TensorShard] = []
+        shards: list[TensorShard] = []
         for virtual_rank, buffers in self._of.items():
-            separate = {name: b for name, b in buffers.items() if name not in self._synchronised}
-            held += [TensorShard(f"buffers/{virtual_rank}/{name}", b, replicated=False) for name, b in separate.items()]
+            local = {name: b for name, b in buffers.items() if name not in self._synchronised}
+            shards += [TensorShard(f"buffers/{virtual_rank}/{name}", b, replicated=False) for name, b in local.items()]
         if self._synchronised and self._of:  # equal on all ranks
             common = next(iter(self._of.values()))
-            held += [TensorShard(f"buffers/{name}", common[name]) for name in sorted(self._synchronised)]
+            shards += [TensorShard(f"buffers/{name}", common[name]) for name in sorted(self._synchronised)]
         for name in self._custom:
             reduction, initial = self._reductions[name], self._initial[name]
             needs_initial = reduction == "sum" or (reduction == OPEN and not _is_real(initial))
             value = initial if needs_initial else initial.new_empty(0)
-            held.append(TensorShard(f"reduction/{reduction}/{name}", value))
+            shards.append(TensorShard(f"reduction/{reduction}/{name}", value))
         for virtual_rank in self._of if self._integers else ():
-            seen = self._seen.get(virtual_rank, {})
-            held += [
-                TensorShard(f"seen/{virtual_rank}/{name}", seen.get(name, BufferHistory()).tensor(), replicated=False)
+            counts = self._seen.get(virtual_rank, {})
+            shards += [
+                TensorShard(f"seen/{virtual_rank}/{name}", counts.get(name, BufferHistory()).tensor(), replicated=False)
                 for name in self._integers
             ]
-        return held
+        return shards
 
     def load(self, source: Source) -> None:
         """Load the buffers of this rank's virtual ranks. A virtual rank without saved buffers has had no sample yet."""
@@ -278,16 +278,16 @@ class VirtualBuffers:
         self._put(next(iter(self._of.values()), self._initial))
 
     def _initial_values(self, source: Source) -> _Buffers:
-        found: _Buffers = {}
+        values: _Buffers = {}
         for full in source.names("reduction/"):
             match = _SAVED_REDUCTION.fullmatch(full)
             if match and match[2] in self._custom and source.shape(full) == self._initial[match[2]].shape:
-                found[match[2]] = needed(source, full, self._initial[match[2]]).to(self._world.device)
+                values[match[2]] = needed(source, full, self._initial[match[2]]).to(self._world.device)
         for name in self._custom:  # loaded pretrained weights: equal for all virtual ranks
             if f"buffers/{name}" in source.names(f"buffers/{name}"):
-                found[name] = needed(source, f"buffers/{name}", self._initial[name], any_type=True)
-                found[name] = found[name].to(self._world.device)
-        return found
+                values[name] = needed(source, f"buffers/{name}", self._initial[name], any_type=True)
+                values[name] = values[name].to(self._world.device)
+        return values
 
     def _has_other_ranks(self, source: Source) -> bool:
         """Whether `source` has values of virtual ranks, or of ranks with common buffers, that do not exist now."""
@@ -391,18 +391,18 @@ class VirtualBuffers:
             signed = [value if i < len(largest) else _negated(value) for i, value in enumerate(values)]
             top = torch.maximum(top, torch.cat(signed))
         unknown = top.isnan().to(dtype)
-        both = torch.cat([top.nan_to_num(nan=lowest, posinf=torch.inf, neginf=-torch.inf), unknown])
+        packed = torch.cat([top.nan_to_num(nan=lowest, posinf=torch.inf, neginf=-torch.inf), unknown])
         if self._world.size > 1:
-            dist.all_reduce(name_collective(both, "largest buffers"), dist.ReduceOp.MAX, group=self._world.group)
-        top, unknown = both.split(len(top))
+            dist.all_reduce(name_collective(packed, "largest buffers"), dist.ReduceOp.MAX, group=self._world.group)
+        top, unknown = packed.split(len(top))
         if dtype.is_floating_point:
             top = torch.where(unknown > 0, torch.nan, top)
-        found: _Buffers = {}
+        extrema: _Buffers = {}
         for i, (name, piece) in enumerate(zip(names, top.split(sizes), strict=True)):
             value = piece if i < len(largest) else _negated(piece)
             value = value + 0.0 if dtype.is_floating_point else value  # no -0: see `reduced`
-            found[name] = value.reshape(self._initial[name].shape).to(self._initial[name].dtype)
-        return found
+            extrema[name] = value.reshape(self._initial[name].shape).to(self._initial[name].dtype)
+        return extrema
 
     def _integer_sums(self, names: Sequence[str]) -> _Buffers:
         if not names:
@@ -431,15 +431,15 @@ class VirtualBuffers:
         if not self._open and not any(self._decided[n] == "sum" for n in self._custom):
             return bool(self._of)
         observed_here = {str(v): {n: asdict(o) for n, o in values.items()} for v, values in self._observe().items()}
-        of_ranks = all_gather_object([assigned, observed_here], self._world)
-        for name in sorted({name for digests, _ in of_ranks for name in digests}):
-            if len({digests.get(name) for digests, _ in of_ranks}) > 1:
+        reports = all_gather_object([assigned, observed_here], self._world)
+        for name in sorted({name for digests, _ in reports for name in digests}):
+            if len({digests.get(name) for digests, _ in reports}) > 1:
                 owner, leaf = self._slots[name][0]
                 error = UsageError(code="buffer-set-differently", leaf=leaf, module=_described(self._model, owner))
                 raise report_on_one_rank(error, self._world)
-        ranks: list[dict[str, Any]] = [values for _, of_rank in of_ranks for values in of_rank.values()]
+        ranks: list[dict[str, Any]] = [values for _, by_virtual_rank in reports for values in by_virtual_rank.values()]
         for name in self._open:
-            values = [msgspec.convert(of_rank[name], RankValue) for of_rank in ranks]
+            values = [msgspec.convert(by_name[name], RankValue) for by_name in ranks]
             digests = {value.digest for value in values}
             if len(digests) > 1:
                 self._differed.add(name)
@@ -457,37 +457,37 @@ class VirtualBuffers:
         pairs = [(v, name) for v in sorted(self._of) for name in self._open]
         different = [(self._of[v][name] != self._initial[name]).any() for v, name in pairs]
         changed = torch.stack(different).tolist() if different else []  # one wait for a GPU
-        found: dict[int, dict[str, RankValue]] = {v: {} for v in sorted(self._of)}
+        values: dict[int, dict[str, RankValue]] = {v: {} for v in sorted(self._of)}
         for (v, name), is_changed in zip(pairs, changed, strict=True):
-            seen = self._seen.get(v, {}).get(name, BufferHistory())
+            history = self._seen.get(v, {}).get(name, BufferHistory())
             older = self._kept.get(v, {}).get(name)
-            value = observed(self._of[v][name], self._initial[name], older, seen, changed=is_changed)
-            found[v][name] = replace(value, by_samples=self._may_count_samples(v, name) if is_changed else None)
-        return found
+            value = observed(self._of[v][name], self._initial[name], older, history, changed=is_changed)
+            values[v][name] = replace(value, by_samples=self._may_count_samples(v, name) if is_changed else None)
+        return values
 
     def _may_count_samples(self, virtual_rank: int, name: str) -> bool | None:
         """See `may_count_samples`. For a buffer that the loop changes, the change since the start of the run counts."""
-        initial, now = self._initial[name], self._of[virtual_rank][name]
+        initial, buffer = self._initial[name], self._of[virtual_rank][name]
         samples = [count for (rank, _), count in self._counted.items() if rank == virtual_rank]
         if not samples or name in self._independent or not _is_real(initial):
             return None
         before = initial if name in self._by_loop else self._kept.get(virtual_rank, {}).get(name, initial)
-        return may_count_samples(now, before, len(samples), sum(samples))
+        return may_count_samples(buffer, before, len(samples), sum(samples))
 
     def _count(self, work: Work, before: Mapping[str, tuple[Tensor, int]]) -> None:
         key = (work.virtual_rank, work.part)
         if key in self._counted:
             return
         self._counted[key] = len(work.indices)
-        of_rank = self._seen.setdefault(work.virtual_rank, {})
+        histories = self._seen.setdefault(work.virtual_rank, {})
         for name in self._integers:
-            (old, version), (new, now) = before[name], self._last_read[name]
-            seen = of_rank.get(name, BufferHistory())
-            of_rank[name] = BufferHistory(
-                seen.micro_batches + 1,
-                seen.samples + len(work.indices),
-                seen.writes + (now - version if new is old else 1),
-                seen.replaced + (new is not old),
+            (old, version), (new, new_version) = before[name], self._last_read[name]
+            history = histories.get(name, BufferHistory())
+            histories[name] = BufferHistory(
+                history.micro_batches + 1,
+                history.samples + len(work.indices),
+                history.writes + (new_version - version if new is old else 1),
+                history.replaced + (new is not old),
             )
 
     def _adopt(self) -> None:
@@ -501,29 +501,29 @@ class VirtualBuffers:
                 or type is wrong.
         """
         for name in self._custom if self._forwarded else self._slots:
-            now = _buffer(*self._slots[name][0])
+            new = _buffer(*self._slots[name][0])
             old, version = self._last_read[name]
-            if now is old and _version(now) == version:
+            if new is old and _version(new) == version:
                 continue
-            self._check_fits(name, now)
+            self._check_fits(name, new)
             reduction, initial = self._reductions[name], self._initial[name]
-            of_ranks = [seen[name] for seen in self._seen.values() if name in seen]
+            histories = [by_name[name] for by_name in self._seen.values() if name in by_name]
             accumulates = self._forwarded and (
                 reduction in ("sum", "mean", "max", "min")
-                or (name in self._integers and any(seen.writes or seen.replaced for seen in of_ranks))
+                or (name in self._integers and any(history.writes or history.replaced for history in histories))
             )
-            if accumulates and self._virtual_ranks > 1 and bool(now.any()) and not torch.equal(now, initial):
+            if accumulates and self._virtual_ranks > 1 and bool(new.any()) and not torch.equal(new, initial):
                 owner, leaf = self._slots[name][0]
                 raise UsageError(
                     code="buffer-changed-between-steps", leaf=leaf, module=_described(self._model, owner),
                     virtual_ranks=self._virtual_ranks,
                 )  # fmt: skip
             self._assigned.add(name)
-            self._initial[name] = now.detach().clone()
-            for seen in self._seen.values():
-                seen.pop(name, None)
+            self._initial[name] = new.detach().clone()
+            for by_name in self._seen.values():
+                by_name.pop(name, None)
             for buffers in self._of.values():
-                buffers[name] = now if buffers[name] is now else now.detach().clone()
+                buffers[name] = new if buffers[name] is new else new.detach().clone()
             self._note_read([name])
 
     def _check_fits(self, name: str, now: Tensor) -> None:
@@ -551,8 +551,8 @@ class VirtualBuffers:
 
     def _note_read(self, names: Iterable[str]) -> None:
         for name in names:
-            now = _buffer(*self._slots[name][0])
-            self._last_read[name] = (now, _version(now))
+            buffer = _buffer(*self._slots[name][0])
+            self._last_read[name] = (buffer, _version(buffer))
 
     def _in_module(self) -> _Buffers:
         return {name: _buffer(*slots[0]) for name, slots in self._slots.items()}
@@ -577,10 +577,10 @@ def partition_of(world: World, virtual_ranks: int) -> LeafPartition:
     return LeafPartition([(leaves.start, leaves.stop) for leaves in of_ranks], world.rank)
 
 
-def _put_into(values: Tensor, before: Tensor, now: Tensor | None) -> Tensor:
+def _put_into(values: Tensor, before: Tensor, current: Tensor | None) -> Tensor:
     """A copy of `values`, in the memory of `before` if that is still the buffer."""
-    same = now is before and before.shape == values.shape and before.dtype == values.dtype
-    return before.copy_(values) if same else values.clone()
+    is_current = current is before and before.shape == values.shape and before.dtype == values.dtype
+    return before.copy_(values) if is_current else values.clone()
 
 
 def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
@@ -602,13 +602,13 @@ def _reductions(model: nn.Module, slots: Mapping[str, Sequence[tuple[nn.Module, 
     """
     for owner in model.modules():
         _check_declaration(model, owner)
-    found: dict[str, str] = {}
+    reductions: dict[str, str] = {}
     for name, places in slots.items():
         declared = {d for owner, leaf in places if (d := _declared(owner).get(leaf)) is not None}
         if len(declared) > 1:
             raise UsageError(code="buffer-declared-differently", name=name, declared=" and ".join(sorted(declared)))
-        found[name] = declared.pop() if declared else _known(*places[0])
-    return found
+        reductions[name] = declared.pop() if declared else _known(*places[0])
+    return reductions
 
 
 def _declared(owner: nn.Module) -> Mapping[str, str]:
@@ -617,18 +617,18 @@ def _declared(owner: nn.Module) -> Mapping[str, str]:
 
 def _check_declaration(model: nn.Module, owner: nn.Module) -> None:
     declared: Any = _declared(owner)
-    whose = _described(model, owner)
+    owner_label = _described(model, owner)
     if not isinstance(declared, Mapping):
-        raise UsageError(code="buffer-reductions-not-a-dict", whose=whose)
+        raise UsageError(code="buffer-reductions-not-a-dict", whose=owner_label)
     buffers = owner._buffers  # pyright: ignore[reportPrivateUsage]
     for leaf, reduction in declared.items():  # pyright: ignore[reportUnknownVariableType]
         if leaf not in buffers:
-            known = ", ".join(buffers) or "none"
-            raise UsageError(code="buffer-unknown", whose=whose, leaf=leaf, known=known)
+            buffer_names = ", ".join(buffers) or "none"
+            raise UsageError(code="buffer-unknown", whose=owner_label, leaf=leaf, known=buffer_names)
         buffer = buffers[leaf]
         if buffer is not None and reduction not in (fitting := choices(buffer)):
             raise UsageError(
-                code="buffer-reduction-does-not-fit", whose=whose, leaf=leaf, dtype=buffer.dtype, value=reduction,
+                code="buffer-reduction-does-not-fit", whose=owner_label, leaf=leaf, dtype=buffer.dtype, value=reduction,
                 allowed=[*fitting],
             )  # fmt: skip
 
@@ -659,8 +659,8 @@ def _is_integer(buffer: Tensor) -> bool:
 
 
 def _buffer(owner: nn.Module, leaf: str) -> Tensor:
-    found = owner._buffers.get(leaf)  # pyright: ignore[reportPrivateUsage] - getattr of a module is slow
-    return getattr(owner, leaf) if found is None else found
+    buffer = owner._buffers.get(leaf)  # pyright: ignore[reportPrivateUsage] - getattr of a module is slow
+    return getattr(owner, leaf) if buffer is None else buffer
 
 
 def _described(model: nn.Module, owner: nn.Module) -> str:

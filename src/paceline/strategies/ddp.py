@@ -74,14 +74,14 @@ class DDP(Strategy):
             raise UsageError(code="ddp-sparse-gradient") from error
 
     def _reduce(self, divisor: float | Tensor) -> bool | Deferred[bool]:
-        if (now := [*map(Tensor.data_ptr, self.parameters)]) != self._pointers:
+        if (pointers := [*map(Tensor.data_ptr, self.parameters)]) != self._pointers:
             _check_hooked(self.model, self._accumulators)
-            self._pointers = now
+            self._pointers = pointers
         # DDP has already divided the sum by the world size
         return scale_gradients(self.parameters, self._ranks / divisor, self.world.device)
 
 
-def _check_hooked(model: nn.Module, known: Mapping[nn.Parameter, object]) -> None:
+def _check_hooked(model: nn.Module, nodes: Mapping[nn.Parameter, object]) -> None:
     for name, parameter in model.named_parameters():
-        if parameter in known and get_gradient_edge(parameter).node is not known[parameter]:
+        if parameter in nodes and get_gradient_edge(parameter).node is not nodes[parameter]:
             raise UsageError(code="ddp-parameter-replaced", name=name)

@@ -123,7 +123,7 @@ class FSDP(Strategy):
 
     def _reduce(self, divisor: float | Tensor) -> None:
         self._used.reduce(self.model, self._reduced_among)
-        divide_each([held.tensor for held in self._gradients()], divisor)
+        divide_each([shard.tensor for shard in self._gradients()], divisor)
 
     def _gradients(self) -> list[TensorShard]:
         return self._shards.gradients()
@@ -185,9 +185,9 @@ class _LocalShards:
         from torch.distributed.tensor import DTensor
 
         self._model, self._world = model, world
-        hybrid = world.along("data").size > 1 and world.along("shard").size > 1
-        over = world.along("shard") if hybrid else world
-        self._is_copy = hybrid and world.along("data").rank > 0  # a different rank holds the same shards
+        is_hybrid = world.along("data").size > 1 and world.along("shard").size > 1
+        shard_world = world.along("shard") if is_hybrid else world
+        self._is_copy = is_hybrid and world.along("data").rank > 0  # a different rank holds the same shards
         self.pieces: dict[str, Piece] = {}
         self.unsharded: dict[str, nn.Parameter] = {}
         self._sharded: dict[str, Any] = {}
@@ -197,7 +197,7 @@ class _LocalShards:
                 continue
             local: Tensor = parameter.to_local()
             shape = parameter.shape
-            first = min(over.rank * -(-shape[0] // over.size), shape[0]) * (shape.numel() // shape[0])
+            first = min(shard_world.rank * -(-shape[0] // shard_world.size), shape[0]) * (shape.numel() // shape[0])
             if local.numel():
                 elements = nn.Parameter(local.detach().view(-1))
                 self.pieces[name] = Piece(first, first + local.numel(), elements, shape)
@@ -222,11 +222,11 @@ class _LocalShards:
         self._model.zero_grad(set_to_none=True)
 
     def gradients(self) -> list[TensorShard]:
-        held = [TensorShard(name, p.grad) for name, p in self.unsharded.items() if p.grad is not None]
+        shards = [TensorShard(name, p.grad) for name, p in self.unsharded.items() if p.grad is not None]
         for name, piece in self.pieces.items():
             if (gradient := self._gradient(name)) is not None:
-                held.append(TensorShard(name, gradient, piece.whole, piece.start, replicated=False))
-        return self.mark_spare(held)
+                shards.append(TensorShard(name, gradient, piece.whole, piece.start, replicated=False))
+        return self.mark_spare(shards)
 
     def mark_spare(self, held: list[TensorShard]) -> list[TensorShard]:
         """Mark pieces that the first rank along data also holds: that rank saves them."""
@@ -236,19 +236,19 @@ class _LocalShards:
         return global_norm(self.gradients(), self._world)
 
     def parameters(self) -> list[TensorShard]:
-        held = whole_parameters(self.unsharded.items())
+        shards = whole_parameters(self.unsharded.items())
         for name, piece in self.pieces.items():
             values = piece.parameter.detach()
-            held.append(TensorShard(f"model/{name}", values, piece.whole, piece.start, replicated=False))
-        return self.mark_spare(held)
+            shards.append(TensorShard(f"model/{name}", values, piece.whole, piece.start, replicated=False))
+        return self.mark_spare(shards)
 
     def weights(self) -> dict[str, Tensor]:
         """See Strategy. The weights are on the CPU, because they may not fit on the device."""
         state: dict[str, Tensor] = self._model.state_dict()
-        found = {name.removeprefix("model/"): t.cpu() for name, t in full_state(self.parameters(), self._world).items()}
+        full = {name.removeprefix("model/"): t.cpu() for name, t in full_state(self.parameters(), self._world).items()}
         first = {id(p): name for name, p in self._model.named_parameters()}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            state[name] = found[first[id(parameter)]]
+            state[name] = full[first[id(parameter)]]
         return state
 
 

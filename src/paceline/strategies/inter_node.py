@@ -42,8 +42,8 @@ def _hosts_for(options: InterNodeOptions, model: nn.Module, world: World) -> Hos
     values: dict[str, Any] = {name: options.get(name) for name in SLOW}
     if error := network_error(values):
         raise report_on_one_rank(error, world)
-    given = [name for name in ("compress", "local_steps") if values[name] is not None]
-    if not given:
+    option_names = [name for name in ("compress", "local_steps") if values[name] is not None]
+    if not option_names:
         return None
     parameters, exchange = trainable(model), make_communicator()
     hosts = exchange.hosts()
@@ -51,9 +51,9 @@ def _hosts_for(options: InterNodeOptions, model: nn.Module, world: World) -> Hos
         return hosts
     if world.size > 1 and exchange.kind != "shared":
         raise report_on_one_rank(
-            UsageError(code="no-shared-memory-on-nodes", setting=given[0], most=MAX_TENSORS), world
+            UsageError(code="no-shared-memory-on-nodes", setting=option_names[0], most=MAX_TENSORS), world
         )
-    flags = " ".join(flag(name, values[name]) for name in given)
+    flags = " ".join(flag(name, values[name]) for name in option_names)
     print_notice(f"{flags} has no effect: all ranks are on one node")
     return None
 
@@ -106,9 +106,9 @@ class InterNodeStrategy(Strategy):
         self._across.forget()
         saved = source.tensor("feedback/division")
         if saved is not None and torch.equal(saved, self._division):
-            of_rank = PrefixedSource(source, self._prefix)
+            rank_source = PrefixedSource(source, self._prefix)
             residuals = self._across.state().items()
-            self._across.load({name: needed(of_rank, name, tensor) for name, tensor in residuals})
+            self._across.load({name: needed(rank_source, name, tensor) for name, tensor in residuals})
         elif saved is not None:
             print_notice(
                 f"the checkpoint was saved on {describe_division(saved)}, now there are "

@@ -66,10 +66,10 @@ class ModelParallel:
     ) -> Mapping[str, Tensor]:
         """The weights of the whole model, from the `weights` and the `state` of this part (a collective)."""
         all_weights = dict(weights())
-        held = [
+        shards = [
             shard for shard in self.as_shards_of_whole(state()) if shard.name.removeprefix("model/") in self._shards
         ]
-        full_tensors = {name.removeprefix("model/"): tensor for name, tensor in full_state(held, self._world).items()}
+        full_tensors = {name.removeprefix("model/"): tensor for name, tensor in full_state(shards, self._world).items()}
         first = {id(p): name for name, p in self._model.named_parameters()}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):  # tied ones have several names
             if first[id(parameter)] in full_tensors:
@@ -84,7 +84,7 @@ class ModelParallel:
 def global_norm(gradients: Iterable[TensorShard], world: World) -> Deferred[float]:
     """The norm of the gradients of all ranks, with each element counted once (a collective)."""
     total = torch.zeros(1, dtype=torch.float64, device=world.device)
-    for held in gradients:
-        if not (held.spare or (held.replicated and world.rank > 0)):
-            total += held.tensor.double().square().sum()
+    for shard in gradients:
+        if not (shard.spare or (shard.replicated and world.rank > 0)):
+            total += shard.tensor.double().square().sum()
     return Deferred(sum_over_ranks(total, "norm of the gradients", world.group), lambda squares: math.sqrt(squares[0]))

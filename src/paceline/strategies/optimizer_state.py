@@ -17,12 +17,12 @@ ITEM = ".item"  # suffix of the name of a plain number
 def hold_optimizer(model: nn.Module, optimizer: Optimizer) -> list[TensorShard]:
     """The whole state of `optimizer`. None values are skipped, because the optimizer creates them again."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    held: list[TensorShard] = []
+    shards: list[TensorShard] = []
     for parameter, state in optimizer.state.items():
         if parameter not in names:
             raise UsageError(code="foreign-parameter-state", shape=tuple(parameter.shape))
-        held += [TensorShard(name, tensor) for name, tensor in named_state(names[parameter], state)]
-    return held
+        shards += [TensorShard(name, tensor) for name, tensor in named_state(names[parameter], state)]
+    return shards
 
 
 def named_state(name: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -69,16 +69,16 @@ def hold_pieces(
     pieces: Mapping[str, Piece], optimizer: Optimizer, unsharded: Mapping[str, nn.Parameter] | None = None
 ) -> list[TensorShard]:
     """As `hold_optimizer`, for an optimizer of `pieces` of parameters, by name, and of `unsharded` ones."""
-    held: list[TensorShard] = []
+    shards: list[TensorShard] = []
     for name, parameter in (unsharded or {}).items():
-        held += [TensorShard(full, tensor) for full, tensor in named_state(name, optimizer.state.get(parameter, {}))]
+        shards += [TensorShard(full, tensor) for full, tensor in named_state(name, optimizer.state.get(parameter, {}))]
     for name, piece in pieces.items():
         for full, tensor in named_state(name, optimizer.state.get(piece.parameter, {})):
             if tensor.shape == piece.parameter.shape:
-                held.append(TensorShard(full, tensor, piece.whole, piece.start, replicated=False))
+                shards.append(TensorShard(full, tensor, piece.whole, piece.start, replicated=False))
             elif piece.start == 0:  # a counter: one of the ranks that have it saves it
-                held.append(TensorShard(full, tensor, replicated=False))
-    return held
+                shards.append(TensorShard(full, tensor, replicated=False))
+    return shards
 
 
 def load_pieces(
@@ -139,13 +139,13 @@ def load_mean(source: Source, parameters: Sequence[TensorShard]) -> int:
     if saved is None or steps is None:
         return 0
     hosts = [PrefixedSource(source, f"hosts/{host}/") for host in range(int(saved))]
-    for held in parameters if int(steps) else ():
-        if held.name in hosts[0].names(held.name):  # else it is frozen
-            total = torch.zeros_like(held.tensor, dtype=torch.float64)
+    for shard in parameters if int(steps) else ():
+        if shard.name in hosts[0].names(shard.name):  # else it is frozen
+            total = torch.zeros_like(shard.tensor, dtype=torch.float64)
             for host in hosts:
-                load_into(host, held)
-                total += held.tensor
-            held.tensor.copy_(total / len(hosts))
+                load_into(host, shard)
+                total += shard.tensor
+            shard.tensor.copy_(total / len(hosts))
     return len(hosts)
 
 

@@ -118,23 +118,23 @@ class OuterOptimizer:
         hosts, names = self._hosts, [self._names[id(p)] for p in self._parameters]
         local = whole_parameters(zip(names, self._parameters, strict=True))
         prefix = f"hosts/{hosts.number}/"
-        held = [replace(shard, name=prefix + shard.name) for shard in local] if int(self._steps) else []
+        shards = [replace(shard, name=prefix + shard.name) for shard in local] if int(self._steps) else []
         of_optimizer = hold_optimizer(self._model, self._optimizer)
-        held += [replace(shard, name=prefix + shard.name) for shard in of_optimizer] if hosts.number else of_optimizer
-        of_rank = [replace(shard, replicated=False) for shard in held[hosts.memory.rank :: hosts.memory.size]]
+        shards += [replace(shard, name=prefix + shard.name) for shard in of_optimizer] if hosts.number else of_optimizer
+        own_shards = [replace(shard, replicated=False) for shard in shards[hosts.memory.rank :: hosts.memory.size]]
         velocity = zip(names, self._velocity, strict=bool(self._velocity))
         momentum = [TensorShard(f"outer/momentum/{name}", tensor) for name, tensor in velocity]
         counts = TensorShard("outer/steps", self._steps), TensorShard("outer/hosts", torch.tensor([hosts.count]))
-        return [*of_rank, *counts, *momentum]
+        return [*own_shards, *counts, *momentum]
 
     def load(self, source: Source) -> None:
         """Load the result of `hold`, or the state of a different strategy or number of nodes. Load `model/` first."""
         self._steps.zero_()
         for velocity in self._velocity:
             velocity.zero_()
-        for held in self.hold():
-            if held.name.startswith("outer/momentum/") and [*source.names(held.name)]:
-                load_into(source, held)
+        for shard in self.hold():
+            if shard.name.startswith("outer/momentum/") and [*source.names(shard.name)]:
+                load_into(source, shard)
         saved, prefix = source.tensor("outer/hosts"), f"hosts/{self._hosts.number}/"
         has_state = any(True for _ in source.names(prefix + "optimizer/"))
         load_optimizer(self._model, self._optimizer, PrefixedSource(source, prefix) if has_state else source)

@@ -144,11 +144,11 @@ class _Stage(ModelParallel):
     def weights(
         self, weights: Callable[[], Mapping[str, Tensor]], state: Callable[[], list[TensorShard]]
     ) -> Mapping[str, Tensor]:
-        held = [shard for shard in self.as_shards_of_whole(state()) if shard.name.startswith("model/")]
+        shards = [shard for shard in self.as_shards_of_whole(state()) if shard.name.startswith("model/")]
         for name, buffer in self._model.named_buffers():
             is_spare = self._world.data.rank > 0 or self._is_elsewhere(name)
-            held.append(TensorShard(f"model/{name}", buffer, replicated=False, spare=is_spare))
-        full_tensors = full_state(held, self._world)
+            shards.append(TensorShard(f"model/{name}", buffer, replicated=False, spare=is_spare))
+        full_tensors = full_state(shards, self._world)
         return {name: full_tensors[f"model/{first}"] for name, first in self._called.items()}
 
 

@@ -35,8 +35,8 @@ def check_no_lazy_parameters(model: nn.Module) -> None:
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
-            kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
-            raise UsageError(code="lazy-parameter", name=name, kind=kind)
+            class_name = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            raise UsageError(code="lazy-parameter", name=name, kind=class_name)
 
 
 def check_no_sparse_gradients(model: nn.Module, strategy: str) -> None:
@@ -102,5 +102,5 @@ def check_element_wise(strategy: str, optimizer: Optimizer) -> None:
         UsageError: for any other optimizer.
     """
     if type(optimizer) not in ELEMENT_WISE:
-        known, kind = [supported.__name__ for supported in ELEMENT_WISE], type(optimizer).__name__
-        raise UsageError(code="optimizer-not-element-wise", strategy=strategy, kind=kind, known=known)
+        names, class_name = [supported.__name__ for supported in ELEMENT_WISE], type(optimizer).__name__
+        raise UsageError(code="optimizer-not-element-wise", strategy=strategy, kind=class_name, known=names)

@@ -32,9 +32,9 @@ def check_reference(kind: str, name: str) -> None:
     if file is not None and file.suffix == ".py":
         check_syntax(file)
         check_defined(kind, name)
-    if whose := other_writers(folder.resolve()):
+    if writers := other_writers(folder.resolve()):
         print(
-            f"paceline: {whose}. The {kind} can import modules from this folder, so these users can run code as you",
+            f"paceline: {writers}. The {kind} can import modules from this folder, so these users can run code as you",
             file=sys.stderr,
         )
     if names := shadowed_modules(folder):
@@ -85,7 +85,7 @@ def names_in(tree: ast.Module) -> set[str] | None:
             names.add(node.asname or node.name.partition(".")[0])
         nodes += ast.iter_child_nodes(node)
     text = ast.unparse(tree)
-    return None if names & {"*", "__getattr__"} or any(word in text for word in DYNAMIC) else names
+    return None if names & {"*", "__getattr__"} or any(pattern in text for pattern in DYNAMIC) else names
 
 
 def tasks_in(tree: ast.Module | None) -> list[str]:
@@ -118,7 +118,7 @@ def trains_at_import(tree: ast.Module, function: str) -> int | None:
     bindings += [
         (n.context_expr, n.optional_vars) for n in ast.walk(tree) if isinstance(n, ast.withitem) and n.optional_vars
     ]
-    backwards = {f"{ast.unparse(to)}.backward" for call, to in bindings if any(_calls([call], sessions))}
+    backwards = {f"{ast.unparse(target)}.backward" for call, target in bindings if any(_calls([call], sessions))}
     functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
     training = {name for name, node in functions.items() if any(_calls(node.body, sessions | backwards))}
     top = [n for n in tree.body if not (isinstance(n, ast.If) and "__name__" in ast.unparse(n.test))]
@@ -178,8 +178,8 @@ def shadowed_modules(folder: Path) -> list[str]:
         if path.suffix != ".py" and not (path / "__init__.py").is_file():
             continue
         spec = importlib.machinery.PathFinder.find_spec(path.stem, other_folders)
-        installed = path.stem in sys.stdlib_module_names or (spec is not None and spec.origin is not None)
-        if installed and not (spec is not None and spec.origin and folder in Path(spec.origin).resolve().parents):
+        is_installed = path.stem in sys.stdlib_module_names or (spec is not None and spec.origin is not None)
+        if is_installed and not (spec is not None and spec.origin and folder in Path(spec.origin).resolve().parents):
             names.append(path.name)
     return names
 
@@ -217,13 +217,13 @@ def import_checked(module_name: str, folder: Path) -> Any:
         UsageError: if the import fails, with the line of the user's code; or if the module parses the command line,
             which belongs to paceline.
     """
-    parse = argparse.ArgumentParser.parse_known_args
+    original_parse = argparse.ArgumentParser.parse_known_args
 
     def refuse(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
         if args is None:
             files = [f.filename for f in traceback.extract_stack() if folder in Path(f.filename).parents]
             raise UsageError(code="parses-at-import", name=Path(files[-1]).name if files else module_name)
-        return parse(parser, args, namespace)
+        return original_parse(parser, args, namespace)
 
     argparse.ArgumentParser.parse_known_args = refuse  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -240,4 +240,4 @@ def import_checked(module_name: str, folder: Path) -> Any:
         shown = "\n  imported in ".join([f"{lines[0]}\n  {reason}", *lines[1:]]) if lines else reason
         raise UsageError(code="import-failed", shown=shown, lines=lines, reason=reason) from error
     finally:
-        argparse.ArgumentParser.parse_known_args = parse
+        argparse.ArgumentParser.parse_known_args = original_parse

@@ -58,14 +58,14 @@ def convert_settings(task: str, settings: list[Setting] | None, given: Mapping[s
     """
     if settings is None:
         return dict(given)
-    known = {setting.name: setting for setting in settings}
+    by_name = {setting.name: setting for setting in settings}
     for name in given:
-        if name not in known:
-            raise unknown(f"setting of {task}", name, known or ["(it takes none)"])
+        if name not in by_name:
+            raise unknown(f"setting of {task}", name, by_name or ["(it takes none)"])
     missing = [setting.name for setting in settings if setting.default is None and setting.name not in given]
     if missing:
         raise UsageError(code="task-needs-values", task=task, missing=[*missing], name=missing[0])
-    return {name: _converted(task, known[name], value) for name, value in given.items()}
+    return {name: _converted(task, by_name[name], value) for name, value in given.items()}
 
 
 def all_settings(task: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,10 +100,10 @@ def _setting(arg: ast.arg, default: ast.expr | None) -> Setting:
     value = _literal(text)
     if arg.annotation is None and type(value).__name__ in TYPES and text != value:
         return Setting(arg.arg, type(value), type(value).__name__, text)
-    kind: Any = Any
+    setting_type: Any = Any
     with suppress(KeyError, SyntaxError, ValueError):
-        kind = _type(arg.annotation)
-    return Setting(arg.arg, kind, ast.unparse(arg.annotation) if arg.annotation else "", text)
+        setting_type = _type(arg.annotation)
+    return Setting(arg.arg, setting_type, ast.unparse(arg.annotation) if arg.annotation else "", text)
 
 
 def _type(node: ast.expr | None) -> Any:
@@ -141,7 +141,7 @@ def _converted(task: str, setting: Setting, value: Any) -> Any:
     if value.lower() == "none" and type(None) in get_args(setting.kind):
         return None
     try:
-        return msgspec.convert(value, setting.kind, strict=False, dec_hook=lambda kind, text: kind(text))
+        return msgspec.convert(value, setting.kind, strict=False, dec_hook=lambda cls, text: cls(text))
     except msgspec.ValidationError as error:
         raise UsageError(
             code="task-arg-wrong-value",

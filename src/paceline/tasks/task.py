@@ -85,17 +85,17 @@ class Task:
     paceline detects the sharding of all other layers."""
 
     def __post_init__(self) -> None:
-        kind = type(self.make_model).__name__
+        type_name = type(self.make_model).__name__
         if isinstance(self.make_model, nn.Module):
-            raise UsageError(code="make-model-is-a-model", kind=kind)
+            raise UsageError(code="make-model-is-a-model", kind=type_name)
         if isinstance(self.make_dataset, (Dataset, DataLoader)):
-            kind = type(self.make_dataset).__name__
-            raise UsageError(code="make-dataset-is-a-dataset", kind=kind)
-        given: dict[str, Any] = {"make_model": self.make_model, "make_dataset": self.make_dataset, "loss": self.loss}
-        given |= {f"metrics[{name!r}]": metric for name, metric in _named(self.metrics).items()}
+            type_name = type(self.make_dataset).__name__
+            raise UsageError(code="make-dataset-is-a-dataset", kind=type_name)
+        fields: dict[str, Any] = {"make_model": self.make_model, "make_dataset": self.make_dataset, "loss": self.loss}
+        fields |= {f"metrics[{name!r}]": metric for name, metric in _named(self.metrics).items()}
         optional = ("collate", "on_step", "on_evaluation", "on_end", "make_optimizer", "make_schedule", "parallelize")
-        given |= {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
-        for name, value in given.items():
+        fields |= {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
+        for name, value in fields.items():
             if not callable(value) and not isinstance(value, Metric):
                 raise UsageError(code="task-not-a-function", name=name, kind=type(value).__name__)
         if not takes(self.make_model, 0):

@@ -107,7 +107,7 @@ def save_alone(
         OSError: if a file cannot be written.
     """
     shards, world = holder.state(), holder.world
-    elsewhere = next((f" (this one has only a part, e.g. {held.name})" for held in shards if not held.replicated), None)
+    elsewhere = next((f" (this one has only a part, e.g. {part.name})" for part in shards if not part.replicated), None)
     if holder.sharded and elsewhere is None:  # a rank can hold no shard at all of a small model
         elsewhere = ""
     if elsewhere is not None and world.size > 1:
@@ -228,14 +228,14 @@ class CheckpointWriter:
         """Collect the results of all ranks (collective). Rank 0 publishes the checkpoint in a thread."""
         writing, self._writing = self._writing, None
         assert writing is not None
-        ranks = all_gather_object([writing.failure, msgspec.to_builtins(writing.shard)], self._world)
-        failure = next((failure for failure, _ in ranks if failure), "")
+        by_rank = all_gather_object([writing.failure, msgspec.to_builtins(writing.shard)], self._world)
+        failure = next((failure for failure, _ in by_rank if failure), "")
         if self._world.rank != 0:
             return
         if failure:
             self._end(writing, failure, 0)
             return
-        files = [msgspec.convert(shard, ShardFile) for _, shard in ranks]
+        files = [msgspec.convert(shard, ShardFile) for _, shard in by_rank]
         manifest = _manifest(writing.step, writing.content, self._claim, self._virtual_ranks, *files)
         self._publishing = threading.Thread(target=self._commit, args=(writing, manifest), name="paceline-publish")
         self._publishing.start()
@@ -252,9 +252,9 @@ class CheckpointWriter:
         seconds = time.perf_counter() - writing.began
         self._note(events.Checkpointed(writing.step, failure, writing.stall_seconds, seconds, size_bytes))
 
-    def _note(self, done: events.Checkpointed) -> None:
-        self.failed = done.failure
-        self._done.append(done)
+    def _note(self, event: events.Checkpointed) -> None:
+        self.failed = event.failure
+        self._done.append(event)
 
 
 # ---- work between steps
@@ -300,11 +300,11 @@ class CheckpointManager:
             keep=policy.keep, flush_events=writer.flush, say=say,
         )  # fmt: skip
         self._snapshot_writer: SnapshotWriter | None = None
-        files, local = inherited(), self._world.local_rank
-        if local < len(files):  # never overwrite the snapshot from which this start has resumed
-            spared = next((file for file in files[local] if origin and file in origin.files), None)
+        files, local_rank = inherited(), self._world.local_rank
+        if local_rank < len(files):  # never overwrite the snapshot from which this start has resumed
+            spared = next((file for file in files[local_rank] if origin and file in origin.files), None)
             size = self._world.local_size
-            self._snapshot_writer = SnapshotWriter(files[local], local, size, place.generation, spared=spared)
+            self._snapshot_writer = SnapshotWriter(files[local_rank], local_rank, size, place.generation, spared=spared)
         self._takes_snapshots = all(all_gather_object(self._snapshot_writer is not None, self._world))
         self._other_hosts: OtherHosts | None = None
         self._snapshots, self._snapshot_seconds, self._snapshot_bytes = 0, 0.0, 0
@@ -389,7 +389,7 @@ class CheckpointManager:
         if getattr(error, "exit_code", None) in BAD_STATE_CODES:
             return
         world, message, trainer_state = self._world, Guard.of_process().released(), content()
-        is_saved = any(saved == step for saved, _ in self._checkpoints.entries())
+        is_saved = any(saved_step == step for saved_step, _ in self._checkpoints.entries())
         if is_saved or not is_writer(message or NO_CULPRIT, world.rank, world.size):
             return
         self._enter(Phase.CHECKPOINT)  # the agent does not kill a rank that makes progress
@@ -407,15 +407,15 @@ class CheckpointManager:
 
     def _unwritten(self, step: int) -> list[int]:
         """The ranks whose event files lack `step`, although this rank's state includes their part of the step."""
-        others: set[int] = set()
+        unwritten_ranks: set[int] = set()
         with suppress(OSError):
             files = events.event_files(self._folder)
-            others = {*files, *range(self._world.size)} - {self._world.rank}
+            unwritten_ranks = {*files, *range(self._world.size)} - {self._world.rank}
             for rank, path in files.items():
                 relevant = (e for e in events.last_events(path) if isinstance(e, events.Step | events.Started))
                 if isinstance(newest := next(relevant, None), events.Step) and newest.step >= step:
-                    others.discard(rank)
-        return sorted(others)
+                    unwritten_ranks.discard(rank)
+        return sorted(unwritten_ranks)
 
     def abandon(self) -> None:
         """Wait for the threads after an error. An unpublished checkpoint stays unpublished."""
@@ -448,7 +448,7 @@ class CheckpointManager:
         self._snapshot_seconds += time.perf_counter() - began
 
     def _report(self) -> None:
-        for done in self._checkpoint_writer.take_done():
-            self._writer.write(done)
-            if done.failure:
-                self._say(f"WARNING: the checkpoint of step {done.step} could not be written: {done.failure}")
+        for event in self._checkpoint_writer.take_done():
+            self._writer.write(event)
+            if event.failure:
+                self._say(f"WARNING: the checkpoint of step {event.step} could not be written: {event.failure}")

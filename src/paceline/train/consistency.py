@@ -74,9 +74,9 @@ def checksum(tensor: Tensor) -> Tensor:
     data = flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # the stride of a single element can be anything
     if data.storage_offset() % 8:
         data = data.clone()
-    whole = len(data) // 8 * 8
-    rest = torch.nn.functional.pad(data[whole:], (0, 8 - (len(data) - whole)))
-    return data[:whole].view(torch.int64).sum() + rest.view(torch.int64).sum()
+    aligned = len(data) // 8 * 8
+    rest = torch.nn.functional.pad(data[aligned:], (0, 8 - (len(data) - aligned)))
+    return data[:aligned].view(torch.int64).sum() + rest.view(torch.int64).sum()
 
 
 def _minority_text(different: dict[str, dict[int, int]]) -> str:
@@ -84,8 +84,8 @@ def _minority_text(different: dict[str, dict[int, int]]) -> str:
     for values in different.values():
         (common, votes), *_ = Counter(values.values()).most_common()
         if votes * 2 <= len(values):
-            two = f"ranks {' and '.join(map(str, values))}, and two cannot tell which is right"
-            return f"between {two if len(values) == 2 else 'all ranks, without a majority'}"
+            pair_text = f"ranks {' and '.join(map(str, values))}, and two cannot tell which is right"
+            return f"between {pair_text if len(values) == 2 else 'all ranks, without a majority'}"
         minority |= {rank for rank, value in values.items() if value != common}
     holders = next(iter(different.values()))
     return f"on rank {', '.join(map(str, sorted(minority)))}, against the majority of {len(holders)} ranks"
@@ -101,7 +101,7 @@ def check_code(world: World) -> None:
     """
     by_rank: list[dict[str, str]] = all_gather_object(_user_code(), world)
     differing: list[str] = []
-    for name in sorted({name for rank in by_rank for name in rank}):
+    for name in sorted({name for rank_modules in by_rank for name in rank_modules}):
         ranks: dict[str, list[int]] = {}
         for rank, modules in enumerate(by_rank):
             if name in modules:

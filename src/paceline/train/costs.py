@@ -70,14 +70,14 @@ def data_lines(summary: Summary, rank: int, parts: "TrainingComponents") -> list
     if summary.data_share is None or summary.data_share < REPORTED_FROM:
         return []
     dataset, num_workers, world = parts.train_set, parts.loading.num_workers, parts.replica.world
-    who = f"rank {rank}" if world.size > 1 else "the process"
-    waited = f"{who} waited for data during {summary.data_share:.0%} of the step time"
+    subject = f"rank {rank}" if world.size > 1 else "the process"
+    message = f"{subject} waited for data during {summary.data_share:.0%} of the step time"
     if parts.stream is not None:
-        return [f"{waited}{'' if num_workers else '. Try: --num-workers 1, to read ahead'}"]
+        return [f"{message}{'' if num_workers else '. Try: --num-workers 1, to read ahead'}"]
     spare_cores = usable_cores() - world.local_size * (num_workers + 1)
     if batch_gatherer(dataset) is not None:
-        return [f"{waited}. It gathers whole batches, so the time is spent in the transform"]
+        return [f"{message}. It gathers whole batches, so the time is spent in the transform"]
     batched = "" if asks_for_batches(dataset) else "add __getitems__ to the dataset, to load a whole batch at once"
     workers = f"--num-workers {max(1, 2 * num_workers)}" if spare_cores > 0 or world.device.type != "cpu" else ""
     remedies = [r for r in (workers, batched, "use an ArrayDataset, if the data fit into memory") if r]
-    return [f"{waited}. Try: {', or '.join(remedies)} (docs/speed.md)"]
+    return [f"{message}. Try: {', or '.join(remedies)} (docs/speed.md)"]

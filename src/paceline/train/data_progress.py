@@ -78,9 +78,9 @@ class StreamProgress(DataProgress):
             if where["ended"]:
                 where |= {"passes": where["passes"] + 1, "batch": 0, "ended": 0}
                 self._stream.saved = {}
-            epoch = self._stream.training(self._plan, self._parts.share, where["passes"], where["batch"])
-            with closing(epoch):
-                for micro_batches in epoch:
+            epoch_steps = self._stream.training(self._plan, self._parts.share, where["passes"], where["batch"])
+            with closing(epoch_steps):
+                for micro_batches in epoch_steps:
                     step += 1
                     pairs = ((batch, *as_pair(batch.inputs)) for batch in micro_batches)
                     yield [batch._replace(inputs=inputs, targets=targets) for batch, inputs, targets in pairs]

@@ -31,7 +31,7 @@ DEFAULT_THREADS = 1  # the largest number that is possible at every world size
 @contextmanager
 def deterministic() -> Generator[None]:
     """Make torch use deterministic kernels only. An operation without such a kernel raises an error with advice."""
-    before = torch.get_deterministic_debug_mode()
+    mode_before = torch.get_deterministic_debug_mode()
     options: Any = torch.utils.deterministic  # type checkers do not see the properties of this module
     fill_before = options.fill_uninitialized_memory
     benchmark_before = torch.backends.cudnn.benchmark
@@ -45,7 +45,7 @@ def deterministic() -> Generator[None]:
         with explain_missing_kernel(TrainingError):
             yield
     finally:
-        torch.set_deterministic_debug_mode(before)
+        torch.set_deterministic_debug_mode(mode_before)
         if INDUCTOR_CONFIG in sys.modules:
             _set_inductor(late=True)
         options.fill_uninitialized_memory = fill_before
@@ -73,9 +73,9 @@ def explain_missing_kernel(raised: type[PacelineError]) -> Generator[None]:
 
 def hardware_facts(device: torch.device) -> dict[str, Any]:
     """The versions and hardware on which the bits depend, in addition to the definition of the run."""
-    built = torch.__config__.show()
+    build_info = torch.__config__.show()
     libraries = re.findall(
-        r"(Intel\(R\) oneAPI Math Kernel Library Version \S+|Intel\(R\) MKL-DNN v\S+|oneDNN v\S+)", built
+        r"(Intel\(R\) oneAPI Math Kernel Library Version \S+|Intel\(R\) MKL-DNN v\S+|oneDNN v\S+)", build_info
     )
     if device.type == "cuda":
         return {

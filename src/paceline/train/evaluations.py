@@ -38,8 +38,8 @@ class BestEvaluation:
         direction, _, self.name = (keep or "loss").rpartition(":")
         if direction not in ("", "min", "max") or self.name.partition("/")[0] not in names:
             raise unknown("metric", keep or "loss", [*names, *(f"max:{name}" for name in names)])
-        less = any(word in LESS_IS_BETTER for word in self.name.lower().replace("/", "_").split("_"))
-        self._sign = -1.0 if (direction or ("min" if less else "max")) == "min" else 1.0
+        less_is_better = any(word in LESS_IS_BETTER for word in self.name.lower().replace("/", "_").split("_"))
+        self._sign = -1.0 if (direction or ("min" if less_is_better else "max")) == "min" else 1.0
         self.step: int = saved.get("step", 0)
         self.value: float | None = saved.get("value")
         self.since: int = saved.get("since", 0)
@@ -54,12 +54,12 @@ class BestEvaluation:
         if self.name not in metrics:
             raise unknown("metric", self.name, metrics)
         value = metrics[self.name]
-        better = math.isfinite(value) and (self.value is None or self._sign * (value - self.value) > 0)
-        if better:
+        is_better = math.isfinite(value) and (self.value is None or self._sign * (value - self.value) > 0)
+        if is_better:
             self.step, self.value, self.since = step, value, 0
         else:
             self.since += 1
-        return better
+        return is_better
 
     @property
     def is_over(self) -> bool:
@@ -142,13 +142,13 @@ class Evaluator:
         self._at_end = {split: self._evaluate(split) for split in self._at_end_only}
 
     def _evaluate(self, split: Split) -> dict[str, float]:
-        parts, began, box = self._parts, time.perf_counter(), Guard.of_process().box
-        before = box.enter(Phase.EVALUATE)  # not restored after an error: `TrainingProgress.fail` reads the phase
+        parts, began, page = self._parts, time.perf_counter(), Guard.of_process().box
+        previous = page.enter(Phase.EVALUATE)  # not restored after an error: `TrainingProgress.fail` reads the phase
         metrics = evaluate(
             parts.replica, parts.eval_sets[split], parts.task.loss, parts.task.metrics,
-            replace(parts.loading, box=box, evaluates=True), tick=box.tick,
+            replace(parts.loading, box=page, evaluates=True), tick=page.tick,
         )  # fmt: skip
-        box.enter(before)
+        page.enter(previous)
         self._progress.log_evaluation(self._progress.step, metrics, split, time.perf_counter() - began)
         return metrics
 
@@ -159,11 +159,11 @@ class Evaluator:
         self.call(self._parts.task.on_end)
 
     def _save(self, name: str) -> None:
-        replica, place = self._parts.replica, self._progress.place
+        replica, location = self._parts.replica, self._progress.place
         with replica.evaluated():
             weights = replica.weights()
-            if self._world.rank == 0 and place is not None:
-                save(weights, place.folder / name)
+            if self._world.rank == 0 and location is not None:
+                save(weights, location.folder / name)
 
     def call(self, callback: Callback | None) -> None:
         """Call a callback of the task with the current state of the training."""

@@ -74,18 +74,18 @@ class PhaseClock:
 
     def __call__(self, phase: Phase) -> None:
         """End the current phase and begin `phase`."""
-        now, before = self._clock(), self._phase
-        if before is not None:
-            self._spent[before.word] = self._spent.get(before.word, 0.0) + now - self._since
+        now, previous = self._clock(), self._phase
+        if previous is not None:
+            self._spent[previous.word] = self._spent.get(previous.word, 0.0) + now - self._since
         self._phase, self._since = phase, now
         self._borders.append((phase.word, now))
         self._enter(phase)
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each phase since the last call. The clock stops until the next phase begins."""
-        now, before = self._clock(), self._phase
-        if before is not None:
-            self._spent[before.word] = self._spent.get(before.word, 0.0) + now - self._since
+        now, previous = self._clock(), self._phase
+        if previous is not None:
+            self._spent[previous.word] = self._spent.get(previous.word, 0.0) + now - self._since
         self._phase, self._since = None, now
         self.borders, self._borders = [*self._borders, ("", self._since)], []
         spent, self._spent = self._spent, {}

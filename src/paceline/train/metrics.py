@@ -55,7 +55,7 @@ def compute_metrics(
     order = gathered_order(samples, virtual_ranks)
     numbers: dict[str, float] = {}
     for name, accumulator in accumulators.items():
-        states = {v: state for of_rank in by_rank for v, state in of_rank[name]}
+        states = {v: state for rank_states in by_rank for v, state in rank_states[name]}
         try:
             result = accumulator.result([states.get(v) for v in range(virtual_ranks)], order)
         except Exception as error:
@@ -191,7 +191,7 @@ def result_of(metric: nn.Module, states: Sequence[dict[str, Any]], order: Tensor
     Raises:
         UsageError: if it averages states that differ, or if no state was updated.
     """
-    states = [state for state in states if any(of_part["updates"] for of_part in state.values())]
+    states = [state for state in states if any(part_state["updates"] for part_state in state.values())]
     if not states:
         raise UsageError(code="metric-not-updated", metric=type(metric).__name__)
     metric = deepcopy(metric)

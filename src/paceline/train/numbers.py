@@ -43,8 +43,8 @@ def restore_type(current: Any, saved: Any) -> Any:
     """Convert `saved` to the type of the current value: a tuple, a Counter or a tensor (which is filled in place)."""
     if isinstance(current, Tensor):
         return current.fill_(saved)
-    make: Any = type(current)
-    return make(saved) if isinstance(current, (tuple, Mapping)) and saved is not None else saved
+    cls: Any = type(current)
+    return cls(saved) if isinstance(current, (tuple, Mapping)) and saved is not None else saved
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -105,10 +105,10 @@ def _imported_maker(config: OptimizerConfig, lr: float) -> MakeOptimizer:
     make = import_object(config.optimizer)
     if not callable(make):
         raise UsageError(code="optimizer-not-found", value=config.optimizer)
-    parameter_names, given = signature(make).parameters, {"lr": lr, "weight_decay": config.weight_decay}
+    parameter_names, settings = signature(make).parameters, {"lr": lr, "weight_decay": config.weight_decay}
     if "lr" not in parameter_names:
         raise UsageError(code="optimizer-without-lr", value=config.optimizer)
-    arguments = {name: value for name, value in given.items() if name in parameter_names}
+    arguments = {name: value for name, value in settings.items() if name in parameter_names}
     _refuse(config, {"momentum", "weight_decay"} - arguments.keys(), f"paceline does not pass it to {config.optimizer}")
 
     def make_checked(parameters: Iterable[nn.Parameter]) -> Optimizer:

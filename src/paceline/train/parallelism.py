@@ -127,8 +127,8 @@ def _shard_layers(
             UsageError(code="fsdp-of-used-elsewhere", mesh=world.mesh, reason=reason, advice=advice), world
         )
     lines = sharding.table(model, samples, plan.global_batch // world.data.size)
-    along = world.along("tensor")
-    if along.local_size < along.size:
+    tensor_group = world.along("tensor")
+    if tensor_group.local_size < tensor_group.size:
         ranks = plural(world.local_size, "rank")
         lines.append(
             "WARNING: ranks along tensor are on several nodes, so each step sends all these bytes between nodes. "
@@ -158,7 +158,7 @@ def _trial_loss(model: nn.Module, trial: Trial) -> float:
 
 
 def _check_loss(expected: float, trial: Trial, replica: Strategy) -> None:
-    pipeline, world, got = replica.pipeline, replica.world, expected
+    pipeline, world, actual = replica.pipeline, replica.world, expected
     assert pipeline is not None
     with random_stream(0, world.device), evaluating(replica.model):
         forward, _, loss = trial()
@@ -166,9 +166,9 @@ def _check_loss(expected: float, trial: Trial, replica: Strategy) -> None:
         pipeline.wait_for_sends()
     with raise_on_all_ranks(world):
         if pipeline.is_last:
-            got = float(loss(run.result))
-        if not math.isclose(got, expected, rel_tol=LOSS_TOLERANCE):
-            raise UsageError(code="stages-change-loss", stages=pipeline.stages, got=got, expected=expected)
+            actual = float(loss(run.result))
+        if not math.isclose(actual, expected, rel_tol=LOSS_TOLERANCE):
+            raise UsageError(code="stages-change-loss", stages=pipeline.stages, got=actual, expected=expected)
 
 
 def division_lines(division: StagePlan, schedule: Schedule, plan: BatchPlan, world: World) -> list[str]:

@@ -52,11 +52,11 @@ def stop_signals(*, announce: bool = False) -> Generator[StopRequest]:
         yield request
         return
     handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before, box = {number: signal.signal(number, request.handle) for number in handled}, Guard.of_process().box
-    box.note_stops(True)  # from now on the agent sends SIGTERM for any stop signal that the launcher receives
+    handlers, page = {number: signal.signal(number, request.handle) for number in handled}, Guard.of_process().box
+    page.note_stops(True)  # from now on the agent sends SIGTERM for any stop signal that the launcher receives
     try:
         yield request
     finally:
-        box.note_stops(False)
-        for number, handler in before.items():
+        page.note_stops(False)
+        for number, handler in handlers.items():
             signal.signal(number, handler)

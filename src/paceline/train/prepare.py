@@ -134,8 +134,8 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
             reserved = sample_bytes * largest + (STATE_COPIES - 1) * sum(p.nbytes for p in model.parameters())
             move = partial(on_device, device=world.device, reserved=reserved, collate=task.collate)
             sets = {split: move(dataset) for split, dataset in sets.items()}
-    for what, content in data.items():
-        check_equal(what, content, world)
+    for name, content in data.items():
+        check_equal(name, content, world)
     parallelism = parallelize_model(task, model, train_set, in_process, plan, world, parallel_config(config))
     compute = replace(compute, notices=[*compute.notices, *parallelism.lines])
     replica = make_replica(config, maker, model, world, shape.virtual_ranks, parallelism)
@@ -226,7 +226,7 @@ def check_loss(
         before_bytes = torch.accelerator.memory_allocated(loading.device)
     indices = torch.arange(min(2, len(dataset)))  # pyright: ignore[reportArgumentType]
     # eval mode: no update of batch statistics and no dropout
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    buffers_before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with preserved_streams(), evaluating(model), explain_missing_kernel(UsageError), torch.enable_grad():
         for inputs, targets in fetch(dataset, [(0, indices)], 0, loading):
             if load is not None and batch_gatherer(dataset) is None:  # gathering needs no worker processes
@@ -239,10 +239,10 @@ def check_loss(
                         count.mark()
     model.zero_grad(set_to_none=True)
     for name, buffer in model.named_buffers():
-        if name not in before:
+        if name not in buffers_before:
             raise UsageError(code="buffer-made-in-forward", name=name)
-        if buffer.shape == before[name].shape:
-            buffer.detach().copy_(before[name])
+        if buffer.shape == buffers_before[name].shape:
+            buffer.detach().copy_(buffers_before[name])
     if not on_gpu:
         return 0
     gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)

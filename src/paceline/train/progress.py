@@ -89,16 +89,16 @@ class TrainingProgress(RunRecorder):
         self._plan, self._share, self._facts, self._listed = plan, share, facts, listed
         self.use.devices *= len(getattr(parts[0].replica.module, "device_ids", None) or [0])  # several: DataParallel
         self._replicas = [part.replica for part in parts]
-        if (place := self.place) is None:
+        if (location := self.place) is None:
             return
         self._names = [r.pipeline.names if r.pipeline else state_names(r.model) for r in self._replicas]
         holder = StateCollection(parts, self._world, plan.virtual_ranks, others)
         self._checkpoints = CheckpointManager(
-            holder, place, self.origin, self._checkpoint_policy,
-            writer=self.begin(place, report_to), say=self.say, enter=self._guard.box.enter,
+            holder, location, self.origin, self._checkpoint_policy,
+            writer=self.begin(location, report_to), say=self.say, enter=self._guard.box.enter,
         )  # fmt: skip
         self.log_start(plan, self.step)
-        for line in [*place.notices, *lines]:
+        for line in [*location.notices, *lines]:
             self.say(line)
         if self._not_finite == "rollback" and not self._checkpoints.can_roll_back:
             self.say("WARNING: --not-finite rollback has no older state to return to. Add --checkpoint-every STEPS")
@@ -176,15 +176,15 @@ class TrainingProgress(RunRecorder):
             The error to raise instead, or None: the guard's error, if it aborted a collective; or an error that names
             the file of the rescued weights, if another file could not be written.
         """
-        phase, new = self._guard.box.get("phase"), self.step > self.start
-        stalled = None if isinstance(error, PacelineError) else self._guard.stall_error(error)
+        phase, has_steps = self._guard.box.get("phase"), self.step > self.start
+        stall_error = None if isinstance(error, PacelineError) else self._guard.stall_error(error)
         if self._checkpoints is None or self.place is None or not whole:
-            return stalled
-        if new and phase != Phase.CLOSE:
+            return stall_error
+        if has_steps and phase != Phase.CLOSE:
             self._checkpoints.save_after(error, self.step, partial(self._content, numbers))
-        if stalled is not None or not isinstance(error, OSError) or phase in USER_PHASES:
-            return stalled
-        where = rescue_alone(self._replicas[0], self.place.folder) if new else "nothing was trained yet"
+        if stall_error is not None or not isinstance(error, OSError) or phase in USER_PHASES:
+            return stall_error
+        where = rescue_alone(self._replicas[0], self.place.folder) if has_steps else "nothing was trained yet"
         return TrainingError(code="rank-failed", rank=self._world.rank, step=self.step, reason=str(error), where=where)
 
     def finish(
@@ -203,27 +203,27 @@ class TrainingProgress(RunRecorder):
         self._costs, self.slowest_data_rank = all_costs(self._data_wait, self._world)
         self.write(events.Ended(self.step, time.time()))
         self._guard.box.enter(Phase.CLOSE)
-        failed, first = self._checkpoints.failed, self._world.rank == 0
-        if stopped and failed:
+        failure, is_first_rank = self._checkpoints.failed, self._world.rank == 0
+        if stopped and failure:
             weights = self._replicas[0].weights()
-            failed += f"; {rescue(weights, self.place.folder)}" if first else ""
-            raise report_on_one_rank(TrainingError(code="stopped-unsaved", step=self.step, reason=failed), self._world)
-        known: dict[str, Any] = {}
+            failure += f"; {rescue(weights, self.place.folder)}" if is_first_rank else ""
+            raise report_on_one_rank(TrainingError(code="stopped-unsaved", step=self.step, reason=failure), self._world)
+        fields: dict[str, Any] = {}
         if not stopped:
-            known = {"weights_sha256": self._save_weights(self.place), "seconds": time.perf_counter() - self._began}
+            fields = {"weights_sha256": self._save_weights(self.place), "seconds": time.perf_counter() - self._began}
             saved()
-            if first:  # no other rank waits for this rank any more
+            if is_first_rank:  # no other rank waits for this rank any more
                 self.use.peak_tflops(measure=True, samples_per_second=self.throughput.overall())
         code = ExitCode.SAVED if stopped else ExitCode.DONE
         regroups = stopped and self._guard.box.asked("regroups")  # the launcher restarts the run immediately
-        if first and not regroups:
-            for line in lines(self.summarise(code, **known)):
+        if is_first_rank and not regroups:
+            for line in lines(self.summarise(code, **fields)):
                 self.show(line)
-        if failed:
-            raise report_on_one_rank(TrainingError(code="last-checkpoint-unsaved", reason=failed), self._world)
+        if failure:
+            raise report_on_one_rank(TrainingError(code="last-checkpoint-unsaved", reason=failure), self._world)
         return code
 
-    def _save_weights(self, place: RunLocation) -> str:
+    def _save_weights(self, location: RunLocation) -> str:
         digests: list[str] = []
         for number, replica in enumerate(self._replicas, 1):
             with replica.merged_buffers():
@@ -231,7 +231,7 @@ class TrainingProgress(RunRecorder):
                 digests.append(sha256_of(weights))
                 check_equal("final weights", digests[-1], self._world, error=TrainingError)
                 if self._world.rank == 0:
-                    save(weights, place.folder / (f"model-{number}.safetensors" if number > 1 else WEIGHTS))
+                    save(weights, location.folder / (f"model-{number}.safetensors" if number > 1 else WEIGHTS))
         return digests[0]
 
     def summarise(self, code: int, **known: Any) -> Summary:

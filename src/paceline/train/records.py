@@ -61,9 +61,9 @@ class RunRecorder:
         if spec is not None and Path(spec.attempt_dir).resolve().parent == self.place.folder:
             return
         node = int(os.environ.get("GROUP_RANK", world.rank // world.local_size))  # torchrun's
-        places: list[tuple[int, int, int]] = all_gather_object((node, world.rank, os.getpid()), world)
+        processes: list[tuple[int, int, int]] = all_gather_object((node, world.rank, os.getpid()), world)
         if world.local_rank == 0:
-            pids = {rank: pid for rank_node, rank, pid in places if rank_node == node}
+            pids = {rank: pid for rank_node, rank, pid in processes if rank_node == node}
             self._machine = MachineLog(self.place.folder, node, pids)
 
     def write(self, event: events.Event) -> None:
@@ -185,8 +185,8 @@ def is_due(step: int) -> bool:
 def size_of(shapes: str, dtypes: str) -> int:
     """Bytes of a collective's tensors, from the guard's texts, e.g. '[10, 3] [4]' and 'float32'; 0 if unknown."""
     width = max((int("".join(filter(str.isdigit, name)) or 0) // 8 for name in dtypes.split(", ")), default=0)
-    each = shapes.removeprefix("[").removesuffix("]").split("] [") if shapes else []
-    sizes = [[number.strip() for number in shape.split(",") if number.strip()] for shape in each]
+    shape_texts = shapes.removeprefix("[").removesuffix("]").split("] [") if shapes else []
+    sizes = [[number.strip() for number in shape.split(",") if number.strip()] for shape in shape_texts]
     total = sum(prod(map(int, shape)) for shape in sizes if all(map(str.isdigit, shape)))
     return total * width
 
@@ -195,7 +195,7 @@ def memory_breakdown(replicas: Sequence[Strategy]) -> MemoryBreakdown:
     """The memory that this rank uses for all models, after a step."""
     named = [pair for replica in replicas for pair in replica.model.named_parameters()]
     trained = [p for _, p in named if p.requires_grad]
-    gradients = [held.tensor for replica in replicas for held in replica.gradients()]
+    gradients = [shard.tensor for replica in replicas for shard in replica.gradients()]
     states = [state for replica in replicas for state in replica.optimizer.state.values()]
     return MemoryBreakdown(
         parameters=[(name, [*p.shape], p.numel() * p.element_size()) for name, p in named[:MOST_PARAMETERS]],

@@ -55,16 +55,16 @@ def train(config: TrainConfig) -> Outcome:
     guard = Guard.of_process()
     guard.detach_probes()
     guard.box.enter(Phase.INIT)
-    prepared = config.run.run_dir if WorkerSpec.here() is not None else None  # the launcher has created and locked it
+    locked_dir = config.run.run_dir if WorkerSpec.here() is not None else None  # the launcher has created and locked it
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout), run_location(
-        world, config.run.run_dir, str(config.task), prepared=prepared, resume=config.checkpoint.resume == "auto",
+        world, config.run.run_dir, str(config.task), prepared=locked_dir, resume=config.checkpoint.resume == "auto",
         restart=config.checkpoint.restart, trust=config.run.trust,
-    ) as place:  # fmt: skip
-        given, config = config.data, with_defaults(config, world.size)
-        if given.batch_size and world.size > 1 and not (given.global_batch or given.virtual_ranks):
-            place.notices.append(
-                f"--batch-size {given.batch_size} is per rank: the global batch changes with the number of ranks. "
+    ) as location:  # fmt: skip
+        unresolved, config = config.data, with_defaults(config, world.size)
+        if unresolved.batch_size and world.size > 1 and not (unresolved.global_batch or unresolved.virtual_ranks):
+            location.notices.append(
+                f"--batch-size {unresolved.batch_size} is per rank: the global batch changes with the number of ranks. "
                 f"To keep it: --global-batch {config.data.global_batch}"
             )
         world = create_mesh_groups(
@@ -75,8 +75,8 @@ def train(config: TrainConfig) -> Outcome:
             check_equal("settings", settings(config), world)
             rehearsed_step = config.checkpoint.rehearse_preemption
             with deterministic() if config.strategy in EXACT else nullcontext():
-                place.notices.extend(set_threads(config.launch.threads_per_rank, world))
-                config = restore_auto_precision(config, place)
+                location.notices.extend(set_threads(config.launch.threads_per_rank, world))
+                config = restore_auto_precision(config, location)
                 parts = prepare(config, world)
                 config = parts.config
                 check_code(world)
@@ -84,34 +84,34 @@ def train(config: TrainConfig) -> Outcome:
                     error = UsageError(code="rehearsal-too-late", value=rehearsed_step, steps=parts.total_steps)
                     raise report_on_one_rank(error, world)
                 facts = {**parts.task_settings, "data": parts.data, "hardware": hardware_facts(world.device)}
-                place = replace(place, definition={**settings(config), **facts})
+                location = replace(location, definition={**settings(config), **facts})
                 if config.strategy in EXACT:
                     check_equal("processors and libraries", facts["hardware"], world)
                     check_equal("threads per rank", torch.get_num_threads(), world)
-                origin, init_sha256 = _origin(config, place, world), None
+                origin, init_sha256 = _origin(config, location, world), None
                 if origin is not None:
                     with raise_on_all_ranks(world):
                         parts.load(origin)
                     init_sha256 = origin.content.definition.get("init_sha256")
                 elif (init_from := config.model.init_from) is not None:
-                    trust, report = config.run.trust, place.notices.append
+                    trust, report = config.run.trust, location.notices.append
                     init_sha256 = load_initial_weights(parts.replica, init_from, trust=trust, report=report)
                     if parts.average is not None:
                         parts.average.reset()
-                facts = {"unbroken": _is_exact_so_far(config, place, origin), "init_sha256": init_sha256}
-                place = replace(place, definition={**place.definition, **facts})
-                if place.attempt_dir is not None:  # rank 0, after all checks: a usage error must not overwrite files
-                    _write_settings(config, place, parts)
-                code = TaskTrainer(parts, place, origin).run()
+                facts = {"unbroken": _is_exact_so_far(config, location, origin), "init_sha256": init_sha256}
+                location = replace(location, definition={**location.definition, **facts})
+                if location.attempt_dir is not None:  # rank 0, after all checks: a usage error must not overwrite files
+                    _write_settings(config, location, parts)
+                code = TaskTrainer(parts, location, origin).run()
         except BaseException as error:
-            refused = isinstance(error, PacelineError) and error.exit_code == ExitCode.USAGE and place.attempt > 1
-            if prepared is None and world.rank == 0 and not refused:  # the launcher of paceline writes it itself
-                _summarise_failure(config, place.folder, world, error)
-            stalled = None if isinstance(error, PacelineError) else guard.stall_error(error)
-            if stalled is not None:
-                raise stalled from error
+            refused = isinstance(error, PacelineError) and error.exit_code == ExitCode.USAGE and location.attempt > 1
+            if locked_dir is None and world.rank == 0 and not refused:  # the launcher of paceline writes it itself
+                _summarise_failure(config, location.folder, world, error)
+            stall_error = None if isinstance(error, PacelineError) else guard.stall_error(error)
+            if stall_error is not None:
+                raise stall_error from error
             raise
-    return Outcome(place.folder, code)
+    return Outcome(location.folder, code)
 
 
 def restore_auto_precision(config: TrainConfig, place: RunLocation) -> TrainConfig:
@@ -124,16 +124,16 @@ def restore_auto_precision(config: TrainConfig, place: RunLocation) -> TrainConf
     return replace(config, compute=replace(config.compute, precision=chosen))
 
 
-def _write_settings(config: TrainConfig, place: RunLocation, parts: TrainingComponents) -> None:
-    assert place.attempt_dir is not None
-    run_folder.shelve_summary(place.folder, place.attempt)
-    run_folder.write_settings(place.folder, dump(repeatable(config)))
-    run_folder.write_settings(place.attempt_dir, dump(config))  # restarted workers read this file
+def _write_settings(config: TrainConfig, location: RunLocation, parts: TrainingComponents) -> None:
+    assert location.attempt_dir is not None
+    run_folder.shelve_summary(location.folder, location.attempt)
+    run_folder.write_settings(location.folder, dump(repeatable(config)))
+    run_folder.write_settings(location.attempt_dir, dump(config))  # restarted workers read this file
     environment = msgspec.json.encode(_environment(parts.replica.world))
-    writing.replace(place.folder / "environment.json", msgspec.json.format(environment, indent=2))
+    writing.replace(location.folder / "environment.json", msgspec.json.format(environment, indent=2))
 
 
-def _origin(config: TrainConfig, place: RunLocation, world: World) -> ResumePoint | None:
+def _origin(config: TrainConfig, location: RunLocation, world: World) -> ResumePoint | None:
     """The state to resume from, if any (collective).
 
     Raises:
@@ -141,23 +141,23 @@ def _origin(config: TrainConfig, place: RunLocation, world: World) -> ResumePoin
             the others.
     """
     c = config.checkpoint
-    origin = find_resume_point(place, world, resume=c.resume == "auto", trust=config.run.trust, restart=c.restart)
+    origin = find_resume_point(location, world, resume=c.resume == "auto", trust=config.run.trust, restart=c.restart)
     if origin is not None:
         with raise_on_all_ranks(world):
             allowed = allowed_changes(c.allow_change)
-            changes = check_same(origin.content.definition, place.definition, allowed, origin.where)
-        place.notices.extend(f"changed with --allow-change: {change}" for change in changes)
+            changes = check_same(origin.content.definition, location.definition, allowed, origin.where)
+        location.notices.extend(f"changed with --allow-change: {change}" for change in changes)
     return origin
 
 
-def _is_exact_so_far(config: TrainConfig, place: RunLocation, origin: ResumePoint | None) -> bool:
+def _is_exact_so_far(config: TrainConfig, location: RunLocation, origin: ResumePoint | None) -> bool:
     """Whether all steps so far, including those before a resume, used an exact strategy on the same hardware."""
     if config.strategy not in EXACT:
         return False
     if origin is None:
         return True
     saved = origin.content.definition
-    return bool(saved.get("unbroken")) and all(saved.get(name) == place.definition.get(name) for name in BITS_ONLY)
+    return bool(saved.get("unbroken")) and all(saved.get(name) == location.definition.get(name) for name in BITS_ONLY)
 
 
 def _summarise_failure(config: TrainConfig, folder: Path, world: World, error: BaseException) -> None:

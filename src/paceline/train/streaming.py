@@ -75,8 +75,8 @@ class Stream:
         ends, self._incomplete = not self._continues, self._incomplete + (0 < self._total < self.plan.global_batch)
         if self._total < self.plan.global_batch and not self._is_split:
             ahead = self._ahead
-            seen = ahead.seen if isinstance(ahead, StreamChunk) else None
-            check_equal("numbers of samples in the stream", seen, self._world, error=TrainingError)
+            num_seen = ahead.seen if isinstance(ahead, StreamChunk) else None
+            check_equal("numbers of samples in the stream", num_seen, self._world, error=TrainingError)
         if ends and self._total:
             self.say(f"the stream has ended: its last {self._total} samples do not fill a batch and are dropped")
         elif ends and self._incomplete > 1:
@@ -91,7 +91,7 @@ class Stream:
         states = {str(number): as_json(state) for number, state in chunk.before.items() if state is not None}
         if world is not None and self._is_split:
             states = {
-                number: state for of_rank in all_gather_object(states, world) for number, state in of_rank.items()
+                number: state for gathered in all_gather_object(states, world) for number, state in gathered.items()
             }
         return {"probe": chunk.probe, "states": states}
 
@@ -121,16 +121,16 @@ class Stream:
         reader = ChunkReader(
             [self._whole], by_rank, range(world.rank, world.rank + 1), 0, least=world.size, collate=self.loading.collate
         )
-        seen = 0
+        num_seen = 0
         with closing(self._read(reader)) as chunks:
             for chunk in chunks:
-                if not seen:
+                if not num_seen:
                     self._check_equal(all_gather_object(chunk.probe, world))
-                if chunk.seen == seen:
+                if chunk.seen == num_seen:
                     return
                 if chunk.local_samples:
-                    yield chunk.micro_batches[0].batch, chunk.seen - seen
-                seen = chunk.seen
+                    yield chunk.micro_batches[0].batch, chunk.seen - num_seen
+                num_seen = chunk.seen
 
     @property
     def _continues(self) -> bool:

@@ -41,8 +41,8 @@ class TaskTrainer:
         self._world, self._config = parts.replica.world, parts.config
         self._box = Guard.of_process().box
         self._box.on_device = self._on_device = phase_events(self._world.device)
-        interval, shown = self._config.run.log_interval, self._world.rank == 0
-        self._display = Display(total_steps=parts.total_steps, interval=interval, shown=shown)
+        interval, is_shown = self._config.run.log_interval, self._world.rank == 0
+        self._display = Display(total_steps=parts.total_steps, interval=interval, shown=is_shown)
         c, not_finite = self._config.checkpoint, self._config.guard.not_finite
         every = steps_or_seconds(c.checkpoint_every)
         policy = CheckpointPolicy(c.check_replicas_every, c.snapshot_every, *every, keep=c.keep_checkpoints)
@@ -77,8 +77,8 @@ class TaskTrainer:
                         self._stage_lines = [waited_line(self._waited_seconds, self._world)]
                 return progress.finish(stopped, self._closing, self._evaluator.end)
             except Exception as error:
-                whole = self._box.get("phase") != Phase.OPTIMIZER
-                if (instead := progress.fail(error, partial(self._numbers, None), whole=whole)) is not None:
+                is_whole = self._box.get("phase") != Phase.OPTIMIZER
+                if (instead := progress.fail(error, partial(self._numbers, None), whole=is_whole)) is not None:
                     raise instead from error
                 raise
 
@@ -97,12 +97,12 @@ class TaskTrainer:
         if is_over or (start and evaluator.is_due() and self._progress.evaluated != start):
             evaluator.evaluate()  # a run that stops on request at this step does not evaluate before it ends
         while not evaluator.ended_early:
-            if isinstance(end := self._take_steps(), bool):
-                return end
-            self._parts.load(end)
-            self._progress.roll_back(end)
-            self._load(end)
-            evaluator.load(end.content.loop)
+            if isinstance(outcome := self._take_steps(), bool):
+                return outcome
+            self._parts.load(outcome)
+            self._progress.roll_back(outcome)
+            self._load(outcome)
+            evaluator.load(outcome.content.loop)
         return False
 
     def _take_steps(self) -> bool | ResumePoint:
@@ -127,8 +127,8 @@ class TaskTrainer:
                 if (origin := progress.rollback_point(record)) is not None:
                     return origin
                 self._data.advance(record)
-                if (stopping := self._after_step(record)) or self._evaluator.ended_early:
-                    return stopping
+                if (stops := self._after_step(record)) or self._evaluator.ended_early:
+                    return stops
         return False
 
     def _load(self, origin: ResumePoint) -> None:
@@ -159,17 +159,17 @@ class TaskTrainer:
         is_last = self._data.is_over(step)
         if votes.end and not is_last:
             is_last, evaluator.ended_early = True, "a callback of the task has stopped it"
-        stopping = votes.stop > 0 and not is_last
+        stops = votes.stop > 0 and not is_last
         at_end = is_last or self._data.at_end(step)
-        save = stopping or (at_end and (config.checkpoint_epochs or (is_last and config.checkpoint_every is not None)))
+        save = stops or (at_end and (config.checkpoint_epochs or (is_last and config.checkpoint_every is not None)))
         # wait for the checkpoint of an epoch, so that an error in the evaluation cannot lose it
-        wait = at_end and not stopping
+        wait = at_end and not stops
         self._progress.after_step(votes, partial(self._numbers, self._world), save=save, wait=wait)
-        if (at_end or evaluator.is_due()) and not stopping:
+        if (at_end or evaluator.is_due()) and not stops:
             evaluator.evaluate()
         if step == config.rehearse_preemption and self._world.rank == self._world.size - 1:
             os.kill(os.getpid(), signal.SIGTERM)  # a request on one rank is sufficient
-        return stopping
+        return stops
 
     def _numbers(self, world: World | None) -> dict[str, Any]:
         scale = self._scale.numbers() if self._scale else {}

@@ -41,15 +41,15 @@ def save(weights: Mapping[str, Tensor], path: Path, *, pickled: bool = False) ->
         OSError: if the file cannot be written. An existing file is unchanged then.
     """
     try:
-        with writing.replacing(path) as (folder, partial):
+        with writing.replacing(path) as (folder, partial_name):
             if pickled:
-                torch.save(dict(weights), f"/proc/self/fd/{folder}/{partial}")
+                torch.save(dict(weights), f"/proc/self/fd/{folder}/{partial_name}")
             else:
                 tensors, ties = _unique(weights)
                 pairs = {name: torch.view_as_real(t) for name, t in tensors.items() if t.is_complex()}
                 metadata = {"format": "pt", **ties, **({COMPLEX: json.dumps([*pairs])} if pairs else {})}
-                save_file(tensors | pairs, f"/proc/self/fd/{folder}/{partial}", metadata)
-            os.chmod(partial, writing.FILE, dir_fd=folder)
+                save_file(tensors | pairs, f"/proc/self/fd/{folder}/{partial_name}", metadata)
+            os.chmod(partial_name, writing.FILE, dir_fd=folder)
     except Exception as error:  # safetensors and torch do not raise OSError themselves
         raise OSError(f"{path} cannot be written: {error}") from error
 
@@ -66,7 +66,7 @@ def load(path: Path, *, ours: bool) -> dict[str, Tensor]:
             metadata: dict[str, str] = file.metadata() or {}
             for name in json.loads(metadata.pop(COMPLEX, "[]")):
                 tensors[name] = torch.view_as_complex(tensors[name])
-            ties = {name: tensors[kept] for name, kept in metadata.items() if kept in tensors}
+            ties = {name: tensors[first_name] for name, first_name in metadata.items() if first_name in tensors}
     except (SafetensorError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise Unreadable(path, f"is damaged: {error}") from None
     return ties | tensors
@@ -197,11 +197,11 @@ def _matching(
     matching: dict[str, Tensor] = {}
     wrong_shape: list[str] = []
     for name, value in weights.items():
-        known = expected.get(first_names.get(name, name))
-        if known and value.shape == known[0]:
-            matching[known[2]] = value.to(known[1])
-        elif known:
-            wrong_shape.append(f"{name} {tuple(known[0])} here, {tuple(value.shape)} there")
+        target = expected.get(first_names.get(name, name))
+        if target and value.shape == target[0]:
+            matching[target[2]] = value.to(target[1])
+        elif target:
+            wrong_shape.append(f"{name} {tuple(target[0])} here, {tuple(value.shape)} there")
     if not any(name.startswith("model/") for name in matching):
         shapes = f"; shapes differ: {first_few(wrong_shape, MAX_NAMES)}" if wrong_shape else ""
         has, needed = first_few([*weights], MAX_NAMES), first_few([*expected], MAX_NAMES)

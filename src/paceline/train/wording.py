@@ -49,10 +49,10 @@ def opening_lines(parts: "TrainingComponents") -> list[str]:
 def batch_line(plan: BatchPlan, world_size: int) -> str:
     """'global batch 128 = 2 ranks x 1 micro-batch x 64'."""
     micro = -(-plan.global_batch // (plan.virtual_ranks * plan.accumulation))
-    exact = micro * plan.virtual_ranks * plan.accumulation == plan.global_batch
+    is_exact = micro * plan.virtual_ranks * plan.accumulation == plan.global_batch
     ranks = plural(plan.virtual_ranks, "rank" if plan.virtual_ranks == world_size else "virtual rank")
     parts = plural(plan.accumulation, "micro-batch", "micro-batches")
-    return f"global batch {plan.global_batch} = {ranks} x {parts} x {'' if exact else 'at most '}{micro}"
+    return f"global batch {plan.global_batch} = {ranks} x {parts} x {'' if is_exact else 'at most '}{micro}"
 
 
 def closing_lines(summary: Summary, folder: Path) -> list[str]:
@@ -76,20 +76,20 @@ def report_hint(folder: Path) -> str:
 
 def summary_facts(parts: "TrainingComponents", place: RunLocation) -> dict[str, Any]:
     """The fields of the summary that only runs of tasks have."""
-    compute, known = parts.config.compute, place.definition
+    compute, facts = parts.config.compute, place.definition
     names = ("virtual_ranks", "global_batch", "accumulation", "threads_per_rank", "precision")
-    bits = {name: known[name] for name in names} | known["hardware"]  # the same for 1 to virtual_ranks processes
+    bits = {name: facts[name] for name in names} | facts["hardware"]  # the same for 1 to virtual_ranks processes
     return {
         "task": str(parts.config.task), "strategy": parts.config.strategy, "precision": compute.precision,
-        "allocator": parts.compute.allocator, "bits_hold_for": bits if known["unbroken"] else None,
+        "allocator": parts.compute.allocator, "bits_hold_for": bits if facts["unbroken"] else None,
     }  # fmt: skip
 
 
 def stopped_line(step: int, total_steps: int, folder: Path) -> str:
     """The last line of a run that stopped on request."""
     command = f"paceline train --resume auto --run-dir {shlex.quote(str(folder))}"
-    of = f" of {total_steps}" if total_steps else ""
-    return f"asked to stop: saved after step {step}{of}. Resume with: {command}"
+    of_total = f" of {total_steps}" if total_steps else ""
+    return f"asked to stop: saved after step {step}{of_total}. Resume with: {command}"
 
 
 def _length(parts: "TrainingComponents") -> str:

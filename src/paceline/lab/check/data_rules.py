@@ -37,24 +37,24 @@ def data_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
         ranks = [facts for facts in ranks if facts.split_rank == 0]
         if len(ranks) < 2:
             return
-    joined = any(replica.joined for facts in ranks for replica in facts.replicas)
-    trained = False
+    uses_join = any(replica.joined for facts in ranks for replica in facts.replicas)
+    has_training = False
     for loaders in group_loaders(ranks):
         if all(loader.private for loader in loaders.values()):
             continue
         if len(loaders) > 1 and all(loader.training for loader in loaders.values()):
-            trained = True
+            has_training = True
             sharding = [*_sharding(loaders)]
             yield from sharding
             if not any(finding.level == "wrong" for finding in sharding):
                 yield from _augmentation(ranks, loaders)
             yield from _order(loaders)
             yield from _batch_size(loaders)
-            if not joined:
+            if not uses_join:
                 yield from _lengths(loaders, means=averages_gradients(ranks))
         elif not any(loader.training for loader in loaders.values()):
             yield from evaluation_findings(ranks, loaders)
-    if not trained and not any(facts.loaders for facts in ranks):
+    if not has_training and not any(facts.loaders for facts in ranks):
         yield from _inputs(ranks)
     yield from padding_findings(ranks)
 
@@ -70,43 +70,43 @@ def _sharding(loaders: Loaders) -> Iterator[Finding]:
     fix = _sharding_fix(loader)
     if distributed:
         fix = "DistributedSampler(data) with the default num_replicas and rank, and the same seed on all ranks"
-    of_all = [seen.indices for seen in passes.values()]
-    indexed = all(of_all) and all(loader.probes for loader in loaders.values())
+    index_lists = [p.indices for p in passes.values()]
+    indexed = all(index_lists) and all(loader.probes for loader in loaders.values())
     if not indexed:
-        if all(len(seen.leaves) > 1 for seen in passes.values()) and mostly_equal(p.leaves for p in passes.values()):
+        if all(len(p.leaves) > 1 for p in passes.values()) and mostly_equal(p.leaves for p in passes.values()):
             fix = "read a different part on each rank: itertools.islice(samples, rank, None, world_size)"
             text = "all ranks train on the same batches"
             yield Finding("same batches", "wrong", text, loader.made, fix, "the contents of the batches are equal")
         return
     if not same_data(loaders):
         differ = all_differ(loader.probes for loader in loaders.values())
-        if splits and differ and all(_draws_part(loaders[rank], seen) for rank, seen in passes.items()):
+        if splits and differ and all(_draws_part(loaders[rank], p) for rank, p in passes.items()):
             fix = "pass the whole data on all ranks, without splitting them first; random_split(..., generator=) with "
             fix += "the same seed on all ranks"
             text = f"{loader.sampler} splits data that already differ between ranks"
-            seen = "an index means a different sample on each rank: some samples are used twice, others never"
-            yield Finding("same batches", "wrong", text, loader.made, fix, seen)
+            evidence = "an index means a different sample on each rank: some samples are used twice, others never"
+            yield Finding("same batches", "wrong", text, loader.made, fix, evidence)
         else:
             yield Finding("same batches", "right", "each rank has different data", loader.made)
         return
     common = overlap([*passes.values()])
-    repeats = max(1 - len(set(indices)) / len(indices) for indices in of_all)
+    repeats = max(1 - len(set(indices)) / len(indices) for indices in index_lists)
     allowed = MAX_OVERLAP + len(loaders) * max(1, loader.batch_size) / max(1, loader.samples)
-    drew = ", ".join(map(str, of_all[0][:MAX_LISTED]))
-    if not differs(map(tuple, of_all)) and len(of_all[0]) > 1:
-        seen = f"{format_ranks(loaders)} drew samples {drew}, ... in epoch 1"
-        yield Finding("same batches", "wrong", "all ranks train on the same batches", loader.made, fix, seen)
+    first_samples = ", ".join(map(str, index_lists[0][:MAX_LISTED]))
+    if not differs(map(tuple, index_lists)) and len(index_lists[0]) > 1:
+        evidence = f"{format_ranks(loaders)} drew samples {first_samples}, ... in epoch 1"
+        yield Finding("same batches", "wrong", "all ranks train on the same batches", loader.made, fix, evidence)
     elif common > allowed and repeats < MIN_REPEATED:
         text = "the samples are not split between ranks: each rank draws from all samples"
-        seen = f"in epoch 1, {common:.0%} of a rank's samples are also samples of a different rank"
-        yield Finding("same batches", "wrong", text, loader.made, fix, seen)
+        evidence = f"in epoch 1, {common:.0%} of a rank's samples are also samples of a different rank"
+        yield Finding("same batches", "wrong", text, loader.made, fix, evidence)
     else:
         yield Finding("same batches", "right", "each rank has different samples of the data", loader.made)
 
 
-def _draws_part(loader: SeenLoader, seen: Pass) -> bool:
+def _draws_part(loader: SeenLoader, epoch_pass: Pass) -> bool:
     """Whether the sampler draws only a part of the data, even if the script does not leave its loop early."""
-    return max(seen.drawn, loader.batches * loader.batch_size) < loader.samples
+    return max(epoch_pass.drawn, loader.batches * loader.batch_size) < loader.samples
 
 
 def _sharding_fix(loader: SeenLoader) -> str:
@@ -116,61 +116,61 @@ def _sharding_fix(loader: SeenLoader) -> str:
     """
     if loader.sampler == "BatchSamplerShard" or (loader.sampler in PLAIN_SAMPLERS and not loader.batch_sampler):
         return "DataLoader(..., sampler=DistributedSampler(data)), without shuffle=True"
-    argument, drawn = "batch_size, sampler", ["drawn = list(sampler)  # the same on all ranks: seeded by seed + epoch"]
+    argument, lines = "batch_size, sampler", ["drawn = list(sampler)  # the same on all ranks: seeded by seed + epoch"]
     if loader.batch_sampler:
         argument = "batch_sampler"
     elif loader.sampler in SAMPLER_ARGUMENTS:
-        drawn = ["generator = torch.Generator().manual_seed(seed + epoch)  # the same on all ranks"]
-        drawn += [f"drawn = list({loader.sampler}({SAMPLER_ARGUMENTS[loader.sampler]}, generator=generator))"]
-    drawn += ["drawn = drawn[: len(drawn) // world_size * world_size]  # the same number on each rank"]
-    return "\n".join(["before each epoch", *drawn, f"loader = DataLoader(data, {argument}=drawn[rank::world_size])"])
+        lines = ["generator = torch.Generator().manual_seed(seed + epoch)  # the same on all ranks"]
+        lines += [f"drawn = list({loader.sampler}({SAMPLER_ARGUMENTS[loader.sampler]}, generator=generator))"]
+    lines += ["drawn = drawn[: len(drawn) // world_size * world_size]  # the same number on each rank"]
+    return "\n".join(["before each epoch", *lines, f"loader = DataLoader(data, {argument}=drawn[rank::world_size])"])
 
 
 def _order(loaders: Loaders) -> Iterator[Finding]:
     loader = next(iter(loaders.values()))
     first, second = [*loader.training, Pass(), Pass()][:2]
-    common = min(len(first.indices), len(second.indices))
-    if common < MIN_SAMPLES or loader.shuffles is False:
+    length = min(len(first.indices), len(second.indices))
+    if length < MIN_SAMPLES or loader.shuffles is False:
         return
     if first.cut_off and not loader.plain:
         return  # the sampler may count its epochs after its last index, which was not drawn
-    later = (seen.indices[:common] for seen in loader.training[2:] if len(seen.indices) >= MIN_SAMPLES)
-    differ = first.indices[:common] != second.indices[:common]
-    if differ or any(order != first.indices[: len(order)] for order in later):  # the script may repeat an epoch
+    later_orders = (p.indices[:length] for p in loader.training[2:] if len(p.indices) >= MIN_SAMPLES)
+    differ = first.indices[:length] != second.indices[:length]
+    if differ or any(order != first.indices[: len(order)] for order in later_orders):  # the script may repeat an epoch
         yield Finding("same order", "right", "each epoch has a different order", loader.site)
     elif first.indices != sorted(first.indices):
-        seen = f"both epochs begin with samples {', '.join(map(str, first.indices[:MAX_LISTED]))}"
+        evidence = f"both epochs begin with samples {', '.join(map(str, first.indices[:MAX_LISTED]))}"
         fix = "sampler.set_epoch(epoch), before this loop"
-        yield Finding("same order", "wrong", "every epoch has the same order", loader.site, fix, seen)
+        yield Finding("same order", "wrong", "every epoch has the same order", loader.site, fix, evidence)
 
 
 def _batch_size(loaders: Loaders) -> Iterator[Finding]:
-    loader, world = next(iter(loaders.values())), len(loaders)
+    loader, world_size = next(iter(loaders.values())), len(loaders)
     if loader.divided:
         size = loader.batch_size
-        text = f"the batch of a rank shrinks with the world size: {loader.divided} is {size} on {world} ranks"
+        text = f"the batch of a rank shrinks with the world size: {loader.divided} is {size} on {world_size} ranks"
         fix = "nothing, if the global batch should be fixed; otherwise set a batch size per rank, and a learning rate "
         fix += "that fits the global batch"
-        seen = f"{world * size} samples per step; on {4 * world} ranks each rank would have {size / 4:g}"
-        yield Finding("batch shrinks", "note", text, loader.made, fix, seen)
+        evidence = f"{world_size * size} samples per step; on {4 * world_size} ranks each rank would have {size / 4:g}"
+        yield Finding("batch shrinks", "note", text, loader.made, fix, evidence)
 
 
 def _augmentation(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Finding]:
     first = next(iter(loaders.values()))
     if first.batches < 0:
         return  # the ranks of a stream may draw the same numbers on purpose, and each use a part of them
-    used = set[str].intersection(*(set(loader.random) for loader in loaders.values()))
-    same = sorted(name for name in used if not differs(loader.random[name] for loader in loaders.values()))
-    if same:
-        seeded = ranks[0].seeds.get(same[0].partition(",")[0], "")
-        seed = "torch.manual_seed" if "torch" in same[0] else f"{same[0]}.seed"
+    generators = set[str].intersection(*(set(loader.random) for loader in loaders.values()))
+    identical = sorted(name for name in generators if not differs(loader.random[name] for loader in loaders.values()))
+    if identical:
+        seed_site = ranks[0].seeds.get(identical[0].partition(",")[0], "")
+        seed = "torch.manual_seed" if "torch" in identical[0] else f"{identical[0]}.seed"
         fix = f"{seed}(seed + rank), after the script creates the model"
-        if same[0].startswith(OWN_GENERATORS):
+        if identical[0].startswith(OWN_GENERATORS):
             fix = "np.random.default_rng([seed, rank]), random.Random(seed + rank), torch.Generator().manual_seed(...)"
         text = "all ranks draw the same random numbers for their samples (the same augmentation)"
-        seen = f"batches use {'; '.join(same)}, with the same state on {format_ranks(loaders)}"
-        yield Finding("same augmentation", "wrong", text, seeded or first.site, fix, seen)
-    elif used:
+        evidence = f"batches use {'; '.join(identical)}, with the same state on {format_ranks(loaders)}"
+        yield Finding("same augmentation", "wrong", text, seed_site or first.site, fix, evidence)
+    elif generators:
         text = "each rank draws different random numbers for its data"
         yield Finding("same augmentation", "right", text, first.site)
 
@@ -184,25 +184,25 @@ def _lengths(loaders: Loaders, *, means: bool) -> Iterator[Finding]:
         fix = f"DistributedSampler, which pads; or `with Join([model]):` around the loop at {first.site}"
         yield Finding("uneven steps", "wrong", text, first.made, fix, counts)
         return
-    sizes = [*zip(*(seen.sizes for seen in passes.values()), strict=False)]
-    if any(seen.cut_off for seen in passes.values()):
+    sizes = [*zip(*(p.sizes for p in passes.values()), strict=False)]
+    if any(p.cut_off for p in passes.values()):
         sizes = sizes[:-1]  # not all ranks have reached their real last batch
-    uneven = next((number for number, of_ranks in enumerate(sizes) if differs(of_ranks)), None)
-    if uneven is not None and means:
+    batch = next((number for number, row in enumerate(sizes) if differs(row)), None)
+    if batch is not None and means:
         text = "ranks average over batches of different sizes: DDP's mean of the ranks' means weights samples unequally"
         fix = "DataLoader(..., drop_last=True), or loss.sum() * world_size / samples of all ranks"
-        counts = ", ".join(f"rank {rank}: {size}" for rank, size in zip(passes, sizes[uneven], strict=True))
-        yield Finding("unequal shares", "wrong", text, first.made, fix, f"samples in batch {uneven + 1}: {counts}")
+        counts = ", ".join(f"rank {rank}: {size}" for rank, size in zip(passes, sizes[batch], strict=True))
+        yield Finding("unequal shares", "wrong", text, first.made, fix, f"samples in batch {batch + 1}: {counts}")
 
 
 def _inputs(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
-    of_ranks = [facts.replicas[0].inputs for facts in ranks if facts.replicas]
-    if len(of_ranks) > 1 and all(len(inputs) > 1 for inputs in of_ranks) and mostly_equal(of_ranks):
+    inputs_by_rank = [facts.replicas[0].inputs for facts in ranks if facts.replicas]
+    if len(inputs_by_rank) > 1 and all(len(inputs) > 1 for inputs in inputs_by_rank) and mostly_equal(inputs_by_rank):
         site = ranks[0].steps[0].backward_site if ranks[0].steps else ranks[0].replicas[0].site
         fix = "give each rank a different part: x[rank::world_size]"
         text = "all ranks train on the same batches"
         yield Finding("same batches", "wrong", text, site, fix, "the inputs of the model are equal on all ranks")
-    elif len(of_ranks) > 1 and all(of_ranks):
+    elif len(inputs_by_rank) > 1 and all(inputs_by_rank):
         yield Finding("same batches", "right", "each rank has different inputs", ranks[0].replicas[0].site)
 
 
@@ -216,64 +216,64 @@ def padding_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
 def evaluation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Finding]:
     """The findings about one loader that no rank trains on."""
     loader = next(iter(loaders.values()))
-    evaluated = {rank: loader.passes[:EPOCHS] for rank, loader in loaders.items() if loader.passes}
-    if len(evaluated) == 1 and len(ranks) > 1:
+    passes_by_rank = {rank: loader.passes[:EPOCHS] for rank, loader in loaders.items() if loader.passes}
+    if len(passes_by_rank) == 1 and len(ranks) > 1:
         training = [loader for loader in ranks[0].loaders if loader.training and loader.training[0].seconds]
-        alone = _epoch_seconds(next(iter(evaluated.values()))[0], loader.batches)
-        epoch = sum(_epoch_seconds(loader.training[0], loader.batches) for loader in training)
-        text = f"only {format_ranks(evaluated)} evaluates"
-        if training and alone >= MIN_COST_SECONDS and alone >= MIN_COST * epoch:
-            seen = f"the other ranks wait about {alone:.1f} s; an epoch takes {epoch:.1f} s"
+        evaluation_seconds = _epoch_seconds(next(iter(passes_by_rank.values()))[0], loader.batches)
+        epoch_seconds = sum(_epoch_seconds(loader.training[0], loader.batches) for loader in training)
+        text = f"only {format_ranks(passes_by_rank)} evaluates"
+        if training and evaluation_seconds >= MIN_COST_SECONDS and evaluation_seconds >= MIN_COST * epoch_seconds:
+            evidence = f"the other ranks wait about {evaluation_seconds:.1f} s; an epoch takes {epoch_seconds:.1f} s"
             fix = f"DataLoader({RANK_SUBSET}, ...) on all ranks, and dist.all_reduce of the counts"
-            yield Finding("evaluation alone", "costs", text + ", and the other ranks wait", loader.site, fix, seen)
+            yield Finding("evaluation alone", "costs", text + ", and the other ranks wait", loader.site, fix, evidence)
         elif training:
             yield Finding("evaluation alone", "right", text + ", which takes little time", loader.site)
-    if len(evaluated) < 2 or loader.samples < 0 or not loader.probes:
+    if len(passes_by_rank) < 2 or loader.samples < 0 or not loader.probes:
         return
-    same = same_data(loaders)
-    drawn = sum(of_rank[0].drawn for of_rank in evaluated.values())
-    if same and overlap([of_rank[0] for of_rank in evaluated.values()]) > 1 / 2:
+    has_same_data = same_data(loaders)
+    drawn_samples = sum(passes[0].drawn for passes in passes_by_rank.values())
+    if has_same_data and overlap([passes[0] for passes in passes_by_rank.values()]) > 1 / 2:
         yield Finding("evaluation shared", "note", "each rank evaluates all of the data", loader.site)
-    elif not any(seen.summed for of_rank in evaluated.values() for seen in of_rank):
-        printing = [rank for rank, of_rank in evaluated.items() if any(seen.printed for seen in of_rank)]
-        if len(printing) == 1:
-            text = f"{format_ranks(printing)} prints a metric that covers only its part of the data"
+    elif not any(p.summed for passes in passes_by_rank.values() for p in passes):
+        printing_ranks = [rank for rank, passes in passes_by_rank.items() if any(p.printed for p in passes)]
+        if len(printing_ranks) == 1:
+            text = f"{format_ranks(printing_ranks)} prints a metric that covers only its part of the data"
             fix = "dist.all_reduce(counts) before you divide and print them"
-            seen = "each rank evaluates a part, and no collective combines the results"
-            yield Finding("score of a share", "wrong", text, loader.site, fix, seen)
-    elif same and drawn > loader.samples and not any(facts.gathers_for_metrics for facts in ranks):
+            evidence = "each rank evaluates a part, and no collective combines the results"
+            yield Finding("score of a share", "wrong", text, loader.site, fix, evidence)
+    elif has_same_data and drawn_samples > loader.samples and not any(facts.gathers_for_metrics for facts in ranks):
         text = "the metric counts samples twice: the sampler pads the parts of the ranks to the same length"
         fix = f"DataLoader({RANK_SUBSET}, ...), which does not pad"
-        seen = f"ranks evaluate {drawn} samples, but the data have {loader.samples}"
-        yield Finding("padded score", "wrong", text, loader.made, fix, seen)
-    elif _averages_rates([*evaluated.values()]):
+        evidence = f"ranks evaluate {drawn_samples} samples, but the data have {loader.samples}"
+        yield Finding("padded score", "wrong", text, loader.made, fix, evidence)
+    elif _averages_rates([*passes_by_rank.values()]):
         text = "the metric is a mean of the ranks' rates, but the ranks evaluate different numbers of samples"
         fix = "dist.all_reduce the sums and the counts, then divide"
-        counts = ", ".join(f"rank {rank}: {of_rank[0].drawn}" for rank, of_rank in evaluated.items())
-        site = next(seen.reduced_site for of_rank in evaluated.values() for seen in of_rank if seen.reduced)
+        counts = ", ".join(f"rank {rank}: {passes[0].drawn}" for rank, passes in passes_by_rank.items())
+        site = next(p.reduced_site for passes in passes_by_rank.values() for p in passes if p.reduced)
         yield Finding("mean of means", "wrong", text, site, fix, f"the script sums rates; samples of {counts}")
     else:
         yield Finding("padded score", "right", "evaluation counts each sample once", loader.made)
 
 
-def _averages_rates(of_ranks: Sequence[Sequence[Pass]]) -> bool:
+def _averages_rates(passes_by_rank: Sequence[Sequence[Pass]]) -> bool:
     """Whether ranks with different numbers of samples summed fractions of these (7/32, 12/45), without counts."""
-    drawn = [passes[0].drawn for passes in of_ranks]
-    if max(drawn) - min(drawn) <= TOLERANCE * max(drawn):
+    drawn_counts = [passes[0].drawn for passes in passes_by_rank]
+    if max(drawn_counts) - min(drawn_counts) <= TOLERANCE * max(drawn_counts):
         return False
-    rates, beyond = 0, False
-    for passes in zip(*of_ranks, strict=False):
-        counts = [sum(seen.sizes) for seen in passes]
-        columns = [*zip(*(seen.reduced for seen in passes), strict=False)]
+    rate_count, is_unweighted = 0, False
+    for passes in zip(*passes_by_rank, strict=False):
+        counts = [sum(p.sizes) for p in passes]
+        columns = [*zip(*(p.reduced for p in passes), strict=False)]
         if tuple(counts) in columns:
             return False  # the script weights the rates
         for column in columns:
             if all(map(_is_part, column, counts)):
-                rates += sum(not _is_part(value, 1) for value in column)
-                beyond = beyond or not all(
+                rate_count += sum(not _is_part(value, 1) for value in column)
+                is_unweighted = is_unweighted or not all(
                     _is_part(value, sum(counts)) for value in column
                 )  # or weighted before the sum
-    return beyond and rates >= MIN_RATES
+    return is_unweighted and rate_count >= MIN_RATES
 
 
 def _is_part(value: float, count: int) -> bool:
@@ -281,17 +281,17 @@ def _is_part(value: float, count: int) -> bool:
     return math.isfinite(value) and abs(value * count - round(value * count)) < ROUNDING
 
 
-def _epoch_seconds(seen: Pass, batches: int) -> float:
-    return seen.seconds * max(1.0, batches / max(1, len(seen.sizes)))
+def _epoch_seconds(epoch_pass: Pass, batches: int) -> float:
+    return epoch_pass.seconds * max(1.0, batches / max(1, len(epoch_pass.sizes)))
 
 
 def _masked_losses(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     """The losses of torch that ignore padding, and so divide by different counts."""
     for loss in ranks[0].losses:
-        losses = [same for facts in ranks for same in facts.losses if same.site == loss.site]
+        losses = [other for facts in ranks for other in facts.losses if other.site == loss.site]
         if len(losses) < len(ranks) or not any(c < s for o in losses for c, s in zip(o.counts, o.sizes, strict=True)):
             continue
-        counts = [*zip(*(of_rank.counts for of_rank in losses), strict=False)]
+        counts = [*zip(*(other.counts for other in losses), strict=False)]
         worst = max(counts, key=lambda row: (max(row) - min(row)) / max(1, *row), default=())
         if worst and max(worst) - min(worst) > TOLERANCE * max(worst):
             text = "the loss is a mean over different counts on each rank: each rank excludes its own padding"
@@ -309,15 +309,15 @@ def _local_counts(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
         fix = "the sum, times world_size, divided by the dist.all_reduce of that count"
         worst = max(counts, key=lambda row: max(row) / min(row))
         by_rank = ", ".join(f"{facts.rank}: {count:g}" for facts, count in zip(ranks, worst, strict=True))
-        seen = f"at {len(counts)} of {len(rows)} steps; largest difference, by rank {by_rank}"
-        yield Finding("mean over padding", "wrong", text, rows[0][0].backward_site, fix, seen)
+        evidence = f"at {len(counts)} of {len(rows)} steps; largest difference, by rank {by_rank}"
+        yield Finding("mean over padding", "wrong", text, rows[0][0].backward_site, fix, evidence)
 
 
 def _divisors(row: Sequence[SeenStep]) -> list[float]:
     """The whole numbers by which ranks divided their losses, if they differ and no other factor compensates."""
-    whole = [abs(math.prod(step.factors)) for step in row]
+    products = [abs(math.prod(step.factors)) for step in row]
     divisors = [next((1 / f for f in step.factors if _is_count(f)), 0.0) for step in row]
-    differ = max(whole) - min(whole) > TOLERANCE * max(whole) and differs(divisors)
+    differ = max(products) - min(products) > TOLERANCE * max(products) and differs(divisors)
     return divisors if all(divisors) and differ else []
 
 
@@ -333,5 +333,5 @@ def _padded_metrics(facts: ScriptFacts) -> Iterator[Finding]:
             continue
         text = f"the metric counts padding: {metric.name} depends on the length of the longest sample"
         fix = "kept = labels != -100; evaluate only predictions[kept], labels[kept]"
-        seen = f"it is {metric.value:.4g}; with one more column of padding {metric.padded:.4g}"
-        yield Finding("padding in a score", "wrong", text, metric.site, fix, seen)
+        evidence = f"it is {metric.value:.4g}; with one more column of padding {metric.padded:.4g}"
+        yield Finding("padding in a score", "wrong", text, metric.site, fix, evidence)

@@ -60,21 +60,21 @@ def _same_tensor(column: Sequence[tuple[str, ...]]) -> bool:
     return _mostly_same([digests] for digests in column) if floats else not any(map(differs, column))
 
 
-def _columns(of_ranks: Iterable[Sequence[Sequence[str]]]) -> list[list[tuple[str, ...]]]:
+def _columns(batches_by_rank: Iterable[Sequence[Sequence[str]]]) -> list[list[tuple[str, ...]]]:
     """For each tensor that distinguishes samples: the digests of all ranks, batch by batch.
 
     A tensor that is the same in each batch (a mask, positions) distinguishes nothing, unless it is floating-point.
     """
-    batches = [*zip(*of_ranks, strict=False)]
+    batches = [*zip(*batches_by_rank, strict=False)]
     width = max((len(leaves) for batch in batches for leaves in batch), default=0)
-    missing = [MISSING] * width
-    columns = [[tuple([*leaves, *missing][n] for leaves in batch) for batch in batches] for n in range(width)]
+    padding = [MISSING] * width
+    columns = [[tuple([*leaves, *padding][n] for leaves in batch) for batch in batches] for n in range(width)]
     return [column for column in columns if _distinguishes(column)]
 
 
 def _distinguishes(column: Sequence[tuple[str, ...]]) -> bool:
-    of_ranks = zip(*filter(_known, column), strict=True)
-    return any(differs(of_rank) or of_rank[0].startswith("f:") for of_rank in of_ranks)
+    digests_by_rank = zip(*filter(_known, column), strict=True)
+    return any(differs(digests) or digests[0].startswith("f:") for digests in digests_by_rank)
 
 
 def _known(digests: Sequence[str]) -> bool:
@@ -82,13 +82,13 @@ def _known(digests: Sequence[str]) -> bool:
 
 
 def _mostly_same(batches: Iterable[Sequence[Sequence[str]]]) -> bool:
-    same = [not any(map(differs, batch)) for batch in batches if batch]
-    return 2 * sum(same) > len(same)
+    are_same = [not any(map(differs, batch)) for batch in batches if batch]
+    return 2 * sum(are_same) > len(are_same)
 
 
 def overlap(passes: Sequence[Pass]) -> float:
     """The largest fraction of a rank's indices that a different rank has also drawn."""
-    sets = [set(seen.indices) for seen in passes]
+    sets = [set(p.indices) for p in passes]
     return max((len(a & b) / max(1, min(len(a), len(b))) for n, a in enumerate(sets) for b in sets[:n]), default=0.0)
 
 

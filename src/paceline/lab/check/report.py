@@ -58,21 +58,21 @@ def check_findings(ranks: Sequence[ScriptFacts], notices: Sequence[ScriptNotice]
     worst: dict[tuple[str, str], Finding] = {}
     in_session = any(facts.session for facts in ranks)
     for finding in session_findings(ranks) if in_session else (*data_findings(ranks), *step_findings(ranks)):
-        before = worst.setdefault((finding.rule, finding.site), finding)
-        if LEVELS.index(finding.level) < LEVELS.index(before.level):
+        current = worst.setdefault((finding.rule, finding.site), finding)
+        if LEVELS.index(finding.level) < LEVELS.index(current.level):
             worst[finding.rule, finding.site] = finding
-    wrong = {finding.rule for finding in worst.values() if finding.level == "wrong"}
+    wrong_rules = {finding.rule for finding in worst.values() if finding.level == "wrong"}
     # DDP sends buffers only after a forward that it reduces; a schedule over the loader's length follows that length
-    follows = {"batch norm"} if wrong & {"gradients", "last window", "replicas"} else set[str]()
-    follows |= {"replicas"} if "uneven steps" in wrong else set[str]()
-    findings = [msgspec.structs.replace(f, level="note") if f.rule in follows else f for f in worst.values()]
-    findings += _notice_findings(notices, wrong)
+    dependent_rules = {"batch norm"} if wrong_rules & {"gradients", "last window", "replicas"} else set[str]()
+    dependent_rules |= {"replicas"} if "uneven steps" in wrong_rules else set[str]()
+    findings = [msgspec.structs.replace(f, level="note") if f.rule in dependent_rules else f for f in worst.values()]
+    findings += _notice_findings(notices, wrong_rules)
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
-def _notice_findings(notices: Sequence[ScriptNotice], wrong: AbstractSet[str]) -> Iterator[Finding]:
-    """A finding for each notice about the script; `wrong` are the rules that found a mistake."""
-    reported = wrong | {notice.kind for notice in notices}
+def _notice_findings(notices: Sequence[ScriptNotice], wrong_rules: AbstractSet[str]) -> Iterator[Finding]:
+    """A finding for each notice about the script; `wrong_rules` are the rules that found a mistake."""
+    reported = wrong_rules | {notice.kind for notice in notices}
     for notice in notices:
         if not notice.kind:
             continue
@@ -88,9 +88,9 @@ def count_mistakes(findings: Sequence[Finding]) -> int:
 
 def render_report(script: str, ranks: Sequence[ScriptFacts], findings: Sequence[Finding], code: int = 0) -> str:
     """The report as text; `code` is the exit code of the script."""
-    number = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
+    counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
     steps = max((len(joint_steps(facts)) for facts in ranks), default=0)
-    mistakes = f"{number['wrong']} wrong, {number['costs']} slower than necessary" if count_mistakes(findings) else ""
+    mistakes = f"{counts['wrong']} wrong, {counts['costs']} slower than necessary" if count_mistakes(findings) else ""
     result = mistakes or "nothing wrong"
     if code:
         result = f"incomplete, the script ended with exit code {code}" + (f"; {mistakes}" if mistakes else "")

@@ -34,8 +34,8 @@ def step_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
         yield from _buffers(ranks)
         yield from _files(ranks)
         yield from _loads(ranks)
-    cleared = [*_cleared_gradients(ranks[0])]
-    yield from cleared or _windows(ranks[0])
+    cleared_findings = [*_cleared_gradients(ranks[0])]
+    yield from cleared_findings or _windows(ranks[0])
     yield from _unused_parameters(ranks)
     yield from _threads(ranks[0])
     yield from _learning_rate(ranks[0])
@@ -51,9 +51,9 @@ def session_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
 
 
 def _step_counts(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
-    joined = any(replica.joined for facts in ranks for replica in facts.replicas)
+    uses_join = any(replica.joined for facts in ranks for replica in facts.replicas)
     counts = [len(next(iter(joint_steps_by_optimizer(facts)), [])) for facts in ranks]
-    if all(facts.ended for facts in ranks) and differs(counts) and not joined and all(counts):
+    if all(facts.ended for facts in ranks) and differs(counts) and not uses_join and all(counts):
         by_rank = ", ".join(f"rank {facts.rank}: {count}" for facts, count in zip(ranks, counts, strict=True))
         fix = "the same number of batches on each rank: DistributedSampler, or `with Join([model]):`"
         site = joint_steps_by_optimizer(ranks[0])[0][0].site
@@ -63,15 +63,15 @@ def _step_counts(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
 def _cleared_gradients(facts: ScriptFacts) -> Iterator[Finding]:
     """Accumulated gradients that are cleared before most steps, not only now and then, as after an overflow."""
     for steps in joint_steps_by_optimizer(facts):
-        seen = [step for step in steps if step.loader < 0 or step.epoch <= EPOCHS]
-        lost = [step for step in seen if step.lost and (step.loader >= 0 or _divides(step))]
-        if len(lost) < 2 or len(lost) <= len(seen) / 2:
+        early_steps = [step for step in steps if step.loader < 0 or step.epoch <= EPOCHS]
+        affected = [step for step in early_steps if step.lost and (step.loader >= 0 or _divides(step))]
+        if len(affected) < 2 or len(affected) <= len(early_steps) / 2:
             continue
-        count, of = Counter((step.lost, step.backwards) for step in lost).most_common(1)[0][0]
-        text = f"the gradients of {count} of {of} micro-batches are cleared before the optimizer step"
+        count, total = Counter((step.lost, step.backwards) for step in affected).most_common(1)[0][0]
+        text = f"the gradients of {count} of {total} micro-batches are cleared before the optimizer step"
         fix = "optimizer.zero_grad() only after optimizer.step(), not before each backward()"
-        site = lost[0].clear_site or lost[0].backward_site
-        yield Finding("lost gradients", "wrong", text, site, fix, f"at {len(lost)} of {len(seen)} steps")
+        site = affected[0].clear_site or affected[0].backward_site
+        yield Finding("lost gradients", "wrong", text, site, fix, f"at {len(affected)} of {len(early_steps)} steps")
         return
 
 
@@ -89,28 +89,28 @@ def _windows(facts: ScriptFacts) -> Iterator[Finding]:
     if window < 2:
         return
     rest = facts.loaders[steps[0].loader].batches % window
-    site, clean = steps[0].backward_site, True
-    whole = [_factor(step) for step in steps if step.backwards == window]
-    for step, after in pairwise([*steps, SeenStep(-1, "")]):
-        scaled = round(step.scaled * window, 3) == 1
-        full = scaled or any(round(factor * window, 3) == 1 for factor in step.factors)
-        full = full and any(math.isclose(_factor(step), usual, rel_tol=1e-3) for usual in whole)
-        if rest and step.backwards < window and after.epoch != step.epoch and full and clean:
-            clean, site = False, step.site if scaled else site
+    site, is_clean = steps[0].backward_site, True
+    usual_factors = [_factor(step) for step in steps if step.backwards == window]
+    for step, next_step in pairwise([*steps, SeenStep(-1, "")]):
+        is_scaled = round(step.scaled * window, 3) == 1
+        is_full = is_scaled or any(round(factor * window, 3) == 1 for factor in step.factors)
+        is_full = is_full and any(math.isclose(_factor(step), usual, rel_tol=1e-3) for usual in usual_factors)
+        if rest and step.backwards < window and next_step.epoch != step.epoch and is_full and is_clean:
+            is_clean, site = False, step.site if is_scaled else site
             text = (
                 f"the last window of an epoch has {step.backwards} micro-batches, but the loss is divided by {window}"
             )
             fix = f"loss / min({window}, len(loader) - first micro-batch of the window)"
-            seen = f"its gradient has {step.backwards}/{window} of the right size"
-            yield Finding("last window", "wrong", text, site, fix, seen)
-    for left in facts.dropped:
-        if rest and left.epoch <= EPOCHS and left.backwards == rest and left.optimizer == 0 and clean:
-            clean = False
-            use = "are never used" if left.cleared else "are added to the first step of the next epoch"
-            text = f"the gradients of the last {left.backwards} micro-batches of an epoch {use}"
+            evidence = f"its gradient has {step.backwards}/{window} of the right size"
+            yield Finding("last window", "wrong", text, site, fix, evidence)
+    for dropped in facts.dropped:
+        if rest and dropped.epoch <= EPOCHS and dropped.backwards == rest and dropped.optimizer == 0 and is_clean:
+            is_clean = False
+            outcome = "are never used" if dropped.cleared else "are added to the first step of the next epoch"
+            text = f"the gradients of the last {dropped.backwards} micro-batches of an epoch {outcome}"
             fix = f"also step at the last micro-batch: if (i + 1) % {window} == 0 or i + 1 == len(loader)"
             yield Finding("last window", "wrong", text, steps[0].site, fix, f"windows have {window} micro-batches")
-    if clean:
+    if is_clean:
         yield Finding("last window", "right", f"windows of {window} micro-batches end with each epoch", site)
 
 
@@ -121,13 +121,13 @@ def _factor(step: SeenStep) -> float:
 
 def _buffers(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     for replicas in zip(*(facts.replicas for facts in ranks), strict=False):
-        evaluated = [*zip(*(replica.buffers for replica in replicas), strict=False)]
+        buffer_rows = [*zip(*(replica.buffers for replica in replicas), strict=False)]
         site = replicas[0].evaluation_site
-        if any(differs(row) for row in evaluated):
+        if any(differs(row) for row in buffer_rows):
             text = "each rank evaluates with different batch norm statistics"
             fix = "evaluate through the DDP model, which broadcasts rank 0's buffers; or use SyncBatchNorm"
             yield Finding("batch norm", "wrong", text, site, fix, "buffers differ when evaluation begins")
-        elif evaluated:
+        elif buffer_rows:
             yield Finding("batch norm", "right", "buffers are equal on all ranks when evaluation begins", site)
 
 
@@ -150,10 +150,10 @@ def _files(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
         yield Finding("one file", "right", "no two ranks write the same file")
 
 
-def _by_place(ranks: Sequence[ScriptFacts], which: str) -> dict[tuple[str, str], dict[int, PlacedFile]]:
+def _by_place(ranks: Sequence[ScriptFacts], attribute: str) -> dict[tuple[str, str], dict[int, PlacedFile]]:
     by_place: dict[tuple[str, str], dict[int, PlacedFile]] = {}
     for facts in ranks:
-        for file in getattr(facts, which):
+        for file in getattr(facts, attribute):
             by_place.setdefault((facts.host, file.path), {})[facts.rank] = file
     return by_place
 
@@ -170,12 +170,12 @@ def _loads(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
 
 def _unused_parameters(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     for replicas in zip(*(facts.replicas for facts in ranks), strict=False):
-        first, enough = replicas[0], min(replica.looked for replica in replicas) >= MIN_OBSERVED
-        if first.find_unused and enough and not max(replica.unused for replica in replicas):
+        first, is_observed = replicas[0], min(replica.looked for replica in replicas) >= MIN_OBSERVED
+        if first.find_unused and is_observed and not max(replica.unused for replica in replicas):
             text = "find_unused_parameters=True is not needed: DDP traverses the whole graph in each step"
             fix = "TrainingArguments(ddp_find_unused_parameters=False)" if first.by_library else "omit it"
-            seen = f"all parameters were used in {first.looked} forwards on all ranks"
-            yield Finding("unused parameters", "note" if first.by_library else "costs", text, first.site, fix, seen)
+            evidence = f"all parameters were used in {first.looked} forwards on all ranks"
+            yield Finding("unused parameters", "note" if first.by_library else "costs", text, first.site, fix, evidence)
 
 
 def _threads(facts: ScriptFacts) -> Iterator[Finding]:
@@ -184,8 +184,8 @@ def _threads(facts: ScriptFacts) -> Iterator[Finding]:
         call = "session(threads={})" if facts.session else "torch.set_num_threads({})"
         fix = call.format(per_rank) if facts.threads_site else f"--threads-per-rank {per_rank}"
         text = "there are more threads than cores"
-        seen = f"{facts.local_world} ranks x {facts.threads} threads on {facts.cores} cores"
-        yield Finding("threads", "costs", text, facts.threads_site, fix, seen)
+        evidence = f"{facts.local_world} ranks x {facts.threads} threads on {facts.cores} cores"
+        yield Finding("threads", "costs", text, facts.threads_site, fix, evidence)
     elif facts.threads:
         yield Finding("threads", "right", f"{facts.local_world} ranks x {facts.threads} threads, {facts.cores} cores")
 
@@ -212,27 +212,27 @@ def _schedule(facts: ScriptFacts) -> Iterator[Finding]:
     if loader is None or not facts.ended or loader.batch_size < 1 or loader.samples < 1 or loader.batches < 1:
         return
     epochs, steps = len(loader.training), len(joint_steps(facts))
-    alone = {epochs * -(-loader.samples // loader.batch_size), epochs * (loader.samples // loader.batch_size)}
+    lengths = {epochs * -(-loader.samples // loader.batch_size), epochs * (loader.samples // loader.batch_size)}
     for schedule in facts.schedules:
-        per_batch = schedule.steps == steps == sum(len(seen.sizes) for seen in loader.passes)
-        if per_batch and schedule.length in alone and min(alone) > MIN_LENGTH_RATIO * epochs * loader.batches:
+        per_batch = schedule.steps == steps == sum(len(p.sizes) for p in loader.passes)
+        if per_batch and schedule.length in lengths and min(lengths) > MIN_LENGTH_RATIO * epochs * loader.batches:
             text = "the learning rate schedule has the length of a training on one process: ranks never reach its end"
             fix = "epochs * len(loader), which counts the batches of one rank"
-            seen = f"created at {schedule.made} with {schedule.length} steps; {epochs} epochs have "
-            yield Finding("schedule", "wrong", text, schedule.site, fix, f"{seen}{epochs * loader.batches}")
+            evidence = f"created at {schedule.made} with {schedule.length} steps; {epochs} epochs have "
+            yield Finding("schedule", "wrong", text, schedule.site, fix, f"{evidence}{epochs * loader.batches}")
 
 
 def gradient_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     """All findings about gradients and the weights of replicas."""
     findings = [*_optimizer_findings(ranks)]
-    drifted = any(finding.level == "wrong" for finding in findings)
+    has_mistake = any(finding.level == "wrong" for finding in findings)
     first = next((step for facts in ranks for step in _steps_past_ddp(facts)), None)
-    if first is not None and drifted:  # between steps through DDP
-        site = next((seen.past_site for facts in ranks for seen in facts.replicas if seen.past_site), first.site)
+    if first is not None and has_mistake:  # between steps through DDP
+        site = next((ddp.past_site for facts in ranks for ddp in facts.replicas if ddp.past_site), first.site)
         findings = [replace(f, **BYPASSED_DDP, site=site) if f.rule == "replicas" else f for f in findings]
     elif first is not None:
-        alone = [facts.rank for facts in ranks if any(_steps_past_ddp(facts))]
-        text = f"{format_ranks(alone)} {'continues' if len(alone) == 1 else 'continue'} to train alone, outside DDP"
+        outside = [facts.rank for facts in ranks if any(_steps_past_ddp(facts))]
+        text = f"{format_ranks(outside)} {'continues' if len(outside) == 1 else 'continue'} to train alone, outside DDP"
         fix = "ddp(x), not ddp.module(x), if this is not intended"
         findings.append(Finding("past DDP", "note", text, first.backward_site, fix, "after steps through DDP"))
     yield from findings
@@ -250,18 +250,18 @@ def _steps_past_ddp(facts: ScriptFacts) -> Iterator[SeenStep]:
 
 def _optimizer_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     reported = set[str]()
-    for of_ranks in zip(*map(joint_steps_by_optimizer, ranks), strict=False):
-        rows, note = _without_private_parameters(_joint_rows(of_ranks), replicas=bool(ranks[0].replicas))
+    for steps_by_rank in zip(*map(joint_steps_by_optimizer, ranks), strict=False):
+        rows, note = _without_private_parameters(_joint_rows(steps_by_rank), replicas=bool(ranks[0].replicas))
         if note is not None:
             yield note
         if not rows or differs(step.shapes for step in rows[0]) or not rows[0][0].gradients:
             continue
-        apart = [row for row in rows if differs(step.gradients for step in row)]
-        start = differs(step.parameters for step in rows[0])
+        unequal = [row for row in rows if differs(step.gradients for step in row)]
+        start_differs = differs(step.parameters for step in rows[0])
         first, measured = rows[0][0], [row for row in rows if all(step.local for step in row)]
-        if apart:
-            when = f"at {len(apart)} of {len(rows)} steps"
-            finding = _local_sgd(rows) or _why_not_averaged(ranks[0], apart[0][0], when, start=start)
+        if unequal:
+            when = f"at {len(unequal)} of {len(rows)} steps"
+            finding = _local_sgd(rows) or _why_not_averaged(ranks[0], unequal[0][0], when, start_differs=start_differs)
             if finding.words not in reported:
                 yield finding
             reported.add(finding.words)
@@ -272,14 +272,14 @@ def _optimizer_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
         else:
             yield Finding("gradients", "right", f"gradients are equal on all ranks at {len(rows)} steps", first.site)
             yield from _clips(rows)
-            if not start and (drift := _drift(ranks[0], rows)) is not None:
+            if not start_differs and (drift := _drift(ranks[0], rows)) is not None:
                 yield drift
-        if start and (ranks[0].replicas or not apart):
+        if start_differs and (ranks[0].replicas or not unequal):
             site = ranks[0].replicas[0].site if ranks[0].replicas else first.site
             fix = "DistributedDataParallel(model), which broadcasts rank 0's weights; or one torch.manual_seed for all"
             text = "ranks start from different weights"
             yield Finding("different start", "wrong", text, site, fix, "they differ before the first step")
-        elif not start:
+        elif not start_differs:
             yield Finding("different start", "right", "all ranks start from the same weights", first.site)
 
 
@@ -295,49 +295,47 @@ def _without_private_parameters(rows: Rows, *, replicas: bool) -> tuple[Rows, Fi
         return rows, None
     outside = set[int].intersection(*(set(step.outside) for row in detailed for step in row))
     private = {n for n in outside if any(differs(step.each[n] for step in row) for row in detailed)}
-    first, exchanged = detailed[0], sum(all(step.exchanged for step in row) for row in detailed)
-    kept = [n for n in range(len(first[0].each)) if n not in private]
+    first, exchanges = detailed[0], sum(all(step.exchanged for step in row) for row in detailed)
+    shared = [n for n in range(len(first[0].each)) if n not in private]
     if not any(differs(step.each_before[n] for step in first) for n in private):
         return rows, None
-    if 2 * exchanged <= len(detailed) or not (kept or replicas):
+    if 2 * exchanges <= len(detailed) or not (shared or replicas):
         return rows, None
     text = f"{len(private)} parameters are private to each rank: they differ from the start, and ranks exchange outputs"
     fix = "DistributedDataParallel(model) with them in the model, if they should be equal"
-    note = Finding("own parameters", "note", text, first[0].site, fix, f"in {exchanged} of {len(detailed)} steps")
-    return [[_of_parameters(step, kept) for step in row] for row in detailed], note
+    note = Finding("own parameters", "note", text, first[0].site, fix, f"in {exchanges} of {len(detailed)} steps")
+    return [[_of_parameters(step, shared) for step in row] for row in detailed], note
 
 
-def _of_parameters(step: SeenStep, kept: Sequence[int]) -> SeenStep:
+def _of_parameters(step: SeenStep, indices: Sequence[int]) -> SeenStep:
     gradients, before, after = (
-        ",".join(digests[n] for n in kept if n < len(digests))
+        ",".join(digests[n] for n in indices if n < len(digests))
         for digests in (step.each, step.each_before, step.each_after)
     )
     return replace(step, gradients=gradients, parameters=before, after=after, shapes="", strangers=0)
 
 
-def _joint_rows(of_ranks: Sequence[Sequence[SeenStep]]) -> Rows:
+def _joint_rows(steps_by_rank: Sequence[Sequence[SeenStep]]) -> Rows:
     """The first, second, ... step of each epoch on all ranks, without the extra steps of some ranks with Join."""
     rows: defaultdict[tuple[int, int], list[SeenStep]] = defaultdict(list)
-    for steps in of_ranks:
+    for steps in steps_by_rank:
         count: Counter[int] = Counter()
         for step in steps:
             rows[step.epoch, count[step.epoch]].append(step)
             count[step.epoch] += 1
-    return [row for row in rows.values() if len(row) == len(of_ranks)]
+    return [row for row in rows.values() if len(row) == len(steps_by_rank)]
 
 
 def _is_sum(row: Sequence[SeenStep]) -> bool:
     """Whether the optimizer uses the sum of the ranks' gradients, not their mean."""
-    whole, applied = sum(step.local for step in row), row[0].applied
+    total, applied = sum(step.local for step in row), row[0].applied
     size = sum(abs(step.local) for step in row)
-    return abs(applied - whole) < TOLERANCE * size and abs(whole) > 10 * TOLERANCE * size
+    return abs(applied - total) < TOLERANCE * size and abs(total) > 10 * TOLERANCE * size
 
 
 def averages_gradients(ranks: Sequence[ScriptFacts]) -> bool:
     """Whether DDP, or the script itself, averages gradients with the same weight for each rank."""
-    rows = [
-        row for of_ranks in zip(*map(joint_steps_by_optimizer, ranks), strict=False) for row in _joint_rows(of_ranks)
-    ]
+    rows = [row for by_rank in zip(*map(joint_steps_by_optimizer, ranks), strict=False) for row in _joint_rows(by_rank)]
     measured = [row for row in rows if all(step.local for step in row)]
     return any(facts.replicas for facts in ranks) or any(map(_is_mean, measured))
 
@@ -350,11 +348,11 @@ def _is_mean(row: Sequence[SeenStep]) -> bool:
 def _local_sgd(rows: Sequence[Sequence[SeenStep]]) -> Finding | None:
     """A note if weights become equal again after steps with different gradients, which is the purpose of local SGD."""
     apart = [differs(step.gradients for step in row) for row in rows]
-    before = rows[apart.index(True)][0].parameters
+    start_weights = rows[apart.index(True)][0].parameters
     equal = [
-        row[0].parameters not in ("", before) and not differs(step.parameters for step in row)
-        for row, later in zip(rows[1:], accumulate(apart, or_), strict=False)
-        if later
+        row[0].parameters not in ("", start_weights) and not differs(step.parameters for step in row)
+        for row, diverged in zip(rows[1:], accumulate(apart, or_), strict=False)
+        if diverged
     ]
     if not any(equal):
         return None
@@ -371,34 +369,34 @@ def _clips(rows: Sequence[Sequence[SeenStep]]) -> Iterator[Finding]:
         if max(norms) - min(norms) > TOLERANCE * max(norms) and any(step.norm > step.limit > 0 for step in row):
             text = "gradients are clipped before they are averaged: each rank uses a different norm"
             fix = "clip_grad_norm_ after the gradients are averaged, before optimizer.step()"
-            seen = f"clipped to {row[0].limit:g}; norms by rank {', '.join(f'{norm:.3g}' for norm in norms)}"
-            yield Finding("clipping", "wrong", text, row[0].clip_site, fix, seen)
+            evidence = f"clipped to {row[0].limit:g}; norms by rank {', '.join(f'{norm:.3g}' for norm in norms)}"
+            yield Finding("clipping", "wrong", text, row[0].clip_site, fix, evidence)
             return
 
 
 def _drift(facts: ScriptFacts, rows: Sequence[Sequence[SeenStep]]) -> Finding | None:
     """The point at which equal weights of replicas become different, although all gradients are equal."""
-    before: Sequence[SeenStep] = ()
+    previous: Sequence[SeenStep] = ()
     for number, row in enumerate(rows, 1):
         if differs(step.parameters for step in row):
-            changed = [rank for rank, (a, b) in enumerate(zip(before, row, strict=False)) if a.after != b.parameters]
+            changed = [rank for rank, (a, b) in enumerate(zip(previous, row, strict=False)) if a.after != b.parameters]
             text = "the script changes weights between two steps, and they then differ between ranks"
             fix = "change weights in the same way on all ranks, without `if rank == ...` or per-rank random numbers"
-            seen = f"{format_ranks(changed)}: between steps {number - 1} and {number}"
-            return Finding("replicas", "wrong", text, row[0].site, fix, seen)
+            evidence = f"{format_ranks(changed)}: between steps {number - 1} and {number}"
+            return Finding("replicas", "wrong", text, row[0].site, fix, evidence)
         if differs(step.after for step in row):
             return _unequal_step(facts, row, number)
-        before = row
+        previous = row
     return None
 
 
 def _unequal_step(facts: ScriptFacts, row: Sequence[SeenStep], number: int) -> Finding:
-    site, seen = row[0].site, f"at step {number}"
+    site, evidence = row[0].site, f"at step {number}"
     plateau = next((schedule for schedule in facts.schedules if schedule.name == "ReduceLROnPlateau"), None)
     if differs(step.learning_rate for step in row):
         text = "ranks step with different learning rates: their weights drift apart"
         fix = "the same learning rate on all ranks"
-        seen += ": " + ", ".join(f"{step.learning_rate:g} on rank {rank}" for rank, step in enumerate(row))
+        evidence += ": " + ", ".join(f"{step.learning_rate:g} on rank {rank}" for rank, step in enumerate(row))
         if plateau is not None:
             site = plateau.site
             fix = "pass the mean over all ranks to scheduler.step: dist.all_reduce(loss), then loss / world_size"
@@ -408,14 +406,14 @@ def _unequal_step(facts: ScriptFacts, row: Sequence[SeenStep], number: int) -> F
     else:
         text = "the optimizer step gives different weights on ranks with equal gradients"
         fix = "the same optimizer on all ranks; do not change its state on one rank only"
-    return Finding("replicas", "wrong", text, site, fix, seen)
+    return Finding("replicas", "wrong", text, site, fix, evidence)
 
 
-def _why_not_averaged(facts: ScriptFacts, step: SeenStep, when: str, *, start: bool) -> Finding:
+def _why_not_averaged(facts: ScriptFacts, step: SeenStep, when: str, *, start_differs: bool) -> Finding:
     replica = facts.replicas[0] if facts.replicas else None
     if replica is None:
-        apart = ", and ranks start from different weights" if start else ""
-        text = f"gradients are never averaged over ranks: no model is wrapped{apart}"
+        suffix = ", and ranks start from different weights" if start_differs else ""
+        text = f"gradients are never averaged over ranks: no model is wrapped{suffix}"
         fix, site = "model = DistributedDataParallel(model), before you create the optimizer", step.site
     elif not step.forwards and replica.past_site:
         text, fix, site = BYPASSED_DDP["words"], BYPASSED_DDP["type_instead"], replica.past_site

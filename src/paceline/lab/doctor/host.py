@@ -159,22 +159,22 @@ def _round_trip(connection: socket.socket, message: bytes) -> float:
 def _throughput(connection: socket.socket, seconds: float) -> float:
     """Received bytes per second: the other side confirms the last byte."""
     connection.sendall(SEND)
-    zeros, sent = bytes(CHUNK_BYTES), 0
+    zeros, sent_bytes = bytes(CHUNK_BYTES), 0
     start = time.perf_counter()
-    while sent < MEASURE_BYTES and time.perf_counter() - start < seconds:
+    while sent_bytes < MEASURE_BYTES and time.perf_counter() - start < seconds:
         connection.sendall(zeros)
-        sent += len(zeros)
+        sent_bytes += len(zeros)
     _round_trip(connection, END)
-    return sent / (time.perf_counter() - start)
+    return sent_bytes / (time.perf_counter() - start)
 
 
 def _read(connection: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
-        more = connection.recv(count - len(data))
-        if not more:
+        chunk = connection.recv(count - len(data))
+        if not chunk:
             raise ConnectionResetError(errno.ECONNRESET, f"ended after {len(data)} of {count} bytes")
-        data += more
+        data += chunk
     return data
 
 

@@ -41,9 +41,9 @@ class Host(Node):
 
     def usable(self) -> Address | None:
         """The first of its addresses that all others reach, preferably one that its host name resolves to."""
-        reached = [links for (_, target), links in self.survey.reach.items() if target == self.name]
+        incoming = [links for (_, target), links in self.survey.reach.items() if target == self.name]
         usable = [a for a in self.facts.addresses
-                  if all(a.address in links and not links[a.address].error for links in reached)]  # fmt: skip
+                  if all(a.address in links and not links[a.address].error for links in incoming)]  # fmt: skip
         return min(usable, key=lambda a: a.address not in self.facts.own_addresses, default=None)
 
     def closed(self) -> Iterator[tuple[list[str], str]]:
@@ -51,9 +51,9 @@ class Host(Node):
         errors: dict[str, list[str]] = {}
         for (source, target), links in self.survey.reach.items():
             if target == self.name and all(link.error for link in links.values()):
-                why = "; ".join(f"{address}: {link.error}" for address, link in links.items()) or "it has no address"
-                errors.setdefault(why, []).append(source)
-        yield from ((sources, why) for why, sources in errors.items())
+                reason = "; ".join(f"{address}: {link.error}" for address, link in links.items()) or "it has no address"
+                errors.setdefault(reason, []).append(source)
+        yield from ((sources, reason) for reason, sources in errors.items())
 
     def clock(self) -> list[float]:
         """The seconds by which its clock is ahead of the median of all clocks, including this machine's."""
@@ -134,16 +134,16 @@ RULES: tuple[Rule[Any], ...] = (
 
 def run_checks(survey: Survey) -> list[Check]:
     """All checks of the survey, in the order of the report; in each check errors first."""
-    found = {"software": [*differences({name: host.facts for name, host in survey.hosts.items()})]}
-    found["hosts"] = [Finding("error", *lost, "fix that, or remove this host") for lost in survey.lost.items()]
+    by_check = {"software": [*differences({name: host.facts for name, host in survey.hosts.items()})]}
+    by_check["hosts"] = [Finding("error", *lost, "fix that, or remove this host") for lost in survey.lost.items()]
     for host in hosts_of(survey):
         for rule in RULES:
-            found.setdefault(rule.check, []).extend(rule.findings(host))
+            by_check.setdefault(rule.check, []).extend(rule.findings(host))
     several = len(survey.wanted.hosts) > 1
     checks: list[Check] = []
     for name, (needs_several, summarise) in SUMMARIES.items():
         summary = summarise(survey) if survey.hosts or name == "hosts" else ""
-        findings = tuple(sorted(found.get(name, ()), key=lambda finding: finding.severity))
+        findings = tuple(sorted(by_check.get(name, ()), key=lambda finding: finding.severity))
         if (several or not needs_several) and (summary or findings):
             verdict = findings[0].severity if findings else "-" if summary.startswith("not ") else "ok"
             checks.append(Check(verdict, name, summary, findings))
@@ -162,8 +162,8 @@ def _versions(facts: Facts) -> str:
 
 
 def _ports(survey: Survey) -> str:
-    used = [f"{host.name} {a.address} ({a.interface})" for host in hosts_of(survey) if (a := host.usable())]
-    return f"all {len(survey.reach)} connections between {len(survey.hosts)} hosts are open: {', '.join(used)}"
+    addresses = [f"{host.name} {a.address} ({a.interface})" for host in hosts_of(survey) if (a := host.usable())]
+    return f"all {len(survey.reach)} connections between {len(survey.hosts)} hosts are open: {', '.join(addresses)}"
 
 
 def _bandwidth(survey: Survey) -> str:
@@ -202,7 +202,7 @@ def print_checks(console: Console, survey: Survey, checks: Sequence[Check]) -> N
             line.append(f"\n{'':20}" if number else "")
             line.append(f"{finding.host}: {printable(finding.what)}\n{'':20}-> {printable(finding.remedy)}")
         console.print(line, soft_wrap=True)
-    counts = [sum(f.severity == kind for check in checks for f in check.findings) for kind in ("error", "warning")]
+    counts = [sum(f.severity == level for check in checks for f in check.findings) for level in ("error", "warning")]
     console.print(f"{plural(counts[0], 'error')}, {plural(counts[1], 'warning')}, {survey.seconds:.1f} s")
 
 

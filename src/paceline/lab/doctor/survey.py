@@ -109,10 +109,10 @@ class HostProgram:
         while b"\n" not in self._buffer and not self.lost:
             if not poll.poll(max(0.0, 1e3 * (deadline - time.monotonic()))):
                 self.lost = self._why(ended=False)
-            elif not (more := os.read(self._process.stdout.fileno(), 1 << 16)) or len(self._buffer) > m.MAX_LINE_BYTES:
+            elif not (data := os.read(self._process.stdout.fileno(), 1 << 16)) or len(self._buffer) > m.MAX_LINE_BYTES:
                 self.lost = self._why(ended=True)
             else:
-                self._buffer += more
+                self._buffer += data
         return not self.lost
 
     def end(self) -> None:
@@ -140,19 +140,19 @@ class HostProgram:
         if "--" in self._argv and not self._answered:
             return why_no_agent(self._argv, code, errors)
         last = "; ".join(line.strip() for line in errors.decode(errors="replace").split("\n") if line.strip())[-400:]
-        how = "it did not answer in time" if code is None else f"it ended with exit code {code}"
-        return f"{how}: {last}" if last else how
+        outcome = "it did not answer in time" if code is None else f"it ended with exit code {code}"
+        return f"{outcome}: {last}" if last else outcome
 
 
 @contextmanager
 def host_programs(commands: Sequence[Command]) -> Generator[list[HostProgram]]:
     """Start all in parallel, and end them after the block."""
-    opened: list[HostProgram] = []
+    programs: list[HostProgram] = []
     try:
-        opened.extend(HostProgram(command) for command in commands)
-        yield opened
+        programs.extend(HostProgram(command) for command in commands)
+        yield programs
     finally:
-        for program in opened:
+        for program in programs:
             program.end()
 
 
@@ -163,11 +163,11 @@ def ask_hosts(
 
     If a host does not answer, `lost` of its program has the reason.
     """
-    asked = [program for program in programs if program.name in requests]
+    recipients = [program for program in programs if program.name in requests]
     deadline = time.monotonic() + seconds
-    for program in asked:
+    for program in recipients:
         program.send(requests[program.name])
-    answers = {program.name: program.read(answer_type, deadline) for program in asked}
+    answers = {program.name: program.read(answer_type, deadline) for program in recipients}
     return {name: answer for name, answer in answers.items() if answer is not None}
 
 
@@ -187,7 +187,7 @@ def survey(wanted: Wanted, programs: Sequence[HostProgram]) -> Survey:
         for a, b in zip(hosts, [*hosts][1:] + [*hosts][:1], strict=True) if (a, b) in reach
     }  # fmt: skip
     measured = {} if wanted.quick else _connect(programs, ring, MEASURE_SECONDS)
-    links = {pair: link for pair, found in measured.items() for link in found.values() if not link.error}
+    links = {pair: link for pair, by_address in measured.items() for link in by_address.values() if not link.error}
     folder, offsets = _probe_folder(programs, [*hosts], wanted.run_dir), _clock_offsets(programs, [*hosts])
     lost = {program.name: program.lost for program in programs if program.lost}
     return Survey(wanted, lost, hosts, offsets, reach, folder, links, time.monotonic() - start)
@@ -197,17 +197,17 @@ def _connect(
     programs: Sequence[HostProgram], pairs: Mapping[Pair, Sequence[m.Target]], measure_seconds: float = 0.0
 ) -> dict[Pair, dict[str, m.Link]]:
     """All hosts connect to their targets in parallel. Returns the link to each address, by pair."""
-    of_host: dict[str, list[tuple[Pair, m.Target]]] = {source: [] for source, _ in pairs}
+    attempts_by_host: dict[str, list[tuple[Pair, m.Target]]] = {source: [] for source, _ in pairs}
     for pair, targets in pairs.items():
-        of_host[pair[0]].extend((pair, target) for target in targets)
+        attempts_by_host[pair[0]].extend((pair, target) for target in targets)
     requests = {
-        name: m.Connect(tuple(target for _, target in tries), CONNECT_SECONDS, measure_seconds)
-        for name, tries in of_host.items()
+        name: m.Connect(tuple(target for _, target in attempts), CONNECT_SECONDS, measure_seconds)
+        for name, attempts in attempts_by_host.items()
     }
-    answers = ask_hosts(programs, requests, m.Connected, SECONDS + CONNECT_SECONDS * len(of_host))
+    answers = ask_hosts(programs, requests, m.Connected, SECONDS + CONNECT_SECONDS * len(attempts_by_host))
     links = {pair: dict[str, m.Link]() for pair in pairs if pair[0] in answers}
     for name, answer in answers.items():
-        for (pair, target), link in zip(of_host[name], answer.links, strict=True):
+        for (pair, target), link in zip(attempts_by_host[name], answer.links, strict=True):
             links[pair][target.address] = link
     return links
 
@@ -215,19 +215,19 @@ def _connect(
 def _probe_folder(programs: Sequence[HostProgram], names: Sequence[str], folder: str) -> dict[str, m.Done]:
     """Let the first host write a file, and all hosts read it. Returns the result of each host."""
     token, writer = secrets.token_hex(16), names[:1]
-    written = ask_hosts(programs, dict.fromkeys(writer, m.Probe("write", folder, token)), m.Done, SECONDS)
-    if any(done.error for done in written.values()):
-        return written
-    seen = ask_hosts(programs, dict.fromkeys(names, m.Probe("read", folder, token)), m.Done, SECONDS)
+    write_results = ask_hosts(programs, dict.fromkeys(writer, m.Probe("write", folder, token)), m.Done, SECONDS)
+    if any(done.error for done in write_results.values()):
+        return write_results
+    read_results = ask_hosts(programs, dict.fromkeys(names, m.Probe("read", folder, token)), m.Done, SECONDS)
     ask_hosts(programs, dict.fromkeys(writer, m.Probe("remove", folder, token)), m.Done, SECONDS)
-    return seen
+    return read_results
 
 
 def _clock_offsets(programs: Sequence[HostProgram], names: Sequence[str]) -> dict[str, float]:
     """Compare each clock with this machine's clock at the middle between request and answer."""
     offsets: dict[str, float] = {}
     for name in names:
-        asked, start = time.time(), time.monotonic()
+        alloc_time, start = time.time(), time.monotonic()
         for answer in ask_hosts(programs, {name: m.AskTime()}, m.Time, SECONDS).values():
-            offsets[name] = answer.wall_seconds - (asked + (time.monotonic() - start) / 2)
+            offsets[name] = answer.wall_seconds - (alloc_time + (time.monotonic() - start) / 2)
     return offsets

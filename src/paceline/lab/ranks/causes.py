@@ -62,15 +62,15 @@ class Comparison:
         scale = _largest(want.gradients)
         if self.adaptive and self.precision == "float64":
             self.round_off |= {n for n, g in want.gradients.items() if g is not None and _size(g) < ROUND_OFF * scale}
-        loose = max(tolerance, ADAPTIVE_TOLERANCE) if self.adaptive else tolerance
+        loose_tolerance = max(tolerance, ADAPTIVE_TOLERANCE) if self.adaptive else tolerance
         self._compare(differences, "gradient", got.gradients, want.gradients, tolerance)
         self._compare(differences, CLIPPED, got.stepped, want.stepped, tolerance)
-        self._compare(differences, "optimizer state", got.state, want.state, loose)
-        moved = self.moved / max(_largest(want.parameters), 1e-300)
-        self._compare(differences, "parameter", got.parameters, want.parameters, loose + moved)
+        self._compare(differences, "optimizer state", got.state, want.state, loose_tolerance)
+        allowed_move = self.moved / max(_largest(want.parameters), 1e-300)
+        self._compare(differences, "parameter", got.parameters, want.parameters, loose_tolerance + allowed_move)
         # a bias with a round-off gradient moves only the running mean of the next batch norm
-        loose = ADAPTIVE_TOLERANCE if self.round_off else tolerance
-        self._compare(differences, "buffer", got.buffers, want.buffers, loose)
+        loose_tolerance = ADAPTIVE_TOLERANCE if self.round_off else tolerance
+        self._compare(differences, "buffer", got.buffers, want.buffers, loose_tolerance)
         return differences
 
     @property
@@ -82,29 +82,29 @@ class Comparison:
         """The result of all steps so far."""
         return Result(case, self.errors, sorted(self.round_off), self.round_off_error, finding)
 
-    def _compare(self, found: list[TensorDifference], kind: str, got: Named, want: Named, tolerance: float) -> None:
+    def _compare(self, diffs: list[TensorDifference], kind: str, got: Named, want: Named, tolerance: float) -> None:
         scale = max(_largest(want), 1e-300)
         for name in {**want, **got}:
             a, b = got.get(name), want.get(name)
             if a is None and b is None:
                 continue
             if a is None or b is None or a.shape != b.shape:
-                self._record(found, kind, name, float("inf"), tolerance)
+                self._record(diffs, kind, name, float("inf"), tolerance)
                 continue
             absolute = _size(a.double() - b.double())
             if kind == "parameter" and name in self.round_off:
                 self.round_off_error = max(self.round_off_error, absolute)
                 if not absolute <= ADAPTIVE_TOLERANCE:
-                    found.append(TensorDifference(kind, name, absolute))
+                    diffs.append(TensorDifference(kind, name, absolute))
                 continue
-            self._record(found, kind, name, absolute / scale, tolerance)
+            self._record(diffs, kind, name, absolute / scale, tolerance)
 
-    def _record(self, found: list[TensorDifference], kind: str, name: str, error: float, tolerance: float) -> None:
+    def _record(self, diffs: list[TensorDifference], kind: str, name: str, error: float, tolerance: float) -> None:
         error = error if error == error else float("inf")  # NaN
-        shown = "gradient" if kind == CLIPPED else kind
-        self.errors[shown] = max(self.errors.get(shown, 0.0), error)
+        reported_kind = "gradient" if kind == CLIPPED else kind
+        self.errors[reported_kind] = max(self.errors.get(reported_kind, 0.0), error)
         if not error <= tolerance:
-            found.append(TensorDifference(kind, name, error))
+            diffs.append(TensorDifference(kind, name, error))
 
 
 def _size(tensor: Tensor) -> float:
@@ -150,9 +150,9 @@ def explain(
             return "optimizer", kinds[kind].tensor, f"off by {kinds[kind].error:.1e}, although the gradients are right"
     if "buffer" in kinds:
         return "buffers", kinds["buffer"].tensor, f"off by {kinds['buffer'].error:.1e}"
-    where = str(ranks.after_differs)
-    cause = "optimizer" if where in want.parameters else "buffers"  # gradients were equal on all ranks
-    return cause, where, "differs between ranks after the step"
+    tensor = str(ranks.after_differs)
+    cause = "optimizer" if tensor in want.parameters else "buffers"  # gradients were equal on all ranks
+    return cause, tensor, "differs between ranks after the step"
 
 
 def _explain_loss(got: Observed, want: Observed, loss: TensorDifference, reference: Reference) -> Explanation:
@@ -162,22 +162,22 @@ def _explain_loss(got: Observed, want: Observed, loss: TensorDifference, referen
 
 
 def _explain_gradient(got: Observed, want: Observed, first: TensorDifference, ref: Reference) -> Explanation:
-    absent = [n for n, g in want.gradients.items() if (g is None) != (got.gradients.get(n) is None)]
-    if absent:
-        held = "None" if want.gradients[absent[0]] is None else "a tensor"
-        return "none", absent[0], f"one process has {held}"
+    mismatched = [n for n, g in want.gradients.items() if (g is None) != (got.gradients.get(n) is None)]
+    if mismatched:
+        expectation = "None" if want.gradients[mismatched[0]] is None else "a tensor"
+        return "none", mismatched[0], f"one process has {expectation}"
     keys = list(ref.weights)
-    there = {n: g for n, g in want.gradients.items() if g is not None}
-    values, wanted = at_probes({n: got.gradients.get(n) for n in there}, there), at_probes(there, there)
+    present = {n: g for n, g in want.gradients.items() if g is not None}
+    values, expected = at_probes({n: got.gradients.get(n) for n in present}, present), at_probes(present, present)
     scale = float(values.abs().max()) or 1.0
-    if (factor := factor_between(values, wanted)) is not None:
+    if (factor := factor_between(values, expected)) is not None:
         return "mean", first.tensor, f"every gradient is {format_ratio(factor)} the right value"
     basis = ref.gradient_parts([[key] for key in keys], [1.0] * len(keys))  # (probes, parts)
     coefficients = torch.linalg.lstsq(basis, values.unsqueeze(1), driver="gelsd").solution[:, 0]  # all 1 if right
     residual = float((basis @ coefficients - values).abs().max()) / scale
     if residual > 1e-7:
-        wrong = sum(_differs(got.gradients[n], g) for n, g in there.items())
-        details = f"{wrong} of {len(want.gradients)} gradients differ, up to {first.error:.1e}"
+        wrong_count = sum(_differs(got.gradients[n], g) for n, g in present.items())
+        details = f"{wrong_count} of {len(want.gradients)} gradients differ, up to {first.error:.1e}"
         if _is_linear(basis.sum(1), ref):
             return "gradient", first.tensor, details
         if scaled := _other_scale(values, ref):
@@ -196,13 +196,13 @@ def factor_between(got: Tensor, want: Tensor, tolerance: float = 1e-9) -> float 
     return factor if float((got - factor * want).abs().max()) <= tolerance * float(got.abs().max()) else None
 
 
-def _is_linear(once: Tensor, ref: Reference) -> bool:
+def _is_linear(gradient: Tensor, ref: Reference) -> bool:
     """Whether a backward of k times the loss gives k times the gradient, for example without clipping in a hook."""
     keys = [*ref.weights]
-    many = ref.gradient_parts([[key] for key in keys], [LINEARITY_FACTOR] * len(keys)).sum(1)
-    few = ref.gradient_parts([[key] for key in keys], [1 / LINEARITY_FACTOR] * len(keys)).sum(1)
-    allowed = 1e-9 * float(once.abs().max())
-    return all(float((other - once).abs().max()) <= allowed for other in (many, few))
+    scaled_up = ref.gradient_parts([[key] for key in keys], [LINEARITY_FACTOR] * len(keys)).sum(1)
+    scaled_down = ref.gradient_parts([[key] for key in keys], [1 / LINEARITY_FACTOR] * len(keys)).sum(1)
+    allowed = 1e-9 * float(gradient.abs().max())
+    return all(float((other - gradient).abs().max()) <= allowed for other in (scaled_up, scaled_down))
 
 
 def _other_scale(values: Tensor, ref: Reference) -> str:
@@ -214,7 +214,7 @@ def _other_scale(values: Tensor, ref: Reference) -> str:
     powers = [2.0**k for k in range(17)]
     for part, groups in (("micro-batch", [[key] for key in ref.weights]), ("virtual rank", [*by_rank.values()])):
         ones, weights = [1.0] * len(groups), [sum(ref.weights[key] for key in group) for group in groups]
-        for of, factors in (
+        for description, factors in (
             (f"the part of each {part} in the mean, separately", ones),
             (f"the sum of the losses of each {part}", [total] * len(groups)),
             (f"the mean of the losses of each {part}", [total / max(weight, 1e-300) for weight in weights]),
@@ -223,7 +223,7 @@ def _other_scale(values: Tensor, ref: Reference) -> str:
         ):
             gradient = ref.gradient_parts(groups, factors).sum(1)
             if float((gradient - values).abs().max()) <= 1e-9 * float(values.abs().max()):
-                return f"it is the gradient of a backward of {of}{_hooked(ref)}"
+                return f"it is the gradient of a backward of {description}{_hooked(ref)}"
     return ""
 
 
@@ -247,8 +247,8 @@ def _cause_of_coefficients(coefficients: dict[str, float], want: Observed, ref: 
     # One factor per rank: 1 / samples for a mean of means, 1 / norm if each rank clips its gradients.
     weights = {v: sum(w for k, w in ref.weights.items() if k.split(".")[0] == v) for v in by_rank}
     products = [factors[0] * weights[v] for v, factors in by_rank.items()]
-    averaged = max(products) - min(products) < SAME * max(map(abs, products))
-    return "shares" if averaged or want.scalars[NORM] <= ref.spec.clip_norm else "clipping"
+    is_averaged = max(products) - min(products) < SAME * max(map(abs, products))
+    return "shares" if is_averaged or want.scalars[NORM] <= ref.spec.clip_norm else "clipping"
 
 
 def _differs(a: torch.Tensor | None, b: torch.Tensor) -> bool:
@@ -265,8 +265,8 @@ def sample_difference(got: Sequence[int], want: Sequence[int]) -> str:
 
 
 def _stream_difference(got: Observed, want: Observed) -> str:
-    wrong = [key for key in {**want.streams, **got.streams} if got.streams.get(key) != want.streams.get(key)]
-    return f"virtual rank.micro-batch {', '.join(sorted(wrong)[:6])} starts from different random numbers"
+    wrong_keys = [key for key in {**want.streams, **got.streams} if got.streams.get(key) != want.streams.get(key)]
+    return f"virtual rank.micro-batch {', '.join(sorted(wrong_keys)[:6])} starts from different random numbers"
 
 
 def _is_factor(ratio: float) -> bool:
@@ -276,11 +276,11 @@ def _is_factor(ratio: float) -> bool:
 
 def format_ratio(factor: float) -> str:
     """A factor as text: 2 x, 1/3, 0.7 x."""
-    for whole in range(1, 65):
-        if abs(factor - whole) < 1e-6 * whole:
-            return f"{whole} x"
-        if abs(factor * whole - 1) < 1e-6:
-            return f"1/{whole}"
+    for integer in range(1, 65):
+        if abs(factor - integer) < 1e-6 * integer:
+            return f"{integer} x"
+        if abs(factor * integer - 1) < 1e-6:
+            return f"1/{integer}"
     return f"{factor:.6g} x"
 
 

@@ -85,14 +85,14 @@ class RunStart:
 
     def spans(self, counts: range) -> Iterator[range]:
         """Split `counts` into spans so that each record is in one span. Most spans are single steps."""
-        several = deque(sorted((covered(record)[0], record.step) for record in self.records() if record.steps > 1))
+        long_spans = deque(sorted((covered(record)[0], record.step) for record in self.records() if record.steps > 1))
         begin = counts.start
         while begin < counts.stop:
-            while several and several[0][1] < begin:
-                several.popleft()
+            while long_spans and long_spans[0][1] < begin:
+                long_spans.popleft()
             end = begin
-            while several and several[0][0] <= end:  # records of other ranks may overlap
-                end = max(end, several.popleft()[1])
+            while long_spans and long_spans[0][0] <= end:  # records of other ranks may overlap
+                end = max(end, long_spans.popleft()[1])
             end = min(end, counts.stop - 1)
             yield range(begin, end + 1)
             begin = end + 1
@@ -188,16 +188,16 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
     begin = min(start.first.start_step for start in starts)
     faults += [(range(1, begin + 1), "missing: every attempt started after it")] if begin else []
     spans = ((span, start) for start, counts in zip(starts, ranges, strict=True) for span in start.spans(counts))
-    checked = (_check_step(span, start, plan) for span, start in spans)
-    for epoch, group in groupby(checked, lambda s: s.epoch if parts else (s.span[0] - 1) // plan.steps_per_epoch):
+    checked_steps = (_check_step(span, start, plan) for span, start in spans)
+    for epoch, group in groupby(checked_steps, lambda s: s.epoch if parts else (s.span[0] - 1) // plan.steps_per_epoch):
         steps = list(group)
         faults += [(step.span, text) for step in steps for text in step.faults]
-        result.epochs.append(used := _epoch(epoch, steps, plan.num_samples, parts))
-        if parts and (used.never or used.repeatedly):
+        result.epochs.append(usage := _epoch(epoch, steps, plan.num_samples, parts))
+        if parts and (usage.never or usage.repeatedly):
             result.findings.append(
-                f"epoch {epoch}: {used.never} samples of the stream were skipped, {used.repeatedly} repeated"
+                f"epoch {epoch}: {usage.never} samples of the stream were skipped, {usage.repeatedly} repeated"
             )
-        if not parts and plan.last_batch == "keep" and used.steps == plan.steps_per_epoch:
+        if not parts and plan.last_batch == "keep" and usage.steps == plan.steps_per_epoch:
             result.findings.extend(_check_epoch(epoch, steps, plan.num_samples))
     result.findings.extend(_merged(faults))
     if not result.epochs:
@@ -285,12 +285,12 @@ def _disagreements(start: RunStart, plan: BatchPlan) -> Iterator[str]:
     for rank in sorted({rank for rank in ranks if ranks.count(rank) > 1}):
         yield f"{start.name}: rank {rank} started twice"
     for name in ("world_size", "start_step", "num_samples", "steps_per_epoch", "stream_parts"):
-        given = sorted({getattr(log.started, name) for log in start.logs})
+        values = sorted({getattr(log.started, name) for log in start.logs})
         planned = None if start.first.stream_parts else getattr(plan, name, None)
-        if len(given) > 1:
-            yield f"{start.name}: ranks disagree about {name}: {', '.join(map(str, given))}"
-        elif planned is not None and given != [planned]:
-            yield f"{start.name}: {name} is {given[0]}, but {planned} according to config.toml and the first attempt"
+        if len(values) > 1:
+            yield f"{start.name}: ranks disagree about {name}: {', '.join(map(str, values))}"
+        elif planned is not None and values != [planned]:
+            yield f"{start.name}: {name} is {values[0]}, but {planned} according to config.toml and the first attempt"
 
 
 def _add_unlogged_steps(start: RunStart, plan: BatchPlan) -> Iterator[str]:
@@ -300,27 +300,27 @@ def _add_unlogged_steps(start: RunStart, plan: BatchPlan) -> Iterator[str]:
     note for each such step.
     """
     for step in sorted({step for log in start.logs for step in log.unlogged}) if not start.first.own_order else ():
-        named = {rank for log in start.logs for rank in log.unlogged.get(step, ())}
-        absent = [
+        reported = {rank for log in start.logs for rank in log.unlogged.get(step, ())}
+        incomplete = [
             log for log in start.logs
-            if log.started.rank in named and log.started.start_step < step and max(log.steps, default=0) < step
+            if log.started.rank in reported and log.started.start_step < step and max(log.steps, default=0) < step
         ]  # fmt: skip
-        if not absent:
+        if not incomplete:
             continue
-        first = {number: next(iter(log.steps.values()))[:1] for number, log in enumerate(start.logs) if log.steps}
-        known = {number: record.share for number, records in first.items() for record in records if record.share}
-        portions = sorted(portion for portion in known.values() if portion[0] < portion[1])
+        initial = {number: next(iter(log.steps.values()))[:1] for number, log in enumerate(start.logs) if log.steps}
+        shares = {number: record.share for number, records in initial.items() for record in records if record.share}
+        portions = sorted(portion for portion in shares.values() if portion[0] < portion[1])
         begins, ends = [*(a for a, _ in portions), plan.virtual_ranks], [0, *(b for _, b in portions)]
         gaps = ((end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin)
-        since = step
-        for log in absent:
-            portion = known.get(start.logs.index(log)) or next(gaps, (0, 0))
+        first_step = step
+        for log in incomplete:
+            portion = shares.get(start.logs.index(log)) or next(gaps, (0, 0))
             first_missing = 1 + max(log.steps, default=log.started.start_step)
-            since = min(since, first_missing)
-            for missing in range(first_missing, step + 1):
-                _add_step(log, missing, portion, start, plan)
-        ranks = f"rank{'s' if len(absent) > 1 else ''} {', '.join(str(log.started.rank) for log in absent)}"
-        steps, them = (f"steps {since} to {step}", "them") if since < step else (f"step {step}", "it")
+            first_step = min(first_step, first_missing)
+            for missing_step in range(first_missing, step + 1):
+                _add_step(log, missing_step, portion, start, plan)
+        ranks = f"rank{'s' if len(incomplete) > 1 else ''} {', '.join(str(log.started.rank) for log in incomplete)}"
+        steps, them = (f"steps {first_step} to {step}", "them") if first_step < step else (f"step {step}", "it")
         yield (
             f"{steps}: {ranks} took part in {them}, but ended before recording {them}. The rank that saved or loaded "
             "the checkpoint reported this. The audit assumes the samples that the plan gives to no other rank"
@@ -367,8 +367,8 @@ def _portion_samples(portion: tuple[int, int], steps: range, plan: BatchPlan) ->
     a, b = portion
     parts: list[Tensor] = []
     for step in steps:
-        whole = _planned(step, plan)
-        parts += [whole[v :: plan.virtual_ranks] for v in range(a, min(b, max(a + 1, len(whole))))]  # rest: none
+        planned = _planned(step, plan)
+        parts += [planned[v :: plan.virtual_ranks] for v in range(a, min(b, max(a + 1, len(planned))))]  # rest: none
     return torch.cat(parts)
 
 
@@ -378,16 +378,16 @@ def _planned(step: int, plan: BatchPlan) -> Tensor:
 
 def _faults(span: range, start: RunStart, logs: Sequence[Log], plan: BatchPlan) -> Iterator[str]:
     ranks, size = [log.started.rank for log in logs], start.first.world_size
-    records = [_records(span, log) for log in logs]
+    by_rank = [_records(span, log) for log in logs]
     if ranks != list(range(size)):
         yield f"logged by ranks {', '.join(map(str, ranks))} of {size} only"
-    portions = sorted(portion or (0, 0) for of_rank in records for portion in {record.share for record in of_rank})
+    portions = sorted(portion or (0, 0) for records in by_rank for portion in {record.share for record in records})
     if [a for a, _ in portions] + [plan.virtual_ranks] != [0] + [b for _, b in portions]:
         computed = ", ".join(f"[{a}, {b})" for a, b in portions)
         yield f"its ranks computed the virtual ranks {computed}, which do not add up to [0, {plan.virtual_ranks})"
-    skipped = [{record.step for record in of_rank if record.skipped} for of_rank in records]
-    if different := [rank for rank, steps in zip(ranks, skipped, strict=True) if steps != skipped[0]]:
-        skipping = different if not skipped[0] else [rank for rank in ranks if rank not in different]
+    skipped_steps = [{record.step for record in records if record.skipped} for records in by_rank]
+    if different := [rank for rank, steps in zip(ranks, skipped_steps, strict=True) if steps != skipped_steps[0]]:
+        skipping = different if not skipped_steps[0] else [rank for rank in ranks if rank not in different]
         yield f"skipped only by ranks {', '.join(map(str, skipping))}: the other ranks changed their parameters"
     for log in logs:
         for text in _rank_faults(span, log, plan):
@@ -432,21 +432,21 @@ def _fingerprint(record: Step) -> int:
         return -1  # no samples have this fingerprint
 
 
-def _epoch(epoch: int, steps: Sequence[_CheckedStep], given: int, parts: int) -> Epoch:
-    """The use of `given` samples, or of a stream in parts, each of which is read from its first sample.
+def _epoch(epoch: int, steps: Sequence[_CheckedStep], num_samples: int, parts: int) -> Epoch:
+    """The use of `num_samples` samples, or of a stream in parts, each of which is read from its first sample.
 
     Sample n * parts + v is the n-th sample of part v.
     """
-    known = [step.indices for step in steps if step.indices is not None]
+    indices = [step.indices for step in steps if step.indices is not None]
     count = sum(len(step.span) for step in steps)
-    if len(known) < len(steps) and not parts:
+    if len(indices) < len(steps) and not parts:
         return Epoch(epoch, count, None, None, None)
-    values, counts = torch.cat([*known, torch.empty(0, dtype=torch.int64)]).unique(return_counts=True)
+    values, counts = torch.cat([*indices, torch.empty(0, dtype=torch.int64)]).unique(return_counts=True)
     if parts:
-        of_parts = [values[values % parts == v] for v in range(parts)]
-        given = sum(int(of_part.max()) // parts + 1 for of_part in of_parts if len(of_part))
+        values_by_part = [values[values % parts == v] for v in range(parts)]
+        num_samples = sum(int(part_values.max()) // parts + 1 for part_values in values_by_part if len(part_values))
     once = int((counts == 1).sum())
-    return Epoch(epoch, count, once, given - len(values), len(values) - once)
+    return Epoch(epoch, count, once, num_samples - len(values), len(values) - once)
 
 
 def _check_epoch(epoch: int, steps: Sequence[_CheckedStep], num_samples: int) -> Iterator[str]:
@@ -461,13 +461,13 @@ def _check_epoch(epoch: int, steps: Sequence[_CheckedStep], num_samples: int) ->
 def _merged(faults: Iterable[tuple[range, str]]) -> Iterator[str]:
     """One message for all consecutive steps with the same fault."""
     spans: list[tuple[int, int, str]] = []
-    newest: dict[str, int] = {}
+    last_index: dict[str, int] = {}
     for steps, text in sorted(faults, key=lambda fault: (fault[0].start, fault[1])):
-        at = newest.get(text)
-        if at is not None and spans[at][1] == steps.start - 1:
-            spans[at] = (spans[at][0], steps.stop - 1, text)
+        index = last_index.get(text)
+        if index is not None and spans[index][1] == steps.start - 1:
+            spans[index] = (spans[index][0], steps.stop - 1, text)
         else:
-            newest[text] = len(spans)
+            last_index[text] = len(spans)
             spans.append((steps.start, steps.stop - 1, text))
     return (f"{_name_steps(first, last)}: {text}" for first, last, text in spans)
 
@@ -488,7 +488,7 @@ def _notes(result: Audit, last: RunStart, counts: range) -> Iterator[str]:
             yield f"epoch {result.epochs[-1].epoch} is unfinished: {done} of {result.steps_per_epoch} steps"
         if result.last_batch != "keep":
             yield f"last batch '{result.last_batch}': checked only with the plan, which does not use each sample once"
-    if ahead := [log for log in last.logs if log.reached >= counts.stop]:
-        steps = _name_steps(counts.stop, max(log.reached for log in ahead))
-        ranks = ", ".join(str(log.started.rank) for log in ahead)
+    if logs_ahead := [log for log in last.logs if log.reached >= counts.stop]:
+        steps = _name_steps(counts.stop, max(log.reached for log in logs_ahead))
+        ranks = ", ".join(str(log.started.rank) for log in logs_ahead)
         yield f"the last {steps}: logged only by ranks {ranks} of {last.first.world_size}: the run ended there"

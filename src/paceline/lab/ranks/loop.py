@@ -98,9 +98,9 @@ class _Recorder(Observer):
     _unhook: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        world, chosen = world_on(self.spec.device), {"strategy": self.case.strategy} if self.case.strategy else {}
+        world, overrides = world_on(self.spec.device), {"strategy": self.case.strategy} if self.case.strategy else {}
         self.options = {"device": world.device.type, "backend": world.backend, "threads": 1, "resume": False}
-        self.options |= {"report_to": None, "virtual_ranks": self.case.virtual_ranks, **chosen}
+        self.options |= {"report_to": None, "virtual_ranks": self.case.virtual_ranks, **overrides}
         self.max_steps = self.spec.steps
 
     def wrap_strategy(self, name: str, apply: Apply) -> Apply:
@@ -112,8 +112,8 @@ class _Recorder(Observer):
                 for module in cast_to_float64(model).modules():
                     if isinstance(module, (_BatchNorm, _DropoutNd)):
                         vars(module.eval())["train"] = partial(_keep_mode, module)
-            hooked = (f"a hook on {name}" for name, p in model.named_parameters() if p._backward_hooks)  # pyright: ignore
-            self.run.path += [*hooked, *filter(None, [own_hooks([model])])]
+            hooks = (f"a hook on {name}" for name, p in model.named_parameters() if p._backward_hooks)  # pyright: ignore
+            self.run.path += [*hooks, *filter(None, [own_hooks([model])])]
             replica = apply(model, make_optimizer, world)
             if self.case.plain:
                 vars(replica)["sync_gradients"] = partial(_sync_without_division, replica.sync_gradients)
@@ -145,9 +145,9 @@ class _Recorder(Observer):
         """Some whole global batches, and a last one that is uneven, or too small for some virtual ranks."""
         size = self.spec.virtual_ranks
         # batch norm needs more than one value for its statistics
-        uneven = 2 * size + 1 if any(has_batch_norm(part.replica.model) for part in self.parts) else max(1, size - 1)
-        rest = plan.global_batch if plan.last_batch == "drop" else min(uneven, plan.global_batch)
-        return max(2, self.spec.steps // 2), rest
+        tail_size = 2 * size + 1 if any(has_batch_norm(part.replica.model) for part in self.parts) else max(1, size - 1)
+        last_size = plan.global_batch if plan.last_batch == "drop" else min(tail_size, plan.global_batch)
+        return max(2, self.spec.steps // 2), last_size
 
     def on_batch(self, inputs: Any, work: Work | None) -> Any:
         if work is not None:
@@ -179,12 +179,12 @@ class _Recorder(Observer):
         self, loss: Tensor, weight: float | Tensor | None, reduction: Reduction, micro_step: MicroStep | None
     ) -> None:
         """Record the gradients that the loop changed since the last backward, except to zero or None."""
-        last, stepped = self._last_backward
-        again = micro_step is not None and micro_step is last and len(micro_step.stepped) == stepped
+        last_micro_step, step_count = self._last_backward
+        is_repeated = micro_step is not None and micro_step is last_micro_step and len(micro_step.stepped) == step_count
         for name, p in self._named():
-            if p.grad is (before := self._last_grads.get(name, (None, -1)))[0] and _version(p.grad) == before[1]:
+            if p.grad is (last_grad := self._last_grads.get(name, (None, -1)))[0] and _version(p.grad) == last_grad[1]:
                 continue
-            self._step.between |= again
+            self._step.between |= is_repeated
             if p.grad is not None and bool(p.grad.any()):
                 self._step.beside.append(name)
         if not isinstance(loss, Tensor) or not loss.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -207,15 +207,15 @@ class _Recorder(Observer):
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         unsharded = [part for part in self.parts if not part.replica.sharded]
-        named = [(part.prefix, part.replica.model.named_parameters()) for part in unsharded]
-        return [(prefix + name, p) for prefix, parameters in named for name, p in parameters]
+        named_parameters = [(part.prefix, part.replica.model.named_parameters()) for part in unsharded]
+        return [(prefix + name, p) for prefix, parameters in named_parameters for name, p in parameters]
 
-    def _values(self, part: TrainedModel, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _values(self, part: TrainedModel, tensors_by_name: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of the tensors: all values if the case is exact, otherwise some, evenly spaced."""
         values: dict[str, Tensor] = {}
-        for name, tensor in named.items():
-            every = 1 if self.case.exact else max(1, -(-tensor.numel() // PROBES))
-            values[part.prefix + name] = tensor.detach().reshape(-1)[::every].to("cpu", copy=True)
+        for name, tensor in tensors_by_name.items():
+            stride = 1 if self.case.exact else max(1, -(-tensor.numel() // PROBES))
+            values[part.prefix + name] = tensor.detach().reshape(-1)[::stride].to("cpu", copy=True)
         return values
 
     def on_update(self, part: TrainedModel) -> None:
@@ -236,8 +236,8 @@ class _Recorder(Observer):
         for part in self.parts:
             step.parameters = {**step.parameters, **self._values(part, parameters_of(part.replica))}
         if self.case.exact:
-            both = (step.gradients, step.parameters)
-            digests = [sha256_of({n: t for n, t in named.items() if t is not None}) for named in both]
+            tensor_sets = (step.gradients, step.parameters)
+            digests = [sha256_of({n: t for n, t in by_name.items() if t is not None}) for by_name in tensor_sets]
             self.run.bits.append(StepBits(record.result.loss.hex(), "", *digests))
             step.gradients = step.stepped = step.parameters = {}
         self.run.steps.append(step)
@@ -285,7 +285,7 @@ def _run_case(spec: LoopSpec, case: LoopCase, rank: int) -> LoopRun:
     run = LoopRun(case.strategy)
     torch.set_default_dtype(torch.float32 if case.exact else torch.float64)
     seed_streams(derive(spec.seed, "loop", rank) % UNSEEDED)  # per rank: only a broadcast makes models equal
-    before, folder = set(sys.modules), Path(spec.target.rpartition(":")[0]).resolve().parent
+    modules_before, folder = set(sys.modules), Path(spec.target.rpartition(":")[0]).resolve().parent
     try:
         with observed_by(_Recorder(spec, case, run)), nullcontext() if case.exact else _without_dropout():
             load_function(spec.target)()
@@ -293,11 +293,11 @@ def _run_case(spec: LoopSpec, case: LoopCase, rank: int) -> LoopRun:
     except BaseException as error:
         close_all(error)
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
-            kind = "" if isinstance(error, PacelineError) else f"{type(error).__name__}: "
-            run.error, run.victim = f"{kind}{error}", is_victim(error)
+            prefix = "" if isinstance(error, PacelineError) else f"{type(error).__name__}: "
+            run.error, run.victim = f"{prefix}{error}", is_victim(error)
             if run.steps and not run.steps[-1].updates:  # optimizer.step() raised the error, so there was no step
                 run.steps.pop()
-    for name in set(sys.modules) - before:  # the next run must not see the state of the loop's modules
+    for name in set(sys.modules) - modules_before:  # the next run must not see the state of the loop's modules
         if Path(str(getattr(sys.modules[name], "__file__", ""))).resolve().parent == folder:
             del sys.modules[name]
     return run
@@ -306,18 +306,18 @@ def _run_case(spec: LoopSpec, case: LoopCase, rank: int) -> LoopRun:
 @contextmanager
 def _without_dropout() -> Generator[None]:
     """Inside the block, the dropout functions of torch drop nothing."""
-    before = _, attention = F.dropout, F.scaled_dot_product_attention
+    originals = _, attention = F.dropout, F.scaled_dot_product_attention
 
     def whole(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *more: Any, **named: Any
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *more: Any, **kwargs: Any
     ) -> Any:
-        return attention(query, key, value, attn_mask, 0.0, *more, **named)
+        return attention(query, key, value, attn_mask, 0.0, *more, **kwargs)
 
     F.dropout, F.scaled_dot_product_attention = lambda input, *_, **__: input, whole
     try:
         yield
     finally:
-        F.dropout, F.scaled_dot_product_attention = before
+        F.dropout, F.scaled_dot_product_attention = originals
 
 
 def _gradient_of_mean(loss: Tensor, weight: float | Tensor | None, reduction: Reduction) -> Tensor:

@@ -33,31 +33,31 @@ def findings(
         UsageError: if the function trained nothing.
     """
     runs = {(n, i): read_run(folder, n, i) for n in {1, *ranks} for i in range(len(spec.cases))}
-    alone = runs[1, 0]
-    if alone and not (alone[0].error or any(step.updates for step in alone[0].steps)):
-        raise UsageError(code="verify-no-step", target=spec.target, batches=len(alone[0].steps))
-    notes = {note for run in runs.values() for of_rank in run for note in of_rank.notes}
-    draws = any(of_rank.draws for of_rank in alone)
-    if draws:
+    reference = runs[1, 0]
+    if reference and not (reference[0].error or any(step.updates for step in reference[0].steps)):
+        raise UsageError(code="verify-no-step", target=spec.target, batches=len(reference[0].steps))
+    notes = {note for run in runs.values() for rank_run in run for note in rank_run.notes}
+    has_draws = any(rank_run.draws for rank_run in reference)
+    if has_draws:
         notes.add(
             "the loop draws random numbers, which depend on the virtual ranks: the reference process computes all "
             f"{spec.virtual_ranks} of them"
         )
-    precision = least_precise(of_rank.precision for run in runs.values() for of_rank in run)
+    precision = least_precise(rank_run.precision for run in runs.values() for rank_run in run)
     if precision != "float64":
         notes.add(
             f"the loss is computed in {precision}, although parameters and inputs are float64: the loop or the model "
             "casts it, like many Hugging Face models (logits.float()). The rounding depends on the shapes of the "
             f"micro-batches, so the comparison uses the tolerance of {precision}"
         )
-    broken = not alone or bool(alone[0].error)
+    is_broken = not reference or bool(reference[0].error)
     results = [
         Result(Case(case.strategy, n, "none", "-"), {}, [], 0.0, not_run=f"{plural(n, 'rank')}: an earlier case failed")
-        if not runs[n, i] and any(of_rank.error for earlier in range(i) for of_rank in runs[n, earlier])
-        else _compared(runs[n, i], runs[1, i] if draws else alone, case, precision, n, ended[n])
-        for n in ([1] if broken else ranks)
+        if not runs[n, i] and any(rank_run.error for earlier in range(i) for rank_run in runs[n, earlier])
+        else _compared(runs[n, i], runs[1, i] if has_draws else reference, case, precision, n, ended[n])
+        for n in ([1] if is_broken else ranks)
         for i, case in enumerate(spec.cases)
-        if not case.exact and (i > 0) != broken
+        if not case.exact and (i > 0) != is_broken
     ]
     last = len(spec.cases) - 1
     failed = {n: failure for n in ranks if (failure := _failure(runs[n, last], n, ended[n]))}
@@ -68,7 +68,7 @@ def findings(
 
 
 def _compared(run: Run, reference: Run, case: LoopCase, precision: str, size: int, ended: str) -> Result:
-    first = next((of_rank for of_rank in run if of_rank.optimizer != "-"), LoopRun(case.strategy))
+    first = next((rank_run for rank_run in run if rank_run.optimizer != "-"), LoopRun(case.strategy))
     comparison = Comparison(adaptive=first.optimizer != "SGD", precision=precision)
     finding = _compare(run, reference, comparison, size, ended)
     return comparison.result(Case(first.strategy, size, "none", first.optimizer), finding)
@@ -77,15 +77,15 @@ def _compared(run: Run, reference: Run, case: LoopCase, precision: str, size: in
 def _bits_of(run: Run) -> Bits:
     """The exact results of a run, without the numbers that the loop logs: they depend on the number of ranks."""
     first = run[0]
-    weights, state = (" ".join(of_models) for of_models in zip(*(first.digests or [("", "")]), strict=True))
-    agree = all((of_rank.digests, of_rank.bits) == (first.digests, first.bits) for of_rank in run)
+    weights, state = (" ".join(digests) for digests in zip(*(first.digests or [("", "")]), strict=True))
+    agree = all((rank_run.digests, rank_run.bits) == (first.digests, first.bits) for rank_run in run)
     return Bits(first.strategy, first.optimizer, weights, state, first.bits, agree)
 
 
 def _compare(run: Run, reference: Run, comparison: Comparison, size: int, ended: str) -> Diagnosis | None:
-    steps = list(zip(*(of_rank.steps for of_rank in run), strict=False)) if len(run) == size else []
+    steps = list(zip(*(rank_run.steps for rank_run in run), strict=False)) if len(run) == size else []
     for name in run[0].start if len(run) == size else ():
-        values = [of_rank.start.get(name) for of_rank in run]
+        values = [rank_run.start.get(name) for rank_run in run]
         if len({str(value) for value in values}) > 1:
             return Diagnosis(0, "start", name, f"it is {', '.join(map(str, values))} on ranks 0 to {size - 1}")
     for number, (ranks, want) in enumerate(zip(steps, reference[0].steps, strict=False)):
@@ -94,18 +94,18 @@ def _compare(run: Run, reference: Run, comparison: Comparison, size: int, ended:
         differences = [comparison.add(rank, want) for rank in ranks]
         samples = sorted(index for rank in ranks for index in rank.samples)
         numbers = [(rank.rates, rank.scalars) for rank in ranks]
-        equal = all(of_rank == numbers[0] for of_rank in numbers) and numbers[0][1].keys() == want.scalars.keys()
-        if equal and samples == want.samples and not any(differences):
+        is_equal = all(pair == numbers[0] for pair in numbers) and numbers[0][1].keys() == want.scalars.keys()
+        if is_equal and samples == want.samples and not any(differences):
             continue
         if samples != want.samples:
             orders_differ = size > 1 and _has_repeats(run, want.epoch) and not _has_repeats(reference, want.epoch)
             cause = "order" if orders_differ else "samples"
             return Diagnosis(number, cause, "", sample_difference(samples, want.samples))
-        path = list(dict.fromkeys(hook for of_rank in [*reference, *run] for hook in of_rank.path))
+        path = list(dict.fromkeys(hook for rank_run in [*reference, *run] for hook in rank_run.path))
         return Diagnosis(number, *_explain(ranks, want, differences, path, comparison.tolerance))
     if failure := _failure(run, size, ended):
         return failure
-    lengths = [len(of_rank.steps) for of_rank in [*run, *reference]]
+    lengths = [len(rank_run.steps) for rank_run in [*run, *reference]]
     if len({*lengths}) > 1:
         return Diagnosis(min(lengths), "ways", "", f"steps of ranks 0 to {size - 1} and of one process: {lengths}")
     return None
@@ -113,15 +113,15 @@ def _compare(run: Run, reference: Run, comparison: Comparison, size: int, ended:
 
 def _has_repeats(run: Run, epoch: int) -> bool:
     """Whether an epoch has a sample twice, over all ranks, because each rank uses a different order."""
-    samples = [i for of_rank in run for step in of_rank.steps if step.epoch == epoch for i in step.samples]
+    samples = [i for rank_run in run for step in rank_run.steps if step.epoch == epoch for i in step.samples]
     return len({*samples}) < len(samples)
 
 
 def _failure(run: Run, size: int, ended: str) -> Diagnosis | None:
-    errors = [of_rank.error for of_rank in sorted(run, key=lambda of_rank: of_rank.victim) if of_rank.error]
+    errors = [rank_run.error for rank_run in sorted(run, key=lambda rank_run: rank_run.victim) if rank_run.error]
     if not errors and len(run) == size:
         return None
-    message, steps = [*errors, ended][0], min((len(of_rank.steps) for of_rank in run), default=0)
+    message, steps = [*errors, ended][0], min((len(rank_run.steps) for rank_run in run), default=0)
     return Diagnosis(steps, "refused" if errors and "collectives" not in message else "ways", "", message)
 
 
@@ -146,15 +146,15 @@ def _explain(
         (CLIPPED, "the gradient at optimizer.step()"),
         ("parameter", "a parameter after the step"),
     ):
-        of_ranks = [[difference for difference in of_rank if difference.kind == kind] for of_rank in differences]
-        if not (first := next((difference for of_rank in of_ranks for difference in of_rank), None)):
+        matching = [[difference for difference in row if difference.kind == kind] for row in differences]
+        if not (first := next((difference for row in matching for difference in row), None)):
             continue
-        apart = any(of_rank != of_ranks[0] for of_rank in of_ranks)
-        differs = f"{description} differs{' between ranks' if apart else ''}"
+        ranks_differ = any(row != matching[0] for row in matching)
+        text = f"{description} differs{' between ranks' if ranks_differ else ''}"
         if kind == "gradient":
-            return _explain_gradient(ranks, want, first.tensor, differs, path, tolerance, apart=apart)
+            return _explain_gradient(ranks, want, first.tensor, text, path, tolerance, ranks_differ=ranks_differ)
         is_scaled = all(_factor(rank.stepped, rank.gradients) is not None for rank in ranks)  # as clipping does
-        return "outside" if kind == "parameter" else "changed" if is_scaled else "beside", first.tensor, differs
+        return "outside" if kind == "parameter" else "changed" if is_scaled else "beside", first.tensor, text
     logged, wanted = got.scalars, want.scalars
     if any(rank.scalars != logged for rank in ranks):
         numbers = [[*rank.scalars.values()][1:] for rank in ranks]
@@ -164,21 +164,21 @@ def _explain(
 
 
 def _explain_gradient(
-    ranks: Steps, want: LoopStep, tensor: str, differs: str, path: Sequence[str], tolerance: float, *, apart: bool
+    ranks: Steps, want: LoopStep, tensor: str, text: str, path: Sequence[str], tolerance: float, *, ranks_differ: bool
 ) -> Explanation:
     """The cause of a wrong gradient after s.backward, if samples and losses are right."""
-    beside = sorted({name for rank in ranks for name in rank.beside})
+    changed = sorted({name for rank in ranks for name in rank.beside})
     if max(rank.micro_batches for rank in ranks) > 1 and any(rank.between for rank in ranks):
-        return "between", tensor, differs
-    if beside:
-        return "beside", tensor, f"{differs}; .grad changed before s.backward: {', '.join(beside[:4])}"
-    if apart:
-        return "sync", tensor, differs
+        return "between", tensor, text
+    if changed:
+        return "beside", tensor, f"{text}; .grad changed before s.backward: {', '.join(changed[:4])}"
+    if ranks_differ:
+        return "sync", tensor, text
     if path:
-        return "scale", tensor, f"{differs}; hooks and functions on the gradient path: {', '.join(path[:4])}"
+        return "scale", tensor, f"{text}; hooks and functions on the gradient path: {', '.join(path[:4])}"
     if (factor := _factor(ranks[0].gradients, want.gradients, max(1e-9, tolerance))) is not None:
         return "mean", tensor, f"every gradient is {format_ratio(factor)} the right value"
-    return "gradient", tensor, differs
+    return "gradient", tensor, text
 
 
 def _factor(got: Named, want: Named, tolerance: float = 1e-9) -> float | None:

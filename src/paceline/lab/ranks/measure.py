@@ -128,29 +128,29 @@ class CandidateTraining:
         self._lists_samples = config.run.record_samples
         model = make_model(task, config.run.seed, world)
         loading = Loading(world.device, config.data.num_workers, task.collate)
-        settled = resolve_compute(config.compute, model, task, dataset, loading, candidate.batch_size, world)
-        self.use = Utilization(world, config.compute.peak_tflops, workload.count, settled.precision)
-        o = replace(config.optimizer, schedule="constant", warmup_steps=0)
-        maker = maker_for(o, o.lr, task, model)
-        alone = replace(loading, num_workers=0)
-        sharing = parallelize_model(task, model, dataset, alone, self.plan, world, parallel_config(config))
+        compute = resolve_compute(config.compute, model, task, dataset, loading, candidate.batch_size, world)
+        self.use = Utilization(world, config.compute.peak_tflops, workload.count, compute.precision)
+        optimizer = replace(config.optimizer, schedule="constant", warmup_steps=0)
+        maker = maker_for(optimizer, optimizer.lr, task, model)
+        inline_loading = replace(loading, num_workers=0)
+        sharing = parallelize_model(task, model, dataset, inline_loading, self.plan, world, parallel_config(config))
         lines = sharing.lines if sharing.division else ()  # the stages; a table of split layers is too long
         self.notes = tuple(f"{strategy_on(candidate.strategy, candidate.mesh)}: {line.strip()}" for line in lines)
         if candidate.strategy == NO_EXCHANGE:
             self.replica = sharing.apply(_without_exchange, model, maker, world, shape.virtual_ranks)
         else:
             self.replica = make_replica(config, maker, model, world, shape.virtual_ranks, sharing)
-        schedule = schedule_for(o, o.lr, task, self.replica.optimizer, steps)
+        schedule = schedule_for(optimizer, optimizer.lr, task, self.replica.optimizer, steps)
         folder.mkdir(parents=True, exist_ok=True)
-        place = RunLocation(folder, 1, 0, None)
-        self._records = self._open.enter_context(closing(RunRecorder(place, world, print)))
-        self._records.begin(place, None)
+        location = RunLocation(folder, 1, 0, None)
+        self._records = self._open.enter_context(closing(RunRecorder(location, world, print)))
+        self._records.begin(location, None)
         self._records.log_start(self.plan, 0)
         batches = load_steps(dataset, self.plan, self._share, loading, start=0, stop=steps)
         self._open.enter_context(closing(batches))
         taken = fit(
             self.replica, batches, task.loss, schedule, max_norm=config.optimizer.clip_norm, enter=enter,
-            ahead=loading.ahead, scale=loss_scale(settled.precision),
+            ahead=loading.ahead, scale=loss_scale(compute.precision),
         )  # fmt: skip
         self._taken = self._open.enter_context(closing(taken))
 
@@ -186,9 +186,9 @@ def _configured(config: TrainConfig, candidate: Candidate) -> TrainConfig:
     config = replace(config, launch=launch, data=data)
     if candidate.strategy == NO_EXCHANGE:
         return config
-    others = dict.fromkeys(options_of_others(candidate.strategy))
-    model = replace(config.model, **{name: None for name in others if hasattr(config.model, name)})
-    network = replace(config.network, **{name: None for name in others if hasattr(config.network, name)})
+    other_options = dict.fromkeys(options_of_others(candidate.strategy))
+    model = replace(config.model, **{name: None for name in other_options if hasattr(config.model, name)})
+    network = replace(config.network, **{name: None for name in other_options if hasattr(config.network, name)})
     return replace(config, model=model, network=network, strategy=candidate.strategy)
 
 
@@ -201,7 +201,7 @@ def measure_candidates(order: MeasureOrder, workload: Workload) -> None:
     """Measure all candidates (a collective). Rank 0 writes the measurements."""
     folder, world, compute = Path(order.folder), workload.world, workload.config.compute
     _import_lazily(world)
-    launched = time.time() - order.started_unix
+    launch_seconds = time.time() - order.started_unix
     for candidate in order.candidates:
         mesh_world = create_mesh_groups(world, mesh_of(candidate.mesh or None, world.size))
         if world.rank == 0:
@@ -210,28 +210,28 @@ def measure_candidates(order: MeasureOrder, workload: Workload) -> None:
         if world.rank == 0 and compute.precision != "auto":  # the others wait in `_measure`
             Utilization(world, compute.peak_tflops, workload.count, compute.precision).peak_tflops(measure=True)
         with deterministic() if candidate.strategy in EXACT else nullcontext():
-            measured = _measure(order, replace(workload, world=mesh_world), candidate, launched)
+            measured = _measure(order, replace(workload, world=mesh_world), candidate, launch_seconds)
         if world.rank == 0:
             with (folder / m.CHUNKS).open("ab") as file:
                 file.write(msgspec.json.encode(measured) + b"\n")
         gc.collect()  # hooks and closures keep models in reference cycles
 
 
-def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, launched: float) -> Measurement:
+def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, launch_seconds: float) -> Measurement:
     """Apply one candidate to a new model, and take the inspected, the warm-up and the measured steps."""
-    world, box = workload.world, Guard.of_process().box
+    world, status_page = workload.world, Guard.of_process().box
     folder, last = Path(order.folder) / candidate.name, order.warmup + order.steps
     with inspected(world.device) if order.memory else nullcontext() as inspection:
         all_gather_object(0, world)
-        began = time.perf_counter()
+        start = time.perf_counter()
         training = CandidateTraining(workload, candidate, folder, last, inspection.enter if inspection else ignore)
         replica = training.replica
         if inspection:
             inspection.watch(replica)
         training.take(1)
-        first = time.perf_counter() - began
+        first = time.perf_counter() - start
         training.take(1)  # DDP rebuilds its buckets in the second step; the third is like all later ones
-        traffic = Traffic(box, replica.world, replica.pipeline)
+        traffic = Traffic(status_page, replica.world, replica.pipeline)
         microbatches = training.take_one()
         sent = traffic.sent()
         if inspection:
@@ -239,24 +239,24 @@ def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, laun
     with training:
         training.take(order.warmup - m.INSPECTED_STEPS)
         all_gather_object(0, world)
-        began, cpu = time.perf_counter(), sum(os.times()[:2])
+        start, cpu_base = time.perf_counter(), sum(os.times()[:2])
         samples = training.take(order.steps)
         local: dict[str, Any] = {
-            "seconds": time.perf_counter() - began, "cpu": sum(os.times()[:2]) - cpu, "first": first, "sent": sent,
+            "seconds": time.perf_counter() - start, "cpu": sum(os.times()[:2]) - cpu_base, "first": first, "sent": sent,
             "memory": msgspec.to_builtins(inspection.found) if inspection else None,
             "sync": training.sync_seconds,
         }  # fmt: skip
         local["gpu"] = ask_gpus([os.getpid()], wait_seconds=DRIVER_SECONDS).get(os.getpid(), "")  # before it cools down
-        weights = [held for held in replica.state() if held.name.startswith("model/")]
+        weights = [shard for shard in replica.state() if shard.name.startswith("model/")]
         digest = sha256_of(full_state(weights, world))
     trained = [p for p in replica.model.parameters() if p.requires_grad]
     local["weights"] = sum(p.numel() * p.element_size() for p in trained)
-    ranks = all_gather_object(local, world)
+    results = all_gather_object(local, world)
     one_copy = replica.world.mesh.peers(0, OF_MODEL) if replica.world.mesh else (0,)
-    seconds = max(each["seconds"] for each in ranks)
+    seconds = max(result["seconds"] for result in results)
     memory = None
     if inspection:
-        memory = m.Memory(**{n: _most(each["memory"][n] for each in ranks) for n in m.Memory.__struct_fields__})
+        memory = m.Memory(**{n: _most(result["memory"][n] for result in results) for n in m.Memory.__struct_fields__})
     return Measurement(
         name=candidate.name,
         strategy=candidate.strategy,
@@ -266,21 +266,21 @@ def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, laun
         global_batch=training.plan.global_batch,
         samples=samples,
         seconds=seconds,
-        cpu_seconds=sum(each["cpu"] for each in ranks),
-        first_step_seconds=max(each["first"] for each in ranks),
-        launch_seconds=launched,
+        cpu_seconds=sum(result["cpu"] for result in results),
+        first_step_seconds=max(result["first"] for result in results),
+        launch_seconds=launch_seconds,
         digest=digest,
-        weight_bytes=sum(ranks[rank]["weights"] for rank in one_copy),
+        weight_bytes=sum(results[rank]["weights"] for rank in one_copy),
         low_rank_bytes=4 * LowRank([p.shape for p in trained], torch.float32, DEFAULT_RANK).sent,
-        sent_bytes=_most(each["sent"] for each in ranks),
+        sent_bytes=_most(result["sent"] for result in results),
         memory=memory,
         device=device_name(world.device),
-        sync_share=sum(each["sync"] / each["seconds"] for each in ranks) / world.size,
+        sync_share=sum(result["sync"] / result["seconds"] for result in results) / world.size,
         notes=(*workload.notes, *training.notes),
         mesh=candidate.mesh,
         use=training.use.speed(samples / seconds),
         mfu_words=explain_mfu(samples / seconds, workload.count.per_sample, training.use.peak_tflops(), world.size),
-        gpus={rank: each["gpu"] for rank, each in enumerate(ranks) if each["gpu"]},
+        gpus={rank: result["gpu"] for rank, result in enumerate(results) if result["gpu"]},
     )
 
 

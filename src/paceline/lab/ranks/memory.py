@@ -53,9 +53,9 @@ class Inspection:
         def before(*_: object) -> None:
             if self._open:
                 updated = [p for group in replica.optimizer.param_groups for p in group["params"]]  # or shards
-                own = [*replica.model.parameters(), *updated]
-                held = [held.tensor for held in replica.gradients()]
-                self._gradients = held_bytes([*held, *(p.grad for p in own)])
+                parameters = [*replica.model.parameters(), *updated]
+                gradients = [shard.tensor for shard in replica.gradients()]
+                self._gradients = held_bytes([*gradients, *(p.grad for p in parameters)])
                 self._weights = held_bytes([*replica.model.parameters(), *replica.model.buffers()])
 
         def after(*_: object) -> None:
@@ -79,13 +79,13 @@ class Inspection:
     def close(self, profiler: profile) -> None:
         """End the observation; `found` is its result."""
         self._open = False
-        held = (self._weights, self._gradients, self._optimizer)
+        sizes = (self._weights, self._gradients, self._optimizer)
         events = _timeline(profiler, self._device)
         has_allocations = any(isinstance(event, int) for event in events)
-        activations, exchange, peak = levels(events, sum(held) + self._batch) if has_allocations else (None,) * 3
+        activations, exchange, peak = levels(events, sum(sizes) + self._batch) if has_allocations else (None,) * 3
         if self._in_stages:  # forwards and backwards alternate, so there is no moment to measure these
             activations = exchange = None
-        self.found = Memory(*held, activations, exchange, peak, peak_memory() or None)
+        self.found = Memory(*sizes, activations, exchange, peak, peak_memory() or None)
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def _timeline(profiler: profile, device: torch.device) -> list[int | str]:
             events.append((event.start_ns(), event.nbytes()))
         elif name.startswith(MARK):
             events.append((event.start_ns(), name.removeprefix(MARK)))
-    return [event for _, event in sorted(events, key=lambda timed: timed[0])]
+    return [event for _, event in sorted(events, key=lambda pair: pair[0])]
 
 
 class Traffic:
@@ -163,9 +163,9 @@ class Traffic:
         entries = [entry for entry in _entries() if entry["record_id"] > self._last and not entry["is_p2p"]]
         shared = [op for began_ns, op in self._box.recent_ops() if began_ns >= self._since_ns and op.group == SHARED]
         messages = self._line.sent_bytes - self._messages if self._line else 0
-        lost = self._box.get("ops") - self._calls > RECORDS  # the ring has overwritten the oldest
+        is_incomplete = self._box.get("ops") - self._calls > RECORDS  # the ring has overwritten the oldest
         self._begin()
-        if lost or not (entries or shared or messages):
+        if is_incomplete or not (entries or shared or messages):
             return 0.0 if self._world.size == 1 else None
         sizes = [volume(entry["profiling_name"], _bytes(entry), self._ranks(entry)) for entry in entries]
         sizes += [volume(op.kind, size_of(op.shape, op.dtype), self._world.data.size) for op in shared]

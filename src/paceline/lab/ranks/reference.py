@@ -97,7 +97,7 @@ class Reference:
         loss.backward()
         gradients = {n: None if g is None else g.clone() for n, g in gradients_of(self.model).items()}
         norm = float(nn.utils.clip_grad_norm_(self._names.values(), self.spec.clip_norm))
-        stepped = gradients_of(self.model)
+        clipped_gradients = gradients_of(self.model)
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
@@ -106,7 +106,7 @@ class Reference:
             streams=streams,
             scalars={"loss": float(loss.detach()), "weight": weight, "gradient norm": norm},
             gradients=gradients,
-            stepped=stepped,
+            stepped=clipped_gradients,
             parameters={n: p.detach() for n, p in self.model.named_parameters()},
             buffers=self._mean_buffers(),
             state=optimizer_state(self.optimizer, self.model),
@@ -117,9 +117,9 @@ class Reference:
         count = min(self.spec.accumulation, max(len(portion) for portion in portions))
         parts = [portion.tensor_split(count) for portion in portions]
         if self.union:
-            return [(0, part, torch.cat([of_rank[part] for of_rank in parts])) for part in range(count)]
-        each = [(v, part, parts[v][part]) for v in range(self.spec.virtual_ranks) for part in range(count)]
-        return [(v, part, indices) for v, part, indices in each if len(indices)]
+            return [(0, part, torch.cat([rank_parts[part] for rank_parts in parts])) for part in range(count)]
+        microbatches = [(v, part, parts[v][part]) for v in range(self.spec.virtual_ranks) for part in range(count)]
+        return [(v, part, indices) for v, part, indices in microbatches if len(indices)]
 
     def _forward(self, virtual_rank: int, indices: Tensor) -> tuple[Tensor, float]:
         """The weighted sum of a micro-batch's losses, with its graph, and the sum of its weights."""
@@ -136,10 +136,10 @@ class Reference:
     def _load_buffers(self, virtual_rank: int) -> None:
         """Give the model new buffers, because the graphs of earlier micro-batches refer to the old ones."""
         values = self._buffers.get(virtual_rank, self._initial)
-        new = {buffer: values[name].clone() for name, buffer in self.model.named_buffers()}
+        new_buffers = {buffer: values[name].clone() for name, buffer in self.model.named_buffers()}
         for name, buffer in [*self.model.named_buffers(remove_duplicate=False)]:
             owner, _, attribute = name.rpartition(".")
-            setattr(self.model.get_submodule(owner), attribute, new[buffer])
+            setattr(self.model.get_submodule(owner), attribute, new_buffers[buffer])
 
     def _mean_buffers(self) -> dict[str, Tensor]:
         sets = [self._buffers[v] for v in sorted(self._buffers)]
@@ -155,15 +155,15 @@ class Reference:
         its factor before backward. Afterwards the gradient is divided by the factor. If the gradient path is linear,
         the columns add up to the gradient of the step for any groups and factors.
         """
-        before = self._before
-        assert before is not None
-        parts = {f"{v}.{part}": (v, part, indices) for v, part, indices in self._microbatches(before.batch)}
+        step_start = self._before
+        assert step_start is not None
+        parts = {f"{v}.{part}": (v, part, indices) for v, part, indices in self._microbatches(step_start.batch)}
         columns: list[Tensor] = []
-        with self._restored(before), torch.random.fork_rng(devices=[]):
+        with self._restored(step_start), torch.random.fork_rng(devices=[]):
             for keys, factor in zip(groups, factors, strict=True):
                 losses: list[Tensor] = []
                 for virtual_rank, part, indices in (parts[key] for key in keys):
-                    seed = derive(self.spec.seed, "forward", before.epoch, before.step, virtual_rank, part)
+                    seed = derive(self.spec.seed, "forward", step_start.epoch, step_start.step, virtual_rank, part)
                     torch.manual_seed(seed)
                     losses.append(self._forward(virtual_rank, indices)[0])
                 loss = torch.stack(losses).sum() * (factor / sum(self.weights.values()))
@@ -172,13 +172,13 @@ class Reference:
         return torch.stack(columns, 1)
 
     @contextmanager
-    def _restored(self, before: "_StepStart") -> Generator[None]:
-        now, buffers = {n: p.data for n, p in self._names.items()}, dict(self._buffers)
-        self._set(before.parameters, before.buffers)
+    def _restored(self, step_start: "_StepStart") -> Generator[None]:
+        parameters, buffers = {n: p.data for n, p in self._names.items()}, dict(self._buffers)
+        self._set(step_start.parameters, step_start.buffers)
         try:
             yield
         finally:
-            self._set(now, buffers)
+            self._set(parameters, buffers)
 
     def _set(self, parameters: Mapping[str, Tensor], buffers: Mapping[int, dict[str, Tensor]]) -> None:
         for name, tensor in parameters.items():
@@ -226,19 +226,19 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
 def at_probes(gradients: Named, like: Mapping[str, Tensor]) -> Tensor:
     """(n,) values of a gradient at evenly spaced coordinates; None counts as zeros."""
     per_tensor = max(1, PROBES // max(1, len(gradients)))
-    picked: list[Tensor] = []
+    values: list[Tensor] = []
     for name, gradient in gradients.items():
         flat = (torch.zeros_like(like[name]) if gradient is None else gradient).detach().reshape(-1)
-        picked.append(flat[:: max(1, len(flat) // per_tensor)].clone())
-    return torch.cat(picked)
+        values.append(flat[:: max(1, len(flat) // per_tensor)].clone())
+    return torch.cat(values)
 
 
 def stream_fingerprint() -> str:
     """The next number of the CPU's random number generator, without changing its state."""
     state = torch.get_rng_state()
-    drawn = torch.rand(1, dtype=torch.float64)
+    number = torch.rand(1, dtype=torch.float64)
     torch.set_rng_state(state)
-    return float(drawn).hex()
+    return float(number).hex()
 
 
 def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:

@@ -71,18 +71,18 @@ def optimizers_of(spec: Spec, task: Task, model: nn.Module) -> dict[str, type[Op
     names = spec.optimizers or ([OWN] if by_task else [*OPTIMIZERS])
     if OWN in names and not by_task:
         raise UsageError(code="verify-task-without-optimizer", value=OWN, allowed=[*OPTIMIZERS])
-    made = {name: optimizer_factory(name, task, model)(model.parameters()) for name in names}
-    for name, optimizer in made.items():
+    optimizers = {name: optimizer_factory(name, task, model)(model.parameters()) for name in names}
+    for name, optimizer in optimizers.items():
         _add_schedule(name, task, optimizer, spec.steps)
-    return {name: type(optimizer) for name, optimizer in made.items()}
+    return {name: type(optimizer) for name, optimizer in optimizers.items()}
 
 
 def optimizer_factory(name: str, task: Task, model: nn.Module) -> MakeOptimizer:
     """The function that creates the optimizer of `model`."""
     if name != OWN or task.make_optimizer is None:
         return OPTIMIZERS[name]
-    made = checked_optimizer(task.make_optimizer(model))
-    return lambda _: made
+    optimizer = checked_optimizer(task.make_optimizer(model))
+    return lambda _: optimizer
 
 
 def has_schedule(name: str, task: Task) -> bool:
@@ -157,8 +157,8 @@ def apply_strategy(
         model = convert(model, new_group())
     loading, data = Loading(world.device, 0, setting.task.collate), world.data
     model.train()
-    wish = ParallelConfig(strategy, schedule=spec.schedule_pipeline, sequence=spec.sequence_parallel)
-    sharing = parallelize_model(setting.task, model, setting.dataset, loading, setting.plan, world, wish)
+    config = ParallelConfig(strategy, schedule=spec.schedule_pipeline, sequence=spec.sequence_parallel)
+    sharing = parallelize_model(setting.task, model, setting.dataset, loading, setting.plan, world, config)
     replica = sharing.apply(STRATEGIES[strategy], model, maker, world, spec.virtual_ranks)
     _add_schedule(optimizer, setting.task, replica.optimizer, spec.steps)
     replica.model.train()
@@ -200,8 +200,8 @@ class Trial:
 def make_trial(case: Case, setting: Setting, optimizer: type[Optimizer]) -> Trial:
     """Build the model, apply the strategy and prepare its batches (a collective)."""
     model = _model(setting, setting.spec.seed + setting.world.rank)
-    everything = (*model.named_parameters(), *model.named_buffers())
-    shapes = {name: torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for name, t in everything}
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    shapes = {name: torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for name, t in tensors}
     replica, batches = apply_strategy(setting, case.strategy, case.optimizer, model)
     trial = Trial(case, replica, batches, Comparison(adaptive=not issubclass(optimizer, SGD)), whole=shapes)
     _observe(trial)
@@ -212,10 +212,10 @@ def make_reference(setting: Setting, optimizer: str) -> Reference:
     """The single process to compare the strategies with."""
     task, spec = setting.task, setting.spec
     model = _model(setting, spec.seed)
-    made = optimizer_factory(optimizer, task, model)(model.parameters())
-    schedule = task.make_schedule(made, spec.steps) if task.make_schedule and has_schedule(optimizer, task) else None
+    optim = optimizer_factory(optimizer, task, model)(model.parameters())
+    schedule = task.make_schedule(optim, spec.steps) if task.make_schedule and has_schedule(optimizer, task) else None
     union = setting.policy == "sync"
-    return Reference(task, model, made, schedule, setting.dataset, setting.plan.global_batch, spec, union=union)
+    return Reference(task, model, optim, schedule, setting.dataset, setting.plan.global_batch, spec, union=union)
 
 
 def _observe(trial: Trial) -> None:
@@ -250,17 +250,17 @@ def compare_starts(trial: Trial, reference: Reference | None) -> None:
     trial.start_differs = _first_difference(fingerprints(parameters), world)
     if trial.start_differs is None:
         want = dict(reference.model.named_parameters()) if reference else {}
-        wrong = [name for name, value in parameters.items() if name in want and not torch.equal(value, want[name])]
-        trial.start_differs = next(iter(all_gather_object(wrong[:1], world)[0]), None)
+        unequal = [name for name, value in parameters.items() if name in want and not torch.equal(value, want[name])]
+        trial.start_differs = next(iter(all_gather_object(unequal[:1], world)[0]), None)
 
 
 def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]) -> tuple[Observed, RankDifferences]:
     """The values of the trial's last step, over all ranks (a collective)."""
     replica, world, got, trial.seen = trial.replica, trial.replica.world, trial.seen, Observed()
     # the ranks of one model copy have the same samples: only its first rank counts
-    counted = [b.work for b in microbatches if b.work.counted and world.leads]
-    samples = [i for work in counted for i in work.indices.tolist()]
-    got.samples = sorted(i for of_rank in all_gather_object(samples, world) for i in of_rank)
+    works = [b.work for b in microbatches if b.work.counted and world.leads]
+    samples = [i for work in works for i in work.indices.tolist()]
+    got.samples = sorted(i for rank_samples in all_gather_object(samples, world) for i in rank_samples)
     got.streams = {k: v for part in all_gather_object(got.streams, world) for k, v in part.items()}
     got.scalars = {"loss": result.loss, "weight": result.weight, "gradient norm": result.grad_norm or 0.0}
     got.parameters = parameters = parameters_of(replica)
@@ -279,10 +279,10 @@ def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]
 def _optimizer_state(replica: Strategy, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The optimizer state as in reference.optimizer_state, unsharded (a collective)."""
     state: dict[str, Tensor] = {}
-    for full, value in full_state(
-        [h for h in replica.state() if h.name.startswith("optimizer/")], replica.world
+    for full_name, value in full_state(
+        [shard for shard in replica.state() if shard.name.startswith("optimizer/")], replica.world
     ).items():
-        name, _, key = full.removeprefix("optimizer/").rpartition("/")
+        name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
         if value.shape == parameters[name].shape:
             state[f"{key} of {name}"] = value
     return state
@@ -290,9 +290,9 @@ def _optimizer_state(replica: Strategy, parameters: Mapping[str, Tensor]) -> dic
 
 def _first_difference(local: Mapping[str, int], world: World) -> str | None:
     """The first tensor whose fingerprint differs between ranks (a collective)."""
-    of_ranks = all_gather_object(dict(local), world)
-    names = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
-    return next((name for name in names if len({of_rank.get(name) for of_rank in of_ranks}) > 1), None)
+    checksums_by_rank = all_gather_object(dict(local), world)
+    names = dict.fromkeys(name for checksums in checksums_by_rank for name in checksums)
+    return next((name for name in names if len({checksums.get(name) for checksums in checksums_by_rank}) > 1), None)
 
 
 def digests_of(replica: Strategy) -> tuple[str, str]:
@@ -312,11 +312,11 @@ def parameters_of(replica: Strategy) -> dict[str, Tensor]:
     """All unsharded parameters, by name (a collective if they are sharded). Not copies: use before the next step."""
     if not replica.sharded:
         return {name: parameter.detach() for name, parameter in replica.model.named_parameters()}
-    held = [h for h in replica.state() if h.name.startswith(PARAMETER)]
-    return {name.removeprefix(PARAMETER): tensor for name, tensor in full_state(held, replica.world).items()}
+    shards = [shard for shard in replica.state() if shard.name.startswith(PARAMETER)]
+    return {name.removeprefix(PARAMETER): tensor for name, tensor in full_state(shards, replica.world).items()}
 
 
 def gradients_of(replica: Strategy) -> dict[str, Tensor]:
     """All unsharded gradients of the step, by name (a collective if they are sharded). Not copies."""
-    held = replica.gradients()
-    return full_state(held, replica.world) if replica.sharded else {shard.name: shard.tensor for shard in held}
+    shards = replica.gradients()
+    return full_state(shards, replica.world) if replica.sharded else {shard.name: shard.tensor for shard in shards}

@@ -102,8 +102,8 @@ def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, re
         with raise_on_all_ranks(world):
             microbatches = next(trial.batches)
             result = train_step(trial.replica, microbatches, setting.task.loss, max_norm=setting.spec.clip_norm)
-    except (UsageError, ReportedByPeer) as failed:
-        error = str(failed)
+    except (UsageError, ReportedByPeer) as failure:
+        error = str(failure)
     errors = [e for e in all_gather_object(error, world) if e]
     finding: Diagnosis | None = None
     if errors:
@@ -114,16 +114,16 @@ def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, re
         got, ranks = trials.observe(trial, result, microbatches)
         if want is not None and reference is not None:
             differences = trial.comparison.add(got, want)
-            wrong = differences or got.samples != want.samples or got.streams != want.streams
-            if wrong or any(ranks):
+            is_wrong = differences or got.samples != want.samples or got.streams != want.streams
+            if is_wrong or any(ranks):
                 finding = Diagnosis(number, *explain(got, want, differences, ranks, reference))
     trial.finding = msgspec.convert(all_gather_object(msgspec.to_builtins(finding), world)[0], Diagnosis | None)
 
 
 def _skip_reason(strategy: str, policy: Policy, world: World, optimizer: type[Optimizer]) -> str | None:
     info = STRATEGY_INFO[strategy]
-    if why := lacks_torch(strategy):
-        return why.removeprefix(f"strategy {strategy} ")
+    if reason := lacks_torch(strategy):
+        return reason.removeprefix(f"strategy {strategy} ")
     if info.exact and policy == "sync":
         return "has local batch norm only"
     if info.sharded and optimizer not in ELEMENT_WISE:
@@ -164,8 +164,8 @@ def _bits_of(setting: Setting, strategy: str, optimizer: str) -> Bits:
         gradients, parameters = sha256_of(trials.gradients_of(replica)), sha256_of(trials.parameters_of(replica))
         steps.append(StepBits(result.loss.hex(), norm, gradients, parameters))
     weights, state = trials.digests_of(replica)
-    of_ranks = all_gather_object([weights, [msgspec.to_builtins(step) for step in steps]], world)
-    return Bits(strategy, optimizer, weights, state, steps, all(of_rank == of_ranks[0] for of_rank in of_ranks))
+    by_rank = all_gather_object([weights, [msgspec.to_builtins(step) for step in steps]], world)
+    return Bits(strategy, optimizer, weights, state, steps, all(digests == by_rank[0] for digests in by_rank))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -152,9 +152,9 @@ class AttachedWorkers(Workers):
         """As `Orders.wait`: wait up to `seconds`; return True earlier if a rank attaches, sends a message or ends."""
         self.release_leaving()
         running = self.running
-        own = [*running, *self._connections, *([] if self.all_here else [self._listener])]
-        ready = wait_readable([*own, *also], seconds)
-        woken = not ready.isdisjoint([readable.fileno() for readable in own])
+        readables = [*running, *self._connections, *([] if self.all_here else [self._listener])]
+        ready = wait_readable([*readables, *also], seconds)
+        is_woken = not ready.isdisjoint([readable.fileno() for readable in readables])
         for process in running:
             if process.fileno() in ready:
                 process.poll()
@@ -168,7 +168,7 @@ class AttachedWorkers(Workers):
                 self._connections[connection] = pid
             else:  # a process of another user, or one in a different PID namespace, which the agent cannot see
                 connection.close()
-        return woken
+        return is_woken
 
     def _process(self, connection: socket.socket, message: Message | None, descriptors: Sequence[int]) -> None:
         pid = self._connections[connection]
@@ -272,10 +272,10 @@ class AttachedWorkers(Workers):
 
 def _descendants(pids: Collection[int]) -> dict[int, int]:
     """All descendants of these processes: pid -> start time."""
-    every, found = [*processes()], dict[int, int]()
-    while more := {p.pid: p.start for p in every if p.pid not in found and (p.parent in pids or p.parent in found)}:
-        found |= more
-    return found
+    procs, starts = [*processes()], dict[int, int]()
+    while added := {p.pid: p.start for p in procs if p.pid not in starts and (p.parent in pids or p.parent in starts)}:
+        starts |= added
+    return starts
 
 
 class AttachOrders(Orders):
@@ -290,16 +290,16 @@ class AttachOrders(Orders):
 
     def wait(self, seconds: float, also: Sequence[Readable] = ()) -> bool:
         """Wait up to `seconds`, until a rank attaches, sends a message or ends, or one of `also` is readable."""
-        woken = self._workers.wait(seconds, also)
+        is_woken = self._workers.wait(seconds, also)
         if self._reported or time.monotonic() < self._looked_seconds + LAUNCHER_SECONDS:
-            return woken
+            return is_woken
         self._looked_seconds = time.monotonic()
         if pids := [process.pid for process in self._workers.running if process.is_orphan]:
             self._reported, self.launcher_gone = True, self._workers.plan.may_end
             remedy = "stopping them" if self.launcher_gone else f"to end them: kill {' '.join(map(str, pids))}"
             say(f"the launcher of the ranks on {os.uname().nodename} has ended, but the ranks still run; {remedy}")
             return True
-        return woken
+        return is_woken
 
 
 class AttachedFollower(Follower):
@@ -320,10 +320,10 @@ class AttachedFollower(Follower):
                 return "all its ranks have ended"
         return super()._head_lost(link)
 
-    def _alone(self, why: str) -> int:
+    def _alone(self, reason: str) -> int:
         if not self._attached.running or self._attached.stopping:
             return ExitCode.DONE
-        say(f"cannot detect hangs between this node and others any more: the agent of node 0 is lost: {why}")
+        say(f"cannot detect hangs between this node and others any more: the agent of node 0 is lost: {reason}")
         return ExitCode.FAILED
 
 
@@ -394,12 +394,12 @@ class AttachedHead:
 
     def _accept_nodes(self) -> bool:
         """Accept the agents of other nodes that have connected; return whether the set of nodes has changed."""
-        before = [*self._generation.members]
+        old_members = [*self._generation.members]
         for member in self.cluster.here:
-            if member not in before:
+            if member not in old_members:
                 member.start(StartOrder(0, self.plan.ranks, "", ""))
         self._generation.members = [*self.cluster.members.values()]
-        return self._generation.members != before
+        return self._generation.members != old_members
 
     def _follow(self, meeting: Rendezvous) -> None:
         """Follow the agent of node 0 in the guard of all nodes, until it ends."""
@@ -425,11 +425,11 @@ class AttachedHead:
             return
         if self._stall_seconds is not None:
             stall_age = now - self._stall_seconds - MOVED_SECONDS
-            moving = [sample.rank for sample in samples if sample.runs and sample.still_seconds < stall_age]
-            if not moving:
+            moving_ranks = [sample.rank for sample in samples if sample.runs and sample.still_seconds < stall_age]
+            if not moving_ranks:
                 return
             self._stall_seconds = None
-            say(f"{clause(moving, 'is', 'are')} making progress again; the stall is over")
+            say(f"{clause(moving_ranks, 'is', 'are')} making progress again; the stall is over")
         if (diagnosis := monitor.look()) is not None:
             self._stall_seconds = time.monotonic()
             self._report_stall(diagnosis, len(samples))

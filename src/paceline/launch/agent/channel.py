@@ -260,9 +260,9 @@ class Link:
                 self._distrust(f"a message that cannot be decoded ({error}): a different version of paceline?")
                 return
 
-    def _distrust(self, what: str) -> None:
+    def _distrust(self, description: str) -> None:
         self._buffer.clear()
-        self.end(f"it sent {what}")
+        self.end(f"it sent {description}")
 
     def _mac(self, direction: bytes, number: int, payload: bytes) -> bytes:
         return hmac.digest(self._key, direction + NUMBER.pack(number) + payload, "sha256")
@@ -295,9 +295,9 @@ class Handshake:
 
     def answer(self) -> Link | None:
         """The link, once the peer is authenticated. If authentication fails, the connection is `closed`."""
-        wanted = NONCE_BYTES + MAC_BYTES - len(self._buffer)
+        missing = NONCE_BYTES + MAC_BYTES - len(self._buffer)
         try:
-            data = self._socket.recv(wanted)
+            data = self._socket.recv(missing)
         except BlockingIOError:
             data = None
         except OSError:
@@ -354,8 +354,8 @@ def introduce(connection: socket.socket, secret: bytes) -> Link | str:
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
     data = b""
-    while len(data) < size and (more := connection.recv(size - len(data))):
-        data += more
+    while len(data) < size and (chunk := connection.recv(size - len(data))):
+        data += chunk
     return data
 
 
@@ -384,11 +384,11 @@ class Poller:
 
     def attend(self, links: Iterable[Link]) -> None:
         """Poll these links, and no others."""
-        now = {link.fileno(): link for link in links if not link.ended}
-        for number in self._links.keys() - now.keys():
+        open_links = {link.fileno(): link for link in links if not link.ended}
+        for number in self._links.keys() - open_links.keys():
             if self._links.pop(number).fileno() >= 0:  # the kernel removes closed sockets itself
                 self._kernel.unregister(number)
-        for number, link in now.items():
+        for number, link in open_links.items():
             if self._links.get(number) is not link:  # new, or it has reused the number of a closed link
                 self._kernel.register(number, select.EPOLLIN)
                 self._links[number] = link
@@ -436,14 +436,14 @@ class Listener:
         for handshake in self._handshakes[:-MAX_HANDSHAKES]:
             handshake.refuse()
         del self._handshakes[:-MAX_HANDSHAKES]
-        arrived: list[tuple[Link, list[Message]]] = []
+        arrivals: list[tuple[Link, list[Message]]] = []
         for link in list(self._authenticated):
             messages = link.receive()
             if messages:
-                arrived.append((link, messages))
+                arrivals.append((link, messages))
             if messages or link.ended:
                 self._authenticated.remove(link)
-        return arrived
+        return arrivals
 
     def close(self) -> None:
         """Stop accepting connections, and close the new ones without a message."""
@@ -459,8 +459,8 @@ def _listen(ports: Sequence[int]) -> socket.socket:
     for port in ports:
         for family in (socket.AF_INET6, socket.AF_INET):
             with suppress(OSError):
-                both = family == socket.AF_INET6
-                listener = socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=both)
+                dualstack = family == socket.AF_INET6
+                listener = socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=dualstack)
                 listener.setblocking(False)
                 return listener
     holders = {port: port_holder(port) for port in ports}
@@ -502,11 +502,11 @@ class ClockBounds:
     def see(self, now_seconds: float, *, least_seconds: float = -math.inf, most_seconds: float = math.inf) -> None:
         """Narrow the bounds by a message that was received at `now_seconds` (monotonic)."""
         drift = DRIFT * max(0.0, now_seconds - self._at_seconds)  # the uncertainty of the bounds grows with time
-        least, most = max(self.least_seconds - drift, least_seconds), min(self.most_seconds + drift, most_seconds)
-        if least > most:  # a clock was set: the earlier bounds are void
-            least, most = least_seconds, most_seconds
+        lower, upper = max(self.least_seconds - drift, least_seconds), min(self.most_seconds + drift, most_seconds)
+        if lower > upper:  # a clock was set: the earlier bounds are void
+            lower, upper = least_seconds, most_seconds
             self._written_error_seconds = math.inf
-        self.least_seconds, self.most_seconds, self._at_seconds = least, most, now_seconds
+        self.least_seconds, self.most_seconds, self._at_seconds = lower, upper, now_seconds
 
     def due(self, node: int, now_seconds: float) -> ClockAhead | None:
         """The record to write now: the first one, one with half the error of the last one, or one per minute."""

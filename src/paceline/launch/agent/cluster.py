@@ -74,11 +74,11 @@ class RemoteNode:
         return self._cached[2]
 
     def _sample(self, rank: int) -> Sample:
-        known = self._samples.get(rank) or Sample(rank, self.hello.facts.host, 0, self.hello.node)
-        if not self.lost or known.code is not None:
-            return known
+        sample = self._samples.get(rank) or Sample(rank, self.hello.facts.host, 0, self.hello.node)
+        if not self.lost or sample.code is not None:
+            return sample
         lost = f"{self.name} is lost: {self.lost}"
-        return replace(known, lost=lost, ended_seconds=self.link.heard_seconds, failure=None, words="")
+        return replace(sample, lost=lost, ended_seconds=self.link.heard_seconds, failure=None, words="")
 
     def ask(self, question: channel.Ask) -> None:
         """Request details of the state of its workers."""
@@ -102,7 +102,7 @@ class RemoteNode:
         return True
 
     def _process_beat(self, beat: channel.Beat) -> bool:
-        now, before = time.monotonic(), self._ends
+        now, previous_ends = time.monotonic(), self._ends
         if beat.unix_time is not None:
             self.clock.see(now, least_seconds=beat.unix_time - time.time())
         if beat.alive_took_seconds is not None:
@@ -113,7 +113,7 @@ class RemoteNode:
             self._ends = beat.generation, beat.stopped, beat.left, *codes
             if beat.workers:
                 self._samples = {worker.rank: worker.turned(now) for worker in beat.workers}
-        return self._ends != before
+        return self._ends != previous_ends
 
     def _process_answer(self, answer: channel.Shown) -> None:
         if answer.question == self.asked and answer.evidence is None:
@@ -178,36 +178,36 @@ class Cluster:
         if self._listener is None:
             self._orders.wait(seconds)
             return
-        until = time.monotonic() + min(seconds, channel.BEAT_SECONDS)
+        deadline = time.monotonic() + min(seconds, channel.BEAT_SECONDS)
         while True:
             self._poller.attend(node.link for node in (*self.here, *self.waiting))
             sockets = [*self._listener.sockets(), self._poller]
-            news = self._orders.wait(until - time.monotonic(), sockets)
+            has_news = self._orders.wait(deadline - time.monotonic(), sockets)
             for link, messages in self._listener.arrived():
                 self._welcome(link, messages)
-                news = True
-            if self._receive() or news or time.monotonic() >= until:
+                has_news = True
+            if self._receive() or has_news or time.monotonic() >= deadline:
                 return
             # Only heartbeats: a thousand nodes send one each millisecond, so process many of them together
             time.sleep(BATCH_SECONDS * len(self.members))
 
     def _receive(self) -> bool:
         """Process messages of nodes, and send heartbeats if they are due; return whether there is news."""
-        readable, news = {*self._poller.readable()}, False
+        readable, has_news = {*self._poller.readable()}, False
         beat_due = time.monotonic() > self._beat_seconds + channel.BEAT_SECONDS
         for member in (*self.here, *self.waiting) if readable or beat_due else ():
             if beat_due or member.link in readable:  # with each heartbeat check all nodes, to detect silent ones
-                news = self._process(member, member.link.receive()) or news
+                has_news = self._process(member, member.link.receive()) or has_news
                 member.lost = member.link.ended
-                news = news or bool(member.lost)
+                has_news = has_news or bool(member.lost)
             if beat_due:
                 member.link.send(channel.Alive(time.time()))  # read the clock for each node: a send may wait
         if beat_due:
             self._beat_seconds = now = time.monotonic()
-            silent = max((now - member.link.heard_seconds for member in self.here), default=0.0)
-            if silent > SILENT_SECONDS:  # TCP retries with doubling pauses, up to the length of the interruption
-                self.settled_seconds = now + silent + channel.BEAT_SECONDS
-        return news
+            silence = max((now - member.link.heard_seconds for member in self.here), default=0.0)
+            if silence > SILENT_SECONDS:  # TCP retries with doubling pauses, up to the length of the interruption
+                self.settled_seconds = now + silence + channel.BEAT_SECONDS
+        return has_news
 
     def _welcome(self, link: channel.Link, messages: Sequence[channel.Message]) -> None:
         hello = messages[0]
@@ -220,12 +220,12 @@ class Cluster:
             return link.end("its first message was not Hello")
         if self.place_for is not None:
             return self._welcome_late(self.place_for, RemoteNode(hello, link), messages[1:])
-        who = f"node {hello.node} ({hello.facts.host}, pid {hello.facts.pid})"
+        sender = f"node {hello.node} ({hello.facts.host}, pid {hello.facts.pid})"
         if not 0 < hello.node < self._plan.nodes or hello.nodes != self._plan.nodes:
-            self.wrong.append(f"{who} expects {hello.nodes} nodes, but this run has {self._plan.nodes}")
+            self.wrong.append(f"{sender} expects {hello.nodes} nodes, but this run has {self._plan.nodes}")
         elif hello.node in self.members:
             rival = self.members[hello.node].hello.facts
-            self.wrong.append(f"{who} has connected, but {rival.host}, pid {rival.pid}, already has its number")
+            self.wrong.append(f"{sender} has connected, but {rival.host}, pid {rival.pid}, already has its number")
         else:
             member = self.members[hello.node] = RemoteNode(hello, link)
             link.send(channel.Alive(time.time()))  # immediately, so that even a short run knows the clocks
@@ -258,18 +258,18 @@ class Cluster:
             self._dismissed.pop(0).end("it did not end in time")
 
     def _process(self, member: RemoteNode, messages: Sequence[channel.Message]) -> bool:
-        news = False
+        has_news = False
         for message in messages:
             if not isinstance(message, channel.Ordered):
-                news = member.process(message) or news
+                has_news = member.process(message) or has_news
                 continue
-            news = True
+            has_news = True
             if member.joined or member in self.waiting or (message.signal == 0 and self._plan.elastic):
                 # Only this node leaves. If the launcher has ended, the head notices it: here only a session has ended
                 member.leaves = "it was ordered to stop" if message.signal else "its launcher's session has ended"
             else:
                 self._orders_by_node.setdefault(member.hello.node, []).append(message.signal)
-        return news
+        return has_news
 
     def send(self, message: channel.Message) -> None:
         """Send a message to all nodes that take part."""
@@ -334,14 +334,14 @@ class Generation:
         ranks = replace(plan.ranks, world_size=total, groups=1 + len(members))
         plan = replace(plan, ranks=ranks)
         proof = _proof(plan)
-        own = Workers.start(plan, number, inherited)
-        cluster.gate = own.gate
+        own_workers = Workers.start(plan, number, inherited)
+        cluster.gate = own_workers.gate
         first = plan.nproc
         for group_rank, member in enumerate(members, 1):
-            node_ranks = replace(ranks, first=first, group_rank=group_rank, master_port=own.port)
+            node_ranks = replace(ranks, first=first, group_rank=group_rank, master_port=own_workers.port)
             member.start(channel.StartOrder(number, node_ranks, plan.attempt_dir, proof))
             first += member.hello.nproc
-        return cls(plan, own, cluster, proof)
+        return cls(plan, own_workers, cluster, proof)
 
     def wait_started(self) -> bool:
         """Wait until all other nodes have started their workers; return False if an order comes first."""
@@ -433,8 +433,8 @@ class Generation:
         """
         self.own.release(ranks, word.encode())
         self.cluster.send(channel.Release(tuple(ranks), word))
-        began, grace_seconds = time.monotonic(), self.plan.grace_period_seconds
-        while (waited_seconds := time.monotonic() - began) < grace_seconds and not self.cluster.ordered:
+        start, grace_seconds = time.monotonic(), self.plan.grace_period_seconds
+        while (waited_seconds := time.monotonic() - start) < grace_seconds and not self.cluster.ordered:
             running = [sample for sample in self.running() if sample.rank in ranks]
             has_progress = any(sample.still_seconds < waited_seconds for sample in running)
             if not running or (waited_seconds > REACTION_SECONDS and not has_progress):

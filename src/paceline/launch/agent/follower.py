@@ -78,8 +78,8 @@ class Follower:
                         workers.sweep()
                     self._answer(link, workers)
                 self._report(link)
-                if self._code is None and (why := self._head_lost(link)):
-                    return self._alone(why)
+                if self._code is None and (reason := self._head_lost(link)):
+                    return self._alone(reason)
         return self._code
 
     def _execute(self, message: channel.Message, link: channel.Link) -> None:
@@ -179,9 +179,9 @@ class Follower:
         """Send a heartbeat if it is due, or immediately if a worker or the generation has ended."""
         now = time.monotonic()
         beat = channel.Beat(self._number, stopped=True)
-        if own := self._workers:
-            workers = tuple(sample.turned(now) for sample in own.samples())
-            beat = channel.Beat(own.number, workers, own.oom_kills(), own.swept, tuple(own.left))
+        if workers := self._workers:
+            samples = tuple(sample.turned(now) for sample in workers.samples())
+            beat = channel.Beat(workers.number, samples, workers.oom_kills(), workers.swept, tuple(workers.left))
         news = [(beat.generation, beat.stopped), *((worker.code, worker.failure is None) for worker in beat.workers)]
         is_guarded = self._workers is not None and not self.plan.hang_timeout.off
         interval = heartbeat_seconds(self.plan.hang_timeout, self.plan.nodes, beat.workers) - self._sample_seconds / 2
@@ -195,7 +195,7 @@ class Follower:
         is_late = time.monotonic() > self._deadline_seconds
         return link.ended or ("it did not end the run after a stop order" if is_late else "")
 
-    def _alone(self, why: str) -> int:
+    def _alone(self, reason: str) -> int:
         """Stop the workers of this node after the head is lost; return the exit code."""
         if workers := self._workers:
             workers.stop(self.plan.grace_seconds)
@@ -204,7 +204,7 @@ class Follower:
             workers.sweep()
         resume = f". To resume: paceline train --resume auto --run-dir {self.plan.run_dir}"
         say(
-            f"node {self.plan.node} ({os.uname().nodename}) has lost node 0 ({self.plan.head[0]}): {why}. It has "
+            f"node {self.plan.node} ({os.uname().nodename}) has lost node 0 ({self.plan.head[0]}): {reason}. It has "
             f"stopped its workers{resume if self.plan.run_dir and not self.plan.plain_store else ''}"
         )
         return 128 + self.orders.signals[0] if self.orders.signals else ExitCode.FAILED

@@ -91,8 +91,8 @@ def _restart_message(ranks: int, nodes: int, number: str, *, joined: int, lost: 
     """The message for a restart. `joined` and `lost` are numbers of nodes; `number` is empty without a failure."""
     rank_count = plural(ranks, "rank")
     if not joined and not lost:
-        why = " (one fewer, because the same failure occurred twice at the same step)" if fewer else ""
-        return f"restart {number}: {rank_count}{why}" if number else f"continuing: {rank_count}"
+        explanation = " (one fewer, because the same failure occurred twice at the same step)" if fewer else ""
+        return f"restart {number}: {rank_count}{explanation}" if number else f"continuing: {rank_count}"
     changes = [f"with {joined} more"] if joined else []
     changes += ["without it" if lost == 1 else f"without {lost} of them"] if lost else []
     return f"continuing {' and '.join(changes)}: {rank_count} on {plural(nodes, 'node')}"
@@ -112,22 +112,22 @@ def decide(history: Sequence[FailedGeneration], *, nproc: int, min_nproc: int, m
         return ""
     if reason := _not_worth_it(last):
         return f"not restarted: {reason}"
-    fewer = _is_repeated(history)
-    if fewer and last.nproc - 1 < max(1, min_nproc or nproc):
-        who = f"rank {last.rank}, " if last.rank >= 0 else ""
-        after = f", after step {last.step}" if last.step else ""
-        return f"not restarted: the same failure at the same step twice: {who}exit code {last.exit_code}{after}"
+    is_repeated = _is_repeated(history)
+    if is_repeated and last.nproc - 1 < max(1, min_nproc or nproc):
+        culprit = f"rank {last.rank}, " if last.rank >= 0 else ""
+        step_text = f", after step {last.step}" if last.step else ""
+        return f"not restarted: the same failure at the same step twice: {culprit}exit code {last.exit_code}{step_text}"
     if len(history) > max_restarts:
         return f"not restarted: {max_restarts} of {max_restarts} restarts are used up"
-    return Restart(last.nproc - 1 if fewer else last.nproc)
+    return Restart(last.nproc - 1 if is_repeated else last.nproc)
 
 
 def _is_repeated(history: Sequence[FailedGeneration]) -> bool:
     if len(history) < 2:
         return False
-    before, last = history[-2:]
+    previous, last = history[-2:]
     # A restart resumes from a checkpoint: a failure before the earlier step is not progress
-    return before.nproc == last.nproc and last.is_like(before) and last.progress <= before.progress
+    return previous.nproc == last.nproc and last.is_like(previous) and last.progress <= previous.progress
 
 
 def _not_worth_it(last: FailedGeneration) -> str:
@@ -195,10 +195,10 @@ class Head:
             ranks = replace(self.plan.ranks, restarts=len(self._failures))
             plan = replace(self.plan, nproc=nproc, ranks=ranks)
             with Generation.start(plan, self._number, self.cluster, self._inherited) as generation:
-                end = self._run_generation(generation)
-            if isinstance(end, int):
-                return end
-            nproc, self._number = end.nproc, self._number + 1
+                outcome = self._run_generation(generation)
+            if isinstance(outcome, int):
+                return outcome
+            nproc, self._number = outcome.nproc, self._number + 1
         return _launcher_gone() if self.cluster.launcher_gone else self._stopped_by_signal([])
 
     def _run_generation(self, generation: Generation) -> Restart | int:
@@ -216,11 +216,11 @@ class Head:
             return self._continue(generation, self._with_remaining_nodes(), ExitCode.FAILED)
         self._on_started()
         self._began_seconds = time.monotonic()
-        end = self._watch(generation)
-        if end == ExitCode.SAVED and generation.regroups and not self.cluster.ordered:
+        outcome = self._watch(generation)
+        if outcome == ExitCode.SAVED and generation.regroups and not self.cluster.ordered:
             generation.stop(self.plan.grace_seconds)  # all ranks have saved and ended, because nodes join or leave
             return self._continue(generation, self._with_remaining_nodes(), ExitCode.SAVED)
-        return end if isinstance(end, int) else self._decide_restart(generation, self._end(generation, end))
+        return outcome if isinstance(outcome, int) else self._decide_restart(generation, self._end(generation, outcome))
 
     def _watch(self, generation: Generation) -> int | Diagnosis:
         """Wait for the end of a generation; return the exit code, or the diagnosis of its failure."""
@@ -234,11 +234,11 @@ class Head:
             due = due_seconds(ranks)
             if due is not None and time.monotonic() >= due:
                 return monitor.judge_failure(ranks)
-            saved = [sample.ended_seconds for sample in ranks if sample.code == ExitCode.SAVED]
-            if saved and due is None and time.monotonic() >= min(saved) + self.plan.grace_period_seconds:
+            save_times = [sample.ended_seconds for sample in ranks if sample.code == ExitCode.SAVED]
+            if save_times and due is None and time.monotonic() >= min(save_times) + self.plan.grace_period_seconds:
                 return self._end_late(generation, ranks)
-            if due is None and not saved and (stalled := monitor.look()) is not None:
-                return stalled
+            if due is None and not save_times and (stall := monitor.look()) is not None:
+                return stall
             if due is None:
                 self._queue.look(self.plan.attempt_dir, generation.proof)
                 if self._queue.wanted:
@@ -259,9 +259,9 @@ class Head:
     def _stopped_by_signal(self, ranks: Sequence[Sample]) -> int:
         if ranks and all(sample.code in GOOD_ENDS for sample in ranks):
             return good_code(ranks)
-        if lost := [member for member in self.cluster.members.values() if member.lost]:
+        if lost_members := [member for member in self.cluster.members.values() if member.lost]:
             # the loss is the cause: a scheduler signals all tasks of a step when one of them is lost
-            for member in lost:
+            for member in lost_members:
                 say(f"{member.name} is lost: {member.lost}")
             return ExitCode.FAILED
         number = signal.Signals(self.cluster.signals[0])
@@ -338,9 +338,9 @@ class Head:
         self.cluster.wait(0.0)
         if self.cluster.ordered:
             return self._obey(generation)
-        if left := generation.left():
+        if left_pids := generation.left():
             # such a process may still write to files that the next generation reads
-            pids = ", ".join(f"pid {pid}" for pid in left)
+            pids = ", ".join(f"pid {pid}" for pid in left_pids)
             say(f"Not restarting: {pids} did not exit after SIGKILL (stuck in the kernel?)")
             return code
         self._entered = self._queue.admit()

@@ -84,21 +84,21 @@ def reachable(plan: NodePlan, cluster: Cluster) -> NodePlan:
 
 def _wait_for_all(plan: NodePlan, cluster: Cluster, count: int) -> None:
     start = time.monotonic()
-    next_message, end = start + FIRST_MESSAGE_SECONDS, start + plan.join_seconds
+    next_message, deadline = start + FIRST_MESSAGE_SECONDS, start + plan.join_seconds
     while len(cluster.members) < count - 1 and not cluster.ordered:
-        cluster.wait(max(0.05, min(next_message, end) - time.monotonic()))
+        cluster.wait(max(0.05, min(next_message, deadline) - time.monotonic()))
         if cluster.wrong:
             raise UsageError(code="node-not-accepted", reasons="; ".join(cluster.wrong))
-        if lost := [m for m in cluster.members.values() if m.lost]:
-            raise PacelineError(code="node-disconnected", node=lost[0].name, reason=lost[0].lost)
+        if lost_members := [m for m in cluster.members.values() if m.lost]:
+            raise PacelineError(code="node-disconnected", node=lost_members[0].name, reason=lost_members[0].lost)
         now = time.monotonic()
-        if now < min(next_message, end) or len(cluster.members) >= count - 1:
+        if now < min(next_message, deadline) or len(cluster.members) >= count - 1:
             continue
-        absent = [node for node in range(1, count) if node not in cluster.members]
+        missing = [node for node in range(1, count) if node not in cluster.members]
         host_names = labels(plan.hosts)
-        names = [f"node {n} ({host_names[n]})" if n < len(host_names) else f"node {n}" for n in absent]
+        names = [f"node {n} ({host_names[n]})" if n < len(host_names) else f"node {n}" for n in missing]
         status = f"{1 + len(cluster.members)} of {count} nodes are here; missing: {first_few(names, MAX_NAMES)}"
-        if now >= end:
+        if now >= deadline:
             raise PacelineError(code="nodes-missing", found=status, seconds=now - start)
         next_message += NEXT_MESSAGE_SECONDS
         say(f"{status} (after {now - start:.0f} s)")
@@ -113,8 +113,8 @@ def partners(place: int, count: int) -> list[int]:
     """
     if count <= ALL_PAIRS:
         return [other for other in range(count) if other != place]
-    jumps = [1 << k for k in range((count - 1).bit_length())]
-    return sorted({(place + sign * jump) % count for jump in jumps for sign in (1, -1)} - {place})
+    distances = [1 << k for k in range((count - 1).bit_length())]
+    return sorted({(place + sign * distance) % count for distance in distances for sign in (1, -1)} - {place})
 
 
 def unreachable(cluster: Cluster, seconds: float, interrupted: Callable[[], bool]) -> list[str]:
@@ -123,11 +123,11 @@ def unreachable(cluster: Cluster, seconds: float, interrupted: Callable[[], bool
     if not members:
         return []
     with socket.create_server(("", 0)) as probe:
-        own = PeerAddress(host, members[0].link.own_address, probe.getsockname()[1])
-        addresses = [own, *(member.address for member in members)]
-        for place, member in enumerate(members, 1):
+        own_address = PeerAddress(host, members[0].link.own_address, probe.getsockname()[1])
+        addresses = [own_address, *(member.address for member in members)]
+        for position, member in enumerate(members, 1):
             member.reached = None
-            member.link.send(Reach(tuple(addresses[other] for other in partners(place, len(addresses)))))
+            member.link.send(Reach(tuple(addresses[other] for other in partners(position, len(addresses)))))
         failures = try_to_reach(host, [addresses[other] for other in partners(0, len(addresses))])
         deadline = time.monotonic() + seconds
         while any(m.reached is None for m in cluster.here) and time.monotonic() < deadline and not interrupted():
@@ -180,14 +180,14 @@ def join(plan: NodePlan, orders: Orders) -> Link | None:
         link = _try_all(plan, other_programs)
         if link is not None:
             return link
-        waited = time.monotonic() - start
-        if waited >= plan.join_seconds or time.monotonic() >= next_message:
+        waited_seconds = time.monotonic() - start
+        if waited_seconds >= plan.join_seconds or time.monotonic() >= next_message:
             node = f"node {plan.node} ({os.uname().nodename})" if plan.node > 0 else os.uname().nodename
             status = f"{node} waits for node 0: {_why(plan, other_programs)}"
-            if waited >= plan.join_seconds:
-                raise PacelineError(code="node-0-not-found", found=status, seconds=waited)
+            if waited_seconds >= plan.join_seconds:
+                raise PacelineError(code="node-0-not-found", found=status, seconds=waited_seconds)
             next_message += NEXT_MESSAGE_SECONDS
-            say(f"{status} (after {waited:.0f} s)")
+            say(f"{status} (after {waited_seconds:.0f} s)")
         orders.wait(PAUSE_SECONDS)
     return None
 
@@ -195,7 +195,7 @@ def join(plan: NodePlan, orders: Orders) -> Link | None:
 def _try_all(plan: NodePlan, other_programs: dict[int, str]) -> Link | None:
     """Try all addresses in parallel: if a firewall drops packets, each try takes seconds."""
     secret = bytes.fromhex(plan.secret)
-    trying: dict[socket.socket, int] = {}
+    pending: dict[socket.socket, int] = {}
     try:
         for family, address in candidates(plan.head):
             for port in plan.head_ports:
@@ -203,13 +203,13 @@ def _try_all(plan: NodePlan, other_programs: dict[int, str]) -> Link | None:
                 connection.setblocking(False)
                 code = connection.connect_ex((address, port))
                 if code in (0, errno.EINPROGRESS):
-                    trying[connection] = port
+                    pending[connection] = port
                 else:
                     connection.close()
         deadline = time.monotonic() + CONNECT_SECONDS
-        while trying and (remaining := deadline - time.monotonic()) > 0:
-            for connection in select.select([], list(trying), [], remaining)[1]:
-                port = trying.pop(connection)
+        while pending and (remaining := deadline - time.monotonic()) > 0:
+            for connection in select.select([], list(pending), [], remaining)[1]:
+                port = pending.pop(connection)
                 if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or _is_itself(connection):
                     connection.close()
                     continue
@@ -219,7 +219,7 @@ def _try_all(plan: NodePlan, other_programs: dict[int, str]) -> Link | None:
                 other_programs[port] = answer
         return None
     finally:
-        for connection in trying:
+        for connection in pending:
             connection.close()
 
 
@@ -235,8 +235,8 @@ def _why(plan: NodePlan, other_programs: dict[int, str]) -> str:
     if other_programs:
         return "; ".join(f"port {port} of {plan.head[0]}: {reason}" for port, reason in other_programs.items())
     reasons = [reason for name in plan.head if (reason := why_unreachable(name, plan.head_ports[0]))]
-    tried = f" (tried ports {ports})" if len(plan.head_ports) > 1 else ""
-    return "; ".join(reasons) + tried if reasons else f"no agent answers at {' or '.join(plan.head)}, ports {ports}"
+    suffix = f" (tried ports {ports})" if len(plan.head_ports) > 1 else ""
+    return "; ".join(reasons) + suffix if reasons else f"no agent answers at {' or '.join(plan.head)}, ports {ports}"
 
 
 CHECK_SECONDS = 30.0  # for testing connections between a new host and all others; longer than detecting a lost host
@@ -303,9 +303,9 @@ class JoinQueue:
             self._reject(node, "", "left" if node.leaves else "lost")
         if self._tried is None:
             self._check_next(attempt_dir, proof)
-        elif why := self._why_not(self._tried):
-            say(f"{self._tried.name} cannot join: {why}")
-            self._reject(self._tried, why, "refused")
+        elif reason := self._why_not(self._tried):
+            say(f"{self._tried.name} cannot join: {reason}")
+            self._reject(self._tried, reason, "refused")
         elif self._failures is not None and not self._failures:
             say(f"{self._tried.name} is ready and will join after the current step")
             self._ready.append(self._tried)
@@ -324,8 +324,8 @@ class JoinQueue:
 
     def _test_connections(self, node: RemoteNode) -> None:
         cluster, self._failures, self._sent_seconds = self._cluster, None, time.monotonic()
-        others = tuple(member.address for member in cluster.here)
-        for member, peers in ((node, others), *((member, (node.address,)) for member in cluster.here)):
+        other_addresses = tuple(member.address for member in cluster.here)
+        for member, peers in ((node, other_addresses), *((member, (node.address,)) for member in cluster.here)):
             member.reached = None
             member.link.send(Reach(peers))
 
@@ -342,13 +342,13 @@ class JoinQueue:
             return f"its connections could not be tested within {CHECK_SECONDS:g} s"
         return "; ".join(self._failures or ()) if is_late else ""
 
-    def _reject(self, node: RemoteNode, why: str, state: NodeState) -> None:
-        message = f"{node.name} cannot join: {why}" if why else ""
-        self._cluster.dismiss(node, ExitCode.USAGE if why else ExitCode.DONE, message)
+    def _reject(self, node: RemoteNode, reason: str, state: NodeState) -> None:
+        message = f"{node.name} cannot join: {reason}" if reason else ""
+        self._cluster.dismiss(node, ExitCode.USAGE if reason else ExitCode.DONE, message)
         self._cluster.waiting = [other for other in self._cluster.waiting if other is not node]
         self._ready = [other for other in self._ready if other is not node]
         self._tried = None if self._tried is node else self._tried
-        self._note(node, state, why or node.lost or node.leaves)
+        self._note(node, state, reason or node.lost or node.leaves)
 
     # ---- between two generations ----
 
@@ -377,9 +377,9 @@ class JoinQueue:
 
     # ---- for `paceline status` and `paceline join` ----
 
-    def _note(self, node: RemoteNode, state: NodeState, words: str) -> None:
+    def _note(self, node: RemoteNode, state: NodeState, reason: str) -> None:
         number, host = node.hello.node, node.hello.facts.host
-        self._gone[number, host] = NodeStatus(number, host, state, words)
+        self._gone[number, host] = NodeStatus(number, host, state, reason)
 
     def _write(self, attempt_dir: Path) -> None:
         cluster, plan = self._cluster, self._plan
@@ -391,10 +391,10 @@ class JoinQueue:
         present = [NodeStatus(0, self._facts.host, "in")]
         present += [NodeStatus(node.hello.node, node.hello.facts.host, "in") for node in cluster.here]
         present += [NodeStatus(node.hello.node, node.hello.facts.host, "waits") for node in cluster.waiting]
-        now = NodesStatus(plan.min_nodes, plan.nodes, (*present, *self._gone.values()))
-        if now != self._written:
-            self._written = now
-            write_nodes(attempt_dir, now)
+        status = NodesStatus(plan.min_nodes, plan.nodes, (*present, *self._gone.values()))
+        if status != self._written:
+            self._written = status
+            write_nodes(attempt_dir, status)
 
     def invite(self, plan: NodePlan) -> None:
         """Let hosts join from now on. `plan` is complete.

@@ -76,8 +76,8 @@ class Diagnosis:
     @property
     def word(self) -> str:
         """The message to the unblocked ranks, as JSON."""
-        word = {"kind": self.verdict.kind.name, "page": self.page(), "exit_code": int(self.exit_code)}
-        return msgspec.json.encode(word | {"guilty": self.verdict.guilty}).decode()
+        message = {"kind": self.verdict.kind.name, "page": self.page(), "exit_code": int(self.exit_code)}
+        return msgspec.json.encode(message | {"guilty": self.verdict.guilty}).decode()
 
     @property
     def line(self) -> str:
@@ -147,19 +147,19 @@ class Monitor:
             if notice:
                 self._notify(notice, kind=kind)
         self._stalls.notice = ""
-        if wrong := self._look_for_silent_faults():
-            return wrong
+        if diagnosis := self._look_for_silent_faults():
+            return diagnosis
         self._answer_asks()
-        if unmet := self._never_meeting(running):
-            return unmet
+        if diagnosis := self._never_meeting(running):
+            return diagnosis
         alarm = alarm or self._early_alarm(running)
         if alarm is None:
             return None
         is_warning = alarm.kind == "warn"
         evidence = self._generation.ask(WARNING_SECONDS if is_warning else ANSWER_SECONDS)
-        if unwatched := [rank.rank for rank in evidence if not rank.watched]:
+        if unwatched_ranks := [rank.rank for rank in evidence if not rank.watched]:
             self._off = True  # the guard cannot inspect the new program
-            ranks = f"{clause(unwatched, 'has', 'have')}"
+            ranks = f"{clause(unwatched_ranks, 'has', 'have')}"
             say(f"warning: the hang guard is off: {ranks} started a different program (exec)")
             return None
         if self._generation.interrupted or not detectors.is_stalled(evidence, alarm, self._windows):
@@ -176,16 +176,16 @@ class Monitor:
         if not any(sample.script for sample in samples):
             return None
         faults = self._silent.see(samples, last=last)
-        stops, step = self._plan.on_drift == "stop", max(sample.step for sample in samples)
+        stops_run, step = self._plan.on_drift == "stop", max(sample.step for sample in samples)
         for notice in self._silent.notices:
             self._notify(notice.words, step, kind=notice.kind)
         self._silent.notices.clear()
-        for fault in faults[:1] if stops else faults:
+        for fault in faults[:1] if stops_run else faults:
             name = fault.kind.name.replace("_", " ")
             message = f"{name}{f' at step {fault.step}' if fault.step else ''}: {'; '.join(fault.sentences)}"
             # if the fault ends the run, its report follows on the screen
-            self._notify(message, fault.step or step, kind=name.lower(), on_screen=not stops)
-        return self._judged(faults[0], self._generation.ask(PATIENCE_SECONDS), 0.0) if stops and faults else None
+            self._notify(message, fault.step or step, kind=name.lower(), on_screen=not stops_run)
+        return self._judged(faults[0], self._generation.ask(PATIENCE_SECONDS), 0.0) if stops_run and faults else None
 
     def _notify(self, message: str, step: int = 0, *, kind: str = "", on_screen: bool = True) -> None:
         """Record a message in the attempt's folder, and print it if `on_screen`."""
@@ -252,16 +252,16 @@ class Monitor:
         """Create the diagnosis. Write the verdict into a folder, unless it is only a failure of a rank."""
         if verdict.failed is not None:
             return Diagnosis(verdict, evidence, self._plan.attempt_dir)
-        shown = run = ""
+        short_folder = run = ""
         if self._plan.attempt_dir:  # without a folder, there is only the report on the screen
             folders = (Path(self._plan.attempt_dir) / f"verdict-{n}" for n in range(1, 1000))
             folder = next(folder for folder in folders if not folder.exists())
             try:
                 write_verdict(folder, verdict, evidence, waited_seconds=waited_seconds)
-                shown, run = _short(folder), _short(Path(self._plan.run_dir)) if self._plan.run_dir else ""
+                short_folder, run = _short(folder), _short(Path(self._plan.run_dir)) if self._plan.run_dir else ""
             except OSError:  # with a full disk, print the report anyway
                 shutil.rmtree(folder, ignore_errors=True)
-        report = format_verdict(verdict, evidence, waited_seconds=waited_seconds, folder=shown, run=run)
+        report = format_verdict(verdict, evidence, waited_seconds=waited_seconds, folder=short_folder, run=run)
         return Diagnosis(verdict, evidence, self._plan.attempt_dir, waited_seconds, report)
 
     def _answer_asks(self) -> None:

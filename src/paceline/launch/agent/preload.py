@@ -163,11 +163,11 @@ def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | 
     if sys.platform != "linux" or agent is None:
         return None
     import_env = at_import(env)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    agent_socket, preloader_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # The output of the imports is kept in memory: each worker prints it, as if it had imported torch itself
     output = os.memfd_create("paceline-preload-stdout"), os.memfd_create("paceline-preload-stderr")
     preload_env = {
-        **WorkerSpec(agent_pid=os.getpid(), preload=theirs.fileno()).variable(),
+        **WorkerSpec(agent_pid=os.getpid(), preload=preloader_socket.fileno()).variable(),
         # the mark is as long as that of a worker, which overwrites it
         AGENT_MARK: mark_of(agent.pid, agent.start) + "preloader-",
     }
@@ -178,17 +178,17 @@ def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | 
             stdin=subprocess.DEVNULL,
             stdout=output[0],
             stderr=output[1],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[preloader_socket.fileno()],
             start_new_session=True,
         )
     except OSError:  # starting the workers will report the reason
-        ours.close()
+        agent_socket.close()
         return None
     finally:
-        theirs.close()
+        preloader_socket.close()
         for descriptor in output:
             os.close(descriptor)
-    return Preloader(process, ours, import_env)
+    return Preloader(process, agent_socket, import_env)
 
 
 def _set_subreaper(is_subreaper: bool) -> None:

@@ -130,14 +130,14 @@ class _Pipe:
         except OSError:
             return self.close(selector)
         for pipe, other in ((self, self.reverse), (self.reverse, self)):
-            wanted = (0 if pipe.waiting else selectors.EVENT_READ) | (selectors.EVENT_WRITE if other.waiting else 0)
-            if not wanted:
+            mask = (0 if pipe.waiting else selectors.EVENT_READ) | (selectors.EVENT_WRITE if other.waiting else 0)
+            if not mask:
                 with suppress(KeyError):
                     selector.unregister(pipe.source)
             elif pipe.source in selector.get_map():
-                selector.modify(pipe.source, wanted, pipe)
+                selector.modify(pipe.source, mask, pipe)
             else:
-                selector.register(pipe.source, wanted, pipe)
+                selector.register(pipe.source, mask, pipe)
         return None
 
     def flush(self) -> None:
@@ -184,8 +184,8 @@ def own_store(port: int) -> tuple[socket.socket, StoreGate]:
 def port_taken(name: str, port: int, error: OSError) -> UsageError:
     """The error for a port that is in use, with the process that listens there."""
     holder = port_holder(port)
-    by = f" by {holder}" if holder else ""
-    return UsageError(code="port-taken", port=name, by=by, strerror=error.strerror)
+    holder_text = f" by {holder}" if holder else ""
+    return UsageError(code="port-taken", port=name, by=holder_text, strerror=error.strerror)
 
 
 def _to_rank_0(port: int, key: bytes) -> socket.socket:

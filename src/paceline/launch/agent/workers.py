@@ -209,9 +209,9 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             1: writers.get(1, 1 if is_direct else log),
             2: writers.get(2, log),
         }
-        kept = [number for number in (record, status_page, store_descriptor, *inherited.descriptors) if number >= 0]
+        fds = [number for number in (record, status_page, store_descriptor, *inherited.descriptors) if number >= 0]
         try:
-            process = _start(plan, env, streams, kept, inherited.preloader)
+            process = _start(plan, env, streams, fds, inherited.preloader)
         except OSError:
             for descriptor in (log, record, status_page, *(reader for reader, _, _ in pipes)):
                 os.close(descriptor)
@@ -230,21 +230,21 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
 
 
 def _start(
-    plan: NodePlan, env: Mapping[str, str], streams: Mapping[int, int], kept: Sequence[int], preloader: Preloader | None
+    plan: NodePlan, env: Mapping[str, str], streams: Mapping[int, int], fds: Sequence[int], preloader: Preloader | None
 ) -> subprocess.Popen[bytes] | ForkedProcess:
     """Fork a worker from the preloader, or start its command, with the same environment and descriptors."""
     if preloader is not None:
         outputs = {number: streams[number] for number in (1, 2)}  # stdin is /dev/null, as in the preloader
-        forked = preloader.fork(env, {**outputs, **{descriptor: descriptor for descriptor in kept}})
-        if forked is not None:
-            return forked
+        process = preloader.fork(env, {**outputs, **{descriptor: descriptor for descriptor in fds}})
+        if process is not None:
+            return process
     return subprocess.Popen(
         plan.argv,
         env=env,
         stdin=streams[0],
         stdout=streams[1],
         stderr=streams[2],
-        pass_fds=kept,
+        pass_fds=fds,
         start_new_session=True,
     )
 
@@ -346,7 +346,7 @@ class Workers:
         a terminal: other signals would kill the DataLoader workers of a trainer that still saves. A program that is not
         Python gets all signals together with its child processes.
         """
-        process, is_program = worker.process, not any(word.startswith(ROOM) for word in self.plan.argv)
+        process, is_program = worker.process, not any(arg.startswith(ROOM) for arg in self.plan.argv)
         to_group = self.plan.plain_store and (is_program or number == signal.SIGINT)
         is_handled = is_program or number == signal.SIGINT or takes_signal(process.pid, number, ignoring=True)
         if not self.plan.plain_store or self._handles_stops(worker) or not is_handled:

@@ -67,23 +67,23 @@ def slurm(job: JobSpec) -> Plan:
 
 
 def _check(job: JobSpec) -> None:
-    asked = job.slurm
+    alloc = job.slurm
     if job.min_nodes < job.nodes:
         raise UsageError(code="slurm-nodes-fixed", least=job.min_nodes, nodes=job.nodes)
-    if asked.gpus_per_node and asked.gpus_per_node != job.nproc:
-        raise UsageError(code="gpus-and-workers-differ", value=asked.gpus_per_node, nproc=job.nproc)
-    if asked.minutes is not None and asked.minutes < 1:
-        raise UsageError(code="time-too-short", value=asked.minutes)
-    if not 0 <= asked.save_seconds <= LONGEST_WARNING_SECONDS:
-        raise UsageError(code="save-before-out-of-range", most=LONGEST_WARNING_SECONDS, value=asked.save_seconds)
-    if asked.minutes and asked.save_seconds and asked.minutes * 60 <= asked.save_seconds + SIGNAL_SECONDS:
+    if alloc.gpus_per_node and alloc.gpus_per_node != job.nproc:
+        raise UsageError(code="gpus-and-workers-differ", value=alloc.gpus_per_node, nproc=job.nproc)
+    if alloc.minutes is not None and alloc.minutes < 1:
+        raise UsageError(code="time-too-short", value=alloc.minutes)
+    if not 0 <= alloc.save_seconds <= LONGEST_WARNING_SECONDS:
+        raise UsageError(code="save-before-out-of-range", most=LONGEST_WARNING_SECONDS, value=alloc.save_seconds)
+    if alloc.minutes and alloc.save_seconds and alloc.minutes * 60 <= alloc.save_seconds + SIGNAL_SECONDS:
         raise UsageError(
-            code="no-time-left", minutes=asked.minutes, seconds=asked.save_seconds, early=SIGNAL_SECONDS,
-            total=asked.minutes * 60,
+            code="no-time-left", minutes=alloc.minutes, seconds=alloc.save_seconds, early=SIGNAL_SECONDS,
+            total=alloc.minutes * 60,
         )  # fmt: skip
-    for option in asked.options:
+    for option in alloc.options:
         check_option(option)
-    texts = {"working folder": job.cwd, "run folder": job.submit_dir, "--partition": asked.partition}
+    texts = {"working folder": job.cwd, "run folder": job.submit_dir, "--partition": alloc.partition}
     texts |= {"--python": job.python, "--activate": job.activate, "--module": "".join(job.modules)}
     for name, text in texts.items():
         check_text(name, text)
@@ -128,24 +128,24 @@ def batch_script(job: JobSpec) -> str:
 
 
 def _options(job: JobSpec) -> Iterator[str]:
-    asked = job.slurm
+    alloc = job.slurm
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", job.name).strip("-.") or "run"
     yield f"job-name={name}"
     yield f"nodes={job.nodes}"
     yield "ntasks-per-node=1"
-    yield f"cpus-per-task={job.nproc * asked.cpus_per_rank}"
-    if asked.gpus_per_node:
-        yield f"gpus-per-node={asked.gpus_per_node}"
-    if asked.minutes:
-        yield f"time={asked.minutes}"
-    if asked.partition:
-        yield f"partition={_sbatch_quote(asked.partition)}"
+    yield f"cpus-per-task={job.nproc * alloc.cpus_per_rank}"
+    if alloc.gpus_per_node:
+        yield f"gpus-per-node={alloc.gpus_per_node}"
+    if alloc.minutes:
+        yield f"time={alloc.minutes}"
+    if alloc.partition:
+        yield f"partition={_sbatch_quote(alloc.partition)}"
     yield f"output={_sbatch_quote(job.submit_dir.replace('%', '%%') + '/' + OUTPUT)}"
     yield "open-mode=append"
     yield "requeue"
-    if asked.save_seconds:
-        yield f"signal=B:USR1@{asked.save_seconds}"
-    for option in asked.options:
+    if alloc.save_seconds:
+        yield f"signal=B:USR1@{alloc.save_seconds}"
+    for option in alloc.options:
         key, equals, value = option.partition("=")
         yield f"{key}{equals}{_sbatch_quote(value) if value else ''}"
 

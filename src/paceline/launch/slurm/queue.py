@@ -61,8 +61,8 @@ class JobState(NamedTuple):
         return self.code or (ExitCode.DONE if self.state == "COMPLETED" else ExitCode.FAILED)
 
     def __str__(self) -> str:
-        stuck = ". It cannot start with these options" if self.state == "PENDING" and STUCK.search(self.reason) else ""
-        reason = f" ({self.reason}){stuck}" if self.reason else ""
+        hint = ". It cannot start with these options" if self.state == "PENDING" and STUCK.search(self.reason) else ""
+        reason = f" ({self.reason}){hint}" if self.reason else ""
         nodes = f" on {self.nodes}" if self.nodes and self.state != "PENDING" else ""
         turn = f", start {self.turn}" if self.turn > 1 else ""
         return f"{self.state}{reason}{nodes}{turn}"
@@ -105,12 +105,12 @@ def submit(plan: Plan, env: Mapping[str, str]) -> str:
     assert plan.submit is not None
     script = plan.files[SCRIPT]
     env = submit_environment(env, partition="#SBATCH --partition=" in script, minutes="#SBATCH --time=" in script)
-    tried = run_slurm(plan.submit.argv[0], "--test-only", *plan.submit.argv[2:], env=env)
-    if tried.returncode == 0:
-        tried = run_slurm(*plan.submit.argv, env=env)
-    if tried.returncode != 0:
-        raise UsageError(code="job-refused", reason=slurm_error(tried))
-    return tried.stdout.strip().split(";")[0]  # ID;CLUSTER
+    result = run_slurm(plan.submit.argv[0], "--test-only", *plan.submit.argv[2:], env=env)
+    if result.returncode == 0:
+        result = run_slurm(*plan.submit.argv, env=env)
+    if result.returncode != 0:
+        raise UsageError(code="job-refused", reason=slurm_error(result))
+    return result.stdout.strip().split(";")[0]  # ID;CLUSTER
 
 
 def state(job_id: str) -> JobState | None:
@@ -134,8 +134,8 @@ def writes_to(job_id: str, folder: Path) -> bool:
     Raises:
         PacelineError: Slurm does not answer.
     """
-    shown = run_slurm("scontrol", "show", "job", "-o", job_id).stdout
-    return any(f" StdOut={path}/" in shown for path in (str(folder), str(folder).replace("%", "%%")))
+    job_info = run_slurm("scontrol", "show", "job", "-o", job_id).stdout
+    return any(f" StdOut={path}/" in job_info for path in (str(folder), str(folder).replace("%", "%%")))
 
 
 def parse_job(text: str) -> JobState:
@@ -220,11 +220,11 @@ def follow(
 def _watch(job_id: str, tail: Tail, say: Callable[[str], None], show: Callable[[str], None]) -> int:
     last = ""
     while True:
-        now, ended = None, False
+        job_state, has_ended = None, False
         try:
-            now = state(job_id)
-            line = f"job {job_id}: {now or 'Slurm has no record of it any more'}"
-            ended = now is None or not now.lives
+            job_state = state(job_id)
+            line = f"job {job_id}: {job_state or 'Slurm has no record of it any more'}"
+            has_ended = job_state is None or not job_state.lives
         except UsageError:
             raise
         except PacelineError as error:  # for example, Slurm's controller is being restarted: the job continues
@@ -232,10 +232,10 @@ def _watch(job_id: str, tail: Tail, say: Callable[[str], None], show: Callable[[
         if line != last:
             say(line)
             last = line
-        if text := tail.read(to_the_end=ended):
+        if text := tail.read(to_the_end=has_ended):
             show(text)
-        if ended:
-            return now.exit_code if now is not None else ExitCode.FAILED
+        if has_ended:
+            return job_state.exit_code if job_state is not None else ExitCode.FAILED
         time.sleep(POLL_SECONDS)
 
 
@@ -290,24 +290,24 @@ def _partitions(job: JobSpec, env: Mapping[str, str]) -> tuple[list[Nodes], str]
 
 def misfit(name: str, nodes: Sequence[Nodes], job: JobSpec) -> str:
     """Why a job cannot run in a partition; empty if it can."""
-    asked, cpus = job.slurm, job.nproc * job.slurm.cpus_per_rank
+    alloc, cpus = job.slurm, job.nproc * job.slurm.cpus_per_rank
     if not any(n.up for n in nodes):
         return f"partition {name} is down"
-    if asked.minutes and asked.minutes > (limit := max(n.minutes for n in nodes)):
-        return f"--time {asked.minutes} is more than the {limit:.0f} minutes that partition {name} allows"
+    if alloc.minutes and alloc.minutes > (limit := max(n.minutes for n in nodes)):
+        return f"--time {alloc.minutes} is more than the {limit:.0f} minutes that partition {name} allows"
     total = sum(n.count for n in nodes)
     if job.nodes > total:
         return f"--nodes {job.nodes} is more than the {plural(total, 'node')} of partition {name}"
-    with_gpus = [n for n in nodes if n.gpus >= asked.gpus_per_node]
-    if job.nodes > (fit := sum(n.count for n in with_gpus)):
-        most = max(n.gpus for n in nodes)
-        available = f"{plural(fit, 'node')} with at least {asked.gpus_per_node} GPUs (most: {most})"
-        return f"--gpus-per-node {asked.gpus_per_node}: partition {name} has {available}"
-    if job.nodes > (fit := sum(n.count for n in with_gpus if n.cpus >= cpus)):
-        most = max(n.cpus for n in with_gpus)
+    with_gpus = [n for n in nodes if n.gpus >= alloc.gpus_per_node]
+    if job.nodes > (fit_count := sum(n.count for n in with_gpus)):
+        largest = max(n.gpus for n in nodes)
+        available = f"{plural(fit_count, 'node')} with at least {alloc.gpus_per_node} GPUs (most: {largest})"
+        return f"--gpus-per-node {alloc.gpus_per_node}: partition {name} has {available}"
+    if job.nodes > (fit_count := sum(n.count for n in with_gpus if n.cpus >= cpus)):
+        largest = max(n.cpus for n in with_gpus)
         return (
-            f"--nproc {job.nproc} x --cpus-per-rank {asked.cpus_per_rank} = {cpus} CPUs on each node: partition {name} "
-            f"has {plural(fit, 'node')} with at least {cpus} CPUs (most: {most})"
+            f"--nproc {job.nproc} x --cpus-per-rank {alloc.cpus_per_rank} = {cpus} CPUs on each node: partition {name} "
+            f"has {plural(fit_count, 'node')} with at least {cpus} CPUs (most: {largest})"
         )
     return ""
 
@@ -337,12 +337,12 @@ def _minutes(text: str) -> float:
 
 
 def _choices(nodes: Sequence[Nodes]) -> str:
-    shown = [
+    choices = [
         f"{n.partition} ({plural(n.count, 'node')} with {n.cpus} CPUs, {n.gpus} GPUs, {n.minutes:.0f} minutes)"
         for n in nodes
     ]
-    more = f", and {len(shown) - LONGEST_LISTED} more: see sinfo" if len(shown) > LONGEST_LISTED else ""
-    return f"This cluster has {', '.join(shown[:LONGEST_LISTED])}{more}"
+    remainder = f", and {len(choices) - LONGEST_LISTED} more: see sinfo" if len(choices) > LONGEST_LISTED else ""
+    return f"This cluster has {', '.join(choices[:LONGEST_LISTED])}{remainder}"
 
 
 class HeldAllocation(NamedTuple):
@@ -381,8 +381,8 @@ def cores_per_rank(held: HeldAllocation | None, job: JobSpec, env: Mapping[str, 
     if held is not None:
         return max(1, held.cpus // job.nproc)
     all_nodes, names = _partitions(job, env)
-    fit = [n for n in all_nodes if n.partition in names.split(",") and n.gpus >= job.slurm.gpus_per_node]
-    cpus = sorted((cpus for n in fit for cpus in [n.cpus] * min(n.count, job.nodes)), reverse=True)
+    fitting = [n for n in all_nodes if n.partition in names.split(",") and n.gpus >= job.slurm.gpus_per_node]
+    cpus = sorted((cpus for n in fitting for cpus in [n.cpus] * min(n.count, job.nodes)), reverse=True)
     return max(1, cpus[job.nodes - 1] // job.nproc) if len(cpus) >= job.nodes else 1
 
 
@@ -392,21 +392,21 @@ def _number(text: str) -> int:
 
 def check_allocation(held: HeldAllocation, job: JobSpec) -> None:
     """Raise UsageError if the job needs a different allocation."""
-    asked, where = job.slurm, f"this shell is inside the allocation of Slurm job {held.job_id}"
+    alloc, where = job.slurm, f"this shell is inside the allocation of Slurm job {held.job_id}"
     if held.nodes and job.nodes != held.nodes:
         raise UsageError(code="more-nodes-than-held", value=job.nodes, where=where, nodes=held.nodes)
-    if held.cpus and job.nproc * asked.cpus_per_rank > held.cpus:
+    if held.cpus and job.nproc * alloc.cpus_per_rank > held.cpus:
         raise UsageError(
-            code="more-cpus-than-held", nproc=job.nproc, cpus_per_rank=asked.cpus_per_rank,
-            needed=job.nproc * asked.cpus_per_rank, where=where, cpus=held.cpus,
+            code="more-cpus-than-held", nproc=job.nproc, cpus_per_rank=alloc.cpus_per_rank,
+            needed=job.nproc * alloc.cpus_per_rank, where=where, cpus=held.cpus,
         )  # fmt: skip
-    if asked.gpus_per_node > held.gpus:
-        raise UsageError(code="more-gpus-than-held", value=asked.gpus_per_node, where=where, gpus=held.gpus)
-    if asked.partition and held.partition and asked.partition != held.partition:
-        raise UsageError(code="other-partition-than-held", value=asked.partition, where=where, partition=held.partition)
-    given = [name for name, value in (("--time", asked.minutes), ("--sbatch", asked.options)) if value]
-    if given:
-        raise UsageError(code="option-within-job", options=" and ".join(given), where=where)
+    if alloc.gpus_per_node > held.gpus:
+        raise UsageError(code="more-gpus-than-held", value=alloc.gpus_per_node, where=where, gpus=held.gpus)
+    if alloc.partition and held.partition and alloc.partition != held.partition:
+        raise UsageError(code="other-partition-than-held", value=alloc.partition, where=where, partition=held.partition)
+    options = [name for name, value in (("--time", alloc.minutes), ("--sbatch", alloc.options)) if value]
+    if options:
+        raise UsageError(code="option-within-job", options=" and ".join(options), where=where)
 
 
 def run_here(script: Path) -> int:

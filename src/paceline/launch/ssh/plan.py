@@ -101,7 +101,7 @@ def sync(commands: Sequence[Command]) -> None:
     Raises:
         UsageError: rsync is missing here, or has failed for some hosts; lists them with the reasons.
     """
-    started: list[tuple[Command, subprocess.Popen[str]]] = []
+    processes: list[tuple[Command, subprocess.Popen[str]]] = []
     failures: list[str] = []
     try:
         for command in commands:
@@ -113,8 +113,8 @@ def sync(commands: Sequence[Command]) -> None:
                 encoding="utf-8",
                 errors="replace",
             )
-            started.append((command, process))
-        for command, process in started:
+            processes.append((command, process))
+        for command, process in processes:
             _, errors = process.communicate(timeout=SYNC_SECONDS)
             if process.returncode:
                 lines = [line for line in errors.splitlines() if line.strip()] or [f"exit code {process.returncode}"]
@@ -124,7 +124,7 @@ def sync(commands: Sequence[Command]) -> None:
     except subprocess.TimeoutExpired as error:
         raise UsageError(code="sync-timed-out", seconds=SYNC_SECONDS) from error
     finally:
-        for _, process in started:
+        for _, process in processes:
             with suppress(ProcessLookupError):
                 process.terminate()
             process.wait()

@@ -106,9 +106,9 @@ class _RemoteRun:
         self._reconnector.stop()
         code = self._head.code
         if code < 0 or code == SSH_FAILED:
-            why = why_lost(code, self._head.stderr)
+            reason = why_lost(code, self._head.stderr)
             self._relay.say(
-                f"node 0 ({self._head.name}) is lost, its ssh session has ended ({why}): stopping the run on all "
+                f"node 0 ({self._head.name}) is lost, its ssh session has ended ({reason}): stopping the run on all "
                 "nodes. Start it again to resume from its newest checkpoint"
             )
             return ExitCode.FAILED
@@ -117,7 +117,7 @@ class _RemoteRun:
             self._pump(deadline)
             if self._interrupted:
                 break
-        self._explain(but=code)
+        self._explain(head_code=code)
         return self._detached_code() if self._plan.nodes[0].detached and code == ExitCode.DONE else code
 
     def end(self) -> None:
@@ -134,18 +134,18 @@ class _RemoteRun:
             if self._sessions.wait(0.0, read=False)[1]:
                 return
 
-    def _pump(self, until: float) -> None:
-        """Wait for the next event, at most until the time `until`, and process it."""
-        seconds = min(until - time.monotonic(), self._relay.flush(), self._reconnector.try_again())
-        full = self._screen.full
-        pieces, signals = self._sessions.wait(min(seconds, PAUSE_SECONDS) if full else seconds, read=not full)
-        ended, last_pieces = self._sessions.reap()
+    def _pump(self, deadline: float) -> None:
+        """Wait for the next event, at most until the time `deadline`, and process it."""
+        seconds = min(deadline - time.monotonic(), self._relay.flush(), self._reconnector.try_again())
+        is_full = self._screen.full
+        pieces, signals = self._sessions.wait(min(seconds, PAUSE_SECONDS) if is_full else seconds, read=not is_full)
+        ended_sessions, last_pieces = self._sessions.reap()
         for piece in (*pieces, *last_pieces):
             if not self._reconnector.process(piece):
                 self._show(piece)
         for number in signals:
             self._obey(number)
-        for session in ended:
+        for session in ended_sessions:
             self._relay.end(session.node)
             if session is not self._head and not self._reconnector.failed(session):
                 self._follower_ended(session)
@@ -202,18 +202,18 @@ class _RemoteRun:
                 "stopping the run on all nodes"
             )
 
-    def _explain(self, but: int | None = None) -> None:
-        """Report failed agents, except those with the exit code `but` of node 0, which has printed the reason."""
+    def _explain(self, head_code: int | None = None) -> None:
+        """Report failed agents, except those with the exit code `head_code` of node 0, which has printed the reason."""
         for session in self._unexplained:
-            if session.code != but:
+            if session.code != head_code:
                 self._relay.say(f"node {session.node} ({session.name}): its agent ended with exit code {session.code}")
         self._unexplained.clear()
 
     def _detached_code(self) -> int:
-        missing = [session.name for session in self._sessions.all if session.node not in self._detached]
-        if not missing:
+        unconfirmed = [session.name for session in self._sessions.all if session.node not in self._detached]
+        if not unconfirmed:
             return ExitCode.DONE
-        self._relay.say(f"the agent on {', '.join(missing)} has not confirmed that it runs detached")
+        self._relay.say(f"the agent on {', '.join(unconfirmed)} has not confirmed that it runs detached")
         return ExitCode.FAILED
 
 
@@ -306,8 +306,8 @@ class Reconnector:
         host.wait()
         return True
 
-    def _give_up(self, host: _LostHost, why: str) -> None:
-        self._say(f"giving up on node {host.session.node} ({host.session.name}): {why}")
+    def _give_up(self, host: _LostHost, reason: str) -> None:
+        self._say(f"giving up on node {host.session.node} ({host.session.name}): {reason}")
         del self._lost[host.session.node]
         host.session.send_signal(signal.SIGTERM)
 

@@ -142,15 +142,15 @@ class Sessions:
         self._send_heartbeats()
         poll = self._poll if read else select.poll()
         poll.register(self._inbox, select.POLLIN)
-        full = [stdin for session in self.all if session.unsent and (stdin := session.stdin) is not None]
-        for stdin in full:
+        full_stdins = [stdin for session in self.all if session.unsent and (stdin := session.stdin) is not None]
+        for stdin in full_stdins:
             poll.register(stdin, select.POLLOUT)
         until_heartbeat = self._heartbeat_seconds + HEARTBEAT_SECONDS - time.monotonic()
         self._poll_processes()
         ending = any(session.has_ended and not session.ended for session in self.all)
         ready = poll.poll(0 if ending else 1000 * max(0.0, min(seconds, until_heartbeat)))
         signals = read_inbox(self._inbox)
-        for stdin in full:
+        for stdin in full_stdins:
             poll.unregister(stdin)
         for session in self.all:
             self._send(session)
@@ -168,24 +168,24 @@ class Sessions:
     def reap(self) -> tuple[list[HostSession], list[Output]]:
         """The sessions that have ended since the last call, and their last output."""
         self._poll_processes()
-        ended = [session for session in self.all if session.has_ended and not session.ended]
+        ended_sessions = [session for session in self.all if session.has_ended and not session.ended]
         pieces: list[Output] = []
-        for session in ended:
+        for session in ended_sessions:
             session.ended = session.answered = True
             for pipe in list(session.pipes):
                 size = 0
-                while size < LAST_OUTPUT_BYTES and (more := self._read(session, pipe)):
-                    pieces += more
-                    size += len(more[0].data)
+                while size < LAST_OUTPUT_BYTES and (new_pieces := self._read(session, pipe)):
+                    pieces += new_pieces
+                    size += len(new_pieces[0].data)
                 self._close(session, pipe)
             self._close_lifeline(session)
-        return ended, pieces
+        return ended_sessions, pieces
 
     def reconnect(self, session: HostSession) -> HostSession:
         """Replace a session that has ended by a new one to the same host."""
-        self.all[session.node] = new = HostSession(session.node, session.command)
-        self._start(new)
-        return new
+        self.all[session.node] = new_session = HostSession(session.node, session.command)
+        self._start(new_session)
+        return new_session
 
     def close_lifelines(self) -> None:
         """Close all lifelines, so that the agents end their workers."""
@@ -361,7 +361,7 @@ def await_agents(sessions: Sessions, *, seconds: float) -> list[Facts] | signal.
     for session in sessions.all:
         if session.node not in answers:
             answers[session.node] = why_no_agent(session.command.argv, None, session.stderr)
-    if reasons := {node: why for node, why in answers.items() if isinstance(why, str)}:
+    if reasons := {node: reason for node, reason in answers.items() if isinstance(reason, str)}:
         lines = [f"{session.name}: {reasons[session.node]}" for session in sessions.all if session.node in reasons]
         raise UsageError(code="hosts-unusable", count=len(reasons), hosts=len(sessions.all), reasons="\n  ".join(lines))
     return [facts for session in sessions.all if not isinstance(facts := answers[session.node], str)]

@@ -69,24 +69,24 @@ class SideWatch(Events):
         torch: Any = sys.modules["torch"]
         functional: Any = sys.modules["torch.nn.functional"]
         serialization: Any = sys.modules["torch.serialization"]
-        ranks: Any = sys.modules["torch.distributed"]
-        seen = partial(wrap_function, torch)
-        seen("manual_seed", before=lambda *_, **__: self._seeded("torch"))
-        seen("set_num_threads", before=self._threads_set)
-        seen("save", before=self._saves)
-        seen("load", after=self._loads)
+        distributed: Any = sys.modules["torch.distributed"]
+        wrap_torch = partial(wrap_function, torch)
+        wrap_torch("manual_seed", before=lambda *_, **__: self._seeded("torch"))
+        wrap_torch("set_num_threads", before=self._threads_set)
+        wrap_torch("save", before=self._saves)
+        wrap_torch("load", after=self._loads)
         serialization.save, serialization.load = torch.save, torch.load
         schedulers: Any = sys.modules["torch.optim.lr_scheduler"]
         for scheduler in (schedulers.LRScheduler, schedulers.ReduceLROnPlateau):  # the latter overrides `step`
             wrap_function(scheduler, "step", before=self._schedule_steps)
-        wrap_function(ranks, "all_reduce", before=self._reduces)
+        wrap_function(distributed, "all_reduce", before=self._reduces)
         collectives: Any = sys.modules["torch.distributed.distributed_c10d"]
-        collectives.all_reduce = ranks.all_reduce
+        collectives.all_reduce = distributed.all_reduce
         for name in ("cross_entropy", "nll_loss"):
             wrap_function(functional, name, after=self._counts)
 
     def epoch_begins(self, batches: Any) -> None:
-        number = next((n for n, one in enumerate(self._facts.loaders) if one.passes and not one.passes[-1].sizes), -1)
+        number = next((n for n, x in enumerate(self._facts.loaders) if x.passes and not x.passes[-1].sizes), -1)
         if number >= 0:
             self._passes.append((self._facts.loaders[number].passes[-1], time.monotonic_ns(), self._printed))
 
@@ -98,16 +98,16 @@ class SideWatch(Events):
         self._close()
         torch: Any = sys.modules.get("torch")
         self._facts.threads = torch.get_num_threads() if torch is not None else 0
-        for schedule, made, site in self._schedules.values():
+        for schedule, origin, site in self._schedules.values():
             with suppress(Exception):  # from a function of the script
                 name = type(schedule).__name__
-                self._facts.schedules.append(SeenSchedule(site, made, schedule.last_epoch, length_of(schedule), name))
+                self._facts.schedules.append(SeenSchedule(site, origin, schedule.last_epoch, length_of(schedule), name))
 
     def _close(self) -> None:
-        for seen, began_ns, printed in self._passes:
+        for loader_pass, began_ns, prints_before in self._passes:
             calls = Guard.of_process().box.calls_since(began_ns)
-            seen.summed = any(word in op.kind for _, _, op in calls for word in COMBINING)
-            seen.printed = self._printed > printed
+            loader_pass.summed = any(word in op.kind for _, _, op in calls for word in COMBINING)
+            loader_pass.printed = self._printed > prints_before
         self._passes.clear()
 
     def _audited(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -121,15 +121,15 @@ class SideWatch(Events):
         path = os.path.realpath(path)
         if path.startswith(self._own) or any(part in path for part in IGNORED_PATHS):
             return
-        if len(self._facts.written) < MAX_FILES and not any(one.path == path for one in self._facts.written):
+        if len(self._facts.written) < MAX_FILES and not any(file.path == path for file in self._facts.written):
             self._facts.written.append(PlacedFile(path, user_site()))
 
     def _saves(self, state: Any, file: Any = None, *_: Any) -> None:
         if isinstance(file, (str, os.PathLike)):
             self._writes(os.fspath(file))  # pyright: ignore[reportUnknownArgumentType]
 
-    def _loads(self, found: Any, file: Any, *_: Any, **__: Any) -> None:
-        devices = sorted(_gpus(found))
+    def _loads(self, loaded: Any, file: Any, *_: Any, **__: Any) -> None:
+        devices = sorted(_gpus(loaded))
         if devices and isinstance(file, (str, os.PathLike)):
             path = os.path.realpath(os.fspath(file))  # pyright: ignore[reportUnknownArgumentType]
             cuda: Any = sys.modules["torch.cuda"]
@@ -139,29 +139,29 @@ class SideWatch(Events):
         if not result.requires_grad or target.is_floating_point() or result.dim():
             return
         if kwargs.get("reduction", args[4] if len(args) > 4 else "mean") == "mean":
-            place = user_site()
-            record = self._losses.get(place)
+            site = user_site()
+            record = self._losses.get(site)
             if record is None:
-                record = self._losses[place] = MeanLoss(place)
+                record = self._losses[site] = MeanLoss(site)
                 self._facts.losses.append(record)
             if len(record.counts) < MAX_DIGESTS:
-                ignored = kwargs.get("ignore_index", args[2] if len(args) > 2 else -100)
-                record.counts.append(int((target != ignored).sum()))
+                ignore_index = kwargs.get("ignore_index", args[2] if len(args) > 2 else -100)
+                record.counts.append(int((target != ignore_index).sum()))
                 record.sizes.append(target.numel())
 
     def _reduces(self, tensor: Any, op: Any = None, *_: Any, **__: Any) -> None:
         if not self._passes or tensor.numel() > MAX_SCORES or tensor.is_complex():
             return
-        sums = sys.modules["torch.distributed"].ReduceOp
-        if op in (None, sums.SUM, sums.AVG):
-            for seen, *_when in self._passes:
-                if len(seen.reduced) < MAX_DIGESTS:
-                    seen.reduced += [finite(value) for value in tensor.detach().reshape(-1).tolist()]
-                    seen.reduced_site = seen.reduced_site or user_site()
+        reduce_op = sys.modules["torch.distributed"].ReduceOp
+        if op in (None, reduce_op.SUM, reduce_op.AVG):
+            for loader_pass, *_when in self._passes:
+                if len(loader_pass.reduced) < MAX_DIGESTS:
+                    loader_pass.reduced += [finite(value) for value in tensor.detach().reshape(-1).tolist()]
+                    loader_pass.reduced_site = loader_pass.reduced_site or user_site()
 
     def _schedule_steps(self, schedule: Any, *_: Any, **__: Any) -> None:
-        here = user_site()
-        self._schedules[id(schedule)] = schedule, self._schedules.get(id(schedule), ("", here))[1], here
+        site = user_site()
+        self._schedules[id(schedule)] = schedule, self._schedules.get(id(schedule), ("", site))[1], site
 
     def _seeded(self, generator: str) -> None:
         self._facts.seeds[generator] = user_site()
@@ -221,12 +221,12 @@ def padded_more(prediction: Any) -> Any:
     """An `EvalPrediction` with one more column of padding; None if it has no padding."""
     numpy: Any = sys.modules["numpy"]
     labels, predicted = prediction.label_ids, prediction.predictions
-    plain = all(isinstance(one, numpy.ndarray) for one in (labels, predicted))
-    if not plain or labels.ndim != 2 or predicted.shape[:2] != labels.shape or not (labels == -100).any():
+    are_arrays = all(isinstance(array, numpy.ndarray) for array in (labels, predicted))
+    if not are_arrays or labels.ndim != 2 or predicted.shape[:2] != labels.shape or not (labels == -100).any():
         return None
-    longer = ([(0, 0), (0, 1)] + [(0, 0)] * (one.ndim - 2) for one in (predicted, labels))
+    pads = ([(0, 0), (0, 1)] + [(0, 0)] * (array.ndim - 2) for array in (predicted, labels))
     predicted, labels = (
-        numpy.pad(one, widths, constant_values=-100) for one, widths in zip((predicted, labels), longer, strict=True)
+        numpy.pad(array, widths, constant_values=-100) for array, widths in zip((predicted, labels), pads, strict=True)
     )
     return type(prediction)(predictions=predicted, label_ids=labels, inputs=prediction.inputs, losses=prediction.losses)
 
@@ -271,9 +271,9 @@ class Writing(Events):
         if os.getpid() != self._pid:
             return
         self._facts.ended = True
-        for one in watches:
+        for listener in watches:
             try:
-                one.finish()
+                listener.finish()
             except Exception as error:
                 print(f"paceline: --check has recorded only a part of the facts: {error!r}", file=sys.stderr)
         self.write()
@@ -288,8 +288,8 @@ def watch(folder: Path) -> tuple[Events, ...]:
         host=socket.gethostname(),
         cores=len(os.sched_getaffinity(0)),
     )
-    loading, noting, written = LoaderWatch(facts), SideWatch(facts, str(folder)), Writing(facts, folder)
-    atexit.register(written.finish, noting, loading)
+    loader_watch, side_watch, writer = LoaderWatch(facts), SideWatch(facts, str(folder)), Writing(facts, folder)
+    atexit.register(writer.finish, side_watch, loader_watch)
     guard = Guard.of_process()
     guard.max_steps, joint = MAX_STEPS, JointOptimizers(lambda: guard.box.get("ops"))
-    return joint, loading, StepWatch(facts, loading, joint), noting, written
+    return joint, loader_watch, StepWatch(facts, loader_watch, joint), side_watch, writer

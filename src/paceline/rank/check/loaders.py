@@ -89,9 +89,9 @@ class TruncatedSampler:
             del self._seen.indices[count:]
 
     def _skip(self, batches: int, drawn: Any) -> Any:
-        began_ns, box = time.monotonic_ns(), Guard.of_process().box
+        began_ns, page = time.monotonic_ns(), Guard.of_process().box
         for _ in range(min(batches, MAX_PASSED_OVER)):
-            if time.monotonic_ns() - began_ns > self._seconds * 1e9 and not box.calls_since(began_ns):
+            if time.monotonic_ns() - began_ns > self._seconds * 1e9 and not page.calls_since(began_ns):
                 self._seen.cut_off = True
                 break
             try:
@@ -107,7 +107,7 @@ class TruncatedSampler:
         indices: list[Any] = [*drawn] if isinstance(drawn, (list, tuple)) else [drawn]
         self._seen.drawn += len(indices)
         room = MAX_INDICES - len(self._seen.indices)
-        self._seen.indices += [as_index(one) for one in islice(indices, max(0, room)) if hasattr(one, "__index__")]
+        self._seen.indices += [as_index(i) for i in islice(indices, max(0, room)) if hasattr(i, "__index__")]
         return drawn
 
 
@@ -147,18 +147,18 @@ class LoaderWatch(Events):
             fetcher.fetch = self._fetched.watched(fetcher.fetch, self._number_of_data)
 
     def _number_of_data(self, data: Any) -> int:
-        return next((number for number, known in self._live.items() if known is data), -1)
+        return next((number for number, dataset in self._live.items() if dataset is data), -1)
 
     def _shorten(self, map_style: Any, batches: Any) -> None:
         number = _number_of(batches)
         if number < 0 or isinstance(batches._sampler_iter, TruncatedSampler) or batches._dataset_kind != map_style:
             return
         record = self._facts.loaders[number]
-        if (whole := record.batches) >= 0 and not self._facts.session:
-            looked_at = len(record.passes) <= EPOCHS
-            kept = kept_batches(whole) if looked_at else min(1, whole)
-            seconds = MAX_SECONDS if looked_at else LATER_SECONDS
-            batches._sampler_iter = TruncatedSampler(batches._sampler_iter, whole, kept, record.passes[-1], seconds)
+        if (length := record.batches) >= 0 and not self._facts.session:
+            is_recorded = len(record.passes) <= EPOCHS
+            kept = kept_batches(length) if is_recorded else min(1, length)
+            seconds = MAX_SECONDS if is_recorded else LATER_SECONDS
+            batches._sampler_iter = TruncatedSampler(batches._sampler_iter, length, kept, record.passes[-1], seconds)
 
     def epoch_begins(self, batches: Any) -> None:
         loader = batches.of_loader()
@@ -166,8 +166,8 @@ class LoaderWatch(Events):
             self._numbers[loader] = self._number(loader)
         number = batches.loader_number = self._numbers[loader]  # stored, because the loader may be deleted in the loop
         record = self._facts.loaders[number]
-        most = MAX_PASSES if number in self.joint else MAX_ALONE
-        if record.training and len(record.passes) >= most:
+        max_passes = MAX_PASSES if number in self.joint else MAX_ALONE
+        if record.training and len(record.passes) >= max_passes:
             raise SystemExit(0)
         record.passes.append(Pass())
         self._began[number] = time.monotonic()
@@ -176,8 +176,8 @@ class LoaderWatch(Events):
         """The number of a loader's record, which may be that of an earlier loader of this data at the same lines."""
         record = seen_loader(loader)
         for number, data in self._live.items():
-            known = self._facts.loaders[number]
-            if data is loader.dataset and (known.site, known.made) == (record.site, record.made):
+            earlier_loader = self._facts.loaders[number]
+            if data is loader.dataset and (earlier_loader.site, earlier_loader.made) == (record.site, record.made):
                 return number
         self._live[len(self._facts.loaders)] = loader.dataset
         self._facts.loaders.append(record)
@@ -189,11 +189,11 @@ class LoaderWatch(Events):
         self.given += 1
         if self.fed < 0:
             return
-        seen = self._facts.loaders[self.fed].passes[-1]
-        seen.sizes.append(sample_count(batch))
-        if len(seen.leaves) < MAX_DIGESTS and len(self._facts.loaders[self.fed].passes) <= EPOCHS:
-            seen.leaves.append(leaf_digests(batch))
-        if len(self._facts.loaders[self.fed].passes) == 1 and len(seen.sizes) in LOOKS:
+        loader_pass = self._facts.loaders[self.fed].passes[-1]
+        loader_pass.sizes.append(sample_count(batch))
+        if len(loader_pass.leaves) < MAX_DIGESTS and len(self._facts.loaders[self.fed].passes) <= EPOCHS:
+            loader_pass.leaves.append(leaf_digests(batch))
+        if len(self._facts.loaders[self.fed].passes) == 1 and len(loader_pass.sizes) in LOOKS:
             self._generators = Generators()
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -208,8 +208,8 @@ class LoaderWatch(Events):
         number = _number_of(batches)
         if number < 0:
             return
-        seen = self._facts.loaders[number].passes[-1]
-        seen.ended, seen.seconds = True, time.monotonic() - self._began[number]
+        loader_pass = self._facts.loaders[number].passes[-1]
+        loader_pass.ended, loader_pass.seconds = True, time.monotonic() - self._began[number]
 
     def finish(self) -> None:
         """Record the used generators, and digests of a few samples to compare the data of ranks."""
@@ -230,33 +230,33 @@ def _number_of(batches: Any) -> int:
 def seen_loader(loader: Any) -> SeenLoader:
     """The record of a loader, without passes."""
     # with a custom batch sampler, the loader does not use its default sampler
-    inner = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    chain = [inner, getattr(inner, "batch_sampler", None), getattr(inner, "sampler", None)]
-    chain += [getattr(chain[1], "sampler", None)]
-    names = [type(one).__name__ for one in chain if one is not None]
+    first_sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    samplers = [first_sampler, getattr(first_sampler, "batch_sampler", None), getattr(first_sampler, "sampler", None)]
+    samplers += [getattr(samplers[1], "sampler", None)]
+    names = [type(s).__name__ for s in samplers if s is not None]
     batch_sampler = "" if loader.batch_sampler is None else type(loader.batch_sampler).__name__
     sampler = next((name for name in names if "istributed" in name or name.startswith("BatchSamplerShard")), "")
-    plain = next((name for name in reversed(names) if name != "BatchSampler"), "")
-    shuffle = next((value for one in chain if isinstance(value := getattr(one, "shuffle", None), bool)), None)
+    base_sampler = next((name for name in reversed(names) if name != "BatchSampler"), "")
+    shuffle = next((value for s in samplers if isinstance(value := getattr(s, "shuffle", None), bool)), None)
     shuffles = False if "SequentialSampler" in names else True if "RandomSampler" in names else shuffle
     return SeenLoader(
         site=user_site(),
         made=getattr(loader, "made_at", ""),
-        sampler=sampler or plain,
+        sampler=sampler or base_sampler,
         shuffles=shuffles,
         samples=_length(len, loader.dataset),
         batches=-1 if loader._dataset_kind else _length(getattr(loader, "whole_length", loader.__len__)),
-        batch_size=getattr(loader, "batch_size", None) or getattr(inner, "batch_size", None) or 0,
+        batch_size=getattr(loader, "batch_size", None) or getattr(first_sampler, "batch_size", None) or 0,
         workers=loader.num_workers,
-        plain=all(type(one).__module__.startswith("torch.utils.data.") for one in chain if one is not None),
+        plain=all(type(s).__module__.startswith("torch.utils.data.") for s in samplers if s is not None),
         batch_sampler="" if batch_sampler == "BatchSampler" else batch_sampler,
         divided=getattr(loader, "divided", ""),
     )
 
 
-def _length(asked: Any, *of: Any) -> int:
+def _length(function: Any, *args: Any) -> int:
     try:
-        return int(asked(*of))
+        return int(function(*args))
     except (TypeError, NotImplementedError):
         return -1
 
@@ -266,14 +266,14 @@ def _probed(data: Any, samples: int) -> list[list[str]]:
     from paceline.seeding import preserved_streams, seed_streams  # imports torch, which the script may not use
 
     with preserved_streams():
-        found: list[list[str]] = []
+        digests: list[list[str]] = []
         for index in sorted({samples * k // PROBES for k in range(PROBES)}) if samples > 0 else ():
             looks: list[list[str]] = []
             for _ in range(2):
                 seed_streams(0)
                 looks.append(leaf_digests(data[index]))
-            found.append([a if a == b else "" for a, b in zip(*looks, strict=True)])  # other generators: unknown
-        return found
+            digests.append([a if a == b else "" for a, b in zip(*looks, strict=True)])  # other generators: unknown
+        return digests
 
 
 class Fetched:
@@ -314,12 +314,12 @@ class Fetched:
 
     def of(self, number: int) -> dict[str, str]:
         """The states before their first use, by name."""
-        found: dict[str, str] = {}
+        states: dict[str, str] = {}
         for name in NAMES if number < SLOTS else ():
             at = self._place(number, name)
             if state := self._states[at : at + DIGEST_BYTES].strip(b"\0"):
-                found[name] = state.decode()
-        return found
+                states[name] = state.decode()
+        return states
 
     def _place(self, number: int, name: str) -> int:
         return (number * len(NAMES) + NAMES.index(name)) * DIGEST_BYTES
@@ -329,18 +329,18 @@ class Generators:
     """The existing generators with a copy of their current states."""
 
     def __init__(self) -> None:
-        self._before = [(name, one, copied) for name, one in _alive() if (copied := _copy(one)) is not None]
+        self._before = [(name, rng, copied) for name, rng in _alive() if (copied := _copy(rng)) is not None]
         _LOOKED_AT.add(self)
 
     def was_set(self, which: str) -> None:
         """Update the copy of a global generator that has got a new state."""
-        self._before = [(name, one, _copy(one) if name == which else before) for name, one, before in self._before]
+        self._before = [(name, rng, _copy(rng) if name == which else before) for name, rng, before in self._before]
 
     def used(self, samples: int) -> dict[str, str]:
         """The generators that were used since for this number of samples: name -> digest of their earlier states."""
         states_by_name: defaultdict[str, list[str]] = defaultdict(list)
-        for name, one, before in self._before:
-            if _has_drawn(before, one, max(1, samples // 2)):
+        for name, rng, before in self._before:
+            if _has_drawn(before, rng, max(1, samples // 2)):
                 states_by_name[name].append(_state(before))
         return {name: short_hash("".join(sorted(states)).encode()) for name, states in states_by_name.items()}
 
@@ -362,39 +362,39 @@ def _watch_setters(module: str, *, late: bool) -> None:
         setter.__module__, setter.__qualname__ = module, name  # by which it is pickled
 
 
-def _was_set(which: str, *_: Any, **__: Any) -> None:
-    for one in [*_LOOKED_AT]:
-        one.was_set(which)
+def _was_set(generator_name: str, *_: Any, **__: Any) -> None:
+    for generators in [*_LOOKED_AT]:
+        generators.was_set(generator_name)
 
 
 def _alive() -> Iterator[tuple[str, Any]]:
     numpy: Any = sys.modules.get("numpy.random")
     torch: Any = sys.modules["torch"]
     kinds: set[type] = {random.Random, torch.Generator}
-    shared = {"torch": torch.default_generator, "random": vars(random)["_inst"]}
+    global_generators = {"torch": torch.default_generator, "random": vars(random)["_inst"]}
     if numpy is not None:
         kinds |= {numpy.Generator, numpy.RandomState}
-        shared["numpy"] = numpy.mtrand._rand
-    yield from shared.items()
-    seen = {id(one) for one in shared.values()}
-    for one in (*_of_kinds(kinds), *_locals(sys._getframe(1))):  # pyright: ignore[reportPrivateUsage]
-        if type(one) in kinds and id(one) not in seen:
-            seen.add(id(one))
-            yield OWN_GENERATORS, one
+        global_generators["numpy"] = numpy.mtrand._rand
+    yield from global_generators.items()
+    seen_ids = {id(rng) for rng in global_generators.values()}
+    for rng in (*_of_kinds(kinds), *_locals(sys._getframe(1))):  # pyright: ignore[reportPrivateUsage]
+        if type(rng) in kinds and id(rng) not in seen_ids:
+            seen_ids.add(id(rng))
+            yield OWN_GENERATORS, rng
 
 
 def _of_kinds(kinds: set[type]) -> list[Any]:
     """All instances of these classes, at least once each; also those that only untracked objects reference."""
-    found: list[Any] = []
-    known: list[Any] = gc.get_objects()
-    for at in range(0, len(known), CHUNK):
-        part = known[at : at + CHUNK]
-        held = gc.get_referents(*part)
-        untracked = [one for one in held if type(one) is dict and not gc.is_tracked(one)]
-        for some in (part, held, gc.get_referents(*untracked)):
-            if not kinds.isdisjoint(map(type, some)):
-                found += [one for one in some if type(one) in kinds]
-    return found
+    instances: list[Any] = []
+    tracked_objects: list[Any] = gc.get_objects()
+    for at in range(0, len(tracked_objects), CHUNK):
+        chunk = tracked_objects[at : at + CHUNK]
+        referents = gc.get_referents(*chunk)
+        untracked = [obj for obj in referents if type(obj) is dict and not gc.is_tracked(obj)]
+        for candidates in (chunk, referents, gc.get_referents(*untracked)):
+            if not kinds.isdisjoint(map(type, candidates)):
+                instances += [obj for obj in candidates if type(obj) in kinds]
+    return instances
 
 
 def _locals(frame: FrameType | None) -> Iterator[Any]:
@@ -404,74 +404,72 @@ def _locals(frame: FrameType | None) -> Iterator[Any]:
         frame = frame.f_back
 
 
-def _copy(one: Any) -> Any:
-    if not hasattr(one, "device"):
-        return copy.deepcopy(one)
-    if one.device.type != "cpu":
+def _copy(rng: Any) -> Any:
+    if not hasattr(rng, "device"):
+        return copy.deepcopy(rng)
+    if rng.device.type != "cpu":
         return None  # reading its state would wait for the device
-    copied = type(one)()
-    copied.set_state(one.get_state())
+    copied = type(rng)()
+    copied.set_state(rng.get_state())
     return copied
 
 
-def _state(one: Any) -> str:
-    if isinstance(one, random.Random):
-        return repr(one.getstate()[1])
-    if hasattr(one, "device"):
-        return short_hash(one.get_state().numpy().tobytes())
-    inner = _bits(one).state["state"]
+def _state(rng: Any) -> str:
+    if isinstance(rng, random.Random):
+        return repr(rng.getstate()[1])
+    if hasattr(rng, "device"):
+        return short_hash(rng.get_state().numpy().tobytes())
+    inner = _bits(rng).state["state"]
     return repr({name: value.tobytes() if hasattr(value, "tobytes") else value for name, value in inner.items()})
 
 
-def _bits(one: Any) -> Any:
-    return one.bit_generator if hasattr(one, "bit_generator") else one._bit_generator
+def _bits(rng: Any) -> Any:
+    return rng.bit_generator if hasattr(rng, "bit_generator") else rng._bit_generator
 
 
 def _has_drawn(before: Any, now: Any, numbers: int) -> bool:
-    goal, going = _state(now), _copy(before)
+    goal, rng = _state(now), _copy(before)
     for drawn in range(numbers):
-        if _state(going) == goal:
+        if _state(rng) == goal:
             return False
         if drawn < numbers - 1:
-            _draw(going)
+            _draw(rng)
     return True
 
 
-def _draw(one: Any) -> None:
-    if isinstance(one, random.Random):
-        one.getrandbits(32)
-    elif hasattr(one, "device"):
-        sys.modules["torch"].rand(1, generator=one)
+def _draw(rng: Any) -> None:
+    if isinstance(rng, random.Random):
+        rng.getrandbits(32)
+    elif hasattr(rng, "device"):
+        sys.modules["torch"].rand(1, generator=rng)
     else:
-        _bits(one).random_raw()
+        _bits(rng).random_raw()
 
 
 def divided_by_world(frame: FrameType | None, argument: str, place: int) -> str:
     """The expression that divides an argument of this frame's current call by the number of ranks; empty if none."""
     if frame is None:
         return ""
-    here = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
     try:
         nodes = [*ast.walk(ast.parse("".join(linecache.getlines(frame.f_code.co_filename))))]
     except (SyntaxError, ValueError):
         return ""
-    calls = (one for one in nodes if isinstance(one, ast.Call))
-    call = next(
-        (one for one in calls if here == (one.lineno, one.end_lineno, one.col_offset, one.end_col_offset)), None
-    )
+    calls = (n for n in nodes if isinstance(n, ast.Call))
+    call = next((n for n in calls if position == (n.lineno, n.end_lineno, n.col_offset, n.end_col_offset)), None)
     if call is None:
         return ""
-    before = sorted(
-        (one for one in nodes if isinstance(one, ast.Assign) and one.lineno < call.lineno), key=lambda one: one.lineno
+    assignments = sorted(
+        (n for n in nodes if isinstance(n, ast.Assign) and n.lineno < call.lineno), key=lambda n: n.lineno
     )
-    given = {ast.unparse(target): one.value for one in before for target in one.targets}  # the last value counts
-    values = [*[one.value for one in call.keywords if one.arg == argument], *call.args[place : place + 1]][:1]
+    assigned = {ast.unparse(target): n.value for n in assignments for target in n.targets}  # the last value counts
+    values = [*[kw.value for kw in call.keywords if kw.arg == argument], *call.args[place : place + 1]][:1]
     for _ in range(MAX_NAMES):
         parts = [part for value in values for part in ast.walk(value)]
         if divided := next(filter(_by_ranks, parts), None):
             return ast.unparse(divided)
         names = {ast.unparse(part) for part in parts if isinstance(part, (ast.Name, ast.Attribute))}
-        values = [given[name] for name in names if name in given]
+        values = [assigned[name] for name in names if name in assigned]
     return ""
 
 

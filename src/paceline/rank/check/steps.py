@@ -89,9 +89,9 @@ class StepWatch(Events):
         wrap_function(sys.modules["torch.optim.optimizer"].Optimizer, "zero_grad", before=self._clears)
         wrap_function(modules.Module, "zero_grad", before=lambda *_, **__: self._clears(None))
         clipping: Any = sys.modules["torch.nn.utils.clip_grad"]
-        offered: Any = sys.modules["torch.nn.utils"]
+        nn_utils: Any = sys.modules["torch.nn.utils"]
         scale = self.clipping(clipping._clip_grads_with_norm_)  # clip_grad_norm_ also calls it
-        clipping._clip_grads_with_norm_ = offered.clip_grads_with_norm_ = scale
+        clipping._clip_grads_with_norm_ = nn_utils.clip_grads_with_norm_ = scale
 
     def session_begins(self) -> None:
         self._facts.session = True
@@ -108,7 +108,7 @@ class StepWatch(Events):
 
     def _window(self, optimizer: Any) -> Window | None:
         window = self._windows.get(id(optimizer))
-        if window is None and not any(is_sharded(one) for one in _parameters(optimizer)):
+        if window is None and not any(is_sharded(p) for p in _parameters(optimizer)):
             window = self._windows[id(optimizer)] = Window(optimizer)
         return window
 
@@ -118,13 +118,13 @@ class StepWatch(Events):
         @hide_from_warnings
         @wraps(clip)
         def clipped(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-            listed = [parameters] if hasattr(parameters, "grad") else list(parameters)  # may be an iterator
+            parameter_list = [parameters] if hasattr(parameters, "grad") else list(parameters)  # may be an iterator
             if not self._depth and not self._unclipped:
                 self._unclipped = [_total(optimizer) for optimizer in self._optimizers]
-            clip(listed, max_norm, total_norm, *args, **kwargs)
+            clip(parameter_list, max_norm, total_norm, *args, **kwargs)
             compiling = sys.modules["torch.compiler"].is_compiling()
-            if not self._depth and not compiling and not any(map(is_sharded, listed)):
-                self._clipped = {id(one) for one in listed}, finite(total_norm), finite(max_norm), user_site()
+            if not self._depth and not compiling and not any(map(is_sharded, parameter_list)):
+                self._clipped = {id(p) for p in parameter_list}, finite(total_norm), finite(max_norm), user_site()
 
         return clipped
 
@@ -141,14 +141,14 @@ class StepWatch(Events):
         self._averaged.update(map(id, ddp._module_parameters))
         self._facts.replicas.append(record)
         self._inner[id(ddp.module)] = weakref.ref(ddp.module), record
-        self._parts |= {id(one): (weakref.ref(one), record) for one in ddp.module.modules()}
+        self._parts |= {id(part): (weakref.ref(part), record) for part in ddp.module.modules()}
 
     def _called(self, module: Any, _: Any) -> None:
         """A module runs forward: possibly that of a replica, either bypassing DDP or for an evaluation."""
         if self._stepped:
             self._stepped, self._exchanged, self._called_ns = False, 0, time.monotonic_ns()
-        known, record = self._inner.get(id(module)) or self._parts.get(id(module), (None, None))
-        if record is None or known is None or known() is not module:
+        module_ref, record = self._inner.get(id(module)) or self._parts.get(id(module), (None, None))
+        if record is None or module_ref is None or module_ref() is not module:
             return
         if module.training:
             if sys.modules["torch"].is_grad_enabled() and not self._inside:
@@ -156,10 +156,10 @@ class StepWatch(Events):
             return
         if id(module) not in self._inner:
             return
-        now = len(self._facts.steps)
-        buffers = [one for one in module.buffers() if one.is_floating_point()]
-        if buffers and self._evaluated.get(id(module)) != now and len(record.buffers) < MAX_DIGESTS:
-            self._evaluated[id(module)] = now
+        num_steps = len(self._facts.steps)
+        buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+        if buffers and self._evaluated.get(id(module)) != num_steps and len(record.buffers) < MAX_DIGESTS:
+            self._evaluated[id(module)] = num_steps
             record.buffers.append(digest_of(buffers))
             record.evaluation_site = user_site()
 
@@ -177,8 +177,8 @@ class StepWatch(Events):
         record = self._replicas.get(id(ddp))
         if record is None or not sys.modules["torch"].is_grad_enabled() or not ddp.training:
             return
-        joins: Any = getattr(ddp, "_join_config", None)
-        record.joined = record.joined or bool(joins is not None and joins.enable)
+        join_config: Any = getattr(ddp, "_join_config", None)
+        record.joined = record.joined or bool(join_config is not None and join_config.enable)
         self._forwards += 1
         self._synced += bool(ddp.require_backward_grad_sync)
         if len(record.inputs) < MAX_DIGESTS:
@@ -189,11 +189,11 @@ class StepWatch(Events):
         record = self._replicas.get(id(ddp))
         if record is None or not record.find_unused or record.looked >= LOOKS or not ddp.training:
             return
-        used = parameters_reached(roots_of(output))
-        if used:
+        used_ids = parameters_reached(roots_of(output))
+        if used_ids:
             # DDP reduces the parameters from its construction, not later replacements
-            missing = sum(p.requires_grad and id(p) not in used for p in ddp._module_parameters)
-            record.looked, record.unused = record.looked + 1, max(record.unused, missing)
+            num_unused = sum(p.requires_grad and id(p) not in used_ids for p in ddp._module_parameters)
+            record.looked, record.unused = record.looked + 1, max(record.unused, num_unused)
 
     def raised(self, where: str, error: BaseException) -> None:
         if where == "forward":
@@ -202,10 +202,10 @@ class StepWatch(Events):
     def backward_begins(self, losses: Any) -> None:
         if self._facts.session:
             return
-        fed = self._loading.fed
-        at = (fed, len(self._facts.loaders[fed].passes) if fed >= 0 else 0)
-        if fed >= 0:
-            self._facts.loaders[fed].passes[-1].trains = True
+        loader_number = self._loading.fed
+        at = (loader_number, len(self._facts.loaders[loader_number].passes) if loader_number >= 0 else 0)
+        if loader_number >= 0:
+            self._facts.loaders[loader_number].passes[-1].trains = True
         if self._depth:  # in a closure, which may run backward any number of times
             self._at = at
             return
@@ -213,7 +213,7 @@ class StepWatch(Events):
         self._backward_site = user_site()
         self._factors = factors_of(losses)
         for number, optimizer in enumerate(self._optimizers):
-            if at != self._at and self._at[0] == fed and self._pending[number]:
+            if at != self._at and self._at[0] == loader_number and self._pending[number]:
                 cleared = not any(p.grad is not None and bool(p.grad.any()) for p in _parameters(optimizer))
                 self._facts.dropped.append(Dropped(number, *self._at, self._pending[number], cleared))
                 if cleared:
@@ -253,14 +253,14 @@ class StepWatch(Events):
         self._depth += 1
         if self._depth > 1:
             return
-        known = next((n for n, one in enumerate(self._optimizers) if one is optimizer), None)
-        number = len(self._optimizers) if known is None else known
-        if known is None:
+        index = next((n for n, other in enumerate(self._optimizers) if other is optimizer), None)
+        number = len(self._optimizers) if index is None else index
+        if index is None:
             self._optimizers.append(optimizer)
         if self._facts.session:
             self._facts.steps.append(SeenStep(number, user_site()))
             return
-        turn, private = self._joint.of(optimizer), self._joint.private(optimizer)
+        history, private = self._joint.of(optimizer), self._joint.private(optimizer)
         self._note_loader(private=private)
         self._taken[number] += not private
         kind = "private" if private else "joint" if self._joint.level else "unknown"
@@ -268,8 +268,8 @@ class StepWatch(Events):
         if self._records[kind] > (MAX_PRIVATE if private else MAX_RECORDS):
             return
         parameters = _parameters(optimizer)
-        plain = not any(is_sharded(p) for p in parameters)
-        if not plain and known is None:
+        unsharded = not any(is_sharded(p) for p in parameters)
+        if not unsharded and index is None:
             split = self._meshes.split(parameters)
             self._facts.split, self._facts.split_rank = max(split, (self._facts.split, self._facts.split_rank))
         step = SeenStep(
@@ -277,43 +277,43 @@ class StepWatch(Events):
             site=user_site(),
             loader=self._at[0],
             epoch=self._at[1],
-            gradients=digest_of(p.grad for p in parameters) if plain else "",
+            gradients=digest_of(p.grad for p in parameters) if unsharded else "",
             lost=window.lost if (window := self._window(optimizer)) else 0,
             clear_site=window.clear_site if window else "",
-            backwards=self._pending.pop(-1, 0) if known is None else self._pending[number],
+            backwards=self._pending.pop(-1, 0) if index is None else self._pending[number],
             backward_site=self._backward_site,
             factors=self._factors,
             forwards=self._forwards,
             synced=self._synced,
             learning_rate=finite(optimizer.param_groups[0].get("lr", 0.0)),
             settings=_settings(optimizer),
-            parameters=digest_of(parameters) if plain else "",
-            own=turn.own,
-            past=turn.past,
+            parameters=digest_of(parameters) if unsharded else "",
+            own=history.own,
+            past=history.past,
             exchanged=self._exchanged,
         )
-        if plain and self._looked[number] + len(parameters) <= MAX_EACH:
+        if unsharded and self._looked[number] + len(parameters) <= MAX_EACH:
             self._looked[number] += len(parameters)
-            step.outside = [n for n, one in enumerate(parameters) if id(one) not in self._averaged]
-            step.each = [digest_of([one.grad]) for one in parameters]
-            step.each_before = [digest_of([one]) for one in parameters]
+            step.outside = [n for n, p in enumerate(parameters) if id(p) not in self._averaged]
+            step.each = [digest_of([p.grad]) for p in parameters]
+            step.each_before = [digest_of([p]) for p in parameters]
         if self._averaged:
             step.strangers = sum(p.grad is not None and id(p) not in self._averaged for p in parameters)
-        what, norm, limit, place = self._clipped
-        if not what.isdisjoint(map(id, parameters)):
-            step.norm, step.limit, step.clip_site = norm, limit, place
-        if plain and known is not None and known < len(self._local):
-            local, applied = self._local[known], _total(optimizer)
+        clipped_ids, norm, limit, clip_site = self._clipped
+        if not clipped_ids.isdisjoint(map(id, parameters)):
+            step.norm, step.limit, step.clip_site = norm, limit, clip_site
+        if unsharded and index is not None and index < len(self._local):
+            local, applied = self._local[index], _total(optimizer)
             if not self._replicas:
                 step.local, step.applied = local, applied
             elif local:
-                step.scaled = finite((self._unclipped[known] if known < len(self._unclipped) else applied) / local, 1.0)
-        step.shapes = digest_of([]) if not plain else str(hash(tuple(tuple(p.shape) for p in parameters)))
+                step.scaled = finite((self._unclipped[index] if index < len(self._unclipped) else applied) / local, 1.0)
+        step.shapes = digest_of([]) if not unsharded else str(hash(tuple(tuple(p.shape) for p in parameters)))
         self._facts.steps.append(step)
-        self._step = step if plain else None
+        self._step = step if unsharded else None
         self._pending[number] = 0
-        for one in self._windows.values():
-            one.held = 0
+        for each_window in self._windows.values():
+            each_window.held = 0
         if window is not None:
             window.lost = 0
 
@@ -326,13 +326,13 @@ class StepWatch(Events):
             parameters = _parameters(optimizer)
             self._step.after, self._step.met = digest_of(parameters), self._joint.of(optimizer).has_met
             if self._step.each:
-                self._step.each_after = [digest_of([one]) for one in parameters]
+                self._step.each_after = [digest_of([p]) for p in parameters]
             self._step = None
         self._forwards = self._synced = 0
         self._clipped, self._unclipped = (set(), 0.0, 0.0, ""), []
-        shortened = any(one.training and one.batches >= 0 for one in self._facts.loaders)
-        most = MAX_STEPS if self._joint.level else MAX_ALONE
-        if not shortened and not self._joint.private(optimizer) and max(self._taken.values(), default=0) >= most:
+        shortened = any(loader.training and loader.batches >= 0 for loader in self._facts.loaders)
+        max_steps = MAX_STEPS if self._joint.level else MAX_ALONE
+        if not shortened and not self._joint.private(optimizer) and max(self._taken.values(), default=0) >= max_steps:
             raise SystemExit(0)
 
     def _note_loader(self, *, private: bool) -> None:
@@ -370,8 +370,8 @@ def _total(optimizer: Any) -> float:
     total = 0.0
     for parameter in _parameters(optimizer):
         if parameter.grad is not None and not is_sharded(parameter):
-            some = parameter.grad.detach().reshape(-1)[:MAX_ELEMENTS].double().cpu()
-            total += float(some @ torch.arange(some.numel(), dtype=torch.float64).cos())
+            values = parameter.grad.detach().reshape(-1)[:MAX_ELEMENTS].double().cpu()
+            total += float(values @ torch.arange(values.numel(), dtype=torch.float64).cos())
     return finite(total)
 
 
@@ -391,10 +391,10 @@ class Meshes:
 
     def _watch(self, *, late: bool) -> None:
         first: Any = sys.modules[OFFERED_BY[0]]
-        plain = first.fully_shard
+        original = first.fully_shard
         wrap_function(first, "fully_shard", before=self._record)
         for module in (sys.modules.get(name) for name in OFFERED_BY[1:]):
-            if getattr(module, "fully_shard", None) is plain:
+            if getattr(module, "fully_shard", None) is original:
                 vars(module)["fully_shard"] = first.fully_shard
 
     def _record(self, *_: Any, mesh: Any = None, **__: Any) -> None:
@@ -405,31 +405,31 @@ class Meshes:
         """The number of ranks among which layers are split, and the index of this rank among them."""
         count, number = 1, 0
         for parameter in parameters:
-            if not hasattr(parameter, "device_mesh") or (where := parameter.device_mesh.get_coordinate()) is None:
+            if not hasattr(parameter, "device_mesh") or (coordinate := parameter.device_mesh.get_coordinate()) is None:
                 continue
-            mesh, placements, of, at = parameter.device_mesh, parameter.placements, 1, 0
+            mesh, placements, parts, part = parameter.device_mesh, parameter.placements, 1, 0
             for dimension, placement in enumerate(placements):
-                here = tuple(slice(None) if n == dimension else place for n, place in enumerate(where))
-                if not placement.is_replicate() and not self._fsdp_ranks.issuperset(mesh.mesh[here].tolist()):
-                    of, at = of * mesh.size(dimension), at * mesh.size(dimension) + where[dimension]
-            count, number = max((count, number), (of, at))
+                selection = tuple(slice(None) if n == dimension else index for n, index in enumerate(coordinate))
+                if not placement.is_replicate() and not self._fsdp_ranks.issuperset(mesh.mesh[selection].tolist()):
+                    parts, part = parts * mesh.size(dimension), part * mesh.size(dimension) + coordinate[dimension]
+            count, number = max((count, number), (parts, part))
         return count, number
 
 
 def factors_of(losses: Any) -> list[float]:
     """The constants by which a loss was multiplied last; for divisions their reciprocals."""
-    found: list[float] = []
+    factors: list[float] = []
     node = getattr(losses, "grad_fn", None)
-    while node is not None and len(found) < MAX_FACTORS and node.name() in ("DivBackward0", "MulBackward0"):
-        own, other = node._saved_self, node._saved_other
-        constant = other if own is None else own if other is None else None
+    while node is not None and len(factors) < MAX_FACTORS and node.name() in ("DivBackward0", "MulBackward0"):
+        saved_self, saved_other = node._saved_self, node._saved_other
+        constant = saved_other if saved_self is None else saved_self if saved_other is None else None
         if constant is None or constant.numel() != 1:
             break
         value = float(constant)
         if value and math.isfinite(value):
-            found.append(1 / value if node.name() == "DivBackward0" else value)
+            factors.append(1 / value if node.name() == "DivBackward0" else value)
         node = next((following for following, _ in node.next_functions if following is not None), None)
-    return found
+    return factors
 
 
 def roots_of(output: Any, depth: int = 0) -> list[Any]:
@@ -442,13 +442,13 @@ def roots_of(output: Any, depth: int = 0) -> list[Any]:
 
 def parameters_reached(nodes: list[Any]) -> set[int]:
     """The ids of the parameters from which these nodes were computed."""
-    seen, found = set[Any](), set[int]()
+    visited, reached_ids = set[Any](), set[int]()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if (variable := getattr(node, "variable", None)) is not None:
-            found.add(id(variable))
+            reached_ids.add(id(variable))
         nodes += [following for following, _ in node.next_functions]
-    return found
+    return reached_ids

@@ -79,8 +79,8 @@ def some_of(tensor: Any, most: int = MAX_ELEMENTS) -> Any:
 def digest_of(tensors: Iterable[Any], most: int = MAX_ELEMENTS) -> str:
     """One digest of several tensors, which may be None."""
     torch: Any = sys.modules["torch"]
-    samples = (None if one is None else some_of(one, most).cpu().contiguous().view(torch.uint8) for one in tensors)
-    return short_hash(b"".join(b"-" if one is None else bytes(one.numpy()) for one in samples))
+    samples = (None if t is None else some_of(t, most).cpu().contiguous().view(torch.uint8) for t in tensors)
+    return short_hash(b"".join(b"-" if t is None else bytes(t.numpy()) for t in samples))
 
 
 def leaf_digests(batch: Any, depth: int = 0, most: int = MAX_ELEMENTS, *, constants: bool = False) -> list[str]:
@@ -186,14 +186,14 @@ class Hooks:
     def listen(self, *listeners: Events) -> Self:
         """Add listeners, which are called in this order."""
         for name in vars(Events):
-            added = [getattr(one, name) for one in listeners if getattr(type(one), name) is not getattr(Events, name)]
+            added = [getattr(x, name) for x in listeners if getattr(type(x), name) is not getattr(Events, name)]
             self._listeners[name] = [*self._listeners.get(name, ()), *added]
         return self
 
     def dismiss(self, *listeners: Events) -> None:
         """Remove these listeners, and report to the others that a session begins."""
         for name, methods in self._listeners.items():
-            self._listeners[name] = [one for one in methods if getattr(one, "__self__", None) not in listeners]
+            self._listeners[name] = [method for method in methods if getattr(method, "__self__", None) not in listeners]
         self._tell("session_begins")
 
     def end(self) -> None:
@@ -203,12 +203,12 @@ class Hooks:
     def install(self) -> Self:
         """Install the hooks now, or when the import of torch completes."""
         when_imported("torch", self._install)
-        before = threading.excepthook
+        previous_hook = threading.excepthook
 
         def ended(args: threading.ExceptHookArgs) -> None:
             if isinstance(args.exc_value, Exception):
                 self._tell("thread_ended", args.thread.name if args.thread is not None else "?", args.exc_value)
-            before(args)
+            previous_hook(args)
 
         threading.excepthook = ended
         return self
@@ -290,8 +290,8 @@ class Hooks:
         wrap_function(base, "__init__", after=begun)
         wrap_function(base, "_reset", after=begun_again)
         wrap_function(base, "_next_index", after=lambda indices, batches: tell("indices_drawn", batches, indices))
-        given = partial(wrap_function, base, "__next__", before=partial(tell, "batch_asked"), failed=failed)
-        given(after=lambda batch, batches: tell("batch_given", batches, batch))
+        wrap_next = partial(wrap_function, base, "__next__", before=partial(tell, "batch_asked"), failed=failed)
+        wrap_next(after=lambda batch, batches: tell("batch_given", batches, batch))
 
 
 class Closure:

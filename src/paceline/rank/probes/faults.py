@@ -66,9 +66,9 @@ class BatchTracker(Events):
         drawn, number = self._drawn.get(batches), self._number.get(batches, 0) + 1
         self._number[batches] = number
         indices = drawn.popleft() if drawn else []
-        given = (number, self._epochs.get(batches.of_loader, 1), indices)
-        self._last = self._next if self._ahead.get(batches) and number > 1 else given
-        self._next = given
+        batch_position = (number, self._epochs.get(batches.of_loader, 1), indices)
+        self._last = self._next if self._ahead.get(batches) and number > 1 else batch_position
+        self._next = batch_position
 
     def epoch_ended(self, batches: Any) -> None:
         if self._next is not None:
@@ -79,9 +79,9 @@ class BatchTracker(Events):
         if self._last is None:
             return ""
         number, epoch, indices = self._last
-        drawn: list[Any] = [*indices] if isinstance(indices, Iterable) else [indices]
-        samples = [one for one in drawn if one is not None]  # a stream has no indices
-        shown = ", ".join(str(one) for one in samples[:MOST_NAMED]) + (", ..." if len(samples) > MOST_NAMED else "")
+        drawn_indices: list[Any] = [*indices] if isinstance(indices, Iterable) else [indices]
+        samples = [index for index in drawn_indices if index is not None]  # a stream has no indices
+        shown = ", ".join(str(index) for index in samples[:MOST_NAMED]) + (", ..." if len(samples) > MOST_NAMED else "")
         return f", batch {number} of epoch {epoch}" + (f", samples {shown}" if samples else "")
 
 
@@ -100,9 +100,9 @@ class NonFiniteGradients(Events):
         self._reported = False
 
     def replica_made(self, ddp: Any) -> None:
-        named = [(name, one) for name, one in ddp.module.named_parameters() if one.requires_grad]
+        named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
         if named:
-            name, sensor = next((one for one in named[:8] if one[1].numel() <= SMALL), named[0])
+            name, sensor = next((pair for pair in named[:8] if pair[1].numel() <= SMALL), named[0])
             self._hook(sensor, name)
 
     def backward_begins(self, losses: Any) -> None:
@@ -122,9 +122,9 @@ class NonFiniteGradients(Events):
                 self._own.setdefault(step, f"its loss was {values[0]}{at}{batch}")
 
         torch = sys.modules["torch"]
-        sensors: list[Any] = [known() for known in self._hooked.values()]
-        here = (one for one in sensors if type(one) is torch.nn.Parameter and one.device == loss.device)
-        not_finite = [_not_finite(one).double() for one in here]
+        sensors: list[Any] = [ref() for ref in self._hooked.values()]
+        same_device = (p for p in sensors if type(p) is torch.nn.Parameter and p.device == loss.device)
+        not_finite = [_not_finite(p).double() for p in same_device]
         self._later.read(torch.cat([loss.detach().reshape(1).double(), *not_finite]), look)
 
     def step_begins(self, optimizer: Any) -> None:
@@ -168,13 +168,13 @@ class NonFiniteGradients(Events):
 
     def _chosen(self, optimizer: Any) -> Any:
         """A small parameter among the first ones, which are near the input."""
-        parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-        hooked = next((one for one in parameters if (known := self._hooked.get(id(one))) and known() is one), None)
-        if parameters and hooked is None:
-            hooked = next((one for one in parameters[:8] if one.numel() <= SMALL), parameters[0])
-            self._hook(hooked, "a parameter")
-        self._sensors[optimizer] = hooked
-        return hooked
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        sensor = next((p for p in parameters if (ref := self._hooked.get(id(p))) and ref() is p), None)
+        if parameters and sensor is None:
+            sensor = next((p for p in parameters[:8] if p.numel() <= SMALL), parameters[0])
+            self._hook(sensor, "a parameter")
+        self._sensors[optimizer] = sensor
+        return sensor
 
     def _hook(self, sensor: Any, name: str) -> None:
         def seen(gradient: Any) -> None:
@@ -225,17 +225,17 @@ class SwallowedExceptions(Events):
     def raised(self, where: str, error: BaseException) -> None:
         if not isinstance(error, Exception):
             return
-        failed_in = _world() if collective_failed(error) else None
-        if where != "collective" or failed_in is not None:  # else it did not begin: not supported by the backend
-            at, kind = _line_of(error), type(error).__name__
-            self._raised[f"{kind} {at}"] = f"{kind} in its {where}, at {at}: {str(error)[:MOST_CHARS]}", failed_in
+        world_ref = _world() if collective_failed(error) else None
+        if where != "collective" or world_ref is not None:  # else it did not begin: not supported by the backend
+            line, name = _line_of(error), type(error).__name__
+            self._raised[f"{name} {line}"] = f"{name} in its {where}, at {line}: {str(error)[:MOST_CHARS]}", world_ref
 
     def thread_ended(self, name: str, error: BaseException) -> None:
         key, message = f"{type(error).__name__} at {_line_of(error)}", str(error)[:MOST_CHARS]
         if key not in self._reported and len(self._reported) < MOST_SWALLOWED:
             self._reported.add(key)
-            words = f"its thread {name[:MOST_NAME]} ended with {key}: {message}"
-            put_finding(self._box, ScriptFinding("thread", self._steps.done, words))
+            predicate = f"its thread {name[:MOST_NAME]} ended with {key}: {message}"
+            put_finding(self._box, ScriptFinding("thread", self._steps.done, predicate))
 
     def step_ended(self, optimizer: Any) -> None:
         self._report(self._steps.done)
@@ -244,17 +244,17 @@ class SwallowedExceptions(Events):
         self._report(self._steps.done, last=True)
 
     def _report(self, step: int, *, last: bool = False) -> None:
-        raised, self._raised = self._raised, {}
-        for key, (words, failed_in) in raised.items():
-            if failed_in is not None:
+        exceptions, self._raised = self._raised, {}
+        for key, (predicate, world_ref) in exceptions.items():
+            if world_ref is not None:
                 world = _world()()
                 # a script that has made a new default group since has handled the error
-                if not self._collective_reported and (world is None or world is failed_in()):
+                if not self._collective_reported and (world is None or world is world_ref()):
                     self._collective_reported = True
-                    put_finding(self._box, ScriptFinding("collective", step, words, last=last))
+                    put_finding(self._box, ScriptFinding("collective", step, predicate, last=last))
             elif key not in self._reported and len(self._reported) < MOST_SWALLOWED:
                 self._reported.add(key)
-                put_finding(self._box, ScriptFinding("swallowed", step, words, last=last))
+                put_finding(self._box, ScriptFinding("swallowed", step, predicate, last=last))
 
 
 class StaleGradients(Events):
@@ -305,17 +305,17 @@ class StaleGradients(Events):
         self._stepped[optimizer] = self._backwards_of(optimizer), new, times + 1 if new == usual else 0
 
     def _compare_given(self) -> None:
-        given, self._given = self._given, 0
+        num_batches, self._given = self._given, 0
         batches = self._batches and self._batches()
-        usual, is_usual = self._usual_given, self._times_given >= USUAL_STEPS
+        usual_batches, is_usual = self._usual_given, self._times_given >= USUAL_STEPS
         if batches in self._begun:
             self._begun.discard(batches)
-            usual = self._most_at_first or given
-            self._most_at_first = max(given, usual)
+            usual_batches = self._most_at_first or num_batches
+            self._most_at_first = max(num_batches, usual_batches)
         else:
-            self._times_given = self._times_given + 1 if given == usual else 0
-            self._usual_given = given
-        if given > usual and is_usual:
+            self._times_given = self._times_given + 1 if num_batches == usual_batches else 0
+            self._usual_given = num_batches
+        if num_batches > usual_batches and is_usual:
             self._report("skipped a batch, for the first time: the script may have swallowed an error")
 
     def step_ended(self, optimizer: Any) -> None:
@@ -339,22 +339,22 @@ class StaleGradients(Events):
         step = self._steps.done
         if step % PAIR_EVERY > 1 or not ddp.training or not sys.modules["torch"].is_grad_enabled():
             return
-        at, before, equal = self._inputs.get(ddp, (-1, [], 0))
-        if at == step or any(getattr(one, "is_cuda", False) for one in (*inputs, *named.values())):
+        last_step, last_digests, num_equal = self._inputs.get(ddp, (-1, [], 0))
+        if last_step == step or any(getattr(value, "is_cuda", False) for value in (*inputs, *named.values())):
             return  # only the first micro-batch counts, and the host must not wait for a device
-        now = leaf_digests([inputs, named], most=FEW_ELEMENTS, constants=True)  # also padding with zeros
-        if step % PAIR_EVERY == 1 and at == step - 1:
-            equal = equal + 1 if now == before and any(now) else 0
-            if equal == PAIRS:
+        digests = leaf_digests([inputs, named], most=FEW_ELEMENTS, constants=True)  # also padding with zeros
+        if step % PAIR_EVERY == 1 and last_step == step - 1:
+            num_equal = num_equal + 1 if digests == last_digests and any(digests) else 0
+            if num_equal == PAIRS:
                 since = step - PAIR_EVERY * (PAIRS - 1)
                 self._report(f"trains on the same batch repeatedly, from about step {since}")
-        self._inputs[ddp] = step, now, equal
+        self._inputs[ddp] = step, digests, num_equal
 
-    def _report(self, words: str) -> None:
-        kind = words.partition(",")[0]
+    def _report(self, predicate: str) -> None:
+        kind = predicate.partition(",")[0]
         if kind not in self._reported:
             self._reported.add(kind)
-            put_finding(self._box, ScriptFinding("stale", self._steps.done + 1, words))
+            put_finding(self._box, ScriptFinding("stale", self._steps.done + 1, predicate))
 
 
 def collective_failed(error: BaseException) -> bool:

@@ -85,12 +85,12 @@ class Fingerprints(Events):
 
     def step_ended(self, optimizer: Any) -> None:
         self._later.look()
-        turn = self._joint.of(optimizer)
-        if self._size == 1 or self._box.get("uneven") or turn.past:
+        history = self._joint.of(optimizer)
+        if self._size == 1 or self._box.get("uneven") or history.past:
             return
         watched = self._watched.get(optimizer)
-        if watched is None or (turn.own and not watched.own):
-            watched = self._watched[optimizer] = self._next_table(own=turn.own)
+        if watched is None or (history.own and not watched.own):
+            watched = self._watched[optimizer] = self._next_table(own=history.own)
         if watched.table >= TABLES:
             return
         watched.count += 1
@@ -99,7 +99,7 @@ class Fingerprints(Events):
         if watched.version != version:
             watched.version = version
             self._lay_out(watched, optimizer)
-        if watched.pieces and self._meets_others(watched, turn):
+        if watched.pieces and self._meets_others(watched, history):
             self._mark(watched, tuple(sum(_numbers(optimizer, name)) for name in SETTINGS))
 
     def _next_table(self, *, own: bool) -> WatchedOptimizer:
@@ -117,12 +117,12 @@ class Fingerprints(Events):
                 other.table = TABLES
         return WatchedOptimizer(table, own, max(numbers[table], max(numbers) - 1))
 
-    def _meets_others(self, watched: WatchedOptimizer, turn: OptimizerHistory) -> bool:
+    def _meets_others(self, watched: WatchedOptimizer, history: OptimizerHistory) -> bool:
         ddp = watched.replica and watched.replica()
         if ddp is None:
             return True
         # without any forward, the script called the module without DDP, which is an error
-        synced = turn.since is None or not turn.since.forwards or turn.since.synced > 0
+        synced = history.since is None or not history.since.forwards or history.since.synced > 0
         if watched.alone < ALONE_STEPS:
             watched.alone = 0 if synced else watched.alone + 1
         hooks = getattr(ddp, "_comm_hooks", ())
@@ -131,24 +131,24 @@ class Fingerprints(Events):
     def _lay_out(self, watched: WatchedOptimizer, optimizer: Any) -> None:
         """Determine the parameters to compare, and the ranks on which they must be equal."""
         watched.pieces, watched.replica = [], None
-        parameters = [one for group in optimizer.param_groups for one in group["params"] if one.numel()]
-        known = {id(one): (name, ddp) for ddp in self._joint.replicas for name, one in kept_equal(ddp)}
-        of_ddp = [one for one in parameters if id(one) in known]
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.numel()]
+        kept_by_id = {id(p): (name, ddp) for ddp in self._joint.replicas for name, p in kept_equal(ddp)}
+        of_ddp = [p for p in parameters if id(p) in kept_by_id]
         torch = sys.modules["torch"]
-        plain = all(type(one) in (torch.nn.Parameter, torch.Tensor) and _dense(one) for one in of_ddp or parameters)
+        plain = all(type(p) in (torch.nn.Parameter, torch.Tensor) and _dense(p) for p in of_ddp or parameters)
         if not plain or getattr(optimizer, "_overlap_with_ddp", False):
             return
         flags, members = 0, range(self._size)
         if of_ddp:
-            ddp = known[id(of_ddp[0])][1]
+            ddp = kept_by_id[id(of_ddp[0])][1]
             members = torch.distributed.get_process_group_ranks(ddp.process_group)
             watched.replica, flags = weakref.ref(ddp), BY_DDP
-        if self._several_hosts or any(one.is_cuda for one in parameters):
+        if self._several_hosts or any(p.is_cuda for p in parameters):
             flags |= SUMMED
-        named = [(known[id(one)][0] if of_ddp else f"parameter {n}", one) for n, one in enumerate(of_ddp or parameters)]
+        named = [(kept_by_id[id(p)][0] if of_ddp else f"parameter {n}", p) for n, p in enumerate(of_ddp or parameters)]
         watched.pieces = [*_pieces(named)]
         watched.flags = watched.table | flags | len(members) << 16
-        layout = repr(([(name, [*one.shape], str(one.dtype)) for name, one in named], [*members], bool(of_ddp)))
+        layout = repr(([(name, [*p.shape], str(p.dtype)) for name, p in named], [*members], bool(of_ddp)))
         watched.layout = zlib.crc32(layout.encode())
         self._names.of_tensors(watched.layout, [piece.name for piece in watched.pieces])
 
@@ -157,21 +157,21 @@ class Fingerprints(Events):
         if not may_compute(pieces[0].parameter):
             return
         last = len(pieces) - 1
-        chosen = [(number * IN_TURN + n) % last for n in range(min(IN_TURN, last))] + [last]
-        sums = [pieces[at].view().sum() for at in chosen]
+        indices = [(number * IN_TURN + n) % last for n in range(min(IN_TURN, last))] + [last]
+        sums = [pieces[at].view().sum() for at in indices]
         if watched.flags & SUMMED:
-            sums += [_floats(pieces[at]) for at in chosen]
+            sums += [_floats(pieces[at]) for at in indices]
 
         def put(values: list[int]) -> None:
-            hashes = [one & NONE for one in values[: len(chosen)]]
-            totals = [struct.unpack("d", struct.pack("q", one))[0] for one in values[len(chosen) :]]
-            parts = _four(chosen, NONE), _four(hashes), _four(totals)
+            hashes = [value & NONE for value in values[: len(indices)]]
+            totals = [struct.unpack("d", struct.pack("q", value))[0] for value in values[len(indices) :]]
+            parts = _four(indices, NONE), _four(hashes), _four(totals)
             put_fingerprint(self._box, ReplicaFingerprint(number, watched.layout, watched.flags, *parts, settings))
 
         if sums[0].is_cuda:
             self._later.read(sys.modules["torch"].stack(sums), put)
         else:
-            put([one.item() for one in sums])
+            put([total.item() for total in sums])
 
 
 def _numbers(optimizer: Any, name: str) -> Iterator[float]:
@@ -198,11 +198,11 @@ def _pieces(named: list[tuple[str, Any]]) -> Iterator[Slice]:
 
     With an odd number, the fingerprints that the page keeps longest (of multiples of powers of 2) cover all pieces.
     """
-    most = max(LEAST_ELEMENTS, sum(one.numel() for _, one in named) // SHARE) // PARTS
+    piece_size = max(LEAST_ELEMENTS, sum(parameter.numel() for _, parameter in named) // SHARE) // PARTS
     pieces = [
-        Slice(name, one, start, min(start + most, one.numel()))
-        for name, one in named
-        for start in range(0, one.numel(), most)
+        Slice(name, parameter, start, min(start + piece_size, parameter.numel()))
+        for name, parameter in named
+        for start in range(0, parameter.numel(), piece_size)
     ]
     if len(pieces) > PARTS and len(pieces) % 2:
         yield pieces[0]

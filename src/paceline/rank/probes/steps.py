@@ -63,8 +63,8 @@ class OptimizerHistory:
     @property
     def level(self) -> int:
         """The evidence that it is joint: PRIVATE, BY_HAND or KEPT_EQUAL."""
-        most = self.steps >= LEAST_STEPS and 2 * self.met > self.steps
-        return KEPT_EQUAL if self.own else BY_HAND if most else PRIVATE
+        usually_met = self.steps >= LEAST_STEPS and 2 * self.met > self.steps
+        return KEPT_EQUAL if self.own else BY_HAND if usually_met else PRIVATE
 
 
 class JointOptimizers(Events):
@@ -107,13 +107,13 @@ class JointOptimizers(Events):
 
     def private(self, optimizer: Any) -> bool:
         """Whether its last step is private to the rank: another optimizer is joint, or it has left its replica."""
-        turn = self.of(optimizer)
-        return turn.past or turn.level < self.level
+        history = self.of(optimizer)
+        return history.past or history.level < self.level
 
     @property
     def level(self) -> int:
         """The highest level of all optimizers."""
-        return KEPT_EQUAL if self._own else max((turn.level for turn in self._turns.values()), default=PRIVATE)
+        return KEPT_EQUAL if self._own else max((history.level for history in self._turns.values()), default=PRIVATE)
 
     def replica_made(self, ddp: Any) -> None:
         self._replicas.add(ddp)
@@ -122,8 +122,8 @@ class JointOptimizers(Events):
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if sys.modules["torch"].is_grad_enabled():
             synced = bool(ddp.require_backward_grad_sync)
-            forwards, before = self._forwards.get(ddp, (0, 0))
-            self._forwards[ddp] = forwards + 1, before + synced
+            forwards, synced_before = self._forwards.get(ddp, (0, 0))
+            self._forwards[ddp] = forwards + 1, synced_before + synced
             self._synced += synced
             self._pending = True
 
@@ -133,62 +133,60 @@ class JointOptimizers(Events):
         self._pending = False
 
     def step_begins(self, optimizer: Any) -> None:
-        turn = self._turns.setdefault(optimizer, OptimizerHistory())
-        self._look_whose(turn, optimizer)
-        now, before = self._seen(turn), turn.before or StepCounts()
-        turn.since = new = StepCounts(
-            now.backwards - max(before.backwards, self._taken(turn)),
+        history = self._turns.setdefault(optimizer, OptimizerHistory())
+        self._look_whose(history, optimizer)
+        now, before = self._seen(history), history.before or StepCounts()
+        history.since = new = StepCounts(
+            now.backwards - max(before.backwards, self._taken(history)),
             max(0, now.forwards - before.forwards),  # a deleted replica has no count
             max(0, now.synced - before.synced),
         )
-        replica = turn.replica and turn.replica()
-        gone = turn.replica is not None and replica is None
-        left = new.backwards > 0 and not new.forwards
-        turn.past = left and (gone or (replica is not None and replica.module in self._trained))
+        replica = history.replica and history.replica()
+        is_deleted = history.replica is not None and replica is None
+        bypasses_ddp = new.backwards > 0 and not new.forwards
+        history.past = bypasses_ddp and (is_deleted or (replica is not None and replica.module in self._trained))
         if replica is not None and new.forwards:
             self._trained.add(replica.module)
 
     def step_ended(self, optimizer: Any) -> None:
-        turn = self._turns.setdefault(optimizer, OptimizerHistory())
-        now = self._seen(turn)
-        turn.steps += 1
-        turn.has_met = now.met > (turn.before or StepCounts()).met
-        turn.met += turn.has_met
-        turn.before = now
-        self._taken_by[turn.model] = now.backwards
-        replica = turn.replica and turn.replica()
+        history = self._turns.setdefault(optimizer, OptimizerHistory())
+        now = self._seen(history)
+        history.steps += 1
+        history.has_met = now.met > (history.before or StepCounts()).met
+        history.met += history.has_met
+        history.before = now
+        self._taken_by[history.model] = now.backwards
+        replica = history.replica and history.replica()
         if replica is not None:
             self._stepped[replica] = now
-        self._own = self._own or turn.own
+        self._own = self._own or history.own
 
-    def _taken(self, turn: OptimizerHistory) -> int:
+    def _taken(self, history: OptimizerHistory) -> int:
         """Backwards until the last step of an optimizer of another model, which belong to that optimizer."""
-        return max((count for model, count in self._taken_by.items() if model != turn.model), default=0)
+        return max((count for model, count in self._taken_by.items() if model != history.model), default=0)
 
-    def _seen(self, turn: OptimizerHistory) -> StepCounts:
-        replica = turn.replica and turn.replica()
+    def _seen(self, history: OptimizerHistory) -> StepCounts:
+        replica = history.replica and history.replica()
         forwards, synced = (0, 0) if replica is None else self._forwards.get(replica, (0, 0))
         return StepCounts(self._backwards, forwards, synced, self._calls() + self._synced)
 
-    def _look_whose(self, turn: OptimizerHistory, optimizer: Any) -> None:
+    def _look_whose(self, history: OptimizerHistory, optimizer: Any) -> None:
         version = self.version, [len(group["params"]) for group in optimizer.param_groups]
-        if turn.version == version:
+        if history.version == version:
             return
-        turn.version = version
-        parameters = {id(one): one for group in optimizer.param_groups for one in group["params"]}
-        replica = next(
-            (ddp for ddp in self._replicas if any(id(one) in parameters for _, one in kept_equal(ddp))), None
-        )
-        if replica is not None and (turn.replica is None or turn.replica() is not replica):
-            turn.replica, turn.model = weakref.ref(replica), id(replica.module)
-            turn.before = self._stepped.get(replica, StepCounts(turn.before.backwards if turn.before else 0))
-        turn.own = turn.own or replica is not None or any(map(is_sharded, parameters.values()))
+        history.version = version
+        parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        replica = next((ddp for ddp in self._replicas if any(id(p) in parameters for _, p in kept_equal(ddp))), None)
+        if replica is not None and (history.replica is None or history.replica() is not replica):
+            history.replica, history.model = weakref.ref(replica), id(replica.module)
+            history.before = self._stepped.get(replica, StepCounts(history.before.backwards if history.before else 0))
+        history.own = history.own or replica is not None or any(map(is_sharded, parameters.values()))
 
 
 def kept_equal(ddp: Any) -> Iterator[tuple[str, Any]]:
     """The parameters that DDP keeps equal, with their names."""
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
-    return ((name, one) for name, one in ddp.module.named_parameters() if name not in ignored)
+    return ((name, p) for name, p in ddp.module.named_parameters() if name not in ignored)
 
 
 def is_sharded(parameter: Any) -> bool:
@@ -206,15 +204,15 @@ class StepCounter(Events):
         self.done = 0
 
     def step_ended(self, optimizer: Any) -> None:
-        turn = self.joint.of(optimizer)
-        if turn.past:
+        history = self.joint.of(optimizer)
+        if history.past:
             return
         before = max(0, self.done - self._alone - 1)  # a later optimizer steps along with the others, or after them
         self._counts[optimizer] = count = self._counts.get(optimizer, before) + 1
         if self.joint.private(optimizer):
             return
         if self.joint.level > self._level:  # the rank took the steps so far alone
-            self._level, self._counts[optimizer] = self.joint.level, (count := turn.steps)
+            self._level, self._counts[optimizer] = self.joint.level, (count := history.steps)
             self._alone = max(0, self.done + 1 - count)
             self._box.put("alone", self._alone)
         if count + self._alone > self.done:
@@ -287,5 +285,5 @@ class JoinContexts(Events):
     def replica_made(self, ddp: Any) -> None:
         if not self._sees:
             self._sees = True
-            joins: Any = sys.modules["torch.distributed.algorithms.join"].Join
-            wrap_function(joins, "__enter__", before=lambda _: self._box.put("uneven", 1))
+            join_class: Any = sys.modules["torch.distributed.algorithms.join"].Join
+            wrap_function(join_class, "__enter__", before=lambda _: self._box.put("uneven", 1))
