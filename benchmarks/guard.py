@@ -75,7 +75,7 @@ def parts() -> dict[str, float]:
     """Seconds that each part takes once. The collective's is the difference that the wrapper makes."""
     import torch
 
-    box = StatusPage(make_status_page(0))
+    page = StatusPage(make_status_page(0))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         tensor = torch.ones(1)
@@ -83,7 +83,7 @@ def parts() -> dict[str, float]:
         guard = Guard.of_process().watch_torch()
         wrapped = each(lambda: dist.all_reduce(tensor), 2000)
         return {
-            "a phase entered": each(lambda: box.enter(Phase.FORWARD)),
+            "a phase entered": each(lambda: page.enter(Phase.FORWARD)),
             "a collective written down": wrapped - plain,
             "the order taken": each(guard.ledger.take_order),
         }

@@ -200,7 +200,7 @@ def rank(number: int, store: str, asked: argparse.Namespace) -> None:
         for name in sides:
             seconds(name, 3)
         turns = [{name: seconds(name, asked.steps) for name in sides} for _ in range(asked.turns)]
-        traffic = Traffic(guard.box, replica.world, replica.pipeline)
+        traffic = Traffic(guard.page, replica.world, replica.pipeline)
         mine.step()
         gathered = [None] * RANKS
         dist.all_gather_object(gathered, (mine.held(), sides["by hand"].held(), traffic.sent() or 0.0))

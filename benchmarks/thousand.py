@@ -80,11 +80,11 @@ class StandIns:
         return [self._sample(first + n, step, now - since, now >= hangs) for n in range(self.plan.nproc)]
 
     def _sample(self, rank: int, step: int, still_seconds: float, hanging: bool) -> Sample:
-        guilty = hanging and rank == self.plan.ranks.world_size - 1
+        is_cause = hanging and rank == self.plan.ranks.world_size - 1
         return Sample(
             rank, f"n{self.plan.node}", 1000 + rank, self.plan.node, self._code, step=step, still_seconds=still_seconds,
-            phase=Phase.FORWARD if guilty else Phase.SYNC, phase_seconds=tuple(step * 0.01 for _ in Phase),
-            waiting=hanging and not guilty, met=True, marks=b"",
+            phase=Phase.FORWARD if is_cause else Phase.SYNC, phase_seconds=tuple(step * 0.01 for _ in Phase),
+            waiting=hanging and not is_cause, met=True, marks=b"",
         )  # fmt: skip
 
     def collect(self, question: int, patience_seconds: float) -> Answers:
@@ -266,7 +266,7 @@ def hanging_run(nodes: int, facts: Facts) -> dict[str, float]:
         run.started()
         time.sleep(5.0)  # some steps, so that the window is that of steps
         BOARD[HANGS] = hangs = time.monotonic()
-        named = run.said(f"GUILTY: rank {nodes * NPROC - 1} ", 120.0) - hangs
+        named = run.said(f"CAUSE: rank {nodes * NPROC - 1} ", 120.0) - hangs
         run.stops()
         return {"named_seconds": named, "hang_ended_seconds": time.monotonic() - hangs, "hang_head_mib": run.peak_mib}
 

@@ -35,7 +35,7 @@ def copy(tmp_path_factory) -> Path:
     return folder
 
 
-def verdicts(folder: Path) -> dict[str, str]:
+def diagnoses(folder: Path) -> dict[str, str]:
     """Each contract's name and KEPT or BROKEN, for the package in `folder`/src."""
     program = "import sys; sys.path.insert(0, 'src'); from importlinter.cli import lint_imports_command as c; c()"
     run = subprocess.run(
@@ -47,12 +47,12 @@ def verdicts(folder: Path) -> dict[str, str]:
 
 
 def test_every_contract_is_kept_and_reported_when_it_is_broken(copy):
-    assert verdicts(copy) == dict.fromkeys(PLANTED, "KEPT")
+    assert diagnoses(copy) == dict.fromkeys(PLANTED, "KEPT")
     for file, line in PLANTED.values():
         path = copy / "src" / "paceline" / file
         with path.open("a") as source:
             source.write(f"\n{line}\n")
-    assert verdicts(copy) == dict.fromkeys(PLANTED, "BROKEN")
+    assert diagnoses(copy) == dict.fromkeys(PLANTED, "BROKEN")
 
 
 def test_no_module_has_the_name_of_a_public_function():

@@ -7,7 +7,6 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-HASHLESS = {"torch"}  # registries have different builds of it
 
 
 def pins(name: str) -> dict[str, str]:

@@ -29,7 +29,7 @@ TABLE_WIDTH = 160
 
 @dataclass(frozen=True)
 class FaultsConfig:
-    """Run small trainings with one fault each, and score the verdicts. Exit code 1 if a wrong rank is named."""
+    """Run small trainings with one fault each, and score the diagnoses. Exit code 1 if a wrong rank is named."""
 
     list: bool = False
     """only list the faults"""
@@ -116,7 +116,7 @@ def _run(config: FaultsConfig, faults: Sequence[Fault]) -> list[Score]:
 
 def score_line(score: Score, fault: Fault) -> str:
     """How one run went, in a sentence."""
-    truth = "both, or neither" if fault.tie else ranks(fault.guilty)
+    truth = "both, or neither" if fault.tie else ranks(fault.causes)
     right = "right" if score.right_rank else f"WRONG (it was {truth})"
     said = f"after {score.verdict_seconds:.1f} s" if score.verdict_seconds is not None else "never"
     return (
@@ -127,12 +127,12 @@ def score_line(score: Score, fault: Fault) -> str:
 
 def _list(faults: Sequence[Fault]) -> None:
     console = table_console(TABLE_WIDTH)
-    heads = ("fault", "ranks", "guilty", "what it does", "right answer", "needs")
-    table = Table(*heads, box=None, pad_edge=False, header_style="bold")
+    heads = ("fault", "ranks", "causes", "what it does", "right answer", "needs")
+    table = Table(*heads, page=None, pad_edge=False, header_style="bold")
     for fault in faults:
-        guilty = "both, or neither" if fault.tie else ranks(fault.guilty)
+        causes = "both, or neither" if fault.tie else ranks(fault.causes)
         needs = "" if fault.needs is Needs.NOTHING else str(fault.needs)
-        table.add_row(fault.name, str(fault.world), guilty, fault.does, " or ".join(fault.ends), needs)
+        table.add_row(fault.name, str(fault.world), causes, fault.does, " or ".join(fault.ends), needs)
     console.print(table)
     console.print(f"{len(faults)} faults")
 

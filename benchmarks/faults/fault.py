@@ -25,7 +25,7 @@ class Needs(StrEnum):
 
 
 class Fate(StrEnum):
-    """What was said of a run. The first ones are the judge's classes (`VerdictKind`), in lower case."""
+    """What was said of a run. The first ones are the judge's classes (`StopKind`), in lower case."""
 
     DIED = "died"
     LEFT = "left"
@@ -67,7 +67,7 @@ class Fault:
     does: str  # one sentence, without a subject: the guilty rank is
     ends: tuple[Fate, ...]  # right classes, the best first
     exits: tuple[int, ...] = ()  # right exit codes of paceline, where it is not the usual one of the first class
-    guilty: tuple[int, ...] = (1,)  # empty: nobody is
+    causes: tuple[int, ...] = (1,)  # empty: nobody is
     step: int = 6
     world: int = 3
     way: Way = Way.SCRIPT
@@ -89,12 +89,12 @@ class Fault:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Where it strikes, also where nobody is to blame."""
-        return self.guilty or (1,)
+        return self.causes or (1,)
 
     @property
     def single(self) -> bool:
         """Whether there is one culprit, to be named in every repetition."""
-        return len(self.guilty) == 1 and not self.tie
+        return len(self.causes) == 1 and not self.tie
 
     @property
     def silent(self) -> bool:

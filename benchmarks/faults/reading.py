@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.faults.fault import Fate
 
 from paceline.errors import ExitCode
-from paceline.protocol.evidence import Verdict
+from paceline.protocol.evidence import Diagnosis
 
 Lines = Sequence[tuple[float, str]]
 
@@ -26,7 +26,7 @@ class Said:
 RANKS = r"ranks? (?P<ranks>\d+(?:(?:, | and |-)\d+)*)"
 RELAYED = re.compile(r"^\[rank \d+\] ")  # a rank's own output
 KIND = r"^(?P<kind>STALL|DIED|LEFT|MISMATCH|DEADLOCK|NETWORK)\b"  # the judge's headlines
-GUILTY = re.compile(rf"{KIND}.*GUILTY: {RANKS}")
+CAUSE = re.compile(rf"{KIND}.*CAUSE: {RANKS}")
 NOBODY = re.compile(rf"{KIND}.*No rank identified as the cause")
 TIE = re.compile(r"^RANKS DISAGREE: ")
 FAILED = re.compile(rf"^(?:{RANKS}|all (?P<all>\d+) ranks) \([^)]*\) failed: ")
@@ -46,8 +46,8 @@ ROOT_CAUSE = "Root Cause (first observed failure)"
 PAGE_LINES = 16
 
 
-def said_by_paceline(lines: Lines, code: int | None, verdict: Verdict | None, pattern: str = "") -> Said:
-    """What paceline said, by the screen (with the seconds at which each line came) and by the judge's written verdict.
+def said_by_paceline(lines: Lines, code: int | None, diagnosis: Diagnosis | None, pattern: str = "") -> Said:
+    """What paceline said, by the screen (with the seconds at which each line came) and by the written diagnosis.
 
     `code` is None if the run had to be ended; `pattern` is what is to be said where no rank is to be named.
     """
@@ -56,9 +56,9 @@ def said_by_paceline(lines: Lines, code: int | None, verdict: Verdict | None, pa
     found = next(_answers(lines, code), None)
     if found is None:
         return Said(_unsaid(code))
-    if verdict is not None and found.end is not Fate.SLOW:  # the same answer, without a guess at its class
-        named = tuple(sorted({rank for party in verdict.tie for rank in party})) or verdict.guilty
-        return Said(Fate[verdict.kind.name], named, bool(verdict.tie), found.seconds, found.words)
+    if diagnosis is not None and found.end is not Fate.SLOW:  # the same answer, without a guess at its class
+        named = tuple(sorted({rank for party in diagnosis.tie for rank in party})) or diagnosis.causes
+        return Said(Fate[diagnosis.kind.name], named, bool(diagnosis.tie), found.seconds, found.words)
     return found
 
 
@@ -88,7 +88,7 @@ def _answers(lines: Lines, code: int | None) -> Iterator[Said]:
             continue
         below = [text for _, text in lines[number : number + PAGE_LINES]]
         words = "\n".join(below)
-        if match := GUILTY.search(line):
+        if match := CAUSE.search(line):
             yield Said(_class(match["kind"]), rank_numbers(match["ranks"]), False, at, words)
         elif match := NOBODY.search(line):
             yield Said(_class(match["kind"]), (), False, at, words)
@@ -117,7 +117,7 @@ def _accused(words: str) -> tuple[int, ...]:
 
 
 def _class(kind: str) -> Fate:
-    """The judge's word on the page; STALL holds several classes, which only the written verdict tells apart."""
+    """The judge's word on the page; STALL holds several classes, which only the written diagnosis tells apart."""
     return Fate.BEHIND if kind == "STALL" else Fate(kind.lower())
 
 

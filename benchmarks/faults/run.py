@@ -13,8 +13,8 @@ from benchmarks.faults.reading import Said, said_by_paceline, said_by_torchrun
 from benchmarks.faults.setups import Ran, Setup, run_command, surroundings
 
 from paceline.errors import UsageError
-from paceline.guard.report import read_verdict
-from paceline.protocol.evidence import Verdict
+from paceline.guard.report import read_diagnosis
+from paceline.protocol.evidence import Diagnosis
 
 Launcher = Literal["paceline", "torchrun"]
 
@@ -110,7 +110,7 @@ def score(fault: Fault, launcher: Launcher, ran: Ran, folder: Path) -> Score:
     if launcher == "torchrun":
         said = said_by_torchrun(ran.lines, ran.code, fault.words)
     else:
-        said = said_by_paceline(ran.lines, ran.code, _verdict(folder), fault.words)
+        said = said_by_paceline(ran.lines, ran.code, _diagnosis(folder), fault.words)
     struck = [float(path.read_text()) for path in folder.glob("struck-*") if path.read_text()]
     since = min(struck, default=ran.began_seconds)  # the whole run was in vain then: nothing about it is right
     return Score(
@@ -135,8 +135,8 @@ def score(fault: Fault, launcher: Launcher, ran: Ran, folder: Path) -> Score:
 def _right_rank(fault: Fault, said: Said, ran: Ran) -> bool:
     if fault.tie:
         return said.tie and set(said.named) == set(range(fault.world))
-    if fault.guilty:
-        return not said.tie and said.named == fault.guilty
+    if fault.causes:
+        return not said.tie and said.named == fault.causes
     if fault.words:
         return bool(said.words) and re.search(fault.words, ran.text) is not None
     return not said.named and said.end in fault.ends
@@ -156,9 +156,9 @@ def marked_lines(file: Path, name: str) -> list[int]:
     return [n for n, line in lines if (match := MARKER.search(line)) and name in match["names"].split(", ")]
 
 
-def _verdict(folder: Path) -> Verdict | None:
-    found = sorted(folder.glob("*run/attempt-*/verdict-[0-9]*"))
+def _diagnosis(folder: Path) -> Diagnosis | None:
+    found = sorted(folder.glob("*run/attempt-*/diagnosis-[0-9]*"))
     try:
-        return read_verdict(found[-1]).verdict if found else None
+        return read_diagnosis(found[-1]).diagnosis if found else None
     except UsageError:
         return None

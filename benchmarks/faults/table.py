@@ -13,13 +13,13 @@ HEADS = ("rank", "line", "says", "verdict s", "exit s", "code", "left")
 
 
 def rows(scores: Sequence[Score], faults: Mapping[str, Fault]) -> list[list[str]]:
-    """A line for each fault that has run: its name, the guilty, then `HEADS` for each launcher."""
+    """A line for each fault that has run: its name, the causes, then `HEADS` for each launcher."""
     beside = any(score.launcher == "torchrun" for score in scores)
     found: list[list[str]] = []
     for name, fault in faults.items():
         mine = [score for score in scores if score.fault == name]
         if mine:
-            row = [name, "all" if fault.tie else ranks(fault.guilty)]
+            row = [name, "all" if fault.tie else ranks(fault.causes)]
             for launcher in LAUNCHERS if beside else LAUNCHERS[:1]:
                 row += _cells([score for score in mine if score.launcher == launcher])
             found.append(row)
@@ -102,7 +102,7 @@ def heads(table: Sequence[Sequence[str]]) -> list[str]:
 def print_table(console: Console, scores: Sequence[Score], faults: Mapping[str, Fault]) -> None:
     """For a terminal."""
     found = rows(scores, faults)
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(page=None, pad_edge=False, header_style="bold")
     for head in heads(found):
         table.add_column(head, overflow="fold")
     for row in found:

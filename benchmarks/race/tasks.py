@@ -22,7 +22,7 @@ PROBED = 2  # samples at most that are looked at before the first step
 
 def _task(work: Work) -> Task:
     # A rank that stands at the gate is no hang: it says once a second that it lives.
-    gate = Gate(tick=Guard.of_process().box.tick)
+    gate = Gate(tick=Guard.of_process().page.tick)
     at_data = os.environ.get("RACE_GATE") == "data"
 
     def make_dataset(split: str) -> ArrayDataset:

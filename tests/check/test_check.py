@@ -33,7 +33,7 @@ def test_a_script_with_eight_pitfalls_is_told_each_of_them_at_its_line() -> None
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("plant", ["own plateau", "own weights"])
-def test_replicas_that_drift_apart_are_a_mistake_and_no_notice_beside_a_verdict(plant: str) -> None:
+def test_replicas_that_drift_apart_are_a_mistake_and_no_notice_beside_a_diagnosis(plant: str) -> None:
     outcome = checked(Case(SCRIPT, plant, "replicas"))
     assert [one["rule"] for one in outcome.counted] == ["replicas"], outcome.text
     assert outcome.on_its_line and outcome.code == 1

@@ -482,7 +482,7 @@ def test_the_page_says_what_is_right_and_how_much_is_not() -> None:
     rendered(text)
 
 
-def test_what_was_reported_while_the_script_ran_is_part_of_the_verdict() -> None:
+def test_what_was_reported_while_the_script_ran_is_part_of_the_diagnosis() -> None:
     def told(*kinds: str, of_rank: Callable[[int], ScriptFacts] = right) -> dict[str, str]:
         noted = [ScriptNotice(0.0, f"rank 1: {kind}", 5, kind) for kind in kinds]
         findings = check_findings([of_rank(0), of_rank(1)], noted)

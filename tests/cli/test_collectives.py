@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.guard.report import read_verdict
+from paceline.guard.report import read_diagnosis
 
 SCRIPT = """
 import sys, time, torch, torch.distributed as dist
@@ -33,9 +33,9 @@ def test_an_unchanged_script_shares_memory_and_a_missing_rank_is_named(paceline,
     assert ended.returncode == 3, output
     assert output.count("shared memory (2 ranks)") == output.count("sparse gradients") == 1, output
     line = SCRIPT[: SCRIPT.index("# HERE")].count("\n") + 1
-    verdict = read_verdict(tmp_path / "run" / "attempt-1" / "verdict-1").verdict
-    assert verdict.guilty == (1,) and verdict.op is not None
-    op = verdict.op
+    diagnosis = read_diagnosis(tmp_path / "run" / "attempt-1" / "diagnosis-1").diagnosis
+    assert diagnosis.causes == (1,) and diagnosis.op is not None
+    op = diagnosis.op
     assert (op.kind, op.seq, op.name, op.shape, op.dtype) == ("all_reduce", 13, "gradients", "[20]", "float32")
     assert op.site.startswith(f"script.py:{line} ")
     assert "hang guard" in (tmp_path / "run" / "attempt-1" / "rank-0.log").read_text()  # it was unblocked

@@ -1,9 +1,10 @@
-"""`paceline hang`: the verdict of a stall again, and that of a run that still runs, asked of its agent."""
+"""`paceline hang`: the diagnosis of a stall again, and that of a run that still runs, asked of its agent."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,17 +15,18 @@ import pytest
 
 from paceline.cli import hang, main
 from paceline.guard.judge import judge
-from paceline.guard.report import write_verdict
+from paceline.guard.report import write_diagnosis
 from paceline.protocol.evidence import Evidence, Frame, Op, Stack
+from paceline.report.run import whole_run
 from paceline.runs.folder import create_attempt_dir
 
 OP = Op("0", 7, "all_reduce", "bucket 0", "[4]", "float32", "train.py:97 in step")
 
 
-def evidence(guilty: int, still_seconds: float = 12.0) -> list[Evidence]:
+def evidence(causes: int, still_seconds: float = 12.0) -> list[Evidence]:
     found: list[Evidence] = []
     for n in range(3):
-        stuck = n == guilty
+        stuck = n == causes
         frame = Frame("train.py", 88, "load_batch") if stuck else Frame("torch/distributed/x.py", 1, "all_reduce")
         found.append(
             Evidence(n, "n1", 100 + n, state="S", step=5, answered=True, still_seconds=still_seconds,
@@ -43,9 +45,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def stalled(run: Path, guilty: int, number: int = 1) -> None:
-    seen = evidence(guilty)
-    write_verdict(run / "attempt-1" / f"verdict-{number}", judge(seen), seen, waited_seconds=12.0)
+def stalled(run: Path, causes: int, number: int = 1) -> None:
+    seen = evidence(causes)
+    write_diagnosis(run / "attempt-1" / f"diagnosis-{number}", judge(seen), seen, waited_seconds=12.0)
 
 
 AGENT = """
@@ -54,7 +56,7 @@ from pathlib import Path
 import msgspec
 from paceline.protocol.evidence import Evidence
 from paceline.guard.judge import judge
-from paceline.guard.report import write_verdict
+from paceline.guard.report import write_diagnosis
 lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 fcntl.flock(lock, fcntl.LOCK_EX)
 attempt, answers = Path(sys.argv[2]), sys.argv[3] == "answers"
@@ -66,7 +68,7 @@ while True:
         nonce = re.fullmatch(r"ask-[0-9]+-([0-9a-f]+)", question.name)[1]
         question.unlink()
         waited = min(one.still_seconds for one in seen)
-        write_verdict(attempt / f"verdict-live-{nonce}", judge(seen), seen, waited_seconds=waited)
+        write_diagnosis(attempt / f"diagnosis-live-{nonce}", judge(seen), seen, waited_seconds=waited)
     time.sleep(0.05)
 """
 
@@ -98,29 +100,38 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> 
     return captured.out + captured.err
 
 
-def test_the_newest_verdict_is_shown_with_the_collectives_and_stack_of_every_rank(
+def test_the_newest_diagnosis_is_shown_with_the_collectives_and_stack_of_every_rank(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for number, guilty in enumerate((0, 2, 1), start=8):  # 10 comes after 9
-        stalled(run, guilty, number)
+    for number, causes in enumerate((0, 2, 1), start=8):  # 10 comes after 9
+        stalled(run, causes, number)
     text = told(capsys, "demo")
-    assert "verdict-10" in text and "verdict-9" not in text
-    assert "GUILTY: rank 1 (n1, pid 101)" in text and " 12.0 s at step 5 (world 3)" in text
+    assert "diagnosis-10" in text and "diagnosis-9" not in text
+    assert "CAUSE: rank 1 (n1, pid 101)" in text and " 12.0 s at step 5 (world 3)" in text
     assert text.count(" all_reduce #7 ") >= 2 and text.count("train.py:97 ") >= 2 and "train.py:88 " in text
     assert [f"\nrank {n} (n1, pid {100 + n})" in text for n in range(3)] == [True] * 3
 
 
-def test_programs_get_the_verdict_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_programs_get_the_diagnosis_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stalled(run, 1)
     found = json.loads(told(capsys, str(run), "--json"))
-    assert (found["live"], found["told"]["verdict"]["guilty"]) == (False, [1])
-    assert found["verdict_dir"] == str(run / "attempt-1" / "verdict-1")
+    assert (found["live"], found["record"]["diagnosis"]["causes"]) == (False, [1])
+    assert found["diagnosis_dir"] == str(run / "attempt-1" / "diagnosis-1")
+
+
+def test_a_diagnosis_of_the_version_that_called_it_a_verdict_is_shown(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(Path(__file__).with_name("old_run") / "stalled", run, dirs_exist_ok=True)
+    found = json.loads(told(capsys, "demo", "--json"))
+    assert (found["record"]["diagnosis"]["causes"], found["diagnosis_dir"][-9:]) == ([1], "verdict-1")
+    assert [record.diagnosis.causes for record in whole_run(run).diagnoses] == [(1,)]  # for `paceline report`
 
 
 def test_a_run_that_never_stalled_is_said_to_be_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "attempt-1" / "ended.json").write_text('{"exit_code": 0}')
     found = json.loads(told(capsys, "demo", "--json"))
-    assert (found["told"], found["live"]) == (None, False)
+    assert (found["record"], found["live"]) == (None, False)
     assert "no stall" in told(capsys, "demo")
 
 
@@ -131,9 +142,9 @@ def test_a_run_that_hangs_is_judged_now_and_nothing_is_left_of_the_question(
     process = agent(evidence(2))
     text = told(capsys, "demo")
     assert "12.0 s" in text.splitlines()[0]
-    assert "GUILTY: rank 2" in text and "GUILTY: rank 0" not in text
+    assert "CAUSE: rank 2" in text and "CAUSE: rank 0" not in text
     assert process.stdout is not None and process.stdout.readline() == "0o600\n"
-    assert sorted(path.name for path in (run / "attempt-1").iterdir()) == ["verdict-1"]
+    assert sorted(path.name for path in (run / "attempt-1").iterdir()) == ["diagnosis-1"]
 
 
 def test_a_run_that_goes_on_well_is_not_called_a_stall(
@@ -142,7 +153,7 @@ def test_a_run_that_goes_on_well_is_not_called_a_stall(
     agent(evidence(2, still_seconds=0.2))
     text = told(capsys, "demo")
     assert "0.2 s" in text.splitlines()[0]
-    assert "STALL" not in text and "GUILTY" not in text
+    assert "STALL" not in text and "CAUSE" not in text
     assert "train.py:88 " in text
 
 
@@ -157,30 +168,30 @@ def test_an_agent_that_does_not_answer_is_not_waited_for_for_ever(
     assert "0.5 s" in told(capsys, "demo")
     stalled(run, 1)
     text = told(capsys, "demo")
-    assert "0.5 s" in text.splitlines()[0] and "GUILTY: rank 1" in text
+    assert "0.5 s" in text.splitlines()[0] and "CAUSE: rank 1" in text
     assert not list((run / "attempt-1").glob("ask-*"))
 
 
-def test_a_verdict_of_another_version_is_wrong_use(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run / "attempt-1" / "verdict-1").mkdir()
-    (run / "attempt-1" / "verdict-1" / "verdict.json").write_text('{"format": "paceline-verdict", "version": 9}')
+def test_a_diagnosis_of_another_version_is_wrong_use(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "attempt-1" / "diagnosis-1").mkdir()
+    (run / "attempt-1" / "diagnosis-1" / "diagnosis.json").write_text('{"format": "paceline-diagnosis", "version": 9}')
     text = told(capsys, "demo", code=2)
     assert "version 9" in text and "version 1" in text
 
 
-def test_a_verdict_that_could_not_be_written_does_not_hide_the_one_before(
+def test_a_diagnosis_that_could_not_be_written_does_not_hide_the_one_before(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stalled(run, 1)
-    (run / "attempt-1" / "verdict-7").mkdir()
+    (run / "attempt-1" / "diagnosis-7").mkdir()
     (run / "attempt-2").touch()
-    assert "GUILTY: rank 1" in told(capsys, "demo")
+    assert "CAUSE: rank 1" in told(capsys, "demo")
 
 
 @pytest.mark.parametrize("when", [1e300, -1e17])
 def test_a_time_that_is_none_is_said_to_be_unknown(run: Path, capsys: pytest.CaptureFixture[str], when: float) -> None:
     stalled(run, 1)
-    path = run / "attempt-1" / "verdict-1" / "verdict.json"
+    path = run / "attempt-1" / "diagnosis-1" / "diagnosis.json"
     told_before = msgspec.json.decode(path.read_bytes())
     path.write_bytes(msgspec.json.encode(told_before | {"unix_time": when}))
     assert "unknown time" in told(capsys, "demo").splitlines()[0]

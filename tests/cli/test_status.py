@@ -189,7 +189,7 @@ def test_what_the_agent_judged_is_shown_and_no_record_is_judged_again(run: Path)
     attempt = run / "attempt-1"
     (attempt / "error-0.json").write_bytes(failure(0, "Connection closed by peer", victim=True, seconds=1.0))
     found = run_state(run)
-    assert (found.state, found.words.endswith("attempt-1/error-0.json")) == ("failed", True)  # without a verdict
+    assert (found.state, found.words.endswith("attempt-1/error-0.json")) == ("failed", True)  # without a diagnosis
     write_ended(attempt, ended := Ended(1, "rank 1 (n1): ValueError: no such file"))
     found = run_state(run)
     assert (found.state, found.words) == ("failed", f"exit code 1: {ended.words}")

@@ -41,8 +41,8 @@ HEAD = """# Faults: who is named, how fast, what is left
 
 Made by `make soak-faults`. Each fault strikes a small training of 2 to 4 gloo ranks; a stall is one after
 {hang_timeout} s, torchrun's process-group time-out is 10 s (30 minutes by default). `rank`: how often the right one was
-named, and who was named instead; `line`: of the source, where there is one to be named; `verdict s`: from the fault to
-the first line that names somebody, the median; `left`: processes and temporary files.
+named, and who was named instead; `line`: of the source, where there is one to be named; `verdict s`: from the fault
+to the first line that names somebody, the median; `left`: processes and temporary files.
 
 {about}
 

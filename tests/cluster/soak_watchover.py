@@ -41,7 +41,7 @@ HEAD = """# Watchover: who is named under other launchers
 Made by `make soak-watchover`. Each fault strikes a plain DDP script of 2 to 4 gloo ranks that torchrun, srun or mpirun
 has started, with `paceline watchover --hang-timeout 5 --end` before its name. The first torchrun is alone on its host;
 else there are two: rank 0 is on one (under srun every second rank), the others on the other. In a cell: right rank, the
-right line of the source (-: there is none to be named), the seconds from the fault to the verdict. Processes and
+right line of the source (-: there is none to be named), the seconds from the fault to the diagnosis. Processes and
 temporary files left are counted when the launcher has ended, without the folder `torchelastic_*` that torchrun leaves.
 
 {about}
@@ -82,10 +82,10 @@ def total(way: str, scores: Sequence[Score]) -> str:
 
 def markdown(done: Soak) -> str:
     head = HEAD.format(about=", ".join(f"{name} {value}" for name, value in done.machine.items()))
-    lines = [["fault", "guilty", *WAYS], ["---"] * (2 + len(WAYS))]
+    lines = [["fault", "causes", *WAYS], ["---"] * (2 + len(WAYS))]
     for name, fault in FAULTS.items():
         cells = [cell(done.runs.get(f"{name}, {way}")) for way in WAYS]
-        lines.append([name, "all" if fault.tie else ranks(fault.guilty), *cells])
+        lines.append([name, "all" if fault.tie else ranks(fault.causes), *cells])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     totals = [total(way, [s for key, s in done.runs.items() if key.endswith(f", {way}")]) for way in WAYS]
     return f"{head}{table}\n\n" + "\n".join(totals) + "\n"

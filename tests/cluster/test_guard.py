@@ -12,8 +12,8 @@ from tests.cluster.ssh import SshHosts
 from tests.cluster.training import PACELINE, words
 
 from paceline.errors import ExitCode
-from paceline.guard.report import VerdictRecord, read_verdict
-from paceline.protocol.evidence import VerdictKind
+from paceline.guard.report import DiagnosisRecord, read_diagnosis
+from paceline.protocol.evidence import StopKind
 
 SCRIPT = """
 import os, time
@@ -40,19 +40,19 @@ def launched(lab: Lab, ssh_hosts: SshHosts, folder: Path, hosts: str, fault: str
     return lab.popen("n1", *command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def ended(launcher: subprocess.Popen[str], folder: Path) -> tuple[str, VerdictRecord]:
-    """What it said, and the verdict."""
+def ended(launcher: subprocess.Popen[str], folder: Path) -> tuple[str, DiagnosisRecord]:
+    """What it said, and the diagnosis."""
     said = launcher.communicate(timeout=240)[0]
     assert launcher.returncode == ExitCode.STALLED, said
-    return said, read_verdict(folder / "run" / "attempt-1" / "verdict-1")
+    return said, read_diagnosis(folder / "run" / "attempt-1" / "diagnosis-1")
 
 
 @pytest.mark.timeout(360)
 def test_a_rank_that_hangs_is_named_with_its_host(lab: Lab, ssh_hosts: SshHosts, tmp_path: Path) -> None:
     launcher = launched(lab, ssh_hosts, tmp_path, "n2,n3", "time.sleep(600 * rank)")
     said, told = ended(launcher, tmp_path)
-    assert "GUILTY: rank 1 (n3, pid " in said
-    assert (told.verdict.kind, told.verdict.guilty) == (VerdictKind.BEHIND, (1,))
+    assert "CAUSE: rank 1 (n3, pid " in said
+    assert (told.diagnosis.kind, told.diagnosis.causes) == (StopKind.BEHIND, (1,))
     assert not lab.processes("n3") and not lab.processes("n2")
 
 
@@ -66,5 +66,5 @@ def test_two_hosts_that_no_longer_reach_each_other_are_named(lab: Lab, ssh_hosts
         time.sleep(0.1)
     lab.deny("n4", from_="n3")
     said, told = ended(launcher, tmp_path)
-    assert told.verdict.kind is VerdictKind.NETWORK, said
+    assert told.diagnosis.kind is StopKind.NETWORK, said
     assert "n3 cannot reach n4" in said and "n2 cannot" not in said

@@ -273,7 +273,7 @@ STEPS = """
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.status_page import StatusPage
 spec = WorkerSpec.here()
-box = StatusPage.inherited(spec.box)
+box = StatusPage.inherited(spec.page)
 (here / f"ready-{spec.generation}-{rank}-on-{host}").touch()
 while not (here / "enough").exists():
     box.set_step(1)

@@ -207,7 +207,7 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
         sums = make(model, partition)
         assert isinstance(sums._transport, HierarchicalTransport)
         model.zero_grad(set_to_none=True)
-        counted = Traffic(Guard.of_process().box, world, None)
+        counted = Traffic(Guard.of_process().page, world, None)
         with one_backward(sums, rank, is_last=True):
             (model.weight.sum() + model.bias.sum()).mul(rank + 1).backward()
         sums.finish(2.0)

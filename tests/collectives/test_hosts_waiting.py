@@ -11,8 +11,8 @@ from tests.launch.launch_harness import kill_all, start, survivors
 from tests.rank.guard_ranks import HEAD, TORCH, ranks, wait
 
 from paceline.errors import ExitCode
-from paceline.guard.report import read_verdict
-from paceline.protocol.evidence import VerdictKind
+from paceline.guard.report import read_diagnosis
+from paceline.protocol.evidence import StopKind
 from paceline.rank.bootstrap import worker_command
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # soak: what `test_a_run_on_two_hosts...` sees from outside
@@ -106,12 +106,12 @@ def test_a_run_on_two_hosts_that_stands_still_ends_with_the_rank_and_its_line(tm
     one = start(folder, "", argv=argv, nproc=4, plain_store=True, hang_timeout="3")
     try:
         assert one.finish() == ExitCode.STALLED, one.stderr
-        told = read_verdict(folder / "verdict-1")
+        told = read_diagnosis(folder / "diagnosis-1")
         line = next(n for n, text in enumerate(script.read_text().splitlines(), 1) if "# FAULT" in text)
-        assert (told.verdict.kind, told.verdict.guilty) == (VerdictKind.BEHIND, (3,)), one.stderr
-        assert told.verdict.site == f"job.py:{line} in late"
+        assert (told.diagnosis.kind, told.diagnosis.causes) == (StopKind.BEHIND, (3,)), one.stderr
+        assert told.diagnosis.site == f"job.py:{line} in late"
         # the other host waits over gloo for rank 3, and rank 2 waits for it in memory
-        assert (op := told.verdict.op) is not None
+        assert (op := told.diagnosis.op) is not None
         assert (op.kind, op.seq, op.name) == ("all_reduce", 23, "bucket 2")
         (ops,) = (evidence.ops for evidence in told.evidence if evidence.rank == 2)
         assert ("reduce_scatter", 28, "bucket 2", False) in {(op.kind, op.seq, op.name, op.done) for op in ops}

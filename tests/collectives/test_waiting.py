@@ -12,7 +12,7 @@ from tests.rank.guard_ranks import TORCH, Rank, ranks, wait
 from paceline.guard.detectors import is_waiting, ranks_to_unblock
 from paceline.guard.judge import judge
 from paceline.protocol import status_page
-from paceline.protocol.evidence import Evidence, VerdictKind
+from paceline.protocol.evidence import Evidence, StopKind
 
 pytestmark = pytest.mark.ranks
 
@@ -117,20 +117,20 @@ def test_a_stopped_rank_is_found_by_the_judge_and_the_waiting_one_is_freed(tmp_p
         for one in (waiting, stopped):
             one.wait_ready()
         stopped.process.send_signal(signal.SIGSTOP)
-        wait(lambda: status_page.read_counters(waiting.box).waiting, "it waits, and says so")
+        wait(lambda: status_page.read_counters(waiting.page).waiting, "it waits, and says so")
         answer = evidence_of(waiting)
         assert answer.groups["shared"] == (0, 1)
         (last,) = [op for op in answer.ops if op.group == "shared" and not op.done]
         assert (last.kind, last.seq) == ("barrier", 2)
         assert last.site == f"script.py:{waiting.line('    barrier(memory)')} in <module>"
-        frozen = [op for op in status_page.read_ring(stopped.box) if op.group == "shared"]
+        frozen = [op for op in status_page.read_ring(stopped.page) if op.group == "shared"]
         assert [(op.seq, op.done) for op in frozen] == [(1, True)]
         evidence = [answer, Evidence(1, "h", 2, state="T", ops=tuple(frozen))]
         assert is_waiting(evidence[0])
-        verdict = judge(evidence)
-        assert (verdict.kind, verdict.guilty) == (VerdictKind.STOPPED, (1,))
-        assert ranks_to_unblock(verdict, evidence) == (0,)
-        status_page.release(waiting.box, b"{}")
+        diagnosis = judge(evidence)
+        assert (diagnosis.kind, diagnosis.causes) == (StopKind.STOPPED, (1,))
+        assert ranks_to_unblock(diagnosis, evidence) == (0,)
+        status_page.release(waiting.page, b"{}")
         assert waiting.process.wait(20) == 1
         assert "unblocked" in (waiting.failure() or pytest.fail("no record")).message
 
@@ -156,13 +156,13 @@ def test_a_rank_that_does_not_enter_a_block_of_fsdp_is_named_and_waited_for_by_n
     with ranks(FSDP.replace("MODE", mode), 2, tmp_path) as (waiting, missing):
         missing.wait_ready()
         if mode == "sleeps":
-            wait(lambda: status_page.read_counters(waiting.box).waiting, "it waits, and says so")
+            wait(lambda: status_page.read_counters(waiting.page).waiting, "it waits, and says so")
             evidence = [evidence_of(one) for one in (waiting, missing)]
-            verdict = judge(evidence)
-            assert verdict.guilty == (1,) and ranks_to_unblock(verdict, evidence) == (0,)
-            assert verdict.op is not None and (verdict.op.kind, verdict.op.name) == ("all_gather", "block 1")
-            assert verdict.op.site.startswith("script.py:")
-            status_page.release(waiting.box, b"{}")
+            diagnosis = judge(evidence)
+            assert diagnosis.causes == (1,) and ranks_to_unblock(diagnosis, evidence) == (0,)
+            assert diagnosis.op is not None and (diagnosis.op.kind, diagnosis.op.name) == ("all_gather", "block 1")
+            assert diagnosis.op.site.startswith("script.py:")
+            status_page.release(waiting.page, b"{}")
         assert waiting.process.wait(20) == 1
         failure = waiting.failure()
         assert failure is not None and failure.victim and "block 1" in failure.message
@@ -185,7 +185,7 @@ finish()
 def test_totals_that_all_have_begun_are_over_for_the_judge_before_anybody_asks_for_them(tmp_path: Path) -> None:
     """Otherwise a rank that hangs in backward, after it has started the totals, would seem to wait for others."""
     with ranks(BUSY, 2, tmp_path) as (one, _):
-        wait(lambda: any(op.name == "totals of the step" for op in status_page.read_ring(one.box)), "begun")
-        wait(lambda: all(op.done for op in status_page.read_ring(one.box) if op.group == "shared"), "over")
+        wait(lambda: any(op.name == "totals of the step" for op in status_page.read_ring(one.page)), "begun")
+        wait(lambda: all(op.done for op in status_page.read_ring(one.page) if op.group == "shared"), "over")
         (tmp_path / "go").touch()
         assert one.process.wait(20) == 0

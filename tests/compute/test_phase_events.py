@@ -79,9 +79,9 @@ def test_a_slow_gpu_is_named_by_what_the_boxes_show() -> None:
     for rank, backward in enumerate((0.050, 0.120, 0.050)):
         device = Device()
         descriptor = make_status_page(rank)
-        with closing(StatusPage(descriptor)) as box:
-            box.on_device = PhaseEvents(device.event, lambda: False)
-            steps(device, box.enter, lambda: None, backward)
+        with closing(StatusPage(descriptor)) as page:
+            page.on_device = PhaseEvents(device.event, lambda: False)
+            steps(device, page.enter, lambda: None, backward)
             spent[rank] = tuple(seconds / 20 for seconds in read_counters(descriptor).phase_seconds)
         os.close(descriptor)
     found = slow_rank(spent, {1: "n2"})
@@ -92,12 +92,12 @@ def test_a_slow_gpu_is_named_by_what_the_boxes_show() -> None:
 def test_a_phase_counts_as_begun_before_its_time_is_known() -> None:
     """Whether a rank's optimizer has stepped decides if its failure may have been applied."""
     device, descriptor = Device(), make_status_page(0)
-    with closing(StatusPage(descriptor)) as box:
-        box.on_device = PhaseEvents(device.event, lambda: False)
+    with closing(StatusPage(descriptor)) as page:
+        page.on_device = PhaseEvents(device.event, lambda: False)
         for phase in STEP:
-            box.enter(phase)
+            page.enter(phase)
             device.free = device.host + 100  # nothing passes
-        box.enter(Phase.DATA)
+        page.enter(Phase.DATA)
         assert read_counters(descriptor).phase_seconds[Phase.OPTIMIZER] > 0
     os.close(descriptor)
 

@@ -146,31 +146,31 @@ class Odd(Dataset):
 
 
 @pytest.fixture
-def box():
+def page():
     descriptor = make_status_page(0)
-    box = StatusPage(descriptor)
-    yield box
-    box.close()
+    page = StatusPage(descriptor)
+    yield page
+    page.close()
     os.close(descriptor)
 
 
-def once(dataset, box, *, evaluates=False):
-    loading = Loading(CPU, 2, box=box, evaluates=evaluates)
+def once(dataset, page, *, evaluates=False):
+    loading = Loading(CPU, 2, page=page, evaluates=evaluates)
     return list(load_steps(dataset, PLAN, range(2), loading, start=0, stop=3))
 
 
 @pytest.mark.parametrize("evaluates", [False, True], ids=["training", "evaluation"])
-def test_the_box_shows_which_sample_a_process_hangs_in_and_that_it_is_waited_for(box, tmp_path, evaluates):
+def test_the_box_shows_which_sample_a_process_hangs_in_and_that_it_is_waited_for(page, tmp_path, evaluates):
     # the main thread forks: processes that another thread has forked have died of SIGSEGV now and then
     seen = []
 
     def look():
         deadline = time.monotonic() + 30
         try:
-            while not (found := [w for w in read_loaders(box.descriptor) if w.busy and w.item == 13]):
+            while not (found := [w for w in read_loaders(page.descriptor) if w.busy and w.item == 13]):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            while not box.get("loading"):
+            while not page.get("loading"):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             seen.extend(found)
@@ -180,15 +180,15 @@ def test_the_box_shows_which_sample_a_process_hangs_in_and_that_it_is_waited_for
     thread = threading.Thread(target=look)
     thread.start()
     try:
-        once(Odd(tmp_path / "go"), box, evaluates=evaluates)
+        once(Odd(tmp_path / "go"), page, evaluates=evaluates)
     finally:
         thread.join()
     (hanging,) = seen
     assert hanging.epoch == 0 and hanging.number // SLOTS_OF_A_LOADER == int(evaluates)
     assert os.getpid() != hanging.pid
-    assert not box.get("loading")
-    assert not any(worker.busy for worker in read_loaders(box.descriptor))
-    assert read_counters(box.descriptor).step == 0
+    assert not page.get("loading")
+    assert not any(worker.busy for worker in read_loaders(page.descriptor))
+    assert read_counters(page.descriptor).step == 0
 
 
 LOSING = """
@@ -239,8 +239,8 @@ def test_an_error_that_is_none_of_a_process_passes():
         raise RuntimeError("mine")
 
 
-def test_samples_go_to_spawned_processes_without_the_box(box):
-    samples = pickle.loads(pickle.dumps(SeededSamples(Noisy(), 0, box)))
+def test_samples_go_to_spawned_processes_without_the_box(page):
+    samples = pickle.loads(pickle.dumps(SeededSamples(Noisy(), 0, page)))
     assert samples[0, 5][1] == 5
 
 

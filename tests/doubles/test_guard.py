@@ -42,13 +42,13 @@ def test_what_is_only_enqueued_is_pending_and_an_abort_frees_the_host_once(tmp_p
     with ranks(SCRIPT, 2, tmp_path, TORCH_NCCL_ASYNC_ERROR_HANDLING="0") as (blocked, late):
         late.wait_ready()
         wait((tmp_path / "returned").exists, "the call has not returned")
-        wait(lambda: status_page.read_counters(blocked.box).waiting, "not seen to wait")
+        wait(lambda: status_page.read_counters(blocked.page).waiting, "not seen to wait")
         answer = blocked.ask()
         assert answer is not None
         op = next(op for op in answer.ops if op.group == "0" and op.seq == 2)
         assert not op.done and f"script.py:{blocked.line('# ENQUEUED')}" in op.site, answer.ops
         assert next(op for op in answer.ops if op.group == "0" and op.seq == 1).done
-        status_page.release(blocked.box, b"{}")
+        status_page.release(blocked.page, b"{}")
         wait((tmp_path / "freed").exists, "not freed", seconds=10)
         wait((tmp_path / "error").exists, "what came of it was taken for a sum")
         assert (tmp_path / "error").read_text() == "StallError"

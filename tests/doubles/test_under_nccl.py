@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.doubles import nccl
 
-from paceline.guard.report import read_verdict
+from paceline.guard.report import read_diagnosis
 from paceline.runs.summary import read_summary
 
 ROOT = Path(__file__).parents[2]
@@ -72,9 +72,9 @@ def test_a_rank_that_is_freed_in_a_gradient_applies_and_keeps_nothing_of_it(heal
     hangs = {nccl.HANGS: "1:bucket 0:5"}
     done = train(tmp_path / "run", "bucketed", "--hang-timeout", "3", **hangs)
     assert done.returncode == 3, done.stdout + done.stderr
-    (folder,) = (tmp_path / "run").glob("attempt-1/verdict-*")
-    record = read_verdict(folder)
-    assert record.verdict.op is not None and record.verdict.op.kind == "all_reduce"
+    (folder,) = (tmp_path / "run").glob("attempt-1/diagnosis-*")
+    record = read_diagnosis(folder)
+    assert record.diagnosis.op is not None and record.diagnosis.op.kind == "all_reduce"
     assert [evidence.rank for evidence in record.evidence if not evidence.ops[-1].done] == [0, 1]
     kept = newest(tmp_path / "run")
     assert kept == 4  # the fifth step's gradients never came
@@ -91,7 +91,7 @@ def test_a_thousand_healthy_steps_with_late_operations_raise_no_alarm(tmp_path: 
     assert done.returncode == 0, done.stderr
     said = done.stdout + done.stderr
     # that a rank or the network is slow may be said: on a busy machine it is true
-    assert not [word for word in ("no progress", "STALL", "DISAGREE", "GUILTY") if word in said], said
-    assert not [*(tmp_path / "run").rglob("verdict-*")]
+    assert not [word for word in ("no progress", "STALL", "DISAGREE", "CAUSE") if word in said], said
+    assert not [*(tmp_path / "run").rglob("diagnosis-*")]
     summary = read_summary(tmp_path / "run")
     assert summary is not None and summary.steps == 1000

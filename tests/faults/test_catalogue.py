@@ -8,7 +8,7 @@ from benchmarks.faults.fault import Fate, Fault, Needs, Way
 from benchmarks.faults.run import MARKER, USERS, marked_lines
 from tests.errors import raises
 
-from paceline.protocol.evidence import VerdictKind
+from paceline.protocol.evidence import StopKind
 
 ALL = list(FAULTS.values())
 SOURCES = {path.name: path.read_text() for path in USERS.glob("*.py")}
@@ -23,16 +23,16 @@ def test_there_are_at_least_35_that_need_no_more_than_one_host() -> None:
 
 
 def test_every_class_of_the_judge_has_a_name_here() -> None:
-    assert {kind.name for kind in VerdictKind} <= {*Fate.__members__}
+    assert {kind.name for kind in StopKind} <= {*Fate.__members__}
 
 
 @pytest.mark.parametrize("fault", ALL, ids=lambda fault: fault.name)
 def test_the_truth_of_a_fault_is_one_that_can_be_checked(fault: Fault) -> None:
     assert fault.ends and fault.codes
     assert all(0 <= rank < fault.world for rank in fault.ranks)
-    assert not (fault.single and (len(fault.guilty) != 1 or fault.tie))
-    assert not (fault.silent and fault.guilty)
-    assert not fault.words or not fault.guilty
+    assert not (fault.single and (len(fault.causes) != 1 or fault.tie))
+    assert not (fault.silent and fault.causes)
+    assert not fault.words or not fault.causes
 
 
 @pytest.mark.parametrize("fault", [fault for fault in ALL if fault.line], ids=lambda fault: fault.name)

@@ -6,9 +6,9 @@ import pytest
 from benchmarks.faults.fault import Fate
 from benchmarks.faults.reading import Said, rank_numbers, said_by_paceline, said_by_torchrun
 
-from paceline.protocol.evidence import Verdict, VerdictKind
+from paceline.protocol.evidence import Diagnosis, StopKind
 
-STALL = """STALL after 5.6 s (world 3). GUILTY: rank 1 (vm, pid 5959)
+STALL = """STALL after 5.6 s (world 3). CAUSE: rank 1 (vm, pid 5959)
   rank 1 did not enter all_reduce #15 [6922] float32; it is in sleeps at strikes.py:171, state S
   ranks 0, 2 wait in it, called from program.py:103"""
 TIE = """RANKS DISAGREE: rank 0 against rank 1 (world 2); one of them is wrong
@@ -28,15 +28,15 @@ def lines(text: str) -> list[tuple[float, str]]:
     return [(float(at), line) for at, line in enumerate(text.split("\n"))]
 
 
-def paceline(text: str, code: int | None = 1, verdict: Verdict | None = None, pattern: str = "") -> Said:
-    return said_by_paceline(lines(text), code, verdict, pattern)
+def paceline(text: str, code: int | None = 1, diagnosis: Diagnosis | None = None, pattern: str = "") -> Said:
+    return said_by_paceline(lines(text), code, diagnosis, pattern)
 
 
 @pytest.mark.parametrize(
     ("text", "code", "end", "named"),
     [
         (STALL, 3, Fate.BEHIND, (1,)),
-        ("MISMATCH at step 7 (world 3). GUILTY: ranks 1, 2 (vm, pids 4, 5)", 4, Fate.MISMATCH, (1, 2)),
+        ("MISMATCH at step 7 (world 3). CAUSE: ranks 1, 2 (vm, pids 4, 5)", 4, Fate.MISMATCH, (1, 2)),
         ("NETWORK after 5.1 s (world 4). No rank identified as the cause", 3, Fate.NETWORK, ()),
         ("rank 1 (vm, pid 31585) failed: killed by SIGKILL", 137, Fate.DIED, (1,)),
         ("ranks 0, 2 (a, b) failed: exit code 1", 1, Fate.DIED, (0, 2)),
@@ -75,13 +75,13 @@ def test_a_tie_names_both_and_blames_nobody() -> None:
     assert said.tie and said.named == (0, 1)
 
 
-def test_the_written_verdict_knows_the_class_better_than_the_page() -> None:
-    verdict = Verdict(VerdictKind.STOPPED, guilty=(1,))
-    assert paceline(STALL, 3, verdict).end is Fate.STOPPED
+def test_the_written_diagnosis_knows_the_class_better_than_the_page() -> None:
+    diagnosis = Diagnosis(StopKind.STOPPED, causes=(1,))
+    assert paceline(STALL, 3, diagnosis).end is Fate.STOPPED
 
 
 def test_what_a_rank_prints_itself_names_nobody() -> None:
-    for line in ("STALL after 5.6 s (world 3). GUILTY: rank 1 (vm, pid 5959)", "rank 1 (vm) is slow: 0.32 s"):
+    for line in ("STALL after 5.6 s (world 3). CAUSE: rank 1 (vm, pid 5959)", "rank 1 (vm) is slow: 0.32 s"):
         assert paceline(f"[rank 0] {line}", 0).end is Fate.QUIET
 
 
@@ -91,7 +91,7 @@ def test_what_a_rank_prints_itself_names_nobody() -> None:
         ("paceline: port 9 is in use", 2, "port", Fate.REFUSED),
         ("WARNING: no room", 0, "room", Fate.TOLD),
         ("rank 0 (vm, pid 1) failed: x", 1, "room", Fate.ENDED),
-        ("STALL (world 3). GUILTY: rank 1 (vm, pid 5)\nno room", 1, "room", None),
+        ("STALL (world 3). CAUSE: rank 1 (vm, pid 5)\nno room", 1, "room", None),
     ],
 )
 def test_without_a_rank_to_name_the_words_count(text: str, code: int, pattern: str, end: Fate | None) -> None:

@@ -15,7 +15,7 @@ from msgspec.structs import replace as replaced
 from tests.rendered import rendered
 
 STALL = (
-    "STALL after 5.6 s (world 3). GUILTY: rank {rank} (vm, pid 5)\n  rank 1 is in sleeps at strikes.py:{line}, state S"
+    "STALL after 5.6 s (world 3). CAUSE: rank {rank} (vm, pid 5)\n  rank 1 is in sleeps at strikes.py:{line}, state S"
 )
 LINE = marked_lines(USERS / "strikes.py", "sleeps")[0]
 
@@ -57,7 +57,7 @@ def test_a_run_in_which_nothing_struck_proves_nothing(tmp_path: Path) -> None:
 
 ANSWERS = [
     ("other-shape-of-two", "RANKS DISAGREE: rank 0 against rank 1 (world 2)", 4, True),
-    ("other-shape-of-two", "MISMATCH (world 2). GUILTY: rank 1 (vm, pid 4)", 4, False),  # either may be wrong
+    ("other-shape-of-two", "MISMATCH (world 2). CAUSE: rank 1 (vm, pid 4)", 4, False),  # either may be wrong
     ("short-stop", "done", 0, True),
     ("short-stop", STALL.format(rank=1, line=LINE), 3, False),  # nothing is wrong
     ("short-stop", "working", None, False),  # it hung

@@ -3,7 +3,7 @@
     PYTHONPATH=. python tests/frameworks/soak_frameworks.py --out benchmarks/results/frameworks
 
 Each script of this folder hangs in its collate function, in a callback, in its step, and not at all; under `paceline
-launch`, and under torchrun with `paceline watchover`. The verdict must name rank 1 and
+launch`, and under torchrun with `paceline watchover`. The diagnosis must name rank 1 and
 the line with the mark, in the user's file. Accelerate's own scripts must end as they do under torchrun.
 
 Writes FILE.json after each run and FILE.md from it; runs that are in the file already are left out. The exit code is 1
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks.faults.setups import Ran, run_command
 
-from paceline.guard.report import read_verdict
+from paceline.guard.report import read_diagnosis
 
 HERE = Path(__file__).parent
 SCRIPTS = {"trainer": "transformers", "accelerated": "accelerate", "lit": "lightning", "ignited": "ignite"}
@@ -42,11 +42,11 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
-class VerdictRecord:
-    """What a verdict says; nothing where there is none."""
+class DiagnosisRecord:
+    """What a diagnosis says; nothing where there is none."""
 
     ran: Ran
-    guilty: tuple[int, ...] = ()
+    causes: tuple[int, ...] = ()
     site: str = ""
     page: str = ""
 
@@ -57,27 +57,27 @@ def marked(script: str, mark: str) -> str:
     return f"{script}.py:{next(n for n, line in enumerate(lines, 1) if line.endswith(f'# {mark}'))}"
 
 
-def started(script: str, where: str, launcher: str, folder: Path, hang_timeout: float) -> VerdictRecord:
+def started(script: str, where: str, launcher: str, folder: Path, hang_timeout: float) -> DiagnosisRecord:
     """Run a script that hangs, in an empty folder."""
     for file in HERE.glob("*.py"):
         shutil.copy(file, folder)
     guard = (*GUARD[launcher], f"--hang-timeout={hang_timeout}", "--run-dir=run")
     argv = (*LAUNCHERS[launcher], *guard, f"{script}.py")
     ran = run_command(argv, folder, OFFLINE | {"FAULT": where}, limit_seconds=LIMIT_SECONDS)
-    found = sorted(folder.glob("run/**/verdict-[0-9]*"))
+    found = sorted(folder.glob("run/**/diagnosis-[0-9]*"))
     if not found:
-        return VerdictRecord(ran)
-    verdict = read_verdict(found[-1]).verdict
-    return VerdictRecord(ran, verdict.guilty, verdict.site, "\n".join(verdict.sentences))
+        return DiagnosisRecord(ran)
+    diagnosis = read_diagnosis(found[-1]).diagnosis
+    return DiagnosisRecord(ran, diagnosis.causes, diagnosis.site, "\n".join(diagnosis.sentences))
 
 
 def hung(script: str, where: str, launcher: str, hang_timeout: float) -> tuple[list[str], bool]:
     """A row's cells for one launcher, and whether all is right."""
     with tempfile.TemporaryDirectory() as folder:
         told = started(script, where, launcher, Path(folder), hang_timeout)
-    rank, line = told.guilty == (1,), told.site.startswith(f"{marked(script, f'FAULT {where}')} ")
+    rank, line = told.causes == (1,), told.site.startswith(f"{marked(script, f'FAULT {where}')} ")
     left = len(told.ran.processes_left)
-    said = [f"NO: {told.guilty}", "yes"][rank], "yes" if line else f"NO: {told.site}", str(left)
+    said = [f"NO: {told.causes}", "yes"][rank], "yes" if line else f"NO: {told.site}", str(left)
     print(f"{script} {where} {launcher}: {said} {told.ran.ended_seconds - told.ran.began_seconds:.0f} s", flush=True)
     return list(said), rank and line and not left
 
@@ -88,9 +88,9 @@ def ended(words: tuple[str, ...], launcher: str) -> tuple[list[str], bool]:
         argv = (*LAUNCHERS[launcher], *(str(Path(word).resolve()) if "/" in word else word for word in words))
         ran = run_command(argv, Path(folder), OFFLINE, limit_seconds=LIMIT_SECONDS)
     print(f"{words} {launcher}: {ran.code} {ran.ended_seconds - ran.began_seconds:.0f} s", flush=True)
-    if ran.code != 0 or "GUILTY" in ran.text:
+    if ran.code != 0 or "CAUSE" in ran.text:
         print(ran.text[-3000:], flush=True)
-    return [f"{ran.code}{', ACCUSED' if 'GUILTY' in ran.text else ''}"], ran.code == 0 and "GUILTY" not in ran.text
+    return [f"{ran.code}{', ACCUSED' if 'CAUSE' in ran.text else ''}"], ran.code == 0 and "CAUSE" not in ran.text
 
 
 def markdown(rows: list[list[str]]) -> str:

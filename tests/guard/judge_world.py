@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from paceline.protocol.evidence import Evidence, Frame, LoaderWorker, Op, Phase, Stack, Verdict, VerdictKind
+from paceline.protocol.evidence import Diagnosis, Evidence, Frame, LoaderWorker, Op, Phase, Stack, StopKind
 
 Mutation = Literal[
     "drop", "duplicate", "swap", "alter", "hang", "hold", "stop", "load", "leave", "kill", "raise", "cut"
@@ -78,18 +78,18 @@ def make_case(seed: int) -> Case:
     program = list(_program(draw, groups))
     mutation: Mutation = draw.choice((*STRUCTURAL, *STRUCTURAL, *STRUCTURAL, *SUDDEN, "cut"))
     ranks = [Rank([call for call in program if n in call.members]) for n in range(world)]
-    guilty = draw.choice([n for n, rank in enumerate(ranks) if rank.program])
-    own = [i for i, call in enumerate(ranks[guilty].program) if call.waits_for is None]
+    causes = draw.choice([n for n, rank in enumerate(ranks) if rank.program])
+    own = [i for i, call in enumerate(ranks[causes].program) if call.waits_for is None]
     at = draw.choice(own)
-    touched = ranks[guilty].program[at]
+    touched = ranks[causes].program[at]
     if mutation in STRUCTURAL:
-        mutate(draw, ranks[guilty].program, at, own, mutation)
+        mutate(draw, ranks[causes].program, at, own, mutation)
     lost = touched.line if mutation == "cut" else None
-    trap = (guilty, touched.line, mutation) if mutation in SUDDEN else None
+    trap = (causes, touched.line, mutation) if mutation in SUDDEN else None
     run = _Run(draw, groups, ranks, trap, lost)
     run.until_nothing_moves()
-    against = frozenset(run.against(guilty))
-    return Case(seed, mutation, guilty, tuple(run.evidence()), run.finished, run.forgotten, against)
+    against = frozenset(run.against(causes))
+    return Case(seed, mutation, causes, tuple(run.evidence()), run.finished, run.forgotten, against)
 
 
 def _program(draw: random.Random, groups: Mapping[str, frozenset[int]]) -> Iterator[Call]:
@@ -269,10 +269,10 @@ class _Run:
             self.passes -= 1
             self.ranks[one].freed.add(self.ranks[one].keys.index(key))
 
-    def against(self, guilty: int) -> Iterator[int]:
-        """The ranks that cannot be right if `guilty` is: by the whole truth, of which the judge sees a part."""
+    def against(self, causes: int) -> Iterator[int]:
+        """The ranks that cannot be right if `causes` is: by the whole truth, of which the judge sees a part."""
         for n in range(len(self.ranks)):
-            if n != guilty and (self._collide(n, guilty) or self._crossed(n, guilty) or self._crossed(guilty, n)):
+            if n != causes and (self._collide(n, causes) or self._crossed(n, causes) or self._crossed(causes, n)):
                 yield n
 
     def _collide(self, n: int, other: int) -> bool:
@@ -375,33 +375,33 @@ def replace_done(op: Op, done: bool) -> Op:
     return Op(op.group, op.seq, op.kind, op.name, op.shape, op.dtype, op.site, op.peer, done)
 
 
-KIND = VerdictKind
-RIGHT: Mapping[Mutation, tuple[VerdictKind, ...]] = {
+KIND = StopKind
+RIGHT: Mapping[Mutation, tuple[StopKind, ...]] = {
     "hang": (KIND.BEHIND,), "hold": (KIND.BEHIND,), "stop": (KIND.STOPPED,), "load": (KIND.LOADER,),
     "leave": (KIND.LEFT,), "kill": (KIND.DIED,), "raise": (KIND.DIED,), "cut": (KIND.NETWORK,),
 }  # fmt: skip
 DISPUTES = (KIND.MISMATCH, KIND.DEADLOCK, KIND.LEFT)
 
 
-def outcome(case: Case, verdict: Verdict) -> str:
-    """How right the verdict is: "named", "pair" or "circle" (a fair tie), "unsaid" (fairly), or what is wrong with it.
+def outcome(case: Case, diagnosis: Diagnosis) -> str:
+    """How right the diagnosis is: "named", "pair" or "circle" (a fair tie), "unsaid" (fairly), or the error.
 
     A tie is fair only if the wrong rank is in it, and not two others stand each against it: that were a majority.
     """
-    said = f"{verdict.kind.name} {verdict.guilty or verdict.tie}"
+    said = f"{diagnosis.kind.name} {diagnosis.causes or diagnosis.tie}"
     if case.mutation == "cut":
-        return "named" if verdict.kind is KIND.NETWORK and not verdict.guilty and not verdict.tie else said
-    if verdict.kind is KIND.UNKNOWN and case.forgotten and not verdict.guilty:
+        return "named" if diagnosis.kind is KIND.NETWORK and not diagnosis.causes and not diagnosis.tie else said
+    if diagnosis.kind is KIND.UNKNOWN and case.forgotten and not diagnosis.causes:
         return "unsaid"
-    if verdict.kind not in RIGHT.get(case.mutation, DISPUTES):
+    if diagnosis.kind not in RIGHT.get(case.mutation, DISPUTES):
         return said
-    if verdict.guilty:
-        return "named" if verdict.guilty == (case.rank,) and not verdict.tie else said
-    if case.mutation not in (*STRUCTURAL, "leave") or not any(case.rank in party for party in verdict.tie):
+    if diagnosis.causes:
+        return "named" if diagnosis.causes == (case.rank,) and not diagnosis.tie else said
+    if case.mutation not in (*STRUCTURAL, "leave") or not any(case.rank in party for party in diagnosis.tie):
         return said
     if len(case.against) > 1 and not case.forgotten:
         return f"unfair tie {said}"
-    return "pair" if sum(map(len, verdict.tie)) == 2 else "circle"
+    return "pair" if sum(map(len, diagnosis.tie)) == 2 else "circle"
 
 
 FAIR = ("named", "pair", "circle", "unsaid")

@@ -72,7 +72,7 @@ def test_exit_codes() -> None:
     assert (ended(0, -9).exit_code, ended(0, 3).exit_code, crashed.exit_code) == (137, 3, 2)
 
 
-def test_when_a_verdict_is_due() -> None:
+def test_when_a_diagnosis_is_due() -> None:
     running = ended(2, None)
     assert due_seconds([victim(0, 10.0), running]) == 10.0 + VICTIM_SECONDS
     culprit = ended(1, None, failure=record(1, 9.0))
@@ -130,17 +130,17 @@ def test_a_failure_is_always_told_some_time(world: list[Sample]) -> None:
 
 @given(worlds())
 def test_the_judge_of_hangs_names_the_same_rank_where_samples_are_all_it_has(world: list[Sample]) -> None:
-    verdict, first = judge([Evidence.of(one) for one in world]), first_to_fail(world)
-    assert verdict.failed == judge_samples(world).failed == (None if first is None else first.rank)
+    diagnosis, first = judge([Evidence.of(one) for one in world]), first_to_fail(world)
+    assert diagnosis.failed == judge_samples(world).failed == (None if first is None else first.rank)
     if first is not None and rank_end(first).is_primary:
-        assert verdict.guilty[:1] == (first.rank,)
+        assert diagnosis.causes[:1] == (first.rank,)
 
 
 def test_a_victim_is_not_the_news_where_a_living_rank_is_to_blame() -> None:
     lost = Evidence(0, "host", 100, code=1, failure=record(0, 10.0, victim=True))
     frozen = Evidence(1, "host", 101, state="T", ops=())
-    verdict = judge([lost, frozen])
-    assert (verdict.failed, verdict.guilty) == (None, (1,))
+    diagnosis = judge([lost, frozen])
+    assert (diagnosis.failed, diagnosis.causes) == (None, (1,))
     assert judge([lost, Evidence(1, "host", 101)]).failed == 0, "nobody was asked"
 
 

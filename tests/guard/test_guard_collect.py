@@ -27,7 +27,7 @@ def collected(
     """What is found, and in how many seconds; no single step may hold an agent up."""
     began = time.monotonic()
     worker = Sample(rank.number, "here", rank.process.pid, code=code)
-    collection = Collection([worker], {rank.number: rank.box}, question, patience_seconds=patience_seconds)
+    collection = Collection([worker], {rank.number: rank.page}, question, patience_seconds=patience_seconds)
     done = False
     while not done:
         time.sleep(0.05)
@@ -106,9 +106,9 @@ def test_who_has_become_another_program_is_not_killed_by_the_question(tmp_path: 
         while Path(f"/proc/{one.process.pid}/comm").read_text().strip() != "sleep":
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        box = StatusPage(one.box)
-        box.put("ready", 1 | SIGNAL_SAFE)
-        box.close()
+        page = StatusPage(one.page)
+        page.put("ready", 1 | SIGNAL_SAFE)
+        page.close()
         found, _ = collected(one)
         assert not found.answered
         assert one.process.poll() is None
@@ -118,7 +118,7 @@ def test_of_one_that_has_ended_only_the_box_is_left(tmp_path: Path) -> None:
     script = (
         "from paceline.protocol.status_page import StatusPage\n"
         "from paceline.protocol.evidence import Op\n"
-        "StatusPage.inherited(spec.box).begin(Op('0', 9, 'all_reduce', shape='[8]'))\n"
+        "StatusPage.inherited(spec.page).begin(Op('0', 9, 'all_reduce', shape='[8]'))\n"
         "os.kill(os.getpid(), 9)\n"
     )
     with ranks(script, 1, tmp_path) as (one,):
@@ -141,7 +141,7 @@ def test_processes_that_load_data_are_looked_at_and_strangers_with_their_number_
     script = (
         "import signal, subprocess\n"
         "from paceline.protocol.status_page import SLOT, SLOTS_AT, StatusPage\n"
-        "memory = WorkerSpec.here().box\n"
+        "memory = WorkerSpec.here().page\n"
         "os.setsid()\n"
         "child = subprocess.Popen(['sleep', '600'])\n"
         "child.send_signal(signal.SIGSTOP)\n"

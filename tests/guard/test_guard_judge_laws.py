@@ -13,15 +13,15 @@ from msgspec.structs import replace
 from tests.guard.judge_world import FAIR, STRUCTURAL, SUDDEN, Case, make_case, outcome
 
 from paceline.guard.judge import judge
-from paceline.guard.report import MAX_COLUMNS, MAX_LINES, format_failure, format_verdict
-from paceline.protocol.evidence import Evidence, Phase, Verdict
+from paceline.guard.report import MAX_COLUMNS, MAX_LINES, format_failure, format_report
+from paceline.protocol.evidence import Diagnosis, Evidence, Phase
 
 CASES = 2000
 FOUND = (6023, 12904, 13729)  # a message came as another one than was sent: its sender alone was blamed
 
 
 @cache
-def judged() -> list[tuple[Case, Verdict]]:
+def judged() -> list[tuple[Case, Diagnosis]]:
     """Worlds in which something is to be seen."""
     cases = (make_case(seed) for seed in (*range(CASES), *FOUND))
     return [(case, judge(case.evidence)) for case in cases if not case.finished]
@@ -30,8 +30,8 @@ def judged() -> list[tuple[Case, Verdict]]:
 def test_over_random_programs_the_wrong_rank_is_named_or_tied_with_one_other() -> None:
     counts: Counter[tuple[str, str]] = Counter()
     wrong: list[tuple[int, str, str]] = []
-    for case, verdict in judged():
-        said = outcome(case, verdict)
+    for case, diagnosis in judged():
+        said = outcome(case, diagnosis)
         counts[case.mutation, said] += 1
         if said not in FAIR:
             wrong.append((case.seed, case.mutation, said))
@@ -46,7 +46,7 @@ def test_over_random_programs_the_wrong_rank_is_named_or_tied_with_one_other() -
 def test_two_ranks_that_disagree_are_both_named_and_neither_is_blamed() -> None:
     pairs = [v for case, v in judged() if len(case.evidence) == 2 and case.mutation in STRUCTURAL]
     assert len(pairs) > 60
-    assert all(verdict.tie == ((0,), (1,)) and not verdict.guilty for verdict in pairs)
+    assert all(diagnosis.tie == ((0,), (1,)) and not diagnosis.causes for diagnosis in pairs)
 
 
 @settings(max_examples=150, derandomize=True, deadline=None)
@@ -56,7 +56,7 @@ def test_the_order_of_the_evidence_does_not_matter(seed: int, draw: Random) -> N
     shuffled = list(case.evidence)
     draw.shuffle(shuffled)
     one, other = judge(case.evidence), judge(shuffled)
-    assert (one.kind, one.guilty, one.tie, one.step) == (other.kind, other.guilty, other.tie, other.step)
+    assert (one.kind, one.causes, one.tie, one.step) == (other.kind, other.causes, other.tie, other.step)
 
 
 HOSTILE = ("", "x", "recv", "0", "\x1b[2J", "\u202e", "\udcff", "</script>", "a\nb\tc", "\x1f" * 3, "9" * 400)
@@ -91,19 +91,19 @@ def damaged(evidence: Evidence, draw: Random) -> Evidence:
     return replace(found, rank=evidence.rank, failure=evidence.failure)
 
 
-def test_any_evidence_gives_a_verdict_and_a_page_that_fits_on_the_screen() -> None:
+def test_any_evidence_gives_a_diagnosis_and_a_page_that_fits_on_the_screen() -> None:
     for case, _ in judged()[:500]:
         draw = Random(case.seed)
         evidence = [damaged(one, draw) for one in case.evidence if draw.random() < 0.95]
-        verdict = judge(evidence)
-        lines = format_verdict(verdict, evidence, waited_seconds=1.0, folder="f", run="r").split("\n")
+        diagnosis = judge(evidence)
+        lines = format_report(diagnosis, evidence, waited_seconds=1.0, folder="f", run="r").split("\n")
         assert len(lines) <= MAX_LINES
         assert all(len(line) <= MAX_COLUMNS and line.isprintable() for line in lines), lines
-        assert not (verdict.guilty and verdict.tie)
-        if verdict.failed is not None:
-            assert format_failure(verdict, evidence, oom_kills=0, attempt_dir="a")
-        assert set(verdict.guilty) <= {one.rank for one in evidence}
+        assert not (diagnosis.causes and diagnosis.tie)
+        if diagnosis.failed is not None:
+            assert format_failure(diagnosis, evidence, oom_kills=0, attempt_dir="a")
+        assert set(diagnosis.causes) <= {one.rank for one in evidence}
 
 
 def test_no_evidence_at_all_is_no_error() -> None:
-    assert judge([]).guilty == ()
+    assert judge([]).causes == ()

@@ -15,64 +15,64 @@ from paceline.protocol.status_page import PAGE_BYTES, StatusPage, make_status_pa
 
 
 @pytest.fixture
-def box() -> Iterator[int]:
+def page() -> Iterator[int]:
     descriptor = make_status_page(0)
     yield descriptor
     os.close(descriptor)
 
 
 @pytest.fixture
-def worker(box: int) -> Iterator[StatusPage]:
-    mine = StatusPage(box)
+def worker(page: int) -> Iterator[StatusPage]:
+    mine = StatusPage(page)
     yield mine
     mine.close()
 
 
-def read(stillness: IdleClock, box: int, now_seconds: float, rank: int = 0) -> Sample:
-    return stillness.read(Sample(rank, "here", 1), box, now_seconds)
+def read(stillness: IdleClock, page: int, now_seconds: float, rank: int = 0) -> Sample:
+    return stillness.read(Sample(rank, "here", 1), page, now_seconds)
 
 
-def test_an_age_grows_until_anything_moves(box: int, worker: StatusPage) -> None:
+def test_an_age_grows_until_anything_moves(page: int, worker: StatusPage) -> None:
     stillness = IdleClock()
-    ages = [read(stillness, box, now).still_seconds for now in (100.0, 101.0, 102.5)]
+    ages = [read(stillness, page, now).still_seconds for now in (100.0, 101.0, 102.5)]
     assert ages == [0.0, 1.0, 2.5]
     for move in (worker.tick, lambda: worker.set_step(7), lambda: worker.enter(Phase.DATA)):
         move()
-        assert read(stillness, box, 103.0).still_seconds == 0.0
-    assert read(stillness, box, 104.0).still_seconds == 1.0
+        assert read(stillness, page, 103.0).still_seconds == 0.0
+    assert read(stillness, page, 104.0).still_seconds == 1.0
 
 
-def test_a_heartbeat_alone_is_no_progress(box: int, worker: StatusPage) -> None:
+def test_a_heartbeat_alone_is_no_progress(page: int, worker: StatusPage) -> None:
     stillness = IdleClock()
-    read(stillness, box, 100.0)
+    read(stillness, page, 100.0)
     worker.put("beat_ns", 12345)
-    assert read(stillness, box, 103.0).still_seconds == 3.0
+    assert read(stillness, page, 103.0).still_seconds == 3.0
 
 
-def test_a_suspended_agent_counts_anew(box: int) -> None:
+def test_a_suspended_agent_counts_anew(page: int) -> None:
     """It was stopped with its workers: what it did not see is no standstill."""
     stillness = IdleClock()
-    read(stillness, box, 100.0)
-    assert read(stillness, box, 101.0).still_seconds == 1.0
-    assert read(stillness, box, 500.0).still_seconds == 0.0
-    assert read(stillness, box, 501.0).still_seconds == 1.0
+    read(stillness, page, 100.0)
+    assert read(stillness, page, 101.0).still_seconds == 1.0
+    assert read(stillness, page, 500.0).still_seconds == 0.0
+    assert read(stillness, page, 501.0).still_seconds == 1.0
 
 
-def test_a_sample_says_what_the_worker_says(box: int, worker: StatusPage) -> None:
+def test_a_sample_says_what_the_worker_says(page: int, worker: StatusPage) -> None:
     worker.set_step(12)
     worker.enter(Phase.EVALUATE)
-    one = read(IdleClock(), box, 100.0, rank=5)
+    one = read(IdleClock(), page, 100.0, rank=5)
     assert (one.rank, one.step, one.phase, one.met) == (5, 12, Phase.EVALUATE, False)
     assert one.stepped is False
     worker.put("enqueued", 1)
-    assert read(IdleClock(), box, 100.0).met
+    assert read(IdleClock(), page, 100.0).met
 
 
-def test_a_box_full_of_rubbish_is_read_all_the_same(box: int) -> None:
-    os.pwrite(box, os.urandom(PAGE_BYTES), 0)
-    assert read(IdleClock(), box, 100.0).rank == 0
-    os.ftruncate(box, 0)  # a worker can do that, too
-    assert read(IdleClock(), box, 100.0).step == 0
+def test_a_box_full_of_rubbish_is_read_all_the_same(page: int) -> None:
+    os.pwrite(page, os.urandom(PAGE_BYTES), 0)
+    assert read(IdleClock(), page, 100.0).rank == 0
+    os.ftruncate(page, 0)  # a worker can do that, too
+    assert read(IdleClock(), page, 100.0).step == 0
 
 
 def test_a_short_window_is_looked_at_more_often() -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong without any error: from made-up marks and findings of ranks to a notice, a verdict, or nothing."""
+"""What goes wrong without any error: from made-up marks and findings of ranks to a notice, a diagnosis, or nothing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from tests.rendered import rendered
 from paceline.guard.detectors import SleepDetector
 from paceline.guard.judge import judge
 from paceline.guard.silent import Notice, SilentFaultDetector
-from paceline.protocol.evidence import Evidence, Op, Phase, Sample, ScriptFinding, Verdict, VerdictKind
+from paceline.protocol.evidence import Diagnosis, Evidence, Op, Phase, Sample, ScriptFinding, StopKind
 from paceline.protocol.job import Windows
 from paceline.protocol.marks import BY_DDP, LAST_CALLS, MARK, ORDER, SUMMED, ReplicaFingerprint
 
 DDP = BY_DDP | 3 << 16
 CALLS = {n: Op("0", 0, "all_reduce", shape="[]", dtype="float32", site=f"train.py:{n} in main") for n in range(1, 9)}
-BRANCHES = {n: Op("0", 0, "all_reduce", shape=f"[{n}]", site=f"log.py:{n} in log") for n in (20, 21)}
 
 
 def marks(*found: ReplicaFingerprint) -> bytes:
@@ -45,32 +44,32 @@ def silent(known: Mapping[int, Op] = CALLS) -> SilentFaultDetector:
     return SilentFaultDetector(3, lambda: {"7": ["fc.weight", "fc.bias"]}, lambda: dict.fromkeys(range(3), known))
 
 
-def first(found: Sequence[Verdict]) -> Verdict | None:
+def first(found: Sequence[Diagnosis]) -> Diagnosis | None:
     assert len(found) < 2
     return found[0] if found else None
 
 
-def seen(*samples: Sample, last: bool = False) -> Verdict | None:
+def seen(*samples: Sample, last: bool = False) -> Diagnosis | None:
     return first(silent().see(samples, last=last))
 
 
 def test_the_rank_in_the_minority_is_named_with_the_tensor_and_the_first_step_at_which_it_differs() -> None:
     found = seen(*(rank(n, step(4, 1), step(5, 1 + (n == 1)), step(6, 9 + (n == 1))) for n in range(3)))
     assert found is not None
-    assert (found.kind, found.guilty, found.step) == (VerdictKind.DIVERGED, (1,), 5)
+    assert (found.kind, found.causes, found.step) == (StopKind.DIVERGED, (1,), 5)
     rendered(found.sentences)
 
 
 def test_without_a_majority_nobody_is_guilty() -> None:
     found = seen(*(rank(n, step(5, n)) for n in range(3)))
-    assert found is not None and not found.guilty and found.tie == ((0,), (1,), (2,))
+    assert found is not None and not found.causes and found.tie == ((0,), (1,), (2,))
 
 
 def test_settings_of_the_optimizer_that_differ_are_told_though_no_majority_says_who_is_right() -> None:
-    def told(*rates: float) -> Verdict:
+    def told(*rates: float) -> Diagnosis:
         drifted = [step(5, n)._replace(settings=(rate, 0.5, 0.0, 0.0)) for n, rate in enumerate(rates)]
         found = seen(*(rank(n, one) for n, one in enumerate(drifted)))
-        assert found is not None and not found.guilty
+        assert found is not None and not found.causes
         return found
 
     (_, cause) = told(0.1, 0.2, 0.2).sentences
@@ -114,7 +113,7 @@ def test_without_ddp_only_what_was_equal_while_it_moved_must_stay_so() -> None:
     assert seen(*(rank(n, *(step(s, s + n, flags=flags) for s in range(1, 9))) for n in range(3))) is None
     moves = [step(s, s, flags=flags) for s in range(1, 8)]
     found = seen(*(rank(n, *moves, step(9, n == 1, flags=flags)) for n in range(3)))
-    assert found is not None and found.guilty == (1,) and found.step == 9
+    assert found is not None and found.causes == (1,) and found.step == 9
     stays = [step(s, 1, flags=flags) for s in range(1, 8)]
     assert seen(*(rank(n, *stays, step(9, n == 1, flags=flags)) for n in range(3))) is None, "it never moved"
     averaged = [[step(s, s + n * (s % 4 > 0), flags=flags) for s in (4, 8, 12, 16, 18, 20, 21)] for n in range(3)]
@@ -138,11 +137,11 @@ def test_the_rank_whose_own_loss_was_not_finite_is_named_once_all_have_told() ->
     partly = [rank(0), rank(1, findings=(ours,)), rank(2)]
     assert first(one.see(partly)) is None
     found = first(one.see([rank(0, findings=(theirs,)), rank(1, findings=(ours,)), rank(2, findings=(theirs,))]))
-    assert found is not None and (found.kind, found.guilty, found.step) == (VerdictKind.NOT_FINITE, (1,), 5)
+    assert found is not None and (found.kind, found.causes, found.step) == (StopKind.NOT_FINITE, (1,), 5)
     assert ours.words in found.sentences[0]
     assert first(one.see(partly)) is None
     alone = seen(*partly, last=True)
-    assert alone is not None and alone.guilty == (1,)
+    assert alone is not None and alone.causes == (1,)
 
 
 def test_the_rank_that_made_the_sum_not_finite_is_named_by_its_step() -> None:
@@ -150,9 +149,9 @@ def test_the_rank_that_made_the_sum_not_finite_is_named_by_its_step() -> None:
         return rank(number, findings=(ScriptFinding("not finite", step, "", own=False),))
 
     found = seen(told(0, 6), told(1, 5), told(2, 6))
-    assert found is not None and (found.kind, found.guilty, found.step) == (VerdictKind.NOT_FINITE, (1,), 5)
+    assert found is not None and (found.kind, found.causes, found.step) == (StopKind.NOT_FINITE, (1,), 5)
     together = seen(told(0, 5), told(1, 5), told(2, 5))
-    assert together is not None and together.guilty == ()
+    assert together is not None and together.causes == ()
 
 
 def test_what_only_some_ranks_tell_is_passed_on_once_the_others_had_the_time_to() -> None:
@@ -173,14 +172,14 @@ def test_what_only_some_ranks_tell_is_passed_on_once_the_others_had_the_time_to(
 def test_where_no_majority_says_who_is_wrong_the_rank_that_left_out_a_step_is_guilty() -> None:
     left_out = ScriptFinding("stale", 5, "left out a step after backward(), as never before: words")
 
-    def told(by: Sequence[int], finding: ScriptFinding = left_out) -> Verdict:
+    def told(by: Sequence[int], finding: ScriptFinding = left_out) -> Diagnosis:
         found = seen(*(rank(n, step(5, n), findings=(finding,) if n in by else ()) for n in range(3)))
-        assert found is not None and found.kind is VerdictKind.DIVERGED
+        assert found is not None and found.kind is StopKind.DIVERGED
         return found
 
-    assert (told([1]).guilty, told([1]).tie) == ((1,), ())
+    assert (told([1]).causes, told([1]).tie) == ((1,), ())
     assert left_out.words in told([1]).sentences[-1]
-    assert told([0, 1, 2]).guilty == told([1], replace(left_out, step=9)).guilty == ()
+    assert told([0, 1, 2]).causes == told([1], replace(left_out, step=9)).causes == ()
 
 
 def test_a_swallowed_exception_is_told_once_and_again_with_the_drift_that_it_made() -> None:
@@ -194,7 +193,7 @@ def test_a_swallowed_exception_is_told_once_and_again_with_the_drift_that_it_mad
     assert found is not None and swallowed.words in found.sentences[-1]
 
 
-def test_a_swallowed_error_of_a_collective_is_a_verdict_with_what_others_did() -> None:
+def test_a_swallowed_error_of_a_collective_is_a_diagnosis_with_what_others_did() -> None:
     failed = ScriptFinding("collective", 39, "RuntimeError in its backward, at train.py:7: closed", last=True)
     skipped = ScriptFinding("stale", 25, "skipped a batch, as never before: words")
     early = ScriptFinding("swallowed", 24, "ValueError in its forward, at train.py:6: bad")
@@ -205,17 +204,17 @@ def test_a_swallowed_error_of_a_collective_is_a_verdict_with_what_others_did() -
             assert one.see(samples) == [] and one.see(samples) == []
         found = first(one.see(samples, last=last))
         assert found is not None
-        assert (found.kind, found.guilty, found.step) == (VerdictKind.SWALLOWED, (1,), 39)
+        assert (found.kind, found.causes, found.step) == (StopKind.SWALLOWED, (1,), 39)
         told = {words[:6]: words for words in found.sentences}
         assert failed.words in told["rank 0"] and failed.words in told["rank 2"]
         assert all(any(one.words in words for words in found.sentences) for one in (early, skipped))
         assert one.see(samples, last=last) == []
     uneven = [rank(n, step(4, 1), findings=(failed,) if n else (), step=39 + n) for n in range(3)]
     found = first(silent().see(uneven, last=True))
-    assert found is not None and found.guilty == (0,)
+    assert found is not None and found.causes == (0,)
     assert found.sentences[-1].endswith("steps")
     of_all = seen(*(rank(n, findings=(failed,)) for n in range(3)))
-    assert of_all is not None and of_all.guilty == ()
+    assert of_all is not None and of_all.causes == ()
     with_join = seen(*(rank(n, findings=(failed,), uneven=True) for n in range(3)), last=True)
     assert with_join is not None
 
@@ -229,10 +228,10 @@ def test_a_thread_that_ended_is_told_and_again_when_its_rank_hangs() -> None:
     waits = Op("0", 7, "all_reduce", shape="[3]")
     hung = [Evidence.of(samples[0]), Evidence.of(samples[1])]
     found = judge([replace(hung[0], ops=(waits,), answered=True), replace(hung[1], answered=True)])
-    assert found.guilty == (1,) and ended.words in found.sentences
+    assert found.causes == (1,) and ended.words in found.sentences
 
 
-def ordered(lines: Sequence[Sequence[int]], known: Mapping[int, Op] = CALLS) -> Verdict | None:
+def ordered(lines: Sequence[Sequence[int]], known: Mapping[int, Op] = CALLS) -> Diagnosis | None:
     ranks = [rank(n, orders=calls(*(1, 2) * 6, *of_rank, 1, 2, 1, 2)) for n, of_rank in enumerate(lines)]
     return first(silent(known).see(ranks))
 
@@ -240,13 +239,13 @@ def ordered(lines: Sequence[Sequence[int]], known: Mapping[int, Op] = CALLS) -> 
 def test_two_calls_of_one_shape_that_a_rank_exchanges_are_found() -> None:
     usual = (1, 2, 1, 2)
     found = ordered([usual, (1, 2, 2, 1), usual])
-    assert found is not None and (found.kind, found.guilty) == (VerdictKind.MISMATCH, (1,))
+    assert found is not None and (found.kind, found.causes) == (StopKind.MISMATCH, (1,))
     assert (found.op, found.site) == (CALLS[1], CALLS[2].site)
     rendered(found.sentences)
     twice = ordered([usual, (1, 2, 1, 1), usual])
-    assert twice is not None and twice.guilty == (1,)
+    assert twice is not None and twice.causes == (1,)
     from_other_lines = ordered([usual, (1, 2, 5, 6), usual])
-    assert from_other_lines is not None and from_other_lines.guilty == (1,)
+    assert from_other_lines is not None and from_other_lines.causes == (1,)
 
 
 def test_calls_are_compared_from_look_to_look_and_ranks_may_be_at_different_places() -> None:
@@ -254,14 +253,14 @@ def test_calls_are_compared_from_look_to_look_and_ranks_may_be_at_different_plac
     usual = [1, 2] * 300
     odd = [*usual[:500], 2, 1, *usual[502:]]
 
-    def look(*counts: int) -> Verdict | None:
+    def look(*counts: int) -> Diagnosis | None:
         of_ranks = [calls(*(odd if n == 1 else usual)[:count]) for n, count in enumerate(counts)]
         return first(one.see([rank(n, orders=of_rank) for n, of_rank in enumerate(of_ranks)]))
 
     assert look(100, 90, 40) is None
     assert look(501, 502, 503) is None  # too few calls after the difference
     found = look(600, 590, 580)
-    assert found is not None and found.guilty == (1,)
+    assert found is not None and found.causes == (1,)
     assert "call 501 " in found.sentences[0]
     assert look(600, 600, 600) is None
 
@@ -281,30 +280,28 @@ def test_at_the_end_replicas_must_have_taken_equally_many_steps() -> None:
     ranks = [rank(n, step(4, 1), step=60 + (n == 1)) for n in range(3)]
     assert seen(*ranks) is None
     found = seen(*ranks, last=True)
-    assert found is not None and found.guilty == (1,)
+    assert found is not None and found.causes == (1,)
     rendered(found.sentences)
     uneven = found.sentences
     assert seen(*(rank(n, step=n) for n in range(3)), last=True) is None  # without DDP
     by_hand = [rank(n, *(step(s, s, flags=3 << 16) for s in range(1, 9)), step=60 - (n == 2)) for n in range(3)]
     found = seen(*by_hand, last=True)
-    assert found is not None and found.guilty == (2,)  # equal while they changed: the script keeps them equal
+    assert found is not None and found.causes == (2,)  # equal while they changed: the script keeps them equal
     drifted = [rank(n, step(4, n == 1), step=60 + (n == 1)) for n in range(3)]
     found = seen(*drifted, last=True)
     assert found is not None and found.sentences[-2:] == uneven
 
 
-def asleep(
-    still_seconds: float, *sleeps: int, kind: VerdictKind = VerdictKind.BEHIND
-) -> tuple[Verdict, list[Evidence]]:
+def asleep(still_seconds: float, *sleeps: int, kind: StopKind = StopKind.BEHIND) -> tuple[Diagnosis, list[Evidence]]:
     ranks = [
         Evidence(n, "n1", 7, still_seconds=still_seconds, script=True, step=3, phase=Phase.SYNC, sleep=sleep)
         for n, sleep in enumerate(sleeps)
     ]
-    return Verdict(kind, (1,)), ranks
+    return Diagnosis(kind, (1,)), ranks
 
 
 def test_who_sleeps_one_sleep_for_45_seconds_is_proven_to_and_nobody_else() -> None:
-    def proven(*looks: tuple[Verdict, list[Evidence]], windows: str = "auto") -> list[bool | None]:
+    def proven(*looks: tuple[Diagnosis, list[Evidence]], windows: str = "auto") -> list[bool | None]:
         one = SleepDetector(Windows.parse(windows))
         return [one.proves(*look) if one.due(look[1]) else None for look in looks]
 
@@ -318,7 +315,7 @@ def test_who_sleeps_one_sleep_for_45_seconds_is_proven_to_and_nobody_else() -> N
     assert proven(asleep(21, -1, -1), asleep(46, -1, -1)) == [False, False]  # a wait, not a sleep
     assert proven(asleep(21, -1, 5), asleep(3, -1, 5), asleep(46, -1, 5)) == [False, None, False]
     assert proven(asleep(21, -1, 5), asleep(46, -1, 5), windows="300") == [None, None]
-    swapped = VerdictKind.MISMATCH
+    swapped = StopKind.MISMATCH
     assert proven(asleep(21, -1, -1, kind=swapped), asleep(46, -1, -1, kind=swapped)) == [False, True]
 
 
@@ -326,7 +323,7 @@ def test_steps_of_a_rank_for_itself_before_the_training_do_not_count() -> None:
     samples = [rank(n, step(5, 1), step=5 + 500 * (n == 1), alone=500 * (n == 1)) for n in range(3)]
     assert seen(*samples, last=True) is None
     found = seen(*(replace(one, step=one.step + (one.rank == 2)) for one in samples), last=True)
-    assert found is not None and found.guilty == (2,)
+    assert found is not None and found.causes == (2,)
 
 
 def test_that_all_ranks_leave_ddp_is_said_once_and_of_some_nothing() -> None:

@@ -14,9 +14,9 @@ from tests.rendered import rendered
 
 from paceline.guard import report
 from paceline.guard.judge import judge
-from paceline.guard.report import describe_rank, format_verdict, format_warning, read_verdict, same_verdict
+from paceline.guard.report import describe_rank, format_report, format_warning, read_diagnosis, same_diagnosis
 from paceline.guard.sentences import format_ranks
-from paceline.protocol.evidence import Evidence, Frame, LoaderWorker, Op, Phase, Sample, Stack, Verdict, VerdictKind
+from paceline.protocol.evidence import Diagnosis, Evidence, Frame, LoaderWorker, Op, Phase, Sample, Stack, StopKind
 
 OP = Op("0", 9876, "all_reduce", "bucket 3", "[1732]", "float32", "train.py:97 in step")
 ESCAPES = "\x1b[2Jpwned\x1b]0;title\x07\r\n\x9b31m\u202e"
@@ -32,10 +32,11 @@ def rank(number: int, *, stuck: bool = False, **changes: Any) -> Evidence:
 
 
 STALLED = [rank(0), rank(1), rank(2, stuck=True), rank(3)]
+FOLDER = "runs/a/attempt-1/diagnosis-1"
 
 
-def told(verdict: Verdict, evidence: list[Evidence] = STALLED, folder: str = "runs/a/attempt-1/verdict-1") -> list[str]:
-    lines = format_verdict(verdict, evidence, waited_seconds=12.4, folder=folder, run="runs/a").split("\n")
+def told(diagnosis: Diagnosis, evidence: list[Evidence] = STALLED, folder: str = FOLDER) -> list[str]:
+    lines = format_report(diagnosis, evidence, waited_seconds=12.4, folder=folder, run="runs/a").split("\n")
     assert len(lines) <= report.MAX_LINES
     return lines
 
@@ -46,17 +47,17 @@ def test_the_page_of_a_stall_reads_as_the_documentation_promises() -> None:
 
 def test_the_first_line_names_the_guilty_or_says_that_nobody_is_blamed() -> None:
     blamed = [(0, 2), (0, 1, 2, 3), (9,)]  # of rank 9 nothing is known
-    verdicts = [Verdict(kind, (1,) if kind < VerdictKind.NETWORK else ()) for kind in VerdictKind]
-    verdicts += [Verdict(VerdictKind.BEHIND, ranks) for ranks in blamed]
-    verdicts.append(Verdict(VerdictKind.LEFT, (), ((0,), (1, 2))))
-    rendered(f"{verdict.kind.name}: {told(verdict)[0]}" for verdict in verdicts)
+    diagnoses = [Diagnosis(kind, (1,) if kind < StopKind.NETWORK else ()) for kind in StopKind]
+    diagnoses += [Diagnosis(StopKind.BEHIND, ranks) for ranks in blamed]
+    diagnoses.append(Diagnosis(StopKind.LEFT, (), ((0,), (1, 2))))
+    rendered(f"{diagnosis.kind.name}: {told(diagnosis)[0]}" for diagnosis in diagnoses)
 
 
 def test_a_long_page_is_cut_and_says_so_but_the_way_to_the_rest_stays() -> None:
-    verdict = Verdict(VerdictKind.BEHIND, (2,), sentences=tuple(f"sentence {n} " + "x" * 500 for n in range(40)))
-    lines = told(verdict, folder="/" + "long/" * 60)
+    diagnosis = Diagnosis(StopKind.BEHIND, (2,), sentences=tuple(f"sentence {n} " + "x" * 500 for n in range(40)))
+    lines = told(diagnosis, folder="/" + "long/" * 60)
     assert len(lines) == report.MAX_LINES
-    assert str(1 + 40 * 2 - 13) in lines[-2] and "verdict.json" in lines[-2]  # 40 sentences of two lines each
+    assert str(1 + 40 * 2 - 13) in lines[-2] and "diagnosis.json" in lines[-2]  # 40 sentences of two lines each
     assert "/" + "long/" * 60 in lines[-1] and lines[-1].endswith("paceline hang runs/a")
     assert all(len(line) <= report.MAX_COLUMNS for line in lines[:-1])
 
@@ -64,7 +65,7 @@ def test_a_long_page_is_cut_and_says_so_but_the_way_to_the_rest_stays() -> None:
 @pytest.mark.parametrize("count", range(11, 17))
 @pytest.mark.parametrize("folder", ["f", "/" + "long/" * 60], ids=["beside", "below"])
 def test_no_page_is_longer_than_15_lines(count: int, folder: str) -> None:
-    lines = told(Verdict(VerdictKind.BEHIND, (2,), sentences=("x",) * count), folder=folder)
+    lines = told(Diagnosis(StopKind.BEHIND, (2,), sentences=("x",) * count), folder=folder)
     assert len(lines) <= report.MAX_LINES and "paceline hang" in lines[-1]
 
 
@@ -89,11 +90,11 @@ def test_a_warning_names_those_for_whom_the_others_wait_and_nobody_if_all_wait()
 
 
 def test_what_was_written_is_read_again_and_is_for_its_owner_alone(tmp_path: Path) -> None:
-    verdict, folder = judge(STALLED), tmp_path / "verdict-1"
-    report.write_verdict(folder, verdict, STALLED, waited_seconds=12.4)
-    found = read_verdict(folder)
-    assert (found.verdict, list(found.evidence), found.waited_seconds) == (verdict, STALLED, 12.4)
-    assert sorted(path.name for path in folder.iterdir()) == [*(f"rank-{n}.txt" for n in range(4)), "verdict.json"]
+    diagnosis, folder = judge(STALLED), tmp_path / "diagnosis-1"
+    report.write_diagnosis(folder, diagnosis, STALLED, waited_seconds=12.4)
+    found = read_diagnosis(folder)
+    assert (found.diagnosis, list(found.evidence), found.waited_seconds) == (diagnosis, STALLED, 12.4)
+    assert sorted(path.name for path in folder.iterdir()) == ["diagnosis.json", *(f"rank-{n}.txt" for n in range(4))]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
     assert (folder / "rank-2.txt").read_text() == describe_rank(STALLED[2])
@@ -101,61 +102,62 @@ def test_what_was_written_is_read_again_and_is_for_its_owner_alone(tmp_path: Pat
 
 def test_a_folder_that_exists_is_never_written_into(tmp_path: Path) -> None:
     (tmp_path / "victim").mkdir()
-    (tmp_path / "verdict-1").symlink_to(tmp_path / "victim")
+    (tmp_path / "diagnosis-1").symlink_to(tmp_path / "victim")
     with pytest.raises(FileExistsError):
-        report.write_verdict(tmp_path / "verdict-1", judge(STALLED), STALLED, waited_seconds=1.0)
+        report.write_diagnosis(tmp_path / "diagnosis-1", judge(STALLED), STALLED, waited_seconds=1.0)
     assert not list((tmp_path / "victim").iterdir())
 
 
-def test_a_verdict_that_cannot_be_written_as_a_whole_is_not_there(tmp_path: Path) -> None:
+def test_a_diagnosis_that_cannot_be_written_as_a_whole_is_not_there(tmp_path: Path) -> None:
     strange = [STALLED[0], msgspec.structs.replace(STALLED[1], rank="/no/1")]  # its file cannot be made
     with pytest.raises(FileNotFoundError):
-        report.write_verdict(tmp_path / "verdict-1", judge(STALLED), strange, waited_seconds=1.0)
-    with raises("verdict-not-readable", path=tmp_path / "verdict-1" / "verdict.json"):
-        read_verdict(tmp_path / "verdict-1")
+        report.write_diagnosis(tmp_path / "diagnosis-1", judge(STALLED), strange, waited_seconds=1.0)
+    with raises("diagnosis-not-readable", path=tmp_path / "diagnosis-1" / "diagnosis.json"):
+        read_diagnosis(tmp_path / "diagnosis-1")
 
 
 @pytest.mark.parametrize(
     ("content", "code", "fields"),
     [
-        (b'{"format": "paceline-verdict", "version": 2}', "verdict-of-other-version", {"version": 2, "readable": 1}),
-        (b'{"format": "somebody else\'s", "version": 1}', "verdict-damaged", {}),
-        (b'{"format": "paceline-verdict", "version": 1, "verdict": 3}', "verdict-damaged", {}),
-        (b'{"format": "paceline-ver', "verdict-damaged", {}),
-        (b"[" * 100_000, "verdict-damaged", {}),
-        (b"", "verdict-damaged", {}),
+        (b'{"format": "paceline-diagnosis", "version": 2}', "diagnosis-of-other-version", {"version": 2}),
+        (b'{"format": "somebody else\'s", "version": 1}', "diagnosis-damaged", {}),
+        (b'{"format": "paceline-diagnosis", "version": 1, "diagnosis": 3}', "diagnosis-damaged", {}),
+        (b'{"format": "paceline-ver', "diagnosis-damaged", {}),
+        (b"[" * 100_000, "diagnosis-damaged", {}),
+        (b"", "diagnosis-damaged", {}),
     ],
     ids=["newer", "foreign", "wrong type", "torn", "deep", "empty"],
 )
 def test_a_file_of_another_version_or_of_another_program_is_an_error(
     tmp_path: Path, content: bytes, code: str, fields: dict[str, Any]
 ) -> None:
-    (tmp_path / "verdict.json").write_bytes(content)
-    with raises(code, path=tmp_path / "verdict.json", **fields):
-        read_verdict(tmp_path)
+    (tmp_path / "diagnosis.json").write_bytes(content)
+    with raises(code, path=tmp_path / "diagnosis.json", **fields):
+        read_diagnosis(tmp_path)
 
 
-def test_a_verdict_behind_a_link_is_not_followed(tmp_path: Path) -> None:
-    report.write_verdict(tmp_path / "real", judge(STALLED), STALLED, waited_seconds=1.0)
+def test_a_diagnosis_behind_a_link_is_not_followed(tmp_path: Path) -> None:
+    report.write_diagnosis(tmp_path / "real", judge(STALLED), STALLED, waited_seconds=1.0)
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "verdict.json").symlink_to(tmp_path / "real" / "verdict.json")
-    with raises("verdict-not-readable"):
-        read_verdict(tmp_path / "other")
+    (tmp_path / "other" / "diagnosis.json").symlink_to(tmp_path / "real" / "diagnosis.json")
+    with raises("diagnosis-not-readable"):
+        read_diagnosis(tmp_path / "other")
 
 
 def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "verdict.json")
-    with raises("verdict-not-readable", strerror="is not a plain file"):
-        read_verdict(tmp_path)
+    os.mkfifo(tmp_path / "diagnosis.json")
+    with raises("diagnosis-not-readable", strerror="is not a plain file"):
+        read_diagnosis(tmp_path)
 
 
-def test_the_same_stall_at_the_same_step_is_the_same_verdict_whatever_its_number() -> None:
-    verdict = judge(STALLED)
-    again = msgspec.structs.replace(verdict, op=msgspec.structs.replace(OP, seq=12), sentences=("other words",))
-    assert same_verdict(verdict, again)
-    for other in ({"step": 1235}, {"guilty": (1,)}, {"site": "train.py:5 in f"}, {"kind": VerdictKind.STOPPED}):
-        assert not same_verdict(verdict, msgspec.structs.replace(verdict, **other))
-    assert not same_verdict(verdict, msgspec.structs.replace(verdict, op=msgspec.structs.replace(OP, name="bucket 4")))
+def test_the_same_stall_at_the_same_step_is_the_same_diagnosis_whatever_its_number() -> None:
+    diagnosis = judge(STALLED)
+    again = msgspec.structs.replace(diagnosis, op=msgspec.structs.replace(OP, seq=12), sentences=("other words",))
+    assert same_diagnosis(diagnosis, again)
+    for other in ({"step": 1235}, {"causes": (1,)}, {"site": "train.py:5 in f"}, {"kind": StopKind.STOPPED}):
+        assert not same_diagnosis(diagnosis, msgspec.structs.replace(diagnosis, **other))
+    other_op = msgspec.structs.replace(OP, name="bucket 4")
+    assert not same_diagnosis(diagnosis, msgspec.structs.replace(diagnosis, op=other_op))
 
 
 def test_all_that_is_known_of_a_rank_stands_in_its_description() -> None:

@@ -9,10 +9,10 @@ import pynvml
 import pytest
 from tests.rendered import rendered
 
-from paceline.guard.report import format_verdict
+from paceline.guard.report import format_report
 from paceline.host import machine_log as gpu_trouble
 from paceline.host.machine_log import ask_gpus, gpu_troubles
-from paceline.protocol.evidence import Evidence, Verdict, VerdictKind
+from paceline.protocol.evidence import Diagnosis, Evidence, StopKind
 
 
 class Driver:
@@ -95,7 +95,7 @@ def test_who_waits_for_the_driver_has_its_answer_and_nobody_waits_for_ever(
         never.set()
 
 
-def test_a_verdict_says_it() -> None:
+def test_a_diagnosis_says_it() -> None:
     ranks = [Evidence(0, "n1", 1), Evidence(1, "n1", 2, gpu="GPU 1: hot")]
-    shown = format_verdict(Verdict(VerdictKind.BEHIND, (1,)), ranks, waited_seconds=9, folder="", run="")
+    shown = format_report(Diagnosis(StopKind.BEHIND, (1,)), ranks, waited_seconds=9, folder="", run="")
     assert "rank 1's GPU 1: hot" in shown

@@ -31,7 +31,7 @@ from tests.hostile.folders import write_roster
 from tests.hostile.users import ROOT, User, Users, two_users
 
 from paceline.guard.judge import judge
-from paceline.guard.report import write_verdict
+from paceline.guard.report import write_diagnosis
 from paceline.protocol.evidence import Failure, Live, LiveRank
 
 MAX_SECONDS, MAX_BYTES = 2.0, 200 << 20
@@ -66,7 +66,7 @@ ONLY_OF_OTHERS = (("train", "--resume", "auto", "--run-dir", "{run}", "--nproc",
 
 
 def real_run(victim: User) -> Path:
-    """Checkpoints, events, logs, a verdict and a submission of a real run."""
+    """Checkpoints, events, logs, a diagnosis and a submission of a real run."""
     (victim.home / "mine.py").write_text(TASK)
     victim.own(victim.home / "mine.py")
     words = ("train", "mine.py:task", "--steps", "12", "--checkpoint-every", "4", "--record-samples")
@@ -84,7 +84,7 @@ def real_run(victim: User) -> Path:
     (run / "attempt-1" / "watched").touch()
     live = Live(1.0, 0, tuple(LiveRank(rank, "n1", 9, phase_seconds=(1.0, 2.0)) for rank in range(2)))
     (run / "attempt-1" / "live.json").write_bytes(msgspec.json.encode(live))
-    write_verdict(run / "attempt-1" / "verdict-1", judge(STALLED), STALLED, waited_seconds=5.0)
+    write_diagnosis(run / "attempt-1" / "diagnosis-1", judge(STALLED), STALLED, waited_seconds=5.0)
     return run
 
 

@@ -26,7 +26,6 @@ from paceline.runs.events import Step, read_events
 
 MOST_SLOWER = 1.05
 HOSTS, STRANGER = ("n2", "n3"), "n4"
-SSH_PORT = 22
 SPY = r"""
 import os, sys, time
 while not os.path.exists(sys.argv[2]):

@@ -93,7 +93,7 @@ class Launch:
         return json.loads((self.folder / "agent-0.json").read_text())["agent_pid"]
 
     @property
-    def verdict(self) -> list[str]:
+    def diagnosis(self) -> list[str]:
         """The error output's lines from the headline on."""
         lines = self.stderr.splitlines()
         first = max(i for i, line in enumerate(lines) if " failed: " in line)

@@ -120,7 +120,7 @@ class Scenes(threading.Thread):
         self.steps += sum(map(int, re.findall(r"(\d+) steps", ended.stdout)))
         told = [one for one in read_notices(run_dir / "attempt-1") if (name, one.kind) not in MAY_BE_SAID]
         self.told += [f"{name} {seed}: {noted.words}" for noted in told]
-        if ended.returncode or "GUILTY" in ended.stderr:
+        if ended.returncode or "CAUSE" in ended.stderr:
             self.told.append(f"{name} {seed}: exit code {ended.returncode}: {ended.stderr[-1500:]}")
 
 
@@ -174,7 +174,7 @@ def main() -> int:
         scenes.join()
         said = {key: (folder / f"{key}.txt").read_text() for key in runs}
         steps = sum('"step"' in line for line in (folder / "training/events-0.jsonl").read_text().splitlines())
-    alarms = {key: text.count("GUILTY") + text.count("STALL") for key, text in said.items()}
+    alarms = {key: text.count("CAUSE") + text.count("STALL") for key, text in said.items()}
     warnings = {key: [line for line in text.splitlines() if "no progress for" in line] for key, text in said.items()}
     result = {
         "minutes": round((time.monotonic() - began) / 60, 1), "steps": steps, **counts, "codes": codes,

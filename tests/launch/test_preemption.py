@@ -110,7 +110,7 @@ def test_saved_without_being_asked_by_us(launch, name: str) -> None:
 def test_a_failure_after_another_has_saved_is_told_and_not_retried(launch) -> None:
     one = launch("if rank == 0: sys.exit(75)\ntime.sleep(0.3); os.kill(os.getpid(), 9)", nproc=2, max_restarts=3)
     assert one.finish() == 137
-    assert one.verdict[0].startswith("rank 1 (")
+    assert one.diagnosis[0].startswith("rank 1 (")
     assert one.stderr.splitlines()[-1].startswith("not restarted: ")
 
 

@@ -123,7 +123,7 @@ def test_a_forked_worker_sees_what_a_started_one_sees(preloaded, tmp_path: Path)
 def test_how_a_forked_worker_ends_is_seen(preloaded) -> None:
     one = preloaded("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else forever()")
     assert one.finish() == 137
-    assert one.verdict[0].startswith("rank 1 (") and "killed by SIGKILL" in one.verdict[0]
+    assert one.diagnosis[0].startswith("rank 1 (") and "killed by SIGKILL" in one.diagnosis[0]
     two = preloaded("fail(ValueError('bad sample')) if rank == 1 else forever()")
     assert two.finish() == 1
     assert "ValueError: bad sample" in two.stderr

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.sample(2)
 
 LOST = 'DistNetworkError("Connection closed by peer [127.0.0.1]:5120")'
 
-# name -> (the worker, exit code, the verdict's headline without host and pid, a line that must stand in it)
+# name -> (the worker, exit code, the diagnosis's headline without host and pid, a line that must stand in it)
 FAILURES = {
     "raises": (
         f"fail(ValueError('bad sample 4711')) if rank == 1 else fail({LOST}, cleanup=0.1)",
@@ -83,7 +83,7 @@ def test_first_failure(launch, name: str) -> None:
     worker, code, headline, line = FAILURES[name]
     one = launch(worker, nproc=2)
     assert one.finish() == code, one.stderr
-    rank, _, rest = one.verdict[0].partition(" (")
+    rank, _, rest = one.diagnosis[0].partition(" (")
     assert f"{rank}{rest[rest.index(') failed') + 1 :]}" == headline
     assert any(line in told for told in one.stderr.splitlines()), one.stderr
     if name == "in words":
@@ -102,7 +102,7 @@ def test_every_rank_alike_is_told_once(launch) -> None:
     assert one.stderr.count("\nmine\n") == 1
 
 
-def test_output_is_folded_and_the_verdict_stands_last(launch) -> None:
+def test_output_is_folded_and_the_diagnosis_stands_last(launch) -> None:
     one = launch(
         "print('out', rank, flush=True); print('err', rank, file=sys.stderr); ready()\n"
         "if rank == 1:\n"

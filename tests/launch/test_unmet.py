@@ -11,8 +11,8 @@ from tests import warm
 from tests.run_script import run_script
 
 from paceline.errors import ExitCode
-from paceline.guard.report import read_verdict
-from paceline.protocol.evidence import VerdictKind
+from paceline.guard.report import read_diagnosis
+from paceline.protocol.evidence import StopKind
 
 pytestmark = pytest.mark.sample(4)
 
@@ -129,28 +129,28 @@ def launched(folder: Path, loop: str, *flags: str, nproc: int = 2, **settings: o
 @pytest.mark.parametrize(
     ("loop", "kind", "called"),
     [
-        (LEAVES_EPOCHS + "s.sum(1.0)", VerdictKind.MISMATCH, ["numbers of the loop", "messages of drawn"]),
-        (LEAVES_BATCHES, VerdictKind.MISMATCH, ["totals of the step", "messages of drawn"]),
-        (LEAVES_EPOCHS + "with s.evaluating(): pass", VerdictKind.DEADLOCK, ["messages of drawn", "of group 0"]),
+        (LEAVES_EPOCHS + "s.sum(1.0)", StopKind.MISMATCH, ["numbers of the loop", "messages of drawn"]),
+        (LEAVES_BATCHES, StopKind.MISMATCH, ["totals of the step", "messages of drawn"]),
+        (LEAVES_EPOCHS + "with s.evaluating(): pass", StopKind.DEADLOCK, ["messages of drawn", "of group 0"]),
     ],
     ids=["left the epochs for a sum", "left the batches for an evaluation", "left the epochs for whole models"],
 )
 def test_ranks_in_different_collectives_are_named_within_seconds(
-    tmp_path: Path, loop: str, kind: VerdictKind, called: list[str]
+    tmp_path: Path, loop: str, kind: StopKind, called: list[str]
 ) -> None:
     done = launched(tmp_path, loop)
-    told = read_verdict(tmp_path / "run" / "attempt-1" / "verdict-1")
-    assert (done.returncode, told.verdict.kind, told.verdict.tie) == (ExitCode.MISMATCH, kind, ((0,), (1,)))
+    told = read_diagnosis(tmp_path / "run" / "attempt-1" / "diagnosis-1")
+    assert (done.returncode, told.diagnosis.kind, told.diagnosis.tie) == (ExitCode.MISMATCH, kind, ((0,), (1,)))
     assert told.waited_seconds < MOST_SECONDS
-    assert all(any(words in line for line in told.verdict.sentences) for words in called), told.verdict.sentences
-    assert all("loop.py:" in line for line in told.verdict.sentences)
+    assert all(any(words in line for line in told.diagnosis.sentences) for words in called), told.diagnosis.sentences
+    assert all("loop.py:" in line for line in told.diagnosis.sentences)
 
 
 def test_ranks_in_different_gathers_of_words_say_so_themselves(tmp_path: Path) -> None:
     done = launched(tmp_path, LEAVES_EPOCHS + "s.weights(model)")
     assert done.returncode == ExitCode.MISMATCH, done.stderr
     assert " check_replicas" in done.stderr and " drawn" in done.stderr
-    assert not [*(tmp_path / "run").glob("attempt-1/verdict-*")]
+    assert not [*(tmp_path / "run").glob("attempt-1/diagnosis-*")]
 
 
 @pytest.mark.slow
@@ -158,14 +158,14 @@ def test_a_late_rank_and_ranks_in_different_subgroups_are_left_alone(tmp_path: P
     done = launched(tmp_path, LATE, nproc=3)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("TOTAL 3.0") == 3
-    assert not [*(tmp_path / "run").glob("attempt-1/verdict-*")]
+    assert not [*(tmp_path / "run").glob("attempt-1/diagnosis-*")]
 
 
 @pytest.mark.slow
 def test_the_guard_that_is_off_ends_nobody(tmp_path: Path) -> None:
     done = launched(tmp_path, LEAVES_EPOCHS + "s.sum(1.0)", "--hang-timeout", "off", timeout=8.0)
     assert done.returncode != 0
-    assert not [*(tmp_path / "run").glob("attempt-1/verdict-*")]
+    assert not [*(tmp_path / "run").glob("attempt-1/diagnosis-*")]
 
 
 @pytest.mark.parametrize("env", [{}, {"PACELINE_SHARED_MEMORY": "off"}], ids=["memory", "gloo"])

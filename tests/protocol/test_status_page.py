@@ -42,19 +42,19 @@ def descriptor() -> Iterator[int]:
 
 
 @pytest.fixture
-def box(descriptor: int) -> Iterator[StatusPage]:
+def page(descriptor: int) -> Iterator[StatusPage]:
     with closing(StatusPage(descriptor)) as made:
         yield made
 
 
 def test_the_agent_reads_what_the_worker_has_written_last(descriptor: int) -> None:
     assert status_page.read_counters(descriptor).step == 0
-    box = StatusPage.inherited(descriptor)
-    assert box is not None
+    page = StatusPage.inherited(descriptor)
+    assert page is not None
     for step in (1, 2**40 + 3, 7):
-        box.set_step(step)
+        page.set_step(step)
         assert status_page.read_counters(descriptor).step == step
-    box.close()
+    page.close()
     assert status_page.read_counters(descriptor).step == 7
     assert os.fstat(descriptor).st_size == PAGE_BYTES
 
@@ -94,51 +94,51 @@ def test_whatever_stands_in_a_box_its_readers_do_not_fail(descriptor: int, data:
     assert len(status_page.read_native(descriptor)) <= status_page.NATIVE_MAX
 
 
-def test_the_ring_keeps_the_last_collectives_in_order(descriptor: int, box: StatusPage) -> None:
+def test_the_ring_keeps_the_last_collectives_in_order(descriptor: int, page: StatusPage) -> None:
     made = [Op("0", n, "all_reduce", f"bucket {n}", "[3]", "float32", "a.py:1 in f", done=True) for n in range(1, 400)]
     for op in made:
-        box.end(box.begin(op))
+        page.end(page.begin(op))
     assert status_page.read_ring(descriptor) == made[-RECORDS:]
-    first = box.begin(Op("1", 1, "recv", peer=3))
+    first = page.begin(Op("1", 1, "recv", peer=3))
     assert status_page.read_ring(descriptor)[-1] == Op("1", 1, "recv", peer=3)
     for op in made[:RECORDS]:
-        box.begin(op)
-    box.end(first)  # its record is another's by now
+        page.begin(op)
+    page.end(first)  # its record is another's by now
     assert not any(op.done for op in status_page.read_ring(descriptor))
 
 
-def test_a_record_half_written_is_not_read(descriptor: int, box: StatusPage) -> None:
+def test_a_record_half_written_is_not_read(descriptor: int, page: StatusPage) -> None:
     for seq in (1, 2, 3):
-        box.begin(Op("0", seq, "barrier"))
+        page.begin(Op("0", seq, "barrier"))
     os.pwrite(descriptor, (RECORDS + 2).to_bytes(8, "little"), status_page.RING_AT + status_page.RECORD.size)
     assert [op.seq for op in status_page.read_ring(descriptor)] == [1, 3]
 
 
-def test_long_words_cost_their_own_ends_only(descriptor: int, box: StatusPage) -> None:
-    box.begin(Op("g" * 99, 7, "reduce_scatter", "n\x1f" * 99, "[1, 2] " * 99, "float32", "\udcffé" * 99))
+def test_long_words_cost_their_own_ends_only(descriptor: int, page: StatusPage) -> None:
+    page.begin(Op("g" * 99, 7, "reduce_scatter", "n\x1f" * 99, "[1, 2] " * 99, "float32", "\udcffé" * 99))
     (op,) = status_page.read_ring(descriptor)
     assert (op.group, op.seq, op.kind, op.dtype) == ("g" * 24, 7, "reduce_scatter", "float32")
     assert op.name.startswith("n n ") and op.shape.startswith("[1, 2] ") and op.site.startswith("?")
 
 
-def test_a_question_an_answer_a_word(descriptor: int, box: StatusPage) -> None:
+def test_a_question_an_answer_a_word(descriptor: int, page: StatusPage) -> None:
     status_page.put_question(descriptor, 3)
-    assert box.get("asked") == 3 and status_page.read_counters(descriptor).answered == 0
-    box.answer(3, b"{}")
+    assert page.get("asked") == 3 and status_page.read_counters(descriptor).answered == 0
+    page.answer(3, b"{}")
     assert status_page.read_counters(descriptor).answered == 3 and status_page.read_answer(descriptor) == b"{}"
-    box.answer(4, b"x" * (status_page.ANSWER_MAX + 1))  # half a JSON text would be none
+    page.answer(4, b"x" * (status_page.ANSWER_MAX + 1))  # half a JSON text would be none
     assert status_page.read_counters(descriptor).answered == 4 and status_page.read_answer(descriptor) == b""
     status_page.release(descriptor, b"why")
-    assert box.get("released") == 1 and box.agent_message() == b"why"
+    assert page.get("released") == 1 and page.agent_message() == b"why"
 
 
-def test_time_goes_to_the_phase_that_was(descriptor: int, box: StatusPage) -> None:
-    assert box.enter(Phase.DATA) == Phase.USER
+def test_time_goes_to_the_phase_that_was(descriptor: int, page: StatusPage) -> None:
+    assert page.enter(Phase.DATA) == Phase.USER
     time.sleep(0.05)
-    assert box.enter(Phase.FORWARD) == Phase.DATA
+    assert page.enter(Phase.FORWARD) == Phase.DATA
     seen = status_page.read_counters(descriptor)
     assert seen.phase == Phase.FORWARD and 0.05 <= seen.phase_seconds[Phase.DATA] < 30
-    box.tick()
+    page.tick()
     assert status_page.read_counters(descriptor).moved != seen.moved
 
 
@@ -155,10 +155,10 @@ def test_a_muted_box_keeps_what_it_may_say(descriptor: int) -> None:
     steps, loads = StatusPage(descriptor), StatusPage(descriptor)
     steps.keep_for_steps()
     loads.keep_for_loaders()
-    for box in (steps, loads):
-        box.set_step(1 if box is loads else 5)
-        box.enter(Phase.CLOSE)
-        box.begin(Op("0", 1, "barrier"))
+    for page in (steps, loads):
+        page.set_step(1 if page is loads else 5)
+        page.enter(Phase.CLOSE)
+        page.begin(Op("0", 1, "barrier"))
     steps.set_loader(0, epoch=0, item=1, busy=True)
     loads.set_loader(1, epoch=0, item=2, busy=True)
     seen = status_page.read_counters(descriptor)
@@ -217,21 +217,21 @@ def reads(descriptor: int, at: int, size: int, write: Callable[[], object]) -> I
             yield from (early[:split] + late[split:] for split in range(0, size + 1, 8))
 
 
-def test_a_reader_never_takes_a_part_of_a_record_for_a_record(descriptor: int, box: StatusPage) -> None:
+def test_a_reader_never_takes_a_part_of_a_record_for_a_record(descriptor: int, page: StatusPage) -> None:
     for seq in range(1, RECORDS + 1):
-        box.begin(Op("0", seq, "send", peer=seq))
+        page.begin(Op("0", seq, "send", peer=seq))
     new = Op("1", 1 + RECORDS, "recv", peer=1 + RECORDS)
-    mixed = reads(descriptor, status_page.RING_AT, status_page.RECORD.size, lambda: box.begin(new))
+    mixed = reads(descriptor, status_page.RING_AT, status_page.RECORD.size, lambda: page.begin(new))
     found = [op for data in mixed for _, op in status_page.records(data)]
     assert all(op in (Op("0", 1, "send", peer=1), new) for op in found) and new in found
     old, mark = (marks.ReplicaFingerprint(n, n, 0, (n,) * 4, (n,) * 4, (float(n),) * 4) for n in (1, 17))
-    marks.put_fingerprint(box, old)
-    mixed = reads(descriptor, status_page.MARKS_AT, marks.MARK.size, lambda: marks.put_fingerprint(box, mark))
+    marks.put_fingerprint(page, old)
+    mixed = reads(descriptor, status_page.MARKS_AT, marks.MARK.size, lambda: marks.put_fingerprint(page, mark))
     kept = [one for data in mixed for one in marks.fingerprints_of(data)]
     assert {*kept} == {old, mark}
 
 
-def test_calls_are_found_while_another_thread_writes_a_record(descriptor: int, box: StatusPage) -> None:
-    box.end(box.begin(Op("0", 1, "barrier")))
-    box.put("ops", 2)  # the record of the second one is not there yet
-    assert [op.seq for _, _, op in box.calls_since(1)] == [1]
+def test_calls_are_found_while_another_thread_writes_a_record(descriptor: int, page: StatusPage) -> None:
+    page.end(page.begin(Op("0", 1, "barrier")))
+    page.put("ops", 2)  # the record of the second one is not there yet
+    assert [op.seq for _, _, op in page.calls_since(1)] == [1]

@@ -49,7 +49,7 @@ class Rank:
     """One worker, and what its agent holds of it."""
 
     process: subprocess.Popen[bytes]
-    box: int
+    page: int
     record: int
     folder: Path
     number: int
@@ -64,21 +64,21 @@ class Rank:
 
     def ask(self, question: int = 1, *, seconds: float = 3.0) -> Answer | None:
         """Its answer, if one comes within `seconds`."""
-        status_page.put_question(self.box, question)
+        status_page.put_question(self.page, question)
         deadline = time.monotonic() + seconds
-        while status_page.read_counters(self.box).answered < question:
+        while status_page.read_counters(self.page).answered < question:
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.01)
-        return msgspec.json.decode(status_page.read_answer(self.box), type=Answer)
+        return msgspec.json.decode(status_page.read_answer(self.page), type=Answer)
 
     def native(self) -> str:
         """Its stacks as faulthandler writes them."""
         assert status_page.takes_signal(self.process.pid)
-        os.ftruncate(self.box, status_page.PAGE_BYTES)
+        os.ftruncate(self.page, status_page.PAGE_BYTES)
         os.kill(self.process.pid, status_page.SIGNAL)
-        wait(lambda: OUTERMOST.search(status_page.read_native(self.box)), "no stacks")
-        return status_page.read_native(self.box)
+        wait(lambda: OUTERMOST.search(status_page.read_native(self.page)), "no stacks")
+        return status_page.read_native(self.page)
 
     def failure(self) -> Failure | None:
         """What it has written down about its end."""
@@ -90,7 +90,7 @@ class Rank:
         return next(number for number, line in enumerate(lines, 1) if mark in line)
 
 
-def wait(until: Callable[[], object], words: str, seconds: float = 30.0) -> None:
+def wait(until: Callable[[], object], words: str, seconds: float = 90.0) -> None:
     """Until it is so, or fail."""
     deadline = time.monotonic() + seconds
     while not until():
@@ -117,7 +117,7 @@ def ranks(
             one.process.send_signal(signal.SIGCONT)
             one.process.kill()
             one.process.wait()
-            os.close(one.box)
+            os.close(one.page)
             os.close(one.record)
 
 
@@ -125,7 +125,7 @@ def _start(
     folder: Path, rank: int, world_size: int, port: int, env: dict[str, str], *, guarded: bool, started: bool
 ) -> Rank:
     memory, record = status_page.make_status_page(rank), os.memfd_create("record")
-    spec = WorkerSpec(os.getpid(), str(folder), record=record, box=memory, guarded=guarded)
+    spec = WorkerSpec(os.getpid(), str(folder), record=record, page=memory, guarded=guarded)
     settings = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),

@@ -37,9 +37,9 @@ class Mine:
 @pytest.fixture
 def mine() -> Iterator[Mine]:
     descriptor = make_status_page(0)
-    box = StatusPage(descriptor)
-    yield Mine(Guard(box, on=True), descriptor)
-    box.close()
+    page = StatusPage(descriptor)
+    yield Mine(Guard(page, on=True), descriptor)
+    page.close()
     os.close(descriptor)
 
 
@@ -54,11 +54,11 @@ def test_a_phase_ends_where_it_began_also_on_an_error(mine: Mine) -> None:
 
 def test_the_agents_word_becomes_the_error(mine: Mine) -> None:
     assert mine.guard.released() == "" and mine.guard.stall_error(ValueError()) is None
-    word = json.dumps({"kind": "BEHIND", "page": "GUILTY: rank 2", "exit_code": 4, "guilty": [2]})
+    word = json.dumps({"kind": "BEHIND", "page": "CAUSE: rank 2", "exit_code": 4, "causes": [2]})
     status_page.release(mine.descriptor, word.encode())
     assert mine.guard.released() == word
     error = mine.guard.stall_error(ValueError())
-    assert isinstance(error, StallError) and (str(error), error.exit_code) == ("GUILTY: rank 2", ExitCode.MISMATCH)
+    assert isinstance(error, StallError) and (str(error), error.exit_code) == ("CAUSE: rank 2", ExitCode.MISMATCH)
 
 
 @pytest.mark.parametrize("word", [b"", b"{", b'{"exit_code": 77}', b'{"page": 3}', b"\xff"])

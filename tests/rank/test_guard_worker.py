@@ -53,7 +53,7 @@ def test_both_ranks_number_alike_what_wrappers_and_torch_itself_have_called(tmp_
     with ranks(ONE_OF_EACH, 2, tmp_path, started=True) as (waits, sleeps):
         waits.wait_ready()
         sleeps.wait_ready()
-        wait(lambda: status_page.read_counters(waits.box).waiting, "rank 0 is not said to wait")
+        wait(lambda: status_page.read_counters(waits.page).waiting, "rank 0 is not said to wait")
         answers = [waits.ask(2**40), sleeps.ask(2**40)]
         assert answers[0] is not None and answers[1] is not None
         *zero, last = calls([op for op in answers[0].ops if not op.is_message])
@@ -74,7 +74,7 @@ def test_both_ranks_number_alike_what_wrappers_and_torch_itself_have_called(tmp_
             "script.py",
             sleeps.line("it sleeps"),
         )
-        assert not status_page.read_counters(sleeps.box).waiting
+        assert not status_page.read_counters(sleeps.page).waiting
 
 
 WAITS_IN_BACKWARD = f"""{TORCH}
@@ -128,9 +128,9 @@ def test_a_blocked_rank_is_freed_with_the_store_alive(tmp_path: Path, call: str)
     script = script.replace("    dist.all_reduce(torch.ones(9), group=group)", f"    {call}")
     with ranks(script, 2, tmp_path) as (blocked, _):
         blocked.wait_ready()
-        wait(lambda: status_page.read_counters(blocked.box).waiting, "not waiting")
+        wait(lambda: status_page.read_counters(blocked.page).waiting, "not waiting")
         assert blocked.process.poll() is None
-        status_page.release(blocked.box, b"{}")
+        status_page.release(blocked.page, b"{}")
         wait(lambda: (tmp_path / "freed").exists(), "not freed")
         assert (tmp_path / "freed").read_text() == "yes"
         assert blocked.process.wait(20) == 0, blocked.output()
@@ -147,8 +147,8 @@ ready()
     script += "    out.send(b'x'); (folder / 'web').write_bytes(got.recv(1))\n"
     with ranks(script, 2, tmp_path) as (blocked, _):
         blocked.wait_ready()
-        wait(lambda: status_page.read_counters(blocked.box).waiting, "not waiting")
-        status_page.release(blocked.box, b"{}")
+        wait(lambda: status_page.read_counters(blocked.page).waiting, "not waiting")
+        status_page.release(blocked.page, b"{}")
         assert blocked.process.wait(20) == 0, blocked.output()
         assert (tmp_path / "web").read_bytes() == b"x"
 
@@ -157,12 +157,12 @@ def test_a_freed_script_that_does_not_catch_is_a_victim(tmp_path: Path) -> None:
     script = FREED.partition("try:")[0] + "dist.all_reduce(torch.ones(9), group=group)\n"
     with ranks(script, 2, tmp_path) as (blocked, _):
         blocked.wait_ready()
-        wait(lambda: status_page.read_counters(blocked.box).waiting, "not waiting")
-        status_page.release(blocked.box, b"{}")
+        wait(lambda: status_page.read_counters(blocked.page).waiting, "not waiting")
+        status_page.release(blocked.page, b"{}")
         assert blocked.process.wait(20) == 1
         failure = blocked.failure()
         assert failure is not None and failure.victim and failure.type == "RuntimeError"
-        assert "all_reduce" in failure.traceback  # for people, in the log; the screen is the verdict's
+        assert "all_reduce" in failure.traceback  # for people, in the log; the screen is the diagnosis's
         log = tmp_path / "rank-0.log"
         assert "Traceback" not in blocked.output() and str(log) in blocked.output()
         assert "Traceback" in log.read_text() and "all_reduce" in log.read_text()
@@ -172,7 +172,7 @@ def test_an_error_of_another_kind_after_the_release_is_a_victims_too(tmp_path: P
     """A script may turn the broken collective into an error of its own."""
     with ranks("ready(); time.sleep(1.0)\nraise ValueError('the loss is gone')\n", 1, tmp_path) as (one,):
         one.wait_ready()
-        status_page.release(one.box, b"{}")
+        status_page.release(one.page, b"{}")
         assert one.process.wait(20) == 1
         failure = one.failure()
         assert failure is not None and failure.victim
@@ -183,7 +183,7 @@ def test_the_ring_outlives_an_abort(tmp_path: Path) -> None:
     script = TORCH + "work = dist.all_reduce(torch.ones(4, 2), async_op=True); os.abort()\n"
     with ranks(script, 1, tmp_path, started=True, PYTHONFAULTHANDLER="") as (one,):
         assert one.process.wait(30) == -signal.SIGABRT
-        (op,) = status_page.read_ring(one.box)
+        (op,) = status_page.read_ring(one.page)
         assert (op.kind, op.seq, op.shape, op.dtype) == ("all_reduce", 1, "[4, 2]", "float32")
         assert op.site == f"script.py:{one.line('os.abort()')} in <module>"
 
@@ -193,15 +193,15 @@ def test_a_process_that_holds_the_interpreter_lock_shows_its_line_of_python(tmp_
     with ranks(script, 1, tmp_path) as (one,):
         one.wait_ready()
         time.sleep(0.3)
-        beat = status_page.read_counters(one.box).beat_ns
+        beat = status_page.read_counters(one.page).beat_ns
         assert one.ask(seconds=1.0) is None
-        assert status_page.read_counters(one.box).beat_ns - beat < 300e6
-        assert status_page.read_counters(one.box).ready == status_page.SIGNAL_SAFE
+        assert status_page.read_counters(one.page).beat_ns - beat < 300e6
+        assert status_page.read_counters(one.page).ready == status_page.SIGNAL_SAFE
         text = one.native()
         assert f'script.py", line {one.line("never returns")} in <module>' in text
         one.native()
         time.sleep(0.2)
-        assert status_page.read_native(one.box).count("script.py") == text.count("script.py")  # the old text is gone
+        assert status_page.read_native(one.page).count("script.py") == text.count("script.py")  # the old text is gone
         assert one.process.poll() is None
 
 
@@ -212,8 +212,8 @@ def test_a_frozen_process_neither_answers_nor_keeps_the_agent(tmp_path: Path) ->
         one.process.send_signal(signal.SIGSTOP)
         begun = time.monotonic()
         assert one.ask(2, seconds=0.5) is None
-        assert status_page.read_counters(one.box).answered == 1
-        assert status_page.read_ring(one.box) == [] and status_page.read_loaders(one.box) == []
+        assert status_page.read_counters(one.page).answered == 1
+        assert status_page.read_ring(one.page) == [] and status_page.read_loaders(one.page) == []
         assert time.monotonic() - begun < 20
         one.process.send_signal(signal.SIGCONT)
         assert one.ask(3) is not None
@@ -244,7 +244,7 @@ FORKS = f"""{TORCH}
 import threading
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import Guard
-box = Guard.of_process().box
+box = Guard.of_process().page
 dist.all_reduce(torch.ones(2))
 box.set_step(7); box.enter(Phase.DATA)
 if os.fork() == 0:
@@ -262,13 +262,13 @@ time.sleep(1000)
 def test_a_forked_child_says_what_it_loads_and_nothing_in_its_parents_name(tmp_path: Path) -> None:
     with ranks(FORKS, 1, tmp_path) as (one,):
         one.wait_ready()
-        wait(lambda: status_page.read_loaders(one.box), "the child says nothing")
-        (loader,) = status_page.read_loaders(one.box)
+        wait(lambda: status_page.read_loaders(one.page), "the child says nothing")
+        (loader,) = status_page.read_loaders(one.page)
         try:
             assert (loader.number, loader.item, loader.epoch, loader.busy) == (3, 4711, 1, True)
             assert loader.pid != one.process.pid
             time.sleep(0.3)
-            seen = status_page.read_counters(one.box)
+            seen = status_page.read_counters(one.page)
             assert (seen.step, seen.phase, seen.moved[3]) == (7, Phase.DATA, 1)
             assert (tmp_path / "threads").read_text() == "['MainThread']"
             assert one.ask() is not None
@@ -281,14 +281,14 @@ def test_off_leaves_the_count_of_steps_only(tmp_path: Path) -> None:
         "from paceline.rank.guard import Guard\n"
         "from paceline.protocol.evidence import Phase\n"
         "guard = Guard.of_process()\n"
-        "guard.box.enter(Phase.DATA); guard.box.set_step(5); dist.all_reduce(torch.ones(2))\n"
+        "guard.page.enter(Phase.DATA); guard.page.set_step(5); dist.all_reduce(torch.ones(2))\n"
         "print(dist.all_reduce.__code__.co_filename, guard.ledger.take_order(), guard.ledger.taken(), flush=True)\n"
         "ready(); time.sleep(1000)\n"
     )
     with ranks(script, 1, tmp_path, guarded=False) as (one,):
         one.wait_ready()
         assert one.ask(seconds=0.6) is None
-        assert status_page.read_counters(one.box) == status_page.Counters(
+        assert status_page.read_counters(one.page) == status_page.Counters(
             step=5, phase=Phase.USER, ready=0, answered=0, beat_ns=0, met=False, moved=(5, 0, 0, 0, 0),
             phase_seconds=(0.0,) * len(Phase), waiting=False,
         )  # fmt: skip
@@ -303,7 +303,7 @@ def test_a_program_that_closes_all_descriptors_is_not_sent_the_signal(tmp_path: 
         one.wait_ready()
         assert one.ask() is not None, one.output()
         wait(
-            lambda: status_page.read_counters(one.box).ready == status_page.WATCHED, "still said to be safe", seconds=3
+            lambda: status_page.read_counters(one.page).ready == status_page.WATCHED, "still said to be safe", seconds=3
         )
         assert not status_page.takes_signal(one.process.pid)
 
@@ -313,7 +313,7 @@ def test_a_process_that_has_become_another_program_takes_no_signal(tmp_path: Pat
         one.wait_ready()
         wait(lambda: not status_page.takes_signal(one.process.pid), "it would be killed", seconds=3)
         assert (
-            status_page.read_counters(one.box).ready == status_page.SIGNAL_SAFE
+            status_page.read_counters(one.page).ready == status_page.SIGNAL_SAFE
         )  # which is why the process itself is looked at
 
 

@@ -143,7 +143,7 @@ def wrapped_and_plain(rank: int, world_size: int) -> dict[str, list[str]]:
     for request in requests:
         request.wait()
     dist.all_reduce(total)
-    done = [op for _, op in guard.box.recent_ops() if op.seq == 3 or op.is_message]
+    done = [op for _, op in guard.page.recent_ops() if op.seq == 3 or op.is_message]
     return {"before": before, "after": after, "ring": calls(done)}
 
 
@@ -217,7 +217,7 @@ def broken(x):
 for function, fullgraph in ((whole, True), (broken, False)):
     compiled = torch.compile(function, fullgraph=fullgraph, backend="eager")
     assert compiled(torch.ones(2)).tolist() == compiled(torch.ones(2)).tolist() == [3.0, 3.0]
-print([op.kind for _, op in guard.box.recent_ops()])
+print([op.kind for _, op in guard.page.recent_ops()])
 x = torch.ones(2, requires_grad=True)
 torch.distributed.nn.functional.all_reduce(x).sum().backward()
 assert x.grad.tolist() == [1.0, 1.0]

@@ -134,24 +134,24 @@ def test_a_step_begins_when_its_closure_has_computed_the_gradients(how: str, tmp
 
 def looked_on() -> StatusPage:
     """The box of this process, in which its steps and what is not finite are noted from now on."""
-    box = StatusPage(make_status_page(0))
-    steps, batches = ScriptPhases(box), BatchTracker()
-    Hooks(print).listen(batches, NonFiniteGradients(box, steps, batches), StaleGradients(box, steps), steps).install()
-    return box
+    page = StatusPage(make_status_page(0))
+    steps, batches = ScriptPhases(page), BatchTracker()
+    Hooks(print).listen(batches, NonFiniteGradients(page, steps, batches), StaleGradients(page, steps), steps).install()
+    return page
 
 
 Found = tuple[str, int, bool, str]  # kind, step, own, words
 
 
-def findings(box: StatusPage) -> list[Found]:
-    found = [(one.kind, one.step, one.own, one.words) for one in read_findings(box.descriptor)]
-    box.close()
+def findings(page: StatusPage) -> list[Found]:
+    found = [(one.kind, one.step, one.own, one.words) for one in read_findings(page.descriptor)]
+    page.close()
     return found
 
 
 def nan_in_step_3(rank: int, size: int, name: str, bad_call: int, micro_batches: int) -> list[Found]:
     """Five steps with a closure each; in the third one this call of it has a NaN on rank 1. What is found there."""
-    box = looked_on()
+    page = looked_on()
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(3, 1))
     optimizer = MAKE[name](model.parameters())
@@ -172,7 +172,7 @@ def nan_in_step_3(rank: int, size: int, name: str, bad_call: int, micro_batches:
         if name == "SAM":
             closure()
         optimizer.step(closure)
-    return findings(box)
+    return findings(page)
 
 
 @pytest.mark.ranks
@@ -198,7 +198,7 @@ def test_nan_in_a_closure_is_told_of_its_rank_at_its_step_and_line(
 
 def nan_under_fsdp2(rank: int, size: int) -> list[Found]:
     """Five steps of sharded parameters; in the third one, rank 1's data are NaN. What is found there."""
-    box = looked_on()
+    page = looked_on()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
     for module in (model[0], model):
@@ -209,7 +209,7 @@ def nan_under_fsdp2(rank: int, size: int) -> list[Found]:
         optimizer.zero_grad()
         model(x).pow(2).mean().backward()
         optimizer.step()
-    return findings(box)
+    return findings(page)
 
 
 @pytest.mark.ranks
@@ -238,7 +238,7 @@ class Searching(torch.optim.SGD):
 
 
 def searched(rank: int, size: int) -> list[Found]:
-    box = looked_on()
+    page = looked_on()
     weight = torch.nn.Parameter(torch.tensor([3.0]))
     optimizer = Searching([weight], lr=1.0)
     infinite = 0
@@ -254,7 +254,7 @@ def searched(rank: int, size: int) -> list[Found]:
     for _ in range(5):
         optimizer.step(closure)
     assert infinite and bool(weight.isfinite())
-    return findings(box)
+    return findings(page)
 
 
 def test_a_point_that_a_line_search_gives_up_is_nothing_to_tell(tmp_path: Path) -> None:
@@ -262,16 +262,16 @@ def test_a_point_that_a_line_search_gives_up_is_nothing_to_tell(tmp_path: Path) 
 
 
 def test_a_closure_that_is_called_more_often_than_before_leaves_no_step_out() -> None:
-    box = StatusPage(make_status_page(0))
-    optimizer, stale = type("Optimizer", (), {})(), StaleGradients(box, ScriptPhases(box))
+    page = StatusPage(make_status_page(0))
+    optimizer, stale = type("Optimizer", (), {})(), StaleGradients(page, ScriptPhases(page))
     for number in range(40):
         stale.backward_begins(None)
         stale.step_begins(optimizer)
         for _ in range(4 + number // 20):
             stale.backward_begins(None)
         stale.step_ended(optimizer)
-    assert not read_findings(box.descriptor)
-    box.close()
+    assert not read_findings(page.descriptor)
+    page.close()
 
 
 def windows_of_three(rank: int, size: int, how: str) -> list[SeenStep]:

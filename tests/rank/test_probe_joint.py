@@ -32,11 +32,11 @@ class Replica:
 class Rank:
     """The listeners of one, as `watch_script` has them, and what a script does."""
 
-    def __init__(self, box: StatusPage) -> None:
-        self.box, self.collectives = box, 0
+    def __init__(self, page: StatusPage) -> None:
+        self.page, self.collectives = page, 0
         self.joint = JointOptimizers(lambda: self.collectives)
-        self.counted = StepCounter(box, self.joint)
-        self.stale, self.prints = StaleGradients(box, self.counted), Fingerprints(box, Names(box), self.joint)
+        self.counted = StepCounter(page, self.joint)
+        self.stale, self.prints = StaleGradients(page, self.counted), Fingerprints(page, Names(page), self.joint)
 
     def replica(self) -> Replica:
         made = Replica()
@@ -58,13 +58,13 @@ class Rank:
     @property
     def counts(self) -> tuple[int, int]:
         """Steps that are compared, and those before them."""
-        read = read_counters(self.box.descriptor)
+        read = read_counters(self.page.descriptor)
         return read.step - read.alone, read.alone
 
     @property
     def marked(self) -> set[tuple[int, int]]:
         """Tables and numbers."""
-        return {(one.table, one.number) for one in fingerprints_of(read_marks(self.box.descriptor))}
+        return {(one.table, one.number) for one in fingerprints_of(read_marks(self.page.descriptor))}
 
 
 @pytest.fixture
@@ -72,9 +72,9 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda _: [0, 1])
-    box = StatusPage(make_status_page(0))
-    yield Rank(box)
-    box.close()
+    page = StatusPage(make_status_page(0))
+    yield Rank(page)
+    page.close()
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -93,7 +93,7 @@ def test_only_steps_of_a_replica_count_whatever_a_rank_trains_before_and_beside(
         for _ in range(7):
             rank.step(probe)
     assert rank.counts[0] == 20
-    assert not read_findings(rank.box.descriptor)
+    assert not read_findings(rank.page.descriptor)
     rank.step(optimizer, backwards=0)
     assert rank.counts[0] == 21
 
@@ -107,7 +107,7 @@ def test_gradients_averaged_by_hand_are_known_by_collectives_before_most_steps(r
     rank.step(optimizer, collectives=1)
     rank.step(optimizer)
     assert rank.counts == (32, 0)
-    assert not read_findings(rank.box.descriptor)
+    assert not read_findings(rank.page.descriptor)
 
 
 def test_copies_of_a_replicas_parameters_are_joint_as_they_step_after_its_forwards(rank: Rank) -> None:
@@ -136,7 +136,7 @@ def test_steps_past_ddp_after_steps_through_it_do_not_count_and_are_not_marked(r
     for _ in range(5):
         rank.step(optimizer)
     assert rank.counts == (9, 0) and rank.marked == before
-    (told,) = read_findings(rank.box.descriptor)
+    (told,) = read_findings(rank.page.descriptor)
     assert (told.kind, told.step) == ("left", 9)
     if ddp is not None:
         rank.step(optimizer, ddp)
@@ -155,8 +155,8 @@ def test_optimizers_of_replicas_have_the_same_tables_and_numbers_with_and_withou
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def marked_by(probes: int) -> set[tuple[int, int]]:
-        box = StatusPage(make_status_page(0))
-        one = Rank(box)
+        page = StatusPage(make_status_page(0))
+        one = Rank(page)
         kept: list[Any] = []
         for _ in range(3):
             ddp = one.replica()
@@ -170,9 +170,9 @@ def test_optimizers_of_replicas_have_the_same_tables_and_numbers_with_and_withou
                 for _ in range(40):
                     one.step(probe)
         replicas = {
-            (mark.table, mark.number) for mark in fingerprints_of(read_marks(box.descriptor)) if mark.flags & 1 << 8
+            (mark.table, mark.number) for mark in fingerprints_of(read_marks(page.descriptor)) if mark.flags & 1 << 8
         }
-        box.close()
+        page.close()
         return replicas
 
     assert marked_by(0) == marked_by(2) != set()

@@ -32,7 +32,7 @@ from paceline.rank.probes.steps import ScriptPhases
 
 
 @pytest.fixture
-def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[StatusPage]:
+def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[StatusPage]:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # torch sets it where an optimizer is made
@@ -41,12 +41,12 @@ def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[StatusPage]:
     made.close()
 
 
-def marked(box: StatusPage) -> list[ReplicaFingerprint]:
-    return fingerprints_of(read_marks(box.descriptor))
+def marked(page: StatusPage) -> list[ReplicaFingerprint]:
+    return fingerprints_of(read_marks(page.descriptor))
 
 
-def words(box: StatusPage, since: int = 0) -> list[str]:
-    return [one.words for one in read_findings(box.descriptor)][since:]
+def words(page: StatusPage, since: int = 0) -> list[str]:
+    return [one.words for one in read_findings(page.descriptor)][since:]
 
 
 class Loading:
@@ -57,8 +57,8 @@ class Optimizer:
     """Any optimizer."""
 
 
-def test_steps_are_those_of_the_optimizer_that_steps_most_and_each_event_is_a_phase(box: StatusPage) -> None:
-    other, phases = Optimizer(), ScriptPhases(box)
+def test_steps_are_those_of_the_optimizer_that_steps_most_and_each_event_is_a_phase(page: StatusPage) -> None:
+    other, phases = Optimizer(), ScriptPhases(page)
     optimizer = Optimizer()
     seen: list[Phase] = []
     for event, told in (
@@ -68,13 +68,13 @@ def test_steps_are_those_of_the_optimizer_that_steps_most_and_each_event_is_a_ph
         ("step_begins", (optimizer,)), ("step_ended", (optimizer,)),
     ):  # fmt: skip
         getattr(phases, event)(*told)
-        seen.append(read_counters(box.descriptor).phase)
+        seen.append(read_counters(page.descriptor).phase)
     own = Phase.USER
     forward = [Phase.FORWARD, Phase.SYNC, Phase.FORWARD]
     assert seen == [Phase.DATA, own, *forward, own, Phase.BACKWARD, own, Phase.OPTIMIZER, own]
     for _ in range(3):
         phases.step_ended(other)
-    counters = read_counters(box.descriptor)
+    counters = read_counters(page.descriptor)
     assert counters.step == phases.done == 3
     optimizer = Optimizer()  # of a second stage
     for _ in range(3):
@@ -82,36 +82,36 @@ def test_steps_are_those_of_the_optimizer_that_steps_most_and_each_event_is_a_ph
     assert phases.done == 5
 
 
-def test_an_exception_by_which_a_rank_is_freed_is_no_progress(box: StatusPage) -> None:
-    phases = ScriptPhases(box)
+def test_an_exception_by_which_a_rank_is_freed_is_no_progress(page: StatusPage) -> None:
+    phases = ScriptPhases(page)
     phases.backward_begins(None)
-    box.put("released", 1)
-    before = read_counters(box.descriptor).moved
+    page.put("released", 1)
+    before = read_counters(page.descriptor).moved
     phases.raised("backward", LOST)
-    assert read_counters(box.descriptor).moved == before
+    assert read_counters(page.descriptor).moved == before
 
 
-def test_optimizers_that_follow_each_other_are_all_marked_and_their_steps_go_on(box: StatusPage) -> None:
-    prints, model = Fingerprints(box, Names(box)), torch.nn.Linear(2, 2)
+def test_optimizers_that_follow_each_other_are_all_marked_and_their_steps_go_on(page: StatusPage) -> None:
+    prints, model = Fingerprints(page, Names(page)), torch.nn.Linear(2, 2)
     for _ in range(TABLES + 1):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for _ in range(3):
             prints.step_ended(optimizer)
         del optimizer
         gc.collect()
-    assert {one.number for one in marked(box) if not one.table} > {1, 2, 3}
-    assert max(one.number for one in marked(box)) == 3 * (TABLES + 1) - TABLES
-    assert {one.table for one in marked(box)} == {*range(TABLES)}
+    assert {one.number for one in marked(page) if not one.table} > {1, 2, 3}
+    assert max(one.number for one in marked(page)) == 3 * (TABLES + 1) - TABLES
+    assert {one.table for one in marked(page)} == {*range(TABLES)}
 
 
-def test_every_element_is_marked_within_some_steps_and_one_bit_makes_another_mark(box: StatusPage) -> None:
+def test_every_element_is_marked_within_some_steps_and_one_bit_makes_another_mark(page: StatusPage) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(70, 80), torch.nn.Linear(80, 90))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    prints = Fingerprints(box, Names(box))
+    prints = Fingerprints(page, Names(page))
     for _ in range(40):
         prints.step_ended(optimizer)
-    first = marked(box)
-    names = read_names(box.descriptor).tensors[str(first[0].layout)]
+    first = marked(page)
+    names = read_names(page.descriptor).tensors[str(first[0].layout)]
     assert {part for mark in first for part in mark.parts} == {*range(len(names))}
     assert set(names) == {f"parameter {n}" for n in range(4)}
     assert all(names[mark.parts[-1]] == "parameter 3" for mark in first)  # the last part is in each
@@ -119,37 +119,37 @@ def test_every_element_is_marked_within_some_steps_and_one_bit_makes_another_mar
     model[1].weight.data.view(torch.int32)[89, 79] ^= 1
     for _ in range(40):
         prints.step_ended(optimizer)
-    found = [pair for mark in marked(box) if mark.number > 40 for pair in zip(mark.parts, mark.hashes, strict=True)]
+    found = [pair for mark in marked(page) if mark.number > 40 for pair in zip(mark.parts, mark.hashes, strict=True)]
     assert {names[part] for part, value in found if value != usual[part]} == {"parameter 2"}
 
 
-def test_what_ranks_may_rightly_have_apart_is_not_marked(box: StatusPage) -> None:
+def test_what_ranks_may_rightly_have_apart_is_not_marked(page: StatusPage) -> None:
     model = torch.nn.Linear(3, 3)
     model.weight = torch.nn.Parameter(torch.ones(3, 6)[:, ::2])  # not dense
-    Fingerprints(box, Names(box)).step_ended(torch.optim.SGD(model.parameters(), lr=0.1))
-    assert marked(box) == []
+    Fingerprints(page, Names(page)).step_ended(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert marked(page) == []
     plain = torch.optim.SGD(torch.nn.Linear(3, 3).parameters(), lr=0.1)
-    box.put("uneven", 1)
-    Fingerprints(box, Names(box)).step_ended(plain)
-    assert marked(box) == []
-    box.put("uneven", 0)
-    Fingerprints(box, Names(box)).step_ended(plain)
-    assert len(marked(box)) == 1
+    page.put("uneven", 1)
+    Fingerprints(page, Names(page)).step_ended(plain)
+    assert marked(page) == []
+    page.put("uneven", 0)
+    Fingerprints(page, Names(page)).step_ended(plain)
+    assert len(marked(page)) == 1
 
 
-def test_a_mark_has_the_settings_of_its_step_added_up_over_parameter_groups(box: StatusPage) -> None:
+def test_a_mark_has_the_settings_of_its_step_added_up_over_parameter_groups(page: StatusPage) -> None:
     groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": decay} for decay in (0.25, 0.5)]
     optimizer = torch.optim.AdamW(groups, lr=0.5, betas=(0.75, 0.99))
-    Fingerprints(box, Names(box)).step_ended(optimizer)
-    assert marked(box)[0].settings == (1.0, 0.75, 0.0, 1.5)
+    Fingerprints(page, Names(page)).step_ended(optimizer)
+    assert marked(page)[0].settings == (1.0, 0.75, 0.0, 1.5)
 
 
 def trained(
-    box: StatusPage, x: torch.Tensor, *, apply: bool = True, found_inf: Any = None, hides: bool = False
+    page: StatusPage, x: torch.Tensor, *, apply: bool = True, found_inf: Any = None, hides: bool = False
 ) -> list[tuple[int, bool, str]]:
-    model, steps = torch.nn.Linear(3, 1), ScriptPhases(box)
+    model, steps = torch.nn.Linear(3, 1), ScriptPhases(page)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    finite = NonFiniteGradients(box, steps, BatchTracker())
+    finite = NonFiniteGradients(page, steps, BatchTracker())
     for batch in (torch.ones(2, 3), x):
         optimizer.zero_grad()
         loss = model(batch).sum()
@@ -164,22 +164,22 @@ def trained(
             vars(optimizer).pop("found_inf", None)
             optimizer.step()
             steps.step_ended(optimizer)
-    return [(one.step, one.own, one.words) for one in read_findings(box.descriptor)]
+    return [(one.step, one.own, one.words) for one in read_findings(page.descriptor)]
 
 
-def test_only_what_is_not_finite_and_applied_is_told_with_its_line(box: StatusPage) -> None:
+def test_only_what_is_not_finite_and_applied_is_told_with_its_line(page: StatusPage) -> None:
     bad = torch.full((2, 3), float("nan"))
-    assert trained(box, torch.ones(2, 3)) == []
-    assert trained(box, bad, apply=False) == []  # the script skips the step itself
-    assert trained(box, bad, found_inf=torch.zeros(1)) == [], "GradScaler has looked"
+    assert trained(page, torch.ones(2, 3)) == []
+    assert trained(page, bad, apply=False) == []  # the script skips the step itself
+    assert trained(page, bad, found_inf=torch.zeros(1)) == [], "GradScaler has looked"
     for hides, text in ((True, "loss of nan"), (False, "loss was nan")):
-        step, own, found = trained(box, bad, hides=hides)[-1]
+        step, own, found = trained(page, bad, hides=hides)[-1]
         assert (step, own) == (2, True) and text in found and Path(__file__).name in found
 
 
-def test_an_exception_is_told_if_the_script_steps_on_and_once(box: StatusPage) -> None:
-    steps, optimizer = ScriptPhases(box), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
-    swallowed = SwallowedExceptions(box, steps)
+def test_an_exception_is_told_if_the_script_steps_on_and_once(page: StatusPage) -> None:
+    steps, optimizer = ScriptPhases(page), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    swallowed = SwallowedExceptions(page, steps)
     for _ in range(2):
         try:
             raise ValueError("a bad batch")
@@ -187,7 +187,7 @@ def test_an_exception_is_told_if_the_script_steps_on_and_once(box: StatusPage) -
             swallowed.raised("forward", error)
         steps.step_ended(optimizer)
         swallowed.step_ended(optimizer)
-    (told,) = read_findings(box.descriptor)
+    (told,) = read_findings(page.descriptor)
     assert told.kind == "swallowed" and told.step == 1
     assert told.words.startswith("ValueError in") and told.words.endswith("a bad batch")
     assert Path(__file__).name in told.words
@@ -203,43 +203,43 @@ OTHER_SIZE = RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:456] op.p
 @pytest.mark.parametrize("error", [LOST, OTHER_SIZE, DistBackendError("NCCL error: unhandled system error")])
 @pytest.mark.parametrize("where", ["backward", "forward", "collective"])
 def test_a_collective_that_failed_is_told_when_the_script_steps_on_and_when_it_ends(
-    box: StatusPage, where: str, error: Exception
+    page: StatusPage, where: str, error: Exception
 ) -> None:
     for last in (True, False):
-        steps, optimizer = ScriptPhases(box), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
-        swallowed = SwallowedExceptions(box, steps)
-        before = len(read_findings(box.descriptor))
+        steps, optimizer = ScriptPhases(page), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+        swallowed = SwallowedExceptions(page, steps)
+        before = len(read_findings(page.descriptor))
         swallowed.raised(where, error)
         swallowed.raised(where, error)
-        assert len(read_findings(box.descriptor)) == before  # the error may still end the script
+        assert len(read_findings(page.descriptor)) == before  # the error may still end the script
         if last:
             swallowed.script_ended()
         else:
             steps.step_ended(optimizer)
             swallowed.step_ended(optimizer)
-        told = read_findings(box.descriptor)[-1]
-        assert len(read_findings(box.descriptor)) == before + 1
+        told = read_findings(page.descriptor)[-1]
+        assert len(read_findings(page.descriptor)) == before + 1
         assert (told.kind, told.step, told.last) == ("collective", 0 if last else 1, last)
 
 
 def test_what_was_swallowed_last_is_told_at_the_end_and_no_error_of_a_collective_that_was_not_begun(
-    box: StatusPage,
+    page: StatusPage,
 ) -> None:
-    swallowed = SwallowedExceptions(box, ScriptPhases(box))
+    swallowed = SwallowedExceptions(page, ScriptPhases(page))
     swallowed.raised("collective", RuntimeError("ProcessGroupGloo does not support reduce_scatter"))
     swallowed.script_ended()
-    assert not read_findings(box.descriptor)
+    assert not read_findings(page.descriptor)
     swallowed.raised("forward", ValueError("a bad batch"))
     swallowed.script_ended()
     swallowed.script_ended()
-    (told,) = read_findings(box.descriptor)
+    (told,) = read_findings(page.descriptor)
     assert (told.kind, told.last) == ("swallowed", True)
 
 
-def test_a_batch_that_is_skipped_is_told_where_each_step_before_had_as_many(box: StatusPage) -> None:
+def test_a_batch_that_is_skipped_is_told_where_each_step_before_had_as_many(page: StatusPage) -> None:
     def told(windows: Sequence[int], evaluated: int = 0) -> list[str]:
-        optimizer, stale = Optimizer(), StaleGradients(box, ScriptPhases(box))
-        before, training = len(words(box)), Loading()
+        optimizer, stale = Optimizer(), StaleGradients(page, ScriptPhases(page))
+        before, training = len(words(page)), Loading()
         for number, batches in enumerate(windows):
             for _ in range(evaluated * (number % 20 == 19)):
                 stale.batch_given(Loading(), None)
@@ -247,7 +247,7 @@ def test_a_batch_that_is_skipped_is_told_where_each_step_before_had_as_many(box:
                 stale.batch_given(training, None)
             stale.backward_begins(None)
             stale.step_begins(optimizer)
-        return words(box, before)
+        return words(page, before)
 
     assert told([1] * 40) == told([4, 4, 4, 2] * 10) == told([1, 2] * 20) == told([0] * 40) == []
     assert told([1] * 40, evaluated=7) == []  # batches of a different loader
@@ -256,13 +256,13 @@ def test_a_batch_that_is_skipped_is_told_where_each_step_before_had_as_many(box:
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_reader_that_reads_ahead_has_more_before_the_first_step_of_each_pass(
-    box: StatusPage, persistent: bool
+    page: StatusPage, persistent: bool
 ) -> None:
     """As the process that deals out batches with Accelerate: the others have none that would do the same."""
 
     def told(first: Sequence[int], *, ahead: int = 2) -> list[str]:
-        optimizer, stale = Optimizer(), StaleGradients(box, ScriptPhases(box))
-        before, batches = len(words(box)), Loading()
+        optimizer, stale = Optimizer(), StaleGradients(page, ScriptPhases(page))
+        before, batches = len(words(page)), Loading()
         for extra in first:
             batches = batches if persistent else Loading()
             stale.epoch_begins(batches)
@@ -271,7 +271,7 @@ def test_a_reader_that_reads_ahead_has_more_before_the_first_step_of_each_pass(
                     stale.batch_given(batches, None)
                 stale.backward_begins(None)
                 stale.step_begins(optimizer)
-        return words(box, before)
+        return words(page, before)
 
     assert told([0] * 4) == told([0] * 4, ahead=0) == []
     (skipped,) = told([0, 0, 1, 0])
@@ -279,12 +279,12 @@ def test_a_reader_that_reads_ahead_has_more_before_the_first_step_of_each_pass(
 
 
 def test_a_thread_that_an_exception_ends_is_told_at_once_and_python_says_it_too(
-    box: StatusPage, monkeypatch: pytest.MonkeyPatch
+    page: StatusPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others: list[object] = []
     monkeypatch.setattr(threading, "excepthook", others.append)
     complaints: list[BaseException] = []
-    Hooks(complaints.append).listen(SwallowedExceptions(box, ScriptPhases(box))).install()
+    Hooks(complaints.append).listen(SwallowedExceptions(page, ScriptPhases(page))).install()
 
     def read() -> None:
         raise OSError("a broken record")
@@ -293,57 +293,57 @@ def test_a_thread_that_an_exception_ends_is_told_at_once_and_python_says_it_too(
         thread = threading.Thread(target=read, name="reader")
         thread.start()
         thread.join()
-    (told,) = read_findings(box.descriptor)
+    (told,) = read_findings(page.descriptor)
     assert told.kind == "thread" and "thread reader" in told.words and "OSError" in told.words
     assert Path(__file__).name in told.words and told.words.endswith("a broken record")
     assert len(others) == 2 and not complaints
 
 
 def test_what_a_script_does_now_and_then_is_none_of_a_steps_own_work(
-    box: StatusPage, monkeypatch: pytest.MonkeyPatch
+    page: StatusPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [time.monotonic_ns()]
     monkeypatch.setattr("paceline.protocol.status_page.time.monotonic_ns", lambda: now[0])
-    phases, optimizer = ScriptPhases(box), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
-    box.enter(Phase.USER)
+    phases, optimizer = ScriptPhases(page), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    page.enter(Phase.USER)
     for step in range(20):
         now[0] += 60_000_000_000 if step == 15 else 20_000_000  # an evaluation of a minute
         phases.step_begins(optimizer)
         phases.step_ended(optimizer)
-    assert box.spent_ns[Phase.USER] < 1_000_000_000 < 59_000_000_000 < box.spent_ns[Phase.EVALUATE]
+    assert page.spent_ns[Phase.USER] < 1_000_000_000 < 59_000_000_000 < page.spent_ns[Phase.EVALUATE]
 
 
-def test_a_step_without_backward_is_told_where_each_before_had_one(box: StatusPage) -> None:
+def test_a_step_without_backward_is_told_where_each_before_had_one(page: StatusPage) -> None:
     optimizer, other = Optimizer(), Optimizer()
-    stale = StaleGradients(box, ScriptPhases(box))
+    stale = StaleGradients(page, ScriptPhases(page))
     for number in range(40):
         if number not in (3, 30, 35):
             stale.backward_begins(None)
         stale.step_begins(optimizer)
         stale.step_begins(other)  # one backward for both
-        told = words(box)
+        told = words(page)
         assert len(told) == (number >= 30), number
     rendered(told)
 
 
-def test_a_step_that_is_left_out_is_told_where_each_backward_before_had_one(box: StatusPage) -> None:
+def test_a_step_that_is_left_out_is_told_where_each_backward_before_had_one(page: StatusPage) -> None:
     def told(windows: Sequence[int]) -> list[str]:
-        optimizer, stale = Optimizer(), StaleGradients(box, ScriptPhases(box))
-        before = len(words(box))
+        optimizer, stale = Optimizer(), StaleGradients(page, ScriptPhases(page))
+        before = len(words(page))
         for backwards in windows:
             for _ in range(backwards):
                 stale.backward_begins(None)
             stale.step_begins(optimizer)
-        return words(box, before)
+        return words(page, before)
 
     assert told([1] * 40) == told([4, 4, 4, 2] * 10) == told([1, 2] * 20) == told([4] * 20 + [2] + [4] * 20) == []
     rendered(told([1] * 20 + [2] + [1] * 20 + [2]))
 
 
 @pytest.mark.parametrize(("same_from", "zeros"), [(None, False), (20, False), (20, True)])
-def test_a_batch_that_comes_again_and_again_is_told(box: StatusPage, same_from: int | None, zeros: bool) -> None:
-    ddp, phases = torch.nn.Linear(3, 3), ScriptPhases(box)
-    stale, mask = StaleGradients(box, phases), torch.ones(4, 3)
+def test_a_batch_that_comes_again_and_again_is_told(page: StatusPage, same_from: int | None, zeros: bool) -> None:
+    ddp, phases = torch.nn.Linear(3, 3), ScriptPhases(page)
+    stale, mask = StaleGradients(page, phases), torch.ones(4, 3)
     for number in range(80):
         x = torch.full((4, 3), float(number if same_from is None else min(number, same_from))) + torch.arange(3)
         if zeros and number >= 20:
@@ -351,5 +351,5 @@ def test_a_batch_that_comes_again_and_again_is_told(box: StatusPage, same_from: 
         stale.forward_begins(ddp, (x,), {"mask": mask})
         stale.forward_begins(ddp, (torch.zeros(1),), {})  # a second micro-batch
         phases.step_ended(ddp)
-    assert len(words(box)) == (same_from is not None)
-    assert all("step 25" in found for found in words(box))
+    assert len(words(page)) == (same_from is not None)
+    assert all("step 25" in found for found in words(page))

@@ -28,7 +28,7 @@ ALLOWED = {
     ("launch/agent/__main__.py", "open"): "/dev/null",
     ("launch/agent/attach.py", "read_text"): "/proc",
     ("launch/agent/workers.py", "open"): "the log of a worker of ours",
-    ("launch/agent/monitor.py", "rmtree"): "a verdict that could not be written whole",
+    ("launch/agent/monitor.py", "rmtree"): "a diagnosis that could not be written whole",
     ("train/consistency.py", "read_bytes"): "the user's own code, compared between ranks",
     ("train/determinism.py", "read_text"): "/proc",
     ("host/machine_log.py", "read_text"): "/proc",

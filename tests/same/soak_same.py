@@ -70,7 +70,7 @@ def seen(case: Case, by: str) -> Seen:
                 said = _to_the_end(process, case)
             finally:
                 timer.cancel()
-        if by == "launch":  # the verdict shows a failed rank's last lines once more
+        if by == "launch":  # the diagnosis shows a failed rank's last lines once more
             said = "".join(line for line in said.splitlines(keepends=True) if line.startswith("[rank "))
         if OWN_FAULT in said:
             return Seen(process.wait(), (said,), {})

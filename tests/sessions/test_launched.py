@@ -10,7 +10,7 @@ from tests import warm
 from tests.errors import ended_with
 
 from paceline.cli import logs, status
-from paceline.cli.hang import _newest_verdict
+from paceline.cli.hang import _newest_diagnosis
 from paceline.cli.run_state import attempts, home, run_state
 from paceline.errors import ExitCode
 from paceline.report.outcome import failures
@@ -123,12 +123,12 @@ def test_a_session_that_resumes_starts_again_in_the_folder_of_its_launch(tmp_pat
 
 
 def test_reports_of_hangs_are_those_of_the_launch(tmp_path: Path) -> None:
-    (tmp_path / "launched" / "attempt-3" / "verdict-1").mkdir(parents=True)
-    (tmp_path / "launched" / "attempt-3" / "verdict-1" / "verdict.json").touch()
+    (tmp_path / "launched" / "attempt-3" / "diagnosis-1").mkdir(parents=True)
+    (tmp_path / "launched" / "attempt-3" / "diagnosis-1" / "diagnosis.json").touch()
     (tmp_path / "own").mkdir()
     create_attempt_dir(tmp_path / "own", tmp_path / "launched" / "attempt-3")
     assert attempts(tmp_path / "own") == [tmp_path / "launched" / "attempt-3"]
-    assert _newest_verdict(tmp_path / "own") == tmp_path / "launched" / "attempt-3" / "verdict-1"
+    assert _newest_diagnosis(tmp_path / "own") == tmp_path / "launched" / "attempt-3" / "diagnosis-1"
 
 
 @pytest.mark.parametrize(("summary", "launch", "told"), [(1, 137, 137), (0, 1, 0), (1, 0, 1)])

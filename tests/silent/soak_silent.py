@@ -97,8 +97,8 @@ def planted(script: str, fault: str, steps: int, *, ranks: int = RANKS, fork: bo
         folder = Path(name)
         code, said = started(forked(words, ranks, folder) if fork else [*LAUNCH, str(ranks), *words], folder)
     ours = [line.strip() for line in said.splitlines() if not line.startswith("[rank ")]
-    told = [line for line in ours if re.search(r"\brank 1\b", line) and "GUILTY" not in line]
-    well = code == CODES.get(fault, OTHERS) and bool(told) and (code == 0 or "GUILTY: rank 1 " in said)
+    told = [line for line in ours if re.search(r"\brank 1\b", line) and "CAUSE" not in line]
+    well = code == CODES.get(fault, OTHERS) and bool(told) and (code == 0 or "CAUSE: rank 1 " in said)
     line = ""
     if fault in LINES:
         line = "yes" if any(f"{marked(script, LINES[fault])} in" in one for one in told) else "no"

@@ -11,8 +11,8 @@ import pytest
 from tests.launch.launch_harness import Launch, survivors
 
 from paceline.errors import ExitCode
-from paceline.guard.report import read_verdict
-from paceline.protocol.evidence import VerdictKind
+from paceline.guard.report import read_diagnosis
+from paceline.protocol.evidence import StopKind
 from paceline.runs.attempt import read_notices
 
 pytestmark = pytest.mark.sample(3)
@@ -58,8 +58,8 @@ def test_each_kind_of_silent_fault_is_told_with_rank_and_step_and_only_told_wher
 def test_a_batch_that_is_nan_in_the_closure_of_a_step_is_told_as_one_before_it(run: Run) -> None:
     one = run("nan in a closure", steps=10_000)
     assert one.finish() == ExitCode.NOT_FINITE, one.stderr
-    told = read_verdict(one.folder / "verdict-1").verdict
-    assert (told.kind, told.guilty, told.step) == (VerdictKind.NOT_FINITE, (1,), 12)
+    told = read_diagnosis(one.folder / "diagnosis-1").diagnosis
+    assert (told.kind, told.causes, told.step) == (StopKind.NOT_FINITE, (1,), 12)
     line = next(n for n, text in enumerate(SCRIPT.read_text().splitlines(), 1) if text.endswith("# told: loss"))
     assert f"ddp.py:{line} in closure, batch 12 " in one.stderr
 
@@ -68,9 +68,9 @@ def test_a_batch_that_is_nan_in_the_closure_of_a_step_is_told_as_one_before_it(r
 def test_replicas_that_drift_end_the_run_with_its_exit_code_and_a_page(run: Run) -> None:
     one = run("steps twice", steps=10_000)
     assert one.finish() == ExitCode.DIVERGED, one.stderr
-    told = read_verdict(one.folder / "verdict-1").verdict
-    assert told.guilty == (1,) and 13 <= told.step < 200
-    assert "GUILTY: rank 1" in one.stderr and "Traceback" not in one.stderr
+    told = read_diagnosis(one.folder / "diagnosis-1").diagnosis
+    assert told.causes == (1,) and 13 <= told.step < 200
+    assert "CAUSE: rank 1" in one.stderr and "Traceback" not in one.stderr
     assert not survivors(one.mark)
 
 
@@ -95,8 +95,8 @@ def test_a_collective_that_fails_at_the_end_of_a_run_and_is_swallowed_ends_it_wi
     line = next(n for n, text in enumerate(script.read_text().splitlines(), 1) if text.endswith(f"# swallowed: {how}"))
     one = run(how, script=script)
     assert one.finish() == ExitCode.MISMATCH, one.stderr
-    told = read_verdict(one.folder / "verdict-1").verdict
-    assert (told.kind, told.guilty, told.step) == (VerdictKind.SWALLOWED, (1,), 39)
+    told = read_diagnosis(one.folder / "diagnosis-1").diagnosis
+    assert (told.kind, told.causes, told.step) == (StopKind.SWALLOWED, (1,), 39)
     assert all(any(f"rank {rank} swallowed" in words for words in told.sentences) for rank in (0, 2))
     assert f"skipped.py:{line}" in told.sentences[0]
     assert any(words.startswith("rank 1 skipped a batch") and "step 25" in words for words in told.sentences)
@@ -134,7 +134,7 @@ def test_ranks_that_all_go_on_alone_after_a_training_are_told_once_and_not_stopp
 def test_a_rank_that_alone_goes_past_ddp_or_steps_once_more_is_found(what: str, run: Run) -> None:
     one = run(what, script=SCRIPT.with_name("own_business.py"))
     assert one.finish() == ExitCode.DIVERGED, one.stderr
-    assert read_verdict(one.folder / "verdict-1").verdict.guilty == (1,)
+    assert read_diagnosis(one.folder / "diagnosis-1").diagnosis.causes == (1,)
 
 
 @pytest.mark.ranks

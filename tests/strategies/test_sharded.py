@@ -30,7 +30,6 @@ from paceline.strategies.fsdp import FSDP
 from paceline.train.weights import rescue_alone
 
 CPU = torch.device("cpu")
-WRAPPED = partial(FSDP, wrap=None)
 
 
 class Blocks(nn.Module):

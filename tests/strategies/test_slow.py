@@ -361,26 +361,26 @@ def own_weights(trained: Strategy) -> Tensor:
 @pytest.mark.ranks
 @pytest.mark.timeout(360)
 def test_of_hosts_that_step_by_themselves_the_one_with_the_fault_tells(tmp_path: Path) -> None:
-    *others, host_mate, guilty = run_ranks(alone, RANKS, tmp_path, tmp_path, timeout=300)
-    tells, unchanged = guilty["gradient"]
+    *others, host_mate, causes = run_ranks(alone, RANKS, tmp_path, tmp_path, timeout=300)
+    tells, unchanged = causes["gradient"]
     assert codes(tells) == ["not-finite"] and "all 6 parameters" in tells and "; rank 3: " in tells
     assert UNCHANGED in tells
     assert unchanged and host_mate["gradient"][0].startswith("ReportedByPeer: rank 3 ") and host_mate["gradient"][1]
     assert [one["gradient"] for one in others] == [["", False]] * 2  # they have not waited for that host
-    tells, unchanged = guilty["loss"]
+    tells, unchanged = causes["loss"]
     assert codes(tells) == ["not-finite"] and f"rank 3: samples {BAD}." in tells
     assert unchanged and host_mate["loss"][0].startswith("ReportedByPeer: rank 3 ") and host_mate["loss"][1]
     assert all(one["loss"][0].startswith("ReportedByPeer: ") for one in others)
     # no host may go by a number of samples that others' losses do not have
-    told = [one["weights"][0] for one in (*others, host_mate, guilty)]
+    told = [one["weights"][0] for one in (*others, host_mate, causes)]
     assert told[0].startswith("UsageError") and all(one.startswith("ReportedByPeer: rank 0") for one in told[1:])
-    assert guilty["alike"] == [True, True]  # but for the last bit: one divides by the samples, one by their weights
-    right, right_too, unknown, beyond = zip(*(one["forms"] for one in (*others, host_mate, guilty)), strict=True)
+    assert causes["alike"] == [True, True]  # but for the last bit: one divides by the samples, one by their weights
+    right, right_too, unknown, beyond = zip(*(one["forms"] for one in (*others, host_mate, causes)), strict=True)
     assert {*right, *right_too} == {""}  # a weight may be a number of samples by chance: its form is what counts
     assert all(told.startswith("ReportedByPeer: rank 3 ") for told in unknown[:3])
     assert codes(unknown[3]) == ["not-finite"] and f"rank 3: samples {BAD_OF_TEN}." in unknown[3]
     assert all(codes(told) == ["not-finite"] and "not their sum" in told for told in beyond)
     # an infinite loss with finite gradients is heard of when the step has been taken
-    *others, guilty = [one["infinite"][0] for one in (*others, host_mate, guilty)]
-    assert codes(guilty) == ["not-finite"] and "rank 3: samples " in guilty and UNCHANGED not in guilty
+    *others, causes = [one["infinite"][0] for one in (*others, host_mate, causes)]
+    assert codes(causes) == ["not-finite"] and "rank 3: samples " in causes and UNCHANGED not in causes
     assert all(told.startswith("ReportedByPeer: another rank ") for told in others)

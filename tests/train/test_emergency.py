@@ -25,14 +25,14 @@ CONTENT = TrainerState(24, {"loss": 0.5}, {"seed": 0}, 3)
 
 @given(st.integers(1, 6), st.data())
 def test_exactly_one_rank_saves_and_never_a_guilty_one(world_size, data):
-    guilty = data.draw(st.sets(st.integers(0, world_size - 1)))
-    word = json.dumps({"kind": "BEHIND", "page": "...", "exit_code": 3, "guilty": [*guilty]})
+    causes = data.draw(st.sets(st.integers(0, world_size - 1)))
+    word = json.dumps({"kind": "BEHIND", "page": "...", "exit_code": 3, "causes": [*causes]})
     writers = [rank for rank in range(world_size) if is_writer(word, rank, world_size)]
-    assert len(writers) == (len(guilty) < world_size)
-    assert not guilty & {*writers}
+    assert len(writers) == (len(causes) < world_size)
+    assert not causes & {*writers}
 
 
-@pytest.mark.parametrize("word", ["", "{}", "{", "[]", '{"guilty": 1}', '{"guilty": null}', '{"guilty": ["a"]}'])
+@pytest.mark.parametrize("word", ["", "{}", "{", "[]", '{"causes": 1}', '{"causes": null}', '{"causes": ["a"]}'])
 def test_without_a_word_that_says_who_is_guilty_nobody_saves(word):
     assert not is_writer(word, 0, 2)
 

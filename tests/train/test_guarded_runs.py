@@ -105,7 +105,7 @@ def test_what_a_freed_rank_saves_goes_on_to_the_very_same_weights(train, tmp_pat
     (tmp_path / "hang").touch()
     stalled = train("train", "mine.py:good", "--nproc", 2, *COMMON, "--hang-timeout", 3, "--run-dir", "run")
     assert stalled.returncode == 3, stalled.stderr
-    saver = 1 - int(stalled.stderr.partition("GUILTY: rank ")[2][0])
+    saver = 1 - int(stalled.stderr.partition("CAUSE: rank ")[2][0])
     (path,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     assert re.search(f"rank {saver}: .* {int(path.name[5:])} .*{path}", stalled.stdout + stalled.stderr)
     (tmp_path / "hang").unlink()

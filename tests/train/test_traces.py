@@ -28,34 +28,34 @@ def test_every_doubling_has_about_as_many_steps_in_detail() -> None:
 
 
 def test_a_call_is_known_with_its_begin_and_how_long_it_took() -> None:
-    box, clock = StatusPage(make_status_page(0)), time.monotonic_ns
+    page, clock = StatusPage(make_status_page(0)), time.monotonic_ns
     for _ in range(RECORDS + 10):  # the ring has gone round
-        box.end(box.begin(ALL_REDUCE))
+        page.end(page.begin(ALL_REDUCE))
     since = clock()
-    number, began = box.begin(ALL_REDUCE), clock()
+    number, began = page.begin(ALL_REDUCE), clock()
     time.sleep(0.02)
-    box.end(number)
+    page.end(number)
     until = clock()
-    box.begin(ALL_REDUCE)  # not over
-    (first, second) = box.calls_since(since)
+    page.begin(ALL_REDUCE)  # not over
+    (first, second) = page.calls_since(since)
     assert since <= first[0] <= began
     assert 0.02 <= first[1] <= (until - since) / 1e9
     assert (second[1], second[2].done, first[2].done) == (-1.0, False, True)
-    assert box.calls_since(clock()) == []
+    assert page.calls_since(clock()) == []
 
 
-def _stepped(clock: PhaseClock, box: StatusPage, step: int) -> StepRecord:
+def _stepped(clock: PhaseClock, page: StatusPage, step: int) -> StepRecord:
     for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD):
         clock(phase)
-    box.end(box.begin(ALL_REDUCE))
+    page.end(page.begin(ALL_REDUCE))
     clock(Phase.OPTIMIZER)
     return StepRecord(step, NO_RESULT, 0.1, [], clock.take(), clock.borders)
 
 
 def test_phases_follow_each_other_without_a_gap_and_calls_lie_in_them() -> None:
-    box = StatusPage(make_status_page(0))
-    traces, clock = StepTraces(box), PhaseClock(box.enter)
-    found: list[Any] = [one for step in (1, 2) for one in traces.of(_stepped(clock, box, step), ())]
+    page = StatusPage(make_status_page(0))
+    traces, clock = StepTraces(page), PhaseClock(page.enter)
+    found: list[Any] = [one for step in (1, 2) for one in traces.of(_stepped(clock, page, step), ())]
     assert [one.step for one in found] == [1, 2]
     for one in found:
         assert [name for name, _, _ in one.phases] == ["data", "forward", "backward", "optimizer"]
@@ -67,10 +67,10 @@ def test_phases_follow_each_other_without_a_gap_and_calls_lie_in_them() -> None:
 
 
 def test_the_last_steps_are_always_in_detail() -> None:
-    box = StatusPage(make_status_page(0))
-    traces, clock = StepTraces(box), PhaseClock(box.enter)
+    page = StatusPage(make_status_page(0))
+    traces, clock = StepTraces(page), PhaseClock(page.enter)
     for step in range(2**12 + 1, 2**12 + 40):
-        assert traces.of(_stepped(clock, box, step), ()) == []
+        assert traces.of(_stepped(clock, page, step), ()) == []
     assert [one.step for one in traces.rest()] == [*range(2**12 + 40 - LAST, 2**12 + 40)]
     assert traces.rest() == []
 

@@ -111,19 +111,19 @@ def damaged(rank: int, size: int) -> list[dict[str, str]]:
     held = trained(world, synchronised=True)
     own = [h for h in trained(world, synchronised=False) if h.name.startswith("buffers/")]
     assert own and not any(h.replicated for h in own)
-    return [told_of(held, own, world, guilty) for guilty in ([1], [2, 3])]
+    return [told_of(held, own, world, causes) for causes in ([1], [2, 3])]
 
 
-def told_of(held: list[TensorShard], own: list[TensorShard], world: World, guilty: list[int]) -> dict[str, str]:
+def told_of(held: list[TensorShard], own: list[TensorShard], world: World, causes: list[int]) -> dict[str, str]:
     by_name = {h.name: h.tensor for h in held}
     found = {"nothing": words_of(held, world, 6), "a virtual rank's own": words_of(own, world, 6)}
     for name in ("model/0.weight", "optimizer/2.bias/exp_avg", "optimizer/0.bias/step", "buffers/1.running_mean"):
         for _ in range(2):  # damaged, and mended again
-            if world.rank in guilty:
+            if world.rank in causes:
                 flip(by_name[name], bit=3)
             found.setdefault(name, words_of(held, world, 6))
     for _ in range(2):
-        if world.rank in guilty:
+        if world.rank in causes:
             for name in (name for name in by_name if name.startswith("model/")):
                 flip(by_name[name])
         found.setdefault("all", words_of(held, world, 6))

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
         print(as_json(report, checks).decode())
     else:
         print_checks(Console(highlight=False), report, checks)
-    return ExitCode.FAILED if any(check.verdict == "error" for check in checks) else ExitCode.DONE
+    return ExitCode.FAILED if any(check.status == "error" for check in checks) else ExitCode.DONE
 
 
 def _check(config: DoctorConfig) -> None:

@@ -17,7 +17,7 @@ from paceline.cli import command_line
 from paceline.cli.options import print_json
 from paceline.cli.run_state import NOTHING, Access, NewestRunFlags, attempts, existing_run, standing
 from paceline.errors import ExitCode, UsageError
-from paceline.guard.report import VERDICT, VerdictRecord, describe_rank, format_verdict, read_verdict
+from paceline.guard.report import DiagnosisRecord, describe_rank, diagnosis_file, format_report, read_diagnosis
 from paceline.protocol.evidence import Evidence
 from paceline.runs import writing
 from paceline.runs.console import clock
@@ -44,9 +44,9 @@ class HangReport(msgspec.Struct, frozen=True):
     run_dir: str
     state: str  # as in `paceline status`
     live: bool  # True: the state at this moment; False: recorded when the run stalled
-    words: str
-    verdict_dir: str
-    told: VerdictRecord | None
+    message: str
+    diagnosis_dir: str
+    record: DiagnosisRecord | None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,57 +61,57 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _report(run_dir: Path, access: Access) -> HangReport:
-    """A new verdict of the run's agent, if it runs, may be queried and answers. Otherwise the newest recorded one."""
+    """A new diagnosis of the run's agent, if it runs, may be queried and answers. Otherwise the newest recorded one."""
     state = standing(run_dir, access).state
     starts = attempts(run_dir)
     if not starts:
         raise UsageError(code="not-started", run_dir=run_dir)
     may_ask = access != NOTHING  # a request is a file, and paceline writes no file into a run of another user
-    verdict = ask_agent(starts[-1]) if state == "running" and may_ask else None
-    if verdict is not None:
-        waited = f"{verdict.waited_seconds:.1f} s"
+    diagnosis = ask_agent(starts[-1]) if state == "running" and may_ask else None
+    if diagnosis is not None:
+        waited = f"{diagnosis.waited_seconds:.1f} s"
         line = f"no progress for {waited}. If this is a stall, its cause is:"
-        if verdict.waited_seconds < MOVES_SECONDS:
+        if diagnosis.waited_seconds < MOVES_SECONDS:
             line = f"the run is making progress (last {waited} ago). The present stacks of its ranks:"
-        return HangReport(str(run_dir), state, True, line, "", verdict)
+        return HangReport(str(run_dir), state, True, line, "", diagnosis)
     state = standing(run_dir, access).state  # it may have ended meanwhile
     no_answer = f"its agent has not answered within {ANSWER_SECONDS:g} s" if may_ask else "its agent was not queried"
     no_answer = no_answer if state == "running" else ""
-    folder = _newest_verdict(run_dir)
+    folder = _newest_diagnosis(run_dir)
     if folder is None:
         line = f"the run is {state}, and no stall was recorded" + (f"; {no_answer}" if no_answer else "")
         return HangReport(str(run_dir), state, False, line, "", None)
-    verdict = read_verdict(folder)
+    diagnosis = read_diagnosis(folder)
     earlier = f"; {no_answer}: this report is from an earlier stall" if no_answer else ""
-    line = f"{folder.parent.name}, {clock(verdict.unix_time) or 'at an unknown time'}{earlier}"
-    return HangReport(str(run_dir), state, False, line, str(folder), verdict)
+    line = f"{folder.parent.name}, {clock(diagnosis.unix_time) or 'at an unknown time'}{earlier}"
+    return HangReport(str(run_dir), state, False, line, str(folder), diagnosis)
 
 
-def _newest_verdict(run_dir: Path) -> Path | None:
-    """The folder of the newest verdict of all attempts. Folders without a complete verdict are skipped."""
+def _newest_diagnosis(run_dir: Path) -> Path | None:
+    """The folder of the newest diagnosis of all attempts. Folders without a complete diagnosis are skipped."""
     for attempt in reversed(attempts(run_dir)):
-        matches = (re.fullmatch(r"verdict-([0-9]{1,9})", name) for name in names(attempt))
+        matches = (re.fullmatch(r"(?:diagnosis|verdict)-([0-9]{1,9})", name) for name in names(attempt))
         for _, name in sorted(((int(m[1]), m[0]) for m in matches if m), reverse=True):
-            if os.path.lexists(attempt / name / VERDICT):
+            if os.path.lexists(diagnosis_file(attempt / name)):
                 return attempt / name
     return None
 
 
-def ask_agent(attempt: Path) -> VerdictRecord | None:
-    """Request a verdict from the head agent of a running attempt; None if it does not answer."""
+def ask_agent(attempt: Path) -> DiagnosisRecord | None:
+    """Request a diagnosis from the head agent of a running attempt; None if it does not answer."""
     nonce = secrets.token_hex(8)
-    question, answer = attempt / f"ask-{os.getpid()}-{nonce}", attempt / f"verdict-live-{nonce}"
+    question, answer = attempt / f"ask-{os.getpid()}-{nonce}", attempt / f"diagnosis-live-{nonce}"
     try:
         os.close(writing.create(question))
     except OSError as error:
         raise UsageError(code="run-cannot-be-asked", question=question, strerror=error.strerror) from error
     deadline = time.monotonic() + ANSWER_SECONDS
     try:
-        while not (answer / VERDICT).is_file():
+        while not diagnosis_file(answer).is_file():
             if time.monotonic() > deadline:
                 return None
             time.sleep(POLL_SECONDS)
-        return read_verdict(answer)
+        return read_diagnosis(answer)
     finally:
         with suppress(OSError):
             question.unlink(missing_ok=True)
@@ -129,11 +129,11 @@ def _shortened(evidence: Evidence) -> Evidence:
 
 def _show(report: HangReport) -> None:
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    console.print(report.words)
-    if (record := report.told) is None:
+    console.print(report.message)
+    if (record := report.record) is None:
         return
-    guilty = record.verdict.guilty
-    shown = sorted(record.evidence, key=lambda evidence: (evidence.rank not in guilty, evidence.rank))[:MOST_SHOWN]
+    causes = record.diagnosis.causes
+    shown = sorted(record.evidence, key=lambda evidence: (evidence.rank not in causes, evidence.rank))[:MOST_SHOWN]
     if len(shown) < len(record.evidence):
         console.print(f"(showing {MOST_SHOWN} of {len(record.evidence)} ranks; the others are in the folder)")
     shown.sort(key=lambda evidence: evidence.rank)
@@ -145,12 +145,12 @@ def _show(report: HangReport) -> None:
             console.print(rest.rstrip("\n"))
 
     if not report.live or record.waited_seconds >= MOVES_SECONDS:
-        folder = report.verdict_dir
+        folder = report.diagnosis_dir
         print_block(
-            format_verdict(record.verdict, shown, waited_seconds=record.waited_seconds, folder=folder, run=""),
+            format_report(record.diagnosis, shown, waited_seconds=record.waited_seconds, folder=folder, run=""),
             "bold red",
         )
     for evidence in shown:
         text = describe_rank(_shortened(evidence), most_ops=SHOWN_OPS, most_stacks=1)
         lines = text.splitlines()[:MOST_LINES]
-        print_block("\n".join(lines), "bold red" if evidence.rank in guilty else "bold")
+        print_block("\n".join(lines), "bold red" if evidence.rank in causes else "bold")

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     return ExitCode.FAILED if result.findings else ExitCode.DONE
 
 
-def _verdict(result: Audit) -> str:
+def _diagnosis(result: Audit) -> str:
     if result.findings:
         return f"NOT proven: {plural(len(result.findings), 'finding')}"
     complete = [epoch for epoch in result.epochs if epoch.steps == result.steps_per_epoch]
@@ -118,7 +118,7 @@ def _print(result: Audit) -> None:
         console.print(clean(finding), style="bold", markup=False, soft_wrap=True)
     if len(result.findings) > MAX_SHOWN:
         console.print(f"... and {len(result.findings) - MAX_SHOWN} more: --json FILE writes all of them")
-    console.print(_verdict(result), markup=False, soft_wrap=True)
+    console.print(_diagnosis(result), markup=False, soft_wrap=True)
 
 
 def _each(epochs: int) -> str:

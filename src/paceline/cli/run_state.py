@@ -382,7 +382,7 @@ def _determine_state(
     if ended is not None:
         return _state_of(ended.exit, "")
     if newest and (records := failure_records(newest)):
-        return "failed", f"its agent ended without a verdict; see {newest}/{first_few(records, 1)}"
+        return "failed", f"its agent ended without a diagnosis; see {newest}/{first_few(records, 1)}"
     if not_queried:
         return "unknown", not_queried
     if is_alive is None and roster is not None:

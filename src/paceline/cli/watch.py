@@ -83,12 +83,12 @@ class _Run:
 
     def stack(self, rank: int) -> str:
         """The stack of a rank at this moment."""
-        verdict = ask_agent(self._newest())
-        if verdict is None:
+        diagnosis = ask_agent(self._newest())
+        if diagnosis is None:
             raise UsageError(
                 "the agent of the run does not answer. Runs under torchrun and single-process runs have no agent"
             )
-        evidence = next((evidence for evidence in verdict.evidence if evidence.rank == rank), None)
+        evidence = next((evidence for evidence in diagnosis.evidence if evidence.rank == rank), None)
         if evidence is None:
             return f"rank {rank} is not running"
         return describe_rank(evidence, most_ops=5, most_stacks=1)[:MOST_CHARS]

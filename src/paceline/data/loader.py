@@ -77,7 +77,7 @@ class Loading:
     device: torch.device
     num_workers: int = 0
     collate: Callable[[list[Any]], Any] | None = None
-    box: StatusPage | None = None
+    page: StatusPage | None = None
     """The worker processes write the index of their current sample there."""
     evaluates: bool = False
     ahead: Prefetch = field(default_factory=Prefetch)
@@ -165,7 +165,7 @@ def fetch_batches(dataset: Dataset[Any], requests: Iterable[Request], seed: int,
 
 def _by_loader(dataset: Dataset[Any], requests: Iterable[Request], seed: int, loading: Loading) -> Generator[Any]:
     keys = ([(epoch, i) for i in cast("list[int]", indices.tolist())] for epoch, indices in requests)
-    page = loading.box if loading.num_workers else None
+    page = loading.page if loading.num_workers else None
     loads_batches = asks_for_batches(dataset)
     dataset_class = SeededBatches if loads_batches else SeededSamples
     loader = DataLoader(

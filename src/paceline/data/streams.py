@@ -224,7 +224,7 @@ def read_chunks(reader: ChunkReader, loading: Loading) -> Generator[StreamChunk]
     """Yield the chunks of a reader on the device. A loader process, if there is one, reads ahead."""
     page, chunks = None, iter(reader)
     if loading.num_workers:
-        page = loading.box
+        page = loading.page
         loader = DataLoader(
             reader, batch_size=None, num_workers=1, collate_fn=_identity, pin_memory=loading.device.type != "cpu",
             worker_init_fn=partial(begin_worker, os.getpid()), generator=torch.Generator().manual_seed(0),

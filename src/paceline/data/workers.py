@@ -63,16 +63,16 @@ Key = tuple[int, int]
 class SeededSamples(Dataset[Any]):
     """A dataset with (epoch, index) keys. It seeds all random streams with the key before it loads the sample.
 
-    A worker process writes its current sample to the status page `box`.
+    A worker process writes its current sample to the status page `page`.
     """
 
-    def __init__(self, dataset: Dataset[Any], seed: int, box: StatusPage | None = None, first_slot: int = 0) -> None:
+    def __init__(self, dataset: Dataset[Any], seed: int, page: StatusPage | None = None, first_slot: int = 0) -> None:
         self._dataset, self._seed = dataset, seed
-        self._box, self._first_slot = box, first_slot
+        self._page, self._first_slot = page, first_slot
 
     def __getstate__(self) -> dict[str, Any]:
         # a spawned process does not share the memory of the status page
-        return {**self.__dict__, "_box": None}
+        return {**self.__dict__, "_page": None}
 
     def __getitem__(self, key: Key) -> Any:
         epoch, index = key
@@ -80,13 +80,13 @@ class SeededSamples(Dataset[Any]):
         return self._drawn(key, lambda: self._dataset[index])
 
     def _drawn(self, key: Key, draw: Callable[[], Any]) -> Any:
-        worker = get_worker_info() if self._box is not None else None
-        if self._box is None or worker is None or worker.id >= SLOTS_OF_A_LOADER:
+        worker = get_worker_info() if self._page is not None else None
+        if self._page is None or worker is None or worker.id >= SLOTS_OF_A_LOADER:
             return draw()
         slot, (epoch, index) = self._first_slot + worker.id, key
-        self._box.set_loader(slot, epoch=epoch, item=index, busy=True)
+        self._page.set_loader(slot, epoch=epoch, item=index, busy=True)
         drawn = draw()
-        self._box.set_loader(slot, epoch=epoch, item=index, busy=False)
+        self._page.set_loader(slot, epoch=epoch, item=index, busy=False)
         return drawn
 
 
@@ -198,13 +198,13 @@ def _freeze_in_child() -> None:
 os.register_at_fork(after_in_child=_freeze_in_child)
 
 
-def iterate_loader(iterator: Iterator[Any], box: StatusPage | None) -> Generator[Any]:
-    """Yield the batches of a loader's iterator, without changes to random streams. `box` shows the waiting time."""
+def iterate_loader(iterator: Iterator[Any], page: StatusPage | None) -> Generator[Any]:
+    """Yield the batches of a loader's iterator, without changes to random streams. `page` shows the waiting time."""
     try:
         while True:
             with preserved_streams():  # without workers, this process loads the samples and seeds the streams
-                if box is not None:
-                    box.put("loading", 1)
+                if page is not None:
+                    page.put("loading", 1)
                 try:
                     batch = next(iterator)
                 except StopIteration:
@@ -212,8 +212,8 @@ def iterate_loader(iterator: Iterator[Any], box: StatusPage | None) -> Generator
                 except RuntimeError as error:
                     raise _with_signal(error, iterator) from error
                 finally:
-                    if box is not None:
-                        box.put("loading", 0)
+                    if page is not None:
+                        page.put("loading", 0)
             yield batch
     finally:
         del iterator  # ends the workers now, not at the next garbage collection
@@ -234,7 +234,7 @@ def _with_signal(error: RuntimeError, iterator: object) -> RuntimeError:
 
 
 @contextmanager
-def naming_lost_processes(box: StatusPage, rank: int) -> Generator[None]:
+def naming_lost_processes(page: StatusPage, rank: int) -> Generator[None]:
     """Convert the error about a killed worker to one that names the worker and its last sample.
 
     torch raises it from its SIGCHLD handler, so it can appear anywhere in the main thread.
@@ -256,7 +256,7 @@ def naming_lost_processes(box: StatusPage, rank: int) -> Generator[None]:
         if match is None:
             raise
         pid, item, number = int(match[1]), "", ""
-        if lost := next((worker for worker in read_loaders(box.descriptor) if worker.pid == pid), None):
+        if lost := next((worker for worker in read_loaders(page.descriptor) if worker.pid == pid), None):
             doing = "while it loaded" if lost.busy else "after it had loaded"
             item = f", {doing} sample {lost.item} of epoch {lost.epoch + 1}"
             number = f" {lost.number % SLOTS_OF_A_LOADER}"

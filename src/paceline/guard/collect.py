@@ -51,7 +51,7 @@ _decoder = msgspec.json.Decoder(Answer)
 @dataclass
 class _Query:
     pid: int
-    box: int
+    page: int
     states: list[str]  # of its process, at each call of `advance`
     cpu_seconds: float  # used before the question
     native_bytes: int = -1  # size of the native stacks at the last call of `advance`; -1: no signal sent
@@ -100,11 +100,11 @@ class Collection:
         return all(query.done for query in self._queries.values()) and (is_hurried or waited_seconds >= CPU_SECONDS)
 
     def _is_done(self, query: _Query, waited_seconds: float) -> bool:
-        counters = read_counters(query.box)
+        counters = read_counters(query.page)
         if counters.answered == self.question or query.states[-1] in ("", "T", "t"):
             return True  # a stopped process never answers
         if query.native_bytes >= 0:
-            previous_bytes, query.native_bytes = query.native_bytes, len(read_native(query.box))
+            previous_bytes, query.native_bytes = query.native_bytes, len(read_native(query.page))
             is_complete = 0 < query.native_bytes == previous_bytes
             return is_complete or time.monotonic() - self._signalled_seconds > NATIVE_SECONDS
         is_deaf = time.monotonic() - counters.beat_ns / 1e9 > DEAF_SECONDS
@@ -115,9 +115,9 @@ class Collection:
 
     def _signal(self, query: _Query) -> bool:
         """Ask for native stacks; return whether that is possible without the risk of killing the worker."""
-        if not read_counters(query.box).ready & SIGNAL_SAFE or not takes_signal(query.pid):
+        if not read_counters(query.page).ready & SIGNAL_SAFE or not takes_signal(query.pid):
             return False
-        os.ftruncate(query.box, PAGE_BYTES)  # discard faulthandler's text
+        os.ftruncate(query.page, PAGE_BYTES)  # discard faulthandler's text
         query.native_bytes = 0
         self._signalled_seconds = time.monotonic()
         with suppress(ProcessLookupError, PermissionError):
@@ -235,12 +235,12 @@ class IdleClock:
         # rank -> its counters, the time of their last change, and the time of the last read
         self._seen: dict[int, tuple[tuple[int, ...], float, float]] = {}
 
-    def read(self, worker: Sample, box: int, now_seconds: float) -> Sample:
+    def read(self, worker: Sample, page: int, now_seconds: float) -> Sample:
         """`worker` with the content of its status page.
 
         Call it at least every two seconds, with times of one monotonic clock.
         """
-        counters = read_counters(box)
+        counters = read_counters(page)
         moved, since_seconds, read_seconds = self._seen.get(worker.rank, ((), now_seconds, now_seconds))
         if moved != counters.moved or now_seconds - read_seconds > JUMP_SECONDS:
             since_seconds = now_seconds
@@ -257,7 +257,7 @@ class IdleClock:
             script=counters.script,
             uneven=counters.uneven,
             alone=counters.alone,
-            marks=read_marks(box) if counters.marks else b"",
-            orders=read_orders(box) if counters.marks else b"",
-            findings=tuple(read_findings(box)) if counters.findings else (),
+            marks=read_marks(page) if counters.marks else b"",
+            orders=read_orders(page) if counters.marks else b"",
+            findings=tuple(read_findings(page)) if counters.findings else (),
         )

@@ -1,4 +1,4 @@
-"""Classifies how ranks ended, finds the one that failed first, and decides when a verdict is due. Without I/O.
+"""Classifies how ranks ended, finds the one that failed first, and decides when a diagnosis is due. Without I/O.
 
 If a rank fails, all others fail within milliseconds, with longer messages ("Connection closed by peer", aborts out of
 C++ destructors). The order of exits therefore proves little: a rank that cleans up for three seconds exits last.
@@ -13,9 +13,9 @@ from enum import IntEnum
 
 from paceline.protocol.evidence import GOOD_ENDS, Evidence, Sample, speaks_of_lost_peer
 
-SETTLE_SECONDS = 0.3  # from the first failure to the verdict, so that the verdict includes simultaneous failures
-VICTIM_SECONDS = 4.0  # from the end of the first victim to the verdict, if no primary failure is reported
-CLEANUP_SECONDS = 60.0  # from an exception to the verdict, if neither this process ends nor another rank fails
+SETTLE_SECONDS = 0.3  # from the first failure to the diagnosis, so that the diagnosis includes simultaneous failures
+VICTIM_SECONDS = 4.0  # from the end of the first victim to the diagnosis, if no primary failure is reported
+CLEANUP_SECONDS = 60.0  # from an exception to the diagnosis, if neither this process ends nor another rank fails
 
 # Errors of transports if two ranks have entered different operations. Either rank may report it, even the correct one.
 MISMATCH_TEXT = re.compile(
@@ -75,10 +75,10 @@ def first_to_fail(samples: Iterable[Sample]) -> Sample | None:
 
 
 def due_seconds(samples: Sequence[Sample]) -> float | None:
-    """The monotonic time in seconds at which the verdict is due; None while no rank has failed.
+    """The monotonic time in seconds at which the diagnosis is due; None while no rank has failed.
 
     Example: one rank raises an exception and cleans up for 3 s. The others lose it and end as victims. The record of
-    the first rank exists already, so the verdict is due SETTLE_SECONDS after the first end, not after the last.
+    the first rank exists already, so the diagnosis is due SETTLE_SECONDS after the first end, not after the last.
     """
     first = first_to_fail(samples)
     if first is None:

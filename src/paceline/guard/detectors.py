@@ -26,7 +26,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from paceline.guard.judge import DEADLOCK_SECONDS
-from paceline.protocol.evidence import Evidence, Phase, Sample, Verdict, VerdictKind
+from paceline.protocol.evidence import Diagnosis, Evidence, Phase, Sample, StopKind
 from paceline.protocol.job import JUMP_SECONDS, LEARNED, OF_STEPS, WARM_UP_STEPS, Stage, Windows
 from paceline.protocol.places import Activity, activity_of, imports_torch
 
@@ -34,7 +34,7 @@ CLOCKS_SECONDS = 1.5  # tolerance between two samples of a rank that has made no
 BUSY_CPU_SECONDS = 0.5  # per second
 IDLE_CPU_SECONDS = 0.05  # per second; a rank that imports or compiles uses more
 STEP_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-GUILTY_WAIT_TOO = (VerdictKind.MISMATCH, VerdictKind.DEADLOCK, VerdictKind.NETWORK, VerdictKind.UNKNOWN)
+CAUSES_WAIT_TOO = (StopKind.MISMATCH, StopKind.DEADLOCK, StopKind.NETWORK, StopKind.UNKNOWN)
 
 SAMPLE_SECONDS, SHORT_SAMPLE_SECONDS = 1.0, 0.25
 SHORT_WINDOW_SECONDS = 10.0
@@ -188,9 +188,9 @@ def is_waiting(one: Evidence) -> bool:
     return is_in_wait and not imports_torch(main_frames)
 
 
-def ranks_to_unblock(verdict: Verdict, evidence: Sequence[Evidence]) -> tuple[int, ...]:
+def ranks_to_unblock(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> tuple[int, ...]:
     """The ranks that receive an exception in their collective: all that only wait."""
-    kept = () if verdict.kind in GUILTY_WAIT_TOO else verdict.guilty
+    kept = () if diagnosis.kind in CAUSES_WAIT_TOO else diagnosis.causes
     return tuple(sample.rank for sample in evidence if sample.runs and sample.rank not in kept)
 
 
@@ -241,17 +241,17 @@ class SleepDetector:
         self._next_seconds = max(SURE_SECONDS, still_seconds + AGAIN_SECONDS)
         return True
 
-    def proves(self, verdict: Verdict, evidence: Sequence[Evidence]) -> bool | None:
-        """Whether the ranks of the verdict were in one sleep since the last evidence; None if `due` was False."""
+    def proves(self, diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> bool | None:
+        """Whether the ranks of the diagnosis were in one sleep since the last evidence; None if `due` was False."""
         if not self._sampled:
             return None
         now = {sample.rank: sample.sleep for sample in evidence if sample.sleep >= 0}
         before, self._before = self._before, now
         if min(sample.still_seconds for sample in evidence if sample.runs) < SURE_SECONDS:
             return False
-        if verdict.kind in (VerdictKind.MISMATCH, VerdictKind.DEADLOCK):
+        if diagnosis.kind in (StopKind.MISMATCH, StopKind.DEADLOCK):
             return True
-        return bool(verdict.guilty) and all(rank in now and before.get(rank) == now[rank] for rank in verdict.guilty)
+        return bool(diagnosis.causes) and all(r in now and before.get(r) == now[r] for r in diagnosis.causes)
 
 
 # ---- a slow rank, a slow network ----

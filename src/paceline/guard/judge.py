@@ -1,4 +1,4 @@
-"""Finds the ranks that caused a failure or a stall. Without I/O: from the evidence of all ranks to one verdict.
+"""Finds the ranks that caused a failure or a stall. Without I/O: from the evidence of all ranks to one diagnosis.
 
 The most certain explanation counts, in this order:
 
@@ -11,9 +11,9 @@ The most certain explanation counts, in this order:
     and it does not complete
     no rank waits for a rank             BEHIND, NOT_MET: the ranks that are not where the majority is
 
-If the evidence does not show which party is wrong, the verdict lists the parties and names no rank as the cause. If two
-ranks disagree, either may be right. The verdict does not depend on clocks. Sequence numbers order collectives, and ages
-order failures.
+If the evidence does not show which party is wrong, the diagnosis lists the parties and names no rank as the cause. If
+two ranks disagree, either may be right. The diagnosis does not depend on clocks: sequence numbers order collectives,
+and ages order failures.
 
 Ranks contradict each other in three cases: they have entered different operations under the same number, they wait for
 each other, or a rank has ended while others wait for it. All ranks run one program. If two ranks both follow it, one is
@@ -47,29 +47,29 @@ from paceline.guard.waits import (
     waiting_alike,
     waiting_graph,
 )
-from paceline.protocol.evidence import SHARED_GROUP, Evidence, Op, Phase, Sample, Verdict, VerdictKind
+from paceline.protocol.evidence import SHARED_GROUP, Diagnosis, Evidence, Op, Phase, Sample, StopKind
 from paceline.protocol.places import shown_site, stands_at, waits_for_ranks
 
 Ranks = Mapping[int, Rank]
 Graph = Mapping[int, frozenset[int]]  # rank -> the ranks for which it waits
 BETTER_THAN_VICTIMS = (
-    VerdictKind.MISMATCH,
-    VerdictKind.DEADLOCK,
-    VerdictKind.BEHIND,
-    VerdictKind.STOPPED,
-    VerdictKind.UNINTERRUPTIBLE,
-    VerdictKind.LOADER,
+    StopKind.MISMATCH,
+    StopKind.DEADLOCK,
+    StopKind.BEHIND,
+    StopKind.STOPPED,
+    StopKind.UNINTERRUPTIBLE,
+    StopKind.LOADER,
 )
 DEADLOCK_SECONDS = 2.0  # without progress, before ranks count as deadlocked
 IDLE_CPU_SECONDS = 0.5  # per second; a rank that uses more may still arrive
 
 
-def judge(evidence: Sequence[Evidence]) -> Verdict:
-    """The verdict on ranks that stall or of which some have failed. Any evidence gives a verdict."""
+def judge(evidence: Sequence[Evidence]) -> Diagnosis:
+    """The diagnosis on ranks that stall or of which some have failed. Any evidence gives a diagnosis."""
     ranks = waiting_graph(evidence)
     mismatches = find_mismatches(ranks)
     engaged = drop_abandoned_ops(ranks)
-    verdict = (
+    diagnosis = (
         _died(ranks, mismatches)
         or _dispute(engaged, mismatches)
         or _waited_for(ranks, engaged)
@@ -78,30 +78,30 @@ def judge(evidence: Sequence[Evidence]) -> Verdict:
         or _no_rank_waits(ranks)
     )
     first = first_to_fail(evidence)
-    if first is None or _explains(verdict, first, evidence):
-        return verdict
-    outvoted = verdict.kind is VerdictKind.MISMATCH and rank_end(first).is_primary and verdict.guilty
-    return replace(verdict, failed=verdict.guilty[0] if outvoted else first.rank)  # all raise at the same time
+    if first is None or _explains(diagnosis, first, evidence):
+        return diagnosis
+    outvoted = diagnosis.kind is StopKind.MISMATCH and rank_end(first).is_primary and diagnosis.causes
+    return replace(diagnosis, failed=diagnosis.causes[0] if outvoted else first.rank)  # all raise at the same time
 
 
-def judge_samples(samples: Sequence[Sample]) -> Verdict:
-    """The verdict on ranks of which some have failed, from samples alone: the first failure."""
+def judge_samples(samples: Sequence[Sample]) -> Diagnosis:
+    """The diagnosis on ranks of which some have failed, from samples alone: the first failure."""
     first = first_to_fail(samples)
     if first is None:
-        return Verdict(VerdictKind.UNKNOWN)
-    return Verdict(VerdictKind.DIED, (first.rank,) if rank_end(first).is_primary else (), failed=first.rank)
+        return Diagnosis(StopKind.UNKNOWN)
+    return Diagnosis(StopKind.DIED, (first.rank,) if rank_end(first).is_primary else (), failed=first.rank)
 
 
-def _explains(verdict: Verdict, first: Sample, evidence: Sequence[Evidence]) -> bool:
+def _explains(diagnosis: Diagnosis, first: Sample, evidence: Sequence[Evidence]) -> bool:
     aborted = rank_end(first) is RankEnd.SIGNAL and first.code == -signal.SIGABRT
     has_evidence = any(sample.state or sample.ops for sample in evidence)  # else only samples
     if not has_evidence or not (aborted or rank_end(first) is RankEnd.VICTIM):
         return False
-    better = verdict.kind in BETTER_THAN_VICTIMS or (aborted and verdict.kind is VerdictKind.LEFT)
-    return better and bool(verdict.guilty or verdict.tie)
+    better = diagnosis.kind in BETTER_THAN_VICTIMS or (aborted and diagnosis.kind is StopKind.LEFT)
+    return better and bool(diagnosis.causes or diagnosis.tie)
 
 
-def _died(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Verdict | None:
+def _died(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Diagnosis | None:
     died = [n for n, rank in ranks.items() if rank.end.is_primary]
     died.sort(key=lambda n: (ranks[n].end, ranks[n].evidence.failed_at_seconds, n))
     broken = [n for n, rank in ranks.items() if rank.end is RankEnd.BROKEN]
@@ -112,28 +112,28 @@ def _died(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Verdict | None:
         wrong = [n for n in died if right is not None and n not in right]
         lines = [sentences.model(party) for party in (parties if right is None else reversed(parties))]
         tie = [] if right is not None else [list(party) for party in parties]
-        return conclude(VerdictKind.MISMATCH, ranks, lines, guilty=wrong, tie=tie)
+        return conclude(StopKind.MISMATCH, ranks, lines, causes=wrong, tie=tie)
     if died:
-        return conclude(VerdictKind.DIED, ranks, sentences.died(ranks, died), guilty=died)
+        return conclude(StopKind.DIED, ranks, sentences.died(ranks, died), causes=died)
     if not broken or mismatches:  # a rank that its transport ended may be the correct one
         return None
-    guilty = [n for n in broken if not ranks[n].evidence.words]  # their output mentions no other rank
-    return conclude(VerdictKind.DIED, ranks, sentences.broken(ranks, broken), guilty=guilty)
+    causes = [n for n in broken if not ranks[n].evidence.words]  # their output mentions no other rank
+    return conclude(StopKind.DIED, ranks, sentences.broken(ranks, broken), causes=causes)
 
 
-def _waited_for(ranks: Ranks, engaged: Ranks) -> Verdict | None:
+def _waited_for(ranks: Ranks, engaged: Ranks) -> Diagnosis | None:
     waiting = [n for n, rank in engaged.items() if rank.waits_for]
     reached = sorted(reachable(waiting, {n: rank.waits_for for n, rank in engaged.items()}))
-    guilty = [n for n in reached if _is_free(ranks[n])] or [n for n, rank in ranks.items() if rank.frozen]
-    if not guilty:
+    causes = [n for n in reached if _is_free(ranks[n])] or [n for n, rank in ranks.items() if rank.frozen]
+    if not causes:
         return None
-    kinds = {n: _kind(ranks[n]) for n in guilty}
+    kinds = {n: _kind(ranks[n]) for n in causes}
     kind = min(kinds.values())
-    if kind is VerdictKind.BEHIND and not any(rank.evidence.ops for rank in ranks.values()):
-        kind = VerdictKind.NOT_MET
-    guilty.sort(key=lambda n: (kinds[n], n))
-    op = sentences.awaited(ranks, guilty)
-    return conclude(kind, ranks, sentences.waited_for(ranks, guilty), guilty=guilty, op=op)
+    if kind is StopKind.BEHIND and not any(rank.evidence.ops for rank in ranks.values()):
+        kind = StopKind.NOT_MET
+    causes.sort(key=lambda n: (kinds[n], n))
+    op = sentences.awaited(ranks, causes)
+    return conclude(kind, ranks, sentences.waited_for(ranks, causes), causes=causes, op=op)
 
 
 def _is_free(rank: Rank) -> bool:
@@ -145,16 +145,16 @@ def _is_free(rank: Rank) -> bool:
     return not rank.pending or (not rank.evidence.answered and stands_outside(rank))
 
 
-def _kind(rank: Rank) -> VerdictKind:
+def _kind(rank: Rank) -> StopKind:
     if rank.frozen:
-        return VerdictKind.STOPPED
+        return StopKind.STOPPED
     if rank.evidence.state == "D":
-        return VerdictKind.UNINTERRUPTIBLE
-    return VerdictKind.LOADER if sentences.hanging_loaders(rank.evidence) else VerdictKind.BEHIND
+        return StopKind.UNINTERRUPTIBLE
+    return StopKind.LOADER if sentences.hanging_loaders(rank.evidence) else StopKind.BEHIND
 
 
-def _stuck_in_collective(ranks: Ranks) -> Verdict | None:
-    """The verdict on an operation that all ranks of its group have entered and that does not complete."""
+def _stuck_in_collective(ranks: Ranks) -> Diagnosis | None:
+    """The diagnosis on an operation that all ranks of its group have entered and that does not complete."""
     inside = {n: r.pending[0] for n, r in ranks.items() if r.pending and not r.waits_for and not r.frozen}
     if not any(ranks[n].end is RankEnd.RUNS for n in inside):  # ended ranks do not show which rank was missing
         return None
@@ -163,38 +163,38 @@ def _stuck_in_collective(ranks: Ranks) -> Verdict | None:
     silent = [n for n in inside if not ranks[n].evidence.answered and ranks[n].end is RankEnd.RUNS]
     others = [rank for n, rank in ranks.items() if n not in silent and rank.end is RankEnd.RUNS]
     if in_kernel:
-        kind, guilty = VerdictKind.UNINTERRUPTIBLE, in_kernel
+        kind, causes = StopKind.UNINTERRUPTIBLE, in_kernel
     elif silent and len(silent) < len(inside) and all(rank.evidence.answered for rank in others):
-        kind, guilty = VerdictKind.STOPPED, silent  # the processes of a frozen container do not show state T
+        kind, causes = StopKind.STOPPED, silent  # the processes of a frozen container do not show state T
     else:
-        return conclude(VerdictKind.NETWORK, ranks, sentences.all_inside(ranks, inside), op=op)
-    return conclude(kind, ranks, sentences.inside_but(ranks, guilty, op), guilty=guilty, op=op)
+        return conclude(StopKind.NETWORK, ranks, sentences.all_inside(ranks, inside), op=op)
+    return conclude(kind, ranks, sentences.inside_but(ranks, causes, op), causes=causes, op=op)
 
 
-def _no_rank_waits(ranks: Ranks) -> Verdict:
+def _no_rank_waits(ranks: Ranks) -> Diagnosis:
     running = {n: rank for n, rank in ranks.items() if rank.end is RankEnd.RUNS}
     kinds = {n: _kind(rank) for n, rank in running.items()}
-    stuck = [n for n, kind in kinds.items() if kind is not VerdictKind.BEHIND]
+    stuck = [n for n, kind in kinds.items() if kind is not StopKind.BEHIND]
     lines = sentences.all_locations(ranks)
     if stuck:
-        return conclude(min(kinds[n] for n in stuck), ranks, sentences.waited_for(ranks, stuck), guilty=stuck)
+        return conclude(min(kinds[n] for n in stuck), ranks, sentences.waited_for(ranks, stuck), causes=stuck)
     any_met = any(rank.evidence.ops for rank in ranks.values())
-    kind = VerdictKind.BEHIND if any_met else VerdictKind.NOT_MET
+    kind = StopKind.BEHIND if any_met else StopKind.NOT_MET
     if len(ranks) == len(running) == 1:
-        return conclude(VerdictKind.BEHIND, ranks, lines, guilty=list(running))
+        return conclude(StopKind.BEHIND, ranks, lines, causes=list(running))
     sites = {n: shown_site(rank.evidence) for n, rank in running.items()}
     parties = parties_by({n: site for n, site in sites.items() if site}, lambda site: site)
     right = majority(parties)
     if right is None or len(right) == len(running):
-        return conclude(VerdictKind.UNKNOWN, ranks, lines)
+        return conclude(StopKind.UNKNOWN, ranks, lines)
     wrong = [n for n in running if n not in right]
-    return conclude(kind, ranks, lines, guilty=wrong)
+    return conclude(kind, ranks, lines, causes=wrong)
 
 
 # ---- ranks that contradict each other ----
 
 
-def _dispute(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Verdict | None:
+def _dispute(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Diagnosis | None:
     graph = _graph(ranks, mismatches)
     if not _find_cycle(graph):
         return None
@@ -205,13 +205,13 @@ def _dispute(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Verdict | None:
     suspects = early or [n for n in sorted(_find_cycle(graph)) if not _find_cycle(graph, without=n)]
     parties = _parties(ranks, mismatches, suspects, graph)
     if early or len(suspects) == 1:
-        guilty = suspects
+        causes = suspects
     elif suspects or (right := majority(parties)) is None:
-        guilty = []
+        causes = []
     else:
-        guilty = sorted(n for party in parties if party is not right for n in party)
-    tie = [] if guilty else [sorted(party) for party in parties]
-    return _dispute_verdict(ranks, mismatches, guilty, tie, graph)
+        causes = sorted(n for party in parties if party is not right for n in party)
+    tie = [] if causes else [sorted(party) for party in parties]
+    return _dispute_diagnosis(ranks, mismatches, causes, tie, graph)
 
 
 def _graph(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Graph:
@@ -249,40 +249,40 @@ def _position(rank: Rank, number: int, members: Sequence[int]) -> Hashable:
     return None if op is None else (stream(op, number), op.seq, op.kind, op.name, op.shape, op.dtype)
 
 
-def _dispute_verdict(
-    ranks: Ranks, mismatches: Sequence[OpMismatch], guilty: Sequence[int], tie: Sequence[Sequence[int]], graph: Graph
-) -> Verdict:
-    involved = [*guilty, *(n for party in tie for n in party)]
+def _dispute_diagnosis(
+    ranks: Ranks, mismatches: Sequence[OpMismatch], causes: Sequence[int], tie: Sequence[Sequence[int]], graph: Graph
+) -> Diagnosis:
+    involved = [*causes, *(n for party in tie for n in party)]
     for mismatch in mismatches:
         count = sum(any(n in party for n in involved) for party in mismatch.parties)
-        if count >= (1 if guilty else 2):
-            right = next((p for p in mismatch.parties if not any(n in p for n in guilty)), mismatch.parties[0])
+        if count >= (1 if causes else 2):
+            right = next((p for p in mismatch.parties if not any(n in p for n in causes)), mismatch.parties[0])
             op = next(iter(right.values()))
-            site = next((party[n].site for n in guilty for party in mismatch.parties if n in party), "")
-            lines = sentences.mismatch(mismatch, guilty)
-            return sentences.conclude(VerdictKind.MISMATCH, ranks, lines, guilty=guilty, tie=tie, op=op, at=site)
+            site = next((party[n].site for n in causes for party in mismatch.parties if n in party), "")
+            lines = sentences.mismatch(mismatch, causes)
+            return sentences.conclude(StopKind.MISMATCH, ranks, lines, causes=causes, tie=tie, op=op, at=site)
     involved_ended = [n for n in involved if ranks[n].end is RankEnd.LEFT]
     if involved_ended:
         op, lines = sentences.awaited(ranks, involved_ended), sentences.waited_for(ranks, involved_ended)
-        return sentences.conclude(VerdictKind.LEFT, ranks, lines, guilty=guilty, tie=tie, op=op)
-    ended = [n for n in graph if ranks[n].end is RankEnd.LEFT and any(n in ranks[other].waits_for for other in guilty)]
+        return sentences.conclude(StopKind.LEFT, ranks, lines, causes=causes, tie=tie, op=op)
+    ended = [n for n in graph if ranks[n].end is RankEnd.LEFT and any(n in ranks[other].waits_for for other in causes)]
     if ended:
-        op, lines = sentences.awaited(ranks, ended), sentences.called_more(ranks, guilty, ended)
-        return sentences.conclude(VerdictKind.MISMATCH, ranks, lines, guilty=guilty, op=op)
-    groups = [list(party) for party in tie] or [list(guilty), *_rivals(ranks, guilty, graph)]
+        op, lines = sentences.awaited(ranks, ended), sentences.called_more(ranks, causes, ended)
+        return sentences.conclude(StopKind.MISMATCH, ranks, lines, causes=causes, op=op)
+    groups = [list(party) for party in tie] or [list(causes), *_rivals(ranks, causes, graph)]
     members = [n for group in groups for n in group]
     ops = {n: op for n in members if (op := sentences.held_in(ranks[n], members)) is not None}
     op = ops.get(groups[-1][0])
     lines = sentences.in_cycle(ranks, groups, ops)
-    return sentences.conclude(VerdictKind.DEADLOCK, ranks, lines, guilty=guilty, tie=tie, op=op)
+    return sentences.conclude(StopKind.DEADLOCK, ranks, lines, causes=causes, tie=tie, op=op)
 
 
-def _rivals(ranks: Ranks, guilty: Sequence[int], graph: Graph) -> list[list[int]]:
-    """The ranks in mutual waits with a guilty rank, else those of a cycle, grouped by their operation."""
-    wrong = set(guilty)
+def _rivals(ranks: Ranks, causes: Sequence[int], graph: Graph) -> list[list[int]]:
+    """The ranks in mutual waits with a rank in `causes`, else those of a cycle, grouped by their operation."""
+    wrong = set(causes)
     mutual = [n for n in graph if n not in wrong and any(n in graph[other] for other in wrong & graph[n])]
     rivals = mutual or [n for n in _find_cycle(graph) if n not in wrong]
-    return [sorted(party) for party in parties_by({n: _position(ranks[n], n, guilty) for n in rivals}, lambda at: at)]
+    return [sorted(party) for party in parties_by({n: _position(ranks[n], n, causes) for n in rivals}, lambda at: at)]
 
 
 def _find_cycle(graph: Graph, *, without: int | None = None) -> set[int]:

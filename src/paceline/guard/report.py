@@ -1,10 +1,10 @@
-"""Formats a verdict for the terminal (a stall, a failure, or the warning before a stall), and saves it in a folder.
+"""Formats a diagnosis for the terminal (a stall, a failure, or the warning before a stall), and saves it in a folder.
 
-runs/mnist-cnn-20260131-093000/attempt-1/verdict-1/
-    verdict.json    format, version, the verdict, and the evidence on each rank
+runs/mnist-cnn-20260131-093000/attempt-1/diagnosis-1/
+    diagnosis.json  format, version, the diagnosis, and the evidence on each rank
     rank-<r>.txt    for people: the location of the rank, its last collectives, the stacks of all its threads
 
-The folder keeps at most 256 ranks: those in the verdict, and at least one of each distinct state.
+The folder keeps at most 256 ranks: those in the diagnosis, and at least one of each distinct state.
 """
 
 import signal
@@ -21,52 +21,53 @@ from paceline.errors import ExitCode, UsageError, first_few
 from paceline.guard.collect import bounded_evidence
 from paceline.guard.deaths import RankEnd, rank_end
 from paceline.guard.sentences import format_caller, format_loader, format_location, format_op, format_ranks, signal_name
-from paceline.protocol.evidence import Evidence, Op, Phase, Sample, Stack, Verdict, VerdictKind
+from paceline.protocol.evidence import Diagnosis, Evidence, Op, Phase, Sample, Stack, StopKind
 from paceline.runs import writing
 from paceline.runs.console import clean
 from paceline.runs.reading import read
 
-VERDICT = "verdict.json"
+DIAGNOSIS = "diagnosis.json"
+FORMER = {"verdict": "diagnosis", "guilty": "causes", "paceline-verdict": "paceline-diagnosis"}  # names in old files
 MAX_LINES, MAX_COLUMNS = 15, 160
 MAX_PARTIES = 6
 MAX_NAMED = 3  # ranks with host and pid; the folder lists all of them
 TAIL_LINES = 15
 MAX_TRACEBACK_LINES = 80  # also of a message, so that the headline of a deep recursion stays on the screen
 EXIT_CODES = {  # of runs that paceline stopped; for other kinds 3
-    VerdictKind.LEFT: ExitCode.FAILED,
-    VerdictKind.MISMATCH: ExitCode.MISMATCH,
-    VerdictKind.DEADLOCK: ExitCode.MISMATCH,
-    VerdictKind.NOT_FINITE: ExitCode.NOT_FINITE,
-    VerdictKind.DIVERGED: ExitCode.DIVERGED,
-    VerdictKind.SWALLOWED: ExitCode.MISMATCH,
+    StopKind.LEFT: ExitCode.FAILED,
+    StopKind.MISMATCH: ExitCode.MISMATCH,
+    StopKind.DEADLOCK: ExitCode.MISMATCH,
+    StopKind.NOT_FINITE: ExitCode.NOT_FINITE,
+    StopKind.DIVERGED: ExitCode.DIVERGED,
+    StopKind.SWALLOWED: ExitCode.MISMATCH,
 }
 NAMED_KINDS = (
-    VerdictKind.DIED, VerdictKind.LEFT, VerdictKind.MISMATCH, VerdictKind.DEADLOCK, VerdictKind.NETWORK,
-    VerdictKind.DIVERGED, VerdictKind.NOT_FINITE, VerdictKind.SWALLOWED,
+    StopKind.DIED, StopKind.LEFT, StopKind.MISMATCH, StopKind.DEADLOCK, StopKind.NETWORK,
+    StopKind.DIVERGED, StopKind.NOT_FINITE, StopKind.SWALLOWED,
 )  # fmt: skip
 
 
-def format_verdict(
-    verdict: Verdict, evidence: Sequence[Evidence], *, waited_seconds: float, folder: Path | str, run: str
+def format_report(
+    diagnosis: Diagnosis, evidence: Sequence[Evidence], *, waited_seconds: float, folder: Path | str, run: str
 ) -> str:
-    """The verdict on ranks that block others: at most 15 lines of 160 characters. The first line lists the cause.
+    """The diagnosis on ranks that block others: at most 15 lines of 160 characters. The first line lists the cause.
 
     Args:
-        verdict: the verdict.
+        diagnosis: the diagnosis.
         evidence: the evidence on all ranks.
         waited_seconds: the time without progress; 0 if no rank waited.
-        folder: the folder of the verdict; empty if there is none.
+        folder: the folder of the diagnosis; empty if there is none.
         run: the argument with which `paceline hang` finds the run; empty if there is none.
     """
-    lines = [_line(_headline(verdict, evidence, waited_seconds))]
+    lines = [_line(_headline(diagnosis, evidence, waited_seconds))]
     gpus = (f"rank {sample.rank}'s {sample.gpu}" for sample in evidence if sample.gpu)
-    lines += (line for sentence in (*verdict.sentences, *gpus) for line in _wrapped(sentence))
+    lines += (line for sentence in (*diagnosis.sentences, *gpus) for line in _wrapped(sentence))
     pointers = [f"all stacks: {folder}/"] if folder else []
     pointers += [f"details: paceline hang {run}"] if run else []
     pointer = _line("    ".join(pointers), max_chars=10**6)  # never shortened: a truncated path is useless
     if len(lines) >= MAX_LINES:
         omitted = len(lines) - (MAX_LINES - 2)
-        lines = [*lines[: MAX_LINES - 2], f"  ... {omitted} more lines: {VERDICT}"]
+        lines = [*lines[: MAX_LINES - 2], f"  ... {omitted} more lines: {DIAGNOSIS}"]
     if pointer:
         joined = f"{lines[-1]}          {pointer}"
         if len(lines) > 1 and len(joined) <= MAX_COLUMNS:
@@ -91,28 +92,28 @@ def _wrapped(sentence: str) -> list[str]:
     return [_line(line) for line in lines]
 
 
-def _headline(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> str:
+def _headline(diagnosis: Diagnosis, evidence: Sequence[Evidence], waited_seconds: float) -> str:
     waited = f" after {waited_seconds:.1f} s" if waited_seconds > 0 else ""
-    step = f" at step {verdict.step}" if verdict.step else ""
+    step = f" at step {diagnosis.step}" if diagnosis.step else ""
     when = f"{waited}{step} (world {len(evidence)})"
-    if verdict.tie:
-        parties = first_few([format_ranks(party) for party in verdict.tie], MAX_PARTIES, " against ")
+    if diagnosis.tie:
+        parties = first_few([format_ranks(party) for party in diagnosis.tie], MAX_PARTIES, " against ")
         return f"RANKS DISAGREE: {parties}{when}; one of them is wrong"
-    label = verdict.kind.name.replace("_", " ") if verdict.kind in NAMED_KINDS else "STALL"
-    cause = f"GUILTY: {_guilty(verdict, evidence)}" if verdict.guilty else "No rank identified as the cause"
+    label = diagnosis.kind.name.replace("_", " ") if diagnosis.kind in NAMED_KINDS else "STALL"
+    cause = f"CAUSE: {_format_causes(diagnosis, evidence)}" if diagnosis.causes else "No rank identified as the cause"
     return f"{label}{when}. {cause}"
 
 
-def _guilty(verdict: Verdict, evidence: Sequence[Evidence]) -> str:
+def _format_causes(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> str:
     by_rank = {sample.rank: sample for sample in evidence}
-    guilty = [by_rank[rank] for rank in verdict.guilty if rank in by_rank]
-    if not guilty:
-        return format_ranks(verdict.guilty)
-    hosts = sorted({sample.host for sample in guilty})
+    causes = [by_rank[rank] for rank in diagnosis.causes if rank in by_rank]
+    if not causes:
+        return format_ranks(diagnosis.causes)
+    hosts = sorted({sample.host for sample in causes})
     location = ", ".join(hosts[:MAX_NAMED]) + (", ..." if len(hosts) > MAX_NAMED else "")
-    if len(guilty) <= MAX_NAMED:
-        location += f", pid{'s' if len(guilty) > 1 else ''} {', '.join(str(sample.pid) for sample in guilty)}"
-    return f"{format_ranks(verdict.guilty)} ({location})"
+    if len(causes) <= MAX_NAMED:
+        location += f", pid{'s' if len(causes) > 1 else ''} {', '.join(str(sample.pid) for sample in causes)}"
+    return f"{format_ranks(diagnosis.causes)} ({location})"
 
 
 def format_warning(ranks: Sequence[Sample], *, still_seconds: float, window_seconds: float) -> str:
@@ -127,11 +128,11 @@ def format_warning(ranks: Sequence[Sample], *, still_seconds: float, window_seco
     return _line(f"no progress for {still_seconds:.1f} s{at}{doing}; reported as a stall after {window_seconds:.1f} s")
 
 
-def summarize(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> str:
-    """The verdict in one line: the failed rank and the first line of its error, or the headline of a stall."""
-    first = next((sample for sample in evidence if sample.rank == verdict.failed), None)
+def summarize(diagnosis: Diagnosis, evidence: Sequence[Evidence], waited_seconds: float) -> str:
+    """The diagnosis in one line: the failed rank and the first line of its error, or the headline of a stall."""
+    first = next((sample for sample in evidence if sample.rank == diagnosis.failed), None)
     if first is None:
-        return _line(_headline(verdict, evidence, waited_seconds))
+        return _line(_headline(diagnosis, evidence, waited_seconds))
     if rank_end(first) is RankEnd.LOST:
         return _line(first.lost)
     if first.failure is None:
@@ -140,12 +141,12 @@ def summarize(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: fl
     return _line(f"rank {first.rank} ({first.host}): {first.failure.type}: {message}")
 
 
-def format_failure(verdict: Verdict, evidence: Sequence[Evidence], *, oom_kills: int, attempt_dir: str) -> str:
-    """The verdict on a failed run (with `verdict.failed`): the rank, how and why it failed, and the path of the logs.
+def format_failure(diagnosis: Diagnosis, evidence: Sequence[Evidence], *, oom_kills: int, attempt_dir: str) -> str:
+    """The diagnosis of a failed run (with `diagnosis.failed`): the rank, how and why it failed, the path of the logs.
 
     `oom_kills` is the number of processes that the kernel killed for memory; `attempt_dir` has the logs.
     """
-    first = next(sample for sample in evidence if sample.rank == verdict.failed)
+    first = next(sample for sample in evidence if sample.rank == diagnosis.failed)
     end = rank_end(first)
     if end is RankEnd.LOST:
         ranks = ", ".join(str(sample.rank) for sample in evidence if sample.lost == first.lost)
@@ -215,55 +216,60 @@ MAX_BYTES = 16 << 20
 MAX_KEPT = 256  # ranks with a file, because a thousand nodes may share the disk
 
 
-class VerdictRecord(msgspec.Struct, frozen=True):
-    """A verdict and its evidence: the content of verdict.json."""
+class DiagnosisRecord(msgspec.Struct, frozen=True):
+    """A diagnosis and its evidence: the content of diagnosis.json."""
 
-    format: Literal["paceline-verdict"]
+    format: Literal["paceline-diagnosis"]
     version: int
-    verdict: Verdict
+    diagnosis: Diagnosis
     waited_seconds: float  # time without progress
     unix_time: float
     evidence: tuple[Evidence, ...]
 
 
-def same_verdict(one: Verdict, other: Verdict) -> bool:
-    """Whether two verdicts have the same cause at the same step. The numbers of collectives may differ."""
+def same_diagnosis(one: Diagnosis, other: Diagnosis) -> bool:
+    """Whether two diagnoses have the same cause at the same step. The numbers of collectives may differ."""
     return _essence(one) == _essence(other)
 
 
-def _essence(verdict: Verdict) -> tuple[object, ...]:
-    op = verdict.op
+def _essence(diagnosis: Diagnosis) -> tuple[object, ...]:
+    op = diagnosis.op
     signature = (op.kind, op.name, op.shape, op.dtype, op.site) if op is not None else None
-    return verdict.kind, verdict.guilty, verdict.tie, verdict.site, verdict.step, signature
+    return diagnosis.kind, diagnosis.causes, diagnosis.tie, diagnosis.site, diagnosis.step, signature
 
 
-def write_verdict(folder: Path, verdict: Verdict, evidence: Sequence[Evidence], *, waited_seconds: float) -> None:
-    """Write a verdict into a new, private folder. verdict.json appears only when it is complete.
+def write_diagnosis(folder: Path, diagnosis: Diagnosis, evidence: Sequence[Evidence], *, waited_seconds: float) -> None:
+    """Write a diagnosis into a new, private folder. diagnosis.json appears only when it is complete.
 
     Raises:
         OSError: the folder exists or cannot be written.
     """
     writing.make_folder(folder)
-    chosen = select_ranks(verdict, evidence)
+    chosen = select_ranks(diagnosis, evidence)
     for sample in chosen:
         writing.replace(folder / f"rank-{sample.rank}.txt", describe_rank(sample).encode())
     # a failure record has a separate file, and monotonic times are meaningless to a reader
     kept = tuple(
         replace(bounded_evidence(sample), failure=None, ended_seconds=0.0, marks=b"", orders=b"") for sample in chosen
     )
-    content = VerdictRecord("paceline-verdict", VERSION, verdict, waited_seconds, time.time(), kept)
-    writing.replace(folder / VERDICT, msgspec.json.encode(content))
+    content = DiagnosisRecord("paceline-diagnosis", VERSION, diagnosis, waited_seconds, time.time(), kept)
+    writing.replace(folder / DIAGNOSIS, msgspec.json.encode(content))
 
 
-def select_ranks(verdict: Verdict, evidence: Sequence[Evidence]) -> list[Evidence]:
-    """At most 256 ranks that get a file: those of the verdict, one of each distinct state, and the first others."""
+def select_ranks(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> list[Evidence]:
+    """At most 256 ranks that get a file: those of the diagnosis, one of each distinct state, and the first others."""
     if len(evidence) <= MAX_KEPT:
         return list(evidence)
-    involved = {*verdict.guilty, *(party[0] for party in verdict.tie), verdict.failed}
+    involved = {*diagnosis.causes, *(party[0] for party in diagnosis.tie), diagnosis.failed}
     states = {(s.phase, s.state, s.code, s.ops[-1:], s.stacks[:1]): s.rank for s in reversed(evidence)}
     distinct = {*states.values()}
     ordered = sorted(evidence, key=lambda s: (s.rank not in involved, s.rank not in distinct, s.rank))
     return sorted(ordered[:MAX_KEPT], key=lambda s: s.rank)
+
+
+def diagnosis_file(folder: Path) -> Path:
+    """The path of the file in the folder `diagnosis-N`, or `verdict-N` of an earlier version."""
+    return folder / ("verdict.json" if folder.name.startswith("verdict-") else DIAGNOSIS)
 
 
 class _Head(msgspec.Struct):
@@ -271,24 +277,27 @@ class _Head(msgspec.Struct):
     version: int = 0
 
 
-def read_verdict(folder: Path) -> VerdictRecord:
-    """Read the verdict of a folder that `write_verdict` made.
+def read_diagnosis(folder: Path) -> DiagnosisRecord:
+    """Read the diagnosis of a folder that `write_diagnosis` made, or an earlier version with the names in `FORMER`.
 
     Raises:
-        UsageError: verdict.json is missing or damaged, or has a different version.
+        UsageError: diagnosis.json is missing or damaged, or has a different version.
     """
-    path = folder / VERDICT
+    path = diagnosis_file(folder)
     try:
         content = read(path, limit_bytes=MAX_BYTES)
     except OSError as error:
-        raise UsageError(code="verdict-not-readable", path=path, strerror=error.strerror) from error
+        raise UsageError(code="diagnosis-not-readable", path=path, strerror=error.strerror) from error
+    if path.name != DIAGNOSIS:
+        for former, current in FORMER.items():
+            content = content.replace(f'"{former}"'.encode(), f'"{current}"'.encode())
     try:
         head = msgspec.json.decode(content, type=_Head)
-        if head.format == "paceline-verdict" and head.version != VERSION:
-            raise UsageError(code="verdict-of-other-version", path=path, version=head.version, readable=VERSION)
-        return msgspec.json.decode(content, type=VerdictRecord)
+        if head.format == "paceline-diagnosis" and head.version != VERSION:
+            raise UsageError(code="diagnosis-of-other-version", path=path, version=head.version, readable=VERSION)
+        return msgspec.json.decode(content, type=DiagnosisRecord)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise UsageError(code="verdict-damaged", path=path, error=error) from error
+        raise UsageError(code="diagnosis-damaged", path=path, error=error) from error
 
 
 def describe_rank(one: Evidence, *, most_ops: int | None = None, most_stacks: int | None = None) -> str:

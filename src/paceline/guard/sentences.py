@@ -1,4 +1,4 @@
-"""The sentences of a verdict. They list ranks, collectives and source lines, and the action of each party.
+"""The sentences of a diagnosis. They list ranks, collectives and source lines, and the action of each party.
 
 The cause is first.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 
 from paceline.guard.deaths import MISMATCH_TEXT, RankEnd
 from paceline.guard.waits import FROZEN, OpMismatch, Rank, stream, waiting_alike
-from paceline.protocol.evidence import BLOCK, Evidence, LoaderWorker, Op, Phase, Verdict, VerdictKind
+from paceline.protocol.evidence import BLOCK, Diagnosis, Evidence, LoaderWorker, Op, Phase, StopKind
 from paceline.protocol.places import frames, library_suffix, line_of, shown_site, stands_at, visible_frames
 from paceline.runs.console import join_ranges
 
@@ -92,22 +92,22 @@ Ranks = Mapping[int, Rank]
 
 
 def conclude(
-    kind: VerdictKind,
+    kind: StopKind,
     ranks: Ranks,
     lines: Sequence[str],
     *,
-    guilty: Sequence[int] = (),
+    causes: Sequence[int] = (),
     tie: Sequence[Sequence[int]] = (),
     op: Op | None = None,
     at: str = "",
-) -> Verdict:
-    """A complete verdict. `at` is the line of the first rank in `guilty`; by default its current line."""
-    lines = [*lines, *_about_blocks(ranks, [*guilty, *(n for party in tie for n in party)])]
+) -> Diagnosis:
+    """A complete diagnosis. `at` is the line of the first rank in `causes`; by default its current line."""
+    lines = [*lines, *_about_blocks(ranks, [*causes, *(n for party in tie for n in party)])]
     step = max((rank.evidence.step for rank in ranks.values()), default=0)
-    first = ranks[guilty[0]].evidence if guilty else None
+    first = ranks[causes[0]].evidence if causes else None
     site = "" if first is None else at or shown_site(first) or (first.ops[-1].site if first.ops else "")
     parties = tuple(sorted(tuple(sorted(party)) for party in tie))
-    return Verdict(kind, tuple(guilty), parties, tuple(lines), op, site, step)
+    return Diagnosis(kind, tuple(causes), parties, tuple(lines), op, site, step)
 
 
 def _about_blocks(ranks: Ranks, involved: Sequence[int]) -> list[str]:
@@ -124,16 +124,16 @@ def hanging_loaders(one: Evidence) -> list[LoaderWorker]:
     return stopped or [loader for loader in one.loaders if loader.busy]
 
 
-def waited_for(ranks: Ranks, guilty: Sequence[int]) -> list[str]:
+def waited_for(ranks: Ranks, causes: Sequence[int]) -> list[str]:
     """Sentences about ranks for which others wait, and about the operation in which the others wait."""
-    op, holders = awaited(ranks, guilty), waiting_alike(ranks)
-    alike = _alike(guilty, lambda n: (_where(ranks[n]), _most_awaited(holders, [n])))
+    op, holders = awaited(ranks, causes), waiting_alike(ranks)
+    alike = _alike(causes, lambda n: (_where(ranks[n]), _most_awaited(holders, [n])))
     lines = [_not_entered(ranks, group, op) for group in alike]
-    running = [ranks[n].evidence for n in guilty if ranks[n].end is RankEnd.RUNS and not ranks[n].frozen]
+    running = [ranks[n].evidence for n in causes if ranks[n].end is RankEnd.RUNS and not ranks[n].frozen]
     loaders = [f"its {format_loader(loader)}" for evidence in running for loader in hanging_loaders(evidence)[:2]]
-    findings = (finding for n in guilty for finding in ranks[n].evidence.findings)
+    findings = (finding for n in causes for finding in ranks[n].evidence.findings)
     threads = [finding.words for finding in findings if finding.kind == "thread"]
-    return [*_limited(lines), *_limited(loaders + threads), *_waiting(ranks, op, without=guilty)]
+    return [*_limited(lines), *_limited(loaders + threads), *_waiting(ranks, op, without=causes)]
 
 
 def _not_entered(ranks: Ranks, group: Sequence[int], op: Op | None) -> str:
@@ -201,16 +201,16 @@ def held_in(one: Rank, others: Collection[int]) -> Op | None:
     return next((op for op in ops if stands_at(one.evidence, op)), ops[0] if ops else None)
 
 
-def awaited(ranks: Ranks, guilty: Collection[int]) -> Op | None:
-    """The operation in which most ranks wait for `guilty`."""
-    return _most_awaited(waiting_alike(ranks), guilty)
+def awaited(ranks: Ranks, causes: Collection[int]) -> Op | None:
+    """The operation in which most ranks wait for `causes`."""
+    return _most_awaited(waiting_alike(ranks), causes)
 
 
-def _most_awaited(holders: Iterable[tuple[Mapping[int, Op | None], list[int]]], guilty: Collection[int]) -> Op | None:
+def _most_awaited(holders: Iterable[tuple[Mapping[int, Op | None], list[int]]], causes: Collection[int]) -> Op | None:
     counts: Counter[tuple[str, int, str, int | None]] = Counter()
     ops: dict[tuple[str, int, str, int | None], Op] = {}
     for waits_for, waiting in holders:
-        for n in guilty:
+        for n in causes:
             if (op := waits_for.get(n)) is not None:
                 counts[key := (op.group, op.seq, op.kind, op.peer)] += len(waiting)
                 ops.setdefault(key, op)
@@ -224,9 +224,9 @@ def called_more(ranks: Ranks, waiting: Sequence[int], left: Sequence[int]) -> li
     return [f"{clause(waiting, 'waits', 'wait')} {op_text}", f"{format_ranks(left)} ended without it, with code 0"]
 
 
-def mismatch(found: OpMismatch, guilty: Collection[int]) -> list[str]:
+def mismatch(found: OpMismatch, causes: Collection[int]) -> list[str]:
     """Sentences about parties that have entered different operations."""
-    ordered = sorted(found.parties, key=lambda party: (not any(n in party for n in guilty), len(party), min(party)))
+    ordered = sorted(found.parties, key=lambda party: (not any(n in party for n in causes), len(party), min(party)))
     ops = [(format_ranks(party), next(iter(party.values()))) for party in ordered]
     return _limited([f"{subject} called {format_op(op)}{op.site and f' at {op.site}'}" for subject, op in ops])
 
@@ -264,24 +264,24 @@ def all_inside(ranks: Ranks, held: Mapping[int, Op]) -> list[str]:
     return lines
 
 
-def inside_but(ranks: Ranks, guilty: Sequence[int], op: Op) -> list[str]:
+def inside_but(ranks: Ranks, causes: Sequence[int], op: Op) -> list[str]:
     """Sentences about ranks that are in an operation with all others, but cannot complete it."""
     lines = [
         f"{format_ranks([n])} is in {format_op(op)}, as all are; it is {format_location(ranks[n].evidence)}"
-        for n in guilty
+        for n in causes
     ]
-    return [*_limited(lines), *_waiting(ranks, op, without=guilty)]
+    return [*_limited(lines), *_waiting(ranks, op, without=causes)]
 
 
-def died(ranks: Ranks, guilty: Sequence[int]) -> list[str]:
+def died(ranks: Ranks, causes: Sequence[int]) -> list[str]:
     """Sentences about ranks whose end is a primary failure."""
-    return _limited([f"rank {n} {_ended(ranks[n].evidence)}{_last(ranks[n].evidence)}" for n in guilty])
+    return _limited([f"rank {n} {_ended(ranks[n].evidence)}{_last(ranks[n].evidence)}" for n in causes])
 
 
-def broken(ranks: Ranks, guilty: Sequence[int]) -> list[str]:
+def broken(ranks: Ranks, causes: Sequence[int]) -> list[str]:
     """Sentences about ranks that their transport ended."""
-    lines = died(ranks, guilty)
-    if any(MISMATCH_TEXT.search(ranks[n].evidence.words) for n in guilty):
+    lines = died(ranks, causes)
+    if any(MISMATCH_TEXT.search(ranks[n].evidence.words) for n in causes):
         lines.append("it and another rank have entered different operations; either may be wrong")
     return lines
 

@@ -1,7 +1,7 @@
 """Detects faults of a script that raise no error: diverging replicas, gradients that are not finite. Without I/O.
 
 `SilentFaultDetector.see` processes samples of all ranks repeatedly. It collects notices for the user, and returns a
-verdict that ends the run if results are wrong.
+diagnosis that ends the run if results are wrong.
 
 It compares fingerprints of parameters that must be equal on ranks, and the order of collectives. It compares only
 fingerprints of the same step, and only if all ranks that must be equal have one. Parameters that DDP keeps equal must
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from paceline.guard.detectors import median_without
 from paceline.guard.sentences import clause, format_ranks
 from paceline.guard.waits import majority, parties_by
-from paceline.protocol.evidence import Evidence, Op, Sample, ScriptFinding, Verdict, VerdictKind
+from paceline.protocol.evidence import Diagnosis, Evidence, Op, Sample, ScriptFinding, StopKind
 from paceline.protocol.marks import (
     BY_DDP,
     SETTINGS,
@@ -62,7 +62,7 @@ class Difference:
         return parties_by(hashes, lambda value: value)
 
     @property
-    def guilty(self) -> tuple[int, ...]:
+    def causes(self) -> tuple[int, ...]:
         """The ranks in the minority; none if there is no majority."""
         right = majority(self.parties)
         return tuple(rank for rank in sorted(self.marks) if rank not in right) if right is not None else ()
@@ -219,11 +219,11 @@ class SilentFaultDetector:
         self.notices: list[Notice] = []
         """Notices to print; the caller empties the list."""
 
-    def see(self, ranks: Sequence[Sample], *, last: bool = False) -> list[Verdict]:
+    def see(self, ranks: Sequence[Sample], *, last: bool = False) -> list[Diagnosis]:
         """Process samples of all ranks, including ended ones; `last`: all ranks have ended without failure.
 
         Returns:
-            New verdicts, each once.
+            New diagnoses, each once.
         """
         self._swallowed(ranks)
         self._stale(ranks, last=last)
@@ -231,21 +231,21 @@ class SilentFaultDetector:
         collective = self._collective(ranks, last=last)
         if collective is not None and last and (uneven := self._uneven(ranks)) is not None:
             collective = replace(collective, sentences=(*collective.sentences, *uneven.sentences))
-        verdicts = [collective, self._not_finite(ranks, last=last)]
+        diagnoses = [collective, self._not_finite(ranks, last=last)]
         if last and any(sample.uneven for sample in ranks):
             self._shadowed(ranks)
         if any(sample.uneven for sample in ranks) or any((kind,) not in self._reported for kind in self._looks):
-            return [verdict for verdict in verdicts if verdict is not None]
+            return [diagnosis for diagnosis in diagnoses if diagnosis is not None]
         differences = self._comparison.see({s.rank: fingerprints_of(s.marks) for s in ranks if s.marks})
         orders = {sample.rank: orders_of(sample.orders) for sample in ranks if sample.orders}
-        verdicts += [self._order(at, calls) for at, calls in self._orders.see(orders, last=last)]
+        diagnoses += [self._order(at, calls) for at, calls in self._orders.see(orders, last=last)]
         uneven = self._uneven(ranks) if last else None
         for difference in differences:
             diverged = self._diverged(difference, ranks)
             if diverged is not None and uneven is not None:  # this may be the reason
                 diverged, uneven = replace(diverged, sentences=(*diverged.sentences, *uneven.sentences)), None
-            verdicts.append(diverged)
-        return [verdict for verdict in (*verdicts, uneven) if verdict is not None]
+            diagnoses.append(diverged)
+        return [diagnosis for diagnosis in (*diagnoses, uneven) if diagnosis is not None]
 
     def _new(self, *key: object) -> bool:
         is_known = key in self._reported
@@ -268,7 +268,7 @@ class SilentFaultDetector:
         self._looks[kind] = self._looks.get(kind, 0) + 1
         return len(findings) < self._size and self._looks[kind] < LOOKS and not last
 
-    def _collective(self, ranks: Sequence[Sample], *, last: bool) -> Verdict | None:
+    def _collective(self, ranks: Sequence[Sample], *, last: bool) -> Diagnosis | None:
         """A collective that failed on some ranks, which ignored the error: at least one batch is lost."""
         failed = _findings(ranks, "collective")
         if not failed or ("collective",) in self._reported or self._must_wait("collective", failed, last=last):
@@ -282,8 +282,8 @@ class SilentFaultDetector:
         if others:
             lines.append(f"{clause(others, 'has', 'have')} called fewer or different collectives")
         lines += [f"rank {rank} {finding.words} (step {finding.step})" for rank, finding in stale.items()]
-        guilty = others or tuple(sorted(stale))
-        return Verdict(VerdictKind.SWALLOWED, guilty, sentences=tuple(lines), step=max(f.step for f in failed.values()))
+        causes = others or tuple(sorted(stale))
+        return Diagnosis(StopKind.SWALLOWED, causes, sentences=tuple(lines), step=max(f.step for f in failed.values()))
 
     def _stale(self, ranks: Sequence[Sample], *, last: bool) -> None:
         """Report findings that only some ranks have made, after all ranks had time to make them."""
@@ -313,7 +313,7 @@ class SilentFaultDetector:
                 text = f"rank {rank.rank} took {rank.joint_steps} steps, the others {others:g}. If its data ended too "
                 self._notify("shadowed", text + "early, Join hides this", rank.rank, rank.joint_steps)
 
-    def _not_finite(self, ranks: Sequence[Sample], *, last: bool) -> Verdict | None:
+    def _not_finite(self, ranks: Sequence[Sample], *, last: bool) -> Diagnosis | None:
         applied = _findings(ranks, "not finite")
         if not applied or ("not finite",) in self._reported or self._must_wait("not finite", applied, last=last):
             return None
@@ -328,11 +328,11 @@ class SilentFaultDetector:
         elif not local:
             lines = ["the gradients and losses of each rank were finite, but their sum over ranks is not"]
         lines.append(f"{clause(applied, 'has', 'have')} updated parameters with gradients that are NaN or infinite")
-        guilty = tuple(sorted(local or applied))
-        guilty = guilty if len(guilty) < self._size or self._size == 1 else ()
-        return Verdict(VerdictKind.NOT_FINITE, guilty, sentences=tuple(lines), step=step)
+        causes = tuple(sorted(local or applied))
+        causes = causes if len(causes) < self._size or self._size == 1 else ()
+        return Diagnosis(StopKind.NOT_FINITE, causes, sentences=tuple(lines), step=step)
 
-    def _diverged(self, difference: Difference, ranks: Sequence[Sample]) -> Verdict | None:
+    def _diverged(self, difference: Difference, ranks: Sequence[Sample]) -> Diagnosis | None:
         names, mark = self._names().get(str(difference.mark.layout), ()), difference.mark
         part = mark.parts[difference.at]
         tensor = names[part] if part < len(names) else f"part {part}"
@@ -350,11 +350,11 @@ class SilentFaultDetector:
         lines += [f"rank {rank} {_continued(finding)}" for rank, finding in findings if finding.kind == "swallowed"]
         stale = {rank: f"rank {rank} {f.words} (step {f.step})" for rank, f in findings if f.kind == "stale"}
         stale = stale if len(stale) < self._size else {}
-        guilty = difference.guilty or tuple(sorted(stale))  # without a majority, a stale step shows which rank is wrong
-        tie = () if guilty else tuple(tuple(sorted(party)) for party in difference.parties)
-        return Verdict(VerdictKind.DIVERGED, guilty, tie, (*lines, *stale.values()), step=mark.number)
+        causes = difference.causes or tuple(sorted(stale))  # without a majority, a stale step shows which rank is wrong
+        tie = () if causes else tuple(tuple(sorted(party)) for party in difference.parties)
+        return Diagnosis(StopKind.DIVERGED, causes, tie, (*lines, *stale.values()), step=mark.number)
 
-    def _order(self, at: int, calls: Mapping[int, Calls]) -> Verdict | None:
+    def _order(self, at: int, calls: Mapping[int, Calls]) -> Diagnosis | None:
         if ("order",) in self._reported:
             return None
         if any(call not in self._known.get(rank, {}) for rank, rank_calls in calls.items() for call in rank_calls):
@@ -367,9 +367,9 @@ class SilentFaultDetector:
         if mismatch is None:
             return None
         self._reported.add(("order",))
-        return _order_verdict(mismatch, sorted(windows), at + 1)
+        return _order_diagnosis(mismatch, sorted(windows), at + 1)
 
-    def _uneven(self, ranks: Sequence[Sample]) -> Verdict | None:
+    def _uneven(self, ranks: Sequence[Sample]) -> Diagnosis | None:
         ddp = any(mark.flags & BY_DDP for sample in ranks for mark in fingerprints_of(sample.marks))
         steps = {sample.rank: sample.joint_steps for sample in ranks}
         if len({*steps.values()}) < 2 or not self._new("uneven"):
@@ -387,7 +387,7 @@ class SilentFaultDetector:
         lines = tuple(f"{format_ranks(party)} took {next(iter(party.values()))} steps" for party in reversed(parties))
         wrong = () if right is None else tuple(rank for rank in steps if rank not in right)
         tie = () if wrong else tuple(tuple(sorted(party)) for party in parties)
-        return Verdict(VerdictKind.DIVERGED, wrong, tie, lines, step=max(steps.values()))
+        return Diagnosis(StopKind.DIVERGED, wrong, tie, lines, step=max(steps.values()))
 
 
 def _findings(ranks: Sequence[Sample], kind: str) -> dict[int, ScriptFinding]:
@@ -402,9 +402,9 @@ def _continued(finding: ScriptFinding) -> str:
 
 
 def _parties(difference: Difference, tensor: str, step: int, before: str) -> list[str]:
-    if difference.guilty:
-        others = [rank for rank in difference.marks if rank not in difference.guilty]
-        return [f"{clause(difference.guilty, 'has', 'have')} a different {tensor} from {format_ranks(others)} "
+    if difference.causes:
+        others = [rank for rank in difference.marks if rank not in difference.causes]
+        return [f"{clause(difference.causes, 'has', 'have')} a different {tensor} from {format_ranks(others)} "
                 f"after step {step}{before}"]  # fmt: skip
     parties = " against ".join(format_ranks(party) for party in difference.parties[:MOST_PARTIES])
     return [f"{tensor} differs after step {step}{before}: {parties}; without a majority, either may be wrong"]
@@ -419,7 +419,7 @@ def _unequal_settings(marks: Fingerprints) -> Iterator[str]:
             yield f"the optimizer's {name}, summed over parameter groups, is {' against '.join(values)}"
 
 
-def _order_verdict(mismatch: Mismatch, ranks: Sequence[int], number: int) -> Verdict:
+def _order_diagnosis(mismatch: Mismatch, ranks: Sequence[int], number: int) -> Diagnosis:
     calls = dict(zip(ranks, mismatch.calls, strict=True))
     lines = (
         f"near call {number} over all ranks: {mismatch.words}",
@@ -428,7 +428,7 @@ def _order_verdict(mismatch: Mismatch, ranks: Sequence[int], number: int) -> Ver
     op = next((call for rank, call in calls.items() if rank not in mismatch.odd), None)
     site = next((call.site for rank, call in calls.items() if rank in mismatch.odd and call is not None), "")
     tie = () if mismatch.odd else tuple((rank,) for rank in ranks)
-    return Verdict(VerdictKind.MISMATCH, mismatch.odd, tie, lines, op, site)
+    return Diagnosis(StopKind.MISMATCH, mismatch.odd, tie, lines, op, site)
 
 
 def calls_of(evidence: Sequence[Evidence]) -> dict[int, dict[int, Op]]:

@@ -222,10 +222,10 @@ def print_report(spec: Spec | None, reports: Sequence[VerifyReport]) -> bool:
         f"allowed: {tolerance:.0e} of the largest magnitude of its kind; state and parameters with AdamW {adaptive}"
     )
     count = sum(1 for r in results if not r.not_run)
-    verdict = (
+    outcome = (
         f"{len(failed)} of {count} cases DIFFER from one process" if failed else f"all {count} cases equal one process"
     )
-    console.print(verdict if count else "nothing was run")
+    console.print(outcome if count else "nothing was run")
     return not failed and count > 0
 
 
@@ -235,15 +235,15 @@ def print_bits(spec: Spec | None, reports: Sequence[BitsReport]) -> bool:
     first = reports[0]
     if spec:
         console.print(_title(spec, first, "float32"))
-    table = Table("optimizer", "strategy", "processes", "weights", "whole state", "verdict", title="SHA-256")
+    table = Table("optimizer", "strategy", "processes", "weights", "whole state", "result", title="SHA-256")
     expected = {bits.optimizer: bits for bits in reversed(first.bits)}
     differ: list[str] = []
     for optimizer in expected:
         for report in reports:
             for bits in (b for b in report.bits if b.optimizer == optimizer):
                 difference = _first_difference(bits, expected[optimizer])
-                verdict = "[bold red]DIFFERS[/]" if difference else "[green]same[/]"
-                cells = (optimizer, bits.strategy, str(report.world_size), bits.weights[:16], bits.state[:16], verdict)
+                outcome = "[bold red]DIFFERS[/]" if difference else "[green]same[/]"
+                cells = (optimizer, bits.strategy, str(report.world_size), bits.weights[:16], bits.state[:16], outcome)
                 table.add_row(*cells)
                 if difference:
                     differ.append(f"{bits.strategy} on {report.world_size}, {optimizer}: {difference}")
@@ -285,14 +285,14 @@ def _first_difference(bits: Bits, expected: Bits) -> str:
 
 
 def _table(results: Sequence[Result]) -> Table:
-    columns = ("processes", "strategy", "batch norm", "optimizer", *KINDS, "verdict")
+    columns = ("processes", "strategy", "batch norm", "optimizer", *KINDS, "result")
     table = Table(*columns, title="largest difference from one process")
     for result in results:
         case = result.case
         cells = [_cell(result.errors.get(kind)) for kind in KINDS]
-        verdict = "not run" if result.not_run else "[green]equal[/]" if result.passed else "[bold red]DIFFERS[/]"
+        outcome = "not run" if result.not_run else "[green]equal[/]" if result.passed else "[bold red]DIFFERS[/]"
         norm = "-" if case.batchnorm == "none" else case.batchnorm
-        table.add_row(str(case.world_size), case.label, norm, case.optimizer, *cells, verdict)
+        table.add_row(str(case.world_size), case.label, norm, case.optimizer, *cells, outcome)
     return table
 
 

@@ -69,7 +69,7 @@ def run(
 
     Raises:
         UsageError: an argument is invalid, a host cannot be used, or this process is itself a rank.
-        TrainingError: a rank was killed, or the guard ended the run. The message is the verdict.
+        TrainingError: a rank was killed, or the guard ended the run. The message is the diagnosis.
         KeyboardInterrupt: after an interrupt, once all ranks have ended.
         Exception: the exception of the rank that failed first, with its traceback as a note.
     """

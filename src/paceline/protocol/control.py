@@ -77,7 +77,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     attempt_dir: str = ""
     generation: int = 0  # the number of restarts before
     record: int = -1  # memory for the failure record of the worker
-    box: int = -1  # memory for the status page of the worker: see status_page.py
+    page: int = -1  # memory for the status page of the worker: see status_page.py
     store: int = -1  # the rendezvous store: memory with a FileStore in it, or rank 0's listening socket
     snapshots: tuple[tuple[int, int], ...] = ()  # two memory files for each rank of the node, kept over restarts
     temporary: str = ""  # a folder that is removed when the agent ends

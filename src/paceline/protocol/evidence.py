@@ -2,8 +2,8 @@
 
     Failure     how a rank failed, written by the rank
     Sample      a rank at one moment: its process and its status page. Agents send it as their heartbeat
-    Evidence    a sample and the rank's answer: stacks, collectives. Verdicts depend on it alone
-    Verdict     the cause, and the ranks that caused it
+    Evidence    a sample and the rank's answer: stacks, collectives. Diagnoses depend on it alone
+    Diagnosis     the cause, and the ranks that caused it
     Live        all ranks now, written by the head agent while `paceline watch` runs
 
 The clocks of two hosts cannot be compared, so agents send ages.
@@ -289,7 +289,7 @@ class Evidence(Sample, frozen=True, omit_defaults=True):
         return cls(*(getattr(sample, name) for name in Sample.__struct_fields__))
 
 
-class VerdictKind(IntEnum):
+class StopKind(IntEnum):
     """The causes of a stop, the most certain first."""
 
     DIED = 1  # killed, or ended with an error
@@ -308,15 +308,15 @@ class VerdictKind(IntEnum):
     SWALLOWED = 14  # a collective failed, and the script swallowed the error
 
 
-class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The cause of a stop, and the ranks that caused it. `guilty` is empty if the cause is not in a single party."""
+class Diagnosis(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The cause of a stop, and the ranks that caused it. `causes` is empty if the cause is not in a single party."""
 
-    kind: VerdictKind
-    guilty: tuple[int, ...] = ()
-    tie: tuple[tuple[int, ...], ...] = ()  # parties of which one must be wrong; `guilty` is empty then
+    kind: StopKind
+    causes: tuple[int, ...] = ()
+    tie: tuple[tuple[int, ...], ...] = ()  # parties of which one must be wrong; `causes` is empty then
     sentences: tuple[str, ...] = ()  # the actions of each party; the cause first
     op: Op | None = None  # the collective in which the other ranks wait
-    site: str = ""  # "train.py:88 in load_batch": the line of the first rank in `guilty`
+    site: str = ""  # "train.py:88 in load_batch": the line of the first rank in `causes`
     step: int = 0  # the highest number of completed steps
     failed: int | None = None
     """The rank that failed first, if its failure explains the stop; else None."""

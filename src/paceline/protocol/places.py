@@ -1,7 +1,7 @@
 """Finds the location of a rank in its stacks, which come from the interpreter or from faulthandler.
 
 Frames belong to the user, to other libraries, to torch, to Python or to paceline. Messages contain the innermost frame
-of the user and the line of a library that it called. Verdicts depend on whether the innermost frame waits for other
+of the user and the line of a library that it called. Diagnoses depend on whether the innermost frame waits for other
 ranks. `ACTIVITIES` lists the code that waits.
 """
 

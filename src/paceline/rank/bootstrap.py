@@ -298,7 +298,7 @@ def watch_script(guard: Guard, *also: Events) -> Callable[[], None]:
 
     The caller must call the result when the script has ended with exit code 0.
     """
-    page, names, marker, on_failure = guard.box, Names(guard.box), None, None
+    page, names, marker, on_failure = guard.page, Names(guard.page), None, None
     joint = JointOptimizers(lambda: page.get("ops"))
     listeners: list[Events] = [joint, StepCounter(page, joint)]
     if guard.on:

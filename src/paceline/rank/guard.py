@@ -59,20 +59,20 @@ class Guard:
     max_steps = float("inf")  # a session ends its training after this number of steps; the script continues
     _of_process: ClassVar[Guard | None] = None
 
-    def __init__(self, box: StatusPage | None, *, on: bool) -> None:
-        """`box` is the agent's status page; None in a process without an agent."""
+    def __init__(self, page: StatusPage | None, *, on: bool) -> None:
+        """`page` is the agent's status page; None in a process without an agent."""
         self.on = on
-        self._has_agent = box is not None
+        self._has_agent = page is not None
         self.record = -1  # memory for the failure record, if the agent did not start this process
         self.leave: Callable[[int], None] = lambda code: None  # reports the exit code to such an agent
-        self.box = box or StatusPage(make_status_page(0))
+        self.page = page or StatusPage(make_status_page(0))
         self._warned = False
-        self.ledger = Ledger(self.box, self.warn_once)
+        self.ledger = Ledger(self.page, self.warn_once)
         self.connections = Connections()
         self._watcher: Watcher | None = None
         self._detach: Callable[[], None] | None = None  # removes the probes from an unmodified script
         if not on:
-            self.box.keep_for_steps()
+            self.page.keep_for_steps()
             self.ledger.active = False
 
     @classmethod
@@ -80,15 +80,15 @@ class Guard:
         """The guard of this process."""
         if Guard._of_process is None:
             spec = WorkerSpec.here()
-            page = None if spec is None else StatusPage.inherited(spec.box)
+            page = None if spec is None else StatusPage.inherited(spec.page)
             Guard._of_process = guard = cls(page, on=spec is None or spec.guarded)
             os.register_at_fork(after_in_child=guard._in_child)
         return Guard._of_process
 
     @classmethod
-    def observed(cls, box: int, record: int) -> Guard:
+    def observed(cls, page: int, record: int) -> Guard:
         """Make the guard for an agent that did not start this process. The agent reads the page and the record."""
-        Guard._of_process = guard = cls(StatusPage(box), on=True)
+        Guard._of_process = guard = cls(StatusPage(page), on=True)
         guard.record = record
         os.register_at_fork(after_in_child=guard._in_child)
         return guard
@@ -99,8 +99,8 @@ class Guard:
             return self
         native: NativeStacks | None = None
         try:
-            os.set_inheritable(self.box.descriptor, False)  # programs that the script starts have no status page
-            native = NativeStacks(self.box)
+            os.set_inheritable(self.page.descriptor, False)  # programs that the script starts have no status page
+            native = NativeStacks(self.page)
         except Exception as error:
             self.warn_once(error)
         self._watcher = Watcher(self, native)
@@ -121,27 +121,27 @@ class Guard:
     ) -> None:
         """Let probes observe the script until `detach_probes`. `failed` receives the errors of its collectives."""
         self._detach, self.ledger.marker, self.ledger.failed = detach, marker, failed
-        self.box.put("script", 1)
+        self.page.put("script", 1)
 
     def detach_probes(self) -> None:
         """Remove the probes. A session or a training of paceline calls this, because it reports and checks itself."""
         if self._detach is not None:
             self._detach()
             self.ledger.marker = self.ledger.failed = None
-        self.box.put("script", 0)
+        self.page.put("script", 0)
 
     @contextmanager
     def phase(self, phase: Phase) -> Generator[None]:
         """Inside the context, the process is in this phase."""
-        previous = self.box.enter(phase)
+        previous = self.page.enter(phase)
         try:
             yield
         finally:
-            self.box.enter(previous)
+            self.page.enter(previous)
 
     def released(self) -> str:
         """The agent's reason as JSON, if it has unblocked this rank; else empty."""
-        return (self.box.agent_message().decode(errors="replace") or "{}") if self.box.get("released") else ""
+        return (self.page.agent_message().decode(errors="replace") or "{}") if self.page.get("released") else ""
 
     def check_unblocked(self) -> None:
         """Raise StallError if the agent has unblocked this rank: results of collectives since then are invalid.
@@ -149,7 +149,7 @@ class Guard:
         NCCL returns from an aborted collective without an error. Call this after the host has read a result, and before
         it uses, applies or saves it. The agent sets the flag before this rank aborts.
         """
-        if self.box.get("released"):
+        if self.page.get("released"):
             raise self.stall_error(RuntimeError()) or StallError("the hang guard has ended this wait")
 
     def stall_error(self, error: BaseException) -> StallError | None:
@@ -179,7 +179,7 @@ class Guard:
 
     def _in_child(self) -> None:
         # a forked process loads data or belongs to the script: it must not report as the rank
-        self.box.keep_for_loaders()
+        self.page.keep_for_loaders()
         self.ledger.active = False
         self.on = self._has_agent = False
         self.record, self.leave = -1, lambda code: None
@@ -200,7 +200,7 @@ class Watcher:
     """
 
     def __init__(self, guard: Guard, native: NativeStacks | None) -> None:
-        self._box, self._ledger, self._connections, self._native = guard.box, guard.ledger, guard.connections, native
+        self._page, self._ledger, self._connections, self._native = guard.page, guard.ledger, guard.connections, native
         self._warn_once = guard.warn_once
         self._main = threading.main_thread().ident or 0
         self._stop = threading.Event()
@@ -209,7 +209,7 @@ class Watcher:
 
     def start(self) -> None:
         """Start the thread."""
-        self._box.put("ready", WATCHED if self._native is None else self._native.ready())
+        self._page.put("ready", WATCHED if self._native is None else self._native.ready())
         self._thread.start()
 
     def stop(self) -> None:
@@ -228,7 +228,7 @@ class Watcher:
                     self._warn_once(error)
 
     def _beat(self) -> None:
-        page = self._box
+        page = self._page
         page.put("beat_ns", time.monotonic_ns())
         if self._native is not None:
             page.put("ready", self._native.ready())
@@ -247,26 +247,26 @@ class Watcher:
         page.put("waiting", self._ledger.waiting or (self._still > 0 and recorder.in_flight()))
 
     def _reply(self) -> None:
-        question = self._box.get("asked")
+        question = self._page.get("asked")
         if question <= self._answered:
             return
         self._answered = question
         groups = self._groups()
         stacks = recorder.stacks(self._main)
         answer = Answer(
-            ops=tuple(recorder.merged(self._box.recent_ops(), groups, stacks[0] if stacks else None)),
+            ops=tuple(recorder.merged(self._page.recent_ops(), groups, stacks[0] if stacks else None)),
             groups={group.name: group.members for group in groups.values()} | recorder.group_members(),
             titles=recorder.group_titles(),
             stacks=stacks,
             enqueued=self._last[0],
         )
-        self._box.answer(question, msgspec.json.encode(answer))
+        self._page.answer(question, msgspec.json.encode(answer))
 
     def _groups(self) -> dict[str, Group]:
         return {group.name: group for group in [*self._ledger.groups.values()] if group.still_there() is not None}
 
     def _release(self) -> None:
-        if not self._box.get("released"):
+        if not self._page.get("released"):
             return
         if not self._aborted and (module := recorder.distributed()) is not None:
             self._aborted = True
@@ -280,9 +280,9 @@ class NativeStacks:
     The agent thus gets the Python line that called an endless regular expression or a C extension that never returns.
     """
 
-    def __init__(self, box: StatusPage) -> None:
+    def __init__(self, page: StatusPage) -> None:
         """Raises OSError without /proc."""
-        path = f"/proc/self/fd/{box.descriptor}"
+        path = f"/proc/self/fd/{page.descriptor}"
         self._file: BinaryIO | None = open(path, "ab", buffering=0)  # noqa: PTH123, SIM115 - as long as the process
         self._inode = os.fstat(self._file.fileno()).st_ino
         # Only the thread that receives the signal, usually the main one. Without the lock, stacks of threads that run,

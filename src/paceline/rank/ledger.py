@@ -126,27 +126,27 @@ class Group:
         if after > begun.before:
             self.spans.append((begun.before, after, self.ahead))
 
-    def returned(self, begun: StartedCall, result: Any, box: StatusPage) -> None:
+    def returned(self, begun: StartedCall, result: Any, page: StatusPage) -> None:
         """End the record of a call that has returned, unless it may still be in flight (with a `Work`)."""
         if self.polled and hasattr(result, "is_completed"):
             self.pending.append((begun.record, weakref.ref(result)))
             return
         if self.polled:
-            box.end(begun.record)
+            page.end(begun.record)
             return
         self.enqueued.append((begun.record, begun.number))
         if len(self.enqueued) > RECORDS // 2:  # old enough to count as completed
-            box.end(self.enqueued.popleft()[0])
+            page.end(self.enqueued.popleft()[0])
 
-    def end_enqueued(self, pending: Collection[tuple[str, int]], box: StatusPage) -> None:
+    def end_enqueued(self, pending: Collection[tuple[str, int]], page: StatusPage) -> None:
         """End the records of all enqueued calls except `pending` ones (group and number)."""
         for entry in [*self.enqueued]:
             if (self.name, entry[1]) not in pending:
                 with suppress(ValueError):  # removed meanwhile by the main thread
                     self.enqueued.remove(entry)
-                box.end(entry[0])
+                page.end(entry[0])
 
-    def sweep(self, box: StatusPage) -> None:
+    def sweep(self, page: StatusPage) -> None:
         """End the records of completed asynchronous calls, up to the first that is still in flight."""
         while self.pending:
             entry = self.pending.popleft()
@@ -154,7 +154,7 @@ class Group:
             if work is not None and not work.is_completed():  # None: no code can wait for it
                 self.pending.appendleft(entry)
                 return
-            box.end(entry[0])
+            page.end(entry[0])
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def leave_untraced(code: CodeType) -> None:
 class Ledger:
     """The collectives of this process. A process has one ledger, because torch's functions can be wrapped only once."""
 
-    def __init__(self, box: StatusPage, warn_once: Callable[[BaseException], None]) -> None:
+    def __init__(self, page: StatusPage, warn_once: Callable[[BaseException], None]) -> None:
         """`warn_once` receives internal errors of the ledger, which do not affect the calls."""
         self.active = True
         self.marker: OrderMarks | None = None  # for a script: records the order of calls, and shows waits as phases
@@ -217,7 +217,7 @@ class Ledger:
         """Called with the errors of a script's collectives, and of its waits for a `Work`."""
         self.groups: dict[int, Group] = {}
         self._gone: list[Group] = []  # destroyed since the last `take_order`
-        self._box, self._warn_once = box, warn_once
+        self._page, self._warn_once = page, warn_once
         self._torch: Any = None
         self._inside: set[int] = set()  # threads inside a wrapped call; nested calls are part of it
         self._main = main_thread().ident
@@ -344,7 +344,7 @@ class Ledger:
                     self._warn_once(internal_error)
                 return result
             inside.add(thread)
-            before = self._box.enter(Phase.SYNC) if self.marker is not None and thread == self._main else None
+            before = self._page.enter(Phase.SYNC) if self.marker is not None and thread == self._main else None
             try:
                 result = call(*args, **kwargs)
             except BaseException as error:
@@ -353,8 +353,8 @@ class Ledger:
                 raise
             finally:
                 inside.discard(thread)
-                if before is not None and not self._box.get("released"):  # an unblocked call is not progress
-                    self._box.enter(before)
+                if before is not None and not self._page.get("released"):  # an unblocked call is not progress
+                    self._page.enter(before)
             self._end(started_call, result)
             return result
 
@@ -412,14 +412,14 @@ class Ledger:
 
     def _note(self, call: CachedCall, group: Group, seq: int, peer: int, *, message: bool = False) -> StartedCall:
         if group.pending:
-            group.sweep(self._box)
+            group.sweep(self._page)
         if group.of_all and not message:
             group.checksum = zlib.crc32(call.text, group.checksum)
             group.count += 1
             self._current.append((call, seq))
             if self.marker is not None:
                 self.marker.note(group.name, len(group.members), call.order, call.text)
-        return StartedCall(self._box.begin_text(seq, peer, call.text), group, None, 0, True, 0 if message else 1, seq)
+        return StartedCall(self._page.begin_text(seq, peer, call.text), group, None, 0, True, 0 if message else 1, seq)
 
     def _recall(self, name: str, rule: ReadingRule, tensor_arg: Any, group: str) -> CachedCall:
         caller_site = call_site(sys._getframe(3))  # pyright: ignore[reportPrivateUsage]
@@ -458,7 +458,7 @@ class Ledger:
             if not started_call.single:
                 started_call.group.count_ahead(started_call)
             if not failed:  # the record of a failed call stays in flight
-                started_call.group.returned(started_call, result, self._box)
+                started_call.group.returned(started_call, result, self._page)
         except Exception as error:
             self._warn_once(error)
 
@@ -471,17 +471,17 @@ def order_hash(op: Op) -> int:
 class OrderMarks:
     """Records the order of a script's collectives over the first groups of all ranks; agents compare the orders."""
 
-    def __init__(self, box: StatusPage, names: Names) -> None:
-        self._box, self._names = box, names
+    def __init__(self, page: StatusPage, names: Names) -> None:
+        self._page, self._names = page, names
         self._groups: dict[str, tuple[int, Order]] = {}
 
     def note(self, group: str, members: int, call: int, text: bytes) -> None:
         """Record a call: its hash and its text."""
         if group not in self._groups:
             self._groups[group] = len(self._groups), Order(zlib.crc32(group.encode()), members, 0, ())
-            self._box.put("marks", self._box.get("marks") + 1)
+            self._page.put("marks", self._page.get("marks") + 1)
         table, order = self._groups[group]
         if table < GROUPS:
             self._names.of_call(call, text)
-            put_call(self._box, table, order, call)
+            put_call(self._page, table, order, call)
             self._groups[group] = table, order._replace(made=order.made + 1)

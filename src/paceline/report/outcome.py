@@ -52,7 +52,7 @@ def run_events(run: WholeRun) -> list[tuple[float, str, str]]:
     """The events of a run except steps, in order: seconds since the beginning, kind, description."""
     first = run.first
     began = first.started[0].unix_time if first else min(
-        (record.unix_time for record in (*run.verdicts, *run.noted)), default=0.0)  # fmt: skip
+        (record.unix_time for record in (*run.diagnoses, *run.noted)), default=0.0)  # fmt: skip
     events: list[tuple[float, str, str]] = []  # Unix time, kind, description
     for number, start in enumerate(first.started if first else ()):
         kind = "start" if not number else "restart" if start.generation else "resume"
@@ -76,7 +76,7 @@ def run_events(run: WholeRun) -> list[tuple[float, str, str]]:
                 pass
     last = max((at for at, _, _ in events), default=began)
     events += [(last, "failed", f"{rank}: {error}") for rank, error in failures(run)]
-    events += [(record.unix_time, "diagnosis", " ".join(record.verdict.sentences)) for record in run.verdicts]
+    events += [(record.unix_time, "diagnosis", " ".join(record.diagnosis.sentences)) for record in run.diagnoses]
     events += [(notice.unix_time, "finding", notice.words) for notice in run.noted]
     ended = [at for at, event in first.events if isinstance(event, Ended)] if first else []
     if ended and run.newest and ended[-1] >= run.newest.unix_time:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from paceline.errors import PacelineError, UsageError
-from paceline.guard.report import VerdictRecord, read_verdict
+from paceline.guard.report import DiagnosisRecord, read_diagnosis
 from paceline.protocol.evidence import Failure
 from paceline.runs.attempt import ScriptNotice, read_notices
 from paceline.runs.console import clean
@@ -43,7 +43,7 @@ MAX_RANKS, MAX_CHARS = 4096, 2000
 MAX_BYTES, MAX_TRACED = 1 << 30, 64 * MAX_EVENTS  # of all ranks
 MAX_LINE_BYTES, ANATOMY = 1 << 15, b'{"kind":"anatomy"'  # lines of this kind may be longer
 MAX_SAMPLES = 20_000  # per machine
-MAX_VERDICTS, MAX_MISSING = 100, 100
+MAX_DIAGNOSES, MAX_MISSING = 100, 100
 
 
 class StepColumns:
@@ -166,7 +166,7 @@ class WholeRun:
     machines: dict[int, list[MachineUse]] = field(default_factory=dict[int, list[MachineUse]])
     clocks: dict[int, ClockAhead] = field(default_factory=dict[int, ClockAhead])  # the newest clock offset of each node
     failures: list[Failure] = field(default_factory=list[Failure])  # the failures that ranks recorded, in all starts
-    verdicts: list[VerdictRecord] = field(default_factory=list[VerdictRecord])
+    diagnoses: list[DiagnosisRecord] = field(default_factory=list[DiagnosisRecord])
     noted: list[ScriptNotice] = field(default_factory=list[ScriptNotice])  # the notices of the agent, in all starts
     starts: int = 0
     missing: list[str] = field(default_factory=list[str])  # the parts that could not be read, with the reasons
@@ -266,11 +266,11 @@ def _read_starts(run: WholeRun) -> None:
                 with _recording_errors(run, f"attempt-{number}/{record}"):
                     run.failures.append(decode(attempt / record, Failure))
             for name in folders(attempt):
-                is_verdict = name.startswith("verdict-") and not name.startswith("verdict-live")
-                if is_verdict and len(run.verdicts) < MAX_VERDICTS:
+                is_diagnosis = name.startswith(("diagnosis-", "verdict-")) and "-live" not in name
+                if is_diagnosis and len(run.diagnoses) < MAX_DIAGNOSES:
                     with _recording_errors(run, f"attempt-{number}/{name}"):
-                        verdict = read_verdict(attempt / name)
-                        run.verdicts.append(msgspec.structs.replace(verdict, evidence=()))
+                        diagnosis = read_diagnosis(attempt / name)
+                        run.diagnoses.append(msgspec.structs.replace(diagnosis, evidence=()))
 
 
 def _align(run: WholeRun) -> None:

@@ -114,13 +114,13 @@ class SessionLifecycle(SessionLoop):
         self._pid = os.getpid()
         self._guard = Guard.of_process()
         self._guard.detach_probes()
-        self._guard.box.enter(Phase.INIT)
+        self._guard.page.enter(Phase.INIT)
         self._stack, self._complete = ExitStack(), False
         self._name, self._seed, self._strategy, self._exact = script_name(), seed, strategy, strategy in EXACT
         try:
             world = World.from_env(device=device, backend=backend)
             self.world = self._stack.enter_context(joined(world, timeout_seconds=timeout))
-            self._stack.enter_context(naming_lost_processes(self._guard.box, world.rank))
+            self._stack.enter_context(naming_lost_processes(self._guard.page, world.rank))
             folder = None if run_dir is None else Path(run_dir)
             place = None
             if folder is not None:
@@ -145,8 +145,8 @@ class SessionLifecycle(SessionLoop):
             self._progress = TrainingProgress(place, origin, world, policy, not_finite, lambda line: self.print(line))
             self._progress.use = Utilization(world, peak_tflops)
             self._max_steps = self._progress.step + (self._observer or self._guard).max_steps
-            self._guard.box.on_device = on_device = phase_events(world.device)
-            self._clock = PhaseClock(self._guard.box.enter, on_device=on_device)
+            self._guard.page.on_device = on_device = phase_events(world.device)
+            self._clock = PhaseClock(self._guard.page.enter, on_device=on_device)
             self._steps = SessionStep(
                 world, self._virtual_ranks, self._clock, votes=self._votes,
                 order=self._progress.order, way_out='session(not_finite="skip")',
@@ -271,7 +271,7 @@ class SessionLifecycle(SessionLoop):
                 if self._complete and not self._stopped and not in_loop:  # otherwise other ranks may still train
                     self._check_reached()
                     self._compare_replicas()
-                self._guard.box.enter(Phase.CLOSE)
+                self._guard.page.enter(Phase.CLOSE)
                 if self._progress.is_open:
                     self._progress.finish(self._stopped, self._closing)
         except BaseException as close_error:

@@ -179,7 +179,7 @@ class SessionLoop(SessionCollectives):
                     self._steps.check_evaluated(samples, self.size)
                     self._evaluated_batch = samples
                     yield batch if self._observer is None else self._observer.on_batch(batch, None)
-                    self._guard.box.tick()
+                    self._guard.page.tick()
             finally:
                 self._evaluated_batch = 0
                 restore()

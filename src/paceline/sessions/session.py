@@ -209,7 +209,7 @@ class Session(SessionLifecycle):
         """
         loader = make_loader(
             data, self._iterate, self.world, self._virtual_ranks, self._seed, self.print, self._can_split(split),
-            Loading(self.device, num_workers, collate, box=self._guard.box, ahead=self._steps.ahead), shuffle=shuffle,
+            Loading(self.device, num_workers, collate, page=self._guard.page, ahead=self._steps.ahead), shuffle=shuffle,
             global_batch=global_batch, batch_size=batch_size, per_rank=per_rank, accumulation=accumulation,
             last_batch=last_batch,
         )  # fmt: skip

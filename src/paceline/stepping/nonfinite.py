@@ -92,10 +92,10 @@ def losses_not_finite(seen: Seen, where: str, gather: Gather) -> NotFinite:
         elif bool(bad.any()):  # for example a mean over all samples
             bad_indices, among = [*bad_indices, *indices.tolist()], "among "
     reports = gather([bad_indices, among])
-    guilty = {rank: report for rank, report in reports.items() if report[0]}
-    culprits = "; ".join(f"rank {rank}: {among}{_samples(bad)}" for rank, (bad, among) in guilty.items())
+    causes = {rank: report for rank, report in reports.items() if report[0]}
+    culprits = "; ".join(f"rank {rank}: {among}{_samples(bad)}" for rank, (bad, among) in causes.items())
     message = f"the loss is not finite at {where}; {culprits or 'each loss is finite, but not their sum'}"
-    return NotFinite(message, [i for bad, _ in guilty.values() for i in bad], min(guilty or reports))
+    return NotFinite(message, [i for bad, _ in causes.values() for i in bad], min(causes or reports))
 
 
 def gradients_not_finite(
@@ -130,10 +130,10 @@ def gradients_not_finite(
     reports = gather(mine)
     hit = {name for report in reports.values() for name in report["names"]}
     names = [prefix + n for prefix, r in replicas.items() for n, p in r.model.named_parameters() if p.requires_grad]
-    guilty = {rank: report["samples"] for rank, report in reports.items() if report["samples"]}
+    causes = {rank: report["samples"] for rank, report in reports.items() if report["samples"]}
     why = next((report["why"] for report in reports.values() if report["why"]), "")
-    if guilty:
-        note = "; ".join(f"rank {rank}: {_samples(bad)} (their loss is finite)" for rank, bad in guilty.items())
+    if causes:
+        note = "; ".join(f"rank {rank}: {_samples(bad)} (their loss is finite)" for rank, bad in causes.items())
     elif forward is None:
         note = "each loss is finite"
     elif why:
@@ -144,7 +144,7 @@ def gradients_not_finite(
             "or the network has failed"
         )
     text = f"the gradient of {_parameters([n for n in names if n in hit], len(names))} is not finite at {where}; {note}"
-    return NotFinite(text, [i for bad in guilty.values() for i in bad], min(guilty or reports))
+    return NotFinite(text, [i for bad in causes.values() for i in bad], min(causes or reports))
 
 
 def stopped(found: NotFinite, way_out: str, *, late: bool = False) -> TrainingError:

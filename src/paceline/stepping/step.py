@@ -377,16 +377,16 @@ class Step:
                     finite = resolve(part.judged(self._max_norm))
                     self._result.grad_norm = part.norm
             return loss, finite
-        verdicts = [part.judged(self._max_norm) for part in to_judge]
-        pending = [value for value in (totals, *verdicts) if isinstance(value, Deferred)]
+        checks = [part.judged(self._max_norm) for part in to_judge]
+        pending = [value for value in (totals, *checks) if isinstance(value, Deferred)]
         self.ahead.begin()  # the device has work now
         numbers_by_id = {id(value): numbers for value, numbers in zip(pending, read_all(pending), strict=True)}
         if isinstance(totals, Deferred):
             loss = self._sums.take(totals.compute(numbers_by_id[id(totals)]))
         finite = math.isfinite(loss)
-        for part, verdict in zip(to_judge, verdicts, strict=True):
+        for part, check in zip(to_judge, checks, strict=True):
             if finite:
-                finite = verdict.compute(numbers_by_id[id(verdict)]) if isinstance(verdict, Deferred) else verdict
+                finite = check.compute(numbers_by_id[id(check)]) if isinstance(check, Deferred) else check
                 self._result.grad_norm = part.norm
         return loss, finite
 

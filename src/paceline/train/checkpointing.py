@@ -41,7 +41,7 @@ from paceline.stepping.trained_model import TrainedModel
 from paceline.train.consistency import check_replicas
 
 BAD_STATE_CODES = (ExitCode.DIVERGED,)  # after these errors the state itself is wrong
-NO_CULPRIT = '{"guilty": []}'  # the guard's message if no rank caused the hang
+NO_CULPRIT = '{"causes": []}'  # the guard's message if no rank caused the hang
 
 
 @dataclass(frozen=True)
@@ -84,16 +84,16 @@ class _Writing:
 class _Release(msgspec.Struct, frozen=True):
     """The field that is needed here of the agent's message to the ranks that it has unblocked."""
 
-    guilty: tuple[int, ...] | None = None
+    causes: tuple[int, ...] | None = None
 
 
 def is_writer(message: str, rank: int, world_size: int) -> bool:
     """Whether `rank` must save alone, according to the agent's `message` to all unblocked ranks."""
     try:
-        guilty = msgspec.json.decode(message, type=_Release).guilty
+        causes = msgspec.json.decode(message, type=_Release).causes
     except msgspec.MsgspecError:
         return False
-    return guilty is not None and rank == min(set(range(world_size)) - {*guilty}, default=None)
+    return causes is not None and rank == min(set(range(world_size)) - {*causes}, default=None)
 
 
 def save_alone(

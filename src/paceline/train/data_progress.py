@@ -19,9 +19,9 @@ class DataProgress:
     coming = 0.0
     """The `coming` field of Votes; only streams need it."""
 
-    def __init__(self, parts: TrainingComponents, box: StatusPage) -> None:
+    def __init__(self, parts: TrainingComponents, page: StatusPage) -> None:
         self._parts, self._plan, self._total = parts, parts.plan, parts.total_steps
-        self._loading = replace(parts.loading, box=box)
+        self._loading = replace(parts.loading, page=page)
 
     def batches(self, start: int) -> Generator[list[MicroBatch]]:
         """Yield the micro-batches of this rank for each step from `start` to the last."""
@@ -61,8 +61,8 @@ class DataProgress:
 class StreamProgress(DataProgress):
     """The position in a stream, whose length is unknown."""
 
-    def __init__(self, parts: TrainingComponents, stream: Stream, box: StatusPage, say: Callable[[str], None]) -> None:
-        super().__init__(parts, box)
+    def __init__(self, parts: TrainingComponents, stream: Stream, page: StatusPage, say: Callable[[str], None]) -> None:
+        super().__init__(parts, page)
         self._stream, stream.loading, stream.say = stream, self._loading, say
         self.load({})
 

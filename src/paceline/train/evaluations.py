@@ -142,11 +142,11 @@ class Evaluator:
         self._at_end = {split: self._evaluate(split) for split in self._at_end_only}
 
     def _evaluate(self, split: Split) -> dict[str, float]:
-        parts, began, page = self._parts, time.perf_counter(), Guard.of_process().box
+        parts, began, page = self._parts, time.perf_counter(), Guard.of_process().page
         previous = page.enter(Phase.EVALUATE)  # not restored after an error: `TrainingProgress.fail` reads the phase
         metrics = evaluate(
             parts.replica, parts.eval_sets[split], parts.task.loss, parts.task.metrics,
-            replace(parts.loading, box=page, evaluates=True), tick=page.tick,
+            replace(parts.loading, page=page, evaluates=True), tick=page.tick,
         )  # fmt: skip
         page.enter(previous)
         self._progress.log_evaluation(self._progress.step, metrics, split, time.perf_counter() - began)

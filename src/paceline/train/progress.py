@@ -57,7 +57,7 @@ class TrainingProgress(RunRecorder):
         self.order = CallOrder(world, self._guard.ledger.take_order, self._guard.ledger.taken, self.say)
         self.request: StopRequest | None = None
         self._skipped, self._not_finite = SkippedSteps(not_finite, world, self.say), not_finite
-        self.throughput, self._data_wait, self._traces = Throughput(), DataWait(), StepTraces(self._guard.box)
+        self.throughput, self._data_wait, self._traces = Throughput(), DataWait(), StepTraces(self._guard.page)
         self.use = Utilization(world)
         self._began, self._costs = time.perf_counter(), dict[str, Any]()
         self._checkpoints: CheckpointManager | None = None
@@ -95,7 +95,7 @@ class TrainingProgress(RunRecorder):
         holder = StateCollection(parts, self._world, plan.virtual_ranks, others)
         self._checkpoints = CheckpointManager(
             holder, location, self.origin, self._checkpoint_policy,
-            writer=self.begin(location, report_to), say=self.say, enter=self._guard.box.enter,
+            writer=self.begin(location, report_to), say=self.say, enter=self._guard.page.enter,
         )  # fmt: skip
         self.log_start(plan, self.step)
         for line in [*location.notices, *lines]:
@@ -110,7 +110,7 @@ class TrainingProgress(RunRecorder):
 
     def votes(self, *, end: float = 0.0, coming: float = 0.0) -> Votes:
         """This rank's votes in the next step: on the pending checkpoint, on a stop, and on a requested save."""
-        requested, checkpoints = self._guard.box.asked, self._checkpoints
+        requested, checkpoints = self._guard.page.asked, self._checkpoints
         self._saves_seen = requested("saves_asked")
         stop = float((self.request is not None and bool(self.request.by)) or requested("regroups") > 0)
         written, failed, due = (0.0, 0.0, 0.0) if checkpoints is None else checkpoints.votes()
@@ -118,9 +118,9 @@ class TrainingProgress(RunRecorder):
 
     def record_step(self, record: StepRecord, samples: int, *, tracked: bool) -> None:
         """Record a finished step on a global batch of `samples` samples; with `tracked`, also in trackers."""
-        self._guard.box.enter(Phase.CHECKPOINT)  # from here on the step is complete, even if an error follows
+        self._guard.page.enter(Phase.CHECKPOINT)  # from here on the step is complete, even if an error follows
         self.step, self.samples = record.step, self.samples + samples
-        self._guard.box.set_step(self.step)
+        self._guard.page.set_step(self.step)
         self.throughput.step(samples)
         self.use.add(record.consumed)
         self._data_wait.step(record.data_seconds, record.seconds)
@@ -149,7 +149,7 @@ class TrainingProgress(RunRecorder):
         self.write(events.RolledBack(self.step, origin.step))
         self.say(f"rolls back from step {self.step} to {origin.where}")
         self._restore(origin)
-        self._guard.box.set_step(self.step)
+        self._guard.page.set_step(self.step)
 
     def after_step(self, votes: Votes, numbers: Numbers, *, save: bool, wait: bool) -> None:
         """Compare, snapshot and save as due; with `wait`, return when the checkpoint is on disk (collective)."""
@@ -176,7 +176,7 @@ class TrainingProgress(RunRecorder):
             The error to raise instead, or None: the guard's error, if it aborted a collective; or an error that names
             the file of the rescued weights, if another file could not be written.
         """
-        phase, has_steps = self._guard.box.get("phase"), self.step > self.start
+        phase, has_steps = self._guard.page.get("phase"), self.step > self.start
         stall_error = None if isinstance(error, PacelineError) else self._guard.stall_error(error)
         if self._checkpoints is None or self.place is None or not whole:
             return stall_error
@@ -202,7 +202,7 @@ class TrainingProgress(RunRecorder):
         self._checkpoints.end()
         self._costs, self.slowest_data_rank = all_costs(self._data_wait, self._world)
         self.write(events.Ended(self.step, time.time()))
-        self._guard.box.enter(Phase.CLOSE)
+        self._guard.page.enter(Phase.CLOSE)
         failure, is_first_rank = self._checkpoints.failed, self._world.rank == 0
         if stopped and failure:
             weights = self._replicas[0].weights()
@@ -215,7 +215,7 @@ class TrainingProgress(RunRecorder):
             if is_first_rank:  # no other rank waits for this rank any more
                 self.use.peak_tflops(measure=True, samples_per_second=self.throughput.overall())
         code = ExitCode.SAVED if stopped else ExitCode.DONE
-        regroups = stopped and self._guard.box.asked("regroups")  # the launcher restarts the run immediately
+        regroups = stopped and self._guard.page.asked("regroups")  # the launcher restarts the run immediately
         if is_first_rank and not regroups:
             for line in lines(self.summarise(code, **fields)):
                 self.show(line)

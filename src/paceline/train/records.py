@@ -142,8 +142,8 @@ class RunRecorder:
 class StepTraces:
     """Traces of some steps, for `paceline trace` and `paceline report`: fewer as the run gets longer, plus the last."""
 
-    def __init__(self, box: StatusPage) -> None:
-        self._box, self._last = box, deque[tuple[int, Sequence[PhaseStart]]](maxlen=LAST)
+    def __init__(self, page: StatusPage) -> None:
+        self._page, self._last = page, deque[tuple[int, Sequence[PhaseStart]]](maxlen=LAST)
 
     def of(self, record: StepRecord, new: Sequence[Strategy]) -> list[Event]:
         """The trace of the step, if it is due, preceded by the memory of the `new` replicas."""
@@ -166,7 +166,7 @@ class StepTraces:
         pairs = pairwise(borders)
         calls = [
             (op.name or op.kind, round(at / 1e9 - began, 7), round(seconds, 7), size_of(op.shape, op.dtype))
-            for at, seconds, op in self._box.calls_since(int(began * 1e9))
+            for at, seconds, op in self._page.calls_since(int(began * 1e9))
             if at / 1e9 <= ended
         ]
         phases = [(phase, round(at - began, 7), round(until - at, 7)) for (phase, at), (_, until) in pairs]

@@ -54,7 +54,7 @@ def train(config: TrainConfig) -> Outcome:
     """
     guard = Guard.of_process()
     guard.detach_probes()
-    guard.box.enter(Phase.INIT)
+    guard.page.enter(Phase.INIT)
     locked_dir = config.run.run_dir if WorkerSpec.here() is not None else None  # the launcher has created and locked it
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout), run_location(

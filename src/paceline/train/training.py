@@ -39,8 +39,8 @@ class TaskTrainer:
         """Raise UsageError if a metric or tracker does not exist (collective)."""
         self._parts, self._place = parts, place
         self._world, self._config = parts.replica.world, parts.config
-        self._box = Guard.of_process().box
-        self._box.on_device = self._on_device = phase_events(self._world.device)
+        self._page = Guard.of_process().page
+        self._page.on_device = self._on_device = phase_events(self._world.device)
         interval, is_shown = self._config.run.log_interval, self._world.rank == 0
         self._display = Display(total_steps=parts.total_steps, interval=interval, shown=is_shown)
         c, not_finite = self._config.checkpoint, self._config.guard.not_finite
@@ -50,7 +50,9 @@ class TaskTrainer:
         compute = self._config.compute
         self._progress.use = Utilization(self._world, compute.peak_tflops, parts.count, compute.precision)
         stream, say = parts.stream, self._progress.say
-        self._data = DataProgress(parts, self._box) if stream is None else StreamProgress(parts, stream, self._box, say)
+        self._data = (
+            DataProgress(parts, self._page) if stream is None else StreamProgress(parts, stream, self._page, say)
+        )
         self._scale = loss_scale(self._config.compute.precision)
         self._waited_seconds = [0.0, 0.0]  # waiting for other ranks; in total
         self._stage_lines = list[str]()
@@ -69,7 +71,7 @@ class TaskTrainer:
                     of=f" of {parts.total_steps}" if parts.total_steps else "", report_to=run.report_to,
                     listed=run.record_samples or parts.plan.own_order,
                 )  # fmt: skip
-                with naming_lost_processes(self._box, self._world.rank):
+                with naming_lost_processes(self._page, self._world.rank):
                     stopped = self._loop()
                     if not stopped:
                         self._evaluator.evaluate_at_end()
@@ -77,7 +79,7 @@ class TaskTrainer:
                         self._stage_lines = [waited_line(self._waited_seconds, self._world)]
                 return progress.finish(stopped, self._closing, self._evaluator.end)
             except Exception as error:
-                is_whole = self._box.get("phase") != Phase.OPTIMIZER
+                is_whole = self._page.get("phase") != Phase.OPTIMIZER
                 if (instead := progress.fail(error, partial(self._numbers, None), whole=is_whole)) is not None:
                     raise instead from error
                 raise
@@ -115,7 +117,7 @@ class TaskTrainer:
         records = fit(
             parts.replica, batches, parts.task.loss, parts.schedule,
             start=progress.step, max_norm=self._config.optimizer.clip_norm, votes=self._votes,
-            on_device=self._on_device, enter=self._box.enter, order=progress.order,
+            on_device=self._on_device, enter=self._page.enter, order=progress.order,
             may_skip=self._config.guard.not_finite != "stop", ahead=parts.loading.ahead, scale=self._scale,
             one_each=one_each,
         )  # fmt: skip

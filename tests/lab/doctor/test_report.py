@@ -33,7 +33,7 @@ def reach(*closed: tuple[str, str]) -> dict[tuple[str, str], dict[str, Link]]:
 
 def test_healthy_hosts_have_no_finding() -> None:
     checks = run_checks(survey())
-    assert {check.name: check.verdict for check in checks} == dict.fromkeys(
+    assert {check.name: check.status for check in checks} == dict.fromkeys(
         ("hosts", "software", "resources", "names", "ports", "clocks", "run folder", "disk", "bandwidth"), "ok"
     )
     assert all(check.summary for check in checks)
@@ -126,7 +126,7 @@ def test_errors_come_before_warnings() -> None:
     checks = run_checks(survey(facts={"n1": {"nofile": Limit(9, 9), "shm_free": 0}, "n2": {"nofile": Limit(9, 9)}}))
     (check,) = (one for one in checks if one.name == "resources")
     assert [finding.severity for finding in check.findings] == ["error", "error", "warning"]
-    assert check.verdict == "error"
+    assert check.status == "error"
 
 
 def test_the_figures_are_those_of_the_slowest_link_and_the_longest_round_trip() -> None:

@@ -31,9 +31,9 @@ def test_a_killed_worker_is_started_again_with_all_others(launch) -> None:
         max_restarts=3,
     )
     assert one.finish() == 0, one.stderr
-    assert one.verdict[0].startswith("rank 1 (") and "killed by SIGKILL" in one.verdict[0]
+    assert one.diagnosis[0].startswith("rank 1 (") and "killed by SIGKILL" in one.diagnosis[0]
     (line,) = restarts(one)
-    assert line.startswith("restart 1 of 3: 2 ranks ") and one.stderr.index(line) > one.stderr.index(one.verdict[0])
+    assert line.startswith("restart 1 of 3: 2 ranks ") and one.stderr.index(line) > one.stderr.index(one.diagnosis[0])
     for rank in (0, 1):
         assert (one.folder / f"rank-{rank}.log").read_text() == "starts\n---- generation 1 ----\nstarts\n"
     seen = {path.name: path.read_text().split() for path in one.folder.glob("env-*")}
@@ -77,7 +77,7 @@ def test_a_rank_that_fails_twice_alike_is_left_out(launch) -> None:
 def test_the_same_failure_at_the_same_step_twice_ends_the_run(launch) -> None:
     one = launch(
         "from paceline.protocol.status_page import StatusPage\n"
-        "box = StatusPage.inherited(spec.box)\n"
+        "box = StatusPage.inherited(spec.page)\n"
         "box.set_step(7 + rank)\n"
         f"ready(); {KILL} if rank == 0 else forever()",
         nproc=1,
@@ -93,7 +93,7 @@ def test_failures_at_later_steps_are_forgiven_until_the_restarts_are_used_up(lau
     """The step is the largest of all ranks: rank 0's alone would say that nothing moves."""
     one = launch(
         "from paceline.protocol.status_page import StatusPage\n"
-        "StatusPage.inherited(spec.box).set_step(generation * rank)\nready()\n"
+        "StatusPage.inherited(spec.page).set_step(generation * rank)\nready()\n"
         "while not (folder / 'ready-1').exists(): time.sleep(0.01)\n"
         f"{KILL} if rank == 0 else forever()",
         nproc=2,
@@ -109,7 +109,7 @@ def test_what_failed_first_is_still_on_disk_after_the_second_failure(launch) -> 
     assert one.finish() == 1
     assert "DistNetworkError" in (one.folder / "error-0.json").read_text()
     assert "ValueError" in (one.folder / "error-0-generation-1.json").read_text()
-    assert one.verdict[-2:][0] == "ValueError: bad"  # the record of this generation, not of the last
+    assert one.diagnosis[-2:][0] == "ValueError: bad"  # the record of this generation, not of the last
 
 
 def test_the_last_words_of_an_earlier_generation_explain_nothing(launch) -> None:
@@ -150,7 +150,7 @@ def test_without_restarts_nobody_pays_for_snapshots(launch) -> None:
 def test_restarts_use_up_no_descriptors_of_the_agent(launch) -> None:
     one = launch(
         "from paceline.protocol.status_page import StatusPage\n"
-        "StatusPage.inherited(spec.box).set_step(generation)\n"
+        "StatusPage.inherited(spec.page).set_step(generation)\n"
         "time.sleep(0.1)\n"  # until the agent has closed the store
         "print(len(os.listdir(f'/proc/{os.getppid()}/fd')), flush=True)\n"
         f"if generation < 3: {KILL}",

@@ -13,12 +13,12 @@ import pytest
 from tests.launch.launch_harness import Launch, survivors, wait_until
 
 from paceline.errors import ExitCode
-from paceline.guard.report import VerdictRecord, read_verdict
+from paceline.guard.report import DiagnosisRecord, read_diagnosis
 from paceline.launch.agent.cluster import Cluster, Generation
 from paceline.launch.agent.monitor import Monitor
 from paceline.launch.agent.workers import Workers
 from paceline.protocol.control import Orders, signal_inbox
-from paceline.protocol.evidence import Sample, VerdictKind
+from paceline.protocol.evidence import Sample, StopKind
 from paceline.protocol.job import NodePlan, NodeRanks
 
 pytestmark = pytest.mark.sample(3)
@@ -68,14 +68,14 @@ def line_of_fault(folder: Path) -> int:
     return next(number for number, line in enumerate(lines, 1) if "# the fault" in line)
 
 
-def verdict(one: Launch, number: int = 1) -> VerdictRecord:
-    return read_verdict(one.folder / f"verdict-{number}")
+def diagnosis(one: Launch, number: int = 1) -> DiagnosisRecord:
+    return read_diagnosis(one.folder / f"diagnosis-{number}")
 
 
 def page(one: Launch) -> list[str]:
     """The headline and what stands below it."""
     lines = one.stderr.splitlines()
-    first = next((n for n, line in enumerate(lines) if "GUILTY" in line or "DISAGREE" in line), None)
+    first = next((n for n, line in enumerate(lines) if "CAUSE" in line or "DISAGREE" in line), None)
     assert first is not None, one.stderr
     return lines[first : first + 15]
 
@@ -83,27 +83,27 @@ def page(one: Launch) -> list[str]:
 @pytest.mark.parametrize(
     ("fault", "kind", "words"),
     [
-        ("time.sleep(600)", VerdictKind.BEHIND, "state S"),
+        ("time.sleep(600)", StopKind.BEHIND, "state S"),
         pytest.param(
-            "os.kill(os.getpid(), signal.SIGSTOP)", VerdictKind.STOPPED, "stopped by a signal", marks=pytest.mark.slow
+            "os.kill(os.getpid(), signal.SIGSTOP)", StopKind.STOPPED, "stopped by a signal", marks=pytest.mark.slow
         ),
-        ("import re; re.match(r'(a+)+$', 'a' * 60 + 'b')", VerdictKind.BEHIND, "does not answer"),
+        ("import re; re.match(r'(a+)+$', 'a' * 60 + 'b')", StopKind.BEHIND, "does not answer"),
     ],
     ids=["sleeps", "frozen", "holds the lock"],
 )
 def test_who_does_not_come_is_named_with_its_line_and_all_is_ended(
-    run: Run, fault: str, kind: VerdictKind, words: str
+    run: Run, fault: str, kind: StopKind, words: str
 ) -> None:
     one = run(fault)
     assert one.finish() == ExitCode.STALLED
-    told, lines = verdict(one), page(one)
-    assert (told.verdict.kind, told.verdict.guilty) == (kind, (1,))
-    assert re.search(r" \d+\.\d s \(world 3\)\. GUILTY: rank 1 \(\S+, pid \d+\)$", lines[0])
-    assert (words in lines[1] and f"job.py:{line_of_fault(one.folder)}" in lines[1]) or kind is VerdictKind.STOPPED
+    told, lines = diagnosis(one), page(one)
+    assert (told.diagnosis.kind, told.diagnosis.causes) == (kind, (1,))
+    assert re.search(r" \d+\.\d s \(world 3\)\. CAUSE: rank 1 \(\S+, pid \d+\)$", lines[0])
+    assert (words in lines[1] and f"job.py:{line_of_fault(one.folder)}" in lines[1]) or kind is StopKind.STOPPED
     assert "ranks 0, 2 wait" in one.stderr
     assert told.waited_seconds >= WINDOW_SECONDS
     assert not survivors(one.mark)
-    assert one.stderr.count("GUILTY") == 1
+    assert one.stderr.count("CAUSE") == 1
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def test_who_calls_something_else_is_named_also_where_gloo_ends_an_innocent_rank
 ) -> None:
     one = run(fault)
     assert one.finish() == ExitCode.MISMATCH
-    assert verdict(one).verdict.guilty == (1,)
+    assert diagnosis(one).diagnosis.causes == (1,)
     assert f"rank 1 called {call}" in one.stderr
-    op = verdict(one).verdict.op
+    op = diagnosis(one).diagnosis.op
     assert op is not None and (op.seq, op.kind, op.shape) == (6, "all_reduce", "[8]")
 
 
@@ -169,16 +169,16 @@ def test_a_rank_that_leaves_is_told_although_the_others_hang(run: Run) -> None:
     """Its connections stay open in a process that it has left behind: the others notice nothing."""
     one = run("if os.fork(): os._exit(0)\n        time.sleep(600)", hang_timeout="60")
     assert one.finish() == ExitCode.FAILED  # within 30 s, half of the window
-    assert verdict(one).verdict.kind is VerdictKind.LEFT
-    assert verdict(one).verdict.guilty == (1,)
+    assert diagnosis(one).diagnosis.kind is StopKind.LEFT
+    assert diagnosis(one).diagnosis.causes == (1,)
 
 
 def test_a_killed_rank_is_told_as_before_without_any_window_and_with_its_last_collective(run: Run) -> None:
     one = run("os.kill(os.getpid(), signal.SIGKILL)", hang_timeout="60")
     assert one.finish() == 137  # within 30 s, half of the window
-    assert one.verdict[0].startswith("rank 1 (")
+    assert one.diagnosis[0].startswith("rank 1 (")
     assert "all_reduce #5 [8] float32" in one.stderr and "job.py:" in one.stderr
-    assert not list(one.folder.glob("verdict-*"))
+    assert not list(one.folder.glob("diagnosis-*"))
 
 
 @pytest.mark.slow
@@ -191,14 +191,14 @@ def test_a_stall_is_worth_a_restart(run: Run) -> None:
 def test_a_pause_shorter_than_the_window_is_warned_of_and_nothing_more(run: Run) -> None:
     one = run("time.sleep(2.4)", steps=20)
     assert one.finish() == ExitCode.DONE
-    assert "wait for rank 1" in one.stderr and "GUILTY" not in one.stderr
+    assert "wait for rank 1" in one.stderr and "CAUSE" not in one.stderr
 
 
 @pytest.mark.slow
 def test_ranks_that_are_busy_by_themselves_for_long_are_left_alone(run: Run) -> None:
     one = run(body="dist.all_reduce(batch)\ntime.sleep(2.5 * 3)\ndist.all_reduce(batch)")
     assert one.finish() == ExitCode.DONE, one.stderr
-    assert "GUILTY" not in one.stderr and "wait" not in one.stderr
+    assert "CAUSE" not in one.stderr and "wait" not in one.stderr
 
 
 @pytest.mark.slow
@@ -214,7 +214,7 @@ def test_importing_for_long_is_no_stall(run: Run) -> None:
 def test_a_rank_that_never_comes_to_the_meeting_is_named(run: Run) -> None:
     one = run(body="dist.all_reduce(batch)", before="if os.environ['RANK'] == '1': time.sleep(600)\n")
     assert one.finish() == ExitCode.STALLED
-    assert verdict(one).verdict.guilty == (1,), one.stderr
+    assert diagnosis(one).diagnosis.causes == (1,), one.stderr
     assert "job.py:2" in one.stderr
 
 
@@ -224,7 +224,7 @@ def test_a_rank_that_has_become_another_program_is_said_to_be_unseen_and_nobody_
     one = run(again)
     assert one.finish() != ExitCode.STALLED
     assert "warning: " in one.stderr and "rank 1 " in one.stderr and "(exec)" in one.stderr
-    assert "GUILTY" not in one.stderr
+    assert "CAUSE" not in one.stderr
 
 
 def test_who_asks_while_it_runs_is_shown_what_every_rank_does(run: Run) -> None:
@@ -232,13 +232,13 @@ def test_who_asks_while_it_runs_is_shown_what_every_rank_does(run: Run) -> None:
     one.wait_ready(3)
     (one.folder / "ask-1-away").symlink_to("/etc/passwd")
     (one.folder / "ask-123-n0nce").touch(mode=0o600)
-    wait_until((one.folder / "verdict-live-n0nce" / "verdict.json").exists, "an answer")
-    told = read_verdict(one.folder / "verdict-live-n0nce")
+    wait_until((one.folder / "diagnosis-live-n0nce" / "diagnosis.json").exists, "an answer")
+    told = read_diagnosis(one.folder / "diagnosis-live-n0nce")
     assert [(rank.rank, rank.code) for rank in told.evidence] == [(0, None), (1, None), (2, None)]
     assert all(rank.stacks or rank.native for rank in told.evidence)
     assert not (one.folder / "ask-123-n0nce").exists()
     time.sleep(1.5)  # time to answer the link, too, which is nobody's question
-    assert not (one.folder / "verdict-live-away").exists()
+    assert not (one.folder / "diagnosis-live-away").exists()
     assert one.process.poll() is None, "it goes on"
     one.process.send_signal(signal.SIGTERM)
     assert one.finish() == 128 + signal.SIGTERM
@@ -247,7 +247,7 @@ def test_who_asks_while_it_runs_is_shown_what_every_rank_does(run: Run) -> None:
 def test_a_worker_that_fills_its_box_with_rubbish_harms_nobody(launch: Run) -> None:
     rubbish = """
 import json
-memory, end = json.loads(os.environ["PACELINE_WORKER"])["box"], time.monotonic() + 2.5
+memory, end = json.loads(os.environ["PACELINE_WORKER"])["page"], time.monotonic() + 2.5
 while time.monotonic() < end:
     os.pwrite(memory, os.urandom(1 << 20), 0)
     os.ftruncate(memory, 100 if time.monotonic_ns() % 3 else 1 << 21)
@@ -283,4 +283,4 @@ def test_what_goes_wrong_in_the_guard_is_said_once_and_the_run_goes_on(tmp_path:
         time.sleep(1.1)
         assert guarding.look() is None and capfd.readouterr().err == ""
         diagnosis = guarding.judge_failure([Sample(0, "here", 1, code=3)])
-        assert (diagnosis.verdict.failed, diagnosis.exit_code) == (0, 3)  # from the samples alone
+        assert (diagnosis.diagnosis.failed, diagnosis.exit_code) == (0, 3)  # from the samples alone

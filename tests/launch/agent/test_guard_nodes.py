@@ -12,8 +12,8 @@ import pytest
 from tests.launch.agent.nodes_harness import Nodes, several
 
 from paceline.errors import ExitCode
-from paceline.guard.report import VerdictRecord, read_verdict
-from paceline.protocol.evidence import VerdictKind
+from paceline.guard.report import DiagnosisRecord, read_diagnosis
+from paceline.protocol.evidence import StopKind
 
 RANKS = """
 import torch, torch.distributed as dist
@@ -48,9 +48,9 @@ def run(tmp_path: Path) -> Iterator[Any]:
         yield begin
 
 
-def verdict(nodes: Nodes) -> VerdictRecord:
-    (folder,) = nodes.run_dir.glob("attempt-1/verdict-1")
-    return read_verdict(folder)
+def diagnosis(nodes: Nodes) -> DiagnosisRecord:
+    (folder,) = nodes.run_dir.glob("attempt-1/diagnosis-1")
+    return read_diagnosis(folder)
 
 
 @pytest.mark.slow
@@ -58,19 +58,19 @@ def test_a_rank_that_hangs_on_another_node_is_named_by_the_head_and_all_nodes_en
     nodes = run("time.sleep(600)")
     nodes.start(0, 1)
     assert nodes.codes(50) == [ExitCode.STALLED] * 2, nodes.said(0)
-    told = verdict(nodes)
-    assert (told.verdict.kind, told.verdict.guilty) == (VerdictKind.BEHIND, (2,))
+    told = diagnosis(nodes)
+    assert (told.diagnosis.kind, told.diagnosis.causes) == (StopKind.BEHIND, (2,))
     assert [(rank.rank, rank.node, bool(rank.stacks or rank.native)) for rank in told.evidence] == [
         (0, 0, True),
         (1, 0, True),
         (2, 1, True),
         (3, 1, True),
     ]
-    assert nodes.said(0).count("GUILTY: rank 2 (") == 1
-    assert "GUILTY" not in nodes.said(1)
+    assert nodes.said(0).count("CAUSE: rank 2 (") == 1
+    assert "CAUSE" not in nodes.said(1)
     for rank in (0, 1, 3):
         word = json.loads((nodes.run_dir / "attempt-1" / f"word-{rank}").read_text())
-        assert (word["kind"], word["exit_code"], word["guilty"]) == ("BEHIND", ExitCode.STALLED, [2])
+        assert (word["kind"], word["exit_code"], word["causes"]) == ("BEHIND", ExitCode.STALLED, [2])
 
 
 @pytest.mark.slow
@@ -78,8 +78,8 @@ def test_who_calls_something_else_on_another_node_is_named_where_gloo_aborts_a_r
     nodes = run("dist.all_reduce(torch.ones(3))", nodes=3, nproc=1)
     nodes.start(0, 1, 2)
     assert nodes.codes(50) == [ExitCode.MISMATCH] * 3, nodes.said(0)
-    assert verdict(nodes).verdict.guilty == (2,)
-    assert verdict(nodes).waited_seconds == 0  # a rank had died
+    assert diagnosis(nodes).diagnosis.causes == (2,)
+    assert diagnosis(nodes).waited_seconds == 0  # a rank had died
 
 
 @pytest.mark.slow

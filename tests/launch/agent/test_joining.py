@@ -29,7 +29,7 @@ from paceline.runs.attempt import read_nodes
 STEPS = """
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.status_page import StatusPage
-box, world = StatusPage.inherited(WorkerSpec.here().box), os.environ["WORLD_SIZE"]
+box, world = StatusPage.inherited(WorkerSpec.here().page), os.environ["WORLD_SIZE"]
 (folder / f"world-{world}-rank-{rank}-generation-{generation}").touch()
 if (folder / "broken").exists() and rank >= 4:
     fail(ValueError("other data here"), 2)

@@ -32,7 +32,7 @@ from paceline.launch.agent.workers import Workers
 from paceline.launch.plan import Command
 from paceline.launch.ssh.sessions import Sessions
 from paceline.protocol.control import Orders, signal_inbox
-from paceline.protocol.evidence import Sample, Verdict, VerdictKind
+from paceline.protocol.evidence import Diagnosis, Sample, StopKind
 from paceline.protocol.job import NodePlan, NodeRanks
 
 SECRET = "5e" * 32
@@ -105,7 +105,7 @@ def test_connections_of_a_node_that_was_silent_get_as_long_again_to_recover_befo
     with crew_of(3) as (cluster, _):
         guarding = Monitor(Generation(plan, Workers(plan, 0, 0), cluster))
         judged = guarding._stall(waiting, Alarm("stall", 12.0, 10.0))
-        assert judged is not None and judged.verdict.kind is VerdictKind.NETWORK
+        assert judged is not None and judged.diagnosis.kind is StopKind.NETWORK
         cluster.wait(0.0)
         assert cluster.settled_seconds == 0.0
         cluster.members[2].link.heard_seconds -= 10.0
@@ -182,18 +182,18 @@ def test_ranks_that_wait_for_the_same_share_one_list_of_those() -> None:
     ranks = [rank(n, BEFORE, *([WAITS] if n % 2 else []), groups={"0": ()}) for n in range(400)]
     graph = waiting_graph(ranks)
     assert len(waiting_alike(graph)) == 2
-    verdict = judge(ranks)
-    assert verdict.guilty == tuple(range(0, 400, 2))
+    diagnosis = judge(ranks)
+    assert diagnosis.causes == tuple(range(0, 400, 2))
     apart = judge([rank(n, BEFORE, op(9, shape="[4]") if n % 2 else WAITS, groups={"0": ()}) for n in range(400)])
-    assert apart.kind is VerdictKind.MISMATCH and [len(party) for party in apart.tie] == [200, 200]
+    assert apart.kind is StopKind.MISMATCH and [len(party) for party in apart.tie] == [200, 200]
 
 
-def test_of_thousands_of_ranks_a_verdict_keeps_the_blamed_and_one_of_each_kind() -> None:
-    odd, guilty = 700, 1999
-    ranks = [rank(n, BEFORE, *([] if n == guilty else [WAITS]), state="R" if n == odd else "S") for n in range(2000)]
-    kept = [one.rank for one in select_ranks(Verdict(VerdictKind.BEHIND, (guilty,)), ranks)]
-    assert len(kept) == MAX_KEPT and {0, odd, guilty} <= {*kept} and kept == sorted(kept)
-    assert len(select_ranks(Verdict(VerdictKind.UNKNOWN), ranks[:MAX_KEPT])) == MAX_KEPT
+def test_of_thousands_of_ranks_a_diagnosis_keeps_the_blamed_and_one_of_each_kind() -> None:
+    odd, causes = 700, 1999
+    ranks = [rank(n, BEFORE, *([] if n == causes else [WAITS]), state="R" if n == odd else "S") for n in range(2000)]
+    kept = [one.rank for one in select_ranks(Diagnosis(StopKind.BEHIND, (causes,)), ranks)]
+    assert len(kept) == MAX_KEPT and {0, odd, causes} <= {*kept} and kept == sorted(kept)
+    assert len(select_ranks(Diagnosis(StopKind.UNKNOWN), ranks[:MAX_KEPT])) == MAX_KEPT
 
 
 def test_ssh_sessions_log_in_a_few_at_a_time_and_all_of_them_in_the_end(tmp_path: Path) -> None:

@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 
 from paceline.guard.deaths import RankEnd
 from paceline.launch.agent.head import FailedGeneration, Restart, decide
-from paceline.protocol.evidence import Op, Verdict, VerdictKind
+from paceline.protocol.evidence import Diagnosis, Op, StopKind
 
 KILLED = FailedGeneration(RankEnd.SIGNAL, rank=1, exit_code=137, exception="", step=40, nproc=4)
 RAISED = FailedGeneration(RankEnd.EXCEPTION, rank=1, exit_code=1, exception="ValueError", step=40, nproc=4)
 ENDED = FailedGeneration(RankEnd.EXIT, rank=1, exit_code=3, exception="", step=40, nproc=4)
-APART = FailedGeneration.of(Verdict(VerdictKind.MISMATCH, (1,)), [], 4, step=40, nproc=4)
+APART = FailedGeneration.of(Diagnosis(StopKind.MISMATCH, (1,)), [], 4, step=40, nproc=4)
 LOST = FailedGeneration(RankEnd.VICTIM, rank=0, exit_code=1, exception="DistNetworkError", step=40, nproc=4)
 
 
-def stalled(seq: int, guilty: tuple[int, ...] = (1,)) -> FailedGeneration:
+def stalled(seq: int, causes: tuple[int, ...] = (1,)) -> FailedGeneration:
     """In a script, whose steps nobody counts."""
-    verdict = Verdict(VerdictKind.BEHIND, guilty, op=Op("0", seq, "all_reduce"))
-    return FailedGeneration.of(verdict, [], 3, step=0, nproc=4)
+    diagnosis = Diagnosis(StopKind.BEHIND, causes, op=Op("0", seq, "all_reduce"))
+    return FailedGeneration.of(diagnosis, [], 3, step=0, nproc=4)
 
 
 def later(failed: FailedGeneration, steps: int = 1) -> FailedGeneration:

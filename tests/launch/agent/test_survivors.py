@@ -95,7 +95,7 @@ def test_failure_among_the_stubborn(launch) -> None:
     worker = STUBBORN.replace("if rank == 3:\n    forever()", "if rank == 3:\n    fail(ValueError('bad'))")
     one = launch(worker, nproc=4, grace_seconds=0.5)
     assert one.finish() == 1
-    assert one.verdict[0].startswith("rank 3 (")
+    assert one.diagnosis[0].startswith("rank 3 (")
 
 
 @pytest.mark.parametrize("killed", ["launcher", "launcher and agent"])

@@ -15,7 +15,7 @@ import pytest
 from tests import warm
 from tests.launch.launch_harness import carriers, wait_until
 
-from paceline.guard.report import read_verdict
+from paceline.guard.report import read_diagnosis
 from paceline.host.procfs import processes, read_process
 
 pytestmark = [pytest.mark.ranks, pytest.mark.sample(2)]
@@ -84,7 +84,7 @@ def test_under_torchrun_a_hang_is_named_once_and_nobody_is_ended_not_even_by_the
     tmp_path: Path,
 ) -> None:
     with under_torchrun(tmp_path) as job:
-        page = job.says(r"STALL after .* GUILTY: rank 1 .*\n.*\n.*")[0]
+        page = job.says(r"STALL after .* CAUSE: rank 1 .*\n.*\n.*")[0]
         assert re.search(rf" 1 .*_reduce .*\bjob.py:{LINE}\b", page) and "rank 0 waits" in page, page
         (tmp_path / "go").touch()
         job.says("ranks 0, 1 are making progress again")
@@ -130,9 +130,9 @@ def test_where_it_may_the_ranks_that_wait_are_freed_and_all_are_ended_with_what_
     codes = [one.wait(30) for one in ranks]
     text = (tmp_path / "output.txt").read_text()
     assert codes[1] == -signal.SIGTERM and 1 in codes and 0 not in codes, text  # a busy machine's may raise too late
-    assert "RuntimeError" in text and text.count("GUILTY: rank 1 ") == 1
-    told = read_verdict(tmp_path / "run" / "attempt-1" / "verdict-1")
-    assert told.verdict.guilty == (1,) and told.verdict.site.startswith(f"job.py:{LINE + 1}")
+    assert "RuntimeError" in text and text.count("CAUSE: rank 1 ") == 1
+    told = read_diagnosis(tmp_path / "run" / "attempt-1" / "diagnosis-1")
+    assert told.diagnosis.causes == (1,) and told.diagnosis.site.startswith(f"job.py:{LINE + 1}")
     wait_until(lambda: not agents(), "the agent ends")
     child = int((tmp_path / "child").read_text())
     assert not [p.pid for p in processes() if p.runs and child in (p.pid, p.parent)]
@@ -151,4 +151,4 @@ def test_who_failed_first_is_told_and_exit_codes_are_the_scripts_own(tmp_path: P
     wait_until(lambda: not agents(), "the agent ends")
     text = (tmp_path / "output.txt").read_text()
     assert re.search(r"rank 1 \(.*\) failed: .*\n(.*\n)+ValueError: .* 4711", text), text
-    assert text.count("Traceback") == 2  # the rank's own, and the verdict's
+    assert text.count("Traceback") == 2  # the rank's own, and the diagnosis's

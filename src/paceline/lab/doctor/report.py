@@ -27,7 +27,7 @@ STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "-": "dim"}
 class Check(msgspec.Struct, frozen=True):
     """One check: its `findings` are the faults; `summary` is printed if there are none."""
 
-    verdict: str  # error, warning, ok, or - if it could not be checked
+    status: str  # error, warning, ok, or - if it could not be checked
     name: str
     summary: str
     findings: tuple[Finding, ...] = ()
@@ -145,8 +145,8 @@ def run_checks(survey: Survey) -> list[Check]:
         summary = summarise(survey) if survey.hosts or name == "hosts" else ""
         findings = tuple(sorted(by_check.get(name, ()), key=lambda finding: finding.severity))
         if (several or not needs_several) and (summary or findings):
-            verdict = findings[0].severity if findings else "-" if summary.startswith("not ") else "ok"
-            checks.append(Check(verdict, name, summary, findings))
+            status = findings[0].severity if findings else "-" if summary.startswith("not ") else "ok"
+            checks.append(Check(status, name, summary, findings))
     return checks
 
 
@@ -197,7 +197,7 @@ def print_checks(console: Console, survey: Survey, checks: Sequence[Check]) -> N
     """Print a line per check, and the number of errors and warnings."""
     for check in checks:
         summary = "" if check.findings else check.summary
-        line = Text.assemble((f"{check.verdict:8}", STYLES[check.verdict]), f"{check.name:12}", summary)
+        line = Text.assemble((f"{check.status:8}", STYLES[check.status]), f"{check.name:12}", summary)
         for number, finding in enumerate(check.findings):
             line.append(f"\n{'':20}" if number else "")
             line.append(f"{finding.host}: {printable(finding.what)}\n{'':20}-> {printable(finding.remedy)}")
@@ -207,7 +207,7 @@ def print_checks(console: Console, survey: Survey, checks: Sequence[Check]) -> N
 
 
 def as_json(survey: Survey, checks: Sequence[Check]) -> bytes:
-    """The checks with their verdicts and findings, and the facts and numbers behind them."""
+    """The checks with their statuses and findings, and the facts and numbers behind them."""
     report: dict[str, Any] = {
         "errors": sum(finding.severity == "error" for check in checks for finding in check.findings),
         "checks": checks,

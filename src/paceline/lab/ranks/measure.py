@@ -219,7 +219,7 @@ def measure_candidates(order: MeasureOrder, workload: Workload) -> None:
 
 def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, launch_seconds: float) -> Measurement:
     """Apply one candidate to a new model, and take the inspected, the warm-up and the measured steps."""
-    world, status_page = workload.world, Guard.of_process().box
+    world, status_page = workload.world, Guard.of_process().page
     folder, last = Path(order.folder) / candidate.name, order.warmup + order.steps
     with inspected(world.device) if order.memory else nullcontext() as inspection:
         all_gather_object(0, world)

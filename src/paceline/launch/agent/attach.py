@@ -29,7 +29,7 @@ from paceline.launch.agent.channel import Link, StartOrder, StartReply
 from paceline.launch.agent.cluster import Cluster, Generation
 from paceline.launch.agent.follower import Follower
 from paceline.launch.agent.head import POLL_FAILING_SECONDS
-from paceline.launch.agent.monitor import Diagnosis, Monitor
+from paceline.launch.agent.monitor import Monitor, StopReport
 from paceline.launch.agent.workers import InheritedResources, Worker, Workers
 from paceline.protocol.control import (
     LIFELINE_GRACE_SECONDS,
@@ -430,18 +430,18 @@ class AttachedHead:
                 return
             self._stall_seconds = None
             say(f"{clause(moving_ranks, 'is', 'are')} making progress again; the stall is over")
-        if (diagnosis := monitor.look()) is not None:
+        if (stop := monitor.look()) is not None:
             self._stall_seconds = time.monotonic()
-            self._report_stall(diagnosis, len(samples))
+            self._report_stall(stop, len(samples))
 
-    def _report_stall(self, diagnosis: Diagnosis, count: int) -> None:
-        if not self._has_all_ranks and not 0 < len(diagnosis.verdict.guilty) < count:  # the cause is on another node
-            details = "".join(f"\n  {sentence}" for sentence in diagnosis.verdict.sentences)
+    def _report_stall(self, stop: StopReport, count: int) -> None:
+        if not self._has_all_ranks and not 0 < len(stop.diagnosis.causes) < count:  # the cause is on another node
+            details = "".join(f"\n  {sentence}" for sentence in stop.diagnosis.sentences)
             return say(f"no progress on {os.uname().nodename}, which is not connected to the other nodes:{details}")
-        say(diagnosis.page())
+        say(stop.page())
         if not self.plan.may_end:
             return say("watchover does not stop jobs. Stop it yourself, or rerun with --end")
-        self._generation.unblock(diagnosis.unblocked, diagnosis.word)
+        self._generation.unblock(stop.unblocked, stop.word)
         return self._end_all(self.plan.grace_seconds)
 
     def _report_failure(self, monitor: Monitor, samples: Sequence[Sample]) -> None:

@@ -130,7 +130,7 @@ class Shown(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Head to node: abort the collective in which these ranks wait, with the message `word` (see `Diagnosis.word`)."""
+    """Head to node: abort the collective in which these ranks wait, with the message `word` (see `StopReport.word`)."""
 
     ranks: tuple[int, ...]
     word: str

@@ -16,13 +16,13 @@ from msgspec.structs import replace
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.guard.deaths import RankEnd, due_seconds, first_to_fail, rank_end
 from paceline.guard.judge import judge_samples
-from paceline.guard.report import format_failure, same_verdict
+from paceline.guard.report import format_failure, same_diagnosis
 from paceline.launch.agent.cluster import Cluster, Generation, RemoteNode
 from paceline.launch.agent.joining import JoinQueue, gather_nodes, reachable
-from paceline.launch.agent.monitor import Diagnosis, LiveStatus, Monitor
+from paceline.launch.agent.monitor import LiveStatus, Monitor, StopReport
 from paceline.launch.agent.workers import InheritedResources
 from paceline.protocol.control import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, Orders
-from paceline.protocol.evidence import GOOD_ENDS, LOADER_KILLED, Evidence, Sample, Verdict, VerdictKind
+from paceline.protocol.evidence import GOOD_ENDS, LOADER_KILLED, Diagnosis, Evidence, Sample, StopKind
 from paceline.protocol.job import NodePlan
 from paceline.runs.attempt import Ended, write_ended
 from paceline.runs.console import say
@@ -45,16 +45,16 @@ class FailedGeneration:
     step: int  # steps of the rank with the most steps
     nproc: int
     loader_killed: bool = False  # a DataLoader worker was killed, for example because memory ran out
-    verdict: Verdict | None = None  # of the hang guard, if it has ended the generation
+    diagnosis: Diagnosis | None = None  # of the hang guard, if it has ended the generation
     ended_well: frozenset[int] = frozenset()  # exit codes of ranks that had ended without a failure before
 
     @classmethod
-    def of(cls, verdict: Verdict, ranks: Sequence[Sample], exit_code: int, *, step: int, nproc: int) -> Self:
-        """Create the record of a generation that ended with this verdict."""
-        first = next((sample for sample in ranks if sample.rank == verdict.failed), None)
+    def of(cls, diagnosis: Diagnosis, ranks: Sequence[Sample], exit_code: int, *, step: int, nproc: int) -> Self:
+        """Create the record of a generation that ended with this diagnosis."""
+        first = next((sample for sample in ranks if sample.rank == diagnosis.failed), None)
         if first is None:
-            rank = verdict.guilty[0] if verdict.guilty else -1
-            return cls(None, rank, exit_code, "", step, nproc, verdict=verdict)
+            rank = diagnosis.causes[0] if diagnosis.causes else -1
+            return cls(None, rank, exit_code, "", step, nproc, diagnosis=diagnosis)
         failure = first.failure
         return cls(
             end=rank_end(first),
@@ -70,13 +70,13 @@ class FailedGeneration:
     @property
     def progress(self) -> tuple[int, int]:
         """The progress of the run: its steps. A script without steps has the number of its collective."""
-        op = None if self.verdict is None else self.verdict.op
+        op = None if self.diagnosis is None else self.diagnosis.op
         return self.step, 0 if self.step or op is None else op.seq
 
     def is_like(self, other: Self) -> bool:
         """Whether the two failures are the same."""
-        if self.verdict is not None and other.verdict is not None:
-            return same_verdict(self.verdict, other.verdict)
+        if self.diagnosis is not None and other.diagnosis is not None:
+            return same_diagnosis(self.diagnosis, other.diagnosis)
         return (self.end, self.rank, self.exit_code) == (other.end, other.rank, other.exit_code)
 
 
@@ -136,11 +136,11 @@ def _not_worth_it(last: FailedGeneration) -> str:
         return "a rank had saved its state and stopped, so a stop was requested"
     if last.exit_code == ExitCode.USAGE:
         return "a restart cannot fix wrong use"
-    if last.verdict is not None and last.verdict.kind in (VerdictKind.MISMATCH, VerdictKind.DEADLOCK):
+    if last.diagnosis is not None and last.diagnosis.kind in (StopKind.MISMATCH, StopKind.DEADLOCK):
         return "the ranks call different collectives, an error of the program that a restart would repeat"
     if last.exit_code in (ExitCode.NOT_FINITE, ExitCode.DIVERGED):
         return "wrong results are an error of the program or of a machine, and a restart would repeat it"
-    has_left = last.verdict is not None and last.verdict.kind is VerdictKind.LEFT
+    has_left = last.diagnosis is not None and last.diagnosis.kind is StopKind.LEFT
     if has_left or (last.end is RankEnd.VICTIM and last.ended_well):
         return "a rank ended while others ran, which is an error of the program"
     if last.end is RankEnd.EXCEPTION and not last.loader_killed:
@@ -222,7 +222,7 @@ class Head:
             return self._continue(generation, self._with_remaining_nodes(), ExitCode.SAVED)
         return outcome if isinstance(outcome, int) else self._decide_restart(generation, self._end(generation, outcome))
 
-    def _watch(self, generation: Generation) -> int | Diagnosis:
+    def _watch(self, generation: Generation) -> int | StopReport:
         """Wait for the end of a generation; return the exit code, or the diagnosis of its failure."""
         monitor, status = Monitor(generation), LiveStatus(generation)
         while True:
@@ -284,19 +284,19 @@ class Head:
         )
         return ExitCode.FAILED
 
-    def _end(self, generation: Generation, diagnosis: Diagnosis) -> FailedGeneration:
-        """End the generation and print the verdict. Ranks that only wait are first unblocked, so that they can save."""
-        is_stall, self._cause = diagnosis.waited_seconds > 0, diagnosis.line
+    def _end(self, generation: Generation, stop: StopReport) -> FailedGeneration:
+        """End the generation and print the diagnosis. Ranks that only wait are unblocked first, so that they save."""
+        is_stall, self._cause = stop.waited_seconds > 0, stop.line
         if is_stall:
-            say(diagnosis.page())
-            generation.unblock(diagnosis.unblocked, diagnosis.word)
+            say(stop.page())
+            generation.unblock(stop.unblocked, stop.word)
         generation.stop(self.plan.grace_seconds)
-        if not is_stall:  # after the last output of the ranks, so that the verdict is at the end of the screen
-            say(diagnosis.page(generation.oom_kills()))
+        if not is_stall:  # after the last output of the ranks, so that the diagnosis is at the end of the screen
+            say(stop.page(generation.oom_kills()))
         return FailedGeneration.of(
-            diagnosis.verdict,
-            diagnosis.evidence,
-            diagnosis.exit_code,
+            stop.diagnosis,
+            stop.evidence,
+            stop.exit_code,
             step=max(sample.step for sample in generation.samples()),  # includes ranks that have ended
             nproc=generation.plan.nproc,
         )

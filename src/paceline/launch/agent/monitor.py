@@ -21,7 +21,7 @@ from paceline.errors import ExitCode
 from paceline.guard import detectors
 from paceline.guard.collect import ANSWER_SECONDS
 from paceline.guard.judge import is_deadlocked, judge, judge_samples
-from paceline.guard.report import EXIT_CODES, format_failure, format_verdict, format_warning, summarize, write_verdict
+from paceline.guard.report import EXIT_CODES, format_failure, format_report, format_warning, summarize, write_diagnosis
 from paceline.guard.sentences import clause
 from paceline.guard.silent import SilentFaultDetector, calls_of
 from paceline.launch.agent.cluster import Generation
@@ -30,12 +30,12 @@ from paceline.protocol.evidence import (
     CHECKPOINT_ASK,
     LIVE,
     WATCHED,
+    Diagnosis,
     Evidence,
     Live,
     LiveRank,
     Sample,
-    Verdict,
-    VerdictKind,
+    StopKind,
 )
 from paceline.runs import writing
 from paceline.runs.attempt import ScriptNotice, write_notice
@@ -49,14 +49,14 @@ PATIENCE_SECONDS = 0.5  # for the calls behind a silent fault
 ASK_SECONDS = 1.0
 MAX_ASKS = 8  # requests of `paceline hang` that are answered at a time
 ASK = re.compile(r"ask-[0-9]{1,10}-([0-9A-Za-z_-]{1,64})")
-EARLY = (VerdictKind.LEFT, VerdictKind.NOT_MET, VerdictKind.STOPPED)  # verdicts that are possible before the timeout
+EARLY = (StopKind.LEFT, StopKind.NOT_MET, StopKind.STOPPED)  # diagnoses that are possible before the timeout
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class StopReport:
     """The reason to end a run, with the report."""
 
-    verdict: Verdict
+    diagnosis: Diagnosis
     evidence: Sequence[Evidence]
     attempt_dir: str
     waited_seconds: float = 0.0  # time without progress; 0: a rank has failed
@@ -65,30 +65,30 @@ class Diagnosis:
     @property
     def unblocked(self) -> tuple[int, ...]:
         """The ranks that only wait for other ranks."""
-        return detectors.ranks_to_unblock(self.verdict, self.evidence)
+        return detectors.ranks_to_unblock(self.diagnosis, self.evidence)
 
     @property
     def exit_code(self) -> int:
         """The exit code of the run: that of the failed rank, if its failure is the whole diagnosis."""
-        failed = next((evidence for evidence in self.evidence if evidence.rank == self.verdict.failed), None)
-        return EXIT_CODES.get(self.verdict.kind, ExitCode.STALLED) if failed is None else failed.exit_code
+        failed = next((evidence for evidence in self.evidence if evidence.rank == self.diagnosis.failed), None)
+        return EXIT_CODES.get(self.diagnosis.kind, ExitCode.STALLED) if failed is None else failed.exit_code
 
     @property
     def word(self) -> str:
         """The message to the unblocked ranks, as JSON."""
-        message = {"kind": self.verdict.kind.name, "page": self.page(), "exit_code": int(self.exit_code)}
-        return msgspec.json.encode(message | {"guilty": self.verdict.guilty}).decode()
+        message = {"kind": self.diagnosis.kind.name, "page": self.page(), "exit_code": int(self.exit_code)}
+        return msgspec.json.encode(message | {"causes": self.diagnosis.causes}).decode()
 
     @property
     def line(self) -> str:
         """The cause in one line."""
-        return self.report.partition("\n")[0] or summarize(self.verdict, self.evidence, self.waited_seconds)
+        return self.report.partition("\n")[0] or summarize(self.diagnosis, self.evidence, self.waited_seconds)
 
     def page(self, oom_kills: int = 0) -> str:
         """The report for the screen. `oom_kills` is the number of processes that the kernel killed for memory."""
         if self.report:
             return self.report
-        return format_failure(self.verdict, self.evidence, oom_kills=oom_kills, attempt_dir=self.attempt_dir)
+        return format_failure(self.diagnosis, self.evidence, oom_kills=oom_kills, attempt_dir=self.attempt_dir)
 
 
 class Monitor:
@@ -107,7 +107,7 @@ class Monitor:
         self._sleep, self._unmet = detectors.SleepDetector(self._windows), detectors.DeadlockDetector(self._windows)
         self._off = self._windows.off
 
-    def look(self) -> Diagnosis | None:
+    def look(self) -> StopReport | None:
         """Run the detectors that are due; a diagnosis if the run is to be ended."""
         if self._off or time.monotonic() < self._looked_seconds + self.look_seconds / 2:
             return None
@@ -117,14 +117,14 @@ class Monitor:
         except Exception as error:
             return self._give_up(error)
 
-    def look_last(self) -> Diagnosis | None:
+    def look_last(self) -> StopReport | None:
         """Look for silent faults after all ranks have ended without a failure."""
         try:
             return None if self._off else self._look_for_silent_faults(last=True)
         except Exception as error:
             return self._give_up(error)
 
-    def judge_failure(self, samples: Sequence[Sample]) -> Diagnosis:
+    def judge_failure(self, samples: Sequence[Sample]) -> StopReport:
         """Diagnose a generation with failed ranks."""
         if not self._off:
             try:
@@ -132,14 +132,14 @@ class Monitor:
                 return self._judged(judge(evidence), evidence, 0.0)
             except Exception as error:
                 self._give_up(error)
-        return Diagnosis(judge_samples(samples), [Evidence.of(sample) for sample in samples], self._plan.attempt_dir)
+        return StopReport(judge_samples(samples), [Evidence.of(sample) for sample in samples], self._plan.attempt_dir)
 
     def _give_up(self, error: Exception) -> None:
         self._off = True
         reason = f"{type(error).__name__}: {error}"
         say(f"warning: the hang guard crashed and is disabled; training continues without hang detection: {reason}")
 
-    def _look(self) -> Diagnosis | None:
+    def _look(self) -> StopReport | None:
         running = self._generation.running()
         self.look_seconds = detectors.heartbeat_seconds(self._windows, self._plan.nodes, running)
         alarm = self._stalls.see(time.monotonic(), detectors.assume_waiting(running, self._plan.ranks.world_size))
@@ -147,11 +147,11 @@ class Monitor:
             if notice:
                 self._notify(notice, kind=kind)
         self._stalls.notice = ""
-        if diagnosis := self._look_for_silent_faults():
-            return diagnosis
+        if stop := self._look_for_silent_faults():
+            return stop
         self._answer_asks()
-        if diagnosis := self._never_meeting(running):
-            return diagnosis
+        if stop := self._never_meeting(running):
+            return stop
         alarm = alarm or self._early_alarm(running)
         if alarm is None:
             return None
@@ -170,7 +170,7 @@ class Monitor:
         say(format_warning(ranks, still_seconds=alarm.still_seconds, window_seconds=alarm.window_seconds))
         return None
 
-    def _look_for_silent_faults(self, *, last: bool = False) -> Diagnosis | None:
+    def _look_for_silent_faults(self, *, last: bool = False) -> StopReport | None:
         """Report silent faults of a script; a diagnosis if the run is to be ended."""
         samples = self._generation.samples()
         if not any(sample.script for sample in samples):
@@ -203,17 +203,17 @@ class Monitor:
             warning_text += "".join(f". {gpu}" for gpu in gpus)
         return warning_text
 
-    def _never_meeting(self, running: Sequence[Sample]) -> Diagnosis | None:
+    def _never_meeting(self, running: Sequence[Sample]) -> StopReport | None:
         """A diagnosis of ranks that wait in collectives which can never complete, before the timeout."""
         if not self._unmet.due(time.monotonic(), running):
             return None
         evidence = self._generation.ask(WARNING_SECONDS)
         if self._generation.interrupted or not is_deadlocked(evidence):
             return None
-        verdict = judge(evidence)
-        if verdict.kind not in (VerdictKind.MISMATCH, VerdictKind.DEADLOCK):
+        diagnosis = judge(evidence)
+        if diagnosis.kind not in (StopKind.MISMATCH, StopKind.DEADLOCK):
             return None
-        return self._judged(verdict, evidence, max(rank.still_seconds for rank in evidence if rank.runs))
+        return self._judged(diagnosis, evidence, max(rank.still_seconds for rank in evidence if rank.runs))
 
     def _early_alarm(self, running: Sequence[Sample]) -> detectors.Alarm | None:
         """An alarm before the timeout, if waiting longer would give no further information.
@@ -236,36 +236,36 @@ class Monitor:
         self._early_seconds = now + still_seconds  # after a false alarm, check less often
         return detectors.Alarm("stall", still_seconds, 0.0)
 
-    def _stall(self, evidence: Sequence[Evidence], alarm: detectors.Alarm) -> Diagnosis | None:
-        verdict = judge(evidence)
-        proof = self._sleep.proves(verdict, evidence)
-        if not alarm.window_seconds and not (verdict.kind in EARLY if proof is None else proof):
+    def _stall(self, evidence: Sequence[Evidence], alarm: detectors.Alarm) -> StopReport | None:
+        diagnosis = judge(evidence)
+        proof = self._sleep.proves(diagnosis, evidence)
+        if not alarm.window_seconds and not (diagnosis.kind in EARLY if proof is None else proof):
             return None
-        if verdict.kind is VerdictKind.NETWORK:
+        if diagnosis.kind is StopKind.NETWORK:
             failures = unreachable(self._generation.cluster, REACH_SECONDS, lambda: self._generation.interrupted)
-            verdict = replace(verdict, sentences=(*verdict.sentences, *failures[:8]))
+            diagnosis = replace(diagnosis, sentences=(*diagnosis.sentences, *failures[:8]))
             if self._generation.interrupted or time.monotonic() < self._generation.cluster.settled_seconds:
                 return None  # after a network interruption, connections recover with a delay
-        return self._judged(verdict, evidence, max(rank.still_seconds for rank in evidence))
+        return self._judged(diagnosis, evidence, max(rank.still_seconds for rank in evidence))
 
-    def _judged(self, verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> Diagnosis:
-        """Create the diagnosis. Write the verdict into a folder, unless it is only a failure of a rank."""
-        if verdict.failed is not None:
-            return Diagnosis(verdict, evidence, self._plan.attempt_dir)
+    def _judged(self, diagnosis: Diagnosis, evidence: Sequence[Evidence], waited_seconds: float) -> StopReport:
+        """Create the report of the stop. Write the diagnosis into a folder, unless it is only a failure of a rank."""
+        if diagnosis.failed is not None:
+            return StopReport(diagnosis, evidence, self._plan.attempt_dir)
         short_folder = run = ""
         if self._plan.attempt_dir:  # without a folder, there is only the report on the screen
-            folders = (Path(self._plan.attempt_dir) / f"verdict-{n}" for n in range(1, 1000))
+            folders = (Path(self._plan.attempt_dir) / f"diagnosis-{n}" for n in range(1, 1000))
             folder = next(folder for folder in folders if not folder.exists())
             try:
-                write_verdict(folder, verdict, evidence, waited_seconds=waited_seconds)
+                write_diagnosis(folder, diagnosis, evidence, waited_seconds=waited_seconds)
                 short_folder, run = _short(folder), _short(Path(self._plan.run_dir)) if self._plan.run_dir else ""
             except OSError:  # with a full disk, print the report anyway
                 shutil.rmtree(folder, ignore_errors=True)
-        report = format_verdict(verdict, evidence, waited_seconds=waited_seconds, folder=short_folder, run=run)
-        return Diagnosis(verdict, evidence, self._plan.attempt_dir, waited_seconds, report)
+        report = format_report(diagnosis, evidence, waited_seconds=waited_seconds, folder=short_folder, run=run)
+        return StopReport(diagnosis, evidence, self._plan.attempt_dir, waited_seconds, report)
 
     def _answer_asks(self) -> None:
-        """Answer `paceline hang`, which creates a file in the attempt's folder and waits for a verdict."""
+        """Answer `paceline hang`, which creates a file in the attempt's folder and waits for a diagnosis."""
         if time.monotonic() < self._asked_seconds + ASK_SECONDS or not self._plan.attempt_dir:
             return
         self._asked_seconds = time.monotonic()
@@ -277,8 +277,8 @@ class Monitor:
             evidence = self._generation.ask(ANSWER_SECONDS)
             waited_seconds = min((rank.still_seconds for rank in evidence if rank.code is None), default=0.0)
             with suppress(OSError):
-                answer = folder / f"verdict-live-{nonce}"
-                write_verdict(answer, judge(evidence), evidence, waited_seconds=waited_seconds)
+                answer = folder / f"diagnosis-live-{nonce}"
+                write_diagnosis(answer, judge(evidence), evidence, waited_seconds=waited_seconds)
 
 
 def _short(path: Path) -> str:

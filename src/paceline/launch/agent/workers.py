@@ -116,7 +116,7 @@ class Worker:
             return ""
 
     def finish(self) -> None:
-        """Wait until the last output is on the screen, so that it precedes the verdict."""
+        """Wait until the last output is on the screen, so that it precedes the diagnosis."""
         for thread in self.relays:
             thread.join(1.0)
 
@@ -190,7 +190,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             attempt_dir=plan.attempt_dir,
             generation=generation,
             record=record,
-            box=status_page,
+            page=status_page,
             store=store_descriptor,
             snapshots=inherited.snapshots,
             temporary=inherited.temporary,

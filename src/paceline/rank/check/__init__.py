@@ -105,7 +105,7 @@ class SideWatch(Events):
 
     def _close(self) -> None:
         for loader_pass, began_ns, prints_before in self._passes:
-            calls = Guard.of_process().box.calls_since(began_ns)
+            calls = Guard.of_process().page.calls_since(began_ns)
             loader_pass.summed = any(word in op.kind for _, _, op in calls for word in COMBINING)
             loader_pass.printed = self._printed > prints_before
         self._passes.clear()
@@ -291,5 +291,5 @@ def watch(folder: Path) -> tuple[Events, ...]:
     loader_watch, side_watch, writer = LoaderWatch(facts), SideWatch(facts, str(folder)), Writing(facts, folder)
     atexit.register(writer.finish, side_watch, loader_watch)
     guard = Guard.of_process()
-    guard.max_steps, joint = MAX_STEPS, JointOptimizers(lambda: guard.box.get("ops"))
+    guard.max_steps, joint = MAX_STEPS, JointOptimizers(lambda: guard.page.get("ops"))
     return joint, loader_watch, StepWatch(facts, loader_watch, joint), side_watch, writer

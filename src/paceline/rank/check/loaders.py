@@ -89,7 +89,7 @@ class TruncatedSampler:
             del self._seen.indices[count:]
 
     def _skip(self, batches: int, drawn: Any) -> Any:
-        began_ns, page = time.monotonic_ns(), Guard.of_process().box
+        began_ns, page = time.monotonic_ns(), Guard.of_process().page
         for _ in range(min(batches, MAX_PASSED_OVER)):
             if time.monotonic_ns() - began_ns > self._seconds * 1e9 and not page.calls_since(began_ns):
                 self._seen.cut_off = True

@@ -72,12 +72,7 @@ class StepWatch(Events):
         self._local: list[float] = []  # by optimizer: `_total` after the last backward
         self._unclipped: list[float] = []  # by optimizer: `_total` before clipping
         self._at = (-1, -1)  # loader and pass of the last backward
-        self._clipped: tuple[set[int], float, float, str] = (
-            set(),
-            0.0,
-            0.0,
-            "",
-        )  # since any step: ids, norm, limit, line
+        self._clipped = set[int](), 0.0, 0.0, ""  # since any step: ids, norm, limit, line
 
     def torch_imported(self) -> None:
         self._meshes.watch()
@@ -242,7 +237,7 @@ class StepWatch(Events):
         if self._facts.session:
             return
         if self._called_ns and self._joint.called:
-            calls = Guard.of_process().box.calls_since(self._called_ns)
+            calls = Guard.of_process().page.calls_since(self._called_ns)
             self._exchanged = sum(op.kind.startswith(PARTS) or op.shape not in NUMBERS for _, _, op in calls)
         if not self._depth:
             for window in self._windows.values():

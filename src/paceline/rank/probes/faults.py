@@ -88,8 +88,8 @@ class BatchTracker(Events):
 class NonFiniteGradients(Events):
     """Finds optimizer steps with gradients that are NaN or infinite."""
 
-    def __init__(self, box: StatusPage, steps: StepCounter, batches: BatchTracker) -> None:
-        self._box, self._steps, self._batches, self._later = box, steps, batches, DeferredReads()
+    def __init__(self, page: StatusPage, steps: StepCounter, batches: BatchTracker) -> None:
+        self._page, self._steps, self._batches, self._later = page, steps, batches, DeferredReads()
         self._sensors: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # optimizer -> its parameter near the input
         self._hooked: dict[int, weakref.ref[Any]] = {}  # by id, because tensors compare by their elements
         self._own: dict[int, str] = {}  # step -> a value of this rank that was not finite
@@ -141,7 +141,7 @@ class NonFiniteGradients(Events):
                 self._report(step)
             elif (lost := self._lost.pop(step, "")) and not self._hidden_reported:
                 self._hidden_reported = True
-                put_finding(self._box, ScriptFinding("swallowed", step, lost))
+                put_finding(self._page, ScriptFinding("swallowed", step, lost))
 
         self._later.read(_not_finite(sensor.grad), look)
 
@@ -164,7 +164,7 @@ class NonFiniteGradients(Events):
 
     def _report(self, step: int) -> None:
         self._reported, local = True, self._own.get(step)
-        put_finding(self._box, ScriptFinding("not finite", step, local or "", own=local is not None))
+        put_finding(self._page, ScriptFinding("not finite", step, local or "", own=local is not None))
 
     def _chosen(self, optimizer: Any) -> Any:
         """A small parameter among the first ones, which are near the input."""
@@ -215,8 +215,8 @@ def _is_sized(loader: Any) -> bool:
 class SwallowedExceptions(Events):
     """Finds exceptions after which the script takes another step, and exceptions that end a thread."""
 
-    def __init__(self, box: StatusPage, steps: StepCounter) -> None:
-        self._box, self._steps = box, steps
+    def __init__(self, page: StatusPage, steps: StepCounter) -> None:
+        self._page, self._steps = page, steps
         self._raised: dict[str, tuple[str, Callable[[], Any] | None]] = {}
         """Since the last step: error and line -> text, and, if a collective failed, a reference to its world."""
         self._reported: set[str] = set()
@@ -235,7 +235,7 @@ class SwallowedExceptions(Events):
         if key not in self._reported and len(self._reported) < MOST_SWALLOWED:
             self._reported.add(key)
             predicate = f"its thread {name[:MOST_NAME]} ended with {key}: {message}"
-            put_finding(self._box, ScriptFinding("thread", self._steps.done, predicate))
+            put_finding(self._page, ScriptFinding("thread", self._steps.done, predicate))
 
     def step_ended(self, optimizer: Any) -> None:
         self._report(self._steps.done)
@@ -251,10 +251,10 @@ class SwallowedExceptions(Events):
                 # a script that has made a new default group since has handled the error
                 if not self._collective_reported and (world is None or world is world_ref()):
                     self._collective_reported = True
-                    put_finding(self._box, ScriptFinding("collective", step, predicate, last=last))
+                    put_finding(self._page, ScriptFinding("collective", step, predicate, last=last))
             elif key not in self._reported and len(self._reported) < MOST_SWALLOWED:
                 self._reported.add(key)
-                put_finding(self._box, ScriptFinding("swallowed", step, predicate, last=last))
+                put_finding(self._page, ScriptFinding("swallowed", step, predicate, last=last))
 
 
 class StaleGradients(Events):
@@ -263,8 +263,8 @@ class StaleGradients(Events):
     Each of these may be intended, so the agent reports a finding only if other ranks do not have it.
     """
 
-    def __init__(self, box: StatusPage, steps: StepCounter) -> None:
-        self._box, self._steps, self._joint = box, steps, steps.joint
+    def __init__(self, page: StatusPage, steps: StepCounter) -> None:
+        self._page, self._steps, self._joint = page, steps, steps.joint
         self._backwards = self._before_step = 0  # so far, and until the last step of any optimizer
         self._past = 0  # consecutive steps without DDP
         self._stepped: WeakKeyDictionary[Any, tuple[int, int, int]] = WeakKeyDictionary()
@@ -332,7 +332,7 @@ class StaleGradients(Events):
         if past or not self._joint.private(optimizer):
             self._past = self._past + 1 if past else 0
         if self._past == PAST_STEPS and past:
-            put_finding(self._box, ScriptFinding("left", self._steps.done, "trains on past DDP"))
+            put_finding(self._page, ScriptFinding("left", self._steps.done, "trains on past DDP"))
         return self._joint.private(optimizer)
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -354,7 +354,7 @@ class StaleGradients(Events):
         kind = predicate.partition(",")[0]
         if kind not in self._reported:
             self._reported.add(kind)
-            put_finding(self._box, ScriptFinding("stale", self._steps.done + 1, predicate))
+            put_finding(self._page, ScriptFinding("stale", self._steps.done + 1, predicate))
 
 
 def collective_failed(error: BaseException) -> bool:

@@ -74,9 +74,9 @@ class WatchedOptimizer:
 class Fingerprints(Events):
     """Writes fingerprints after the steps of at most four optimizers at a time."""
 
-    def __init__(self, box: StatusPage, names: Names, joint: JointOptimizers | None = None) -> None:
-        self._box, self._names, self._later = box, names, DeferredReads()
-        self._joint = joint or JointOptimizers(lambda: box.get("ops"))
+    def __init__(self, page: StatusPage, names: Names, joint: JointOptimizers | None = None) -> None:
+        self._page, self._names, self._later = page, names, DeferredReads()
+        self._joint = joint or JointOptimizers(lambda: page.get("ops"))
         self._watched: WeakKeyDictionary[Any, WatchedOptimizer] = WeakKeyDictionary()
         # number of optimizers, and the last step in each table: [without a replica, with a replica]
         self._known, self._numbers = [0, 0], ([0] * TABLES, [0] * TABLES)
@@ -86,7 +86,7 @@ class Fingerprints(Events):
     def step_ended(self, optimizer: Any) -> None:
         self._later.look()
         history = self._joint.of(optimizer)
-        if self._size == 1 or self._box.get("uneven") or history.past:
+        if self._size == 1 or self._page.get("uneven") or history.past:
             return
         watched = self._watched.get(optimizer)
         if watched is None or (history.own and not watched.own):
@@ -166,7 +166,7 @@ class Fingerprints(Events):
             hashes = [value & NONE for value in values[: len(indices)]]
             totals = [struct.unpack("d", struct.pack("q", value))[0] for value in values[len(indices) :]]
             parts = _four(indices, NONE), _four(hashes), _four(totals)
-            put_fingerprint(self._box, ReplicaFingerprint(number, watched.layout, watched.flags, *parts, settings))
+            put_fingerprint(self._page, ReplicaFingerprint(number, watched.layout, watched.flags, *parts, settings))
 
         if sums[0].is_cuda:
             self._later.read(sys.modules["torch"].stack(sums), put)

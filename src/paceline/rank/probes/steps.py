@@ -197,8 +197,8 @@ def is_sharded(parameter: Any) -> bool:
 class StepCounter(Events):
     """Counts steps. With the guard off, it is the only probe."""
 
-    def __init__(self, box: StatusPage, joint: JointOptimizers | None = None) -> None:
-        self._box, self.joint = box, joint or JointOptimizers(lambda: 0)
+    def __init__(self, page: StatusPage, joint: JointOptimizers | None = None) -> None:
+        self._page, self.joint = page, joint or JointOptimizers(lambda: 0)
         self._counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._level = self._alone = 0
         self.done = 0
@@ -214,51 +214,51 @@ class StepCounter(Events):
         if self.joint.level > self._level:  # the rank took the steps so far alone
             self._level, self._counts[optimizer] = self.joint.level, (count := history.steps)
             self._alone = max(0, self.done + 1 - count)
-            self._box.put("alone", self._alone)
+            self._page.put("alone", self._alone)
         if count + self._alone > self.done:
             self.done = count + self._alone
-            self._box.set_step(self.done)
+            self._page.set_step(self.done)
 
 
 class ScriptPhases(StepCounter):
     """A step counter that also sets the phase on the status page."""
 
-    def __init__(self, box: StatusPage, joint: JointOptimizers | None = None) -> None:
-        super().__init__(box, joint)
+    def __init__(self, page: StatusPage, joint: JointOptimizers | None = None) -> None:
+        super().__init__(page, joint)
         self._steps_ns = {phase: deque[int](maxlen=USUAL_STEPS) for phase in ASIDE}
         self._seen_ns = dict.fromkeys(ASIDE, 0)
 
     def batch_asked(self, batches: Any) -> None:
-        self._box.enter(Phase.DATA)
+        self._page.enter(Phase.DATA)
 
     def own_code(self, *_: Any, **__: Any) -> None:
-        self._box.enter(Phase.USER)
+        self._page.enter(Phase.USER)
 
     batch_given = epoch_ended = forward_ended = backward_ended = own_code
 
     def raised(self, where: str, error: BaseException) -> None:
-        if not self._box.get("released"):  # an error from the guard itself is not progress
+        if not self._page.get("released"):  # an error from the guard itself is not progress
             self.own_code()
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._box.enter(Phase.FORWARD)
+        self._page.enter(Phase.FORWARD)
 
     def buffers_asked(self, ddp: Any) -> None:
-        self._box.enter(Phase.SYNC)
+        self._page.enter(Phase.SYNC)
 
     def buffers_given(self, ddp: Any) -> None:
-        self._box.enter(Phase.FORWARD)
+        self._page.enter(Phase.FORWARD)
 
     def backward_begins(self, losses: Any) -> None:
-        self._box.enter(Phase.BACKWARD)
+        self._page.enter(Phase.BACKWARD)
 
     def step_begins(self, optimizer: Any) -> None:
-        self._box.enter(Phase.OPTIMIZER)
+        self._page.enter(Phase.OPTIMIZER)
 
     closure_ended = step_begins
 
     def step_ended(self, optimizer: Any) -> None:
-        self._box.enter(Phase.USER)
+        self._page.enter(Phase.USER)
         before = self.done
         super().step_ended(optimizer)
         if self.done > before:
@@ -267,23 +267,23 @@ class ScriptPhases(StepCounter):
     def _put_aside(self) -> None:
         """Move the time of evaluations, checkpoints and other work between steps to phase EVALUATE."""
         for phase, steps_ns in self._steps_ns.items():
-            spent_ns = self._box.spent_ns[phase] - self._seen_ns[phase]
+            spent_ns = self._page.spent_ns[phase] - self._seen_ns[phase]
             if len(steps_ns) >= LEAST_STEPS:
                 usual_ns = UNUSUAL_FACTOR * int(median(steps_ns)) + UNUSUAL_NS
                 if spent_ns > usual_ns:
-                    self._box.move_time(phase, Phase.EVALUATE, spent_ns - usual_ns)
+                    self._page.move_time(phase, Phase.EVALUATE, spent_ns - usual_ns)
             steps_ns.append(spent_ns)
-            self._seen_ns[phase] = self._box.spent_ns[phase]
+            self._seen_ns[phase] = self._page.spent_ns[phase]
 
 
 class JoinContexts(Events):
     """Sets `uneven` when a script enters torch's Join: ranks may then take different numbers of steps."""
 
-    def __init__(self, box: StatusPage) -> None:
-        self._box, self._sees = box, False
+    def __init__(self, page: StatusPage) -> None:
+        self._page, self._sees = page, False
 
     def replica_made(self, ddp: Any) -> None:
         if not self._sees:
             self._sees = True
             join_class: Any = sys.modules["torch.distributed.algorithms.join"].Join
-            wrap_function(join_class, "__enter__", before=lambda _: self._box.put("uneven", 1))
+            wrap_function(join_class, "__enter__", before=lambda _: self._page.put("uneven", 1))
