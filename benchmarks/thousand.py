@@ -35,8 +35,8 @@ import paceline.launch.agent.cluster as cluster_module
 import paceline.launch.agent.follower as follower_module
 import paceline.launch.agent.joining as joining_module
 from paceline.host.facts import Facts, gather
+from paceline.launch.agent.coordinator import Coordinator
 from paceline.launch.agent.follower import Follower
-from paceline.launch.agent.head import Head
 from paceline.launch.agent.workers import InheritedResources
 from paceline.launch.plan import Command
 from paceline.launch.ssh.sessions import await_agents, open_sessions
@@ -151,7 +151,9 @@ def be_agent(plan: NodePlan, facts: Facts, output: Path) -> int:
         orders = Orders(inbox, lifeline=False)
         if plan.node:
             return Follower(plan, orders, InheritedResources(), lambda: None).run()
-        return Head(plan, orders, InheritedResources(), lambda: BOARD.__setitem__(STARTED, time.monotonic())).run()
+        return Coordinator(
+            plan, orders, InheritedResources(), lambda: BOARD.__setitem__(STARTED, time.monotonic())
+        ).run()
 
 
 class Run:
@@ -171,8 +173,8 @@ class Run:
         attempt = run_dir / "attempt-1"
         attempt.mkdir(parents=True)
         plan = NodePlan(
-            argv=("train",), nproc=NPROC, nodes=self._nodes, min_nodes=self._nodes, head=("127.0.0.1",),
-            head_ports=tuple(range(base, base + 8)), secret=secrets.token_hex(32), run_id="thousand",
+            argv=("train",), nproc=NPROC, nodes=self._nodes, min_nodes=self._nodes, node0=("127.0.0.1",),
+            node0_ports=tuple(range(base, base + 8)), secret=secrets.token_hex(32), run_id="thousand",
             run_dir=str(run_dir), attempt_dir=str(attempt), join_seconds=240.0,
         )  # fmt: skip
         for node in range(self._nodes):

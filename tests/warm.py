@@ -54,7 +54,7 @@ AFTER_START = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"}  # of a new interpreter
 
 LIGHT = (
     *("paceline.cli.train", "paceline.cli.launch", "paceline.cli.jobs", "pytest"),
-    *("paceline.launch.supervise", "paceline.launch.agent.head", "paceline.launch.agent.follower"),
+    *("paceline.launch.supervise", "paceline.launch.agent.coordinator", "paceline.launch.agent.follower"),
 )
 TORCH = (*LIGHT, "torch.distributed", "torch._dynamo", "safetensors.torch", "paceline.train.run", "hypothesis")
 SOURCES = (LIGHT, TORCH, TORCH)  # torch's optimizers import torch._dynamo, which takes as long as torch itself

@@ -198,7 +198,7 @@ def typed(
     commands = agents(hosts, folder, hang_timeout) if launcher == "paceline" else torchruns(fault)
     more: list[dict[str, str]] = [{}, {}]
     if fault.name == "unknown-name":
-        commands[1] = commands[1].replace(f"--head {HEAD}", "--head nosuch").replace(f"={HEAD}", "=nosuch")
+        commands[1] = commands[1].replace(f"--node0 {HEAD}", "--node0 nosuch").replace(f"={HEAD}", "=nosuch")
     if fault.name == "clock-behind":
         (folder / "clock").mkdir()
         (folder / "clock" / "sitecustomize.py").write_text(CLOCK_BEHIND)

@@ -28,7 +28,7 @@ def main() -> int:
         with (run / "agents.txt").open("a") as file:
             file.write(f"{turn} {node} {text}\n")
 
-    note(f"started {os.environ['SLURM_CPUS_PER_TASK']} {' '.join(words[words.index('--head') :])}")
+    note(f"started {os.environ['SLURM_CPUS_PER_TASK']} {' '.join(words[words.index('--node0') :])}")
     print(f"output of node {node}", flush=True)
     deadline = time.monotonic() + (seconds if turn == "0" else 0)
     while time.monotonic() < deadline:

@@ -46,7 +46,7 @@ def test_slurm_accepts_the_script_and_starts_an_agent_on_each_node(slurm: Slurm,
     tried = slurm.run("sbatch", "--test-only", run / "submit-1" / "job.sbatch")
     assert tried.returncode == 0, tried.stderr
     assert slurm.wait(job) == "COMPLETED"
-    heads = f"--head n1 --head {slurm.lab.address('n1')}"
+    heads = f"--node0 n1 --node0 {slurm.lab.address('n1')}"
     assert sorted(line for line in notes(run) if "started" in line) == [
         f"0 0 started 2 {heads}",
         f"0 1 started 2 {heads}",
@@ -159,7 +159,7 @@ def salloc(slurm: Slurm, run: Path, seconds: float, code: int, *options: str) ->
 def test_an_allocation_is_used_as_it_is(slurm: Slurm, run: Path) -> None:
     with salloc(slurm, run, 0, 7) as shell:
         shell.communicate(timeout=90)
-    assert shell.returncode == 7 and sum("started 2 --head n1" in line for line in notes(run)) == 2
+    assert shell.returncode == 7 and sum("started 2 --node0 n1" in line for line in notes(run)) == 2
 
 
 def test_another_shape_than_the_allocations_is_refused(slurm: Slurm, run: Path) -> None:

@@ -62,10 +62,10 @@ def test_our_own_agent_reads_a_private_plan(tmp_path: Path) -> None:
     plan = by_hand(job(torchrun=False, hosts=parse_hosts("n1,n2"), secret="ab" * 32, min_nodes=1, max_restarts=2))
     agent = "/env/bin/python -P -m paceline.launch.agent --plan /runs/a/submit-1/plan.json"
     lines = typed(plan).splitlines()
-    assert lines[1] == f"{agent} --node 0 --head n1" and lines[4] == f"{agent} --node 1 --head n1"
+    assert lines[1] == f"{agent} --node 0 --node0 n1" and lines[4] == f"{agent} --node 1 --node0 n1"
     told = msgspec.json.decode(plan.files["plan.json"], type=NodePlan)
     assert (told.node, told.nodes, told.min_nodes, told.head, told.secret) == (-1, 2, 1, ("n1",), "ab" * 32)
-    assert told.max_restarts == 2 and told.silence_seconds == 0 and len(told.head_ports) == 8
+    assert told.max_restarts == 2 and told.silence_seconds == 0 and len(told.node0_ports) == 8
     assert "abab" not in typed(plan) and "abab" not in describe(plan)
     assert json.loads(plan.files["plan.json"])["hosts"] == [{"name": "n1"}, {"name": "n2"}]
 

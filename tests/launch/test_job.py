@@ -55,7 +55,7 @@ def test_an_agent_receives_the_job_as_it_is_and_the_facts_of_its_node() -> None:
         env={"A": "B"}, hosts=(Host("n1"), Host("n2", 2222, 3)), slurm=Allocation(minutes=5), ssh=("ssh", "-v"),
     )  # fmt: skip
     for node, nproc in ((0, 2), (1, 3)):
-        plan = node_plan(job, node, nproc=job.hosts[node].slots or 0, head=("n1",))
+        plan = node_plan(job, node, nproc=job.hosts[node].slots or 0, node0=("n1",))
         received = msgspec.json.decode(msgspec.json.encode(plan), type=NodePlan)
         assert received == plan and (received.node, received.nproc, received.head) == (node, nproc, ("n1",))
         of_the_job = {name: getattr(received, name) for name in JobSpec.__struct_fields__}
@@ -64,8 +64,8 @@ def test_an_agent_receives_the_job_as_it_is_and_the_facts_of_its_node() -> None:
 
 def test_a_port_is_the_ranks_on_one_node_and_the_head_agents_on_several() -> None:
     alone, several = (node_plan(JobSpec(("x",), 2, port=29500, nodes=nodes)) for nodes in (1, 2))
-    assert (alone.ranks.master_port, alone.head_ports) == (29500, ())
-    assert (several.ranks.master_port, several.head_ports) == (0, (29500,))
+    assert (alone.ranks.master_port, alone.node0_ports) == (29500, ())
+    assert (several.ranks.master_port, several.node0_ports) == (0, (29500,))
 
 
 def test_the_room_imports_nothing_heavy() -> None:

@@ -149,7 +149,7 @@ def test_no_text_of_a_user_becomes_a_line_or_a_command(
         done, called = run_script(job, folder)
         assert (done.returncode, done.stdout, done.stderr) == (0, "activated: \n", "")
         plan = ["--plan", f"{folder}/{run}/plan.json"]
-        heads = ["--head", "n1", "--head", "10.0.0.1", "--head", "10.0.0.2"]
+        heads = ["--node0", "n1", "--node0", "10.0.0.1", "--node0", "10.0.0.2"]
         assert called["srun"][-12:] == [python, "-P", "-m", "paceline.launch.agent", *plan, *heads]
         assert called["module"] == ["load", module]
         assert not list(folder.rglob("PWNED*"))

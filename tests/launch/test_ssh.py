@@ -16,7 +16,7 @@ from paceline.errors import UsageError
 from paceline.launch.plan import describe, parse_hosts
 from paceline.launch.ssh.plan import rsync_commands, ssh, sync
 from paceline.launch.ssh.sessions import why_lost, why_no_agent
-from paceline.protocol.job import Host, JobSpec, head_ports
+from paceline.protocol.job import Host, JobSpec, node0_ports
 
 OPTIONS = (
     "-T -x -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 "
@@ -60,15 +60,15 @@ def test_nothing_secret_is_on_a_command_line_or_in_the_description() -> None:
 
 
 def test_ports_of_node_0_are_the_asked_one_or_eight_of_the_run() -> None:
-    assert ssh(job_on("n1,n2", port=29500)).nodes[0].head_ports == (29500,)
-    ports = ssh(job_on("n1,n2")).nodes[1].head_ports
+    assert ssh(job_on("n1,n2", port=29500)).nodes[0].node0_ports == (29500,)
+    ports = ssh(job_on("n1,n2")).nodes[1].node0_ports
     assert len(set(ports)) == 8 and all(20000 <= port <= 29999 for port in ports)
-    assert ports == ssh(job_on("n3,n4")).nodes[0].head_ports != ssh(job_on("n1,n2", run_id="60")).nodes[0].head_ports
+    assert ports == ssh(job_on("n3,n4")).nodes[0].node0_ports != ssh(job_on("n1,n2", run_id="60")).nodes[0].node0_ports
 
 
 @given(st.text(max_size=30))
 def test_ports_are_eight_for_every_run(run_id: str) -> None:
-    ports = head_ports(JobSpec(("x",), 1, run_id, 1))
+    ports = node0_ports(JobSpec(("x",), 1, run_id, 1))
     assert len(set(ports)) == 8 and all(20000 <= port <= 29999 for port in ports)
 
 

@@ -25,7 +25,7 @@ from paceline.launch.plan import Command, Plan
 from paceline.launch.supervise import run
 told = json.loads(sys.argv[1])
 agents = [Command(f"n{k + 1}", tuple(argv)) for k, argv in enumerate(told["agents"])]
-nodes = [NodePlan(argv=("x",), nproc=1, node=k, head=("n1",), **told["plan"]) for k in range(len(agents))]
+nodes = [NodePlan(argv=("x",), nproc=1, node=k, node0=("n1",), **told["plan"]) for k in range(len(agents))]
 try:
     sys.exit(run(Plan(agents=tuple(agents), nodes=tuple(nodes))))
 except PacelineError as error:
@@ -112,7 +112,7 @@ def test_each_agent_is_told_its_own_plan_and_the_addresses_of_node_0(remote, ann
     plans = [json.loads((one.folder / str(node)).read_text()) for node in (0, 1)]
     assert [plan.get("node", 0) for plan in plans] == [0, 1]
     addresses = [address["address"] for address in json.loads(announcement.read_text())["addresses"]]
-    assert plans[0]["head"] == plans[1]["head"] == ["n1", *addresses]
+    assert plans[0]["node0"] == plans[1]["node0"] == ["n1", *addresses]
 
 
 def test_a_sign_of_life_comes_every_two_seconds(remote) -> None:

@@ -23,7 +23,7 @@ from paceline.runs import writing
 from paceline.runs.console import clock
 from paceline.runs.reading import names
 
-ANSWER_SECONDS = 15.0  # the head looks for requests every second, and gives every rank three seconds to answer
+ANSWER_SECONDS = 15.0  # the coordinator looks for requests every second, and gives every rank three seconds to answer
 POLL_SECONDS = 0.1
 MOVES_SECONDS = 2.0  # a run that made progress within this time does not hang
 SHOWN_OPS = 8
@@ -98,7 +98,7 @@ def _newest_diagnosis(run_dir: Path) -> Path | None:
 
 
 def ask_agent(attempt: Path) -> DiagnosisRecord | None:
-    """Request a diagnosis from the head agent of a running attempt; None if it does not answer."""
+    """Request a diagnosis from the coordinator of a running attempt; None if it does not answer."""
     nonce = secrets.token_hex(8)
     question, answer = attempt / f"ask-{os.getpid()}-{nonce}", attempt / f"diagnosis-live-{nonce}"
     try:

@@ -83,6 +83,6 @@ def agent_plan(config: WatchoverConfig, windows: Windows, env: Mapping[str, str]
         ranks=NodeRanks(first=rank, world_size=size),
         run_dir=run_dir,
         attempt_dir=attempt_dir,
-        head=(env.get("MASTER_ADDR", ""),),
+        node0=(env.get("MASTER_ADDR", ""),),
         may_end=config.end,
     )

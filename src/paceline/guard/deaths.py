@@ -3,7 +3,7 @@
 If a rank fails, all others fail within milliseconds, with longer messages ("Connection closed by peer", aborts out of
 C++ destructors). The order of exits therefore proves little: a rank that cleans up for three seconds exits last.
 Failures are ranked by kind, in the order of `RankEnd`. Within one kind the earliest counts, by the monotonic clock of
-the head agent (other hosts report ages, not times).
+the coordinator (other hosts report ages, not times).
 """
 
 import re

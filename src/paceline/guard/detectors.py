@@ -201,7 +201,7 @@ def sample_seconds(windows: Windows) -> float:
 
 
 def heartbeat_seconds(windows: Windows, nodes: int, samples: Sequence[Sample]) -> float:
-    """The interval at which the head receives samples; it is longer while the ranks of many nodes make progress."""
+    """The interval at which the coordinator receives samples; longer while the ranks of many nodes make progress."""
     usual = sample_seconds(windows)
     any_moves = any(sample.still_seconds < QUIET_SECONDS for sample in samples)
     return max(usual, nodes * SECONDS_PER_NODE) if any_moves and usual == SAMPLE_SECONDS else usual
@@ -258,7 +258,7 @@ class SleepDetector:
 
 FIRST_STEPS = 5  # skipped after a start: these steps compile and fill caches
 LOOK_STEPS, LOOK_SECONDS = 10, 0.9  # minimum between two snapshots; averages out batches of different lengths
-RANK_SECONDS = 0.001  # minimum per rank between two snapshots, because each rank costs the head some microseconds
+RANK_SECONDS = 0.001  # minimum per rank between two snapshots, because each rank costs the coordinator microseconds
 LOOKS = 3  # consecutive snapshots that must agree
 QUEUED_LOOKS = 8  # the same if a rank is slow because it waits for a core
 SLOW_FACTOR = 1.3

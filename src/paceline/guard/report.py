@@ -272,7 +272,7 @@ def diagnosis_file(folder: Path) -> Path:
     return folder / ("verdict.json" if folder.name.startswith("verdict-") else DIAGNOSIS)
 
 
-class _Head(msgspec.Struct):
+class _Header(msgspec.Struct):
     format: str = ""
     version: int = 0
 
@@ -292,9 +292,9 @@ def read_diagnosis(folder: Path) -> DiagnosisRecord:
         for former, current in FORMER.items():
             content = content.replace(f'"{former}"'.encode(), f'"{current}"'.encode())
     try:
-        head = msgspec.json.decode(content, type=_Head)
-        if head.format == "paceline-diagnosis" and head.version != VERSION:
-            raise UsageError(code="diagnosis-of-other-version", path=path, version=head.version, readable=VERSION)
+        header = msgspec.json.decode(content, type=_Header)
+        if header.format == "paceline-diagnosis" and header.version != VERSION:
+            raise UsageError(code="diagnosis-of-other-version", path=path, version=header.version, readable=VERSION)
         return msgspec.json.decode(content, type=DiagnosisRecord)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(code="diagnosis-damaged", path=path, error=error) from error

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from paceline.errors import UsageError
 from paceline.launch.plan import Command, Plan, as_file, node_plan
 from paceline.protocol.control import BOOTSTRAP, RUN_ID, SECRET_NAME
-from paceline.protocol.job import JobSpec, head_ports, labels, plain_name
+from paceline.protocol.job import JobSpec, labels, node0_ports, plain_name
 
 PLAN_FILE = "plan.json"
 NODE0 = "NODE0"  # placeholder for the unknown name of node 0
@@ -45,13 +45,13 @@ def typed(plan: Plan) -> str:
 
 
 def _agents(job: JobSpec) -> Plan:
-    head, nodes = _head(job), _nodes(job)
+    node0, nodes = _node0(job), _nodes(job)
     if len({nproc for _, nproc in nodes}) > 1:
         raise UsageError(code="slots-differ")
-    plan = node_plan(job, node=-1, nproc=nodes[0][1], head=() if head == NODE0 else (head,))
+    plan = node_plan(job, node=-1, nproc=nodes[0][1], node0=() if node0 == NODE0 else (node0,))
     agent = (job.python, "-P", "-m", "paceline.launch.agent", "--plan", f"{job.submit_dir}/{PLAN_FILE}")
     commands = tuple(
-        Command(name, (*agent, "--node", str(node), "--head", head)) for node, (name, _) in enumerate(nodes)
+        Command(name, (*agent, "--node", str(node), "--node0", node0)) for node, (name, _) in enumerate(nodes)
     )
     return Plan(by_hand=commands, files={PLAN_FILE: as_file(plan)}, notes=tuple(_notes(job)))
 
@@ -64,8 +64,8 @@ def _torchrun(job: JobSpec, node: int, nproc: int) -> tuple[str, ...]:
         f"--nnodes={job.nodes}",
         f"--node-rank={node}",
         f"--nproc-per-node={nproc}",
-        f"--master-addr={_head(job)}",
-        f"--master-port={head_ports(job)[0]}",
+        f"--master-addr={_node0(job)}",
+        f"--master-port={node0_ports(job)[0]}",
         *worker,
     )
 
@@ -77,12 +77,12 @@ def _nodes(job: JobSpec) -> list[tuple[str, int]]:
     return [(f"node {k}: {names[k]}", host.slots or job.nproc) for k, host in enumerate(job.hosts)]
 
 
-def _head(job: JobSpec) -> str:
+def _node0(job: JobSpec) -> str:
     return plain_name(job.hosts[0]) if job.hosts else NODE0
 
 
 def _notes(job: JobSpec) -> Iterator[str]:
-    ports = head_ports(job)[:1] if job.torchrun else head_ports(job)
+    ports = node0_ports(job)[:1] if job.torchrun else node0_ports(job)
     if not job.hosts:
         yield f"Replace {NODE0} by a name or an address of node 0 that all other nodes can reach."
     if job.cwd:

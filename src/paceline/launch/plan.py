@@ -22,7 +22,7 @@ from msgspec.structs import asdict, replace
 from paceline.config.choices import LauncherName
 from paceline.errors import TrainingError, UsageError
 from paceline.protocol.control import SECRET_NAME
-from paceline.protocol.job import Host, JobSpec, NodePlan, NodeRanks, head_ports, plain_name
+from paceline.protocol.job import Host, JobSpec, NodePlan, NodeRanks, node0_ports, plain_name
 from paceline.runs import writing
 from paceline.runs.folder import MOST_STARTS, attempt_number
 from paceline.runs.reading import decode, names, read
@@ -66,14 +66,14 @@ def local(job: JobSpec) -> Plan:
     )
 
 
-def node_plan(job: JobSpec, node: int = 0, *, nproc: int = 0, head: tuple[str, ...] = ()) -> NodePlan:
+def node_plan(job: JobSpec, node: int = 0, *, nproc: int = 0, node0: tuple[str, ...] = ()) -> NodePlan:
     """The plan for one node with `nproc` workers (default: those of the job). If `node` is -1, its agent determines it.
 
-    On a single node, the ranks rendezvous at the job's port. On several nodes, the head agent listens at this port.
+    On a single node, the ranks rendezvous at the job's port. On several nodes, the coordinator listens at this port.
     """
-    plan = replace(NodePlan(**asdict(job)), node=node, nproc=nproc or job.nproc, head=head)
+    plan = replace(NodePlan(**asdict(job)), node=node, nproc=nproc or job.nproc, node0=node0)
     if job.nodes > 1:
-        return replace(plan, head_ports=head_ports(job))
+        return replace(plan, node0_ports=node0_ports(job))
     return replace(plan, ranks=NodeRanks(master_port=job.port))
 
 

@@ -4,7 +4,7 @@
     Sample      a rank at one moment: its process and its status page. Agents send it as their heartbeat
     Evidence    a sample and the rank's answer: stacks, collectives. Diagnoses depend on it alone
     Diagnosis     the cause, and the ranks that caused it
-    Live        all ranks now, written by the head agent while `paceline watch` runs
+    Live        all ranks now, written by the coordinator while `paceline watch` runs
 
 The clocks of two hosts cannot be compared, so agents send ages.
 """

@@ -179,7 +179,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         return self.min_nodes < self.nodes
 
 
-def head_ports(job: JobSpec) -> tuple[int, ...]:
+def node0_ports(job: JobSpec) -> tuple[int, ...]:
     """The ports on which node 0's agent may listen: the given port, or several, equal on all nodes of the run."""
     if job.port:
         return (job.port,)
@@ -209,8 +209,8 @@ class NodePlan(JobSpec, frozen=True):
     node: int = 0  # -1: from the environment (SLURM_NODEID) or the command line
     ranks: NodeRanks = NodeRanks()  # on several nodes, node 0's agent assigns them when all nodes have joined
     master_addr: str = "127.0.0.1"
-    head: tuple[str, ...] = ()  # names or addresses of node 0, the best first
-    head_ports: tuple[int, ...] = ()  # node 0's agent listens on the first free port of these
+    node0: tuple[str, ...] = ()  # names or addresses of node 0, the best first
+    node0_ports: tuple[int, ...] = ()  # node 0's agent listens on the first free port of these
     interface: str = ""  # the network interface towards the other nodes; set when all nodes have joined
     stdin: int = -1  # the launcher's standard input, for scripts
     keep_open: tuple[int, ...] = ()  # descriptors that every worker inherits from its agent, for example a lock

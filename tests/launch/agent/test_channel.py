@@ -149,7 +149,7 @@ def of_another_connection(_: Link) -> bytes:
 
 def of_another_version(head: Link) -> bytes:
     payload = b'{"type": "Unheard"}'
-    return channel.LENGTH.pack(len(payload)) + head._mac(b"head", 0, payload) + payload
+    return channel.LENGTH.pack(len(payload)) + head._mac(b"coordinator", 0, payload) + payload
 
 
 TOO_LONG = channel.LENGTH.pack(channel.MAX_MESSAGE_BYTES + 1) + bytes(channel.MAC_BYTES)

@@ -48,7 +48,7 @@ def test_the_head_learns_by_how_much_a_nodes_clock_is_ahead() -> None:
 @contextmanager
 def node_of_a_crew() -> Iterator[tuple[Link, Cluster]]:
     """A node's link to a head, and that head's cluster."""
-    plan = NodePlan(("true",), nproc=1, nodes=2, head_ports=(0,), secret=SECRET)
+    plan = NodePlan(("true",), nproc=1, nodes=2, node0_ports=(0,), secret=SECRET)
     with signal_inbox(()) as inbox:
         cluster = Cluster(plan, Orders(inbox, lifeline=False))
         connection = socket.create_connection(("127.0.0.1", cluster.port))

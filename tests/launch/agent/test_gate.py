@@ -56,7 +56,7 @@ def answered(port: int, data: bytes) -> bytes:
 @pytest.fixture
 def head() -> Iterator[tuple[int, StoreGate]]:
     """Node 0's agent with its gate: the port of its door, and the gate."""
-    plan = NodePlan(("true",), nproc=1, nodes=2, head_ports=(0,), secret=SECRET)
+    plan = NodePlan(("true",), nproc=1, nodes=2, node0_ports=(0,), secret=SECRET)
     store, gate = own_store(0)
     serve(store)
     with signal_inbox(()) as inbox:

@@ -42,7 +42,7 @@ NODES = 100
 @contextmanager
 def crew_of(nodes: int) -> Generator[tuple[Cluster, list[Link]]]:
     """A head's cluster, and the other ends of its links."""
-    plan = NodePlan(("true",), nproc=1, nodes=nodes, head_ports=(0,), secret=SECRET)
+    plan = NodePlan(("true",), nproc=1, nodes=nodes, node0_ports=(0,), secret=SECRET)
     with signal_inbox(()) as inbox:
         cluster, facts, links = Cluster(plan, Orders(inbox, lifeline=False)), gather(), list[Link]()
 

@@ -227,14 +227,14 @@ def test_without_a_head_a_node_says_where_it_looks_and_why_it_fails(nodes) -> No
 
 def test_two_jobs_on_the_same_ports_both_work(nodes) -> None:
     ports = tuple(range(26500, 26508))
-    both = [nodes("time.sleep(0.5)", head_ports=ports) for _ in range(2)]
+    both = [nodes("time.sleep(0.5)", node0_ports=ports) for _ in range(2)]
     for run in both:
         run.start(1, 0)
     assert [run.codes() for run in both] == [[0, 0], [0, 0]]
 
 
 def test_two_jobs_with_the_same_requested_port_one_is_refused_clearly(nodes) -> None:
-    first, second = (nodes("forever()", head_ports=(26600,), join_seconds=3.0) for _ in range(2))
+    first, second = (nodes("forever()", node0_ports=(26600,), join_seconds=3.0) for _ in range(2))
     first.start(0, 1)
     first.wait_for("ready-3")
     second.start(0, 1)

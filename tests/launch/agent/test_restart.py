@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.guard.deaths import RankEnd
-from paceline.launch.agent.head import FailedGeneration, Restart, decide
+from paceline.launch.agent.coordinator import FailedGeneration, Restart, decide
 from paceline.protocol.evidence import Diagnosis, Op, StopKind
 
 KILLED = FailedGeneration(RankEnd.SIGNAL, rank=1, exit_code=137, exception="", step=40, nproc=4)

@@ -2,12 +2,12 @@
 
 The agent reads one JSON line (a NodePlan) from stdin or from a file. The launcher keeps stdin open: its end means that
 the launcher has ended, as does a long time without a heartbeat if the plan announces heartbeats. The agent of node 0 is
-the head of all agents. An agent leaves no process behind, even after an error.
+the coordinator of all agents. An agent leaves no process behind, even after an error.
 
     --announce     first write one JSON line with the facts of this machine (host/facts.py) to stdout
     --plan FILE    read the plan from a file; there is no lifeline: under Slurm, or if the user starts the agent
     --node K       number of this node, if the plan does not set it (default: SLURM_NODEID)
-    --head NAME    a name or address of node 0; may be repeated, the best first
+    --node0 NAME    a name or address of node 0; may be repeated, the best first
     --join         become any free node of a running run
     --nproc N      number of workers, instead of that of the plan
 """
@@ -61,9 +61,9 @@ def read_plan(options: argparse.Namespace) -> NodePlan | None:
             number = number or "none, and no SLURM_NODEID"
             raise UsageError(code="node-out-of-range", value=number, most=plan.nodes - 1)
         plan = replace(plan, node=int(number))
-    if options.head:
-        plan = replace(plan, head=tuple(options.head))
-    if plan.nodes > 1 and plan.node != 0 and not plan.head:
+    if options.node0:
+        plan = replace(plan, node0=tuple(options.node0))
+    if plan.nodes > 1 and plan.node != 0 and not plan.node0:
         raise UsageError(code="no-address-of-node-0")
     return plan
 
@@ -179,15 +179,15 @@ def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
 
 
 def _serve(plan: NodePlan, inherited: InheritedResources, on_started: Callable[[], None], *, lifeline: bool) -> int:
+    from paceline.launch.agent.coordinator import Coordinator
     from paceline.launch.agent.follower import Follower  # while the preloader imports torch
-    from paceline.launch.agent.head import Head
 
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
         orders = Orders(inbox, lifeline=lifeline and not plan.detached, silence_seconds=plan.silence_seconds)
         if inherited.preloader is not None:
             inherited.preloader.wait_ready(orders)
         if plan.node == 0:
-            return Head(plan, orders, inherited, on_started).run()
+            return Coordinator(plan, orders, inherited, on_started).run()
         return Follower(plan, orders, inherited, on_started).run()
 
 
@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--announce", action="store_true")
     parser.add_argument("--plan", type=Path)
     parser.add_argument("--node", type=int)
-    parser.add_argument("--head", action="append", default=[])
+    parser.add_argument("--node0", action="append", default=[])
     parser.add_argument("--join", action="store_true")
     parser.add_argument("--nproc", type=int, default=0)
     options = parser.parse_args(arguments)

@@ -27,8 +27,8 @@ from paceline.host.procfs import PROC, processes, read_process
 from paceline.host.sweep import Member
 from paceline.launch.agent.channel import Link, StartOrder, StartReply
 from paceline.launch.agent.cluster import Cluster, Generation
+from paceline.launch.agent.coordinator import POLL_FAILING_SECONDS
 from paceline.launch.agent.follower import Follower
-from paceline.launch.agent.head import POLL_FAILING_SECONDS
 from paceline.launch.agent.monitor import Monitor, StopReport
 from paceline.launch.agent.workers import InheritedResources, Worker, Workers
 from paceline.protocol.control import (
@@ -313,12 +313,12 @@ class AttachedFollower(Follower):
         self._number, self._workers = start.generation, self._attached
         return StartReply(start.generation)
 
-    def _head_lost(self, link: Link) -> str:
+    def _coordinator_lost(self, link: Link) -> str:
         if not self._attached.running:  # the agent of node 0 may still query them
             self._over_seconds = self._over_seconds or time.monotonic()
             if time.monotonic() > self._over_seconds + QUESTION_SECONDS:
                 return "all its ranks have ended"
-        return super()._head_lost(link)
+        return super()._coordinator_lost(link)
 
     def _alone(self, reason: str) -> int:
         if not self._attached.running or self._attached.stopping:
@@ -360,7 +360,7 @@ class AttachedHead:
 
     def _watch(self) -> None:
         if self.is_head:
-            addresses = tuple(dict.fromkeys((*self.plan.head, os.uname().nodename)))
+            addresses = tuple(dict.fromkeys((*self.plan.node0, os.uname().nodename)))
             self.workers.send_to_rank_0(Rendezvous(addresses, self.cluster.port, self.plan.secret))
         monitor = Monitor(self._generation)
         while self._continues():
@@ -404,7 +404,7 @@ class AttachedHead:
     def _follow(self, meeting: Rendezvous) -> None:
         """Follow the agent of node 0 in the guard of all nodes, until it ends."""
         plan = replace(
-            self.plan, head=meeting.addresses, head_ports=(meeting.port,), secret=meeting.secret, join_seconds=30.0
+            self.plan, node0=meeting.addresses, node0_ports=(meeting.port,), secret=meeting.secret, join_seconds=30.0
         )
         try:
             # the agent of node 0 prints the reports, unless it is lost
@@ -467,7 +467,7 @@ def watch_over(plan: NodePlan) -> int:
     """Run the agent of the ranks that attach at `plan.attach`. The exit code has no meaning."""
     for number in STOP_SIGNALS:  # they reach all processes of a job; the ranks decide how to react
         signal.signal(number, signal.SIG_IGN)
-    workers = AttachedWorkers(replace(plan, secret=secrets.token_hex(32), head_ports=(0,)))
+    workers = AttachedWorkers(replace(plan, secret=secrets.token_hex(32), node0_ports=(0,)))
     try:
         AttachedHead(workers).run()
     except Exception as error:  # the ranks continue

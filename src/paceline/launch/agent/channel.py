@@ -1,17 +1,17 @@
 """The protocol between the agents of one job: short JSON messages over TCP, authenticated with the job's secret.
 
-head.py and follower.py send these messages.
+coordinator.py and follower.py send these messages.
 
-    handshake  head -> node   MAGIC, nonce
-               node -> head   nonce, HMAC(secret, "node" + both nonces)
-               head -> node   HMAC(secret, "head" + both nonces)
+    handshake  coordinator -> node   MAGIC, nonce
+               node -> coordinator   nonce, HMAC(secret, "node" + both nonces)
+               coordinator -> node   HMAC(secret, "coordinator" + both nonces)
     message    length (4 bytes), HMAC(session key, direction + number of the message + JSON), JSON
 
 Each side authenticates the other. No message can be replayed, reordered or taken from a different connection. Messages
 are not encrypted and contain no secret. They contain no pickle, and their size is checked before they are read.
 
 Times are ages in seconds and not clock readings, since the clocks of two hosts may differ. Only the heartbeats contain
-clock readings, from which the head determines the difference of the clocks: see `ClockBounds`.
+clock readings, from which the coordinator determines the difference of the clocks: see `ClockBounds`.
 """
 
 import hmac
@@ -41,7 +41,7 @@ PROOF = ".shared"  # the file in the attempt's folder that all nodes must see
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Node to head, the first message: its number, its workers, and the port of its probe socket."""
+    """Node to coordinator, the first message: its number, its workers, and the port of its probe socket."""
 
     node: int  # -1: any free node of a running run
     nodes: int
@@ -52,7 +52,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class ToStore(msgspec.Struct, frozen=True, tag=True):
-    """Node to head, the first message of a separate link. After an `Alive`, the link relays traffic to the store."""
+    """Node to coordinator, the first message of a separate link, which relays traffic to the store after an `Alive`."""
 
 
 class PeerAddress(msgspec.Struct, frozen=True):
@@ -64,19 +64,19 @@ class PeerAddress(msgspec.Struct, frozen=True):
 
 
 class Reach(msgspec.Struct, frozen=True, tag=True):
-    """Head to node: try to connect to all these peers."""
+    """Coordinator to node: try to connect to all these peers."""
 
     peers: tuple[PeerAddress, ...]
 
 
 class Reached(msgspec.Struct, frozen=True, tag=True):
-    """Node to head: the unreachable peers, each with the reason."""
+    """Node to coordinator: the unreachable peers, each with the reason."""
 
     unreachable: tuple[str, ...]
 
 
 class StartOrder(msgspec.Struct, frozen=True, tag=True):
-    """Head to node: start these workers."""
+    """Coordinator to node: start these workers."""
 
     generation: int
     ranks: NodeRanks
@@ -85,7 +85,7 @@ class StartOrder(msgspec.Struct, frozen=True, tag=True):
 
 
 class Enter(msgspec.Struct, frozen=True, tag=True):
-    """Head to a node that joins a running run: take this node number, from the next generation on.
+    """Coordinator to a node that joins a running run: take this node number, from the next generation on.
 
     The node checks that it sees the attempt's folder (see `StartOrder.proof`), and answers with a `StartReply` of
     generation -1.
@@ -97,14 +97,14 @@ class Enter(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartReply(msgspec.Struct, frozen=True, tag=True):
-    """Node to head: the workers run, or the reason why they cannot."""
+    """Node to coordinator: the workers run, or the reason why they cannot."""
 
     generation: int
     refusal: str = ""
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Node to head, a heartbeat: the state of the workers, at each sample of the guard and when a worker ends."""
+    """Node to coordinator, a heartbeat: the state of the workers, at each sample and when a worker ends."""
 
     generation: int
     workers: tuple[Sample, ...] = ()  # with ages instead of times
@@ -112,51 +112,51 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     stopped: bool = False  # the generation has been stopped, and all its processes except `left` have ended
     left: tuple[int, ...] = ()  # pids of processes that SIGKILL has not ended
     unix_time: float | None = None  # send time, by the node's clock
-    alive_took_seconds: float | None = None  # of the last `Alive`: receive time (node's clock) - send time (head's)
+    alive_took_seconds: float | None = None  # of the last `Alive`: receive time (here) - send time (coordinator)
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Head to node: report details of the state of each worker. Wait for their answers at most `patience_seconds`."""
+    """Coordinator to node: report details of each worker's state. Wait for their answers at most `patience_seconds`."""
 
     question: int
     patience_seconds: float
 
 
 class Shown(msgspec.Struct, frozen=True, tag=True):
-    """Node to head: the details of one worker, or None at the end. A message has one worker, since it can be large."""
+    """Node to coordinator: the details of one worker, because they can be large; None at the end."""
 
     question: int
     evidence: Evidence | None
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Head to node: abort the collective in which these ranks wait, with the message `word` (see `StopReport.word`)."""
+    """Coordinator to node: abort the collective in which these ranks wait, with the message `StopReport.word`."""
 
     ranks: tuple[int, ...]
     word: str
 
 
 class Ordered(msgspec.Struct, frozen=True, tag=True):
-    """Node to head: the agent has received this stop signal; 0: its launcher has ended."""
+    """Node to coordinator: the agent has received this stop signal; 0: its launcher has ended."""
 
     signal: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Head to node: stop the generation. The workers get a signal and this time; a later order can shorten the time."""
+    """Coordinator to node: stop the generation. The workers get a signal and this time. Later orders can shorten it."""
 
     grace_seconds: float
     signal: int = signal.SIGTERM  # a worker gets each signal only once
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """Head to node, a heartbeat: at the beginning and then every two seconds."""
+    """Coordinator to node, a heartbeat: at the beginning and then every two seconds."""
 
-    unix_time: float | None = None  # send time, by the head's clock
+    unix_time: float | None = None  # send time, by the coordinator's clock
 
 
 class RunOver(msgspec.Struct, frozen=True, tag=True):
-    """Head to node: the run is over for this node. Print `words`, if there are any, and exit with this code."""
+    """Coordinator to node: the run is over for this node. Print `words`, if there are any, and exit with this code."""
 
     code: int
     words: str = ""
@@ -181,7 +181,7 @@ _decoder = msgspec.json.Decoder(Message)
 
 
 class Link:
-    """One end of the connection between the head and a node, after the handshake."""
+    """One end of the connection between the coordinator and a node, after the handshake."""
 
     def __init__(self, connection: socket.socket, key: bytes, mine: bytes, theirs: bytes) -> None:
         self._socket, self._key, self._mine, self._theirs = connection, key, mine, theirs
@@ -240,16 +240,16 @@ class Link:
         return list(self._messages())
 
     def _messages(self) -> Iterator[Message]:
-        head = LENGTH.size + MAC_BYTES
-        while len(self._buffer) >= head:
+        header = LENGTH.size + MAC_BYTES
+        while len(self._buffer) >= header:
             (size,) = LENGTH.unpack_from(self._buffer)
             if size > MAX_MESSAGE_BYTES:
                 self._distrust("a message that is too long")
                 return
-            if len(self._buffer) < head + size:
+            if len(self._buffer) < header + size:
                 return
-            mac, payload = bytes(self._buffer[LENGTH.size : head]), bytes(self._buffer[head : head + size])
-            del self._buffer[: head + size]
+            mac, payload = bytes(self._buffer[LENGTH.size : header]), bytes(self._buffer[header : header + size])
+            del self._buffer[: header + size]
             if not hmac.compare_digest(mac, self._mac(self._theirs, self._received, payload)):
                 self._distrust("a message that was not signed with the job's secret")
                 return
@@ -279,7 +279,7 @@ class Link:
 
 
 class Handshake:
-    """The head's side of a handshake with an unauthenticated peer. It never waits."""
+    """The coordinator's side of a handshake with an unauthenticated peer. It never waits."""
 
     def __init__(self, connection: socket.socket, secret: bytes) -> None:
         self._socket, self._secret = connection, secret
@@ -312,8 +312,8 @@ class Handshake:
         if not hmac.compare_digest(self._buffer[NONCE_BYTES:], _proof(self._secret, b"node", nonces)):
             self.refuse()
             return None
-        self._send(_proof(self._secret, b"head", nonces))
-        return Link(self._socket, _proof(self._secret, b"key", nonces), mine=b"head", theirs=b"node")
+        self._send(_proof(self._secret, b"coordinator", nonces))
+        return Link(self._socket, _proof(self._secret, b"key", nonces), mine=b"coordinator", theirs=b"node")
 
     def refuse(self) -> None:
         """Close the connection."""
@@ -332,7 +332,7 @@ class Handshake:
 
 
 def introduce(connection: socket.socket, secret: bytes) -> Link | str:
-    """A node's side of the handshake. Returns the link, or why the peer is not the head of this job."""
+    """A node's side of the handshake. Returns the link, or why the peer is not the coordinator of this job."""
     connection.settimeout(MEET_SECONDS)
     try:
         greeting = _exactly(connection, len(MAGIC) + NONCE_BYTES)
@@ -346,10 +346,10 @@ def introduce(connection: socket.socket, secret: bytes) -> Link | str:
     except OSError:
         connection.close()
         return "the program that listens there is not an agent of paceline"
-    if not hmac.compare_digest(proof, _proof(secret, b"head", nonces)):  # b"" if it closed the connection
+    if not hmac.compare_digest(proof, _proof(secret, b"coordinator", nonces)):  # b"" if it closed the connection
         connection.close()
         return "a different job of paceline listens there: it does not know this job's secret"
-    return Link(connection, _proof(secret, b"key", nonces), mine=b"node", theirs=b"head")
+    return Link(connection, _proof(secret, b"key", nonces), mine=b"node", theirs=b"coordinator")
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
@@ -479,9 +479,9 @@ class ClockBounds:
     """Bounds of the time by which a node's clock is ahead of node 0's, from the times in the agents' heartbeats.
 
     A message is sent at time s of one clock, and received at time r of the other clock. Since it cannot arrive before
-    it is sent, each message to the head shows that the node is ahead by at least s - r. Each message to the node shows
-    that it is ahead by at most r - s. The fastest messages of both directions give the narrowest bounds. The error of
-    their middle is at most half their distance, even if the latencies of the two directions differ.
+    it is sent, each message to the coordinator shows that the node is ahead by at least s - r. Each message to the node
+    shows that it is ahead by at most r - s. The fastest messages of both directions give the narrowest bounds. Their
+    middle is wrong by at most half their distance, even if the latencies of the two directions differ.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""The head's view of the other nodes, and a generation of workers on all nodes.
+"""The coordinator's view of the other nodes, and a generation of workers on all nodes.
 
-The head waits only in `Cluster.wait`: until a timeout, an order, a message of another node or the end of a child. A
-`Generation` consists of all workers of one start. It starts, observes, queries, unblocks and stops them.
+The coordinator waits only in `Cluster.wait`: until a timeout, an order, a message of another node or the end of a
+child. A `Generation` consists of all workers of one start. It starts, observes, queries, unblocks and stops them.
 """
 
 import os
@@ -98,7 +98,7 @@ class RemoteNode:
             case channel.Reached():
                 self.reached = message
             case _:
-                self.link.end("it sent a message that only a head sends")
+                self.link.end("it sent a message that only a coordinator sends")
         return True
 
     def _process_beat(self, beat: channel.Beat) -> bool:
@@ -130,7 +130,7 @@ SILENT_SECONDS = 3 * channel.BEAT_SECONDS
 
 
 class Cluster:
-    """All nodes except the head's, and all orders, to any of the agents."""
+    """All nodes except the coordinator's, and all orders, to any of the agents."""
 
     def __init__(self, plan: NodePlan, orders: Orders) -> None:
         self.members: dict[int, RemoteNode] = {}
@@ -140,7 +140,7 @@ class Cluster:
         self.wrong: list[str] = []  # errors of nodes that have the secret but cannot be accepted
         self._plan, self._orders = plan, orders
         allow_files(FILES + plan.nodes)
-        self._listener = channel.Listener(plan.head_ports, bytes.fromhex(plan.secret)) if plan.nodes > 1 else None
+        self._listener = channel.Listener(plan.node0_ports, bytes.fromhex(plan.secret)) if plan.nodes > 1 else None
         self._orders_by_node: dict[int, list[int]] = {}  # node -> its stop signals; 0: its launcher has ended
         self._beat_seconds = 0.0
         self.settled_seconds = 0.0  # time when connections have recovered from the last interruption
@@ -265,7 +265,7 @@ class Cluster:
                 continue
             has_news = True
             if member.joined or member in self.waiting or (message.signal == 0 and self._plan.elastic):
-                # Only this node leaves. If the launcher has ended, the head notices it: here only a session has ended
+                # Only this node leaves. The coordinator notices the end of the launcher: here only a session has ended
                 member.leaves = "it was ordered to stop" if message.signal else "its launcher's session has ended"
             else:
                 self._orders_by_node.setdefault(member.hello.node, []).append(message.signal)
@@ -281,7 +281,7 @@ class Cluster:
         return all(member.beat.stopped for member in self.here)
 
     def end(self, code: int) -> None:
-        """Order all nodes to end, and wait some seconds for them, since they must end before the head."""
+        """Order all nodes to end, and wait some seconds for them, since they must end before the coordinator."""
         for member in (*self.here, *self.waiting):
             member.link.send(channel.RunOver(code))
         deadline = time.monotonic() + FAREWELL_SECONDS
@@ -311,7 +311,7 @@ SHOW_CURSOR = b"\x1b[?25h"
 class Generation:
     """All workers of one start. Use it as a context manager: at its end, all processes of the generation have ended.
 
-    `plan` is that of the head, with the ranks of this generation. `own` are the started workers of the head's node. The
+    `plan` is that of the coordinator, with the ranks of this generation. `own` are the started workers of its node. The
     other nodes of `cluster` have been ordered to start their workers.
     """
 
@@ -323,7 +323,7 @@ class Generation:
 
     @classmethod
     def start(cls, plan: NodePlan, number: int, cluster: Cluster, inherited: InheritedResources) -> Self:
-        """Start a generation on all present nodes. `plan` is that of the head, with the ranks on its node.
+        """Start a generation on all present nodes. `plan` is that of the coordinator, with the ranks on its node.
 
         Raises:
             UsageError: a port is in use. No worker was started then.

@@ -1,4 +1,4 @@
-"""The agent of every node except node 0. It follows the head, and ends its workers if the head is lost."""
+"""The agent of every node except node 0. It follows the coordinator, and ends its workers if that is lost."""
 
 import os
 import socket
@@ -21,22 +21,22 @@ from paceline.runs import writing
 from paceline.runs.console import say
 from paceline.runs.reading import read
 
-HEAD_STOP_SECONDS = 20.0  # beyond the grace: by then the head must have ended the run after an order
+COORDINATOR_STOP_SECONDS = 20.0  # beyond the grace: within it the coordinator ends the run after an order
 
 
 class Follower:
-    """A node of a run. The head is on a different node."""
+    """A node of a run. The coordinator is on a different node."""
 
     def __init__(
         self, plan: NodePlan, orders: Orders, inherited: InheritedResources, on_started: Callable[[], None]
     ) -> None:
         self.plan, self.orders = plan, orders
         self._inherited = inherited
-        self._collection: Collection | None = None  # details that the head has requested from the workers
+        self._collection: Collection | None = None  # details that the coordinator has requested from the workers
         self._sample_seconds = sample_seconds(plan.hang_timeout)
         self._on_started = on_started  # called when the workers have been started
         self._code: int | None = None
-        self._forwarded = 0  # number of stop signals that the head knows
+        self._forwarded = 0  # number of stop signals that the coordinator knows
         self._reported_launcher_gone = False
         self._deadline_seconds = float("inf")
         self._ranks: tuple[int, ...] = ()  # of workers that another launcher has started
@@ -44,13 +44,13 @@ class Follower:
         self._workers: Workers | None = None  # of this generation; None if they could not be started
         self._news: Sequence[object] = []
         self._sent_seconds = 0.0
-        self._alive_took_seconds: float | None = None  # for the head to compare clocks
+        self._alive_took_seconds: float | None = None  # for the coordinator to compare clocks
 
     def run(self) -> int:
-        """Follow the head to the end of the run; return the exit code, which the head determines.
+        """Follow the coordinator to the end of the run; return the exit code, which the coordinator determines.
 
         Raises:
-            PacelineError: no connection to the head can be made.
+            PacelineError: no connection to the coordinator can be made.
         """
         link = join(self.plan, self.orders)
         if link is None:
@@ -65,7 +65,7 @@ class Follower:
     def _follow(self, link: channel.Link) -> int:
         plan, facts = self.plan, gather_facts()
         interface = interface_of(facts, link.own_address)
-        self.plan = replace(plan, master_addr=link.peer_address, head_ports=(link.peer_port,), interface=interface)
+        self.plan = replace(plan, master_addr=link.peer_address, node0_ports=(link.peer_port,), interface=interface)
         with socket.create_server(("", 0)) as probe:  # open until the end of the run: others may test it later
             link.send(channel.Hello(plan.node, plan.nodes, plan.nproc, probe.getsockname()[1], facts, self._ranks))
             while self._code is None:
@@ -78,7 +78,7 @@ class Follower:
                         workers.sweep()
                     self._answer(link, workers)
                 self._report(link)
-                if self._code is None and (reason := self._head_lost(link)):
+                if self._code is None and (reason := self._coordinator_lost(link)):
                     return self._alone(reason)
         return self._code
 
@@ -106,7 +106,7 @@ class Follower:
                 link.end("it sent a message that only a node sends")
 
     def _enter(self, order: channel.Enter) -> channel.StartReply:
-        """Join a running run with the node number that the head has assigned."""
+        """Join a running run with the node number that the coordinator has assigned."""
         self.plan = replace(self.plan, node=order.node)
         try:
             self._find_folder(Path(order.attempt_dir).resolve(), order.proof)
@@ -163,7 +163,7 @@ class Follower:
             say(f"warning: the hang guard of this node crashed and is disabled: {type(error).__name__}: {error}")
 
     def _forward_orders(self, link: channel.Link) -> None:
-        """Forward stop orders of this agent to the head. If the head does not end the run in time, this node ends."""
+        """Forward stop orders of this agent to the coordinator. If the run does not end in time, this node ends."""
         new_signals = self.orders.signals[self._forwarded :]
         self._forwarded += len(new_signals)
         for number in new_signals:
@@ -173,7 +173,7 @@ class Follower:
             link.send(channel.Ordered(0))
         if self.orders.given and self._deadline_seconds == float("inf"):
             grace = REMOTE_GRACE_SECONDS if self.orders.launcher_gone else self.plan.grace_period_seconds
-            self._deadline_seconds = time.monotonic() + grace + HEAD_STOP_SECONDS
+            self._deadline_seconds = time.monotonic() + grace + COORDINATOR_STOP_SECONDS
 
     def _report(self, link: channel.Link) -> None:
         """Send a heartbeat if it is due, or immediately if a worker or the generation has ended."""
@@ -190,13 +190,13 @@ class Follower:
             link.send(replace(beat, unix_time=time.time(), alive_took_seconds=self._alive_took_seconds))
             self._news, self._sent_seconds, self._alive_took_seconds = news, now, None
 
-    def _head_lost(self, link: channel.Link) -> str:
-        """Why this node has lost the head; empty if it has not."""
+    def _coordinator_lost(self, link: channel.Link) -> str:
+        """Why this node has lost the coordinator; empty if it has not."""
         is_late = time.monotonic() > self._deadline_seconds
         return link.ended or ("it did not end the run after a stop order" if is_late else "")
 
     def _alone(self, reason: str) -> int:
-        """Stop the workers of this node after the head is lost; return the exit code."""
+        """Stop the workers of this node after the coordinator is lost; return the exit code."""
         if workers := self._workers:
             workers.stop(self.plan.grace_seconds)
             while seconds := workers.seconds_left:
@@ -204,7 +204,7 @@ class Follower:
             workers.sweep()
         resume = f". To resume: paceline train --resume auto --run-dir {self.plan.run_dir}"
         say(
-            f"node {self.plan.node} ({os.uname().nodename}) has lost node 0 ({self.plan.head[0]}): {reason}. It has "
+            f"node {self.plan.node} ({os.uname().nodename}) has lost node 0 ({self.plan.node0[0]}): {reason}. It has "
             f"stopped its workers{resume if self.plan.run_dir and not self.plan.plain_store else ''}"
         )
         return 128 + self.orders.signals[0] if self.orders.signals else ExitCode.FAILED

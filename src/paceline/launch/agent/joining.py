@@ -1,15 +1,15 @@
 """Connect the nodes of a run: at the start, and when hosts join a running run.
 
-At the start, each node connects to the head. The head waits until all nodes are connected and can reach each other.
+At the start, each node connects to the coordinator, which waits until all nodes are connected and can reach each other.
 
-Later, lost hosts can return and new hosts can join. The head checks them first, and they join between steps:
+Later, lost hosts can return and new hosts can join. The coordinator checks them first, and they join between steps:
 
-    node -> head   Hello: as the lost node; or as any free node (-1), by `paceline join`
-    head -> node   RunOver with the reason, if the host may not join; otherwise Enter, and Reach to all nodes
-    node -> head   StartReply: it sees the run folder, or why not; Reached, as from all nodes
-    then           the ranks save and end after their next step, and the head starts the next generation with the host
+    node -> coordinator   Hello: as the lost node; or as any free node (-1), by `paceline join`
+    coordinator -> node   RunOver with the reason, if the host may not join; otherwise Enter, and Reach to all nodes
+    node -> coordinator   StartReply: it sees the run folder, or why not; Reached, as from all nodes
+    then                  the ranks save and end after their next step; the next generation includes the host
 
-If a host is rejected, the host and the head print the reason, and the run continues without the host.
+If a host is rejected, the host and the coordinator print the reason, and the run continues without the host.
 """
 
 import errno
@@ -137,7 +137,7 @@ def unreachable(cluster: Cluster, seconds: float, interrupted: Callable[[], bool
 
 def try_to_reach(host: str, peers: Sequence[PeerAddress]) -> list[str]:
     """The peers that this host cannot reach, with the reasons."""
-    with ThreadPoolExecutor(MAX_PROBES) as pool:  # in parallel, since the head waits for the answer
+    with ThreadPoolExecutor(MAX_PROBES) as pool:  # in parallel, since the coordinator waits for the answer
         reasons = pool.map(why_unreachable, [peer.address for peer in peers], [peer.port for peer in peers])
         return [f"{host} cannot reach {peer.host}: {why}" for peer, why in zip(peers, reasons, strict=True) if why]
 
@@ -149,9 +149,9 @@ def interface_of(facts: Facts, address: str) -> str:
 
 def check_compatible(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]) -> None:
     """Raise UsageError if these nodes cannot train together with node 0, whose facts are `own`. Warn of the rest."""
-    head = f"node 0 ({own.host})"
-    hosts = {head: own, **{m.name: m.hello.facts for m in members}}
-    workers = {head: plan.nproc, **{m.name: m.hello.nproc for m in members}}
+    coordinator = f"node 0 ({own.host})"
+    hosts = {coordinator: own, **{m.name: m.hello.facts for m in members}}
+    workers = {coordinator: plan.nproc, **{m.name: m.hello.nproc for m in members}}
     findings = compare_hosts(hosts, workers, plan.threads)
     warnings = [f"{finding.host}: {finding.what}. {finding.remedy}" for finding in findings]
     errors = [text for text, finding in zip(warnings, findings, strict=True) if finding.severity == "error"]
@@ -168,14 +168,14 @@ def check_compatible(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]) 
 
 
 def join(plan: NodePlan, orders: Orders) -> Link | None:
-    """Connect to the head; return None if an order to stop comes first.
+    """Connect to the coordinator; return None if an order to stop comes first.
 
     Raises:
         PacelineError: no connection was made within --join-timeout. The error has the reason.
     """
     start = time.monotonic()
     next_message = start + FIRST_MESSAGE_SECONDS
-    other_programs: dict[int, str] = {}  # port -> message, from all tries: the head may be gone at the timeout
+    other_programs: dict[int, str] = {}  # port -> message, from all tries: the coordinator may be gone at the timeout
     while not orders.given:
         link = _try_all(plan, other_programs)
         if link is not None:
@@ -197,8 +197,8 @@ def _try_all(plan: NodePlan, other_programs: dict[int, str]) -> Link | None:
     secret = bytes.fromhex(plan.secret)
     pending: dict[socket.socket, int] = {}
     try:
-        for family, address in candidates(plan.head):
-            for port in plan.head_ports:
+        for family, address in candidates(plan.node0):
+            for port in plan.node0_ports:
                 connection = socket.socket(family, socket.SOCK_STREAM)
                 connection.setblocking(False)
                 code = connection.connect_ex((address, port))
@@ -231,21 +231,21 @@ def _is_itself(connection: socket.socket) -> bool:
 
 
 def _why(plan: NodePlan, other_programs: dict[int, str]) -> str:
-    ports = ", ".join(map(str, plan.head_ports))
+    ports = ", ".join(map(str, plan.node0_ports))
     if other_programs:
-        return "; ".join(f"port {port} of {plan.head[0]}: {reason}" for port, reason in other_programs.items())
-    reasons = [reason for name in plan.head if (reason := why_unreachable(name, plan.head_ports[0]))]
-    suffix = f" (tried ports {ports})" if len(plan.head_ports) > 1 else ""
-    return "; ".join(reasons) + suffix if reasons else f"no agent answers at {' or '.join(plan.head)}, ports {ports}"
+        return "; ".join(f"port {port} of {plan.node0[0]}: {reason}" for port, reason in other_programs.items())
+    reasons = [reason for name in plan.node0 if (reason := why_unreachable(name, plan.node0_ports[0]))]
+    suffix = f" (tried ports {ports})" if len(plan.node0_ports) > 1 else ""
+    return "; ".join(reasons) + suffix if reasons else f"no agent answers at {' or '.join(plan.node0)}, ports {ports}"
 
 
 CHECK_SECONDS = 30.0  # for testing connections between a new host and all others; longer than detecting a lost host
 AGAIN_SECONDS = 2.0  # between two tests
-FIND_SECONDS = 20.0  # how long a host searches the head of a running run
+FIND_SECONDS = 20.0  # how long a host searches the coordinator of a running run
 
 
 class JoinQueue:
-    """The head's queue of hosts that join a running run. `plan` is that of the head."""
+    """The coordinator's queue of hosts that join a running run. `plan` is that of the coordinator."""
 
     def __init__(self, plan: NodePlan, cluster: Cluster) -> None:
         self._plan, self._cluster = plan, cluster
@@ -409,7 +409,7 @@ class JoinQueue:
         addresses = [*(address.address for address in self._facts.addresses), self._facts.host]
         invitation = replace(
             plan, node=-1, attempt_dir="", keep_open=(), detached=False, silence_seconds=0.0,
-            head=tuple(dict.fromkeys((*plan.head, *addresses))), head_ports=(self._cluster.port,),
+            node0=tuple(dict.fromkeys((*plan.node0, *addresses))), node0_ports=(self._cluster.port,),
             join_seconds=min(plan.join_seconds, FIND_SECONDS),
         )  # fmt: skip
         with suppress(OSError):  # a full disk must not stop the run

@@ -1,7 +1,7 @@
-"""The head's monitor of a generation: it diagnoses stalls, failures and silent faults, and serves `paceline watch`.
+"""The monitor of a generation, on node 0: it diagnoses stalls, failures and silent faults, and serves `paceline watch`.
 
-The head decides about the run. After an error of the monitor, paceline warns once and the run continues without the
-monitor. Failures are then diagnosed from samples alone.
+The coordinator decides about the run. After an error of the monitor, paceline warns once, and the run continues
+without the monitor. Failures are then diagnosed from samples alone.
 """
 
 import os
@@ -291,7 +291,7 @@ def _short(path: Path) -> str:
 
 # ---- `paceline watch` ----
 
-LOOK_SECONDS = 0.9  # the head calls `look` about once a second
+LOOK_SECONDS = 0.9  # the coordinator calls `look` about once a second
 WATCHED_SECONDS = 15.0  # since `paceline watch` last touched its file
 CHECKPOINT = re.compile(f"{CHECKPOINT_ASK}(.*)", re.DOTALL)
 

@@ -201,14 +201,14 @@ def _to_rank_0(port: int, key: bytes) -> socket.socket:
     return connection
 
 
-def remote_store_gate(head: str, port: int, secret: bytes) -> StoreGate:
+def remote_store_gate(node0: str, port: int, secret: bytes) -> StoreGate:
     """On the other nodes: the gate to node 0's store, through the agent of node 0."""
     listener = socket.create_server((LOOPBACK, 0), backlog=1024)
-    return StoreGate(listener, partial(_to_head, head, port, secret))
+    return StoreGate(listener, partial(_to_node0, node0, port, secret))
 
 
-def _to_head(head: str, port: int, secret: bytes) -> socket.socket:
-    link = introduce(socket.create_connection((head, port), timeout=MEET_SECONDS), secret)
+def _to_node0(node0: str, port: int, secret: bytes) -> socket.socket:
+    link = introduce(socket.create_connection((node0, port), timeout=MEET_SECONDS), secret)
     if not isinstance(link, Link):
         raise ConnectionRefusedError(link)
     link.send(ToStore())
@@ -248,7 +248,7 @@ class Store:
         """
         if plan.nodes > 1 and not plan.plain_store:
             if plan.node:
-                port, secret = plan.head_ports[0], bytes.fromhex(plan.secret)
+                port, secret = plan.node0_ports[0], bytes.fromhex(plan.secret)
                 return cls(None, gate=remote_store_gate(plan.master_addr, port, secret))
             store, gate = own_store(plan.ranks.master_port)
             return cls(store, gate=gate)

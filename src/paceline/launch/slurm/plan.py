@@ -204,10 +204,10 @@ set -euo pipefail  # not earlier: activate scripts may read unset variables
 # The agents connect to node 0 by its name or by one of its addresses. The batch script runs on node 0. A shell of
 # salloc may run on a different machine, whose addresses would be wrong.
 names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-head=${{names%%$'\\n'*}}
-heads=(--head "$head")
-if [ "${{SLURMD_NODENAME:-}}" = "$head" ]; then
-    for address in $(hostname -I || true); do heads+=(--head "$address"); done
+node0=${{names%%$'\\n'*}}
+options=(--node0 "$node0")
+if [ "${{SLURMD_NODENAME:-}}" = "$node0" ]; then
+    for address in $(hostname -I || true); do options+=(--node0 "$address"); done
 fi
 
 # One agent on each node. srun does not read the number of CPUs from the job, so it is passed. The failure of an agent
@@ -215,7 +215,7 @@ fi
 if [ -z "$turn" ]; then
     srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --cpus-per-task="${{SLURM_CPUS_PER_TASK:-{cpus}}}" \\
         --kill-on-bad-exit=1 --export=ALL \\
-        {python} -P -m paceline.launch.agent --plan {plan} "${{heads[@]}}" &
+        {python} -P -m paceline.launch.agent --plan {plan} "${{options[@]}}" &
     step=$!
     [ "$turn" != over ] || forward USR1  # the signal came before srun started
 fi

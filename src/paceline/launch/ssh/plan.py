@@ -48,11 +48,11 @@ def ssh(job: JobSpec) -> Plan:
     if not min(job.min_nodes, job.nodes) <= len(job.hosts) <= job.nodes:
         raise UsageError(code="nodes-and-hosts-differ", value=job.nodes, count=len(job.hosts))
     job = replace(job, silence_seconds=SILENCE_SECONDS)
-    head = (plain_name(job.hosts[0]),)  # its addresses are added once its agent has announced them
+    node0 = (plain_name(job.hosts[0]),)  # its addresses are added once its agent has announced them
     return Plan(
         # -P: see launch.plan.local
         agents=sessions(job.ssh, job.hosts, job.python, "-P", "-m", "paceline.launch.agent", "--announce"),
-        nodes=tuple(node_plan(job, node, nproc=host.slots or 0, head=head) for node, host in enumerate(job.hosts)),
+        nodes=tuple(node_plan(job, node, nproc=host.slots or 0, node0=node0) for node, host in enumerate(job.hosts)),
     )
 
 

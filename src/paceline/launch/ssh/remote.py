@@ -84,8 +84,8 @@ class _RemoteRun:
 
     def _send_plan(self, session: HostSession) -> None:
         node = self._plan.nodes[session.node]
-        head = tuple(dict.fromkeys((*node.head, *self._addresses)))
-        self._sessions.send_line(session, msgspec.json.encode(msgspec.structs.replace(node, head=head)))
+        node0 = tuple(dict.fromkeys((*node.node0, *self._addresses)))
+        self._sessions.send_line(session, msgspec.json.encode(msgspec.structs.replace(node, node0=node0)))
         session.has_plan = True
 
     def run(self) -> int:

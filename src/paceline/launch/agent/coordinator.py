@@ -153,7 +153,7 @@ def _not_worth_it(last: FailedGeneration) -> str:
 # ---- the run ----
 
 
-class Head:
+class Coordinator:
     """The whole run, from the first start to the last end."""
 
     def __init__(
