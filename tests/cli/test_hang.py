@@ -100,9 +100,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> 
     return captured.out + captured.err
 
 
-def test_the_newest_diagnosis_is_shown_with_the_collectives_and_stack_of_every_rank(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_newest_diagnosis_is_shown_with_all_ranks(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, causes in enumerate((0, 2, 1), start=8):  # 10 comes after 9
         stalled(run, causes, number)
     text = told(capsys, "demo")
@@ -119,9 +117,7 @@ def test_programs_get_the_diagnosis_as_json(run: Path, capsys: pytest.CaptureFix
     assert found["diagnosis_dir"] == str(run / "attempt-1" / "diagnosis-1")
 
 
-def test_a_diagnosis_of_the_version_that_called_it_a_verdict_is_shown(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_verdict_of_an_earlier_version_is_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(Path(__file__).with_name("old_run") / "stalled", run, dirs_exist_ok=True)
     found = json.loads(told(capsys, "demo", "--json"))
     assert (found["record"]["diagnosis"]["causes"], found["diagnosis_dir"][-9:]) == ([1], "verdict-1")
@@ -179,9 +175,7 @@ def test_a_diagnosis_of_another_version_is_wrong_use(run: Path, capsys: pytest.C
     assert "version 9" in text and "version 1" in text
 
 
-def test_a_diagnosis_that_could_not_be_written_does_not_hide_the_one_before(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_incomplete_diagnosis_does_not_hide_the_one_before(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stalled(run, 1)
     (run / "attempt-1" / "diagnosis-7").mkdir()
     (run / "attempt-2").touch()

@@ -67,6 +67,7 @@ def test_two_slurm_nodes_come_to_the_weights_of_one_process(
     clean_ledger(run_dir)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -112,6 +113,7 @@ def test_a_lost_host_costs_the_steps_since_the_last_snapshot_in_the_memory_of_an
     assert again <= 10  # the interval of snapshots
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("mesh", ["data=2,tensor=2", "tensor=4"])  # each host has a whole model; both share one
 def test_a_killed_rank_of_a_mesh_over_hosts_costs_the_steps_since_the_last_snapshot(
     lab: Lab, ssh_hosts: SshHosts, tmp_path: Path, mesh: str

@@ -58,6 +58,7 @@ def test_no_call_is_unpickled_that_others_could_have_written(users: Users, share
 # ---- A1: a program that a folder names -------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("who", ["victim", "root"])
 @pytest.mark.parametrize("command", [*LOOKING, ["cancel"]], ids=" ".join)
 def test_no_command_that_stands_in_a_folder_is_run(users: Users, shared: Path, who: str, command: list[str]) -> None:
@@ -193,6 +194,7 @@ def test_no_process_that_stands_in_a_folder_is_signalled(users: Users, shared: P
 # ---- A4: files that a folder's links lead to -------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("mode", [0o777, 0o755])
 @pytest.mark.parametrize("owner", ["mallory", "victim"])
 @pytest.mark.parametrize("name", ["config.toml.partial", "environment.json", ".lock", "attempt-1", "checkpoints"])
@@ -312,6 +314,7 @@ for command in ("status", "hang", "ledger", "cancel"):
 """
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["pipe", "zeros", "huge", "deep", "dots", "folder"])
 @pytest.mark.parametrize(
     "name", ["config.toml", "events-0.jsonl", "attempt-1/agent-0.json", "submit-1/submitted.json", "summary.json"]

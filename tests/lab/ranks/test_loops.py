@@ -57,6 +57,7 @@ def test_planted_bugs_are_named_on_three_ranks_and_nothing_else_is(tmp_path: Pat
     assert said["right"] == ""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(360)
