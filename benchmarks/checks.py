@@ -62,7 +62,7 @@ CHECKS: list[tuple[type, str, Callable[..., Any]]] = [
     (PreparedModel, "before_update", _nothing),
     (PreparedModel, "stepped", _nothing),
     (PreparedModel, "hide_hooks", lambda *_, **__: []),
-    (PreparedModel, "show_hooks", lambda part, _: part._received.clear()),
+    (PreparedModel, "show_hooks", lambda part, _: part._last_grad.clear()),
     (Step, "_check_linear", _nothing),
 ]
 """(class, method, what it does when it is switched off)"""

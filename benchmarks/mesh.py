@@ -157,7 +157,7 @@ def ours(model: Model, words: Tensor, mesh: str, base: World) -> tuple[Side, Str
     replica.model.train()
     (batch,) = load_steps(data, plan, range(1), loading, start=0, stop=1)
     steps = TaskSteps(replica, task.loss)
-    return Side(lambda: steps.take(batch), replica.model, replica.optimizer), replica, list(sharing.lines)
+    return Side(lambda: steps.take(batch), replica.model, replica.optimizer), replica, list(sharing.notices)
 
 
 def arithmetic(model: Model, mesh: str, asked: argparse.Namespace) -> tuple[float, float]:

@@ -40,7 +40,7 @@ from paceline.launch.agent.follower import Follower
 from paceline.launch.agent.workers import InheritedResources
 from paceline.launch.plan import Command
 from paceline.launch.ssh.sessions import await_agents, open_sessions
-from paceline.protocol.control import STOP_SIGNALS, Orders, signal_inbox
+from paceline.protocol.control import STOP_SIGNALS, Orders, signal_wakeup
 from paceline.protocol.evidence import Evidence, Frame, Op, Phase, Sample, Stack
 from paceline.protocol.job import NodePlan
 
@@ -84,7 +84,7 @@ class StandIns:
         return Sample(
             rank, f"n{self.plan.node}", 1000 + rank, self.plan.node, self._code, step=step, still_seconds=still_seconds,
             phase=Phase.FORWARD if is_cause else Phase.SYNC, phase_seconds=tuple(step * 0.01 for _ in Phase),
-            waiting=hanging and not is_cause, met=True, marks=b"",
+            waiting=hanging and not is_cause, met=True, fingerprints=b"",
         )  # fmt: skip
 
     def collect(self, question: int, patience_seconds: float) -> Answers:
@@ -147,8 +147,8 @@ def be_agent(plan: NodePlan, facts: Facts, output: Path) -> int:
         module.gather_facts = stand_in(facts, plan.node)
     for module in (follower_module, cluster_module):
         setattr(module, "Workers", StandIns)  # noqa: B010
-    with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
-        orders = Orders(inbox, lifeline=False)
+    with signal_wakeup((*STOP_SIGNALS, signal.SIGCHLD)) as wakeup:
+        orders = Orders(wakeup, lifeline=False)
         if plan.node:
             return Follower(plan, orders, InheritedResources(), lambda: None).run()
         return Coordinator(
@@ -275,13 +275,13 @@ def hanging_run(nodes: int, facts: Facts) -> dict[str, float]:
 
 def ssh_start(nodes: int, facts: Facts) -> dict[str, float]:
     """How long the launcher takes until all agents have announced themselves, through clients that log in for 0.3 s."""
-    with tempfile.TemporaryDirectory() as folder, signal_inbox((signal.SIGCHLD,)) as inbox:
+    with tempfile.TemporaryDirectory() as folder, signal_wakeup((signal.SIGCHLD,)) as wakeup:
         words = Path(folder) / "facts"
         words.write_bytes(msgspec.json.encode(facts) + b"\n")
         client = "sleep 0.3; cat $0; exec cat > /dev/null"
         commands = [Command(f"n{node}", ("sh", "-c", client, str(words))) for node in range(nodes)]
         began, cpu = time.monotonic(), time.process_time()
-        with open_sessions(commands, inbox) as every:
+        with open_sessions(commands, wakeup) as every:
             announced = await_agents(every, seconds=240.0)
             assert isinstance(announced, list) and len(announced) == nodes
             seconds, cpu = time.monotonic() - began, time.process_time() - cpu

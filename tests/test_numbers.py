@@ -150,7 +150,7 @@ TYPED = (
     Typed("gpu.md", "gpu.json", "| **#**, with `--cuda-graphs` #, with `--compile` #", gpu),
     Typed("report.md", "report-causes.json", "(../benchmarks/results/report-causes.json) # of # times", causes),
     Typed("report.md", "report.json", "A folder of # events on # ranks", long_run),
-    Typed("design.md", "thousand.json", "cost the head # % of a core and # MB", thousand),
+    Typed("design.md", "thousand.json", "cost the coordinator # % of a core and # MB", thousand),
     Typed(
         "verify.md",
         "loop-mutations.md",

@@ -139,7 +139,7 @@ def train(strategy: str, options: str, size: int) -> None:
 
 def ranks_of(strategy: str, title: str, options: str = "") -> int:
     """On how many ranks a cell is trained."""
-    return 2 if title == SEVERAL or "mesh" in options or not STRATEGY_INFO[strategy].one_process else 1
+    return 2 if title == SEVERAL or "mesh" in options or not STRATEGY_INFO[strategy].single_process else 1
 
 
 @cache

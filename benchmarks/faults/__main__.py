@@ -128,7 +128,7 @@ def score_line(score: Score, fault: Fault) -> str:
 def _list(faults: Sequence[Fault]) -> None:
     console = table_console(TABLE_WIDTH)
     heads = ("fault", "ranks", "causes", "what it does", "right answer", "needs")
-    table = Table(*heads, page=None, pad_edge=False, header_style="bold")
+    table = Table(*heads, box=None, pad_edge=False, header_style="bold")
     for fault in faults:
         causes = "both, or neither" if fault.tie else ranks(fault.causes)
         needs = "" if fault.needs is Needs.NOTHING else str(fault.needs)

@@ -102,7 +102,7 @@ def heads(table: Sequence[Sequence[str]]) -> list[str]:
 def print_table(console: Console, scores: Sequence[Score], faults: Mapping[str, Fault]) -> None:
     """For a terminal."""
     found = rows(scores, faults)
-    table = Table(page=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for head in heads(found):
         table.add_column(head, overflow="fold")
     for row in found:

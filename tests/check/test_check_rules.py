@@ -41,7 +41,7 @@ def epoch(indices: list[int], **more: Any) -> Pass:
 def trained(rank: int, **more: Any) -> SeenLoader:
     told: dict[str, Any] = {
         "site": "t.py:9 in main",
-        "made": "t.py:5 in main",
+        "constructed_at": "t.py:5 in main",
         "sampler": "DistributedSampler",
         "shuffles": True,
         "samples": 80,
@@ -56,8 +56,8 @@ def trained(rank: int, **more: Any) -> SeenLoader:
 
 def evaluated(rank: int, **more: Any) -> SeenLoader:
     seen = epoch([rank, rank + 2], drawn=2, trains=False, summed=True, seconds=1.0)
-    told: dict[str, Any] = {"site": "t.py:20 in test", "made": "t.py:6 in main", "samples": 4, "passes": [seen]}
-    return trained(rank, **(told | more))
+    told: dict[str, Any] = {"site": "t.py:20 in test", "constructed_at": "t.py:6 in main"}
+    return trained(rank, **(told | {"samples": 4, "passes": [seen]} | more))
 
 
 def step(**more: Any) -> SeenStep:
@@ -310,9 +310,9 @@ PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what i
     "buffers of its own": (
         by_rank(replicas=tuple(replica(buffers=[b], evaluation_site="t.py:21 in test") for b in "ab")), "batch norm", 21
     ),
-    "one file for all": (by_rank(written=([PlacedFile("/m.pt", "t.py:30 in main")],) * 2), "one file", 30),
+    "one file for all": (by_rank(saved_files=([PlacedFile("/m.pt", "t.py:30 in main")],) * 2), "one file", 30),
     "one GPU for all": (
-        by_rank(loaded=tuple([PlacedFile("/m.pt", "t.py:3 in main", [0], own)] for own in (0, 1))), "one GPU", 3
+        by_rank(loaded_files=tuple([PlacedFile("/m.pt", "t.py:3 in main", [0], own)] for own in (0, 1))), "one GPU", 3
     ),
     "a search for nothing": (by_rank(replicas=(replica(find_unused=True, looked=9),) * 2), "unused parameters", 7),
     "a schedule for one process": (scheduled(40), "schedule", 8),
@@ -411,8 +411,8 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
     ),
     "scores without padding": by_rank(metrics=([PaddedMetric("t.py:40 in scores")],) * 2),
     "a short window that only the cut made": windows(*BACKWARDS, epochs=EPOCHS, batches=8),
-    "files of its own": lambda rank: right(rank, written=[PlacedFile(f"/log-{rank}", "t.py:30 in main")]),
-    "each its own GPU": lambda rank: right(rank, loaded=[PlacedFile("/m.pt", "t.py:3 in main", [rank], rank)]),
+    "files of its own": lambda rank: right(rank, saved_files=[PlacedFile(f"/log-{rank}", "t.py:30 in main")]),
+    "each its own GPU": lambda rank: right(rank, loaded_files=[PlacedFile("/m.pt", "t.py:3 in main", [rank], rank)]),
     "unused parameters": by_rank(replicas=(replica(find_unused=True, looked=9, unused=1),) * 2),
     "a framework's search": by_rank(replicas=([SeenReplica("t.py:7 in main", True, True, looked=9)],) * 2),
     "shards of parameters": stepping(lambda rank: [step(gradients=f"g{rank}", shapes=f"{rank}")]),
@@ -682,7 +682,7 @@ def test_ranks_that_split_layers_rightly_have_the_same_batches_and_groups_of_the
 def test_of_a_session_only_what_it_does_not_check_itself_is_a_mistake_and_what_to_type_fits_it() -> None:
     steps = [step(lost=3, backwards=4, gradients="g"), step(lost=3, backwards=4, gradients="h")] * 4
     written = [PlacedFile("/m.pt", "t.py:30 in main")]
-    more: dict[str, Any] = {"session": True, "written": written, "threads": 4, "threads_site": "t.py:1 in main"}
+    more: dict[str, Any] = {"session": True, "saved_files": written, "threads": 4, "threads_site": "t.py:1 in main"}
     told = check_findings([right(rank, steps=steps[rank:], replicas=[], **more) for rank in range(2)])
     assert {(one.rule, one.level) for one in told} == {("one file", "wrong"), ("threads", "costs"), ("session", "note")}
     typed = {one.rule: one.type_instead for one in told}

@@ -171,10 +171,10 @@ def test_a_loader_that_is_dropped_in_its_own_loop_is_seen_to_the_end() -> None:
     facts = ScriptFacts(0, 2, 2, "n1", cores=2)
     watch, loader = LoaderWatch(facts), DataLoader(Stream())
     batches = SimpleNamespace(of_loader=weakref.ref(loader))
-    watch.epoch_begins(batches)
+    watch.on_epoch_begin(batches)
     del loader  # as in `for batch in DataLoader(data):`
-    watch.batch_given(batches, torch.ones(2))
-    watch.epoch_ended(batches)
+    watch.on_batch_received(batches, torch.ones(2))
+    watch.on_epoch_end(batches)
     assert (facts.loaders[0].passes[0].sizes, facts.loaders[0].passes[0].ended) == ([2], True)
 
 
@@ -205,10 +205,10 @@ def test_a_head_that_ddp_does_not_know_leaves_the_old_one_unused() -> None:
     own = [*body.parameters(), *old.parameters()]
     inner = torch.nn.Sequential(body, new)  # the script has put its own head in place of the old one
     ddp = SimpleNamespace(module=inner, _module_parameters=own, find_unused_parameters=True, training=True)
-    seeing.replica_made(ddp)
-    seeing.forward_ended(ddp, inner(torch.ones(1, 2)))
+    seeing.on_replica_created(ddp)
+    seeing.on_forward_end(ddp, inner(torch.ones(1, 2)))
     inner(torch.ones(1, 2)).sum().backward()
-    seeing.step_begins(SimpleNamespace(param_groups=[{"params": [*inner.parameters()]}]))
+    seeing.on_step_begin(SimpleNamespace(param_groups=[{"params": [*inner.parameters()]}]))
     assert (facts.replicas[0].looked, facts.replicas[0].unused) == (1, 2)
     assert facts.steps[0].strangers == 2
 
@@ -228,7 +228,7 @@ def test_a_method_of_a_replica_s_model_is_called_past_it_at_the_line_outside_of_
     facts, model = ScriptFacts(0, 2, 2, "n1", cores=2), Towers()
     seeing = StepWatch(facts, LoaderWatch(facts))
     ddp = SimpleNamespace(module=model, _module_parameters=[*model.parameters()], find_unused_parameters=False)
-    seeing.replica_made(ddp)
+    seeing.on_replica_created(ddp)
     hook = torch.nn.modules.module.register_module_forward_pre_hook(seeing._called)
     try:
         with torch.no_grad():
@@ -261,8 +261,8 @@ def test_what_is_clipped_is_told_of_the_optimizer_that_steps_with_it(monkeypatch
         weight.grad = gradient
     for clipped, stepping in ((0, 0), (0, 1), (2, 2)):  # a GAN's clip of another network is not the step's
         clip(iter([weights[clipped]]), max_norm=2.0)
-        seeing.step_begins(optimizers[stepping])
-        seeing.step_ended(optimizers[stepping])
+        seeing.on_step_begin(optimizers[stepping])
+        seeing.on_step_end(optimizers[stepping])
     told = [(round(step.norm, 3), step.limit) for step in facts.steps]
     assert told == [(5.0, 2.0), (0.0, 0.0), (5.0, 2.0)]
     assert float(gradients[0].norm()) < 2.1
@@ -275,16 +275,16 @@ def test_gradients_that_are_scaled_after_the_last_backward_are_seen_to_be_whatev
     seeing = StepWatch(facts, LoaderWatch(facts))
     clip, weight = clipping_by(seeing, monkeypatch), torch.nn.Parameter(torch.zeros(3))
     optimizer = SimpleNamespace(param_groups=[{"params": [weight]}])
-    seeing.replica_made(
+    seeing.on_replica_created(
         SimpleNamespace(module=torch.nn.Identity(), _module_parameters=[], find_unused_parameters=False)
     )
     for factor in (1.0, 0.25, 0.5):
         weight.grad = torch.tensor([3.0, -4.0, 1.0])
-        seeing.backward_ended()
+        seeing.on_backward_end()
         weight.grad.mul_(factor)
         clip([weight], max_norm=1.0)
-        seeing.step_begins(optimizer)
-        seeing.step_ended(optimizer)
+        seeing.on_step_begin(optimizer)
+        seeing.on_step_end(optimizer)
     assert [round(step.scaled, 6) for step in facts.steps] == [1.0, 0.25, 0.5]
 
 
@@ -293,14 +293,14 @@ def test_gradients_that_are_not_finite_are_facts_that_can_be_read_again() -> Non
     loading = LoaderWatch(facts)
     seeing, weight = StepWatch(facts, loading), torch.nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    seeing.replica_made(
+    seeing.on_replica_created(
         SimpleNamespace(module=torch.nn.Identity(), _module_parameters=[], find_unused_parameters=False)
     )
     for value in (1.0, math.nan, math.inf, 1.0):
         weight.grad = torch.full((3,), value)
-        seeing.backward_ended()
-        seeing.step_begins(optimizer)
-        seeing.step_ended(optimizer)
+        seeing.on_backward_end()
+        seeing.on_step_begin(optimizer)
+        seeing.on_step_end(optimizer)
     assert msgspec.json.decode(msgspec.json.encode(facts), type=ScriptFacts).steps == facts.steps
 
 
@@ -315,14 +315,14 @@ def windows(how: str, *, optimizers: int = 1) -> list[tuple[int, int]]:
     stepping = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(optimizers)]
 
     def backward(size: float = 1.0) -> None:
-        seeing.backward_begins(loss := size * model(torch.ones(1, 2)).sum())
+        seeing.on_backward_begin(loss := size * model(torch.ones(1, 2)).sum())
         loss.backward()
-        seeing.backward_ended()
+        seeing.on_backward_end()
 
     def step(optimizer: Any) -> None:
-        seeing.step_begins(optimizer)
+        seeing.on_step_begin(optimizer)
         optimizer.step()
-        seeing.step_ended(optimizer)
+        seeing.on_step_end(optimizer)
 
     for number in range(1, 17):
         loading.given += 1
@@ -371,18 +371,18 @@ def test_a_batch_of_another_loader_or_epoch_begins_anew() -> None:
     loader = DataLoader(Stream())
     for _ in range(3):  # an epoch ends within a window: what is left over is the business of another rule
         batches = SimpleNamespace(of_loader=weakref.ref(loader))
-        loading.epoch_begins(batches)
+        loading.on_epoch_begin(batches)
         optimizer.zero_grad()
         for number in range(3):
-            loading.batch_given(batches, torch.ones(2))
+            loading.on_batch_received(batches, torch.ones(2))
             loss = model(torch.ones(1, 2)).sum()
-            seeing.backward_begins(loss)
+            seeing.on_backward_begin(loss)
             loss.backward()
-            seeing.backward_ended()
+            seeing.on_backward_end()
             if number == 1:
-                seeing.step_begins(optimizer)
+                seeing.on_step_begin(optimizer)
                 optimizer.step()
-                seeing.step_ended(optimizer)
+                seeing.on_step_end(optimizer)
                 optimizer.zero_grad()
     assert [one.lost for one in facts.steps] == [0, 0, 0]
 
@@ -521,8 +521,8 @@ def test_of_a_session_steps_are_counted_and_no_gradient_is_looked_at() -> None:
     hooks = Hooks(print).listen(seeing)
     hooks.dismiss()  # as when a session begins
     for _ in range(MAX_ALONE + 1):
-        hooks._tell("backward_begins", model(torch.ones(1, 2)).sum())
-        hooks._tell("step_begins", optimizer)
-        hooks._tell("step_ended", optimizer)
+        hooks._tell("on_backward_begin", model(torch.ones(1, 2)).sum())
+        hooks._tell("on_step_begin", optimizer)
+        hooks._tell("on_step_end", optimizer)
     assert facts.session and len(facts.steps) == MAX_ALONE + 1
     assert {(one.gradients, one.backwards) for one in facts.steps} == {("", 0)}

@@ -84,7 +84,7 @@ ROWS = [  # arguments, code of the error, a part of its text
     ("launch --collectives shard -- script.py", "wrong-command-line", "'shard'"),
     ("launch --collectives shared --nodes 2 --on print -- script.py", "collectives-not-shared", "2 nodes"),
     ("launch --collectives shared --nodes 1 --on print -- script.py", "collectives-not-shared", "--agent paceline"),
-    ("launch --collectives shared -- echo", "collectives-not-shared", "torch, shared"),
+    ("launch --collectives shared -- echo", "collectives-not-shared", "auto or torch"),
     ("verify mnist-cn", "unknown-name", "'mnist-cnn'"),
     ("verify mnist-cnn --ranks 1,x", "not-whole-numbers", ""),
     ("verify mnist-cnn --ranks 0", "not-whole-numbers", ""),

@@ -100,7 +100,7 @@ def test_a_rank_without_a_share_gets_a_stand_in():
     plan = BatchPlan(1, 4, virtual_ranks=2)
     data = TensorDataset(torch.zeros(1, 1), torch.zeros(1))
     (step,) = load_steps(data, plan, range(1, 2), Loading(CPU), start=0, stop=1)
-    assert [b.work.counted for b in step] == [False]
+    assert [b.work.is_counted for b in step] == [False]
     assert step[0].inputs.shape == (1, 1)
 
 

@@ -36,7 +36,7 @@ def epoch_of(plan: BatchPlan, epoch: int, world_size: int, *, merged: bool = Fal
     for step in range(plan.steps_per_epoch):
         for rank in range(world_size):
             for work in rank_work(plan, epoch, step, ranks_share(plan.virtual_ranks, rank, world_size), merged=merged):
-                seen.update(work.indices.tolist() if work.counted else [])
+                seen.update(work.indices.tolist() if work.is_counted else [])
     return seen
 
 
@@ -86,7 +86,7 @@ def test_random_streams_belong_to_the_work_not_to_the_rank(plan, data):
             for rank in range(world_size)
             for work in rank_work(plan, 1, step, ranks_share(plan.virtual_ranks, rank, world_size))
         ]
-        return {(w.virtual_rank, w.part): w.random_seed(plan.seed) for w in works if w.counted}
+        return {(w.virtual_rank, w.micro_batch): w.random_seed(plan.seed) for w in works if w.is_counted}
 
     everywhere = [streams(size) for size in range(1, plan.virtual_ranks + 1)]
     assert all(s == everywhere[0] for s in everywhere)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.data.loader import MicroBatch
-from paceline.data.plan import Work
+from paceline.data.plan import MicroBatchPlan
 from paceline.rank.world import World
 from paceline.stepping.order import CallOrder
 from paceline.stepping.totals import Votes
@@ -73,7 +73,7 @@ def beyond_a_plain_loop(rank: int, world_size: int, strategy: str, ranks: int) -
     )
     steps = TaskSteps(replica, loss_of, one_each=True, votes=Votes, order=CallOrder(world, lambda: 0, list, print))
     for step in range(3):
-        work = Work(0, step, 0, 0, torch.arange(SAMPLES), global_samples=1)
+        work = MicroBatchPlan(0, step, 0, 0, torch.arange(SAMPLES), global_samples=1)
         batch = MicroBatch(torch.empty(SAMPLES, 8, device=META), torch.empty(SAMPLES, 4, device=META), work, 5)
         with Operations(ones=min(2, ranks)) as counter:  # a rank alone knows the weight
             steps.take([batch])

@@ -18,7 +18,7 @@ from paceline.collectives import shards
 from paceline.collectives.torch_collectives import gather_over_torch
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import Loading, MicroBatch
-from paceline.data.plan import Work
+from paceline.data.plan import MicroBatchPlan
 from paceline.rank.world import World
 from paceline.stepping.order import CallOrder
 from paceline.stepping.totals import Finish, StepTotals, Votes
@@ -71,10 +71,8 @@ def of_a_step(rank: int, world_size: int, strategy: str, clip: float | None, mic
     counter = syncs.HostReads()
     for step in range(3):  # in the second, DDP makes its buckets anew
         batches = [
-            MicroBatch(
-                torch.empty(4, 8, device=META), torch.empty(4, 4, device=META), Work(0, step, v, 0, torch.arange(4)), 5
-            )
-            for v in range(micro_batches)
+            MicroBatch(*(torch.empty(4, width, device=META) for width in (8, 4)), plan, 5)
+            for plan in (MicroBatchPlan(0, step, v, 0, torch.arange(4)) for v in range(micro_batches))
         ]
         counter.lines.clear()
         with counter:

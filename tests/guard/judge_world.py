@@ -317,7 +317,7 @@ class _Run:
                 step=rank.at,
                 ops=tuple(ops),
                 groups={} if self.forgotten and rank.code is not None else self._groups_of(n),
-                words=rank.words,
+                error_text=rank.words,
                 **self._stands(n),  # type: ignore[arg-type]
             )
 

@@ -28,7 +28,7 @@ def record(rank: int, at: float, *, victim: bool = False, code: int = 1) -> Fail
 
 
 def ended(rank: int, code: int | None, at: float = 10.0, *, failure: Failure | None = None, log: str = "") -> Sample:
-    return Sample(rank, "host", 100 + rank, code=code, ended_seconds=at, failure=failure, words=log)
+    return Sample(rank, "host", 100 + rank, code=code, ended_seconds=at, failure=failure, error_text=log)
 
 
 def victim(rank: int, at: float) -> Sample:
@@ -69,7 +69,7 @@ def test_nobody_failed() -> None:
 
 def test_exit_codes() -> None:
     crashed = ended(0, -6, failure=record(0, 1.0, code=2))  # the record counts, not the crash of the teardown
-    assert (ended(0, -9).exit_code, ended(0, 3).exit_code, crashed.exit_code) == (137, 3, 2)
+    assert (ended(0, -9).shell_exit_code, ended(0, 3).shell_exit_code, crashed.shell_exit_code) == (137, 3, 2)
 
 
 def test_when_a_diagnosis_is_due() -> None:

@@ -14,7 +14,7 @@ from paceline.runs.console import LiveFilter, clean
 def seen(rank: int, code: int | None, *, words: str = "", traceback: str = "", log: str = "", victim: bool = False):
     record = Failure(rank, "node7", 40 + rank, 1, "ValueError", words, traceback, victim, 1.0) if words else None
     said = f"ValueError: {words}" if words else log
-    return Evidence(rank, "node7", 40 + rank, code=code, ended_seconds=1.0, failure=record, words=said)
+    return Evidence(rank, "node7", 40 + rank, code=code, ended_seconds=1.0, failure=record, error_text=said)
 
 
 def told(*ranks: Evidence, oom_kills: int = 0) -> str:
@@ -38,7 +38,7 @@ def test_sigkill_with_and_without_a_counted_kill() -> None:
 
 
 def test_a_lost_node_is_told_with_all_its_ranks() -> None:
-    lost = [Evidence(rank, "n1", 40 + rank, lost="node 1 (n1) is lost: cut off") for rank in (2, 3)]
+    lost = [Evidence(rank, "n1", 40 + rank, lost_reason="node 1 (n1) is lost: cut off") for rank in (2, 3)]
     rendered(told(seen(0, None), *lost, seen(1, 1, words="Connection closed by peer", victim=True)))
 
 

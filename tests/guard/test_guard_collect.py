@@ -216,7 +216,7 @@ def test_no_evidence_is_longer_than_anybody_reads() -> None:
         titles={f"group {n}": "t" * 5000 for n in range(200)},
         stacks=tuple(Stack("t" * 5000, frames) for _ in range(100)),
         native="x" * 1_000_000,
-        words="é\n" * 1_000_000,
+        error_text="é\n" * 1_000_000,
     )
     small = bounded_evidence(huge)
     assert len(msgspec.json.encode(small)) <= MAX_EVIDENCE_BYTES

@@ -68,7 +68,7 @@ BLAMED: dict[str, tuple[list[Evidence], StopKind, tuple[int, ...]]] = {
         [rank(0, WAITS, loaders=BUSY, phase=Phase.SYNC), HANGS, rank(2, WAITS)], StopKind.BEHIND, (1,)
     ),
     "an abort of gloo without other evidence": (
-        [rank(0, WAITS, code=-6, words=GLOO_ABORT), rank(1, WAITS), rank(2, WAITS)], StopKind.DIED, ()
+        [rank(0, WAITS, code=-6, error_text=GLOO_ABORT), rank(1, WAITS), rank(2, WAITS)], StopKind.DIED, ()
     ),
     "a mismatch while another rank computes": (
         [*(rank(n, op(9, "broadcast") if n == 1 else WAITS, **FOUR) for n in range(3)), outside(3, state="R", **FOUR)],
@@ -99,11 +99,11 @@ BLAMED: dict[str, tuple[list[Evidence], StopKind, tuple[int, ...]]] = {
         StopKind.BEHIND, (1,),
     ),
     "killed from outside, with a log about peers": (
-        [rank(0, BEFORE, WAITS), rank(1, BEFORE, code=-9, words=LOST_PEER), rank(2, BEFORE, WAITS)],
+        [rank(0, BEFORE, WAITS), rank(1, BEFORE, code=-9, error_text=LOST_PEER), rank(2, BEFORE, WAITS)],
         StopKind.DIED, (1,),
     ),
     "victims of a rank that still hangs": (
-        [HANGS, *(rank(n, BEFORE, WAITS, code=1, words="Timed out waiting 10000ms for recv") for n in (0, 2))],
+        [HANGS, *(rank(n, BEFORE, WAITS, code=1, error_text="Timed out waiting 10000ms for recv") for n in (0, 2))],
         StopKind.BEHIND, (1,),
     ),
     "no rank waits, and one is at a different line": (
@@ -189,8 +189,8 @@ def test_another_collective_under_the_same_number_is_a_mismatch_of_the_minority(
 def test_gloo_aborts_the_innocent_but_the_minority_is_named(change: dict[str, str]) -> None:
     named = op(9, name="bucket 0")
     odd = op(9, **({"kind": "all_reduce", "name": "bucket 0"} | change))  # type: ignore[arg-type]
-    aborted = rank(0, named, code=-6, words=GLOO_ABORT)
-    assert blame(aborted, rank(1, odd), rank(2, named, code=1, words=LOST_PEER)) == (StopKind.MISMATCH, (1,))
+    aborted = rank(0, named, code=-6, error_text=GLOO_ABORT)
+    assert blame(aborted, rank(1, odd), rank(2, named, code=1, error_text=LOST_PEER)) == (StopKind.MISMATCH, (1,))
 
 
 def test_a_rank_that_takes_itself_for_the_source_is_a_mismatch_whoever_is_done() -> None:
@@ -213,7 +213,7 @@ def test_shapes_that_ranks_may_choose_are_no_mismatch(kind: str) -> None:
 
 def test_who_ends_with_code_0_while_the_others_wait_has_left() -> None:
     left = rank(1, BEFORE, code=0, step=3)
-    diagnosis = judge([rank(0, BEFORE, WAITS), left, rank(2, BEFORE, WAITS, code=1, words=LOST_PEER)])
+    diagnosis = judge([rank(0, BEFORE, WAITS), left, rank(2, BEFORE, WAITS, code=1, error_text=LOST_PEER)])
     assert (diagnosis.kind, diagnosis.causes) == (StopKind.LEFT, (1,))
     rendered(diagnosis.sentences)
 
@@ -293,14 +293,14 @@ def test_a_rank_that_holds_the_interpreter_is_told_with_the_line_from_outside() 
 
 
 def test_who_died_by_itself_is_named_before_those_who_lost_it() -> None:
-    victims = [rank(n, BEFORE, WAITS, code=1, words=LOST_PEER) for n in (0, 2)]
+    victims = [rank(n, BEFORE, WAITS, code=1, error_text=LOST_PEER) for n in (0, 2)]
     diagnosis = judge([victims[0], rank(1, BEFORE, code=-9), victims[1]])
     assert (diagnosis.kind, diagnosis.causes) == (StopKind.DIED, (1,))
     rendered(diagnosis.sentences[0])
 
 
 def test_a_lost_node_is_named_with_its_host() -> None:
-    diagnosis = judge([rank(0, WAITS), rank(1, lost="node 1 is lost: cut off"), rank(2, WAITS)])
+    diagnosis = judge([rank(0, WAITS), rank(1, lost_reason="node 1 is lost: cut off"), rank(2, WAITS)])
     assert (diagnosis.kind, diagnosis.causes) == (StopKind.DIED, (1,))
     rendered(diagnosis.sentences[0])
 
@@ -310,11 +310,11 @@ def test_models_of_other_sizes_are_a_mismatch_of_the_minority() -> None:
         "RuntimeError: DDP expects same model across all ranks, but Rank {} has {} params, while rank {} has {} params"
     )
     diagnosis = judge(
-        [rank(n, code=1, words=words.format(n, own, other, 4)) for n, own, other in ((0, 4, 1), (1, 6, 0), (2, 4, 1))]
+        [rank(n, code=1, error_text=words.format(n, own, to, 4)) for n, own, to in ((0, 4, 1), (1, 6, 0), (2, 4, 1))]
     )
     assert (diagnosis.kind, diagnosis.causes) == (StopKind.MISMATCH, (1,))
     assert diagnosis.failed == 1  # its message is shown, although all have raised
-    two = judge([rank(n, code=1, words=words.format(n, own, 1 - n, 4)) for n, own in ((0, 4), (1, 6))])
+    two = judge([rank(n, code=1, error_text=words.format(n, own, 1 - n, 4)) for n, own in ((0, 4), (1, 6))])
     assert (two.causes, two.tie, two.failed) == ((), ((0,), (1,)), 0)
 
 

@@ -37,7 +37,7 @@ def calls(*hashes: int, before: int = 0) -> bytes:
 
 def rank(number: int, *found: ReplicaFingerprint, **known: object) -> Sample:
     known = {"step": 5, "script": True, **known}
-    return Sample(number, "n1", 7, marks=marks(*found), **known)  # type: ignore[arg-type]
+    return Sample(number, "n1", 7, fingerprints=marks(*found), **known)  # type: ignore[arg-type]
 
 
 def silent(known: Mapping[int, Op] = CALLS) -> SilentFaultDetector:
@@ -50,7 +50,7 @@ def first(found: Sequence[Diagnosis]) -> Diagnosis | None:
 
 
 def seen(*samples: Sample, last: bool = False) -> Diagnosis | None:
-    return first(silent().see(samples, last=last))
+    return first(silent().update(samples, last=last))
 
 
 def test_the_rank_in_the_minority_is_named_with_the_tensor_and_the_first_step_at_which_it_differs() -> None:
@@ -87,7 +87,7 @@ def test_ranks_that_take_uneven_numbers_of_steps_on_purpose_are_not_compared() -
     def shadowed(*steps: int, last: bool = True) -> list[Notice]:
         looks = silent()
         looked = [rank(n, step(5, n), uneven=n == 2, step=count) for n, count in enumerate(steps)]
-        assert [*looks.see(looked, last=last), *looks.see(looked, last=last)] == []
+        assert [*looks.update(looked, last=last), *looks.update(looked, last=last)] == []
         return looks.notices
 
     assert shadowed(120, 80, 131) == shadowed(120, 1, 131, last=False) == []
@@ -99,7 +99,7 @@ def test_ranks_that_take_uneven_numbers_of_steps_on_purpose_are_not_compared() -
 def test_without_ddp_a_rank_that_took_far_fewer_steps_is_told_at_the_end() -> None:
     def told(*steps: int, last: bool = True) -> list[Notice]:
         looks = silent()
-        assert looks.see([rank(n, step=count) for n, count in enumerate(steps)], last=last) == []
+        assert looks.update([rank(n, step=count) for n, count in enumerate(steps)], last=last) == []
         return looks.notices
 
     assert told(240, 240, 200) == told(240, 240, 0) == told(240, 240, 152, last=False) == []
@@ -125,7 +125,7 @@ def test_without_ddp_only_what_was_equal_while_it_moved_must_stay_so() -> None:
 def test_round_off_between_machines_is_a_notice() -> None:
     several = silent()
     samples = [rank(n, step(5, n, flags=DDP | SUMMED, total=1 + 1e-7 * n)) for n in range(3)]
-    assert first(several.see(samples)) is None and first(several.see(samples)) is None
+    assert first(several.update(samples)) is None and first(several.update(samples)) is None
     assert len(several.notices) == 1 and several.notices[0].kind == "round-off"
     assert seen(*(rank(n, step(5, n, flags=DDP | SUMMED, total=1 + 0.1 * n)) for n in range(3))) is not None
 
@@ -135,11 +135,11 @@ def test_the_rank_whose_own_loss_was_not_finite_is_named_once_all_have_told() ->
     theirs = ScriptFinding("not finite", 5, "", own=False)
     one = silent()
     partly = [rank(0), rank(1, findings=(ours,)), rank(2)]
-    assert first(one.see(partly)) is None
-    found = first(one.see([rank(0, findings=(theirs,)), rank(1, findings=(ours,)), rank(2, findings=(theirs,))]))
+    assert first(one.update(partly)) is None
+    found = first(one.update([rank(0, findings=(theirs,)), rank(1, findings=(ours,)), rank(2, findings=(theirs,))]))
     assert found is not None and (found.kind, found.causes, found.step) == (StopKind.NOT_FINITE, (1,), 5)
-    assert ours.words in found.sentences[0]
-    assert first(one.see(partly)) is None
+    assert ours.text in found.sentences[0]
+    assert first(one.update(partly)) is None
     alone = seen(*partly, last=True)
     assert alone is not None and alone.causes == (1,)
 
@@ -158,14 +158,14 @@ def test_what_only_some_ranks_tell_is_passed_on_once_the_others_had_the_time_to(
     stale = ScriptFinding("stale", 30, "made a step without backward(), as none before: words")
     one = silent()
     for least in (31, 45):
-        assert one.see([rank(0, step=least), rank(1, step=60, findings=(stale,)), rank(2, step=60)]) == []
+        assert one.update([rank(0, step=least), rank(1, step=60, findings=(stale,)), rank(2, step=60)]) == []
         assert one.notices == []  # the slowest rank may still report the same
     for _ in range(2):
-        one.see([rank(0, step=51), rank(1, step=60, findings=(stale,)), rank(2, step=60)])
+        one.update([rank(0, step=51), rank(1, step=60, findings=(stale,)), rank(2, step=60)])
         assert [(told.kind, told.rank, told.step) for told in one.notices] == [("stale", 1, 30)]
-        assert stale.words in one.notices[0].words
+        assert stale.text in one.notices[0].words
     of_all = silent()
-    of_all.see([rank(n, step=60, findings=(stale,)) for n in range(3)], last=True)
+    of_all.update([rank(n, step=60, findings=(stale,)) for n in range(3)], last=True)
     assert of_all.notices == []
 
 
@@ -178,7 +178,7 @@ def test_where_no_majority_says_who_is_wrong_the_rank_that_left_out_a_step_is_gu
         return found
 
     assert (told([1]).causes, told([1]).tie) == ((1,), ())
-    assert left_out.words in told([1]).sentences[-1]
+    assert left_out.text in told([1]).sentences[-1]
     assert told([0, 1, 2]).causes == told([1], replace(left_out, step=9)).causes == ()
 
 
@@ -186,11 +186,11 @@ def test_a_swallowed_exception_is_told_once_and_again_with_the_drift_that_it_mad
     one = silent()
     swallowed = ScriptFinding("swallowed", 5, "ValueError in its forward, at train.py:7 in forward: bad")
     samples = [rank(n, findings=(swallowed,) if n == 1 else ()) for n in range(3)]
-    assert first(one.see(samples)) is None and first(one.see(samples)) is None
+    assert first(one.update(samples)) is None and first(one.update(samples)) is None
     assert [(told.kind, told.rank, told.step) for told in one.notices] == [("swallowed", 1, 5)]
     rendered(one.notices[0].words)
-    found = first(one.see([rank(n, step(5, n == 1), findings=(swallowed,) if n == 1 else ()) for n in range(3)]))
-    assert found is not None and swallowed.words in found.sentences[-1]
+    found = first(one.update([rank(n, step(5, n == 1), findings=(swallowed,) if n == 1 else ()) for n in range(3)]))
+    assert found is not None and swallowed.text in found.sentences[-1]
 
 
 def test_a_swallowed_error_of_a_collective_is_a_diagnosis_with_what_others_did() -> None:
@@ -201,16 +201,16 @@ def test_a_swallowed_error_of_a_collective_is_a_diagnosis_with_what_others_did()
         samples = [rank(n, step(4, 1), findings=(skipped, early) if n == 1 else (failed,), step=39) for n in range(3)]
         one = silent()
         if not last:  # rank 1 may have been killed, which its agent has not seen yet
-            assert one.see(samples) == [] and one.see(samples) == []
-        found = first(one.see(samples, last=last))
+            assert one.update(samples) == [] and one.update(samples) == []
+        found = first(one.update(samples, last=last))
         assert found is not None
         assert (found.kind, found.causes, found.step) == (StopKind.SWALLOWED, (1,), 39)
         told = {words[:6]: words for words in found.sentences}
-        assert failed.words in told["rank 0"] and failed.words in told["rank 2"]
-        assert all(any(one.words in words for words in found.sentences) for one in (early, skipped))
-        assert one.see(samples, last=last) == []
+        assert failed.text in told["rank 0"] and failed.text in told["rank 2"]
+        assert all(any(one.text in words for words in found.sentences) for one in (early, skipped))
+        assert one.update(samples, last=last) == []
     uneven = [rank(n, step(4, 1), findings=(failed,) if n else (), step=39 + n) for n in range(3)]
-    found = first(silent().see(uneven, last=True))
+    found = first(silent().update(uneven, last=True))
     assert found is not None and found.causes == (0,)
     assert found.sentences[-1].endswith("steps")
     of_all = seen(*(rank(n, findings=(failed,)) for n in range(3)))
@@ -222,18 +222,18 @@ def test_a_swallowed_error_of_a_collective_is_a_diagnosis_with_what_others_did()
 def test_a_thread_that_ended_is_told_and_again_when_its_rank_hangs() -> None:
     one, ended = silent(), ScriptFinding("thread", 5, "its thread reader ended with OSError at train.py:7 in read: bad")
     samples = [rank(n, findings=(ended,) if n == 1 else ()) for n in range(2)]
-    assert first(one.see(samples)) is None and first(one.see(samples)) is None
+    assert first(one.update(samples)) is None and first(one.update(samples)) is None
     assert [(told.kind, told.rank, told.step) for told in one.notices] == [("thread", 1, 5)]
-    assert ended.words in one.notices[0].words
+    assert ended.text in one.notices[0].words
     waits = Op("0", 7, "all_reduce", shape="[3]")
     hung = [Evidence.of(samples[0]), Evidence.of(samples[1])]
     found = judge([replace(hung[0], ops=(waits,), answered=True), replace(hung[1], answered=True)])
-    assert found.causes == (1,) and ended.words in found.sentences
+    assert found.causes == (1,) and ended.text in found.sentences
 
 
 def ordered(lines: Sequence[Sequence[int]], known: Mapping[int, Op] = CALLS) -> Diagnosis | None:
     ranks = [rank(n, orders=calls(*(1, 2) * 6, *of_rank, 1, 2, 1, 2)) for n, of_rank in enumerate(lines)]
-    return first(silent(known).see(ranks))
+    return first(silent(known).update(ranks))
 
 
 def test_two_calls_of_one_shape_that_a_rank_exchanges_are_found() -> None:
@@ -255,7 +255,7 @@ def test_calls_are_compared_from_look_to_look_and_ranks_may_be_at_different_plac
 
     def look(*counts: int) -> Diagnosis | None:
         of_ranks = [calls(*(odd if n == 1 else usual)[:count]) for n, count in enumerate(counts)]
-        return first(one.see([rank(n, orders=of_rank) for n, of_rank in enumerate(of_ranks)]))
+        return first(one.update([rank(n, orders=of_rank) for n, of_rank in enumerate(of_ranks)]))
 
     assert look(100, 90, 40) is None
     assert look(501, 502, 503) is None  # too few calls after the difference
@@ -329,10 +329,10 @@ def test_steps_of_a_rank_for_itself_before_the_training_do_not_count() -> None:
 def test_that_all_ranks_leave_ddp_is_said_once_and_of_some_nothing() -> None:
     left = (ScriptFinding("left", 60, "trains on past DDP"),)
     looks = silent()
-    assert looks.see([rank(0, findings=left), rank(1, findings=left), rank(2)], last=True) == []
+    assert looks.update([rank(0, findings=left), rank(1, findings=left), rank(2)], last=True) == []
     assert not looks.notices
     for _ in range(2):
-        assert looks.see([rank(n, findings=left) for n in range(3)]) == []
+        assert looks.update([rank(n, findings=left) for n in range(3)]) == []
     (told,) = looks.notices
     assert (told.kind, told.step) == ("left", 60)
     rendered(told.words)

@@ -70,7 +70,7 @@ def test_no_page_is_longer_than_15_lines(count: int, folder: str) -> None:
 
 
 def test_what_a_rank_has_written_does_not_steer_the_terminal() -> None:
-    hostile = rank(2, stuck=True, host=ESCAPES, stacks=(Stack("main", (Frame(ESCAPES, 88, ESCAPES),)),), words="")
+    hostile = rank(2, stuck=True, host=ESCAPES, stacks=(Stack("main", (Frame(ESCAPES, 88, ESCAPES),)),), error_text="")
     hostile = msgspec.structs.replace(hostile, ops=(Op(ESCAPES, 1, ESCAPES, ESCAPES, ESCAPES, ESCAPES, ESCAPES),))
     evidence = [rank(0), hostile]
     text = "\n".join(told(judge(evidence), evidence, ESCAPES)) + describe_rank(hostile)
@@ -162,5 +162,5 @@ def test_the_same_stall_at_the_same_step_is_the_same_diagnosis_whatever_its_numb
 
 def test_all_that_is_known_of_a_rank_stands_in_its_description() -> None:
     loaders = (LoaderWorker(1, 4801, 412, 3, "T"), LoaderWorker(2, 4802, 413, 3, ""))
-    one = rank(2, loaders=loaders, native="Thread 0x1:\n  File x", phase=Phase.DATA, words="bad sample")
-    rendered(map(describe_rank, (one, rank(0, code=3), rank(0, code=-9), rank(0, lost="cut off"))))
+    one = rank(2, loaders=loaders, native="Thread 0x1:\n  File x", phase=Phase.DATA, error_text="bad sample")
+    rendered(map(describe_rank, (one, rank(0, code=3), rank(0, code=-9), rank(0, lost_reason="cut off"))))

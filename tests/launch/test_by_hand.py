@@ -64,7 +64,7 @@ def test_our_own_agent_reads_a_private_plan(tmp_path: Path) -> None:
     lines = typed(plan).splitlines()
     assert lines[1] == f"{agent} --node 0 --node0 n1" and lines[4] == f"{agent} --node 1 --node0 n1"
     told = msgspec.json.decode(plan.files["plan.json"], type=NodePlan)
-    assert (told.node, told.nodes, told.min_nodes, told.head, told.secret) == (-1, 2, 1, ("n1",), "ab" * 32)
+    assert (told.node, told.nodes, told.min_nodes, told.node0, told.secret) == (-1, 2, 1, ("n1",), "ab" * 32)
     assert told.max_restarts == 2 and told.silence_seconds == 0 and len(told.node0_ports) == 8
     assert "abab" not in typed(plan) and "abab" not in describe(plan)
     assert json.loads(plan.files["plan.json"])["hosts"] == [{"name": "n1"}, {"name": "n2"}]

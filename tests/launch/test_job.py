@@ -57,7 +57,7 @@ def test_an_agent_receives_the_job_as_it_is_and_the_facts_of_its_node() -> None:
     for node, nproc in ((0, 2), (1, 3)):
         plan = node_plan(job, node, nproc=job.hosts[node].slots or 0, node0=("n1",))
         received = msgspec.json.decode(msgspec.json.encode(plan), type=NodePlan)
-        assert received == plan and (received.node, received.nproc, received.head) == (node, nproc, ("n1",))
+        assert received == plan and (received.node, received.nproc, received.node0) == (node, nproc, ("n1",))
         of_the_job = {name: getattr(received, name) for name in JobSpec.__struct_fields__}
         assert JobSpec(**{**of_the_job, "nproc": job.nproc}) == job
 

@@ -46,7 +46,7 @@ def test_each_node_is_told_who_it_is_and_where_node_0_is() -> None:
     first, second = plan.nodes
     assert (first.node, first.nproc, second.node, second.nproc) == (0, 2, 1, 5)
     for node in plan.nodes:
-        assert (node.nodes, node.min_nodes, node.head, node.hosts) == (2, 1, ("n1",), hosts)
+        assert (node.nodes, node.min_nodes, node.node0, node.hosts) == (2, 1, ("n1",), hosts)
         assert (node.run_dir, node.attempt_dir, node.secret, node.silence_seconds) == ("/runs/a", "", "ab" * 32, 30.0)
 
 

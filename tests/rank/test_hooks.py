@@ -14,29 +14,29 @@ from tests.run_ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.rank.probes import Events, Hooks, wrap_function
+from paceline.rank.probes import Hooks, ScriptListener, wrap_function
 from paceline.rank.sites import Owner, owner, short
 
 
-class Heard(Events):
+class Heard(ScriptListener):
     def __init__(self) -> None:
         self.events: list[str] = []
 
 
 def heard(name: str) -> Any:
     def event(self: Heard, *told: Any) -> None:
-        self.events.append(f"{name} {told[0]}" if name == "raised" else name)
+        self.events.append(f"{name} {told[0]}" if name == "on_exception" else name)
 
     return event
 
 
-for name in vars(Events):
+for name in vars(ScriptListener):
     if not name.startswith("_"):
         setattr(Heard, name, heard(name))
 
 
-class Broken(Events):
-    def step_begins(self, optimizer: Any) -> None:
+class Broken(ScriptListener):
+    def on_step_begin(self, optimizer: Any) -> None:
         raise RuntimeError("a fault of ours")
 
 
@@ -65,8 +65,8 @@ def loop(rank: int, size: int, num_workers: int, hooked: bool) -> list[Any]:
 
 
 STEP = [
-    "batch_given", "forward_begins", "forward_ended", "backward_begins", "backward_ended", "step_begins",
-    "step_ended",
+    "on_batch_received", "on_forward_begin", "on_forward_end", "on_backward_begin", "on_backward_end", "on_step_begin",
+    "on_step_end",
 ]  # fmt: skip
 
 
@@ -76,11 +76,11 @@ def test_each_event_is_told_in_its_place_and_the_bits_stay(tmp_path: Path, num_w
     (plain, none, _), *_ = run_ranks(loop, 2, tmp_path, num_workers, False)
     (weights, events, complaints), *_ = run_ranks(loop, 2, tmp_path, num_workers, True)
     assert (weights, none, complaints) == (plain, [], [])
-    drawn = [e for e in events if e == "indices_drawn"]
+    drawn = [e for e in events if e == "on_indices_drawn"]
     assert len(drawn) == 4
-    epoch = ["epoch_begins", *(["batch_asked", *STEP] * 2), "batch_asked", "epoch_ended"]
-    assert [e for e in events if e != "indices_drawn"] == [
-        "torch_imported", "replica_made", *epoch, *epoch, "forward_begins", "raised forward",
+    epoch = ["on_epoch_begin", *(["on_batch_requested", *STEP] * 2), "on_batch_requested", "on_epoch_end"]
+    assert [e for e in events if e != "on_indices_drawn"] == [
+        "on_torch_imported", "on_replica_created", *epoch, *epoch, "on_forward_begin", "on_exception forward",
     ]  # fmt: skip
 
 
@@ -95,16 +95,16 @@ def complained(rank: int, size: int) -> list[Any]:
     return [first != last, [type(c).__name__ for c in complaints]]
 
 
-class BrokenAtTheEnd(Events):
-    def step_ended(self, optimizer: Any) -> None:
+class BrokenAtTheEnd(ScriptListener):
+    def on_step_end(self, optimizer: Any) -> None:
         raise RuntimeError("a fault of ours")
 
 
-class Counting(Events):
+class Counting(ScriptListener):
     def __init__(self) -> None:
         self.steps = 0
 
-    def step_ended(self, optimizer: Any) -> None:
+    def on_step_end(self, optimizer: Any) -> None:
         self.steps += 1
 
 

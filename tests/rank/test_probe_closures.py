@@ -20,27 +20,27 @@ from paceline.protocol.marks import read_findings
 from paceline.protocol.status_page import StatusPage, make_status_page
 from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.check.steps import StepWatch
-from paceline.rank.probes import Events, Hooks
+from paceline.rank.probes import Hooks, ScriptListener
 from paceline.rank.probes.faults import BatchTracker, NonFiniteGradients, StaleGradients
 from paceline.rank.probes.steps import ScriptPhases
 
 pytestmark = pytest.mark.sample(3)
 
 
-class Heard(Events):
+class Heard(ScriptListener):
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def backward_ended(self) -> None:
+    def on_backward_end(self) -> None:
         self.events.append("backward")
 
-    def step_begins(self, optimizer: Any) -> None:
+    def on_step_begin(self, optimizer: Any) -> None:
         self.events.append("begins")
 
-    def closure_ended(self, optimizer: Any) -> None:
+    def on_closure_end(self, optimizer: Any) -> None:
         self.events.append("again")
 
-    def step_ended(self, optimizer: Any) -> None:
+    def on_step_end(self, optimizer: Any) -> None:
         self.events.append("ended")
 
 
@@ -144,7 +144,7 @@ Found = tuple[str, int, bool, str]  # kind, step, own, words
 
 
 def findings(page: StatusPage) -> list[Found]:
-    found = [(one.kind, one.step, one.own, one.words) for one in read_findings(page.descriptor)]
+    found = [(one.kind, one.step, one.own, one.text) for one in read_findings(page.descriptor)]
     page.close()
     return found
 
@@ -265,11 +265,11 @@ def test_a_closure_that_is_called_more_often_than_before_leaves_no_step_out() ->
     page = StatusPage(make_status_page(0))
     optimizer, stale = type("Optimizer", (), {})(), StaleGradients(page, ScriptPhases(page))
     for number in range(40):
-        stale.backward_begins(None)
-        stale.step_begins(optimizer)
+        stale.on_backward_begin(None)
+        stale.on_step_begin(optimizer)
         for _ in range(4 + number // 20):
-            stale.backward_begins(None)
-        stale.step_ended(optimizer)
+            stale.on_backward_begin(None)
+        stale.on_step_end(optimizer)
     assert not read_findings(page.descriptor)
     page.close()
 

@@ -40,20 +40,20 @@ class Rank:
 
     def replica(self) -> Replica:
         made = Replica()
-        self.joint.replica_made(made)
+        self.joint.on_replica_created(made)
         return made
 
     def step(self, optimizer: Any, ddp: Replica | None = None, *, backwards: int = 1, collectives: int = 0) -> None:
         if ddp is not None:
-            self.joint.forward_begins(ddp, (), {})
+            self.joint.on_forward_begin(ddp, (), {})
         for _ in range(backwards):
-            self.joint.backward_begins(None)
-            self.stale.backward_begins(None)
+            self.joint.on_backward_begin(None)
+            self.stale.on_backward_begin(None)
         self.collectives += collectives
-        self.joint.step_begins(optimizer)
-        self.stale.step_begins(optimizer)
+        self.joint.on_step_begin(optimizer)
+        self.stale.on_step_begin(optimizer)
         for one in (self.joint, self.stale, self.counted, self.prints):
-            one.step_ended(optimizer)
+            one.on_step_end(optimizer)
 
     @property
     def counts(self) -> tuple[int, int]:

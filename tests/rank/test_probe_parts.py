@@ -46,7 +46,7 @@ def marked(page: StatusPage) -> list[ReplicaFingerprint]:
 
 
 def words(page: StatusPage, since: int = 0) -> list[str]:
-    return [one.words for one in read_findings(page.descriptor)][since:]
+    return [one.text for one in read_findings(page.descriptor)][since:]
 
 
 class Loading:
@@ -62,10 +62,10 @@ def test_steps_are_those_of_the_optimizer_that_steps_most_and_each_event_is_a_ph
     optimizer = Optimizer()
     seen: list[Phase] = []
     for event, told in (
-        ("batch_asked", (None,)), ("batch_given", (None, None)), ("forward_begins", (None, (), {})),
-        ("buffers_asked", (None,)), ("buffers_given", (None,)),
-        ("forward_ended", (None, None)), ("backward_begins", (None,)), ("backward_ended", ()),
-        ("step_begins", (optimizer,)), ("step_ended", (optimizer,)),
+        ("on_batch_requested", (None,)), ("on_batch_received", (None, None)), ("on_forward_begin", (None, (), {})),
+        ("on_buffers_broadcast", (None,)), ("on_buffers_received", (None,)),
+        ("on_forward_end", (None, None)), ("on_backward_begin", (None,)), ("on_backward_end", ()),
+        ("on_step_begin", (optimizer,)), ("on_step_end", (optimizer,)),
     ):  # fmt: skip
         getattr(phases, event)(*told)
         seen.append(read_counters(page.descriptor).phase)
@@ -73,21 +73,21 @@ def test_steps_are_those_of_the_optimizer_that_steps_most_and_each_event_is_a_ph
     forward = [Phase.FORWARD, Phase.SYNC, Phase.FORWARD]
     assert seen == [Phase.DATA, own, *forward, own, Phase.BACKWARD, own, Phase.OPTIMIZER, own]
     for _ in range(3):
-        phases.step_ended(other)
+        phases.on_step_end(other)
     counters = read_counters(page.descriptor)
     assert counters.step == phases.done == 3
     optimizer = Optimizer()  # of a second stage
     for _ in range(3):
-        phases.step_ended(optimizer)
+        phases.on_step_end(optimizer)
     assert phases.done == 5
 
 
 def test_an_exception_by_which_a_rank_is_freed_is_no_progress(page: StatusPage) -> None:
     phases = ScriptPhases(page)
-    phases.backward_begins(None)
+    phases.on_backward_begin(None)
     page.put("released", 1)
     before = read_counters(page.descriptor).moved
-    phases.raised("backward", LOST)
+    phases.on_exception("backward", LOST)
     assert read_counters(page.descriptor).moved == before
 
 
@@ -96,7 +96,7 @@ def test_optimizers_that_follow_each_other_are_all_marked_and_their_steps_go_on(
     for _ in range(TABLES + 1):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for _ in range(3):
-            prints.step_ended(optimizer)
+            prints.on_step_end(optimizer)
         del optimizer
         gc.collect()
     assert {one.number for one in marked(page) if not one.table} > {1, 2, 3}
@@ -109,7 +109,7 @@ def test_every_element_is_marked_within_some_steps_and_one_bit_makes_another_mar
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     prints = Fingerprints(page, Names(page))
     for _ in range(40):
-        prints.step_ended(optimizer)
+        prints.on_step_end(optimizer)
     first = marked(page)
     names = read_names(page.descriptor).tensors[str(first[0].layout)]
     assert {part for mark in first for part in mark.parts} == {*range(len(names))}
@@ -118,7 +118,7 @@ def test_every_element_is_marked_within_some_steps_and_one_bit_makes_another_mar
     usual = dict(itertools.chain.from_iterable(zip(mark.parts, mark.hashes, strict=True) for mark in first))
     model[1].weight.data.view(torch.int32)[89, 79] ^= 1
     for _ in range(40):
-        prints.step_ended(optimizer)
+        prints.on_step_end(optimizer)
     found = [pair for mark in marked(page) if mark.number > 40 for pair in zip(mark.parts, mark.hashes, strict=True)]
     assert {names[part] for part, value in found if value != usual[part]} == {"parameter 2"}
 
@@ -126,21 +126,21 @@ def test_every_element_is_marked_within_some_steps_and_one_bit_makes_another_mar
 def test_what_ranks_may_rightly_have_apart_is_not_marked(page: StatusPage) -> None:
     model = torch.nn.Linear(3, 3)
     model.weight = torch.nn.Parameter(torch.ones(3, 6)[:, ::2])  # not dense
-    Fingerprints(page, Names(page)).step_ended(torch.optim.SGD(model.parameters(), lr=0.1))
+    Fingerprints(page, Names(page)).on_step_end(torch.optim.SGD(model.parameters(), lr=0.1))
     assert marked(page) == []
     plain = torch.optim.SGD(torch.nn.Linear(3, 3).parameters(), lr=0.1)
     page.put("uneven", 1)
-    Fingerprints(page, Names(page)).step_ended(plain)
+    Fingerprints(page, Names(page)).on_step_end(plain)
     assert marked(page) == []
     page.put("uneven", 0)
-    Fingerprints(page, Names(page)).step_ended(plain)
+    Fingerprints(page, Names(page)).on_step_end(plain)
     assert len(marked(page)) == 1
 
 
 def test_a_mark_has_the_settings_of_its_step_added_up_over_parameter_groups(page: StatusPage) -> None:
     groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": decay} for decay in (0.25, 0.5)]
     optimizer = torch.optim.AdamW(groups, lr=0.5, betas=(0.75, 0.99))
-    Fingerprints(page, Names(page)).step_ended(optimizer)
+    Fingerprints(page, Names(page)).on_step_end(optimizer)
     assert marked(page)[0].settings == (1.0, 0.75, 0.0, 1.5)
 
 
@@ -153,18 +153,18 @@ def trained(
     for batch in (torch.ones(2, 3), x):
         optimizer.zero_grad()
         loss = model(batch).sum()
-        finite.backward_begins(loss)
+        finite.on_backward_begin(loss)
         loss.backward()
         if hides:
             model.weight.grad = torch.nan_to_num(model.weight.grad, 0.0)  # pyright: ignore[reportArgumentType]
         if apply or bool(loss.isfinite()):
             if found_inf is not None:
                 optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-            finite.step_begins(optimizer)
+            finite.on_step_begin(optimizer)
             vars(optimizer).pop("found_inf", None)
             optimizer.step()
-            steps.step_ended(optimizer)
-    return [(one.step, one.own, one.words) for one in read_findings(page.descriptor)]
+            steps.on_step_end(optimizer)
+    return [(one.step, one.own, one.text) for one in read_findings(page.descriptor)]
 
 
 def test_only_what_is_not_finite_and_applied_is_told_with_its_line(page: StatusPage) -> None:
@@ -184,13 +184,13 @@ def test_an_exception_is_told_if_the_script_steps_on_and_once(page: StatusPage) 
         try:
             raise ValueError("a bad batch")
         except ValueError as error:
-            swallowed.raised("forward", error)
-        steps.step_ended(optimizer)
-        swallowed.step_ended(optimizer)
+            swallowed.on_exception("forward", error)
+        steps.on_step_end(optimizer)
+        swallowed.on_step_end(optimizer)
     (told,) = read_findings(page.descriptor)
     assert told.kind == "swallowed" and told.step == 1
-    assert told.words.startswith("ValueError in") and told.words.endswith("a bad batch")
-    assert Path(__file__).name in told.words
+    assert told.text.startswith("ValueError in") and told.text.endswith("a bad batch")
+    assert Path(__file__).name in told.text
 
 
 class DistBackendError(RuntimeError): ...
@@ -209,14 +209,14 @@ def test_a_collective_that_failed_is_told_when_the_script_steps_on_and_when_it_e
         steps, optimizer = ScriptPhases(page), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
         swallowed = SwallowedExceptions(page, steps)
         before = len(read_findings(page.descriptor))
-        swallowed.raised(where, error)
-        swallowed.raised(where, error)
+        swallowed.on_exception(where, error)
+        swallowed.on_exception(where, error)
         assert len(read_findings(page.descriptor)) == before  # the error may still end the script
         if last:
-            swallowed.script_ended()
+            swallowed.on_script_succeeded()
         else:
-            steps.step_ended(optimizer)
-            swallowed.step_ended(optimizer)
+            steps.on_step_end(optimizer)
+            swallowed.on_step_end(optimizer)
         told = read_findings(page.descriptor)[-1]
         assert len(read_findings(page.descriptor)) == before + 1
         assert (told.kind, told.step, told.last) == ("collective", 0 if last else 1, last)
@@ -226,12 +226,12 @@ def test_what_was_swallowed_last_is_told_at_the_end_and_no_error_of_a_collective
     page: StatusPage,
 ) -> None:
     swallowed = SwallowedExceptions(page, ScriptPhases(page))
-    swallowed.raised("collective", RuntimeError("ProcessGroupGloo does not support reduce_scatter"))
-    swallowed.script_ended()
+    swallowed.on_exception("collective", RuntimeError("ProcessGroupGloo does not support reduce_scatter"))
+    swallowed.on_script_succeeded()
     assert not read_findings(page.descriptor)
-    swallowed.raised("forward", ValueError("a bad batch"))
-    swallowed.script_ended()
-    swallowed.script_ended()
+    swallowed.on_exception("forward", ValueError("a bad batch"))
+    swallowed.on_script_succeeded()
+    swallowed.on_script_succeeded()
     (told,) = read_findings(page.descriptor)
     assert (told.kind, told.last) == ("swallowed", True)
 
@@ -242,11 +242,11 @@ def test_a_batch_that_is_skipped_is_told_where_each_step_before_had_as_many(page
         before, training = len(words(page)), Loading()
         for number, batches in enumerate(windows):
             for _ in range(evaluated * (number % 20 == 19)):
-                stale.batch_given(Loading(), None)
+                stale.on_batch_received(Loading(), None)
             for _ in range(batches):
-                stale.batch_given(training, None)
-            stale.backward_begins(None)
-            stale.step_begins(optimizer)
+                stale.on_batch_received(training, None)
+            stale.on_backward_begin(None)
+            stale.on_step_begin(optimizer)
         return words(page, before)
 
     assert told([1] * 40) == told([4, 4, 4, 2] * 10) == told([1, 2] * 20) == told([0] * 40) == []
@@ -265,12 +265,12 @@ def test_a_reader_that_reads_ahead_has_more_before_the_first_step_of_each_pass(
         before, batches = len(words(page)), Loading()
         for extra in first:
             batches = batches if persistent else Loading()
-            stale.epoch_begins(batches)
+            stale.on_epoch_begin(batches)
             for number in range(20):
                 for _ in range((ahead + extra) * (not number) + 2 * (number < 19)):
-                    stale.batch_given(batches, None)
-                stale.backward_begins(None)
-                stale.step_begins(optimizer)
+                    stale.on_batch_received(batches, None)
+                stale.on_backward_begin(None)
+                stale.on_step_begin(optimizer)
         return words(page, before)
 
     assert told([0] * 4) == told([0] * 4, ahead=0) == []
@@ -294,8 +294,8 @@ def test_a_thread_that_an_exception_ends_is_told_at_once_and_python_says_it_too(
         thread.start()
         thread.join()
     (told,) = read_findings(page.descriptor)
-    assert told.kind == "thread" and "thread reader" in told.words and "OSError" in told.words
-    assert Path(__file__).name in told.words and told.words.endswith("a broken record")
+    assert told.kind == "thread" and "thread reader" in told.text and "OSError" in told.text
+    assert Path(__file__).name in told.text and told.text.endswith("a broken record")
     assert len(others) == 2 and not complaints
 
 
@@ -308,8 +308,8 @@ def test_what_a_script_does_now_and_then_is_none_of_a_steps_own_work(
     page.enter(Phase.USER)
     for step in range(20):
         now[0] += 60_000_000_000 if step == 15 else 20_000_000  # an evaluation of a minute
-        phases.step_begins(optimizer)
-        phases.step_ended(optimizer)
+        phases.on_step_begin(optimizer)
+        phases.on_step_end(optimizer)
     assert page.spent_ns[Phase.USER] < 1_000_000_000 < 59_000_000_000 < page.spent_ns[Phase.EVALUATE]
 
 
@@ -318,9 +318,9 @@ def test_a_step_without_backward_is_told_where_each_before_had_one(page: StatusP
     stale = StaleGradients(page, ScriptPhases(page))
     for number in range(40):
         if number not in (3, 30, 35):
-            stale.backward_begins(None)
-        stale.step_begins(optimizer)
-        stale.step_begins(other)  # one backward for both
+            stale.on_backward_begin(None)
+        stale.on_step_begin(optimizer)
+        stale.on_step_begin(other)  # one backward for both
         told = words(page)
         assert len(told) == (number >= 30), number
     rendered(told)
@@ -332,8 +332,8 @@ def test_a_step_that_is_left_out_is_told_where_each_backward_before_had_one(page
         before = len(words(page))
         for backwards in windows:
             for _ in range(backwards):
-                stale.backward_begins(None)
-            stale.step_begins(optimizer)
+                stale.on_backward_begin(None)
+            stale.on_step_begin(optimizer)
         return words(page, before)
 
     assert told([1] * 40) == told([4, 4, 4, 2] * 10) == told([1, 2] * 20) == told([4] * 20 + [2] + [4] * 20) == []
@@ -348,8 +348,8 @@ def test_a_batch_that_comes_again_and_again_is_told(page: StatusPage, same_from:
         x = torch.full((4, 3), float(number if same_from is None else min(number, same_from))) + torch.arange(3)
         if zeros and number >= 20:
             x = torch.zeros(4, 3)  # its reader fills up
-        stale.forward_begins(ddp, (x,), {"mask": mask})
-        stale.forward_begins(ddp, (torch.zeros(1),), {})  # a second micro-batch
-        phases.step_ended(ddp)
+        stale.on_forward_begin(ddp, (x,), {"mask": mask})
+        stale.on_forward_begin(ddp, (torch.zeros(1),), {})  # a second micro-batch
+        phases.on_step_end(ddp)
     assert len(words(page)) == (same_from is not None)
     assert all("step 25" in found for found in words(page))

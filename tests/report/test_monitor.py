@@ -28,7 +28,7 @@ def test_the_machine_and_the_rank_that_is_busy_are_seen() -> None:
         finally:
             busy.kill()
     assert found.run == "abc rank 3"
-    assert found.words == f"{Path(sys.executable).name} -c"
+    assert found.program == f"{Path(sys.executable).name} -c"
     assert now.use is not None
     assert 0 <= now.use.cores_busy <= now.use.cores
 

@@ -3,7 +3,7 @@
 import inspect
 import re
 from dataclasses import fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import pytest
 from tests.errors import raises
@@ -11,6 +11,7 @@ from tests.errors import raises
 import paceline
 from paceline.config.settings import TrainConfig
 from paceline.errors import UsageError
+from paceline.sessions.session import Session
 
 RENAMED = {"threads_per_rank": "threads"}
 DIFFERENT = {  # type or default
@@ -86,3 +87,28 @@ def test_an_unknown_argument_is_an_error_that_names_the_nearest(wrong: str, mean
 def test_an_option_of_another_strategy_is_an_error_that_names_it() -> None:
     with raises("argument-of-another-strategy", owner="fsdp"):
         paceline.session(strategy="ddp", fsdp_wrap="Block")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        ("seed", "1", "argument-type"), ("seed", 1.5, "argument-type"), ("resume", "runs/b", "argument-type"),
+        ("checkpoint_every", 2.5, "argument-type"), ("strategy", None, "argument-type"),
+        ("run_dir", 1, "argument-type"), ("virtual_ranks", 0, "argument-too-small"),
+        ("keep_checkpoints", 1, "argument-too-small"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_an_error_that_names_the_argument(name: str, value: Any, code: str) -> None:
+    with raises(code, name=name, value=value):
+        paceline.session(**{"run_dir": "run", name: value})
+
+
+def test_checkpoints_without_a_folder_are_an_error() -> None:
+    with raises("checkpoints-without-folder"):
+        paceline.session(checkpoint_every=5)
+
+
+@pytest.mark.parametrize(("name", "value"), [("shuffle", "no"), ("batch_size", True), ("num_workers", "2")])
+def test_a_wrong_value_of_a_loader_is_an_error(name: str, value: Any) -> None:
+    with raises("argument-type", name=name, value=value):
+        Session.loader(cast("Session", None), [1, 2, 3], **{name: value})

@@ -60,6 +60,8 @@ TOLD = {
     "not_finite": ("not-finite", "epoch 1, batch 1; rank 0: among samples"),
     "not_finite_for_one_sample": ("not-finite", "epoch 1, batch 2; rank 0: samples 5"),
     "not_finite_in_a_gradient": ("not-finite", "all 2 parameters"),
+    "another_last_batch": ("unknown-name", "'dropp'"),
+    "an_optimizer_as_scheduler": ("optimizer-as-scheduler", ""),
     "another_strategy": ("unknown-name", "'fdsp'"),
     "blocks_for_another_strategy": ("argument-of-another-strategy", "fsdp_wrap='Block'"),
     "blocks_that_are_not_there": ("no-such-module", "fsdp_wrap Block: "),

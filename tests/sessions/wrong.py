@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -388,6 +389,18 @@ def not_finite_in_a_gradient(s: Any) -> None:
         optimizer.zero_grad()
         s.backward((model(x) * 0).sqrt().mean())
         optimizer.step()
+
+
+@case()
+def another_last_batch(s: Any) -> None:
+    s.loader(DATA, global_batch=np.int64(4), last_batch="dropp")  # "keep" in its place would be a different training
+
+
+@case()
+def an_optimizer_as_scheduler(s: Any) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    s.prepare(model, optimizer, optimizer)
 
 
 @case(strategy="fdsp")

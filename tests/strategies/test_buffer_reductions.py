@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations
 from paceline.checkpoint.export import export_state
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.batchnorm import SyncBatchNorm
-from paceline.data.plan import Work, ranks_share
+from paceline.data.plan import MicroBatchPlan, ranks_share
 from paceline.errors import ReportedByPeer, UsageError
 from paceline.rank.world import World
 from paceline.strategies.buffers import VirtualBuffers
@@ -89,7 +89,7 @@ def forwards(buffers: VirtualBuffers, model: nn.Module, share: range, steps: ran
         buffers.keep()
         batch = DATA[step * BATCH : (step + 1) * BATCH]
         for virtual_rank in share:
-            with buffers.of(Work(0, step, virtual_rank, 0, torch.arange(BATCH)[virtual_rank::V])):
+            with buffers.of(MicroBatchPlan(0, step, virtual_rank, 0, torch.arange(BATCH)[virtual_rank::V])):
                 model(batch[virtual_rank::V])
                 if check and virtual_rank == share[-1]:
                     buffers.check()
@@ -161,7 +161,7 @@ def test_calls_and_samples_cannot_be_told_apart_with_one_sample_for_each_virtual
         model = Steps()
         buffers = VirtualBuffers(model, ALONE, 2)
         for virtual_rank in range(2):
-            with buffers.of(Work(0, 0, virtual_rank, 0, torch.arange(samples))):
+            with buffers.of(MicroBatchPlan(0, 0, virtual_rank, 0, torch.arange(samples))):
                 model(DATA[:samples])
         if wrong:
             with raises("buffer-count-unclear", fitting="sum"):
@@ -305,7 +305,7 @@ def test_the_vectors_of_spectral_norm_are_those_of_the_first_also_where_virtual_
         model.double().train()
         buffers = VirtualBuffers(model, ALONE, 2)
         for virtual_rank in (0, 1, 0):
-            with buffers.of(Work(0, 0, virtual_rank, 0, torch.arange(2))):
+            with buffers.of(MicroBatchPlan(0, 0, virtual_rank, 0, torch.arange(2))):
                 model(DATA[:2])
         buffers.check()
         with buffers.merged():
@@ -332,7 +332,7 @@ def test_observers_keep_the_smallest_and_the_largest():
 def test_another_shape_or_type_is_an_error_in_the_forward_that_made_it(virtual_ranks: int, write: Any):
     model = nn.Sequential(Writes(torch.zeros(0, 3).double(), write))
     buffers = VirtualBuffers(model, ALONE, virtual_ranks)
-    inside = buffers.of(Work(0, 0, 0, 0, torch.arange(2)))
+    inside = buffers.of(MicroBatchPlan(0, 0, 0, 0, torch.arange(2)))
     with raises("buffer-changes-shape", leaf="own", shape=(0, 3), dtype=torch.float64), inside:
         model(DATA[:2])
 
@@ -399,7 +399,7 @@ def summed_beside_norm(rank: int, size: int, folder: str, begin: int, end: int) 
     for step in range(begin, end):
         buffers.keep()
         batch = torch.cat([DATA[step * BATCH + v : (step + 1) * BATCH : V] for v in share])
-        with buffers.of(Work(0, step, share.start, 0, torch.arange(len(batch)))):
+        with buffers.of(MicroBatchPlan(0, step, share.start, 0, torch.arange(len(batch)))):
             model(batch)
             buffers.check()
     save(buffers.hold(), Path(folder, f"{end}", f"{rank}"), rank, size)

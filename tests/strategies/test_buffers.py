@@ -8,7 +8,7 @@ import torch
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
-from paceline.data.plan import Work
+from paceline.data.plan import MicroBatchPlan
 from paceline.rank.world import World
 from paceline.strategies import buffers as module
 from paceline.strategies.buffers import VirtualBuffers
@@ -33,8 +33,8 @@ class Odd(nn.Module):
         return self.norm(x)
 
 
-def work(virtual_rank: int) -> Work:
-    return Work(0, 0, virtual_rank, 0, torch.arange(4))
+def work(virtual_rank: int) -> MicroBatchPlan:
+    return MicroBatchPlan(0, 0, virtual_rank, 0, torch.arange(4))
 
 
 def forward(buffers: VirtualBuffers, model: nn.Module, virtual_rank: int, seed: int) -> None:

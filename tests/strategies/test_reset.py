@@ -98,7 +98,7 @@ def test_an_error_in_a_dummy_batch_keeps_its_traceback() -> None:
     def broken() -> None:
         raise ArithmeticError
 
-    replica.enter(batch._replace(work=batch.work._replace(counted=False)), is_last=True)
+    replica.enter(batch._replace(work=batch.work._replace(is_counted=False)), is_last=True)
     with pytest.raises(ArithmeticError) as caught:
         broken()
     replica.leave(caught.value)

@@ -15,7 +15,7 @@ from paceline.checkpoint.manager import Checkpoints, Claim, Fenced
 from paceline.checkpoint.resume import TrainerState
 from paceline.checkpoint.shards import ShardFiles
 from paceline.data.loader import MicroBatch
-from paceline.data.plan import Work
+from paceline.data.plan import MicroBatchPlan
 from paceline.errors import TrainingError
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.train.checkpointing import is_writer, save_alone
@@ -84,7 +84,7 @@ def test_what_is_saved_alone_is_the_whole_state_and_the_newest_checkpoint(world,
 def test_where_a_part_is_on_other_ranks_nothing_is_published(world, tmp_path, strategy, model):
     replica = trained(world, model(), strategy)
     if strategy == "exact":  # the other virtual rank's are with the other rank
-        with replica.alone(MicroBatch(None, None, Work(0, 0, 0, 0, torch.arange(4)), 0)):
+        with replica.alone(MicroBatch(None, None, MicroBatchPlan(0, 0, 0, 0, torch.arange(4)), 0)):
             replica.model(torch.ones(4, 3))
     with raises("state-on-other-ranks", raised=TrainingError):
         save_alone(replica, 7, CONTENT, checkpoints(tmp_path), Claim(1, 0), keep=2, say=print)

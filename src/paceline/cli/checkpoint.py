@@ -171,7 +171,6 @@ def export(arguments: Sequence[str]) -> int:
 
 
 def _writer(config: ExportConfig, run_dir: Path, out: Path, file_format: str) -> Callable[[Weights], Weights]:
-    """A function that writes weights to `out` and returns the written ones."""
     if file_format == "huggingface":
         return partial(_save_pretrained, _hugging_face_model(run_dir, config.config, trust=config.trust), out)
     from paceline.train.weights import save
@@ -226,7 +225,6 @@ def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
 
 
 def _saved_weights(config: ExportConfig, run_dir: Path, name: str, sha256: str | None = None) -> Weights:
-    """The weights in a file that the run has written."""
     from paceline.checkpoint.shards import sha256_of
     from paceline.train.weights import load as load_weights
 
@@ -248,7 +246,6 @@ def _transformers() -> Any:
 
 
 def _hugging_face_model(run_dir: Path, folder: Path | None, *, trust: bool) -> Any:
-    """The model that the config.json in `folder` describes, or without a folder, the one in the model of the task."""
     from paceline.config.settings import load, task_options
     from paceline.tasks.registry import TASKS, check_task, load_task
 

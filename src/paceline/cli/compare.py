@@ -87,7 +87,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _meshes(config: CompareConfig, nproc: int, settings: TrainConfig) -> list[Mesh]:
-    """The meshes to measure: those of --meshes, otherwise the mesh of --config."""
     if "auto" in config.meshes and nproc == 1:
         raise UsageError(code="meshes-of-one-process")
     texts = config.meshes or [mesh for mesh in [settings.launch.mesh] if mesh]
@@ -109,11 +108,10 @@ def _strategy_for(mesh: Mesh) -> str:
 
 
 def _why_not(strategy: str, nproc: int) -> str:
-    """Why a strategy cannot be measured; empty if it can."""
     info = STRATEGY_INFO[strategy]
-    if not info.one_process or strategy == DEFAULT_ALONE:
+    if not info.single_process or strategy == DEFAULT_ALONE:
         return lacks_torch(strategy)
-    where = " on a machine with several GPUs" if info.several_gpus else ""
+    where = " on a machine with several GPUs" if info.multi_gpu else ""
     return f"is single-process, but --nproc is {nproc}: `paceline train --strategy {strategy}`{where}"
 
 

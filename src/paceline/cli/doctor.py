@@ -89,7 +89,6 @@ def _check(config: DoctorConfig) -> None:
 
 
 def _host_commands(config: DoctorConfig) -> tuple[tuple[Command, ...], tuple[int, ...]]:
-    """The command that starts the program of each host, and the number of workers of each host."""
     program = (config.python or sys.executable, *PROGRAM)
     if config.on == "ssh":
         hosts = parse_hosts(str(config.hosts))

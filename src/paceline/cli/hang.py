@@ -122,7 +122,7 @@ def _shortened(evidence: Evidence) -> Evidence:
     return msgspec.structs.replace(
         evidence,
         native=evidence.native[:MOST_CHARS],
-        words=evidence.words[-MOST_CHARS:],
+        error_text=evidence.error_text[-MOST_CHARS:],
         stacks=tuple(msgspec.structs.replace(stack, frames=stack.frames[:MOST_LINES]) for stack in evidence.stacks[:1]),
     )
 

@@ -173,7 +173,6 @@ def _check_script(script: ScriptConfig) -> None:
 
 
 def _check_collectives(options: LaunchScript, job: JobSpec) -> None:
-    """Raise UsageError if --collectives shared has no effect."""
     impossible = {
         f"ranks share memory only on one host, but the job has {job.nodes} nodes": job.nodes > 1,
         "torchrun does not support it; use --agent paceline": options.cluster.on == "print" and job.torchrun,

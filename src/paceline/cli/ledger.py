@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         warn_if_shared(run_dir)
     settings = run_dir / "config.toml"
     if not os.path.lexists(settings):
-        problem = "holds no config.toml" if is_folder(run_dir) else "is no folder"
+        problem = "has no config.toml" if is_folder(run_dir) else "is not a folder"
         raise UsageError(code="ledger-no-run", run=config.run, what=problem)
     train_config = load(settings, ours=False)  # untrusted: only its numbers are used, and no code that it names is run
     check_values(train_config)

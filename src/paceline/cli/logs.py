@@ -117,7 +117,6 @@ def _ranks(text: str) -> tuple[range, ...]:
 
 
 def _since(text: str, now: float) -> float:
-    """The Unix time that --since specifies."""
     with suppress(ValueError, OverflowError, OSError):
         if (ago := AGO.fullmatch(text)) is not None:
             return now - timedelta(**{UNITS[ago[2]]: float(ago[1])}).total_seconds()

@@ -38,7 +38,7 @@ class ProcessUse(msgspec.Struct, frozen=True, omit_defaults=True):
 
     pid: int
     user: str
-    words: str  # the program and its script; further arguments are omitted, since they may hold passwords
+    program: str = msgspec.field(name="words")  # and its script; no further arguments, which may hold passwords
     cores: float
     memory_bytes: int
     gpu_bytes: int = 0
@@ -104,7 +104,6 @@ def _program(command: list[str]) -> str:
 
 
 def _read_strings(path: Path) -> list[str]:
-    """The NUL-separated strings in a file of /proc."""
     return path.read_bytes().decode(errors="replace").rstrip("\0").split("\0")
 
 
@@ -199,6 +198,6 @@ def _machine_parts(machine: MachineNow) -> Sequence[Text | Table]:
     for process in machine.processes:
         gpu = format_size(process.gpu_bytes) if process.gpu_bytes else ""
         use_cells = (f"{process.cores:.1f}", format_size(process.memory_bytes), gpu)
-        cells = (str(process.pid), process.user, *use_cells, process.run, process.words)
+        cells = (str(process.pid), process.user, *use_cells, process.run, process.program)
         table.add_row(*(Text(one_line(cell, 60)) for cell in cells))
     return [head, *gpus, *([table] if machine.processes else []), Text()]

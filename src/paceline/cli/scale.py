@@ -18,7 +18,7 @@ from paceline.config.strategies import DEFAULT, EXACT, FOR_SEVERAL, STRATEGY_INF
 from paceline.errors import ExitCode, UsageError, plural, unknown
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.lab.measurement import NO_EXCHANGE, Candidate
-from paceline.lab.rounds import MeasuredRounds, ProcessSet, folder_of
+from paceline.lab.rounds import MeasuredRounds, ProcessSet, candidate_dir
 from paceline.lab.scale import (
     At,
     Machine,
@@ -90,7 +90,7 @@ def _check(config: ScaleConfig) -> None:
         unit, example = ("one copy of the model", 2 * copy.size) if copy.size > 1 else ("one rank", "1,2")
         hint = f"{unit} with: name a larger number, like {example}"
         raise UsageError(code="nothing-to-compare", value=config.ranks, more=hint)
-    if STRATEGY_INFO[config.strategy].one_process:
+    if STRATEGY_INFO[config.strategy].single_process:
         raise unknown("strategy for several processes", config.strategy, FOR_SEVERAL)
     if config.mode != "weak" and math.lcm(*copies) > LARGEST_SHARE * copies[-1]:
         raise UsageError(
@@ -99,7 +99,6 @@ def _check(config: ScaleConfig) -> None:
 
 
 def _read(config: ScaleConfig, folders: str, network: Network | None) -> int:
-    """Evaluate runs that have ended."""
     paths = [Path(folder.strip()) for folder in folders.split(",")]
     runs = read_runs(paths, skip=config.how.warmup)
     weak, strong = comparable(runs)
@@ -175,7 +174,6 @@ def _publish(
 
 
 def _copy(config: ScaleConfig) -> Mesh:
-    """The mesh of one copy of the model."""
     mesh = Mesh.parse(config.mesh) if config.mesh else Mesh()
     if named := [name for name in OF_BATCH if name in mesh.sizes]:
         raise UsageError(code="scale-mesh-with-data", value=config.mesh, dimension=named[0])
@@ -183,7 +181,6 @@ def _copy(config: ScaleConfig) -> Mesh:
 
 
 def _copies(config: ScaleConfig, copy: Mesh) -> list[int]:
-    """The number of copies of the model at each number of processes."""
     rank_counts = [ranks for ranks in whole_numbers("--ranks", config.ranks) if ranks > 1 or copy.size == 1]
     if uneven := [ranks for ranks in rank_counts if ranks % copy.size]:
         raise UsageError(
@@ -217,7 +214,7 @@ def _name(strategy: str, at: At) -> str:
 
 def _runs(folder: Path, points: Sequence[At], config: ScaleConfig, strategy: str, copy: Mesh) -> Runs:
     def read(at: At, number: int) -> Run:
-        run_folder = folder_of(folder, number, at.ranks * copy.size, _name(strategy, at))
+        run_folder = candidate_dir(folder, number, at.ranks * copy.size, _name(strategy, at))
         return read_run(run_folder, skip=config.how.warmup)
 
     return {at: [read(at, number) for number in range(config.how.rounds)] for at in points}

@@ -57,7 +57,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _lines(state: RunState) -> Iterator[tuple[str, str]]:
-    """(name, text) of each line of the output."""
     yield "run", state.run_dir
     yield "state", state.state + (f": {state.words}" if state.words else "")
     if state.step is not None:
@@ -82,7 +81,6 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
 
 
 def _saved(state: RunState) -> str:
-    """The weights of a run that is done, and its newest checkpoint."""
     folder = Path(state.run_dir)
     weights = [name for name in (WEIGHTS, BEST_WEIGHTS, AVERAGE_WEIGHTS) if os.path.lexists(folder / name)]
     steps = [] if state.checkpoint_step is None else [f"checkpoint of step {state.checkpoint_step}"]

@@ -207,7 +207,6 @@ def read_arguments(
 
 
 def _split_option(word: str) -> tuple[str, bool, str]:
-    """Split --name=value, -r3 or -r=3 into the name, whether there is a value, and the value."""
     if not word.startswith("--") and word[:2] in SHORT:
         return SHORT[word[:2]], len(word) > 2, word[2:].removeprefix("=")
     name, equals, value = word.partition("=")
@@ -219,7 +218,6 @@ def _variable(name: str) -> str:
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The options that are set by environment variables. Flags that are 0 are omitted."""
     options: dict[str, str] = {}
     for name in TORCHRUN:
         value = "" if name in NO_VARIABLE else environ.get(_variable(name), "")

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     config, job = replace(config, launch=replace(config.launch, nproc=nproc)), replace_fields(job, nproc=nproc or 1)
     if nproc is None and config.cluster != ClusterConfig():
         raise UsageError(code="option-needs-nproc")
-    if nproc is None and (gpus or 0) > 1 and not (config.strategy and STRATEGY_INFO[config.strategy].several_gpus):
+    if nproc is None and (gpus or 0) > 1 and not (config.strategy and STRATEGY_INFO[config.strategy].multi_gpu):
         say(f"training on 1 of {gpus} GPUs. To use all of them, add --nproc auto")
     if config.cluster.dry_run:
         return _show_plan(config, job)
@@ -149,7 +149,7 @@ def check_training(config: TrainConfig, nproc: int) -> None:
             check_is_run(real_path(path), trust=config.run.trust)
     if config.strategy in EXACT and config.model.batchnorm == "sync":
         raise UsageError(code="exact-with-sync-batchnorm", strategy=config.strategy)
-    if config.strategy and STRATEGY_INFO[config.strategy].one_process and mesh.replicas > 1:
+    if config.strategy and STRATEGY_INFO[config.strategy].single_process and mesh.replicas > 1:
         raise UsageError(code="strategy-of-one-process", value=config.strategy, processes=nproc, allowed=[*FOR_SEVERAL])
     if config.strategy and config.cluster.on == "local" and (why := lacks_torch(config.strategy)):
         raise UsageError(code="torch-too-old", why=why)

@@ -224,7 +224,6 @@ def _size(module: nn.Module) -> int:
 
 
 def _children(model: nn.Module) -> dict[str, nn.Module]:
-    """The children of the model (or of the only module that it wraps), and the modules of each ModuleList in it."""
     base, inner = "", model
     while len(children := [(n, m) for n, m in inner.named_children() if _has_parameters(m)]) == 1:
         if any(True for _ in inner.parameters(recurse=False)):

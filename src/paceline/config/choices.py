@@ -74,7 +74,7 @@ def untested_torch() -> list[str]:
 
 def lacks_torch(strategy: str) -> str:
     """Return why the installed torch cannot run the strategy; empty if it can, or if torch is not installed here."""
-    min_version, why = STRATEGY_INFO[strategy].least_torch
+    min_version, why = STRATEGY_INFO[strategy].min_torch
     version, release = _torch_release()
     if not why or not release or release >= _release(min_version):
         return ""

@@ -313,7 +313,7 @@ def strategy_options(config: TrainConfig) -> dict[str, Any]:
     """The values, by name, of settings that are set and that only some strategies support."""
     # not vars(): msgspec does not set attributes for missing keys, so they are class attributes
     values = dataclasses.asdict(config.model) | dataclasses.asdict(config.network)
-    names = {name for info in STRATEGY_INFO.values() for name in info.options}
+    names = {name for info in STRATEGY_INFO.values() for name in info.factory_kwargs}
     return {name: values[name] for name in sorted(names) if values[name] is not None}
 
 
@@ -531,7 +531,7 @@ def _check_compute(config: TrainConfig) -> None:
     compute, exact = config.compute, config.strategy in EXACT
     recomputes = compute.checkpoint_activations is not None
     info = STRATEGY_INFO.get(config.strategy or DEFAULT, STRATEGY_INFO[DEFAULT])
-    moves_weights = info.sharded or info.several_gpus  # it gathers or copies them
+    moves_weights = info.sharded or info.multi_gpu  # it gathers or copies them
     _raise_first({
         "exact-with-compile": compute.compile and exact,
         "exact-with-cuda-graphs": compute.cuda_graphs and exact,
@@ -539,7 +539,7 @@ def _check_compute(config: TrainConfig) -> None:
         "cuda-graphs-with-compile": compute.cuda_graphs and compute.compile,
         "cuda-graphs-with-recomputation": compute.cuda_graphs and recomputes,
         "cuda-graphs-with-moved-weights": compute.cuda_graphs and moves_weights,
-        "cuda-graphs-with-hooks": compute.cuda_graphs and info.hooked,
+        "cuda-graphs-with-hooks": compute.cuda_graphs and info.uses_grad_hooks,
         "tf32-on-cpu": compute.precision == "tf32" and config.launch.device == "cpu",
         "cuda-graphs-with-cpu": compute.cuda_graphs and config.launch.device == "cpu",
         "nothing-to-recompute": recomputes
@@ -556,7 +556,7 @@ def _raise_first(contradictions: Mapping[str, bool], **fields: Any) -> None:
 def _check_network(config: TrainConfig) -> None:
     network, name = config.network, config.strategy or DEFAULT
     chosen = [setting for setting in SLOW if getattr(network, setting) is not None]
-    owners = [owner for owner, info in STRATEGY_INFO.items() if "compress" in info.options]
+    owners = [owner for owner, info in STRATEGY_INFO.items() if "compress" in info.factory_kwargs]
     _raise_first({
         "exact-on-slow-network": bool(chosen) and name in EXACT,
         "not-for-slow-network": bool(chosen) and name in STRATEGY_INFO and name not in owners,
@@ -577,7 +577,7 @@ def _check_mesh(config: TrainConfig) -> None:
     if launch.mesh is None:
         return
     network_options = [key for key in SLOW if getattr(config.network, key)]
-    on_mesh = [name for name, info in STRATEGY_INFO.items() if info.on_mesh]
+    on_mesh = [name for name, info in STRATEGY_INFO.items() if info.supports_mesh]
     shares_model = mesh.shares_model
     stages, names = mesh.of("pipeline"), [*filter(None, (launch.stages_at or "").split(","))]
     _raise_first({

@@ -20,21 +20,21 @@ class StrategyInfo:
     """The class or function, in the module of the strategy, that applies it to a model."""
     exact: bool = False
     """The results have the same bits at every world size."""
-    one_process: bool = False
+    single_process: bool = False
     """It supports a single process only."""
-    several_gpus: bool = False
+    multi_gpu: bool = False
     """It splits a batch over the GPUs of its process. With fewer than two GPUs it only calls the model."""
     sharded: bool = False
     """It shards parameters or optimizer state over the ranks."""
-    on_mesh: bool = False
+    supports_mesh: bool = False
     """It supports a model that is sharded or split over a mesh (`--mesh`)."""
-    hooked: bool = False
+    uses_grad_hooks: bool = False
     """It uses gradient hooks of torch, which CUDA graphs cannot record."""
-    least_torch: tuple[str, str] = ("", "")
+    min_torch: tuple[str, str] = ("", "")
     """The oldest supported release, if newer than OLDEST_TORCH, and the problem of older releases."""
-    options: Mapping[str, str] = field(default_factory=dict[str, str])
+    factory_kwargs: Mapping[str, str] = field(default_factory=dict[str, str])
     """The settings in `[model]` or `[network]` for this strategy only, with the keywords of its factory."""
-    in_own_loops: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    in_sessions: Mapping[str, bool] = field(default_factory=dict[str, bool])
     """Arguments of the factory in sessions, whose scripts can read gradients."""
 
 
@@ -43,19 +43,19 @@ SLOW = ("compress", "powersgd_rank", "local_steps", "outer_lr", "outer_momentum"
 COMPRESS = ("bf16", "int8", "powersgd")
 
 STRATEGY_INFO: Mapping[str, StrategyInfo] = {
-    "single": StrategyInfo("Single", one_process=True, on_mesh=True),
-    "dp": StrategyInfo("DataParallel", one_process=True, several_gpus=True),
+    "single": StrategyInfo("Single", single_process=True, supports_mesh=True),
+    "dp": StrategyInfo("DataParallel", single_process=True, multi_gpu=True),
     "manual": StrategyInfo("Manual"),
-    "bucketed": StrategyInfo("bucketed", on_mesh=True, options={name: name for name in SLOW}),
-    "ddp": StrategyInfo("DDP", hooked=True, in_own_loops={"gradient_as_bucket_view": False}),
+    "bucketed": StrategyInfo("bucketed", supports_mesh=True, factory_kwargs={name: name for name in SLOW}),
+    "ddp": StrategyInfo("DDP", uses_grad_hooks=True, in_sessions={"gradient_as_bucket_view": False}),
     "exact": StrategyInfo("Exact", exact=True),
     "zero": StrategyInfo("Zero", exact=True, sharded=True),
     "fsdp": StrategyInfo(
         "FSDP",
         sharded=True,
-        on_mesh=True,
-        options={"fsdp_wrap": "wrap"},
-        least_torch=("2.13", "mix up gradients of parameters used on some ranks only"),
+        supports_mesh=True,
+        factory_kwargs={"fsdp_wrap": "wrap"},
+        min_torch=("2.13", "mix up gradients of parameters used on some ranks only"),
     ),
 }
 
@@ -63,7 +63,7 @@ DEFAULT = "bucketed"
 DEFAULT_ALONE = "single"
 """The default for a single process, and the reference for all other strategies."""
 EXACT = tuple(name for name, info in STRATEGY_INFO.items() if info.exact)
-FOR_SEVERAL = tuple(name for name, info in STRATEGY_INFO.items() if not info.one_process)
+FOR_SEVERAL = tuple(name for name, info in STRATEGY_INFO.items() if not info.single_process)
 
 if TYPE_CHECKING:
     StrategyName = str  # a type checker cannot know what is in a table
@@ -73,8 +73,8 @@ else:
 
 def options_of_others(strategy: str) -> dict[str, str]:
     """The settings that `strategy` does not support, each with the strategy that does."""
-    supported = STRATEGY_INFO[strategy].options
-    return {option: name for name, info in STRATEGY_INFO.items() for option in info.options if option not in supported}
+    supported, infos = STRATEGY_INFO[strategy].factory_kwargs, STRATEGY_INFO.items()
+    return {option: name for name, info in infos for option in info.factory_kwargs if option not in supported}
 
 
 def network_error(settings: Mapping[str, Any]) -> UsageError | None:

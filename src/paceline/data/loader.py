@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from paceline.data.arrays import Gather, SampleDraws, batch_gatherer, held_rows
-from paceline.data.plan import BatchPlan, Work, rank_work
+from paceline.data.plan import BatchPlan, MicroBatchPlan, rank_work
 from paceline.data.workers import (
     SLOTS_OF_A_LOADER,
     SeededBatches,
@@ -64,7 +64,7 @@ class MicroBatch(NamedTuple):
 
     inputs: Any
     targets: Any
-    work: Work
+    work: MicroBatchPlan
     random_seed: int
     samples: int | None = None
     """The number of samples, if a collate function may have dropped some; None: those of `work`."""
@@ -98,8 +98,8 @@ def load_steps(
 
 
 def load_work(
-    dataset: Dataset[Any], steps: Iterable[list[Work]], seed: int, loading: Loading
-) -> Generator[list[tuple[Any, Work]]]:
+    dataset: Dataset[Any], steps: Iterable[list[MicroBatchPlan]], seed: int, loading: Loading
+) -> Generator[list[tuple[Any, MicroBatchPlan]]]:
     """Yield, for each step, the batches of its work, in the form that the dataset returns.
 
     The iterator `steps` may use random numbers. It is advanced here, and not when worker processes get their next
@@ -110,7 +110,7 @@ def load_work(
             yield [(gather(work.indices, SampleDraws(seed, work.epoch)), work) for work in step]
         return
     num_prefetched = loading.num_workers * (loading.workers.get("prefetch_factor") or 2)
-    ready, requested, source = deque[list[Work]](), deque[Work](), iter(steps)
+    ready, requested, source = deque[list[MicroBatchPlan]](), deque[MicroBatchPlan](), iter(steps)
 
     def advance() -> None:
         while len(ready) <= num_prefetched and (step := next(source, None)) is not None:

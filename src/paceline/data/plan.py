@@ -121,47 +121,47 @@ class BatchPlan:
         return (portion,) if (parts := self._parts(whole)) == 1 else portion.tensor_split(parts)
 
 
-class Work(NamedTuple):
-    """One forward and backward of a rank within a step: micro-batch `part` of `virtual_rank`.
+class MicroBatchPlan(NamedTuple):
+    """One forward and backward of a rank within a step: micro-batch `micro_batch` of `virtual_rank`.
 
-    A rank without samples in a step computes a padding batch of one sample (`counted` is False), so that all ranks join
-    the collectives of the step. Its gradient, loss and buffers do not count.
+    A rank without samples in a step computes a padding batch of one sample (`is_counted` is False), so that all ranks
+    join the collectives of the step. Its gradient, loss and buffers do not count.
     """
 
     epoch: int
     step: int
     virtual_rank: int
-    part: int
+    micro_batch: int
     indices: Tensor  # (n,) int64, n >= 1
-    counted: bool = True
+    is_counted: bool = True
     global_samples: int = 0  # in the global batch; 0 for a stream, whose length is unknown
 
     def random_seed(self, seed: int) -> int:
         """The seed of the random stream (e.g. for dropout) in this forward. It does not depend on the rank."""
-        return derive(seed, "forward", self.epoch, self.step, self.virtual_rank, self.part)
+        return derive(seed, "forward", self.epoch, self.step, self.virtual_rank, self.micro_batch)
 
 
-def rank_work(plan: BatchPlan, epoch: int, step: int, share: range, *, merged: bool = False) -> list[Work]:
+def rank_work(plan: BatchPlan, epoch: int, step: int, share: range, *, merged: bool = False) -> list[MicroBatchPlan]:
     """The work of a rank with the virtual ranks `share` in one step, in order: at least a padding batch.
 
     With `merged`, the k-th micro-batches of all its virtual ranks become one, so that each rank computes the same
     number. Synchronized batch norm needs this, because its statistics cover the k-th micro-batches of all ranks.
     """
     batch_indices = plan.global_indices(epoch, step)
-    size = batch_indices.numel()
-    work: list[Work] = []
+    size, padding = batch_indices.numel(), batch_indices[:1]
+    work: list[MicroBatchPlan] = []
     if merged:
         by_part = zip(*[plan.microbatches(batch_indices, v) for v in share], strict=True)
         for part, micro_batches in enumerate(by_part):
             indices = torch.cat(micro_batches)
             counted = indices.numel() > 0
-            work.append(Work(epoch, step, share[0], part, indices if counted else batch_indices[:1], counted, size))
+            work.append(MicroBatchPlan(epoch, step, share[0], part, indices if counted else padding, counted, size))
         return work
     for virtual_rank in share:
         for part, indices in enumerate(plan.microbatches(batch_indices, virtual_rank)):
             if indices.numel():
-                work.append(Work(epoch, step, virtual_rank, part, indices, global_samples=size))
-    return work or [Work(epoch, step, share[0], 0, batch_indices[:1], counted=False, global_samples=size)]
+                work.append(MicroBatchPlan(epoch, step, virtual_rank, part, indices, global_samples=size))
+    return work or [MicroBatchPlan(epoch, step, share[0], 0, padding, is_counted=False, global_samples=size)]
 
 
 def ranks_share(virtual_ranks: int, rank: int, world_size: int) -> range:

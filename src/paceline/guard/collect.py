@@ -193,7 +193,7 @@ def bounded_evidence(evidence: Evidence) -> Evidence:
         stacks=tuple(stacks[:MAX_THREADS]),
         native=evidence.native[-MAX_NATIVE:],
         loaders=evidence.loaders[:MAX_LOADERS],
-        words=evidence.words[-MAX_WORDS:],
+        error_text=evidence.error_text[-MAX_WORDS:],
         gpu=evidence.gpu[:MAX_TEXT],
         calls={k[:MAX_TEXT]: _op(op) for k, op in list(evidence.calls.items())[:MAX_OPS]},
     )
@@ -209,7 +209,7 @@ def bounded_evidence(evidence: Evidence) -> Evidence:
     ):
         if len(msgspec.json.encode(candidate)) <= MAX_EVIDENCE_BYTES:
             return candidate
-    return replace(bounded, ops=(), groups={}, titles={}, stacks=(), calls={}, native="", failure=None, words="")
+    return replace(bounded, ops=(), groups={}, titles={}, stacks=(), calls={}, native="", failure=None, error_text="")
 
 
 def _op(op: Op) -> Op:
@@ -257,7 +257,7 @@ class IdleClock:
             script=counters.script,
             uneven=counters.uneven,
             alone=counters.alone,
-            marks=read_marks(page) if counters.marks else b"",
+            fingerprints=read_marks(page) if counters.marks else b"",
             orders=read_orders(page) if counters.marks else b"",
             findings=tuple(read_findings(page)) if counters.findings else (),
         )

@@ -43,7 +43,7 @@ class RankEnd(IntEnum):
 
 def rank_end(one: Sample) -> RankEnd:
     """How a rank ended. A rank that cleans up after an exception counts as ended."""
-    if one.lost:
+    if one.lost_reason:
         return RankEnd.LOST
     if one.code in GOOD_ENDS:
         return RankEnd.LEFT
@@ -52,7 +52,7 @@ def rank_end(one: Sample) -> RankEnd:
     if one.code is None:
         return RankEnd.RUNS
     # SIGKILL comes from outside, for any log. With gloo, victims end by SIGABRT or SIGSEGV.
-    if one.code != -signal.SIGKILL and speaks_of_lost_peer(one.words):
+    if one.code != -signal.SIGKILL and speaks_of_lost_peer(one.error_text):
         return RankEnd.VICTIM
     return RankEnd.SIGNAL if one.code < 0 else RankEnd.EXIT
 
@@ -63,13 +63,13 @@ def rank_end_in_collective(one: Evidence) -> RankEnd:
     if end in (RankEnd.LOST, RankEnd.LEFT, RankEnd.RUNS) or one.code == -signal.SIGKILL:
         return end
     aborted = one.code == -signal.SIGABRT and end is RankEnd.SIGNAL and bool(one.ops) and not one.ops[-1].done
-    return RankEnd.BROKEN if aborted or MISMATCH_TEXT.search(one.words) else end
+    return RankEnd.BROKEN if aborted or MISMATCH_TEXT.search(one.error_text) else end
 
 
 def first_to_fail(samples: Iterable[Sample]) -> Sample | None:
     """The rank whose failure explains the other failures best; None if no rank failed."""
     # cheap filter first: few of thousands of ranks have ended
-    ended = (sample for sample in samples if sample.code is not None or sample.failure is not None or sample.lost)
+    ended = (s for s in samples if s.code is not None or s.failure is not None or s.lost_reason)
     failed = [sample for sample in ended if rank_end(sample) <= RankEnd.VICTIM]
     return min(failed, key=lambda sample: (rank_end(sample), sample.failed_at_seconds, sample.rank), default=None)
 
@@ -95,5 +95,5 @@ def due_seconds(samples: Sequence[Sample]) -> float | None:
 
 def parameter_counts(evidence: Iterable[Evidence]) -> dict[int, int]:
     """The parameter count of each rank that ended because torch found different models on the ranks."""
-    matches = {sample.rank: re.search(r"\bRank (\d{1,6}) has (\d{1,9}) params\b", sample.words) for sample in evidence}
+    matches = {s.rank: re.search(r"\bRank (\d{1,6}) has (\d{1,9}) params\b", s.error_text) for s in evidence}
     return {rank: int(match[2]) for rank, match in matches.items() if match is not None and int(match[1]) == rank}

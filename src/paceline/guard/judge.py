@@ -117,7 +117,7 @@ def _died(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Diagnosis | None:
         return conclude(StopKind.DIED, ranks, sentences.died(ranks, died), causes=died)
     if not broken or mismatches:  # a rank that its transport ended may be the correct one
         return None
-    causes = [n for n in broken if not ranks[n].evidence.words]  # their output mentions no other rank
+    causes = [n for n in broken if not ranks[n].evidence.error_text]  # their output mentions no other rank
     return conclude(StopKind.DIED, ranks, sentences.broken(ranks, broken), causes=causes)
 
 

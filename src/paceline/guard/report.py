@@ -68,13 +68,7 @@ def format_report(
     if len(lines) >= MAX_LINES:
         omitted = len(lines) - (MAX_LINES - 2)
         lines = [*lines[: MAX_LINES - 2], f"  ... {omitted} more lines: {DIAGNOSIS}"]
-    if pointer:
-        joined = f"{lines[-1]}          {pointer}"
-        if len(lines) > 1 and len(joined) <= MAX_COLUMNS:
-            lines[-1] = joined
-        else:
-            lines.append(f"  {pointer}")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"  {pointer}"] if pointer else lines)
 
 
 def printable(text: str) -> str:
@@ -134,7 +128,7 @@ def summarize(diagnosis: Diagnosis, evidence: Sequence[Evidence], waited_seconds
     if first is None:
         return _line(_headline(diagnosis, evidence, waited_seconds))
     if rank_end(first) is RankEnd.LOST:
-        return _line(first.lost)
+        return _line(first.lost_reason)
     if first.failure is None:
         return _line(f"rank {first.rank} ({first.host}): {_how(first, 0)}")
     message = (first.failure.message.strip().splitlines() or [""])[0]
@@ -149,9 +143,9 @@ def format_failure(diagnosis: Diagnosis, evidence: Sequence[Evidence], *, oom_ki
     first = next(sample for sample in evidence if sample.rank == diagnosis.failed)
     end = rank_end(first)
     if end is RankEnd.LOST:
-        ranks = ", ".join(str(sample.rank) for sample in evidence if sample.lost == first.lost)
+        ranks = ", ".join(str(sample.rank) for sample in evidence if sample.lost_reason == first.lost_reason)
         logs = f"output of the ranks: {attempt_dir}/rank-<rank>.log" if attempt_dir else "or only its agent"
-        return f"{clean(first.lost)}\nit ran rank {ranks}; {logs}"
+        return f"{clean(first.lost_reason)}\nit ran rank {ranks}; {logs}"
     alike = [sample for sample in evidence if _same_failure(sample, first)]
     lines = [f"{_who(alike, len(evidence))} failed: {_how(first, oom_kills)}", *_why(first)]
     ended_early = sorted((sample for sample in evidence if sample.code == 0), key=lambda sample: sample.ended_seconds)
@@ -185,7 +179,7 @@ def _who(alike: Sequence[Sample], total: int) -> str:
 
 def _how(first: Sample, oom_kills: int) -> str:
     if first.failure or (first.code or 0) >= 0:
-        return f"exit code {first.exit_code}"
+        return f"exit code {first.shell_exit_code}"
     number = -(first.code or 0)
     killed = f"killed by {signal_name(number)}"
     if number != signal.SIGKILL:
@@ -200,7 +194,7 @@ def _why(first: Sample) -> list[str]:
     if first.failure:
         text = first.failure.traceback or first.failure.message
         return _clipped(clean(text).rstrip("\n").split("\n"), MAX_TRACEBACK_LINES)
-    tail = clean(first.words).rstrip("\n").split("\n")[-TAIL_LINES:]
+    tail = clean(first.error_text).rstrip("\n").split("\n")[-TAIL_LINES:]
     return ["its last output:", *(f"  {line}" for line in tail)] if any(tail) else []
 
 
@@ -250,7 +244,7 @@ def write_diagnosis(folder: Path, diagnosis: Diagnosis, evidence: Sequence[Evide
         writing.replace(folder / f"rank-{sample.rank}.txt", describe_rank(sample).encode())
     # a failure record has a separate file, and monotonic times are meaningless to a reader
     kept = tuple(
-        replace(bounded_evidence(sample), failure=None, ended_seconds=0.0, marks=b"", orders=b"") for sample in chosen
+        replace(bounded_evidence(s), failure=None, ended_seconds=0.0, fingerprints=b"", orders=b"") for s in chosen
     )
     content = DiagnosisRecord("paceline-diagnosis", VERSION, diagnosis, waited_seconds, time.time(), kept)
     writing.replace(folder / DIAGNOSIS, msgspec.json.encode(content))
@@ -309,7 +303,7 @@ def describe_rank(one: Evidence, *, most_ops: int | None = None, most_stacks: in
 
 def _rank_texts(rank: Evidence, ops: Sequence[Op], stacks: Sequence[Stack]) -> Iterator[str]:
     yield f"rank {rank.rank} ({rank.host}, pid {rank.pid})" + (f", {rank.step} steps done" if rank.step else "")
-    if rank.lost:
+    if rank.lost_reason:
         yield "lost with its node"
     elif rank.code is not None:
         yield f"ended: {'exit code' if rank.code >= 0 else 'signal'} {abs(rank.code)}"
@@ -328,5 +322,5 @@ def _rank_texts(rank: Evidence, ops: Sequence[Op], stacks: Sequence[Stack]) -> I
     if rank.native:
         yield f"stack from faulthandler, innermost first:\n{rank.native}"
     yield from (format_loader(loader) for loader in rank.loaders)
-    if rank.words:
-        yield f"its last output:\n{rank.words}"
+    if rank.error_text:
+        yield f"its last output:\n{rank.error_text}"

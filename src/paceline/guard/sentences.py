@@ -132,7 +132,7 @@ def waited_for(ranks: Ranks, causes: Sequence[int]) -> list[str]:
     running = [ranks[n].evidence for n in causes if ranks[n].end is RankEnd.RUNS and not ranks[n].frozen]
     loaders = [f"its {format_loader(loader)}" for evidence in running for loader in hanging_loaders(evidence)[:2]]
     findings = (finding for n in causes for finding in ranks[n].evidence.findings)
-    threads = [finding.words for finding in findings if finding.kind == "thread"]
+    threads = [finding.text for finding in findings if finding.kind == "thread"]
     return [*_limited(lines), *_limited(loaders + threads), *_waiting(ranks, op, without=causes)]
 
 
@@ -281,7 +281,7 @@ def died(ranks: Ranks, causes: Sequence[int]) -> list[str]:
 def broken(ranks: Ranks, causes: Sequence[int]) -> list[str]:
     """Sentences about ranks that their transport ended."""
     lines = died(ranks, causes)
-    if any(MISMATCH_TEXT.search(ranks[n].evidence.words) for n in causes):
+    if any(MISMATCH_TEXT.search(ranks[n].evidence.error_text) for n in causes):
         lines.append("it and another rank have entered different operations; either may be wrong")
     return lines
 
@@ -293,9 +293,9 @@ def model(party: Mapping[int, int]) -> str:
 
 
 def _ended(evidence: Evidence) -> str:
-    if evidence.lost:
+    if evidence.lost_reason:
         return f"was lost with its node, {evidence.host}"
-    last_line = next((line.strip() for line in reversed(evidence.words.splitlines()) if line.strip()), "")
+    last_line = next((line.strip() for line in reversed(evidence.error_text.splitlines()) if line.strip()), "")
     output = f": {last_line[:MAX_OUTPUT_CHARS]}" if last_line else ""
     if evidence.code is None:
         return f"is ending{output}"

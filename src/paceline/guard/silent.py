@@ -1,6 +1,6 @@
 """Detects faults of a script that raise no error: diverging replicas, gradients that are not finite. Without I/O.
 
-`SilentFaultDetector.see` processes samples of all ranks repeatedly. It collects notices for the user, and returns a
+`SilentFaultDetector.update` processes samples of all ranks repeatedly. It collects notices for the user, and returns a
 diagnosis that ends the run if results are wrong.
 
 It compares fingerprints of parameters that must be equal on ranks, and the order of collectives. It compares only
@@ -46,32 +46,32 @@ Calls = Sequence[int]
 class Difference:
     """Fingerprints that differ between ranks."""
 
-    marks: Fingerprints
+    fingerprints: Fingerprints
     at: int  # index of the part that differs
     equal_before: int  # the last step after which all ranks were equal; 0: none
 
     @property
-    def mark(self) -> ReplicaFingerprint:
+    def fingerprint(self) -> ReplicaFingerprint:
         """The fingerprint of any rank, for the fields that are equal on all ranks."""
-        return next(iter(self.marks.values()))
+        return next(iter(self.fingerprints.values()))
 
     @property
-    def parties(self) -> Sequence[Mapping[int, int]]:
+    def rank_groups(self) -> Sequence[Mapping[int, int]]:
         """The ranks grouped by hash, the largest party first."""
-        hashes = {rank: mark.hashes[self.at] for rank, mark in self.marks.items()}
+        hashes = {rank: mark.hashes[self.at] for rank, mark in self.fingerprints.items()}
         return parties_by(hashes, lambda value: value)
 
     @property
-    def causes(self) -> tuple[int, ...]:
+    def minority_ranks(self) -> tuple[int, ...]:
         """The ranks in the minority; none if there is no majority."""
-        right = majority(self.parties)
-        return tuple(rank for rank in sorted(self.marks) if rank not in right) if right is not None else ()
+        right = majority(self.rank_groups)
+        return tuple(rank for rank in sorted(self.fingerprints) if rank not in right) if right is not None else ()
 
     @property
     def by_round_off(self) -> bool:
         """Whether it is as small as the rounding differences between machines of different kinds."""
-        sums = [mark.sums[self.at] for mark in self.marks.values()]
-        return bool(self.mark.flags & SUMMED) and max(sums) - min(sums) <= ROUND_OFF * max(map(abs, sums))
+        sums = [mark.sums[self.at] for mark in self.fingerprints.values()]
+        return bool(self.fingerprint.flags & SUMMED) and max(sums) - min(sums) <= ROUND_OFF * max(map(abs, sums))
 
 
 class ReplicaComparison:
@@ -88,7 +88,7 @@ class ReplicaComparison:
         """Whether there are parameters that the script itself, not DDP, keeps equal."""
         return any(proofs >= PROOFS for *_, proofs in self._equal.values())
 
-    def see(self, marks: Mapping[int, Sequence[ReplicaFingerprint]]) -> list[Difference]:
+    def update(self, marks: Mapping[int, Sequence[ReplicaFingerprint]]) -> list[Difference]:
         """The first difference in each table."""
         by_step: dict[tuple[int, int, int], dict[int, ReplicaFingerprint]] = defaultdict(dict)
         for rank, fingerprints in marks.items():
@@ -104,7 +104,7 @@ class ReplicaComparison:
                 differences.setdefault((table, layout), Difference(by_rank, at, self._last[table, layout]))
             elif (table, layout) not in differences:
                 self._last[table, layout] = max(self._last[table, layout], number)
-        return [d for d in differences.values() if _part(d.mark, d.at) not in self._apart]
+        return [d for d in differences.values() if _part(d.fingerprint, d.at) not in self._apart]
 
     def _differing_part(self, fingerprints: Fingerprints) -> int | None:
         first = next(iter(fingerprints.values()))
@@ -140,7 +140,7 @@ class CallOrderComparison:
         self.agreed: set[int] = set()
         """Hashes of the calls that all ranks have made at the same position."""
 
-    def see(self, orders: Mapping[int, Sequence[Order]], *, last: bool) -> Iterator[tuple[int, Mapping[int, Calls]]]:
+    def update(self, orders: Mapping[int, Sequence[Order]], *, last: bool) -> Iterator[tuple[int, Mapping[int, Calls]]]:
         """The positions at which ranks differ, each once.
 
         WINDOW calls must follow the position, unless these samples are the `last` ones.
@@ -187,7 +187,7 @@ def find_order_mismatch(windows: Mapping[int, Sequence[Op]], known: frozenset[st
     return None
 
 
-LOOKS = 3  # calls of `see` until every rank has reported the same event, or has ended
+LOOKS = 3  # calls of `update` until every rank has reported the same event, or has ended
 LATE_STEPS = 20  # steps after which the other ranks no longer report the same finding
 MOST_PARTIES = 4
 SHORT = 0.5  # a rank with a smaller part of the others' steps is reported, though this may be intended
@@ -214,12 +214,12 @@ class SilentFaultDetector:
         self._size, self._names, self._calls = world_size, names, calls
         self._comparison, self._orders = ReplicaComparison(), CallOrderComparison()
         self._reported: set[tuple[object, ...]] = set()
-        self._looks: dict[str, int] = {}  # calls of `see` since the first rank reported a finding of this kind
+        self._looks: dict[str, int] = {}  # calls of `update` since the first rank reported a finding of this kind
         self._known: Mapping[int, Mapping[int, Op]] = {}
         self.notices: list[Notice] = []
         """Notices to print; the caller empties the list."""
 
-    def see(self, ranks: Sequence[Sample], *, last: bool = False) -> list[Diagnosis]:
+    def update(self, ranks: Sequence[Sample], *, last: bool = False) -> list[Diagnosis]:
         """Process samples of all ranks, including ended ones; `last`: all ranks have ended without failure.
 
         Returns:
@@ -236,11 +236,11 @@ class SilentFaultDetector:
             self._shadowed(ranks)
         if any(sample.uneven for sample in ranks) or any((kind,) not in self._reported for kind in self._looks):
             return [diagnosis for diagnosis in diagnoses if diagnosis is not None]
-        differences = self._comparison.see({s.rank: fingerprints_of(s.marks) for s in ranks if s.marks})
+        differing = self._comparison.update({s.rank: fingerprints_of(s.fingerprints) for s in ranks if s.fingerprints})
         orders = {sample.rank: orders_of(sample.orders) for sample in ranks if sample.orders}
-        diagnoses += [self._order(at, calls) for at, calls in self._orders.see(orders, last=last)]
+        diagnoses += [self._order(at, calls) for at, calls in self._orders.update(orders, last=last)]
         uneven = self._uneven(ranks) if last else None
-        for difference in differences:
+        for difference in differing:
             diverged = self._diverged(difference, ranks)
             if diverged is not None and uneven is not None:  # this may be the reason
                 diverged, uneven = replace(diverged, sentences=(*diverged.sentences, *uneven.sentences)), None
@@ -258,10 +258,10 @@ class SilentFaultDetector:
     def _swallowed(self, ranks: Sequence[Sample]) -> None:
         for sample in ranks:
             for finding in sample.findings:
-                if finding.kind == "swallowed" and self._new("swallowed", sample.rank, finding.words):
+                if finding.kind == "swallowed" and self._new("swallowed", sample.rank, finding.text):
                     self._notify("swallowed", f"rank {sample.rank} {_continued(finding)}", sample.rank, finding.step)
-                if finding.kind == "thread" and self._new("thread", sample.rank, finding.words):
-                    text = f"rank {sample.rank}: {finding.words} (after step {finding.step})"
+                if finding.kind == "thread" and self._new("thread", sample.rank, finding.text):
+                    text = f"rank {sample.rank}: {finding.text} (after step {finding.step})"
                     self._notify("thread", text, sample.rank, finding.step)
 
     def _must_wait(self, kind: str, findings: Mapping[int, ScriptFinding], *, last: bool) -> bool:
@@ -281,7 +281,7 @@ class SilentFaultDetector:
         others = tuple(sample.rank for sample in ranks if sample.rank not in failed)
         if others:
             lines.append(f"{clause(others, 'has', 'have')} called fewer or different collectives")
-        lines += [f"rank {rank} {finding.words} (step {finding.step})" for rank, finding in stale.items()]
+        lines += [f"rank {rank} {finding.text} (step {finding.step})" for rank, finding in stale.items()]
         causes = others or tuple(sorted(stale))
         return Diagnosis(StopKind.SWALLOWED, causes, sentences=tuple(lines), step=max(f.step for f in failed.values()))
 
@@ -289,12 +289,12 @@ class SilentFaultDetector:
         """Report findings that only some ranks have made, after all ranks had time to make them."""
         stale = [(sample.rank, finding) for sample in ranks for finding in sample.findings if finding.kind == "stale"]
         least_step = min(sample.step for sample in ranks)
-        for start in {finding.words.partition(",")[0] for _, finding in stale}:
-            similar = [(rank, finding) for rank, finding in stale if finding.words.startswith(start)]
+        for start in {finding.text.partition(",")[0] for _, finding in stale}:
+            similar = [(rank, finding) for rank, finding in stale if finding.text.startswith(start)]
             late = last or all(least_step > finding.step + LATE_STEPS for _, finding in similar)
             if late and len({rank for rank, _ in similar}) < self._size and self._new("stale", start):
                 for rank, finding in similar:
-                    self._notify("stale", f"rank {rank} {finding.words} (step {finding.step})", rank, finding.step)
+                    self._notify("stale", f"rank {rank} {finding.text} (step {finding.step})", rank, finding.step)
 
     def _left(self, ranks: Sequence[Sample]) -> None:
         """Report that all ranks train without DDP after they have trained with it. This may be intended."""
@@ -320,7 +320,7 @@ class SilentFaultDetector:
         self._reported.add(("not finite",))
         step = min(finding.step for finding in applied.values())
         local = {rank: finding for rank, finding in sorted(applied.items()) if finding.own and finding.step <= step + 1}
-        lines = [f"rank {rank}: {finding.words}" for rank, finding in local.items()]
+        lines = [f"rank {rank}: {finding.text}" for rank, finding in local.items()]
         first = [rank for rank, finding in applied.items() if finding.step == step]
         if not local and len(first) < self._size:  # the NaN reaches the other ranks one step later
             local = {rank: applied[rank] for rank in sorted(first)}
@@ -333,7 +333,7 @@ class SilentFaultDetector:
         return Diagnosis(StopKind.NOT_FINITE, causes, sentences=tuple(lines), step=step)
 
     def _diverged(self, difference: Difference, ranks: Sequence[Sample]) -> Diagnosis | None:
-        names, mark = self._names().get(str(difference.mark.layout), ()), difference.mark
+        names, mark = self._names().get(str(difference.fingerprint.layout), ()), difference.fingerprint
         part = mark.parts[difference.at]
         tensor = names[part] if part < len(names) else f"part {part}"
         before = f" (all ranks were equal after step {difference.equal_before})" if difference.equal_before else ""
@@ -345,13 +345,13 @@ class SilentFaultDetector:
             return None
         if not self._new("drift", mark.table, mark.layout):
             return None
-        lines = [*_parties(difference, tensor, mark.number, before), *_unequal_settings(difference.marks)]
+        lines = [*_parties(difference, tensor, mark.number, before), *_unequal_settings(difference.fingerprints)]
         findings = [(s.rank, f) for s in ranks for f in s.findings if f.step <= mark.number + 1]
         lines += [f"rank {rank} {_continued(finding)}" for rank, finding in findings if finding.kind == "swallowed"]
-        stale = {rank: f"rank {rank} {f.words} (step {f.step})" for rank, f in findings if f.kind == "stale"}
+        stale = {rank: f"rank {rank} {f.text} (step {f.step})" for rank, f in findings if f.kind == "stale"}
         stale = stale if len(stale) < self._size else {}
-        causes = difference.causes or tuple(sorted(stale))  # without a majority, a stale step shows which rank is wrong
-        tie = () if causes else tuple(tuple(sorted(party)) for party in difference.parties)
+        causes = difference.minority_ranks or tuple(sorted(stale))  # no majority: a stale step shows the wrong rank
+        tie = () if causes else tuple(tuple(sorted(party)) for party in difference.rank_groups)
         return Diagnosis(StopKind.DIVERGED, causes, tie, (*lines, *stale.values()), step=mark.number)
 
     def _order(self, at: int, calls: Mapping[int, Calls]) -> Diagnosis | None:
@@ -370,7 +370,7 @@ class SilentFaultDetector:
         return _order_diagnosis(mismatch, sorted(windows), at + 1)
 
     def _uneven(self, ranks: Sequence[Sample]) -> Diagnosis | None:
-        ddp = any(mark.flags & BY_DDP for sample in ranks for mark in fingerprints_of(sample.marks))
+        ddp = any(mark.flags & BY_DDP for sample in ranks for mark in fingerprints_of(sample.fingerprints))
         steps = {sample.rank: sample.joint_steps for sample in ranks}
         if len({*steps.values()}) < 2 or not self._new("uneven"):
             return None
@@ -397,16 +397,16 @@ def _findings(ranks: Sequence[Sample], kind: str) -> dict[int, ScriptFinding]:
 def _continued(finding: ScriptFinding) -> str:
     """For example "continued after ValueError in its forward, at train.py:7: ... (before step 5)"."""
     if finding.last:
-        return f"swallowed {finding.words} (after step {finding.step}, its last)"
-    return f"continued after {finding.words} (before step {finding.step})"
+        return f"swallowed {finding.text} (after step {finding.step}, its last)"
+    return f"continued after {finding.text} (before step {finding.step})"
 
 
 def _parties(difference: Difference, tensor: str, step: int, before: str) -> list[str]:
-    if difference.causes:
-        others = [rank for rank in difference.marks if rank not in difference.causes]
-        return [f"{clause(difference.causes, 'has', 'have')} a different {tensor} from {format_ranks(others)} "
+    if difference.minority_ranks:
+        others = [rank for rank in difference.fingerprints if rank not in difference.minority_ranks]
+        return [f"{clause(difference.minority_ranks, 'has', 'have')} a different {tensor} from {format_ranks(others)} "
                 f"after step {step}{before}"]  # fmt: skip
-    parties = " against ".join(format_ranks(party) for party in difference.parties[:MOST_PARTIES])
+    parties = " against ".join(format_ranks(party) for party in difference.rank_groups[:MOST_PARTIES])
     return [f"{tensor} differs after step {step}{before}: {parties}; without a majority, either may be wrong"]
 
 

@@ -57,7 +57,7 @@ class MeasuredRounds:
         return [*dict.fromkeys(note for chunk in measured for note in chunk.notes), *slow_gpus]
 
 
-def folder_of(root: Path, number: int, nproc: int, name: str = "") -> Path:
+def candidate_dir(root: Path, number: int, nproc: int, name: str = "") -> Path:
     """The folder of a candidate's events in round `number` (from 0); without a name, that of its set."""
     return root / f"round-{number}" / f"ranks-{nproc}" / name
 
@@ -85,7 +85,7 @@ def measure_rounds(
             failed = {failure.name for failure in results.failures if failure.world_size == process_set.nproc}
             rotated = [*process_set.candidates[shift:], *process_set.candidates[:shift]]
             remaining = [candidate for candidate in rotated if candidate.name not in failed]
-            folder = folder_of(root, number, process_set.nproc)
+            folder = candidate_dir(root, number, process_set.nproc)
             order = MeasureOrder(remaining, warmup, steps, str(folder), time.time(), memory and number == 0)
             _measure_set(results, order, settings, process_set.nproc)
             if results.code != ExitCode.DONE:

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from paceline.host.sweep import roster_path, sweep_recorded
 from paceline.launch.plan import Command, Plan, local
 from paceline.launch.ssh.remote import SAME_REQUEST_SECONDS, run_remote
-from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_inbox, signal_inbox
+from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_stop_signals, signal_wakeup
 from paceline.protocol.job import JobSpec, NodePlan
 from paceline.runs.console import say
 
@@ -61,10 +61,10 @@ def run(plan: Plan, *, keep_open: Sequence[int] = ()) -> int:
     (command,), (node,) = plan.agents, plan.nodes
     attempt_dir = Path(node.attempt_dir)
     roster_path(attempt_dir).unlink(missing_ok=True)  # never kill the processes in the roster of an earlier run
-    with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
+    with signal_wakeup((*STOP_SIGNALS, signal.SIGCHLD)) as wakeup:
         agent = _start(command, node, keep_open)
         try:
-            code = _wait(agent, inbox, node.grace_period_seconds, AGENT_MARGIN_SECONDS + node.term_grace_seconds)
+            code = _wait(agent, wakeup, node.grace_period_seconds, AGENT_MARGIN_SECONDS + node.term_grace_seconds)
         finally:
             _end(agent)
             sweep_recorded(attempt_dir)
@@ -110,7 +110,7 @@ def _start(command: Command, node: NodePlan, keep_open: Sequence[int]) -> subpro
     return agent
 
 
-def _wait(agent: subprocess.Popen[bytes], inbox: socket.socket, grace_seconds: float, margin_seconds: float) -> int:
+def _wait(agent: subprocess.Popen[bytes], wakeup: socket.socket, grace_seconds: float, margin_seconds: float) -> int:
     stopped_by: signal.Signals | None = None
     deadline = math.inf
     while (code := agent.poll()) is None:
@@ -118,14 +118,14 @@ def _wait(agent: subprocess.Popen[bytes], inbox: socket.socket, grace_seconds: f
         if stopped_by is not None and remaining <= 0:  # it does not react, for example because it is suspended
             agent.kill()
             return 128 + stopped_by
-        select.select([inbox], [], [], None if deadline == math.inf else remaining)
-        signals = read_inbox(inbox)
+        select.select([wakeup], [], [], None if deadline == math.inf else remaining)
+        signals = read_stop_signals(wakeup)
         if not signals:
             continue
         if stopped_by is None:
             stopped_by, deadline = signals[0], time.monotonic() + grace_seconds + margin_seconds
             time.sleep(SAME_REQUEST_SECONDS)
-            read_inbox(inbox)
+            read_stop_signals(wakeup)
         else:
             deadline = min(deadline, time.monotonic() + margin_seconds)
         agent.send_signal(signals[0])

@@ -203,7 +203,7 @@ class Readable(Protocol):
 def hold_standard_descriptors() -> None:
     """Open the descriptors 0, 1 and 2 as /dev/null if the parent process has closed them.
 
-    Otherwise the next socket would get such a number. Printed text would arrive there, and the signal inbox would read
+    Otherwise the next socket would get such a number. Printed text would arrive there, and the wakeup socket would read
     it as signals.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -212,7 +212,7 @@ def hold_standard_descriptors() -> None:
 
 
 @contextmanager
-def signal_inbox(signals: Iterable[signal.Signals]) -> Generator[socket.socket]:
+def signal_wakeup(signals: Iterable[signal.Signals]) -> Generator[socket.socket]:
     """Inside the context, these signals do not interrupt. Each writes a byte to the socket, in order of arrival.
 
     Signals that the parent ignores stay ignored, so that `nohup` works. Exceptions are the signals that a shell ignores
@@ -236,13 +236,13 @@ def signal_inbox(signals: Iterable[signal.Signals]) -> Generator[socket.socket]:
 
 
 def _only_wake(number: int, frame: object) -> None:
-    """A signal handler without action: the byte in the inbox is sufficient."""
+    """A signal handler without action: the byte in the socket is sufficient."""
 
 
-def read_inbox(inbox: socket.socket) -> list[signal.Signals]:
+def read_stop_signals(wakeup: socket.socket) -> list[signal.Signals]:
     """The stop signals since the last call; SIGCHLD only wakes the reader."""
     try:
-        return [signal.Signals(n) for n in inbox.recv(4096) if n in STOP_SIGNALS]
+        return [signal.Signals(n) for n in wakeup.recv(4096) if n in STOP_SIGNALS]
     except BlockingIOError:
         return []
 
@@ -258,14 +258,14 @@ def wait_readable(descriptors: Sequence[Readable | int], seconds: float) -> set[
 class Orders:
     """All orders to an agent so far. Orders are never withdrawn.
 
-    `inbox` is from `signal_inbox`. With `lifeline`, a launcher holds stdin open (not under Slurm, and not if a user
+    `wakeup` is from `signal_wakeup`. With `lifeline`, a launcher holds stdin open (not under Slurm, and not if a user
     starts the agent). The launcher counts as ended after `silence_seconds` without data; 0: never.
     """
 
-    def __init__(self, inbox: socket.socket, *, lifeline: bool = True, silence_seconds: float = 0.0) -> None:
+    def __init__(self, wakeup: socket.socket, *, lifeline: bool = True, silence_seconds: float = 0.0) -> None:
         self.signals: list[signal.Signals] = []
         self.launcher_gone = False
-        self._inbox, self._lifeline, self._silence_seconds = inbox, lifeline, silence_seconds
+        self._wakeup, self._lifeline, self._silence_seconds = wakeup, lifeline, silence_seconds
         self._heard_seconds = time.monotonic()
         self._line = b""
 
@@ -284,9 +284,9 @@ class Orders:
         if lifeline and self._silence_seconds:
             seconds = min(seconds, max(0.1, self._heard_seconds + self._silence_seconds - time.monotonic()))
         before = len(self.signals), self.launcher_gone
-        ready = wait_readable([self._inbox, *lifeline, *also], seconds)
-        if woken := self._inbox.fileno() in ready:
-            self.signals += read_inbox(self._inbox)
+        ready = wait_readable([self._wakeup, *lifeline, *also], seconds)
+        if woken := self._wakeup.fileno() in ready:
+            self.signals += read_stop_signals(self._wakeup)
         if LIFELINE in ready:
             self._read_orders(os.read(LIFELINE, 4096))
         elif lifeline and self._silence_seconds and time.monotonic() > self._heard_seconds + self._silence_seconds:

@@ -185,7 +185,7 @@ class ScriptFinding(msgspec.Struct, frozen=True, omit_defaults=True):
 
     kind: Literal["not finite", "swallowed", "collective", "stale", "thread", "left"]
     step: int  # the step that followed, from 1
-    words: str  # the predicate of a sentence about the rank
+    text: str = msgspec.field(name="words")  # the predicate of a sentence about the rank
     own: bool = True  # whether the fault began on this rank, not in a gradient that was summed over ranks
     last: bool = False  # whether the rank took no further step and ended with code 0
 
@@ -198,11 +198,11 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     pid: int
     node: int = 0
     code: int | None = None  # the exit code; -n if signal n killed it; None while it runs
-    lost: str = ""  # why its node is lost; empty otherwise
+    lost_reason: str = msgspec.field(default="", name="lost")  # why its node is lost; empty otherwise
     ended_seconds: float = 0.0
     """The monotonic time of its end, or of the last message from its lost node. An age in messages between agents."""
     failure: Failure | None = None  # the rank's failure record
-    words: str = ""  # its exception or the end of its log, if it has failed or is ending
+    error_text: str = msgspec.field(default="", name="words")  # its exception or end of its log, if failed or ending
     step: int = 0  # steps done, including those before a restart
     phase: Phase = Phase.USER
     phase_seconds: tuple[float, ...] = ()  # time in each phase, up to the last change of phase
@@ -212,7 +212,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     script: bool = False  # an unmodified script: hooks in torch count its steps and phases
     uneven: bool = False  # whether ranks may take different numbers of steps
     alone: int = 0  # steps that it took alone before it trained with others
-    marks: bytes = b""  # fingerprints of values that must be equal on ranks: see marks.py
+    fingerprints: bytes = b""  # fingerprints of values that must be equal on ranks: see marks.py
     orders: bytes = b""  # the order of its collectives
     findings: tuple[ScriptFinding, ...] = ()
     queued_seconds: float = 0.0  # total time that its main thread has waited for a core
@@ -225,12 +225,12 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def runs(self) -> bool:
         """Whether it neither has ended nor is lost with its node."""
-        return self.code is None and not self.lost
+        return self.code is None and not self.lost_reason
 
     @property
     def ended_badly(self) -> bool:
         """Whether it has ended, and neither finished nor stopped as requested."""
-        return bool(self.lost) or self.code not in (None, *GOOD_ENDS)
+        return bool(self.lost_reason) or self.code not in (None, *GOOD_ENDS)
 
     @property
     def failed_at_seconds(self) -> float:
@@ -238,9 +238,9 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.failure.monotonic_seconds if self.failure else self.ended_seconds
 
     @property
-    def exit_code(self) -> int:
+    def shell_exit_code(self) -> int:
         """The exit code in a shell. A failure record takes precedence, because teardown may still crash."""
-        if self.lost:
+        if self.lost_reason:
             return ExitCode.FAILED
         if self.failure:
             return self.failure.exit_code
@@ -261,7 +261,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
         failure = self.failure
         if failure is not None:
             failure = replace(failure, monotonic_seconds=now_seconds - failure.monotonic_seconds)
-        has_ended = self.code is not None or self.lost
+        has_ended = self.code is not None or self.lost_reason
         return replace(self, failure=failure, ended_seconds=now_seconds - self.ended_seconds if has_ended else 0.0)
 
 
@@ -330,7 +330,7 @@ class LiveRank(msgspec.Struct, frozen=True, omit_defaults=True):
     pid: int
     node: int = 0
     code: int | None = None  # the exit code; None while it runs
-    lost: bool = False  # lost with its node
+    is_lost: bool = msgspec.field(default=False, name="lost")  # lost with its node
     step: int = 0
     phase: str = Phase.USER.word
     phase_seconds: tuple[float, ...] = ()  # time in each phase so far
@@ -341,7 +341,7 @@ class LiveRank(msgspec.Struct, frozen=True, omit_defaults=True):
     def of(cls, one: Sample) -> Self:
         """The part of a sample that `paceline watch` needs."""
         return cls(
-            one.rank, one.host, one.pid, one.node, one.code, bool(one.lost), one.step, one.phase.word,
+            one.rank, one.host, one.pid, one.node, one.code, bool(one.lost_reason), one.step, one.phase.word,
             tuple(round(seconds, 6) for seconds in one.phase_seconds), round(one.still_seconds, 1), one.waiting,
         )  # fmt: skip
 

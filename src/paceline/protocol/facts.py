@@ -51,7 +51,7 @@ class SeenLoader(msgspec.Struct):
     """A DataLoader."""
 
     site: str  # the line that iterates over it
-    made: str
+    constructed_at: str = msgspec.field(name="made")
     sampler: str
     shuffles: bool | None  # None: unknown
     samples: int  # in the data set; -1: unknown
@@ -62,7 +62,7 @@ class SeenLoader(msgspec.Struct):
     batch_sampler: str = ""  # the class of a batch sampler that is not torch's
     divided: str = ""  # the expression of its batch size, if it is divided by the number of ranks
     probes: list[list[str]] = []  # the digest of each tensor in a few samples of the data set
-    private: bool = False  # this rank alone trains on it, in addition to the joint training
+    local_only: bool = msgspec.field(default=False, name="private")  # only this rank trains on it, not jointly
     random: dict[str, str] = {}  # generators that were used to fetch a batch -> the digest of their state before
     passes: list[Pass] = []
 
@@ -194,5 +194,5 @@ class ScriptFacts(msgspec.Struct):
     replicas: list[SeenReplica] = []
     schedules: list[SeenSchedule] = []
     metrics: list[PaddedMetric] = []
-    written: list[PlacedFile] = []
-    loaded: list[PlacedFile] = []
+    saved_files: list[PlacedFile] = msgspec.field(default_factory=list[PlacedFile], name="written")
+    loaded_files: list[PlacedFile] = msgspec.field(default_factory=list[PlacedFile], name="loaded")

@@ -56,7 +56,7 @@ from paceline.rank.environment import job_token
 from paceline.rank.guard import Guard
 from paceline.rank.imports import when_imported
 from paceline.rank.ledger import OrderMarks
-from paceline.rank.probes import Events, Hooks
+from paceline.rank.probes import Hooks, ScriptListener
 from paceline.rank.probes.faults import BatchTracker, NonFiniteGradients, StaleGradients, SwallowedExceptions
 from paceline.rank.probes.replicas import Fingerprints
 from paceline.rank.probes.steps import JoinContexts, JointOptimizers, ScriptPhases, StepCounter
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
     `--check` before them also records facts of the run for `paceline launch --check`.
     """
-    listeners: tuple[Events, ...] = ()
+    listeners: tuple[ScriptListener, ...] = ()
     if arguments[:1] == [CHECK]:
         arguments, spec = arguments[1:], WorkerSpec.here()
         if spec is not None and spec.attempt_dir:
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     run_script(arguments, *listeners)
 
 
-def run_script(arguments: Sequence[str], *also: Events) -> NoReturn:
+def run_script(arguments: Sequence[str], *also: ScriptListener) -> NoReturn:
     """As `main`, in a process that is attached already, or that another launcher started."""
     pid = os.getpid()
     if not arguments or arguments == ["-m"]:
@@ -293,18 +293,18 @@ def ask_in_turn(folder: str) -> None:
     when_imported("pdb", wrap_pdb)
 
 
-def watch_script(guard: Guard, *also: Events) -> Callable[[], None]:
+def watch_script(guard: Guard, *also: ScriptListener) -> Callable[[], None]:
     """Install the probes for the script of this process; `also` are more listeners. Never raises.
 
     The caller must call the result when the script has ended with exit code 0.
     """
     page, names, marker, on_failure = guard.page, Names(guard.page), None, None
     joint = JointOptimizers(lambda: page.get("ops"))
-    listeners: list[Events] = [joint, StepCounter(page, joint)]
+    listeners: list[ScriptListener] = [joint, StepCounter(page, joint)]
     if guard.on:
         steps, batches, marker = ScriptPhases(page, joint), BatchTracker(), OrderMarks(page, names)
         swallowed = SwallowedExceptions(page, steps)
-        on_failure = partial(swallowed.raised, "collective")
+        on_failure = partial(swallowed.on_exception, "collective")
         faults = NonFiniteGradients(page, steps, batches), swallowed, StaleGradients(page, steps)
         listeners = [joint, batches, *faults, steps, JoinContexts(page), Fingerprints(page, names, joint)]
     hooks = Hooks(guard.warn_once).listen(*listeners, *also).install()

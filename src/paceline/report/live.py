@@ -97,7 +97,7 @@ class RankHistory:
 
     def add_live(self, rank: LiveRank) -> None:
         """Add a state from the agent."""
-        ended = "lost" if rank.lost else "" if rank.code is None else "done" if not rank.code else f"ended: {rank.code}"
+        ended = "lost" if rank.is_lost else "" if rank.code is None else f"ended: {rank.code}" if rank.code else "done"
         # the rank was restarted or rolled back, or only its events were known
         if self._last is not None or (self._reads and rank.step < self._reads[-1][0]):
             self._reads.clear()

@@ -149,7 +149,6 @@ def _longest(work: Mapping[int, Mapping[str, float]]) -> int:
 
 
 def _waiting_fractions(work: list[dict[int, dict[str, float]]], ranks: list[int]) -> dict[int, float]:
-    """The fraction of all waiting that each rank causes."""
     caused = dict.fromkeys(ranks, 0.0)
     for step in work:
         totals = sorted((sum(step[rank].values()), rank) for rank in ranks)

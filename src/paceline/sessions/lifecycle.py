@@ -92,8 +92,8 @@ class SessionLifecycle(SessionLoop):
                 )
         self._observer = current_observer()
         self._own = {name: value for name, value in of_strategy.items() if value is not None}
-        keywords = {STRATEGY_INFO[strategy].options[name]: value for name, value in self._own.items()}
-        self._options: dict[str, Any] = {**STRATEGY_INFO[strategy].in_own_loops, **keywords}
+        keywords = {STRATEGY_INFO[strategy].factory_kwargs[name]: value for name, value in self._own.items()}
+        self._options: dict[str, Any] = {**STRATEGY_INFO[strategy].in_sessions, **keywords}
         if resume and run_dir is None:
             raise UsageError(code="session-resume-without-folder")
         if not_finite not in ("stop", "skip"):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from paceline.collectives.control import all_gather_object, check_equal, report_on_one_rank
 from paceline.data.fingerprint import data_fingerprint, hash_of_probes
 from paceline.data.loader import Loading, MicroBatch, load_work
-from paceline.data.plan import BatchPlan, Work, rank_work
+from paceline.data.plan import BatchPlan, MicroBatchPlan, rank_work
 from paceline.data.streams import StreamPlan
 from paceline.errors import UsageError
 from paceline.rank.world import World
@@ -204,7 +204,7 @@ class Loader:
     coming = 0.0
     """number of samples of the next batch on this rank; a vote"""
 
-    def samples(self, work: Work) -> int:
+    def samples(self, work: MicroBatchPlan) -> int:
         """Number of samples of the global batch to which `work` belongs."""
         return work.global_samples
 
@@ -241,13 +241,13 @@ class Loader:
         steps = takewhile(drawn_order.has, count()) if drawn_order else iter(range(len(self)))
         sizes: dict[int, int] = {}
 
-        def work() -> Generator[list[Work]]:
+        def work() -> Generator[list[MicroBatchPlan]]:
             for step, batch in enumerate(
                 merge_small_batches((plan.global_indices(0, step) for step in steps), world.size)
             ):
                 sizes[step] = len(batch)
                 if len(rank_indices := batch[world.rank :: world.size]):
-                    yield [Work(0, step, 0, 0, rank_indices)]
+                    yield [MicroBatchPlan(0, step, 0, 0, rank_indices)]
 
         with closing(load_work(self.dataset, work(), plan.seed, replace(self._counting(), evaluates=True))) as loaded:
             for ((batch, batch_work),) in loaded:
@@ -319,11 +319,11 @@ def taken_over(loader: DataLoader[Any], loading: Loading) -> Loading:
     )
 
 
-def _micro_batch(batch: Any, work: Work, seed: int) -> MicroBatch:
+def _micro_batch(batch: Any, work: MicroBatchPlan, seed: int) -> MicroBatch:
     if not isinstance(batch, Counted):
         return MicroBatch(batch, None, work, work.random_seed(seed))
     if not batch.samples:  # the collate function dropped all samples, so this is a dummy batch
-        work = work._replace(counted=False)
+        work = work._replace(is_counted=False)
     return MicroBatch(batch.batch, None, work, work.random_seed(seed), batch.samples)
 
 

@@ -276,7 +276,7 @@ class SessionLoop(SessionCollectives):
         if any(name.startswith("learning rates") for name in differing):
             self._is_damaged = True
             return UsageError(code="learning-rates-differ", place=self._at)
-        return UsageError(code="ranks-differ-in-step", place=self._at, differing=differing)
+        return UsageError(code="hooks-differ", place=self._at, counts=next(iter(differing.values())))
 
     def _check_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         """Hook of torch before each optimizer step: raise UsageError for an optimizer that was not prepared.

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.data.plan import Work
+from paceline.data.plan import MicroBatchPlan
 from paceline.sessions.loader import Loader
 from paceline.stepping.micro_step import MicroStep, Reduction
 from paceline.stepping.trained_model import TrainedModel
@@ -40,7 +40,7 @@ class Observer:
     def on_loader(self, loader: Loader, *, per_virtual_rank: bool) -> None:
         """The loop created a loader. `per_virtual_rank`: its batch size is that of each virtual rank."""
 
-    def on_batch(self, inputs: Any, work: Work | None) -> Any:
+    def on_batch(self, inputs: Any, work: MicroBatchPlan | None) -> Any:
         """A loop body begins. In an evaluation `work` is None. Returns the inputs for the loop."""
         return inputs
 

@@ -25,7 +25,7 @@ from paceline.errors import UsageError
 from paceline.sessions.assumptions import BACKWARD, GRADIENTS, PARAMETERS
 from paceline.sessions.session_step import SessionStep, trains_otherwise
 from paceline.sessions.sharded_tensors import ShardedGradientPlaceholder, distribute_like, is_dtensor, local_shard
-from paceline.stepping.hooks import HiddenHooks, Received
+from paceline.stepping.hooks import HiddenHooks, LastGradParameter
 from paceline.stepping.trained_model import TrainedModel
 from paceline.strategies.base import Strategy
 from paceline.strategies.optimizer_state import hold_optimizer, load_states, saved_state
@@ -162,7 +162,7 @@ class PreparedModel(TrainedModel):
         """whether a gradient was added to .grad since the last update"""
         self._before: list[tuple[Tensor | None, int]] | None = None  # gradients and versions before a watched backward
         self._waiting_state: dict[str, dict[str, Any]] = {}  # of the checkpoint, for parameters without an optimizer
-        self._received = Received()
+        self._last_grad = LastGradParameter()
         self._summed: Grads | None = None  # until the step ends: gradients after the sum over ranks
         self._versions: list[int] = []  # of these gradients
         self._left: list[Any] = [None] * len(self._parameters)  # weak references to gradients of the session
@@ -173,7 +173,7 @@ class PreparedModel(TrainedModel):
         self.add_optimizer(replica.optimizer, scheduler)
         if not replica.in_lockstep:
             for parameter in self._parameters:
-                parameter.register_post_accumulate_grad_hook(self._received.append)
+                parameter.register_post_accumulate_grad_hook(self._last_grad.append)
         self.must_check = False
         """whether a module or parameter was added since the last check"""
         self._modules = {id(module) for module in replica.model.modules()}
@@ -253,7 +253,7 @@ class PreparedModel(TrainedModel):
         """Before a backward: its gradients are added to those that are put aside, or dropped if not `wanted`."""
         grads = self.shown()
         present_grads = _present(grads)
-        self._check_received()
+        self._check_foreign_backward()
         if present_grads:
             self._check_assigned(grads)
         if self.must_check:
@@ -334,7 +334,7 @@ class PreparedModel(TrainedModel):
         """See TrainedModel."""
         if hidden:
             super().show_hooks(hidden)
-        self._received.clear()
+        self._last_grad.clear()
 
     def note_gradients(self, shown: Grads | None = None) -> None:
         """See TrainedModel."""
@@ -403,7 +403,7 @@ class PreparedModel(TrainedModel):
 
     def before_update(self, shown: Grads) -> None:
         """Before an update with these gradients: check that `s.backward` made them, and that ranks agree."""
-        self._check_received()
+        self._check_foreign_backward()
         self._updates += 1
         if self._summed is None:
             return
@@ -525,16 +525,16 @@ class PreparedModel(TrainedModel):
                 if id(parameter) not in parameter_ids:
                     raise PARAMETERS.error(f"optimizer {opt.number + 1} trains one of shape {tuple(parameter.shape)}")
 
-    def _check_received(self) -> None:
-        if self._received:
-            parameter = self._received.pop()
+    def _check_foreign_backward(self) -> None:
+        if self._last_grad:
+            parameter = self._last_grad.pop()
             named = self.replica.model.named_parameters()
             name = next((name for name, p in named if p is parameter), "of a model")
             raise BACKWARD.error(f"loss.backward() or torch.autograd.backward() has reached parameter {name}")
 
     def check_between(self) -> None:
         """See TrainedModel."""
-        self._check_received()
+        self._check_foreign_backward()
         self._check_assigned(self.shown())
 
     def _check_assigned(self, grads: Grads) -> None:

@@ -19,8 +19,10 @@ import inspect
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial, wraps
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from types import UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
 import torch
 from torch import Tensor, nn
@@ -45,22 +47,48 @@ from paceline.stepping.micro_step import Reduction
 from paceline.strategies import STRATEGIES
 from paceline.train.weights import save
 
+AT_LEAST = {"virtual_ranks": 1, "threads": 1, "checkpoint_every": 1, "keep_checkpoints": 2, "num_workers": 0}
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _checks_names(function: Callable[P, T], where: str) -> Callable[P, T]:
-    """For an unknown keyword, raise an error that names its current name or a similar one."""
-    names = [*inspect.signature(function).parameters]
+def _checks_arguments(function: Callable[P, T], where: str) -> Callable[P, T]:
+    """Raise an error for an unknown keyword, and for a value that the annotation or AT_LEAST does not allow."""
+    hints = {name: hint for name, hint in get_type_hints(function).items() if name not in ("data", "return")}
+    positions = [*inspect.signature(function).parameters]
+    names = [name for name in positions if name != "self"]
 
     @wraps(function)
     def checked(*arguments: P.args, **keywords: P.kwargs) -> T:
         if unknown_names := [name for name in keywords if name not in names]:
             check_not_renamed(where, unknown_names[0], names)
             raise unknown(f"argument of {where}", unknown_names[0], names)
+        for name, value in {**dict(zip(positions, arguments, strict=False)), **keywords}.items():
+            if name in hints and not _is_allowed(value, hints[name]):
+                raise UsageError(
+                    code="argument-type",
+                    where=where,
+                    name=name,
+                    value=value,
+                    allowed=inspect.formatannotation(hints[name]),
+                )
+            if name in AT_LEAST and isinstance(value, Real) and value < AT_LEAST[name]:
+                raise UsageError(code="argument-too-small", where=where, name=name, value=value, least=AT_LEAST[name])
         return function(*arguments, **keywords)
 
     return checked
+
+
+def _is_allowed(value: object, hint: Any) -> bool:
+    """Whether an argument has the annotated type. A number of numpy is a number, a bool is none."""
+    origin, choices = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return isinstance(value, str)  # its value is checked where it is used
+    if origin in (Union, UnionType):
+        return any(_is_allowed(value, choice) for choice in choices)
+    if hint in (int, float):
+        return isinstance(value, Integral if hint is int else Real) and type(value) is not bool
+    return isinstance(value, origin or hint)
 
 
 class Session(SessionLifecycle):
@@ -170,7 +198,7 @@ class Session(SessionLifecycle):
             if (origin := self._progress.origin) is not None:
                 self._registered.load(name, origin.source, origin.where)
 
-    @partial(_checks_names, where="s.loader()")
+    @partial(_checks_arguments, where="s.loader()")
     def loader(
         self,
         data: Dataset[Any] | DataLoader[Any] | Iterable[Any],
@@ -352,7 +380,7 @@ class Session(SessionLifecycle):
         return matches[0]
 
 
-@partial(_checks_names, where="session()")
+@partial(_checks_arguments, where="session()")
 def session(
     run_dir: str | os.PathLike[str] | None = None,
     *,
@@ -409,6 +437,8 @@ def session(
         TrainingError: not all ranks started.
     """
     arguments: dict[str, Any] = {name: value for name, value in locals().items() if name != "run_dir"}
+    if checkpoint_every is not None and run_dir is None:
+        raise UsageError(code="checkpoints-without-folder")
     if open_sessions:
         if open_sessions[-1].size > 1:
             raise UsageError(code="session-open")

@@ -45,7 +45,7 @@ class SessionStep(Step):
     @property
     def is_over(self) -> bool:
         """Whether this is the last micro-batch of the last pass."""
-        return self.micro_step is None or self.phases.is_last(self.micro_step)
+        return self.micro_step is None or self.phases.is_final(self.micro_step)
 
     @property
     def untouched(self) -> bool:

@@ -20,7 +20,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 
-class Received(deque[torch.Tensor]):
+class LastGradParameter(deque[torch.Tensor]):
     """The last parameter that received a gradient. Its `append` is a hook that runs no Python code."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from paceline.collectives.control import device_constant
 from paceline.data.loader import MicroBatch
-from paceline.data.plan import Work
+from paceline.data.plan import MicroBatchPlan
 from paceline.errors import UsageError
 
 Reduction = Literal["mean", "sum"]
@@ -36,7 +36,7 @@ class MicroStep:
     """whether a backward has begun and not ended"""
     is_alone: bool = False
     """whether the step has no other micro-batch on any rank: then weights have no effect"""
-    work: Work = field(init=False)
+    work: MicroBatchPlan = field(init=False)
     """its samples"""
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class MicroStep:
             samples = None
         if samples is not None and samples < 0:
             raise UsageError(code="samples-not-counted", samples=len(self.work.indices))
-        return (self.work.indices.numel() if samples is None else samples) * self.work.counted
+        return (self.work.indices.numel() if samples is None else samples) * self.work.is_counted
 
     @property
     def done(self) -> tuple[int, tuple[int, ...]]:
@@ -134,7 +134,7 @@ def weighted(loss: Tensor, weight: float | Tensor | None, reduction: Reduction, 
         raise UsageError(code="loss-not-a-tensor", kind=type(loss).__name__)
     if reduction not in ("mean", "sum"):
         raise UsageError(code="reduction-unknown", value=reduction)
-    loss, counted = upcast(loss), micro_step.work.counted
+    loss, counted = upcast(loss), micro_step.work.is_counted
     if loss.numel() == 1 and (loss.ndim == 1 or micro_step.work.indices.numel() > 1):
         # a mean that kept its dimensions; or the value of one sample, which is its mean
         loss = loss.reshape(()) if loss.ndim else loss

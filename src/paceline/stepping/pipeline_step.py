@@ -55,7 +55,7 @@ class PipelineStep(Step):
                 if is_last:  # all forwards are over
                     totals = self._sums.start()
                 self._enter(Phase.BACKWARD)
-                for_nothing = nullcontext() if batch.work.counted else uncounted(model, trainable(model))
+                for_nothing = nullcontext() if batch.work.is_counted else uncounted(model, trainable(model))
                 propagate = partial(part.backward, losses.pop(number)) if line.is_last else None
                 part.replica.begin_backward(batch.work, is_last)
                 try:

@@ -74,7 +74,7 @@ class Step:
         world size. `max_norm`: for clipping. `forward`: of the plain model, if there is only one.
         """
         self.parts: list[TrainedModel] = []
-        self.phases = Phases(self.parts)
+        self.phases = UpdatePasses(self.parts)
         self._is_entered = False  # whether a micro-batch has begun
         self._counting: AbstractContextManager[None] | None = None  # the operations of that micro-batch
         self._usual: tuple[int, tuple[int, ...]] | None = None  # `done` of micro-batches in the last step
@@ -122,7 +122,7 @@ class Step:
                     batch, is_last, [] if is_last else self._rates(), is_alone=self._sums.is_alone
                 )
                 self._sums.in_round = 0
-                if self.flops is not None and not self.flops.samples and batch.work.counted:
+                if self.flops is not None and not self.flops.samples and batch.work.is_counted:
                     self._counting = self.flops.of(len(batch.work.indices))
                     self._counting.__enter__()
                 yield batch
@@ -255,7 +255,7 @@ class Step:
         begun_parts: list[TrainedModel] = []
         try:
             for part in self.parts:
-                hidden_hooks.append(part.hide_hooks(alone=self._sums.is_alone, counted=micro_step.work.counted))
+                hidden_hooks.append(part.hide_hooks(alone=self._sums.is_alone, counted=micro_step.work.is_counted))
             if more and any(hidden_hooks):
                 raise UsageError(code="more-with-hook")
             for part in wanted:
@@ -408,7 +408,7 @@ class Step:
         return cause
 
 
-class Phases:
+class UpdatePasses:
     """The phases of a loop body that updates several models one after the other.
 
     A body that computes after an optimizer step (a GAN's) needs the updated model, which only the last micro-batch can
@@ -441,7 +441,7 @@ class Phases:
         """Whether this pass is for the current phase of the body."""
         return self.alone or micro_step.phase == self._pass
 
-    def is_last(self, micro_step: MicroStep) -> bool:
+    def is_final(self, micro_step: MicroStep) -> bool:
         """Whether it is the last body of the last pass."""
         return micro_step.is_last and (self.alone or self._pass == self.number - 1)
 
@@ -449,7 +449,7 @@ class Phases:
         """At the end of a phase: save the buffers in its pass, and restore them in later passes."""
         if self.alone:
             return
-        key = (micro_step.work.virtual_rank, micro_step.work.part, len(micro_step.stepped))
+        key = (micro_step.work.virtual_rank, micro_step.work.micro_batch, len(micro_step.stepped))
         buffers = [buffer for part in self._parts for buffer in part.replica.model.buffers()]
         if micro_step.phase == self._pass:
             self._buffers[key] = [buffer.clone() for buffer in buffers]
@@ -469,7 +469,7 @@ def as_many_as_any(microbatches: Sequence[MicroBatch], world: World) -> Sequence
     dist.all_reduce(name_collective(max_count, "number of micro-batches"), op=dist.ReduceOp.MAX)
     first, missing = microbatches[0], int(max_count) - len(microbatches)
     # separate objects: the step recognizes its last one by identity
-    return [*microbatches, *(first._replace(work=first.work._replace(counted=False)) for _ in range(missing))]
+    return [*microbatches, *(first._replace(work=first.work._replace(is_counted=False)) for _ in range(missing))]
 
 
 def as_many_parts_as_any(parts: list[Part], samples: int, virtual_ranks: int, world: World, size: int) -> list[Part]:

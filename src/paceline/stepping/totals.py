@@ -131,7 +131,7 @@ class StepTotals:
             raise UsageError(code="weights-differ", first=float(micro_step.weights[-1]), other=float(weighed.weight))
         if self._is_counted:
             self._begin_round()
-        if micro_step.work.counted and self._world.leads:  # of several that compute the same
+        if micro_step.work.is_counted and self._world.leads:  # of several that compute the same
             is_weightless = weighed.is_weightless
             self._add(micro_step.work.virtual_rank, weighed, is_weightless)
             if not is_weightless:

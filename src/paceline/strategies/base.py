@@ -18,7 +18,7 @@ from paceline.collectives.communicator import print_notice
 from paceline.collectives.control import Deferred, multiply_gradients
 from paceline.collectives.norm import scale_to_norm, total_norm
 from paceline.data.loader import MicroBatch
-from paceline.data.plan import Work
+from paceline.data.plan import MicroBatchPlan
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import random_stream
@@ -115,12 +115,12 @@ class Strategy:
         """Begin a micro-batch: load its buffers into the model. `is_last`: it is this rank's last one of the step."""
         work = batch.work
         around = self._around(work, is_last)
-        if around is not None or not work.counted:
+        if around is not None or not work.is_counted:
             with ExitStack() as stack:
                 stack.enter_context(self.buffers.of(work))
                 if around is not None:
                     stack.enter_context(around)
-                if not work.counted:
+                if not work.is_counted:
                     stack.enter_context(uncounted(self.model, self.parameters))
                 self._inside = stack.pop_all()
         else:
@@ -134,7 +134,7 @@ class Strategy:
         else:
             inside.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
-    def _around(self, work: Work, is_last: bool) -> AbstractContextManager[Any] | None:
+    def _around(self, work: MicroBatchPlan, is_last: bool) -> AbstractContextManager[Any] | None:
         return None
 
     @contextmanager
@@ -143,10 +143,10 @@ class Strategy:
         with random_stream(batch.random_seed, self.world.device), self.buffers.of(batch.work):
             yield
 
-    def begin_backward(self, work: Work, is_last: bool) -> None:
+    def begin_backward(self, work: MicroBatchPlan, is_last: bool) -> None:
         """Begin a backward inside a micro-batch. `is_last`: it is the last one of the step on this rank."""
         if self.reducer is not None:
-            self.reducer.enter(work.virtual_rank, is_last=is_last, counted=work.counted)
+            self.reducer.enter(work.virtual_rank, is_last=is_last, counted=work.is_counted)
 
     def end_backward(self, error: BaseException | None = None) -> None:
         """End a backward. May raise an error that explains `error` better."""

@@ -43,7 +43,7 @@ from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import Exchange, name_collective
 from paceline.collectives.tree import LeafPartition, add_optional
 from paceline.compute.forward import without_recording
-from paceline.data.plan import Work, ranks_share
+from paceline.data.plan import MicroBatchPlan, ranks_share
 from paceline.errors import TrainingError, UsageError
 from paceline.rank.world import World
 
@@ -88,7 +88,7 @@ class VirtualBuffers:
         """`_last_read` when the gradients of the current micro-batch were summed"""
         self._by_loop: set[str] = set()  # buffers that the loop body changed after that
         self._differed: set[str] = set()  # integer buffers whose values have differed between virtual ranks
-        self._inside: tuple[Work, _Buffers, dict[str, tuple[Tensor, int]]] | None = None
+        self._inside: tuple[MicroBatchPlan, _Buffers, dict[str, tuple[Tensor, int]]] | None = None
         """the current micro-batch, the buffers before it, and `_last_read` before it"""
         self._kept: dict[int, _Buffers] = {}
         self._kept_from: dict[int, _Buffers] = {}
@@ -145,7 +145,7 @@ class VirtualBuffers:
         self._put(next(iter(self._of.values()), {name: b.clone() for name, b in self._initial.items()}))
 
     @contextmanager
-    def of(self, work: Work) -> Generator[None]:
+    def of(self, work: MicroBatchPlan) -> Generator[None]:
         """`enter` and `leave`, as a context manager."""
         self.enter(work)
         try:
@@ -155,7 +155,7 @@ class VirtualBuffers:
             raise
         self.leave()
 
-    def enter(self, work: Work) -> None:
+    def enter(self, work: MicroBatchPlan) -> None:
         """Load the buffers of this work's virtual rank into the module, until `leave`.
 
         Changes by a dummy batch are dropped, except those of synchronised batch norm: its statistics are global, so
@@ -166,7 +166,7 @@ class VirtualBuffers:
         self._adopt()
         self._forwarded = True
         buffers = self._of.get(work.virtual_rank) or {name: buffer.clone() for name, buffer in self._initial.items()}
-        if work.counted:
+        if work.is_counted:
             self._put(buffers)
         else:
             self._put({n: b if n in self._synchronised else b.clone() for n, b in buffers.items()})
@@ -190,17 +190,17 @@ class VirtualBuffers:
             self._inside = None
             self._synchronised_with = {}
 
-    def _collect(self, work: Work, buffers: _Buffers, before: Mapping[str, tuple[Tensor, int]]) -> None:
+    def _collect(self, work: MicroBatchPlan, buffers: _Buffers, before: Mapping[str, tuple[Tensor, int]]) -> None:
         # a module may have replaced its buffer instead of writing into it
         after = self._in_module()
         for name in self._custom:
             self._check_fits(name, after[name])
         self._note_read(self._custom)
-        if work.counted:
+        if work.is_counted:
             self._count(work, before)
-        kept = after if work.counted else {n: after[n] if n in self._synchronised else b for n, b in buffers.items()}
+        kept = after if work.is_counted else {n: after[n] if n in self._synchronised else b for n, b in buffers.items()}
         # only virtual ranks with samples count in the mean; which ranks run dummy batches depends on the world size
-        if work.counted or self._synchronised or work.virtual_rank in self._of:
+        if work.is_counted or self._synchronised or work.virtual_rank in self._of:
             self._of[work.virtual_rank] = kept
 
     def check(self) -> None:
@@ -474,8 +474,8 @@ class VirtualBuffers:
         before = initial if name in self._by_loop else self._kept.get(virtual_rank, {}).get(name, initial)
         return may_count_samples(buffer, before, len(samples), sum(samples))
 
-    def _count(self, work: Work, before: Mapping[str, tuple[Tensor, int]]) -> None:
-        key = (work.virtual_rank, work.part)
+    def _count(self, work: MicroBatchPlan, before: Mapping[str, tuple[Tensor, int]]) -> None:
+        key = (work.virtual_rank, work.micro_batch)
         if key in self._counted:
             return
         self._counted[key] = len(work.indices)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.collectives.control import Deferred
 from paceline.collectives.replicate import broadcast_module
-from paceline.data.plan import Work
+from paceline.data.plan import MicroBatchPlan
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy, scale_gradients
@@ -65,7 +65,7 @@ class DDP(Strategy):
         self._accumulators = {p: get_gradient_edge(p).node for p in self.parameters}
         self._pointers = [p.data_ptr() for p in self.parameters]
 
-    def _around(self, work: Work, is_last: bool) -> AbstractContextManager[None] | None:
+    def _around(self, work: MicroBatchPlan, is_last: bool) -> AbstractContextManager[None] | None:
         return None if is_last else self.module.no_sync()
 
     def end_backward(self, error: BaseException | None = None) -> None:

@@ -29,7 +29,7 @@ from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import Piece, check_assigned
 from paceline.compute.blocks import gathered, on_backward, shard_blocks
 from paceline.compute.precision import rounded_by_autocast
-from paceline.data.plan import Work
+from paceline.data.plan import MicroBatchPlan
 from paceline.errors import UsageError
 from paceline.protocol.evidence import BLOCK
 from paceline.rank.world import World
@@ -110,10 +110,10 @@ class FSDP(Strategy):
         self._used, self._reduced_among = _UsedParameters(model, self._blocks, shards.unsharded), world
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, shards_optimizer=True)
 
-    def _around(self, work: Work, is_last: bool) -> AbstractContextManager[None]:
+    def _around(self, work: MicroBatchPlan, is_last: bool) -> AbstractContextManager[None]:
         return self._used.watching(work)
 
-    def begin_backward(self, work: Work, is_last: bool) -> None:
+    def begin_backward(self, work: MicroBatchPlan, is_last: bool) -> None:
         """See Strategy."""
         self._used.begin_backward()
 
@@ -308,8 +308,8 @@ class _UsedParameters:
             block.register_forward_pre_hook(hook)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
     @contextmanager
-    def watching(self, work: Work) -> Generator[None]:
-        self._counted = work.counted
+    def watching(self, work: MicroBatchPlan) -> Generator[None]:
+        self._counted = work.is_counted
         try:
             yield
         finally:

@@ -28,7 +28,7 @@ def check_reference(kind: str, name: str) -> None:
     Raises:
         UsageError: if the module, file or name does not exist, an installed module hides it, or it is not valid Python.
     """
-    folder, file = locate(kind, name)
+    folder, file = find_source(kind, name)
     if file is not None and file.suffix == ".py":
         check_syntax(file)
         check_defined(kind, name)
@@ -66,7 +66,7 @@ def source_of(kind: str, name: str) -> ast.Module | None:
     if ":" not in name:
         return None
     with suppress(OSError, SyntaxError, ValueError):
-        _, file = locate(kind, name)
+        _, file = find_source(kind, name)
         return None if file is None else ast.parse(file.read_text())
     return None
 
@@ -135,7 +135,7 @@ def _calls(nodes: Iterable[ast.AST], names: Collection[str]) -> Iterator[int]:
         yield from _calls(ast.iter_child_nodes(node), names)
 
 
-def locate(kind: str, name: str) -> tuple[Path, Path | None]:
+def find_source(kind: str, name: str) -> tuple[Path, Path | None]:
     """Return the folder that the Python path needs for this code, and the file that contains it.
 
     Raises:

@@ -44,7 +44,7 @@ class StepRecord:
         """(tokens, samples) of this rank, without padding batches."""
         tokens = samples = 0
         for batch in self.microbatches:
-            if batch.work.counted:
+            if batch.work.is_counted:
                 tokens, samples = tokens + tokens_of(batch.inputs), samples + batch.work.indices.numel()
         return tokens, samples
 

@@ -50,9 +50,9 @@ class ParallelPlan:
     """How the ranks divide a model: the shards of its parameters, or its pipeline stages."""
 
     shards: Mapping[str, ShardedParameter] = field(default_factory=dict[str, ShardedParameter])
-    division: StagePlan | None = None
+    stage_plan: StagePlan | None = None
     schedule: Schedule = "1f1b"
-    lines: Sequence[str] = ()
+    notices: Sequence[str] = ()
     """Lines for the user, before the first step."""
     check: Callable[[Strategy], None] = lambda _: None
     """Raises UsageError if the divided model does not give the loss of the full model."""
@@ -62,7 +62,7 @@ class ParallelPlan:
         virtual_ranks: int,
     ) -> Strategy:  # fmt: skip
         """Apply `strategy` to this rank's part of the model (collective)."""
-        if self.division is None:
+        if self.stage_plan is None:
             part = strategy(model, maker, world.data, virtual_ranks=virtual_ranks)
             if world.mesh is None or not world.mesh.shares_model:
                 part.world = world
@@ -70,7 +70,7 @@ class ParallelPlan:
                 part.join(ModelParallel(model, world, self.shards), world)
             return part
         replica = pipelined(
-            strategy, model, maker, world, self.division, schedule=self.schedule, virtual_ranks=virtual_ranks
+            strategy, model, maker, world, self.stage_plan, schedule=self.schedule, virtual_ranks=virtual_ranks
         )  # fmt: skip
         self.check(replica)
         return replica
@@ -97,14 +97,14 @@ def parallelize_model(
     if world.along("context").size > 1:
         from paceline.parallel.context import split_along_context  # imports DTensor, which takes 0.5 s
 
-        return ParallelPlan(lines=split_along_context(model, world, partial(_trial_loss, model, trial)))
+        return ParallelPlan(notices=split_along_context(model, world, partial(_trial_loss, model, trial)))
     if (stages := world.along("pipeline").size) > 1:
         names, schedule = [name for name in config.stages_at.split(",") if name], config.schedule
         broadcast_module(model)  # so that the stages of all ranks belong to one model
         division = plan_stages(lambda: survey(model, *trial()), stages, names, world)
         check = partial(_check_loss, _trial_loss(model, trial), trial)
         lines = division_lines(division, schedule, plan, world)
-        return ParallelPlan(division=division, schedule=schedule, lines=lines, check=check)
+        return ParallelPlan(stage_plan=division, schedule=schedule, notices=lines, check=check)
     return NO_PARALLELISM
 
 
@@ -134,7 +134,7 @@ def _shard_layers(
             "WARNING: ranks along tensor are on several nodes, so each step sends all these bytes between nodes. "
             f"Choose a size of tensor that divides the {ranks} of a node, and use data or pipeline between nodes"
         )
-    return ParallelPlan(sharding.shards, lines=lines)
+    return ParallelPlan(sharding.shards, notices=lines)
 
 
 def _first_samples(

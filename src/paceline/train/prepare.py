@@ -137,7 +137,7 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     for name, content in data.items():
         check_equal(name, content, world)
     parallelism = parallelize_model(task, model, train_set, in_process, plan, world, parallel_config(config))
-    compute = replace(compute, notices=[*compute.notices, *parallelism.lines])
+    compute = replace(compute, notices=[*compute.notices, *parallelism.notices])
     replica = make_replica(config, maker, model, world, shape.virtual_ranks, parallelism)
     total_steps = config.run.steps or config.run.epochs * plan.known_steps
     with raise_on_all_ranks(world):
@@ -203,7 +203,7 @@ def make_replica(
                 raise report_on_one_rank(
                     UsageError(code="option-of-another-strategy", flag=flag, owner=owner, name=name), world
                 )
-        keywords = {keyword: options.get(setting) for setting, keyword in STRATEGY_INFO[name].options.items()}
+        keywords = {keyword: options.get(setting) for setting, keyword in STRATEGY_INFO[name].factory_kwargs.items()}
         return parallelism.apply(partial(STRATEGIES[name], **keywords), model, maker, world, virtual_ranks)
     except (TypeError, ValueError) as error:  # raised on all ranks: an unsupported layer, or models that differ
         raise report_on_one_rank(UsageError(str(error)), world) from None

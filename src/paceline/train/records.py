@@ -110,11 +110,11 @@ class RunRecorder:
             return
         epoch = record.microbatches[0].work.epoch
         reports_samples = self._world.leads  # one of several ranks that have used the same samples
-        used = [batch.work for batch in record.microbatches if batch.work.counted and reports_samples]
+        used = [batch.work for batch in record.microbatches if batch.work.is_counted and reports_samples]
         tokens, consumed = record.consumed if reports_samples else (0, 0)
         for work in used if listed else ():
             indices: list[int] = work.indices.tolist()
-            self.write(events.Samples(record.step, epoch, work.virtual_rank, work.part, indices))
+            self.write(events.Samples(record.step, epoch, work.virtual_rank, work.micro_batch, indices))
         if result.skipped is not None:
             self.write(events.Skipped(record.step, result.skipped.words, result.skipped.samples))
         self.write(events.Step(  # after the samples: the record of a step confirms that its samples are complete

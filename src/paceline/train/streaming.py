@@ -8,7 +8,7 @@ from typing import Any
 from paceline.collectives.control import all_gather_object, check_equal, raise_on_all_ranks, report_on_one_rank
 from paceline.data.fingerprint import hash_of
 from paceline.data.loader import Loading, MicroBatch
-from paceline.data.plan import Work
+from paceline.data.plan import MicroBatchPlan
 from paceline.data.streams import ChunkReader, StreamBatch, StreamChunk, StreamPart, StreamPlan, part_of, read_chunks
 from paceline.errors import PacelineError, TrainingError, UsageError
 from paceline.rank.world import World
@@ -140,7 +140,7 @@ class Stream:
         return len(range(virtual_rank, self.plan.global_batch, self.plan.virtual_ranks))
 
     def _micro_batch(self, batch: StreamBatch, epoch: int, step: int) -> MicroBatch:
-        work = Work(epoch, step, batch.virtual_rank, batch.part, batch.indices, batch.counted)
+        work = MicroBatchPlan(epoch, step, batch.virtual_rank, batch.part, batch.indices, batch.counted)
         return MicroBatch(batch.batch, None, work, work.random_seed(self.plan.seed))
 
     def _open(self, share: range, epoch: int, start: int) -> tuple[StreamChunk, Generator[StreamChunk]]:

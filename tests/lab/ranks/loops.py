@@ -678,7 +678,7 @@ def gradients_combined_by_hand() -> None:
 def second_backward_unchecked() -> None:
     unchecked = lambda self, *_: None  # noqa: E731
     with (
-        patch.object(PreparedModel, "_check_received", unchecked),
+        patch.object(PreparedModel, "_check_foreign_backward", unchecked),
         patch.object(PreparedModel, "_check_assigned", unchecked),
     ):
         second_backward_of_another_head()

@@ -31,7 +31,7 @@ from paceline.collectives.control import Deferred, SummedTotals, Totals
 from paceline.collectives.reducer import Reducer
 from paceline.data import plan as shuffle_module
 from paceline.data.loader import MicroBatch
-from paceline.data.plan import BatchPlan, Work
+from paceline.data.plan import BatchPlan, MicroBatchPlan
 from paceline.seeding import SeededStream
 from paceline.stepping import totals as summing_module
 from paceline.stepping.trained_model import TrainedModel
@@ -116,11 +116,11 @@ def strategies(change: Callable[[Right], object], *classes: type[Strategy]) -> l
     return [patched(kind) for kind in classes or EVERYWHERE]
 
 
-def wrong_sync(sync: Callable[[Right, list[Work], Tensor], None], *classes: type[Strategy]) -> list[Patch]:
+def wrong_sync(sync: Callable[[Right, list[MicroBatchPlan], Tensor], None], *classes: type[Strategy]) -> list[Patch]:
     """Patches that call sync(the right strategy, its work of this step, total weight) instead of sync_gradients."""
 
     def change(right: Right) -> None:
-        works: list[Work] = []
+        works: list[MicroBatchPlan] = []
 
         def enter(batch: MicroBatch, is_last: bool) -> None:
             works.append(batch.work)
@@ -149,7 +149,7 @@ def wrong_sync_points(may_sync: Callable[[int, bool], bool], *classes: type[Stra
     """Patches that let gradients travel with a micro-batch if may_sync(number in the step, is it the last)."""
 
     def change(right: Right) -> None:
-        entered: list[Work] = []
+        entered: list[MicroBatchPlan] = []
         travels = [False]
 
         def enter(batch: MicroBatch, is_last: bool) -> None:
@@ -164,8 +164,8 @@ def wrong_sync_points(may_sync: Callable[[int, bool], bool], *classes: type[Stra
     return strategies(change, *classes)
 
 
-def samples_of(works: Iterable[Work]) -> int:
-    return sum(len(work.indices) for work in works if work.counted)
+def samples_of(works: Iterable[MicroBatchPlan]) -> int:
+    return sum(len(work.indices) for work in works if work.is_counted)
 
 
 def gradients_of(right: Right) -> list[Tensor]:
@@ -277,7 +277,7 @@ def one_gradient_forgotten() -> AbstractContextManager[None]:
         right_reduce(parameters[:-1], divisor)
         scale_gradients(parameters[-1:], dist.get_world_size() / divisor)
 
-    def finish_last(right: Right, works: list[Work], total_weight: Tensor) -> None:
+    def finish_last(right: Right, works: list[MicroBatchPlan], total_weight: Tensor) -> None:
         scale_gradients(trainable(right.model)[-1:], dist.get_world_size() / total_weight)
         right.sync_gradients(total_weight)
 
@@ -323,7 +323,7 @@ def divided_by_microbatches_too() -> AbstractContextManager[None]:
 def tail_divided_by_full_batch() -> AbstractContextManager[None]:
     largest = [0.0]
 
-    def sync(right: Right, works: list[Work], total_weight: Tensor) -> None:
+    def sync(right: Right, works: list[MicroBatchPlan], total_weight: Tensor) -> None:
         samples = float(sum_over_ranks(samples_of(works), total_weight))
         largest[0] = max(largest[0], samples)
         right.sync_gradients(total_weight * (largest[0] / samples))
@@ -332,7 +332,7 @@ def tail_divided_by_full_batch() -> AbstractContextManager[None]:
 
 
 def incomplete_window_divided_by_full_count() -> AbstractContextManager[None]:
-    def sync(right: Right, works: list[Work], total_weight: Tensor) -> None:
+    def sync(right: Right, works: list[MicroBatchPlan], total_weight: Tensor) -> None:
         count = sum_over_ranks(len(works), total_weight, dist.ReduceOp.MAX)
         right.sync_gradients(total_weight * ACCUMULATION / count)
 
@@ -340,7 +340,7 @@ def incomplete_window_divided_by_full_count() -> AbstractContextManager[None]:
 
 
 def divided_by_samples_not_weights() -> AbstractContextManager[None]:
-    def sync(right: Right, works: list[Work], total_weight: Tensor) -> None:
+    def sync(right: Right, works: list[MicroBatchPlan], total_weight: Tensor) -> None:
         right.sync_gradients(sum_over_ranks(samples_of(works), total_weight))
 
     return planted(*wrong_sync(sync))
@@ -351,7 +351,7 @@ def divided_by_samples_not_weights() -> AbstractContextManager[None]:
 
 def mean_of_rank_means() -> AbstractContextManager[None]:
     right_pack = communicator.pack
-    seen: list[Work] = []  # of this rank in this step: buckets leave before the step synchronises
+    seen: list[MicroBatchPlan] = []  # of this rank in this step: buckets leave before the step synchronises
 
     def count() -> int:
         return max(1, samples_of(seen))
@@ -468,7 +468,7 @@ def stand_in_counted() -> AbstractContextManager[None]:
 
 
 def none_becomes_zero() -> AbstractContextManager[None]:
-    def sync(right: Right, works: list[Work], total_weight: Tensor) -> None:
+    def sync(right: Right, works: list[MicroBatchPlan], total_weight: Tensor) -> None:
         right.sync_gradients(total_weight)
         for parameter in trainable(right.model):
             if parameter.grad is None:
@@ -478,7 +478,7 @@ def none_becomes_zero() -> AbstractContextManager[None]:
 
 
 def no_gradient_without_samples() -> AbstractContextManager[None]:
-    def sync(right: Right, works: list[Work], total_weight: Tensor) -> None:
+    def sync(right: Right, works: list[MicroBatchPlan], total_weight: Tensor) -> None:
         right.sync_gradients(total_weight)
         if samples_of(works) == 0:
             right.model.zero_grad(set_to_none=True)
@@ -512,7 +512,7 @@ def order_differs_on_one_rank() -> AbstractContextManager[None]:
 def reduced_in_half_precision() -> AbstractContextManager[None]:
     right_pack = communicator.pack
 
-    def sync(right: Right, works: list[Work], total_weight: Tensor) -> None:
+    def sync(right: Right, works: list[MicroBatchPlan], total_weight: Tensor) -> None:
         for grad in gradients_of(right):
             grad.copy_(grad.half())
         right.sync_gradients(total_weight)
@@ -558,9 +558,9 @@ def hooks_before_the_sum() -> AbstractContextManager[None]:
     return planted((TrainedModel, "hide_hooks", lambda self, alone, counted=True: []))
 
 
-def in_backward(factor: Callable[[Work], float]) -> AbstractContextManager[None]:
+def in_backward(factor: Callable[[MicroBatchPlan], float]) -> AbstractContextManager[None]:
     """Each loss is multiplied by a factor before backward, and what it has added to the gradients is divided by it."""
-    entered: list[Work] = []
+    entered: list[MicroBatchPlan] = []
 
     def change(right: Right) -> None:
         def enter(batch: MicroBatch, is_last: bool) -> None:
@@ -721,17 +721,17 @@ def stepped_on_rank_0_only() -> AbstractContextManager[None]:
 
 
 def seeded_by_rank() -> AbstractContextManager[None]:
-    return planted((Work, "random_seed", lambda self, seed: seed + dist.get_rank()))
+    return planted((MicroBatchPlan, "random_seed", lambda self, seed: seed + dist.get_rank()))
 
 
 def same_stream_for_all() -> AbstractContextManager[None]:
-    original = Work.random_seed
-    return planted((Work, "random_seed", lambda self, seed: original(self._replace(virtual_rank=0), seed)))
+    original = MicroBatchPlan.random_seed
+    return planted((MicroBatchPlan, "random_seed", lambda self, seed: original(self._replace(virtual_rank=0), seed)))
 
 
 def same_stream_for_all_microbatches() -> AbstractContextManager[None]:
-    original = Work.random_seed
-    return planted((Work, "random_seed", lambda self, seed: original(self._replace(part=0), seed)))
+    original = MicroBatchPlan.random_seed
+    return planted((MicroBatchPlan, "random_seed", lambda self, seed: original(self._replace(micro_batch=0), seed)))
 
 
 def not_seeded() -> AbstractContextManager[None]:
@@ -758,7 +758,7 @@ def buffers_of_each_rank() -> AbstractContextManager[None]:
 
 def stand_in_moves_buffers() -> AbstractContextManager[None]:
     original = VirtualBuffers.enter
-    return planted((VirtualBuffers, "enter", lambda self, work: original(self, work._replace(counted=True))))
+    return planted((VirtualBuffers, "enter", lambda self, work: original(self, work._replace(is_counted=True))))
 
 
 def statistics_not_synchronised() -> AbstractContextManager[None]:

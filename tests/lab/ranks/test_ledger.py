@@ -515,9 +515,9 @@ def test_a_run_that_did_no_step_proves_nothing(tmp_path, capsys):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with raises("ledger-no-run", what="is no folder"):
+    with raises("ledger-no-run", what="is not a folder"):
         main([str(tmp_path / "missing")])
-    with raises("ledger-no-run", what="holds no config.toml"):
+    with raises("ledger-no-run", what="has no config.toml"):
         main([str(tmp_path)])
     run_folder(tmp_path, History(PLAN))
     with raises("ledger-no-events"):

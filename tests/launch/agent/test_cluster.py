@@ -14,7 +14,7 @@ from threading import Thread
 from paceline.host.facts import gather
 from paceline.launch.agent.channel import Alive, Beat, Hello, Link, Ordered, introduce
 from paceline.launch.agent.cluster import Cluster
-from paceline.protocol.control import Orders, signal_inbox
+from paceline.protocol.control import Orders, signal_wakeup
 from paceline.protocol.job import NodePlan
 
 SECRET = "5e" * 32
@@ -49,8 +49,8 @@ def test_the_head_learns_by_how_much_a_nodes_clock_is_ahead() -> None:
 def node_of_a_crew() -> Iterator[tuple[Link, Cluster]]:
     """A node's link to a head, and that head's cluster."""
     plan = NodePlan(("true",), nproc=1, nodes=2, node0_ports=(0,), secret=SECRET)
-    with signal_inbox(()) as inbox:
-        cluster = Cluster(plan, Orders(inbox, lifeline=False))
+    with signal_wakeup(()) as wakeup:
+        cluster = Cluster(plan, Orders(wakeup, lifeline=False))
         connection = socket.create_connection(("127.0.0.1", cluster.port))
         cluster.wait(1.0)  # greets whoever has connected
         connection.settimeout(5.0)

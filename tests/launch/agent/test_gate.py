@@ -13,7 +13,7 @@ from tests.errors import raises
 
 from paceline.launch.agent.cluster import Cluster
 from paceline.launch.agent.store import LOOPBACK, STORE_ADDRESS, StoreGate, own_store, remote_store_gate
-from paceline.protocol.control import Orders, signal_inbox
+from paceline.protocol.control import Orders, signal_wakeup
 from paceline.protocol.job import NodePlan
 
 SECRET = "5e" * 32
@@ -59,8 +59,8 @@ def head() -> Iterator[tuple[int, StoreGate]]:
     plan = NodePlan(("true",), nproc=1, nodes=2, node0_ports=(0,), secret=SECRET)
     store, gate = own_store(0)
     serve(store)
-    with signal_inbox(()) as inbox:
-        cluster, over = Cluster(plan, Orders(inbox, lifeline=False)), threading.Event()
+    with signal_wakeup(()) as wakeup:
+        cluster, over = Cluster(plan, Orders(wakeup, lifeline=False)), threading.Event()
         cluster.gate = gate
 
         def wait() -> None:

@@ -17,7 +17,7 @@ from paceline.guard.report import DiagnosisRecord, read_diagnosis
 from paceline.launch.agent.cluster import Cluster, Generation
 from paceline.launch.agent.monitor import Monitor
 from paceline.launch.agent.workers import Workers
-from paceline.protocol.control import Orders, signal_inbox
+from paceline.protocol.control import Orders, signal_wakeup
 from paceline.protocol.evidence import Sample, StopKind
 from paceline.protocol.job import NodePlan, NodeRanks
 
@@ -273,8 +273,8 @@ class Broken(Generation):
 
 def test_what_goes_wrong_in_the_guard_is_said_once_and_the_run_goes_on(tmp_path: Path, capfd) -> None:
     plan = NodePlan(("true",), nproc=1, ranks=NodeRanks(world_size=1), attempt_dir=str(tmp_path))
-    with signal_inbox(()) as inbox:
-        guarding = Monitor(Broken(plan, Workers(plan, 0, 0), Cluster(plan, Orders(inbox, lifeline=False))))
+    with signal_wakeup(()) as wakeup:
+        guarding = Monitor(Broken(plan, Workers(plan, 0, 0), Cluster(plan, Orders(wakeup, lifeline=False))))
         (tmp_path / "ask-1-x").touch()
         assert guarding.look() is None
         (line,) = capfd.readouterr().err.splitlines()

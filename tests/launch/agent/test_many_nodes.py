@@ -31,7 +31,7 @@ from paceline.launch.agent.monitor import Monitor
 from paceline.launch.agent.workers import Workers
 from paceline.launch.plan import Command
 from paceline.launch.ssh.sessions import Sessions
-from paceline.protocol.control import Orders, signal_inbox
+from paceline.protocol.control import Orders, signal_wakeup
 from paceline.protocol.evidence import Diagnosis, Sample, StopKind
 from paceline.protocol.job import NodePlan, NodeRanks
 
@@ -43,8 +43,8 @@ NODES = 100
 def crew_of(nodes: int) -> Generator[tuple[Cluster, list[Link]]]:
     """A head's cluster, and the other ends of its links."""
     plan = NodePlan(("true",), nproc=1, nodes=nodes, node0_ports=(0,), secret=SECRET)
-    with signal_inbox(()) as inbox:
-        cluster, facts, links = Cluster(plan, Orders(inbox, lifeline=False)), gather(), list[Link]()
+    with signal_wakeup(()) as wakeup:
+        cluster, facts, links = Cluster(plan, Orders(wakeup, lifeline=False)), gather(), list[Link]()
 
         def come() -> None:
             for node in range(1, nodes):
@@ -129,7 +129,7 @@ def test_a_link_that_has_got_a_closed_ones_descriptor_is_heard() -> None:
 
 def test_an_agent_waits_for_descriptors_that_select_does_not_know() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with signal_inbox(()) as inbox:
+    with signal_wakeup(()) as wakeup:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, limits[1]))
         allow_files(1500)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(1500, limits[1])
@@ -140,7 +140,7 @@ def test_an_agent_waits_for_descriptors_that_select_does_not_know() -> None:
             select.select([high], [], [], 0.0)
         os.write(writer, b"x")
         pipe = os.fdopen(high, "rb")
-        assert Orders(inbox, lifeline=False).wait(20.0, [pipe]) is False
+        assert Orders(wakeup, lifeline=False).wait(20.0, [pipe]) is False
         pipe.close()
         os.close(reader)
         os.close(writer)
@@ -199,8 +199,8 @@ def test_of_thousands_of_ranks_a_diagnosis_keeps_the_blamed_and_one_of_each_kind
 def test_ssh_sessions_log_in_a_few_at_a_time_and_all_of_them_in_the_end(tmp_path: Path) -> None:
     client = "touch in-$0; ls | grep -c in- > seen-$0; sleep 0.1; rm in-$0; echo here; exec cat > /dev/null"
     commands = [Command(f"n{node}", ("sh", "-c", f"cd {tmp_path}; {client}", str(node))) for node in range(20)]
-    with signal_inbox((signal.SIGCHLD,)) as inbox:
-        every = Sessions(commands, inbox, fan_out=4)
+    with signal_wakeup((signal.SIGCHLD,)) as wakeup:
+        every = Sessions(commands, wakeup, fan_out=4)
         try:
             deadline = time.monotonic() + 60.0
             while not all(one.answered for one in every.all) and time.monotonic() < deadline:

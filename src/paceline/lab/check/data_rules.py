@@ -40,7 +40,7 @@ def data_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     uses_join = any(replica.joined for facts in ranks for replica in facts.replicas)
     has_training = False
     for loaders in group_loaders(ranks):
-        if all(loader.private for loader in loaders.values()):
+        if all(loader.local_only for loader in loaders.values()):
             continue
         if len(loaders) > 1 and all(loader.training for loader in loaders.values()):
             has_training = True
@@ -72,11 +72,11 @@ def _sharding(loaders: Loaders) -> Iterator[Finding]:
         fix = "DistributedSampler(data) with the default num_replicas and rank, and the same seed on all ranks"
     index_lists = [p.indices for p in passes.values()]
     indexed = all(index_lists) and all(loader.probes for loader in loaders.values())
+    text, evidence = "all ranks train on the same batches", "the contents of the batches are equal"
     if not indexed:
         if all(len(p.leaves) > 1 for p in passes.values()) and mostly_equal(p.leaves for p in passes.values()):
             fix = "read a different part on each rank: itertools.islice(samples, rank, None, world_size)"
-            text = "all ranks train on the same batches"
-            yield Finding("same batches", "wrong", text, loader.made, fix, "the contents of the batches are equal")
+            yield Finding("same batches", "wrong", text, loader.constructed_at, fix, evidence)
         return
     if not same_data(loaders):
         differ = all_differ(loader.probes for loader in loaders.values())
@@ -85,9 +85,9 @@ def _sharding(loaders: Loaders) -> Iterator[Finding]:
             fix += "the same seed on all ranks"
             text = f"{loader.sampler} splits data that already differ between ranks"
             evidence = "an index means a different sample on each rank: some samples are used twice, others never"
-            yield Finding("same batches", "wrong", text, loader.made, fix, evidence)
+            yield Finding("same batches", "wrong", text, loader.constructed_at, fix, evidence)
         else:
-            yield Finding("same batches", "right", "each rank has different data", loader.made)
+            yield Finding("same batches", "right", "each rank has different data", loader.constructed_at)
         return
     common = overlap([*passes.values()])
     repeats = max(1 - len(set(indices)) / len(indices) for indices in index_lists)
@@ -95,13 +95,13 @@ def _sharding(loaders: Loaders) -> Iterator[Finding]:
     first_samples = ", ".join(map(str, index_lists[0][:MAX_LISTED]))
     if not differs(map(tuple, index_lists)) and len(index_lists[0]) > 1:
         evidence = f"{format_ranks(loaders)} drew samples {first_samples}, ... in epoch 1"
-        yield Finding("same batches", "wrong", "all ranks train on the same batches", loader.made, fix, evidence)
+        yield Finding("same batches", "wrong", text, loader.constructed_at, fix, evidence)
     elif common > allowed and repeats < MIN_REPEATED:
         text = "the samples are not split between ranks: each rank draws from all samples"
         evidence = f"in epoch 1, {common:.0%} of a rank's samples are also samples of a different rank"
-        yield Finding("same batches", "wrong", text, loader.made, fix, evidence)
+        yield Finding("same batches", "wrong", text, loader.constructed_at, fix, evidence)
     else:
-        yield Finding("same batches", "right", "each rank has different samples of the data", loader.made)
+        yield Finding("same batches", "right", "each rank has different samples of the data", loader.constructed_at)
 
 
 def _draws_part(loader: SeenLoader, epoch_pass: Pass) -> bool:
@@ -152,7 +152,7 @@ def _batch_size(loaders: Loaders) -> Iterator[Finding]:
         fix = "nothing, if the global batch should be fixed; otherwise set a batch size per rank, and a learning rate "
         fix += "that fits the global batch"
         evidence = f"{world_size * size} samples per step; on {4 * world_size} ranks each rank would have {size / 4:g}"
-        yield Finding("batch shrinks", "note", text, loader.made, fix, evidence)
+        yield Finding("batch shrinks", "note", text, loader.constructed_at, fix, evidence)
 
 
 def _augmentation(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Finding]:
@@ -182,17 +182,17 @@ def _lengths(loaders: Loaders, *, means: bool) -> Iterator[Finding]:
     if differs(loader.batches for loader in loaders.values()):
         text = "ranks have different numbers of batches: ranks with more batches hang at the end"
         fix = f"DistributedSampler, which pads; or `with Join([model]):` around the loop at {first.site}"
-        yield Finding("uneven steps", "wrong", text, first.made, fix, counts)
+        yield Finding("uneven steps", "wrong", text, first.constructed_at, fix, counts)
         return
     sizes = [*zip(*(p.sizes for p in passes.values()), strict=False)]
     if any(p.cut_off for p in passes.values()):
         sizes = sizes[:-1]  # not all ranks have reached their real last batch
-    batch = next((number for number, row in enumerate(sizes) if differs(row)), None)
+    batch = next((number for number, row in enumerate(sizes, 1) if differs(row)), None)
     if batch is not None and means:
         text = "ranks average over batches of different sizes: DDP's mean of the ranks' means weights samples unequally"
         fix = "DataLoader(..., drop_last=True), or loss.sum() * world_size / samples of all ranks"
-        counts = ", ".join(f"rank {rank}: {size}" for rank, size in zip(passes, sizes[batch], strict=True))
-        yield Finding("unequal shares", "wrong", text, first.made, fix, f"samples in batch {batch + 1}: {counts}")
+        counts = ", ".join(f"rank {rank}: {size}" for rank, size in zip(passes, sizes[batch - 1], strict=True))
+        yield Finding("unequal shares", "wrong", text, first.constructed_at, fix, f"samples in batch {batch}: {counts}")
 
 
 def _inputs(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
@@ -245,7 +245,7 @@ def evaluation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Itera
         text = "the metric counts samples twice: the sampler pads the parts of the ranks to the same length"
         fix = f"DataLoader({RANK_SUBSET}, ...), which does not pad"
         evidence = f"ranks evaluate {drawn_samples} samples, but the data have {loader.samples}"
-        yield Finding("padded score", "wrong", text, loader.made, fix, evidence)
+        yield Finding("padded score", "wrong", text, loader.constructed_at, fix, evidence)
     elif _averages_rates([*passes_by_rank.values()]):
         text = "the metric is a mean of the ranks' rates, but the ranks evaluate different numbers of samples"
         fix = "dist.all_reduce the sums and the counts, then divide"
@@ -253,7 +253,7 @@ def evaluation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Itera
         site = next(p.reduced_site for passes in passes_by_rank.values() for p in passes if p.reduced)
         yield Finding("mean of means", "wrong", text, site, fix, f"the script sums rates; samples of {counts}")
     else:
-        yield Finding("padded score", "right", "evaluation counts each sample once", loader.made)
+        yield Finding("padded score", "right", "evaluation counts each sample once", loader.constructed_at)
 
 
 def _averages_rates(passes_by_rank: Sequence[Sequence[Pass]]) -> bool:
@@ -277,7 +277,6 @@ def _averages_rates(passes_by_rank: Sequence[Sequence[Pass]]) -> bool:
 
 
 def _is_part(value: float, count: int) -> bool:
-    """Whether `value` is a fraction with this denominator."""
     return math.isfinite(value) and abs(value * count - round(value * count)) < ROUNDING
 
 

@@ -71,7 +71,6 @@ def check_findings(ranks: Sequence[ScriptFacts], notices: Sequence[ScriptNotice]
 
 
 def _notice_findings(notices: Sequence[ScriptNotice], wrong_rules: AbstractSet[str]) -> Iterator[Finding]:
-    """A finding for each notice about the script; `wrong_rules` are the rules that found a mistake."""
     reported = wrong_rules | {notice.kind for notice in notices}
     for notice in notices:
         if not notice.kind:

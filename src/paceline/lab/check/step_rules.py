@@ -132,7 +132,7 @@ def _buffers(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
 
 
 def _files(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
-    writers = _by_place(ranks, "written")
+    writers = _by_place(ranks, "saved_files")
     shared: defaultdict[str, list[tuple[str, list[int]]]] = defaultdict(list)
     for (_, path), places in writers.items():
         if len(places) > 1:
@@ -159,7 +159,7 @@ def _by_place(ranks: Sequence[ScriptFacts], attribute: str) -> dict[tuple[str, s
 
 
 def _loads(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
-    for (_, path), places in _by_place(ranks, "loaded").items():
+    for (_, path), places in _by_place(ranks, "loaded_files").items():
         wrong_device = [rank for rank, file in places.items() if set(file.devices) - {file.own_device}]
         if wrong_device and not differs(tuple(file.devices) for file in places.values()):
             file = places[wrong_device[0]]
@@ -191,7 +191,7 @@ def _threads(facts: ScriptFacts) -> Iterator[Finding]:
 
 
 def _training_loader(facts: ScriptFacts) -> SeenLoader | None:
-    return next((loader for loader in facts.loaders if loader.training and not loader.private), None)
+    return next((loader for loader in facts.loaders if loader.training and not loader.local_only), None)
 
 
 def _learning_rate(facts: ScriptFacts) -> Iterator[Finding]:
@@ -203,7 +203,7 @@ def _learning_rate(facts: ScriptFacts) -> Iterator[Finding]:
     replicas = facts.world // facts.split
     text = f"{replicas} ranks x batch {batch} = {replicas * batch} samples, learning rate {rate:g}"
     fix = "decide whether to scale the rate with the world size: lr * world_size (SGD), lr * world_size ** 0.5 (Adam)"
-    yield Finding("learning rate", "note", text, loader.made, fix)
+    yield Finding("learning rate", "note", text, loader.constructed_at, fix)
 
 
 def _schedule(facts: ScriptFacts) -> Iterator[Finding]:

@@ -328,7 +328,6 @@ def _add_unlogged_steps(start: RunStart, plan: BatchPlan) -> Iterator[str]:
 
 
 def _add_step(log: Log, step: int, portion: tuple[int, int], start: RunStart, plan: BatchPlan) -> None:
-    """Add a record of the step to the log of a rank that computed `portion`."""
     used = _portion_samples(portion, range(step, step + 1), plan) if portion[1] else torch.empty(0, dtype=torch.int64)
     epoch, digest = (step - 1) // plan.steps_per_epoch, f"{fingerprint(used):016x}"
     skipped = any(record.skipped for other in start.logs for record in other.steps.get(step, ()))
@@ -363,7 +362,6 @@ def _records(span: range, log: Log) -> list[Step]:
 
 
 def _portion_samples(portion: tuple[int, int], steps: range, plan: BatchPlan) -> Tensor:
-    """The samples that the plan gives to the virtual ranks [a, b)."""
     a, b = portion
     parts: list[Tensor] = []
     for step in steps:

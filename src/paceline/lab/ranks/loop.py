@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
 from paceline.checkpoint.shards import sha256_of
-from paceline.data.plan import BatchPlan, Work
+from paceline.data.plan import BatchPlan, MicroBatchPlan
 from paceline.errors import PacelineError
 from paceline.lab.ranks.reference import Observed, cast_to_float64, has_batch_norm, to_double
 from paceline.lab.ranks.trial import digests_of, fingerprints, gradients_of, parameters_of, world_on
@@ -85,7 +85,7 @@ class _Recorder(Observer):
     case: LoopCase
     run: LoopRun
     _step: LoopStep = field(default_factory=LoopStep)
-    _work: Work | None = None
+    _work: MicroBatchPlan | None = None
     _sums: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict[tuple[int, int], dict[str, float]])
     """By micro-batch, sums over the inputs and outputs of its forwards."""
     _passes: int = 1
@@ -149,9 +149,9 @@ class _Recorder(Observer):
         last_size = plan.global_batch if plan.last_batch == "drop" else min(tail_size, plan.global_batch)
         return max(2, self.spec.steps // 2), last_size
 
-    def on_batch(self, inputs: Any, work: Work | None) -> Any:
+    def on_batch(self, inputs: Any, work: MicroBatchPlan | None) -> Any:
         if work is not None:
-            self._work, key = work, (work.virtual_rank, work.part)
+            self._work, key = work, (work.virtual_rank, work.micro_batch)
             self._passes += key in self._sums
             self._sums[key] = {}  # a later pass over the same micro-batch replaces the first
             self._streams = stream_states(self.parts[0].replica.world.device)
@@ -164,9 +164,9 @@ class _Recorder(Observer):
     def _on_forward(self, *values: Any) -> None:
         """Add up the inputs and the outputs. Zero padding adds nothing."""
         work = self._work
-        if work is None or not work.counted:
+        if work is None or not work.is_counted:
             return
-        sums = self._sums[work.virtual_rank, work.part]
+        sums = self._sums[work.virtual_rank, work.micro_batch]
         for name, value in (("input", values[:2]), ("output", values[2:])):
             for tensor in tensors(value):
                 if tensor.ndim and len(tensor) == len(work.indices):
@@ -225,7 +225,7 @@ class _Recorder(Observer):
 
     def on_step(self, record: StepRecord) -> None:
         batches, step = record.microbatches, self._step
-        step.samples = sorted(i for batch in batches if batch.work.counted for i in batch.work.indices.tolist())
+        step.samples = sorted(i for batch in batches if batch.work.is_counted for i in batch.work.indices.tolist())
         step.scalars = {"loss": record.result.loss}
         step.rates = [rate for part in self.parts for rate in part.rates()]
         step.epoch, step.micro_batches = batches[0].work.epoch, len(batches)

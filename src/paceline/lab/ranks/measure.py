@@ -134,7 +134,7 @@ class CandidateTraining:
         maker = maker_for(optimizer, optimizer.lr, task, model)
         inline_loading = replace(loading, num_workers=0)
         sharing = parallelize_model(task, model, dataset, inline_loading, self.plan, world, parallel_config(config))
-        lines = sharing.lines if sharing.division else ()  # the stages; a table of split layers is too long
+        lines = sharing.notices if sharing.stage_plan else ()  # the stages; a table of split layers is too long
         self.notes = tuple(f"{strategy_on(candidate.strategy, candidate.mesh)}: {line.strip()}" for line in lines)
         if candidate.strategy == NO_EXCHANGE:
             self.replica = sharing.apply(_without_exchange, model, maker, world, shape.virtual_ranks)

@@ -226,8 +226,8 @@ def _observe(trial: Trial) -> None:
     def enter(batch: MicroBatch, is_last: bool) -> None:
         right_enter(batch, is_last)
         # with "sync" one forward computes all virtual ranks of a rank, and draws no random number
-        if batch.work.counted and trial.case.batchnorm != "sync":
-            trial.seen.streams[f"{batch.work.virtual_rank}.{batch.work.part}"] = stream_fingerprint()
+        if batch.work.is_counted and trial.case.batchnorm != "sync":
+            trial.seen.streams[f"{batch.work.virtual_rank}.{batch.work.micro_batch}"] = stream_fingerprint()
 
     def clip_grad_norm(max_norm: float) -> Deferred[float]:
         # not in sync_gradients: hooks on parameters run after it
@@ -258,7 +258,7 @@ def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]
     """The values of the trial's last step, over all ranks (a collective)."""
     replica, world, got, trial.seen = trial.replica, trial.replica.world, trial.seen, Observed()
     # the ranks of one model copy have the same samples: only its first rank counts
-    works = [b.work for b in microbatches if b.work.counted and world.leads]
+    works = [b.work for b in microbatches if b.work.is_counted and world.leads]
     samples = [i for work in works for i in work.indices.tolist()]
     got.samples = sorted(i for rank_samples in all_gather_object(samples, world) for i in rank_samples)
     got.streams = {k: v for part in all_gather_object(got.streams, world) for k, v in part.items()}

@@ -128,11 +128,11 @@ def _skip_reason(strategy: str, policy: Policy, world: World, optimizer: type[Op
         return "has local batch norm only"
     if info.sharded and optimizer not in ELEMENT_WISE:
         return f"shards parameters, but {optimizer.__name__} may need unsharded ones"
-    if world.mesh is not None and not info.on_mesh:
+    if world.mesh is not None and not info.supports_mesh:
         return "does not support parts of a model"
-    if info.one_process and world.data.size > 1:
+    if info.single_process and world.data.size > 1:
         return "is single-process"
-    if info.several_gpus and torch.cuda.device_count() < 2:
+    if info.multi_gpu and torch.cuda.device_count() < 2:
         return "needs two GPUs; on one device it only calls the module"
     return None
 

@@ -31,7 +31,7 @@ from paceline.host.shell_environment import environment_after
 from paceline.host.sweep import start_janitor
 from paceline.launch.agent.preload import start_preloader
 from paceline.launch.agent.workers import InheritedResources, make_snapshots, worker_environment
-from paceline.protocol.control import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
+from paceline.protocol.control import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_wakeup
 from paceline.protocol.job import NodePlan
 from paceline.runs import writing
 from paceline.runs.console import say
@@ -182,8 +182,8 @@ def _serve(plan: NodePlan, inherited: InheritedResources, on_started: Callable[[
     from paceline.launch.agent.coordinator import Coordinator
     from paceline.launch.agent.follower import Follower  # while the preloader imports torch
 
-    with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
-        orders = Orders(inbox, lifeline=lifeline and not plan.detached, silence_seconds=plan.silence_seconds)
+    with signal_wakeup((*STOP_SIGNALS, signal.SIGCHLD)) as wakeup:
+        orders = Orders(wakeup, lifeline=lifeline and not plan.detached, silence_seconds=plan.silence_seconds)
         if inherited.preloader is not None:
             inherited.preloader.wait_ready(orders)
         if plan.node == 0:

@@ -233,9 +233,9 @@ class AttachedWorkers(Workers):
         if -sample.code not in STOP_SIGNALS and not is_killed_later:
             return sample
         name = signal.Signals(-sample.code).name
-        cause = f"ended by {name} from another process"
-        rank, code = (sample.rank, sample.host, sample.pid), 128 - sample.code
-        return replace(sample, words=cause, failure=Failure(*rank, code, name, cause, "", True, sample.ended_seconds))
+        rank, cause = (sample.rank, sample.host, sample.pid), f"ended by {name} from another process"
+        failure = Failure(*rank, 128 - sample.code, name, cause, "", True, sample.ended_seconds)
+        return replace(sample, error_text=cause, failure=failure)
 
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM) -> None:
         """As `Workers.stop`, if the plan allows it."""
@@ -271,7 +271,6 @@ class AttachedWorkers(Workers):
 
 
 def _descendants(pids: Collection[int]) -> dict[int, int]:
-    """All descendants of these processes: pid -> start time."""
     procs, starts = [*processes()], dict[int, int]()
     while added := {p.pid: p.start for p in procs if p.pid not in starts and (p.parent in pids or p.parent in starts)}:
         starts |= added
@@ -389,7 +388,6 @@ class AttachedHead:
 
     @property
     def _has_all_ranks(self) -> bool:
-        """Whether this agent watches all ranks of the job."""
         return len(self._generation.samples()) == self.plan.ranks.world_size
 
     def _accept_nodes(self) -> bool:

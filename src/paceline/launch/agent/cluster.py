@@ -78,7 +78,7 @@ class RemoteNode:
         if not self.lost or sample.code is not None:
             return sample
         lost = f"{self.name} is lost: {self.lost}"
-        return replace(sample, lost=lost, ended_seconds=self.link.heard_seconds, failure=None, words="")
+        return replace(sample, lost_reason=lost, ended_seconds=self.link.heard_seconds, failure=None, error_text="")
 
     def ask(self, question: channel.Ask) -> None:
         """Request details of the state of its workers."""
@@ -493,8 +493,8 @@ def _proof(plan: NodePlan) -> str:
     return proof
 
 
-def _complete(sample: Sample, evidence: Evidence | None) -> Evidence:
+def _complete(sample: Sample, found: Evidence | None) -> Evidence:
     """The evidence of a rank, completed from its sample. Without evidence, the sample alone."""
-    if evidence is None:
+    if found is None:
         return Evidence.of(sample)
-    return replace(evidence, failure=sample.failure or evidence.failure, words=sample.words or evidence.words)
+    return replace(found, failure=sample.failure or found.failure, error_text=sample.error_text or found.error_text)

@@ -330,7 +330,6 @@ class Coordinator:
         return f"not restarted: {count} of {plan.nodes} nodes {verb}, but {option} requires more{advice}"
 
     def _continue(self, generation: Generation, decision: Restart | str, code: int) -> Restart | int:
-        """Print the decision; return the restart, or the exit code `code` if no restart is possible."""
         if isinstance(decision, str):
             if decision:
                 say(decision)

@@ -71,7 +71,7 @@ class StopReport:
     def exit_code(self) -> int:
         """The exit code of the run: that of the failed rank, if its failure is the whole diagnosis."""
         failed = next((evidence for evidence in self.evidence if evidence.rank == self.diagnosis.failed), None)
-        return EXIT_CODES.get(self.diagnosis.kind, ExitCode.STALLED) if failed is None else failed.exit_code
+        return EXIT_CODES.get(self.diagnosis.kind, ExitCode.STALLED) if failed is None else failed.shell_exit_code
 
     @property
     def word(self) -> str:
@@ -175,7 +175,7 @@ class Monitor:
         samples = self._generation.samples()
         if not any(sample.script for sample in samples):
             return None
-        faults = self._silent.see(samples, last=last)
+        faults = self._silent.update(samples, last=last)
         stops_run, step = self._plan.on_drift == "stop", max(sample.step for sample in samples)
         for notice in self._silent.notices:
             self._notify(notice.words, step, kind=notice.kind)
@@ -282,7 +282,6 @@ class Monitor:
 
 
 def _short(path: Path) -> str:
-    """The path relative to the working folder, if it is inside."""
     try:
         return str(path.relative_to(Path.cwd()))
     except (OSError, ValueError):  # the working folder was deleted, or the path is outside

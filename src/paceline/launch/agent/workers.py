@@ -399,7 +399,7 @@ class Workers:
             words = worker.log_tail(LOG_TAIL_BYTES, wait_seconds=wait_seconds)
         return Sample(
             rank=worker.rank, host=os.uname().nodename, pid=worker.process.pid, node=self.plan.node, code=code,
-            ended_seconds=ended_seconds, failure=failure, words=words,
+            ended_seconds=ended_seconds, failure=failure, error_text=words,
         )  # fmt: skip
 
     def collect(self, question: int, patience_seconds: float) -> Collection:

@@ -20,7 +20,7 @@ from paceline.host.procfs import PR_SET_PDEATHSIG
 from paceline.launch.output import Tail
 from paceline.launch.plan import Plan
 from paceline.launch.slurm.plan import SCRIPT
-from paceline.protocol.control import STOP_SIGNALS, read_inbox, signal_inbox
+from paceline.protocol.control import STOP_SIGNALS, read_stop_signals, signal_wakeup
 from paceline.protocol.job import JobSpec
 
 ANSWER_SECONDS = 60.0  # a controller with thousands of jobs may take that long
@@ -279,7 +279,6 @@ def check_fits(job: JobSpec, env: Mapping[str, str]) -> None:
 
 
 def _partitions(job: JobSpec, env: Mapping[str, str]) -> tuple[list[Nodes], str]:
-    """All nodes of the cluster, and the comma-separated partitions of the job."""
     done = run_slurm("sinfo", "-h", "-e", "-o", FORMAT)
     if done.returncode != 0:
         raise PacelineError(code="slurm-partitions", reason=slurm_error(done))
@@ -414,7 +413,7 @@ def run_here(script: Path) -> int:
 
     A stop signal makes the run save its state and end. A second one ends the run without saving.
     """
-    with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
+    with signal_wakeup((*STOP_SIGNALS, signal.SIGCHLD)) as wakeup:
         process = subprocess.Popen(
             ("bash", str(script)),
             stdin=subprocess.DEVNULL,
@@ -423,8 +422,8 @@ def run_here(script: Path) -> int:
         )
         try:
             while (code := process.poll()) is None:
-                select.select([inbox], [], [], POLL_SECONDS)
-                for _ in read_inbox(inbox):
+                select.select([wakeup], [], [], POLL_SECONDS)
+                for _ in read_stop_signals(wakeup):
                     process.send_signal(signal.SIGUSR2)  # the script forwards it, and does not requeue the job
         finally:
             process.kill()

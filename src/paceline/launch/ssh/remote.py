@@ -30,7 +30,7 @@ from paceline.launch.ssh.sessions import (
     parse_announcement,
     why_lost,
 )
-from paceline.protocol.control import GRACE_SECONDS, STOP_SIGNALS, signal_inbox
+from paceline.protocol.control import GRACE_SECONDS, STOP_SIGNALS, signal_wakeup
 from paceline.protocol.evidence import GOOD_ENDS
 from paceline.runs.console import say
 
@@ -52,7 +52,7 @@ def run_remote(plan: Plan) -> int:
     Raises:
         UsageError: some hosts cannot be used; lists them. No process was started then.
     """
-    with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox, open_sessions(plan.agents, inbox) as sessions:
+    with signal_wakeup((*STOP_SIGNALS, signal.SIGCHLD)) as wakeup, open_sessions(plan.agents, wakeup) as sessions:
         # a detached agent on this machine does not announce itself
         announces = any(command.argv[-1].endswith("--announce") for command in plan.agents)
         facts = await_agents(sessions, seconds=plan.nodes[0].join_seconds) if announces else []

@@ -24,7 +24,7 @@ from paceline.host.facts import Facts
 from paceline.host.procfs import allow_files
 from paceline.launch.output import cleaned
 from paceline.launch.plan import Command
-from paceline.protocol.control import read_inbox
+from paceline.protocol.control import read_stop_signals
 from paceline.runs.console import MAX_NAMES, say
 
 FAN_OUT = 64  # clients that log in at the same time: each login costs this machine about 50 ms of CPU time
@@ -90,14 +90,14 @@ class Output:
 class Sessions:
     """The sessions of all hosts, node 0 first. At most FAN_OUT of them log in at the same time."""
 
-    def __init__(self, commands: Sequence[Command], inbox: socket.socket, fan_out: int = FAN_OUT) -> None:
+    def __init__(self, commands: Sequence[Command], wakeup: socket.socket, fan_out: int = FAN_OUT) -> None:
         self.all = [HostSession(node, command) for node, command in enumerate(commands)]
         self._queue, self._fan_out = list(reversed(self.all)), fan_out
-        self._inbox = inbox
+        self._wakeup = wakeup
         self._heartbeat_seconds = 0.0  # time of the last heartbeat
         self._pipes: dict[int, tuple[HostSession, IO[bytes]]] = {}
         self._poll = select.poll()
-        self._poll.register(inbox, select.POLLIN)
+        self._poll.register(wakeup, select.POLLIN)
 
     def start_more(self) -> None:
         """Start further sessions, up to the limit of concurrent logins. Raises UsageError if the program is missing."""
@@ -141,7 +141,7 @@ class Sessions:
         self.start_more()
         self._send_heartbeats()
         poll = self._poll if read else select.poll()
-        poll.register(self._inbox, select.POLLIN)
+        poll.register(self._wakeup, select.POLLIN)
         full_stdins = [stdin for session in self.all if session.unsent and (stdin := session.stdin) is not None]
         for stdin in full_stdins:
             poll.register(stdin, select.POLLOUT)
@@ -149,7 +149,7 @@ class Sessions:
         self._poll_processes()
         ending = any(session.has_ended and not session.ended for session in self.all)
         ready = poll.poll(0 if ending else 1000 * max(0.0, min(seconds, until_heartbeat)))
-        signals = read_inbox(self._inbox)
+        signals = read_stop_signals(self._wakeup)
         for stdin in full_stdins:
             poll.unregister(stdin)
         for session in self.all:
@@ -262,14 +262,14 @@ class Sessions:
 
 
 @contextmanager
-def open_sessions(commands: Sequence[Command], inbox: socket.socket) -> Generator[Sessions]:
+def open_sessions(commands: Sequence[Command], wakeup: socket.socket) -> Generator[Sessions]:
     """Start the sessions, with at most FAN_OUT concurrent logins. All sessions end with the context.
 
     Raises:
         UsageError: the program does not exist.
     """
     allow_files(FILES + FILES_PER_SESSION * len(commands))
-    sessions = Sessions(commands, inbox)
+    sessions = Sessions(commands, wakeup)
     try:
         sessions.start_more()
         yield sessions
@@ -443,7 +443,6 @@ def why_lost(code: int, stderr: bytes) -> str:
 
 
 def _test_command(argv: Sequence[str]) -> str:
-    """A command for the user to test the connection."""
     client = argv[: argv.index("-T")] if "-T" in argv else argv[:1]
     port = argv[argv.index("-p", len(client)) :][:2] if "-p" in argv[len(client) :] else ()
     host = argv[-2:-1] if "--" in argv else ()

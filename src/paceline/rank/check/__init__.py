@@ -37,7 +37,7 @@ from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.check.steps import StepWatch
 from paceline.rank.guard import Guard
 from paceline.rank.imports import when_imported
-from paceline.rank.probes import Events, wrap_function
+from paceline.rank.probes import ScriptListener, wrap_function
 from paceline.rank.probes.steps import JointOptimizers
 from paceline.rank.sites import short, site_words, user_site
 from paceline.runs import writing
@@ -49,7 +49,7 @@ COMBINING = ("reduce", "gather", "all_to_all", "send", "recv")
 IGNORED_PATHS = ("/dev/", "/proc/", "/sys/", "/__pycache__/", "/.cache/", "-packages/")
 
 
-class SideWatch(Events):
+class SideWatch(ScriptListener):
     """Records facts of a process except those of loaders, replicas and optimizers."""
 
     def __init__(self, facts: ScriptFacts, own_folder: str) -> None:
@@ -65,7 +65,7 @@ class SideWatch(Events):
         when_imported("accelerate.accelerator", self._in_accelerate)
         when_imported("transformers.trainer", self._in_trainer)
 
-    def torch_imported(self) -> None:
+    def on_torch_imported(self) -> None:
         torch: Any = sys.modules["torch"]
         functional: Any = sys.modules["torch.nn.functional"]
         serialization: Any = sys.modules["torch.serialization"]
@@ -85,12 +85,12 @@ class SideWatch(Events):
         for name in ("cross_entropy", "nll_loss"):
             wrap_function(functional, name, after=self._counts)
 
-    def epoch_begins(self, batches: Any) -> None:
+    def on_epoch_begin(self, batches: Any) -> None:
         number = next((n for n, x in enumerate(self._facts.loaders) if x.passes and not x.passes[-1].sizes), -1)
         if number >= 0:
             self._passes.append((self._facts.loaders[number].passes[-1], time.monotonic_ns(), self._printed))
 
-    def backward_begins(self, losses: Any) -> None:
+    def on_backward_begin(self, losses: Any) -> None:
         self._close()
 
     def finish(self) -> None:
@@ -121,8 +121,8 @@ class SideWatch(Events):
         path = os.path.realpath(path)
         if path.startswith(self._own) or any(part in path for part in IGNORED_PATHS):
             return
-        if len(self._facts.written) < MAX_FILES and not any(file.path == path for file in self._facts.written):
-            self._facts.written.append(PlacedFile(path, user_site()))
+        if len(self._facts.saved_files) < MAX_FILES and not any(file.path == path for file in self._facts.saved_files):
+            self._facts.saved_files.append(PlacedFile(path, user_site()))
 
     def _saves(self, state: Any, file: Any = None, *_: Any) -> None:
         if isinstance(file, (str, os.PathLike)):
@@ -133,7 +133,7 @@ class SideWatch(Events):
         if devices and isinstance(file, (str, os.PathLike)):
             path = os.path.realpath(os.fspath(file))  # pyright: ignore[reportUnknownArgumentType]
             cuda: Any = sys.modules["torch.cuda"]
-            self._facts.loaded.append(PlacedFile(path, user_site(), devices, cuda.current_device()))
+            self._facts.loaded_files.append(PlacedFile(path, user_site(), devices, cuda.current_device()))
 
     def _counts(self, result: Any, predicted: Any, target: Any, *args: Any, **kwargs: Any) -> None:
         if not result.requires_grad or target.is_floating_point() or result.dim():
@@ -249,14 +249,14 @@ def _gpus(state: Any, depth: int = 0) -> set[int]:
     return {gpu for value in inner for gpu in _gpus(value, depth + 1)} if depth < 5 else set()
 
 
-class Writing(Events):
+class Writing(ScriptListener):
     """Writes the facts every few seconds and at the end."""
 
     def __init__(self, facts: ScriptFacts, folder: Path) -> None:
         self._facts, self._path, self._pid = facts, folder / facts_file(facts.rank), os.getpid()
         self._last = 0.0
 
-    def step_ended(self, optimizer: Any) -> None:
+    def on_step_end(self, optimizer: Any) -> None:
         if time.monotonic() - self._last > EVERY_SECONDS:
             self.write()
 
@@ -279,7 +279,7 @@ class Writing(Events):
         self.write()
 
 
-def watch(folder: Path) -> tuple[Events, ...]:
+def watch(folder: Path) -> tuple[ScriptListener, ...]:
     """The listeners that record the facts of this process."""
     facts = ScriptFacts(
         rank=int(os.environ["RANK"]),

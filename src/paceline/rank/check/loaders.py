@@ -33,7 +33,7 @@ from paceline.protocol.facts import (
 )
 from paceline.rank.guard import Guard
 from paceline.rank.imports import hide_from_warnings, when_imported
-from paceline.rank.probes import Events, leaf_digests, sample_count, short_hash, wrap_function
+from paceline.rank.probes import ScriptListener, leaf_digests, sample_count, short_hash, wrap_function
 from paceline.rank.sites import USER, call_site, owner, user_site
 
 MAX_PASSED_OVER = 100_000  # skipped batches to reach the last one
@@ -111,7 +111,7 @@ class TruncatedSampler:
         return drawn
 
 
-class LoaderWatch(Events):
+class LoaderWatch(ScriptListener):
     """Records facts about the loaders of a process. `fed` is the number of the loader of the last batch."""
 
     def __init__(self, facts: ScriptFacts) -> None:
@@ -125,7 +125,7 @@ class LoaderWatch(Events):
         self.fed = -1
         self.given = 0  # number of batches of all loaders
 
-    def torch_imported(self) -> None:
+    def on_torch_imported(self) -> None:
         watch_setters()
         dataloader: Any = sys.modules["torch.utils.data.dataloader"]
         fetchers: Any = sys.modules["torch.utils.data._utils.fetch"]
@@ -160,7 +160,7 @@ class LoaderWatch(Events):
             seconds = MAX_SECONDS if is_recorded else LATER_SECONDS
             batches._sampler_iter = TruncatedSampler(batches._sampler_iter, length, kept, record.passes[-1], seconds)
 
-    def epoch_begins(self, batches: Any) -> None:
+    def on_epoch_begin(self, batches: Any) -> None:
         loader = batches.of_loader()
         if loader not in self._numbers:
             self._numbers[loader] = self._number(loader)
@@ -176,14 +176,14 @@ class LoaderWatch(Events):
         """The number of a loader's record, which may be that of an earlier loader of this data at the same lines."""
         record = seen_loader(loader)
         for number, data in self._live.items():
-            earlier_loader = self._facts.loaders[number]
-            if data is loader.dataset and (earlier_loader.site, earlier_loader.made) == (record.site, record.made):
+            known = self._facts.loaders[number]
+            if data is loader.dataset and (known.site, known.constructed_at) == (record.site, record.constructed_at):
                 return number
         self._live[len(self._facts.loaders)] = loader.dataset
         self._facts.loaders.append(record)
         return len(self._facts.loaders) - 1
 
-    def batch_given(self, batches: Any, batch: Any) -> None:
+    def on_batch_received(self, batches: Any, batch: Any) -> None:
         self._generators = None
         self.fed = _number_of(batches)
         self.given += 1
@@ -196,7 +196,7 @@ class LoaderWatch(Events):
         if len(self._facts.loaders[self.fed].passes) == 1 and len(loader_pass.sizes) in LOOKS:
             self._generators = Generators()
 
-    def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if self._generators is None:
             return
         record = self._facts.loaders[self.fed]
@@ -204,7 +204,7 @@ class LoaderWatch(Events):
             record.random.setdefault(f"{name}, in the loop", state)
         self._generators = None
 
-    def epoch_ended(self, batches: Any) -> None:
+    def on_epoch_end(self, batches: Any) -> None:
         number = _number_of(batches)
         if number < 0:
             return
@@ -241,7 +241,7 @@ def seen_loader(loader: Any) -> SeenLoader:
     shuffles = False if "SequentialSampler" in names else True if "RandomSampler" in names else shuffle
     return SeenLoader(
         site=user_site(),
-        made=getattr(loader, "made_at", ""),
+        constructed_at=getattr(loader, "made_at", ""),
         sampler=sampler or base_sampler,
         shuffles=shuffles,
         samples=_length(len, loader.dataset),

@@ -16,7 +16,7 @@ from paceline.protocol.facts import MAX_DIGESTS, MAX_STEPS, Dropped, ScriptFacts
 from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.guard import Guard
 from paceline.rank.imports import hide_from_warnings, when_imported
-from paceline.rank.probes import MAX_ELEMENTS, Events, digest_of, leaf_digests, short_hash, wrap_function
+from paceline.rank.probes import MAX_ELEMENTS, ScriptListener, digest_of, leaf_digests, short_hash, wrap_function
 from paceline.rank.probes.steps import JointOptimizers, is_sharded
 from paceline.rank.sites import Owner, call_site, frame_of, owner, site_words, user_site
 
@@ -44,7 +44,7 @@ class Window:
     clear_site: str = ""
 
 
-class StepWatch(Events):
+class StepWatch(ScriptListener):
     """Records facts about the replicas, backwards and steps of a process."""
 
     def __init__(self, facts: ScriptFacts, loading: LoaderWatch, joint: JointOptimizers | None = None) -> None:
@@ -74,7 +74,7 @@ class StepWatch(Events):
         self._at = (-1, -1)  # loader and pass of the last backward
         self._clipped = set[int](), 0.0, 0.0, ""  # since any step: ids, norm, limit, line
 
-    def torch_imported(self) -> None:
+    def on_torch_imported(self) -> None:
         self._meshes.watch()
         sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(self._called)
         wrap_function(
@@ -88,7 +88,7 @@ class StepWatch(Events):
         scale = self.clipping(clipping._clip_grads_with_norm_)  # clip_grad_norm_ also calls it
         clipping._clip_grads_with_norm_ = nn_utils.clip_grads_with_norm_ = scale
 
-    def session_begins(self) -> None:
+    def on_session_begin(self) -> None:
         self._facts.session = True
 
     def _unsynced(self, ddp: Any) -> None:
@@ -123,7 +123,7 @@ class StepWatch(Events):
 
         return clipped
 
-    def replica_made(self, ddp: Any) -> None:
+    def on_replica_created(self, ddp: Any) -> None:
         caller = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
         while "/paceline/rank/" in caller.f_code.co_filename and caller.f_back is not None:
             caller = caller.f_back
@@ -167,7 +167,7 @@ class StepWatch(Events):
         frame = outer or frame
         return site_words(frame_of(frame)) if frame is not None else ""
 
-    def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._inside += 1
         record = self._replicas.get(id(ddp))
         if record is None or not sys.modules["torch"].is_grad_enabled() or not ddp.training:
@@ -179,7 +179,7 @@ class StepWatch(Events):
         if len(record.inputs) < MAX_DIGESTS:
             record.inputs.append(leaf_digests([inputs, named]))
 
-    def forward_ended(self, ddp: Any, output: Any) -> None:
+    def on_forward_end(self, ddp: Any, output: Any) -> None:
         self._inside -= 1
         record = self._replicas.get(id(ddp))
         if record is None or not record.find_unused or record.looked >= LOOKS or not ddp.training:
@@ -190,11 +190,11 @@ class StepWatch(Events):
             num_unused = sum(p.requires_grad and id(p) not in used_ids for p in ddp._module_parameters)
             record.looked, record.unused = record.looked + 1, max(record.unused, num_unused)
 
-    def raised(self, where: str, error: BaseException) -> None:
+    def on_exception(self, where: str, error: BaseException) -> None:
         if where == "forward":
             self._inside -= 1
 
-    def backward_begins(self, losses: Any) -> None:
+    def on_backward_begin(self, losses: Any) -> None:
         if self._facts.session:
             return
         loader_number = self._loading.fed
@@ -233,7 +233,7 @@ class StepWatch(Events):
                 window.held = 0
             window.held, window.batch, window.at = window.held + 1, batch, at
 
-    def backward_ended(self) -> None:
+    def on_backward_end(self) -> None:
         if self._facts.session:
             return
         if self._called_ns and self._joint.called:
@@ -244,7 +244,7 @@ class StepWatch(Events):
                 window.filled = any(map(_has_gradient, _parameters(window.optimizer)))
             self._local = [_total(optimizer) for optimizer in self._optimizers]
 
-    def step_begins(self, optimizer: Any) -> None:
+    def on_step_begin(self, optimizer: Any) -> None:
         self._depth += 1
         if self._depth > 1:
             return
@@ -312,7 +312,7 @@ class StepWatch(Events):
         if window is not None:
             window.lost = 0
 
-    def step_ended(self, optimizer: Any) -> None:
+    def on_step_end(self, optimizer: Any) -> None:
         self._depth -= 1
         if self._depth or self._facts.session:
             return
@@ -336,7 +336,7 @@ class StepWatch(Events):
             return
         if not private:
             self._loading.joint.add(number)
-        self._facts.loaders[number].private = number not in self._loading.joint
+        self._facts.loaders[number].local_only = number not in self._loading.joint
 
 
 def _parameters(optimizer: Any) -> list[Any]:

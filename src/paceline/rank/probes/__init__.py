@@ -2,8 +2,8 @@
 
 `Hooks` reports when an unmodified script loads data, runs forward and backward, and steps an optimizer:
 
-    class Steps(Events):
-        def step_ended(self, optimizer): ...
+    class Steps(ScriptListener):
+        def on_step_end(self, optimizer): ...
 
     Hooks(warn_once).listen(Steps()).install()
 
@@ -111,67 +111,67 @@ def sample_count(batch: Any, depth: int = 0) -> int:
     return next((size for value in inner if depth < MAX_DEPTH and (size := sample_count(value, depth + 1))), 0)
 
 
-class Events:
-    """A listener: subclasses override some events. All events except `thread_ended` run in the script's thread."""
+class ScriptListener:
+    """A listener: subclasses override some events. All events except `on_thread_failed` run in the script's thread."""
 
-    def torch_imported(self) -> None:
+    def on_torch_imported(self) -> None:
         """The import of torch has completed. Listeners may add hooks."""
 
-    def epoch_begins(self, batches: Any) -> None:
+    def on_epoch_begin(self, batches: Any) -> None:
         """A `DataLoader` has made or restarted the iterator `batches`."""
 
-    def indices_drawn(self, batches: Any, indices: Any) -> None:
+    def on_indices_drawn(self, batches: Any, indices: Any) -> None:
         """The sampler has returned the indices of a batch (a list or one). Loaders with processes draw ahead."""
 
-    def batch_asked(self, batches: Any) -> None:
+    def on_batch_requested(self, batches: Any) -> None:
         """The script requests a batch."""
 
-    def batch_given(self, batches: Any, batch: Any) -> None:
+    def on_batch_received(self, batches: Any, batch: Any) -> None:
         """The script receives a batch."""
 
-    def epoch_ended(self, batches: Any) -> None:
+    def on_epoch_end(self, batches: Any) -> None:
         """The iterator has no more batches."""
 
-    def replica_made(self, ddp: Any) -> None:
+    def on_replica_created(self, ddp: Any) -> None:
         """The script has made a `DistributedDataParallel`; its parameters are equal on all its ranks."""
 
-    def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         """The forward of a replica begins."""
 
-    def buffers_asked(self, ddp: Any) -> None:
+    def on_buffers_broadcast(self, ddp: Any) -> None:
         """The forward of a replica waits for the buffers of rank 0."""
 
-    def buffers_given(self, ddp: Any) -> None:
+    def on_buffers_received(self, ddp: Any) -> None:
         """The replica has the buffers of rank 0."""
 
-    def forward_ended(self, ddp: Any, output: Any) -> None:
+    def on_forward_end(self, ddp: Any, output: Any) -> None:
         """The forward of a replica has returned."""
 
-    def backward_begins(self, losses: Any) -> None:
+    def on_backward_begin(self, losses: Any) -> None:
         """The script calls `backward()` on one or several tensors."""
 
-    def backward_ended(self) -> None:
+    def on_backward_end(self) -> None:
         """`backward()` has returned. With DDP the gradients are reduced."""
 
-    def step_begins(self, optimizer: Any) -> None:
+    def on_step_begin(self, optimizer: Any) -> None:
         """The optimizer is about to change its parameters, which have gradients (from a closure or from before)."""
 
-    def closure_ended(self, optimizer: Any) -> None:
+    def on_closure_end(self, optimizer: Any) -> None:
         """The optimizer has called its closure again (L-BFGS). It may discard the parameters of this call."""
 
-    def step_ended(self, optimizer: Any) -> None:
+    def on_step_end(self, optimizer: Any) -> None:
         """The optimizer has changed its parameters."""
 
-    def session_begins(self) -> None:
+    def on_session_begin(self) -> None:
         """The script begins a session or a training of paceline."""
 
-    def thread_ended(self, name: str, error: BaseException) -> None:
+    def on_thread_failed(self, name: str, error: BaseException) -> None:
         """A thread of the script has ended with this exception. Called in that thread."""
 
-    def raised(self, where: str, error: BaseException) -> None:
+    def on_exception(self, where: str, error: BaseException) -> None:
         """An exception has left "data", "forward" or "backward". The ledger reports those of a "collective"."""
 
-    def script_ended(self) -> None:
+    def on_script_succeeded(self) -> None:
         """The script has ended with exit code 0."""
 
 
@@ -183,22 +183,22 @@ class Hooks:
         self._warn_once = warn_once
         os.register_at_fork(after_in_child=self._listeners.clear)
 
-    def listen(self, *listeners: Events) -> Self:
+    def listen(self, *listeners: ScriptListener) -> Self:
         """Add listeners, which are called in this order."""
-        for name in vars(Events):
-            added = [getattr(x, name) for x in listeners if getattr(type(x), name) is not getattr(Events, name)]
+        for name in vars(ScriptListener):
+            added = [getattr(x, name) for x in listeners if getattr(type(x), name) is not getattr(ScriptListener, name)]
             self._listeners[name] = [*self._listeners.get(name, ()), *added]
         return self
 
-    def dismiss(self, *listeners: Events) -> None:
+    def dismiss(self, *listeners: ScriptListener) -> None:
         """Remove these listeners, and report to the others that a session begins."""
         for name, methods in self._listeners.items():
             self._listeners[name] = [method for method in methods if getattr(method, "__self__", None) not in listeners]
-        self._tell("session_begins")
+        self._tell("on_session_begin")
 
     def end(self) -> None:
         """Report that the script has ended with exit code 0."""
-        self._tell("script_ended")
+        self._tell("on_script_succeeded")
 
     def install(self) -> Self:
         """Install the hooks now, or when the import of torch completes."""
@@ -207,7 +207,7 @@ class Hooks:
 
         def ended(args: threading.ExceptHookArgs) -> None:
             if isinstance(args.exc_value, Exception):
-                self._tell("thread_ended", args.thread.name if args.thread is not None else "?", args.exc_value)
+                self._tell("on_thread_failed", args.thread.name if args.thread is not None else "?", args.exc_value)
             previous_hook(args)
 
         threading.excepthook = ended
@@ -225,41 +225,41 @@ class Hooks:
         try:
             self._wrap_loaders(sys.modules["torch.utils.data.dataloader"]._BaseDataLoaderIter)
             replica = sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel
-            wrap_function(replica, "__init__", after=lambda _, ddp, *__, **___: tell("replica_made", ddp))
+            wrap_function(replica, "__init__", after=lambda _, ddp, *__, **___: tell("on_replica_created", ddp))
             wrap_function(
                 replica, "forward",
-                before=lambda ddp, *inputs, **named: tell("forward_begins", ddp, inputs, named),
-                after=lambda output, ddp, *_, **__: tell("forward_ended", ddp, output),
-                failed=lambda error, *_, **__: tell("raised", "forward", error),
+                before=lambda ddp, *inputs, **named: tell("on_forward_begin", ddp, inputs, named),
+                after=lambda output, ddp, *_, **__: tell("on_forward_end", ddp, output),
+                failed=lambda error, *_, **__: tell("on_exception", "forward", error),
             )  # fmt: skip
             wrap_function(
                 replica, "_sync_buffers",
-                before=lambda ddp: tell("buffers_asked", ddp),
-                after=lambda _, ddp: tell("buffers_given", ddp),
+                before=lambda ddp: tell("on_buffers_broadcast", ddp),
+                after=lambda _, ddp: tell("on_buffers_received", ddp),
             )  # fmt: skip
             wrap_function(
                 sys.modules["torch.autograd"], "backward",
-                before=lambda losses, *_, **__: tell("backward_begins", losses),
-                after=lambda *_, **__: tell("backward_ended"),
-                failed=lambda error, *_, **__: tell("raised", "backward", error),
+                before=lambda losses, *_, **__: tell("on_backward_begin", losses),
+                after=lambda *_, **__: tell("on_backward_end"),
+                failed=lambda error, *_, **__: tell("on_exception", "backward", error),
             )  # fmt: skip
             optimizers = sys.modules["torch.optim.optimizer"]
             optimizers.register_optimizer_step_pre_hook(self._step_begins)
             optimizers.register_optimizer_step_post_hook(self._step_ended)
         except Exception as error:  # a torch with different names
             self._warn_once(error)
-        tell("torch_imported")
+        tell("on_torch_imported")
 
     def _step_begins(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Report `step_begins` now, or, if a closure computes the gradients, when the closure has returned."""
+        """Report `on_step_begin` now, or, if a closure computes the gradients, when the closure has returned."""
         if _is_nested_step(optimizer):
             return None
         closure = _closure(args, named)
-        if not callable(closure) or not self._listeners.get("step_begins"):
-            self._tell("step_begins", optimizer)
+        if not callable(closure) or not self._listeners.get("on_step_begin"):
+            self._tell("on_step_begin", optimizer)
             return None
         watched = Closure(
-            closure, partial(self._tell, "step_begins", optimizer), partial(self._tell, "closure_ended", optimizer)
+            closure, partial(self._tell, "on_step_begin", optimizer), partial(self._tell, "on_closure_end", optimizer)
         )
         return (args, named | {"closure": watched}) if "closure" in named else ((args[0], watched, *args[2:]), named)
 
@@ -269,7 +269,7 @@ class Hooks:
         closure = _closure(args, named)
         if isinstance(closure, Closure):
             closure.begin()  # if the optimizer has not called it
-        self._tell("step_ended", optimizer)
+        self._tell("on_step_end", optimizer)
 
     def _wrap_loaders(self, base: Any) -> None:
         """Wrap the base class of iterators. Subclasses inherit `__next__`, and call the base for the other methods."""
@@ -277,21 +277,21 @@ class Hooks:
 
         def begun(_: Any, batches: Any, loader: Any) -> None:
             batches.of_loader = weakref.ref(loader)
-            tell("epoch_begins", batches)
+            tell("on_epoch_begin", batches)
 
         def begun_again(_: Any, batches: Any, loader: Any, first_iter: bool = False) -> None:
             if not first_iter:
-                tell("epoch_begins", batches)
+                tell("on_epoch_begin", batches)
 
         def failed(error: BaseException, batches: Any) -> None:
             is_end = isinstance(error, StopIteration)
-            tell("epoch_ended", batches) if is_end else tell("raised", "data", error)
+            tell("on_epoch_end", batches) if is_end else tell("on_exception", "data", error)
 
         wrap_function(base, "__init__", after=begun)
         wrap_function(base, "_reset", after=begun_again)
-        wrap_function(base, "_next_index", after=lambda indices, batches: tell("indices_drawn", batches, indices))
-        wrap_next = partial(wrap_function, base, "__next__", before=partial(tell, "batch_asked"), failed=failed)
-        wrap_next(after=lambda batch, batches: tell("batch_given", batches, batch))
+        wrap_function(base, "_next_index", after=lambda indices, batches: tell("on_indices_drawn", batches, indices))
+        wrap_next = partial(wrap_function, base, "__next__", before=partial(tell, "on_batch_requested"), failed=failed)
+        wrap_next(after=lambda batch, batches: tell("on_batch_received", batches, batch))
 
 
 class Closure:

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from paceline.protocol.evidence import ScriptFinding, is_victim
 from paceline.protocol.marks import put_finding
 from paceline.protocol.status_page import StatusPage
-from paceline.rank.probes import DeferredReads, Events, leaf_digests, may_compute
+from paceline.rank.probes import DeferredReads, ScriptListener, leaf_digests, may_compute
 from paceline.rank.probes.steps import USUAL_STEPS, StepCounter
 from paceline.rank.recorder import distributed
 from paceline.rank.sites import Owner, frame_of, owner, site_words, user_site
@@ -38,7 +38,7 @@ MOST_SWALLOWED, MOST_CHARS, MOST_NAME = 3, 300, 40
 PAIR_EVERY, PAIRS, FEW_ELEMENTS = 8, 2, 256  # the inputs of PAIRS pairs of steps must be equal
 
 
-class BatchTracker(Events):
+class BatchTracker(ScriptListener):
     """Tracks the current batch of the script. A framework may have fetched the next one, to detect the last one."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class BatchTracker(Events):
         self._next: tuple[int, int, Any] | None = None
         self._last: tuple[int, int, Any] | None = None
 
-    def epoch_begins(self, batches: Any) -> None:
+    def on_epoch_begin(self, batches: Any) -> None:
         loader = batches.of_loader
         self._epochs[loader] = self._epochs.get(loader, 0) + 1
         self._number[batches] = 0
@@ -59,10 +59,10 @@ class BatchTracker(Events):
             self._ahead[batches] = prefetches or frame.f_code.co_filename.endswith(ONE_AHEAD)
             frame = frame.f_back
 
-    def indices_drawn(self, batches: Any, indices: Any) -> None:
+    def on_indices_drawn(self, batches: Any, indices: Any) -> None:
         self._drawn.setdefault(batches, deque()).append(indices)
 
-    def batch_given(self, batches: Any, batch: Any) -> None:
+    def on_batch_received(self, batches: Any, batch: Any) -> None:
         drawn, number = self._drawn.get(batches), self._number.get(batches, 0) + 1
         self._number[batches] = number
         indices = drawn.popleft() if drawn else []
@@ -70,7 +70,7 @@ class BatchTracker(Events):
         self._last = self._next if self._ahead.get(batches) and number > 1 else batch_position
         self._next = batch_position
 
-    def epoch_ended(self, batches: Any) -> None:
+    def on_epoch_end(self, batches: Any) -> None:
         if self._next is not None:
             self._last = self._next
 
@@ -85,7 +85,7 @@ class BatchTracker(Events):
         return f", batch {number} of epoch {epoch}" + (f", samples {shown}" if samples else "")
 
 
-class NonFiniteGradients(Events):
+class NonFiniteGradients(ScriptListener):
     """Finds optimizer steps with gradients that are NaN or infinite."""
 
     def __init__(self, page: StatusPage, steps: StepCounter, batches: BatchTracker) -> None:
@@ -99,13 +99,13 @@ class NonFiniteGradients(Events):
         self._hidden_reported = False
         self._reported = False
 
-    def replica_made(self, ddp: Any) -> None:
+    def on_replica_created(self, ddp: Any) -> None:
         named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
         if named:
             name, sensor = next((pair for pair in named[:8] if pair[1].numel() <= SMALL), named[0])
             self._hook(sensor, name)
 
-    def backward_begins(self, losses: Any) -> None:
+    def on_backward_begin(self, losses: Any) -> None:
         self._later.look()
         loss = losses if hasattr(losses, "numel") else next(iter(losses), None)
         self._follows = False
@@ -127,7 +127,7 @@ class NonFiniteGradients(Events):
         not_finite = [_not_finite(p).double() for p in same_device]
         self._later.read(torch.cat([loss.detach().reshape(1).double(), *not_finite]), look)
 
-    def step_begins(self, optimizer: Any) -> None:
+    def on_step_begin(self, optimizer: Any) -> None:
         if self._reported or getattr(optimizer, "found_inf", None) is not None:  # GradScaler has checked already
             return
         sensor = self._sensors[optimizer] if optimizer in self._sensors else self._chosen(optimizer)
@@ -145,10 +145,10 @@ class NonFiniteGradients(Events):
 
         self._later.read(_not_finite(sensor.grad), look)
 
-    def closure_ended(self, optimizer: Any) -> None:
+    def on_closure_end(self, optimizer: Any) -> None:
         self._again.add(optimizer)
 
-    def step_ended(self, optimizer: Any) -> None:
+    def on_step_end(self, optimizer: Any) -> None:
         """Check the new parameters after repeated closures: a line search may discard a point that is not finite."""
         sensor = self._sensors.get(optimizer)
         if self._reported or optimizer not in self._again or sensor is None or not may_compute(sensor):
@@ -212,7 +212,7 @@ def _is_sized(loader: Any) -> bool:
         return False
 
 
-class SwallowedExceptions(Events):
+class SwallowedExceptions(ScriptListener):
     """Finds exceptions after which the script takes another step, and exceptions that end a thread."""
 
     def __init__(self, page: StatusPage, steps: StepCounter) -> None:
@@ -222,7 +222,7 @@ class SwallowedExceptions(Events):
         self._reported: set[str] = set()
         self._collective_reported = False
 
-    def raised(self, where: str, error: BaseException) -> None:
+    def on_exception(self, where: str, error: BaseException) -> None:
         if not isinstance(error, Exception):
             return
         world_ref = _world() if collective_failed(error) else None
@@ -230,17 +230,17 @@ class SwallowedExceptions(Events):
             line, name = _line_of(error), type(error).__name__
             self._raised[f"{name} {line}"] = f"{name} in its {where}, at {line}: {str(error)[:MOST_CHARS]}", world_ref
 
-    def thread_ended(self, name: str, error: BaseException) -> None:
+    def on_thread_failed(self, name: str, error: BaseException) -> None:
         key, message = f"{type(error).__name__} at {_line_of(error)}", str(error)[:MOST_CHARS]
         if key not in self._reported and len(self._reported) < MOST_SWALLOWED:
             self._reported.add(key)
             predicate = f"its thread {name[:MOST_NAME]} ended with {key}: {message}"
             put_finding(self._page, ScriptFinding("thread", self._steps.done, predicate))
 
-    def step_ended(self, optimizer: Any) -> None:
+    def on_step_end(self, optimizer: Any) -> None:
         self._report(self._steps.done)
 
-    def script_ended(self) -> None:
+    def on_script_succeeded(self) -> None:
         self._report(self._steps.done, last=True)
 
     def _report(self, step: int, *, last: bool = False) -> None:
@@ -257,7 +257,7 @@ class SwallowedExceptions(Events):
                 put_finding(self._page, ScriptFinding("swallowed", step, predicate, last=last))
 
 
-class StaleGradients(Events):
+class StaleGradients(ScriptListener):
     """Finds a step without new gradients, a skipped step or batch, a repeated batch, and an optimizer that leaves DDP.
 
     Each of these may be intended, so the agent reports a finding only if other ranks do not have it.
@@ -277,19 +277,19 @@ class StaleGradients(Events):
         self._inputs: WeakKeyDictionary[Any, tuple[int, list[str], int]] = WeakKeyDictionary()
         self._reported: set[str] = set()
 
-    def backward_begins(self, losses: Any) -> None:
+    def on_backward_begin(self, losses: Any) -> None:
         self._backwards += 1
 
-    def epoch_begins(self, batches: Any) -> None:
+    def on_epoch_begin(self, batches: Any) -> None:
         self._begun.add(batches)
         self._batches = None  # with persistent workers, the next epoch has the same iterator
 
-    def batch_given(self, batches: Any, batch: Any) -> None:
+    def on_batch_received(self, batches: Any, batch: Any) -> None:
         if self._batches is None or self._batches() is not batches:
             self._batches, self._given = weakref.ref(batches), 0
         self._given += 1
 
-    def step_begins(self, optimizer: Any) -> None:
+    def on_step_begin(self, optimizer: Any) -> None:
         if self._is_private(optimizer):
             self._backwards = self._before_step
             return
@@ -318,7 +318,7 @@ class StaleGradients(Events):
         if num_batches > usual_batches and is_usual:
             self._report("skipped a batch, for the first time: the script may have swallowed an error")
 
-    def step_ended(self, optimizer: Any) -> None:
+    def on_step_end(self, optimizer: Any) -> None:
         """Count further calls of the closure (L-BFGS) as part of this step."""
         if optimizer in self._stepped:
             self._stepped[optimizer] = self._backwards_of(optimizer), *self._stepped[optimizer][1:]
@@ -335,7 +335,7 @@ class StaleGradients(Events):
             put_finding(self._page, ScriptFinding("left", self._steps.done, "trains on past DDP"))
         return self._joint.private(optimizer)
 
-    def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         step = self._steps.done
         if step % PAIR_EVERY > 1 or not ddp.training or not sys.modules["torch"].is_grad_enabled():
             return

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 from paceline.protocol.marks import BY_DDP, PARTS, SETTINGS, SUMMED, TABLES, Names, ReplicaFingerprint, put_fingerprint
 from paceline.protocol.status_page import StatusPage
-from paceline.rank.probes import DeferredReads, Events, may_compute
+from paceline.rank.probes import DeferredReads, ScriptListener, may_compute
 from paceline.rank.probes.steps import JointOptimizers, OptimizerHistory, kept_equal
 
 LEAST_ELEMENTS, SHARE = 4096, 64  # a step sums at least LEAST_ELEMENTS elements, and 1/SHARE of all
@@ -71,7 +71,7 @@ class WatchedOptimizer:
     alone: int = 0  # consecutive steps without gradients of others
 
 
-class Fingerprints(Events):
+class Fingerprints(ScriptListener):
     """Writes fingerprints after the steps of at most four optimizers at a time."""
 
     def __init__(self, page: StatusPage, names: Names, joint: JointOptimizers | None = None) -> None:
@@ -83,7 +83,7 @@ class Fingerprints(Events):
         self._size = int(os.environ.get("WORLD_SIZE", "1"))
         self._several_hosts = os.environ.get("LOCAL_WORLD_SIZE", "") != str(self._size)
 
-    def step_ended(self, optimizer: Any) -> None:
+    def on_step_end(self, optimizer: Any) -> None:
         self._later.look()
         history = self._joint.of(optimizer)
         if self._size == 1 or self._page.get("uneven") or history.past:

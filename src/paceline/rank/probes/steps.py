@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage
-from paceline.rank.probes import Events, wrap_function
+from paceline.rank.probes import ScriptListener, wrap_function
 
 LEAST_STEPS = 4  # of an optimizer, before they classify it
 PRIVATE, BY_HAND, KEPT_EQUAL = range(3)  # evidence that an optimizer is joint
@@ -67,7 +67,7 @@ class OptimizerHistory:
         return KEPT_EQUAL if self.own else BY_HAND if usually_met else PRIVATE
 
 
-class JointOptimizers(Events):
+class JointOptimizers(ScriptListener):
     """Finds the joint optimizers of this process. It must listen before the listeners that use it."""
 
     def __init__(self, calls: Callable[[], int]) -> None:
@@ -115,11 +115,11 @@ class JointOptimizers(Events):
         """The highest level of all optimizers."""
         return KEPT_EQUAL if self._own else max((history.level for history in self._turns.values()), default=PRIVATE)
 
-    def replica_made(self, ddp: Any) -> None:
+    def on_replica_created(self, ddp: Any) -> None:
         self._replicas.add(ddp)
         self._made += 1
 
-    def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if sys.modules["torch"].is_grad_enabled():
             synced = bool(ddp.require_backward_grad_sync)
             forwards, synced_before = self._forwards.get(ddp, (0, 0))
@@ -127,12 +127,12 @@ class JointOptimizers(Events):
             self._synced += synced
             self._pending = True
 
-    def backward_begins(self, losses: Any) -> None:
+    def on_backward_begin(self, losses: Any) -> None:
         self._backwards += 1
         self.through += self._pending
         self._pending = False
 
-    def step_begins(self, optimizer: Any) -> None:
+    def on_step_begin(self, optimizer: Any) -> None:
         history = self._turns.setdefault(optimizer, OptimizerHistory())
         self._look_whose(history, optimizer)
         now, before = self._seen(history), history.before or StepCounts()
@@ -148,7 +148,7 @@ class JointOptimizers(Events):
         if replica is not None and new.forwards:
             self._trained.add(replica.module)
 
-    def step_ended(self, optimizer: Any) -> None:
+    def on_step_end(self, optimizer: Any) -> None:
         history = self._turns.setdefault(optimizer, OptimizerHistory())
         now = self._seen(history)
         history.steps += 1
@@ -194,7 +194,7 @@ def is_sharded(parameter: Any) -> bool:
     return any(hasattr(parameter, name) for name in SHARDED)
 
 
-class StepCounter(Events):
+class StepCounter(ScriptListener):
     """Counts steps. With the guard off, it is the only probe."""
 
     def __init__(self, page: StatusPage, joint: JointOptimizers | None = None) -> None:
@@ -203,7 +203,7 @@ class StepCounter(Events):
         self._level = self._alone = 0
         self.done = 0
 
-    def step_ended(self, optimizer: Any) -> None:
+    def on_step_end(self, optimizer: Any) -> None:
         history = self.joint.of(optimizer)
         if history.past:
             return
@@ -228,39 +228,39 @@ class ScriptPhases(StepCounter):
         self._steps_ns = {phase: deque[int](maxlen=USUAL_STEPS) for phase in ASIDE}
         self._seen_ns = dict.fromkeys(ASIDE, 0)
 
-    def batch_asked(self, batches: Any) -> None:
+    def on_batch_requested(self, batches: Any) -> None:
         self._page.enter(Phase.DATA)
 
     def own_code(self, *_: Any, **__: Any) -> None:
         self._page.enter(Phase.USER)
 
-    batch_given = epoch_ended = forward_ended = backward_ended = own_code
+    on_batch_received = on_epoch_end = on_forward_end = on_backward_end = own_code
 
-    def raised(self, where: str, error: BaseException) -> None:
+    def on_exception(self, where: str, error: BaseException) -> None:
         if not self._page.get("released"):  # an error from the guard itself is not progress
             self.own_code()
 
-    def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._page.enter(Phase.FORWARD)
 
-    def buffers_asked(self, ddp: Any) -> None:
+    def on_buffers_broadcast(self, ddp: Any) -> None:
         self._page.enter(Phase.SYNC)
 
-    def buffers_given(self, ddp: Any) -> None:
+    def on_buffers_received(self, ddp: Any) -> None:
         self._page.enter(Phase.FORWARD)
 
-    def backward_begins(self, losses: Any) -> None:
+    def on_backward_begin(self, losses: Any) -> None:
         self._page.enter(Phase.BACKWARD)
 
-    def step_begins(self, optimizer: Any) -> None:
+    def on_step_begin(self, optimizer: Any) -> None:
         self._page.enter(Phase.OPTIMIZER)
 
-    closure_ended = step_begins
+    on_closure_end = on_step_begin
 
-    def step_ended(self, optimizer: Any) -> None:
+    def on_step_end(self, optimizer: Any) -> None:
         self._page.enter(Phase.USER)
         before = self.done
-        super().step_ended(optimizer)
+        super().on_step_end(optimizer)
         if self.done > before:
             self._put_aside()
 
@@ -276,13 +276,13 @@ class ScriptPhases(StepCounter):
             self._seen_ns[phase] = self._page.spent_ns[phase]
 
 
-class JoinContexts(Events):
+class JoinContexts(ScriptListener):
     """Sets `uneven` when a script enters torch's Join: ranks may then take different numbers of steps."""
 
     def __init__(self, page: StatusPage) -> None:
         self._page, self._sees = page, False
 
-    def replica_made(self, ddp: Any) -> None:
+    def on_replica_created(self, ddp: Any) -> None:
         if not self._sees:
             self._sees = True
             join_class: Any = sys.modules["torch.distributed.algorithms.join"].Join
