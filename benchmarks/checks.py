@@ -54,7 +54,7 @@ CHECKS: list[tuple[type, str, Callable[..., Any]]] = [
     (SessionLoop, "_compare_place", _nothing),
     (SessionLoop, "_check_optimizer", _nothing),
     (PreparedModel, "check_between", _nothing),
-    (PreparedModel, "_check_received", _nothing),
+    (PreparedModel, "_check_foreign_backward", _nothing),
     (PreparedModel, "_check_assigned", _nothing),
     (PreparedModel, "_note_left", _nothing),
     (SessionLoop, "_check_periodically", _nothing),
