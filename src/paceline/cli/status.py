@@ -23,7 +23,7 @@ from paceline.runs.summary import LIVE, RunState, scores_line
 from paceline.runs.utilization import format_speed
 
 GLANCE_BYTES = 64 << 20  # largest size of event files that are read for a status: this takes a second or two
-TITLES = ("run", "task", "strategy", "ranks", "step", "epochs", "reached", "last written", "state")
+TITLES = ("run", "state", "task", "strategy", "ranks", "step", "epochs", "reached", "last written")
 WIDEST = 60  # characters of a cell
 
 
@@ -173,7 +173,7 @@ def _cells(state: RunState) -> tuple[str, ...]:
     total = f" of {state.total_steps:,}" if state.total_steps and state.total_steps != state.step else ""
     when = clock(state.unix_time, "%Y-%m-%d %H:%M")
     return (
-        state.name, Path(state.task).name, state.strategy, str(state.world_size or ""),
+        state.name, state.state, Path(state.task).name, state.strategy, str(state.world_size or ""),
         "" if state.step is None else f"{state.step:,}{total}", f"{state.epochs:.3g}" if state.epochs else "",
-        scores_line(state.metrics), when, state.state,
+        scores_line(state.metrics), when,
     )  # fmt: skip
