@@ -148,20 +148,20 @@ def rank_work(plan: BatchPlan, epoch: int, step: int, share: range, *, merged: b
     number. Synchronized batch norm needs this, because its statistics cover the k-th micro-batches of all ranks.
     """
     batch_indices = plan.global_indices(epoch, step)
-    size, padding = batch_indices.numel(), batch_indices[:1]
+    size = batch_indices.numel()
     work: list[MicroBatchPlan] = []
     if merged:
         by_part = zip(*[plan.microbatches(batch_indices, v) for v in share], strict=True)
         for part, micro_batches in enumerate(by_part):
-            indices = torch.cat(micro_batches)
-            counted = indices.numel() > 0
-            work.append(MicroBatchPlan(epoch, step, share[0], part, indices if counted else padding, counted, size))
+            counted = any(indices.numel() for indices in micro_batches)
+            indices = torch.cat(micro_batches) if counted else batch_indices[:1]
+            work.append(MicroBatchPlan(epoch, step, share[0], part, indices, counted, size))
         return work
     for virtual_rank in share:
         for part, indices in enumerate(plan.microbatches(batch_indices, virtual_rank)):
             if indices.numel():
                 work.append(MicroBatchPlan(epoch, step, virtual_rank, part, indices, global_samples=size))
-    return work or [MicroBatchPlan(epoch, step, share[0], 0, padding, is_counted=False, global_samples=size)]
+    return work or [MicroBatchPlan(epoch, step, share[0], 0, batch_indices[:1], is_counted=False, global_samples=size)]
 
 
 def ranks_share(virtual_ranks: int, rank: int, world_size: int) -> range:
