@@ -87,7 +87,7 @@ def _is_allowed(value: object, hint: Any) -> bool:
     if origin in (Union, UnionType):
         return any(_is_allowed(value, choice) for choice in choices)
     if hint in (int, float):
-        return isinstance(value, Integral if hint is int else Real) and type(value) is not bool
+        return type(value) is not bool and isinstance(value, Integral if hint is int else Real)
     return isinstance(value, origin or hint)
 
 
