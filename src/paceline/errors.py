@@ -162,9 +162,9 @@ class ReportedByPeer(PacelineError):  # noqa: N818 - this rank reports no error
 
 
 def unknown(kind: str, asked: str, choices: Iterable[str], *, more: str = "") -> UsageError:
-    """The error for a name that does not exist. The message suggests the closest name, then lists all `choices`."""
+    """The error for a name that does not exist. The message suggests a likely typo, then lists all `choices`."""
     choices = list(choices)
-    matches = difflib.get_close_matches(asked, choices, n=1)
+    matches = [x for x in difflib.get_close_matches(asked, choices, n=1) if x[:1] == asked[:1]]  # gpu is not xpu
     hint = f" Did you mean {matches[0]!r}?" if matches else ""
     return UsageError(code="unknown-name", kind=kind, value=asked, meant=hint, allowed=choices, more=more)
 

@@ -17,14 +17,14 @@ fingerprints of the ranks in a step, or of the steps in an epoch, add up to the 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.errors import UsageError, plural
+from paceline.errors import UsageError, plural, unknown
 from paceline.seeding import derive
 
 LastBatch = Literal["keep", "drop", "pad"]
@@ -63,6 +63,8 @@ class BatchPlan:
         for name in ("num_samples", "global_batch", "virtual_ranks", "accumulation"):
             if getattr(self, name) < 1:
                 raise UsageError(code="less-than-one", name=name, value=getattr(self, name))
+        if self.last_batch not in get_args(LastBatch):
+            raise unknown("last_batch", self.last_batch, get_args(LastBatch))
         if self.steps_per_epoch == 0:
             raise UsageError(code="no-whole-batch", samples=self.num_samples, global_batch=self.global_batch)
 
@@ -106,10 +108,7 @@ class BatchPlan:
 
     def parts(self, epoch: int, step: int) -> int:
         """The number of micro-batches in this step: `accumulation`, minus those that would be empty on all ranks."""
-        return self._parts(self.global_indices(epoch, step))
-
-    def _parts(self, batch_indices: Tensor) -> int:
-        return min(self.accumulation, -(-batch_indices.numel() // self.virtual_ranks))
+        return len(self.microbatches(self.global_indices(epoch, step), 0))
 
     def microbatch(self, epoch: int, step: int, virtual_rank: int, part: int) -> Tensor:
         """(n,) int64: micro-batch `part` of the virtual rank's portion, which is split into nearly equal parts."""
@@ -118,7 +117,8 @@ class BatchPlan:
     def microbatches(self, whole: Tensor, virtual_rank: int) -> Sequence[Tensor]:
         """All micro-batches of the virtual rank's portion of a global batch `whole`, (n,) int64."""
         portion = whole[virtual_rank :: self.virtual_ranks]
-        return (portion,) if (parts := self._parts(whole)) == 1 else portion.tensor_split(parts)
+        parts = min(self.accumulation, -(-whole.numel() // self.virtual_ranks))
+        return (portion,) if parts == 1 else portion.tensor_split(parts)
 
 
 class MicroBatchPlan(NamedTuple):
@@ -151,8 +151,7 @@ def rank_work(plan: BatchPlan, epoch: int, step: int, share: range, *, merged: b
     size = batch_indices.numel()
     work: list[MicroBatchPlan] = []
     if merged:
-        by_part = zip(*[plan.microbatches(batch_indices, v) for v in share], strict=True)
-        for part, micro_batches in enumerate(by_part):
+        for part, micro_batches in enumerate(zip(*[plan.microbatches(batch_indices, v) for v in share], strict=True)):
             counted = any(indices.numel() for indices in micro_batches)
             indices = torch.cat(micro_batches) if counted else batch_indices[:1]
             work.append(MicroBatchPlan(epoch, step, share[0], part, indices, counted, size))
