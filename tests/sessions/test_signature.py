@@ -95,7 +95,7 @@ def test_an_option_of_another_strategy_is_an_error_that_names_it() -> None:
         ("seed", "1", "argument-type"), ("seed", 1.5, "argument-type"), ("resume", "runs/b", "argument-type"),
         ("checkpoint_every", 2.5, "argument-type"), ("strategy", None, "argument-type"),
         ("run_dir", 1, "argument-type"), ("virtual_ranks", 0, "argument-too-small"),
-        ("keep_checkpoints", 1, "argument-too-small"),
+        ("keep_checkpoints", 1, "argument-too-small"), ("timeout", -1.0, "argument-too-small"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_an_error_that_names_the_argument(name: str, value: Any, code: str) -> None:
@@ -103,12 +103,23 @@ def test_a_wrong_value_is_an_error_that_names_the_argument(name: str, value: Any
         paceline.session(**{"run_dir": "run", name: value})
 
 
+def test_a_different_word_is_not_called_a_typo() -> None:
+    with raises("unknown-name", value="gpu", meant=""):  # xpu is similar
+        paceline.session(device="gpu")
+
+
 def test_checkpoints_without_a_folder_are_an_error() -> None:
     with raises("checkpoints-without-folder"):
         paceline.session(checkpoint_every=5)
 
 
-@pytest.mark.parametrize(("name", "value"), [("shuffle", "no"), ("batch_size", True), ("num_workers", "2")])
-def test_a_wrong_value_of_a_loader_is_an_error(name: str, value: Any) -> None:
-    with raises("argument-type", name=name, value=value):
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        ("shuffle", "no", "argument-type"), ("batch_size", True, "argument-type"), ("split", "2", "argument-type"),
+        ("batch_size", 0, "argument-too-small"), ("last_batch", "dropp", "unknown-name"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_of_a_loader_is_an_error(name: str, value: Any, code: str) -> None:
+    with raises(code, value=value):
         Session.loader(cast("Session", None), [1, 2, 3], **{name: value})

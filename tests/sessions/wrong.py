@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -389,11 +388,6 @@ def not_finite_in_a_gradient(s: Any) -> None:
         optimizer.zero_grad()
         s.backward((model(x) * 0).sqrt().mean())
         optimizer.step()
-
-
-@case()
-def another_last_batch(s: Any) -> None:
-    s.loader(DATA, global_batch=np.int64(4), last_batch="dropp")  # "keep" in its place would be a different training
 
 
 @case()

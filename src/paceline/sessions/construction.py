@@ -1,7 +1,7 @@
 """Creates loaders, prepared models and optimizers from the arguments of `Session.loader` and `Session.prepare`."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, get_args
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,7 +12,7 @@ from paceline.collectives.control import raise_on_all_ranks
 from paceline.data.loader import Loading
 from paceline.data.plan import BatchPlan, LastBatch
 from paceline.data.streams import ENDLESS, StreamPlan, is_stream
-from paceline.errors import UsageError, unknown
+from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.sessions.loader import Loader, Run, StreamLoader, check_taken, taken_over
 from paceline.sessions.order import covers_all, keeps_order, steps_of
@@ -68,8 +68,6 @@ def make_loader(
                 raise UsageError(code="loader-with-own-order")
             existing, shuffle = None, not keeps_order(data)
         last_batch = "drop" if data.drop_last or not (is_stream(dataset) or covers_all(data)) else last_batch
-    if last_batch not in get_args(LastBatch):
-        raise unknown("last_batch", last_batch, get_args(LastBatch))
     if (global_batch is None) == (batch_size is None):
         raise UsageError(code="no-batch-size")
     batch = global_batch or (batch_size or 0) * virtual_ranks * accumulation

@@ -29,7 +29,7 @@ from paceline.config.choices import steps_or_seconds, untested_torch
 from paceline.config.strategies import EXACT, STRATEGY_INFO, options_of_others
 from paceline.data.plan import ranks_share
 from paceline.data.workers import naming_lost_processes
-from paceline.errors import ExitCode, PacelineError, UsageError, unknown
+from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Phase
 from paceline.rank.attach import attach, exit_worker, record_failure, report_error
@@ -82,8 +82,6 @@ class SessionLifecycle(SessionLoop):
         **of_strategy: Any,
     ) -> None:
         """See `session`, which has the defaults. `of_strategy`: arguments of a single strategy."""
-        if strategy not in STRATEGY_INFO:
-            raise unknown("strategy", strategy, list(STRATEGY_INFO))
         owners = options_of_others(strategy)
         for name, value in of_strategy.items():
             if name in owners and value is not None:
@@ -96,8 +94,6 @@ class SessionLifecycle(SessionLoop):
         self._options: dict[str, Any] = {**STRATEGY_INFO[strategy].in_sessions, **keywords}
         if resume and run_dir is None:
             raise UsageError(code="session-resume-without-folder")
-        if not_finite not in ("stop", "skip"):
-            raise unknown("not_finite", str(not_finite), ["stop", "skip"])
         if peak_tflops is not None and not 0 <= peak_tflops < math.inf:
             raise UsageError(code="negative", setting="peak_tflops", value=peak_tflops)
         self._report_to = report_to

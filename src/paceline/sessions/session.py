@@ -47,14 +47,16 @@ from paceline.stepping.micro_step import Reduction
 from paceline.strategies import STRATEGIES
 from paceline.train.weights import save
 
-AT_LEAST = {"virtual_ranks": 1, "threads": 1, "checkpoint_every": 1, "keep_checkpoints": 2, "num_workers": 0}
+AT_LEAST = {
+    "virtual_ranks": 1, "threads": 1, "checkpoint_every": 1, "keep_checkpoints": 2, "check_replicas_every": 0,
+    "timeout": 1, "batch_size": 1, "num_workers": 0,
+}  # fmt: skip
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def _checks_arguments(function: Callable[P, T], where: str) -> Callable[P, T]:
     """Raise an error for an unknown keyword, and for a value that the annotation or AT_LEAST does not allow."""
-    hints = {name: hint for name, hint in get_type_hints(function).items() if name not in ("data", "return")}
     positions = [*inspect.signature(function).parameters]
     names = [name for name in positions if name != "self"]
 
@@ -63,15 +65,15 @@ def _checks_arguments(function: Callable[P, T], where: str) -> Callable[P, T]:
         if unknown_names := [name for name in keywords if name not in names]:
             check_not_renamed(where, unknown_names[0], names)
             raise unknown(f"argument of {where}", unknown_names[0], names)
+        hints = get_type_hints(function) | {"data": Any}  # any object that behaves like a dataset
         for name, value in {**dict(zip(positions, arguments, strict=False)), **keywords}.items():
-            if name in hints and not _is_allowed(value, hints[name]):
-                raise UsageError(
-                    code="argument-type",
-                    where=where,
-                    name=name,
-                    value=value,
-                    allowed=inspect.formatannotation(hints[name]),
-                )
+            hint = hints.get(name, Any)  # self has none
+            if not _is_allowed(value, hint):
+                parts = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+                if parts and isinstance(value, str):
+                    raise unknown(name, value, get_args(parts[0]))
+                allowed = inspect.formatannotation(hint)
+                raise UsageError(code="argument-type", where=where, name=name, value=value, allowed=allowed)
             if name in AT_LEAST and isinstance(value, Real) and value < AT_LEAST[name]:
                 raise UsageError(code="argument-too-small", where=where, name=name, value=value, least=AT_LEAST[name])
         return function(*arguments, **keywords)
@@ -82,8 +84,8 @@ def _checks_arguments(function: Callable[P, T], where: str) -> Callable[P, T]:
 def _is_allowed(value: object, hint: Any) -> bool:
     """Whether an argument has the annotated type. A number of numpy is a number, a bool is none."""
     origin, choices = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return isinstance(value, str)  # its value is checked where it is used
+    if hint is Any or origin is Literal:
+        return hint is Any or value in choices
     if origin in (Union, UnionType):
         return any(_is_allowed(value, choice) for choice in choices)
     if hint in (int, float):
