@@ -7,19 +7,16 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.faults.fault import Fault
 from benchmarks.faults.run import PROGRAM, USERS, Score, fault_environment, score
-from benchmarks.faults.setups import Ran, run_command
-from tests.cluster.fault_hosts import Hosts
+from benchmarks.faults.setups import Ran
+from tests.cluster.fault_hosts import Hosts, on_host
 from tests.cluster.slurm import Slurm
 from tests.cluster.training import FOLLOWER, HEAD, words
 
 WAYS = ("torchrun", "torchrun on two hosts", "srun", "mpirun")
-LIMIT_SECONDS = 90.0
 PORT = "29718"
 MPIRUN = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 OURS = (sys.executable, "-m", "paceline")
@@ -90,15 +87,3 @@ def mpirun(world: int, own: list[str], hosts: Hosts, slurm: Slurm, folder: Path,
 
 
 STARTS = {"torchrun": torchrun_here, "torchrun on two hosts": torchrun_on_two, "srun": srun, "mpirun": mpirun}
-
-
-def on_host(hosts: Hosts, host: str, argv: list[str], folder: Path, env: Mapping[str, str]) -> Ran:
-    """Run a command on a host, in a session and with a TMPDIR of its own."""
-
-    def popen(argv: list[str], **options: Any) -> Any:
-        return hosts.lab.popen(host, *argv, **options)
-
-    own = folder / host
-    own.mkdir()
-    run = partial(run_command, popen=popen, limit_seconds=LIMIT_SECONDS)
-    return run(["sh", "-c", 'cd "$0" && exec "$@"', str(folder), *argv], own, env)

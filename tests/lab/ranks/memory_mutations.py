@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from tests.lab.ranks.mutations import Mutation, planted
+from tests.lab.ranks.mutations import bug as bug_of_reducer
+from tests.lab.ranks.mutations import planted
 from torch import Tensor
 
 from paceline.collectives import memory_sum
@@ -148,36 +150,26 @@ def weights_of_one_rank_late() -> AbstractContextManager[None]:
     return planted((memory_sum, "all_gather", all_gather))
 
 
-def _bug(
-    name: str,
-    source: str,
-    plant: Callable[[], AbstractContextManager[None]],
-    causes: str,
-    task: str = "dropout",
-    strategies: str = "bucketed exact",
-) -> Mutation:
-    return Mutation(name, source, plant, frozenset(causes.split()), task, tuple(strategies.split()), ("none",))
-
-
+bug = partial(bug_of_reducer, strategies="bucketed exact", policies="none")
 MEMORY_MUTATIONS = [
-    _bug("memory-chunk-left-out", "a loop that ends one chunk early", last_chunk_left_out, "sync"),
-    _bug("memory-chunk-short", "a last chunk that is rounded down", last_chunk_short, "sync"),
-    _bug("memory-divided-twice", "each share, and then the whole", divided_twice, "mean", "tokens"),
-    _bug("memory-share-stale", "a slot that is read before it is written anew", share_of_the_step_before, "gradient"),
-    _bug("memory-no-wait", "a missing barrier", no_wait_before_reading, "sync gradient"),
-    _bug("memory-none-as-zero", "002; flags that nobody reads", absent_everywhere_becomes_zero, "none", "unused"),
-    _bug(
+    bug("memory-chunk-left-out", "a loop that ends one chunk early", last_chunk_left_out, "sync"),
+    bug("memory-chunk-short", "a last chunk that is rounded down", last_chunk_short, "sync"),
+    bug("memory-divided-twice", "each share, and then the whole", divided_twice, "mean", "tokens"),
+    bug("memory-share-stale", "a slot that is read before it is written anew", share_of_the_step_before, "gradient"),
+    bug("memory-no-wait", "a missing barrier", no_wait_before_reading, "sync gradient"),
+    bug("memory-none-as-zero", "002; flags that nobody reads", absent_everywhere_becomes_zero, "none", "unused"),
+    bug(
         "memory-none-as-garbage",
         "a rank without samples that writes nothing",
         absent_on_one_rank_is_what_lay_there,
         "gradient accumulation",
         strategies="exact",  # bucketed has zeros there
     ),
-    _bug("memory-totals-short", "a rank that is not counted", totals_of_one_rank_missing, "loss error"),
-    _bug("memory-weights-late", "weights sent before they are written", weights_of_one_rank_late, "optimizer",
+    bug("memory-totals-short", "a rank that is not counted", totals_of_one_rank_missing, "loss error"),
+    bug("memory-weights-late", "weights sent before they are written", weights_of_one_rank_late, "optimizer",
          strategies="zero"),
 ]  # fmt: skip
 
 # Right up to rounding, and so for `verify --bitwise` alone.
-OTHER_ORDER = _bug("memory-other-order", "PERFORMANCE.md's prototype", added_in_the_order_of_ranks, "bits",
+OTHER_ORDER = bug("memory-other-order", "PERFORMANCE.md's prototype", added_in_the_order_of_ranks, "bits",
                    strategies="exact")  # fmt: skip

@@ -841,7 +841,7 @@ def pause_forgotten() -> AbstractContextManager[None]:
 # ---- the list ----------------------------------------------------------------------------------------------------
 
 
-def _bug(
+def bug(
     name: str,
     source: str,
     plant: Callable[[], AbstractContextManager[None]],
@@ -865,169 +865,169 @@ CONTROLS_OF_SCALE = [
 
 # fmt: off
 MUTATIONS = [
-    _bug("contiguous-chunks", "002: a contiguous chunk per rank", contiguous_chunks, "samples"),
-    _bug("padding", "002 'must pad'; torch's DistributedSampler", padding, "samples"),
-    _bug("no-reshuffle", "003: no set_epoch", no_reshuffle, "samples"),
-    _bug("seed-plus-epoch", "trap 5: torch's DistributedSampler", seed_plus_epoch, "samples"),
-    _bug("order-of-each-rank", "DataLoader(shuffle=True) without a sampler", order_of_each_rank, "samples"),
-    _bug("tail-dropped", "DataLoader(drop_last=True)", tail_dropped, "samples"),
-    _bug("broadcast-forgotten", "002: hand-written data parallelism", broadcast_forgotten, "start"),
-    _bug("head-made-after-broadcast", "fine-tuning: a layer replaced too late", head_made_after_broadcast, "start"),
-    _bug("never-reduced", "a bare training loop under torchrun; no_sync around all", never_reduced, "sync"),
-    _bug(
+    bug("contiguous-chunks", "002: a contiguous chunk per rank", contiguous_chunks, "samples"),
+    bug("padding", "002 'must pad'; torch's DistributedSampler", padding, "samples"),
+    bug("no-reshuffle", "003: no set_epoch", no_reshuffle, "samples"),
+    bug("seed-plus-epoch", "trap 5: torch's DistributedSampler", seed_plus_epoch, "samples"),
+    bug("order-of-each-rank", "DataLoader(shuffle=True) without a sampler", order_of_each_rank, "samples"),
+    bug("tail-dropped", "DataLoader(drop_last=True)", tail_dropped, "samples"),
+    bug("broadcast-forgotten", "002: hand-written data parallelism", broadcast_forgotten, "start"),
+    bug("head-made-after-broadcast", "fine-tuning: a layer replaced too late", head_made_after_broadcast, "start"),
+    bug("never-reduced", "a bare training loop under torchrun; no_sync around all", never_reduced, "sync"),
+    bug(
         "no-sync-wrong-microbatch", "DDP: no_sync the wrong way round", no_sync_on_the_wrong_microbatch, "sync",
         strategies="ddp"
     ),
-    _bug(
+    bug(
         "one-gradient-forgotten", "DDP: a parameter it was told to ignore, or never saw", one_gradient_forgotten,
         "sync"
     ),
-    _bug(
+    bug(
         "parameter-reduced-instead", "a well-known teaching DP (famous tools)", parameter_reduced_instead, "sync",
         strategies="manual"
     ),
-    _bug("divided-by-world-size-too", "DDP: averaged by it and by oneself", divided_by_world_size_too, "mean"),
-    _bug("not-divided-by-world-size", "all_reduce sums: means added up", not_divided_by_world_size, "mean"),
-    _bug(
+    bug("divided-by-world-size-too", "DDP: averaged by it and by oneself", divided_by_world_size_too, "mean"),
+    bug("not-divided-by-world-size", "all_reduce sums: means added up", not_divided_by_world_size, "mean"),
+    bug(
         "divided-by-microbatches-too", "loss / accumulation_steps of a mean over the whole",
         divided_by_microbatches_too, "mean"
     ),
-    _bug("tail-divided-by-full-batch", "loss.sum() / batch_size, a constant", tail_divided_by_full_batch, "mean"),
-    _bug(
+    bug("tail-divided-by-full-batch", "loss.sum() / batch_size, a constant", tail_divided_by_full_batch, "mean"),
+    bug(
         "incomplete-window", "accelerate 1.15 (famous tools)", incomplete_window_divided_by_full_count,
         "mean accumulation"
     ),
-    _bug(
+    bug(
         "samples-not-weights", "padding tokens: divided by sequences", divided_by_samples_not_weights, "mean loss",
         "tokens"
     ),
-    _bug("mean-of-rank-means", "002: mean of means 3-17 %", mean_of_rank_means, "shares"),
-    _bug(
+    bug("mean-of-rank-means", "002: mean of means 3-17 %", mean_of_rank_means, "shares"),
+    bug(
         "mean-of-token-means", "transformers before 4.46: mean per micro-batch", mean_of_microbatch_means,
         "shares loss", "tokens"
     ),
-    _bug("only-last-microbatch", "zero_grad inside the accumulation loop", only_last_microbatch, "accumulation"),
-    _bug(
+    bug("only-last-microbatch", "zero_grad inside the accumulation loop", only_last_microbatch, "accumulation"),
+    bug(
         "first-microbatch-leaves",
         "own buckets: hooks armed on the wrong backward",
         buckets_leave_with_first_microbatch,
         "accumulation error",  # since this list was written the reducer itself refuses it
         strategies="bucketed",
     ),
-    _bug(
+    bug(
         "reduced-each-microbatch", "sums communicated in every backward", reduced_after_each_microbatch,
         "accumulation", strategies="manual"
     ),
-    _bug("stale-gradients", "trap 1: zero_grad that does not reach them", stale_gradients, "accumulation gradient"),
-    _bug(
+    bug("stale-gradients", "trap 1: zero_grad that does not reach them", stale_gradients, "accumulation gradient"),
+    bug(
         "stand-in-counted", "trap 15's cure gone wrong: an idle rank's dummy batch", stand_in_counted,
         "accumulation gradient"
     ),
-    _bug(
+    bug(
         "none-becomes-zero", "002; zero_grad(set_to_none=False)", none_becomes_zero, "none", "unused",
         "manual bucketed"
     ),
-    _bug(
+    bug(
         "no-gradient-without-samples", "002: only ranks that have a gradient take the sum",
         no_gradient_without_samples, "none sync"
     ),
-    _bug(
+    bug(
         "unpacked-in-another-order", "own buckets: packed last first, unpacked first first",
         unpacked_in_another_order, "gradient", strategies="bucketed"
     ),
-    _bug(
+    bug(
         "order-differs-on-one-rank", "famous tools: all-reduces swapped on one rank", order_differs_on_one_rank,
         "gradient sync", strategies="manual"
     ),
-    _bug("reduced-in-half-precision", "DDP's fp16_compress_hook", reduced_in_half_precision, "gradient"),
-    _bug(
+    bug("reduced-in-half-precision", "DDP's fp16_compress_hook", reduced_in_half_precision, "gradient"),
+    bug(
         "statistics-gradient-local", "own SyncBatchNorm: forward synchronised, backward not",
         gradient_through_statistics_not_summed, "gradient sync", "batchnorm", policies="sync"
     ),
-    _bug(
+    bug(
         "sum-back-propagated", "any trainer that divides after the sum", sum_back_propagated, "scale", "clamped",
         strategies="manual"
     ),
-    _bug(
+    bug(
         "sum-back-propagated-module-hook", "the same, with a full backward hook", sum_back_propagated, "scale",
         "module_hook", strategies="manual"
     ),
-    _bug(
+    bug(
         "hooks-before-the-sum", "hand-written data parallelism: a hook sees the gradient of a rank's micro-batch",
         hooks_before_the_sum, "scale", "parameter_hooks"
     ),
-    _bug(
+    bug(
         "weight-known-too-late", "a clamp, and several micro-batches with a weight each: an error", nullcontext,
         "error", "clamped_tokens"
     ),
-    _bug(
+    bug(
         "scaled-for-half-precision", "GradScaler: hooks see gradients before unscale_", scaled_for_half_precision,
         "scale", "clamped", strategies="manual"
     ),
-    _bug(
+    bug(
         "mean-of-each-microbatch", "DDP and accelerate: backward of each micro-batch's own mean",
         mean_of_each_microbatch_back_propagated, "scale", "clamped_batchnorm", strategies="manual", policies="local"
     ),
-    _bug(
+    bug(
         "clipped-before-sync", "clip_grad_norm_ before the all-reduce", clipped_before_sync, "clipping",
         strategies="manual"
     ),
-    _bug(
+    bug(
         "clipped-by-own-norm", "the norm measured before the all-reduce", clipped_by_own_norm, "clipping",
         strategies="manual bucketed"
     ),
-    _bug("clipped-to-twice-the-norm", "a norm scaled along with something else", clipped_to_twice_the_norm, "clipping"),
-    _bug("clipped-by-value", "clip_grad_value_ for clip_grad_norm_", clipped_by_value, "clipping"),
-    _bug("clipped-each-tensor", "clip_grad_norm_ in a loop over parameters", clipped_each_tensor_alone, "clipping"),
-    _bug(
+    bug("clipped-to-twice-the-norm", "a norm scaled along with something else", clipped_to_twice_the_norm, "clipping"),
+    bug("clipped-by-value", "clip_grad_value_ for clip_grad_norm_", clipped_by_value, "clipping"),
+    bug("clipped-each-tensor", "clip_grad_norm_ in a loop over parameters", clipped_each_tensor_alone, "clipping"),
+    bug(
         "norm-summed-over-copies", "a sharded trainer's norm on replicated gradients", norm_summed_over_copies,
         "clipping"
     ),
-    _bug("decayed-twice", "weight decay in the loop and in the optimizer", decayed_twice, "optimizer"),
-    _bug(
+    bug("decayed-twice", "weight decay in the loop and in the optimizer", decayed_twice, "optimizer"),
+    bug(
         "lr-scaled-by-world-size", "linear scaling with an unchanged global batch", lr_scaled_by_world_size,
         "optimizer"
     ),
-    _bug(
+    bug(
         "optimizer-state-lost", "002: optimizer state of a resumed run on rank 0 only", state_lost_off_rank_0,
         "optimizer"
     ),
-    _bug("stepped-on-rank-0-only", "`if rank == 0` around too much", stepped_on_rank_0_only, "optimizer sync"),
-    _bug("seeded-by-rank", "torch.manual_seed(seed + rank)", seeded_by_rank, "random"),
-    _bug("same-stream-for-all", "torch.manual_seed(seed) on every rank", same_stream_for_all, "random"),
-    _bug("same-stream-each-microbatch", "a seed made of step and rank", same_stream_for_all_microbatches, "random"),
-    _bug("not-seeded", "002: RNG differs", not_seeded, "random"),
-    _bug(
+    bug("stepped-on-rank-0-only", "`if rank == 0` around too much", stepped_on_rank_0_only, "optimizer sync"),
+    bug("seeded-by-rank", "torch.manual_seed(seed + rank)", seeded_by_rank, "random"),
+    bug("same-stream-for-all", "torch.manual_seed(seed) on every rank", same_stream_for_all, "random"),
+    bug("same-stream-each-microbatch", "a seed made of step and rank", same_stream_for_all_microbatches, "random"),
+    bug("not-seeded", "002: RNG differs", not_seeded, "random"),
+    bug(
         "buffers-of-rank-0", "000, 004; DDP's broadcast_buffers", buffers_of_rank_0, "buffers", "batchnorm",
         policies="local"
     ),
-    _bug(
+    bug(
         "buffers-of-each-rank", "000, 004: buffers differ by 0.097", buffers_of_each_rank, "buffers", "batchnorm",
         policies="local"
     ),
-    _bug(
+    bug(
         "stand-in-moves-buffers", "trap 15's cure gone wrong", stand_in_moves_buffers, "buffers", "batchnorm",
         policies="local"
     ),
-    _bug(
+    bug(
         "statistics-not-synchronised", "SyncBatchNorm never converted", statistics_not_synchronised, "buffers sync",
         "batchnorm", policies="sync"
     ),
-    _bug(
+    bug(
         "statistics-unweighted", "SyncBatchNorm on uneven shares: mean of means", statistics_unweighted, "buffers",
         "batchnorm", policies="sync"
     ),
-    _bug(
+    bug(
         "spread-of-means-ignored", "SyncBatchNorm by hand: mean of variances", spread_of_means_ignored, "buffers",
         "batchnorm", policies="sync"
     ),
-    _bug(
+    bug(
         "biased-running-variance", "BatchNorm by hand: no n / (n - 1)", biased_running_variance, "buffers",
         "batchnorm", policies="sync"
     ),
-    _bug("weights-ignored", "padding tokens count like others", weights_ignored, "loss", "tokens"),
-    _bug("own-loss-reported", "003: loss of rank 0", own_loss_reported, "loss"),
-    _bug("loss-averages", "002: reduction='mean'", loss_averages, "error"),
-    _bug("pause-forgotten", "own buckets without no_sync", pause_forgotten, "error", strategies="bucketed"),
+    bug("weights-ignored", "padding tokens count like others", weights_ignored, "loss", "tokens"),
+    bug("own-loss-reported", "003: loss of rank 0", own_loss_reported, "loss"),
+    bug("loss-averages", "002: reduction='mean'", loss_averages, "error"),
+    bug("pause-forgotten", "own buckets without no_sync", pause_forgotten, "error", strategies="bucketed"),
 ]
 # fmt: on
