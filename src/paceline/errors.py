@@ -161,12 +161,12 @@ class ReportedByPeer(PacelineError):  # noqa: N818 - this rank reports no error
         self.exit_code = exit_code
 
 
-def unknown(kind: str, asked: str, choices: Iterable[str], *, more: str = "") -> UsageError:
+def unknown(kind: str, value: str, choices: Iterable[str], *, more: str = "") -> UsageError:
     """The error for a name that does not exist. The message suggests a likely typo, then lists all `choices`."""
     choices = list(choices)
-    matches = [x for x in difflib.get_close_matches(asked, choices, n=1) if x[:1] == asked[:1]]  # gpu is not xpu
+    matches = [x for x in difflib.get_close_matches(value, choices, n=1) if x[:1] == value[:1]]  # gpu is not xpu
     hint = f" Did you mean {matches[0]!r}?" if matches else ""
-    return UsageError(code="unknown-name", kind=kind, value=asked, meant=hint, allowed=choices, more=more)
+    return UsageError(code="unknown-name", kind=kind, value=value, meant=hint, allowed=choices, more=more)
 
 
 def first_few(items: Sequence[str], most: int, separator: str = ", ") -> str:

@@ -112,6 +112,19 @@ def test_another_run_is_refused_before_anything_starts(resume, tmp_path, argumen
     assert (f"{tmp_path}/run/checkpoints/step-00000012" in run.stderr) == code.startswith("another-run")
 
 
+def test_the_checkpoint_of_another_task_names_both_tasks(resume, tmp_path):
+    shutil.copy(tmp_path / "mine.py", tmp_path / "other.py")
+    run = resume("other.py:task --steps 20", command=("-c", WITHOUT_TORCH))
+    ended_with(run, "another-task")
+    assert "mine.py:task" in run.stderr and "--allow-change task" in run.stderr and "steps" not in run.stderr
+
+
+def test_a_folder_without_a_run_is_an_error_if_no_task_is_named(paceline, tmp_path):
+    run = paceline("train", "--resume", "auto", "--run-dir", "runs/mistyped", command=("-c", WITHOUT_TORCH))
+    ended_with(run, "resume-of-nothing")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_second_run_in_the_folder_names_the_first(resume, tmp_path):
     lock = lock_run_dir(tmp_path / "run")
     try:
@@ -242,6 +255,15 @@ def test_a_session_with_the_former_names_of_settings_resumes(old: Path) -> None:
     run = warm.run([old / "own.py", "own", "resume"], cwd=old)
     assert run.returncode == 0, run.stderr
     assert start_steps(old / "own") == [9] and json.loads((old / "own/summary.json").read_text())["steps"] == 12
+
+
+def test_a_script_and_a_task_do_not_resume_each_others_runs(paceline, old: Path) -> None:
+    task = paceline("train", "mine.py:task", "--resume=auto", "--run-dir=own", command=("-c", WITHOUT_TORCH))
+    ended_with(task, "resume-of-session")
+    assert "own.py" in task.stderr
+    script = warm.run([old / "own.py", "run", "resume"], cwd=old)
+    ended_with(script, "another-task")
+    assert "mine.py:task" in script.stderr and "own.py" in script.stderr
 
 
 @pytest.mark.parametrize(

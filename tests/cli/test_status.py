@@ -210,7 +210,7 @@ def test_an_agent_counts_only_with_its_own_start_time_and_host(run: Path) -> Non
 def test_a_run_of_slurm_on_a_machine_without_slurm_is_unknown(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_submission(next_submit_dir(run), Submission(on="slurm", started_at=1.0, slurm_job="12"))
     monkeypatch.setenv("PATH", "/nowhere")
-    found = run_state(run, Access(slurm=True))
+    found = run_state(run, Access(may_query_slurm=True))
     assert (found.state, found.slurm_job) == ("unknown", "12") and "no command scontrol" in found.words
     assert "Slurm job 12" in run_state(run).words
 

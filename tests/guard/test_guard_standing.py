@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.guard.detectors import Alarm, StallDetector, assume_waiting, is_stalled, ranks_to_unblock
+from paceline.guard.detectors import Alarm, StallDetector, assume_waiting, is_stalled, ranks_to_interrupt
 from paceline.protocol.evidence import Diagnosis, Evidence, Frame, Op, Phase, Sample, Stack, StopKind
 from paceline.protocol.job import Windows
 
@@ -101,9 +101,9 @@ def test_a_script_begins_until_its_first_collective() -> None:
 
 def test_only_the_innocent_are_freed_unless_the_guilty_wait_too() -> None:
     ranks = [rank(0, WAITS), rank(1), rank(2, WAITS), rank(3, code=-9)]
-    assert ranks_to_unblock(Diagnosis(StopKind.BEHIND, causes=(1,)), ranks) == (0, 2)
-    assert ranks_to_unblock(Diagnosis(StopKind.MISMATCH, causes=(1,)), ranks) == (0, 1, 2)
-    assert ranks_to_unblock(Diagnosis(StopKind.NETWORK), ranks) == (0, 1, 2)
+    assert ranks_to_interrupt(Diagnosis(StopKind.BEHIND, causes=(1,)), ranks) == (0, 2)
+    assert ranks_to_interrupt(Diagnosis(StopKind.MISMATCH, causes=(1,)), ranks) == (0, 1, 2)
+    assert ranks_to_interrupt(Diagnosis(StopKind.NETWORK), ranks) == (0, 1, 2)
 
 
 def test_a_script_that_is_seen_from_outside_is_judged_as_one_that_says_nothing() -> None:

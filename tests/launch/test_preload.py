@@ -28,9 +28,9 @@ import os, sys
 from paceline.protocol.control import WorkerSpec
 if (spec := WorkerSpec.here()).preload >= 0:
     {first}
-    from paceline.rank.imports import import_all
+    from paceline.rank.imports import import_without_gc
     from paceline.rank.preload import serve
-    serve(spec, lambda: import_all({modules!r}))
+    serve(spec, lambda: import_without_gc({modules!r}))
 forked = b'"preload":' in open("/proc/self/environ", "rb").read()
 """
 TELLS_FORKED = "(folder / f'forked-{generation}-{rank}').write_text(str(forked))\n"

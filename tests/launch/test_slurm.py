@@ -28,7 +28,7 @@ from paceline.launch.slurm.queue import (
     misfit,
     parse_job,
     parse_sinfo,
-    submit_environment,
+    without_script_overrides,
 )
 from paceline.protocol.job import Allocation, JobSpec, NodePlan
 
@@ -380,5 +380,5 @@ def test_a_job_that_can_never_start_is_told_as_such() -> None:
 
 def test_variables_of_the_shell_do_not_change_the_batch_script() -> None:
     env = {"SBATCH_SIGNAL": "x", "SBATCH_ACCOUNT": "a", "SBATCH_PARTITION": "p", "SBATCH_TIMELIMIT": "1", "HOME": "h"}
-    assert submit_environment(env, partition=True, minutes=True) == {"SBATCH_ACCOUNT": "a", "HOME": "h"}
-    assert "SBATCH_PARTITION" in submit_environment(env, partition=False, minutes=False)
+    assert without_script_overrides(env, partition=True, minutes=True) == {"SBATCH_ACCOUNT": "a", "HOME": "h"}
+    assert "SBATCH_PARTITION" in without_script_overrides(env, partition=False, minutes=False)

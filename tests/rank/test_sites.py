@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests import warm
 
-from paceline.guard.sentences import format_location
+from paceline.guard.sentences import format_position
 from paceline.protocol.evidence import Evidence, Frame, Op, Stack
 from paceline.protocol.places import BY, native_frames, shown_site_of, stands_at
 from paceline.rank.sites import SITE_CHARS, call_site, frame_of, line_of
@@ -75,7 +75,7 @@ def test_a_rank_stands_at_a_call_only_in_the_same_line_of_the_library() -> None:
     for at, stands in ((3700, True), (2100, False)):
         op = Op("0", 1, "all_reduce", site=f"train.py:40 in main, by transformers/trainer.py:{at}")
         assert stands_at(here, op) is stands
-    assert f"train.py:40{BY}transformers/trainer.py:3700" in format_location(here)
+    assert f"train.py:40{BY}transformers/trainer.py:3700" in format_position(here)
 
 
 def test_an_error_has_the_users_innermost_line_or_else_that_of_the_caller() -> None:

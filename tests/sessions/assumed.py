@@ -798,6 +798,15 @@ def frozen_by_rank() -> Any:
 
 
 @case
+def hooks_by_rank() -> Any:
+    s, model, optimizer = start()
+    if s.rank == 1:
+        model[2].weight.register_hook(lambda gradient: gradient * 2)
+    for x, i in s.loader(Rows(), global_batch=8):
+        take_step(s, model, optimizer, x, i)
+
+
+@case
 def failing_in_parts() -> Any:
     """An error of the loop between s.backward and the end of a micro-batch whose operations are counted."""
     s, model, optimizer = start(virtual_ranks=4, peak_tflops=1.0)

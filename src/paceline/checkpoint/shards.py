@@ -38,11 +38,11 @@ ALIGNED_BYTES = 64
 OURS = "paceline"  # the key of paceline's metadata
 
 
-def rank_part(held: Sequence[TensorShard], rank: int, world_size: int) -> list[TensorShard]:
+def rank_part(shards: Sequence[TensorShard], rank: int, world_size: int) -> list[TensorShard]:
     """The tensors that `rank` saves: those that only it holds, and its portion, by bytes, of the replicated ones."""
-    replicated = sorted((h for h in held if h.replicated), key=lambda h: h.name)
+    replicated = sorted((h for h in shards if h.replicated), key=lambda h: h.name)
     portion = assign_balanced([h.tensor.nbytes for h in replicated], world_size)[rank]
-    return [h for h in held if not (h.replicated or h.spare)] + [replicated[i] for i in portion]
+    return [h for h in shards if not (h.replicated or h.spare)] + [replicated[i] for i in portion]
 
 
 @dataclass(frozen=True)

@@ -84,14 +84,14 @@ class SnapshotWriter:
         self._locked: set[int] = set()
         """The addresses of page-locked buffers. A GPU copies into them without the host."""
 
-    def write(self, held: Sequence[TensorShard], step: int, content: dict[str, Any]) -> int:
+    def write(self, shards: Sequence[TensorShard], step: int, content: dict[str, Any]) -> int:
         """Copy this rank's part of the state, and return its number of bytes.
 
         Raises:
             OSError: if there is not enough memory. The previous snapshot is still available.
         """
         descriptor, other = self._files
-        shard = layout(rank_part(held, self._part, self._parts), room_bytes=65536)
+        shard = layout(rank_part(shards, self._part, self._parts), room_bytes=65536)
         buffer = self._buffer(descriptor, shard.total_bytes, any(is_async(entry.tensor.device) for entry in shard.part))
         meta = SnapshotMeta(self._generation, step, self._part, self._parts, content)
         fill(buffer, shard, msgspec.to_builtins(meta))
@@ -157,7 +157,7 @@ class OtherHosts:
                     None, len(by_rank) // local, world.device, group
                 )  # connects now, not in a timed exchange
 
-    def receive(self, held: Sequence[TensorShard]) -> list[TensorShard] | None:
+    def receive(self, shards: Sequence[TensorShard]) -> list[TensorShard] | None:
         """The parts that this host does not have (a collective). None: skip this snapshot, it takes too long."""
         if self._group is None:
             return []
@@ -165,7 +165,7 @@ class OtherHosts:
         if self._tries <= self._pause:
             return None
         began = time.perf_counter()
-        others = self._exchange(held, self._group)
+        others = self._exchange(shards, self._group)
         ended = time.perf_counter()
         times = all_gather_object([ended - began, (began - self._since) / self._tries], self._world)
         duration, interval = max(times)[0], times[0][1]  # the interval of one rank: all ranks must pause equally

@@ -106,22 +106,22 @@ def needed(source: Source, name: str, like: Tensor, *, any_type: bool = False) -
 
 
 @torch.no_grad()
-def load_into(source: Source, held: TensorShard) -> None:
-    """Copy the saved tensor, or its range of elements, into `held`.
+def load_into(source: Source, shard: TensorShard) -> None:
+    """Copy the saved tensor, or its range of elements, into `shard`.
 
     Raises:
         UsageError: see `needed`.
     """
-    if held.whole is None:
-        held.tensor.copy_(needed(source, held.name, held.tensor))
+    if shard.whole is None:
+        shard.tensor.copy_(needed(source, shard.name, shard.tensor))
         return
-    exists = held.name in source.names(held.name) and source.shape(held.name) == held.whole
+    exists = shard.name in source.names(shard.name) and source.shape(shard.name) == shard.whole
     values = None
-    if exists and held.count == 1:
-        values = source.tensor(held.name, held.start, held.start + held.tensor.numel())
-    elif exists and (full := source.tensor(held.name)) is not None:
-        values = held.view_in(full.reshape(-1))
-    if values is None or values.dtype != held.tensor.dtype:
-        needed(source, held.name, held.tensor.new_empty(1).expand(held.whole))  # raises the error
+    if exists and shard.count == 1:
+        values = source.tensor(shard.name, shard.start, shard.start + shard.tensor.numel())
+    elif exists and (full := source.tensor(shard.name)) is not None:
+        values = shard.view_in(full.reshape(-1))
+    if values is None or values.dtype != shard.tensor.dtype:
+        needed(source, shard.name, shard.tensor.new_empty(1).expand(shard.whole))  # raises the error
     else:
-        held.tensor.copy_(values.view(held.tensor.shape))
+        shard.tensor.copy_(values.view(shard.tensor.shape))

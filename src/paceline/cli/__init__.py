@@ -197,13 +197,13 @@ def _train_as_rank(settings: Path) -> int:
     """
     from paceline.config.settings import check_values, load
     from paceline.protocol.job import Windows
-    from paceline.rank.imports import TRAINING, import_all
+    from paceline.rank.imports import TRAINING, import_without_gc
     from paceline.runs.reading import real_path
 
     config = load(real_path(settings), ours=True)
     check_values(config)
     Windows.parse(config.guard.hang_timeout)
-    import_all(TRAINING)  # the first import of torch
+    import_without_gc(TRAINING)  # the first import of torch
     from paceline.train.run import train
 
     return train(config).code
@@ -215,10 +215,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hold_standard_descriptors()
     spec = WorkerSpec.here()
     if spec is not None and spec.preload >= 0:  # this node's workers are forked from here: they go on below
-        from paceline.rank.imports import TRAINING, import_all
+        from paceline.rank.imports import TRAINING, import_without_gc
         from paceline.rank.preload import serve
 
-        serve(spec, lambda: import_all(TRAINING))
+        serve(spec, lambda: import_without_gc(TRAINING))
     if spec is not None:  # before anything slow: a worker must not outlive its agent
         from paceline.rank.attach import attach
 

@@ -18,7 +18,7 @@ from paceline.errors import ExitCode, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.lab.compare import REFERENCE, Row, advise, compared_rows, print_compared
 from paceline.lab.measurement import NO_EXCHANGE, Candidate, NotMeasured
-from paceline.lab.rounds import MeasuredRounds, ProcessSet
+from paceline.lab.rounds import CandidateGroup, MeasuredRounds
 from paceline.runs.utilization import format_speed
 
 
@@ -118,7 +118,7 @@ def _why_not(strategy: str, nproc: int) -> str:
 def _groups(
     strategies: Sequence[str], meshes: Sequence[Mesh], nproc: int, batches: Sequence[int], threads: int,
     exact_threads: int, *, sequence: bool,
-) -> list[ProcessSet]:  # fmt: skip
+) -> list[CandidateGroup]:  # fmt: skip
     """The candidates, with a single process as baseline, and as upper bound ranks that exchange nothing."""
     alone, together = list[Candidate](), list[Candidate]()
     for batch in batches:
@@ -136,7 +136,8 @@ def _groups(
             together.append(Candidate(name, strategy, batch, threads, nproc, str(mesh), is_sequence_parallel))
         if nproc > 1:
             together.append(Candidate(f"limit-b{batch}", NO_EXCHANGE, batch, threads))
-    return [ProcessSet(1, alone), ProcessSet(nproc, together)] if nproc > 1 else [ProcessSet(1, [*alone, *together])]
+    groups = [(1, alone), (nproc, together)] if nproc > 1 else [(1, [*alone, *together])]
+    return [CandidateGroup(processes, candidates) for processes, candidates in groups]
 
 
 def _compare(

@@ -14,7 +14,7 @@ from paceline.cli import command_line
 from paceline.cli.options import check_positive, command_words
 from paceline.errors import ExitCode, UsageError
 from paceline.lab.doctor.report import as_json, print_checks, run_checks
-from paceline.lab.doctor.survey import PROGRAM, Wanted, host_programs, survey
+from paceline.lab.doctor.survey import PROGRAM, Wanted, host_probes, survey
 from paceline.launch.plan import Command, parse_hosts
 from paceline.launch.ssh.plan import sessions
 from paceline.rank.environment import expand_nodes
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         threads=config.threads_per_rank or 0,
         quick=config.quick,
     )
-    with host_programs(commands) as opened:
+    with host_probes(commands) as opened:
         report = survey(wanted, opened)
     checks = run_checks(report)
     if config.json:

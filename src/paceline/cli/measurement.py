@@ -13,7 +13,7 @@ from paceline.cli.options import built, check_out_file, check_positive, print_js
 from paceline.config.settings import TrainConfig, absolute_task, check_values, dump, load, task_options
 from paceline.errors import UsageError, plural
 from paceline.lab.measurement import INSPECTED_STEPS
-from paceline.lab.rounds import MeasuredRounds, ProcessSet, measure_rounds
+from paceline.lab.rounds import CandidateGroup, MeasuredRounds, measure_rounds
 from paceline.runs.reading import real_path
 from paceline.tasks.registry import check_optimizer, check_task
 
@@ -87,7 +87,7 @@ def train_config(task: str, how: MeasurementConfig, *, num_workers: int | None =
 
 @contextmanager
 def measured(
-    groups: Sequence[ProcessSet], settings: TrainConfig, how: MeasurementConfig, *, memory: bool
+    groups: Sequence[CandidateGroup], settings: TrainConfig, how: MeasurementConfig, *, memory: bool
 ) -> Generator[tuple[MeasuredRounds, Path]]:
     """Measure all groups in rounds.
 

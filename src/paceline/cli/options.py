@@ -401,10 +401,10 @@ def ssh_command(ssh: Sequence[str], host: str, command: str) -> tuple[str, ...]:
     return (*ssh, "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *where, command)
 
 
-def threads_of(asked: int | None) -> int:
-    """CPU threads of each rank: `asked`, or the user's OMP_NUM_THREADS; 0: the agent decides."""
+def threads_of(threads: int | None) -> int:
+    """CPU threads of each rank: `threads`, or the user's OMP_NUM_THREADS; 0: the agent decides."""
     env_threads = os.environ.get("OMP_NUM_THREADS", "")
-    return asked or (int(env_threads) if env_threads.isdecimal() else 0)
+    return threads or (int(env_threads) if env_threads.isdecimal() else 0)
 
 
 def usable_gpus(device: str) -> int | None:
@@ -431,11 +431,11 @@ def nproc_auto(device: str) -> int:
     return gpus or usable_cores()
 
 
-def check_gpus(asked: str, nproc: int, gpus: int | None, backend: str = "auto") -> None:
+def check_gpus(device: str, nproc: int, gpus: int | None, backend: str = "auto") -> None:
     """Raise UsageError if there are fewer GPUs than workers, unless the `backend` lets workers use one GPU together."""
     if gpus and nproc > gpus and backend not in SHARE_GPUS:
         raise UsageError(
-            code="too-few-gpus", asked=asked, nproc=nproc, gpus=gpus, processes=plural(gpus, "process", "processes")
+            code="too-few-gpus", asked=device, nproc=nproc, gpus=gpus, processes=plural(gpus, "process", "processes")
         )
 
 

@@ -72,7 +72,7 @@ class Access:
     """The sources of information about a run besides its folder. For a run of another user there are none."""
 
     ssh: tuple[str, ...] = ()
-    slurm: bool = False
+    may_query_slurm: bool = False
 
 
 NOTHING = Access()
@@ -137,7 +137,7 @@ def existing_run(config: RunFlags, *, act: bool = False) -> tuple[Path, Access]:
             check_ours(folder)
         elif warn_if_shared(folder):
             return run_dir, NOTHING
-    return run_dir, Access(command_words("--ssh", config.ssh), slurm=True)
+    return run_dir, Access(command_words("--ssh", config.ssh), may_query_slurm=True)
 
 
 def attempts(run_dir: Path) -> list[Path]:
@@ -335,7 +335,7 @@ def _slurm_job(submission: Submission | None, access: Access) -> tuple[queue.Job
     """The state of the run's Slurm job, and the reason if the job could not be queried."""
     if submission is None or not submission.slurm_job:
         return None, ""
-    if not access.slurm:
+    if not access.may_query_slurm:
         return None, f"Slurm job {submission.slurm_job} was not queried"
     from paceline.launch.slurm import queue
 
@@ -453,12 +453,12 @@ def _settings(run_dir: Path) -> TrainConfig:
 def resume_command(run_dir: Path) -> str:
     """The command that resumes a run; empty for a script that loads its state itself."""
     from paceline.config.settings import load
-    from paceline.tasks.registry import TASKS
+    from paceline.tasks.registry import is_script
 
     if not os.path.lexists(run_dir / CONFIG):
         return ""
     with suppress(PacelineError, OSError):
         task = load(run_dir / CONFIG, ours=False).task
-        if task is not None and task not in TASKS and ":" not in task:
+        if task is not None and is_script(task):
             return f"start {task} again, with session(..., resume=True)"
     return f"paceline train --resume auto --run-dir {shlex.quote(str(run_dir))}"

@@ -18,7 +18,7 @@ from paceline.config.strategies import DEFAULT, EXACT, FOR_SEVERAL, STRATEGY_INF
 from paceline.errors import ExitCode, UsageError, plural, unknown
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.lab.measurement import NO_EXCHANGE, Candidate
-from paceline.lab.rounds import MeasuredRounds, ProcessSet, candidate_dir
+from paceline.lab.rounds import CandidateGroup, MeasuredRounds, candidate_dir
 from paceline.lab.scale import (
     At,
     Machine,
@@ -201,11 +201,11 @@ def points_to_measure(ranks: Sequence[int], weak: int | None, strong: int | None
     return sorted({At(count, batch) for size, batch in batches for count in (size, 1)})
 
 
-def _group(config: ScaleConfig, copy: Mesh, size: int, points: Sequence[At], threads: int) -> ProcessSet:
+def _group(config: ScaleConfig, copy: Mesh, size: int, points: Sequence[At], threads: int) -> CandidateGroup:
     """The points on `size` ranks, or copies of the model, each with and without communication between them."""
     names, mesh = [config.strategy] if size == 1 else [config.strategy, NO_EXCHANGE], _mesh(config, copy, size)
     candidates = [Candidate(_name(name, at), name, at.batch, threads, mesh=mesh) for at in points for name in names]
-    return ProcessSet(size * copy.size, candidates)
+    return CandidateGroup(size * copy.size, candidates)
 
 
 def _name(strategy: str, at: At) -> str:

@@ -34,7 +34,7 @@ from paceline.launch.supervise import run
 from paceline.protocol.control import PRELOAD, WorkerSpec
 from paceline.protocol.job import JobSpec, Windows
 from paceline.rank.environment import check_shape, is_launched, rank_counts
-from paceline.rank.imports import TRAINING, import_all
+from paceline.rank.imports import TRAINING, import_without_gc
 from paceline.runs.console import say
 from paceline.runs.events import Step, read_events
 from paceline.runs.folder import (
@@ -48,7 +48,7 @@ from paceline.runs.folder import (
 from paceline.runs.reading import real_path
 from paceline.runs.summary import Summary, read_summary, write_summary
 from paceline.runs.trackers import tracker_names
-from paceline.tasks.registry import check_optimizer, check_task
+from paceline.tasks.registry import check_optimizer, check_task, is_script
 from paceline.tasks.settings import all_settings, settings_help
 
 
@@ -102,9 +102,13 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     resumed_file = None if path else _resumed_config(values)
     path = real_path(path) if path else resumed_file
     default = configuration.load(path, ours=not values.get("run.trust", False)) if path else TrainConfig()
+    if resumed_file and default.task and is_script(default.task):
+        raise UsageError(code="resume-of-session", run_dir=resumed_file.parent, script=default.task)
     if resumed_file and default.strategy == DEFAULT_ALONE:  # several processes resume with their default strategy
         default = replace(default, strategy=None)
     config = built(TrainConfig, values, default)
+    if config.task is None and config.checkpoint.resume == "auto" and config.run.run_dir and not help_option:
+        raise UsageError(code="resume-of-nothing", run_dir=config.run.run_dir)
     if help_option:
         line.print_help(help_option, path.name if path else "", default)
         if ":" in (config.task or ""):
@@ -211,7 +215,7 @@ def _train_here(config: TrainConfig) -> tuple[Path, int]:
         if str(nproc) not in ("None", "auto", local_size):
             raise UsageError(code="nproc-within-launcher", value=nproc, local_size=local_size)
         rank_counts(env)
-    import_all(TRAINING)  # the first import of torch
+    import_without_gc(TRAINING)  # the first import of torch
     from paceline.train.run import train
 
     ended = train(config)

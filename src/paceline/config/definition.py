@@ -107,7 +107,7 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collec
         A text for each allowed difference.
 
     Raises:
-        UsageError: if another setting differs. The error lists all differences.
+        UsageError: if another setting differs. The error lists all differences, but only the task if this differs.
     """
     saved = ADDED | {current_name(name): value for name, value in saved.items()}
     bits = saved.get("strategy") in EXACT and now.get("strategy") in EXACT
@@ -119,6 +119,10 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collec
         for name in differ
     }
     not_allowed = [name for name in differ if name not in allowed]
+    if "task" in not_allowed:  # all other differences follow from this one
+        raise UsageError(
+            code="another-task", where=where, saved=saved["task"], now=now["task"], allow=",".join([*allowed, "task"])
+        )
     if not_allowed:
         changeable = [name for name in not_allowed if name not in FIXED]
         raise UsageError(

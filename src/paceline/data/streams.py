@@ -164,7 +164,7 @@ class ChunkReader(IterableDataset[StreamChunk]):
 
     parts: Sequence[StreamPart]
     plan: StreamPlan
-    share: range
+    virtual_ranks: range
     epoch: int
     start: int = 0
     states: Mapping[int, Any] = field(default_factory=dict[int, Any])
@@ -192,7 +192,7 @@ class ChunkReader(IterableDataset[StreamChunk]):
             probes = samples[0][:: max(1, len(samples[0]) // PROBES)]
             micro_batches = [*self._split(samples)]
             if not micro_batches and padding is not None:
-                micro_batches = [self._collate(self.share[0], 0, [padding], counted=False)]
+                micro_batches = [self._collate(self.virtual_ranks[0], 0, [padding], counted=False)]
             yield StreamChunk(micro_batches, num_seen, states_before, hash_of(sample for _, sample in probes))
 
     def _quota(self, part: StreamPart) -> int:
@@ -203,7 +203,7 @@ class ChunkReader(IterableDataset[StreamChunk]):
 
     def _split(self, samples: Sequence[list[tuple[int, Any]]]) -> Iterator[StreamBatch]:
         plan = self.plan
-        for index, virtual_rank in enumerate(self.share):
+        for index, virtual_rank in enumerate(self.virtual_ranks):
             portion = samples[index] if plan.parts_of_stream > 1 else samples[0][virtual_rank :: plan.virtual_ranks]
             rest, parts = iter(portion), min(plan.accumulation, len(portion))
             for part in range(parts):

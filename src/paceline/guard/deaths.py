@@ -41,29 +41,29 @@ class RankEnd(IntEnum):
         return self <= RankEnd.EXIT
 
 
-def rank_end(one: Sample) -> RankEnd:
+def rank_end(sample: Sample) -> RankEnd:
     """How a rank ended. A rank that cleans up after an exception counts as ended."""
-    if one.lost_reason:
+    if sample.lost_reason:
         return RankEnd.LOST
-    if one.code in GOOD_ENDS:
+    if sample.code in GOOD_ENDS:
         return RankEnd.LEFT
-    if one.failure:  # the process failed here; a later signal only interrupted its teardown
-        return RankEnd.VICTIM if one.failure.victim else RankEnd.EXCEPTION
-    if one.code is None:
+    if sample.failure:  # the process failed here; a later signal only interrupted its teardown
+        return RankEnd.VICTIM if sample.failure.victim else RankEnd.EXCEPTION
+    if sample.code is None:
         return RankEnd.RUNS
     # SIGKILL comes from outside, for any log. With gloo, victims end by SIGABRT or SIGSEGV.
-    if one.code != -signal.SIGKILL and speaks_of_lost_peer(one.error_text):
+    if sample.code != -signal.SIGKILL and speaks_of_lost_peer(sample.error_text):
         return RankEnd.VICTIM
-    return RankEnd.SIGNAL if one.code < 0 else RankEnd.EXIT
+    return RankEnd.SIGNAL if sample.code < 0 else RankEnd.EXIT
 
 
-def rank_end_in_collective(one: Evidence) -> RankEnd:
+def rank_end_in_collective(rank: Evidence) -> RankEnd:
     """As `rank_end`, but uses the rank's operations: the result is BROKEN if its transport ended the rank."""
-    end = rank_end(one)
-    if end in (RankEnd.LOST, RankEnd.LEFT, RankEnd.RUNS) or one.code == -signal.SIGKILL:
+    end = rank_end(rank)
+    if end in (RankEnd.LOST, RankEnd.LEFT, RankEnd.RUNS) or rank.code == -signal.SIGKILL:
         return end
-    aborted = one.code == -signal.SIGABRT and end is RankEnd.SIGNAL and bool(one.ops) and not one.ops[-1].done
-    return RankEnd.BROKEN if aborted or MISMATCH_TEXT.search(one.error_text) else end
+    aborted = rank.code == -signal.SIGABRT and end is RankEnd.SIGNAL and bool(rank.ops) and not rank.ops[-1].done
+    return RankEnd.BROKEN if aborted or MISMATCH_TEXT.search(rank.error_text) else end
 
 
 def first_to_fail(samples: Iterable[Sample]) -> Sample | None:

@@ -179,16 +179,17 @@ def is_stalled(evidence: Sequence[Evidence], alarm: Alarm, windows: Windows) -> 
     return is_idle or alarm.still_seconds >= windows.of(Stage.LONG)
 
 
-def is_waiting(one: Evidence) -> bool:
+def is_waiting(rank: Evidence) -> bool:
     """Whether a rank waits for other ranks or for its data."""
-    if one.phase is Phase.SYNC or (one.phase is Phase.DATA and not one.script) or any(not op.done for op in one.ops):
+    waits_for_data = rank.phase is Phase.DATA and not rank.script
+    if rank.phase is Phase.SYNC or waits_for_data or any(not op.done for op in rank.ops):
         return True
-    main_frames = one.stacks[0].frames if one.stacks else ()
+    main_frames = rank.stacks[0].frames if rank.stacks else ()
     is_in_wait = any(activity_of(frame.file) in (Activity.WAITS, Activity.MEETS) for frame in main_frames)
     return is_in_wait and not imports_torch(main_frames)
 
 
-def ranks_to_unblock(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> tuple[int, ...]:
+def ranks_to_interrupt(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> tuple[int, ...]:
     """The ranks that receive an exception in their collective: all that only wait."""
     kept = () if diagnosis.kind in CAUSES_WAIT_TOO else diagnosis.causes
     return tuple(sample.rank for sample in evidence if sample.runs and sample.rank not in kept)

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from paceline.errors import ExitCode, UsageError, first_few
 from paceline.guard.collect import bounded_evidence
 from paceline.guard.deaths import RankEnd, rank_end
-from paceline.guard.sentences import format_caller, format_loader, format_location, format_op, format_ranks, signal_name
+from paceline.guard.sentences import format_caller, format_loader, format_op, format_position, format_ranks, signal_name
 from paceline.protocol.evidence import Diagnosis, Evidence, Op, Phase, Sample, Stack, StopKind
 from paceline.runs import writing
 from paceline.runs.console import clean
@@ -221,9 +221,9 @@ class DiagnosisRecord(msgspec.Struct, frozen=True):
     evidence: tuple[Evidence, ...]
 
 
-def same_diagnosis(one: Diagnosis, other: Diagnosis) -> bool:
+def same_diagnosis(diagnosis: Diagnosis, other: Diagnosis) -> bool:
     """Whether two diagnoses have the same cause at the same step. The numbers of collectives may differ."""
-    return _essence(one) == _essence(other)
+    return _essence(diagnosis) == _essence(other)
 
 
 def _essence(diagnosis: Diagnosis) -> tuple[object, ...]:
@@ -294,10 +294,10 @@ def read_diagnosis(folder: Path) -> DiagnosisRecord:
         raise UsageError(code="diagnosis-damaged", path=path, error=error) from error
 
 
-def describe_rank(one: Evidence, *, most_ops: int | None = None, most_stacks: int | None = None) -> str:
+def describe_rank(rank: Evidence, *, most_ops: int | None = None, most_stacks: int | None = None) -> str:
     """The evidence on a rank as text, with its last `most_ops` operations and first `most_stacks` stacks."""
-    ops = one.ops if most_ops is None else one.ops[-most_ops:]
-    lines = (line for text in _rank_texts(one, ops, one.stacks[:most_stacks]) for line in clean(text).split("\n"))
+    ops = rank.ops if most_ops is None else rank.ops[-most_ops:]
+    lines = (line for text in _rank_texts(rank, ops, rank.stacks[:most_stacks]) for line in clean(text).split("\n"))
     return "".join(f"{printable(line)}\n" for line in lines)
 
 
@@ -308,7 +308,7 @@ def _rank_texts(rank: Evidence, ops: Sequence[Op], stacks: Sequence[Stack]) -> I
     elif rank.code is not None:
         yield f"ended: {'exit code' if rank.code >= 0 else 'signal'} {abs(rank.code)}"
     else:
-        yield f"no progress for {rank.still_seconds:.1f} s; it is {format_location(rank)}"
+        yield f"no progress for {rank.still_seconds:.1f} s; it is {format_position(rank)}"
         yield f"CPU use: {rank.cpu_seconds:.2f} s per second"
     yield "last collectives and messages, the newest last:"
     yield from (

@@ -55,16 +55,16 @@ def format_caller(op: Op) -> str:
     return f", called from {op.site}" if op.site else ""
 
 
-def format_location(one: Evidence) -> str:
+def format_position(evidence: Evidence) -> str:
     """The location of a rank as the end of "it is ...": "in load_batch at train.py:88, phase data, state S"."""
-    parts = [_source_line(one)]
-    if one.phase is not Phase.USER:
-        parts.append(f"phase {one.phase.word}" if parts[0] else f"in {one.phase.word}")
-    if one.state:
-        busy = ", computing" if one.state == "R" and one.cpu_seconds > BUSY_CPU_SECONDS else ""
-        parts.append(f"state {STATES.get(one.state, one.state)}{busy}")
-    if not one.answered and one.code is None and one.state not in ("T", "t", ""):
-        reason = "holds the interpreter lock (native code?)" if one.native else "frozen, or stuck in native code?"
+    parts = [_source_line(evidence)]
+    if evidence.phase is not Phase.USER:
+        parts.append(f"phase {evidence.phase.word}" if parts[0] else f"in {evidence.phase.word}")
+    if evidence.state:
+        busy = ", computing" if evidence.state == "R" and evidence.cpu_seconds > BUSY_CPU_SECONDS else ""
+        parts.append(f"state {STATES.get(evidence.state, evidence.state)}{busy}")
+    if not evidence.answered and evidence.code is None and evidence.state not in ("T", "t", ""):
+        reason = "holds the interpreter lock (native code?)" if evidence.native else "frozen, or stuck in native code?"
         parts.append(f"does not answer: {reason}")
     return ", ".join(part for part in parts if part) or "at an unknown line"
 
@@ -116,12 +116,12 @@ def _about_blocks(ranks: Ranks, involved: Sequence[int]) -> list[str]:
     return ["with fsdp each call of a block is a collective: all ranks must call the same blocks in the same order"]
 
 
-def hanging_loaders(one: Evidence) -> list[LoaderWorker]:
+def hanging_loaders(evidence: Evidence) -> list[LoaderWorker]:
     """The loader processes that do not deliver the next batch of this rank."""
-    if one.phase not in (Phase.DATA, Phase.USER):
+    if evidence.phase not in (Phase.DATA, Phase.USER):
         return []
-    stopped = [loader for loader in one.loaders if loader.state in (*GONE, *FROZEN, "D")]
-    return stopped or [loader for loader in one.loaders if loader.busy]
+    stopped = [loader for loader in evidence.loaders if loader.state in (*GONE, *FROZEN, "D")]
+    return stopped or [loader for loader in evidence.loaders if loader.busy]
 
 
 def waited_for(ranks: Ranks, causes: Sequence[int]) -> list[str]:
@@ -158,7 +158,7 @@ def _where(rank: Rank, *, many: bool = False) -> str:
     if rank.end is RankEnd.LEFT:
         steps = f" at step {rank.evidence.step}" if rank.evidence.step else ""
         return f"ended{steps} with code {rank.evidence.code}"
-    return f"{'are' if many else 'is'} {format_location(rank.evidence)}"
+    return f"{'are' if many else 'is'} {format_position(rank.evidence)}"
 
 
 def _waiting(ranks: Ranks, op: Op | None, *, without: Collection[int]) -> list[str]:
@@ -194,11 +194,11 @@ def _usual(ranks: Ranks, group: Sequence[int]) -> Op:
     return next(op for op in ops if op.site == usual)
 
 
-def held_in(one: Rank, others: Collection[int]) -> Op | None:
+def held_in(rank: Rank, others: Collection[int]) -> Op | None:
     """The operation in which a rank waits for some of `others`: the one on its stack, else the first one started."""
-    few, many = (one.waits_for, others) if len(one.waits_for) < len(others) else (others, one.waits_for)
-    ops = [op for op in one.pending if any(n in many and one.waits_for[n] == op for n in few)]
-    return next((op for op in ops if stands_at(one.evidence, op)), ops[0] if ops else None)
+    few, many = (rank.waits_for, others) if len(rank.waits_for) < len(others) else (others, rank.waits_for)
+    ops = [op for op in rank.pending if any(n in many and rank.waits_for[n] == op for n in few)]
+    return next((op for op in ops if stands_at(rank.evidence, op)), ops[0] if ops else None)
 
 
 def awaited(ranks: Ranks, causes: Collection[int]) -> Op | None:
@@ -224,9 +224,9 @@ def called_more(ranks: Ranks, waiting: Sequence[int], left: Sequence[int]) -> li
     return [f"{clause(waiting, 'waits', 'wait')} {op_text}", f"{format_ranks(left)} ended without it, with code 0"]
 
 
-def mismatch(found: OpMismatch, causes: Collection[int]) -> list[str]:
+def mismatch(calls: OpMismatch, causes: Collection[int]) -> list[str]:
     """Sentences about parties that have entered different operations."""
-    ordered = sorted(found.parties, key=lambda party: (not any(n in party for n in causes), len(party), min(party)))
+    ordered = sorted(calls.parties, key=lambda party: (not any(n in party for n in causes), len(party), min(party)))
     ops = [(format_ranks(party), next(iter(party.values()))) for party in ordered]
     return _limited([f"{subject} called {format_op(op)}{op.site and f' at {op.site}'}" for subject, op in ops])
 
@@ -240,7 +240,7 @@ def in_cycle(ranks: Ranks, parties: Sequence[Sequence[int]], ops: Mapping[int, O
         distinct = {id(ranks[n].waits_for): ranks[n].waits_for for n in party}
         others = {o for waits_for in distinct.values() for o in waits_for} & (members - set(party))
         if op is None or not others:
-            lines.append(f"{clause(party, 'is', 'are')} {format_location(ranks[party[0]].evidence)}")
+            lines.append(f"{clause(party, 'is', 'are')} {format_position(ranks[party[0]].evidence)}")
             continue
         group_text = "" if op.is_message else f" of group {op.group}"
         op_text = f"{format_op(op)}{group_text}{format_caller(op)}"
@@ -248,15 +248,15 @@ def in_cycle(ranks: Ranks, parties: Sequence[Sequence[int]], ops: Mapping[int, O
     return _limited(lines)
 
 
-def all_inside(ranks: Ranks, held: Mapping[int, Op]) -> list[str]:
+def all_inside(ranks: Ranks, pending: Mapping[int, Op]) -> list[str]:
     """Sentences about an operation that all ranks of its group have entered."""
-    op = next(iter(held.values()))
-    completed = [n for n in ranks if n not in held]
-    lines = [f"{clause(held, 'is', 'are')} in {format_op(op)}{format_caller(op)}; no rank is missing in it"]
+    op = next(iter(pending.values()))
+    completed = [n for n in ranks if n not in pending]
+    lines = [f"{clause(pending, 'is', 'are')} in {format_op(op)}{format_caller(op)}; no rank is missing in it"]
     if completed:
         lines.append(f"{clause(completed, 'has', 'have')} completed it")
     hosts: dict[str, list[int]] = {}
-    for n in held:
+    for n in pending:
         hosts.setdefault(ranks[n].evidence.host, []).append(n)
     if len({rank.evidence.host for rank in ranks.values()}) > 1:
         between = "; ".join(f"{host}: {format_ranks(numbers)}" for host, numbers in sorted(hosts.items())[:8])
@@ -267,7 +267,7 @@ def all_inside(ranks: Ranks, held: Mapping[int, Op]) -> list[str]:
 def inside_but(ranks: Ranks, causes: Sequence[int], op: Op) -> list[str]:
     """Sentences about ranks that are in an operation with all others, but cannot complete it."""
     lines = [
-        f"{format_ranks([n])} is in {format_op(op)}, as all are; it is {format_location(ranks[n].evidence)}"
+        f"{format_ranks([n])} is in {format_op(op)}, as all are; it is {format_position(ranks[n].evidence)}"
         for n in causes
     ]
     return [*_limited(lines), *_waiting(ranks, op, without=causes)]

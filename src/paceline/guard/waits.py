@@ -198,10 +198,10 @@ def _drop_abandoned(rank: Rank) -> Rank:
     )
 
 
-def stands_outside(one: Rank) -> bool:
+def stands_outside(rank: Rank) -> bool:
     """Whether the rank is in code of the script, outside of its operations. `work.wait()` looks the same."""
-    outside = waits_for_ranks(one.evidence) is False
-    return outside and not any(stands_at(one.evidence, op) for op in one.pending)
+    outside = waits_for_ranks(rank.evidence) is False
+    return outside and not any(stands_at(rank.evidence, op) for op in rank.pending)
 
 
 def reachable(start: Iterable[int], edges: Mapping[int, Iterable[int]]) -> set[int]:

@@ -27,7 +27,7 @@ MAX_REASON_CHARS = 300
 
 
 @dataclass(frozen=True)
-class ProcessSet:
+class CandidateGroup:
     """The candidates to measure on one number of processes."""
 
     nproc: int
@@ -63,7 +63,7 @@ def candidate_dir(root: Path, number: int, nproc: int, name: str = "") -> Path:
 
 
 def measure_rounds(
-    sets: Sequence[ProcessSet], settings: str, root: Path, *, rounds: int, warmup: int, steps: int, memory: bool
+    sets: Sequence[CandidateGroup], settings: str, root: Path, *, rounds: int, warmup: int, steps: int, memory: bool
 ) -> MeasuredRounds:
     """Measure all sets in each round.
 

@@ -338,11 +338,12 @@ class LiveRank(msgspec.Struct, frozen=True, omit_defaults=True):
     waiting: bool = False  # whether it waits for other ranks
 
     @classmethod
-    def of(cls, one: Sample) -> Self:
+    def of(cls, sample: Sample) -> Self:
         """The part of a sample that `paceline watch` needs."""
         return cls(
-            one.rank, one.host, one.pid, one.node, one.code, bool(one.lost_reason), one.step, one.phase.word,
-            tuple(round(seconds, 6) for seconds in one.phase_seconds), round(one.still_seconds, 1), one.waiting,
+            sample.rank, sample.host, sample.pid, sample.node, sample.code, bool(sample.lost_reason), sample.step,
+            sample.phase.word, tuple(round(seconds, 6) for seconds in sample.phase_seconds),
+            round(sample.still_seconds, 1), sample.waiting,
         )  # fmt: skip
 
 

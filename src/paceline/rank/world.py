@@ -210,11 +210,11 @@ def _store(world: World, timeout: timedelta, meeting_seconds: float) -> Store:
     return store
 
 
-def resolve_device(asked: str, index: int, workers: int, backend: str) -> torch.device:
+def resolve_device(choice: str, index: int, workers: int, backend: str) -> torch.device:
     """The device of the rank with number `index` of `workers` on this machine.
 
     Args:
-        asked: "auto" (the accelerator that torch supports here, else the CPU), "cpu", or a kind of accelerator: "cuda"
+        choice: "auto" (the accelerator that torch supports here, else the CPU), "cpu", or a kind of accelerator: "cuda"
             (also for AMD, with a torch built for ROCm), "xpu".
         index: the index among the visible devices of this process.
         workers: the number of processes. Each needs a device, unless `backend` allows several on one.
@@ -228,14 +228,14 @@ def resolve_device(asked: str, index: int, workers: int, backend: str) -> torch.
     # torch.accelerator only supports the kind for which torch was built
     count = torch.cuda.device_count() if kind in ("", "cuda") else torch.accelerator.device_count()
     kind = kind or ("cuda" if count else "")
-    if asked == "cpu" or (asked == "auto" and not kind):
+    if choice == "cpu" or (choice == "auto" and not kind):
         return torch.device("cpu")
-    if asked not in ("auto", "cpu", "cuda", "xpu", kind):
-        reason = unsupported_reason(asked)
-        raise UsageError(reason) if reason else UsageError(code="device-unknown", value=asked)
-    if asked not in ("auto", kind):
+    if choice not in ("auto", "cpu", "cuda", "xpu", kind):
+        reason = unsupported_reason(choice)
+        raise UsageError(reason) if reason else UsageError(code="device-unknown", value=choice)
+    if choice not in ("auto", kind):
         has = f"torch has {kind} here" if kind else explain_missing_gpus() or "torch sees no accelerator here"
-        raise UsageError(code="device-not-here", value=asked, has=has, usable=kind or "cpu")
+        raise UsageError(code="device-not-here", value=choice, has=has, usable=kind or "cpu")
     visible = [os.environ.get(name, "").strip() for name in VISIBLE]
     sees_one = count == 1 and any(value and "," not in value for value in visible)  # srun --gpus-per-task=1
     if workers > count and backend not in SHARE_GPUS and not sees_one:
@@ -313,13 +313,13 @@ def device_name(device: torch.device) -> str:
     return f"{device.type} ({name(device)})" if name else device.type
 
 
-def resolve_backend(asked: str, device: torch.device) -> str:
+def resolve_backend(choice: str, device: torch.device) -> str:
     """The backend of torch.distributed for ranks on such a device; for "auto" the default of the device.
 
     Raises:
         UsageError: this torch does not have the backend, or the backend does not support the device.
     """
-    backend = BACKENDS.get(device.type, "gloo") if asked == "auto" else asked
+    backend = BACKENDS.get(device.type, "gloo") if choice == "auto" else choice
     available = {name: getattr(dist, f"is_{name}_available")() for name in ("nccl", "gloo", "xccl", "mpi")}
     if backend not in available:
         raise UsageError(code="backend-unknown", value=backend, allowed=["auto", *available])

@@ -70,9 +70,9 @@ class PreparedOptimizer:
         extra = {key: as_json(state[key], "optimizer") for key in self._extra}
         return {**numbers_of(self.optimizer, self.scheduler), "given": self._given, "extra": extra}
 
-    def load_numbers(self, found: Mapping[str, Any]) -> None:
+    def load_numbers(self, saved: Mapping[str, Any]) -> None:
         """Restore the result of `numbers`, and print the settings that the script has changed since."""
-        saved_settings, groups = found["given"], from_json(found["groups"])
+        saved_settings, groups = saved["given"], from_json(saved["groups"])
         num_groups = len(self.optimizer.param_groups)
         self.groups = groups[num_groups:]
         changed = [
@@ -83,9 +83,9 @@ class PreparedOptimizer:
         ]
         if num_groups > len(groups):
             raise UsageError(code="parameter-groups-differ", saved=len(groups), number=self.number + 1, have=num_groups)
-        load_numbers(self.optimizer, self.scheduler, {**found, "groups": as_json(groups[:num_groups])})
+        load_numbers(self.optimizer, self.scheduler, {**saved, "groups": as_json(groups[:num_groups])})
         if self._extra:
-            extra = {key: from_json(value) for key, value in found.get("extra", {}).items()}
+            extra = {key: from_json(value) for key, value in saved.get("extra", {}).items()}
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), **extra})
         if changed:
             note = f"optimizer {self.number + 1} keeps the checkpoint's settings, and ignores these of the script: "

@@ -147,10 +147,10 @@ def gradients_not_finite(
     return NotFinite(text, [i for bad in causes.values() for i in bad], min(causes or reports))
 
 
-def stopped(found: NotFinite, way_out: str, *, late: bool = False) -> TrainingError:
+def stopped(cause: NotFinite, way_out: str, *, late: bool = False) -> TrainingError:
     """The error that ends a run. `way_out`: the option that skips such steps. `late`: the parameters have changed."""
     return TrainingError(
-        exit_code=ExitCode.NOT_FINITE, code="not-finite", what=found.words, unchanged="" if late else UNCHANGED,
+        exit_code=ExitCode.NOT_FINITE, code="not-finite", what=cause.words, unchanged="" if late else UNCHANGED,
         way_out=way_out,
     )  # fmt: skip
 
@@ -236,7 +236,7 @@ class SkippedSteps:
         self._policy, self._world, self._say = policy, world, say
         self._steps: set[int] = set()
 
-    def goes_back(self, step: int, found: NotFinite) -> bool:
+    def goes_back(self, step: int, cause: NotFinite) -> bool:
         """Record that `step` was skipped, and why; return whether to resume from an older state.
 
         A run returns once per step, because parameters or memory may have been damaged before it. If the step is not
@@ -245,16 +245,16 @@ class SkippedSteps:
         Raises:
             TrainingError: with NOT_FINITE, on one rank, if too many steps were skipped; ReportedByPeer on the others.
         """
-        if found.by_scale:
-            self._say(f"step {step} is skipped: {found.words}")
+        if cause.by_scale:
+            self._say(f"step {step} is skipped: {cause.words}")
             return False
         again = step in self._steps
         self._steps.add(step)
         if too_many(self._steps, step):
             error = TrainingError(
-                code="too-many-not-finite", exit_code=ExitCode.NOT_FINITE, most=MOST, steps=OF_STEPS, what=found.words
+                code="too-many-not-finite", exit_code=ExitCode.NOT_FINITE, most=MOST, steps=OF_STEPS, what=cause.words
             )
-            raise report_on_one_rank(error, self._world, by=found.told_by)
+            raise report_on_one_rank(error, self._world, by=cause.told_by)
         back = self._policy == "rollback" and not again
-        self._say(f"step {step}: {found.words}" if back else f"step {step} is skipped: {found.words}")
+        self._say(f"step {step}: {cause.words}" if back else f"step {step} is skipped: {cause.words}")
         return back

@@ -58,9 +58,9 @@ class LossScale:
         """The state, for `take`."""
         return {"loss_scale": [self.value, self._good, self.skipped]}
 
-    def take(self, found: Mapping[str, Any]) -> None:
+    def take(self, saved: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint; it has none if it is of another precision."""
-        self.value, self._good, self.skipped = found.get("loss_scale", (FIRST, 0, 0))
+        self.value, self._good, self.skipped = saved.get("loss_scale", (FIRST, 0, 0))
 
 
 class TrainedModel:

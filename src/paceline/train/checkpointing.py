@@ -162,12 +162,12 @@ class CheckpointWriter:
         writing = self._writing
         return float(bool(writing and writing.shard)), float(bool(writing and writing.failure))
 
-    def begin(self, held: Sequence[TensorShard], step: int, content: TrainerState) -> None:
+    def begin(self, shards: Sequence[TensorShard], step: int, content: TrainerState) -> None:
         """Copy the state after `step` and start to write it (collective)."""
         began = time.perf_counter()
         self.wait()
         world = self._world
-        shard = layout(rank_part(held, world.rank, world.size))
+        shard = layout(rank_part(shards, world.rank, world.size))
         size_bytes = sum(all_gather_object(shard.total_bytes, world))
         folder, failure = all_gather_object(self._prepare(step, size_bytes) if world.rank == 0 else None, world)[0]
         if failure:

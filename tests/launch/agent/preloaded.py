@@ -5,10 +5,10 @@ import sys
 from paceline.protocol.control import WorkerSpec
 
 if (spec := WorkerSpec.here()) is not None and spec.preload >= 0:
-    from paceline.rank.imports import import_all
+    from paceline.rank.imports import import_without_gc
     from paceline.rank.preload import serve
 
-    serve(spec, lambda: import_all(["torch.distributed"]))
+    serve(spec, lambda: import_without_gc(["torch.distributed"]))
 
 from paceline.rank.bootstrap import main
 

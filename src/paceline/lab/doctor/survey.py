@@ -55,7 +55,7 @@ class Survey:
     seconds: float
 
 
-class HostProgram:
+class HostProbe:
     """The program on a host and the pipes to it. After a failure `lost` has the reason."""
 
     def __init__(self, command: Command) -> None:
@@ -145,11 +145,11 @@ class HostProgram:
 
 
 @contextmanager
-def host_programs(commands: Sequence[Command]) -> Generator[list[HostProgram]]:
+def host_probes(commands: Sequence[Command]) -> Generator[list[HostProbe]]:
     """Start all in parallel, and end them after the block."""
-    programs: list[HostProgram] = []
+    programs: list[HostProbe] = []
     try:
-        programs.extend(HostProgram(command) for command in commands)
+        programs.extend(HostProbe(command) for command in commands)
         yield programs
     finally:
         for program in programs:
@@ -157,7 +157,7 @@ def host_programs(commands: Sequence[Command]) -> Generator[list[HostProgram]]:
 
 
 def ask_hosts(
-    programs: Sequence[HostProgram], requests: Mapping[str, m.Request], answer_type: type[T], seconds: float
+    programs: Sequence[HostProbe], requests: Mapping[str, m.Request], answer_type: type[T], seconds: float
 ) -> dict[str, T]:
     """Send requests to several hosts in parallel. Return the answers of the next `seconds`, by host.
 
@@ -171,7 +171,7 @@ def ask_hosts(
     return {name: answer for name, answer in answers.items() if answer is not None}
 
 
-def survey(wanted: Wanted, programs: Sequence[HostProgram]) -> Survey:
+def survey(wanted: Wanted, programs: Sequence[HostProbe]) -> Survey:
     """Send all requests. Each has a time limit. A host that does not answer in time is `lost`."""
     start = time.monotonic()
     tokens = {name: secrets.token_hex(16) for name in wanted.hosts}
@@ -194,7 +194,7 @@ def survey(wanted: Wanted, programs: Sequence[HostProgram]) -> Survey:
 
 
 def _connect(
-    programs: Sequence[HostProgram], pairs: Mapping[Pair, Sequence[m.Target]], measure_seconds: float = 0.0
+    programs: Sequence[HostProbe], pairs: Mapping[Pair, Sequence[m.Target]], measure_seconds: float = 0.0
 ) -> dict[Pair, dict[str, m.Link]]:
     """All hosts connect to their targets in parallel. Returns the link to each address, by pair."""
     attempts_by_host: dict[str, list[tuple[Pair, m.Target]]] = {source: [] for source, _ in pairs}
@@ -212,7 +212,7 @@ def _connect(
     return links
 
 
-def _probe_folder(programs: Sequence[HostProgram], names: Sequence[str], folder: str) -> dict[str, m.Done]:
+def _probe_folder(programs: Sequence[HostProbe], names: Sequence[str], folder: str) -> dict[str, m.Done]:
     """Let the first host write a file, and all hosts read it. Returns the result of each host."""
     token, writer = secrets.token_hex(16), names[:1]
     write_results = ask_hosts(programs, dict.fromkeys(writer, m.Probe("write", folder, token)), m.Done, SECONDS)
@@ -223,7 +223,7 @@ def _probe_folder(programs: Sequence[HostProgram], names: Sequence[str], folder:
     return read_results
 
 
-def _clock_offsets(programs: Sequence[HostProgram], names: Sequence[str]) -> dict[str, float]:
+def _clock_offsets(programs: Sequence[HostProbe], names: Sequence[str]) -> dict[str, float]:
     """Compare each clock with this machine's clock at the middle between request and answer."""
     offsets: dict[str, float] = {}
     for name in names:

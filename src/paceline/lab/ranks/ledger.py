@@ -31,7 +31,7 @@ MAX_NAMED = 10  # steps in a note
 
 
 @dataclass
-class Log:
+class RankLog:
     """The events of one rank in one start."""
 
     started: Started
@@ -62,7 +62,7 @@ class Log:
 class RunStart:
     """The logs of all ranks of one (attempt, generation), sorted by rank; at least one."""
 
-    logs: list[Log]
+    logs: list[RankLog]
 
     @property
     def first(self) -> Started:
@@ -208,12 +208,12 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
 
 
 def _read_starts(run_dir: Path) -> list[RunStart]:
-    logs: list[Log] = []
+    logs: list[RankLog] = []
     for path in event_files(run_dir).values():
         log = None
         for event in read_events(path):
             if isinstance(event, Started):
-                logs.append(log := Log(event))
+                logs.append(log := RankLog(event))
             elif log is None:
                 continue  # belongs to no start, so the audit reports its step as missing
             elif isinstance(event, Step):
@@ -230,7 +230,7 @@ def _read_starts(run_dir: Path) -> list[RunStart]:
     return [RunStart(list(group)) for _, group in groupby(logs, _order)]
 
 
-def _order(log: Log) -> tuple[int, int]:
+def _order(log: RankLog) -> tuple[int, int]:
     return log.started.attempt, log.started.generation
 
 
@@ -327,7 +327,7 @@ def _add_unlogged_steps(start: RunStart, plan: BatchPlan) -> Iterator[str]:
         )
 
 
-def _add_step(log: Log, step: int, portion: tuple[int, int], start: RunStart, plan: BatchPlan) -> None:
+def _add_step(log: RankLog, step: int, portion: tuple[int, int], start: RunStart, plan: BatchPlan) -> None:
     used = _portion_samples(portion, range(step, step + 1), plan) if portion[1] else torch.empty(0, dtype=torch.int64)
     epoch, digest = (step - 1) // plan.steps_per_epoch, f"{fingerprint(used):016x}"
     skipped = any(record.skipped for other in start.logs for record in other.steps.get(step, ()))
@@ -357,7 +357,7 @@ def covered(record: Step) -> range:
     return range(record.step - record.steps + 1, record.step + 1)
 
 
-def _records(span: range, log: Log) -> list[Step]:
+def _records(span: range, log: RankLog) -> list[Step]:
     return [record for step in span for record in log.steps.get(step, [])]
 
 
@@ -374,7 +374,7 @@ def _planned(step: int, plan: BatchPlan) -> Tensor:
     return plan.global_indices(*divmod(step - 1, plan.steps_per_epoch))
 
 
-def _faults(span: range, start: RunStart, logs: Sequence[Log], plan: BatchPlan) -> Iterator[str]:
+def _faults(span: range, start: RunStart, logs: Sequence[RankLog], plan: BatchPlan) -> Iterator[str]:
     ranks, size = [log.started.rank for log in logs], start.first.world_size
     by_rank = [_records(span, log) for log in logs]
     if ranks != list(range(size)):
@@ -392,7 +392,7 @@ def _faults(span: range, start: RunStart, logs: Sequence[Log], plan: BatchPlan) 
             yield f"rank {log.started.rank} {text}"
 
 
-def _rank_faults(span: range, log: Log, plan: BatchPlan) -> Iterator[str]:
+def _rank_faults(span: range, log: RankLog, plan: BatchPlan) -> Iterator[str]:
     records = _records(span, log)
     if log.started.own_order:
         for record in records:
@@ -409,7 +409,7 @@ def _rank_faults(span: range, log: Log, plan: BatchPlan) -> Iterator[str]:
         yield from _record_faults(record, log, plan)
 
 
-def _record_faults(record: Step, log: Log, plan: BatchPlan) -> Iterator[str]:
+def _record_faults(record: Step, log: RankLog, plan: BatchPlan) -> Iterator[str]:
     epoch = (record.step - 1) // plan.steps_per_epoch
     if record.epoch != epoch:
         yield f"logged it in epoch {record.epoch} instead of {epoch}"

@@ -65,7 +65,7 @@ class StopReport:
     @property
     def unblocked(self) -> tuple[int, ...]:
         """The ranks that only wait for other ranks."""
-        return detectors.ranks_to_unblock(self.diagnosis, self.evidence)
+        return detectors.ranks_to_interrupt(self.diagnosis, self.evidence)
 
     @property
     def exit_code(self) -> int:

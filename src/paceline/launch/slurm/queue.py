@@ -90,7 +90,7 @@ def slurm_error(done: subprocess.CompletedProcess[str]) -> str:
     return "; ".join(dict.fromkeys(line.strip() for line in lines if line.strip())) or f"exit code {done.returncode}"
 
 
-def submit_environment(env: Mapping[str, str], *, partition: bool, minutes: bool) -> dict[str, str]:
+def without_script_overrides(env: Mapping[str, str], *, partition: bool, minutes: bool) -> dict[str, str]:
     """`env` without the variables that would override the batch script."""
     in_script = [name for name, is_set in (("SBATCH_PARTITION", partition), ("SBATCH_TIMELIMIT", minutes)) if is_set]
     return {name: value for name, value in env.items() if not OVERRIDES.fullmatch(name) and name not in in_script}
@@ -104,7 +104,7 @@ def submit(plan: Plan, env: Mapping[str, str]) -> str:
     """
     assert plan.submit is not None
     script = plan.files[SCRIPT]
-    env = submit_environment(env, partition="#SBATCH --partition=" in script, minutes="#SBATCH --time=" in script)
+    env = without_script_overrides(env, partition="#SBATCH --partition=" in script, minutes="#SBATCH --time=" in script)
     result = run_slurm(plan.submit.argv[0], "--test-only", *plan.submit.argv[2:], env=env)
     if result.returncode == 0:
         result = run_slurm(*plan.submit.argv, env=env)
@@ -371,14 +371,14 @@ def in_allocation(env: Mapping[str, str]) -> HeldAllocation | None:
     )
 
 
-def cores_per_rank(held: HeldAllocation | None, job: JobSpec, env: Mapping[str, str]) -> int:
-    """Cores for each rank of a job with GPUs, at least 1: on the allocation `held`, otherwise on its possible nodes.
+def cores_per_rank(allocation: HeldAllocation | None, job: JobSpec, env: Mapping[str, str]) -> int:
+    """Cores for each rank of a job with GPUs, at least 1: on the `allocation`, otherwise on its possible nodes.
 
     Raises:
         PacelineError: Slurm does not answer.
     """
-    if held is not None:
-        return max(1, held.cpus // job.nproc)
+    if allocation is not None:
+        return max(1, allocation.cpus // job.nproc)
     all_nodes, names = _partitions(job, env)
     fitting = [n for n in all_nodes if n.partition in names.split(",") and n.gpus >= job.slurm.gpus_per_node]
     cpus = sorted((cpus for n in fitting for cpus in [n.cpus] * min(n.count, job.nodes)), reverse=True)
@@ -389,20 +389,22 @@ def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def check_allocation(held: HeldAllocation, job: JobSpec) -> None:
+def check_allocation(allocation: HeldAllocation, job: JobSpec) -> None:
     """Raise UsageError if the job needs a different allocation."""
-    alloc, where = job.slurm, f"this shell is inside the allocation of Slurm job {held.job_id}"
-    if held.nodes and job.nodes != held.nodes:
-        raise UsageError(code="more-nodes-than-held", value=job.nodes, where=where, nodes=held.nodes)
-    if held.cpus and job.nproc * alloc.cpus_per_rank > held.cpus:
+    alloc, where = job.slurm, f"this shell is inside the allocation of Slurm job {allocation.job_id}"
+    if allocation.nodes and job.nodes != allocation.nodes:
+        raise UsageError(code="more-nodes-than-held", value=job.nodes, where=where, nodes=allocation.nodes)
+    if allocation.cpus and job.nproc * alloc.cpus_per_rank > allocation.cpus:
         raise UsageError(
             code="more-cpus-than-held", nproc=job.nproc, cpus_per_rank=alloc.cpus_per_rank,
-            needed=job.nproc * alloc.cpus_per_rank, where=where, cpus=held.cpus,
+            needed=job.nproc * alloc.cpus_per_rank, where=where, cpus=allocation.cpus,
         )  # fmt: skip
-    if alloc.gpus_per_node > held.gpus:
-        raise UsageError(code="more-gpus-than-held", value=alloc.gpus_per_node, where=where, gpus=held.gpus)
-    if alloc.partition and held.partition and alloc.partition != held.partition:
-        raise UsageError(code="other-partition-than-held", value=alloc.partition, where=where, partition=held.partition)
+    if alloc.gpus_per_node > allocation.gpus:
+        raise UsageError(code="more-gpus-than-held", value=alloc.gpus_per_node, where=where, gpus=allocation.gpus)
+    if alloc.partition and allocation.partition and alloc.partition != allocation.partition:
+        raise UsageError(
+            code="other-partition-than-held", value=alloc.partition, where=where, partition=allocation.partition
+        )
     options = [name for name, value in (("--time", alloc.minutes), ("--sbatch", alloc.options)) if value]
     if options:
         raise UsageError(code="option-within-job", options=" and ".join(options), where=where)

@@ -38,7 +38,7 @@ class Window:
     optimizer: Any
     held: int = 0  # backwards whose gradients no step of any optimizer has followed yet
     batch: int = 0  # the number of the last batch of these backwards
-    at: tuple[int, int] = (-1, -1)  # its loader and pass
+    loader_and_pass: tuple[int, int] = (-1, -1)  # of that batch
     filled: bool = False  # whether gradients were nonzero after the last backward
     lost: int = 0  # backwards of earlier batches whose gradients were cleared
     clear_site: str = ""
@@ -228,10 +228,10 @@ class StepWatch(ScriptListener):
         for window in self._windows.values():
             other_batch = window.held and window.filled and batch > window.batch
             if other_batch and not any(map(_has_gradient, _parameters(window.optimizer))):
-                if window.at == at:
+                if window.loader_and_pass == at:
                     window.lost, window.clear_site = window.lost + window.held, self._clear_site
                 window.held = 0
-            window.held, window.batch, window.at = window.held + 1, batch, at
+            window.held, window.batch, window.loader_and_pass = window.held + 1, batch, at
 
     def on_backward_end(self) -> None:
         if self._facts.session:
