@@ -2,7 +2,7 @@
 
 python tests/check/soak_check.py [--only WORD] [--out benchmarks/results/check.md]
 
-FILE.json is written beside FILE.md after each run, and what is in it is not run again: type it again to go on.
+FILE.json is written beside FILE.md after each run, and what is in it is not run again: repeat the command to continue.
 """
 
 from __future__ import annotations

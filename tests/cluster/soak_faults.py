@@ -87,7 +87,7 @@ def soak(told: argparse.Namespace, run: Run, root: Path) -> Soak:
         if name in done.runs or (told.part == "here" and missing(fault)):
             continue
         if time.monotonic() > deadline:
-            print("out of time: type it again to go on", flush=True)
+            print("out of time: repeat the command to continue", flush=True)
             break
         folder = root / name.replace(" ", "-")
         result = run(fault, launcher, folder)

@@ -107,7 +107,7 @@ def soak(told: argparse.Namespace, hosts: Hosts, slurm: Slurm, root: Path) -> So
         if key in done.runs or (told.only and fault.name not in told.only):
             continue
         if time.monotonic() > deadline:
-            print("out of time: type it again to go on", flush=True)
+            print("out of time: repeat the command to continue", flush=True)
             break
         folder = root / key.replace(", ", "-").replace(" ", "-")
         result = run_watched(fault, way, hosts, slurm, folder)
