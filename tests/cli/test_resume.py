@@ -12,6 +12,7 @@ from tests import warm
 from tests.checkpoint.checkpoint_harness import sealed
 from tests.cli.test_bad_input import WITHOUT_TORCH
 from tests.errors import ended_with, raises
+from tests.run_script import run_script
 from tests.starts import start_steps
 
 import paceline
@@ -261,7 +262,7 @@ def test_a_script_and_a_task_do_not_resume_each_others_runs(paceline, old: Path)
     task = paceline("train", "mine.py:task", "--resume=auto", "--run-dir=own", command=("-c", WITHOUT_TORCH))
     ended_with(task, "resume-of-session")
     assert "own.py" in task.stderr
-    script = warm.run([old / "own.py", "run", "resume"], cwd=old)
+    script = run_script(1, old / "own.py", "run", "resume", cwd=old)
     ended_with(script, "another-task")
     assert "mine.py:task" in script.stderr and "own.py" in script.stderr
 

@@ -801,7 +801,7 @@ def frozen_by_rank() -> Any:
 def hooks_by_rank() -> Any:
     s, model, optimizer = start()
     if s.rank == 1:
-        model[2].weight.register_hook(lambda gradient: gradient * 2)
+        model[2].weight.register_hook(lambda gradient: None)  # one that changes it is found by its gradient
     for x, i in s.loader(Rows(), global_batch=8):
         take_step(s, model, optimizer, x, i)
 

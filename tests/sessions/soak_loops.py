@@ -13,7 +13,7 @@ looped.py holds the two loops. What a case comes to:
     anything else is a failure: `different`, `applied` (rejected too late), `failed` (another exit code), `hung`
 
 Loops that are wrong on several ranks are drawn, too (`wrong_of`): these must be rejected, or equal all the same. They
-are counted by themselves. Each part writes what it has done beside --out, by commit; repeat the command to continue. With
+are counted by themselves. Each part writes what it has done beside --out, by commit; repeat it to continue. With
 `--since COMMIT...` the cases that were done at these commits count, too, unless they failed. The exit code is 1 if a
 case fails, or more than 15 % of the right loops are rejected.
 """

@@ -119,14 +119,13 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collec
         for name in differ
     }
     not_allowed = [name for name in differ if name not in allowed]
-    if "task" in not_allowed:  # all other differences follow from this one
-        raise UsageError(
-            code="another-task", where=where, saved=saved["task"], now=now["task"], allow=",".join([*allowed, "task"])
-        )
+    if "task" in not_allowed:  # the other differences follow from this one
+        not_allowed = ["task"]
     if not_allowed:
         changeable = [name for name in not_allowed if name not in FIXED]
         raise UsageError(
-            code="another-run" if changeable else "another-run-for-good", where=where,
+            code="another-task" if "task" in changeable else "another-run" if changeable else "another-run-for-good",
+            where=where, old_task=saved.get("task"), task=now.get("task"),
             saved={name: saved[name] for name in not_allowed}, now={name: now[name] for name in not_allowed},
             differences="; ".join(differences[name] for name in not_allowed), allow=",".join([*allowed, *changeable]),
             never="".join(f" {_never(name)}." for name in not_allowed if name in FIXED),

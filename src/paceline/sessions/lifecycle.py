@@ -22,10 +22,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.checkpoint.resume import find_resume_point, run_location
 from paceline.collectives.communicator import make_communicator
-from paceline.collectives.control import check_equal, report_on_one_rank
+from paceline.collectives.control import check_equal, raise_on_all_ranks, report_on_one_rank
 from paceline.compute.flops import Utilization
 from paceline.compute.phase_events import phase_events
 from paceline.config.choices import steps_or_seconds, untested_torch
+from paceline.config.definition import check_same
 from paceline.config.strategies import EXACT, STRATEGY_INFO, options_of_others
 from paceline.data.plan import ranks_share
 from paceline.data.workers import naming_lost_processes
@@ -127,7 +128,10 @@ class SessionLifecycle(SessionLoop):
             notices = [] if WorkerSpec.here() else untested_torch()
             notices += set_threads(num_threads, world, write=keyword)
             origin = find_resume_point(place, world, resume=resume, trust=trust) if place is not None else None
-            saved_ranks = origin.content.definition.get("virtual_ranks") if origin else None
+            with raise_on_all_ranks(world):
+                saved = origin.content.definition if origin else {}
+                check_same(saved, {"task": self._name}, (), origin.where if origin else "")
+            saved_ranks = saved.get("virtual_ranks")
             self._virtual_ranks = virtual_ranks or saved_ranks or world.size
             self._says_virtual_ranks = virtual_ranks is not None
             if self._virtual_ranks < world.size:
