@@ -12,9 +12,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.train import computing
 
 KIND, PRECISION, STRATEGY = (*sys.argv[1:], "bucketed")[:3]
 OVERFLOWS, ENDS = 3, 5  # steps
+if PRECISION == "auto":  # some processors have bf16
+    computing.lacks_bf16 = lambda device: f"a {device.type} has none"
 
 
 def model_and_data() -> tuple[nn.Module, TensorDataset]:
@@ -51,7 +54,8 @@ def plain() -> None:
 
 def session() -> None:
     model, data = model_and_data()
-    with paceline.session(precision=PRECISION, strategy=STRATEGY, virtual_ranks=2 if STRATEGY == "exact" else None) as s:
+    virtual_ranks = 2 if STRATEGY == "exact" else None
+    with paceline.session(precision=PRECISION, strategy=STRATEGY, virtual_ranks=virtual_ranks) as s:
         model, optimizer = s.prepare(model, sgd)
         losses = list[float]()
         for x, y in s.loader(data, global_batch=16, shuffle=False):
@@ -80,7 +84,8 @@ def scaled() -> None:
                 before = [parameter.detach().clone() for parameter in model.parameters()]
                 s.backward(F.mse_loss(model(x), y) * (1e6 if s.step == OVERFLOWS else 1e-6))
                 optimizer.step()
-                moved.append(not all(map(torch.equal, before, model.parameters())))
+                if s.last:
+                    moved.append(not all(map(torch.equal, before, model.parameters())))
                 if s.step == ENDS and Path("stop").exists():
                     Path("stop").unlink()
                     raise RuntimeError("as planned")

@@ -120,16 +120,20 @@ def set_precision(precision: str, world: World) -> None:
 def choose_precision(precision: str | None, world: World) -> tuple[str | None, list[str]]:
     """The precision of a session, and messages (a collective). "auto" is bf16 if all ranks support it, else fp32.
 
+    bf16 is allowed without support, because scripts for GPUs are tested on CPUs.
+
     Raises:
-        UsageError: on one rank, if its device does not support `precision`; ReportedByPeer on the others.
+        UsageError: on one rank, if its device does not support tf32; ReportedByPeer on the others.
     """
     if precision is None:
         return None, []
-    set_precision(precision, world)
-    if precision != "auto":
+    set_precision("fp32" if precision == "bf16" else precision, world)
+    if precision not in ("auto", "bf16"):
         return precision, []
     by_rank = enumerate(all_gather_object(lacks_bf16(world.device), world))
     lacking = next((f"on rank {rank} {why}" for rank, why in by_rank if why), "")
+    if precision == "bf16":
+        return "bf16", [f'precision="bf16" is slow here: {lacking}'] if lacking else []
     if lacking:
         return "fp32", [f'precision="auto": fp32, because {lacking}']
     return "bf16", ['precision="auto": bf16, which all ranks support. It rounds differently']
