@@ -32,13 +32,12 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def train(args: argparse.Namespace) -> None:
-    s = paceline.session(args.run_dir, resume=args.run_dir is not None, strategy=args.strategy, virtual_ranks=2, seed=1)
+    settings = {"strategy": args.strategy, "precision": args.precision, "virtual_ranks": 2, "seed": 1}
+    s = paceline.session(args.run_dir, resume=args.run_dir is not None, **settings)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model: Any = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2)
     if args.lora:
         model = with_lora(model)  # before the optimizer and s.prepare
-    if args.bf16:
-        paceline.in_bf16(model, s.device)
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         texts = [row["text"] for row in rows]
@@ -79,7 +78,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--precision")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--strategy", default="bucketed")

@@ -26,8 +26,6 @@ def evaluate(s: paceline.Session, model: nn.Module, data: TensorDataset) -> floa
 
 
 def train(s: paceline.Session, net: nn.Module, data: TensorDataset, args: argparse.Namespace) -> None:
-    if args.bf16:
-        paceline.in_bf16(net, s.device)  # before s.prepare
     model, optimizer = s.prepare(net, lambda p: torch.optim.AdamW(p, lr=0.01))
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98))
     s.register("average", average)  # saved and restored with the model
@@ -62,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--patience", type=int, default=2)
-    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--precision")
     parser.add_argument("--strategy", default="bucketed")
     parser.add_argument("--run-dir")
     args = parser.parse_args()
@@ -70,8 +68,8 @@ def main() -> None:
     inputs: Tensor = torch.randn(512, 20)
     data = TensorDataset(inputs, inputs[:, :1] * inputs[:, 1:2])
     net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 1))
-    resume = args.run_dir is not None
-    with paceline.session(args.run_dir, strategy=args.strategy, virtual_ranks=2, resume=resume) as s:
+    resume, settings = args.run_dir is not None, {"strategy": args.strategy, "precision": args.precision}
+    with paceline.session(args.run_dir, resume=resume, virtual_ranks=2, **settings) as s:
         train(s, net, data, args)
 
 

@@ -62,7 +62,7 @@ def test_the_recipes_have_one_result_on_one_rank_and_on_two(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_the_recipes_stop_early_in_bf16(tmp_path: Path) -> None:
-    words = ("--strategy", "exact", "--bf16", "--patience", 1, "--epochs", 40)
+    words = ("--strategy", "exact", "--precision", "bf16", "--patience", 1, "--epochs", 40)
     epochs = numbers(2, "recipes.py", *words, cwd=tmp_path)
     assert 2 < len(epochs) < 40
 

@@ -233,11 +233,6 @@ def numbered() -> TensorDataset:
     return TensorDataset(torch.arange(SAMPLES), torch.randn(SAMPLES, 1, generator=torch.Generator().manual_seed(1)))
 
 
-def halves(s: Any, model: nn.Module) -> None:
-    """Autocast around the model's forward."""
-    paceline.in_bf16(model, s.device)
-
-
 def two_optimizers(strategy: str) -> None:
     """Two optimizers over parts of one model."""
     torch.manual_seed(0)
@@ -271,7 +266,8 @@ LOOPS: dict[str, Callable[[str], None]] = {
     SEVERAL: loop,
     "several micro-batches a step": lambda name: loop(name, loading={"accumulation": 2}),
     "more virtual ranks than processes": lambda name: loop(name, settings={"virtual_ranks": 4}),
-    "`paceline.in_bf16`": lambda name: loop(name, before=halves),
+    '`precision="bf16"`': lambda name: loop(name, settings={"precision": "bf16"}),
+    '`precision="fp16"`': lambda name: loop(name, settings={"precision": "fp16"}),
     "`torch.autocast` in the body": lambda name: loop(name, loss=autocast),
     "`clip_grad_norm_` of torch": lambda name: loop(name, body=clip),
     "`s.clip_grad_norm`": lambda name: loop(name, body=lambda s, model: s.last and s.clip_grad_norm(1.0)),

@@ -20,6 +20,7 @@ from paceline.sessions.prepared import PreparedModel, PreparedOptimizer
 from paceline.sessions.session_step import SessionStep
 from paceline.sessions.sharded_tensors import invalidate_replaced_parameters
 from paceline.strategies.base import MakeOptimizer, Strategy
+from paceline.train.computing import in_precision
 from paceline.train.optimizer import checked_optimizer
 
 OptimizerLike = Optimizer | MakeOptimizer
@@ -104,6 +105,7 @@ def prepare_model(
     world: World,
     number: int,
     gate: SessionStep,
+    precision: str | None = None,
 ) -> PreparedModel:
     """This rank's replica of the model, with optimizer and scheduler; see `Session.prepare` (a collective)."""
     with raise_on_all_ranks(world):
@@ -115,6 +117,7 @@ def prepare_model(
             raise UsageError(code="optimizer-as-scheduler")
         make_optimizer = optimizer_factory(optimizer)
         model = model.to(world.device)
+        in_precision(precision, model, world.device)
     original_parameters = [*model.parameters()]
     replica = strategy(model, make_optimizer, world)
     with raise_on_all_ranks(world):

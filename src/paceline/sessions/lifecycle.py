@@ -45,8 +45,9 @@ from paceline.sessions.registered import RegisteredObjects
 from paceline.sessions.session_step import Notes, SessionStep
 from paceline.sessions.wording import keyword, reword, script_name
 from paceline.stepping.hooks import TensorHooks
+from paceline.stepping.trained_model import loss_scale
 from paceline.train.checkpointing import CheckpointPolicy
-from paceline.train.computing import set_threads
+from paceline.train.computing import choose_precision, set_threads
 from paceline.train.determinism import DEFAULT_THREADS, deterministic
 from paceline.train.fit import PhaseClock
 from paceline.train.preemption import stop_signals
@@ -70,6 +71,7 @@ class SessionLifecycle(SessionLoop):
         virtual_ranks: int | None,
         seed: int | None,
         threads: int | None,
+        precision: str | None,
         checkpoint_every: int | str | None,
         keep_checkpoints: int,
         check_replicas_every: int,
@@ -102,6 +104,7 @@ class SessionLifecycle(SessionLoop):
             "checkpoint_every": checkpoint_every, "keep_checkpoints": keep_checkpoints, "not_finite": not_finite,
             "check_replicas_every": check_replicas_every, "threads_per_rank": threads, "device": device,
             "backend": backend, "timeout": timeout, "report_to": report_to, "peak_tflops": peak_tflops,
+            "precision": precision,
         }  # fmt: skip
         if tracker_names(report_to) and run_dir is None:
             raise UsageError(code="report-to-without-folder", value=report_to)
@@ -127,6 +130,8 @@ class SessionLifecycle(SessionLoop):
             num_threads = threads or (DEFAULT_THREADS if self._exact else None)
             notices = [] if WorkerSpec.here() else untested_torch()
             notices += set_threads(num_threads, world, write=keyword)
+            self._precision, precision_notices = choose_precision(precision, world)
+            notices += precision_notices
             origin = find_resume_point(place, world, resume=resume, trust=trust) if place is not None else None
             with raise_on_all_ranks(world):
                 saved = origin.content.definition if origin else {}
@@ -139,7 +144,8 @@ class SessionLifecycle(SessionLoop):
                 raise report_on_one_rank(UsageError(code=code, value=self._virtual_ranks, ranks=world.size), world)
             self._share = ranks_share(self._virtual_ranks, world.rank, world.size)
             self._settings = {"virtual_ranks": self._virtual_ranks, "seed": seed, "strategy": strategy, **self._own}
-            check_equal("session settings", {**self._settings, "resume": resume, "threads": threads}, world)
+            others = {"resume": resume, "threads": threads, "precision": precision}
+            check_equal("session settings", {**self._settings, **others}, world)
             every = steps_or_seconds(checkpoint_every)
             policy = CheckpointPolicy(check_replicas_every, 10**9, *every, keep=keep_checkpoints)
             self._progress = TrainingProgress(place, origin, world, policy, not_finite, lambda line: self.print(line))
@@ -153,6 +159,7 @@ class SessionLifecycle(SessionLoop):
                 may_skip=not_finite != "stop", exact=self._exact,
             )  # fmt: skip
             self._steps.notes, self._steps.observer = Notes(self._progress.say), self._observer
+            self._steps.scale = loss_scale(self._precision)
             if place is not None:
                 self._progress.request = self._stack.enter_context(stop_signals(announce=world.rank == 0))
             for line in notices:

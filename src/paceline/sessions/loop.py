@@ -69,6 +69,7 @@ class SessionLoop(SessionCollectives):
     _strategy: str
     _name: str
     _exact: bool
+    _precision: str | None  # of the models; None: as the script sets it
     _virtual_ranks: int
     _where: dict[str, int]
     _resumed: dict[str, int] | None  # the position at which the run resumes, until the loop reaches it
@@ -358,6 +359,7 @@ class SessionLoop(SessionCollectives):
             "optimizer": [type(part.optimizer).__name__ for part in self._parts],
             "hardware": hardware_facts(self.device),
             "threads_per_rank": torch.get_num_threads() if self._exact else None,
+            "precision": self._precision or "fp32",
         }  # fmt: skip
         if (origin := self._progress.origin) is not None and self._saved_data is not None:
             # the definition is that of the first loop; the interrupted loop may be a different one

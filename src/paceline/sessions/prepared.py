@@ -151,7 +151,7 @@ class PreparedModel(TrainedModel):
 
     def __init__(self, replica: Strategy, scheduler: Any, number: int, gate: SessionStep) -> None:
         """`number` counts the models from 0; `gate` is the step of the session."""
-        super().__init__(replica, number)
+        super().__init__(replica, number, gate.scale)
         self.gate = gate
         self._aside: Grads | None = None  # sums over the previous micro-batches of this step
         self._carried: Grads | None = None  # sums of earlier backwards, of this step or an older batch
@@ -386,10 +386,13 @@ class PreparedModel(TrainedModel):
         """The rest of its state, as JSON: the state of its optimizers and schedulers without tensors."""
         first, *others = (opt.numbers() for opt in self.optimizers)
         frozen = [name for name, p in zip(self._names(), self._parameters, strict=True) if not p.requires_grad]
-        return {**first, **({"others": others} if others else {}), **({"frozen": frozen} if frozen else {})}
+        scale = self.scale.numbers() if self.scale else {}
+        return {**first, **({"others": others} if others else {}), **({"frozen": frozen} if frozen else {}), **scale}
 
     def load_numbers(self, found: Mapping[str, Any], number: int = 0) -> None:
         """Restore the result of `numbers` for one of its optimizers."""
+        if self.scale is not None:
+            self.scale.take(found)
         frozen = {*found.get("frozen", ())}
         for name, parameter in zip(self._names(), self._parameters, strict=True):
             if name in frozen:  # the script froze it in a part that does not run again

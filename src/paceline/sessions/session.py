@@ -150,7 +150,9 @@ class Session(SessionLifecycle):
         apply: Apply = partial(STRATEGIES[self._strategy], virtual_ranks=self._virtual_ranks, **self._options)
         if self._observer is not None:
             apply = self._observer.wrap_strategy(self._strategy, apply)
-        part = prepare_model(model, optimizer, scheduler, apply, self.world, len(self._parts), self._steps)
+        part = prepare_model(
+            model, optimizer, scheduler, apply, self.world, len(self._parts), self._steps, self._precision
+        )
         if (origin := self._progress.origin) is not None:
             with raise_on_all_ranks(self.world):
                 if part.number >= len(self._numbers):
@@ -391,6 +393,7 @@ def session(
     virtual_ranks: int | None = None,
     seed: int | None = None,
     threads: int | None = None,
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "auto"] | None = None,
     checkpoint_every: int | str | None = None,
     keep_checkpoints: int = 3,
     check_replicas_every: int = 100,
@@ -417,6 +420,8 @@ def session(
         virtual_ranks: number of ranks for which the run is defined. Default: the number of ranks.
         seed: seed of the data order and dropout (default 0). A value also seeds torch, numpy and Python's random.
         threads: CPU threads per rank. Default: the launcher's choice, or 1 with strategy exact or zero.
+        precision: of the models: fp32, tf32, bf16, fp16 with a loss scale, or auto: bf16 if all ranks support it, else
+            fp32. Weights, gradients and the loss stay float32. Default: as the script sets it.
         checkpoint_every: steps between checkpoints, or a time such as "10min", in addition to the end of each epoch.
         keep_checkpoints: number of checkpoints to keep, at least 2.
         check_replicas_every: steps between bit-by-bit comparisons of all replicas.

@@ -9,7 +9,7 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 from paceline.errors import UsageError
 from paceline.sessions.observer import Observer
 from paceline.stepping.step import Step
-from paceline.stepping.trained_model import TrainedModel
+from paceline.stepping.trained_model import LossScale, TrainedModel
 
 
 class Notes:
@@ -38,6 +38,8 @@ class SessionStep(Step):
     notes = Notes()
     optimizers: tuple[int, ...] = ()
     """ids of the prepared optimizers"""
+    scale: LossScale | None = None
+    """of the losses, with precision fp16"""
     saves = False
     """whether the session writes checkpoints"""
     observer: Observer | None = None

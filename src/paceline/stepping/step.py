@@ -196,6 +196,8 @@ class Step:
         if self.is_skipped:
             for part in self.parts:
                 part.replica.put_back_buffers()
+        elif self.parts[0].scale is not None:
+            self.parts[0].scale.good()
         self.updating = self.in_step = False
         return self._result
 

@@ -22,7 +22,7 @@ LARGEST, SMALLEST = 2.0**24, 2.0**-14
 STEPS_UNTIL_DOUBLED = 2000
 
 
-def loss_scale(precision: str) -> "LossScale | None":
+def loss_scale(precision: str | None) -> "LossScale | None":
     """The initial scale; None if the precision needs none."""
     return LossScale() if precision == "fp16" else None
 

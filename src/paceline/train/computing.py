@@ -87,9 +87,8 @@ def resolve_compute(
     """
     seconds: dict[str, float] = {}
     why_no_bf16 = ""
+    set_precision(config.precision, world)
     with raise_on_all_ranks(world):
-        check_precision(config.precision, world.device)
-        set_float32_mode(config.precision, world.device)
         why_no_bf16 = lacks_bf16(world.device) if config.precision == "auto" else ""
         if config.checkpoint_activations:
             recompute(model, config.checkpoint_activations)
@@ -102,16 +101,50 @@ def resolve_compute(
     else:
         precision = config.precision
     with raise_on_all_ranks(world):
-        if precision == "bf16":
-            in_bf16(model, world.device)
-        elif precision == "fp16":
-            in_fp16(model, world.device)
+        in_precision(precision, model, world.device)
         if config.cuda_graphs:
             graph_model(model, world.device)
         if config.compile:
             compile_model(model, world.device)
         allocator, notice = _set_allocator(config, model, world)
     return ResolvedCompute(precision, allocator, notices + notice)
+
+
+def set_precision(precision: str, world: World) -> None:
+    """Enable or disable tf32 (a collective). Raises UsageError if a device does not support `precision`."""
+    with raise_on_all_ranks(world):
+        check_precision(precision, world.device)
+        set_float32_mode(precision, world.device)
+
+
+def choose_precision(precision: str | None, world: World) -> tuple[str | None, list[str]]:
+    """The precision of a session, and messages (a collective). "auto" is bf16 if all ranks support it, else fp32.
+
+    bf16 is allowed without support, because scripts for GPUs are tested on CPUs.
+
+    Raises:
+        UsageError: on one rank, if its device does not support tf32; ReportedByPeer on the others.
+    """
+    if precision is None:
+        return None, []
+    set_precision("fp32" if precision == "bf16" else precision, world)
+    if precision not in ("auto", "bf16"):
+        return precision, []
+    by_rank = enumerate(all_gather_object(lacks_bf16(world.device), world))
+    lacking = next((f"on rank {rank} {why}" for rank, why in by_rank if why), "")
+    if precision == "bf16":
+        return "bf16", [f'precision="bf16" is slow here: {lacking}'] if lacking else []
+    if lacking:
+        return "fp32", [f'precision="auto": fp32, because {lacking}']
+    return "bf16", ['precision="auto": bf16, which all ranks support. It rounds differently']
+
+
+def in_precision(precision: str | None, model: nn.Module, device: torch.device) -> None:
+    """Run the forward of `model` in bf16 or fp16, if that is the precision."""
+    if precision == "bf16":
+        in_bf16(model, device)
+    elif precision == "fp16":
+        in_fp16(model, device)
 
 
 def check_precision(precision: str, device: torch.device) -> None:

@@ -66,7 +66,7 @@ class TaskSteps:
         self._replica, self._loss = replica, loss
         options.setdefault("enter", ignore)
         self._one_each = one_each
-        way_out, self._scale = "--not-finite skip", scale
+        way_out = "--not-finite skip"
         if replica.pipeline is None:
             self._steps = Step(replica.world, replica.virtual_ranks, forward=weighted_sum, way_out=way_out, **options)
         else:  # no single stage can recompute one sample to find the cause of a NaN
@@ -100,8 +100,6 @@ class TaskSteps:
         if not steps.is_skipped:
             steps.begin_update()
             replica.optimizer.step()
-            if self._scale is not None:
-                self._scale.good()
         return steps.end()
 
 

@@ -100,7 +100,7 @@ class _Recorder(Observer):
     def __post_init__(self) -> None:
         world, overrides = world_on(self.spec.device), {"strategy": self.case.strategy} if self.case.strategy else {}
         self.options = {"device": world.device.type, "backend": world.backend, "threads": 1, "resume": False}
-        self.options |= {"report_to": None, "virtual_ranks": self.case.virtual_ranks, **overrides}
+        self.options |= {"report_to": None, "precision": None, "virtual_ranks": self.case.virtual_ranks, **overrides}
         self.max_steps = self.spec.steps
 
     def wrap_strategy(self, name: str, apply: Apply) -> Apply:
