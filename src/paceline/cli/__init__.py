@@ -37,8 +37,8 @@ GROUPS = {
         "train": Command(
             "train a model on one process or many", "train.TrainConfig", "task",
             ("mnist-cnn --nproc 2 --run-dir runs/first", "mnist-cnn --nproc 2 --run-dir runs/first --resume auto"),
-            common="config strategy task-arg batch-size global-batch virtual-ranks lr precision epochs steps run-dir "
-            "checkpoint-every resume nproc device on nodes hosts",
+            common="config strategy batch-size global-batch lr epochs steps run-dir checkpoint-every resume nproc "
+            "device on nodes hosts",
             config="TOML file with settings, e.g. the config.toml of a run; options override it",
         ),
         "launch": Command(
@@ -109,6 +109,7 @@ GROUPS = {
         "compare": Command(
             "measure every strategy (speed, memory, bytes, bits), and recommend one", "compare.CompareConfig", "task",
             ("mnist-cnn --nproc 2", "mnist-cnn --strategies ddp,exact --nproc 2"),
+            common="strategies meshes nproc batch-sizes steps rounds config device optimizer precision out json",
         ),
         "scale": Command(
             "measure scaling and lost time, and estimate a step on more machines", "scale.ScaleConfig", "task",

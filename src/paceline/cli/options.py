@@ -39,7 +39,7 @@ from paceline.runs.console import escape_controls
 from paceline.runs.reading import real_path
 
 WIDTH = 100  # most columns of the help
-SHORTEST = 20  # a command with at most this number of options shows all of them in --help
+SHORTEST = 15  # a command with at most this number of options shows all of them in --help
 HELP = ("-h", "--help", "--help-all")
 METAVARS = {  # placeholder of a value -> names of options; other options have a placeholder by type
     "RUN": "run runs", "TASK": "task", "LOG": "logs", "ACTION": "action",
