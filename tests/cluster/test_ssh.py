@@ -160,6 +160,7 @@ def test_a_dropped_ssh_connection_ends_the_run_and_names_the_host(lab: Lab, laun
     nothing_left(lab, 5)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_is_named_and_nothing_is_left(lab: Lab, launch, tmp_path: Path) -> None:
     run = launch("n1,n2", "forever()")
     wait_ready(tmp_path, 4)
@@ -237,6 +238,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_the_printed_commands_typed_on_two_hosts_are_one_run(lab: Lab, tmp_path: Path) -> None:
     script = tmp_path / "all reduce.py"
     script.write_text(ALL_REDUCE)

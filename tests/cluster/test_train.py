@@ -85,6 +85,7 @@ def test_two_slurm_nodes_come_to_the_weights_of_one_process(
     clean_ledger(run_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "options",
@@ -138,6 +139,7 @@ memory.host_key = lambda: str(int(os.environ["RANK"]) // 2)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("mesh", ["data=2,tensor=2", "tensor=4"])  # each host has a whole model; both share one
 def test_a_killed_rank_of_a_mesh_over_hosts_costs_the_steps_since_the_last_snapshot(
@@ -170,6 +172,7 @@ def pid_within(pid: int) -> int:
     return int(numbers[1].split()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", ["torchrun", "paceline"])
 def test_what_is_printed_and_typed_on_two_hosts_comes_to_the_weights_of_one_process(
     lab: Lab, task: list[str], expected: str, tmp_path: Path, agent: str
