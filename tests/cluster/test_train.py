@@ -17,9 +17,7 @@ from tests.cluster.soak_hosts import TASK as SLOW_TASK
 from tests.cluster.ssh import SshHosts
 from tests.cluster.training import (
     EXACT,
-    MNIST,
     PACELINE,
-    SCRIPT,
     clean_ledger,
     events,
     resumed_after,
@@ -183,30 +181,6 @@ def test_what_is_printed_and_typed_on_two_hosts_comes_to_the_weights_of_one_proc
     assert printed.returncode == 0, printed.stderr
     type_everywhere(lab, printed.stdout, tmp_path)
     assert weights(run_dir) == expected
-
-
-@pytest.mark.soak
-def test_an_unmodified_ddp_script_comes_to_the_same_weights_everywhere(
-    lab: Lab, ssh_hosts: SshHosts, slurm: Slurm, tmp_path: Path
-) -> None:
-    """What torchrun would start, started by each of our launchers."""
-    script = words("--", SCRIPT, "--epochs", 1, "--data", MNIST)
-    shape = words("--nproc", 2, "--threads-per-rank", 1)
-    ways = {
-        "local": ["--nproc", "4", "--threads-per-rank", "1"],
-        "ssh": [*shape, *words("--on", "ssh", "--hosts", "n2,n3", "--ssh", ssh_hosts.command)],
-        "slurm": [*shape, *words("--on", "slurm", "--nodes", 2, "--follow")],
-        "print": [*shape, *words("--on", "print", "--hosts", "n2,n3")],
-    }
-    digests: dict[str, set[str]] = {}
-    for name, way in ways.items():
-        done = slurm.run(*PACELINE, "launch", *way, "--run-dir", tmp_path / name, *script, cwd=tmp_path, timeout=270)
-        assert done.returncode == 0, f"{name}: {done.stderr}{done.stdout}"
-        said = done.stdout
-        if name == "print":
-            said = type_everywhere(lab, said, tmp_path)
-        digests[name] = {line.rpartition(" ")[2] for line in said.splitlines() if "weights" in line}
-    assert digests["local"] and all(found == digests["local"] for found in digests.values()), digests
 
 
 def test_a_failing_rank_on_a_slurm_node_is_named_and_its_exit_code_comes_out(slurm: Slurm, tmp_path: Path) -> None:
