@@ -37,6 +37,7 @@ import pytest
 hypothesis.settings.register_profile("paceline", deadline=None)  # CI's machine may be busy
 hypothesis.settings.load_profile("paceline")
 pytest_plugins = ["pytester"]
+sys.dont_write_bytecode = False  # else each of three workers rewrites 430 modules each time: half a minute of a core
 os.environ.pop("PYTHONUNBUFFERED", None)  # a user's shell has none: with it, tests passed that failed on their machines
 
 RUN_MARKER = "PACELINE_TEST_RUN"  # in the environment of every process that a test starts, however far down

@@ -34,6 +34,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
+from tests import warm
 from tests.launch.launch_harness import MARK, carriers, kill_all, survivors
 
 from paceline.cli import ledger
@@ -89,11 +90,10 @@ class Lab:
         named = [task] * bool(task) + [f"--data-dir={self.data}"] * task.startswith("mnist")
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "paceline", "train", *named, f"--run-dir={self.folder}", *flags],
+            self.process = warm.Popen(
+                ["-m", "paceline", "train", *named, f"--run-dir={self.folder}", *flags],
                 cwd=self.folder.parent,
                 env={**os.environ, MARK: self.mark},
-                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

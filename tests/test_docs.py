@@ -4,8 +4,6 @@ import ast
 import os
 import re
 import shlex
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -105,7 +103,7 @@ def test_every_transcript_was_made_and_names_nothing_of_the_machine_it_was_made_
 
 @pytest.mark.parametrize("tool", ["includes.py", "api.py", "reference.py", "measured.py"])
 def test_what_a_tool_writes_into_the_docs_is_not_stale(tool: str) -> None:
-    done = subprocess.run([sys.executable, ROOT / "tools" / tool, "--check"], capture_output=True, text=True)
+    done = warm.run([ROOT / "tools" / tool, "--check"])
     assert done.returncode == 0, done.stdout + done.stderr
 
 

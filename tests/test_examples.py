@@ -199,5 +199,5 @@ def test_the_commands_of_the_workflow_run(tmp_path: Path) -> None:
     (tmp_path / "train_loop.py").write_text(f"def main():\n{loop}")
     (tmp_path / "data").symlink_to(ROOT / "src" / "paceline" / "data" / "mnist")
     for words in commands:
-        done = warm.run(["-m", *words], cwd=tmp_path, timeout=270)
+        done = warm.run(["-m", *words], cwd=tmp_path, timeout=270, ranks=True)
         assert done.returncode == 0, done.stdout + done.stderr

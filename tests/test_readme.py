@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests import warm
 from tests.run_script import run_script
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +27,7 @@ def test_the_loop_has_the_weights_of_one_process(tmp_path: Path) -> None:
     before, after = scripts()
     (tmp_path / "before.py").write_text(before)
     (tmp_path / "loop.py").write_text(after)
-    plain = subprocess.run([sys.executable, tmp_path / "before.py"], capture_output=True, text=True, check=True)
+    plain = warm.run((tmp_path / "before.py",))
     right = float(plain.stdout.split()[-1])
     for ranks in (1, 2):
         done = run_script(ranks, "loop.py", cwd=tmp_path)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests import warm
 
 from paceline.config.strategies import STRATEGY_INFO
 
@@ -45,8 +44,7 @@ def test_what_the_checks_of_settings_find_is_in_the_tables(
 
 def check(*words: str, seconds: int) -> None:
     """Run `tools/support.py --check`."""
-    command = [sys.executable, str(ROOT / "tools" / "support.py"), "--check", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    done = warm.run((ROOT / "tools" / "support.py", "--check", *words), timeout=seconds)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -143,3 +144,16 @@ def test_an_agent_is_its_launchers_child_however_it_starts_and_only_a_forked_one
     assert seen == [True, 1, False]
     assert json.loads(forked.stdout) == [code, True, 1, True]
     assert forked.stderr == started.stderr
+
+
+def test_a_session_searches_what_was_frozen_before_a_fork_too() -> None:
+    """Which it does not in a fork: there are the imports' objects alone."""
+    import torch
+
+    from paceline.sessions.registered import instances
+
+    module = torch.nn.Linear(1, 1)
+    gc.freeze()
+    assert any(found is module for found in instances(torch.nn.Linear))
+    assert gc.get_freeze_count() > 0
+    assert warm.run(["-c", "import gc; print(gc.get_freeze_count())"]).stdout == "0\n"

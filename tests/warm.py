@@ -12,7 +12,8 @@ so that not all ranks have the same seed of hashes.
 
 A command that starts agents gets what they and their workers are forked from, too (`Nursery`): each agent would import
 torch once for its workers, which is most of what a test of two ranks takes. Parents, sessions, descriptors and the
-environment in /proc are those of processes that were started.
+environment in /proc are those of processes that were started. With `ranks` so are the ranks of a script or of
+`paceline verify`, each of which would import torch; that is for what they do, not for how they start.
 
 Not for what looks at how Python itself starts (`sys.flags`), at when a module is imported, at what is read from the
 environment at that time, or at the command line in /proc.
@@ -34,6 +35,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +50,7 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENT = dict(os.environ)  # before a test changes it
 ROOM = {"WARM_ROOM": "-" * 40_000}  # in which a fork shows its own environment in /proc
 AGENT = "paceline.launch.agent"
+RANKS = ("paceline.rank.bootstrap", "paceline.lab.ranks.")  # the modules of ranks that no preloader forks
 OUT_OF_THE_WAY = 500  # the number of a file that no order asks for
 STARTING = {"train", "launch", "verify", "compare", "scale"}  # commands that may start one
 AFTER_START = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"}  # of a new interpreter; a fork can do it, too
@@ -56,7 +59,10 @@ LIGHT = (
     *("paceline.cli.train", "paceline.cli.launch", "paceline.cli.jobs", "pytest"),
     *("paceline.launch.supervise", "paceline.launch.agent.coordinator", "paceline.launch.agent.follower"),
 )
-TORCH = (*LIGHT, "torch.distributed", "torch._dynamo", "safetensors.torch", "paceline.train.run", "hypothesis")
+TORCH = (
+    *(*LIGHT, "torch.distributed", "torch.distributed.run", "torch._dynamo", "safetensors.torch", "hypothesis"),
+    *("paceline.train.run", "paceline.sessions.session", "paceline.lab.ranks.verify"),
+)
 SOURCES = (LIGHT, TORCH, TORCH)  # torch's optimizers import torch._dynamo, which takes as long as torch itself
 
 
@@ -147,6 +153,7 @@ class Popen(subprocess.Popen[Any]):
         function: "module:name", called with `arguments` instead; whatever can be pickled, without a test module's type.
         agents: whether what agents it starts are forked, too, and what they fork workers from; by default where
             `arguments` are a command that starts some.
+        ranks: whether the workers are forked, too, that agents start by a command, such as those of a script.
         settings: of `subprocess.Popen`. Without `stdin` it is empty.
     """
 
@@ -158,13 +165,15 @@ class Popen(subprocess.Popen[Any]):
         rank: int = 0,
         function: str = "",
         agents: bool | None = None,
+        ranks: bool = False,
         **settings: Any,
     ) -> None:
         words = [str(argument) for argument in arguments]
         if agents is None:
-            agents = AGENT in words[:3] or (words[:2] == ["-m", "paceline"] and bool({*words[2:3]} & STARTING))
+            starts = AGENT in words[:3] or (words[:2] == ["-m", "paceline"] and bool({*words[2:3]} & STARTING))
+            agents = ranks or starts
         self._source = 1 + rank % 2 if torch or agents else 0
-        self._call = function, [*arguments] if function else words, agents
+        self._call = function, [*arguments] if function else words, agents, ranks
         super().__init__(words, **{"stdin": subprocess.DEVNULL, **settings})
 
     def _execute_child(  # instead of fork and exec
@@ -196,6 +205,11 @@ def _only_new(env: Mapping[str, str]) -> list[str]:
     """The variables of an environment that only a new interpreter would heed."""
     read = {name for name in env.keys() | ENVIRONMENT.keys() if name.startswith("PYTHON")} - AFTER_START
     return sorted(name for name in read if env.get(name) != ENVIRONMENT.get(name))
+
+
+def with_ranks(command: Sequence[str], **settings: Any) -> Popen:
+    """`command`, of this interpreter, with forked agents and ranks: what `subprocess.Popen` would start."""
+    return Popen(command[1:], ranks=True, **settings)
 
 
 def call(function: str, *arguments: Any, **settings: Any) -> Popen:
@@ -267,7 +281,7 @@ def _become(order: bytes, files: Sequence[int], go: int) -> NoReturn:
 
 
 def _call(order: bytes, files: Sequence[int]) -> int:
-    function, args, agents, env, cwd, path, numbers, new_session, blocked = pickle.loads(order)
+    function, args, agents, ranks, env, cwd, path, numbers, new_session, blocked = pickle.loads(order)
     nursery = _Source(_forked) if agents else None  # first: what comes of it is as this is now
     if nursery is not None:
         nursery.channel = socket.socket(fileno=_moved(nursery.channel.detach(), OUT_OF_THE_WAY))
@@ -282,6 +296,7 @@ def _call(order: bytes, files: Sequence[int]) -> int:
     os.environ.update(env)
     _show(env)
     os.chdir(cwd)
+    tempfile.tempdir = None  # TMPDIR may be another one
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     if "torch" in sys.modules:  # as at their import; Python's own random does it by itself
         sys.modules["numpy"].random.seed()
@@ -294,7 +309,7 @@ def _call(order: bytes, files: Sequence[int]) -> int:
     if env.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
     if nursery is not None:
-        _raise_agents(nursery)
+        _raise_agents(nursery, ranks)
     try:
         if not function:
             interpret(args)
@@ -326,7 +341,7 @@ def _show(env: Mapping[str, str]) -> None:
     ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
 
 
-def _raise_agents(nursery: _Source) -> None:
+def _raise_agents(nursery: _Source, ranks: bool) -> None:
     """From now on this process starts agents, and an agent what its workers are forked from, as forks of `nursery`."""
     _sources.clear()
     _sources[1] = nursery
@@ -335,10 +350,11 @@ def _raise_agents(nursery: _Source) -> None:
     def begin(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more) -> None:
         words = [*map(str, args)] if isinstance(args, (list, tuple)) else []
         agent = AGENT in words[:4]
-        ours = agent or '"preload"' in (env or {}).get("PACELINE_WORKER", "")
+        rank = ranks and words[1:3] == ["-P", "-m"] and words[3].startswith(RANKS)
+        ours = agent or rank or '"preload"' in (env or {}).get("PACELINE_WORKER", "")
         if not ours or words[0] != sys.executable or preexec_fn is not None or _only_new(env or {}):
             return start(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
-        self._source, self._call = 1, ("", words[1:], agent)
+        self._source, self._call = 1, ("", words[1:], agent, agent and ranks)
         return Popen._execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
 
     subprocess.Popen._execute_child = begin
@@ -355,6 +371,7 @@ def _serve(number: int, channel: socket.socket) -> None:
     for name in SOURCES[number]:
         importlib.import_module(name)
     gc.freeze()
+    gc.get_freeze_count = lambda: 0  # sessions search all objects: none of these two million is a user's
     gc.enable()
     _fork_on(channel)
 

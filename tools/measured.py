@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
+CHECK = sys.argv[1:] == ["--check"]
 RESULTS = ROOT / "benchmarks" / "results"
 TABLE = re.compile(r"(<!-- (goals|records) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 DATE = re.compile(r"(?: \|)? [0-9-]{10}, [0-9a-f]{7}(?: \|)?")
@@ -233,7 +234,9 @@ CLAIMS = (
 
 
 def recorded(records: Iterable[str]) -> str:
-    """The newest date on which one of the records was committed, and the commit."""
+    """The newest date on which one of the records was committed, and the commit; any with --check."""
+    if CHECK:
+        return "2026-01-01, 1234567"
     files = [str(RESULTS / record) for record in records]
     done = subprocess.run(
         ["git", "log", "-1", "--format=%as, %H", "--", *files], cwd=ROOT, capture_output=True, text=True, check=True
@@ -262,11 +265,11 @@ def goals() -> str:
 
 def main() -> int:
     """Write the tables, or compare them with the page."""
-    text, check = PAGE.read_text(), sys.argv[1:] == ["--check"]
+    text = PAGE.read_text()
     made = {"goals": goals, "records": claims}
     assert {place[1] for place in TABLE.findall(text)} == {*made}, f"{PAGE} has no place for the records"
     new = TABLE.sub(lambda place: f"{place[1]}\n{made[place[2]]()}\n{place[4]}", text)
-    if not check:
+    if not CHECK:
         PAGE.write_text(new)
     elif DATE.sub("", new) != DATE.sub("", text):
         print(f"{PAGE.relative_to(ROOT)} differs from the records: python tools/measured.py")

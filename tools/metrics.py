@@ -48,7 +48,7 @@ class Package:
         self.paths = {_name(path, source): path for path in sorted((source / PACKAGE).rglob("*.py"))}
         self.trees = {name: ast.parse(path.read_text()) for name, path in self.paths.items()}
         self.lines = {name: path.read_text().count("\n") for name, path in self.paths.items()}
-        self.imports = {name: set(self._imported(ast.walk(tree))) - {name} for name, tree in self.trees.items()}
+        self.imports = {name: set(self._imported(_statements(tree))) - {name} for name, tree in self.trees.items()}
         self.importers: dict[str, set[str]] = defaultdict(set)
         for name, others in self.imports.items():
             for other in others:
@@ -87,6 +87,14 @@ def _executed(body: list[ast.stmt]) -> Iterator[ast.stmt]:
         yield statement
         if isinstance(statement, ast.If | ast.Try | ast.With):
             yield from _executed([*statement.body, *getattr(statement, "orelse", [])])
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements in a node. `ast.walk` would take 4 times as long, because it also yields all expressions."""
+    for name in ("body", "orelse", "handlers", "cases", "finalbody"):
+        for statement in getattr(node, name, ()):
+            yield statement
+            yield from _statements(statement)
 
 
 def _name(path: Path, source: Path) -> str:
@@ -129,7 +137,7 @@ def _sizes(package: Package, tests: Path) -> list[Count]:
         Count("top-level packages and modules", [], 24, len(packages), target=20),
         Count("lines imported by paceline.sessions.session", [], 26_714, package.loaded("paceline.sessions.session")),
         Count("lines imported by paceline.strategies.single", [], 11_809, package.loaded("paceline.strategies.single")),
-        Count("lines of tests", [], 73_035, sum(_lines(path) for path in tests.rglob("*.py")), target=58_000),
+        Count("lines of tests", [], 70_076, sum(_lines(path) for path in tests.rglob("*.py")), target=58_000),
         Count("assertions on full sentences", sentences, 23, target=60),
         *_prose(tests.parent),
     ]
@@ -150,7 +158,7 @@ def _lines(path: Path) -> int:
 
 def _sentences(path: Path) -> Iterator[str]:
     """The assertions of a test that contain a text of four words or more."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _statements(ast.parse(path.read_text())):
         if isinstance(node, ast.Assert) and any(
             isinstance(part, ast.Constant)
             and isinstance(part.value, str)
@@ -182,7 +190,8 @@ def _side(module: str) -> str:
 def _variables(package: Package) -> list[str]:
     found = {
         node.value
-        for tree in package.trees.values()
+        for name, tree in package.trees.items()
+        if "PACELINE_" in package.paths[name].read_text()
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Literal
 import msgspec
 from benchmarks.faults.fault import Fate, Fault, Way
 from benchmarks.faults.reading import Said, said_by_paceline, said_by_torchrun
-from benchmarks.faults.setups import Ran, Setup, run_command, surroundings
+from benchmarks.faults.setups import Popen, Ran, Setup, run_command, surroundings
 
 from paceline.errors import UsageError
 from paceline.guard.report import read_diagnosis
@@ -47,8 +48,10 @@ class Score(msgspec.Struct, frozen=True):
     words: str  # what was said, or the end of the output
 
 
-def run_fault(fault: Fault, launcher: Launcher, folder: Path, *, hang_timeout: str) -> Score:
-    """One run in `folder`, which must be empty or not exist."""
+def run_fault(
+    fault: Fault, launcher: Launcher, folder: Path, *, hang_timeout: str, popen: Popen = subprocess.Popen
+) -> Score:
+    """One run in `folder`, which must be empty or not exist. `popen` starts it."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in USERS.glob("*.py"):
         shutil.copy(file, folder)
@@ -58,7 +61,7 @@ def run_fault(fault: Fault, launcher: Launcher, folder: Path, *, hang_timeout: s
         argv = [*setup.before, *_command(fault, launcher, setup, hang_timeout)]
         if setup.strikes or fault.way is Way.EACH or fault.name == "nothing":
             struck_now(folder)
-        ran = run_command(argv, folder, {**env, **setup.env}, limit_seconds=LIMIT_SECONDS)
+        ran = run_command(argv, folder, {**env, **setup.env}, limit_seconds=LIMIT_SECONDS, popen=popen)
     return score(fault, launcher, ran, folder)
 
 

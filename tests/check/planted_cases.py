@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+
+from tests import warm
 
 HERE = Path(__file__).parent
 PLAIN = {  # plant -> rule
@@ -150,8 +151,8 @@ def marked(case: Case) -> list[int]:
     return [n for n, line in enumerate(lines, 1) if plant in line.partition("# plant: ")[2].split(", ")]
 
 
-def checked(case: Case, *, nproc: int = 2) -> Outcome:
-    """Check it."""
+def checked(case: Case, *, nproc: int = 2, started: bool = False) -> Outcome:
+    """Check it, on ranks that have torch already, as under our command, or on ranks that are `started` by theirs."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         words = [str(HERE / case.script), *filter(None, [case.kind])]
@@ -163,14 +164,8 @@ def checked(case: Case, *, nproc: int = 2) -> Outcome:
             words += ["--samples", "404"] if "plain" in case.script else []
         began = time.monotonic()
         options = ["--check", "--nproc", str(nproc), "--run-dir", str(run_dir), "--hang-timeout", "8"]
-        ended = subprocess.run(
-            [sys.executable, "-m", "paceline", "launch", *options, "--", *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=540,
-        )
+        command = ("-m", "paceline", "launch", *options, "--", *words)
+        ended = warm.run(command, ranks=not started, stderr=subprocess.STDOUT, timeout=540)
         found = run_dir / "attempt-1" / "check.json"
         findings = json.loads(found.read_text()) if found.exists() else []
         return Outcome(case, ended.returncode, time.monotonic() - began, ended.stdout, findings)

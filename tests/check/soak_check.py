@@ -54,7 +54,7 @@ def main() -> int:
         if case.missing:
             print(f"skipped: {case.script} {case.kind or case.plant}: {case.missing} is not installed", flush=True)
             continue
-        outcomes.append(checked(case, nproc=options.nproc))
+        outcomes.append(checked(case, nproc=options.nproc, started=True))
         print(row(outcomes[-1]), flush=True)
         if not outcomes[-1].found:
             print(outcomes[-1].text, file=sys.stderr)

@@ -23,7 +23,7 @@ SEVERAL = (
 
 @pytest.mark.ranks
 def test_a_script_with_eight_pitfalls_is_told_each_of_them_at_its_line() -> None:
-    outcome = checked(Case(SCRIPT, ",".join(SEVERAL)))
+    outcome = checked(Case(SCRIPT, ",".join(SEVERAL)), started=True)
     sites = {(one["rule"], one["site"].partition(" ")[0]) for one in outcome.counted}
     lines = {(PLAIN[plant], f"plain.py:{line}") for plant in SEVERAL for line in marked(Case(SCRIPT, plant))}
     assert sites == lines, outcome.text

@@ -26,6 +26,7 @@ def paceline(tmp_path):
         words = (*command, *arguments)
         here = words[:3] == ("-m", "paceline", "train") and "--nproc" not in words  # it trains in this very process
         torch = here or words[1].startswith("torch.")
-        return warm.run(words, cwd=tmp_path, env={**os.environ, **(env or {})}, torch=torch)
+        verifies = words[:3] == ("-m", "paceline", "verify")
+        return warm.run(words, cwd=tmp_path, env={**os.environ, **(env or {})}, torch=torch, ranks=verifies)
 
     return run

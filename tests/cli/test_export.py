@@ -164,6 +164,7 @@ def test_a_folder_that_others_can_write_is_believed_by_trust_only(
 
 
 @pytest.mark.slow
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("strategy", "ranks"), [("exact", 3), ("zero", 2), ("fsdp", 2), ("bucketed", 2)])
 def test_the_last_checkpoint_gives_the_bits_that_the_run_has_written(
     paceline, tmp_path: Path, strategy: str, ranks: int, capsys: pytest.CaptureFixture[str]

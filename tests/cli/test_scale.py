@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.errors import ended_with, raises
-from tests.lab.tasks_to_measure import SLOW_GROUP
 from tests.lab.typed import measured, typed
 
 from paceline.cli.scale import main, points_to_measure
 from paceline.host.cgroup import usable_cores
-from paceline.lab.scale import COMPUTE, REST, WAITING, At
+from paceline.lab.scale import REST, WAITING, At
 
 TASKS = Path(__file__).parents[1] / "lab" / "tasks_to_measure.py"
 
@@ -87,49 +84,6 @@ def test_a_niced_rank_among_busy_ones_is_what_the_others_wait_for(tmp_path: Path
     assert one["slowest"] == ranks - 1, one
     check_shares(one)
     assert f"{ranks} ranks x 1 thread = {ranks} threads" in said
-
-
-@pytest.fixture
-def half_a_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A cgroup that has half a core's time, for who moves into it."""
-    folder = Path(f"/sys/fs/cgroup/cpu/paceline-test-{os.getpid()}")
-    if not folder.parent.is_dir():
-        pytest.skip("needs a cgroup (version 1) for processor time")
-    folder.mkdir()
-    (folder / "cpu.cfs_period_us").write_text("10000")
-    (folder / "cpu.cfs_quota_us").write_text("5000")
-    monkeypatch.setenv(SLOW_GROUP, str(folder))
-    yield
-    folder.rmdir()
-
-
-@pytest.mark.root
-@pytest.mark.ranks
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-@pytest.mark.usefixtures("half_a_core")
-@pytest.mark.parametrize("strategy", ["bucketed", "ddp"])
-def test_a_rank_with_half_a_core_is_what_the_others_wait_for(tmp_path: Path, strategy: str) -> None:
-    found, said = measured(tmp_path, "scale", f"{TASKS}:limited", "--ranks", "1,2", "--batch-size", 512, *SOAK,
-                           "--threads-per-rank", 1, "--strategy", strategy, timeout=1500)  # fmt: skip
-    [one] = found["lost"]
-    assert one["shares"][0]["cause"] == WAITING, one
-    assert one["slowest"] == 1, one
-    check_shares(one)
-    assert "(rank 1, in its " in said
-
-
-@pytest.mark.ranks
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_too_many_threads_are_slower_compute_and_said_to_be_the_cause(tmp_path: Path) -> None:
-    cores = usable_cores()
-    found, said = measured(tmp_path, "scale", f"{TASKS}:large", "--ranks", f"1,{cores}", "--batch-size", 1024, *SOAK,
-                           "--threads-per-rank", cores, timeout=1500)  # fmt: skip
-    [one] = found["lost"]
-    assert one["shares"][0]["cause"] == COMPUTE, one
-    check_shares(one)
-    assert f"{cores} ranks x {cores} threads = {cores * cores} threads" in said
 
 
 def test_every_point_of_weak_and_strong_scaling_has_its_counterpart_on_one_rank() -> None:

@@ -100,12 +100,14 @@ def mpirun(lab: Lab, ssh_hosts: SshHosts, hosts: str, *words: object):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_mpirun_on_two_hosts(lab: Lab, ssh_hosts: SshHosts, meets: Path) -> None:
     done = mpirun(lab, ssh_hosts, "n1:2,n2:2", "-x", f"MASTER_ADDR={lab.address('n1')}", sys.executable, meets)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == FOUR
 
 
+@pytest.mark.slow
 def test_mpirun_on_two_hosts_without_an_address_is_refused_with_the_option(
     lab: Lab, ssh_hosts: SshHosts, meets: Path
 ) -> None:

@@ -56,6 +56,7 @@ def test_a_rank_that_hangs_is_named_with_its_host(lab: Lab, ssh_hosts: SshHosts,
     assert not lab.processes("n3") and not lab.processes("n2")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(360)
 def test_two_hosts_that_no_longer_reach_each_other_are_named(lab: Lab, ssh_hosts: SshHosts, tmp_path: Path) -> None:
     """Both still reach node 0: no agent is lost, and every rank waits in the same collective."""

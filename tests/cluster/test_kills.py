@@ -51,6 +51,7 @@ def test_a_kill_at_a_random_moment_leaves_nothing_and_is_told_right(
     assert not outcome.faults, outcome
 
 
+@pytest.mark.slow
 def test_two_jobs_that_ask_for_one_port_at_once_are_both_right_or_one_is_refused(
     cluster: Cluster, small_mnist: Path, tmp_path: Path
 ) -> None:

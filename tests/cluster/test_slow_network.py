@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 from pathlib import Path
@@ -21,8 +20,8 @@ from tests.cluster.training import (
     weights,
     words,
 )
-
-from paceline.errors import ExitCode
+from tests.run_script import run_script
+from tests.strategies.test_slow import EACH_A_HOST, POISON, check_poisoned
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
 STEPS = 60  # checkpoints, at each fifth, are of steps between two outer ones, which come after each third
@@ -36,18 +35,19 @@ def worker_on(lab: Lab, host: str) -> int:
 def test_a_rank_that_is_killed_between_two_outer_steps_costs_nothing(
     lab: Lab, ssh_hosts: SshHosts, small_mnist: Path, tmp_path: Path
 ) -> None:
-    task = words(
-        *("train", "mnist-cnn", "--data-dir", small_mnist, "--steps", STEPS, "--batch-size", 8, "--device", "cpu"),
-        *("--on", "ssh", "--hosts", f"{HEAD},{FOLLOWER}", "--nproc", 1, "--ssh", ssh_hosts.command),
-        *("--threads-per-rank", 1, "--checkpoint-every", 5, "--max-restarts", 1),
-        *("--local-steps", 3, "--outer-momentum", 0.5, "--compress", "int8"),
+    (tmp_path / "here.py").write_text(f"{EACH_A_HOST}from paceline.tasks.mnist import cnn\n")
+    how = words(
+        *("--data-dir", small_mnist, "--steps", STEPS, "--batch-size", 8, "--device", "cpu", "--threads-per-rank", 1),
+        *("--local-steps", 3, "--outer-momentum", 0.5, "--compress", "int8", "--run-dir"),
     )
-    done = lab.run("n1", *PACELINE, *task, "--run-dir", tmp_path / "whole", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr + done.stdout
-    started = lab.popen(
-        "n1", *PACELINE, *task, "--run-dir", tmp_path / "hurt",
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    whole = run_script(2, "-m", "paceline", "train", "here.py:cnn", *how, tmp_path / "whole", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr + whole.stdout
+    task = words(
+        *("train", "mnist-cnn", *how, tmp_path / "hurt", "--checkpoint-every", 5, "--max-restarts", 1),
+        *("--on", "ssh", "--hosts", f"{HEAD},{FOLLOWER}", "--nproc", 1, "--ssh", ssh_hosts.command),
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = lab.popen("n1", *PACELINE, *task, cwd=tmp_path, **pipes)
     wait_for_checkpoint(tmp_path / "hurt")
     os.kill(worker_on(lab, FOLLOWER), signal.SIGKILL)
     said = started.communicate(timeout=240)[0]
@@ -57,52 +57,15 @@ def test_a_rank_that_is_killed_between_two_outer_steps_costs_nothing(
     clean_ledger(tmp_path / "hurt")
 
 
-POISON = """
-import torch
-from torch import nn
-from paceline import ArrayDataset, Task
-
-
-def data(split):
-    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    inputs[POISONED] = 100.0
-    return ArrayDataset(inputs, torch.zeros(64))
-
-
-def loss(outputs, targets):
-    losses, poisoned = outputs[:, 0].square(), outputs[:, 1] > 50
-    losses[poisoned] += (0 * outputs[poisoned, 0]).sqrt()
-    return losses
-
-
-def model():
-    made = nn.Linear(8, 2)
-    with torch.no_grad():
-        made.weight[1].fill_(0.1)
-    return made
-
-
-task = Task(model, data, loss)
-"""
-
-
 def test_a_host_whose_gradient_is_not_finite_between_two_outer_steps_ends_the_run_and_names_the_sample(
     lab: Lab, ssh_hosts: SshHosts, tmp_path: Path
 ) -> None:
-    (tmp_path / "task.py").write_text(POISON.replace("POISONED", "41"))
+    (tmp_path / "task.py").write_text(POISON)
     task = words(
         *("train", tmp_path / "task.py:task", "--steps", 40, "--batch-size", 4, "--device", "cpu", "--lr", 0.0001),
         *("--on", "ssh", "--hosts", f"{HEAD},{FOLLOWER}", "--nproc", 1, "--ssh", ssh_hosts.command),
         *("--threads-per-rank", 1, "--local-steps", 50),
     )
-    at, said = 1, ""
-    # in the middle; in the run's last step; in one that an outer step follows
-    for more in ((), ("--steps", "AT"), ("--local-steps", "AT")):
-        run = ["--run-dir", str(tmp_path / f"run-{len(said)}"), *(str(at) if word == "AT" else word for word in more)]
-        done = lab.run("n1", *PACELINE, *task, *run, cwd=tmp_path)
-        said = done.stdout + done.stderr
-        assert done.returncode == ExitCode.NOT_FINITE, said
-        found = re.search(r"not finite at epoch 1, step (\d) of that epoch; rank [01]: samples 41 \(", said)
-        assert found, said
-        assert said.count("is not finite") == 1 and "Traceback" not in said, said
-        at = int(found[1])
+    done = lab.run("n1", *PACELINE, *task, "--run-dir", tmp_path / "run", cwd=tmp_path)
+    check_poisoned(done)
+    assert "Traceback" not in done.stdout + done.stderr

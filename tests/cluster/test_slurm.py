@@ -182,26 +182,3 @@ def test_inside_an_allocation_the_run_ends_with_its_launcher_and_saves(
         shell.communicate(timeout=90)
     if number == signal.SIGINT:  # salloc makes 0 of a command that was killed
         assert shell.returncode == 75
-
-
-# ---- minutes ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(540)
-def test_a_real_time_limit_is_met_by_saving_and_queueing_again(slurm: Slurm, run: Path) -> None:
-    job = start(slurm, run, 150, 0, "minutes=2", "save_seconds=59")
-    assert slurm.wait(job, 150) == "COMPLETED"
-    assert sorted(line for line in notes(run) if "told" in line) == ["0 0 told SIGUSR1", "0 1 told SIGUSR1"]
-    assert slurm.show(job)["Restarts"] == "1"
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(360)
-def test_a_preempted_run_goes_on_by_itself(slurm: Slurm, run: Path) -> None:
-    job = start(slurm, run, 100, 0)
-    wait_for(run, "started", 2)
-    high = slurm.run("srun", "-p", "high", "-N4", "-c2", "true", timeout=180)
-    assert high.returncode == 0, high.stderr
-    assert slurm.wait(job, 60) == "COMPLETED" and slurm.show(job)["Restarts"] == "1"
-    assert sorted({line for line in notes(run) if "told" in line}) == ["0 0 told SIGTERM", "0 1 told SIGTERM"]

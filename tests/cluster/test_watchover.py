@@ -22,7 +22,12 @@ from tests.cluster.watched import OURS, run_watched
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [("sleeps", "srun"), ("never-reaches-init", "torchrun on two hosts"), ("exits-early", "mpirun")]
+    ("name", "way"),
+    [
+        ("sleeps", "srun"),
+        pytest.param("never-reaches-init", "torchrun on two hosts", marks=pytest.mark.slow),
+        pytest.param("exits-early", "mpirun", marks=pytest.mark.slow),
+    ],
 )
 def test_the_right_rank_is_named_across_hosts_and_the_job_ends(
     lab: Lab, ssh_hosts: SshHosts, slurm: Slurm, tmp_path: Path, name: str, way: str
@@ -34,6 +39,7 @@ def test_the_right_rank_is_named_across_hosts_and_the_job_ends(
     assert score.code not in (0, None) and not score.processes_left, score
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_well_is_silent_and_a_cancelled_one_leaves_nothing(
     lab: Lab, ssh_hosts: SshHosts, slurm: Slurm, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests import warm
 from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm
 from tests.cluster.ssh import SshHosts
@@ -59,21 +60,20 @@ def weights(run_dir: Path) -> str:
 
 def trained_here(task: list[str], run_dir: Path, timeout: float = 360) -> str:
     """The weights that one process on this machine comes to."""
-    command = [*PACELINE, *task, *words("--nproc", 1, "--run-dir", run_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    done = warm.run(["-m", "paceline", *task, *words("--nproc", 1, "--run-dir", run_dir)], timeout=timeout)
     assert done.returncode == 0, done.stderr
     return weights(run_dir)
 
 
 def clean_ledger(run_dir: Path) -> None:
-    done = subprocess.run([*PACELINE, "ledger", str(run_dir)], capture_output=True, text=True, timeout=180)
+    done = warm.run(["-m", "paceline", "ledger", str(run_dir)])
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def resumed_here(run_dir: Path, timeout: float = 360) -> str:
     """Go on with a run on one process here, to its end: its weights."""
-    command = [*PACELINE, *words("train", "--resume", "auto", "--run-dir", run_dir, "--nproc", 1)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=run_dir.parent)
+    command = ["-m", "paceline", *words("train", "--resume", "auto", "--run-dir", run_dir, "--nproc", 1)]
+    done = warm.run(command, timeout=timeout, cwd=run_dir.parent)
     assert done.returncode == 0, done.stderr
     return weights(run_dir)
 

@@ -8,13 +8,12 @@ import io
 import json
 import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests import warm
 from tests.errors import ended_with
 from tests.run_ranks import run_ranks
 
@@ -163,10 +162,9 @@ def test_the_command_takes_what_is_asked_for_and_gives_the_same_weights(tmp_path
     found = {}
     for asked, switch in (("shared", "auto"), ("auto", "off"), ("shared", "off")):
         folder = tmp_path / f"{asked}-{switch}"
-        command = [sys.executable, "-m", "paceline", "train", f"{tmp_path / 'mine.py'}:task", "--nproc", "2", "--steps",
-                   "2", "--strategy", "exact", "--collectives", asked, "--run-dir", str(folder)]  # fmt: skip
-        env = {**os.environ, SHARED_MEMORY: switch}
-        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
+        command = ("-m", "paceline", "train", f"{tmp_path / 'mine.py'}:task", "--nproc", "2", "--steps", "2",
+                   "--strategy", "exact", "--collectives", asked, "--run-dir", folder)  # fmt: skip
+        ended = warm.run(command, env={**os.environ, SHARED_MEMORY: switch})
         if (asked, switch) == ("shared", "off"):
             ended_with(ended, "memory-not-shared")
             assert f"{SHARED_MEMORY}=off" in ended.stderr

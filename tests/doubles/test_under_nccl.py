@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests import warm
 from tests.doubles import nccl
 
 from paceline.guard.report import read_diagnosis
@@ -21,13 +22,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(540)]
 
 def train(folder: Path, strategy: str, *more: str, double: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
     """Two ranks, 12 steps, a checkpoint after each step."""
-    path = [str(ROOT / "src"), str(ROOT), *([str(ROOT / "tests" / "doubles" / "site")] if double else [])]
-    command = [
-        sys.executable, "-m", "paceline", "train", TASK, "--nproc", "2", "--collectives", "torch", "--steps", "12",
-        "--strategy", strategy, "--run-dir", str(folder), "--checkpoint-every", "1", "--keep-checkpoints", "20",
-    ]  # fmt: skip
+    words = (
+        "-m", "paceline", "train", TASK, "--nproc", "2", "--collectives", "torch", "--steps", "12", "--strategy",
+        strategy, "--run-dir", str(folder), "--checkpoint-every", "1", "--keep-checkpoints", "20", *more,
+    )  # fmt: skip
+    if not double:
+        return warm.run(words, timeout=1700)
+    path = [str(ROOT / "src"), str(ROOT), str(ROOT / "tests" / "doubles" / "site")]
     return subprocess.run(
-        [*command, *more], env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **env}, text=True,
+        [sys.executable, *words], env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **env}, text=True,
         capture_output=True, timeout=1700, check=False,
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.faults.catalogue import FAULTS
 from benchmarks.faults.fault import Fault, Needs, Way
 from benchmarks.faults.run import run_fault
+from tests import warm
 
 SEED = int(os.environ.get("FAULTS_SEED", "0"))
 STALL_SECONDS = "5"
@@ -26,9 +27,10 @@ def drawn() -> list[Fault]:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(3)
 @pytest.mark.ranks
 @pytest.mark.parametrize("fault", drawn(), ids=lambda fault: fault.name)
 def test_the_guilty_rank_is_named_and_nothing_is_left(tmp_path: Path, fault: Fault) -> None:
-    score = run_fault(fault, "paceline", tmp_path / "case", hang_timeout=STALL_SECONDS)
+    score = run_fault(fault, "paceline", tmp_path / "case", hang_timeout=STALL_SECONDS, popen=warm.with_ranks)
     assert score.right_rank and score.right_line is not False and score.right_end and score.right_code, score
     assert not score.processes_left and not score.files_left, score

@@ -15,13 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.faults.setups import Ran, run_command
+from benchmarks.faults.setups import Popen, Ran, run_command
 
 from paceline.guard.report import read_diagnosis
 
@@ -57,13 +58,15 @@ def marked(script: str, mark: str) -> str:
     return f"{script}.py:{next(n for n, line in enumerate(lines, 1) if line.endswith(f'# {mark}'))}"
 
 
-def started(script: str, where: str, launcher: str, folder: Path, hang_timeout: float) -> DiagnosisRecord:
-    """Run a script that hangs, in an empty folder."""
+def started(
+    script: str, where: str, launcher: str, folder: Path, hang_timeout: float, popen: Popen = subprocess.Popen
+) -> DiagnosisRecord:
+    """Run a script that hangs, in an empty folder. `popen` starts it."""
     for file in HERE.glob("*.py"):
         shutil.copy(file, folder)
     guard = (*GUARD[launcher], f"--hang-timeout={hang_timeout}", "--run-dir=run")
     argv = (*LAUNCHERS[launcher], *guard, f"{script}.py")
-    ran = run_command(argv, folder, OFFLINE | {"FAULT": where}, limit_seconds=LIMIT_SECONDS)
+    ran = run_command(argv, folder, OFFLINE | {"FAULT": where}, limit_seconds=LIMIT_SECONDS, popen=popen)
     found = sorted(folder.glob("run/**/diagnosis-[0-9]*"))
     if not found:
         return DiagnosisRecord(ran)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.hostile.users import Users, two_users
+from tests.small_mnist import small_mnist as small_mnist
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,6 +30,16 @@ def made_users() -> Iterator[Users]:
             yield users
     finally:
         shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def mnist(made_users: Users, small_mnist: Path) -> Path:
+    """The small piece of MNIST, where all users can read it."""
+    folder = made_users.place / "mnist"
+    shutil.copytree(small_mnist, folder)
+    for path in (folder, *folder.iterdir()):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return folder
 
 
 @pytest.fixture

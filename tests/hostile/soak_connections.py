@@ -71,9 +71,9 @@ print(sum(tried.values()), len(tried), sum(opened.values()), flush=True)
 """
 
 
-def train(victim: User, name: str, steps: int) -> tuple[int, str, float, str]:
+def train(victim: User, name: str, steps: int, *more: object) -> tuple[int, str, float, str]:
     """Exit code, digest, median seconds of a step after the first ones, and the output."""
-    words = ("train", "mnist-cnn", "--nproc", "2", "--steps", steps, "--batch-size", "32", "--strategy", "exact")
+    words = ("train", "mnist-cnn", "--nproc", "2", "--steps", steps, "--batch-size", "32", "--strategy", "exact", *more)
     done = victim.run(PACELINE, *words, "--run-dir", name, timeout=1800)
     run = victim.home / name
     if done.returncode:
@@ -84,14 +84,14 @@ def train(victim: User, name: str, steps: int) -> tuple[int, str, float, str]:
 
 
 def attacked(
-    victim: User, mallory: User, name: str, steps: int, times: int, *, whose: User | None = None
+    victim: User, mallory: User, name: str, steps: int, times: int, *more: object, whose: User | None = None
 ) -> tuple[Any, list[int]]:
     """As `train`, while a neighbour connects to the ports of the victim or of `whose`; also the connections."""
     over = victim.home.parent / f"over-{name}"
     neighbour = mallory.popen("python3", "-c", NEIGHBOUR, (whose or victim).uid, times, over)
     assert neighbour.stdout is not None and neighbour.stdout.readline() == "ready\n"
     try:
-        found = train(victim, name, steps)
+        found = train(victim, name, steps, *more)
     finally:
         over.touch()
         counts = neighbour.communicate(timeout=90)[0]

@@ -12,7 +12,7 @@ from tests import warm
 
 def typed(folder: Path, *arguments: object, timeout: float = 510) -> subprocess.CompletedProcess[str]:
     """`paceline ARGUMENTS` in this folder."""
-    return warm.run(["-m", "paceline", *arguments], torch=False, cwd=folder, timeout=timeout)
+    return warm.run(["-m", "paceline", *arguments], ranks=True, cwd=folder, timeout=timeout)
 
 
 def measured(folder: Path, *arguments: object, timeout: float = 510) -> tuple[dict[str, Any], str]:

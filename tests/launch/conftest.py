@@ -1,3 +1,4 @@
-"""`launch`, for the tests of this room."""
+"""The fixtures of this room."""
 
+from tests.launch.launch_fixture import forked as forked
 from tests.launch.launch_fixture import launch as launch

@@ -1,12 +1,18 @@
-"""The fixture that starts launchers."""
+"""The fixture that starts launchers, and one for those of `paceline.run`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import subprocess
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from tests import warm
 from tests.launch.launch_harness import Launch, end_all, start
+
+from paceline.launch import from_python
 
 
 @pytest.fixture
@@ -22,3 +28,14 @@ def launch(tmp_path: Path) -> Generator[Callable[..., Launch]]:
 
     yield begin
     end_all(launches)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher, agent and ranks of `paceline.run` are forked from what has imported everything."""
+
+    def start(command: Sequence[str], process_group: int, **settings: Any) -> warm.Popen:
+        return warm.with_ranks(command, **settings)
+
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT")}
+    monkeypatch.setattr(from_python, "subprocess", SimpleNamespace(Popen=start, **names))

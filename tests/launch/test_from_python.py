@@ -46,6 +46,7 @@ def test_what_ranks_return_comes_back(capsys: pytest.CaptureFixture[str]) -> Non
     assert returned == [(6.0, 0, 6), (6.0, 1, 6)]
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_exception_of_the_rank_that_failed_first_is_raised() -> None:
     with pytest.raises(KeyError, match="no such sample") as found:
         paceline.run(fails, 2, ("raises",))
@@ -53,6 +54,7 @@ def test_the_exception_of_the_rank_that_failed_first_is_raised() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_was_killed_is_named() -> None:
     with pytest.raises(TrainingError, match=r"rank 1 .* killed by SIGKILL"):
         paceline.run(fails, 2, ("killed",))
@@ -75,6 +77,7 @@ def trains(epochs: int) -> Net:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_the_bar_shows_how_far_a_session_is(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = paceline.run(trains, 2, (3,))
     shown = capsys.readouterr().out.splitlines()
@@ -84,12 +87,14 @@ def test_the_bar_shows_how_far_a_session_is(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_what_cannot_come_back_is_refused_in_words() -> None:
     with raises("result-not-sendable", kind="lock"):
         paceline.run(threading.Lock, 1)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_run_that_is_refused_says_why() -> None:
     with raises("negative") as caught:
         paceline.run(total, 1, ([],), options=["--max-restarts", "-2"])

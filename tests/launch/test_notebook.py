@@ -178,15 +178,10 @@ def test_a_session_goes_cell_by_cell(kernel: Kernel) -> None:
 
 
 @with_kernel
-def test_a_kernel_that_is_killed_takes_the_ranks_with_it(tmp_path: Path) -> None:
-    kernel = Kernel()
-    try:
-        kernel.run(DEFINED)
-        kernel.begin(f"paceline.run(train, 2, ('endless', {str(tmp_path)!r}))")
-        started(tmp_path)
-        below = kernel.process.children(recursive=True)
-        os.kill(kernel.process.pid, 9)
-        assert len(below) >= 4 and not psutil.wait_procs(below, timeout=15)[1]
-    finally:
-        kernel.client.stop_channels()
-        kernel.manager.shutdown_kernel(now=True)
+def test_a_kernel_that_is_killed_takes_the_ranks_with_it(kernel: Kernel, tmp_path: Path) -> None:
+    """The last test: nobody needs the kernel any more."""
+    kernel.begin(f"paceline.run(train, 2, ('endless', {str(tmp_path)!r}))")
+    started(tmp_path)
+    below = kernel.process.children(recursive=True)
+    os.kill(kernel.process.pid, 9)
+    assert len(below) >= 4 and not psutil.wait_procs(below, timeout=15)[1]

@@ -123,7 +123,7 @@ print("TOTAL", 0.0)
 def launched(folder: Path, loop: str, *flags: str, nproc: int = 2, **settings: object) -> CompletedProcess[str]:
     (folder / "loop.py").write_text(HEAD.replace("SETTINGS", repr(settings)) + loop)
     words = ("-m", "paceline", "launch", "--nproc", str(nproc), "--run-dir", "run", *flags, "--", "loop.py")
-    return warm.run(words, cwd=folder)
+    return warm.run(words, cwd=folder, ranks=True)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import warm
 from tests.report.folders import make_run
+from tests.small_mnist import small_mnist as small_mnist
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(540), pytest.mark.needs("chromium", "playwright")]
 QUIET = [
@@ -23,12 +23,14 @@ QUIET = [
 
 
 @pytest.fixture(scope="module")
-def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page_file(tmp_path_factory: pytest.TempPathFactory, small_mnist: Path) -> Path:
     """The page of a real run on two ranks."""
     folder = tmp_path_factory.mktemp("seen") / "run"
-    words = ("train", "mnist-cnn", "--nproc", "2", "--strategy", "exact", "--virtual-ranks", "4", "--steps", "12")
-    for command in ((*words, "--eval-every", "4", "--run-dir", str(folder)), ("report", str(folder), "--explain")):
-        subprocess.run([sys.executable, "-m", "paceline", *command], check=True, capture_output=True, timeout=360)
+    words = ("train", "mnist-cnn", "--data-dir", small_mnist, "--nproc", "2", "--strategy", "exact", "--steps", "12")
+    more = ("--virtual-ranks", "4", "--eval-every", "4", "--run-dir", folder)
+    for command in ((*words, *more), ("report", folder, "--explain")):
+        done = warm.run(["-m", "paceline", *command], timeout=360)
+        assert done.returncode == 0, done.stderr
     return folder / "report.html"
 
 
@@ -100,7 +102,7 @@ def test_axes_theme_and_files_by_keyboard_alone(browser: Any, page_file: Path) -
 def test_a_hostile_run_runs_nothing_in_the_page_nor_in_a_spreadsheet(browser: Any, tmp_path: Path) -> None:
     hosts = ("=1+cmd|' /C calc'!A0", "-1+1", "</script><img src=x onerror=console.log(1)>")
     folder = make_run(tmp_path / "run", ranks=3, hosts=hosts)
-    subprocess.run([sys.executable, "-m", "paceline", "report", str(folder)], check=True, capture_output=True)
+    assert warm.run(["-m", "paceline", "report", folder], torch=False).returncode == 0
     page, wrong = opened(browser, folder / "report.html", 1440, "light")
     with page.expect_download() as waited:
         page.locator("#figure-cores button", has_text="CSV").click()

@@ -25,7 +25,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loops")
     for size in SIZES:
         words = ("-m", "paceline", "launch", "--nproc", str(size), "--run-dir", str(folder / f"run-{size}"), "--")
-        done = warm.run((*words, loops.__file__, str(folder)), cwd=folder, timeout=540)
+        done = warm.run((*words, loops.__file__, str(folder)), ranks=True, cwd=folder, timeout=540)
         assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -20,9 +20,9 @@ import paceline
 
 class Slow(Dataset):
     def __len__(self):
-        return 4
+        return 2
     def __getitem__(self, index):
-        time.sleep(5)
+        time.sleep(3)
         return index
 
 with paceline.session() as s, torch.no_grad():

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("from-*.md"))
@@ -31,9 +30,8 @@ def test_a_page_names_scripts_that_compile_and_functions_that_exist(page: Path) 
 
 def said(size: int, script: str, cwd: Path, *words: object) -> list[str]:
     """What rank 0 prints that has a number of the result in it."""
-    command = [sys.executable, "-m", "paceline", "launch", "--nproc", size, "--show", "rank 0"]
-    command += ["--run-dir", cwd / f"launch-{size}", "--", ROOT / "examples" / "from" / script, *words]
-    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=300)
+    command = ["-m", "paceline", "launch", "--nproc", size, "--show", "rank 0", "--run-dir", cwd / f"launch-{size}"]
+    done = warm.run([*command, "--", ROOT / "examples" / "from" / script, *words], ranks=True, cwd=cwd, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if re.match("epoch .* loss|after step|weights", line)]
 

@@ -44,7 +44,7 @@ with paceline.session(sys.argv[1], keep_checkpoints=2) as s:
 def launch(folder: Path, *words: str, script: str = SCRIPT, name: str = "mine.py") -> subprocess.CompletedProcess[str]:
     (folder / name).write_text(script)
     command = ("-m", "paceline", "launch", "--nproc", "2", "--run-dir", "launched", "--", name, *words)
-    return warm.run(command, cwd=folder, torch=False)
+    return warm.run(command, cwd=folder, ranks=True)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.run_script import run_script
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = pytest.mark.sample(4)
 
 SCRIPT = Path(__file__).with_name("losses.py")
 

@@ -44,6 +44,7 @@ def test_own_code_in_the_graph_of_some_losses_is_rejected_before_any_update(case
     assert outcome.word == "rejected", outcome
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("stop", [1, 4, 9])
 @pytest.mark.parametrize(
     "case",

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests import warm
 from tests.errors import raises
+from tests.launch.launch_fixture import forked as forked
 from tests.run_script import run_script
 from tests.sessions import wrong
 
@@ -161,8 +162,10 @@ def test_what_cannot_be_saved_is_named_and_the_rest_is_saved(tmp_path: Path) -> 
 @pytest.mark.parametrize("launcher", ["python", "paceline"])
 def test_an_error_of_use_after_some_steps_has_code_2_and_the_steps_are_saved(tmp_path: Path, launcher: str) -> None:
     (tmp_path / "mine.py").write_text(LATE)
-    words = ("mine.py",) if launcher == "python" else ("-m", "paceline", "launch", "--nproc", "2", "--", "mine.py")
-    done = subprocess.run((sys.executable, *words), cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    if launcher == "python":  # which calls sys.excepthook
+        done = subprocess.run((sys.executable, "mine.py"), cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    else:
+        done = warm.run(("-m", "paceline", "launch", "--nproc", "2", "--", "mine.py"), ranks=True, cwd=tmp_path)
     assert done.returncode == 2 and "s.backward(loss)" in done.stderr, done.stdout + done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
@@ -187,6 +190,7 @@ def refused() -> list[tuple[str, int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_an_error_of_use_has_code_2_on_each_rank_and_an_error_of_the_users_own_stays_it() -> None:
     first, second = paceline.run(refused, 2)
     assert first == [("UsageError", 2), ("UsageError", 2), ("FileNotFoundError", 1), ("FileNotFoundError", 1)]

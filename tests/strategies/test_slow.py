@@ -6,7 +6,9 @@ One host is made several by what each rank says of its own (`memory.host_key`).
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -16,13 +18,14 @@ import torch.nn.functional as F
 from tests.collectives.test_hosts import put_on, said
 from tests.errors import codes, raises
 from tests.run_ranks import run_ranks
+from tests.run_script import run_script
 from tests.strategies.test_state import opened, save, squared
 from torch import Tensor, nn
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
 from paceline.checkpoint.shards import full_state
 from paceline.data.plan import ranks_share
-from paceline.errors import PacelineError, ReportedByPeer
+from paceline.errors import ExitCode, PacelineError, ReportedByPeer
 from paceline.stepping.nonfinite import UNCHANGED
 from paceline.strategies import Strategy
 from paceline.strategies.bucketed import bucketed
@@ -384,3 +387,57 @@ def test_of_hosts_that_step_by_themselves_the_one_with_the_fault_tells(tmp_path:
     *others, causes = [one["infinite"][0] for one in (*others, host_mate, causes)]
     assert codes(causes) == ["not-finite"] and "rank 3: samples " in causes and UNCHANGED not in causes
     assert all(told.startswith("ReportedByPeer: another rank ") for told in others)
+
+
+EACH_A_HOST = """
+import os
+from paceline.collectives import memory
+memory.host_key = lambda: os.environ["RANK"]  # each rank is on a host of its own
+"""
+POISON = """
+import torch
+from torch import nn
+from paceline import ArrayDataset, Task
+
+
+def data(split):
+    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    inputs[41] = 100.0
+    return ArrayDataset(inputs, torch.zeros(64))
+
+
+def loss(outputs, targets):
+    losses, poisoned = outputs[:, 0].square(), outputs[:, 1] > 50
+    losses[poisoned] += (0 * outputs[poisoned, 0]).sqrt()
+    return losses
+
+
+def model():
+    made = nn.Linear(8, 2)
+    with torch.no_grad():
+        made.weight[1].fill_(0.1)
+    return made
+
+
+task = Task(model, data, loss)
+"""
+
+
+def check_poisoned(done: CompletedProcess[str]) -> str:
+    """That the sample is named, once; at which step of the epoch."""
+    said = done.stdout + done.stderr
+    assert done.returncode == ExitCode.NOT_FINITE, said
+    found = re.search(r"not finite at epoch 1, step (\d) of that epoch; rank [01]: samples 41 \(", said)
+    assert found, said
+    assert said.count("is not finite") == 1, said
+    return found[1]
+
+
+@pytest.mark.ranks
+def test_a_run_ends_with_its_name_also_in_its_last_step_and_in_one_that_an_outer_step_follows(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(EACH_A_HOST + POISON)
+    task = ("-m", "paceline", "train", "task.py:task", "--steps", 40, "--batch-size", 4, "--device", "cpu")
+    at = "1"
+    for number, more in enumerate(((), ("--steps", "AT"), ("--local-steps", "AT"))):
+        words = ("--lr", 0.0001, "--local-steps", 50, *(at if word == "AT" else word for word in more))
+        at = check_poisoned(run_script(2, *task, *words, "--run-dir", f"run-{number}", cwd=tmp_path))

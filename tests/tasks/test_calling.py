@@ -118,7 +118,7 @@ task = Task(Model, data, loss, metrics={"accuracy": accuracy})
 
 
 def run(folder: Path, *words: str) -> Any:
-    done = warm.run(("-m", "paceline", *words), cwd=folder)
+    done = warm.run(("-m", "paceline", *words), cwd=folder, ranks=True)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests import warm
 from tests.errors import ended_with, raises
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -112,7 +111,6 @@ def test_a_name_that_only_an_import_would_tell_is_left_to_the_ranks(
 def test_an_unknown_name_lists_tasks_only(tmp_path: Path, more: str) -> None:
     """Also if only the ranks can know that it is unknown."""
     (tmp_path / "base.py").write_text(f"{FILE}{more}\n")
-    words = (sys.executable, "-m", "paceline", "train", "base.py:tusk")
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    done = warm.run(("-m", "paceline", "train", "base.py:tusk"), agents=False, cwd=tmp_path)
     ended_with(done, "unknown-name")
     assert "task, other" in done.stderr and "data" not in done.stderr

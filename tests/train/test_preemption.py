@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests import warm
 from tests.errors import codes
 from tests.starts import start_steps
 
@@ -180,10 +181,10 @@ def endless(tmp_path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: object, ranks: int = 2, command: tuple[str, ...] = ("-m", "paceline")):
-        words = [sys.executable, *command, "train", "mine.py:endless", "--batch-size", 4, "--epochs", 50, "--run-dir"]
-        process = subprocess.Popen(
-            [*map(str, words), "run", *map(str, arguments)], cwd=tmp_path, stdin=subprocess.DEVNULL, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        words = (*command, "train", "mine.py:endless", "--batch-size", 4, "--epochs", 50, "--run-dir", "run")
+        process = warm.Popen(
+            (*words, *arguments), agents="--nproc" in arguments, cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         started.append(process)
         deadline = time.monotonic() + PATIENCE_SECONDS

@@ -90,6 +90,7 @@ def check_readers(folder: Path, found: dict[str, Any], ranks: int) -> None:
     assert {"MFU", "FLOP/s", "goodput", "tokens/s"} <= rows.keys()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("strategy", "ranks"), [("exact", 1), ("exact", 2), ("bucketed", 2), ("fsdp", 2)])
 def test_a_task_counts_and_keeps_its_weights(tmp_path: Path, strategy: str, ranks: int) -> None:
@@ -106,6 +107,7 @@ def test_a_task_counts_and_keeps_its_weights(tmp_path: Path, strategy: str, rank
     assert "mfu" not in found[1] and "flops_per_sample" not in found[1] and found[1]["tokens_per_second"] > 0
 
 
+@pytest.mark.sample(4)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("strategy", "ranks"), [("bucketed", 1), ("bucketed", 2), ("ddp", 2), ("fsdp", 2)])
 def test_a_session_counts_and_keeps_its_weights(tmp_path: Path, strategy: str, ranks: int) -> None:

@@ -38,15 +38,19 @@ def spec_of(name: str, ranks: Sequence[int] = RANKS) -> LoopSpec:
     return LoopSpec(f"{loops.__file__}:{name}", [], cases, most, steps=4, seed=0)
 
 
-def said_of(names: Sequence[str], folder: Path, ranks: Sequence[int] = RANKS) -> dict[str, str]:
-    """All that verify says against each loop; they run one after the other in the same processes."""
+def said_of(names: Sequence[str], folder: Path, ranks: Sequence[int] = RANKS, *, window: int = 20) -> dict[str, str]:
+    """All that verify says against each loop; they run one after the other in the same processes.
+
+    `window`: seconds after which ranks that wait for each other are ended.
+    """
     for name in names:
         (folder / name).mkdir()
     ended: dict[int, str] = {}
     for size in ranks:
-        launch = ("-m", "paceline", "launch", "--nproc", size, "--run-dir", f"{folder}/run-{size}", "--hang-timeout=20")
+        launch = ("-m", "paceline", "launch", "--nproc", size, "--run-dir", f"{folder}/run-{size}")
         program = (Path(__file__).with_name("loop_ranks.py"), folder, *names)
-        done = warm.run(program if ranks == (1,) else (*launch, "--", *program), cwd=folder, timeout=900)
+        words = program if ranks == (1,) else (*launch, "--hang-timeout", window, "--", *program)
+        done = warm.run(words, ranks=True, cwd=folder, timeout=900)
         ended[size] = "" if done.returncode == 0 else done.stderr
     return {name: said(*findings(folder / name, spec_of(name), ranks, ended)) for name in names}
 

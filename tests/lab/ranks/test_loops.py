@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.errors import ended_with, raises
 from tests.lab.ranks import loops
-from tests.lab.ranks.loop_table import ENDS, RIGHT, right, said_of, spec_of
+from tests.lab.ranks.loop_table import ENDS, RANKS, RIGHT, right, said_of, spec_of
 
 from paceline.cli import verify
 from paceline.lab.ranks.causes import Comparison
@@ -52,7 +52,8 @@ def test_on_one_process_that_is_three_virtual_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.soak)])  # CI takes a sample
 def test_planted_bugs_are_named_on_three_ranks_and_nothing_else_is(tmp_path: Path, every: int) -> None:
     assert len(loops.BUGS) >= 18
-    said = said_of(["right", *[name for name in (*RIGHT[1:], *loops.BUGS) if name not in ENDS][::every]], tmp_path)
+    names = ["right", *[name for name in (*RIGHT[1:], *loops.BUGS) if name not in ENDS][::every]]
+    said = said_of(names, tmp_path, RANKS if every == 1 else (1, 3))
     assert wrong(said) == {}
     assert said["right"] == ""
 
@@ -63,7 +64,7 @@ def test_planted_bugs_are_named_on_three_ranks_and_nothing_else_is(tmp_path: Pat
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize("name", [ENDS[0], *(pytest.param(name, marks=pytest.mark.soak) for name in ENDS[1:])])
 def test_a_bug_that_ends_the_ranks_is_named(tmp_path: Path, name: str) -> None:
-    assert wrong(said_of([name], tmp_path)) == {}
+    assert wrong(said_of([name], tmp_path, (1, 3), window=8)) == {}
 
 
 @pytest.mark.slow

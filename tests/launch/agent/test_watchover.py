@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,11 +61,11 @@ class Watched:
 @contextmanager
 def under_torchrun(folder: Path, *options: str) -> Iterator[Watched]:
     (folder / "job.py").write_text(SCRIPT)
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline"]
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline"]
     words = [*start, "watchover", *options, "--hang-timeout", "2", str(folder / "job.py"), "--epochs", "5"]
     env: Mapping[str, str] = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     with (folder / "output.txt").open("wb") as output:
-        process = subprocess.Popen(words, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+        process = warm.Popen(words, env=env, stdout=output, stderr=output)
     try:
         yield Watched(folder, process)
     finally:
