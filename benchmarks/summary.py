@@ -167,7 +167,7 @@ def goals() -> list[Goal]:
 
 def summary(chosen: Sequence[Goal], results: Path) -> str:
     """The table."""
-    return "\n".join(["| | goal | measured | reached |", "|---|---|---|---|", *(goal.line(results) for goal in chosen)])
+    return "\n".join(["| what | goal | measured | reached |", "|---|---|---|---|", *(goal.line(results) for goal in chosen)])
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -24,6 +25,10 @@ DOCS = ROOT / "docs"
 CHAPTERS = [DOCS / "ladder" / f"{name}.md" for name in STRATEGY_INFO]
 ASKS = {"script": "src", "img": "src", "iframe": "src", "link": "href", "source": "src", "object": "data"}
 VARIES = re.compile(r"[\d,]+ samples/s|(?<=weights )\w{16}|-\d{8}-\d{6}")
+LOOKED_AT = (  # by axe: the pages that a new user reads, and the kinds of tables and code that there are
+    "install start/first-run start/gpus recipes hugging-face from-lightning ci launch/kubernetes existing-script gpu "
+    "support torchrun ladder/ddp"
+).split()
 HARMLESS = {"canonical", "prev", "next"}  # links that a browser does not follow by itself
 
 
@@ -100,6 +105,16 @@ def test_every_picture_is_shown_somewhere() -> None:
     pages = "\n".join(page.read_text() for page in [ROOT / "README.md", *DOCS.rglob("*.md")])
     unseen = [path.name for path in (DOCS / "pictures").glob("*") if f"pictures/{path.name}" not in pages]
     assert unseen == []
+
+
+def test_every_column_of_a_table_has_a_name() -> None:
+    unnamed = [
+        f"{page.relative_to(ROOT)}: {head}"
+        for page in DOCS.rglob("*.md")
+        for head in re.findall(r"^(\|.*\|)\n\|(?:\s*:?-+:?\s*\|)+$", page.read_text(), re.MULTILINE)
+        if re.search(r"\|\s*\|", head)
+    ]
+    assert unnamed == []
 
 
 def test_a_place_for_a_picture_is_filled_once_there_is_one(tmp_path: Path) -> None:
@@ -212,5 +227,28 @@ def test_a_browser_without_a_network_shows_and_searches_it(site: Path) -> None:
         page.keyboard.press("/")
         page.keyboard.type("virtual ranks", delay=20)
         page.locator("a.md-search-result__link[href*='virtual']").first.wait_for(timeout=30_000)
+        browser.close()
+    assert wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+@pytest.mark.needs("mkdocs", "material", "playwright", "axe_playwright_python", "chromium")
+def test_pages_are_accessible_and_fit_a_phone(site: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    axe = (files("axe_playwright_python") / "axe.min.js").read_text()
+    look = "axe.run({include: [['article'], ['.md-search']]}, {resultTypes: ['violations']})"  # the rest is alike
+    wrong = list[str]()
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": 390, "height": 800})
+        for number, name in enumerate([*LOOKED_AT, "recipes"]):  # recipes: in both schemes
+            page.emulate_media(color_scheme=("light", "dark")[number % 2])
+            page.goto((site / f"{name}.html").as_uri())
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390, name
+            page.evaluate(axe)
+            for found in page.evaluate(look)["violations"]:
+                wrong += [f"{name}: {found['id']}: {node['html'][:99]}" for node in found["nodes"]]
         browser.close()
     assert wrong == []
