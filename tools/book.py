@@ -60,7 +60,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
 
 def on_post_page(output: str, **_: Any) -> str:
     """Name the search, which the theme does not."""
-    return output.replace('data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"')
+    dialog = 'data-md-component="search" role="dialog"'
+    return output.replace(dialog, f'{dialog} aria-label="Search"')
 
 
 def _targets(path: str, text: str) -> list[str]:
