@@ -167,7 +167,8 @@ def goals() -> list[Goal]:
 
 def summary(chosen: Sequence[Goal], results: Path) -> str:
     """The table."""
-    return "\n".join(["| | goal | measured | reached |", "|---|---|---|---|", *(goal.line(results) for goal in chosen)])
+    head = ["| what | goal | measured | reached |", "|---|---|---|---|"]
+    return "\n".join([*head, *(goal.line(results) for goal in chosen)])
 
 
 def main() -> None:

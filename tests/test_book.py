@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -24,6 +25,11 @@ DOCS = ROOT / "docs"
 CHAPTERS = [DOCS / "ladder" / f"{name}.md" for name in STRATEGY_INFO]
 ASKS = {"script": "src", "img": "src", "iframe": "src", "link": "href", "source": "src", "object": "data"}
 VARIES = re.compile(r"[\d,]+ samples/s|(?<=weights )\w{16}|-\d{8}-\d{6}")
+LOOKED_AT = [  # by axe: the pages that a new user reads, and the kinds of tables and code that there are
+    "install", "start/first-run", "start/gpus", "recipes", "hugging-face", "from-lightning", "ci", "launch/kubernetes",
+    "existing-script", "gpu", "support", "ladder/ddp",
+]  # fmt: skip
+COLORFUL = ["recipes", "gpu", "ladder/ddp"]  # with code, commands, differences of files, and links in code
 HARMLESS = {"canonical", "prev", "next"}  # links that a browser does not follow by itself
 
 
@@ -40,7 +46,8 @@ def leaves(node: Any) -> Iterator[str]:
 def navigation() -> list[str]:
     import yaml
 
-    return [*leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])]
+    found = leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    return [page for page in found if not page.startswith("source/")]
 
 
 @pytest.mark.needs("yaml")
@@ -100,6 +107,16 @@ def test_every_picture_is_shown_somewhere() -> None:
     pages = "\n".join(page.read_text() for page in [ROOT / "README.md", *DOCS.rglob("*.md")])
     unseen = [path.name for path in (DOCS / "pictures").glob("*") if f"pictures/{path.name}" not in pages]
     assert unseen == []
+
+
+def test_every_column_of_a_table_has_a_name() -> None:
+    unnamed = [
+        f"{page.relative_to(ROOT)}: {head}"
+        for page in DOCS.rglob("*.md")
+        for head in re.findall(r"^(\|.*\|)\n\|(?:\s*:?-+:?\s*\|)+$", page.read_text(), re.MULTILINE)
+        if re.search(r"\|\s*\|", head)
+    ]
+    assert unnamed == []
 
 
 def test_a_place_for_a_picture_is_filled_once_there_is_one(tmp_path: Path) -> None:
@@ -212,5 +229,32 @@ def test_a_browser_without_a_network_shows_and_searches_it(site: Path) -> None:
         page.keyboard.press("/")
         page.keyboard.type("virtual ranks", delay=20)
         page.locator("a.md-search-result__link[href*='virtual']").first.wait_for(timeout=30_000)
+        browser.close()
+    assert wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+@pytest.mark.needs("mkdocs", "material", "playwright", "axe_playwright_python", "chromium")
+def test_pages_are_accessible_and_fit_a_phone(site: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    axe = (files("axe_playwright_python") / "axe.min.js").read_text()
+    part = "{include: [['article'], ['.md-search']]}"
+    look = f"rules => axe.run({part}, {{resultTypes: ['violations'], preload: false, rules}})"
+    wrong = list[str]()
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"])
+        for scheme, name in [("slate", name) for name in LOOKED_AT] + [("default", name) for name in COLORFUL]:
+            media = "dark" if scheme == "slate" else "light"
+            page = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme=media)
+            page.goto((site / f"{name}.html").as_uri())
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390, name
+            assert page.evaluate("document.body.dataset.mdColorScheme") == scheme
+            page.evaluate(axe)
+            contrast = {"color-contrast": {"enabled": name in COLORFUL}}  # slow, and alike on all pages
+            for found in page.evaluate(look, contrast)["violations"]:
+                wrong += [f"{name}: {found['id']}: {node['html'][:99]}" for node in found["nodes"]]
+            page.close()
         browser.close()
     assert wrong == []

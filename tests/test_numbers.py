@@ -6,6 +6,7 @@ they write is compared in test_docs.py. This file compares the numbers that were
 
 import importlib
 import json
+import posixpath
 import re
 from collections.abc import Callable
 from functools import partial
@@ -43,11 +44,76 @@ def in_memory() -> list[str]:
 
 
 def two_hosts() -> list[str]:
-    return speeds(*(("two-hosts.json", f"{work} 1gbit", "default", "vanilla") for work in ("W1", "W3g")), low=True)
+    works = [f"{work} 1gbit" for work in ("W1", "W3g")]
+    found = speeds(*(("two-hosts.json", work, "default", "vanilla") for work in works), low=True)
+    for work, digits in zip(works, (1, 0), strict=True):
+        sent = record("two-hosts.json")["works"][work]["sent_mb_by_a_host"]
+        found += [f"{sent[name]:.{digits}f}" for name in ("default", "vanilla")]
+    return found
 
 
-def gpu() -> list[str]:
-    return speeds(*(("gpu.json", "W1 fp32", name, "vanilla") for name in ("default", "cuda-graphs", "compile")))
+def gpu(*names: str, low: bool = False) -> list[str]:
+    return speeds(*(("gpu.json", "W1 fp32", name, "vanilla") for name in names), low=low)
+
+
+def gpu_goal() -> str:
+    """The lower quartile, as the table of goals has it."""
+    summary = importlib.import_module("summary")
+    own, other = (summary.row(RESULTS / "gpu.json", "W1 fp32", name) for name in ("default", "vanilla"))
+    return f"{summary.lower_quartile(summary.ratios(own, other)):.3f}"
+
+
+def gpu_day() -> list[str]:
+    """The accuracies after an epoch, the speeds of copies, and the seconds after which hangs were reported."""
+    said = " ".join(step["found"] for step in record("gpu-nvidia-h200.json")["steps"].values())
+    accuracies = re.findall(r"(?:fp32|bf16|graphs|compile) ([\d.]+) %", said)
+    copies = re.findall(r"locked; ([\d.]+) GB/s, not locked ([\d.]+)", said)[0]
+    return [f"{float(one):.1f}" for one in accuracies] + [f"{float(one):.0f}" for one in copies]
+
+
+def mesh() -> list[str]:
+    """The time of a step, of the manual one = 1."""
+    found = record("mesh.json")
+    return [f"{1 / found[name]['speed beside by hand']['median']:.2f}" for name in ("tensor=2", "pipeline=2")]
+
+
+def probe() -> list[str]:
+    ratios = [one["ratio"] for one in record("probe.json").values() if isinstance(one, dict)]
+    return [f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
+
+
+def digests() -> list[str]:
+    return [str(len(record("bits-digests.json")["cases"]))]
+
+
+def lines_to_change() -> list[str]:
+    """Lines that an MNIST loop adds with Accelerate, Fabric and paceline."""
+    row = next(line for line in record("lines.md").splitlines() if line.startswith("| mnist |"))
+    paceline, accelerate, fabric = (cell.split("+")[0].strip() for cell in row.split("|")[2:-1])
+    return [accelerate, fabric, paceline]
+
+
+def one_process(what: str) -> list[str]:
+    found = [record("one_process.json")[name][what] for name in ("DDP", "Accelerate", "Fabric", "paceline")]
+    return [f"{one:.2f}" if one > 1e-9 else f"{one:.0e}".replace("e-0", "e-") for one in found]
+
+
+def faults(name: str, of: str, culprits: str) -> list[str]:
+    """Kinds of faults, and how often the rank and the line were named, in %."""
+    said = rf"^- {of}, (\d+) faults.*?, \d+ runs: .*?{culprits} (\d+) of (\d+) .*?right line (\d+) of (\d+)"
+    columns = zip(*re.findall(said, record(name), re.MULTILINE), strict=True)
+    kinds, ranks, cases, named, places = (sum(map(int, column)) for column in columns)
+    return [str(kinds), f"{ranks / cases:.0%}"[:-1], f"{named / places:.0%}"[:-1], str(ranks), str(cases)]
+
+
+def of_torchrun() -> list[str]:
+    return faults("faults.md", "torchrun", "single culprits")
+
+
+def of_readme() -> list[str]:
+    kinds, rank, line, *_ = faults("faults-once.md", "paceline", "right rank")
+    other_kinds, other_rank, other_line, *_ = of_torchrun()
+    return [kinds, other_rank, other_line, other_kinds, rank, line]
 
 
 def lines() -> dict[str, list[str]]:
@@ -77,6 +143,12 @@ def session() -> list[str]:
     return [f"{found[f'{work}, {ranks} ranks']['median']:.2f}" for work in ("cnn", "mlp") for ranks in (1, 2)]
 
 
+def peers() -> list[str]:
+    alone = importlib.import_module("summary").row(RESULTS / "peers.json", "W1", "one-rank")
+    ratio = ("peers.json", "W1", "default", "vanilla")
+    return [f"{median(filter(None, alone.ms)):.0f}", *speeds(ratio), *speeds(ratio, low=True)]
+
+
 def checks() -> list[str]:
     found = [record("checks.json")[f"{ranks} ranks"]["checks"]["all"][1] for ranks in (1, 2)]
     return [f"{found[0]:.1f}", f"{found[1]:.0f}"]
@@ -84,7 +156,7 @@ def checks() -> list[str]:
 
 def hosts() -> list[str]:
     found = record("hosts.json")["summary"]
-    return [*map(str, (found["runs"], found["losses"], found["returns"]))]
+    return [*(f"{one:.1f}" for one in found["standstill seconds: median, most"]), str(found["returns"])]
 
 
 def causes() -> list[str]:
@@ -147,7 +219,63 @@ TYPED = (
         "| # [faults](../../docs/faults.md) ... | # with the right rank",
         doubled,
     ),
-    Typed("gpu.md", "gpu.json", "| **#**, with `--cuda-graphs` #, with `--compile` #", gpu),
+    Typed(
+        "gpu.md",
+        "gpu.json",
+        "| **#**, with `--cuda-graphs` #, with `--compile` # (medians ... lower quartile, #)",
+        lambda: gpu("default", "cuda-graphs", "compile") + gpu("default", low=True),
+    ),
+    Typed(
+        "benchmarks.md",
+        "gpu.json",
+        "the median is given, too: # for the lower quartile ... one GPU, W1 default / tutorial ... | #",
+        lambda: [*gpu("default"), gpu_goal()],
+    ),
+    Typed(
+        "gpu.md",
+        "gpu-nvidia-h200.json",
+        "accuracy # %, # %, # %, # % | ... page-locked: # GB/s; other memory # GB/s",
+        gpu_day,
+    ),
+    Typed("../README.md", "gpu.json", "trains at [# of DDP's speed]", lambda: gpu("default")),
+    Typed("../README.md", "bits-digests.json", "([# runs](benchmarks/results/bits-digests.json))", digests),
+    Typed("../README.md", "lines.md", "[MNIST loop](benchmarks/results/lines.md) | | # | # | # |", lines_to_change),
+    Typed(
+        "../README.md",
+        "one_process.json",
+        "last batch has 5 samples, ... | # | # | # | # |",
+        partial(one_process, "last batch"),
+    ),
+    Typed(
+        "../README.md",
+        "one_process.json",
+        "window is incomplete ... | # | # | # | # |",
+        partial(one_process, "last window"),
+    ),
+    Typed(
+        "../README.md",
+        "faults-once.md",
+        "[# kinds](benchmarks/results/faults-once.md) of injected faults: ... | # % and # % (of "
+        "[#](benchmarks/results/faults.md) kinds) ... | # % and # % |",
+        of_readme,
+    ),
+    Typed("../README.md", "faults.md", "(of [#](benchmarks/results/faults.md) kinds)", lambda: of_torchrun()[:1]),
+    Typed(
+        "faults.md",
+        "faults-once.md",
+        "[All # kinds](../benchmarks/results/faults-once.md)",
+        lambda: faults("faults-once.md", "paceline", "right rank")[:1],
+    ),
+    Typed(
+        "faults.md",
+        "faults.md",
+        "[# kinds](../benchmarks/results/faults.md) several",
+        lambda: faults("faults.md", "paceline", "right rank")[:1],
+    ),
+    Typed("launch/by-hand.md", "faults.md", "for # of # faults of one rank", lambda: of_torchrun()[3:]),
+    Typed("design.md", "faults.md", "right rank for # of # [faults]", lambda: of_torchrun()[3:]),
+    Typed("mesh.md", "mesh.json", "With `tensor=2` it took # of the time, and with `pipeline=2` #", mesh),
+    Typed("existing-script.md", "probe.json", "with the guard # to # of that without", probe),
     Typed("report.md", "report-causes.json", "(../benchmarks/results/report-causes.json) # of # times", causes),
     Typed("report.md", "report.json", "A folder of # events on # ranks", long_run),
     Typed("design.md", "thousand.json", "cost the coordinator # % of a core and # MB", thousand),
@@ -171,14 +299,19 @@ TYPED = (
         "takes # ms for 2 ranks and # ms for 4; torch's all-reduce takes # ms and # ms",
         small_sums,
     ),
-    Typed("benchmarks.md", "two-hosts.json", "1 Gbit/s: # (CNN) and # (GPT)", two_hosts),
-    Typed("launch/ssh.md", "hosts.json", "most of # returns", lambda: hosts()[2:]),
+    Typed(
+        "benchmarks.md",
+        "two-hosts.json",
+        "1 Gbit/s: # (CNN) and # (GPT) ... # MB sent by a host in a step instead of #, # MB instead of # (",
+        two_hosts,
+    ),
+    Typed("benchmarks.md", "peers.json", "it took # ms, and the ratio was # (median; lower quartile #,", peers),
+    Typed("launch/ssh.md", "hosts.json", "lasts # s, at most # s (median and most of # returns", hosts),
 )
 TABLES = {"exactness.json", "slow-network.json", "congestion.json"}  # compared row by row below
 NO_NUMBERS = {  # the page links to the record and states no number of it
     "check.md", "same.json", "silent.md", "strangers.json", "ends.md", "hostile-0.json", "connections.json",
-    "peers-4.json", "one_process.json", "verify-mnist-cnn.txt", "verify-mnist-resnet18.txt", "verify-own_task.txt",
-    "gpu-nvidia-h200.json", "ladder.json", "lines.md", "faults.md", "faults-once.md", "bits-digests.json",
+    "peers-4.json", "verify-mnist-cnn.txt", "verify-mnist-resnet18.txt", "verify-own_task.txt", "ladder.json",
 }  # fmt: skip
 
 
@@ -217,10 +350,22 @@ def test_the_times_of_exact_steps_are_those_of_the_record() -> None:
     found = {row[0]: row[1:] for row in rows("docs/exactness.md", "exactness.json")}
     labels = [(label, label[-1:], label.split("`")[1]) for label in found if label.endswith(("V = 2", "V = 4"))]
     labels += [(label, "4", "exact") for label in found if "each process two" in label]
-    assert len(labels) == 3
+    labels += [(label, "2", "exact / exact, any kernels") for label in found if label.startswith("deterministic")]
+    assert len(labels) == 4
     for label, count, name in labels:
         virtual_ranks = int(count)
         assert found[label] == [f"{median(values[model, virtual_ranks, wall, name]):.2f}" for model in models]
+    safe = "keeping the state safe (exact)"
+    optimizers = [f"optimizer of {name}, MB a rank" for name in ("exact", "zero")]
+    for label, names, number in (
+        ("optimizer state a rank", optimizers, "{:.2g}, {:.2g} MB"),
+        ("a snapshot every 10 steps", ["snapshot every 10 steps, %"], "{:.1f} %"),
+        ("comparing replicas", ["watch every 100 steps, %"], "{:.1g} %"),
+        ("a checkpoint: training", ["checkpoint, ms of standstill"], "{:.0f} ms"),
+        ("a step while one is written", ["step during a checkpoint / without"], "{:.2f}"),
+    ):
+        (cells,) = (cells for row, cells in found.items() if row.startswith(label))
+        assert cells == [number.format(*(median(values[model, 2, safe, name]) for name in names)) for model in models]
 
 
 def test_the_speeds_on_a_slow_network_are_those_of_the_record() -> None:
@@ -243,7 +388,7 @@ def test_the_speeds_on_a_slow_network_are_those_of_the_record() -> None:
 
 
 def test_every_reference_to_a_record_is_compared() -> None:
-    compared = {(f"docs/{typed.page}", typed.record) for typed in TYPED}
+    compared = {(posixpath.normpath(f"docs/{typed.page}"), typed.record) for typed in TYPED}
     for page in PAGES:
         here = str(page.relative_to(ROOT))
         for name in re.findall(r"\]\((?:\.\./)*benchmarks/results/([\w.-]+)\)", WRITTEN.sub("", page.read_text())):

@@ -41,21 +41,6 @@ def test_it_fits_on_a_page() -> None:
     assert len(re.findall(r"!\[[^\]]{20,}\]\(docs/pictures/[\w-]+\.png\)", README)) == 1
 
 
-def test_the_faults_are_those_of_their_records() -> None:
-    (row,) = (line.split("|") for line in README.splitlines() if "injected faults" in line)
-    records = [(ROOT / "benchmarks" / "results" / f"{name}.md").read_text() for name in ("faults-once", "faults")]
-    for cell, record, tool, rank in (
-        (row[5], records[0], "paceline", "right rank"),
-        (row[2], records[1], "torchrun", "single culprits"),
-    ):
-        found = re.findall(
-            rf"^- {tool}, (\d+) .*{rank} (\d+) of (\d+).*right line (\d+) of (\d+)", record, re.MULTILINE
-        )
-        kinds, ranks, of, lines, places = (sum(map(int, column)) for column in zip(*found, strict=True))
-        assert cell.strip().startswith(f"{ranks / of * 100:.0f} %, {lines / places * 100:.0f} %")
-        assert str(kinds) in (row[1] if tool == "paceline" else cell)
-
-
 def test_the_comparison_is_that_of_its_record() -> None:
     record = json.loads((ROOT / "benchmarks" / "results" / "one_process.json").read_text())
     rows = [line.split("|")[2:6] for line in README.splitlines() if "results/one_process.json" in line]

@@ -58,6 +58,12 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
     return "".join(part + fence for part, fence in zip(parts, fences, strict=True))
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    """Name the search, which the theme does not."""
+    dialog = 'data-md-component="search" role="dialog"'
+    return output.replace(dialog, f'{dialog} aria-label="Search"')
+
+
 def _targets(path: str, text: str) -> list[str]:
     return [_resolved(path, match[2]) for match in LINK.finditer(FENCED.sub("", text)) if "://" not in match[2]]
 

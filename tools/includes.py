@@ -84,7 +84,7 @@ def measured(words: str) -> str:
     for row in json.loads((ROOT / "benchmarks" / "results" / record).read_text())["rows"]:
         found.setdefault(row["strategy"], row)
     columns = [name.strip() for name in names.split(",")]
-    table = [["", *columns], ["---"] * (len(columns) + 1)]
+    table = [["what", *columns], ["---"] * (len(columns) + 1)]
     table += [[title, *(show(found[name]) for name in columns)] for title, show in ROWS.items()]
     return "\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in table) + "\n"
 

@@ -36,8 +36,8 @@ SETTINGS = """# Settings
 The keys of a run's `config.toml`, and of the file that `paceline train --config FILE` reads. Written from the
 docstrings of `src/paceline/config/settings.py` by `python tools/reference.py`; a test says when it is stale.
 
-- A key stands in the table of its section: `[data]`, then `batch_size = 64`. `task`, `strategy` and `set` stand above
-  all tables.
+- A key stands in the table of its section: `[data]`, then `batch_size = 64`. `task`, `strategy` and `task_arg` stand
+  above all tables.
 - The option is the key with `-` for `_`, without the section: `--batch-size 64`. An option overrides the file, and
   `paceline train --config FILE --help` shows the values of the file.
 - *none* is the default where nothing is set: leave the key out.

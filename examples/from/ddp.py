@@ -47,7 +47,7 @@ def main() -> None:
     s = paceline.session()
     torch.manual_seed(0)
     layers = [nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 13 * 13, 10)]
-    model = nn.Sequential(*layers).to(s.device)
+    model = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = s.prepare(model, optimizer)
     dataset = load(args.data, args.samples)
@@ -56,7 +56,7 @@ def main() -> None:
         loss = torch.zeros(())
         for images, labels in loader:
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(images.to(s.device)), labels.to(s.device))
+            loss = nn.functional.cross_entropy(model(images), labels)
             s.backward(loss)
             optimizer.step()
         s.print(f"epoch {epoch} loss {s.mean(loss.item() * len(labels), len(labels)):.4f}")

@@ -47,7 +47,7 @@ def main():
         vocab_size=256, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
         max_position_embeddings=LENGTH,
     )  # fmt: skip
-    model = BertForSequenceClassification(config).to(s.device)
+    model = BertForSequenceClassification(config)
     optimizer = torch.optim.AdamW([*groups(model)], lr=1e-3)
     train, test = s.loader(train_set, batch_size=8), s.loader(test_set, batch_size=64)
     steps = args.epochs * len(train)
