@@ -28,9 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.sessions.loop import SessionLoop
+from paceline.sessions.checks import LoopChecks
 from paceline.sessions.prepared import PreparedModel
-from paceline.sessions.registered import RegisteredObjects
+from paceline.sessions.unsaved import UnsavedState
 from paceline.stepping.step import Step
 
 STEPS, WARM_UP, COUNTED, BATCH = 2000, 300, 20, 32
@@ -51,14 +51,14 @@ class Counted(TorchDispatchMode):
 
 
 CHECKS: list[tuple[type, str, Callable[..., Any]]] = [
-    (SessionLoop, "_compare_place", _nothing),
-    (SessionLoop, "_check_optimizer", _nothing),
+    (LoopChecks, "compare_place", _nothing),
+    (LoopChecks, "_check_optimizer", _nothing),
     (PreparedModel, "check_between", _nothing),
     (PreparedModel, "_check_foreign_backward", _nothing),
     (PreparedModel, "_check_assigned", _nothing),
     (PreparedModel, "_note_left", _nothing),
-    (SessionLoop, "_check_periodically", _nothing),
-    (RegisteredObjects, "step_ended", lambda _: False),
+    (LoopChecks, "check_periodically", _nothing),
+    (UnsavedState, "step_ended", lambda _: False),
     (PreparedModel, "before_update", _nothing),
     (PreparedModel, "stepped", _nothing),
     (PreparedModel, "hide_hooks", lambda *_, **__: []),

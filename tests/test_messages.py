@@ -15,7 +15,7 @@ from tests.errors import raises
 
 from paceline.cli.train import parse
 from paceline.errors import MESSAGES, TrainingError, UsageError, texts
-from paceline.sessions.wording import OF_LAUNCHERS, keyword
+from paceline.sessions.arguments import OF_LAUNCHERS, keyword
 
 SOURCE = MESSAGES.parent
 FLAG = re.compile(r"(?<![\w-])--[a-z]")

@@ -255,8 +255,8 @@ TYPED = (
     Typed(
         "../README.md",
         "faults-once.md",
-        "[# kinds](benchmarks/results/faults-once.md) of injected faults: ... | # % and # % (of "
-        "[#](benchmarks/results/faults.md) kinds) ... | # % and # % |",
+        "[# kinds](benchmarks/results/faults-once.md) of injected faults (`make soak-faults`): ... | # %, # % (of "
+        "[#](benchmarks/results/faults.md) kinds) ... | # %, # % |",
         of_readme,
     ),
     Typed("../README.md", "faults.md", "(of [#](benchmarks/results/faults.md) kinds)", lambda: of_torchrun()[:1]),

@@ -22,7 +22,6 @@ ROOMS = {
     "The parts, each by itself": (),  # all others
 }
 INTERNAL = {  # used by other modules of paceline; not for users
-    "Session": ("explained", "note_exit", "seed_streams"),
     "Loader": (
         *("draw_ahead", "drawn", "evaluation", "fingerprint", "is_end", "order_hash", "position", "probe"),
         *("put_back_sampler", "sampler_state", "samples", "training"),

@@ -377,7 +377,7 @@ def where(folder: Any, kind: str, loop: Loop, size: int) -> str:
 @contextmanager
 def quietly(**settings: Any) -> Iterator[Any]:
     with paceline.session(**settings) as s:
-        s.print = lambda *_: None
+        s._run.print = lambda *_: None
         yield s
 
 
@@ -402,7 +402,7 @@ def main() -> None:
             cut = settings.get("strategy") == "fsdp" and loop is part_by_part
             with quietly(**settings, **({"fsdp_wrap": "encoder,decoder"} if cut else {})) as s:
                 model = loop(s)
-                parts = [part.replica.model for part in s._parts]
+                parts = [part.replica.model for part in s._state.models]
                 whole = {f"{i}.{name}": t for i, part in enumerate(parts) for name, t in s.weights(part).items()}
                 prefix = "0." if len(parts) == 1 else ""
                 found = {f"0.{n}": t for n, t in state(model).items()} if loop is averaged else whole

@@ -11,6 +11,7 @@ from tests.errors import raises
 import paceline
 from paceline.config.settings import TrainConfig
 from paceline.errors import UsageError
+from paceline.sessions.arguments import SessionConfig
 from paceline.sessions.session import Session
 
 RENAMED = {"threads_per_rank": "threads"}
@@ -87,6 +88,12 @@ def test_an_unknown_argument_is_an_error_that_names_the_nearest(wrong: str, mean
 def test_an_option_of_another_strategy_is_an_error_that_names_it() -> None:
     with raises("argument-of-another-strategy", owner="fsdp"):
         paceline.session(strategy="ddp", fsdp_wrap="Block")
+
+
+def test_options_of_a_strategy_follow_from_the_arguments() -> None:
+    defaults = {name: parameter.default for name, parameter in inspect.signature(paceline.session).parameters.items()}
+    config = SessionConfig(**defaults | {"strategy": "fsdp", "fsdp_wrap": "Block"})
+    assert (config.of_strategy, config.strategy_options) == ({"fsdp_wrap": "Block"}, {"wrap": "Block"})
 
 
 @pytest.mark.parametrize(

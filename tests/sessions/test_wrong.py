@@ -17,7 +17,7 @@ from tests.run_script import run_script
 from tests.sessions import wrong
 
 import paceline
-from paceline.sessions.wording import json_copy
+from paceline.sessions.state import json_copy
 
 TOLD = {
     "torchs_own_backward": ("torch-backward", "s.backward(loss)"),

@@ -346,7 +346,7 @@ def whole_batches(s: Any) -> None:
 def processes_that_should_stay(s: Any) -> None:
     """No error: said."""
     words: list[str] = []
-    s.print = words.append
+    s._run.print = words.append
     s.loader(DataLoader(DATA, batch_size=2, num_workers=1, persistent_workers=True))
     raise UsageError("; ".join(words))
 
@@ -530,7 +530,7 @@ def a_buffer_made_in_the_first_forward(s: Any) -> None:
 def not_cleared(s: Any) -> None:
     """No error: said once."""
     words: list[str] = []
-    s.print = words.append
+    s._run.print = words.append
     model, optimizer, train = ready(s)
     for x, y in train:
         s.backward(F.cross_entropy(model(x), y))
@@ -542,7 +542,7 @@ def not_cleared(s: Any) -> None:
 def cleared_in_other_ways(s: Any) -> None:
     """Nothing to be said: a GAN's, and gradients added up over batches."""
     words: list[str] = []
-    s.print = words.append
+    s._run.print = words.append
     model, optimizer, _ = ready(s)
     other = nn.Linear(3, 3)
     other, optimizer_other = s.prepare(other, SGD(other.parameters(), lr=0.1))
@@ -559,7 +559,7 @@ def cleared_in_other_ways(s: Any) -> None:
 @case()
 def evaluated_in_training_mode(s: Any) -> None:
     words: list[str] = []
-    s.print = words.append
+    s._run.print = words.append
     model = nn.Sequential(nn.Linear(3, 2), nn.Dropout())
     model, _ = s.prepare(model, SGD(model.parameters(), lr=0.1))
     with torch.no_grad():
@@ -576,7 +576,7 @@ def main() -> None:
     for name, (loop, settings) in CASES.items():
         try:
             with paceline.session(**settings) as s:
-                s.print = lambda *_: None
+                s._run.print = lambda *_: None
                 loop(s)
             told[name] = ("", "nothing")
         except PacelineError as error:

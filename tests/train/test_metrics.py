@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from paceline.collectives.control import gather_tensors
 from paceline.data.arrays import ArrayDataset
 from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES
-from paceline.train.metrics import compute_metrics, make_accumulators, states_of
+from paceline.train.metrics import compute_metrics, compute_over_ranks, make_accumulators, states_of
 
 CPU = torch.device("cpu")
 SAMPLES = 101  # on 3 ranks: 34, 34 and 33
@@ -331,10 +330,7 @@ def test_tensors_of_any_kind_and_shape_come_as_they_were(tmp_path: Path) -> None
 
 
 def of_a_loop(rank: int, size: int) -> Any:
-    from paceline.sessions.collectives import SessionCollectives
-
-    ranks, found = SessionCollectives(), defaultdict[str, Any](list)
-    ranks.world = world_of(rank, size)
+    found, world = dict[str, Any](), world_of(rank, size)
     inputs, targets = data().inputs, data().targets
     for name, metric in torchmetrics_ones().items():
         metric = metric() if isinstance(metric, partial) else metric
@@ -342,9 +338,9 @@ def of_a_loop(rank: int, size: int) -> Any:
             mine = indices[rank::size]
             metric.update(Net()(inputs[mine]).detach(), targets[mine])
         before = metric.update_count if hasattr(metric, "update_count") else None
-        found[name] = ranks.compute(metric)
+        found[name] = compute_over_ranks(metric, world)
         assert before is None or metric.update_count == before  # it stays as it is
     for wrong in (3, torchmetrics_ones()["f1"]):
         with pytest.raises(UsageError if rank == 0 else Exception):
-            ranks.compute(wrong)
+            compute_over_ranks(wrong, world)
     return {name: float(v) if isinstance(v, Tensor) and v.ndim == 0 else v for name, v in found.items()}

@@ -1,6 +1,6 @@
 """Creates loaders, prepared models and optimizers from the arguments of `Session.loader` and `Session.prepare`."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from paceline.data.plan import BatchPlan, LastBatch
 from paceline.data.streams import ENDLESS, StreamPlan, is_stream
 from paceline.errors import UsageError
 from paceline.rank.world import World
+from paceline.sessions.lifecycle import SessionRun
 from paceline.sessions.loader import Loader, Run, StreamLoader, check_taken, taken_over
 from paceline.sessions.order import covers_all, keeps_order, steps_of
 from paceline.sessions.prepared import PreparedModel, PreparedOptimizer
@@ -29,11 +30,8 @@ SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 def make_loader(
     data: Dataset[Any] | DataLoader[Any] | Iterable[Any],
-    run: Run,
-    world: World,
-    virtual_ranks: int,
-    seed: int,
-    say: Callable[[str], None],
+    iterate: Run,
+    run: SessionRun,
     split: bool,
     loading: Loading,
     *,
@@ -51,6 +49,7 @@ def make_loader(
     """
     existing: DataLoader[Any] | None = None
     dataset: Any = data
+    virtual_ranks, seed = run.virtual_ranks, run.definition["seed"]
     if isinstance(data, DataLoader):
         check_taken(data)
         options = {"shuffle": shuffle, "num_workers": loading.num_workers or None, "collate": loading.collate,
@@ -60,7 +59,8 @@ def make_loader(
         existing, dataset = data, data.dataset
         loading = taken_over(data, loading)
         if data.persistent_workers:
-            say("NOTE: persistent_workers=True has no effect: a session starts the worker processes in each epoch")
+            note = "persistent_workers=True has no effect: a session starts the worker processes in each epoch"
+            run.print(f"NOTE: {note}")
         steps = 0 if is_stream(dataset) else steps_of(data)
         batch = data.batch_size or max(len(dataset) // max(1, steps), 1)
         global_batch = batch * virtual_ranks * accumulation if per_rank else batch
@@ -76,14 +76,14 @@ def make_loader(
         _check_stream(dataset, shuffle, last_batch, loading.num_workers)
         parts = virtual_ranks if split else 1
         plan = StreamPlan(ENDLESS, batch, virtual_ranks, accumulation, seed, False, last_batch, parts)
-        return StreamLoader(run, dataset, plan, loading, world, say)
+        return StreamLoader(iterate, dataset, plan, loading, run.world, run.print)
     if split:
         raise UsageError(code="samples-split")
     size: int = len(dataset)
     if size == 0:
         raise UsageError(code="dataset-is-empty")
     plan = BatchPlan(size, batch, virtual_ranks, accumulation, seed, shuffle is not False, last_batch)
-    return Loader(run, dataset, plan, loading, existing)
+    return Loader(iterate, dataset, plan, loading, existing)
 
 
 def _check_stream(stream: object, shuffle: bool | None, last_batch: LastBatch, num_workers: int) -> None:
@@ -144,18 +144,13 @@ def optimizer_factory(optimizer: Any) -> Callable[[Iterable[nn.Parameter]], Opti
     """
     if isinstance(optimizer, Optimizer):
         checked_optimizer(optimizer)
-        if any(_has_stepped(state) for state in optimizer.state.values()):
+        if any(state and state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's starts at 0
             raise UsageError(code="optimizer-has-stepped")
         return lambda _: _on_device(optimizer)
     if not callable(optimizer):
         raise UsageError(code="not-optimizer", kind=type(optimizer).__name__)
 
     return lambda parameters: checked_optimizer(optimizer(parameters))
-
-
-def _has_stepped(state: Mapping[str, Any]) -> bool:
-    """Whether the state of a parameter is that of a step. Adagrad has a state from the start."""
-    return bool(state) and bool(state.get("step", 1))
 
 
 def _on_device(optimizer: Optimizer) -> Optimizer:

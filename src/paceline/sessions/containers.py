@@ -1,19 +1,17 @@
 """Adapters for registered objects without a state_dict: dictionaries and lists of tensors, random generators."""
 
-import random
+import gc
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import compress
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.sessions.order import generator_state, set_generator_state
 from paceline.sessions.sharded_tensors import distribute_like, is_dtensor, local_shard
-
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 class TensorContainer:
@@ -87,11 +85,11 @@ class Generator:
         self.thing = thing
 
     def state_dict(self) -> dict[str, Any]:
-        """See RegisteredObjects."""
+        """The state as JSON."""
         return {"generator": generator_state(self.thing)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See RegisteredObjects."""
+        """Restore the result of `state_dict`."""
         set_generator_state(self.thing, state["generator"])
 
 
@@ -125,3 +123,17 @@ def tensors_of(models: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
     for model in models:
         yield from model.parameters()
         yield from model.buffers()
+
+
+def instances(kind: type) -> list[Any]:
+    """All instances of a class in this process, including objects that are frozen for forks. Takes about 0.1 s."""
+    classes = [kind]
+    for cls in classes:
+        classes += set(type.__subclasses__(cls)).difference(classes)
+    if num_frozen := gc.get_freeze_count():
+        gc.unfreeze()
+    # Every object refers to its class. This search takes 0.04 s, but compares each reference with each class.
+    objects = gc.get_referrers(*classes) if len(classes) <= 32 else gc.get_objects()
+    if num_frozen:
+        gc.freeze()
+    return [*compress(objects, map({*classes}.__contains__, map(type, objects)))]

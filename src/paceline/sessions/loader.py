@@ -172,10 +172,8 @@ class Loader:
 
     def _counting(self) -> Loading:
         """Its loading. A collate function of the user also counts the samples of its batches."""
-        collate = self.loading.collate
-        return (
-            self.loading if collate is None else replace(self.loading, collate=CountingCollate(collate, self.dataset))
-        )
+        loading, collate = self.loading, self.loading.collate
+        return loading if collate is None else replace(loading, collate=CountingCollate(collate, self.dataset))
 
     def order_hash(self, batch: int) -> int:
         """A hash of the samples of the epoch up to this batch, equal on all ranks. The plan may determine them all."""
@@ -281,15 +279,6 @@ class StreamLoader(Stream, Loader):
         """The plan. The stream uses the state of a checkpoint when it is read."""
         self.saved = put_back or {}
         return self.plan
-
-    def order_hash(self, batch: int) -> int:
-        """0: streams are compared when they are read."""
-        return 0
-
-    @property
-    def sampler_state(self) -> None:
-        """None: a stream has no sampler."""
-        return None
 
 
 def check_taken(loader: DataLoader[Any]) -> None:

@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from paceline.train.numbers import as_json, from_json, restore_type
 MOST_ITEMS = 10_000  # of a list in a sampler's state
 HASH_BITS = 48  # so that a float64 represents it exactly
 DEPTH = 4  # of nested objects in a sampler
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_to_list = methodcaller("tolist")  # an array of a generator's state, for JSON
 
 
 class SampleOrder:
@@ -37,9 +40,7 @@ class SampleOrder:
         `short`: (batches, samples of the next batch) after which the epoch ends.
         """
         self._batches = _batches(loader)
-        torch.empty((), dtype=torch.int64).random_(
-            generator=loader.generator
-        )  # DataLoader draws the seed of its workers
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as the seed of DataLoader's workers
         self._drawn: dict[int, tuple[Tensor, int]] = {}
         self._next = self._hash = 0
         self._is_over = False
@@ -196,9 +197,8 @@ class SamplerState:
                 owner.load_state_dict(_with_tensors(saved))
         for full_name, value in state.get("attributes", {}).items():
             owner, _, attribute = full_name.rpartition(".")
-            if owner in owners and hasattr(
-                owners[owner], attribute
-            ):  # the initial value may be an attribute of the class
+            # the initial value may be an attribute of the class
+            if owner in owners and hasattr(owners[owner], attribute):
                 _put_attribute(owners[owner], attribute, value)
 
     def _owners(self) -> Iterator[tuple[str, Any]]:
@@ -224,25 +224,19 @@ class SamplerState:
         is_data = value is self._loader.dataset or isinstance(value, (torch.utils.data.Dataset, torch.nn.Module, type))
         return not is_data and not callable(value) and hasattr(value, "__dict__") and not hasattr(value, "__getitem__")
 
-    def _sources(self) -> dict[str, Any]:
-        sources: dict[str, Any] = {}
-        if self._loader.generator is not None:
-            sources["generator"] = self._loader.generator
+    def _values(self) -> Iterator[tuple[str, Any]]:
         for name, owner in self._owners():
             for key, value in vars(owner).items() if not _has_state_dict(owner) else ():
-                if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
-                    sources[f"{name}.{key}"] = value
-        return sources
+                yield f"{name}.{key}", value
+
+    def _sources(self) -> dict[str, Any]:
+        generator = self._loader.generator
+        sources = {name: value for name, value in self._values() if isinstance(value, GENERATORS)}
+        return sources if generator is None else {"generator": generator, **sources}
 
     def _attributes(self) -> dict[str, Any]:
-        attributes: dict[str, Any] = {}
-        for name, owner in self._owners():
-            if _has_state_dict(owner):
-                continue
-            for key, value in vars(owner).items():
-                if (encoded := _attribute(value)) is not None:
-                    attributes[f"{name}.{key}"] = encoded
-        return attributes
+        encoded = ((name, _attribute(value)) for name, value in self._values())
+        return {name: value for name, value in encoded if value is not None}
 
 
 def _attribute(value: Any) -> Any:
@@ -288,14 +282,11 @@ def _has_state_dict(owner: Any) -> bool:
 def generator_state(source: Any) -> Any:
     """The state of a random generator as JSON."""
     if isinstance(source, torch.Generator):
-        return encode_state(source.get_state())
+        return base64.b85encode(source.get_state().numpy().tobytes()).decode()
     if isinstance(source, random.Random):
         return json.dumps(source.getstate())
-    if isinstance(source, np.random.Generator):
-        return json.dumps(source.bit_generator.state, default=_array)
-    if isinstance(source, np.random.RandomState):
-        return json.dumps(source.get_state(legacy=False), default=_array)
-    raise AssertionError(source)
+    state = source.bit_generator.state if isinstance(source, np.random.Generator) else source.get_state(legacy=False)
+    return json.dumps(state, default=_to_list)
 
 
 def _without_tensors(value: Any) -> Any:
@@ -319,7 +310,7 @@ def _with_tensors(saved: Any) -> Any:
 def set_generator_state(source: Any, value: Any) -> None:
     """Restore the result of `generator_state`."""
     if isinstance(source, torch.Generator):
-        source.set_state(decode_state(value))
+        source.set_state(torch.frombuffer(bytearray(base64.b85decode(value)), dtype=torch.uint8))
     elif isinstance(source, random.Random):
         version, internal_state, gauss = json.loads(value)
         source.setstate((version, tuple(internal_state), gauss))
@@ -329,33 +320,20 @@ def set_generator_state(source: Any, value: Any) -> None:
         source.set_state(json.loads(value))
 
 
-def _array(value: Any) -> Any:
-    return value.tolist()
-
-
 def global_streams() -> dict[str, str]:
     """The states of the global random streams of the process, as JSON."""
-    numpy_state = json.dumps(np.random.get_state(legacy=False), default=_array)
-    return {"torch": encode_state(torch.get_rng_state()), "python": json.dumps(random.getstate()), "numpy": numpy_state}
+    numpy_state = json.dumps(np.random.get_state(legacy=False), default=_to_list)
+    torch_state = generator_state(torch.default_generator)
+    return {"torch": torch_state, "python": json.dumps(random.getstate()), "numpy": numpy_state}
 
 
 def put_global_streams(states: Mapping[str, str]) -> None:
     """Restore the result of `global_streams`."""
-    torch.set_rng_state(decode_state(states["torch"]))
+    set_generator_state(torch.default_generator, states["torch"])
     if "python" in states:
         version, internal_state, gauss = json.loads(states["python"])
         random.setstate((version, tuple(internal_state), gauss))
         np.random.set_state(json.loads(states["numpy"]))
-
-
-def encode_state(state: Tensor) -> str:
-    """The state of a torch generator as text."""
-    return base64.b85encode(state.numpy().tobytes()).decode()
-
-
-def decode_state(text: str) -> Tensor:
-    """The inverse of `encode_state`."""
-    return torch.frombuffer(bytearray(base64.b85decode(text)), dtype=torch.uint8)
 
 
 def merge_small_batches(batches: Iterator[Tensor], least: int) -> Iterator[Tensor]:

@@ -40,8 +40,6 @@ NO_OTHER_BACKWARD = (
 Grads = list[Tensor | None]
 _grad, _tensor_version, _requires_grad = attrgetter("grad"), attrgetter("_version"), attrgetter("requires_grad")
 """for `map`, which is faster than a loop: they run in each step over all parameters"""
-
-
 COMPARED = ("hooks", "trained", "gradients", "learning rates")
 
 
@@ -201,11 +199,6 @@ class PreparedModel(TrainedModel):
     def optimizer(self) -> Any:
         """The first of its optimizers."""
         return self.optimizers[0].optimizer
-
-    @property
-    def scheduler(self) -> Any:
-        """The scheduler of the first optimizer."""
-        return self.optimizers[0].scheduler
 
     def add_optimizer(self, optimizer: Any, scheduler: Any) -> PreparedOptimizer:
         """Add an optimizer of some of its parameters.
@@ -473,14 +466,9 @@ class PreparedModel(TrainedModel):
         """After an optimizer has cleared the gradients of its parameters, as torch does."""
         if self.replica.sharded:  # the optimizer has pieces of the parameters
             self.replica.model.zero_grad(set_to_none=set_to_none)
-        if self.replica.sharded or self._clears_all():
-            self._adds_to_used = self._waiting = False
-        else:
-            self._waiting = any(p.grad is not None for p in self._parameters)
-            self._adds_to_used = False
-
-    def _clears_all(self) -> bool:
-        return len(self.optimizers) == 1 and not self._untrained()
+        clears_all = self.replica.sharded or (len(self.optimizers) == 1 and not self._untrained())
+        self._waiting = not clears_all and any(p.grad is not None for p in self._parameters)
+        self._adds_to_used = False
 
     def _untrained(self) -> list[nn.Parameter]:
         """The parameters that no optimizer trains. They are computed again after a group was added."""

@@ -15,86 +15,70 @@
 It works under `paceline launch`, torchrun and srun. With plain python and in a notebook it is a single process.
 """
 
-import inspect
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping
-from functools import partial, wraps
-from numbers import Integral, Real
+import random
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints, overload
+from types import TracebackType
+from typing import Any, Literal, Self, overload
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.collectives.control import raise_on_all_ranks
-from paceline.config.choices import check_not_renamed
+from paceline.collectives.control import gather_tensors, raise_on_all_ranks, report_on_one_rank, sum_over_ranks
 from paceline.config.strategies import StrategyName
 from paceline.data.loader import Loading
 from paceline.data.plan import LastBatch
-from paceline.errors import UsageError, unknown
+from paceline.errors import UsageError
 from paceline.seeding import preserved_streams
+from paceline.sessions.arguments import SessionConfig, checks_arguments
 from paceline.sessions.construction import OptimizerLike, SchedulerLike, make_loader, prepare_model, prepare_optimizer
-from paceline.sessions.lifecycle import SessionLifecycle, install, open_sessions
+from paceline.sessions.lifecycle import UNSEEDED, SessionRun, install, open_sessions
 from paceline.sessions.loader import Loader
+from paceline.sessions.loop import EvaluationLoop, TrainingLoop
 from paceline.sessions.observer import Apply, current_observer
-from paceline.sessions.order import global_streams, put_global_streams
 from paceline.sessions.prepared import PreparedModel
+from paceline.sessions.state import SessionState
 from paceline.stepping.micro_step import Reduction
 from paceline.strategies import STRATEGIES
+from paceline.train.metrics import compute_over_ranks, gathered_order, sort_rows
 from paceline.train.weights import save
 
-AT_LEAST = {
-    "virtual_ranks": 1, "threads": 1, "checkpoint_every": 1, "keep_checkpoints": 2, "check_replicas_every": 0,
-    "timeout": 1, "batch_size": 1, "num_workers": 0,
-}  # fmt: skip
-P = ParamSpec("P")
-T = TypeVar("T")
 
-
-def _checks_arguments(function: Callable[P, T], where: str) -> Callable[P, T]:
-    """Raise an error for an unknown keyword, and for a value that the annotation or AT_LEAST does not allow."""
-    positions = [*inspect.signature(function).parameters]
-    names = [name for name in positions if name != "self"]
-
-    @wraps(function)
-    def checked(*arguments: P.args, **keywords: P.kwargs) -> T:
-        if unknown_names := [name for name in keywords if name not in names]:
-            check_not_renamed(where, unknown_names[0], names)
-            raise unknown(f"argument of {where}", unknown_names[0], names)
-        hints = get_type_hints(function) | {"data": Any}  # any object that behaves like a dataset
-        for name, value in {**dict(zip(positions, arguments, strict=False)), **keywords}.items():
-            hint = hints.get(name, Any)  # self has none
-            if not _is_allowed(value, hint):
-                parts = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
-                if parts and isinstance(value, str):
-                    raise unknown(name, value, get_args(parts[0]))
-                allowed = inspect.formatannotation(hint)
-                raise UsageError(code="argument-type", where=where, name=name, value=value, allowed=allowed)
-            if name in AT_LEAST and isinstance(value, Real) and value < AT_LEAST[name]:
-                raise UsageError(code="argument-too-small", where=where, name=name, value=value, least=AT_LEAST[name])
-        return function(*arguments, **keywords)
-
-    return checked
-
-
-def _is_allowed(value: object, hint: Any) -> bool:
-    """Whether an argument has the annotated type. A number of numpy is a number, a bool is none."""
-    origin, choices = get_origin(hint), get_args(hint)
-    if hint is Any or origin is Literal:
-        return hint is Any or value in choices
-    if origin in (Union, UnionType):
-        return any(_is_allowed(value, choice) for choice in choices)
-    if hint in (int, float):
-        return type(value) is not bool and isinstance(value, Integral if hint is int else Real)
-    return isinstance(value, origin or hint)
-
-
-class Session(SessionLifecycle):
+class Session:
     """The training of this process among all ranks, for a custom loop. `paceline.session()` returns it."""
+
+    def __init__(self, config: SessionConfig) -> None:
+        """Join the ranks (a collective)."""
+        self._config, self._run = config, SessionRun(config)
+        self.world, self._progress, self._observer = self._run.world, self._run.progress, self._run.observer
+        self._state = SessionState(self._run)
+        self._loop = TrainingLoop(config, self._run, self._state)
+        self._steps = self._loop.step
+        self._evaluation = EvaluationLoop(self._run, self._state, self._steps, self._loop.checks)
+        self.explained, self.note_exit = self._steps.explained, self._loop.note_exit  # for the hooks of `install`
+        open_sessions.append(self)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process, from 0."""
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.world.size
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.world.device
 
     @property
     def step(self) -> int:
@@ -104,7 +88,7 @@ class Session(SessionLifecycle):
     @property
     def batch(self) -> int:
         """Number of the current global batch in the epoch, from 0."""
-        return self._where["batch"]
+        return self._loop.position.batch
 
     @property
     def last(self) -> bool:
@@ -116,6 +100,15 @@ class Session(SessionLifecycle):
         """Number of counted samples of the current batch; 0 for the dummy batch of a rank without samples."""
         micro_step = self._steps.micro_step
         return 0 if micro_step is None else micro_step.samples
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """Values that each checkpoint saves in addition, from rank 0: numbers, strings, lists and dicts of them."""
+        return self._state.values
+
+    @saved.setter
+    def saved(self, values: dict[str, Any]) -> None:
+        self._state.values = values
 
     @overload
     def prepare(self, model: nn.Module, optimizer: OptimizerLike) -> tuple[nn.Module, Optimizer]: ...
@@ -141,39 +134,34 @@ class Session(SessionLifecycle):
         Raises:
             UsageError: on one rank, if one of them is not supported; ReportedByPeer on the others.
         """
-        if self._opened:
+        if self._loop.is_open:
             raise UsageError(code="prepared-too-late")
-        matches = [part for part in self._parts if model in (part.replica.model, part.replica.module)]
-        if matches:
-            return self._prepare_again(matches[0], optimizer, scheduler)
-        self._check_seed()
-        apply: Apply = partial(STRATEGIES[self._strategy], virtual_ranks=self._virtual_ranks, **self._options)
-        if self._observer is not None:
-            apply = self._observer.wrap_strategy(self._strategy, apply)
-        part = prepare_model(
-            model, optimizer, scheduler, apply, self.world, len(self._parts), self._steps, self._precision
-        )
-        if (origin := self._progress.origin) is not None:
-            with raise_on_all_ranks(self.world):
-                if part.number >= len(self._numbers):
-                    raise UsageError(code="model-too-many", where=origin.where, saved=len(self._numbers))
-                part.load(origin.source)
-                part.load_numbers(self._numbers[part.number])
-        self._parts.append(part)
-        if self._observer is not None:
-            self._observer.parts = self._parts
-        result = (part.replica.module, part.optimizer)
-        return result if part.scheduler is None else (*result, part.scheduler)
+        if (part := self._state.find_model(model)) is not None:  # another optimizer, for other parameters
+            prepared = prepare_optimizer(part, optimizer, scheduler, self.world)
+            self._state.add_optimizer(part, prepared)
+        else:
+            self._check_seed()
+            factory = STRATEGIES[self._config.strategy]
+            apply: Apply = partial(factory, virtual_ranks=self._run.virtual_ranks, **self._config.strategy_options)
+            if self._observer is not None:
+                apply = self._observer.wrap_strategy(self._config.strategy, apply)
+            number = len(self._state.models)
+            precision = self._run.precision
+            part = prepare_model(model, optimizer, scheduler, apply, self.world, number, self._steps, precision)
+            self._state.add_model(part)
+            if self._observer is not None:
+                self._observer.parts = self._state.models
+            prepared = part.optimizers[0]
+        result = (part.replica.module, prepared.optimizer)
+        return result if prepared.scheduler is None else (*result, prepared.scheduler)
 
-    def _prepare_again(self, part: PreparedModel, optimizer: OptimizerLike, scheduler: SchedulerLike | None) -> Any:
-        """A second optimizer for other parameters of a model that was prepared before."""
-        prepared_optimizer = prepare_optimizer(part, optimizer, scheduler, self.world)
-        if self._progress.origin is not None:
-            with raise_on_all_ranks(self.world):
-                part.load_waiting(prepared_optimizer.optimizer, prepared_optimizer.parameters)
-                part.load_numbers(self._numbers[part.number], len(part.optimizers) - 1)
-        result = (part.replica.module, prepared_optimizer.optimizer)
-        return result if scheduler is None else (*result, prepared_optimizer.scheduler)
+    def _check_seed(self) -> None:
+        is_unseeded = self._config.seed is None and torch.initial_seed() >= UNSEEDED
+        if self._config.exact and is_unseeded and self._progress.origin is None:
+            self._state.notes.once(
+                "the session has no seed, and torch was not seeded: the initial weights, and so the digest, differ "
+                "between runs. Set session(seed=...), or call torch.manual_seed before the model is created"
+            )
 
     def register(self, name: str, thing: Any, *, saved: bool = True) -> None:
         """Save an object with every checkpoint, and restore it if the run resumes, for example an average of the model.
@@ -191,18 +179,11 @@ class Session(SessionLifecycle):
         """
         if self._observer is not None:
             self._observer.on_register(thing)
-        models = [part.replica.model for part in self._parts]
-        if not saved:
-            self._registered.add(name, thing, models, self.device, saved=False)
-            return
-        if self._opened:
+        if saved and self._loop.is_open:
             raise UsageError(code="registered-too-late")
-        with raise_on_all_ranks(self.world):
-            self._registered.add(name, thing, models, self.device, saved=True)
-            if (origin := self._progress.origin) is not None:
-                self._registered.load(name, origin.source, origin.where)
+        self._state.register(name, thing, saved=saved)
 
-    @partial(_checks_arguments, where="s.loader()")
+    @partial(checks_arguments, where="s.loader()")
     def loader(
         self,
         data: Dataset[Any] | DataLoader[Any] | Iterable[Any],
@@ -239,51 +220,32 @@ class Session(SessionLifecycle):
         Raises:
             UsageError: the data or a setting is not supported.
         """
+        if split and self._config.virtual_ranks is None:
+            raise UsageError(code="split-without-virtual-ranks")
         loader = make_loader(
-            data, self._iterate, self.world, self._virtual_ranks, self._seed, self.print, self._can_split(split),
-            Loading(self.device, num_workers, collate, page=self._guard.page, ahead=self._steps.ahead), shuffle=shuffle,
-            global_batch=global_batch, batch_size=batch_size, per_rank=per_rank, accumulation=accumulation,
-            last_batch=last_batch,
+            data, self._batches, self._run, split,
+            Loading(self.device, num_workers, collate, page=self._run.guard.page, ahead=self._steps.ahead),
+            shuffle=shuffle, global_batch=global_batch, batch_size=batch_size, per_rank=per_rank,
+            accumulation=accumulation, last_batch=last_batch,
         )  # fmt: skip
         if self._observer is not None:
             self._observer.on_loader(loader, per_virtual_rank=per_rank or batch_size is not None)
-        if not self._opened:
-            if (state := self._loader_states.get(str(len(self._loaders)))) is not None:
-                loader.put_back_sampler(state)
-            self._loaders.append(loader)
+        if not self._loop.is_open:
+            self._state.add_loader(loader)
         return loader
+
+    def _batches(self, loader: Loader) -> Iterator[Any]:
+        """The batches of a loader: of the training, or of an evaluation."""
+        self._loop.check_usable()
+        is_training = torch.is_grad_enabled() and any(part.replica.model.training for part in self._state.models)
+        return self._loop.batches(loader) if is_training else self._evaluation.batches(loader)
 
     def epochs(self, count: int) -> Generator[int]:
         """The remaining epochs of `count`: 0, 1, ..., after a resume from the interrupted epoch on.
 
         Each call begins with epoch 0. After a resume, a call that had ended before the checkpoint yields no epoch.
         """
-        if count < 1:
-            raise UsageError(code="no-epochs", value=count)
-        phase, self._phases = self._phases, self._phases + 1
-        resumed = self._resumed
-        if resumed is not None and phase < resumed["phase"]:
-            return
-        self._epochs = count
-        if resumed is None:
-            self._where |= {"phase": phase, "epoch": 0}
-        self._in_epochs = True
-        try:
-            for epoch in range(self._where["epoch"], count):
-                self._check_whole()
-                if self._live:
-                    raise UsageError(code="loader-still-open")
-                if self._resumed is None:
-                    self._where |= {"epoch": epoch, "pass": 0, "batch": 0}
-                    self._epoch_streams = global_streams() if self._steps.saves else None
-                elif self._epoch_streams is not None:
-                    put_global_streams(self._epoch_streams)
-                yield epoch
-                self._resumed = None
-                if self._progress.step >= self._max_steps:
-                    return
-        finally:
-            self._complete, self._in_epochs = True, False
+        return self._loop.epochs(count)
 
     def backward(
         self,
@@ -314,10 +276,10 @@ class Session(SessionLifecycle):
         micro_step = self._steps.micro_step
         if self._observer is not None:
             self._observer.on_backward(loss, weight, reduction, micro_step)
-        self._check_whole()
-        if self._evaluates and micro_step is None:
+        self._loop.check_usable()
+        if self._evaluation.is_running and micro_step is None:
             raise UsageError(code="backward-in-evaluation")
-        if self._resumes and not self._in_epochs:
+        if self._config.resume and not self._loop.in_epochs:
             raise UsageError(code="loop-without-epochs")
         parts = [] if only == () else self._trained_by([only] if isinstance(only, Optimizer) else only)
         self._steps.backward(loss, weight, reduction, more, parts, retain_graph)
@@ -326,10 +288,10 @@ class Session(SessionLifecycle):
 
     def _trained_by(self, optimizers: Iterable[Optimizer]) -> list[PreparedModel]:
         wanted_ids = {id(optimizer) for optimizer in optimizers}
-        part_by_id = {id(prepared.optimizer): part for part in self._parts for prepared in part.optimizers}
+        part_by_id = {id(prepared.optimizer): part for part in self._state.models for prepared in part.optimizers}
         if not wanted_ids <= {*part_by_id}:
             raise UsageError(code="only-not-prepared")
-        return [part for part in self._parts if any(part_by_id[key] is part for key in wanted_ids)]
+        return [part for part in self._state.models if any(part_by_id[key] is part for key in wanted_ids)]
 
     def clip_grad_norm(self, max_norm: float, model: nn.Module | None = None) -> Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`. Returns the norm before, ().
@@ -347,7 +309,9 @@ class Session(SessionLifecycle):
         numbers = {name: float(value) for name, value in {**(values or {}), **more}.items()}
         if self._observer is not None:
             self._observer.on_numbers({f"logged {name}": value for name, value in numbers.items()})
-        self._log(numbers)
+        progress = self._progress
+        progress.metrics, progress.evaluated = progress.metrics | numbers, progress.step
+        progress.log_evaluation(progress.step, numbers)
 
     def throughput(self) -> dict[str, float]:
         """The speed of the run over the last 50 steps, by the clock of this rank: `s.log(s.throughput())`.
@@ -361,8 +325,8 @@ class Session(SessionLifecycle):
     def weights(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """The state dict of the whole model, with buffers merged over virtual ranks (a collective)."""
         part = self._part(model)
-        self._compare_replicas()
-        with self._merged():
+        self._state.compare_replicas(self.step)
+        with self._evaluation.merged_buffers():
             return {name: tensor.detach().clone() for name, tensor in part.replica.weights().items()}
 
     def save(self, model: nn.Module | None, path: str | os.PathLike[str]) -> None:
@@ -376,15 +340,118 @@ class Session(SessionLifecycle):
         self.main(partial(save, pickled=file.suffix != ".safetensors"), weights, file)
 
     def _part(self, model: nn.Module | None) -> PreparedModel:
-        if model is None and len(self._parts) == 1:
-            return self._parts[0]
-        matches = [part for part in self._parts if model in (part.replica.model, part.replica.module)]
-        if not matches:
+        models = self._state.models
+        part = models[0] if model is None and len(models) == 1 else self._state.find_model(model)
+        if part is None:
             raise UsageError(code="model-not-named")
-        return matches[0]
+        return part
+
+    @contextmanager
+    def evaluating(self) -> Generator[None]:
+        """Inside, each rank has whole models with merged buffers, for a custom evaluation (a collective)."""
+        with self._evaluation.merged_buffers(), ExitStack() as stack, torch.no_grad():
+            for part in self._state.models:
+                stack.enter_context(part.replica.gathered())
+            yield
+
+    def sum(self, *numbers: float | Tensor) -> Any:
+        """The sum of a number over all ranks, as a float. For several numbers, a tuple of sums (a collective)."""
+        moment = self._checked_moment()
+        values = [float(number) for number in numbers]
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        sums: list[float] = sum_over_ranks(tensor, "numbers of the loop", where=moment).tolist()
+        return sums[0] if len(sums) == 1 else tuple(sums)
+
+    def mean(self, total: float | Tensor, count: float | Tensor) -> float:
+        """The sum of `total` over all ranks, divided by that of `count` (a collective)."""
+        total, count = self.sum(total, count)
+        if count == 0:
+            raise UsageError(code="mean-of-nothing")
+        mean = float(total / count)
+        if self._observer is not None:
+            self._observer.on_numbers({"s.mean": mean})
+        return mean
+
+    def any(self, flag: bool | Tensor) -> bool:
+        """Whether `flag` is true on any rank; the same result on all ranks (a collective)."""
+        return self.sum(float(bool(flag))) > 0
+
+    def gather(self, values: Tensor) -> Tensor:
+        """(n, ...) on each rank -> (sum of n, ...) on every rank, in rank order, without padding (a collective).
+
+        In an evaluation loop, for one value per sample of the batch, the result is in the order of the batch.
+        """
+        moment = self._checked_moment()
+        values = values.detach()
+        with raise_on_all_ranks(self.world):
+            if values.ndim == 0:
+                raise UsageError(code="gather-of-number")
+        parts: list[Tensor] = gather_tensors(values, self.world, "tensors of the loop", where=moment)
+        shapes = [([*part.shape], str(part.dtype)) for part in parts]
+        if len({(tuple(shape[1:]), dtype) for shape, dtype in shapes}) > 1:
+            raise report_on_one_rank(UsageError(code="gather-shapes-differ", shapes=shapes), self.world)
+        return sort_rows(parts, gathered_order(self._evaluation.samples, self.size))
+
+    def _checked_moment(self) -> tuple[int, ...]:
+        """The position of the loop. Raises UsageError in the body of a loop that some ranks do not run."""
+        samples = self._evaluation.samples
+        if 0 < samples < self.size:
+            raise UsageError(code="collective-in-evaluation", samples=samples, ranks=self.size)
+        self._loop.check_collective()
+        return self._loop.moment
+
+    def compute(self, metric: Any) -> Any:
+        """Compute a torchmetrics object or collection from the states of all ranks (a collective).
+
+        Each rank has updated its object with its samples. The object does not change: reset it before the next
+        evaluation.
+
+        Returns:
+            The result of `metric.compute()` on one process, equal on all ranks.
+
+        Raises:
+            UsageError: for any other object, and if no rank has updated it.
+        """
+        return compute_over_ranks(metric, self.world, self._loop.moment)
+
+    def main(self, act: Callable[..., Any], *arguments: Any) -> Any:
+        """Call `act` on rank 0 while the other ranks wait (a collective).
+
+        Returns its result on rank 0, and None on other ranks. An error in it ends all ranks.
+        """
+        with raise_on_all_ranks(self.world, prepares=False):
+            return act(*arguments) if self.rank == 0 else None
+
+    def print(self, *words: Any) -> None:
+        """Print, on rank 0 only."""
+        self._run.print(*words)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loop.is_complete = True
+        explained = self.explained(error)
+        self.close(explained or error)
+        if explained is not None:
+            raise explained from error
+        if error is None and self._loop.failure is not None:
+            raise self._loop.failure
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the session, with an error if there is one. Also called at the end of the process."""
+        if self._loop.is_closed or os.getpid() != self._run.pid:  # a worker process of a loader also calls this
+            return
+        if self._observer is not None and self._loop.is_open and isinstance(error or SystemExit(), SystemExit):
+            self._observer.on_end()
+        with suppress(ValueError):
+            open_sessions.remove(self)
+        self._loop.close(error)
 
 
-@partial(_checks_arguments, where="session()")
+@partial(checks_arguments, where="session()")
 def session(
     run_dir: str | os.PathLike[str] | None = None,
     *,
@@ -454,8 +521,10 @@ def session(
     if (observer := current_observer()) is not None:
         run_dir, arguments = None, {**arguments, **observer.options}
     with preserved_streams():  # packages that are imported here may draw from them
-        new_session = Session(run_dir, **arguments)
-    if seed is not None:
-        new_session.seed_streams()
+        new_session = Session(SessionConfig(run_dir, **arguments))
+    if seed is not None:  # so that the script draws the same numbers in each run and on each rank
+        torch.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
     install()  # again, because torch has installed its hook before ours, which delays output
     return new_session

@@ -1,15 +1,21 @@
-"""The position of a custom loop in its step, and the allowed calls at this position."""
+"""The position of a custom loop in its data and in its step, and the allowed calls at this position."""
 
+import traceback
 from collections.abc import Callable
+from dataclasses import astuple, dataclass
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.sessions.observer import Observer
 from paceline.stepping.step import Step
 from paceline.stepping.trained_model import LossScale, TrainedModel
+
+POSITION = ("phase", "epoch", "pass", "passes", "batch")  # names in checkpoints of the fields of LoopPosition
+NO_GRADIENT = (AttributeError, TypeError, RuntimeError)  # errors of code that reads None from .grad
+CLIPPING = "torch/nn/utils/clip_grad.py"  # its error for a None gradient does not contain "NoneType"
 
 
 class Notes:
@@ -28,6 +34,26 @@ class Notes:
 def trains_otherwise(model: nn.Module) -> bool:
     """Whether the model has modules that differ between training and eval mode."""
     return any(isinstance(module, (_BatchNorm, _DropoutNd)) for module in model.modules())
+
+
+@dataclass
+class LoopPosition:
+    """The position of a custom loop in its data. All numbers count from 0."""
+
+    phase: int = 0  # the call of s.epochs
+    epoch: int = 0  # in this call
+    epoch_loop: int = 0  # the loop over data, in this epoch
+    loop: int = 0  # the loop over data, in the run
+    batch: int = 0  # the global batch, in this loop
+
+    def state_dict(self) -> dict[str, int]:
+        """The position in a checkpoint."""
+        return dict(zip(POSITION, astuple(self), strict=True))
+
+    @property
+    def label(self) -> str:
+        """The position, for messages."""
+        return f"epoch {self.epoch + 1}, batch {self.batch + 1}"
 
 
 class SessionStep(Step):
@@ -96,3 +122,19 @@ class SessionStep(Step):
         """Raise UsageError if a rank without samples would not call a model whose forward is a collective."""
         if samples < ranks and any(part.replica.in_lockstep for part in self.parts):
             raise UsageError(code="too-few-samples-to-evaluate", samples=samples, ranks=ranks)
+
+    def explained(self, error: BaseException | None) -> UsageError | None:
+        """An explanation of an error that comes from sharded gradients, or from .grad before the last micro-batch."""
+        micro_step = self.micro_step
+        if not isinstance(error, NO_GRADIENT) or isinstance(error, PacelineError):
+            return None
+        text, trace = f"{type(error).__name__}: {error}.", error.__traceback__
+        if "mixed torch.Tensor and DTensor" in str(error):
+            return UsageError(code="sharded-weights-used", error=text).with_traceback(trace)
+        is_early = micro_step is not None and not micro_step.is_last and bool(micro_step.weights)
+        if not is_early or any(part.has_gradients for part in self.parts):
+            return None
+        files = [frame.filename for frame in traceback.extract_tb(trace)]
+        if "NoneType" not in str(error) and not any(file.endswith(CLIPPING) for file in files):
+            return None
+        return UsageError(code="gradient-not-complete", error=text).with_traceback(trace)

@@ -1,4 +1,4 @@
-"""Finds lists and dictionaries of tensors in the user's code that change with a model and are not in checkpoints.
+"""Finds modules, and lists and dictionaries of tensors, in the user's code that change and are not in checkpoints.
 
 A list that the loop creates in each step is not state. A container is state if it is the same object in two searches,
 and its tensors have changed in between. A reference keeps it alive between searches, so that its id stays unique.
@@ -6,7 +6,9 @@ and its tensors have changed in between. A reference keeps it alive between sear
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -15,10 +17,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from paceline.rank.sites import LIBRARY, USER, owner
 from paceline.sessions.assumptions import STATE
-from paceline.sessions.containers import elements_of, is_plain, storage, storages, tensors_of
+from paceline.sessions.containers import elements_of, instances, is_plain, storage, storages, tensors_of
 from paceline.sessions.sharded_tensors import local_shard
 from paceline.train.consistency import checksum
 
@@ -32,35 +35,74 @@ Shapes = list[tuple[tuple[int, ...], bool]]
 class _Seen:
     container: Any
     sums: list[int]
-    is_late: bool
-    """whether it was created during the training"""
-    is_new: bool = True
-    """whether it was found in one search only"""
+    is_late: bool  # it was created during the training
+    is_new: bool = True  # it was found in one search only
 
 
-class UnsavedContainers:
-    """The containers in the last search that may be state of the training."""
+class UnsavedState:
+    """The search for state of the training that no checkpoint contains, such as averages of a model."""
 
-    def __init__(self) -> None:
-        self._seen: dict[int, _Seen] = {}
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """`say` prints a note."""
+        self._say = say
+        self._modules: dict[int, tuple[Any, Any]] = {}  # by id: a weak reference and the fingerprint
+        self._containers: dict[int, _Seen] = {}  # that the last search has found
         self._step, self._last_look = 0, -1
+        self._searches, self._next_search, self._has_warned = 0, 0.0, False
 
     def step_ended(self) -> bool:
-        """Release containers that the loop no longer has. Returns whether a search is due."""
+        """Release containers that the loop no longer has. Returns whether to search `again`."""
         self._step += 1
-        for key in [key for key, entry in self._seen.items() if sys.getrefcount(entry.container) <= 2]:
-            del self._seen[key]
-        return self._step <= FIRST_STEPS or any(entry.is_new for entry in self._seen.values())
+        for key in [key for key, entry in self._containers.items() if sys.getrefcount(entry.container) <= 2]:
+            del self._containers[key]
+        return self._step <= FIRST_STEPS or any(entry.is_new for entry in self._containers.values())
 
-    def look(
-        self, models: list[nn.Module], optimizers: Sequence[Optimizer], known: Iterable[Any],
-        say: Callable[[str], None], *, again: bool = False,
-    ) -> None:  # fmt: skip
-        """Search the user's variables. `again`, after the first step: only the containers of the last search.
+    def search(self, models: list[nn.Module], optimizers: list[Optimizer], known: list[Any], again: bool) -> bool:
+        """Search at the first step and at checkpoints, in at most 1 % of the time, or check containers `again`.
+
+        Returns:
+            Whether it has searched. If not, a search would take too much time now, or it has only checked containers.
 
         Raises:
-            UsageError: if a container has changed and is not part of the `known` objects.
+            UsageError: a module or a container of tensors has changed since the last search, and is neither in one of
+                the `models` nor in a `known` object.
         """
+        began = time.perf_counter()
+        if not again:
+            if self._searches > 4 and began < self._next_search:
+                return False
+            self._searches += 1
+            self._search_modules(models, known)
+        self._search_containers(models, optimizers, known, again)
+        spent = time.perf_counter() - began
+        self._next_search = (self._next_search if again else began + spent) + 100 * spent
+        return not again
+
+    def _search_modules(self, roots: list[nn.Module], known: list[Any]) -> None:
+        objects = [obj for obj in (*roots, *known) if isinstance(obj, nn.Module)]
+        known_modules = {id(module) for obj in objects for module in obj.modules()}
+        modules = (module for module in instances(nn.Module) if "_parameters" in vars(module))
+        others = [module for module in modules if id(module) not in known_modules]
+        for other in others:
+            fingerprint, previous = _fingerprint(other), self._modules.get(id(other))
+            if previous is not None and previous[0]() is other:
+                if fingerprint and previous[1] != fingerprint:
+                    raise STATE.error(f"a module that is not in a prepared model, {_outermost(other, others)},")
+            elif self._searches > 1:
+                if isinstance(other, AveragedModel) and int(other.n_averaged):
+                    raise STATE.error("an AveragedModel")
+                if any(type(other) is type(root) and other is not root for root in roots) and not self._has_warned:
+                    self._has_warned = True
+                    self._say(
+                        f"the loop created a {type(other).__name__} in addition to the prepared one: no checkpoint has "
+                        "it, and it is missing after a resume"
+                    )
+            self._modules[id(other)] = (weakref.ref(other), fingerprint)
+
+    def _search_containers(
+        self, models: list[nn.Module], optimizers: list[Optimizer], known: list[Any], again: bool
+    ) -> None:
+        """Search the user's variables. `again`, after the first step: only the containers of the last search."""
         if self._last_look == self._step:
             return
         self._last_look = self._step
@@ -73,7 +115,7 @@ class UnsavedContainers:
         skip = {id(value) for _, value in _walk([("", root) for root in (*optimizers, *known)])}
         containers: dict[int, _Seen] = {}
         for name, value in _walk(_names(sys._getframe()), skip):  # pyright: ignore[reportPrivateUsage]
-            previous = self._seen.get(id(value))
+            previous = self._containers.get(id(value))
             if previous is None and again and self._step > 1:
                 continue
             tensors = _tensors(value, max(map(len, candidates), default=0))
@@ -88,12 +130,12 @@ class UnsavedContainers:
             if previous.sums != sums:
                 raise STATE.error(f"a {kind} of tensors, {name},")
             if previous.is_new and previous.is_late:
-                say(
+                self._say(
                     f"the loop created a {kind} of tensors, {name}: no checkpoint has it, and it is missing after a "
                     "resume. To save it, put it into a dict that is registered with s.register before the loop"
                 )
             previous.is_new, containers[id(value)] = False, previous
-        self._seen = containers
+        self._containers = containers
 
 
 def _names(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
@@ -133,7 +175,7 @@ def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
         return [(f"{name}[{key!r}]" if isinstance(key, (str, int)) else f"{name}[...]", part) for key, part in items]
     if issubclass(type(value), (list, tuple)):
         return [] if len(value) > MOST_PARTS else [(f"{name}[{n}]", part) for n, part in enumerate(value)]
-    is_module = issubclass(type(value), nn.Module)  # `RegisteredObjects` checks its tensors
+    is_module = issubclass(type(value), nn.Module)  # `_search_modules` checks its tensors
     attributes: dict[str, Any] = {}
     with suppress(Exception):  # a proxy object may raise any error
         attributes = value.__dict__
@@ -178,3 +220,22 @@ def _shapes_of(model: nn.Module) -> Iterator[Shapes]:
         state += [b for name, b in module.named_buffers(recurse=False) if name not in hidden]
     yield _shapes(state)
     yield _shapes(tensor for tensor in state if tensor.is_floating_point())
+
+
+def _outermost(module: nn.Module, others: Iterable[nn.Module]) -> str:
+    containing = [other for other in others if any(part is module for part in other.modules())]
+    return type(max(containing, key=lambda other: sum(1 for _ in other.modules()), default=module)).__name__
+
+
+def _fingerprint(module: nn.Module) -> list[Any]:
+    """A fingerprint of the module's direct tensors, which changes with their values, also if written through .data."""
+    tensors = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]  # pyright: ignore
+    return [
+        (id(t), t._version, float(t.detach().reshape(-1)[0]))  # pyright: ignore[reportPrivateUsage]
+        for t in tensors
+        if t.numel()
+        and not t.is_complex()
+        and not t.is_meta
+        and hasattr(t, "_version")
+        and type(t).__name__ != "DTensor"
+    ]

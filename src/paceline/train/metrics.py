@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.collectives.control import gather_tensors, raise_on_all_ranks
 from paceline.collectives.tree import tree_sum
 from paceline.errors import UsageError
 from paceline.nested import mapped
+from paceline.rank.world import World
 from paceline.tasks.metric import AnyMetric, Metric, PerSample, is_torchmetric, make_metric, metric_members
 from paceline.tasks.task import Loss
 from paceline.train.step import weighted_losses
@@ -203,6 +205,19 @@ def result_of(metric: nn.Module, states: Sequence[dict[str, Any]], order: Tensor
             values = [state[path]["states"][name] for state in states]
             setattr(part, name, _reduced(f"{type(part).__name__}.{name}", values, reduce, order))
     return metric.compute()  # pyright: ignore[reportCallIssue]
+
+
+def compute_over_ranks(metric: Any, world: World, where: tuple[int, ...] = ()) -> Any:
+    """See `Session.compute`. `where`: the position of the program, which must be equal on all ranks."""
+    with raise_on_all_ranks(world):
+        if not is_torchmetric(metric):
+            raise UsageError(code="compute-not-torchmetrics", kind=type(metric).__name__)
+    members = metric_members(metric)
+    states = {name: state_of(member) for name, member in members.items()}
+    states_by_rank = gather_tensors(states, world, "states of metrics", where=where)
+    with raise_on_all_ranks(world, prepares=False):
+        results = {name: result_of(m, [state[name] for state in states_by_rank]) for name, m in members.items()}
+    return results.get("", results)
 
 
 def _torchmetrics_in(metric: nn.Module) -> dict[str, Any]:

@@ -1,0 +1,160 @@
+"""The arguments of `session()`: their checks, the values that follow from them, and errors in terms of arguments."""
+
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from numbers import Integral, Real
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from paceline.config.choices import check_not_renamed
+from paceline.config.strategies import EXACT, STRATEGY_INFO, options_of_others
+from paceline.errors import PacelineError, UsageError, flag, unknown
+from paceline.rank.sites import line_of
+from paceline.runs.trackers import tracker_names
+
+AT_LEAST = {
+    "virtual_ranks": 1, "threads": 1, "checkpoint_every": 1, "keep_checkpoints": 2, "check_replicas_every": 0,
+    "timeout": 1, "batch_size": 1, "num_workers": 0,
+}  # fmt: skip
+OF_LAUNCHERS = ("nproc", "nodes", "port", "hang_timeout", "max_restarts")  # of `paceline launch`, also for loops
+ARGUMENTS = {
+    "run_dir": "the folder in session('...')", "resume": "session('...', resume=True)",
+    "threads_per_rank": "session(threads=...)",
+}  # fmt: skip
+"""Options with different names in a session."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def checks_arguments(function: Callable[P, T], where: str) -> Callable[P, T]:
+    """Raise an error for an unknown keyword, and for a value that the annotation or AT_LEAST does not allow."""
+    positions = [*inspect.signature(function).parameters]
+    names = [name for name in positions if name != "self"]
+
+    @wraps(function)
+    def checked(*arguments: P.args, **keywords: P.kwargs) -> T:
+        if unknown_names := [name for name in keywords if name not in names]:
+            check_not_renamed(where, unknown_names[0], names)
+            raise unknown(f"argument of {where}", unknown_names[0], names)
+        hints = get_type_hints(function) | {"data": Any}  # any object that behaves like a dataset
+        for name, value in {**dict(zip(positions, arguments, strict=False)), **keywords}.items():
+            hint = hints.get(name, Any)  # self has none
+            if not _is_allowed(value, hint):
+                parts = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+                if parts and isinstance(value, str):
+                    raise unknown(name, value, get_args(parts[0]))
+                allowed = inspect.formatannotation(hint)
+                raise UsageError(code="argument-type", where=where, name=name, value=value, allowed=allowed)
+            if name in AT_LEAST and isinstance(value, Real) and value < AT_LEAST[name]:
+                raise UsageError(code="argument-too-small", where=where, name=name, value=value, least=AT_LEAST[name])
+        return function(*arguments, **keywords)
+
+    return checked
+
+
+def _is_allowed(value: object, hint: Any) -> bool:
+    """Whether an argument has the annotated type. A number of numpy is a number, a bool is none."""
+    origin, choices = get_origin(hint), get_args(hint)
+    if hint is Any or origin is Literal:
+        return hint is Any or value in choices
+    if origin in (Union, UnionType):
+        return any(_is_allowed(value, choice) for choice in choices)
+    if hint in (int, float):
+        return type(value) is not bool and isinstance(value, Integral if hint is int else Real)
+    return isinstance(value, origin or hint)
+
+
+@dataclass(frozen=True)
+class SessionConfig:
+    """The arguments of `session()`, which documents them."""
+
+    run_dir: str | os.PathLike[str] | None
+    resume: bool
+    strategy: str
+    virtual_ranks: int | None
+    seed: int | None
+    threads: int | None
+    precision: str | None
+    checkpoint_every: int | str | None
+    keep_checkpoints: int
+    check_replicas_every: int
+    not_finite: Literal["stop", "skip"]
+    device: str
+    backend: str
+    timeout: float
+    trust: bool
+    report_to: str | None
+    peak_tflops: float | None
+    fsdp_wrap: str | None
+    compress: str | None
+    powersgd_rank: int | None
+    local_steps: int | None
+    outer_lr: float | None
+    outer_momentum: float | None
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for arguments that cannot be combined."""
+        owners, strategy = options_of_others(self.strategy), self.strategy
+        for name, value in self.of_strategy.items():
+            if name in owners:
+                raise UsageError(
+                    code="argument-of-another-strategy", name=name, value=value, owner=owners[name], strategy=strategy
+                )
+        if self.resume and self.run_dir is None:
+            raise UsageError(code="session-resume-without-folder")
+        if self.peak_tflops is not None and not 0 <= self.peak_tflops < math.inf:
+            raise UsageError(code="negative", setting="peak_tflops", value=self.peak_tflops)
+        if tracker_names(self.report_to) and self.run_dir is None:
+            raise UsageError(code="report-to-without-folder", value=self.report_to)
+
+    @cached_property
+    def name(self) -> str:
+        """The file name of the running program, or "session" in an interpreter."""
+        path = getattr(sys.modules.get("__main__"), "__file__", None)
+        return Path(path).name if path else "session"
+
+    @property
+    def exact(self) -> bool:
+        """Whether the result has the same bits at every world size."""
+        return self.strategy in EXACT
+
+    @property
+    def of_strategy(self) -> dict[str, Any]:
+        """The arguments for a single strategy that the script has passed."""
+        options = {option for info in STRATEGY_INFO.values() for option in info.factory_kwargs}
+        return {name: value for name, value in vars(self).items() if name in options and value is not None}
+
+    @property
+    def strategy_options(self) -> dict[str, Any]:
+        """The keywords for the factory of the strategy."""
+        info = STRATEGY_INFO[self.strategy]
+        return {**info.in_sessions, **{info.factory_kwargs[name]: value for name, value in self.of_strategy.items()}}
+
+    @property
+    def not_in_definition(self) -> dict[str, Any]:
+        """The settings that do not define the result, by their names in config.toml."""
+        return {
+            "checkpoint_every": self.checkpoint_every, "keep_checkpoints": self.keep_checkpoints,
+            "not_finite": self.not_finite, "check_replicas_every": self.check_replicas_every,
+            "threads_per_rank": self.threads, "device": self.device, "backend": self.backend, "timeout": self.timeout,
+            "report_to": self.report_to, "peak_tflops": self.peak_tflops, "precision": self.precision,
+        }  # fmt: skip
+
+
+def keyword(option: str, value: Any = None) -> str:
+    """An option as an argument of session() or s.loader()."""
+    if option in OF_LAUNCHERS:
+        return flag(option, value)
+    return ARGUMENTS.get(option) or (option if value is None else f"{option}={value}")
+
+
+def reword(error: BaseException | None) -> None:
+    """Let a PacelineError name arguments instead of flags, and begin with the line of the user's code."""
+    if isinstance(error, PacelineError) and error.front_end != "session":
+        error.front_end, error.write, error.before = "session", keyword, line_of(error) + error.before

@@ -1,0 +1,220 @@
+"""The checks of a training loop: that ranks agree, and that the loop trains only prepared models (`assumptions`)."""
+
+import time
+import weakref
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.module import (
+    register_module_forward_pre_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
+from paceline.data.fingerprint import CHANGING
+from paceline.errors import UsageError
+from paceline.rank.world import World
+from paceline.seeding import preserved_streams
+from paceline.sessions.assumptions import COUNT, DATA, GRADIENTS, ORDER, PARAMETERS, PLACE
+from paceline.sessions.containers import instances
+from paceline.sessions.loader import Loader
+from paceline.sessions.prepared import COMPARED
+from paceline.sessions.session_step import LoopPosition, SessionStep
+from paceline.sessions.state import SessionState
+from paceline.stepping.hooks import TensorHooks
+from paceline.stepping.order import CallOrder
+
+SLOW_SECONDS = 1.0  # if reading a few samples takes longer, they are read only once
+SAME_RATIO = 1e-6  # counts are sums in float32
+
+
+class LoopChecks:
+    """The checks of one session, and the state that they compare over steps."""
+
+    def __init__(
+        self, world: World, state: SessionState, step: SessionStep, position: LoopPosition, order: CallOrder
+    ) -> None:
+        """Install hooks of torch, until `close`. `order` sends numbers of each step to the other ranks."""
+        self._world, self._state, self._step, self._position, self._order = world, state, step, position, order
+        self._fingerprints: dict[int, tuple[Any, dict[str, Any], int | None]] = {}
+        """(dataset, fingerprint, probe) by id of the dataset, after the comparison over ranks"""
+        self._foreign_tensors = ForeignTensors()
+        order.explain, order.names = self._explain, self._compared_names
+        step.tensor_hooks = tensor_hooks = TensorHooks()
+        self._hooks = [
+            tensor_hooks,
+            register_module_module_registration_hook(self._note_added),
+            register_module_parameter_registration_hook(self._note_added),
+            register_optimizer_step_pre_hook(self._check_optimizer),
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def check_data(self, loader: Loader) -> dict[str, Any]:
+        """The fingerprint of its data. The first call compares it over ranks (a collective)."""
+        data = loader.dataset
+        if (record := self._fingerprints.get(id(data))) is not None:
+            if record[2] is None:
+                return record[1]
+            with preserved_streams():
+                if (probe := loader.probe()) != record[2]:  # the loop has changed it
+                    self._fingerprints[id(data)] = record = (data, loader.fingerprint(), probe)
+            return record[1]
+        began = time.perf_counter()
+        with preserved_streams(), raise_on_all_ranks(self._world):
+            fingerprint = loader.fingerprint()
+        is_slow = time.perf_counter() - began > SLOW_SECONDS and "checksum of all of them" not in fingerprint
+        by_rank: list[tuple[dict[str, Any], bool]] = all_gather_object((fingerprint, is_slow), self._world)
+        texts = [str(rank_fingerprint) for rank_fingerprint, _ in by_rank]
+        if len({*texts}) > 1:
+            differences = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))
+            raise report_on_one_rank(DATA.error(differences), self._world)
+        # a stream has no number of samples
+        can_probe = "samples" in fingerprint and CHANGING not in fingerprint.values()
+        can_probe = can_probe and not any(is_slow for _, is_slow in by_rank)
+        with preserved_streams():
+            self._fingerprints[id(data)] = (data, fingerprint, loader.probe() if can_probe else None)
+        return fingerprint
+
+    def compare_place(self, loader: Loader) -> None:
+        """Compare values that must be equal on all ranks in this step. `_compared_names` has their names."""
+        position = self._position
+        data = self._fingerprints[id(loader.dataset)][2] or 0
+        numbers = (position.epoch, position.loop, position.batch, data, loader.order_hash(position.batch))
+        for part in self._state.models:
+            numbers += part.compared()
+        self._order.compared = numbers
+
+    def _compared_names(self) -> list[str]:
+        part_names = [f"{name} {part.number}" for part in self._state.models for name in COMPARED]
+        return ["epoch", "loop", "batch", "data", "order", *part_names]
+
+    def _explain(self, differing: dict[str, list[int]]) -> UsageError:
+        place = self._position.label
+        places = [name for name in ("epoch", "loop", "batch") if name in differing]
+        gradients = [part for part in self._state.models if f"gradients {part.number}" in differing]
+        if places:
+            positions = "; ".join(f"{name} {', '.join(map(str, differing[name]))}" for name in places)
+            return PLACE.error(f"{positions} on ranks 0 to {self._world.size - 1}")
+        if "order" in differing:
+            return ORDER.error(f"at {place} of a loop over the data")
+        if gradients:
+            self._state.is_damaged = True
+            return GRADIENTS.error(gradients[0].differing_gradients())
+        if "data" in differing:
+            return DATA.error(f"at {place}: the loop changed it differently on each rank")
+        if any(name.startswith("trained") for name in differing):
+            self._state.is_damaged = True
+            return PARAMETERS.error(f"some ranks have frozen parameters that others train, at {place}")
+        if any(name.startswith("learning rates") for name in differing):
+            self._state.is_damaged = True
+            return UsageError(code="learning-rates-differ", place=place)
+        return UsageError(code="hooks-differ", place=place, counts=next(iter(differing.values())))
+
+    def _note_added(self, module: Any, *_: Any) -> None:
+        for part in self._state.models:
+            part.note_added(module)
+
+    def _check_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        """Hook of torch before each optimizer step: raise UsageError for an optimizer that was not prepared.
+
+        This holds if losses of s.backward depend on a tensor that it trains outside of prepared models.
+        """
+        micro_step = self._step.micro_step
+        is_plain = micro_step is None or not micro_step.weights or (self._world.size == 1 and self._step.phases.alone)
+        if is_plain or id(optimizer) in self._step.optimizers:
+            return
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        if trained & {id(leaf) for leaf in self._step.foreign_leaves()}:
+            raise PARAMETERS.error(
+                f"a {type(optimizer).__name__} that was not prepared trains a tensor that the loss depends on"
+            )
+
+    @contextmanager
+    def watched_statistics(self) -> Generator[None]:
+        """Inside, a model that was not prepared must not collect batch norm statistics, which would be per rank."""
+        prepared = {id(module) for part in self._state.models for module in part.replica.model.modules()}
+
+        def watch(module: nn.Module, _: Any) -> None:
+            collects = isinstance(module, _NormBase) and module.training and module.track_running_stats
+            if collects and module.momentum is None and id(module) in prepared:
+                raise UsageError(code="update-bn-of-prepared")
+            if self._world.size > 1 and collects and id(module) not in prepared:
+                raise UsageError(code="update-bn-of-share")
+
+        hook = register_module_forward_pre_hook(watch)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def check_periodically(self, step: int) -> None:
+        """In steps 1, 2, 4, 8, ... and the step after each: check foreign tensors and the weights of losses."""
+        begins, follows = step & (step - 1) == 0, (step - 1) & (step - 2) == 0
+        if not (begins or follows) or (self._world.size == 1 and self._step.phases.alone):
+            return
+        leaves = self._step.foreign_leaves()
+        try:
+            self._foreign_tensors.compare(leaves if follows else ())
+            self._check_weights()
+        except UsageError:
+            self._state.is_damaged = True
+            raise
+        self._foreign_tensors.keep(leaves if begins else ())
+
+    def _check_weights(self) -> None:
+        """Raise UsageError if losses are means over targets, and their weights are not proportional to the targets."""
+        targets = [None if count is None else (float(count), float(weight)) for count, weight in self._step.targets]
+        by_rank: list[list[Any]] = all_gather_object(targets, self._world)
+        if any(target is None for rank_targets in by_rank for target in rank_targets):
+            return  # a different loss, or several: their weights cannot be checked
+        ratios = [count / weight for rank_targets in by_rank for count, weight in rank_targets if weight]
+        if ratios and max(ratios) - min(ratios) > SAME_RATIO * max(ratios):
+            counts = "; ".join(
+                f"rank {rank}: " + ", ".join(f"{count:g} (weight {weight:g})" for count, weight in rank_targets)
+                for rank, rank_targets in enumerate(by_rank)
+            )
+            raise report_on_one_rank(COUNT.error(counts), self._world)
+
+
+class ForeignTensors:
+    """The tensors outside of prepared models on which losses depend, in two consecutive steps."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Any, int]] = {}  # by id: a weak reference and the version
+        self._others: dict[int, Any] = {}  # all other leaves that require a gradient, at the end of the previous step
+
+    def compare(self, leaves: Sequence[Tensor]) -> None:
+        """Raise UsageError for a leaf that was changed or replaced since `keep`."""
+        for leaf in leaves:
+            record, other_ref = self._seen.get(id(leaf)), self._others.get(id(leaf))
+            is_changed = record is not None and record[0]() is leaf and record[1] != leaf._version  # pyright: ignore[reportPrivateUsage]
+            if is_changed or (other_ref is not None and other_ref() is leaf):
+                raise PARAMETERS.error(
+                    f"the loss depends on a tensor of shape {tuple(leaf.shape)} that the loop itself updates. Make it "
+                    "an nn.Parameter of a module, and prepare this module with an optimizer"
+                )
+        self._seen, self._others = {}, {}
+
+    def keep(self, leaves: Sequence[Tensor]) -> None:
+        """Record the tensors at the end of a step."""
+        self._seen = {id(leaf): (weakref.ref(leaf), leaf._version) for leaf in leaves}  # pyright: ignore[reportPrivateUsage]
+        tensors = instances(Tensor) if leaves else []
+        others = (t for t in tensors if t.requires_grad and t.is_leaf and id(t) not in self._seen)
+        self._others = {id(tensor): weakref.ref(tensor) for tensor in others}
+
+
+def check_no_scaler() -> None:
+    """Raise UsageError if the loop has an enabled GradScaler: it needs whole gradients after each backward."""
+    if any(scaler.is_enabled() for scaler in instances(torch.amp.GradScaler)):
+        raise UsageError(code="grad-scaler")

@@ -1,0 +1,257 @@
+"""The state of a session in checkpoints: models, objects that the loop registers, loaders and values."""
+
+import gc
+import math
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+from urllib.parse import quote
+
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.checkpoint.shards import layout
+from paceline.checkpoint.state import Source, TensorShard
+from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
+from paceline.errors import UsageError
+from paceline.rank.world import World
+from paceline.sessions.containers import Generator, TensorContainer, instances, storages, tensors_of
+from paceline.sessions.lifecycle import SessionRun
+from paceline.sessions.loader import Loader
+from paceline.sessions.order import GENERATORS
+from paceline.sessions.prepared import PreparedModel, PreparedOptimizer
+from paceline.sessions.session_step import Notes
+from paceline.sessions.sharded_tensors import is_dtensor, local_shard
+from paceline.sessions.unsaved import UnsavedState
+from paceline.train.consistency import check_replicas
+from paceline.train.numbers import as_json, from_json
+
+TENSOR = "tensor of the state"
+
+
+class SessionState:
+    """The objects whose state a checkpoint contains. A resumed run restores each one when the loop creates it."""
+
+    def __init__(self, run: SessionRun) -> None:
+        self._world, self._origin, saved = run.world, run.progress.origin, run.loop_state
+        self.notes, self.saves = Notes(run.progress.say), run.progress.place is not None
+        """The notes for the user; whether the run writes checkpoints."""
+        self.values: dict[str, Any] = dict(saved.get("saved", {}))
+        """`Session.saved`."""
+        self.models: list[PreparedModel] = []
+        """The prepared models, in the order of `Session.prepare`."""
+        self.saved_models: list[dict[str, Any]] = list(saved.get("parts", []))
+        """The values of each model in the checkpoint, except tensors."""
+        self._registered: dict[str, Any] = {}
+        self._not_saved: list[Any] = []  # registered with saved=False
+        self._saved_objects: dict[str, Any] = dict(saved.get("registered", {}))
+        self._loaders: list[Loader] = []  # created before the first step, in order
+        self._saved_loaders: dict[str, dict[str, Any]] = dict(saved.get("loaders", {}))  # states of samplers by number
+        self.unsaved = UnsavedState(self.notes.once)
+        """The search for state that no checkpoint contains."""
+        self.is_damaged = False
+        """Whether the state must not be saved, because an update was wrong or a part of the state is missing."""
+
+    def find_model(self, module: nn.Module | None) -> PreparedModel | None:
+        """The prepared model of a module, or None."""
+        return next((part for part in self.models if module in (part.replica.model, part.replica.module)), None)
+
+    def add_model(self, part: PreparedModel) -> None:
+        """Add a model (a collective)."""
+        if self._origin is not None:
+            with raise_on_all_ranks(self._world):
+                if part.number >= len(self.saved_models):
+                    saved = len(self.saved_models)
+                    raise UsageError(code="model-too-many", where=self._origin.where, saved=saved)
+                part.load(self._origin.source)
+                part.load_numbers(self.saved_models[part.number])
+        self.models.append(part)
+
+    def add_optimizer(self, part: PreparedModel, prepared: PreparedOptimizer) -> None:
+        """Restore the last optimizer of a model that was added before (a collective)."""
+        if self._origin is not None:
+            with raise_on_all_ranks(self._world):
+                part.load_waiting(prepared.optimizer, prepared.parameters)
+                part.load_numbers(self.saved_models[part.number], len(part.optimizers) - 1)
+
+    def register(self, name: str, thing: Any, *, saved: bool) -> None:
+        """See `Session.register` (a collective if `saved`)."""
+        if not saved:
+            if name in self._registered:
+                raise UsageError(code="register-name-taken", name=name)
+            self._not_saved.append(thing)
+            return
+        with raise_on_all_ranks(self._world):
+            self._registered[name] = registered = self._with_state(name, thing)
+            if self._origin is not None:
+                if name not in self._saved_objects:
+                    where, known = self._origin.where, ", ".join(self._saved_objects) or "none"
+                    raise UsageError(code="register-not-in-checkpoint", name=name, where=where, known=known)
+                registered.load_state_dict(_joined(from_json(self._saved_objects[name]), self._origin.source))
+
+    def _with_state(self, name: str, thing: Any) -> Any:
+        """An object, with an adapter if it has no `state_dict`."""
+        if name in self._registered:
+            raise UsageError(code="register-name-taken", name=name)
+        if isinstance(thing, LRScheduler):
+            raise UsageError(code="register-scheduler", name=name)
+        methods = ("state_dict", "load_state_dict")
+        missing = [method for method in methods if not callable(getattr(thing, method, None))]
+        if missing and isinstance(thing, GENERATORS):
+            thing = Generator(thing)
+        elif missing and isinstance(thing, (dict, list)):
+            model_storages = storages(tensors_of(part.replica.model for part in self.models))
+            thing = TensorContainer(thing, name, self._world.device, model_storages)  # pyright: ignore[reportUnknownArgumentType]
+        elif missing:
+            raise UsageError(code="register-no-state", name=name, kind=type(thing).__name__, method=missing[0])
+        _split(thing.state_dict(), name)  # raises an error if the state cannot be saved
+        return thing
+
+    def add_loader(self, loader: Loader) -> None:
+        """Add a loader, in the same order in each start of the script."""
+        if (state := self._saved_loaders.get(str(len(self._loaders)))) is not None:
+            loader.put_back_sampler(state)
+        self._loaders.append(loader)
+
+    def check(self) -> None:
+        """Check at the first step that a checkpoint can store the state.
+
+        Raises:
+            UsageError: an object is missing, its state cannot be saved, or the loop has state that would be lost.
+        """
+        if lost := [name for name in self._saved_objects if name not in self._registered]:
+            raise UsageError(code="register-lost", names=", ".join(lost), first=lost[0])
+        for part in self.models:
+            part.numbers()
+        if self.saves:
+            self.search()
+            self._check_schedulers()
+            for part in self.models:
+                layout(part.state())
+
+    def _check_schedulers(self) -> None:
+        """Raise UsageError for a learning rate scheduler that no checkpoint has."""
+        optimizers, known_ids = [optimizer for part in self.models for optimizer in part.optimizers], set[int]()
+        queue = [*(part.scheduler for part in optimizers), *self._registered.values(), *self._not_saved]
+        while queue:
+            obj = queue.pop()
+            known_ids.add(id(obj))
+            queue += getattr(obj, "_schedulers", [])  # in a SequentialLR or ChainedScheduler
+        prepared = {id(part.optimizer) for part in optimizers}
+
+        def has_unknown() -> bool:
+            schedulers = (scheduler for scheduler in instances(LRScheduler) if id(scheduler) not in known_ids)
+            return any(id(vars(scheduler).get("optimizer")) in prepared for scheduler in schedulers)
+
+        if has_unknown() and (gc.collect() or True) and has_unknown():  # the first may be garbage
+            raise UsageError(code="scheduler-not-prepared")
+
+    def search(self, *, again: bool = False) -> None:
+        """Search for state that would be lost. `again`: only in the containers of the last search.
+
+        Raises:
+            UsageError: there is such state, or the loop has replaced a registered object. The state is damaged then.
+        """
+        models = [part.replica.model for part in self.models]
+        optimizers = [prepared.optimizer for part in self.models for prepared in part.optimizers]
+        try:
+            is_done = self.unsaved.search(models, optimizers, self._known(), again)
+            for name, obj in self._registered.items() if is_done else ():
+                if isinstance(obj, TensorContainer) and obj.is_left:
+                    raise UsageError(code="registered-replaced", name=name, kind=type(obj.thing).__name__)
+        except UsageError:
+            self.is_damaged = True
+            raise
+
+    def _known(self) -> list[Any]:
+        adapters = (TensorContainer, Generator)
+        return self._not_saved + [obj.thing if isinstance(obj, adapters) else obj for obj in self._registered.values()]
+
+    def compare_replicas(self, step: int) -> None:
+        """Compare the models of all ranks bit by bit (a collective). `step`: the number of steps so far."""
+        if self._world.size > 1 and self.models and step and self.models[0].replica.host is None:
+            shards = [shard for part in self.models for shard in part.state()]
+            check_replicas(shards, self._world, step, [part.replica.optimizer for part in self.models])
+
+    def tensors(self) -> list[TensorShard]:
+        """The tensors of the registered objects."""
+        return [shard for name, obj in self._registered.items() for shard in _split(obj.state_dict(), name)[1]]
+
+    def numbers(self, current: Loader | None, world: World | None) -> dict[str, Any]:
+        """The state without tensors, as JSON. `current`: the loader of the current loop, whose position is not in it.
+
+        With a `world` it is a collective. Without, values that cannot be saved are omitted.
+
+        Raises:
+            UsageError: a value cannot be saved, or registered objects differ between ranks.
+        """
+        parts, saved = [part.numbers() for part in self.models], json_copy(self.values, strict=world is not None)
+        states = {name: _split(obj.state_dict(), name)[0] for name, obj in self._registered.items()}
+        if world is not None and states:
+            by_rank = all_gather_object(states, world)
+            if differing := [name for name in states if any(other[name] != states[name] for other in by_rank)]:
+                raise report_on_one_rank(UsageError(code="registered-differs", name=differing[0]), world)
+        samplers = {str(n): loader.sampler_state for n, loader in enumerate(self._loaders) if loader is not current}
+        loaders = {number: state for number, state in samplers.items() if state is not None}
+        return {"parts": parts, "saved": saved, "registered": states, "loaders": loaders}
+
+
+def _split(state: Any, name: str) -> tuple[Any, list[TensorShard]]:
+    """(the state as JSON, with names instead of tensors; the tensors)."""
+    shards: list[TensorShard] = []
+
+    def without_tensors(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            shards.extend(_held(path, value.detach()))
+            return {TENSOR: path}
+        if isinstance(value, Mapping):
+            return {key: without_tensors(part, f"{path}/{quote(str(key), safe='')}") for key, part in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [without_tensors(part, f"{path}/{number}") for number, part in enumerate(value)]
+        return value
+
+    return as_json(without_tensors(state, f"registered/{quote(name, safe='')}"), f"registered object {name!r}"), shards
+
+
+def _held(path: str, tensor: Any) -> list[TensorShard]:
+    if not is_dtensor(tensor):
+        return [TensorShard(path, tensor)]
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shard, start = local_shard(tensor).reshape(-1), offset[0] * tensor.shape[1:].numel()
+    return [TensorShard(path, shard, tensor.shape, start, replicated=False)] if shard.numel() else []
+
+
+def _joined(value: Any, source: Source) -> Any:
+    if isinstance(value, Mapping):
+        if TENSOR in value:
+            tensor = source.tensor(value[TENSOR])
+            assert tensor is not None
+            return tensor
+        return {key: _joined(part, source) for key, part in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_joined(part, source) for part in value]
+    return value
+
+
+def json_copy(saved: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """A copy of the entries that JSON represents exactly.
+
+    Raises:
+        UsageError: if `strict`, for any other entry. Otherwise such entries are skipped.
+    """
+    wrong = [name for name, value in saved.items() if not _is_json({name: value})]
+    if wrong and strict:
+        raise UsageError(code="saved-not-plain", name=wrong[0], kind=type(saved[wrong[0]]).__name__)
+    return deepcopy({name: value for name, value in saved.items() if name not in wrong})
+
+
+def _is_json(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(part) for key, part in value.items())  # pyright: ignore
+    if isinstance(value, list):
+        return all(_is_json(part) for part in value)  # pyright: ignore
+    return value is None or isinstance(value, (bool, int, str))
