@@ -32,7 +32,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def train(args: argparse.Namespace) -> None:
-    settings = {"strategy": args.strategy, "precision": args.precision, "virtual_ranks": 2, "seed": 1}
+    settings: Any = {"strategy": args.strategy, "precision": args.precision, "virtual_ranks": 2, "seed": 1}
     s = paceline.session(args.run_dir, resume=args.run_dir is not None, **settings)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model: Any = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2)

@@ -5,6 +5,7 @@ paceline launch --nproc 2 examples/recipes.py               # two ranks, the sam
 """
 
 import argparse
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,8 +69,8 @@ def main() -> None:
     inputs: Tensor = torch.randn(512, 20)
     data = TensorDataset(inputs, inputs[:, :1] * inputs[:, 1:2])
     net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 1))
-    resume, settings = args.run_dir is not None, {"strategy": args.strategy, "precision": args.precision}
-    with paceline.session(args.run_dir, resume=resume, virtual_ranks=2, **settings) as s:
+    settings: Any = {"strategy": args.strategy, "precision": args.precision, "resume": args.run_dir is not None}
+    with paceline.session(args.run_dir, virtual_ranks=2, **settings) as s:
         train(s, net, data, args)
 
 

@@ -228,7 +228,7 @@ TYPED = (
     Typed(
         "benchmarks.md",
         "gpu.json",
-        "the median is given, too: # for the lower quartile ... one GPU, W1 default / tutorial ... | #",
+        "On a GPU the median is # and the lower quartile ... one GPU, W1 default / tutorial ... | #",
         lambda: [*gpu("default"), gpu_goal()],
     ),
     Typed(
