@@ -156,4 +156,5 @@ def test_a_session_searches_what_was_frozen_before_a_fork_too() -> None:
     gc.freeze()
     assert any(found is module for found in instances(torch.nn.Linear))
     assert gc.get_freeze_count() > 0
-    assert warm.run(["-c", "import gc; print(gc.get_freeze_count())"]).stdout == "0\n"
+    done = warm.run(["-c", "import gc; print(gc.get_freeze_count())"])
+    assert done.stdout == "0\n"
