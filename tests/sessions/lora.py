@@ -16,7 +16,6 @@ import paceline
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 torch.set_default_dtype(torch.float64)
 SAMPLES, BATCH, WORDS, LENGTH = 35, 8, 50, 8  # the last batch has 3 samples
-# fsdp last: its groups keep the port of a session that no agent started
 STRATEGIES = ("bucketed", "exact", "zero", "fsdp")
 SMALL = {
     "bert": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},

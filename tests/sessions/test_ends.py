@@ -145,3 +145,11 @@ def test_a_session_ends_with_its_loader_processes(how: str, code: int, told: str
     done = run_script(1, tmp_path / "loop.py", how, cwd=tmp_path)  # without an agent, which would kill what is left
     assert done.returncode == code and told in done.stderr, done.stderr
     assert "atexit" not in done.stderr and bool(told) == ("Traceback" in done.stderr)
+
+
+@pytest.mark.ranks
+def test_sessions_follow_each_other_in_one_process_without_an_agent(tmp_path: Path) -> None:
+    """Rank 1 begins the next session while rank 0 still has the group, and so the store, of the one before."""
+    done = run_script(2, Path(__file__).with_name("sequence.py"), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"^session (\d)$", done.stdout, re.MULTILINE) == ["0", "1", "2"]

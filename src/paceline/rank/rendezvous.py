@@ -34,6 +34,7 @@ NEXT_WORD_SECONDS = 30.0
 CONNECT_SECONDS = 10.0  # for one attempt of torch's client, which prints a lot when it fails
 LONGEST_POLL_SECONDS = 0.25
 PREFIX = "paceline/meeting"
+_hosted: dict[int, Store] = {}  # by port: kept to the end of the process, for ranks that begin their next group early
 _met: list[int] = []  # [number of rendezvous so far]; empty before the first: a process may make several groups
 COMPLETE, REFUSED, ARRIVED, JOB = "complete", "refused", "arrived", "job"
 CLAIMED_TWICE = "rank-claimed-twice"
@@ -152,7 +153,9 @@ def _open(meeting: _Rendezvous, env: Mapping[str, str]) -> Store | None:
 def _host(meeting: _Rendezvous, inherited: int) -> Store:
     try:
         # if the agent has bound the port already, no other process can take it
-        return _tcp_store(meeting, is_master=True, listen_fd=inherited if inherited >= 0 else None)
+        store = _tcp_store(meeting, is_master=True, listen_fd=inherited if inherited >= 0 else None)
+        _hosted.setdefault(meeting.port, store)
+        return store
     except dist.DistError as error:
         if "failed to listen" not in str(error):
             raise
@@ -162,9 +165,10 @@ def _host(meeting: _Rendezvous, inherited: int) -> Store:
 
 def _tcp_store(meeting: _Rendezvous, *, is_master: bool, listen_fd: int | None = None) -> Store:
     timeout = timedelta(seconds=CONNECT_SECONDS)
-    return TCPStore(
-        meeting.host, meeting.port, meeting.size, is_master, timeout, wait_for_workers=False, master_listen_fd=listen_fd
-    )
+    return TCPStore(  # multi_tenant: all stores of this process on one port have one server
+        meeting.host, meeting.port, meeting.size, is_master, timeout, wait_for_workers=False, multi_tenant=is_master,
+        master_listen_fd=listen_fd,
+    )  # fmt: skip
 
 
 def _compare(meeting: _Rendezvous, store: Store, keys: Store) -> None:
