@@ -111,8 +111,7 @@ def rendezvous(rank: int, size: int, env: Mapping[str, str], *, seconds: float =
 
 def _run(meeting: _Rendezvous, env: Mapping[str, str]) -> None:
     try:
-        store = _open(meeting, env)
-        if store is not None:
+        if (store := _open(meeting, env)) is not None:
             keys = PrefixStore(f"{PREFIX}/generation-{meeting.generation}", store)
             _compare(meeting, store, keys)
             _claim(meeting, keys)
@@ -154,8 +153,7 @@ def _host(meeting: _Rendezvous, inherited: int) -> Store:
     try:
         # if the agent has bound the port already, no other process can take it
         store = _tcp_store(meeting, is_master=True, listen_fd=inherited if inherited >= 0 else None)
-        _hosted.setdefault(meeting.port, store)
-        return store
+        return _hosted.setdefault(meeting.port, store)
     except dist.DistError as error:
         if "failed to listen" not in str(error):
             raise
@@ -164,10 +162,9 @@ def _host(meeting: _Rendezvous, inherited: int) -> Store:
 
 
 def _tcp_store(meeting: _Rendezvous, *, is_master: bool, listen_fd: int | None = None) -> Store:
-    timeout = timedelta(seconds=CONNECT_SECONDS)
     return TCPStore(  # multi_tenant: all stores of this process on one port have one server
-        meeting.host, meeting.port, meeting.size, is_master, timeout, wait_for_workers=False, multi_tenant=is_master,
-        master_listen_fd=listen_fd,
+        meeting.host, meeting.port, meeting.size, is_master, timedelta(seconds=CONNECT_SECONDS), wait_for_workers=False,
+        multi_tenant=is_master, master_listen_fd=listen_fd,
     )  # fmt: skip
 
 

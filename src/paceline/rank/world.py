@@ -203,9 +203,8 @@ def _wait_for_all(world: World, store: Store, timeout: timedelta, key: str) -> N
 def _store(world: World, timeout: timedelta, meeting_seconds: float) -> Store:
     if world.size == 1:
         return HashStore()
-    store = rendezvous(
-        world.rank, world.size, {**os.environ, **translate_to_torchrun(os.environ)}, seconds=meeting_seconds
-    )
+    env = {**os.environ, **translate_to_torchrun(os.environ)}
+    store = rendezvous(world.rank, world.size, env, seconds=meeting_seconds)
     store.set_timeout(timeout)
     return store
 
