@@ -21,13 +21,14 @@ DIFFERENT = {  # type or default
     "seed": "None: torch is not seeded",
     "not_finite": "a session has no snapshot to roll back to",
     "run_dir": "strings too; None: no folder",
+    "precision": "None: as the script sets it",
 }
 LEFT_OUT = {
     "the script's own: model, data, optimizer, loop, evaluation": {
         *("task", "task_arg", "data_dir", "num_workers", "data_on_device", "batch_size", "accumulation"),
         *("global_batch", "last_batch", "stem", "init_from", "batchnorm", "optimizer", "lr", "weight_decay"),
         *("momentum", "ema", "clip_norm"),
-        *("schedule", "warmup_steps", "lr_scaling", "lr_base_batch", "precision", "checkpoint_activations", "compile"),
+        *("schedule", "warmup_steps", "lr_scaling", "lr_base_batch", "checkpoint_activations", "compile"),
         *("cuda_graphs", "epochs", "steps", "log_interval", "eval_every", "keep_best", "patience", "record_samples"),
     },
     "the launcher's": {

@@ -487,8 +487,7 @@ def session(
         virtual_ranks: number of ranks for which the run is defined. Default: the number of ranks.
         seed: seed of the data order and dropout (default 0). A value also seeds torch, numpy and Python's random.
         threads: CPU threads per rank. Default: the launcher's choice, or 1 with strategy exact or zero.
-        precision: of the models: fp32, tf32, bf16, fp16 with a loss scale, or auto: bf16 if all ranks support it, else
-            fp32. Weights, gradients and the loss stay float32. Default: as the script sets it.
+        precision: of the models: fp32, tf32, bf16, fp16, or auto (bf16 or fp32). Default: as the script sets it.
         checkpoint_every: steps between checkpoints, or a time such as "10min", in addition to the end of each epoch.
         keep_checkpoints: number of checkpoints to keep, at least 2.
         check_replicas_every: steps between bit-by-bit comparisons of all replicas.
