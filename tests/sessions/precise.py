@@ -93,4 +93,10 @@ def scaled() -> None:
             write([], model, moved=moved)
 
 
-{"plain": plain, "session": session, "scaled": scaled}[KIND]()
+def scaler() -> None:
+    kept = torch.amp.GradScaler("cpu")
+    session()
+    assert kept.is_enabled()
+
+
+{"plain": plain, "session": session, "scaled": scaled, "scaler": scaler}[KIND]()

@@ -431,11 +431,11 @@ def nproc_auto(device: str) -> int:
     return gpus or usable_cores()
 
 
-def check_gpus(device: str, nproc: int, gpus: int | None, backend: str = "auto") -> None:
+def check_gpus(option: str, nproc: int, gpus: int | None, backend: str = "auto") -> None:
     """Raise UsageError if there are fewer GPUs than workers, unless the `backend` lets workers use one GPU together."""
     if gpus and nproc > gpus and backend not in SHARE_GPUS:
         raise UsageError(
-            code="too-few-gpus", asked=device, nproc=nproc, gpus=gpus, processes=plural(gpus, "process", "processes")
+            code="too-few-gpus", option=option, nproc=nproc, gpus=gpus, processes=plural(gpus, "process", "processes")
         )
 
 

@@ -214,7 +214,7 @@ class ForeignTensors:
         self._others = {id(tensor): weakref.ref(tensor) for tensor in others}
 
 
-def check_no_scaler() -> None:
-    """Raise UsageError if the loop has an enabled GradScaler: it needs whole gradients after each backward."""
+def check_no_scaler(code: str) -> None:
+    """Raise UsageError with this code if the script has an enabled GradScaler."""
     if any(scaler.is_enabled() for scaler in instances(torch.amp.GradScaler)):
-        raise UsageError(code="grad-scaler")
+        raise UsageError(code=code)

@@ -26,7 +26,7 @@ from paceline.rank.world import World, joined
 from paceline.sessions.arguments import SessionConfig, keyword, reword
 from paceline.sessions.observer import current_observer
 from paceline.train.checkpointing import CheckpointPolicy
-from paceline.train.computing import choose_precision, set_threads
+from paceline.train.computing import session_precision, set_threads
 from paceline.train.determinism import DEFAULT_THREADS, deterministic
 from paceline.train.preemption import stop_signals
 from paceline.train.progress import TrainingProgress
@@ -67,7 +67,7 @@ class SessionRun:
         num_threads = config.threads or (DEFAULT_THREADS if config.exact else None)
         notices = [] if WorkerSpec.here() else untested_torch()
         notices += set_threads(num_threads, world, write=keyword)
-        self.precision, precision_notices = choose_precision(config.precision, world)
+        self.precision, precision_notices = session_precision(config.precision, world)
         """The precision of the models; None: as the script sets it."""
         notices += precision_notices
         origin = place and find_resume_point(place, world, resume=config.resume, trust=config.trust)

@@ -245,8 +245,10 @@ class TrainingLoop:
             self.step.flops = progress.use.count
         state.check()
         is_sharded = any(part.replica.sharded for part in state.models)
-        if plan.virtual_ranks > run.world.size or plan.accumulation > 1 or is_sharded:
-            check_no_scaler()
+        if run.precision == "fp16":
+            check_no_scaler("grad-scaler-with-fp16")
+        elif plan.virtual_ranks > run.world.size or plan.accumulation > 1 or is_sharded:
+            check_no_scaler("grad-scaler")  # it needs whole gradients after each backward
         if (place := progress.place) is not None:
             progress.place = replace(place, definition=definition)
             if place.attempt_dir is not None:

@@ -111,13 +111,13 @@ def resolve_compute(
 
 
 def set_precision(precision: str, world: World) -> None:
-    """Enable or disable tf32 (a collective). Raises UsageError if a device does not support `precision`."""
+    """Check that all devices support `precision`, and enable or disable tf32 (a collective)."""
     with raise_on_all_ranks(world):
         check_precision(precision, world.device)
         set_float32_mode(precision, world.device)
 
 
-def choose_precision(precision: str | None, world: World) -> tuple[str | None, list[str]]:
+def session_precision(precision: str | None, world: World) -> tuple[str | None, list[str]]:
     """The precision of a session, and messages (a collective). "auto" is bf16 if all ranks support it, else fp32.
 
     bf16 is allowed without support, because scripts for GPUs are tested on CPUs.
@@ -130,8 +130,7 @@ def choose_precision(precision: str | None, world: World) -> tuple[str | None, l
     set_precision("fp32" if precision == "bf16" else precision, world)
     if precision not in ("auto", "bf16"):
         return precision, []
-    by_rank = enumerate(all_gather_object(lacks_bf16(world.device), world))
-    lacking = next((f"on rank {rank} {why}" for rank, why in by_rank if why), "")
+    lacking = _first_reason(all_gather_object(lacks_bf16(world.device), world))
     if precision == "bf16":
         return "bf16", [f'precision="bf16" is slow here: {lacking}'] if lacking else []
     if lacking:
@@ -154,9 +153,13 @@ def check_precision(precision: str, device: torch.device) -> None:
         raise UsageError(code="precision-not-there", value=precision, why=why)
 
 
+def _first_reason(by_rank: list[str]) -> str:
+    return next((f"on rank {rank} {why}" for rank, why in enumerate(by_rank) if why), "")
+
+
 def _choose_precision(measured: list[Any]) -> tuple[Precision, str]:
     """Choose by the slowest rank, because all ranks wait for it. `measured`: for each rank, (why no bf16, seconds)."""
-    lacking = next((f"on rank {rank} {why}" for rank, (why, _) in enumerate(measured) if why), "")
+    lacking = _first_reason([why for why, _ in measured])
     if lacking:
         return "fp32", f"--precision auto: fp32, because {lacking}"
     slowest = {name: max(seconds[name] for _, seconds in measured) for name in ("fp32", "bf16")}
