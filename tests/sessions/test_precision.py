@@ -62,11 +62,9 @@ def test_auto_is_fp32_without_bf16_and_names_the_reason(tmp_path: Path) -> None:
     assert '"auto": fp32' in session["printed"]
 
 
-def test_a_grad_scaler_beside_fp16_is_an_error(tmp_path: Path) -> None:
-    done = run_script(1, SCRIPT, "scaler", "fp16", cwd=tmp_path)
-    assert done.returncode == 2 and codes(done.stderr) == ["grad-scaler-with-fp16"]
-
-
-def test_a_precision_that_the_device_lacks_is_an_error(tmp_path: Path) -> None:
-    done = run_script(1, SCRIPT, "session", "tf32", cwd=tmp_path)
-    assert done.returncode == 2 and codes(done.stderr) == ["precision-not-there"] and "precision=tf32" in done.stderr
+@pytest.mark.parametrize(
+    ("kind", "precision", "code"), [("scaler", "fp16", "loss-scaled-twice"), ("session", "tf32", "precision-not-there")]
+)
+def test_it_is_an_error_before_the_first_step(tmp_path: Path, kind: str, precision: str, code: str) -> None:
+    done = run_script(1, SCRIPT, kind, precision, cwd=tmp_path)
+    assert done.returncode == 2 and codes(done.stderr) == [code] and not (tmp_path / "session.json").exists()

@@ -246,7 +246,7 @@ class TrainingLoop:
         state.check()
         is_sharded = any(part.replica.sharded for part in state.models)
         if run.precision == "fp16":
-            check_no_scaler("grad-scaler-with-fp16")
+            check_no_scaler("loss-scaled-twice")
         elif plan.virtual_ranks > run.world.size or plan.accumulation > 1 or is_sharded:
             check_no_scaler("grad-scaler")  # it needs whole gradients after each backward
         if (place := progress.place) is not None:

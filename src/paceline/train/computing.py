@@ -130,7 +130,8 @@ def session_precision(precision: str | None, world: World) -> tuple[str | None, 
     set_precision("fp32" if precision == "bf16" else precision, world)
     if precision not in ("auto", "bf16"):
         return precision, []
-    lacking = _first_reason(all_gather_object(lacks_bf16(world.device), world))
+    by_rank = enumerate(all_gather_object(lacks_bf16(world.device), world))
+    lacking = next((f"on rank {rank} {why}" for rank, why in by_rank if why), "")
     if precision == "bf16":
         return "bf16", [f'precision="bf16" is slow here: {lacking}'] if lacking else []
     if lacking:
@@ -153,13 +154,9 @@ def check_precision(precision: str, device: torch.device) -> None:
         raise UsageError(code="precision-not-there", value=precision, why=why)
 
 
-def _first_reason(by_rank: list[str]) -> str:
-    return next((f"on rank {rank} {why}" for rank, why in enumerate(by_rank) if why), "")
-
-
 def _choose_precision(measured: list[Any]) -> tuple[Precision, str]:
     """Choose by the slowest rank, because all ranks wait for it. `measured`: for each rank, (why no bf16, seconds)."""
-    lacking = _first_reason([why for why, _ in measured])
+    lacking = next((f"on rank {rank} {why}" for rank, (why, _) in enumerate(measured) if why), "")
     if lacking:
         return "fp32", f"--precision auto: fp32, because {lacking}"
     slowest = {name: max(seconds[name] for _, seconds in measured) for name in ("fp32", "bf16")}

@@ -63,10 +63,8 @@ class TaskSteps:
             losses, weights = weighted_losses(loss, call(replica.model, inputs), targets)
             return losses.sum() if weights is None else (losses * weights).sum()
 
-        self._replica, self._loss = replica, loss
+        self._replica, self._loss, self._one_each, way_out = replica, loss, one_each, "--not-finite skip"
         options.setdefault("enter", ignore)
-        self._one_each = one_each
-        way_out = "--not-finite skip"
         if replica.pipeline is None:
             self._steps = Step(replica.world, replica.virtual_ranks, forward=weighted_sum, way_out=way_out, **options)
         else:  # no single stage can recompute one sample to find the cause of a NaN
