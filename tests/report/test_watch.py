@@ -281,7 +281,7 @@ def training(tmp_path: Path, small_mnist: Path) -> Iterator[Path]:
 def test_a_real_run_is_seen_live_saves_when_asked_shows_its_stack_and_stops(training: Path) -> None:
     while not (training / "events-1.jsonl").exists():
         time.sleep(0.05)
-    watched = command._Run(training, Access(("ssh",), slurm=False))
+    watched = command._Run(training, Access(("ssh",), may_query_slurm=False))
     told = Actions(watched.look, watched.stack, watched.log, watched.save, watched.stop)
 
     async def until(pilot: Any, condition: Callable[[], object]) -> None:
