@@ -1,4 +1,4 @@
-"""Injects faults into small trainings, and scores who names the right rank; torchrun beside it.
+"""Injects faults into small trainings, and scores who names the right rank: paceline, or torchrun with its peers.
 
 python -m benchmarks.faults --list
 """
@@ -10,15 +10,14 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from benchmarks.faults.catalogue import FAULTS, chosen
 from benchmarks.faults.fault import Fault, Needs
-from benchmarks.faults.run import Launcher, Score, run_fault
-from benchmarks.faults.table import markdown, print_table, ranks
+from benchmarks.faults.run import Score, run_fault
+from benchmarks.faults.table import LAUNCHERS, markdown, print_table, ranks
 from rich.table import Table
 
-from paceline.cli.options import CommandLine, check_out_file, check_positive, write_json
+from paceline.cli.options import CommandLine, check_out_file, check_positive, chosen_names, write_json
 from paceline.errors import ExitCode, UsageError
 from paceline.protocol.job import Windows
 from paceline.runs.console import table_console
@@ -35,8 +34,9 @@ class FaultsConfig:
     """only list the faults"""
     faults: tuple[str, ...] = ()
     """names of faults (default: all that are possible here)"""
-    against: Literal["nobody", "torchrun"] = "nobody"
-    """also run each fault in plain torchrun and DDP, with a process-group time-out of 10 s"""
+    launchers: str = "paceline"
+    """what runs each fault, separated by commas: paceline, torchrun (with DDP), accelerate, fabric; the last three
+    have a process-group time-out of 10 s"""
     repeat: int = 1
     """how often"""
     hang_timeout: str = "5"
@@ -76,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(config: FaultsConfig) -> None:
     check_positive(config, "repeat")
+    chosen_names("launcher", config.launchers, LAUNCHERS)
     if config.out is not None and config.out.suffix not in (".md", ".json"):
         raise UsageError(f"--out must end in .md or .json, got {config.out}")
     check_out_file("--out", config.out)
@@ -97,15 +98,15 @@ def missing(fault: Fault) -> str:
 def _run(config: FaultsConfig, faults: Sequence[Fault]) -> list[Score]:
     scores: list[Score] = []
     root = (config.keep or Path(tempfile.mkdtemp(prefix="paceline-faults-"))).resolve()
-    launchers: tuple[Launcher, ...] = ("paceline", "torchrun") if config.against == "torchrun" else ("paceline",)
+    launchers = chosen_names("launcher", config.launchers, LAUNCHERS)
     for turn in range(config.repeat):
         for fault in faults:
-            for launcher in launchers if fault.beside else launchers[:1]:
+            for launcher in launchers if fault.beside else [name for name in launchers if name == "paceline"]:
                 folder = root / f"{fault.name}-{launcher}-{turn + 1}"
                 score = run_fault(fault, launcher, folder, hang_timeout=config.hang_timeout)
                 scores.append(score)
                 print(score_line(score, fault), file=sys.stderr, flush=True)
-                if config.keep is None and (score.right_rank or launcher == "torchrun"):
+                if config.keep is None and (score.right_rank or launcher != "paceline"):
                     shutil.rmtree(folder)
     if config.keep is None and not any(root.iterdir()):
         root.rmdir()

@@ -17,12 +17,13 @@ from paceline.errors import UsageError
 from paceline.guard.report import read_diagnosis
 from paceline.protocol.evidence import Diagnosis
 
-Launcher = Literal["paceline", "torchrun"]
+Launcher = Literal["paceline", "torchrun", "accelerate", "fabric"]
+"""torchrun: with DDP; accelerate and fabric: with their wrappers, started by torchrun"""
 
 USERS = Path(__file__).with_name("user")  # program.py, strikes.py, task.py
 PROGRAM, TASK = "program.py", "task.py"
 STEPS = 40
-GROUP_TIMEOUT_SECONDS = 10  # torchrun's only defence; 30 minutes by default
+GROUP_TIMEOUT_SECONDS = 10  # the only limit without paceline; 30 minutes by default
 LIMIT_SECONDS = 120.0  # nothing that is to be reported takes so long
 WORDS_CHARS = 2000
 MARKER = re.compile(r"# FAULT: (?P<names>.*)")
@@ -80,13 +81,14 @@ def fault_environment(fault: Fault, launcher: Launcher, folder: Path) -> dict[st
         "FAULT_FOLDER": str(folder),
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # torch's own; else it makes one in TMPDIR
-        **({"GROUP_TIMEOUT": str(GROUP_TIMEOUT_SECONDS)} if launcher == "torchrun" else {}),
+        "FAULT_FRAMEWORK": launcher,
+        **({} if launcher == "paceline" else {"GROUP_TIMEOUT": str(GROUP_TIMEOUT_SECONDS)}),
     }
 
 
 def _command(fault: Fault, launcher: Launcher, setup: Setup, hang_timeout: str, steps: int = STEPS) -> list[str]:
     nproc, port = str(fault.world), str(setup.port)
-    if launcher == "torchrun":
+    if launcher != "paceline":
         where = ["--master-port", port] if setup.port else []
         return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", nproc, *where, PROGRAM]
     train = ["train", f"{TASK}:task", "--steps", str(steps), "--batch-size", "16", *fault.options, *setup.words]
@@ -110,17 +112,19 @@ def run_dir(fault: Fault) -> str:
 def score(fault: Fault, launcher: Launcher, ran: Ran, folder: Path) -> Score:
     """Compare what was said with the truth."""
     (folder / "output.txt").write_text(ran.text)
-    if launcher == "torchrun":
-        said = said_by_torchrun(ran.lines, ran.code, fault.words)
-    else:
+    if launcher == "paceline":
         said = said_by_paceline(ran.lines, ran.code, _diagnosis(folder), fault.words)
+        shown = said.words
+    else:
+        said = said_by_torchrun(ran.lines, ran.code, fault.words)
+        shown = ran.text  # also the tracebacks that the ranks print before the root cause
     struck = [float(path.read_text()) for path in folder.glob("struck-*") if path.read_text()]
     since = min(struck, default=ran.began_seconds)  # the whole run was in vain then: nothing about it is right
     return Score(
         fault=fault.name,
         launcher=launcher,
         right_rank=bool(struck) and _right_rank(fault, said, ran),
-        right_line=_right_line(fault, said.words) if fault.line else None,
+        right_line=_right_line(fault, shown) if fault.line else None,
         right_end=said.end in fault.ends,
         right_code=ran.code in fault.codes if launcher == "paceline" else None,
         end=said.end,

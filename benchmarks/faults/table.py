@@ -2,28 +2,33 @@
 
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import get_args
 
 from benchmarks.faults.fault import Fault
 from benchmarks.faults.run import Launcher, Score
 from rich.console import Console
 from rich.table import Table
 
-LAUNCHERS: tuple[Launcher, ...] = ("paceline", "torchrun")
+LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 HEADS = ("rank", "line", "says", "verdict s", "exit s", "code", "left")
 
 
 def rows(scores: Sequence[Score], faults: Mapping[str, Fault]) -> list[list[str]]:
     """A line for each fault that has run: its name, the causes, then `HEADS` for each launcher."""
-    beside = any(score.launcher == "torchrun" for score in scores)
     found: list[list[str]] = []
     for name, fault in faults.items():
         mine = [score for score in scores if score.fault == name]
         if mine:
             row = [name, "all" if fault.tie else ranks(fault.causes)]
-            for launcher in LAUNCHERS if beside else LAUNCHERS[:1]:
+            for launcher in launchers(scores):
                 row += _cells([score for score in mine if score.launcher == launcher])
             found.append(row)
     return found
+
+
+def launchers(scores: Sequence[Score]) -> list[Launcher]:
+    """Those that ran, in the order of the columns."""
+    return [launcher for launcher in LAUNCHERS if any(score.launcher == launcher for score in scores)]
 
 
 def _cells(scores: Sequence[Score]) -> list[str]:
@@ -93,17 +98,18 @@ def _of(right: Sequence[bool]) -> str:
     return f"{sum(right)} of {len(right)}{share}"
 
 
-def heads(table: Sequence[Sequence[str]]) -> list[str]:
-    """The columns' names, as many as the rows have."""
-    beside = len(table[0]) > 2 + len(HEADS) if table else False
-    return ["fault", "guilty", *HEADS, *([f"torchrun: {head}" for head in HEADS] if beside else [])]
+def heads(scores: Sequence[Score]) -> list[str]:
+    """The names of the columns."""
+    return ["fault", "guilty", *(
+        head if launcher == "paceline" else f"{launcher}: {head}" for launcher in launchers(scores) for head in HEADS
+    )]  # fmt: skip
 
 
 def print_table(console: Console, scores: Sequence[Score], faults: Mapping[str, Fault]) -> None:
     """For a terminal."""
     found = rows(scores, faults)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for head in heads(found):
+    for head in heads(scores):
         table.add_column(head, overflow="fold")
     for row in found:
         table.add_row(*row)
@@ -115,7 +121,7 @@ def print_table(console: Console, scores: Sequence[Score], faults: Mapping[str, 
 def markdown(scores: Sequence[Score], faults: Mapping[str, Fault]) -> str:
     """For a file."""
     found = rows(scores, faults)
-    names = heads(found)
+    names = heads(scores)
     lines = [names, ["---"] * len(names), *found]
     table = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
     return table + "\n\n" + "\n".join(f"- {sentence}" for sentence in totals(scores, faults)) + "\n"

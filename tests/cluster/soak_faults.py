@@ -1,6 +1,7 @@
-"""All faults, several times, with torchrun beside them: the score table.
+"""All faults, several times, with paceline and torchrun: the score table.
 
     PYTHONPATH=. python tests/cluster/soak_faults.py --part here --out benchmarks/results/faults
+    ... --part here --launchers torchrun accelerate fabric --out benchmarks/results/faults-peers
 
     here   faults on this machine
     hosts  faults between hosts, which are network namespaces (root)
@@ -21,7 +22,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -31,18 +32,18 @@ from benchmarks.faults.__main__ import missing, score_line
 from benchmarks.faults.catalogue import FAULTS, chosen
 from benchmarks.faults.fault import Fault, Needs
 from benchmarks.faults.run import Launcher, Score, run_fault
-from benchmarks.faults.table import markdown
-from tests.cluster.fault_hosts import Hosts, run_on_hosts
+from benchmarks.faults.table import LAUNCHERS, markdown
+from tests.cluster.fault_hosts import AGENTS, Hosts, run_on_hosts
 from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
 
-LAUNCHERS: tuple[Launcher, ...] = ("paceline", "torchrun")
 HEAD = """# Faults: who is named, how fast, what is left
 
 Made by `make soak-faults`. Each fault strikes a small training of 2 to 4 gloo ranks; a stall is one after
-{hang_timeout} s, torchrun's process-group time-out is 10 s (30 minutes by default). `rank`: how often the right one was
-named, and who was named instead; `line`: of the source, where there is one to be named; `verdict s`: from the fault
-to the first line that names somebody, the median; `left`: processes and temporary files.
+{hang_timeout} s, the process-group time-out without paceline is 10 s (30 minutes by default). `rank`: how often the
+right one was named, and who was named instead; `line`: of the source, if there is one to be named (without paceline: if
+the output contains it anywhere); `verdict s`: from the fault to the first line that names somebody, the median; `left`:
+processes and temporary files.
 
 {about}
 
@@ -66,11 +67,11 @@ def machine() -> dict[str, str]:
             "torch": version("torch"), "commit": commit}  # fmt: skip
 
 
-def wanted(part: str, names: list[str], repeat: int, beside: int) -> Iterator[tuple[str, Fault, Launcher]]:
+def wanted(part: str, names: list[str], repeat: Mapping[Launcher, int]) -> Iterator[tuple[str, Fault, Launcher]]:
     """Every run: all faults once, then all of them again, so that what was interrupted is a smaller whole."""
-    for turn in range(1, max(repeat, beside) + 1):
+    for turn in range(1, max(repeat.values()) + 1):
         for fault in chosen(names):
-            for launcher, times in zip(LAUNCHERS, (repeat, beside), strict=True):
+            for launcher, times in repeat.items():
                 here = (fault.needs is Needs.HOSTS) == (part == "hosts")
                 if here and turn <= times and (fault.beside or launcher == "paceline"):
                     yield f"{fault.name} {launcher} {turn}", fault, launcher
@@ -83,7 +84,8 @@ def soak(told: argparse.Namespace, run: Run, root: Path) -> Soak:
     done = msgspec.json.decode(kept.read_bytes(), type=Soak) if kept.exists() else Soak(machine(), told.hang_timeout)
     if done.hang_timeout != told.hang_timeout:
         raise SystemExit(f"{kept} was measured with --hang-timeout {done.hang_timeout}: name another file")
-    for name, fault, launcher in wanted(told.part, told.only, told.repeat, told.torchrun_repeat):
+    repeat = {name: told.repeat if name == "paceline" else told.peer_repeat for name in told.launchers}
+    for name, fault, launcher in wanted(told.part, told.only, repeat):
         if name in done.runs or (told.part == "here" and missing(fault)):
             continue
         if time.monotonic() > deadline:
@@ -95,7 +97,7 @@ def soak(told: argparse.Namespace, run: Run, root: Path) -> Soak:
         done.load[name] = round(os.getloadavg()[0], 1)
         write(out, done)
         print(f"{name}: {score_line(result, fault)}", flush=True)
-        if launcher == "torchrun" or (result.right_rank and result.right_end and result.right_line is not False):
+        if launcher != "paceline" or (result.right_rank and result.right_end and result.right_line is not False):
             shutil.rmtree(folder)
     return done
 
@@ -125,12 +127,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("here", "hosts"), required=True)
     parser.add_argument("--out", required=True, help="FILE: FILE.json and FILE.md are written")
+    parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=["paceline", "torchrun"])
     parser.add_argument("--repeat", type=int, default=5, help="how often with paceline")
-    parser.add_argument("--torchrun-repeat", type=int, default=1, help="how often with torchrun")
+    parser.add_argument("--peer-repeat", type=int, default=1, help="how often with the other launchers")
     parser.add_argument("--hang-timeout", default="5")
     parser.add_argument("--minutes", type=float, default=55.0, help="begin no run after that")
     parser.add_argument("--only", nargs="*", default=[], help="names of faults")
     told = parser.parse_args()
+    if told.part == "hosts" and not {*told.launchers} <= {*AGENTS}:
+        parser.error(f"--part hosts runs with {' and '.join(AGENTS)}")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell, by children too
     root = Path(tempfile.mkdtemp(prefix="soak-faults-"))

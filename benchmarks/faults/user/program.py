@@ -1,13 +1,17 @@
 """A training as anybody writes it for torchrun, in which a fault strikes: FAULT=sleeps torchrun program.py.
 
+FAULT_FRAMEWORK=accelerate or fabric wraps the model and the optimizer as these libraries do, instead of DDP.
+
 Copied into a folder with strikes.py and late_strikes.py, and run there: a user's script, with nothing of paceline.
 """
 
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,6 +82,40 @@ class Network(nn.Module):
         return self.last(x if self.skips else F.relu(self.second(x)))
 
 
+Wrapped = tuple[Any, torch.optim.Optimizer]
+"""the model, wrapped for several ranks, and its optimizer"""
+Wrap = Callable[[nn.Module, torch.optim.Optimizer], Wrapped]
+Backward = Callable[[Tensor], object]
+
+
+def plain_ddp(timeout: timedelta) -> tuple[Wrap, Backward]:
+    """DDP, as torch's tutorial uses it."""
+    dist.init_process_group("gloo", timeout=timeout)
+    return lambda model, optimizer: (DistributedDataParallel(model), optimizer), Tensor.backward
+
+
+def accelerate(timeout: timedelta) -> tuple[Wrap, Backward]:
+    """Accelerate."""
+    from accelerate import Accelerator, InitProcessGroupKwargs
+
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo", timeout=timeout)])
+    return accelerator.prepare, accelerator.backward
+
+
+def fabric(timeout: timedelta) -> tuple[Wrap, Backward]:
+    """Lightning Fabric."""
+    from lightning_fabric import Fabric
+    from lightning_fabric.strategies import DDPStrategy
+
+    strategy = DDPStrategy(process_group_backend="gloo", timeout=timeout)
+    fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
+    fabric.launch()
+    return fabric.setup, fabric.backward
+
+
+FRAMEWORKS = {"accelerate": accelerate, "fabric": fabric}
+
+
 def main() -> None:
     """Train."""
     plan, rank = Plan.from_env(), int(os.environ["RANK"])
@@ -86,14 +124,14 @@ def main() -> None:
         plan.strike()
         time.sleep(FOR_EVER_SECONDS)  # FAULT: never-reaches-init
     timeout = timedelta(seconds=float(os.environ.get("GROUP_TIMEOUT", "1800")))
-    dist.init_process_group("gloo", timeout=timeout)
+    wrap, backward = FRAMEWORKS.get(os.environ["FAULT_FRAMEWORK"], plain_ddp)(timeout)
     others = [dist.new_group(timeout=timeout) for _ in range(2)] if plan.name == "swapped-groups" else []
     torch.manual_seed(0)
     if plan.hits("model-shape-differs", "extra-parameters", "data-differs", "settings-differ"):
         plan.strike()
-    model = DistributedDataParallel(Network(plan))
+    network = Network(plan)
     lr = 0.02 if plan.hits("settings-differ") else 0.01
-    optimizer = torch.optim.SGD(model.parameters(), lr)
+    model, optimizer = wrap(network, torch.optim.SGD(network.parameters(), lr))
     begun = load(model)
     steps = int(os.environ.get("FAULT_STEPS", "40"))
     samples = Samples(plan, (steps - begun) * BATCH)
@@ -109,7 +147,7 @@ def main() -> None:
             if others or plan.name == "swapped-collectives":
                 two_sums(plan, state.now(), others)
             optimizer.zero_grad()
-            loss.backward()
+            backward(loss)
             optimizer.step()
             if step % TOTALS_EVERY == 0:
                 reduce_totals(state, loss)
