@@ -214,7 +214,8 @@ bench-scale: $(STAMP)  ## check the causes and estimates of `paceline scale` (ro
 	$(BIN)/python benchmarks/scale_causes.py --out benchmarks/results/scale.json
 
 bench-ladder: $(STAMP)  ## the tables of docs/ladder (20 minutes; quiet)
-	$(BIN)/paceline compare mnist-resnet18 --nproc 2 --rounds 5 --steps 10 --warmup 4 --out benchmarks/results/ladder.json
+	$(BIN)/paceline compare examples/own_transformer.py:large --nproc 2 --rounds 5 --steps 10 --warmup 4 \
+		--out benchmarks/results/ladder.json
 	$(BIN)/python tools/includes.py
 
 bench-report: $(STAMP)  ## check the causes that reports name; time a report of a million events (5 minutes; with root also on hosts)

@@ -4,6 +4,8 @@ It reads sequences in which each token follows from the one before by one of fou
 find out which rule it is. Sequences differ in length, so the loss also returns weights: 1 for each real token.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -62,3 +64,6 @@ def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 task = Task(make_model=Transformer, make_dataset=sequences, loss=loss)
+
+# The model of the tutorial: 4.8 million parameters. Without dropout, each number of processes computes the same losses.
+large = Task(partial(Transformer, width=256, heads=4, layers=6, dropout=0.0), make_dataset=sequences, loss=loss)

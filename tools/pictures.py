@@ -41,12 +41,12 @@ MOST_BYTES = {".png": 150_000, ".svg": 100_000}
 LONGEST_SECONDS, QUIET_SECONDS = 600, 120
 
 STAGES, STEP = "The four stages", "Step "
-CNN = ("mnist-cnn", "--steps", "40")
-RUNGS = {  # what is trained, and which drawings of it are shown
-    "single": ((*CNN, "--nproc", "1"), (STAGES, STEP)),
-    "manual": ((*CNN, "--nproc", "2"), (STEP,)),
-    "bucketed": (("mnist-resnet18", "--steps", "16", "--batch-size", "16", "--nproc", "2"), (STEP,)),
-    "ddp": ((*CNN, "--nproc", "2"), (STAGES, STEP)),
+MODEL = (f"{ROOT}/examples/own_transformer.py:large", "--steps", "18", "--batch-size", "32")  # as in the transcripts
+RUNGS = {  # the number of processes, and which drawings of the run are shown
+    "single": (1, (STAGES, STEP)),
+    "manual": (2, (STEP,)),
+    "bucketed": (2, (STEP,)),
+    "ddp": (2, (STAGES, STEP)),
 }
 MESSAGES = {"PACELINE_SHARED_MEMORY": "off"}  # `bucketed` uses its buckets where ranks share no memory
 REPORTED = ("mnist-cnn", "--nproc", "2", "--steps", "200", "--eval-every", "40", "--checkpoint-every", "50")
@@ -109,8 +109,9 @@ def standalone(found: list[Drawing]) -> str:
 
 def rung(name: str, folder: Path) -> None:
     """One of the ladder's."""
-    words, titles = RUNGS[name]
-    run = train(folder, (*words, "--strategy", name), MESSAGES if name == "bucketed" else None)
+    nproc, titles = RUNGS[name]
+    words = (*MODEL, "--nproc", str(nproc), "--threads-per-rank", "1", "--strategy", name)
+    run = train(folder, words, MESSAGES if name == "bucketed" else None)
     made = drawings(whole_run(run))
     shown = [next(one for one in made if one.title.startswith(title)) for title in titles]
     (PICTURES / f"ladder-{name}.svg").write_text(standalone(shown))

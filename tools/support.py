@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
@@ -251,6 +252,35 @@ def two_optimizers(strategy: str) -> None:
                 other.step()
 
 
+def compiled() -> nn.Module:
+    """A model that torch.compile wraps, without a compiler."""
+    return torch.compile(Normalised(), backend="eager")  # pyright: ignore[reportReturnType]
+
+
+class Recomputed(Normalised):
+    """A model whose layers are computed again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        return self.head(checkpoint(self.layers, x, use_reentrant=False))
+
+
+def scheduled(strategy: str) -> None:
+    """A scheduler, which the loop steps after each epoch."""
+    torch.manual_seed(0)
+    with paceline.session(strategy=strategy, device="cpu") as s:
+        net = Normalised()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        net, optimizer, scheduler = s.prepare(net, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))
+        loader = s.loader(dataset(), global_batch=16)
+        for _ in s.epochs(2):
+            for x, y in loader:
+                optimizer.zero_grad()
+                s.backward(F.mse_loss(net(x), y))
+                optimizer.step()
+            scheduler.step()
+
+
 def autocast(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """`torch.autocast` in the body of the loop."""
     with torch.autocast("cpu", torch.bfloat16):
@@ -278,6 +308,10 @@ LOOPS: dict[str, Callable[[str], None]] = {
     "gradient penalty": lambda name: loop(name, loss=penalty),
     "hook on a parameter": lambda name: loop(name, before=hooked),
     "sparse gradients": lambda name: loop(name, model=sparse, data=numbered),
+    "batch norm, local statistics": loop,
+    "`torch.compile` of the model": lambda name: loop(name, model=compiled),
+    "activation checkpointing of torch": lambda name: loop(name, model=Recomputed),
+    "scheduler of torch": scheduled,
     "streaming dataset": lambda name: loop(name, data=Stream),
     "skip steps with NaN": lambda name: loop(name, settings={"not_finite": "skip"}),
 }

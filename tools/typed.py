@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs" / "ladder").glob("*.md")) + sorted((ROOT / "docs" / "start").glob("*.md"))
 BLOCK = re.compile(r"(<!-- transcript [\w-]+ -->\n+```text\n)(.*?)(^```$)", re.MULTILINE | re.DOTALL)
 HOME = "/home/me/project"  # in place of the folder
-LONGEST_SECONDS = 120
+LONGEST_SECONDS = 300
 
 
 def typed(commands: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from tests.errors import raises
@@ -153,3 +154,20 @@ def test_a_script_starts_as_it_does_under_torchrun(paceline, tmp_path) -> None:
     assert folder.name.startswith("train-") and (folder / "attempt-1" / "rank-1.log").exists()
     command = paceline("launch", *NODES.split(), "--dry-run", "train.py").stdout.split()
     assert command[:2] == ["torchrun", "--nnodes=2"] and command[-4:] == ["paceline", "watchover", "--end", "train.py"]
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("train.py --nproc 1 --nproc_per_node=2", ["--nproc", "--nproc_per_node"]),
+        ("--nproc 1 train.py --nproc 2", []),
+        ("train.py --lr 1", []),
+    ],
+)
+def test_a_number_of_processes_after_the_script_is_the_scripts_and_paceline_says_so(
+    paceline, line: str, names: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    run = paceline("launch", *line.split())
+    assert run.returncode == 0, run.stderr
+    assert re.findall(r"--nproc\w*", run.stderr) == names

@@ -81,6 +81,10 @@ class LaunchScript:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
+MISPLACED = ("--nproc", "--nproc-per-node", "--nproc_per_node")
+"""options that were probably meant for paceline launch if it has not received the number of processes"""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline launch ARGUMENTS`."""
     typed = read_arguments(arguments, os.environ, known_options())
@@ -98,6 +102,9 @@ def main(arguments: Sequence[str]) -> int:
         say(line)
     if typed.ignored:
         say(f"ignored: {typed.ignored}")
+    misplaced = [name for word in script[1:] if (name := word.partition("=")[0]) in MISPLACED]
+    if misplaced and "--nproc" not in typed.given and typed.value("--nproc-per-node") is None:
+        say(f"the script receives {', '.join(misplaced)}. Put options of paceline launch before the script")
     job = _script_job(options, script)
     job = replace(job, rdzv_id=typed.value("--rdzv-id") or "", role=typed.value("--role") or job.role)
     if BOOTSTRAP not in job.argv and not job.hang_timeout.off:
