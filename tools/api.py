@@ -23,7 +23,17 @@ ROOMS = {
 }
 INTERNAL = {  # used by other modules of paceline; not for users
     "Loader": (
-        *("draw_ahead", "drawn", "evaluation", "fingerprint", "is_end", "order_hash", "position", "probe"),
+        *(
+            "draw_ahead",
+            "drawn",
+            "draws_nothing",
+            "evaluation",
+            "fingerprint",
+            "is_end",
+            "order_hash",
+            "position",
+            "probe",
+        ),
         *("put_back_sampler", "sampler_state", "samples", "training"),
     ),
     "BatchPlan": ("known_steps", "size_words"),
@@ -93,7 +103,7 @@ def headed(level: str, name: str, function: Any, *, method: bool = False) -> str
             f"{level} `{name}`\n\n```python",
             f"def {name.removeprefix('.')}(",
             *(f"    {line}" for line in lines),
-            "): ...",
+            f"){f' -> {ast.unparse(node.returns)}' if node.returns else ''}: ...",
             "```",
         ]
     )
