@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from benchmarks.faults.catalogue import FAULTS
 from benchmarks.faults.fault import Fault
+from benchmarks.faults.reading import ROOT_CAUSE
 from benchmarks.faults.run import USERS, Score, marked_lines, score
 from benchmarks.faults.setups import Ran
 from benchmarks.faults.table import markdown, rows, totals
@@ -53,6 +54,16 @@ def test_a_wrong_answer_is_wrong(tmp_path: Path, rank: object, line: int, code: 
 def test_a_run_in_which_nothing_struck_proves_nothing(tmp_path: Path) -> None:
     assert not scored(tmp_path, FAULTS["short-stop"], "done", 0, struck=False).right_rank
     assert not scored(tmp_path, FAULTS["sleeps"], STALL.format(rank=1, line=LINE), 3, struck=False).right_rank
+
+
+def test_a_traceback_before_torchruns_root_cause_names_the_line(tmp_path: Path) -> None:
+    (tmp_path / "struck-1").write_text("100.0")
+    cause = f"{ROOT_CAUSE}:\n[0]:\n  rank      : 1 (local_rank: 1)"
+    (line,) = marked_lines(USERS / "strikes.py", "raises")
+    for text, right in ((f'  File "/x/strikes.py", line {line}, in raises\n{cause}', True), (cause, False)):
+        ran = Ran(1, tuple((106.0, words) for words in text.split("\n")), 90.0, 107.0, (), ())
+        found = score(FAULTS["raises"], "accelerate", ran, tmp_path)
+        assert (found.right_rank, found.right_line, found.right_code) == (True, right, None)
 
 
 ANSWERS = [
