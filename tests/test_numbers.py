@@ -87,10 +87,10 @@ def digests() -> list[str]:
 
 
 def changed_lines() -> list[str]:
-    """Lines added to and removed from an MNIST loop with Accelerate, Fabric and paceline."""
+    """Lines added to and removed from an MNIST loop with DDP, Accelerate, Fabric and paceline."""
     row = next(line for line in record("lines.md").splitlines() if line.startswith("| mnist |"))
-    paceline, accelerate, fabric = (cell.split(" + ") for cell in row.removesuffix(" |").split(" | ")[1:])
-    return [*accelerate, *fabric, *paceline]
+    paceline, accelerate, fabric, ddp = (cell.split(" + ") for cell in row.removesuffix(" |").split(" | ")[1:])
+    return [*ddp, *accelerate, *fabric, *paceline]
 
 
 def one_process(what: str) -> list[str]:
@@ -112,8 +112,9 @@ def of_torchrun() -> list[str]:
 
 def of_readme() -> list[str]:
     kinds, rank, line, *_ = faults("faults-once.md", "paceline", "right rank")
-    other_kinds, other_rank, other_line, *_ = of_torchrun()
-    return [kinds, other_rank, other_line, other_kinds, rank, line]
+    peers = [faults("faults-peers.md", name, "right rank")[:3] for name in ("torchrun", "accelerate", "fabric")]
+    assert len({kinds for kinds, *_ in peers}) == 1
+    return [kinds, peers[0][0], *(number for _, *rates in peers for number in rates), rank, line]
 
 
 def lines() -> dict[str, list[str]]:
@@ -239,7 +240,7 @@ TYPED = (
     ),
     Typed("../README.md", "gpu.json", "trains at [# of DDP's speed]", lambda: gpu("default")),
     Typed("../README.md", "bits-digests.json", "([# runs](benchmarks/results/bits-digests.json), ", digests),
-    Typed("../README.md", "lines.md", "results/lines.md) | not counted | # + # | # + # | # + # |", changed_lines),
+    Typed("../README.md", "lines.md", "results/lines.md) | # + # | # + # | # + # | # + # |", changed_lines),
     Typed(
         "../README.md",
         "one_process.json",
@@ -255,11 +256,10 @@ TYPED = (
     Typed(
         "../README.md",
         "faults-once.md",
-        "[# kinds](benchmarks/results/faults-once.md) of injected faults (`make soak-faults`): ... | # %, # % (of "
-        "[#](benchmarks/results/faults.md) kinds) ... | # %, # % |",
+        "[# kinds](benchmarks/results/faults-once.md) of injected faults, for the peers [#](benchmarks/results/"
+        "faults-peers.md) of them: ... | # %, # % | # %, # % | # %, # % | # %, # % |",
         of_readme,
     ),
-    Typed("../README.md", "faults.md", "(of [#](benchmarks/results/faults.md) kinds)", lambda: of_torchrun()[:1]),
     Typed(
         "faults.md",
         "faults-once.md",

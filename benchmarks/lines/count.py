@@ -1,7 +1,8 @@
 """Count the lines that take each classic single-device script to several processes, by library.
 
-For every script in examples/classic and for paceline, Accelerate and Fabric: the lines added + the lines removed,
-against NAME_single.py, by difflib; blank lines are not counted (like `diff -B`). Prints a Markdown table.
+For every script in examples/classic and for paceline, Accelerate, Fabric and (only MNIST) torch's DDP: the lines added
+and the lines removed, compared with NAME_single.py by difflib. Blank lines are not counted (like `diff -B`). Prints a
+Markdown table.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 CLASSIC = HERE.parent.parent / "examples" / "classic"
 NAMES = ("mnist", "vae", "gan", "lm", "classifier")
-LIBRARIES = ("paceline", "accelerate", "fabric")
+LIBRARIES = ("paceline", "accelerate", "fabric", "ddp")
 
 
 def script(library: str, name: str) -> Path:
@@ -32,8 +33,10 @@ def table() -> str:
     rows = [("script", *LIBRARIES), ("---", *("---:" for _ in LIBRARIES))]
     for name in NAMES:
         single = lines_of(CLASSIC / f"{name}_single.py")
-        counts = (changes(single, lines_of(script(library, name))) for library in LIBRARIES)
-        rows.append((name, *(f"{added} + {removed}" for added, removed in counts)))
+        cells = list[str]()
+        for path in (script(library, name) for library in LIBRARIES):
+            cells.append("{} + {}".format(*changes(single, lines_of(path))) if path.exists() else "-")
+        rows.append((name, *cells))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
