@@ -112,9 +112,9 @@ def of_torchrun() -> list[str]:
 
 def of_readme() -> list[str]:
     kinds, rank, line, *_ = faults("faults-once.md", "paceline", "right rank")
-    peers = [faults("faults-peers.md", name, "right rank")[:3] for name in ("torchrun", "accelerate", "fabric")]
-    assert len({kinds for kinds, *_ in peers}) == 1
-    return [kinds, peers[0][0], *(number for _, *rates in peers for number in rates), rank, line]
+    peers = [faults("faults-peers.md", name, "single culprits") for name in ("torchrun", "accelerate", "fabric")]
+    assert len({cases for *_, cases in peers}) == 1
+    return [kinds, peers[0][-1], *(rate for _, *rates, _, _ in peers for rate in rates), rank, line]
 
 
 def lines() -> dict[str, list[str]]:
@@ -256,8 +256,8 @@ TYPED = (
     Typed(
         "../README.md",
         "faults-once.md",
-        "[# kinds](benchmarks/results/faults-once.md) of injected faults, for the peers [#](benchmarks/results/"
-        "faults-peers.md) of them: ... | # %, # % | # %, # % | # %, # % | # %, # % |",
+        "[# kinds](benchmarks/results/faults-once.md) of injected faults (peers: [#](benchmarks/results/"
+        "faults-peers.md) with one faulty rank): ... | # %, # % | # %, # % | # %, # % | # %, # % |",
         of_readme,
     ),
     Typed(
