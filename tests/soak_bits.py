@@ -22,7 +22,6 @@ import os
 import random
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -36,9 +35,9 @@ from pathlib import Path
 
 from tests import warm
 from tests.launch.launch_harness import MARK, carriers, kill_all, survivors
+from tests.small_mnist import write_mnist
 
 from paceline.cli import ledger
-from paceline.data.mnist import Split, read_mnist
 from paceline.runs.events import Step, read_events
 from paceline.runs.folder import CONFIG
 from paceline.runs.summary import read_summary
@@ -182,19 +181,6 @@ def bits(run_dir: Path) -> str:
     way = sorted({(step.step, step.loss.hex(), (step.grad_norm or 0.0).hex()) for step in every})
     end = [(name, value.hex()) for name, value in (summary.test_metrics or {}).items()]
     return f"{summary.weights_sha256[:12]} {hashlib.sha256(repr((way, end)).encode()).hexdigest()[:12]}"
-
-
-def write_mnist(folder: Path, *, train: int, test: int = 16) -> Path:
-    """The first images of MNIST as IDX files in a new folder."""
-    folder.mkdir()
-    parts: list[tuple[Split, str, int]] = [("train", "train", train), ("test", "t10k", test)]
-    for split, stem, count in parts:
-        images, labels = read_mnist(split)
-        head = struct.pack(">4I", 0x00000803, count, 28, 28)
-        (folder / f"{stem}-images-idx3-ubyte").write_bytes(head + bytes(images.data[: count * 784]))
-        head = struct.pack(">2I", 0x00000801, count)
-        (folder / f"{stem}-labels-idx1-ubyte").write_bytes(head + bytes(labels.data[:count]))
-    return folder
 
 
 # ---- the cases ----------------------------------------------------------------------------------------------------

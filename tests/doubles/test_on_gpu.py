@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.doubles import gpu
-
-from paceline.runs.events import Started, read_events
-from paceline.runs.summary import read_summary
+from tests.ended import digest, start_steps
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(540)]
@@ -56,11 +54,6 @@ def paceline(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def digest(folder: Path) -> str | None:
-    summary = read_summary(folder)
-    return summary and summary.weights_sha256
-
-
 def test_a_training_is_the_same_on_one_rank_and_two_resumed_on_three_and_with_loader_processes(tmp_path: Path) -> None:
     common = ("--strategy", "exact", "--virtual-ranks", "3", "--batch-size", "4", "--backend", "gloo")
     train = ("train", "mine.py:task", *common, "--steps")
@@ -70,9 +63,8 @@ def test_a_training_is_the_same_on_one_rank_and_two_resumed_on_three_and_with_lo
     assert f"1 process on {gpu.NAME}" in one.stdout and digest(tmp_path / "three") == digest(tmp_path / "two")
     (tmp_path / "three" / "checkpoints" / "step-00000008").rename(tmp_path / "gone")
     paceline(tmp_path, "train", "--resume", "auto", "--run-dir", "three", "--nproc", "3")
-    events = read_events(tmp_path / "three" / "events-0.jsonl")
-    assert [event.start_step for event in events if isinstance(event, Started)] == [0, 6]
-    assert digest(tmp_path / "three") == digest(tmp_path / "two") is not None
+    assert start_steps(tmp_path / "three") == [0, 6]
+    assert digest(tmp_path / "three") == digest(tmp_path / "two")
 
 
 @pytest.mark.soak
