@@ -43,15 +43,19 @@ task = Task(
 """
 
 
-def paceline(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     path = [str(ROOT / "src"), str(ROOT), str(ROOT / "tests" / "doubles" / "site_gpu")]
-    (folder / "mine.py").write_text(TASK)
     done = subprocess.run(
-        [sys.executable, "-m", "paceline", *words], cwd=folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        [sys.executable, *words], cwd=folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
         text=True, capture_output=True, timeout=450, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def paceline(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "mine.py").write_text(TASK)
+    return python(folder, "-m", "paceline", *words)
 
 
 def test_a_training_is_the_same_on_one_rank_and_two_resumed_on_three_and_with_loader_processes(tmp_path: Path) -> None:
@@ -132,10 +136,4 @@ print("placed on", {str(place.device) for place in places} - {str(s.device)} or 
 
 def test_a_session_moves_the_model_and_nested_batches_to_the_device(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(SESSION)
-    path = [str(ROOT / "src"), str(ROOT), str(ROOT / "tests" / "doubles" / "site_gpu")]
-    done = subprocess.run(
-        [sys.executable, "loop.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-        text=True, capture_output=True, timeout=450, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"placed on {gpu.NAME}:0" in done.stdout
+    assert f"placed on {gpu.NAME}:0" in python(tmp_path, "loop.py").stdout

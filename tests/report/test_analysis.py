@@ -35,12 +35,6 @@ def analyzed(folder: Path, lines: Iterable[str]) -> Analysis:
     return logs.analyzed(str(folder / "train.log"))
 
 
-def test_the_loss_of_a_log_is_read_line_by_line(tmp_path: Path) -> None:
-    found = analyzed(tmp_path, [classic(1, number, loss) for number, loss in enumerate(LOSSES)])
-    assert found.values == {"loss": pytest.approx(LOSSES, abs=1e-6)}
-    assert found.formats == {"classic": 100}
-
-
 def test_the_loss_is_that_of_one_rank_and_the_throughput_of_all(tmp_path: Path) -> None:
     lines = [f"{rank}: loss: {loss * rank}, {rank} samples/s" for loss in LOSSES for rank in (1, 2)]
     lines.insert(0, "10: 7 samples/s")
