@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tests import warm
 from tests.launch.launch_harness import MARK, carriers, kill_all, survivors
@@ -382,14 +383,19 @@ def table(cases: Mapping[str, Result]) -> Iterator[str]:
         yield from (f"  FAULT: {name}: {fault}" for fault in result.faults)
 
 
+def cases_before(part: str, seed: int, out: Path) -> dict[str, Any]:
+    """The results that the file of a part that was interrupted holds, by the name of the case."""
+    if not out.is_file():
+        return {}
+    before = json.loads(out.read_bytes())
+    if (before["part"], before["seed"]) != (part, seed):
+        raise SystemExit(f"{out} holds part {before['part']} of seed {before['seed']}: name another file")
+    return before["cases"]
+
+
 def soak(part: str, seed: int, count: int | None, out: Path, root: Path) -> dict[str, Result]:
     """All cases of a part, those that `out` holds already included; it is written after each."""
-    cases: dict[str, Result] = {}
-    if out.is_file():
-        before = json.loads(out.read_bytes())
-        if (before["part"], before["seed"]) != (part, seed):
-            raise SystemExit(f"{out} holds part {before['part']} of seed {before['seed']}: name another file")
-        cases = {name: Result(**result) for name, result in before["cases"].items()}
+    cases = {name: Result(**result) for name, result in cases_before(part, seed, out).items()}
     data = write_mnist(root / "mnist", train=PARTS[part].samples)
     for number, (name, case) in enumerate(PARTS[part].cases(seed, count or PARTS[part].count)):
         if name in cases:
