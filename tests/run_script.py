@@ -26,6 +26,13 @@ POLL_SECONDS = 0.02
 SAVED = int(ExitCode.SAVED)  # is no failure
 
 
+def free_port() -> int:
+    """A port of the loopback that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def run_script(
     world_size: int, *arguments: object, cwd: Path, timeout: float = 165.0, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -36,9 +43,7 @@ def run_script(
     Raises:
         subprocess.TimeoutExpired: after that many seconds; what still runs is then killed.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     world = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo"}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     # a script as our agent's workers run it: warm.py alone would leave out what Python does at the end of one

@@ -22,7 +22,6 @@ import os
 import random
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -33,12 +32,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tests import warm
 from tests.launch.launch_harness import MARK, carriers, kill_all, survivors
+from tests.small_mnist import write_mnist
 
 from paceline.cli import ledger
-from paceline.data.mnist import Split, read_mnist
 from paceline.runs.events import Step, read_events
 from paceline.runs.folder import CONFIG
 from paceline.runs.summary import read_summary
@@ -182,19 +182,6 @@ def bits(run_dir: Path) -> str:
     way = sorted({(step.step, step.loss.hex(), (step.grad_norm or 0.0).hex()) for step in every})
     end = [(name, value.hex()) for name, value in (summary.test_metrics or {}).items()]
     return f"{summary.weights_sha256[:12]} {hashlib.sha256(repr((way, end)).encode()).hexdigest()[:12]}"
-
-
-def write_mnist(folder: Path, *, train: int, test: int = 16) -> Path:
-    """The first images of MNIST as IDX files in a new folder."""
-    folder.mkdir()
-    parts: list[tuple[Split, str, int]] = [("train", "train", train), ("test", "t10k", test)]
-    for split, stem, count in parts:
-        images, labels = read_mnist(split)
-        head = struct.pack(">4I", 0x00000803, count, 28, 28)
-        (folder / f"{stem}-images-idx3-ubyte").write_bytes(head + bytes(images.data[: count * 784]))
-        head = struct.pack(">2I", 0x00000801, count)
-        (folder / f"{stem}-labels-idx1-ubyte").write_bytes(head + bytes(labels.data[:count]))
-    return folder
 
 
 # ---- the cases ----------------------------------------------------------------------------------------------------
@@ -396,14 +383,19 @@ def table(cases: Mapping[str, Result]) -> Iterator[str]:
         yield from (f"  FAULT: {name}: {fault}" for fault in result.faults)
 
 
+def cases_before(part: str, seed: int, out: Path) -> dict[str, Any]:
+    """The results that the file of a part that was interrupted holds, by the name of the case."""
+    if not out.is_file():
+        return {}
+    before = json.loads(out.read_bytes())
+    if (before["part"], before["seed"]) != (part, seed):
+        raise SystemExit(f"{out} holds part {before['part']} of seed {before['seed']}: name another file")
+    return before["cases"]
+
+
 def soak(part: str, seed: int, count: int | None, out: Path, root: Path) -> dict[str, Result]:
     """All cases of a part, those that `out` holds already included; it is written after each."""
-    cases: dict[str, Result] = {}
-    if out.is_file():
-        before = json.loads(out.read_bytes())
-        if (before["part"], before["seed"]) != (part, seed):
-            raise SystemExit(f"{out} holds part {before['part']} of seed {before['seed']}: name another file")
-        cases = {name: Result(**result) for name, result in before["cases"].items()}
+    cases = {name: Result(**result) for name, result in cases_before(part, seed, out).items()}
     data = write_mnist(root / "mnist", train=PARTS[part].samples)
     for number, (name, case) in enumerate(PARTS[part].cases(seed, count or PARTS[part].count)):
         if name in cases:

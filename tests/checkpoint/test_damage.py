@@ -23,17 +23,11 @@ from paceline.runs.owners import user_name
 NOBODY = 65534
 
 
-def test_random_damage_is_never_accepted_and_told_by_file(tmp_path):
+@pytest.mark.parametrize(("attempt", "count"), [(trial, 30), (kill_trial, 15)], ids=["damage", "killed writer"])
+def test_random_damage_is_told_by_file_and_a_writer_killed_at_any_byte_publishes_nothing(tmp_path, attempt, count):
     template = tmp_path / "template"
     saved(template, 1, 2)
-    failures = [trial(template, tmp_path / "trial", f"suite-{number}") for number in range(30)]
-    assert [failure for failure in failures if failure] == []
-
-
-def test_a_writer_killed_at_any_byte_publishes_nothing_and_leaves_nothing(tmp_path):
-    template = tmp_path / "template"
-    saved(template, 1, 2)
-    failures = [kill_trial(template, tmp_path / "trial", f"suite-{number}") for number in range(15)]
+    failures = [attempt(template, tmp_path / "trial", f"suite-{number}") for number in range(count)]
     assert [failure for failure in failures if failure] == []
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from tests.ended import start_steps
 from tests.run_script import run_script
-from tests.soak_bits import KILLED, Lab, bits, last_step, workers_killed, write_mnist
-
-from paceline.runs.events import Started, read_events
+from tests.small_mnist import write_mnist
+from tests.soak_bits import KILLED, Lab, bits, last_step, workers_killed
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(720), pytest.mark.sample(2)]  # 5 to 15 s on 2 idle cores
 
@@ -74,8 +74,3 @@ def goes_on(lab: Lab, nproc: int, expected: str) -> None:
     assert start_steps(lab.folder)[-1] > 0
     assert bits(lab.folder) == expected
     assert list(lab.faults()) == []
-
-
-def start_steps(folder: Path) -> list[int]:
-    """The step after which each start has resumed; 0: it has not."""
-    return [event.start_step for event in read_events(folder / "events-0.jsonl") if isinstance(event, Started)]

@@ -11,9 +11,9 @@ import pytest
 from tests import warm
 from tests.checkpoint.checkpoint_harness import sealed
 from tests.cli.test_bad_input import WITHOUT_TORCH
+from tests.ended import start_steps
 from tests.errors import ended_with, raises
 from tests.run_script import run_script
-from tests.starts import start_steps
 
 import paceline
 from paceline.config.settings import load

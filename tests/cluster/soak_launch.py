@@ -40,6 +40,7 @@ from tests.cluster.slurm import Slurm
 from tests.cluster.soak_cases import RUN_SECONDS, TASKS, Bench, Result
 from tests.cluster.ssh import SshHosts
 from tests.cluster.training import Cluster, trained_here
+from tests.soak_bits import cases_before
 
 Case = Callable[[Bench], Result]
 Cases = Iterator[tuple[str, Case]]
@@ -115,12 +116,7 @@ def machine() -> dict[str, object]:
 
 def soak(part: str, seed: int, count: int, out: Path, root: Path) -> dict[str, Result]:
     """All cases of a part, those that `out` holds already included; it is written after each."""
-    cases: dict[str, Result] = {}
-    if out.is_file():
-        before = json.loads(out.read_bytes())
-        if (before["part"], before["seed"]) != (part, seed):
-            raise SystemExit(f"{out} holds part {before['part']} of seed {before['seed']}: name another file")
-        cases = {name: Result(**result) for name, result in before["cases"].items()}
+    cases = {name: Result(**result) for name, result in cases_before(part, seed, out).items()}
     known: dict[tuple[str, ...], str] = {}
 
     def expected(task: list[str]) -> str:

@@ -24,10 +24,6 @@ def refusal(*names: str, allowed: tuple[str, ...] = (), **more: object) -> Pacel
     return caught.value
 
 
-def test_the_same_run_is_the_same_run():
-    assert check_same(SAVED, dict(SAVED), [], WHERE) == []
-
-
 @pytest.mark.parametrize("name", FIXED)
 def test_what_is_fixed_is_refused_with_both_values_and_the_reason(name):
     error = refusal(name)
@@ -179,11 +175,6 @@ def test_each_setting_that_matters_is_compared(change, names):
     with pytest.raises(UsageError) as caught:
         check_same(defined(), defined(**change), [], WHERE)
     assert [*caught.value.fields["saved"]] == names
-
-
-def test_threads_are_part_of_an_exact_run():
-    with raises("another-run", saved={"threads_per_rank": 1}, now={"threads_per_rank": 2}):
-        check_same(defined(strategy="exact"), defined(strategy="exact", launch__threads_per_rank=2), [], WHERE)
 
 
 def test_a_checkpoint_of_before_there_was_a_choice_of_precision_is_one_in_fp32():

@@ -31,11 +31,11 @@ def mapped(folder, array):
 def test_tensors_arrays_and_mapped_files_give_the_same_batches(tmp_path):
     expected = batches([(torch.from_numpy(row), label) for row, label in zip(ROWS, LABELS, strict=True)])
     held = (torch.from_numpy(ROWS), ROWS, mapped(tmp_path, ROWS), ROWS[:, ::-1][:, ::-1])
-    for rows in held:
-        found = batches(ArrayDataset(rows, LABELS))
-        for a, b in zip(found, expected, strict=True):
+    datasets = [ArrayDataset(rows, LABELS) for rows in held]
+    for dataset in (*datasets, TensorDataset(torch.from_numpy(ROWS), torch.from_numpy(LABELS))):
+        for a, b in zip(batches(dataset), expected, strict=True):
             assert torch.equal(a.inputs, b.inputs) and torch.equal(a.targets, b.targets)
-            assert a.inputs.is_contiguous()
+            assert torch.equal(a.targets, a.work.indices) and a.inputs.is_contiguous()
 
 
 def test_a_batch_is_a_copy_and_a_mapped_file_stays_as_it_is(tmp_path):

@@ -53,17 +53,6 @@ def batches(dataset, *, workers=0, share=range(2), stop=6, collate=None, plan=PL
     return list(load_steps(dataset, plan, share, Loading(CPU, workers, collate), start=0, stop=stop))
 
 
-def test_tensors_and_samples_give_the_same_batches():
-    inputs = torch.arange(23.0).reshape(23, 1)
-    fast = [batches(d) for d in (TensorDataset(inputs, inputs), ArrayDataset(inputs, inputs))]
-    slow = batches([(x, x) for x in inputs])
-    for steps in fast:
-        for a, b in zip(steps, slow, strict=True):
-            for x, y in zip(a, b, strict=True):
-                assert torch.equal(x.inputs, y.inputs)
-                assert torch.equal(x.inputs[:, 0].long(), x.work.indices)
-
-
 def test_transform_of_array_datasets_sees_batches():
     data = ArrayDataset(torch.arange(23.0), torch.arange(23), lambda x: x * 2)
     assert data[5] == (10.0, 5)

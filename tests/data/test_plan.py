@@ -141,12 +141,9 @@ def test_numbers_must_be_positive(wrong):
         BatchPlan(**{"num_samples": 8, "global_batch": 4, **wrong})
 
 
-def test_a_misspelt_last_batch_is_an_error():
+def test_a_misspelt_last_batch_and_dropping_everything_are_errors():
     with raises("unknown-name", value="dropp"):  # "keep" in its place would be a different training
         BatchPlan(8, 3, last_batch="dropp")
-
-
-def test_dropping_everything_is_refused():
     with raises("no-whole-batch"):
         BatchPlan(3, 4, last_batch="drop")
 

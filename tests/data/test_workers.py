@@ -133,14 +133,12 @@ def test_room_is_counted_in_bytes_of_all_ranks_batches_ahead_and_in_use(monkeypa
         check_shared_memory(BATCH, 2, LoaderLoad(largest_batch=64, num_workers=3, local_ranks=4))
 
 
-def test_without_loader_processes_nothing_is_asked(monkeypatch) -> None:
-    has_free(monkeypatch, 0)
-    check_shared_memory(BATCH, 2, LoaderLoad(largest_batch=64, num_workers=0, local_ranks=4))
-
-
-def test_where_nobody_can_say_what_is_free_nothing_is_refused(monkeypatch) -> None:
-    has_free(monkeypatch, None)
-    check_shared_memory(BATCH, 2, LoaderLoad(largest_batch=64, num_workers=3, local_ranks=4))
+@pytest.mark.parametrize(("free_bytes", "num_workers"), [(0, 0), (None, 3)])
+def test_without_loader_processes_or_where_nobody_knows_the_room_nothing_is_refused(
+    monkeypatch, free_bytes: int | None, num_workers: int
+) -> None:
+    has_free(monkeypatch, free_bytes)
+    check_shared_memory(BATCH, 2, LoaderLoad(largest_batch=64, num_workers=num_workers, local_ranks=4))
 
 
 def test_where_there_is_none_at_all_loader_processes_are_refused(monkeypatch, tmp_path) -> None:

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.doubles import gpu
-
-from paceline.runs.events import Started, read_events
-from paceline.runs.summary import read_summary
+from tests.ended import digest, start_steps
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(540)]
@@ -45,20 +43,19 @@ task = Task(
 """
 
 
-def paceline(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     path = [str(ROOT / "src"), str(ROOT), str(ROOT / "tests" / "doubles" / "site_gpu")]
-    (folder / "mine.py").write_text(TASK)
     done = subprocess.run(
-        [sys.executable, "-m", "paceline", *words], cwd=folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        [sys.executable, *words], cwd=folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
         text=True, capture_output=True, timeout=450, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
-def digest(folder: Path) -> str | None:
-    summary = read_summary(folder)
-    return summary and summary.weights_sha256
+def paceline(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "mine.py").write_text(TASK)
+    return python(folder, "-m", "paceline", *words)
 
 
 def test_a_training_is_the_same_on_one_rank_and_two_resumed_on_three_and_with_loader_processes(tmp_path: Path) -> None:
@@ -70,9 +67,8 @@ def test_a_training_is_the_same_on_one_rank_and_two_resumed_on_three_and_with_lo
     assert f"1 process on {gpu.NAME}" in one.stdout and digest(tmp_path / "three") == digest(tmp_path / "two")
     (tmp_path / "three" / "checkpoints" / "step-00000008").rename(tmp_path / "gone")
     paceline(tmp_path, "train", "--resume", "auto", "--run-dir", "three", "--nproc", "3")
-    events = read_events(tmp_path / "three" / "events-0.jsonl")
-    assert [event.start_step for event in events if isinstance(event, Started)] == [0, 6]
-    assert digest(tmp_path / "three") == digest(tmp_path / "two") is not None
+    assert start_steps(tmp_path / "three") == [0, 6]
+    assert digest(tmp_path / "three") == digest(tmp_path / "two")
 
 
 @pytest.mark.soak
@@ -140,10 +136,4 @@ print("placed on", {str(place.device) for place in places} - {str(s.device)} or 
 
 def test_a_session_moves_the_model_and_nested_batches_to_the_device(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(SESSION)
-    path = [str(ROOT / "src"), str(ROOT), str(ROOT / "tests" / "doubles" / "site_gpu")]
-    done = subprocess.run(
-        [sys.executable, "loop.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-        text=True, capture_output=True, timeout=450, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"placed on {gpu.NAME}:0" in done.stdout
+    assert f"placed on {gpu.NAME}:0" in python(tmp_path, "loop.py").stdout

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tests import warm
 from tests.doubles import nccl
+from tests.ended import digest, ended
 
 from paceline.guard.report import read_diagnosis
-from paceline.runs.summary import read_summary
 
 ROOT = Path(__file__).parents[2]
 TASK = f"{ROOT / 'examples' / 'own_task.py'}:task"
@@ -53,11 +53,6 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def digest(folder: Path) -> str | None:
-    summary = read_summary(folder)
-    return summary and summary.weights_sha256
-
-
 ALL = [pytest.param(one, marks=pytest.mark.soak) for one in ("bucketed", "manual", "ddp", "exact", "zero", "fsdp")]
 
 
@@ -96,5 +91,4 @@ def test_a_thousand_healthy_steps_with_late_operations_raise_no_alarm(tmp_path: 
     # that a rank or the network is slow may be said: on a busy machine it is true
     assert not [word for word in ("no progress", "STALL", "DISAGREE", "CAUSE") if word in said], said
     assert not [*(tmp_path / "run").rglob("diagnosis-*")]
-    summary = read_summary(tmp_path / "run")
-    assert summary is not None and summary.steps == 1000
+    assert ended(tmp_path / "run").steps == 1000

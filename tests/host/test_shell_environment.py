@@ -50,13 +50,12 @@ def test_modules_are_loaded_in_order_and_their_words_do_no_harm(with_modules: di
     assert after == {**with_modules, "CC": "gcc-12", "CUDA_HOME": "/opt/cuda", "LOADED": "gcc/12:cuda"}
 
 
-def test_a_module_that_is_not_there_is_named_with_the_systems_words(with_modules: dict[str, str]) -> None:
+def test_a_module_that_is_not_there_is_named_also_where_the_system_fails_with_status_0(
+    with_modules: dict[str, str],
+) -> None:
     with raises("module-not-loaded", module="nope") as caught:
         environment_after(["cuda", "nope"], "", {}, with_modules)
     assert "unknown: nope" in str(caught.value)
-
-
-def test_an_old_module_system_that_fails_with_status_0_is_not_believed(with_modules: dict[str, str]) -> None:
     with raises("module-not-loaded", module="ancient"):
         environment_after(["ancient"], "", {}, with_modules)
 

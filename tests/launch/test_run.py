@@ -90,12 +90,6 @@ def test_first_failure(launch, name: str) -> None:
         assert "Traceback" not in one.stderr
 
 
-def test_all_done(launch) -> None:
-    one = launch("print('rank', rank)")
-    assert one.finish() == 0
-    assert one.stderr == ""
-
-
 def test_every_rank_alike_is_told_once(launch) -> None:
     one = launch("fail(ValueError('mine'), 2, traceback=False)")
     assert one.finish() == 2

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import shlex
 import subprocess
 import sys
@@ -150,12 +149,6 @@ def test_every_host_that_cannot_be_copied_to_is_named() -> None:
         sync([type(commands[0])("n1", ("/no/such/rsync",))])
     with raises("sync-relative-folder"):
         rsync_commands(job_on("n1", cwd=""))
-
-
-def test_a_plan_survives_its_way_as_json() -> None:
-    text = describe(ssh(job_on("n1")))
-    told = text.split("<<'PLAN'\n")[1].split("\nPLAN")[0]
-    assert json.loads(told)["hosts"] == [{"name": "n1"}]
 
 
 # ---- why a host has no agent ----

@@ -120,4 +120,3 @@ def loss(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
 task = Task(GPT, sentences, loss)
 hugging_face = Task(gpt2, sentences, loss)
 encoder = Task(Encoder, sentences, loss)
-one_head = Task(lambda: GPT(heads=1), sentences, loss)

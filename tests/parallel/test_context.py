@@ -101,16 +101,15 @@ def test_own_models_compute_what_one_process_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.needs("transformers")
-def test_models_of_hugging_face_do_so_too(tmp_path: Path) -> None:
-    for name, one in run_ranks(differences, 2, tmp_path, [*HUGGING_FACE])[1].items():
-        assert one[0] < 1e-13, (name, one)
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_three_ranks_do_so_where_heads_do_not_divide(tmp_path: Path) -> None:
-    for name, one in run_ranks(differences, 3, tmp_path, ["split", "batch first", "vectors"])[2].items():
+@pytest.mark.parametrize(
+    ("ranks", "models"),
+    [
+        pytest.param(2, [*HUGGING_FACE], marks=pytest.mark.needs("transformers")),
+        pytest.param(3, ["split", "batch first", "vectors"], marks=pytest.mark.slow),  # heads do not divide
+    ],
+)
+def test_models_of_hugging_face_and_three_ranks_do_so_too(ranks: int, models: list[str], tmp_path: Path) -> None:
+    for name, one in run_ranks(differences, ranks, tmp_path, models)[ranks - 1].items():
         assert one[0] < 1e-13, (name, one)
 
 

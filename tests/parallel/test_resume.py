@@ -117,18 +117,10 @@ def test_a_mesh_goes_on_where_a_strategy_has_stopped_and_the_other_way_round(tmp
 
 @pytest.mark.ranks
 @pytest.mark.soak
-@pytest.mark.timeout(900)
-def test_all_pairs(tmp_path: Path) -> None:
-    pairs = [*product(WAYS, WAYS)]
-    found = run_ranks(go_on, 2, tmp_path, str(tmp_path), pairs, timeout=750)[0]
-    assert len(found) == len(WAYS) ** 2
-    assert max(found.values()) < 1e-9, found
-
-
-@pytest.mark.ranks
-@pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_all_pairs_on_four_ranks(tmp_path: Path) -> None:
-    found = run_ranks(go_on, 4, tmp_path, str(tmp_path), [*product(OF_FOUR, OF_FOUR)], timeout=1740)[0]
-    assert len(found) == len(OF_FOUR) ** 2
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_pairs(ranks: int, tmp_path: Path) -> None:
+    ways = WAYS if ranks == 2 else OF_FOUR
+    found = run_ranks(go_on, ranks, tmp_path, str(tmp_path), [*product(ways, ways)], timeout=1740)[0]
+    assert len(found) == len(ways) ** 2
     assert max(found.values()) < 1e-9, found

@@ -197,9 +197,3 @@ def test_finished_weights_are_not_written_over_from_step_0(tmp_path):
     (tmp_path / "model.safetensors").write_text("weights")
     with raises("run-has-ended"):
         check_not_finished(tmp_path)
-
-
-def test_resuming_leaves_the_checkpoints_where_they_are(tmp_path):
-    folder = filled(tmp_path / "run", ["config.toml", "checkpoints/step-00000003/"])
-    open_run_dir(folder, "task", resume=True)
-    assert (folder / "checkpoints/step-00000003").is_dir()

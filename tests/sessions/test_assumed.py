@@ -62,32 +62,22 @@ def test_its_numbers_are_those_of_the_plain_loop(tmp_path: Path, kind: str, rank
     assert code == 0 and found < 1e-12, told
 
 
-LAYOUTS = [
+LAYOUTS = [  # the samples of a batch are counted wherever their dimension is
     "time_first", "time_first_pair", "time_first_two", "one_more_dimension", "dicts", "nodes", "packed", "pairs",
     "boxes", "number", "time_first_number",
 ]  # fmt: skip
+ALSO = [
+    *((3, f"layout_{kind}") for kind in LAYOUTS),
+    *((2, "weightless_masked", strategy) for strategy in ("exact", "manual", "ddp")),
+    *((1, kind) for kind in ("hook_all", "hook_any", "max_norm")),  # on several ranks they are errors
+]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", LAYOUTS)
-def test_the_samples_of_a_batch_are_counted_wherever_their_dimension_is(tmp_path: Path, kind: str) -> None:
-    code, found, told = run(3, f"layout_{kind}", tmp_path)
-    assert code == 0 and found < 1e-12, told
-
-
-@pytest.mark.parametrize(("kind", "wanted"), [("subset", 0), ("losses", 0), ("ended", 0), ("dataset", USAGE)])
-def test_data_that_the_loop_draws_or_changes_are_the_same_after_a_resume(
-    tmp_path: Path, kind: str, wanted: int
-) -> None:
-    assert run(1, f"changing_{kind}", tmp_path)[0] == 1  # as planned
-    code, found, told = run(1, f"changing_{kind}", tmp_path)
-    assert code == wanted and (code or found < 1e-12), told
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["exact", "manual", "ddp"])
-def test_a_rank_without_weight_contributes_nothing_under_other_strategies(tmp_path: Path, strategy: str) -> None:
-    code, found, told = run(2, "weightless_masked", tmp_path, strategy)
+@pytest.mark.parametrize("words", ALSO, ids=str)
+def test_its_numbers_are_those_of_the_plain_loop_on_so_many_ranks(tmp_path: Path, words: tuple[Any, ...]) -> None:
+    ranks, kind, *strategy = words
+    code, found, told = run(ranks, kind, tmp_path, *strategy)
     assert code == 0 and found < 1e-12, told
 
 
@@ -145,12 +135,6 @@ def test_it_is_an_error_on_one_process_too(tmp_path: Path, kind: str) -> None:
     assert code == USAGE and found is None, told
 
 
-@pytest.mark.parametrize("kind", ["hook_all", "hook_any", "max_norm"])
-def test_alone_it_is_the_plain_loop(tmp_path: Path, kind: str) -> None:
-    code, found, told = run(1, kind, tmp_path)
-    assert code == 0 and found < 1e-12, told
-
-
 CODES = {
     "buffer_by_loop": "buffer-changed-in-body", "buffer_by_loop_float": "buffer-changed-in-body",
     "unfrozen_later": "parameters-differ",
@@ -180,25 +164,27 @@ def test_an_interrupted_epoch_has_each_sample_once(tmp_path: Path, kind: str) ->
     assert code == 0 and found == list(range(40)), told
 
 
-@pytest.mark.parametrize("kind", ["unshuffled", "shuffled", "shared"])
-def test_an_evaluation_inside_an_epoch_draws_as_in_a_plain_loop_also_after_a_resume(tmp_path: Path, kind: str) -> None:
-    assert run(1, f"evaluated_inside_{kind}", tmp_path)[0] == 1  # as planned
-    code, found, told = run(1, f"evaluated_inside_{kind}", tmp_path)
-    assert code == 0 and found < 1e-12, told
-
-
-def test_an_order_that_cannot_be_drawn_again_is_an_error(tmp_path: Path) -> None:
-    assert run(1, "resumed_lost", tmp_path)[0] == 1
-    code, found, told = run(1, "resumed_lost", tmp_path)
-    assert code == USAGE and found is None, told
+PLAIN_AFTER_RESUME = [
+    *((1, f"changing_{kind}") for kind in ("subset", "losses", "ended")),
+    *((1, f"evaluated_inside_{kind}") for kind in ("unshuffled", "shuffled", "shared")),
+    *((2, f"two_optimizers_{kind}") for kind in ("bucketed", "exact", "ddp", "accumulated")),
+]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["bucketed", "exact", "ddp", "accumulated"])
-def test_two_optimizers_of_one_model_train_it_also_after_a_resume(tmp_path: Path, kind: str) -> None:
-    assert run(2, f"two_optimizers_{kind}", tmp_path)[0] == 1  # as planned
-    code, found, told = run(2, f"two_optimizers_{kind}", tmp_path)
+@pytest.mark.parametrize(("ranks", "kind"), PLAIN_AFTER_RESUME)
+def test_its_numbers_are_those_of_the_plain_loop_after_a_resume(tmp_path: Path, ranks: int, kind: str) -> None:
+    assert run(ranks, kind, tmp_path)[0] == 1  # as planned
+    code, found, told = run(ranks, kind, tmp_path)
     assert code == 0 and found < 1e-12, told
+
+
+@pytest.mark.parametrize("kind", ["resumed_lost", "changing_dataset", "group_later"])
+def test_it_is_an_error_after_a_resume(tmp_path: Path, kind: str) -> None:
+    assert run(1, kind, tmp_path)[0] == 1
+    code, found, told = run(1, kind, tmp_path)
+    assert code == USAGE and found is None, told
+    assert kind != "group_later" or codes(told) == ["parameter-groups-missing"], told
 
 
 RESUMED: dict[str, Callable[[Any], bool]] = {
@@ -221,12 +207,6 @@ def test_state_after_a_resume(tmp_path: Path, kind: str) -> None:
     assert run(1, kind, tmp_path)[0] == 1  # as planned
     code, found, told = run(1, kind, tmp_path)
     assert code == 0 and RESUMED[kind](found), told
-
-
-def test_a_group_of_parameters_that_is_missing_after_a_resume_is_an_error(tmp_path: Path) -> None:
-    assert run(1, "group_later", tmp_path)[0] == 1
-    code, found, told = run(1, "group_later", tmp_path)
-    assert code == USAGE and found is None and codes(told) == ["parameter-groups-missing"], told
 
 
 def test_copies_that_each_step_creates_are_not_state(tmp_path: Path) -> None:

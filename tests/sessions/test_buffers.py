@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.ended import digest, start_steps
 from tests.errors import ended_with
 from tests.run_script import run_script
-from tests.starts import start_steps
 
 from paceline.cli.checkpoint import export
 from paceline.runs.folder import WEIGHTS
-from paceline.runs.summary import read_summary
 from paceline.train.weights import load
 
 pytestmark = pytest.mark.sample(3)
@@ -33,9 +32,7 @@ def test_they_are_those_of_the_plain_loop_after_a_resume_on_other_ranks(tmp_path
         assert done.returncode == 0 and start_steps(run)[-1] > 0, done.stdout + done.stderr
         right = {line.split()[0] for line in done.stdout.splitlines() if line.endswith(" right")}
         assert right == BUFFERS | {"w"} if complex_too else BUFFERS, done.stdout
-        summary = read_summary(run)
-        assert summary is not None
-        digests.append(summary.weights_sha256)
+        digests.append(digest(run))
         weights = load(run / WEIGHTS, ours=True)
         assert weights.keys() == right and int(weights["seen"]) == 96 and int(weights["steps"]) == 12
         assert weights["mean"].dtype == torch.complex128

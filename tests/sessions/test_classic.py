@@ -27,31 +27,24 @@ MARKS = {
 }  # 15 to 20 s each: `make soak-sessions`
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in SCRIPTS])
-@pytest.mark.timeout(360)
-def test_the_original_is_equalled(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name in OF_HUGGING_FACE and importlib.util.find_spec("transformers") is None:
-        pytest.skip("needs transformers: pip install -e '.[hf]'")
-    monkeypatch.setattr(soak_classic, "SIZES", (2,))
-    monkeypatch.setitem(SCRIPTS, name, (SCRIPTS[name][0], "200", SCRIPTS[name][2]))
-    assert soak_classic.apart(name, tmp_path) <= 1e-12
-
-
 CUT = {
     "lm": "strategy='fsdp', fsdp_wrap='TransformerEncoderLayer'",
     "classifier": "strategy='fsdp'",
     "gpt2": "strategy='fsdp'",
 }
+CASES = [
+    *(pytest.param(name, (2,), "", marks=MARKS.get(name, pytest.mark.slow)) for name in SCRIPTS),
+    *(pytest.param(name, (1, 3), CUT[name], marks=MARKS.get(name, pytest.mark.slow)) for name in CUT),
+]
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(("name", "sizes", "how"), CASES)
 @pytest.mark.timeout(360)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name != "lm")) for name in CUT])
-def test_it_is_equalled_where_the_model_is_cut_over_ranks(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_original_is_equalled_also_where_the_model_is_cut_over_ranks(
+    name: str, sizes: tuple[int, ...], how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name in OF_HUGGING_FACE and importlib.util.find_spec("transformers") is None:
         pytest.skip("needs transformers: pip install -e '.[hf]'")
-    monkeypatch.setattr(soak_classic, "SIZES", (1, 3))
+    monkeypatch.setattr(soak_classic, "SIZES", sizes)
     monkeypatch.setitem(SCRIPTS, name, (SCRIPTS[name][0], "200", SCRIPTS[name][2]))
-    assert soak_classic.apart(name, tmp_path, CUT[name]) <= 1e-12
+    assert soak_classic.apart(name, tmp_path, how) <= 1e-12

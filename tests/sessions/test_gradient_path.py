@@ -10,34 +10,23 @@ pytestmark = pytest.mark.sample(5)
 SCRIPT = Path(__file__).with_name("gradient_path.py")
 
 
+KINDS = ["hook", "after", "function", "module", "masked", "accumulated", "tensor", "reentrant"]
+LATER = {"function": 2, "tensor": 2, "reentrant": 2, "module": 2, "watched": 0, "hook": 0}
+CASES = [  # ranks, arguments of the script, exit code
+    # what is not linear in the gradient
+    *((ranks, (kind, "bucketed"), 0) for kind in KINDS for ranks in (1, 2)),
+    # other strategies run hooks on the whole gradient, or raise an error
+    *((2, ("hook", strategy), code) for strategy, code in (("exact", 0), ("ddp", 0), ("manual", 0), ("zero", 2))),
+    # weights that are known later
+    *((2, (kind, "bucketed", "4"), code) for kind, code in LATER.items()),
+]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    "kind", ["hook", "after", "function", "module", "masked", "accumulated", "tensor", "reentrant"]
-)
-def test_what_is_not_linear_in_the_gradient_gives_the_plain_loops_weights(
-    tmp_path: Path, kind: str, ranks: int
+@pytest.mark.parametrize(("ranks", "words", "code"), CASES, ids=str)
+def test_the_weights_are_those_of_the_plain_loop_or_it_is_an_error(
+    tmp_path: Path, ranks: int, words: tuple[str, ...], code: int
 ) -> None:
-    done = run_script(ranks, SCRIPT, kind, "bucketed", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert float((tmp_path / "difference").read_text()) < 1e-13
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(("strategy", "code"), [("exact", 0), ("ddp", 0), ("manual", 0), ("zero", 2)])
-def test_other_strategies_run_hooks_on_the_whole_gradient_or_raise_an_error(
-    tmp_path: Path, strategy: str, code: int
-) -> None:
-    done = run_script(2, SCRIPT, "hook", strategy, cwd=tmp_path)
-    assert done.returncode == code, done.stderr
-    assert code or float((tmp_path / "difference").read_text()) < 1e-13
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("kind", "code"), [("function", 2), ("tensor", 2), ("reentrant", 2), ("module", 2), ("watched", 0), ("hook", 0)]
-)
-def test_with_weights_that_are_known_later_it_is_an_error(tmp_path: Path, kind: str, code: int) -> None:
-    done = run_script(2, SCRIPT, kind, "bucketed", "4", cwd=tmp_path)
+    done = run_script(ranks, SCRIPT, *words, cwd=tmp_path)
     assert done.returncode == code, done.stderr
     assert code or float((tmp_path / "difference").read_text()) < 1e-13

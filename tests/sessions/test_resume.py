@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from tests.ended import ended, start_steps
 from tests.errors import codes
 from tests.run_script import run_script
-from tests.starts import start_steps
 
 from paceline.checkpoint.manager import Checkpoints
 from paceline.cli import ledger, status
 from paceline.errors import ExitCode
-from paceline.runs.summary import Summary, read_summary
+from paceline.runs.summary import Summary
 
 KILLED = Path(__file__).with_name("killed.py")
 CUT = Path(__file__).with_name("cut.py")
@@ -45,12 +45,6 @@ print("weights", s.weights(model)["weight"].sum().item())
 
 def start(ranks: int, folder: Path, *words: object, script: Path | None = None) -> subprocess.CompletedProcess[str]:
     return run_script(ranks, script or KILLED, folder, *words, cwd=folder.parent)
-
-
-def ended(folder: Path) -> Summary:
-    found = read_summary(folder)
-    assert found is not None
-    return found
 
 
 @pytest.mark.ranks

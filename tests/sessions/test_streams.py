@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.ended import digest, start_steps
 from tests.errors import codes
 from tests.run_script import run_script
-from tests.starts import start_steps
 
 from paceline.cli import ledger
 
@@ -21,10 +21,6 @@ SCRIPT = Path(__file__).with_name("streamed.py")
 
 def start(ranks: int, folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     return run_script(ranks, SCRIPT, folder, *words, cwd=folder.parent)
-
-
-def digest(folder: Path) -> str:
-    return json.loads((folder / "summary.json").read_text())["weights_sha256"]
 
 
 def reads(done: subprocess.CompletedProcess[str]) -> int:

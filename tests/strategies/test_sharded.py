@@ -360,20 +360,12 @@ pytestmark = pytest.mark.timeout(480)
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_clipping_has_the_same_bits_at_every_world_size_sharded_or_not(of_ranks: list[dict[int, Any]]) -> None:
-    wanted = of_ranks[0][1]["clipped"]["exact"]
+@pytest.mark.parametrize("how", ["clipped", "bf16"])
+def test_the_bits_are_the_same_at_every_world_size_sharded_or_not(how: str, of_ranks: list[dict[int, Any]]) -> None:
+    wanted = of_ranks[0][1][how]["exact"]
     for found in of_ranks:
         for size, of_size in found.items():
-            assert of_size["clipped"] == {"exact": wanted, "zero": wanted}, size
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_in_bf16_too_the_bits_are_the_same_at_every_world_size(of_ranks: list[dict[int, Any]]) -> None:
-    wanted = of_ranks[0][1]["bf16"]["exact"]
-    for found in of_ranks:
-        for size, of_size in found.items():
-            assert of_size["bf16"] == {"exact": wanted, "zero": wanted}, size
+            assert of_size[how] == {"exact": wanted, "zero": wanted}, size
 
 
 @pytest.mark.ranks

@@ -68,15 +68,12 @@ def test_each_seed_and_epoch_has_an_order_of_its_own() -> None:
     assert DistributedSampler(range(50), 1, 0).epoch == 0
 
 
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_outside_is_refused(rank: int) -> None:
-    with pytest.raises(ValueError, match=rf"0\.\.1, got {rank}"):
-        DistributedSampler(range(3), 2, rank)
-
-
-def test_without_numbers_and_without_a_group_it_is_refused() -> None:
-    with pytest.raises(ValueError, match="process group"):
-        DistributedSampler(range(3))
+@pytest.mark.parametrize(
+    ("world", "words"), [((2, -1), r"0\.\.1, got -1"), ((2, 2), r"0\.\.1, got 2"), ((), "process group")]
+)
+def test_a_rank_outside_and_no_numbers_without_a_group_are_refused(world: tuple[int, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        DistributedSampler(range(3), *world)
 
 
 @settings(deadline=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +11,7 @@ from types import ModuleType
 
 import pytest
 from tests import warm
+from tests.run_script import free_port
 
 from paceline.train import consistency
 
@@ -20,9 +20,7 @@ TASK = (Path(__file__).parents[2] / "examples" / "own_task.py").read_text()
 
 def train_in(folders: list[Path]) -> list[tuple[int, str]]:
     """One rank in each folder, as a launcher starts them on machines that share nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ranks = []
+    port, ranks = free_port(), []
     for rank, folder in enumerate(folders):
         ranks_here, size = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), str(len(folders))
         env = {**ranks_here, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}

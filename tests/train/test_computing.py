@@ -6,9 +6,9 @@ import tomllib
 
 import pytest
 import torch
+from tests.ended import start_steps
 from tests.errors import ended_with, raises
 from tests.run_ranks import run_ranks
-from tests.starts import start_steps
 
 from paceline.compute.precision import lacks_bf16
 from paceline.compute.resources import current_cpu_allocation, thread_warnings

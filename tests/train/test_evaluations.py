@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from tests.ended import ended
 from tests.errors import raises
 from tests.run_script import run_script
 
@@ -18,7 +19,6 @@ from paceline.checkpoint.shards import sha256_of
 from paceline.config.choices import steps_or_seconds
 from paceline.errors import ExitCode
 from paceline.runs import events, trackers
-from paceline.runs.summary import Summary, read_summary
 from paceline.train.evaluations import BestEvaluation
 
 TASK = """
@@ -56,12 +56,6 @@ def train(folder: Path, task: str, *words: object, nproc: int = 2) -> subprocess
     (folder / "mine.py").write_text(TASK)
     words = ("--batch-size", 8 // nproc, "--run-dir", "run", "--virtual-ranks", 2, *words)
     return run_script(nproc, "-m", "paceline", "train", f"mine.py:{task}", *words, cwd=folder)
-
-
-def ended(folder: Path) -> Summary:
-    found = read_summary(folder)
-    assert found is not None
-    return found
 
 
 def of(folder: Path, rank: int, kind: type[Any]) -> list[Any]:

@@ -3,15 +3,13 @@
 import json
 import re
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests import warm
-from tests.starts import start_steps
+from tests.ended import digest, start_steps
 
 from paceline.runs.events import Notice, RolledBack, Skipped, Step, read_events
-from paceline.runs.summary import read_summary
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(450)]
 
@@ -56,12 +54,6 @@ def train(tmp_path):
         return warm.run(["-m", "paceline", *arguments], torch=here, cwd=tmp_path, timeout=180)
 
     return run
-
-
-def digest(folder: Path) -> str | None:
-    summary = read_summary(folder)
-    assert summary is not None
-    return summary.weights_sha256
 
 
 @pytest.mark.slow

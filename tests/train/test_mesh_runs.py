@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from tests.ended import start_steps
 from tests.run_script import SAVED, run_script
-from tests.starts import start_steps
 
 from paceline.runs.summary import read_summary
 

@@ -6,11 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.ended import ended, start_steps
 from tests.run_script import run_script
-from tests.starts import start_steps
 
 from paceline.checkpoint.manager import Checkpoints
-from paceline.runs.summary import read_summary
 
 TASK = """
 import torch
@@ -93,16 +92,14 @@ def test_a_sample_that_cannot_be_read_costs_no_step_and_is_no_full_disk(tmp_path
 def test_wrong_use_that_shows_after_steps_ends_with_code_2_and_keeps_them(tmp_path: Path, nproc: int) -> None:
     code, told, saved = train(tmp_path, "late_loss", nproc)
     assert code == 2 and 0 < saved[-1] < 5 and "[loss-of-batch]" in told and "Traceback" not in told
-    summary = read_summary(tmp_path / "run")
-    assert summary is not None and summary.exit == 2
+    assert ended(tmp_path / "run").exit == 2
 
 
 @pytest.mark.slow
 def test_an_error_in_the_middle_of_an_epoch_saves_what_is_whole(tmp_path: Path) -> None:
     code, told, saved = train(tmp_path, "broken_model", 1)
     assert (code, saved) == (1, [7]) and "step 7 is saved" in told
-    summary = read_summary(tmp_path / "run")
-    assert summary is not None and summary.exit == 1
+    assert ended(tmp_path / "run").exit == 1
     again = train(tmp_path, "broken_model", 1, "--resume", "auto")
     assert start_steps(tmp_path / "run")[-1] == 7, again
 

@@ -29,6 +29,13 @@ def lines(text: str, **rest: str) -> list[Op]:
     return [op(letter, **rest) for letter in text]
 
 
+def odd(*histories: list[Op], known: frozenset[str] = NOTHING) -> tuple[int, ...]:
+    """The ranks that are named for a difference."""
+    found = compare_orders([*histories], NOTHING, known)
+    assert isinstance(found, Mismatch)
+    return found.odd
+
+
 # ---- what is a difference ----------------------------------------------------------------------------------------
 
 
@@ -46,16 +53,12 @@ def test_a_rank_that_takes_the_same_lines_in_another_order_is_named(other, world
 
 
 def test_of_two_ranks_nobody_is_accused():
-    found = compare_orders([lines("ab"), lines("ba")], NOTHING)
-    assert isinstance(found, Mismatch)
-    assert found.odd == ()
+    assert odd(lines("ab"), lines("ba")) == ()
 
 
 @pytest.mark.parametrize("other", [{"kind": "broadcast"}, {"shape": "[63]"}, {"name": "bucket 1"}], ids=str)
 def test_another_kind_shape_or_name_is_a_difference_whatever_the_line(other):
-    found = compare_orders([lines("a"), lines("a"), lines("b", **other)], NOTHING)
-    assert isinstance(found, Mismatch)
-    assert found.odd == (2,)
+    assert odd(lines("a"), lines("a"), lines("b", **other)) == (2,)
 
 
 def test_one_call_more_is_a_difference():
@@ -83,16 +86,11 @@ def test_what_a_right_program_does_is_no_difference(histories, local):
 
 
 def test_a_reordering_beside_a_branch_is_seen():
-    found = compare_orders([lines("xab"), lines("yba"), lines("yab")], NOTHING)
-    assert isinstance(found, Mismatch)
-    assert found.odd == (1,)
+    assert odd(lines("xab"), lines("yba"), lines("yab")) == (1,)
 
 
 def test_who_leaves_the_lines_of_all_for_two_calls_that_look_alike_is_named_even_of_two():
-    known = frozenset("ab")
-    found = compare_orders([lines("ab"), lines("cd")], NOTHING, known)
-    assert isinstance(found, Mismatch)
-    assert found.odd == (1,)
+    assert odd(lines("ab"), lines("cd"), known=frozenset("ab")) == (1,)
 
 
 @pytest.mark.parametrize(

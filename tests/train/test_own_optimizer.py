@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.cli.test_bad_input import WITHOUT_TORCH
+from tests.ended import digest, start_steps
 from tests.errors import ended_with, raises
-from tests.starts import start_steps
 from torch import Tensor
 
 from paceline.config.settings import OptimizerConfig
@@ -100,10 +100,6 @@ def mine(tmp_path) -> ModuleType:
 
 def learned(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
-
-
-def digest(folder: Path) -> str:
-    return json.loads((folder / "summary.json").read_text())["weights_sha256"]
 
 
 def rates(folder: Path) -> list[float]:

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 from tests import warm
+from tests.ended import ended, start_steps
 from tests.errors import codes
-from tests.starts import start_steps
 
 from paceline.checkpoint.manager import Checkpoints
 from paceline.runs.events import Checkpointed, Started, Step, read_events
-from paceline.runs.summary import read_summary
 from paceline.train.preemption import SIGNALS, stop_signals
 
 PATIENCE_SECONDS = 50.0
@@ -237,8 +236,7 @@ def test_sigterm_to_the_command_saves_and_says_how_to_go_on(endless, tmp_path):
     assert "killed" not in first and second == ""  # nobody was reported killed
     step = saved_step(tmp_path)
     assert f" {step} of 40000" in out and f"--resume auto --run-dir {tmp_path}/run" in out
-    summary = read_summary(tmp_path / "run")
-    assert summary is not None
+    summary = ended(tmp_path / "run")
     assert (summary.exit, summary.steps) == (75, step)
 
 

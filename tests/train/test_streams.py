@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.ended import start_steps
 from tests.errors import ended_with, raises
-from tests.starts import start_steps
 from torch.utils.data import DataLoader
 
 from paceline.cli import ledger

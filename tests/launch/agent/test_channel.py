@@ -93,25 +93,22 @@ def test_a_wrong_secret_opens_no_door_on_either_side(head: bytes, node: bytes) -
     assert isinstance(answer, str) and "secret" in answer
 
 
-def test_a_false_head_is_not_believed() -> None:
-    """It greets as an agent does, but cannot prove that it knows the secret."""
+@pytest.mark.parametrize(
+    ("greets", "told"),
+    [
+        (channel.MAGIC + bytes(32) + bytes(channel.MAC_BYTES), ""),  # as an agent does, but without the secret's proof
+        (b"HTTP/1.1 400 Bad Request\r\nServer: something\r\nConnection: close\r\n\r\n", "program"),
+    ],
+    ids=["false head", "another program"],
+)
+def test_a_false_head_is_not_believed_and_a_program_of_another_kind_told_apart(greets: bytes, told: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as door:
         near = socket.create_connection(door.getsockname())
         far = door.accept()[0]
     with closing(far):
-        far.sendall(channel.MAGIC + bytes(32) + bytes(channel.MAC_BYTES))
+        far.sendall(greets)
         answer = introduce(near, SECRET)
-    assert isinstance(answer, str)
-
-
-def test_a_program_of_another_kind_is_told_apart() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        near = socket.create_connection(door.getsockname())
-        far = door.accept()[0]
-    with closing(far):
-        far.sendall(b"HTTP/1.1 400 Bad Request\r\nServer: something\r\nConnection: close\r\n\r\n")
-        answer = introduce(near, SECRET)
-    assert isinstance(answer, str) and "program" in answer
+    assert isinstance(answer, str) and told in answer
 
 
 def test_a_stranger_who_says_nothing_is_shown_the_door(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-import socket
 
 import pytest
 from tests.errors import codes
 from tests.launch.launch_harness import wait_until
+from tests.run_script import free_port
 
 pytestmark = pytest.mark.sample(2)
 
@@ -170,9 +170,7 @@ store.listen()
 
 
 def test_a_fixed_port_is_used_again(launch) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     one = launch(
         f"{OWN_STORE}"
         "client = socket.create_connection(('127.0.0.1', int(os.environ['MASTER_PORT'])))\n"
@@ -189,9 +187,7 @@ def test_a_fixed_port_is_used_again(launch) -> None:
 
 def test_a_port_that_is_lost_between_two_starts_is_no_wrong_use(launch) -> None:
     """Exit code 2 would say that nothing was trained."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     one = launch(
         f"{OWN_STORE}"
         "apart = {'stderr': subprocess.DEVNULL, 'env': {}, 'start_new_session': True}\n"  # not swept
