@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +21,12 @@ def pings(lab: Lab, host: str, address: str) -> bool:
     return lab.run(host, "ping", "-n", "-c1", "-W0.5", address).returncode == 0
 
 
+def knock(lab: Lab, host: str, other: str, port: int = 22) -> str:
+    """What a TCP connection to `other` meets within half a second."""
+    code = lab.run(host, "timeout", "0.5", "bash", "-c", f"</dev/tcp/{other}/{port}").returncode
+    return {0: "open", 1: "refused", 124: "silence"}[code]
+
+
 def comes_true(law: Callable[[], bool]) -> bool:
     """Whether it holds within 5 seconds: what was told to end needs a moment for it."""
     deadline = time.monotonic() + 5
@@ -27,6 +36,29 @@ def comes_true(law: Callable[[], bool]) -> bool:
 
 
 # ---- hosts ----
+
+
+def test_each_host_has_a_name_an_address_and_a_network_of_its_own(lab: Lab) -> None:
+    for host in lab.hosts:
+        seen = lab.run(host, "sh", "-c", "hostname; hostname -i; ls -x /sys/class/net; ls /dev/shm").stdout
+        assert seen == f"{host}\n{lab.address(host)}\neth0  lo\n"
+        assert all(pings(lab, host, other) for other in lab.hosts)
+
+
+def test_signals_and_exit_codes_are_the_commands_own(lab: Lab) -> None:
+    assert lab.run("n1", "sh", "-c", "exit 7").returncode == 7
+    with lab.popen("n2", "sh", "-c", "trap 'exit 3' USR1; echo up; while :; do sleep 0.01; done", stdout=-1) as ready:
+        assert ready.stdout is not None and ready.stdout.readline() == b"up\n"
+        ready.send_signal(signal.SIGUSR1)
+        assert ready.wait(5) == 3
+    with lab.popen("n2", "sleep", "60") as killed:
+        killed.kill()
+        assert killed.wait(5) == -signal.SIGKILL
+
+
+def test_variables_input_and_folder_reach_the_command(lab: Lab, tmp_path: Path) -> None:
+    done = lab.run("n1", "sh", "-c", 'pwd; echo "$COLOUR"; cat', cwd=tmp_path, env={"COLOUR": "red"}, input="typed")
+    assert done.stdout == f"{tmp_path}\nred\ntyped"
 
 
 def test_a_command_that_takes_too_long_is_ended_with_its_children(lab: Lab) -> None:
@@ -48,6 +80,42 @@ def test_what_is_left_on_a_host_is_listed_and_its_daemons_are_not(lab: Lab, ssh_
 # ---- network ----
 
 
+def test_a_cut_host_is_silent_both_ways_until_it_is_healed(lab: Lab) -> None:
+    lab.cut("n4")
+    assert not pings(lab, "n1", "n4")
+    assert not pings(lab, "n4", "n1")
+    assert pings(lab, "n1", "n3")
+    lab.heal("n4")
+    # Since the ping that failed n1 asks for n4's hardware address only once a second.
+    assert comes_true(lambda: pings(lab, "n1", "n4"))
+
+
+def test_a_denied_host_meets_silence_and_nobody_else_does(lab: Lab, ssh_hosts: SshHosts) -> None:
+    lab.deny("n1", from_="n2", ports="1-1024")
+    assert knock(lab, "n2", "n1") == "silence"
+    assert knock(lab, "n2", "n1", 2000) == "refused"
+    assert knock(lab, "n1", "n2") == "open"
+    assert knock(lab, "n3", "n1") == "open"
+    lab.deny("n1", from_="n2")
+    assert knock(lab, "n2", "n1", 2000) == "silence"
+    lab.clear("n1")
+    assert knock(lab, "n2", "n1") == "open"
+
+
+def test_a_limited_cable_carries_no_more_than_its_rate(lab: Lab, ssh_hosts: SshHosts) -> None:
+    def seconds() -> float:
+        begun = time.monotonic()
+        done = lab.run("n1", *ssh_hosts.command.split(), "n2", "head -c 1000000 /dev/zero")
+        assert len(done.stdout) == 1_000_000
+        return time.monotonic() - begun
+
+    lab.rate("n2", "10mbit")
+    assert seconds() > 0.7  # 8 Mbit, less what the bucket lets through at once
+    assert " tbf " in lab.run("n2", "tc", "qdisc", "show", "dev", "eth0").stdout
+    lab.rate("n2", None)  # seen in the kernel's table: how fast a free cable is depends on the machine
+    assert " tbf " not in lab.run("n2", "tc", "qdisc", "show", "dev", "eth0").stdout
+
+
 def test_a_second_interface_is_a_way_of_its_own(lab: Lab) -> None:
     lab.add_nic("n1", "eth1", "10.78.0.1")
     lab.add_nic("n2", "eth1", "10.78.0.2")
@@ -58,6 +126,12 @@ def test_a_second_interface_is_a_way_of_its_own(lab: Lab) -> None:
     lab.cut("n2", "eth1")
     assert comes_true(lambda: pings(lab, "n1", "n2"))
     assert not pings(lab, "n1", "10.78.0.2")
+
+
+def test_one_host_may_have_another_idea_of_the_names(lab: Lab) -> None:
+    lab.names("n2", "127.0.1.1 n2")
+    assert lab.run("n2", "hostname", "-i").stdout == "127.0.1.1\n"
+    assert lab.run("n1", "getent", "hosts", "n2").stdout.split() == ["10.77.0.2", "n2"]
 
 
 # ---- power ----
@@ -86,6 +160,24 @@ def test_a_host_dies_and_boots_again_with_its_daemons(lab: Lab, ssh_hosts: SshHo
     wait_until(lambda: lab.run("n1", *ssh_hosts.command.split(), "n2", "hostname").stdout == "n2\n", "sshd listens")
 
 
+# ---- files ----
+
+
+def test_a_hidden_folder_is_empty_on_that_host_alone(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "shared").write_text("x")
+    lab.hide("n2", tmp_path)
+    assert lab.run("n2", "ls", tmp_path, cwd="/").stdout == ""
+    assert lab.run("n1", "ls", tmp_path).stdout == "shared\n"
+    lab.run("n2", "touch", tmp_path / "own")
+    assert [path.name for path in tmp_path.iterdir()] == ["shared"]
+
+
+def test_a_small_file_system_fills_up(lab: Lab) -> None:
+    lab.small("n2", "/dev/shm", "1m")
+    done = lab.run("n2", "dd", "if=/dev/zero", "of=/dev/shm/file", "bs=1M", "count=2")
+    assert os.strerror(errno.ENOSPC) in done.stderr
+
+
 # ---- and back ----
 
 
@@ -109,5 +201,4 @@ def test_restore_undoes_every_fault(lab: Lab, ssh_hosts: SshHosts, tmp_path: Pat
     lab.restore()
     after = [lab.run(host, "sh", "-c", look.format(tmp_path)).stdout for host in lab.hosts]
     assert after == before
-    knock = ("timeout", "0.5", "bash", "-c")
-    assert comes_true(lambda: not any(lab.run("n1", *knock, f"</dev/tcp/{host}/22").returncode for host in lab.hosts))
+    assert comes_true(lambda: all(knock(lab, "n1", host) == "open" for host in lab.hosts))
