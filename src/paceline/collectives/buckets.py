@@ -163,6 +163,11 @@ def numels_and_dtypes(parameters: Sequence[nn.Parameter]) -> tuple[list[int], li
     return [p.numel() for p in parameters], [p.dtype for p in parameters]
 
 
+def layouts_of(parameters: Sequence[nn.Parameter], strides: Sequence[Strides]) -> list[tuple[Strides, Strides]]:
+    """The shape and strides of each gradient."""
+    return [(tuple(p.shape), stride) for p, stride in zip(parameters, strides, strict=True)]
+
+
 def agreed_strides(parameters: Sequence[nn.Parameter], ranks: int) -> list[Strides]:
     """The strides of each gradient in a sum: those of its parameter, if dense and equal on all ranks (a collective)."""
     strides = [p.stride() if _is_dense(p) else () for p in parameters]
@@ -183,29 +188,18 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def with_strides(grads: Grads | None, parameters: Sequence[nn.Parameter], strides: Sequence[Strides]) -> Grads | None:
-    """The gradients with these strides and the parameters' types, copied only if they differ."""
-    if grads is None:
-        return None
-    return [
-        grad
-        if grad is None or (grad.stride() == stride and grad.dtype == p.dtype)
-        else torch.empty_strided(p.shape, stride, dtype=p.dtype, device=grad.device).copy_(grad)
-        for grad, p, stride in zip(grads, parameters, strides, strict=True)
-    ]
+    """The list, with a copy in place of each gradient that has other strides, or another type than its parameter."""
+    for index, grad in enumerate(grads or ()):
+        parameter, stride = parameters[index], strides[index]
+        if grads and grad is not None and (grad.stride() != stride or grad.dtype != parameter.dtype):
+            copy = torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device=grad.device)
+            grads[index] = copy.copy_(grad)
+    return grads
 
 
-def flatten(tensors: Grads | None) -> Grads | None:
-    """(n,) for each tensor: a view of its elements in memory order."""
-    return None if tensors is None else [None if t is None else t.as_strided((t.numel(),), (1,)) for t in tensors]
-
-
-def assign_grads(
-    parameters: Sequence[nn.Parameter], strides: Sequence[Strides], grads: Grads, sums: Sequence[Tensor | None]
-) -> None:
-    """Set each .grad to the sum: in the memory of `grads`, or in that of `sums` (n,) if this rank had no gradient."""
-    for parameter, stride, grad, total in zip(parameters, strides, grads, sums, strict=True):
-        if grad is None and total is not None:
-            grad = total.as_strided(parameter.shape, stride)
+def assign_grads(parameters: Sequence[nn.Parameter], sums: Sequence[Tensor | None]) -> None:
+    """Set each .grad to its sum, or to None."""
+    for parameter, grad in zip(parameters, sums, strict=True):
         # torch's fused optimizers read parameter and gradient in memory order: their strides must be equal.
         if grad is not None and grad.stride() != parameter.stride() and _is_dense(parameter):
             grad = torch.empty_like(parameter).copy_(grad)

@@ -33,7 +33,7 @@ from paceline.collectives.buckets import (
     buckets_of,
     divide,
     divide_each,
-    flatten,
+    layouts_of,
     numels_and_dtypes,
     pack,
     packed_size,
@@ -158,7 +158,10 @@ class MemoryTransport:
         self.buckets: Sequence[Bucket] = [parameters]
         self._parameters = parameters
         self._strides = agreed_strides(parameters, ranks or len(partition.ranges))
-        self._sum = None if memory is None else TreeSum(memory, *numels_and_dtypes(parameters), partition)
+        layouts = layouts_of(parameters, self._strides)
+        self._sum = (
+            None if memory is None else TreeSum(memory, *numels_and_dtypes(parameters), partition, layouts=layouts)
+        )
         self.forget()
 
     def begin(self, number: int, partials: list[Grads | None]) -> None:
@@ -171,11 +174,11 @@ class MemoryTransport:
         first: Grads = self._own[0] or [None] * len(self._parameters)
         results: Sequence[Tensor | None] = first
         if self._sum is not None:
-            results = self._sum.run([*map(flatten, self._own)], divisor)
+            results = self._sum.run(self._own, divisor)
         elif divisor is not None:
             divide_each([grad for grad in first if grad is not None], divisor)
         if divisor is not None:
-            assign_grads(self._parameters, self._strides, first, results)
+            assign_grads(self._parameters, results)
         return self._sum is not None and self._sum.finite
 
     def forget(self) -> None:
@@ -199,8 +202,8 @@ class HierarchicalTransport:
         self.buckets, self._memory = buckets, hosts.memory
         self._strides = [[next(strides) for _ in bucket] for bucket in buckets]
         self._sums = [
-            HostsSum(hosts, *numels_and_dtypes(bucket), plan, f"bucket {number}", scratch)
-            for number, bucket in enumerate(buckets)
+            HostsSum(hosts, *numels_and_dtypes(bucket), plan, f"bucket {number}", scratch, layouts_of(bucket, strides))
+            for number, (bucket, strides) in enumerate(zip(buckets, self._strides, strict=True))
         ]
         # One call for all buckets: the hang guard reads only the last 64 calls, and needs the exchanges among them.
         specs = describe_tensors(*numels_and_dtypes(parameters))
@@ -211,10 +214,9 @@ class HierarchicalTransport:
         """See Transport."""
         bucket = self.buckets[number]
         strided = [with_strides(grads, bucket, self._strides[number]) for grads in partials]
-        self._first.append(strided[0] or [None] * len(bucket))
         try:
             before = self._sums[number - 1] if number > 0 else None
-            self._sums[number].begin([*map(flatten, strided)], after=before)
+            self._sums[number].begin(strided, after=before)
         except BaseException:
             self.forget()  # an error during backward: `end` will not be called
             raise
@@ -224,13 +226,12 @@ class HierarchicalTransport:
         with MemoryOperation(self._memory, self._memory.bulk, self._all_gather_call):
             sums = [total.end(divisor) for total in self._sums]
         if divisor is not None:
-            for bucket, strides, first, results in zip(self.buckets, self._strides, self._first, sums, strict=True):
-                assign_grads(bucket, strides, first, results)
+            for bucket, results in zip(self.buckets, sums, strict=True):
+                assign_grads(bucket, results)
         return False
 
     def forget(self) -> None:
         """See Transport. Running sums would keep connections open."""
-        self._first: list[Grads] = []
         for total in self._sums:
             total.forget()
 

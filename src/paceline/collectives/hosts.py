@@ -31,6 +31,7 @@ from paceline.collectives.memory_sum import (
     Chunk,
     Flat,
     Lane,
+    Layouts,
     Results,
     Scratch,
     SlotLayout,
@@ -156,13 +157,14 @@ class HostsSum:
         plan: HierarchyPlan,
         name: str,
         scratch: Scratch,
+        layouts: Layouts | None = None,
     ) -> None:
         """For 1 to MAX_TENSORS tensors with these numbers of elements and types, the same on all ranks."""
         self._hosts, self._memory, self._plan, self._name = hosts, hosts.memory, plan, name
         unit = ALIGNED * self._memory.size
         lane_sizes = {d: self._memory.bulk.data_bytes // d.itemsize // plan.lanes // unit * unit for d in dtypes}
         self._tensors = len(sizes)
-        self._lanes = SlotLayout(self._memory, sizes, dtypes, lane_sizes, scratch)
+        self._lanes = SlotLayout(self._memory, sizes, dtypes, lane_sizes, scratch, layouts)
         # if no tensor has elements, an empty bundle sends the flags
         self._bundles, self._dtype = _bundle_chunks(self._lanes.chunks, self._memory.size) or [()], dtypes[0]
         self.forget()

@@ -3,7 +3,6 @@
 from operator import attrgetter
 from typing import Unpack
 
-import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import Source
@@ -18,7 +17,7 @@ from paceline.strategies.inter_node import describe_division, inter_node_strateg
 from paceline.strategies.outer_optimizer import InterNodeOptions
 from paceline.strategies.validation import check_no_lazy_parameters, check_no_sparse_gradients
 
-_layout = attrgetter("layout")
+_grad = attrgetter("grad")
 
 
 def bucketed(
@@ -62,10 +61,7 @@ class Bucketed(Strategy):
 
     def _reduce(self, divisor: float | Tensor) -> bool | Deferred[bool] | None:
         if self.reducer is None:
-            grads = [p.grad for p in self.parameters if p.grad is not None]
-            is_dense = {*map(_layout, grads)} <= {torch.strided}
-            if not is_dense or [*map(Tensor.numel, self.parameters)] != self._numels:
-                check_gradients(self.parameters, self._numels, self._names)
+            check_gradients(self.parameters, [*map(_grad, self.parameters)], self._numels, self._names)
         return super()._reduce(divisor)
 
     def _load(self, source: Source) -> None:
