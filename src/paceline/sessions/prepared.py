@@ -14,7 +14,8 @@ isinstance, param_groups, state_dict and earlier schedulers keep working.
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter, is_
+from functools import partial
+from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,7 +40,8 @@ NO_OTHER_BACKWARD = (
 )
 Grads = list[Tensor | None]
 _grad, _tensor_version, _requires_grad = attrgetter("grad"), attrgetter("_version"), attrgetter("requires_grad")
-"""for `map`, which is faster than a loop: they run in each step over all parameters"""
+_lr, _is_present = itemgetter("lr"), partial(is_not, None)
+"""for `map` and `filter`, which are faster than a loop: they run in each step over all parameters"""
 COMPARED = ("hooks", "trained", "gradients", "learning rates")
 
 
@@ -224,7 +226,10 @@ class PreparedModel(TrainedModel):
 
     def rates(self) -> list[float]:
         """See TrainedModel."""
-        return [group["lr"] for opt in self.optimizers for group in opt.optimizer.param_groups]
+        rates: list[float] = []
+        for opt in self.optimizers:
+            rates += map(_lr, opt.optimizer.param_groups)
+        return rates
 
     def stepped(self) -> None:
         """End a step. After the first one, check that the state can be saved."""
@@ -245,16 +250,16 @@ class PreparedModel(TrainedModel):
     def open(self, wanted: bool, watched: bool) -> None:
         """Before a backward: its gradients are added to those that are put aside, or dropped if not `wanted`."""
         grads = self.shown()
-        present_grads = _present(grads)
-        self._check_foreign_backward()
-        if present_grads:
+        first = next(filter(_is_present, grads), None)
+        if self._last_grad:
+            raise self._foreign_backward()
+        if first is not None:
             self._check_assigned(grads)
         if self.must_check:
             self.check_parameters()
-        if present_grads:
+        if first is not None:
             if any(isinstance(grad, ShardedGradientPlaceholder) for grad in grads):
                 raise UsageError(code="gradients-not-cleared")
-            first = present_grads[0]
             is_used = self._used() is first and _version(first) == self._used_version
             self._adds_to_used = is_used or (self._adds_to_used and bool(local_shard(first).any()))
             self._carried = grads
@@ -279,7 +284,7 @@ class PreparedModel(TrainedModel):
     def close(self, reached: bool) -> None:
         """After a backward, except the last of the step. If it has not `reached` the model, .grad does not change."""
         grads = self.shown()
-        self._aside = grads if _present(grads) else None
+        self._aside = grads if any(map(_is_present, grads)) else None
         self._put(None)
         if not reached:
             self.drop()
@@ -310,7 +315,7 @@ class PreparedModel(TrainedModel):
             super().run_hooks(after_accumulation=after_accumulation)
         if after_accumulation and not self._is_plain:  # the last that happens to gradients before the loop sees them
             grads = self.shown()
-            self.note_gradients(grads)
+            self._note_left(grads)
             if self.replica.world.size > 1 and not (self.replica.sharded or self.replica.host is not None):
                 self._summed, self._versions = grads, _versions(grads)
 
@@ -399,7 +404,8 @@ class PreparedModel(TrainedModel):
 
     def before_update(self, shown: Grads) -> None:
         """Before an update with these gradients: check that `s.backward` made them, and that ranks agree."""
-        self._check_foreign_backward()
+        if self._last_grad:
+            raise self._foreign_backward()
         self._updates += 1
         if self._summed is None:
             return
@@ -456,9 +462,9 @@ class PreparedModel(TrainedModel):
         if self.replica.sharded or self.replica.host is not None or self._changed:
             self._put(shown)
         # If later steps add to the gradients, a checkpoint contains them. After the first step this is not known yet.
-        may_add = self._adds_to_used or self._updates == 1 or any(p.grad is not None for p in self._untrained())
+        may_add = self._adds_to_used or self._updates == 1 or any(map(_is_present, map(_grad, self._untrained())))
         self._waiting = may_add and not self.replica.sharded
-        first = next((grad for grad in shown if grad is not None), None)
+        first = next(filter(_is_present, shown), None)
         if first is not None:
             self._used, self._used_version = weakref.ref(first), _version(first)
 
@@ -472,7 +478,9 @@ class PreparedModel(TrainedModel):
 
     def _untrained(self) -> list[nn.Parameter]:
         """The parameters that no optimizer trains. They are computed again after a group was added."""
-        num_groups = sum([len(opt.optimizer.param_groups) for opt in self.optimizers])
+        num_groups = 0
+        for opt in self.optimizers:
+            num_groups += len(opt.optimizer.param_groups)
         if self._covered[0] != num_groups:
             trained = {id(p) for opt in self.optimizers for p in opt.parameters}
             self._covered = num_groups, [p for p in self._parameters if id(p) not in trained]
@@ -516,16 +524,16 @@ class PreparedModel(TrainedModel):
                 if id(parameter) not in parameter_ids:
                     raise PARAMETERS.error(f"optimizer {opt.number + 1} trains one of shape {tuple(parameter.shape)}")
 
-    def _check_foreign_backward(self) -> None:
-        if self._last_grad:
-            parameter = self._last_grad.pop()
-            named = self.replica.model.named_parameters()
-            name = next((name for name, p in named if p is parameter), "of a model")
-            raise BACKWARD.error(f"loss.backward() or torch.autograd.backward() has reached parameter {name}")
+    def _foreign_backward(self) -> UsageError:
+        parameter = self._last_grad.pop()
+        named = self.replica.model.named_parameters()
+        name = next((name for name, p in named if p is parameter), "of a model")
+        return BACKWARD.error(f"loss.backward() or torch.autograd.backward() has reached parameter {name}")
 
     def check_between(self) -> None:
         """See TrainedModel."""
-        self._check_foreign_backward()
+        if self._last_grad:
+            raise self._foreign_backward()
         self._check_assigned(self.shown())
 
     def _check_assigned(self, grads: Grads) -> None:
@@ -577,10 +585,6 @@ def _versions(grads: Grads) -> list[int]:
         return [*map(_tensor_version, grads)]
     except AttributeError:  # of None
         return [-1 if grad is None else _tensor_version(grad) for grad in grads]
-
-
-def _present(grads: Grads) -> list[Tensor]:
-    return [grad for grad in grads if grad is not None]
 
 
 def _version(grad: Tensor | None) -> int:

@@ -95,7 +95,8 @@ class SessionStep(Step):
             return True
         micro_step.stepped.append(optimizer)
         micro_step.has_stepped = True
-        self.phases.keep_buffers(micro_step)
+        if not self.phases.alone:
+            self.phases.keep_buffers(micro_step)
         if not (micro_step.is_last and self.phases.counts(micro_step)) or self.is_skipped:
             return False
         if part.has_aside:

@@ -98,6 +98,7 @@ class Step:
         self._votes, self._order, self._way_out, self._may_skip = votes, order, way_out, may_skip
         self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or Prefetch()
         self._on_device = is_async(world.device)  # whether the host would have to wait for numbers
+        self._guard, self._no_grad = Guard.of_process(), torch.no_grad()
 
     def run(self, where: str, micro_batches: Sequence[MicroBatch], *, one_each: bool = False) -> Generator[MicroBatch]:
         """Compute a global batch, except `end`. `one_each`: every rank has one micro-batch of it.
@@ -118,9 +119,8 @@ class Step:
             for batch in micro_batches:
                 is_last = batch is micro_batches[-1]
                 self._enter_batch(batch, is_last)
-                self.micro_step = MicroStep(
-                    batch, is_last, [] if is_last else self._rates(), is_alone=self._sums.is_alone
-                )
+                rates = [] if is_last else self._rates()
+                self.micro_step = MicroStep(batch, batch.work, is_last, rates, is_alone=self._sums.is_alone)
                 self._sums.in_round = 0
                 if self.flops is not None and not self.flops.samples and batch.work.is_counted:
                     self._counting = self.flops.of(len(batch.work.indices))
@@ -133,7 +133,7 @@ class Step:
         self._sums = StepTotals(
             self._world, self._virtual_ranks, self._where, self._votes, self._order,
             one_each=one_each, alone=alone and self._world.size == self._virtual_ranks == 1, guess=self._weight,
-            same_bits=self._exact and self._virtual_ranks > 1,
+            same_bits=self._exact and self._virtual_ranks > 1, on_device=self._on_device,
         )  # fmt: skip
         # this host, if hosts step separately and a non-finite value ends the run: no other host is asked
         self._host = None if self._may_skip or self.parts[0].scale else self.parts[0].replica.host
@@ -184,13 +184,14 @@ class Step:
 
     def begin_update(self) -> None:
         """Begin the update. Raises StallError if the guard has unblocked this rank: then the sums are not valid."""
-        Guard.of_process().check_unblocked()
+        self._guard.check_unblocked()
         self._enter(Phase.OPTIMIZER)
         self.updating = True
 
     def end(self) -> StepResult:
         """End the step, after all micro-batches."""
-        self._sums.await_totals(self._enter, self._way_out)
+        if self._host is not None:
+            self._sums.await_totals(self._enter, self._way_out)
         self._usual, self._weight = self._first.done if self._first else None, self._result.weight
         self._first, self._sums.seen, self._value = None, [], None  # releases the batches
         if self.is_skipped:
@@ -222,7 +223,8 @@ class Step:
         if micro_step is None:
             raise UsageError(code="backward-outside-loop")
         micro_step.has_failed = True
-        self._sums.await_totals(self._enter, self._way_out)
+        if self._host is not None:
+            self._sums.await_totals(self._enter, self._way_out)
         weighed = weighted(loss, weight, reduction, micro_step)
         if micro_step.has_stepped:
             micro_step.phase, micro_step.has_stepped = micro_step.phase + 1, False
@@ -236,7 +238,8 @@ class Step:
         )
         # a mean; or the (B,) of a task, which was checked to have one value per sample
         plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
-        self._sums.count(loss, weighed, reduction, micro_step, plain=plain)
+        is_weightless = weighed.is_weightless
+        self._sums.count(loss, weighed, reduction, micro_step, plain=plain, is_weightless=is_weightless)
         # a host that steps separately does not wait for weights of other hosts
         scale = self._sums.scale_of(weighed, waits=last and self._host is None)
         finish = self._sums.start() if last else None  # travels during backward
@@ -247,7 +250,7 @@ class Step:
             scale = self._sums.exact_scale(totals.weight)
         if not last and (self._sums.is_guess or micro_step.batch.samples is not None):  # the last: see `_check_linear`
             self._own_code = self._own_code or own_functions(weighed.value)
-        wanted = [part for part in self.parts if not only or part in only]
+        wanted = [part for part in self.parts if part in only] if only else self.parts
         is_watched = len(self.parts) > 1 or bool(micro_step.stepped)
         for part in self.parts:
             part.open(part in wanted, is_watched)
@@ -264,7 +267,7 @@ class Step:
                 # with several models it is not known which of them this backward reaches: no early exchange
                 part.replica.begin_backward(micro_step.work, last and len(self.parts) == 1)
                 begun_parts.append(part)
-            if weighed.value.requires_grad and not weighed.is_weightless:
+            if weighed.value.requires_grad and not is_weightless:
                 self.parts[0].backward(weighed.value, factor=weighed.factor / scale, retain_graph=retain_graph)
             else:
                 self._backward_nothing(retain_graph)
@@ -352,7 +355,7 @@ class Step:
             check_summed_once(self._summed_up, reached)
         self._summed_up += reached
         to_judge: list[TrainedModel] = []
-        with torch.no_grad():
+        with self._no_grad:
             for part in reached:
                 if part.synchronise(rest, agreed=host is None) is not True or self._max_norm is not None:
                     to_judge.append(part)
@@ -362,7 +365,7 @@ class Step:
             for part in reached if finite else ():
                 part.run_hooks(after_accumulation=True)
         if not finite:
-            Guard.of_process().check_unblocked()
+            self._guard.check_unblocked()
             in_loss, self._result.grad_norm = not math.isfinite(loss), None
             self._result.skipped = self._not_finite(reached, None if in_loss else host, in_loss=in_loss)
             for part in reached:
@@ -448,9 +451,7 @@ class UpdatePasses:
         return micro_step.is_last and (self.alone or self._pass == self.number - 1)
 
     def keep_buffers(self, micro_step: MicroStep) -> None:
-        """At the end of a phase: save the buffers in its pass, and restore them in later passes."""
-        if self.alone:
-            return
+        """At the end of a phase, in a step of several bodies: save the buffers in its pass, restore them later."""
         key = (micro_step.work.virtual_rank, micro_step.work.micro_batch, len(micro_step.stepped))
         buffers = [buffer for part in self._parts for buffer in part.replica.model.buffers()]
         if micro_step.phase == self._pass:

@@ -2,16 +2,15 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
+from msgspec import Struct
+from msgspec.structs import astuple
 from torch import Tensor
 
 from paceline.collectives.control import (
     SummedTotals,
     Totals,
-    is_async,
     report_on_one_rank,
     resolve,
     start_totals,
@@ -24,7 +23,7 @@ from paceline.stepping.nonfinite import NotFinite, Seen, losses_not_finite, stop
 from paceline.stepping.order import CallOrder
 
 
-class Votes(NamedTuple):
+class Votes(Struct, frozen=True):
     """Each field is 1 or 0 on one rank. The sum over ranks counts the votes. The totals have them in this order."""
 
     stop: float = 0.0
@@ -44,12 +43,12 @@ class Votes(NamedTuple):
 
 
 NO_VOTES = Votes()
+NUM_VOTES = len(astuple(NO_VOTES))
 Finish = Callable[[], SummedTotals]
 """waits for the totals of all ranks; on a GPU the host has not read them yet"""
 
 
-@dataclass
-class StepResult:
+class StepResult(Struct):
     """The result of a step over all ranks."""
 
     loss: float = 0.0
@@ -84,19 +83,23 @@ class StepTotals:
         alone: bool = False,
         guess: float = 0.0,
         same_bits: bool = False,
+        on_device: bool = False,
     ) -> None:
         """`where` names the step in errors. `one_each`: each rank computes one micro-batch, with separate weights.
 
         `alone`: one micro-batch on one rank. `guess`: weight of the previous step; 0 if there is none. `same_bits`:
         the bits must not depend on the number of ranks, so the scale must not depend on who computes a virtual rank.
+        `on_device`: the host would have to wait for the losses.
         """
         self.is_alone, self._guess, self._same_bits = alone and not same_bits, guess, same_bits
-        self._world, self._where, self._one_each, self._votes, self._order = world, where, one_each, votes, order
+        self._world, self._where, self._one_each, self._votes = world, where, one_each, votes
+        self._order = order if world.size > 1 else None
         self.result = StepResult()
-        self._virtual_ranks, self._on_device = virtual_ranks, is_async(world.device)
+        self._virtual_ranks, self._on_device = virtual_ranks, on_device
         self._begin_round()
         self.divisor: float | None = None
         """the sum of all weights; None: not known yet"""
+        self._counted_before: float | None = None  # the weight of this round, if the first round has counted it
         self.in_round = 0
         """backwards of this micro-batch since the last exchange"""
         self.scale: float | Tensor | None = None
@@ -114,11 +117,13 @@ class StepTotals:
         self._said_scale = 0.0
 
     def count(
-        self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *, plain: bool
-    ) -> None:
+        self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *, plain: bool,
+        is_weightless: bool,
+    ) -> None:  # fmt: skip
         """Add a loss and its weight to the totals. Backwards with a common divisor must have the same weight.
 
         `plain`: each sample weighs 1, according to the form of the loss, which is the same on all ranks.
+        `is_weightless`: of `weighed`.
         """
         is_shared = bool(micro_step.weights) and (self.in_round > 0 or not self._one_each)
         if reduction != (self._reduction or reduction) and (is_shared or not self._one_each):
@@ -132,7 +137,6 @@ class StepTotals:
         if self._is_counted:
             self._begin_round()
         if micro_step.work.is_counted and self._world.leads:  # of several that compute the same
-            is_weightless = weighed.is_weightless
             self._add(micro_step.work.virtual_rank, weighed, is_weightless)
             if not is_weightless:
                 self.seen.append((micro_step.batch, loss.detach()))
@@ -193,7 +197,11 @@ class StepTotals:
 
     def start(self) -> Finish:
         """Start the sum over ranks. The first one in a step includes the votes."""
-        votes = [*self._votes(), *(self._order.hashes() if self._order else ())] if self.divisor is None else []
+        votes: list[float] = []
+        if self.divisor is None:
+            votes += astuple(self._votes())
+            if self._order is not None:
+                votes += self._order.hashes()
         if self._world.size > 1:
             self._said_scale = float(self.scale or 0)
             votes.append(self._said_scale)
@@ -237,9 +245,9 @@ class StepTotals:
         """
         *votes, scales = totals.votes if self._world.size > 1 else (*totals.votes, 0.0)
         if self.divisor is None:
-            self.result.votes = Votes(*votes[: len(Votes._fields)])
+            self.result.votes = Votes(*votes[:NUM_VOTES])
             if self._order is not None:
-                self._order.check(votes[len(Votes._fields) :], self._where, late=late)
+                self._order.check(votes[NUM_VOTES:], self._where, late=late)
         if self._world.size > 1 and scales != self._said_scale * self._world.size:
             raise report_on_one_rank(UsageError(code="loss-forms-differ", place=self._where), self._world)
         loss, self.result.weight = self._divide(totals.sums)
@@ -265,17 +273,13 @@ class StepTotals:
         if self.is_weight_known and weight_total != self._samples:
             raise TrainingError(code="loss-weight-wrong", place=self._where, weight=weight_total, samples=self._samples)
         self.divisor = weight_total
+        self._counted_before = None if self._one_each else weight_total
         is_exact = self._reduction == "sum" or self.scale is None or isinstance(self.scale, Tensor)
         self.was_scaled = is_exact or self.scale == weight_total
         self.in_round, self._is_counted = 0, True
         if self._one_each:
             self.scale, self.is_guess = None, False
         return loss_total / weight_total, weight_total
-
-    @property
-    def _counted_before(self) -> float | None:
-        """The weight of this round, if the first round has counted it."""
-        return None if self._one_each else self.divisor
 
     def _begin_round(self) -> None:
         self._losses: list[float | Tensor] = [0.0] * self._virtual_ranks
