@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
+from operator import is_not
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from paceline.collectives.tree import Grads
 from paceline.errors import UsageError
 
 BUCKET_BYTES = 25 << 20  # large enough for the full bandwidth of the network
+is_present = partial(is_not, None)
 FIRST_BYTES = 1 << 20  # of the first bucket, if buckets are larger: it is sent early
 ALIGNED_BYTES = 64
 

@@ -195,12 +195,12 @@ class HostsSum:
             self._pending[-1].gather()
             self._gathered = True
 
-    def end(self, divisor: float | Tensor | None = None) -> list[Tensor | None]:
+    def end(self, divisor: float | Tensor | None = None) -> Results:
         """Wait for the sum over all ranks, and distribute it within this host; returns as `TreeSum.run`.
 
         Runs within a collective of the memory, which the caller has begun (`SharedMemory.operation`).
         """
-        results: list[Tensor | None] = []
+        results: Results = ()
         self.gather()
         for number, bundle in enumerate(self._bundles):
             flat, size = self._pending.popleft().end(), self._width(bundle)

@@ -23,7 +23,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from paceline.collectives.buckets import divide
+from paceline.collectives.buckets import divide, is_present
 from paceline.collectives.memory import MAX_FLAGS, MemoryOperation, SharedMemory
 from paceline.collectives.tree import ALIGNED, LeafPartition, Node, middle, round_up, tree_sum
 
@@ -133,13 +133,10 @@ class SlotLayout:
         scratch: Scratch,
         layouts: Layouts | None = None,
     ) -> None:
-        """`lane_sizes`: the number of elements of a lane for each type, a multiple of ALIGNED. `layouts`: default (n,).
-
-        Views of the memory are made once, because each is a torch operation.
-        """
+        """`lane_sizes`: the number of elements of a lane for each type, a multiple of ALIGNED. `layouts`: or (n,)."""
         self.chunks = split_into_chunks(sizes, dtypes, lane_sizes)
         self._layouts = layouts or [((size,), (1,)) for size in sizes]
-        self.lane, self.whole = cache(self._lane), cache(self._whole)
+        self.lane, self.whole = cache(self._lane), cache(self._whole)  # each view is a torch operation
         self._memory, self._sizes, self._dtypes, self._lane_sizes = memory, sizes, dtypes, lane_sizes
         self._scratch = scratch
 
@@ -159,9 +156,15 @@ class SlotLayout:
             used |= flags
         return [bool(used >> i & 1) for i in range(count)]
 
-    def results(self, partials: Sequence[Flat | None], used: Sequence[bool]) -> list[Tensor | None]:
-        """The tensors for the sums: those of the first subtree, or new ones if only other subtrees have values."""
+    def results(self, partials: Sequence[Flat | None], used: Sequence[bool] | None = None) -> Results:
+        """The tensors for the sums: those of the first subtree, or new ones if only other subtrees have values.
+
+        `used`: default: the result of the method.
+        """
         first: Flat = partials[0] or [None] * len(self._sizes)
+        if all(map(is_present, first)):
+            return first
+        used = self.used() if used is None else used
         return [
             flat if flat is not None or not used[i] else torch.empty_strided(*self._layouts[i], dtype=self._dtypes[i])
             for i, flat in enumerate(first)
@@ -284,10 +287,7 @@ class TreeSum:
         name: str = "gradients",
         layouts: Layouts | None = None,
     ) -> None:
-        """For up to `MAX_TENSORS` tensors with these numbers of elements and types, the same on all ranks.
-
-        `layouts`: default (n,).
-        """
+        """For up to `MAX_TENSORS` tensors with these sizes, types and layouts (default (n,)), the same on all ranks."""
         self._memory, self._leaves, self._sizes = memory, partition.leaves, sizes
         nodes = partition.nodes()
         self._nodes, self._own_nodes = assign_lanes(nodes), nodes[memory.rank]
@@ -309,7 +309,7 @@ class TreeSum:
 
     def run(
         self, partials: Sequence[Flat | None], divisor: float | Tensor | None = None, *, factor: float | None = None
-    ) -> list[Tensor | None]:
+    ) -> Results:
         """The sum over all leaves, divided by `buckets.divide` (a collective).
 
         Args:
@@ -326,18 +326,21 @@ class TreeSum:
             return (self._run_sharded if self._shards else self._run_direct)(partials, divisor, factor)
 
     def _run_direct(self, partials: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
-        lanes, results = self._lanes, list[Tensor | None]()
+        lanes, finite = self._lanes, True
+        results: Results = ()
         for number, chunk in enumerate(lanes.chunks or [None]):
             slot = lanes.send(chunk, partials, is_first=number == 0, factor=factor)
             if number == 0:
-                results = lanes.results(partials, lanes.used())
+                results = lanes.results(partials)
             if chunk is not None:
-                self._add_up(chunk, slot, results, divisor)
+                finite = self._add_up(chunk, slot, results, divisor) and finite
+        self.finite = finite
         return results
 
     def _run_sharded(self, partials: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
         # tick k sends chunk k, and the sums of chunk k - 1
-        bulk, lanes, results, finite = self._memory.bulk, self._lanes, list[Tensor | None](), True
+        bulk, lanes, finite = self._memory.bulk, self._lanes, True
+        results: Results = ()
         for number in range(len(lanes.chunks) + 1):
             slot = bulk.write()
             if number == 0:
@@ -352,7 +355,7 @@ class TreeSum:
                 bulk.set_flags(slot, not finite, 1)
             bulk.exchange()
             if number == 0:
-                results = lanes.results(partials, lanes.used())
+                results = lanes.results(partials)
             else:
                 chunk = lanes.chunks[number - 1]
                 lanes.take(chunk, slot, self._results_at[chunk.dtype], results)
@@ -365,14 +368,19 @@ class TreeSum:
         # the lanes, and one shard for the result
         return self._memory.bulk.data_bytes * shards // (lanes * shards + (self._shards > 0)) // unit * unit
 
-    def _add_up(self, chunk: Chunk, slot: int, results: Results, divisor: float | Tensor | None) -> None:
+    def _add_up(self, chunk: Chunk, slot: int, results: Results, divisor: float | Tensor | None) -> bool:
+        """Compute the chunk's sums. True if they are finite, False if unknown."""
         parts = self._parts(chunk, slot, 0, chunk.size)
         if (only := chunk.only) is None:
             whole, pieces = self._lanes.whole(chunk)
             self._make_root(chunk, 0, parts, whole, divisor)
             copy_each(chunk.tensors_of(results), pieces)
         elif (result := results[only.tensor]) is not None:
-            self._make_root(chunk, 0, parts, only.of(result), divisor)
+            whole = only.of(result)
+            self._make_root(chunk, 0, parts, whole, divisor)
+        else:
+            return True
+        return has_finite_sum(whole)
 
     def _add_shard(
         self, chunk: Chunk, partials: Sequence[Flat | None], slot: int, divisor: float | Tensor | None
@@ -388,8 +396,7 @@ class TreeSum:
             if only is not None and flat is not None and (tensor := flat[only.tensor]) is not None:
                 parts[node] = only.of(tensor)[start:stop]
         self._make_root(chunk, start, parts, out, divisor)
-        # A sum with an infinity or NaN is not finite. A sum of finite elements may overflow.
-        return math.isfinite(out.sum(dtype=torch.float32 if out.element_size() < 4 else None))
+        return has_finite_sum(out)
 
     def _make_root(
         self, chunk: Chunk, start: int, parts: dict[Node, Tensor], out: Tensor, divisor: float | Tensor | None
@@ -397,6 +404,11 @@ class TreeSum:
         del start  # for subclasses
         spare = self._lanes.spare(chunk.dtype, self._spares, out.numel()) if self._spares else []
         root_of(parts, self._leaves, out, spare, divisor)
+
+
+def has_finite_sum(values: Tensor) -> bool:
+    """False if a value is an infinity or NaN. The sum of finite values may overflow: then, too."""
+    return math.isfinite(values.sum(dtype=torch.float32 if values.element_size() < 4 else None))
 
 
 def describe_tensors(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> tuple[str, str]:
@@ -422,11 +434,6 @@ def root_of(
     parts: dict[Node, Tensor], leaves: int, out: Tensor, spare: list[Tensor], divisor: float | Tensor | None
 ) -> None:
     """Write the tree's sum of two or more parts into `out`. The parts do not change."""
-    if len(parts) == 2:
-        torch.add(*parts.values(), out=out)
-        if divisor is not None:
-            divide(out, divisor)
-        return
     free, own_ids = [*spare, out], set[int]()
 
     def add(left: Tensor, right: Tensor) -> Tensor:
@@ -441,7 +448,7 @@ def root_of(
             own_ids.add(id(target))
         return torch.add(left, right, out=target)
 
-    root = tree_sum(parts, add, leaves)
+    root = torch.add(*parts.values(), out=out) if len(parts) == 2 else tree_sum(parts, add, leaves)
     assert root is out
     if divisor is not None:
         divide(out, divisor)

@@ -59,12 +59,8 @@ class Reducer:
             single_leaf: the only leaf of this rank. All its backwards add to it, including those of dummy batches: a
                 rank without samples contributes zeros. None: each backward adds to the leaf of its virtual rank.
         """
-        self._buckets, self._partition, self._transport, self._at_start = (
-            transport.buckets,
-            partition,
-            transport,
-            at_start,
-        )
+        self._buckets, self._partition, self._transport = transport.buckets, partition, transport
+        self._at_start = at_start
         self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
         self._names, self._tied = _named(module)
         self._numels = [[p.numel() for p in bucket] for bucket in self._buckets]
@@ -143,10 +139,9 @@ class Reducer:
         self._transport.forget()
         self._leaf: int | None = None
         self._leaving = False
-        self._sent = 0
-        self._missing = [*map(set.copy, self._awaited)]
         for sums in self._sums:
             sums.clear()
+        self._sent, self._missing = 0, [*map(set.copy, self._awaited)]
 
     def _on_gradient(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)

@@ -259,9 +259,12 @@ class Ledger:
         if all ranks must pass the same shape.
         """
         groups = [*self._gone, *self.groups.values()]
-        parts = sorted((group.name, group.checksum, group.count) for group in groups if group.count)
+        parts: list[tuple[str, int, int]] = []
         for group in groups:
+            if group.count:
+                parts.append((group.name, group.checksum, group.count))
             group.checksum = group.count = 0
+        parts.sort()
         self._gone.clear()
         self._taken = [*self._current]
         self._current.clear()

@@ -14,13 +14,13 @@ isinstance, param_groups, state_dict and earlier schedulers keep working.
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from operator import attrgetter, is_, is_not, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, needed
+from paceline.collectives.buckets import is_present
 from paceline.collectives.control import Deferred, all_gather_object, report_on_one_rank
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import BACKWARD, GRADIENTS, PARAMETERS
@@ -40,7 +40,7 @@ NO_OTHER_BACKWARD = (
 )
 Grads = list[Tensor | None]
 _grad, _tensor_version, _requires_grad = attrgetter("grad"), attrgetter("_version"), attrgetter("requires_grad")
-_lr, _is_present = itemgetter("lr"), partial(is_not, None)
+_lr = itemgetter("lr")
 """for `map` and `filter`, which are faster than a loop: they run in each step over all parameters"""
 COMPARED = ("hooks", "trained", "gradients", "learning rates")
 
@@ -250,7 +250,7 @@ class PreparedModel(TrainedModel):
     def open(self, wanted: bool, watched: bool) -> None:
         """Before a backward: its gradients are added to those that are put aside, or dropped if not `wanted`."""
         grads = self.shown()
-        first = next(filter(_is_present, grads), None)
+        first = next(filter(is_present, grads), None)
         if self._last_grad:
             raise self._foreign_backward()
         if first is not None:
@@ -284,7 +284,7 @@ class PreparedModel(TrainedModel):
     def close(self, reached: bool) -> None:
         """After a backward, except the last of the step. If it has not `reached` the model, .grad does not change."""
         grads = self.shown()
-        self._aside = grads if any(map(_is_present, grads)) else None
+        self._aside = grads if any(map(is_present, grads)) else None
         self._put(None)
         if not reached:
             self.drop()
@@ -462,9 +462,9 @@ class PreparedModel(TrainedModel):
         if self.replica.sharded or self.replica.host is not None or self._changed:
             self._put(shown)
         # If later steps add to the gradients, a checkpoint contains them. After the first step this is not known yet.
-        may_add = self._adds_to_used or self._updates == 1 or any(map(_is_present, map(_grad, self._untrained())))
+        may_add = self._adds_to_used or self._updates == 1 or any(map(is_present, map(_grad, self._untrained())))
         self._waiting = may_add and not self.replica.sharded
-        first = next(filter(_is_present, shown), None)
+        first = next(filter(is_present, shown), None)
         if first is not None:
             self._used, self._used_version = weakref.ref(first), _version(first)
 

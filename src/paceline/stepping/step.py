@@ -100,8 +100,8 @@ class Step:
         self._on_device = is_async(world.device)  # whether the host would have to wait for numbers
         self._guard, self._no_grad = Guard.of_process(), torch.no_grad()
 
-    def run(self, where: str, micro_batches: Sequence[MicroBatch], *, one_each: bool = False) -> Generator[MicroBatch]:
-        """Compute a global batch, except `end`. `one_each`: every rank has one micro-batch of it.
+    def run(self, at: object, micro_batches: Sequence[MicroBatch], *, one_each: bool = False) -> Generator[MicroBatch]:
+        """Compute the global batch that `str(at)` names, except `end`. `one_each`: every rank has one micro-batch.
 
         Yields this rank's micro-batches, with dummy batches if a forward is a collective, each after its `enter`.
         """
@@ -111,7 +111,7 @@ class Step:
             in_lockstep = in_lockstep or part.replica.in_lockstep
         if in_lockstep:
             micro_batches = as_many_as_any(micro_batches, self._world)
-        self._where, self.in_step, again, self._own_code = where, True, True, ""
+        self._where, self.in_step, again, self._own_code = at, True, True, ""
         self.targets = []
         self.phases.begin(len(micro_batches))
         self._begin_sums(one_each, alone=len(micro_batches) == 1)
@@ -127,7 +127,7 @@ class Step:
                     self._counting.__enter__()
                 yield batch
                 self.leave()
-            again = self.phases.again()
+            again = not self.phases.alone and self.phases.again()
 
     def _begin_sums(self, one_each: bool = False, *, alone: bool = False) -> None:
         self._sums = StepTotals(
@@ -194,7 +194,7 @@ class Step:
             self._sums.await_totals(self._enter, self._way_out)
         self._usual, self._weight = self._first.done if self._first else None, self._result.weight
         self._first, self._sums.seen, self._value = None, [], None  # releases the batches
-        if self.is_skipped:
+        if self._result.skipped is not None:
             for part in self.parts:
                 part.replica.put_back_buffers()
         elif self.parts[0].scale is not None:
@@ -228,7 +228,7 @@ class Step:
         weighed = weighted(loss, weight, reduction, micro_step)
         if micro_step.has_stepped:
             micro_step.phase, micro_step.has_stepped = micro_step.phase + 1, False
-        if not self.phases.counts(micro_step):
+        if not (self.phases.alone or self.phases.counts(micro_step)):
             micro_step.weights.append(weighed.weight)
             micro_step.has_failed = False
             return
@@ -238,8 +238,7 @@ class Step:
         )
         # a mean; or the (B,) of a task, which was checked to have one value per sample
         plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
-        is_weightless = weighed.is_weightless
-        self._sums.count(loss, weighed, reduction, micro_step, plain=plain, is_weightless=is_weightless)
+        self._sums.count(loss, weighed, reduction, micro_step, plain=plain)
         # a host that steps separately does not wait for weights of other hosts
         scale = self._sums.scale_of(weighed, waits=last and self._host is None)
         finish = self._sums.start() if last else None  # travels during backward
@@ -267,7 +266,7 @@ class Step:
                 # with several models it is not known which of them this backward reaches: no early exchange
                 part.replica.begin_backward(micro_step.work, last and len(self.parts) == 1)
                 begun_parts.append(part)
-            if weighed.value.requires_grad and not is_weightless:
+            if weighed.value.requires_grad and not weighed.is_weightless:
                 self.parts[0].backward(weighed.value, factor=weighed.factor / scale, retain_graph=retain_graph)
             else:
                 self._backward_nothing(retain_graph)
@@ -360,7 +359,7 @@ class Step:
                 if part.synchronise(rest, agreed=host is None) is not True or self._max_norm is not None:
                     to_judge.append(part)
             if self._sums.without_gradient and not any(part.has_gradients for part in self.parts):
-                raise UsageError(code="batch-without-gradient", place=self._where)
+                raise UsageError(code="batch-without-gradient", place=str(self._where))
             loss, finite = self._judged(to_judge, loss, totals, late=self._on_device)
             for part in reached if finite else ():
                 part.run_hooks(after_accumulation=True)
@@ -397,17 +396,18 @@ class Step:
 
     def _not_finite(self, reached: Sequence[TrainedModel], host: Hosts | None, *, in_loss: bool) -> nonfinite.NotFinite:
         """Find the cause (a collective, of this `host` unless all ranks know; none if it is the loss scale)."""
-        if not in_loss and (cause := self.parts[0].overflowed(self._where)):
+        if not in_loss and (cause := self.parts[0].overflowed(str(self._where))):
             return cause
         if self._forward is not None:  # nothing follows in this body
             self._leave_batch()
             for part in self.parts:
                 part.replica.put_back_buffers()
+        where = str(self._where)
         seen, gather = self._sums.seen, gather_over_all(self._world) if host is None else gather_on_host(host)
-        cause = nonfinite.losses_not_finite(seen, self._where, gather) if in_loss or host is not None else None
+        cause = nonfinite.losses_not_finite(seen, where, gather) if in_loss or host is not None else None
         if cause is None or not (in_loss or cause.samples):
             replicas, tick = {part.prefix: part.replica for part in reached}, partial(self._enter, Phase.BACKWARD)
-            cause = nonfinite.gradients_not_finite(replicas, seen, self._forward, self._where, tick, gather)
+            cause = nonfinite.gradients_not_finite(replicas, seen, self._forward, where, tick, gather)
         if not self._may_skip:
             raise report_on_one_rank(nonfinite.stopped(cause, self._way_out), self._world, by=cause.told_by)
         return cause
@@ -438,13 +438,13 @@ class UpdatePasses:
         self._buffers: dict[tuple[int, int, int], list[Tensor]] = {}
 
     def again(self) -> bool:
-        """After a pass over the micro-batches: whether the next phase needs another pass."""
+        """After a pass over several micro-batches: whether the next phase needs another pass."""
         self._pass += 1
-        return not self.alone and self._pass < self.number
+        return self._pass < self.number
 
     def counts(self, micro_step: MicroStep) -> bool:
-        """Whether this pass is for the current phase of the body."""
-        return self.alone or micro_step.phase == self._pass
+        """Whether this pass over several micro-batches is for the current phase of the body."""
+        return micro_step.phase == self._pass
 
     def is_final(self, micro_step: MicroStep) -> bool:
         """Whether it is the last body of the last pass."""

@@ -75,7 +75,7 @@ class StepTotals:
         self,
         world: World,
         virtual_ranks: int,
-        where: str,
+        where: object,
         votes: Callable[[], Votes],
         order: CallOrder | None,
         *,
@@ -85,7 +85,7 @@ class StepTotals:
         same_bits: bool = False,
         on_device: bool = False,
     ) -> None:
-        """`where` names the step in errors. `one_each`: each rank computes one micro-batch, with separate weights.
+        """`str(where)` names the step in errors. `one_each`: each rank computes one micro-batch, with separate weights.
 
         `alone`: one micro-batch on one rank. `guess`: weight of the previous step; 0 if there is none. `same_bits`:
         the bits must not depend on the number of ranks, so the scale must not depend on who computes a virtual rank.
@@ -117,13 +117,11 @@ class StepTotals:
         self._said_scale = 0.0
 
     def count(
-        self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *, plain: bool,
-        is_weightless: bool,
-    ) -> None:  # fmt: skip
+        self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *, plain: bool
+    ) -> None:
         """Add a loss and its weight to the totals. Backwards with a common divisor must have the same weight.
 
         `plain`: each sample weighs 1, according to the form of the loss, which is the same on all ranks.
-        `is_weightless`: of `weighed`.
         """
         is_shared = bool(micro_step.weights) and (self.in_round > 0 or not self._one_each)
         if reduction != (self._reduction or reduction) and (is_shared or not self._one_each):
@@ -137,6 +135,7 @@ class StepTotals:
         if self._is_counted:
             self._begin_round()
         if micro_step.work.is_counted and self._world.leads:  # of several that compute the same
+            is_weightless = weighed.is_weightless
             self._add(micro_step.work.virtual_rank, weighed, is_weightless)
             if not is_weightless:
                 self.seen.append((micro_step.batch, loss.detach()))
@@ -228,11 +227,11 @@ class StepTotals:
                 if is_finite_here:
                     raise ReportedByPeer("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
                 # other hosts may have left already: each rank reports for itself
-                cause = losses_not_finite(self.seen, self._where, lambda value: {self._world.rank: value})
+                cause = losses_not_finite(self.seen, str(self._where), lambda value: {self._world.rank: value})
                 raise stopped(cause, way_out, late=True)
             if self.result.weight != samples:
                 raise TrainingError(
-                    code="loss-weight-wrong", place=self._where, weight=self.result.weight, samples=samples
+                    code="loss-weight-wrong", place=str(self._where), weight=self.result.weight, samples=samples
                 )
         except BaseException:
             enter(Phase.OPTIMIZER)  # a reader of the phase must not think that the update has not begun
@@ -249,7 +248,7 @@ class StepTotals:
             if self._order is not None:
                 self._order.check(votes[NUM_VOTES:], self._where, late=late)
         if self._world.size > 1 and scales != self._said_scale * self._world.size:
-            raise report_on_one_rank(UsageError(code="loss-forms-differ", place=self._where), self._world)
+            raise report_on_one_rank(UsageError(code="loss-forms-differ", place=str(self._where)), self._world)
         loss, self.result.weight = self._divide(totals.sums)
         self.result.loss += loss
         return loss
@@ -269,9 +268,10 @@ class StepTotals:
         if self._counted_before is not None:
             weight_total = self._counted_before
         if weight_total == 0:
-            raise report_on_one_rank(UsageError(code="loss-weights-zero", place=self._where), self._world)
+            raise report_on_one_rank(UsageError(code="loss-weights-zero", place=str(self._where)), self._world)
         if self.is_weight_known and weight_total != self._samples:
-            raise TrainingError(code="loss-weight-wrong", place=self._where, weight=weight_total, samples=self._samples)
+            place = str(self._where)
+            raise TrainingError(code="loss-weight-wrong", place=place, weight=weight_total, samples=self._samples)
         self.divisor = weight_total
         self._counted_before = None if self._one_each else weight_total
         is_exact = self._reduction == "sum" or self.scale is None or isinstance(self.scale, Tensor)

@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Unpack
+
+from msgspec import Struct, field
 
 from paceline.compute.flops import tokens_of
 from paceline.compute.phase_events import PhaseEvents
@@ -21,8 +22,7 @@ PhaseStart = tuple[str, float]
 """(name of the phase, its start in seconds of CLOCK_MONOTONIC)"""
 
 
-@dataclass(frozen=True)
-class StepRecord:
+class StepRecord(Struct, frozen=True, dict=True):
     """One step of `fit`. `step` counts from 1 over the whole run."""
 
     step: int
@@ -47,11 +47,6 @@ class StepRecord:
             if batch.work.is_counted:
                 tokens, samples = tokens + tokens_of(batch.inputs), samples + batch.work.indices.numel()
         return tokens, samples
-
-    @property
-    def data_seconds(self) -> float:
-        """The time spent waiting for data."""
-        return self.phase_seconds.get(Phase.DATA.word, 0.0)
 
 
 class PhaseClock:
