@@ -157,7 +157,8 @@ def group_by_type(tensors: Iterable[Tensor], number: float | Tensor) -> Generato
         yield group, number.to(dtype) if isinstance(number, Tensor) and number.device.type != "cpu" else number
 
 
-Strides = tuple[int, ...]
+Layout = tuple[Sequence[int], Sequence[int]]
+"""the shape and strides of a tensor"""
 
 
 def numels_and_dtypes(parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[torch.dtype]]:
@@ -165,18 +166,14 @@ def numels_and_dtypes(parameters: Sequence[nn.Parameter]) -> tuple[list[int], li
     return [p.numel() for p in parameters], [p.dtype for p in parameters]
 
 
-def layouts_of(parameters: Sequence[nn.Parameter], strides: Sequence[Strides]) -> list[tuple[Strides, Strides]]:
-    """The shape and strides of each gradient."""
-    return [(tuple(p.shape), stride) for p, stride in zip(parameters, strides, strict=True)]
-
-
-def agreed_strides(parameters: Sequence[nn.Parameter], ranks: int) -> list[Strides]:
-    """The strides of each gradient in a sum: those of its parameter, if dense and equal on all ranks (a collective)."""
+def agreed_layouts(parameters: Sequence[nn.Parameter], ranks: int) -> list[Layout]:
+    """The layout of each gradient in a sum: that of its parameter, if dense and equal on all ranks (a collective)."""
     strides = [p.stride() if _is_dense(p) else () for p in parameters]
     by_rank = gather_over_torch(strides, ranks)
     agreed = [s != () and all(other[i] == by_rank[0][i] for other in by_rank) for i, s in enumerate(strides)]
     contiguous = [torch.empty(p.shape, device="meta").stride() for p in parameters]
-    return [stride if same else other for stride, other, same in zip(strides, contiguous, agreed, strict=True)]
+    all_strides = [stride if same else other for stride, other, same in zip(strides, contiguous, agreed, strict=True)]
+    return [(p.shape, stride) for p, stride in zip(parameters, all_strides, strict=True)]
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -189,13 +186,11 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.numel() > 0
 
 
-def with_strides(grads: Grads | None, parameters: Sequence[nn.Parameter], strides: Sequence[Strides]) -> Grads | None:
-    """The list, with a copy in place of each gradient that has other strides, or another type than its parameter."""
+def with_layouts(grads: Grads | None, dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> Grads | None:
+    """The list, with a copy in place of each gradient that has other strides or another type."""
     for index, grad in enumerate(grads or ()):
-        parameter, stride = parameters[index], strides[index]
-        if grads and grad is not None and (grad.stride() != stride or grad.dtype != parameter.dtype):
-            copy = torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device=grad.device)
-            grads[index] = copy.copy_(grad)
+        if grads and grad is not None and (grad.stride() != layouts[index][1] or grad.dtype != dtypes[index]):
+            grads[index] = torch.empty_strided(*layouts[index], dtype=dtypes[index], device=grad.device).copy_(grad)
     return grads
 
 

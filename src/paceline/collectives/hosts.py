@@ -25,13 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.collectives.buckets import divide
+from paceline.collectives.buckets import Layout, divide
 from paceline.collectives.memory import GROUP, MemoryLayout, MemoryOperation, MemoryPeer, SharedMemory
 from paceline.collectives.memory_sum import (
     Chunk,
     Flat,
     Lane,
-    Layouts,
     Results,
     Scratch,
     SlotLayout,
@@ -157,7 +156,7 @@ class HostsSum:
         plan: HierarchyPlan,
         name: str,
         scratch: Scratch,
-        layouts: Layouts | None = None,
+        layouts: Sequence[Layout] | None = None,
     ) -> None:
         """For 1 to MAX_TENSORS tensors with these numbers of elements and types, the same on all ranks."""
         self._hosts, self._memory, self._plan, self._name = hosts, hosts.memory, plan, name
@@ -195,18 +194,17 @@ class HostsSum:
             self._pending[-1].gather()
             self._gathered = True
 
-    def end(self, divisor: float | Tensor | None = None) -> Results:
+    def end(self, divisor: float | Tensor | None = None) -> list[Tensor | None]:
         """Wait for the sum over all ranks, and distribute it within this host; returns as `TreeSum.run`.
 
         Runs within a collective of the memory, which the caller has begun (`SharedMemory.operation`).
         """
-        results: Results = ()
+        results: list[Tensor | None] = []
         self.gather()
         for number, bundle in enumerate(self._bundles):
             flat, size = self._pending.popleft().end(), self._width(bundle)
             if number == 0:
-                used: list[float] = flat[size : size + self._tensors].tolist()
-                results = self._lanes.results(self._own, [count != 0 for count in used])
+                results = self._lanes.results(self._own, flat[size : size + self._tensors].bool().tolist)
             if divisor is not None:
                 divide(flat[:size], divisor)
             self._distribute(bundle, flat, results)

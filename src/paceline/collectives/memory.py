@@ -175,10 +175,8 @@ class Channel:
 
     def flags(self, count: int) -> list[int]:
         """The `count` bits that each rank has written in this tick."""
-        stop, flags = _TEXT_BYTES + (count + 7) // 8, list[int]()
-        for header in self._headers[self.tick & 1]:
-            flags.append(int.from_bytes(header[_TEXT_BYTES:stop], "little"))
-        return flags
+        stop = _TEXT_BYTES + (count + 7) // 8
+        return [int.from_bytes(header[_TEXT_BYTES:stop], "little") for header in self._headers[self.tick & 1]]
 
     def arrived(self, tick: int) -> bool:
         """Whether all ranks have published this tick."""

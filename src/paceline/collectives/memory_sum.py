@@ -23,7 +23,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from paceline.collectives.buckets import divide, is_present
+from paceline.collectives.buckets import Layout, divide, is_present
 from paceline.collectives.memory import MAX_FLAGS, MemoryOperation, SharedMemory
 from paceline.collectives.tree import ALIGNED, LeafPartition, Node, middle, round_up, tree_sum
 
@@ -32,8 +32,6 @@ Flat = Sequence[Tensor | None]
 """each tensor, dense; None: all zeros"""
 Results = Sequence[Tensor | None]
 """each tensor, dense; None: no rank has a value"""
-Layouts = Sequence[tuple[Sequence[int], Sequence[int]]]
-"""the shape and strides of each tensor"""
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ class SlotLayout:
         dtypes: Sequence[torch.dtype],
         lane_sizes: Mapping[torch.dtype, int],
         scratch: Scratch,
-        layouts: Layouts | None = None,
+        layouts: Sequence[Layout] | None = None,
     ) -> None:
         """`lane_sizes`: the number of elements of a lane for each type, a multiple of ALIGNED. `layouts`: or (n,)."""
         self.chunks = split_into_chunks(sizes, dtypes, lane_sizes)
@@ -156,19 +154,14 @@ class SlotLayout:
             used |= flags
         return [bool(used >> i & 1) for i in range(count)]
 
-    def results(self, partials: Sequence[Flat | None], used: Sequence[bool] | None = None) -> Results:
-        """The tensors for the sums: those of the first subtree, or new ones if only other subtrees have values.
-
-        `used`: default: the result of the method.
-        """
-        first: Flat = partials[0] or [None] * len(self._sizes)
-        if all(map(is_present, first)):
-            return first
-        used = self.used() if used is None else used
-        return [
-            flat if flat is not None or not used[i] else torch.empty_strided(*self._layouts[i], dtype=self._dtypes[i])
-            for i, flat in enumerate(first)
-        ]
+    def results(self, partials: Sequence[Flat | None], used: Callable[[], Sequence[bool]]) -> list[Tensor | None]:
+        """The tensors for the sums: those of the first subtree, or new ones if only other subtrees have values."""
+        results = [*(partials[0] or [None] * len(self._sizes))]
+        if not all(map(is_present, results)):
+            for index, is_used in enumerate(used()):
+                if is_used and results[index] is None:
+                    results[index] = torch.empty_strided(*self._layouts[index], dtype=self._dtypes[index])
+        return results
 
     def load(
         self,
@@ -285,7 +278,7 @@ class TreeSum:
         dtypes: Sequence[torch.dtype],
         partition: LeafPartition,
         name: str = "gradients",
-        layouts: Layouts | None = None,
+        layouts: Sequence[Layout] | None = None,
     ) -> None:
         """For up to `MAX_TENSORS` tensors with these sizes, types and layouts (default (n,)), the same on all ranks."""
         self._memory, self._leaves, self._sizes = memory, partition.leaves, sizes
@@ -309,7 +302,7 @@ class TreeSum:
 
     def run(
         self, partials: Sequence[Flat | None], divisor: float | Tensor | None = None, *, factor: float | None = None
-    ) -> Results:
+    ) -> list[Tensor | None]:
         """The sum over all leaves, divided by `buckets.divide` (a collective).
 
         Args:
@@ -326,12 +319,11 @@ class TreeSum:
             return (self._run_sharded if self._shards else self._run_direct)(partials, divisor, factor)
 
     def _run_direct(self, partials: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
-        lanes, finite = self._lanes, True
-        results: Results = ()
+        lanes, results, finite = self._lanes, list[Tensor | None](), True
         for number, chunk in enumerate(lanes.chunks or [None]):
             slot = lanes.send(chunk, partials, is_first=number == 0, factor=factor)
             if number == 0:
-                results = lanes.results(partials)
+                results = lanes.results(partials, lanes.used)
             if chunk is not None:
                 finite = self._add_up(chunk, slot, results, divisor) and finite
         self.finite = finite
@@ -339,8 +331,7 @@ class TreeSum:
 
     def _run_sharded(self, partials: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
         # tick k sends chunk k, and the sums of chunk k - 1
-        bulk, lanes, finite = self._memory.bulk, self._lanes, True
-        results: Results = ()
+        bulk, lanes, results, finite = self._memory.bulk, self._lanes, list[Tensor | None](), True
         for number in range(len(lanes.chunks) + 1):
             slot = bulk.write()
             if number == 0:
@@ -355,7 +346,7 @@ class TreeSum:
                 bulk.set_flags(slot, not finite, 1)
             bulk.exchange()
             if number == 0:
-                results = lanes.results(partials)
+                results = lanes.results(partials, lanes.used)
             else:
                 chunk = lanes.chunks[number - 1]
                 lanes.take(chunk, slot, self._results_at[chunk.dtype], results)

@@ -175,11 +175,7 @@ class Reducer:
 def check_gradients(
     parameters: Sequence[nn.Parameter], grads: Grads, numels: Sequence[int], names: Mapping[nn.Parameter, str]
 ) -> bool:
-    """Whether any parameter has a gradient.
-
-    Raises:
-        UsageError: a gradient is sparse, or its number of elements differs from that in `numels`.
-    """
+    """Whether any has a gradient. Raises UsageError for a sparse one, or one whose size differs from `numels`."""
     is_any = False
     for parameter, grad, numel in zip(parameters, grads, numels, strict=True):
         if grad is None:

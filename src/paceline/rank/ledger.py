@@ -258,17 +258,15 @@ class Ledger:
         It depends on the order within each group, not between groups. It covers kind, name, type, line, and the shape
         if all ranks must pass the same shape.
         """
-        groups = [*self._gone, *self.groups.values()]
         parts: list[tuple[str, int, int]] = []
-        for group in groups:
+        for group in (*self._gone, *self.groups.values()):
             if group.count:
                 parts.append((group.name, group.checksum, group.count))
             group.checksum = group.count = 0
-        parts.sort()
         self._gone.clear()
         self._taken = [*self._current]
         self._current.clear()
-        digest = hashlib.blake2b(repr(parts).encode(), digest_size=7).digest()
+        digest = hashlib.blake2b(repr(sorted(parts)).encode(), digest_size=7).digest()
         return int.from_bytes(digest, "little") >> 4
 
     def taken(self) -> list[Op]:

@@ -133,7 +133,7 @@ class Step:
         self._sums = StepTotals(
             self._world, self._virtual_ranks, self._where, self._votes, self._order,
             one_each=one_each, alone=alone and self._world.size == self._virtual_ranks == 1, guess=self._weight,
-            same_bits=self._exact and self._virtual_ranks > 1, on_device=self._on_device,
+            same_bits=self._exact and self._virtual_ranks > 1,
         )  # fmt: skip
         # this host, if hosts step separately and a non-finite value ends the run: no other host is asked
         self._host = None if self._may_skip or self.parts[0].scale else self.parts[0].replica.host
@@ -360,7 +360,7 @@ class Step:
                     to_judge.append(part)
             if self._sums.without_gradient and not any(part.has_gradients for part in self.parts):
                 raise UsageError(code="batch-without-gradient", place=str(self._where))
-            loss, finite = self._judged(to_judge, loss, totals, late=self._on_device)
+            loss, finite = self._judged(to_judge, loss, totals)
             for part in reached if finite else ():
                 part.run_hooks(after_accumulation=True)
         if not finite:
@@ -371,10 +371,10 @@ class Step:
                 part.note_gradients()
 
     def _judged(
-        self, to_judge: Sequence[TrainedModel], loss: float, totals: Totals | Deferred[Totals] | None, *, late: bool
+        self, to_judge: Sequence[TrainedModel], loss: float, totals: Totals | Deferred[Totals] | None
     ) -> tuple[float, bool]:
         """The loss, and whether it and the gradients of `to_judge` are finite (a collective if they are sharded)."""
-        if not late:
+        if not self._on_device:
             finite = math.isfinite(loss)
             for part in to_judge:
                 if finite:

@@ -83,19 +83,17 @@ class StepTotals:
         alone: bool = False,
         guess: float = 0.0,
         same_bits: bool = False,
-        on_device: bool = False,
     ) -> None:
         """`str(where)` names the step in errors. `one_each`: each rank computes one micro-batch, with separate weights.
 
         `alone`: one micro-batch on one rank. `guess`: weight of the previous step; 0 if there is none. `same_bits`:
         the bits must not depend on the number of ranks, so the scale must not depend on who computes a virtual rank.
-        `on_device`: the host would have to wait for the losses.
         """
         self.is_alone, self._guess, self._same_bits = alone and not same_bits, guess, same_bits
         self._world, self._where, self._one_each, self._votes = world, where, one_each, votes
         self._order = order if world.size > 1 else None
         self.result = StepResult()
-        self._virtual_ranks, self._on_device = virtual_ranks, on_device
+        self._virtual_ranks, self._on_device = virtual_ranks, world.device.type != "cpu"
         self._begin_round()
         self.divisor: float | None = None
         """the sum of all weights; None: not known yet"""
@@ -196,11 +194,8 @@ class StepTotals:
 
     def start(self) -> Finish:
         """Start the sum over ranks. The first one in a step includes the votes."""
-        votes: list[float] = []
-        if self.divisor is None:
-            votes += astuple(self._votes())
-            if self._order is not None:
-                votes += self._order.hashes()
+        hashes = self._order.hashes() if self._order is not None and self.divisor is None else ()
+        votes = [*astuple(self._votes()), *hashes] if self.divisor is None else []
         if self._world.size > 1:
             self._said_scale = float(self.scale or 0)
             votes.append(self._said_scale)
