@@ -398,7 +398,7 @@ class TreeSum:
 
 
 def has_finite_sum(values: Tensor) -> bool:
-    """False if a value is an infinity or NaN. The sum of finite values may overflow: then, too."""
+    """False if a value is an infinity or NaN, or if the sum of finite values overflows."""
     return math.isfinite(values.sum(dtype=torch.float32 if values.element_size() < 4 else None))
 
 

@@ -25,7 +25,7 @@ from paceline.rank.world import World, device_name
 from paceline.runs import folder as run_folder
 from paceline.runs.progress import ProgressRecord, ProgressWriter
 from paceline.runs.summary import Summary
-from paceline.seeding import preserved_streams, remembered_streams
+from paceline.seeding import Streams, preserved_streams
 from paceline.sessions.arguments import SessionConfig, reword
 from paceline.sessions.checks import LoopChecks, check_no_scaler
 from paceline.sessions.lifecycle import SessionRun
@@ -432,7 +432,7 @@ class EvaluationLoop:
             raise UsageError(code="evaluation-inside-step")
         in_body = step.micro_step is not None
         outside = step.stream.outside if in_body else None
-        restore = remembered_streams() if in_body else lambda: None
+        restore = Streams().put_back if in_body else lambda: None
         self.is_running = True
         try:
             self._checks.check_data(loader)
