@@ -247,8 +247,7 @@ class PreparedModel(TrainedModel):
         """Before a backward: its gradients are added to those that are put aside, or dropped if not `wanted`."""
         grads = self.shown()
         first = next(filter(is_present, grads), None)
-        if self._last_grad:
-            raise self._foreign_backward()
+        self._check_foreign_backward()
         if first is not None:
             self._check_assigned(grads)
         if self.must_check:
@@ -400,8 +399,7 @@ class PreparedModel(TrainedModel):
 
     def before_update(self, shown: Grads) -> None:
         """Before an update with these gradients: check that `s.backward` made them, and that ranks agree."""
-        if self._last_grad:
-            raise self._foreign_backward()
+        self._check_foreign_backward()
         self._updates += 1
         if self._summed is None:
             return
@@ -520,16 +518,16 @@ class PreparedModel(TrainedModel):
                 if id(parameter) not in parameter_ids:
                     raise PARAMETERS.error(f"optimizer {opt.number + 1} trains one of shape {tuple(parameter.shape)}")
 
-    def _foreign_backward(self) -> UsageError:
-        parameter = self._last_grad.pop()
-        named = self.replica.model.named_parameters()
-        name = next((name for name, p in named if p is parameter), "of a model")
-        return BACKWARD.error(f"loss.backward() or torch.autograd.backward() has reached parameter {name}")
+    def _check_foreign_backward(self) -> None:
+        if self._last_grad:
+            parameter = self._last_grad.pop()
+            named = self.replica.model.named_parameters()
+            name = next((name for name, p in named if p is parameter), "of a model")
+            raise BACKWARD.error(f"loss.backward() or torch.autograd.backward() has reached parameter {name}")
 
     def check_between(self) -> None:
         """See TrainedModel."""
-        if self._last_grad:
-            raise self._foreign_backward()
+        self._check_foreign_backward()
         self._check_assigned(self.shown())
 
     def _check_assigned(self, grads: Grads) -> None:

@@ -49,6 +49,11 @@ class StepRecord(Struct, frozen=True, dict=True):
                 tokens, samples = tokens + tokens_of(batch.inputs), samples + batch.work.indices.numel()
         return tokens, samples
 
+    @property
+    def data_seconds(self) -> float:
+        """The time spent waiting for data."""
+        return self.phase_seconds.get(Phase.DATA.word, 0.0)
+
 
 class PhaseClock:
     """Passes each phase to `enter`, and adds up the seconds of each phase since the last `take`.

@@ -120,7 +120,7 @@ class RunRecorder:
         self.write(events.Step(  # after the samples: the record of a step confirms that its samples are complete
             step=record.step, epoch=epoch, samples=samples, lr=record.lr, grad_norm=result.grad_norm,
             loss=result.loss if math.isfinite(result.loss) else 0.0,  # JSON has no NaN or infinity
-            seconds=record.seconds, data_seconds=record.phase_seconds.get("data", 0.0), unix_time=time.time(),
+            seconds=record.seconds, data_seconds=record.data_seconds, unix_time=time.time(),
             share=(share.start, share.stop) if reports_samples else (0, 0), consumed=consumed,
             fingerprint=f"{combine_fingerprints(*(fingerprint(work.indices) for work in used)):016x}",
             skipped=result.skipped is not None,
