@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from operator import is_not
+from operator import attrgetter, is_not
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from paceline.collectives.tree import Grads
 from paceline.errors import UsageError
 
 BUCKET_BYTES = 25 << 20  # large enough for the full bandwidth of the network
-is_present = partial(is_not, None)
+is_present, grad_of = partial(is_not, None), attrgetter("grad")
 FIRST_BYTES = 1 << 20  # of the first bucket, if buckets are larger: it is sent early
 ALIGNED_BYTES = 64
 
@@ -157,8 +157,7 @@ def group_by_type(tensors: Iterable[Tensor], number: float | Tensor) -> Generato
         yield group, number.to(dtype) if isinstance(number, Tensor) and number.device.type != "cpu" else number
 
 
-Layout = tuple[Sequence[int], Sequence[int]]
-"""the shape and strides of a tensor"""
+Layout = tuple[Sequence[int], Sequence[int]]  # the shape and strides of a tensor
 
 
 def numels_and_dtypes(parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[torch.dtype]]:

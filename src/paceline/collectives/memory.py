@@ -306,8 +306,7 @@ class SharedMemory:
         self._ranks = tuple(peer.rank for peer in peers)
         self.describe_call = lru_cache(256)(self._describe_call)
         self._call = self.describe_call("", "")
-        self._guard = Guard.of_process()
-        self.ledger = self._guard.ledger
+        self.guard = Guard.of_process()
         spins = 0 if self.size > usable_cores() else SPINS
 
         def channel(number: int) -> Channel:
@@ -327,7 +326,7 @@ class SharedMemory:
         if self._left[self.rank][0]:
             raise RuntimeError(f"{call.text}: this rank has left the shared memory after an error or at its end")
         self._call = call
-        return self.ledger.begin_own(self, self._ranks, call.op, of_all=self._group == GROUP)
+        return self.guard.ledger.begin_own(self, self._ranks, call.op, of_all=self._group == GROUP)
 
     def leave(self) -> None:
         """Mark this rank as gone, so that waiting ranks raise an error. May be called more than once."""
@@ -335,7 +334,7 @@ class SharedMemory:
             self._left[self.rank][0] = 1
 
     def _check_wait(self, missing: Callable[[], list[int]], waited_seconds: float) -> None:
-        if self._guard.released():
+        if self.guard.released():
             names = self._names(missing())
             raise RuntimeError(f"{self._call.text}: connection closed by peer: unblocked from the wait for {names}")
         gone = [index for index in missing() if self._left[self._others[index][0]][0]]
@@ -373,7 +372,7 @@ class MemoryOperation:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._memory.leave()  # otherwise the others would wait for the remaining ticks
-        self._memory.ledger.end_own(self._begun, None if kind else self._work, failed=kind is not None)
+        self._memory.guard.ledger.end_own(self._begun, None if kind else self._work, failed=kind is not None)
 
 
 def _is_alive(peer: MemoryPeer) -> bool:

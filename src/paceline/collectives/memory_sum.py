@@ -28,10 +28,8 @@ from paceline.collectives.memory import MAX_FLAGS, MemoryOperation, SharedMemory
 from paceline.collectives.tree import ALIGNED, LeafPartition, Node, middle, round_up, tree_sum
 
 SMALL_FACTOR = 4  # a tensor smaller than a fourth of a lane shares a chunk
-Flat = Sequence[Tensor | None]
-"""each tensor, dense; None: all zeros"""
-Results = Sequence[Tensor | None]
-"""each tensor, dense; None: no rank has a value"""
+Flat = Sequence[Tensor | None]  # each tensor, dense; None: all zeros
+Results = Sequence[Tensor | None]  # each tensor, dense; None: no rank has a value
 
 
 @dataclass(frozen=True)
@@ -100,8 +98,7 @@ def split_into_chunks(
     return chunks
 
 
-Lane = tuple[int, int]
-"""the index of a rank, and of its lane"""
+Lane = tuple[int, int]  # the index of a rank, and of its lane
 MAX_TENSORS = MAX_FLAGS
 
 
@@ -134,7 +131,7 @@ class SlotLayout:
         """`lane_sizes`: the number of elements of a lane for each type, a multiple of ALIGNED. `layouts`: or (n,)."""
         self.chunks = split_into_chunks(sizes, dtypes, lane_sizes)
         self._layouts = layouts or [((size,), (1,)) for size in sizes]
-        self.lane, self.whole = cache(self._lane), cache(self._whole)  # each view is a torch operation
+        self.place = cache(self._place)  # each view is a torch operation
         self._memory, self._sizes, self._dtypes, self._lane_sizes = memory, sizes, dtypes, lane_sizes
         self._scratch = scratch
 
@@ -179,7 +176,7 @@ class SlotLayout:
         only = chunk.only
         start, stop = self.shard(chunk, self._memory.rank) if for_others else (0, 0)
         for lane, flat in enumerate(partials):
-            target, pieces = self.lane(chunk, slot, lane)
+            target, pieces = self.place(chunk, slot, lane)
             if flat is None or (only is not None and flat[only.tensor] is None):
                 target.zero_()
             elif only is not None and (tensor := flat[only.tensor]) is not None:
@@ -222,26 +219,21 @@ class SlotLayout:
         view = self._memory.bulk.view
         parts = [view(chunk.dtype, slot, rank, at, at + stop - start) for rank, (start, stop) in enumerate(shards)]
         if (only := chunk.only) is None:
-            whole, pieces = self.whole(chunk)
+            whole, pieces = self.place(chunk)
             torch.cat(parts, out=whole)
             copy_each(chunk.tensors_of(results), pieces)
         elif (result := results[only.tensor]) is not None:
             torch.cat(parts, out=only.of(result))
 
-    def _lane(self, chunk: Chunk, slot: int, lane: int) -> tuple[Tensor, list[Tensor]]:
-        """This rank's memory in a lane for a chunk, and for each of its tensors."""
+    def _place(self, chunk: Chunk, slot: int = -1, lane: int = 0) -> tuple[Tensor, list[Tensor]]:
+        """Memory for a chunk, and for each tensor of several: in this rank's lane of a slot, or temporary."""
         start = lane * self._lane_sizes[chunk.dtype]
-        flat = self._memory.bulk.view(chunk.dtype, slot, self._memory.rank, start, start + chunk.size)
-        return flat, self._pieces(flat, chunk)
-
-    def _whole(self, chunk: Chunk) -> tuple[Tensor, list[Tensor]]:
-        """Temporary memory for a chunk, and for each of its tensors."""
-        flat = self._scratch.take(chunk.dtype, 0, chunk.size)
-        return flat, self._pieces(flat, chunk)
-
-    def _pieces(self, flat: Tensor, chunk: Chunk) -> list[Tensor]:
-        pairs = zip(flat.split(chunk.lengths), chunk.segments, strict=True)
-        return [] if chunk.only else [piece.as_strided(*self._layouts[segment.tensor]) for piece, segment in pairs]
+        if slot < 0:
+            flat = self._scratch.take(chunk.dtype, 0, chunk.size)
+        else:
+            flat = self._memory.bulk.view(chunk.dtype, slot, self._memory.rank, start, start + chunk.size)
+        pairs = () if chunk.only else zip(flat.split(chunk.lengths), chunk.segments, strict=True)
+        return flat, [piece.as_strided(*self._layouts[segment.tensor]) for piece, segment in pairs]
 
     def spare(self, dtype: torch.dtype, count: int, size: int) -> list[Tensor]:
         """Temporary memory for `count` partial sums, (size,) each."""
@@ -363,7 +355,7 @@ class TreeSum:
         """Compute the chunk's sums. True if they are finite, False if unknown."""
         parts = self._parts(chunk, slot, 0, chunk.size)
         if (only := chunk.only) is None:
-            whole, pieces = self._lanes.whole(chunk)
+            whole, pieces = self._lanes.place(chunk)
             self._make_root(chunk, 0, parts, whole, divisor)
             copy_each(chunk.tensors_of(results), pieces)
         elif (result := results[only.tensor]) is not None:

@@ -8,21 +8,18 @@ last gradient is complete, in the same order on all ranks. A transport sums the 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
 from paceline.collectives.across import InterHostSum, PerHostTransport
-from paceline.collectives.buckets import check_dense, trainable
+from paceline.collectives.buckets import check_dense, grad_of, trainable
 from paceline.collectives.communicator import MemoryTransport, Transport, make_communicator
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.shards import Shards, ShardTransport
 from paceline.collectives.torch_collectives import Group
 from paceline.collectives.tree import Grads, LeafPartition, add_each
 from paceline.errors import UsageError
-
-_grad = attrgetter("grad")
 
 
 class Reducer:
@@ -108,9 +105,7 @@ class Reducer:
             self._forget()
 
     def finish(self, divisor: float | Tensor | None) -> bool:
-        """Set every .grad to the sum over all leaves, divided by `divisor` (a collective).
-
-        Call it under `torch.no_grad()`.
+        """Set every .grad to the sum over all leaves, divided by `divisor` (a collective, under `torch.no_grad()`).
 
         Args:
             divisor: a number, or a scalar tensor of any float type on the gradients' device; the same on every rank.
@@ -157,7 +152,7 @@ class Reducer:
 
     def _add_leaf(self, index: int) -> None:
         parameters = self._buckets[index]
-        grads: Grads = [*map(_grad, parameters)]
+        grads: Grads = [*map(grad_of, parameters)]
         if check_gradients(parameters, grads, self._numels[index], self._names):
             # gradients from outside any `leaf` belong to the first leaf of this rank
             leaf = self._partition.ranges[self._partition.rank][0] if self._leaf is None else self._leaf

@@ -64,8 +64,7 @@ class VirtualBuffers:
     def __init__(self, model: nn.Module, world: World, virtual_ranks: int) -> None:
         self._world, self._virtual_ranks, self._model = world, virtual_ranks, model
         self._slots = _slots(model)
-        self._names_checked = self.is_idle = False
-        """`is_idle`: the model has no buffers, as a first micro-batch has shown"""
+        self._names_checked = self.is_idle = False  # idle: the model has no buffers, also after the first micro-batch
         self._synchronised = {n for n, slots in self._slots.items() if isinstance(slots[0][0], SyncBatchNorm)}
         self._initial = {name: buffer.clone() for name, buffer in self._in_module().items()}
         self._reductions = _reductions(model, self._slots)
