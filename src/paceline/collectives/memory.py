@@ -157,7 +157,7 @@ class Channel:
             mine, self.call = self.call, b""
             headers = self._headers[self.tick & 1]
             for header in headers:
-                if header[:_TEXT_BYTES] != mine:
+                if bytes(header[:_TEXT_BYTES]) != mine:
                     raise self._mismatch([bytes(header[:_TEXT_BYTES]) for header in headers])
 
     def _mismatch(self, texts: Sequence[bytes]) -> TrainingError:
