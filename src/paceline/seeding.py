@@ -10,7 +10,7 @@ import hashlib
 import math
 import random
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,11 +115,6 @@ def preserved_streams() -> Generator[Streams]:
         yield streams
     finally:
         streams.put_back()
-
-
-def remembered_streams() -> Callable[[], None]:
-    """A function that restores the present states of the generators of torch (CPU), `random` and numpy."""
-    return Streams().put_back
 
 
 def stream_states(device: torch.device) -> torch.Tensor:

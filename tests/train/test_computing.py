@@ -85,10 +85,10 @@ def test_the_share_of_waiting_leaves_out_the_first_steps_unless_there_are_few():
     waiting = DataWait()
     assert waiting.fraction() is None
     for _ in range(WARM_UP_STEPS):
-        waiting.step(9.0, 10.0)
+        waiting.step({"data": 9.0, "forward": 1.0})
     assert waiting.fraction() == 0.9
     for _ in range(WARM_UP_STEPS + 1):
-        waiting.step(1.0, 10.0)
+        waiting.step({"data": 1.0, "forward": 9.0})
     assert waiting.fraction() == pytest.approx(0.1)
 
 

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
+from operator import attrgetter, is_not
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from paceline.collectives.tree import Grads
 from paceline.errors import UsageError
 
 BUCKET_BYTES = 25 << 20  # large enough for the full bandwidth of the network
+is_present, grad_of = partial(is_not, None), attrgetter("grad")
 FIRST_BYTES = 1 << 20  # of the first bucket, if buckets are larger: it is sent early
 ALIGNED_BYTES = 64
 
@@ -155,7 +157,7 @@ def group_by_type(tensors: Iterable[Tensor], number: float | Tensor) -> Generato
         yield group, number.to(dtype) if isinstance(number, Tensor) and number.device.type != "cpu" else number
 
 
-Strides = tuple[int, ...]
+Layout = tuple[Sequence[int], Sequence[int]]  # the shape and strides of a tensor
 
 
 def numels_and_dtypes(parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[torch.dtype]]:
@@ -163,13 +165,14 @@ def numels_and_dtypes(parameters: Sequence[nn.Parameter]) -> tuple[list[int], li
     return [p.numel() for p in parameters], [p.dtype for p in parameters]
 
 
-def agreed_strides(parameters: Sequence[nn.Parameter], ranks: int) -> list[Strides]:
-    """The strides of each gradient in a sum: those of its parameter, if dense and equal on all ranks (a collective)."""
+def agreed_layouts(parameters: Sequence[nn.Parameter], ranks: int) -> list[Layout]:
+    """The layout of each gradient in a sum: that of its parameter, if dense and equal on all ranks (a collective)."""
     strides = [p.stride() if _is_dense(p) else () for p in parameters]
     by_rank = gather_over_torch(strides, ranks)
     agreed = [s != () and all(other[i] == by_rank[0][i] for other in by_rank) for i, s in enumerate(strides)]
     contiguous = [torch.empty(p.shape, device="meta").stride() for p in parameters]
-    return [stride if same else other for stride, other, same in zip(strides, contiguous, agreed, strict=True)]
+    all_strides = [stride if same else other for stride, other, same in zip(strides, contiguous, agreed, strict=True)]
+    return [(p.shape, stride) for p, stride in zip(parameters, all_strides, strict=True)]
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -182,30 +185,17 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.numel() > 0
 
 
-def with_strides(grads: Grads | None, parameters: Sequence[nn.Parameter], strides: Sequence[Strides]) -> Grads | None:
-    """The gradients with these strides and the parameters' types, copied only if they differ."""
-    if grads is None:
-        return None
-    return [
-        grad
-        if grad is None or (grad.stride() == stride and grad.dtype == p.dtype)
-        else torch.empty_strided(p.shape, stride, dtype=p.dtype, device=grad.device).copy_(grad)
-        for grad, p, stride in zip(grads, parameters, strides, strict=True)
-    ]
+def with_layouts(grads: Grads | None, dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> Grads | None:
+    """The list, with a copy in place of each gradient that has other strides or another type."""
+    for index, grad in enumerate(grads or ()):
+        if grads and grad is not None and (grad.stride() != layouts[index][1] or grad.dtype != dtypes[index]):
+            grads[index] = torch.empty_strided(*layouts[index], dtype=dtypes[index], device=grad.device).copy_(grad)
+    return grads
 
 
-def flatten(tensors: Grads | None) -> Grads | None:
-    """(n,) for each tensor: a view of its elements in memory order."""
-    return None if tensors is None else [None if t is None else t.as_strided((t.numel(),), (1,)) for t in tensors]
-
-
-def assign_grads(
-    parameters: Sequence[nn.Parameter], strides: Sequence[Strides], grads: Grads, sums: Sequence[Tensor | None]
-) -> None:
-    """Set each .grad to the sum: in the memory of `grads`, or in that of `sums` (n,) if this rank had no gradient."""
-    for parameter, stride, grad, total in zip(parameters, strides, grads, sums, strict=True):
-        if grad is None and total is not None:
-            grad = total.as_strided(parameter.shape, stride)
+def assign_grads(parameters: Sequence[nn.Parameter], sums: Sequence[Tensor | None]) -> None:
+    """Set each .grad to its sum, or to None."""
+    for parameter, grad in zip(parameters, sums, strict=True):
         # torch's fused optimizers read parameter and gradient in memory order: their strides must be equal.
         if grad is not None and grad.stride() != parameter.stride() and _is_dense(parameter):
             grad = torch.empty_like(parameter).copy_(grad)

@@ -28,17 +28,16 @@ from paceline.collectives import memory as handshake
 from paceline.collectives import memory_sum
 from paceline.collectives.buckets import (
     BUCKET_BYTES,
-    agreed_strides,
+    agreed_layouts,
     assign_grads,
     buckets_of,
     divide,
     divide_each,
-    flatten,
     numels_and_dtypes,
     pack,
     packed_size,
     unpack,
-    with_strides,
+    with_layouts,
 )
 from paceline.collectives.hosts import (
     BUNDLE_BYTES,
@@ -157,25 +156,26 @@ class MemoryTransport:
         """A collective. `memory`: None if this rank has all leaves. `ranks`: of the world, if `partition` has fewer."""
         self.buckets: Sequence[Bucket] = [parameters]
         self._parameters = parameters
-        self._strides = agreed_strides(parameters, ranks or len(partition.ranges))
-        self._sum = None if memory is None else TreeSum(memory, *numels_and_dtypes(parameters), partition)
+        self._layouts = agreed_layouts(parameters, ranks or len(partition.ranges))
+        numels, self._dtypes = numels_and_dtypes(parameters)
+        self._sum = memory and TreeSum(memory, numels, self._dtypes, partition, layouts=self._layouts)
         self.forget()
 
     def begin(self, number: int, partials: list[Grads | None]) -> None:
         """See Transport."""
         del number
-        self._own = [with_strides(grads, self._parameters, self._strides) for grads in partials]
+        self._own = [with_layouts(grads, self._dtypes, self._layouts) for grads in partials]
 
     def end(self, divisor: float | Tensor | None) -> bool:
         """See Transport."""
         first: Grads = self._own[0] or [None] * len(self._parameters)
         results: Sequence[Tensor | None] = first
         if self._sum is not None:
-            results = self._sum.run([*map(flatten, self._own)], divisor)
+            results = self._sum.run(self._own, divisor)
         elif divisor is not None:
             divide_each([grad for grad in first if grad is not None], divisor)
         if divisor is not None:
-            assign_grads(self._parameters, self._strides, first, results)
+            assign_grads(self._parameters, results)
         return self._sum is not None and self._sum.finite
 
     def forget(self) -> None:
@@ -195,11 +195,11 @@ class HierarchicalTransport:
     def __init__(self, buckets: Sequence[Bucket], hosts: Hosts, plan: HierarchyPlan) -> None:
         """A collective. `plan` defines the order of additions."""
         parameters = [parameter for bucket in buckets for parameter in bucket]
-        scratch, strides = Scratch(), iter(agreed_strides(parameters, hosts.size))
+        scratch, layouts = Scratch(), iter(agreed_layouts(parameters, hosts.size))
         self.buckets, self._memory = buckets, hosts.memory
-        self._strides = [[next(strides) for _ in bucket] for bucket in buckets]
+        self._layouts = [[next(layouts) for _ in bucket] for bucket in buckets]
         self._sums = [
-            HostsSum(hosts, *numels_and_dtypes(bucket), plan, f"bucket {number}", scratch)
+            HostsSum(hosts, *numels_and_dtypes(bucket), plan, f"bucket {number}", scratch, self._layouts[number])
             for number, bucket in enumerate(buckets)
         ]
         # One call for all buckets: the hang guard reads only the last 64 calls, and needs the exchanges among them.
@@ -210,11 +210,10 @@ class HierarchicalTransport:
     def begin(self, number: int, partials: list[Grads | None]) -> None:
         """See Transport."""
         bucket = self.buckets[number]
-        strided = [with_strides(grads, bucket, self._strides[number]) for grads in partials]
-        self._first.append(strided[0] or [None] * len(bucket))
+        dtypes, layouts = [parameter.dtype for parameter in bucket], self._layouts[number]
         try:
             before = self._sums[number - 1] if number > 0 else None
-            self._sums[number].begin([*map(flatten, strided)], after=before)
+            self._sums[number].begin([with_layouts(grads, dtypes, layouts) for grads in partials], after=before)
         except BaseException:
             self.forget()  # an error during backward: `end` will not be called
             raise
@@ -224,13 +223,12 @@ class HierarchicalTransport:
         with MemoryOperation(self._memory, self._memory.bulk, self._all_gather_call):
             sums = [total.end(divisor) for total in self._sums]
         if divisor is not None:
-            for bucket, strides, first, results in zip(self.buckets, self._strides, self._first, sums, strict=True):
-                assign_grads(bucket, strides, first, results)
+            for bucket, results in zip(self.buckets, sums, strict=True):
+                assign_grads(bucket, results)
         return False
 
     def forget(self) -> None:
         """See Transport. Running sums would keep connections open."""
-        self._first: list[Grads] = []
         for total in self._sums:
             total.forget()
 

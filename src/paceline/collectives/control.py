@@ -35,11 +35,12 @@ from itertools import chain, islice
 from operator import attrgetter
 from traceback import walk_stack
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch import Tensor, nn
 
 from paceline.collectives.buckets import group_by_type
@@ -377,14 +378,14 @@ NAME = "totals of the step"
 LOOP_NUMBERS = "numbers of the loop"
 
 
-class Totals(NamedTuple):
+class Totals(Struct, frozen=True):
     """The result of `start_totals`: the sums of losses and of weights over virtual ranks, and of votes over ranks."""
 
     sums: list[float]
     votes: list[float]
 
 
-class SummedTotals(NamedTuple):
+class SummedTotals(Struct, frozen=True):
     """The totals of a step over all ranks; deferred if the host would have to wait for the device."""
 
     totals: Totals | Deferred[Totals]

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.collectives.buckets import divide
+from paceline.collectives.buckets import Layout, divide
 from paceline.collectives.memory import GROUP, MemoryLayout, MemoryOperation, MemoryPeer, SharedMemory
 from paceline.collectives.memory_sum import (
     Chunk,
@@ -156,13 +156,14 @@ class HostsSum:
         plan: HierarchyPlan,
         name: str,
         scratch: Scratch,
+        layouts: Sequence[Layout] | None = None,
     ) -> None:
         """For 1 to MAX_TENSORS tensors with these numbers of elements and types, the same on all ranks."""
         self._hosts, self._memory, self._plan, self._name = hosts, hosts.memory, plan, name
         unit = ALIGNED * self._memory.size
         lane_sizes = {d: self._memory.bulk.data_bytes // d.itemsize // plan.lanes // unit * unit for d in dtypes}
         self._tensors = len(sizes)
-        self._lanes = SlotLayout(self._memory, sizes, dtypes, lane_sizes, scratch)
+        self._lanes = SlotLayout(self._memory, sizes, dtypes, lane_sizes, scratch, layouts)
         # if no tensor has elements, an empty bundle sends the flags
         self._bundles, self._dtype = _bundle_chunks(self._lanes.chunks, self._memory.size) or [()], dtypes[0]
         self.forget()
@@ -203,8 +204,7 @@ class HostsSum:
         for number, bundle in enumerate(self._bundles):
             flat, size = self._pending.popleft().end(), self._width(bundle)
             if number == 0:
-                used: list[float] = flat[size : size + self._tensors].tolist()
-                results = self._lanes.results(self._own, [count != 0 for count in used])
+                results = self._lanes.results(self._own, flat[size : size + self._tensors].bool().tolist)
             if divisor is not None:
                 divide(flat[:size], divisor)
             self._distribute(bundle, flat, results)

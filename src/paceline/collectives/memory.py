@@ -60,6 +60,7 @@ from paceline.host.procfs import read_process
 from paceline.protocol.control import SHARED_MEMORY
 from paceline.protocol.evidence import SHARED_GROUP, Op
 from paceline.rank.guard import Guard
+from paceline.rank.ledger import StartedCall
 
 SPINS = 1000  # polls of about 50 ns each
 YIELD_SECONDS = 2e-4
@@ -108,7 +109,8 @@ class Channel:
         self._typed: dict[torch.dtype, Slots] = {}
         self.view = lru_cache(4096)(self._view)  # each slice is a torch operation
         self._check_wait: CheckWait = check_wait
-        self._call = b""
+        self.call = b""
+        """the header of the call that begins with the next tick. If ranks set different ones, `wait` raises an error"""
         self.tick, self.spins = 0, spins
         self.data_bytes = len(self._data[0][0])
 
@@ -122,18 +124,14 @@ class Channel:
         """Elements [start, stop) of a slot of a rank."""
         return self.typed(dtype)[slot][rank][start:stop]
 
-    def set_call(self, text: bytes) -> None:
-        """Set the call that begins with the next tick. If ranks set different ones, `wait` raises an error."""
-        self._call = text[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-
     def write(self) -> int:
         """Begin a tick; return the slot, 0 or 1, that may be written now."""
         wait_for(
             self._others, self._at, self.tick, self._check_wait, spins=self.spins
         )  # then no rank reads it any more
         slot = (self.tick + 1) & 1
-        if self._call:
-            self._headers[slot][self._rank][:_TEXT_BYTES] = self._call
+        if self.call:
+            self._headers[slot][self._rank][:_TEXT_BYTES] = self.call
         return slot
 
     def set_flags(self, slot: int, flags: int, count: int) -> None:
@@ -155,16 +153,20 @@ class Channel:
             RuntimeError: a rank has ended, has left or is late; see `SharedMemory`.
         """
         wait_for(self._others, self._at, self.tick, self._check_wait, spins=self.spins)
-        if self._call:
-            mine, self._call = self._call, b""
-            texts = [bytes(header[:_TEXT_BYTES]) for header in self._headers[self.tick & 1]]
-            if texts.count(mine) < len(texts):
-                calls = "; ".join(
-                    f"rank {name} called {text.rstrip(bytes(1)).decode(errors='replace')}"
-                    for name, text in zip(self._names, texts, strict=True)
-                )
-                where = " in shared memory"
-                raise TrainingError(code="collectives-mismatch", exit_code=ExitCode.MISMATCH, where=where, calls=calls)
+        if self.call:
+            mine, self.call = self.call, b""
+            headers = self._headers[self.tick & 1]
+            for header in headers:
+                if bytes(header[:_TEXT_BYTES]) != mine:
+                    raise self._mismatch([bytes(header[:_TEXT_BYTES]) for header in headers])
+
+    def _mismatch(self, texts: Sequence[bytes]) -> TrainingError:
+        calls = "; ".join(
+            f"rank {name} called {text.rstrip(bytes(1)).decode(errors='replace')}"
+            for name, text in zip(self._names, texts, strict=True)
+        )
+        where = " in shared memory"
+        return TrainingError(code="collectives-mismatch", exit_code=ExitCode.MISMATCH, where=where, calls=calls)
 
     def exchange(self) -> None:
         """`publish` and `wait`."""
@@ -173,9 +175,8 @@ class Channel:
 
     def flags(self, count: int) -> list[int]:
         """The `count` bits that each rank has written in this tick."""
-        size = (count + 7) // 8
-        slots = self._headers[self.tick & 1]
-        return [int.from_bytes(slot[_TEXT_BYTES : _TEXT_BYTES + size], "little") for slot in slots]
+        stop = _TEXT_BYTES + (count + 7) // 8
+        return [int.from_bytes(header[_TEXT_BYTES:stop], "little") for header in self._headers[self.tick & 1]]
 
     def arrived(self, tick: int) -> bool:
         """Whether all ranks have published this tick."""
@@ -269,10 +270,11 @@ class MemoryPeer:
 
 @dataclass(frozen=True)
 class MemoryCall:
-    """One collective: `op` for the hang guard, `text` for the comparison with the other ranks."""
+    """One collective: `op` for the hang guard, `header` for the comparison with the other ranks."""
 
     op: Op
-    text: bytes
+    text: str
+    header: bytes
 
 
 class SharedMemory:
@@ -302,7 +304,9 @@ class SharedMemory:
         self._left = [counter[len(layout.channels) * LINE // 8 :] for counter in counters]
         self._checked_seconds = 0.0
         self._ranks = tuple(peer.rank for peer in peers)
+        self.describe_call = lru_cache(256)(self._describe_call)
         self._call = self.describe_call("", "")
+        self.guard = Guard.of_process()
         spins = 0 if self.size > usable_cores() else SPINS
 
         def channel(number: int) -> Channel:
@@ -311,20 +315,18 @@ class SharedMemory:
 
         self.totals, self.bulk = map(channel, range(len(layout.channels)))
 
-    def describe_call(self, kind: str, name: str, shape: str = "", dtype: torch.dtype | str = "") -> MemoryCall:
-        """The description of a collective, which its calls can reuse."""
+    def _describe_call(self, kind: str, name: str, shape: str = "", dtype: torch.dtype | str = "") -> MemoryCall:
+        """The description of a collective."""
         op = Op(self._group, 0, kind, name, shape, str(dtype).removeprefix("torch."))
-        return MemoryCall(op, f"{kind} '{name}' {shape} {op.dtype}".rstrip().encode())
+        text = f"{kind} '{name}' {shape} {op.dtype}".rstrip()
+        return MemoryCall(op, text, text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"))
 
-    def begin(self, channel: Channel, call: MemoryCall) -> Any:
-        """Begin a collective: register it with the hang guard, and compare it between ranks. See `MemoryOperation`."""
+    def begin(self, call: MemoryCall) -> StartedCall | None:
+        """Begin a collective: register it with the hang guard. See `MemoryOperation`."""
         if self._left[self.rank][0]:
-            raise RuntimeError(
-                f"{call.text.decode()}: this rank has left the shared memory after an error or at its end"
-            )
+            raise RuntimeError(f"{call.text}: this rank has left the shared memory after an error or at its end")
         self._call = call
-        channel.set_call(call.text)
-        return Guard.of_process().ledger.begin_own(self, self._ranks, call.op, of_all=self._group == GROUP)
+        return self.guard.ledger.begin_own(self, self._ranks, call.op, of_all=self._group == GROUP)
 
     def leave(self) -> None:
         """Mark this rank as gone, so that waiting ranks raise an error. May be called more than once."""
@@ -332,11 +334,9 @@ class SharedMemory:
             self._left[self.rank][0] = 1
 
     def _check_wait(self, missing: Callable[[], list[int]], waited_seconds: float) -> None:
-        if Guard.of_process().released():
+        if self.guard.released():
             names = self._names(missing())
-            raise RuntimeError(
-                f"{self._call.text.decode()}: connection closed by peer: unblocked from the wait for {names}"
-            )
+            raise RuntimeError(f"{self._call.text}: connection closed by peer: unblocked from the wait for {names}")
         gone = [index for index in missing() if self._left[self._others[index][0]][0]]
         why = "has left"
         if not gone and time.monotonic() - self._checked_seconds > ALIVE_CHECK_SECONDS:
@@ -344,10 +344,10 @@ class SharedMemory:
             why, self._checked_seconds = "has ended", time.monotonic()
         # A rank that published before it left is not missing: its stores become visible in their order.
         if gone and (gone := [index for index in missing() if index in gone]):
-            raise RuntimeError(f"{self._call.text.decode()}: connection closed by peer: {self._names(gone)} {why}")
+            raise RuntimeError(f"{self._call.text}: connection closed by peer: {self._names(gone)} {why}")
         if waited_seconds > self.timeout_seconds:
             raise RuntimeError(
-                f"{self._call.text.decode()}: timed out waiting for {self._names(missing())} after "
+                f"{self._call.text}: timed out waiting for {self._names(missing())} after "
                 f"{self.timeout_seconds:g} s (--timeout)"
             )
 
@@ -357,7 +357,7 @@ class SharedMemory:
 
 
 class MemoryOperation:
-    """A context for the ticks of one collective in shared memory.
+    """A context for the ticks of one collective in shared memory. It can be entered again.
 
     For an asynchronous collective, it wraps the ticks that start it. `work` then reports whether it is completed.
     """
@@ -366,12 +366,13 @@ class MemoryOperation:
         self._memory, self._channel, self._call, self._work = memory, channel, call, work
 
     def __enter__(self) -> None:
-        self._begun = self._memory.begin(self._channel, self._call)
+        self._begun = self._memory.begin(self._call)
+        self._channel.call = self._call.header  # compares it between ranks
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._memory.leave()  # otherwise the others would wait for the remaining ticks
-        Guard.of_process().ledger.end_own(self._begun, None if kind else self._work, failed=kind is not None)
+        self._memory.guard.ledger.end_own(self._begun, None if kind else self._work, failed=kind is not None)
 
 
 def _is_alive(peer: MemoryPeer) -> bool:

@@ -14,41 +14,53 @@ Gradients are read and written in place, in autograd's memory, without a flat co
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import chain
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from paceline.collectives.buckets import divide
+from paceline.collectives.buckets import Layout, divide, is_present
 from paceline.collectives.memory import MAX_FLAGS, MemoryOperation, SharedMemory
 from paceline.collectives.tree import ALIGNED, LeafPartition, Node, middle, round_up, tree_sum
 
 SMALL_FACTOR = 4  # a tensor smaller than a fourth of a lane shares a chunk
+Flat = Sequence[Tensor | None]  # each tensor, dense; None: all zeros
+Results = Sequence[Tensor | None]  # each tensor, dense; None: no rank has a value
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of tensor number `tensor`."""
+    """Elements [start, stop) of tensor number `tensor`, in memory order."""
 
     tensor: int
     start: int
     stop: int
 
+    def of(self, tensor: Tensor) -> Tensor:
+        """(n,): a view of these elements."""
+        return tensor.as_strided((self.stop - self.start,), (1,), tensor.storage_offset() + self.start)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Chunk:
     """The data of one tick: one segment of a large tensor, or several small tensors."""
 
     dtype: torch.dtype
     segments: tuple[Segment, ...]
 
-    @property
+    @cached_property
     def only(self) -> Segment | None:
         """The segment of a large tensor; None if the chunk has several tensors."""
         return self.segments[0] if len(self.segments) == 1 else None
+
+    @cached_property
+    def tensors_of(self) -> Callable[[Results], Results]:
+        """Picks the tensors of its segments, at least two, out of a list of all tensors."""
+        return itemgetter(*[segment.tensor for segment in self.segments])
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -86,12 +98,7 @@ def split_into_chunks(
     return chunks
 
 
-Flat = Sequence[Tensor | None]
-"""(n,) for each tensor; None: all zeros"""
-Results = Sequence[Tensor | None]
-"""(n,) for each tensor; None: no rank has a value"""
-Lane = tuple[int, int]
-"""the index of a rank, and of its lane"""
+Lane = tuple[int, int]  # the index of a rank, and of its lane
 MAX_TENSORS = MAX_FLAGS
 
 
@@ -119,9 +126,12 @@ class SlotLayout:
         dtypes: Sequence[torch.dtype],
         lane_sizes: Mapping[torch.dtype, int],
         scratch: Scratch,
+        layouts: Sequence[Layout] | None = None,
     ) -> None:
-        """`lane_sizes`: the number of elements of a lane for each type, a multiple of ALIGNED."""
+        """`lane_sizes`: the number of elements of a lane for each type, a multiple of ALIGNED. `layouts`: or (n,)."""
         self.chunks = split_into_chunks(sizes, dtypes, lane_sizes)
+        self._layouts = layouts or [((size,), (1,)) for size in sizes]
+        self.place = cache(self._place)  # each view is a torch operation
         self._memory, self._sizes, self._dtypes, self._lane_sizes = memory, sizes, dtypes, lane_sizes
         self._scratch = scratch
 
@@ -141,13 +151,14 @@ class SlotLayout:
             used |= flags
         return [bool(used >> i & 1) for i in range(count)]
 
-    def results(self, partials: Sequence[Flat | None], used: Sequence[bool]) -> list[Tensor | None]:
+    def results(self, partials: Sequence[Flat | None], used: Callable[[], Sequence[bool]]) -> list[Tensor | None]:
         """The tensors for the sums: those of the first subtree, or new ones if only other subtrees have values."""
-        first: Flat = partials[0] or [None] * len(self._sizes)
-        return [
-            flat if flat is not None or not used[i] else torch.empty(self._sizes[i], dtype=self._dtypes[i])
-            for i, flat in enumerate(first)
-        ]
+        results = [*(partials[0] or [None] * len(self._sizes))]
+        if not all(map(is_present, results)):
+            for index, is_used in enumerate(used()):
+                if is_used and results[index] is None:
+                    results[index] = torch.empty_strided(*self._layouts[index], dtype=self._dtypes[index])
+        return results
 
     def load(
         self,
@@ -162,23 +173,21 @@ class SlotLayout:
 
         `for_others`: skip this rank's shard of a large tensor, which it reads in place, unless there is a factor.
         """
-        bulk, rank = self._memory.bulk, self._memory.rank
-        room, only = self._lane_sizes[chunk.dtype], chunk.only
-        start, stop = self.shard(chunk, rank) if for_others else (0, 0)
+        only = chunk.only
+        start, stop = self.shard(chunk, self._memory.rank) if for_others else (0, 0)
         for lane, flat in enumerate(partials):
-            target = bulk.view(chunk.dtype, slot, rank, lane * room, lane * room + chunk.size)
+            target, pieces = self.place(chunk, slot, lane)
             if flat is None or (only is not None and flat[only.tensor] is None):
                 target.zero_()
             elif only is not None and (tensor := flat[only.tensor]) is not None:
-                part = tensor[only.start : only.stop]
+                part = only.of(tensor)
                 if factor is not None:
                     torch.mul(part, factor, out=target)
                     continue
                 target[:start].copy_(part[:start])
                 target[stop:].copy_(part[stop:])
             else:
-                tensors = [(flat[segment.tensor], n) for segment, n in zip(chunk.segments, chunk.lengths, strict=True)]
-                torch.cat([target.new_zeros(n) if t is None else t for t, n in tensors], out=target)
+                copy_each(pieces, chunk.tensors_of(flat))
                 if factor is not None:
                     target.mul_(factor)
 
@@ -210,31 +219,35 @@ class SlotLayout:
         view = self._memory.bulk.view
         parts = [view(chunk.dtype, slot, rank, at, at + stop - start) for rank, (start, stop) in enumerate(shards)]
         if (only := chunk.only) is None:
-            whole = self.whole(chunk)
+            whole, pieces = self.place(chunk)
             torch.cat(parts, out=whole)
-            copy_out(whole, chunk, results)
+            copy_each(chunk.tensors_of(results), pieces)
         elif (result := results[only.tensor]) is not None:
-            torch.cat(parts, out=result[only.start : only.stop])
+            torch.cat(parts, out=only.of(result))
 
-    def whole(self, chunk: Chunk) -> Tensor:
-        """Temporary memory for a chunk of several tensors."""
-        return self._scratch.take(chunk.dtype, 0, chunk.size)
+    def _place(self, chunk: Chunk, slot: int = -1, lane: int = 0) -> tuple[Tensor, list[Tensor]]:
+        """Memory for a chunk, and for each tensor of several: in this rank's lane of a slot, or temporary."""
+        start = lane * self._lane_sizes[chunk.dtype]
+        if slot < 0:
+            flat = self._scratch.take(chunk.dtype, 0, chunk.size)
+        else:
+            flat = self._memory.bulk.view(chunk.dtype, slot, self._memory.rank, start, start + chunk.size)
+        pairs = () if chunk.only else zip(flat.split(chunk.lengths), chunk.segments, strict=True)
+        return flat, [piece.as_strided(*self._layouts[segment.tensor]) for piece, segment in pairs]
 
     def spare(self, dtype: torch.dtype, count: int, size: int) -> list[Tensor]:
         """Temporary memory for `count` partial sums, (size,) each."""
         return [self._scratch.take(dtype, 1 + number, size) for number in range(count)]
 
 
-def copy_out(whole: Tensor, chunk: Chunk, results: Results) -> None:
-    """Copy `whole`, the values of the chunk, into the tensors of the chunk."""
-    pairs = [
-        (result, part)
-        for segment, part in zip(chunk.segments, whole.split(chunk.lengths), strict=True)
-        if (result := results[segment.tensor]) is not None
-    ]
-    if pairs:
-        targets, parts = map(list, zip(*pairs, strict=True))
-        torch._foreach_copy_(targets, parts)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+def copy_each(targets: Results, sources: Results) -> None:
+    """Copy tensors, in one call if there is no None: a source of zeros, or a target that is skipped."""
+    try:
+        torch._foreach_copy_(targets, sources)  # pyright: ignore
+    except TypeError:  # None
+        for target, source in zip(targets, sources, strict=True):
+            if target is not None:
+                target.copy_(torch.zeros(()) if source is None else source)
 
 
 def assign_lanes(nodes: Iterable[Iterable[Node]]) -> dict[Node, Lane]:
@@ -257,8 +270,9 @@ class TreeSum:
         dtypes: Sequence[torch.dtype],
         partition: LeafPartition,
         name: str = "gradients",
+        layouts: Sequence[Layout] | None = None,
     ) -> None:
-        """For up to `MAX_TENSORS` tensors with these numbers of elements and types, the same on all ranks."""
+        """For up to `MAX_TENSORS` tensors with these sizes, types and layouts (default (n,)), the same on all ranks."""
         self._memory, self._leaves, self._sizes = memory, partition.leaves, sizes
         nodes = partition.nodes()
         self._nodes, self._own_nodes = assign_lanes(nodes), nodes[memory.rank]
@@ -271,8 +285,10 @@ class TreeSum:
         # at the same byte for all types: a tick can contain a chunk of one type and sums of a different one
         self._results_at = {dtype: lanes * lane_bytes // dtype.itemsize for dtype in dtypes}
         lane_sizes = {dtype: lane_bytes // dtype.itemsize for dtype in dtypes}
-        self._lanes = SlotLayout(memory, sizes, dtypes, lane_sizes, Scratch())
-        self._call = memory.describe_call("all_reduce", name, *describe_tensors(sizes, dtypes))
+        self._lanes = SlotLayout(memory, sizes, dtypes, lane_sizes, Scratch(), layouts)
+        self._parts = cache(partial(self._lanes.parts, self._nodes))
+        call = memory.describe_call("all_reduce", name, *describe_tensors(sizes, dtypes))
+        self._operation = MemoryOperation(memory, memory.bulk, call)
         self.finite = False
         """True if the last sums are finite, False if that is unknown. The same on all ranks."""
 
@@ -282,26 +298,27 @@ class TreeSum:
         """The sum over all leaves, divided by `buckets.divide` (a collective).
 
         Args:
-            partials: the contiguous sums of each of this rank's subtrees, which are overwritten. None: all zeros.
+            partials: the sums of each of this rank's subtrees, which are overwritten. None: all zeros.
             divisor: see `divide`; the same on every rank.
             factor: multiplies each element of this rank before the addition.
 
         Returns:
-            (n,) for each tensor: the tensor of the first subtree if there is one, overwritten by the sum. None if it is
+            For each tensor: the tensor of the first subtree if there is one, overwritten by the sum. None if it is
             None in all subtrees of all ranks.
         """
         self.finite = False
-        with MemoryOperation(self._memory, self._memory.bulk, self._call):
+        with self._operation:
             return (self._run_sharded if self._shards else self._run_direct)(partials, divisor, factor)
 
     def _run_direct(self, partials: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
-        lanes, results = self._lanes, list[Tensor | None]()
+        lanes, results, finite = self._lanes, list[Tensor | None](), True
         for number, chunk in enumerate(lanes.chunks or [None]):
             slot = lanes.send(chunk, partials, is_first=number == 0, factor=factor)
             if number == 0:
-                results = lanes.results(partials, lanes.used())
+                results = lanes.results(partials, lanes.used)
             if chunk is not None:
-                self._add_up(chunk, slot, results, divisor)
+                finite = self._add_up(chunk, slot, results, divisor) and finite
+        self.finite = finite
         return results
 
     def _run_sharded(self, partials: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
@@ -321,7 +338,7 @@ class TreeSum:
                 bulk.set_flags(slot, not finite, 1)
             bulk.exchange()
             if number == 0:
-                results = lanes.results(partials, lanes.used())
+                results = lanes.results(partials, lanes.used)
             else:
                 chunk = lanes.chunks[number - 1]
                 lanes.take(chunk, slot, self._results_at[chunk.dtype], results)
@@ -334,14 +351,19 @@ class TreeSum:
         # the lanes, and one shard for the result
         return self._memory.bulk.data_bytes * shards // (lanes * shards + (self._shards > 0)) // unit * unit
 
-    def _add_up(self, chunk: Chunk, slot: int, results: Results, divisor: float | Tensor | None) -> None:
-        parts = self._lanes.parts(self._nodes, chunk, slot, 0, chunk.size)
+    def _add_up(self, chunk: Chunk, slot: int, results: Results, divisor: float | Tensor | None) -> bool:
+        """Compute the chunk's sums. True if they are finite, False if unknown."""
+        parts = self._parts(chunk, slot, 0, chunk.size)
         if (only := chunk.only) is None:
-            whole = self._lanes.whole(chunk)
+            whole, pieces = self._lanes.place(chunk)
             self._make_root(chunk, 0, parts, whole, divisor)
-            copy_out(whole, chunk, results)
+            copy_each(chunk.tensors_of(results), pieces)
         elif (result := results[only.tensor]) is not None:
-            self._make_root(chunk, 0, parts, result[only.start : only.stop], divisor)
+            whole = only.of(result)
+            self._make_root(chunk, 0, parts, whole, divisor)
+        else:
+            return True
+        return has_finite_sum(whole)
 
     def _add_shard(
         self, chunk: Chunk, partials: Sequence[Flat | None], slot: int, divisor: float | Tensor | None
@@ -352,19 +374,24 @@ class TreeSum:
             return True
         at, only = self._results_at[chunk.dtype], chunk.only
         out = self._memory.bulk.view(chunk.dtype, slot, self._memory.rank, at, at + stop - start)
-        parts = self._lanes.parts(self._nodes, chunk, 1 - slot, start, stop)
+        parts = dict(self._parts(chunk, 1 - slot, start, stop))
         for node, flat in zip(self._own_nodes, partials, strict=True):
             if only is not None and flat is not None and (tensor := flat[only.tensor]) is not None:
-                parts[node] = tensor[only.start + start : only.start + stop]
+                parts[node] = only.of(tensor)[start:stop]
         self._make_root(chunk, start, parts, out, divisor)
-        # A sum with an infinity or NaN is not finite. A sum of finite elements may overflow.
-        return math.isfinite(out.sum(dtype=torch.float32 if out.element_size() < 4 else None))
+        return has_finite_sum(out)
 
     def _make_root(
         self, chunk: Chunk, start: int, parts: dict[Node, Tensor], out: Tensor, divisor: float | Tensor | None
     ) -> None:
         del start  # for subclasses
-        root_of(parts, self._leaves, out, self._lanes.spare(chunk.dtype, self._spares, len(out)), divisor)
+        spare = self._lanes.spare(chunk.dtype, self._spares, out.numel()) if self._spares else []
+        root_of(parts, self._leaves, out, spare, divisor)
+
+
+def has_finite_sum(values: Tensor) -> bool:
+    """False if a value is an infinity or NaN, or if the sum of finite values overflows."""
+    return math.isfinite(values.sum(dtype=torch.float32 if values.element_size() < 4 else None))
 
 
 def describe_tensors(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> tuple[str, str]:
@@ -404,7 +431,7 @@ def root_of(
             own_ids.add(id(target))
         return torch.add(left, right, out=target)
 
-    root = tree_sum(parts, add, leaves)
+    root = torch.add(*parts.values(), out=out) if len(parts) == 2 else tree_sum(parts, add, leaves)
     assert root is out
     if divisor is not None:
         divide(out, divisor)
@@ -549,7 +576,7 @@ class StartedSum:
 
     def __init__(self, memory: SharedMemory, slots: Tensor, name: str) -> None:
         """Start it with this rank's `slots`, float64."""
-        self._memory, self._size, self._sum = memory, len(slots), slots
+        self._memory, self._size, self._sum = memory, slots.numel(), slots
         self._is_over, self._error = False, ""
         if isinstance(memory.running, StartedSum):  # the next tick overwrites its slots
             memory.running.finish()
@@ -579,9 +606,10 @@ class StartedSum:
             self._error = f"{type(error).__name__}: {error}"
             memory.leave()
             raise
-        first, *others = (channel.view(self._sum.dtype, self._tick & 1, r, 0, self._size) for r in range(memory.size))
-        total = first + others[0] if others else first.clone()
-        for other in others[1:]:
-            total += other
+        view, dtype, slot = channel.view, self._sum.dtype, self._tick & 1
+        first = view(dtype, slot, 0, 0, self._size)
+        total = first + view(dtype, slot, 1, 0, self._size) if memory.size > 1 else first.clone()
+        for rank in range(2, memory.size):
+            total += view(dtype, slot, rank, 0, self._size)
         self._sum, self._is_over, memory.running = total, True, None
         return total

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.collectives.across import InterHostSum, PerHostTransport
-from paceline.collectives.buckets import check_dense, trainable
+from paceline.collectives.buckets import check_dense, grad_of, trainable
 from paceline.collectives.communicator import MemoryTransport, Transport, make_communicator
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.shards import Shards, ShardTransport
 from paceline.collectives.torch_collectives import Group
-from paceline.collectives.tree import LeafPartition, add_each
+from paceline.collectives.tree import Grads, LeafPartition, add_each
 from paceline.errors import UsageError
 
 
@@ -56,16 +56,15 @@ class Reducer:
             single_leaf: the only leaf of this rank. All its backwards add to it, including those of dummy batches: a
                 rank without samples contributes zeros. None: each backward adds to the leaf of its virtual rank.
         """
-        self._buckets, self._partition, self._transport, self._at_start = (
-            transport.buckets,
-            partition,
-            transport,
-            at_start,
-        )
+        self._buckets, self._partition, self._transport = transport.buckets, partition, transport
+        self._at_start = at_start
         self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
         self._names, self._tied = _named(module)
         self._numels = [[p.numel() for p in bucket] for bucket in self._buckets]
         self._single_leaf, self._put_aside = single_leaf, list[tuple[nn.Parameter, Tensor | None]]()
+        # A tied parameter may get its gradient in several parts. None stays in the set: the bucket is sent last.
+        self._awaited = [{*b, *([None] if self._tied.intersection(b) else [])} for b in self._buckets]
+        self._sums = [partition.partial_sums(add_each) for _ in self._buckets]
         self._forget()
         for parameter in self._bucket_of if transport.early else ():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -89,8 +88,9 @@ class Reducer:
             return
         if self._leaf not in (None, virtual_rank):
             # the gradients of the previous virtual rank become a leaf of each bucket that has not been sent
-            for index in range(self._sent, len(self._buckets)):
-                self._add_leaf(index)
+            with torch.no_grad():
+                for index in range(self._sent, len(self._buckets)):
+                    self._add_leaf(index)
         self._leaf, self._leaving = virtual_rank, is_last
 
     def leave(self, *, failed: bool = False) -> None:
@@ -104,17 +104,22 @@ class Reducer:
         elif self._sent == 0:  # no rank waits for this step
             self._forget()
 
-    @torch.no_grad()
-    def finish(self, divisor: float | Tensor) -> bool:
-        """Set every .grad to the sum over all leaves, divided by `divisor` (a collective).
+    def finish(self, divisor: float | Tensor | None) -> bool:
+        """Set every .grad to the sum over all leaves, divided by `divisor` (a collective, under `torch.no_grad()`).
 
         Args:
             divisor: a number, or a scalar tensor of any float type on the gradients' device; the same on every rank.
+                None: .grad does not change.
 
         Returns:
             True if all gradients are finite, False if that is unknown. The same on all ranks.
         """
-        return self._end(divisor)
+        try:
+            while self._sent < len(self._buckets):  # also buckets without a gradient
+                self._send_next()
+            return self._transport.end(divisor)
+        finally:
+            self._forget()
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -123,24 +128,15 @@ class Reducer:
         This rank sends the remaining buckets. Other ranks may wait for them in `finish`, and messages of the next step
         must not match those of this step.
         """
-        self._end(None)
-
-    def _end(self, divisor: float | Tensor | None) -> bool:
-        try:
-            while self._sent < len(self._buckets):  # also buckets without a gradient
-                self._send_next()
-            return self._transport.end(divisor)
-        finally:
-            self._forget()
+        self.finish(None)
 
     def _forget(self) -> None:
         self._transport.forget()
         self._leaf: int | None = None
         self._leaving = False
-        self._sent = 0
-        # A tied parameter may get its gradient in several parts. None stays in the set: the bucket is sent last.
-        self._missing = [{*bucket, *([None] if self._tied.intersection(bucket) else [])} for bucket in self._buckets]
-        self._sums = [self._partition.partial_sums(add_each) for _ in self._buckets]
+        for sums in self._sums:
+            sums.clear()
+        self._sent, self._missing = 0, [*map(set.copy, self._awaited)]
 
     def _on_gradient(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
@@ -151,41 +147,41 @@ class Reducer:
             return
         self._missing[bucket].discard(parameter)
         while self._sent < len(self._buckets) and not self._missing[self._sent]:
-            self._send_next()
+            with torch.no_grad():
+                self._send_next()
 
-    @torch.no_grad()
     def _add_leaf(self, index: int) -> None:
         parameters = self._buckets[index]
-        check_gradients(parameters, self._numels[index], self._names)
-        if any(p.grad is not None for p in parameters):
+        grads: Grads = [*map(grad_of, parameters)]
+        if check_gradients(parameters, grads, self._numels[index], self._names):
             # gradients from outside any `leaf` belong to the first leaf of this rank
             leaf = self._partition.ranges[self._partition.rank][0] if self._leaf is None else self._leaf
-            self._sums[index].add(leaf, [p.grad for p in parameters])  # not copied: they now belong to the sum
+            self._sums[index].add(leaf, grads)  # not copied: they now belong to the sum
             for parameter in parameters:
                 parameter.grad = None
 
-    @torch.no_grad()
     def _send_next(self) -> None:
         index = self._sent
         self._sent += 1
         self._add_leaf(index)
-        sums = self._sums[index].finish()
-        self._sums[index] = self._partition.partial_sums(add_each)  # the old ones now belong to the transport
-        self._transport.begin(index, sums)
+        self._transport.begin(index, self._sums[index].finish())
 
 
 def check_gradients(
-    parameters: Sequence[nn.Parameter], numels: Sequence[int], names: Mapping[nn.Parameter, str]
-) -> None:
-    """Raise UsageError for a sparse gradient, or one whose number of elements differs from `numels`."""
-    for parameter, numel in zip(parameters, numels, strict=True):
-        if (grad := parameter.grad) is None:
+    parameters: Sequence[nn.Parameter], grads: Grads, numels: Sequence[int], names: Mapping[nn.Parameter, str]
+) -> bool:
+    """Whether any has a gradient. Raises UsageError for a sparse one, or one whose size differs from `numels`."""
+    is_any = False
+    for parameter, grad, numel in zip(parameters, grads, numels, strict=True):
+        if grad is None:
             continue
+        is_any = True
         if grad.layout is not torch.strided:
             check_dense([(parameter, grad)], names)
         if grad.numel() != numel:
             name = names.get(parameter, "a parameter")
             raise UsageError(code="parameter-shape-changed", name=name, before=numel, now=parameter.numel())
+    return is_any
 
 
 def sum_by_leaf(module: nn.Module, partition: LeafPartition) -> Reducer:

@@ -90,8 +90,11 @@ class PartialSums(Generic[_T]):
     def __init__(self, owned: Node, leaves: int, add: Callable[[_T | None, _T | None], _T | None]) -> None:
         """`add` adds two neighbours, and may change them; see `add_optional`."""
         self.owned, self._leaves, self._add = owned, leaves, add
-        self._next = owned[0]
-        self._sums: list[tuple[Node, _T | None]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Discard the sums, and begin with the first leaf again."""
+        self._next, self._nodes, self._sums = self.owned[0], list[Node](), list[_T | None]()
 
     def add(self, leaf: int, value: _T | None) -> None:
         """Add `value` as `leaf`. Its memory then belongs to this object. Skipped leaves are zeros."""
@@ -102,18 +105,20 @@ class PartialSums(Generic[_T]):
         self._push(leaf, value)
 
     def finish(self) -> list[_T | None]:
-        """The sums of this rank's `subtrees`, in order."""
+        """The sums of this rank's `subtrees`, in order, which now belong to the caller. The next leaf is the first."""
         while self._next < self.owned[1]:
             self._push(self._next, None)
-        return [value for _, value in self._sums]
+        sums = self._sums
+        self.clear()
+        return sums
 
     def _push(self, leaf: int, value: _T | None) -> None:
         self._next = leaf + 1
         node = (leaf, leaf + 1)
-        while self._sums and is_node((self._sums[-1][0][0], node[1]), self._leaves):
-            left, left_value = self._sums.pop()
-            node, value = (left[0], node[1]), self._add(left_value, value)
-        self._sums.append((node, value))
+        while self._nodes and is_node((self._nodes[-1][0], node[1]), self._leaves):
+            node, value = (self._nodes.pop()[0], node[1]), self._add(self._sums.pop(), value)
+        self._nodes.append(node)
+        self._sums.append(value)
 
 
 def add_optional(left: Tensor | None, right: Tensor | None) -> Tensor | None:

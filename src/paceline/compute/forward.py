@@ -20,7 +20,7 @@ from torch.jit import ScriptModule  # pyright: ignore[reportPrivateImportUsage]
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import UsageError, first_few
-from paceline.seeding import preserved_streams, remembered_streams
+from paceline.seeding import Streams, preserved_streams
 
 MAX_SHOWN = 20
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # have no forward
@@ -149,7 +149,7 @@ def _contexts(module: nn.Module, name: str) -> tuple[AbstractContextManager[None
     buffers: Buffers = [(m, n, b) for m in module.modules() for n, b in m.named_buffers(recurse=False)]
     small = [(m, n, b.clone()) for m, n, b in buffers if b.nbytes <= COPIED_BYTES]
     large = [(m, n, b) for m, n, b in buffers if b.nbytes > COPIED_BYTES]
-    return _checking(name, large), _recomputing(small, remembered_streams())
+    return _checking(name, large), _recomputing(small, Streams().put_back)
 
 
 @contextmanager

@@ -116,7 +116,7 @@ def batch_gatherer(dataset: object) -> Gather | None:
         return dataset.gather
     if type(dataset) is TensorDataset:  # a subclass may override __getitem__
         tensors = dataset.tensors
-        return lambda indices, _: [_rows(t, indices) for t in tensors]
+        return lambda indices, _: [t.index_select(0, indices.to(t.device, non_blocking=True)) for t in tensors]
     if type(dataset) is Subset:
         inner = batch_gatherer(cast("Subset[Any]", dataset).dataset)
         if inner is not None:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.errors import UsageError, first_few
 from paceline.parallel.pipeline import Leaf, SplitPoint
-from paceline.seeding import remembered_streams
+from paceline.seeding import Streams
 
 ASKS_VALUES = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__contains__")
 STATE_COPIES = 4  # for a parameter: itself, its gradient, two moments of Adam
@@ -234,7 +234,7 @@ def survey(model: nn.Module, forward: Callable[[], Any], inputs: Any, loss: Call
     Buffers and random streams are restored afterwards.
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    restore = remembered_streams()
+    restore = Streams().put_back
     try:
         flow = _DataFlow(model, inputs)
         with _hooked(model, flow.begin, flow.end), flow:

@@ -19,8 +19,9 @@ from functools import wraps
 from inspect import signature
 from threading import get_ident, main_thread
 from types import CodeType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from paceline.protocol.evidence import Op, Phase
@@ -168,7 +169,7 @@ class CachedCall:
     order: int = 0  # a hash of the parts that are equal on all ranks, for the order of calls
 
 
-class StartedCall(NamedTuple):  # made at every call; a dataclass costs twice the time
+class StartedCall(Struct, frozen=True):  # made at every call; a dataclass costs several times the time
     """A call in flight."""
 
     record: int
@@ -257,14 +258,15 @@ class Ledger:
         It depends on the order within each group, not between groups. It covers kind, name, type, line, and the shape
         if all ranks must pass the same shape.
         """
-        groups = [*self._gone, *self.groups.values()]
-        parts = sorted((group.name, group.checksum, group.count) for group in groups if group.count)
-        for group in groups:
+        parts: list[tuple[str, int, int]] = []
+        for group in (*self._gone, *self.groups.values()):
+            if group.count:
+                parts.append((group.name, group.checksum, group.count))
             group.checksum = group.count = 0
         self._gone.clear()
         self._taken = [*self._current]
         self._current.clear()
-        digest = hashlib.blake2b(repr(parts).encode(), digest_size=7).digest()
+        digest = hashlib.blake2b(repr(sorted(parts)).encode(), digest_size=7).digest()
         return int.from_bytes(digest, "little") >> 4
 
     def taken(self) -> list[Op]:
@@ -407,8 +409,8 @@ class Ledger:
         started_call = self._note(call, group_record, seq, peer, message=rule.message)
         if rule.message:
             group_record.sent += 1
-            started_call = started_call._replace(number=-group_record.sent)
-        return started_call._replace(backend=backend, before=before, single=rule.single and not rule.message)
+            started_call = replace(started_call, number=-group_record.sent)
+        return replace(started_call, backend=backend, before=before, single=rule.single and not rule.message)
 
     def _note(self, call: CachedCall, group: Group, seq: int, peer: int, *, message: bool = False) -> StartedCall:
         if group.pending:
@@ -439,7 +441,7 @@ class Ledger:
         return self._known_at(caller_site, (name, shape, dtype, label, group), made)
 
     def _known_at(self, site: Site, key_parts: tuple[object, ...], make_op: Callable[[str], Op]) -> CachedCall:
-        frame, library = site
+        frame, library = site.frame, site.library
         code = sys._getframe().f_code if frame is None else frame.f_code  # pyright: ignore[reportPrivateUsage]
         inner = code if library is None else library.f_code
         key = (id(code), -1 if frame is None else frame.f_lasti, id(inner), library and library.f_lasti, *key_parts)

@@ -12,7 +12,8 @@ from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from paceline.protocol.evidence import Frame
 from paceline.protocol.places import SITE_CHARS, Activity, activity_of, called_at, site
@@ -36,7 +37,7 @@ class Owner(IntEnum):
 USER, OURS, NOBODY, LIBRARY = Owner
 
 
-class Site(NamedTuple):
+class Site(Struct, frozen=True):
     """A call site: a frame of the user's program, and the frame of the library that it called."""
 
     frame: FrameType | None = None  # without a frame of the user: that of a library, else ours
@@ -44,7 +45,7 @@ class Site(NamedTuple):
 
     def words(self) -> str:
         """`train.py:40 in main, by transformers/trainer.py:3700`; empty if unknown."""
-        return called_at(*(frame and frame_of(frame) for frame in self))
+        return called_at(*(frame and frame_of(frame) for frame in (self.frame, self.library)))
 
 
 @cache

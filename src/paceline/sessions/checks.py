@@ -100,7 +100,7 @@ class LoopChecks:
         return ["epoch", "loop", "batch", "data", "order", *part_names]
 
     def _explain(self, differing: dict[str, list[int]]) -> UsageError:
-        place = self._position.label
+        place = str(self._position)
         places = [name for name in ("epoch", "loop", "batch") if name in differing]
         gradients = [part for part in self._state.models if f"gradients {part.number}" in differing]
         if places:

@@ -63,6 +63,7 @@ class Loader:
         """the plan of the current training epoch; None for a stream"""
         self._streams: dict[str, Any] = {}  # random streams and state of the sampler at the start of the epoch
         self._sampler = None if existing is None else SamplerState(existing)
+        self._is_torchs = existing is not None and is_torchs(existing)
         self.short_epoch: Callable[[BatchPlan], tuple[int, int]] | None = None
         """of an observer: plan -> number of whole global batches of an epoch, and samples of its last, short batch"""
 
@@ -211,9 +212,9 @@ class Loader:
 
         `coming`: the sum of the votes. A custom sampler is not asked for the next batch early, so its end is not known.
         """
-        if self._order is None or self.existing is None:
+        if self._order is None:
             return batch + 1 == len(self)
-        return is_torchs(self.existing) and not self._order.has(batch + 1)
+        return self._is_torchs and not self._order.has(batch + 1)
 
     def position(self, where: Mapping[str, int], world: World | None) -> Any:
         """The state of the order for a checkpoint, without the number of the batch (a collective with a `world`)."""

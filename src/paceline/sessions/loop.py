@@ -25,7 +25,7 @@ from paceline.rank.world import World, device_name
 from paceline.runs import folder as run_folder
 from paceline.runs.progress import ProgressRecord, ProgressWriter
 from paceline.runs.summary import Summary
-from paceline.seeding import preserved_streams, remembered_streams
+from paceline.seeding import Streams, preserved_streams
 from paceline.sessions.arguments import SessionConfig, reword
 from paceline.sessions.checks import LoopChecks, check_no_scaler
 from paceline.sessions.lifecycle import SessionRun
@@ -145,60 +145,61 @@ class TrainingLoop:
 
     def batches(self, loader: Loader) -> Generator[Any]:
         """The micro-batches of this rank in the next epoch of a loader."""
-        run, position, resumed, start = self._run, self.position, self._resumed, 0
+        run, step, position, observer = self._run, self.step, self.position, self._run.observer
         if run.progress.step >= run.max_steps:
             raise SystemExit(0)
-        self.step.check_only_loop()
-        if resumed is not None:
-            if not self.in_epochs:  # for example to inspect a batch: s.backward raises an error here
-                plan = loader.drawn(run.world, None)
-                for micro_batches in loader.training(plan, run.share, position.loop, 0):
-                    yield from (batch.inputs for batch in micro_batches)
-                return
-            if self._skipped < resumed.epoch_loop:  # this loop had ended before the checkpoint
-                self._skipped += 1
-                return
-            start = resumed.batch
-        streams = self._resumed_streams if resumed is not None else None
-        plan = loader.drawn(run.world, streams, start, trains=True)
-        with preserved_streams():
-            self._open(loader, plan)
-        self._resumed, position.batch, self._loader, self._at_end = None, start, loader, False
+        step.check_only_loop()
+        if self._resumed is not None and not self.in_epochs:  # for example to inspect a batch: s.backward raises here
+            for micro_batches in loader.training(loader.drawn(run.world, None), run.share, position.loop, 0):
+                yield from (batch.inputs for batch in micro_batches)
+            return
+        if (plan := self._begin_loop(loader)) is None:
+            return
         self._iterators += 1
-        self.step.keeps_stream = run.observer is None and loader.draws_nothing
+        step.keeps_stream = observer is None and loader.draws_nothing
+        one_each = plan.virtual_ranks == run.world.size and plan.accumulation == 1
         try:
-            yield from self._steps(loader, plan, start)
+            for part in self._state.models:
+                part.check_parameters()
+            self._clock(Phase.DATA)
+            for micro_batches in loader.training(plan, run.share, position.loop, position.batch):
+                if run.world.size > 1:
+                    self.checks.compare_place(loader)
+                for batch in step.run(position, micro_batches, one_each=one_each):
+                    try:
+                        yield batch.inputs if observer is None else observer.on_batch(batch.inputs, batch.work)
+                    except GeneratorExit:
+                        self._leave(loader, micro_batches, plan)
+                        raise
+                    if observer is not None:
+                        observer.on_batch_end()
+                self._end_step(loader, micro_batches, plan)
+                if run.progress.step >= run.max_steps:
+                    break
+                if self._stopped:
+                    raise SystemExit(int(ExitCode.SAVED))
+                self._clock(Phase.DATA)
+            if not self._at_end and position.batch:  # the end of the epoch was not known before
+                run.progress.after_step(Votes(), partial(self._numbers, run.world), save=True, wait=True)
+            self._next_loop()
         finally:
             self._iterators -= 1
             self._leave_stream()
-            self.step.keeps_stream = False
+            step.keeps_stream = False
 
-    def _steps(self, loader: Loader, plan: BatchPlan, start: int) -> Generator[Any]:
-        run, step, position, observer = self._run, self.step, self.position, self._run.observer
-        for part in self._state.models:
-            part.check_parameters()
-        one_each = plan.virtual_ranks == run.world.size and plan.accumulation == 1
-        self._clock(Phase.DATA)
-        for micro_batches in loader.training(plan, run.share, position.loop, start):
-            if run.world.size > 1:
-                self.checks.compare_place(loader)
-            for batch in step.run(position.label, micro_batches, one_each=one_each):
-                try:
-                    yield batch.inputs if observer is None else observer.on_batch(batch.inputs, batch.work)
-                except GeneratorExit:
-                    self._leave(loader, micro_batches, plan)
-                    raise
-                if observer is not None:
-                    observer.on_batch_end()
-            self._end_step(loader, micro_batches, plan)
-            if run.progress.step >= run.max_steps:
-                break
-            if self._stopped:
-                raise SystemExit(int(ExitCode.SAVED))
-            self._clock(Phase.DATA)
-        if not self._at_end and position.batch:  # the end of the epoch was not known before
-            run.progress.after_step(Votes(), partial(self._numbers, run.world), save=True, wait=True)
-        self._next_loop()
+    def _begin_loop(self, loader: Loader) -> BatchPlan | None:
+        """Draw the epoch of the loop that begins. None: the loop had ended before the checkpoint of a resume."""
+        resumed, streams, start = self._resumed, None, 0
+        if resumed is not None:
+            if self._skipped < resumed.epoch_loop:
+                self._skipped += 1
+                return None
+            streams, start = self._resumed_streams, resumed.batch
+        plan = loader.drawn(self._run.world, streams, start, trains=True)
+        with preserved_streams():
+            self._open(loader, plan)
+        self._resumed, self.position.batch, self._loader, self._at_end = None, start, loader, False
+        return plan
 
     def _leave(self, loader: Loader, micro_batches: Sequence[MicroBatch], plan: BatchPlan) -> None:
         """The loop is left by break or return in a body. An error here is raised at the next call."""
@@ -210,7 +211,7 @@ class TrainingLoop:
                 self._end_step(loader, micro_batches, plan, was_left=True)
                 self._clock(Phase.USER)
             else:
-                self.failure = UsageError(code="loop-left-in-step", place=self.position.label)
+                self.failure = UsageError(code="loop-left-in-step", place=str(self.position))
         except Exception as error:
             self.failure = error
         # not yet `_next_loop`: if an error has ended this one, the run resumes here
@@ -308,7 +309,8 @@ class TrainingLoop:
         lr = float(state.models[0].optimizer.param_groups[0]["lr"])
         record = StepRecord(progress.step + 1, done, lr, micro_batches, self._clock.take(), self._clock.borders)
         progress.record_step(record, samples, tracked=record.step % TRACK_EVERY == 0)
-        progress.rollback_point(record)
+        if done.skipped is not None:
+            progress.rollback_point(record)
         if self._run.observer is not None:
             self._run.observer.on_step(record)
         if ProgressWriter.here is not None:
@@ -430,7 +432,7 @@ class EvaluationLoop:
             raise UsageError(code="evaluation-inside-step")
         in_body = step.micro_step is not None
         outside = step.stream.outside if in_body else None
-        restore = remembered_streams() if in_body else lambda: None
+        restore = Streams().put_back if in_body else lambda: None
         self.is_running = True
         try:
             self._checks.check_data(loader)

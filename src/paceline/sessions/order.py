@@ -68,7 +68,7 @@ class SampleOrder:
 
     def batch(self, batch: int) -> Tensor:
         """(n,) int64: the samples of a batch."""
-        if not self.has(batch):
+        if batch >= self._next and not self.has(batch):
             raise IndexError(f"batch {batch} of an epoch of {self._next} batches")
         return self._drawn[batch][0]
 

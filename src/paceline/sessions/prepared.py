@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, needed
+from paceline.collectives.buckets import is_present
 from paceline.collectives.control import Deferred, all_gather_object, report_on_one_rank
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import BACKWARD, GRADIENTS, PARAMETERS
@@ -245,16 +246,15 @@ class PreparedModel(TrainedModel):
     def open(self, wanted: bool, watched: bool) -> None:
         """Before a backward: its gradients are added to those that are put aside, or dropped if not `wanted`."""
         grads = self.shown()
-        present_grads = _present(grads)
+        first = next(filter(is_present, grads), None)
         self._check_foreign_backward()
-        if present_grads:
+        if first is not None:
             self._check_assigned(grads)
         if self.must_check:
             self.check_parameters()
-        if present_grads:
+        if first is not None:
             if any(isinstance(grad, ShardedGradientPlaceholder) for grad in grads):
                 raise UsageError(code="gradients-not-cleared")
-            first = present_grads[0]
             is_used = self._used() is first and _version(first) == self._used_version
             self._adds_to_used = is_used or (self._adds_to_used and bool(local_shard(first).any()))
             self._carried = grads
@@ -279,7 +279,7 @@ class PreparedModel(TrainedModel):
     def close(self, reached: bool) -> None:
         """After a backward, except the last of the step. If it has not `reached` the model, .grad does not change."""
         grads = self.shown()
-        self._aside = grads if _present(grads) else None
+        self._aside = grads if any(map(is_present, grads)) else None
         self._put(None)
         if not reached:
             self.drop()
@@ -310,7 +310,7 @@ class PreparedModel(TrainedModel):
             super().run_hooks(after_accumulation=after_accumulation)
         if after_accumulation and not self._is_plain:  # the last that happens to gradients before the loop sees them
             grads = self.shown()
-            self.note_gradients(grads)
+            self._note_left(grads)
             if self.replica.world.size > 1 and not (self.replica.sharded or self.replica.host is not None):
                 self._summed, self._versions = grads, _versions(grads)
 
@@ -456,9 +456,9 @@ class PreparedModel(TrainedModel):
         if self.replica.sharded or self.replica.host is not None or self._changed:
             self._put(shown)
         # If later steps add to the gradients, a checkpoint contains them. After the first step this is not known yet.
-        may_add = self._adds_to_used or self._updates == 1 or any(p.grad is not None for p in self._untrained())
+        may_add = self._adds_to_used or self._updates == 1 or any(map(is_present, map(_grad, self._untrained())))
         self._waiting = may_add and not self.replica.sharded
-        first = next((grad for grad in shown if grad is not None), None)
+        first = next(filter(is_present, shown), None)
         if first is not None:
             self._used, self._used_version = weakref.ref(first), _version(first)
 
@@ -472,7 +472,9 @@ class PreparedModel(TrainedModel):
 
     def _untrained(self) -> list[nn.Parameter]:
         """The parameters that no optimizer trains. They are computed again after a group was added."""
-        num_groups = sum([len(opt.optimizer.param_groups) for opt in self.optimizers])
+        num_groups = 0
+        for opt in self.optimizers:
+            num_groups += len(opt.optimizer.param_groups)
         if self._covered[0] != num_groups:
             trained = {id(p) for opt in self.optimizers for p in opt.parameters}
             self._covered = num_groups, [p for p in self._parameters if id(p) not in trained]
@@ -577,10 +579,6 @@ def _versions(grads: Grads) -> list[int]:
         return [*map(_tensor_version, grads)]
     except AttributeError:  # of None
         return [-1 if grad is None else _tensor_version(grad) for grad in grads]
-
-
-def _present(grads: Grads) -> list[Tensor]:
-    return [grad for grad in grads if grad is not None]
 
 
 def _version(grad: Tensor | None) -> int:

@@ -50,8 +50,7 @@ class LoopPosition:
         """The position in a checkpoint."""
         return dict(zip(POSITION, astuple(self), strict=True))
 
-    @property
-    def label(self) -> str:
+    def __str__(self) -> str:
         """The position, for messages."""
         return f"epoch {self.epoch + 1}, batch {self.batch + 1}"
 
@@ -95,8 +94,11 @@ class SessionStep(Step):
             return True
         micro_step.stepped.append(optimizer)
         micro_step.has_stepped = True
-        self.phases.keep_buffers(micro_step)
-        if not (micro_step.is_last and self.phases.counts(micro_step)) or self.is_skipped:
+        if not self.phases.alone:
+            self.phases.keep_buffers(micro_step)
+            if not (micro_step.is_last and self.phases.counts(micro_step)):
+                return False
+        if self.is_skipped:
             return False
         if part.has_aside:
             raise UsageError(code="step-before-last-backward")

@@ -1,9 +1,9 @@
 """The computation of one micro-batch in a loop body: its backwards, optimizer steps and losses."""
 
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
+from msgspec import Struct, field
 from torch import Tensor, nn
 
 from paceline.collectives.control import device_constant
@@ -15,11 +15,12 @@ Reduction = Literal["mean", "sum"]
 MEAN = 1  # torch's number of reduction="mean"
 
 
-@dataclass
-class MicroStep:
+class MicroStep(Struct):
     """The state of the micro-batch that a loop body computes."""
 
     batch: MicroBatch
+    work: MicroBatchPlan
+    """its samples"""
     is_last: bool
     """of this rank's micro-batches, in one pass"""
     rates: list[float]
@@ -36,11 +37,6 @@ class MicroStep:
     """whether a backward has begun and not ended"""
     is_alone: bool = False
     """whether the step has no other micro-batch on any rank: then weights have no effect"""
-    work: MicroBatchPlan = field(init=False)
-    """its samples"""
-
-    def __post_init__(self) -> None:
-        self.work = self.batch.work
 
     @property
     def samples(self) -> int:
@@ -92,7 +88,7 @@ def targets_of(loss: Tensor) -> Tensor | None:
     return node._saved_total_weight
 
 
-class WeightedLoss(NamedTuple):
+class WeightedLoss(Struct, frozen=True):
     """A loss that was passed to `s.backward`, with its weight."""
 
     value: Tensor

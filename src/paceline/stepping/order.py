@@ -48,8 +48,6 @@ class CallOrder:
 
     def hashes(self) -> list[float]:
         """One number per rank, to be summed over ranks: this rank's hash of its calls since the last time, else 0."""
-        if self._world.size == 1:
-            return []
         slots = [0.0] * self._world.size
         mine = self._take()
         own_hash = _hashed(self._taken(), self._local) if self._hashes_itself else mine
@@ -58,7 +56,7 @@ class CallOrder:
         slots[self._world.rank] = float(own_hash)
         return slots
 
-    def check(self, hashes: Sequence[float], where: str, *, late: bool = False) -> None:
+    def check(self, hashes: Sequence[float], where: object, *, late: bool = False) -> None:
         """Compare the `hashes` of all ranks for the step `where`, summed over ranks (a collective if they differ).
 
         `late`: the parameters have already changed.
@@ -66,8 +64,6 @@ class CallOrder:
         Raises:
             TrainingError: with MISMATCH, on a rank in the minority; ReportedByPeer on the others.
         """
-        if not hashes:
-            return
         if len(set(hashes)) == 1:
             self._agreed += 1
             if self._agreed & (self._agreed - 1) == 0:  # 1, 2, 4, 8, ...: most steps call from the same lines
@@ -85,7 +81,7 @@ class CallOrder:
         outcome = compare_orders(histories, self._local, self._known)
         if isinstance(outcome, Mismatch):
             error = TrainingError(
-                code="collectives-differ", exit_code=ExitCode.MISMATCH, place=where, what=outcome.words,
+                code="collectives-differ", exit_code=ExitCode.MISMATCH, place=str(where), what=outcome.words,
                 unchanged="" if late else UNCHANGED,
             )  # fmt: skip
             raise report_on_one_rank(error, self._world, by=min(outcome.odd, default=0))

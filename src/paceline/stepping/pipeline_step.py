@@ -71,7 +71,7 @@ class PipelineStep(Step):
         self._synchronise([part], totals or self._sums.start())
 
     def _counted(self, batch: MicroBatch, is_last: bool, losses: Tensor, weights: Tensor | None) -> Tensor:
-        micro_step = MicroStep(batch, is_last, [])
+        micro_step = MicroStep(batch, batch.work, is_last, [])
         self._sums.in_round = 0
         weighed = weighted(losses, weights, "mean", micro_step)
         self._sums.count(losses, weighed, "mean", micro_step, plain=False)

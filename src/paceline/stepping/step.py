@@ -98,9 +98,10 @@ class Step:
         self._votes, self._order, self._way_out, self._may_skip = votes, order, way_out, may_skip
         self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or Prefetch()
         self._on_device = is_async(world.device)  # whether the host would have to wait for numbers
+        self._guard, self._no_grad = Guard.of_process(), torch.no_grad()
 
-    def run(self, where: str, micro_batches: Sequence[MicroBatch], *, one_each: bool = False) -> Generator[MicroBatch]:
-        """Compute a global batch, except `end`. `one_each`: every rank has one micro-batch of it.
+    def run(self, at: object, micro_batches: Sequence[MicroBatch], *, one_each: bool = False) -> Generator[MicroBatch]:
+        """Compute the global batch that `str(at)` names, except `end`. `one_each`: every rank has one micro-batch.
 
         Yields this rank's micro-batches, with dummy batches if a forward is a collective, each after its `enter`.
         """
@@ -110,7 +111,7 @@ class Step:
             in_lockstep = in_lockstep or part.replica.in_lockstep
         if in_lockstep:
             micro_batches = as_many_as_any(micro_batches, self._world)
-        self._where, self.in_step, again, self._own_code = where, True, True, ""
+        self._where, self.in_step, again, self._own_code = at, True, True, ""
         self.targets = []
         self.phases.begin(len(micro_batches))
         self._begin_sums(one_each, alone=len(micro_batches) == 1)
@@ -118,16 +119,15 @@ class Step:
             for batch in micro_batches:
                 is_last = batch is micro_batches[-1]
                 self._enter_batch(batch, is_last)
-                self.micro_step = MicroStep(
-                    batch, is_last, [] if is_last else self._rates(), is_alone=self._sums.is_alone
-                )
+                rates = [] if is_last else self._rates()
+                self.micro_step = MicroStep(batch, batch.work, is_last, rates, is_alone=self._sums.is_alone)
                 self._sums.in_round = 0
                 if self.flops is not None and not self.flops.samples and batch.work.is_counted:
                     self._counting = self.flops.of(len(batch.work.indices))
                     self._counting.__enter__()
                 yield batch
                 self.leave()
-            again = self.phases.again()
+            again = not self.phases.alone and self.phases.again()
 
     def _begin_sums(self, one_each: bool = False, *, alone: bool = False) -> None:
         self._sums = StepTotals(
@@ -184,16 +184,17 @@ class Step:
 
     def begin_update(self) -> None:
         """Begin the update. Raises StallError if the guard has unblocked this rank: then the sums are not valid."""
-        Guard.of_process().check_unblocked()
+        self._guard.check_unblocked()
         self._enter(Phase.OPTIMIZER)
         self.updating = True
 
     def end(self) -> StepResult:
         """End the step, after all micro-batches."""
-        self._sums.await_totals(self._enter, self._way_out)
+        if self._host is not None:
+            self._sums.await_totals(self._enter, self._way_out)
         self._usual, self._weight = self._first.done if self._first else None, self._result.weight
         self._first, self._sums.seen, self._value = None, [], None  # releases the batches
-        if self.is_skipped:
+        if self._result.skipped is not None:
             for part in self.parts:
                 part.replica.put_back_buffers()
         elif self.parts[0].scale is not None:
@@ -222,11 +223,12 @@ class Step:
         if micro_step is None:
             raise UsageError(code="backward-outside-loop")
         micro_step.has_failed = True
-        self._sums.await_totals(self._enter, self._way_out)
+        if self._host is not None:
+            self._sums.await_totals(self._enter, self._way_out)
         weighed = weighted(loss, weight, reduction, micro_step)
         if micro_step.has_stepped:
             micro_step.phase, micro_step.has_stepped = micro_step.phase + 1, False
-        if not self.phases.counts(micro_step):
+        if not (self.phases.alone or self.phases.counts(micro_step)):
             micro_step.weights.append(weighed.weight)
             micro_step.has_failed = False
             return
@@ -247,7 +249,7 @@ class Step:
             scale = self._sums.exact_scale(totals.weight)
         if not last and (self._sums.is_guess or micro_step.batch.samples is not None):  # the last: see `_check_linear`
             self._own_code = self._own_code or own_functions(weighed.value)
-        wanted = [part for part in self.parts if not only or part in only]
+        wanted = [part for part in self.parts if part in only] if only else self.parts
         is_watched = len(self.parts) > 1 or bool(micro_step.stepped)
         for part in self.parts:
             part.open(part in wanted, is_watched)
@@ -352,27 +354,27 @@ class Step:
             check_summed_once(self._summed_up, reached)
         self._summed_up += reached
         to_judge: list[TrainedModel] = []
-        with torch.no_grad():
+        with self._no_grad:
             for part in reached:
                 if part.synchronise(rest, agreed=host is None) is not True or self._max_norm is not None:
                     to_judge.append(part)
             if self._sums.without_gradient and not any(part.has_gradients for part in self.parts):
-                raise UsageError(code="batch-without-gradient", place=self._where)
-            loss, finite = self._judged(to_judge, loss, totals, late=self._on_device)
+                raise UsageError(code="batch-without-gradient", place=str(self._where))
+            loss, finite = self._judged(to_judge, loss, totals)
             for part in reached if finite else ():
                 part.run_hooks(after_accumulation=True)
         if not finite:
-            Guard.of_process().check_unblocked()
+            self._guard.check_unblocked()
             in_loss, self._result.grad_norm = not math.isfinite(loss), None
             self._result.skipped = self._not_finite(reached, None if in_loss else host, in_loss=in_loss)
             for part in reached:
                 part.note_gradients()
 
     def _judged(
-        self, to_judge: Sequence[TrainedModel], loss: float, totals: Totals | Deferred[Totals] | None, *, late: bool
+        self, to_judge: Sequence[TrainedModel], loss: float, totals: Totals | Deferred[Totals] | None
     ) -> tuple[float, bool]:
         """The loss, and whether it and the gradients of `to_judge` are finite (a collective if they are sharded)."""
-        if not late:
+        if not self._on_device:
             finite = math.isfinite(loss)
             for part in to_judge:
                 if finite:
@@ -394,17 +396,18 @@ class Step:
 
     def _not_finite(self, reached: Sequence[TrainedModel], host: Hosts | None, *, in_loss: bool) -> nonfinite.NotFinite:
         """Find the cause (a collective, of this `host` unless all ranks know; none if it is the loss scale)."""
-        if not in_loss and (cause := self.parts[0].overflowed(self._where)):
+        if not in_loss and (cause := self.parts[0].overflowed(str(self._where))):
             return cause
         if self._forward is not None:  # nothing follows in this body
             self._leave_batch()
             for part in self.parts:
                 part.replica.put_back_buffers()
+        where = str(self._where)
         seen, gather = self._sums.seen, gather_over_all(self._world) if host is None else gather_on_host(host)
-        cause = nonfinite.losses_not_finite(seen, self._where, gather) if in_loss or host is not None else None
+        cause = nonfinite.losses_not_finite(seen, where, gather) if in_loss or host is not None else None
         if cause is None or not (in_loss or cause.samples):
             replicas, tick = {part.prefix: part.replica for part in reached}, partial(self._enter, Phase.BACKWARD)
-            cause = nonfinite.gradients_not_finite(replicas, seen, self._forward, self._where, tick, gather)
+            cause = nonfinite.gradients_not_finite(replicas, seen, self._forward, where, tick, gather)
         if not self._may_skip:
             raise report_on_one_rank(nonfinite.stopped(cause, self._way_out), self._world, by=cause.told_by)
         return cause
@@ -435,22 +438,20 @@ class UpdatePasses:
         self._buffers: dict[tuple[int, int, int], list[Tensor]] = {}
 
     def again(self) -> bool:
-        """After a pass over the micro-batches: whether the next phase needs another pass."""
+        """After a pass over several micro-batches: whether the next phase needs another pass."""
         self._pass += 1
-        return not self.alone and self._pass < self.number
+        return self._pass < self.number
 
     def counts(self, micro_step: MicroStep) -> bool:
-        """Whether this pass is for the current phase of the body."""
-        return self.alone or micro_step.phase == self._pass
+        """Whether this pass over several micro-batches is for the current phase of the body."""
+        return micro_step.phase == self._pass
 
     def is_final(self, micro_step: MicroStep) -> bool:
         """Whether it is the last body of the last pass."""
         return micro_step.is_last and (self.alone or self._pass == self.number - 1)
 
     def keep_buffers(self, micro_step: MicroStep) -> None:
-        """At the end of a phase: save the buffers in its pass, and restore them in later passes."""
-        if self.alone:
-            return
+        """At the end of a phase, in a step of several bodies: save the buffers in its pass, restore them later."""
         key = (micro_step.work.virtual_rank, micro_step.work.micro_batch, len(micro_step.stepped))
         buffers = [buffer for part in self._parts for buffer in part.replica.model.buffers()]
         if micro_step.phase == self._pass:

@@ -2,16 +2,15 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
+from msgspec import Struct
+from msgspec.structs import astuple
 from torch import Tensor
 
 from paceline.collectives.control import (
     SummedTotals,
     Totals,
-    is_async,
     report_on_one_rank,
     resolve,
     start_totals,
@@ -24,7 +23,7 @@ from paceline.stepping.nonfinite import NotFinite, Seen, losses_not_finite, stop
 from paceline.stepping.order import CallOrder
 
 
-class Votes(NamedTuple):
+class Votes(Struct, frozen=True):
     """Each field is 1 or 0 on one rank. The sum over ranks counts the votes. The totals have them in this order."""
 
     stop: float = 0.0
@@ -44,12 +43,12 @@ class Votes(NamedTuple):
 
 
 NO_VOTES = Votes()
+NUM_VOTES = len(astuple(NO_VOTES))
 Finish = Callable[[], SummedTotals]
 """waits for the totals of all ranks; on a GPU the host has not read them yet"""
 
 
-@dataclass
-class StepResult:
+class StepResult(Struct):
     """The result of a step over all ranks."""
 
     loss: float = 0.0
@@ -76,7 +75,7 @@ class StepTotals:
         self,
         world: World,
         virtual_ranks: int,
-        where: str,
+        where: object,
         votes: Callable[[], Votes],
         order: CallOrder | None,
         *,
@@ -85,18 +84,20 @@ class StepTotals:
         guess: float = 0.0,
         same_bits: bool = False,
     ) -> None:
-        """`where` names the step in errors. `one_each`: each rank computes one micro-batch, with separate weights.
+        """`str(where)` names the step in errors. `one_each`: each rank computes one micro-batch, with separate weights.
 
         `alone`: one micro-batch on one rank. `guess`: weight of the previous step; 0 if there is none. `same_bits`:
         the bits must not depend on the number of ranks, so the scale must not depend on who computes a virtual rank.
         """
         self.is_alone, self._guess, self._same_bits = alone and not same_bits, guess, same_bits
-        self._world, self._where, self._one_each, self._votes, self._order = world, where, one_each, votes, order
+        self._world, self._where, self._one_each, self._votes = world, where, one_each, votes
+        self._order = order if world.size > 1 else None
         self.result = StepResult()
-        self._virtual_ranks, self._on_device = virtual_ranks, is_async(world.device)
+        self._virtual_ranks, self._on_device = virtual_ranks, world.device.type != "cpu"
         self._begin_round()
         self.divisor: float | None = None
         """the sum of all weights; None: not known yet"""
+        self._counted_before: float | None = None  # the weight of this round, if the first round has counted it
         self.in_round = 0
         """backwards of this micro-batch since the last exchange"""
         self.scale: float | Tensor | None = None
@@ -193,7 +194,8 @@ class StepTotals:
 
     def start(self) -> Finish:
         """Start the sum over ranks. The first one in a step includes the votes."""
-        votes = [*self._votes(), *(self._order.hashes() if self._order else ())] if self.divisor is None else []
+        hashes = self._order.hashes() if self._order is not None and self.divisor is None else ()
+        votes = [*astuple(self._votes()), *hashes] if self.divisor is None else []
         if self._world.size > 1:
             self._said_scale = float(self.scale or 0)
             votes.append(self._said_scale)
@@ -220,11 +222,11 @@ class StepTotals:
                 if is_finite_here:
                     raise ReportedByPeer("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
                 # other hosts may have left already: each rank reports for itself
-                cause = losses_not_finite(self.seen, self._where, lambda value: {self._world.rank: value})
+                cause = losses_not_finite(self.seen, str(self._where), lambda value: {self._world.rank: value})
                 raise stopped(cause, way_out, late=True)
             if self.result.weight != samples:
                 raise TrainingError(
-                    code="loss-weight-wrong", place=self._where, weight=self.result.weight, samples=samples
+                    code="loss-weight-wrong", place=str(self._where), weight=self.result.weight, samples=samples
                 )
         except BaseException:
             enter(Phase.OPTIMIZER)  # a reader of the phase must not think that the update has not begun
@@ -237,11 +239,11 @@ class StepTotals:
         """
         *votes, scales = totals.votes if self._world.size > 1 else (*totals.votes, 0.0)
         if self.divisor is None:
-            self.result.votes = Votes(*votes[: len(Votes._fields)])
+            self.result.votes = Votes(*votes[:NUM_VOTES])
             if self._order is not None:
-                self._order.check(votes[len(Votes._fields) :], self._where, late=late)
+                self._order.check(votes[NUM_VOTES:], self._where, late=late)
         if self._world.size > 1 and scales != self._said_scale * self._world.size:
-            raise report_on_one_rank(UsageError(code="loss-forms-differ", place=self._where), self._world)
+            raise report_on_one_rank(UsageError(code="loss-forms-differ", place=str(self._where)), self._world)
         loss, self.result.weight = self._divide(totals.sums)
         self.result.loss += loss
         return loss
@@ -261,21 +263,18 @@ class StepTotals:
         if self._counted_before is not None:
             weight_total = self._counted_before
         if weight_total == 0:
-            raise report_on_one_rank(UsageError(code="loss-weights-zero", place=self._where), self._world)
+            raise report_on_one_rank(UsageError(code="loss-weights-zero", place=str(self._where)), self._world)
         if self.is_weight_known and weight_total != self._samples:
-            raise TrainingError(code="loss-weight-wrong", place=self._where, weight=weight_total, samples=self._samples)
+            place = str(self._where)
+            raise TrainingError(code="loss-weight-wrong", place=place, weight=weight_total, samples=self._samples)
         self.divisor = weight_total
+        self._counted_before = None if self._one_each else weight_total
         is_exact = self._reduction == "sum" or self.scale is None or isinstance(self.scale, Tensor)
         self.was_scaled = is_exact or self.scale == weight_total
         self.in_round, self._is_counted = 0, True
         if self._one_each:
             self.scale, self.is_guess = None, False
         return loss_total / weight_total, weight_total
-
-    @property
-    def _counted_before(self) -> float | None:
-        """The weight of this round, if the first round has counted it."""
-        return None if self._one_each else self.divisor
 
     def _begin_round(self) -> None:
         self._losses: list[float | Tensor] = [0.0] * self._virtual_ranks

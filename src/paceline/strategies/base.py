@@ -123,15 +123,15 @@ class Strategy:
                 if not work.is_counted:
                     stack.enter_context(uncounted(self.model, self.parameters))
                 self._inside = stack.pop_all()
-        else:
+        elif not self.buffers.is_idle:
             self.buffers.enter(work)
 
     def leave(self, error: BaseException | None = None) -> None:
         """End the micro-batch. With an `error`, drop its changes of buffers."""
         inside, self._inside = self._inside, None
-        if inside is None:
+        if inside is None and not self.buffers.is_idle:
             self.buffers.leave(failed=error is not None)
-        else:
+        elif inside is not None:
             inside.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def _around(self, work: MicroBatchPlan, is_last: bool) -> AbstractContextManager[Any] | None:
@@ -173,7 +173,8 @@ class Strategy:
             if parameter.requires_grad:
                 raise UsageError(code="unfrozen-later", name=name)
         is_finite = self._reduce(divisor)
-        self.buffers.check()  # after the gradient collectives: otherwise their order would differ between ranks
+        if not self.buffers.is_idle:
+            self.buffers.check()  # after the gradient collectives: otherwise their order would differ between ranks
         return is_finite if self.parts is None else self.parts.after_reduction(is_finite)
 
     def _reduce(self, divisor: float | Tensor) -> bool | Deferred[bool] | None:
@@ -234,7 +235,8 @@ class Strategy:
 
     def keep_buffers(self) -> None:
         """Save the buffers of this rank's virtual ranks, and everything else that a step changes before the update."""
-        self.buffers.keep()
+        if not self.buffers.is_idle:
+            self.buffers.keep()
 
     def put_back_buffers(self) -> None:
         """Restore what `keep_buffers` has saved."""

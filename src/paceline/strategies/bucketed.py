@@ -1,12 +1,11 @@
 """Data parallelism in buckets: ranks all-reduce gradients while backward runs, or after it in shared memory."""
 
-from operator import attrgetter
 from typing import Unpack
 
-import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import Source
+from paceline.collectives.buckets import grad_of
 from paceline.collectives.communicator import print_notice
 from paceline.collectives.control import Deferred
 from paceline.collectives.reducer import check_gradients, sum_by_rank
@@ -17,8 +16,6 @@ from paceline.strategies.buffers import partition_of
 from paceline.strategies.inter_node import describe_division, inter_node_strategy
 from paceline.strategies.outer_optimizer import InterNodeOptions
 from paceline.strategies.validation import check_no_lazy_parameters, check_no_sparse_gradients
-
-_layout = attrgetter("layout")
 
 
 def bucketed(
@@ -62,10 +59,7 @@ class Bucketed(Strategy):
 
     def _reduce(self, divisor: float | Tensor) -> bool | Deferred[bool] | None:
         if self.reducer is None:
-            grads = [p.grad for p in self.parameters if p.grad is not None]
-            is_dense = {*map(_layout, grads)} <= {torch.strided}
-            if not is_dense or [*map(Tensor.numel, self.parameters)] != self._numels:
-                check_gradients(self.parameters, self._numels, self._names)
+            check_gradients(self.parameters, [*map(grad_of, self.parameters)], self._numels, self._names)
         return super()._reduce(divisor)
 
     def _load(self, source: Source) -> None:

@@ -64,7 +64,7 @@ class VirtualBuffers:
     def __init__(self, model: nn.Module, world: World, virtual_ranks: int) -> None:
         self._world, self._virtual_ranks, self._model = world, virtual_ranks, model
         self._slots = _slots(model)
-        self._names_checked = False
+        self._names_checked = self.is_idle = False  # idle: the model has no buffers, also after the first micro-batch
         self._synchronised = {n for n, slots in self._slots.items() if isinstance(slots[0][0], SyncBatchNorm)}
         self._initial = {name: buffer.clone() for name, buffer in self._in_module().items()}
         self._reductions = _reductions(model, self._slots)
@@ -95,13 +95,9 @@ class VirtualBuffers:
         self._kept_seen: dict[int, dict[str, BufferHistory]] = {}
         self._copied: dict[tuple[int, str], tuple[Tensor, int]] = {}  # large buffers: the copied tensor and its version
 
+    @torch.no_grad()
     def keep(self) -> None:
         """Save copies of all buffers, for `put_back`."""
-        if self._slots:
-            self._keep()
-
-    @torch.no_grad()
-    def _keep(self) -> None:
         self._adopt()
         self._counted.clear()
         self._kept_seen = {virtual_rank: dict(histories) for virtual_rank, histories in self._seen.items()}
@@ -161,7 +157,7 @@ class VirtualBuffers:
         Changes by a dummy batch are dropped, except those of synchronised batch norm: its statistics are global, so
         they are the same on all ranks.
         """
-        if self._names_checked and not self._slots:
+        if self.is_idle:
             return
         self._adopt()
         self._forwarded = True
@@ -566,7 +562,7 @@ class VirtualBuffers:
 
     def _check_names(self) -> None:
         """After the first forward: raise TrainingError for a buffer that it created, whose values would be lost."""
-        self._names_checked = True
+        self._names_checked, self.is_idle = True, not self._slots
         if new := [name for name in _slots(self._model) if name not in self._slots]:
             raise TrainingError(code="buffer-made-in-first-forward", name=new[0])
 

@@ -1,6 +1,6 @@
 """The costs of a run over all ranks, reported at its end: the time spent waiting for data, and the peak memory."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from paceline.compute.resources import peak_memory
 from paceline.data.arrays import batch_gatherer
 from paceline.data.workers import asks_for_batches
 from paceline.host.cgroup import usable_cores
+from paceline.protocol.evidence import Phase
 from paceline.rank.world import World
 from paceline.runs.summary import Summary
 
@@ -29,12 +30,12 @@ class DataWait:
         self._warm_up = [0.0, 0.0]  # [seconds of waiting for data, seconds in total]
         self._later = [0.0, 0.0]
 
-    def step(self, data_seconds: float, seconds: float) -> None:
-        """Add a step of `seconds`, `data_seconds` of them spent waiting for its data."""
+    def step(self, phase_seconds: Mapping[str, float]) -> None:
+        """Add a step, with the seconds of its phases by name."""
         self._steps += 1
         sums = self._warm_up if self._steps <= WARM_UP_STEPS else self._later
-        sums[0] += data_seconds
-        sums[1] += seconds
+        sums[0] += phase_seconds.get(Phase.DATA.word, 0.0)
+        sums[1] += sum(phase_seconds.values())
 
     def fraction(self) -> float | None:
         """The fraction of the time, in [0, 1]; None before the first step."""

@@ -2,9 +2,11 @@
 
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Unpack
+
+from msgspec import Struct, field
 
 from paceline.compute.flops import tokens_of
 from paceline.compute.phase_events import PhaseEvents
@@ -21,8 +23,7 @@ PhaseStart = tuple[str, float]
 """(name of the phase, its start in seconds of CLOCK_MONOTONIC)"""
 
 
-@dataclass(frozen=True)
-class StepRecord:
+class StepRecord(Struct, frozen=True, dict=True):
     """One step of `fit`. `step` counts from 1 over the whole run."""
 
     step: int
@@ -65,30 +66,21 @@ class PhaseClock:
         on_device: PhaseEvents | None = None,
     ) -> None:  # fmt: skip
         self._enter, self._clock, self._on_device = enter, clock, on_device
-        self._spent: dict[str, float] = {}
-        self._phase: Phase | None = None
-        self._since = 0.0
         self._borders: list[PhaseStart] = []
         self.borders: Sequence[PhaseStart] = ()
         """The start of each phase of the last step. The last entry has no name and is the end of the step."""
 
     def __call__(self, phase: Phase) -> None:
         """End the current phase and begin `phase`."""
-        now, previous = self._clock(), self._phase
-        if previous is not None:
-            self._spent[previous.word] = self._spent.get(previous.word, 0.0) + now - self._since
-        self._phase, self._since = phase, now
-        self._borders.append((phase.word, now))
+        self._borders.append((phase.word, self._clock()))
         self._enter(phase)
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each phase since the last call. The clock stops until the next phase begins."""
-        now, previous = self._clock(), self._phase
-        if previous is not None:
-            self._spent[previous.word] = self._spent.get(previous.word, 0.0) + now - self._since
-        self._phase, self._since = None, now
-        self.borders, self._borders = [*self._borders, ("", self._since)], []
-        spent, self._spent = self._spent, {}
+        self.borders, self._borders = [*self._borders, ("", self._clock())], []
+        spent: dict[str, float] = {}
+        for (phase, start), (_, stop) in pairwise(self.borders):
+            spent[phase] = spent.get(phase, 0.0) + stop - start
         on_device = self._on_device.take() if self._on_device else {}
         return on_device or spent
 

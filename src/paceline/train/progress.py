@@ -123,7 +123,7 @@ class TrainingProgress(RunRecorder):
         self._guard.page.set_step(self.step)
         self.throughput.step(samples)
         self.use.add(record.consumed)
-        self._data_wait.step(record.data_seconds, record.seconds)
+        self._data_wait.step(record.phase_seconds)
         self.log_step(record, samples, self._share, listed=self._listed, tracked=tracked)
         if self.is_open:
             self.write_optional(self._traces.of(record, self._replicas if self.step == self.start + 1 else ()))
