@@ -146,11 +146,9 @@ class ShardFiles:
         return cls((folder / file.name, file.pieces) for file in manifest.files)
 
     def names(self, prefix: str) -> list[str]:
-        """See Source."""
         return [name for name in self._names if name.startswith(prefix)]
 
     def shape(self, name: str) -> torch.Size:
-        """See Source."""
         return torch.Size(self._pieces[name][0][1].shape)
 
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
@@ -325,16 +323,13 @@ class ShardedSource:
         self._source, self._sharded = source, sharded
 
     def names(self, prefix: str) -> Iterable[str]:
-        """See Source."""
         return self._source.names(prefix)
 
     def shape(self, name: str) -> torch.Size:
-        """See Source."""
         sharded, shape = sharded_as(name, self._sharded), self._source.shape(name)
         return shape if sharded is None or sharded.whole != shape else sharded.shape  # a counter is not sharded
 
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
-        """See Source."""
         sharded = sharded_as(name, self._sharded)
         if sharded is None or name not in self._source.names(name) or sharded.whole != self._source.shape(name):
             return self._source.tensor(name, start, stop)

@@ -80,15 +80,12 @@ class PrefixedSource:
         self._source, self._prefix = source, prefix
 
     def names(self, prefix: str) -> Iterable[str]:
-        """See Source."""
         return [name.removeprefix(self._prefix) for name in self._source.names(self._prefix + prefix)]
 
     def shape(self, name: str) -> torch.Size:
-        """See Source."""
         return self._source.shape(self._prefix + name)
 
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
-        """See Source."""
         return self._source.tensor(self._prefix + name, start, stop)
 
 

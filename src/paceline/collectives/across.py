@@ -70,7 +70,6 @@ class Int8:
     """As Bf16, but in 8-bit integers with a scale for each block. A row has its scales (float32), then its numbers."""
 
     def pack(self, values: Tensor) -> Tensor:
-        """See Bf16."""
         blocks = values.view(len(values), -1, BLOCK)
         scales = (blocks.abs().amax(-1) / LARGEST).float()
         factors = torch.where(scales > TINY, 1 / scales, 0).to(values.dtype)
@@ -78,7 +77,6 @@ class Int8:
         return torch.cat([scales.view(torch.uint8), numbers.flatten(1).view(torch.uint8)], 1)
 
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """See Bf16."""
         at = packed.shape[1] // (BLOCK + torch.float32.itemsize) * torch.float32.itemsize
         scales = packed[:, :at].contiguous().view(torch.float32).to(dtype)
         numbers = packed[:, at:].contiguous().view(torch.int8).view(len(packed), -1, BLOCK)
@@ -102,7 +100,6 @@ class Quantized:
         return {"held": torch.zeros(self._hosts * size, dtype=self._dtype), "owed": torch.zeros(size).to(self._dtype)}
 
     def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
-        """See Uncompressed."""
         code, values = self._code, state["held"].clone()
         values[: self._size] += flattened(tensors)
         packed = code.pack(values.view(self._hosts, -1))
@@ -148,7 +145,6 @@ class LowRank:
         return state
 
     def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
-        """See Uncompressed."""
         after: dict[str, Tensor] = {}
         values = {i: state[f"held/{i}"] + tensors[i].reshape(size) for i, size in self._matrices.items()}
         left = [value @ state[f"basis/{i}"] for i, value in values.items()]
@@ -276,7 +272,6 @@ class PerHostTransport:
         self._inside = MemoryTransport(parameters, shared, partition, ranks=hosts.size)
 
     def begin(self, number: int, partials: list[Grads | None]) -> None:
-        """See communicator.Transport."""
         self._inside.begin(number, partials)
 
     def end(self, divisor: float | Tensor | None) -> bool:
@@ -297,5 +292,4 @@ class PerHostTransport:
         return False
 
     def forget(self) -> None:
-        """See communicator.Transport."""
         self._inside.forget()

@@ -121,7 +121,6 @@ class TorchTransport:
         self.forget()
 
     def begin(self, number: int, partials: list[Grads | None]) -> None:
-        """See Transport."""
         bucket = self.buckets[number]
         size = packed_size(bucket)
         packed = [pack(bucket, grads, self._partition.padded(size) if self._in_order else size) for grads in partials]
@@ -130,7 +129,6 @@ class TorchTransport:
         self._pending.append(exchange)
 
     def end(self, divisor: float | Tensor | None) -> bool:
-        """See Transport."""
         for exchange in self._pending:
             exchange.gather()
         for bucket, used, exchange in zip(self.buckets, self._used, self._pending, strict=True):
@@ -140,7 +138,6 @@ class TorchTransport:
         return False
 
     def forget(self) -> None:
-        """See Transport."""
         self._pending: list[Exchange] = []
         self._used: list[list[bool]] = []
 
@@ -162,12 +159,10 @@ class MemoryTransport:
         self.forget()
 
     def begin(self, number: int, partials: list[Grads | None]) -> None:
-        """See Transport."""
         del number
         self._own = [with_layouts(grads, self._dtypes, self._layouts) for grads in partials]
 
     def end(self, divisor: float | Tensor | None) -> bool:
-        """See Transport."""
         first: Grads = self._own[0] or [None] * len(self._parameters)
         results: Sequence[Tensor | None] = first
         if self._sum is not None:
@@ -179,7 +174,6 @@ class MemoryTransport:
         return self._sum is not None and self._sum.finite
 
     def forget(self) -> None:
-        """See Transport."""
         self._own: list[Grads | None] = []
 
 
@@ -208,7 +202,6 @@ class HierarchicalTransport:
         self.forget()
 
     def begin(self, number: int, partials: list[Grads | None]) -> None:
-        """See Transport."""
         bucket = self.buckets[number]
         dtypes, layouts = [parameter.dtype for parameter in bucket], self._layouts[number]
         try:
@@ -219,7 +212,6 @@ class HierarchicalTransport:
             raise
 
     def end(self, divisor: float | Tensor | None) -> bool:
-        """See Transport."""
         with MemoryOperation(self._memory, self._memory.bulk, self._all_gather_call):
             sums = [total.end(divisor) for total in self._sums]
         if divisor is not None:

@@ -186,13 +186,8 @@ class Channel:
 def wait_for(lines: Sequence[memoryview], at: int, value: int, check_wait: CheckWait, *, spins: int = SPINS) -> None:
     """Return when counter `at` of each of `lines` is `value` or more.
 
-    Args:
-        lines: unsigned 64-bit counters, one line for each other process. Only that process writes it, and never a lower
-            value.
-        at: the index of the counter.
-        value: to be reached.
-        check_wait: called before each sleep.
-        spins: the number of polls without a pause; 0 if ranks share cores.
+    A line holds unsigned 64-bit counters of another process, which only that process writes and which never fall.
+    After `spins` polls (0 if ranks share cores), `check_wait` is called before each sleep.
     """
     for line in lines:
         if line[at] < value:

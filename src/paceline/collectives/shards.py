@@ -200,7 +200,6 @@ class ShardTransport:
         self.forget()
 
     def begin(self, number: int, partials: list[Grads | None]) -> None:
-        """See communicator.Transport."""
         bucket = self._shards.buckets[number]
         packed = [_packed(bucket, grads, self._shards.world_size) for grads in partials]
         self._used.append(
@@ -212,7 +211,6 @@ class ShardTransport:
             self._end_first()
 
     def end(self, divisor: float | Tensor | None) -> bool:
-        """See communicator.Transport."""
         while self._pending:
             self._end_first()
         if divisor is not None:
@@ -227,7 +225,6 @@ class ShardTransport:
         return False
 
     def forget(self) -> None:
-        """See communicator.Transport."""
         self._pending = deque[Wait]()
         self._arrived: list[Tensor] = []
         self._used: list[Sequence[float]] = []

@@ -116,7 +116,6 @@ class TrainingLoop:
             raise UsageError(code="collective-in-body")
 
     def epochs(self, count: int) -> Generator[int]:
-        """See `Session.epochs`."""
         if count < 1:
             raise UsageError(code="no-epochs", value=count)
         position, phase, self._phases = self.position, self._phases, self._phases + 1

@@ -220,11 +220,9 @@ class PreparedModel(TrainedModel):
         return prepared
 
     def has_stepped(self, numbers: Sequence[int]) -> bool:
-        """See TrainedModel."""
         return any(opt.number in numbers for opt in self.optimizers)
 
     def rates(self) -> list[float]:
-        """See TrainedModel."""
         return [group["lr"] for opt in self.optimizers for group in opt.optimizer.param_groups]
 
     def stepped(self) -> None:
@@ -290,7 +288,6 @@ class PreparedModel(TrainedModel):
         self._carried = None
 
     def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Deferred[bool] | None:
-        """See TrainedModel."""
         self._aside = None
         result = super().synchronise(divisor, agreed=agreed)
         self._waiting = True
@@ -305,7 +302,6 @@ class PreparedModel(TrainedModel):
         return result
 
     def run_hooks(self, *, after_accumulation: bool) -> None:
-        """See TrainedModel."""
         if self._hooked:
             super().run_hooks(after_accumulation=after_accumulation)
         if after_accumulation and not self._is_plain:  # the last that happens to gradients before the loop sees them
@@ -324,13 +320,11 @@ class PreparedModel(TrainedModel):
         return []
 
     def show_hooks(self, hidden: HiddenHooks) -> None:
-        """See TrainedModel."""
         if hidden:
             super().show_hooks(hidden)
         self._last_grad.clear()
 
     def note_gradients(self, shown: Grads | None = None) -> None:
-        """See TrainedModel."""
         if not self._is_plain:
             self._note_left(self.shown() if shown is None else shown)
 
@@ -526,7 +520,6 @@ class PreparedModel(TrainedModel):
             raise BACKWARD.error(f"loss.backward() or torch.autograd.backward() has reached parameter {name}")
 
     def check_between(self) -> None:
-        """See TrainedModel."""
         self._check_foreign_backward()
         self._check_assigned(self.shown())
 

@@ -218,7 +218,6 @@ class Step:
         only: Sequence[TrainedModel] = (),
         retain_graph: bool = False,
     ) -> None:
-        """See `Session.backward`."""
         micro_step = self.micro_step
         if micro_step is None:
             raise UsageError(code="backward-outside-loop")

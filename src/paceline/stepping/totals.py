@@ -8,13 +8,7 @@ from msgspec import Struct
 from msgspec.structs import astuple
 from torch import Tensor
 
-from paceline.collectives.control import (
-    SummedTotals,
-    Totals,
-    report_on_one_rank,
-    resolve,
-    start_totals,
-)
+from paceline.collectives.control import SummedTotals, Totals, report_on_one_rank, resolve, start_totals
 from paceline.errors import ExitCode, ReportedByPeer, TrainingError, UsageError
 from paceline.protocol.evidence import Phase
 from paceline.rank.world import World

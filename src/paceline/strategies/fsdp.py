@@ -114,11 +114,9 @@ class FSDP(Strategy):
         return self._used.watching(work)
 
     def begin_backward(self, work: MicroBatchPlan, is_last: bool) -> None:
-        """See Strategy."""
         self._used.begin_backward()
 
     def on_gradient(self, act: Callable[[Tensor], None]) -> None:
-        """See Strategy."""
         on_backward(self._blocks, partial(act, self.parameters[0]))
 
     def _reduce(self, divisor: float | Tensor) -> None:
@@ -132,7 +130,6 @@ class FSDP(Strategy):
         return self._shards.gradient_norm()
 
     def gathered(self) -> AbstractContextManager[None]:
-        """See Strategy."""
         return gathered(self._blocks)
 
     def _weights(self) -> Mapping[str, Tensor]:

@@ -87,12 +87,10 @@ class InterNodeStrategy(Strategy):
         return self._across
 
     def keep_buffers(self) -> None:
-        """See Strategy."""
         super().keep_buffers()
         self._across.keep()
 
     def put_back_buffers(self) -> None:
-        """See Strategy."""
         super().put_back_buffers()
         self._across.put_back()
 
@@ -130,11 +128,9 @@ class LocalSteps(InterNodeStrategy):
         return self.reducer.finish(divisor / self._hosts.count) or None
 
     def all_finite(self) -> bool:
-        """See Strategy."""
         return self._outer.all_finite()
 
     def merged_buffers(self) -> AbstractContextManager[None]:
-        """See Strategy."""
         return self._outer.averaged(super().merged_buffers)
 
     def _hold_parameters(self) -> list[TensorShard]:

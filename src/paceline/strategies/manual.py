@@ -34,7 +34,6 @@ class Manual(Strategy):
         all_reduce_gradients(self.parameters, divisor)
 
     def reset(self) -> None:
-        """See Strategy."""
         all_reduce_gradients(self.parameters, 1.0)  # other ranks may wait for this rank's gradients
         super().reset()
 

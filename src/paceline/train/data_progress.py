@@ -72,7 +72,6 @@ class StreamProgress(DataProgress):
         return self._stream.coming
 
     def batches(self, start: int) -> Generator[list[MicroBatch]]:
-        """See DataProgress."""
         where, step = self._where, start
         while not self.is_over(step):
             if where["ended"]:
@@ -89,34 +88,27 @@ class StreamProgress(DataProgress):
             where["ended"] = 1  # also if the epoch was already over in the checkpoint
 
     def samples(self, record: StepRecord) -> int:
-        """See DataProgress."""
         return self._stream.samples()
 
     def advance(self, record: StepRecord) -> None:
-        """See DataProgress."""
         where = self._where
         where["ended"] = int(self._stream.is_end(where["batch"], record.result.votes.coming))
         where["batch"] += 1
 
     def at_end(self, step: int) -> bool:
-        """See DataProgress."""
         return bool(self._where["ended"])
 
     def is_over(self, step: int) -> bool:
-        """See DataProgress."""
         if self._total:
             return step >= self._total
         return self.at_end(step) and self._where["passes"] + 1 >= self._parts.config.run.epochs
 
     def epoch(self, step: int) -> int:
-        """See DataProgress."""
         return self._where["passes"]
 
     def numbers(self, world: World | None) -> dict[str, Any]:
-        """See DataProgress."""
         return {"where": dict(self._where), "streams": self._stream.position(self._where, world)}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """See DataProgress."""
         self._where: dict[str, int] = {"passes": 0, "batch": 0, "ended": 0, **saved.get("where", {})}
         self._stream.saved = saved.get("streams") or {}

@@ -168,14 +168,12 @@ class TorchmetricsAccumulator:
         self.states: dict[int, Any] = {}
 
     def add(self, virtual_rank: int, outputs: Any, targets: Any) -> None:
-        """See MetricAccumulator."""
         if virtual_rank not in self.states:
             self._metric.reset()
         self._metric.update(outputs, targets)
         self.states[virtual_rank] = state_of(self._metric)
 
     def result(self, states: Sequence[Any], order: Tensor) -> Any:
-        """See MetricAccumulator."""
         return result_of(self._metric, [state for state in states if state is not None], order)
 
 

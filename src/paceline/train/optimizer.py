@@ -178,11 +178,9 @@ class TaskSchedule:
         return float(optimizer.param_groups[0]["lr"])
 
     def numbers(self) -> dict[str, Any]:
-        """See Schedule."""
         return numbers_of(self._optimizer, self._scheduler)
 
     def load(self, numbers: Mapping[str, Any]) -> None:
-        """See Schedule."""
         load_numbers(self._optimizer, self._scheduler, numbers)
 
 
