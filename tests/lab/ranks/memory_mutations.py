@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.collectives import memory_sum
 from paceline.collectives.buckets import divide
 from paceline.collectives.memory import SharedMemory
-from paceline.collectives.memory_sum import Chunk, Flat, Results, SlotLayout, StartedSum, TreeSum
+from paceline.collectives.memory_sum import Chunk, Flat, Results, Segment, SlotLayout, StartedSum, TreeSum
 from paceline.collectives.tree import Node
 
 BULK_BYTES = 16 << 10
@@ -60,7 +60,8 @@ def last_chunk_short() -> AbstractContextManager[None]:
     def take(self: SlotLayout, chunk: Chunk, slot: int, at: int, results: Results) -> None:
         piece = chunk.segments[-1]
         result = results[piece.tensor]
-        last = None if result is None or chunk is not self.chunks[-1] else result[piece.stop - 1 : piece.stop]
+        end = Segment(piece.tensor, piece.stop - 1, piece.stop)
+        last = None if result is None or chunk is not self.chunks[-1] else end.of(result)
         before = None if last is None else last.clone()
         original(self, chunk, slot, at, results)
         if last is not None and before is not None:
