@@ -227,14 +227,14 @@ def disk_costs(run: Run, variant: Variant, rounds: int, steps: int, folder: Path
     saver = CheckpointWriter(
         checkpoints, world, run.plan.virtual_ranks, claim, keep=2, flush_events=lambda: None, say=print
     )
-    voting = replace(variant, records=training(run, variant.replica, lambda: (*saver.write_status(), 0.0)))
+    voting = replace(variant, records=training(run, variant.replica, lambda: Votes(0.0, *saver.write_status())))
     slower: list[float] = []
     for number in range(rounds + 1):
         plain = block(voting, steps)
         during, votes = list[float](), Votes()
         with variant.kernels():
             saver.begin(variant.replica.state(), number, TrainerState(0, {}, {}))
-            while sum(votes) < world.size:  # until all ranks have written
+            while votes.written + votes.failed < world.size:  # until all ranks have written
                 record = next(voting.records)
                 votes = record.result.votes
                 during.append(1000 * record.seconds)
