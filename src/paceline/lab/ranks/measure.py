@@ -257,6 +257,8 @@ def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, laun
     memory = None
     if inspection:
         memory = m.Memory(**{n: _most(result["memory"][n] for result in results) for n in m.Memory.__struct_fields__})
+    if world.rank == 0:  # measures the peak again if the machine was busy when it was measured
+        training.use.peak_tflops(measure=True, samples_per_second=samples / seconds)
     return Measurement(
         name=candidate.name,
         strategy=candidate.strategy,
