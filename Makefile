@@ -213,8 +213,8 @@ bench-hosts: $(STAMP)  ## two hosts, network namespaces with a link of 1 Gbit/s 
 bench-scale: $(STAMP)  ## check the causes and estimates of `paceline scale` (root)
 	$(BIN)/python benchmarks/scale_causes.py --out benchmarks/results/scale.json
 
-bench-ladder: $(STAMP)  ## the tables of docs/ladder (20 minutes; quiet)
-	$(BIN)/paceline compare examples/own_transformer.py:large --nproc 2 --rounds 5 --steps 10 --warmup 4 \
+bench-ladder: $(STAMP)  ## the tables of docs/ladder (12 minutes, quiet)
+	$(BIN)/paceline compare examples/own_transformer.py:large --nproc 2 --rounds 4 --steps 10 --warmup 4 \
 		--out benchmarks/results/ladder.json
 	$(BIN)/python tools/includes.py
 
