@@ -132,7 +132,7 @@ def _sizes(package: Package, tests: Path) -> list[Count]:
     sentences = [where for path in sorted(tests.rglob("*.py")) for where in _sentences(path)]
     packages = {package.top_level(name) for name in package.paths} - {""}
     return [
-        Count("lines of src", [], 60_209, sum(package.lines.values()), target=47_000),
+        Count("lines of src", [], 60_211, sum(package.lines.values()), target=47_000),
         Count("modules", [], 282, len(package.paths), target=300),
         Count("top-level packages and modules", [], 24, len(packages), target=20),
         Count("lines imported by paceline.sessions.session", [], 26_732, package.loaded("paceline.sessions.session")),
