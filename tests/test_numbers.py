@@ -261,6 +261,12 @@ TYPED = (
         of_readme,
     ),
     Typed(
+        "../README.md",
+        "faults-peers.md",
+        "(peers: [#](benchmarks/results/faults-peers.md) with one faulty rank)",
+        lambda: of_readme()[1:2],
+    ),
+    Typed(
         "faults.md",
         "faults-once.md",
         "[All # kinds](../benchmarks/results/faults-once.md)",
