@@ -99,10 +99,12 @@ soak-launch: $(STAMP)  ## runs on real sshd and Slurm hosts that are killed, dis
 soak-hosts: $(STAMP)  ## 100 runs of 2 to 4 ssh hosts that are lost at random, return and join (root; hours; repeat to continue)
 	PYTHONPATH=. $(BIN)/python tests/cluster/soak_hosts.py --count 100 --out benchmarks/results/hosts.json
 
-soak-faults: $(STAMP)  ## inject 80 kinds of faults, 5 times, also under torchrun; check that the right rank is named (hours; repeat to continue)
+soak-faults: $(PEERS)  ## inject 80 kinds of faults, 5 times, also under torchrun; check that the right rank is named (hours; repeat to continue)
 	for part in here hosts; do \
 		PYTHONPATH=. $(BIN)/python tests/cluster/soak_faults.py --part $$part --out benchmarks/results/faults || exit 1; \
 	done
+	PYTHONPATH=. $(BIN)/python tests/cluster/soak_faults.py --part here --launchers torchrun accelerate fabric \
+		--out benchmarks/results/faults-peers
 
 soak-watchover: $(STAMP)  ## faults under torchrun, srun and mpirun with `paceline watchover` (root; an hour; repeat to continue)
 	PYTHONPATH=. $(BIN)/python tests/cluster/soak_watchover.py --out benchmarks/results/watchover

@@ -168,8 +168,7 @@ CLAIMS = (
     Claim("faults with known causes, once: rank and line named", _faults, ("faults-once.md",), "make soak-faults"),
     Claim(
         "some of them with torchrun and DDP, Accelerate or Fabric (equal), for faults of a single rank",
-        lambda text: _faults(text, "fabric", "single culprits"), ("faults-peers.md",),
-        "python tests/cluster/soak_faults.py --part here --launchers torchrun accelerate fabric --out FILE",
+        lambda text: _faults(text, "fabric", "single culprits"), ("faults-peers.md",), "make soak-faults",
     ),
     Claim(
         "faults under torchrun, srun and mpirun with `paceline watchover`", _watchover,
