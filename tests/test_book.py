@@ -26,7 +26,7 @@ CHAPTERS = [DOCS / "ladder" / f"{name}.md" for name in STRATEGY_INFO]
 ASKS = {"script": "src", "img": "src", "iframe": "src", "link": "href", "source": "src", "object": "data"}
 VARIES = re.compile(r"[\d,]+ samples/s|(?<=loss )\d+\.\d+|(?<=weights )\w{16}|-\d{8}-\d{6}")
 LOSS = re.compile(r"^test after step \d+: loss (\S+)$", re.MULTILINE)
-LAST_DIGIT = 1.5e-4  # strategies and processors round differently
+LAST_DIGIT, OTHER_PROCESSOR = 1.5e-4, 1e-3  # differences of the losses by rounding
 LOOKED_AT = [  # by axe: the pages that a new user reads, and the kinds of tables and code that there are
     "install", "start/first-run", "start/gpus", "recipes", "hugging-face", "from-lightning", "ci", "launch/kubernetes",
     "existing-script", "gpu", "support", "ladder/ddp",
@@ -104,7 +104,8 @@ def test_a_chapter_says_what_the_program_prints(tmp_path: Path) -> None:
     ]
     assert len(expected) > 6
     assert [line for line in expected if line not in printed] == []
-    assert [*map(float, LOSS.findall(done.stdout))] == pytest.approx([*map(float, LOSS.findall(said))], abs=LAST_DIGIT)
+    expected_losses = pytest.approx([*map(float, LOSS.findall(said))], abs=OTHER_PROCESSOR)
+    assert [*map(float, LOSS.findall(done.stdout))] == expected_losses
 
 
 def test_every_picture_is_shown_somewhere() -> None:
