@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import astuple
 from torch import Tensor
 
-from paceline.collectives.control import SummedTotals, Totals, report_on_one_rank, resolve, start_totals
+from paceline.collectives.control import SummedTotals, Totals, is_async, report_on_one_rank, resolve, start_totals
 from paceline.errors import ExitCode, ReportedByPeer, TrainingError, UsageError
 from paceline.protocol.evidence import Phase
 from paceline.rank.world import World
@@ -87,7 +87,7 @@ class StepTotals:
         self._world, self._where, self._one_each, self._votes = world, where, one_each, votes
         self._order = order if world.size > 1 else None
         self.result = StepResult()
-        self._virtual_ranks, self._on_device = virtual_ranks, world.device.type != "cpu"
+        self._virtual_ranks, self._on_device = virtual_ranks, is_async(world.device)
         self._begin_round()
         self.divisor: float | None = None
         """the sum of all weights; None: not known yet"""
