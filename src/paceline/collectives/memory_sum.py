@@ -40,7 +40,7 @@ class Segment:
     start: int
     stop: int
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def view_of(self, tensor: Tensor) -> Tensor:
         """(n,): a view of these elements."""
         return tensor.as_strided((self.stop - self.start,), (1,), tensor.storage_offset() + self.start)
 
@@ -128,7 +128,7 @@ class SlotLayout:
         scratch: Scratch,
         layouts: Sequence[Layout] | None = None,
     ) -> None:
-        """`lane_sizes`: the number of elements of a lane for each type, a multiple of ALIGNED. `layouts`: or (n,)."""
+        """`lane_sizes`: elements of a lane by type, multiples of ALIGNED. Without `layouts`, tensors are (n,)."""
         self.chunks = split_into_chunks(sizes, dtypes, lane_sizes)
         self._layouts = layouts or [((size,), (1,)) for size in sizes]
         self.place = cache(self._place)  # each view is a torch operation
@@ -180,7 +180,7 @@ class SlotLayout:
             if flat is None or (only is not None and flat[only.tensor] is None):
                 target.zero_()
             elif only is not None and (tensor := flat[only.tensor]) is not None:
-                part = only.of(tensor)
+                part = only.view_of(tensor)
                 if factor is not None:
                     torch.mul(part, factor, out=target)
                     continue
@@ -223,12 +223,12 @@ class SlotLayout:
             torch.cat(parts, out=whole)
             copy_each(chunk.tensors_of(results), pieces)
         elif (result := results[only.tensor]) is not None:
-            torch.cat(parts, out=only.of(result))
+            torch.cat(parts, out=only.view_of(result))
 
-    def _place(self, chunk: Chunk, slot: int = -1, lane: int = 0) -> tuple[Tensor, list[Tensor]]:
-        """Memory for a chunk, and for each tensor of several: in this rank's lane of a slot, or temporary."""
+    def _place(self, chunk: Chunk, slot: int | None = None, lane: int = 0) -> tuple[Tensor, list[Tensor]]:
+        """Memory for a chunk, and for each tensor of several: in this rank's lane, or temporary without a `slot`."""
         start = lane * self._lane_sizes[chunk.dtype]
-        if slot < 0:
+        if slot is None:
             flat = self._scratch.take(chunk.dtype, 0, chunk.size)
         else:
             flat = self._memory.bulk.view(chunk.dtype, slot, self._memory.rank, start, start + chunk.size)
@@ -244,7 +244,7 @@ def copy_each(targets: Results, sources: Results) -> None:
     """Copy tensors, in one call if there is no None: a source of zeros, or a target that is skipped."""
     try:
         torch._foreach_copy_(targets, sources)  # pyright: ignore
-    except TypeError:  # None
+    except TypeError:  # torch does not accept None
         for target, source in zip(targets, sources, strict=True):
             if target is not None:
                 target.copy_(torch.zeros(()) if source is None else source)
@@ -290,7 +290,7 @@ class TreeSum:
         call = memory.describe_call("all_reduce", name, *describe_tensors(sizes, dtypes))
         self._operation = MemoryOperation(memory, memory.bulk, call)
         self.finite = False
-        """True if the last sums are finite, False if that is unknown. The same on all ranks."""
+        """True if the last sums are finite. False if that is unknown: near overflow, this may differ between ranks."""
 
     def run(
         self, partials: Sequence[Flat | None], divisor: float | Tensor | None = None, *, factor: float | None = None
@@ -359,7 +359,7 @@ class TreeSum:
             self._make_root(chunk, 0, parts, whole, divisor)
             copy_each(chunk.tensors_of(results), pieces)
         elif (result := results[only.tensor]) is not None:
-            whole = only.of(result)
+            whole = only.view_of(result)
             self._make_root(chunk, 0, parts, whole, divisor)
         else:
             return True
@@ -377,7 +377,7 @@ class TreeSum:
         parts = dict(self._parts(chunk, 1 - slot, start, stop))
         for node, flat in zip(self._own_nodes, partials, strict=True):
             if only is not None and flat is not None and (tensor := flat[only.tensor]) is not None:
-                parts[node] = only.of(tensor)[start:stop]
+                parts[node] = only.view_of(tensor)[start:stop]
         self._make_root(chunk, start, parts, out, divisor)
         return has_finite_sum(out)
 

@@ -61,7 +61,7 @@ def last_chunk_short() -> AbstractContextManager[None]:
         piece = chunk.segments[-1]
         result = results[piece.tensor]
         end = Segment(piece.tensor, piece.stop - 1, piece.stop)
-        last = None if result is None or chunk is not self.chunks[-1] else end.of(result)
+        last = None if result is None or chunk is not self.chunks[-1] else end.view_of(result)
         before = None if last is None else last.clone()
         original(self, chunk, slot, at, results)
         if last is not None and before is not None:
