@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.sessions.checks import LoopChecks
 from paceline.sessions.prepared import PreparedModel
-from paceline.sessions.unsaved import UnsavedState
+from paceline.sessions.unsaved import UnsavedStateSearch
 from paceline.stepping.step import Step
 
 STEPS, WARM_UP, COUNTED, BATCH = 2000, 300, 20, 32
@@ -51,19 +51,19 @@ class Counted(TorchDispatchMode):
 
 
 CHECKS: list[tuple[type, str, Callable[..., Any]]] = [
-    (LoopChecks, "compare_place", _nothing),
+    (LoopChecks, "values_to_compare", _nothing),
     (LoopChecks, "_check_optimizer", _nothing),
-    (PreparedModel, "check_between", _nothing),
+    (PreparedModel, "check_between_micro_batches", _nothing),
     (PreparedModel, "_check_foreign_backward", _nothing),
     (PreparedModel, "_check_assigned", _nothing),
     (PreparedModel, "_note_left", _nothing),
     (LoopChecks, "check_periodically", _nothing),
-    (UnsavedState, "step_ended", lambda _: False),
+    (UnsavedStateSearch, "after_step", lambda _: False),
     (PreparedModel, "before_update", _nothing),
-    (PreparedModel, "stepped", _nothing),
+    (PreparedModel, "finish_step", _nothing),
     (PreparedModel, "hide_hooks", lambda *_, **__: []),
-    (PreparedModel, "show_hooks", lambda part, _: part._last_grad.clear()),
-    (Step, "_check_linear", _nothing),
+    (PreparedModel, "restore_hooks", lambda part, _: part._last_grad.clear()),
+    (Step, "_check_no_custom_gradient_code", _nothing),
 ]
 """(class, method, what it does when it is switched off)"""
 EMPTY = "a call of nothing"

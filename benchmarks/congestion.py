@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-from paceline.lab.scale import parse_network, read_run, ring_volume, weight_bytes
+from paceline.lab.scale import estimate_exchanged_bytes, parse_network, read_run, ring_volume
 from race.figures import machine
 from scale_here import TASKS
 from scale_hosts import WARM_UP, Lab, hindrance, hosts
@@ -59,7 +59,7 @@ def measure(arguments: argparse.Namespace) -> tuple[float, dict[str, list[float]
                     run = there.train(f"{TASKS}:large", arguments.hosts, 64, arguments.steps, name, strategy=strategy)
                     steps = [max(one.seconds for one in step.values()) for step in read_run(run, skip=WARM_UP).steps]
                     found.setdefault(f"{strategy}, {control}", []).append(median(steps))
-                    size = weight_bytes([run])
+                    size = estimate_exchanged_bytes([run])
                     print(f"{name}: {median(steps):.3f} s", flush=True)
     return ring_volume(arguments.hosts) * size / network.bytes_per_second, found
 

@@ -38,13 +38,13 @@ from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.host.procfs import die_with_parent
 from paceline.rank.world import World, joined
-from paceline.stepping.totals import Votes
+from paceline.stepping.totals import ControlFlags
 from paceline.strategies import STRATEGIES, MakeOptimizer, Strategy
 from paceline.tasks.mnist import cnn, cross_entropy, dataset, resnet18
 from paceline.tasks.task import Task
 from paceline.train.checkpointing import CheckpointWriter
 from paceline.train.consistency import check_replicas
-from paceline.train.determinism import deterministic, hardware_facts
+from paceline.train.determinism import hardware_facts, use_deterministic_kernels
 from paceline.train.fit import StepRecord, fit
 from paceline.train.optimizer import Schedule, optimizer_maker
 from paceline.train.prepare import make_model
@@ -135,9 +135,9 @@ def variants(run: Run) -> dict[str, Variant]:
         "ddp again": (ddp, nullcontext),
         "no exchange": (no_exchange, nullcontext),
         "bucketed": (STRATEGIES["bucketed"], nullcontext),
-        "exact": (exact, deterministic),
+        "exact": (exact, use_deterministic_kernels),
         "exact, any kernels": (exact, nullcontext),
-        "zero": (STRATEGIES["zero"], deterministic),
+        "zero": (STRATEGIES["zero"], use_deterministic_kernels),
     }
     made: dict[str, Variant] = {}
     for name, (strategy, kernels) in chosen.items():
@@ -147,7 +147,7 @@ def variants(run: Run) -> dict[str, Variant]:
     return made
 
 
-def training(run: Run, own: Strategy, votes: Callable[[], Votes] = Votes) -> Generator[StepRecord]:
+def training(run: Run, own: Strategy, votes: Callable[[], ControlFlags] = ControlFlags) -> Generator[StepRecord]:
     """Steps without end."""
     share = ranks_share(run.plan.virtual_ranks, run.world.rank, run.world.size)
     steps = load_steps(run.data, run.plan, share, Loading(run.world.device), start=0, stop=sys.maxsize)
@@ -223,18 +223,18 @@ def disk_costs(run: Run, variant: Variant, rounds: int, steps: int, folder: Path
     """Checkpoints, each written while steps go on, against the steps before it (a collective)."""
     checkpoints, claim, world = Checkpoints(folder / "checkpoints"), Claim(1, 0), run.world
     if world.rank == 0:
-        checkpoints.claim(*claim)
+        checkpoints.claim_publishing(*claim)
     saver = CheckpointWriter(
         checkpoints, world, run.plan.virtual_ranks, claim, keep=2, flush_events=lambda: None, say=print
     )
-    voting = replace(variant, records=training(run, variant.replica, lambda: Votes(0.0, *saver.write_status())))
+    voting = replace(variant, records=training(run, variant.replica, lambda: ControlFlags(0.0, *saver.write_status())))
     slower: list[float] = []
     for number in range(rounds + 1):
         plain = block(voting, steps)
-        during, votes = list[float](), Votes()
+        during, votes = list[float](), ControlFlags()
         with variant.kernels():
             saver.begin(variant.replica.state(), number, TrainerState(0, {}, {}))
-            while votes.written + votes.failed < world.size:  # until all ranks have written
+            while votes.shard_written + votes.shard_failed < world.size:  # until all ranks have written
                 record = next(voting.records)
                 votes = record.result.votes
                 during.append(1000 * record.seconds)

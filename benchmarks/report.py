@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.runs.events import Event, Started, Step, Traced, event_files, read_events
+from paceline.runs.events import Event, Started, Step, TracedStep, event_files, read_events
 from paceline.runs.writers import EventWriter
 
 
@@ -33,7 +33,7 @@ def replay(source: Path, folder: Path, ranks: int, events: int) -> int:
     for rank in range(ranks):
         records = found[rank % len(found)]
         started = next(one for one in records if isinstance(one, Started))
-        body = [one for one in records if isinstance(one, Step | Traced)]
+        body = [one for one in records if isinstance(one, Step | TracedStep)]
         encode, lines = msgspec.json.Encoder().encode, list[bytes]()
 
         def add(event: Event, encode=encode, lines=lines) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.report.outcome import find_bottleneck
-from paceline.report.run import whole_run
+from paceline.report.run import read_run
 from race.figures import machine
 from race.quiet import wait_until_idle
 from scale_here import IDLE_SECONDS, LIMIT_SECONDS, TASKS, half_a_core
@@ -39,13 +39,13 @@ LINK = "the exchange between"
 
 def judged(folder: Path, wanted: str) -> dict[str, Any]:
     """What is said of a run, and whether it is right: the wanted cause is the first that is named."""
-    found = find_bottleneck(whole_run(folder))
-    causes = found.first.partition("; ")[2]
-    first = found.first if "compete" in wanted else causes.split(",")[0].split(" and ")[0]
-    total = sum(share for cause, share in found.shares.items() if cause != "not explained")
+    found = find_bottleneck(read_run(folder))
+    causes = found.summary.partition("; ")[2]
+    first = found.summary if "compete" in wanted else causes.split(",")[0].split(" and ")[0]
+    total = sum(share for cause, share in found.cause_fractions.items() if cause != "not explained")
     return {
-        "named": wanted in first and abs(total - 1) <= ALLOWED_SUM, "sum": round(total, 3), "said": found.first,
-        "shares": {cause: round(share, 3) for cause, share in found.shares.items()},
+        "named": wanted in first and abs(total - 1) <= ALLOWED_SUM, "sum": round(total, 3), "said": found.summary,
+        "shares": {cause: round(share, 3) for cause, share in found.cause_fractions.items()},
     }  # fmt: skip
 
 

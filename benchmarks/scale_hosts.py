@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from paceline.host.cgroup import usable_cores
-from paceline.lab.scale import At, Machine, Network, estimated_step, parse_network, parts_of, read_runs, weight_bytes
+from paceline.lab.scale import (
+    Network,
+    ScalePoint,
+    TrainingProperties,
+    estimate_exchanged_bytes,
+    estimated_step,
+    parse_network,
+    read_runs,
+    split_steps_by_point,
+)
 from race.quiet import wait_until_idle
 from race.wire import Wire
 
@@ -108,14 +117,17 @@ def estimated_over_hosts(tasks: Path, ranks: Sequence[int], times: int, steps: i
             for n in ranks
             for batch in ({each, whole // n} if n > 1 else {each, *(whole // m for m in ranks)})
         ]
-        size, parts = weight_bytes(runs), parts_of(read_runs(runs, skip=WARM_UP), {})
-    machine = Machine(usable_cores(), 1, size, over_network=True)
+        size, parts = estimate_exchanged_bytes(runs), split_steps_by_point(read_runs(runs, skip=WARM_UP), {})
+    machine = TrainingProperties(usable_cores(), 1, size, exchanges_over_network=True)
     rows: list[dict[str, Any]] = []
     for at, one in parts.items():
         if at.ranks > 1:
             # more hosts than cores take turns: each works that much longer
-            turns = machine.crowd(at.ranks) - 1
-            seconds = estimated_step(parts, machine, at.ranks, at.batch, network) + turns * parts[At(1, at.batch)].step
+            turns = machine.threads_per_core(at.ranks) - 1
+            seconds = (
+                estimated_step(parts, machine, at.ranks, at.batch, network)
+                + turns * parts[ScalePoint(1, at.batch)].step
+            )
             rows.append({
                 "at": {"ranks": at.ranks, "batch": at.batch}, "mode": "weak" if at.batch == each else "strong",
                 "measured_seconds": one.step, "estimated_seconds": seconds, "error": seconds / one.step - 1,

@@ -24,9 +24,9 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline import STRATEGIES, BatchPlan, Loading, Schedule, fit, load_steps, ranks_share
-from paceline.rank.guard import Guard
-from paceline.stepping.order import CallOrder
-from paceline.stepping.totals import Votes
+from paceline.rank.guard import HangGuard
+from paceline.stepping.order import CollectiveOrderCheck
+from paceline.stepping.totals import ControlFlags
 from paceline.tasks.mnist import CNN
 
 BLOCK, BLOCKS = 60, 16
@@ -46,8 +46,8 @@ def measure(work: str) -> dict[str, list[float]]:
         replica = STRATEGIES["bucketed"](make(), partial(torch.optim.AdamW, fused=True), s.world)
         plan = BatchPlan(len(data), batch * s.size, s.size)
         mine = ranks_share(s.size, s.rank, s.size)
-        guard = Guard.of_process()
-        order = CallOrder(s.world, guard.ledger.take_order, guard.ledger.taken, print)
+        guard = HangGuard.of_process()
+        order = CollectiveOrderCheck(s.world, guard.ledger.take_order_hash, guard.ledger.last_ordered_calls, print)
 
         def by_session() -> Generator[None]:
             for x, y in train:
@@ -60,7 +60,7 @@ def measure(work: str) -> dict[str, list[float]]:
             loss = partial(F.cross_entropy, reduction="none")
             batches = load_steps(data, plan, mine, Loading(s.device), start=0, stop=plan.steps_per_epoch)
             schedule = Schedule(1e-3, plan.steps_per_epoch)
-            yield from fit(replica, batches, loss, schedule, votes=Votes, enter=guard.page.enter, order=order)
+            yield from fit(replica, batches, loss, schedule, votes=ControlFlags, enter=guard.page.enter, order=order)
 
         for number in range(BLOCKS + 1):
             loops = [by_session(), by_task()]

@@ -30,7 +30,7 @@ from two_hosts import hindrance
 sys.path.insert(0, str(HERE.parents[1]))  # the hosts are those of the tests
 from tests.cluster.lab import Lab
 
-from paceline.collectives.torch_collectives import start_sum
+from paceline.collectives.torch_collectives import start_all_reduce
 
 HOSTS, PORT, NUMBERS, ROUNDS = ("n1", "n2"), 29500, 40, 15
 CABLES = {"20 ms, 100 Mbit/s": (100e6, 0.01), "no delay, 10 Gbit/s": (10e9, 0.0)}  # bits a second, seconds one way
@@ -43,7 +43,7 @@ def rank() -> None:
     numbers = torch.ones(NUMBERS, dtype=torch.float64)
     ways = {
         "all_reduce": lambda: dist.all_reduce(numbers.clone()),
-        "paceline": lambda: start_sum(numbers, "benchmark")(),
+        "paceline": lambda: start_all_reduce(numbers, "benchmark")(),
     }
     ms: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS + 1):

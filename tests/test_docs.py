@@ -11,7 +11,7 @@ import pytest
 from tests import warm
 
 from paceline.cli import COMMANDS
-from paceline.errors import MESSAGES, ExitCode
+from paceline.errors import MESSAGES_FOLDER, ExitCode
 from paceline.launch.agent.workers import worker_environment
 from paceline.protocol.job import NodePlan
 
@@ -109,7 +109,7 @@ def test_what_a_tool_writes_into_the_docs_is_not_stale(tool: str) -> None:
 
 def test_every_symptom_is_what_the_program_says():
     source = "\n".join(literals(path) for path in sorted((ROOT / "src").rglob("*.py")))
-    source += "".join(path.read_text() for path in MESSAGES.glob("*.toml"))
+    source += "".join(path.read_text() for path in MESSAGES_FOLDER.glob("*.toml"))
     page = (ROOT / "docs" / "launch" / "troubleshooting.md").read_text()
     symptoms = CODE.findall("\n".join(re.findall(r"^\| ([^|]*) \|", page, re.MULTILINE)))
     assert len(symptoms) > 20

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.compute.precision import in_bf16
-from paceline.nested import mapped, tensors
+from paceline.nested import map_tensors, tensors
 
 Pair = namedtuple("Pair", ["first", "second"])
 ONE, TWO = torch.tensor([1.0]), torch.tensor([2.0])
@@ -50,7 +50,7 @@ HOLDERS = {
 def test_every_tensor_is_found_and_changed_and_nothing_is_written_into(name):
     value = HOLDERS[name]
     assert [float(tensor) for tensor in tensors(value)] == [1, 2]
-    changed = mapped(value, lambda tensor: tensor * 10)
+    changed = map_tensors(value, lambda tensor: tensor * 10)
     assert [float(tensor) for tensor in tensors(changed)] == [10, 20]
     assert [float(tensor) for tensor in tensors(value)] == [1, 2]
     assert type(changed) is type(value) or name == "read-only"
@@ -80,5 +80,5 @@ def test_a_model_in_bf16_gives_float32_in_the_container_of_its_own():
 
 
 def test_what_a_mapping_knows_beside_its_items_stays():
-    changed = mapped(output(), lambda tensor: tensor * 10)
+    changed = map_tensors(output(), lambda tensor: tensor * 10)
     assert changed.note == "kept" and float(changed.logits) == 10 and changed["n"] == 3

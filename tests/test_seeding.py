@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline import seeding
-from paceline.seeding import Streams, random_stream
+from paceline.seeding import GeneratorStates, seeded_random_stream
 
 INSIDE: dict[str, Callable[[], Any]] = {
     "nothing": lambda: None,
@@ -21,7 +21,7 @@ INSIDE: dict[str, Callable[[], Any]] = {
 
 
 def drawn(seed: int) -> list[float]:
-    with random_stream(seed, torch.device("cpu")):
+    with seeded_random_stream(seed, torch.device("cpu")):
         return everything()
 
 
@@ -36,7 +36,7 @@ def outside(inside: Callable[[], Any] | None) -> list[float]:
     found: list[float] = []
     for number in range(6):
         if inside is not None:
-            with random_stream(number, torch.device("cpu")):
+            with seeded_random_stream(number, torch.device("cpu")):
                 inside()
         found += everything() if number % 3 else [np.random.randn()]
     return found
@@ -61,7 +61,7 @@ def test_streams_that_are_put_back_have_their_cached_normal_number() -> None:
     _, want = np.random.randn(2)
     np.random.seed(3)
     np.random.randn()
-    streams = Streams()
+    streams = GeneratorStates()
     np.random.randn()  # uses the cached number: the same words, without one
     drawn(1)
     streams.put_back()

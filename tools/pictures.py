@@ -30,8 +30,8 @@ from pathlib import Path
 
 from markupsafe import escape
 
-from paceline.report.figures import Drawing, drawings
-from paceline.report.run import whole_run
+from paceline.report.figures import Drawing, make_drawings
+from paceline.report.run import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
@@ -112,7 +112,7 @@ def rung(name: str, folder: Path) -> None:
     nproc, titles = RUNGS[name]
     words = (*MODEL, "--nproc", str(nproc), "--threads-per-rank", "1", "--strategy", name)
     run = train(folder, words, MESSAGES if name == "bucketed" else None)
-    made = drawings(whole_run(run))
+    made = make_drawings(read_run(run))
     shown = [next(one for one in made if one.title.startswith(title)) for title in titles]
     (PICTURES / f"ladder-{name}.svg").write_text(standalone(shown))
 

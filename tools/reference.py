@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.cli import COMMANDS, command_line
-from paceline.cli.options import Option, paragraphs
+from paceline.cli.options import Option, docstring_paragraphs
 from paceline.config.choices import LAUNCHER_SETTINGS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,10 +82,12 @@ def commands() -> str:
         for _, group, _ in found:
             users.setdefault(group, []).append(name)
     shared = {group for group, names in users.items() if len(names) > 1}
-    index = "\n".join(f"- [`paceline {name}`](#paceline-{name}): {command.line}" for name, command in COMMANDS.items())
+    index = "\n".join(
+        f"- [`paceline {name}`](#paceline-{name}): {command.help_line}" for name, command in COMMANDS.items()
+    )
     parts = [HEAD.format(index=index)]
     for name, line in lines.items():
-        about, *more = paragraphs(line.settings)
+        about, *more = docstring_paragraphs(line.settings)
         parts.append(f"## `paceline {name}`\n\n{_plain(about)}\n\n")
         parts.append("```bash\n" + "\n".join(line.examples) + "\n```\n\n")
         parts += [f"{_plain(words)}\n\n" for words in more]
@@ -95,10 +97,12 @@ def commands() -> str:
             parts.append("" if group in shared else f"### {title}\n\n{rows('option', options)}")
         also = [f"[{title}](#{slug(title)})" for title, group, _ in groups[name] if group in shared]
         parts.append(f"Also: {'; '.join(also)}.\n\n" if also else "")
-    for group in sorted(shared, key=lambda one: paragraphs(one)[0]):
+    for group in sorted(shared, key=lambda one: docstring_paragraphs(one)[0]):
         names = ", ".join(f"`paceline {name}`" for name in users[group])
         options = next(each for _, one, each in groups[users[group][0]] if one is group)
-        parts.append(f"## {paragraphs(group)[0].removesuffix('.')}\n\nOptions of {names}.\n\n{rows('option', options)}")
+        parts.append(
+            f"## {docstring_paragraphs(group)[0].removesuffix('.')}\n\nOptions of {names}.\n\n{rows('option', options)}"
+        )
     return "".join(parts).rstrip() + "\n"
 
 
@@ -106,8 +110,8 @@ def rows(kind: str, options: list[Option]) -> str:
     """Options, or arguments, as a table."""
     found = list[tuple[str, ...]]()
     for one in options:
-        shown = re.sub(",(?=[^{}]*})", ", ", one.shown)
-        default = f"`{one.default_shown}`" if one.default_shown else ""
+        shown = re.sub(",(?=[^{}]*})", ", ", one.usage_form)
+        default = f"`{one.default_text}`" if one.default_text else ""
         found.append((f"`{shown}`", _plain(one.text), default))
     return table((kind, "meaning", "default"), found) + "\n" if found else ""
 

@@ -17,9 +17,9 @@ from benchmarks.faults.run import Score, run_fault
 from benchmarks.faults.table import LAUNCHERS, markdown, print_table, ranks
 from rich.table import Table
 
-from paceline.cli.options import CommandLine, check_out_file, check_positive, chosen_names, write_json
+from paceline.cli.options import CommandLine, check_out_file, check_positive, parse_names, write_json
 from paceline.errors import ExitCode, UsageError
-from paceline.protocol.job import Windows
+from paceline.protocol.job import HangTimeout
 from paceline.runs.console import table_console
 
 ROOT_PROGRAMS = ("unshare", "mount")
@@ -76,11 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(config: FaultsConfig) -> None:
     check_positive(config, "repeat")
-    chosen_names("launcher", config.launchers, LAUNCHERS)
+    parse_names("launcher", config.launchers, LAUNCHERS)
     if config.out is not None and config.out.suffix not in (".md", ".json"):
         raise UsageError(f"--out must end in .md or .json, got {config.out}")
     check_out_file("--out", config.out)
-    Windows.parse(config.hang_timeout)
+    HangTimeout.parse(config.hang_timeout)
 
 
 def missing(fault: Fault) -> str:
@@ -98,7 +98,7 @@ def missing(fault: Fault) -> str:
 def _run(config: FaultsConfig, faults: Sequence[Fault]) -> list[Score]:
     scores: list[Score] = []
     root = (config.keep or Path(tempfile.mkdtemp(prefix="paceline-faults-"))).resolve()
-    launchers = chosen_names("launcher", config.launchers, LAUNCHERS)
+    launchers = parse_names("launcher", config.launchers, LAUNCHERS)
     for turn in range(config.repeat):
         for fault in faults:
             for launcher in launchers if fault.beside else [name for name in launchers if name == "paceline"]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from benchmarks.faults.fault import DIVERGED, DONE, FAILED, MISMATCH, STALLED, USAGE, Fate, Fault, Needs, Way
 
-from paceline.errors import unknown
+from paceline.errors import unknown_name_error
 
 KILLED, SEGFAULT, ABORTED = 137, 139, 134
 ANY_FAILURE = (FAILED, STALLED, ABORTED)  # a rank that leaves takes others with it, in ways that luck decides
@@ -167,5 +167,5 @@ def chosen(names: Sequence[str], faults: Iterable[str] = FAULTS) -> list[Fault]:
     """
     for name in names:
         if name not in FAULTS:
-            raise unknown("fault", name, faults)
+            raise unknown_name_error("fault", name, faults)
     return [FAULTS[name] for name in dict.fromkeys(names)] or list(FAULTS.values())

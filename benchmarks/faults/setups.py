@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.host.procfs import PROC, processes
-from paceline.host.sweep import carries, sweep
+from paceline.host.sweep import has_environment_mark, sweep
 
 FAULTS_MARK = "PACELINE_FAULTS_MARK"  # processes that a planted fault starts inherit it, so they can be found and ended
 CGROUPS = Path("/sys/fs/cgroup")
@@ -189,7 +189,7 @@ def _carriers(mark: str) -> dict[int, str]:
     """The living processes with this mark in their environment: pid -> command line."""
     found: dict[int, str] = {}
     for process in processes():
-        if process.runs and carries(process.pid, FAULTS_MARK, mark):
+        if process.runs and has_environment_mark(process.pid, FAULTS_MARK, mark):
             with suppress(OSError):  # just ended
                 words = (PROC / str(process.pid) / "cmdline").read_bytes().replace(b"\0", b" ")
                 found[process.pid] = words.decode(errors="replace")[:100].strip()

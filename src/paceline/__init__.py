@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 # Imported at first use: `import paceline` must not import torch, or `paceline --help` would take seconds.
-_PARTS = {
+_LAZY_EXPORTS = {
     "run": "launch.from_python",
     "session": "sessions",
     "Session": "sessions",
@@ -55,7 +55,7 @@ _PARTS = {
     "optimizer_maker": "train.optimizer",
 }
 
-__all__ = [*_PARTS, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [*_LAZY_EXPORTS, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
     from paceline.compute.compiling import compile_model as compile_model
@@ -88,10 +88,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PARTS:
+    if name not in _LAZY_EXPORTS:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     state = random.getstate()  # imported packages may draw from `random`, and the script may have seeded it
     try:
-        return getattr(importlib.import_module(f"paceline.{_PARTS[name]}"), name)
+        return getattr(importlib.import_module(f"paceline.{_LAZY_EXPORTS[name]}"), name)
     finally:
         random.setstate(state)

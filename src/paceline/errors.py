@@ -42,23 +42,23 @@ class ExitCode(IntEnum):
     SAVED = 75  # sysexits.h EX_TEMPFAIL: the run saved its state and stopped; start it again to resume
 
 
-MESSAGES = Path(__file__).with_name("messages")
-Write = Callable[[str, Any], str]
+MESSAGES_FOLDER = Path(__file__).with_name("messages")
+OptionRenderer = Callable[[str, Any], str]
 """Renders (name of an option, its value or None) for a front end."""
 
 
 @cache
-def texts() -> dict[str, Any]:
+def message_templates() -> dict[str, Any]:
     """The texts of all errors, by code. The table `session` has the texts for sessions."""
     by_code: dict[str, Any] = {"session": {}}
-    for path in sorted(MESSAGES.glob("*.toml")):
+    for path in sorted(MESSAGES_FOLDER.glob("*.toml")):
         table = tomllib.loads(path.read_text())
         by_code["session"] |= table.pop("session", {})
         by_code |= table
     return by_code
 
 
-def flag(name: str, value: Any = None) -> str:
+def format_option(name: str, value: Any = None) -> str:
     """An option in the syntax of the command line, with its value if there is one."""
     return f"--{name.replace('_', '-')}" if value is None else f"--{name.replace('_', '-')} {value}"
 
@@ -66,7 +66,7 @@ def flag(name: str, value: Any = None) -> str:
 class _Fields(dict[str, Any]):
     """The fields of an error, for str.format. A key that begins with -- is an option, which `write` renders."""
 
-    def __init__(self, fields: dict[str, Any], write: Write) -> None:
+    def __init__(self, fields: dict[str, Any], write: OptionRenderer) -> None:
         super().__init__(fields)
         self.write, self.options = write, list[str]()
 
@@ -88,11 +88,11 @@ class PacelineError(Exception):
     exit_code: ExitCode = ExitCode.FAILED
     code: str = ""
     """Identifies the error, in kebab-case."""
-    write: Write = staticmethod(flag)
+    render_option: OptionRenderer = staticmethod(format_option)
     """Renders an option for the front end that shows this error."""
     front_end: str = ""
-    before: str = ""
-    after: str = ""
+    prefix: str = ""
+    suffix: str = ""
 
     def __init__(self, text: str = "", *, code: str = "", **fields: Any) -> None:
         """Takes a code and fields (`value`: the wrong value, `allowed`: the valid choices), or a text.
@@ -103,23 +103,23 @@ class PacelineError(Exception):
         self.code, self.fields = code, fields
 
     def __str__(self) -> str:
-        return f"{self.before}{self._rendered()[0]}{self.after}"
+        return f"{self.prefix}{self._rendered()[0]}{self.suffix}"
 
     def _rendered(self) -> tuple[str, list[str]]:
         text = super().__str__()
         if not self.code or text != self.code:
             return text, []
-        fields, templates = _Fields(self.fields, self.write), texts()
+        fields, templates = _Fields(self.fields, self.render_option), message_templates()
         text = templates.get(self.front_end, {}).get(self.code) or templates[self.code]
         return text.format_map(fields), fields.options
 
     @property
-    def setting(self) -> str:
+    def wrong_setting(self) -> str:
         """The wrong option: the first one in the text, by its name in the settings (global_batch)."""
         return next(iter(self._rendered()[1]), "")
 
     @property
-    def shown(self) -> str:
+    def message_with_code(self) -> str:
         """The message with its code, for a terminal or a log."""
         return f"{self} [{self.code}]" if self.code else str(self)
 
@@ -130,12 +130,12 @@ class UsageError(PacelineError):
     exit_code = ExitCode.USAGE
 
     @classmethod
-    def of(cls, error: PacelineError, *, before: str = "", after: str = "") -> "UsageError":
+    def from_error(cls, error: PacelineError, *, before: str = "", after: str = "") -> "UsageError":
         """Convert `error` to a UsageError, with a text `before` or `after` its message."""
         if not error.code:
             return cls(f"{before}{error}{after}")
         usage_error = cls(code=error.code, **error.fields)
-        usage_error.before, usage_error.after = before + error.before, error.after + after
+        usage_error.prefix, usage_error.suffix = before + error.prefix, error.suffix + after
         return usage_error
 
 
@@ -161,7 +161,7 @@ class ReportedByPeer(PacelineError):  # noqa: N818 - this rank reports no error
         self.exit_code = exit_code
 
 
-def unknown(kind: str, value: str, choices: Iterable[str], *, more: str = "") -> UsageError:
+def unknown_name_error(kind: str, value: str, choices: Iterable[str], *, more: str = "") -> UsageError:
     """The error for a name that does not exist. The message suggests a likely typo, then lists all `choices`."""
     choices = list(choices)
     matches = [x for x in difflib.get_close_matches(value, choices, n=1) if x[:1] == value[:1]]  # gpu is not xpu

@@ -22,27 +22,27 @@ def tensors(value: Any) -> Iterator[Tensor]:
         yield value
 
 
-def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A copy of `value` with `change(tensor)` in place of each tensor. Containers keep their types."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, MutableMapping):
         result = copy.copy(value)  # keeps the type and all other attributes
         for key in value:
-            result[key] = mapped(value[key], change)
+            result[key] = map_tensors(value[key], change)
         return result
     if isinstance(value, Mapping):
-        return {key: mapped(part, change) for key, part in value.items()}
+        return {key: map_tensors(part, change) for key, part in value.items()}
     if isinstance(value, PackedSequence):  # torch needs its batch_sizes on the CPU
         names = ("data", "sorted_indices", "unsorted_indices")
-        return value._replace(**{name: mapped(getattr(value, name), change) for name in names})
+        return value._replace(**{name: map_tensors(getattr(value, name), change) for name in names})
     if isinstance(value, (list, tuple)):
-        parts = [mapped(part, change) for part in value]
+        parts = [map_tensors(part, change) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if _is_record(value):
         result = copy.copy(value)
         for field in dataclasses.fields(value):  # object.__setattr__ works for frozen classes, and skips __post_init__
-            object.__setattr__(result, field.name, mapped(getattr(value, field.name), change))
+            object.__setattr__(result, field.name, map_tensors(getattr(value, field.name), change))
         return result
     return value
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 
-def derive(seed: int, purpose: str, *keys: int) -> int:
+def derive_seed(seed: int, purpose: str, *keys: int) -> int:
     """A seed in [0, 2**63) for `purpose` and `keys`, e.g. derive(0, "order", epoch).
 
     The seed is a hash and not a sum: seed + epoch would give (seed 0, epoch 1) the order of (seed 1, epoch 0), as in
@@ -37,14 +37,14 @@ class SeededStream:
     def __init__(self, device: torch.device) -> None:
         self._device = None if device.type in ("cpu", "meta") else device
         self._on_device: torch.Tensor | None = None
-        self.outside: Streams | None = None
+        self.outside: GeneratorStates | None = None
         """The states of the generators before `enter`; None after `leave`."""
 
     def enter(self, seed: int) -> None:
         """Continue from `seed`. Without `leave` since the last time, the streams outside are those of that time."""
         module = None if self._device is None else torch.get_device_module(self._device)
         if self.outside is None:
-            self.outside = Streams()
+            self.outside = GeneratorStates()
             self._on_device = None if module is None else module.get_rng_state(self._device)
         seed_streams(seed)
         if self._device is not None and module is not None:
@@ -63,7 +63,7 @@ class SeededStream:
 
 
 @contextmanager
-def random_stream(seed: int, device: torch.device) -> Generator[None]:
+def seeded_random_stream(seed: int, device: torch.device) -> Generator[None]:
     """A context manager that enters and leaves a SeededStream."""
     stream = SeededStream(device)
     try:
@@ -80,7 +80,7 @@ def seed_streams(seed: int) -> None:
     _NUMPY.seed(seed % 2**32)
 
 
-class Streams:
+class GeneratorStates:
     """The states of the generators of torch (CPU), `random` and numpy when this object is created."""
 
     def __init__(self) -> None:
@@ -96,9 +96,9 @@ class Streams:
         _NUMPY.put_back(self._numpy)
 
     @contextmanager
-    def current(self) -> Generator[None]:
+    def use_states(self) -> Generator[None]:
         """Draws continue from the saved states. At the end, save the new states and restore the previous ones."""
-        before = Streams()
+        before = GeneratorStates()
         self.put_back()
         try:
             yield
@@ -108,17 +108,17 @@ class Streams:
 
 
 @contextmanager
-def preserved_streams() -> Generator[Streams]:
+def preserve_generator_states() -> Generator[GeneratorStates]:
     """Restore the generators of torch (CPU), `random` and numpy at the end of the context."""
-    streams = Streams()
+    streams = GeneratorStates()
     try:
         yield streams
     finally:
         streams.put_back()
 
 
-def stream_states(device: torch.device) -> torch.Tensor:
-    """The states of torch's (CPU, `device`), `random`'s and numpy's generators: (n,) uint8, for `put_stream_states`."""
+def generator_states(device: torch.device) -> torch.Tensor:
+    """The generator states of torch (CPU, `device`), `random` and numpy: (n,) uint8, for `restore_generator_states`."""
     (_, words, gauss), numpy_random = random.getstate(), _numpy_random()
     numbers = [*map(float, words), math.nan if gauss is None else gauss]
     _, keys, *rest = numpy_random.get_state() if numpy_random else ("", [0] * 624, 0, 0, math.nan)
@@ -129,8 +129,8 @@ def stream_states(device: torch.device) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def put_stream_states(state: torch.Tensor, device: torch.device) -> None:
-    """Restore `state`, which `stream_states` has returned in this or a different process."""
+def restore_generator_states(state: torch.Tensor, device: torch.device) -> None:
+    """Restore `state`, which `generator_states` has returned in this or a different process."""
     torch_bytes, python_bytes = len(torch.get_rng_state()), 8 * (626 + 627)
     on_cpu, python, on_device = state.cpu().split([torch_bytes, python_bytes, len(state) - torch_bytes - python_bytes])
     torch.set_rng_state(on_cpu.clone())

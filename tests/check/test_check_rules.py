@@ -11,20 +11,20 @@ import torch
 from tests.rendered import rendered
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
-from paceline.lab.check.findings import Finding, all_differ, mostly_equal
+from paceline.lab.check.findings import Finding, are_samples_mostly_equal, do_all_tensors_differ
 from paceline.lab.check.report import check_findings, count_mistakes, render_report
 from paceline.protocol.facts import (
     Dropped,
+    FileAccess,
+    LoaderPass,
     MeanLoss,
     PaddedMetric,
-    Pass,
-    PlacedFile,
     ScriptFacts,
     SeenLoader,
     SeenReplica,
     SeenSchedule,
     SeenStep,
-    kept_batches,
+    shortened_epoch_length,
 )
 from paceline.runs.attempt import ScriptNotice
 
@@ -33,9 +33,9 @@ AGAIN = ([*range(6, 80, 2), 0, 2, 4], [*range(7, 80, 2), 1, 3, 5])
 PROBES = [["f:a", "1"], ["f:b", "2"], ["f:c", "1"]]
 
 
-def epoch(indices: list[int], **more: Any) -> Pass:
+def epoch(indices: list[int], **more: Any) -> LoaderPass:
     told: dict[str, Any] = {"drawn": len(indices), "sizes": [4] * 10, "trains": True, "seconds": 10.0, "ended": True}
-    return Pass(indices=indices, **(told | more))
+    return LoaderPass(indices=indices, **(told | more))
 
 
 def trained(rank: int, **more: Any) -> SeenLoader:
@@ -310,9 +310,9 @@ PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what i
     "buffers of its own": (
         by_rank(replicas=tuple(replica(buffers=[b], evaluation_site="t.py:21 in test") for b in "ab")), "batch norm", 21
     ),
-    "one file for all": (by_rank(saved_files=([PlacedFile("/m.pt", "t.py:30 in main")],) * 2), "one file", 30),
+    "one file for all": (by_rank(saved_files=([FileAccess("/m.pt", "t.py:30 in main")],) * 2), "one file", 30),
     "one GPU for all": (
-        by_rank(loaded_files=tuple([PlacedFile("/m.pt", "t.py:3 in main", [0], own)] for own in (0, 1))), "one GPU", 3
+        by_rank(loaded_files=tuple([FileAccess("/m.pt", "t.py:3 in main", [0], own)] for own in (0, 1))), "one GPU", 3
     ),
     "a search for nothing": (by_rank(replicas=(replica(find_unused=True, looked=9),) * 2), "unused parameters", 7),
     "a schedule for one process": (scheduled(40), "schedule", 8),
@@ -411,8 +411,8 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
     ),
     "scores without padding": by_rank(metrics=([PaddedMetric("t.py:40 in scores")],) * 2),
     "a short window that only the cut made": windows(*BACKWARDS, epochs=EPOCHS, batches=8),
-    "files of its own": lambda rank: right(rank, saved_files=[PlacedFile(f"/log-{rank}", "t.py:30 in main")]),
-    "each its own GPU": lambda rank: right(rank, loaded_files=[PlacedFile("/m.pt", "t.py:3 in main", [rank], rank)]),
+    "files of its own": lambda rank: right(rank, saved_files=[FileAccess(f"/log-{rank}", "t.py:30 in main")]),
+    "each its own GPU": lambda rank: right(rank, loaded_files=[FileAccess("/m.pt", "t.py:3 in main", [rank], rank)]),
     "unused parameters": by_rank(replicas=(replica(find_unused=True, looked=9, unused=1),) * 2),
     "a framework's search": by_rank(replicas=([SeenReplica("t.py:7 in main", True, True, looked=9)],) * 2),
     "shards of parameters": stepping(lambda rank: [step(gradients=f"g{rank}", shapes=f"{rank}")]),
@@ -544,16 +544,16 @@ def test_the_advice_keeps_what_another_sampler_chooses() -> None:
 
 def test_a_cut_epoch_ends_as_the_whole_one_does() -> None:
     for batches in range(300):
-        kept = kept_batches(batches)
+        kept = shortened_epoch_length(batches)
         assert kept <= min(batches, 47)
         assert all(kept % window == batches % window for window in (1, 2, 3, 4, 6, 8, 12, 24))
 
 
 def test_a_tensor_tells_samples_apart_only_if_it_varies() -> None:
-    assert mostly_equal([[["1", "f:a"], ["1", "f:b"]], [["1", "f:a"], ["1", "f:b"]]])
-    assert not mostly_equal([[["1"], ["1"]], [["1"], ["1"]]])  # a mask, and nothing else
-    assert not mostly_equal([[["1", "f:a"], ["1", "f:b"]], [["1", "f:x"], ["1", "f:y"]]])  # a mask alike
-    assert not mostly_equal([[["", "f:a"]], [["", "f:b"]]])
+    assert are_samples_mostly_equal([[["1", "f:a"], ["1", "f:b"]], [["1", "f:a"], ["1", "f:b"]]])
+    assert not are_samples_mostly_equal([[["1"], ["1"]], [["1"], ["1"]]])  # a mask, and nothing else
+    assert not are_samples_mostly_equal([[["1", "f:a"], ["1", "f:b"]], [["1", "f:x"], ["1", "f:y"]]])  # a mask alike
+    assert not are_samples_mostly_equal([[["", "f:a"]], [["", "f:b"]]])
 
 
 def same(*rows: str, of_other: str) -> bool:
@@ -562,7 +562,7 @@ def same(*rows: str, of_other: str) -> bool:
     def leaves(words: str) -> list[str]:
         return ["" if word == "?" else word for word in words.split()]
 
-    return mostly_equal([[leaves(row) for row in rows], [leaves(row) for row in of_other.split("; ")]])
+    return are_samples_mostly_equal([[leaves(row) for row in rows], [leaves(row) for row in of_other.split("; ")]])
 
 
 def test_batches_are_the_same_if_all_their_fields_are_in_most_of_them() -> None:
@@ -579,12 +579,12 @@ def test_batches_are_the_same_if_all_their_fields_are_in_most_of_them() -> None:
 
 
 def test_samples_are_unlike_if_none_of_their_fields_is_the_same() -> None:
-    assert all_differ([[["1", "f:a"], ["2", "f:b"]], [["3", "f:x"], ["4", "f:y"]]])
-    assert not all_differ([[["1", "f:a"], ["2", "f:b"]], [["1", "f:x"], ["2", "f:y"]]])  # augmentation
-    assert not all_differ([[[""]], [[""]]]), "nothing is known"
+    assert do_all_tensors_differ([[["1", "f:a"], ["2", "f:b"]], [["3", "f:x"], ["4", "f:y"]]])
+    assert not do_all_tensors_differ([[["1", "f:a"], ["2", "f:b"]], [["1", "f:x"], ["2", "f:y"]]])  # augmentation
+    assert not do_all_tensors_differ([[[""]], [[""]]]), "nothing is known"
     labels, others = "021120", "022121"
     columns = [[[a, f"f:{rank}{n}"] for n, a in enumerate(its)] for rank, its in enumerate((labels, others))]
-    assert all_differ(columns)  # 4 of 6 labels are equal by chance
+    assert do_all_tensors_differ(columns)  # 4 of 6 labels are equal by chance
 
 
 def test_a_batch_that_shrinks_with_the_world_is_a_note_with_its_numbers() -> None:
@@ -681,7 +681,7 @@ def test_ranks_that_split_layers_rightly_have_the_same_batches_and_groups_of_the
 
 def test_of_a_session_only_what_it_does_not_check_itself_is_a_mistake_and_what_to_type_fits_it() -> None:
     steps = [step(lost=3, backwards=4, gradients="g"), step(lost=3, backwards=4, gradients="h")] * 4
-    written = [PlacedFile("/m.pt", "t.py:30 in main")]
+    written = [FileAccess("/m.pt", "t.py:30 in main")]
     more: dict[str, Any] = {"session": True, "saved_files": written, "threads": 4, "threads_site": "t.py:1 in main"}
     told = check_findings([right(rank, steps=steps[rank:], replicas=[], **more) for rank in range(2)])
     assert {(one.rule, one.level) for one in told} == {("one file", "wrong"), ("threads", "costs"), ("session", "note")}

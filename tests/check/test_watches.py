@@ -23,19 +23,19 @@ from tests.run_ranks import run_ranks
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from paceline.protocol.facts import OWN_GENERATORS, Pass, ScriptFacts
+from paceline.protocol.facts import OWN_GENERATORS, LoaderPass, ScriptFacts
 from paceline.protocol.status_page import StatusPage
-from paceline.rank.check import length_of, padded_more
+from paceline.rank.check import add_padding_column, schedule_end_step
 from paceline.rank.check.loaders import (
-    SETTERS,
-    Generators,
+    GENERATOR_STATE_SETTERS,
     LoaderWatch,
+    RngSnapshots,
     TruncatedSampler,
-    divided_by_world,
-    seen_loader,
-    watch_setters,
+    describe_loader,
+    find_division_by_world_size,
+    wrap_generator_setters,
 )
-from paceline.rank.check.steps import MAX_ALONE, OFFERED_BY, Meshes, StepWatch
+from paceline.rank.check.steps import FULLY_SHARD_MODULES, MAX_UNJOINED_STEPS, ModelParallelDetector, StepWatch
 from paceline.rank.imports import when_imported
 from paceline.rank.probes import Hooks
 
@@ -48,7 +48,7 @@ class Stream(IterableDataset[int]):
 
 
 def test_a_cut_epoch_has_its_first_batches_and_its_last_and_knows_all_indices() -> None:
-    seen = Pass()
+    seen = LoaderPass()
     drawn = [*TruncatedSampler(iter([[0, 1], [2, 3], [4, 5], [6]]), 4, 2, seen)]
     assert drawn == [[0, 1], [6]]
     assert seen.indices == [*range(7)]
@@ -56,8 +56,8 @@ def test_a_cut_epoch_has_its_first_batches_and_its_last_and_knows_all_indices() 
 
 
 def test_a_sampler_that_ends_early_ends_the_epoch() -> None:
-    assert [*TruncatedSampler(iter([[0], [1]]), 5, 3, Pass())] == [[0], [1]]
-    assert [*TruncatedSampler(iter([[0], [1], [2]]), 5, 3, Pass())] == [[0], [1], [2]]
+    assert [*TruncatedSampler(iter([[0], [1]]), 5, 3, LoaderPass())] == [[0], [1]]
+    assert [*TruncatedSampler(iter([[0], [1], [2]]), 5, 3, LoaderPass())] == [[0], [1], [2]]
 
 
 class Counting:
@@ -81,7 +81,7 @@ class Counting:
 @pytest.mark.parametrize("batches", [10, 12])
 def test_a_sampler_is_drawn_to_its_end_however_few_batches_are_loaded(kept: int, batches: int) -> None:
     """Its length may be more or less than what it gives."""
-    sampler, passes = Counting(10), [Pass() for _ in range(3)]
+    sampler, passes = Counting(10), [LoaderPass() for _ in range(3)]
     for number, seen in enumerate(passes):
         drawn = [*TruncatedSampler(iter(sampler), batches, min(kept, batches), seen)]
         assert len(drawn) == kept and drawn[-1] == [number * 1000 + 9]
@@ -91,14 +91,14 @@ def test_a_sampler_is_drawn_to_its_end_however_few_batches_are_loaded(kept: int,
 
 def test_who_leaves_its_loop_has_drawn_no_more_than_it_took() -> None:
     sampler = Counting(10)
-    cut = TruncatedSampler(iter(sampler), 10, 4, Pass())
+    cut = TruncatedSampler(iter(sampler), 10, 4, LoaderPass())
     for _ in range(3):
         next(cut)
     assert (sampler.drawn, sampler.epoch) == (3, 0)
 
 
 def test_an_endless_sampler_is_drawn_as_long_again_and_then_nothing_is_known_of_its_end() -> None:
-    seen, drawn = Pass(), Counting(1 << 60)
+    seen, drawn = LoaderPass(), Counting(1 << 60)
     assert len([*TruncatedSampler(iter(drawn), 30, 24, seen)]) == 24
     assert seen.cut_off and drawn.drawn <= 62
     assert (seen.drawn, seen.indices) == (30, [*range(30)])  # indices beyond its length do not belong to the epoch
@@ -109,17 +109,17 @@ def test_a_sampler_that_cannot_be_drawn_beyond_its_length_fails_nobody() -> None
         yield [0]
         raise ValueError("no more")
 
-    assert [*TruncatedSampler(draws(), 1, 1, seen := Pass())] == [[0]] and seen.cut_off
+    assert [*TruncatedSampler(draws(), 1, 1, seen := LoaderPass())] == [[0]] and seen.cut_off
 
 
 def test_a_slow_sampler_takes_a_bounded_time_unless_ranks_meet_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     meets = False
     monkeypatch.setattr(StatusPage, "calls_since", lambda _, began_ns: meets)
     slow = Counting(400, seconds=0.005)
-    assert len([*TruncatedSampler(iter(slow), 400, 24, seen := Pass(), 0.05)]) == 24
+    assert len([*TruncatedSampler(iter(slow), 400, 24, seen := LoaderPass(), 0.05)]) == 24
     assert seen.cut_off and slow.drawn < 100 and slow.epoch == 0
     meets = True
-    assert len([*TruncatedSampler(iter(slow), 400, 24, seen := Pass(), 0.05)]) == 24
+    assert len([*TruncatedSampler(iter(slow), 400, 24, seen := LoaderPass(), 0.05)]) == 24
     assert not seen.cut_off and slow.epoch == 1
 
 
@@ -139,7 +139,7 @@ def begun(
     """Four epochs: how many the sampler has counted, what each began with, and how many batches there were."""
     facts, sampler = ScriptFacts(rank, 2, 2, "n1", cores=2), Counting(64)
     if checked:
-        Hooks(print).listen(LoaderWatch(facts)).install()
+        Hooks(print).add_listeners(LoaderWatch(facts)).install()
     data: Any = {1000 * epoch + n: 1000 * epoch + n for epoch in range(4) for n in range(64)}
     given: dict[str, Any] = {"sampler": Flat(sampler), "batch_size": 2, "drop_last": drop_last}
     loader = DataLoader(data, num_workers=num_workers, **({"batch_sampler": sampler} if how == "batches" else given))
@@ -164,7 +164,7 @@ def test_whether_samplers_are_torch_s_own_is_known() -> None:
     own = Flat(Counting(8))
     told = [DataLoader(data, 2), DataLoader(data, 2, shuffle=True), DataLoader(data, 2, sampler=own)]  # pyright: ignore[reportArgumentType]
     told += [DataLoader(data, batch_sampler=BatchSampler(own, 2, False)), DataLoader(data, batch_sampler=Counting(4))]  # pyright: ignore[reportArgumentType]
-    assert [seen_loader(loader).plain for loader in told] == [True, True, False, False, False]
+    assert [describe_loader(loader).plain for loader in told] == [True, True, False, False, False]
 
 
 def test_a_loader_that_is_dropped_in_its_own_loop_is_seen_to_the_end() -> None:
@@ -229,7 +229,7 @@ def test_a_method_of_a_replica_s_model_is_called_past_it_at_the_line_outside_of_
     seeing = StepWatch(facts, LoaderWatch(facts))
     ddp = SimpleNamespace(module=model, _module_parameters=[*model.parameters()], find_unused_parameters=False)
     seeing.on_replica_created(ddp)
-    hook = torch.nn.modules.module.register_module_forward_pre_hook(seeing._called)
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(seeing._on_module_forward)
     try:
         with torch.no_grad():
             model.encode(torch.ones(1, 2))
@@ -246,7 +246,7 @@ def test_a_method_of_a_replica_s_model_is_called_past_it_at_the_line_outside_of_
 def clipping_by(seeing: StepWatch, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """torch's clip_grad_norm_, as it is once what it is made of is watched."""
     name = "torch.nn.utils.clip_grad._clip_grads_with_norm_"
-    monkeypatch.setattr(name, seeing.clipping(torch.nn.utils.clip_grads_with_norm_))
+    monkeypatch.setattr(name, seeing.wrap_clip(torch.nn.utils.clip_grads_with_norm_))
     return torch.nn.utils.clip_grad_norm_
 
 
@@ -396,24 +396,24 @@ def test_a_generator_of_a_script_s_own_counts_if_it_draws_for_each_sample(name: 
         "random": random.Random(1).random,
         "torch": partial(torch.rand, 1, generator=torch.Generator().manual_seed(1)),
     }
-    draw, generators = draws[name], Generators()
+    draw, generators = draws[name], RngSnapshots()
     draw()
-    assert generators.used(8) == {}  # one number for eight samples
+    assert generators.used_since(8) == {}  # one number for eight samples
     for _ in range(7):
         draw()
     torch.rand(8)
-    assert {*generators.used(8)} == {OWN_GENERATORS, "torch"}
-    assert generators.used(8) == generators.used(8) and Generators().used(8) == {}
+    assert {*generators.used_since(8)} == {OWN_GENERATORS, "torch"}
+    assert generators.used_since(8) == generators.used_since(8) and RngSnapshots().used_since(8) == {}
 
 
 @pytest.mark.parametrize("name", ["torch", "numpy", "random"])
 def test_a_generator_that_is_put_into_another_state_has_drawn_nothing_yet(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, (_, names) in SETTERS.items():
+    for module, (_, names) in GENERATOR_STATE_SETTERS.items():
         for setter in names:
             monkeypatch.setattr(sys.modules[module], setter, getattr(sys.modules[module], setter))
-    watch_setters()
+    wrap_generator_setters()
     draw, state = {
         "torch": (partial(torch.rand, 8), torch.get_rng_state()),
         "numpy": (partial(numpy.random.rand, 8), numpy.random.get_state()),
@@ -425,36 +425,36 @@ def test_a_generator_that_is_put_into_another_state_has_drawn_nothing_yet(
         "random": [random.setstate, random.seed],
     }[name]:
         draw()
-        generators = Generators()
+        generators = RngSnapshots()
         setter(5 if "seed" in setter.__name__ else state)
-        assert generators.used(8) == {}
-        from_here = Generators()
+        assert generators.used_since(8) == {}
+        from_here = RngSnapshots()
         draw()
-        assert [*generators.used(8)] == [name] and generators.used(8) == from_here.used(8)
+        assert [*generators.used_since(8)] == [name] and generators.used_since(8) == from_here.used_since(8)
         assert setter is pickle.loads(pickle.dumps(setter))  # a loader may use it as worker_init_fn
 
 
 def test_layers_are_split_along_those_dimensions_of_a_mesh_that_fsdp_does_not_have(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    modules = [importlib.import_module(name) for name in OFFERED_BY]
+    modules = [importlib.import_module(name) for name in FULLY_SHARD_MODULES]
     for module in modules:
         monkeypatch.setattr(module, "fully_shard", lambda *_, **__: None)
-    meshes, ranks = Meshes(), torch.arange(4).view(2, 2)
-    meshes.watch()
+    meshes, ranks = ModelParallelDetector(), torch.arange(4).view(2, 2)
+    meshes.wrap_fully_shard()
 
     def parameter(*placements: Any, rank: int) -> Any:
         mesh = SimpleNamespace(mesh=ranks, size=lambda _: 2, get_coordinate=lambda: [*divmod(rank, 2)])
         return SimpleNamespace(device_mesh=mesh, placements=placements)
 
     both = parameter(Shard(0), Shard(0), rank=1), torch.ones(2)
-    assert meshes.split([parameter(Replicate(), Shard(1), rank=1)]) == (2, 1)
-    assert meshes.split(both) == (4, 1)
+    assert meshes.model_parallel_position([parameter(Replicate(), Shard(1), rank=1)]) == (2, 1)
+    assert meshes.model_parallel_position(both) == (4, 1)
     modules[0].fully_shard(torch.nn.Linear(1, 1), mesh=SimpleNamespace(mesh=ranks[:, 1]))
-    assert meshes.split(both) == (2, 1)  # FSDP on one dimension, split layers on the other
-    assert meshes.split([parameter(Shard(0), Replicate(), rank=1)]) == (1, 0)
+    assert meshes.model_parallel_position(both) == (2, 1)  # FSDP on one dimension, split layers on the other
+    assert meshes.model_parallel_position([parameter(Shard(0), Replicate(), rank=1)]) == (1, 0)
     modules[0].fully_shard(torch.nn.Linear(1, 1), mesh=SimpleNamespace(mesh=ranks))
-    assert meshes.split(both) == (1, 0)
+    assert meshes.model_parallel_position(both) == (1, 0)
 
 
 def test_who_shuffles_is_the_sampler_within_a_batch_sampler_that_was_given() -> None:
@@ -465,7 +465,7 @@ def test_who_shuffles_is_the_sampler_within_a_batch_sampler_that_was_given() -> 
         DataLoader(data),
         DataLoader(data, 2, True),
     ]
-    told = [seen_loader(loader) for loader in loaders]
+    told = [describe_loader(loader) for loader in loaders]
     assert [one.shuffles for one in told] == [True, False, True]
     assert told[0].sampler == "DistributedSampler"
 
@@ -473,11 +473,11 @@ def test_who_shuffles_is_the_sampler_within_a_batch_sampler_that_was_given() -> 
 def test_a_score_is_asked_of_one_more_column_of_padding_where_there_is_padding() -> None:
     labels = numpy.array([[1, 2, -100], [0, 1, 2]])
     told = SimpleNamespace(label_ids=labels, predictions=numpy.zeros((2, 3, 4)), inputs=None, losses=None)
-    more = padded_more(told)
+    more = add_padding_column(told)
     assert more.label_ids.tolist() == [[1, 2, -100, -100], [0, 1, 2, -100]]
     assert more.predictions.shape == (2, 4, 4) and (more.predictions[:, 3] == -100).all()
     told.label_ids = abs(labels)
-    assert padded_more(told) is None
+    assert add_padding_column(told) is None
 
 
 class Args:
@@ -485,7 +485,7 @@ class Args:
 
 
 def called_with(*args: Any, **kwargs: Any) -> str:
-    return divided_by_world(sys._getframe(1), "batch_size", 1)
+    return find_division_by_world_size(sys._getframe(1), "batch_size", 1)
 
 
 def test_a_batch_size_that_the_world_divides_is_known_by_the_lines_that_made_it() -> None:
@@ -502,27 +502,27 @@ def test_a_batch_size_that_the_world_divides_is_known_by_the_lines_that_made_it(
     size = 64 // half
     told = [called_with(None, size), called_with(None, 64 // half), called_with(None), called_with(world, 8)]
     assert told == [""] * 4
-    assert divided_by_world(None, "batch_size", 1) == ""
+    assert find_division_by_world_size(None, "batch_size", 1) == ""
 
 
 def test_a_schedule_is_as_long_as_until_it_is_constant() -> None:
     def cosine(step: int) -> float:
         return step / 10 if step < 10 else 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - 10) / 490)))
 
-    assert length_of(SimpleNamespace(lr_lambdas=[cosine])) == 500
-    assert length_of(SimpleNamespace(T_max=70)) == 70
-    assert length_of(SimpleNamespace()) == -1
+    assert schedule_end_step(SimpleNamespace(lr_lambdas=[cosine])) == 500
+    assert schedule_end_step(SimpleNamespace(T_max=70)) == 70
+    assert schedule_end_step(SimpleNamespace()) == -1
 
 
 def test_of_a_session_steps_are_counted_and_no_gradient_is_looked_at() -> None:
     facts = ScriptFacts(0, 2, 2, "n1", cores=2)
     seeing, model = StepWatch(facts, LoaderWatch(facts)), torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hooks = Hooks(print).listen(seeing)
-    hooks.dismiss()  # as when a session begins
-    for _ in range(MAX_ALONE + 1):
+    hooks = Hooks(print).add_listeners(seeing)
+    hooks.remove_listeners()  # as when a session begins
+    for _ in range(MAX_UNJOINED_STEPS + 1):
         hooks._tell("on_backward_begin", model(torch.ones(1, 2)).sum())
         hooks._tell("on_step_begin", optimizer)
         hooks._tell("on_step_end", optimizer)
-    assert facts.session and len(facts.steps) == MAX_ALONE + 1
+    assert facts.session and len(facts.steps) == MAX_UNJOINED_STEPS + 1
     assert {(one.gradients, one.backwards) for one in facts.steps} == {("", 0)}

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.checkpoint.format import FORMAT, Manifest, Piece, ShardFile
+from paceline.checkpoint.format import FORMAT_VERSION, Manifest, Piece, ShardFile
 from paceline.checkpoint.manager import Checkpoints
 from paceline.runs.writing import write_new
 
@@ -52,7 +52,7 @@ def manifest_of(
         shards.append(ShardFile(name=name, bytes=size, sha256=sha256, pieces=(piece,)))
         start = stop
     settings: dict[str, Any] = {
-        "format": FORMAT,
+        "format": FORMAT_VERSION,
         "step": step,
         "attempt": attempt,
         "generation": generation,
@@ -79,7 +79,7 @@ def save(checkpoints: Checkpoints, step: int, *, world: int = 2, keep: int = 2, 
 
 def saved(root: Path, *steps: int, world: int = 2) -> Checkpoints:
     checkpoints = Checkpoints(root)
-    checkpoints.claim(1, 0)
+    checkpoints.claim_publishing(1, 0)
     for step in steps:
         save(checkpoints, step, world=world, keep=len(steps) + 2)
     return checkpoints

@@ -70,7 +70,7 @@ def writer(root: Path, world: int, point: int, fault: str) -> int:
     install(point, fault)
     try:
         checkpoints = Checkpoints(root)
-        checkpoints.claim(2, 0)
+        checkpoints.claim_publishing(2, 0)
         save(checkpoints, 2, world=world)
     except (OSError, PacelineError):
         return TOLD
@@ -103,7 +103,7 @@ def broken_laws(root: Path, world: int, code: int, over_damaged: bool) -> list[s
     if code == SAVED and step != 2:
         laws.append("step 2 was said to be saved, and is not there")
     again = Checkpoints(root)
-    again.claim(3, 0)
+    again.claim_publishing(3, 0)
     if left := leftovers(root):
         laws.append(f"the next claim leaves {left}")
     if newest(root)[0] != step:

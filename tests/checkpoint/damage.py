@@ -78,7 +78,7 @@ def kill_trial(template: Path, folder: Path, seed: str) -> str | None:
         found, told = newest(folder)
         if found != 2 or told:
             return f"seed {seed}: killed at byte {left}: step {found} is resumed, told is {told}"
-        Checkpoints(folder).claim(3, 0)
+        Checkpoints(folder).claim_publishing(3, 0)
         return f"seed {seed}: {leftovers(folder)} stay" if leftovers(folder) else None
     finally:
         shutil.rmtree(folder)
@@ -86,7 +86,7 @@ def kill_trial(template: Path, folder: Path, seed: str) -> str | None:
 
 def _write_until_killed(folder: Path, left: int) -> None:
     checkpoints = Checkpoints(folder)
-    checkpoints.claim(2, 0)
+    checkpoints.claim_publishing(2, 0)
     tmp = checkpoints.begin(3)
     for rank in range(2):
         write_new(tmp / shard_name(rank, 2), _until(shard_bytes(3, rank), left))

@@ -12,7 +12,7 @@ from tests.run_ranks import run_ranks
 from torch import Tensor
 
 from paceline.checkpoint import snapshots
-from paceline.checkpoint.snapshots import OtherHosts, SnapshotWriter, newest
+from paceline.checkpoint.snapshots import InterNodeExchange, SnapshotWriter, newest_snapshot
 from paceline.checkpoint.state import TensorShard
 from paceline.rank.world import World
 
@@ -37,14 +37,15 @@ def state(rank: int, step: int) -> list[TensorShard]:
         TensorShard("optimizer/weight/empty", whole["optimizer/weight/empty"]),
         TensorShard("optimizer/weight/exp_avg", average.reshape(-1)[10 * rank : 10 * rank + 10].clone(), average.shape,
              10 * rank, replicated=False),
-        TensorShard("optimizer/weight/columns", mine, columns.shape, 2 * rank, replicated=False, count=4, apart=8),
+        TensorShard("optimizer/weight/columns", mine, columns.shape, 2 * rank, replicated=False, count=4,
+             range_stride=8),
         TensorShard(f"buffers/{rank}/mean", torch.full((2, 3), float(rank + step)), replicated=False),
-        TensorShard("model/again", torch.ones(4), replicated=False, spare=True),
+        TensorShard("model/again", torch.ones(4), replicated=False, is_saved_elsewhere=True),
     ]  # fmt: skip
 
 
 def values(files: list[tuple[int, int]]) -> dict[str, Tensor]:
-    found = newest(files)
+    found = newest_snapshot(files)
     assert found is not None
     told = {name: found.source.tensor(name) for name in found.source.names("")}
     step = {"step": torch.tensor(found.meta.step)}
@@ -52,18 +53,18 @@ def values(files: list[tuple[int, int]]) -> dict[str, Tensor]:
 
 
 def of_two_hosts(rank: int, size: int, root: Path, chunk: int) -> list[Any]:
-    snapshots.SENT_BYTES = chunk
+    snapshots.MAX_MESSAGE_BYTES = chunk
     world = World(rank, size, rank % 2, 2, CPU, "gloo")
     names = [root / f"{chunk}-{rank // 2}-{local}-{turn}" for local in range(2) for turn in range(2)]
     first = [os.open(name, os.O_RDWR | os.O_CREAT, 0o600) for name in names]
     files = [(first[0], first[1]), (first[2], first[3])]
     writer = SnapshotWriter(files[rank % 2], rank % 2, 2, 0, spared=None)
     held = state(rank, 1)
-    others = OtherHosts(held, world)
+    others = InterNodeExchange(held, world)
     assert others.why_not == ""
     said: list[Any] = []
     for step in (1, 2):
-        brought = others.receive(state(rank, step))
+        brought = others.exchange_missing_shards(state(rank, step))
         assert brought is not None
         assert {one.name.partition("/")[0] for one in brought} == {"optimizer", "buffers"}
         writer.write([*state(rank, step), *brought], step, {})
@@ -71,7 +72,7 @@ def of_two_hosts(rank: int, size: int, root: Path, chunk: int) -> list[Any]:
         torch.distributed.barrier()
         said.append(values(files))
     others._pause = 2
-    said.append([others.receive(held) is None for _ in range(3)])
+    said.append([others.exchange_missing_shards(held) is None for _ in range(3)])
     return said
 
 
@@ -104,7 +105,7 @@ def why_not(rank: int, size: int) -> list[str]:
     same = [one for one in state(rank, 1) if one.replicated]
     for held, local in ((same, min(rank, 2)), (state(rank, 1), min(rank, 2)), (state(rank, 1), rank % 2)):
         snapshots.free_memory = lambda: 1000 if rank == 2 else 10**12
-        told.append(OtherHosts(held, World(rank, size, local, 2, CPU, "gloo")).why_not)
+        told.append(InterNodeExchange(held, World(rank, size, local, 2, CPU, "gloo")).why_not)
     return told
 
 

@@ -145,15 +145,15 @@ def small_disk(tmp_path) -> Iterator[Path]:
 @pytest.mark.needs("mount")
 def test_a_full_disk_is_told_and_the_old_checkpoint_stays(small_disk):
     checkpoints = saved(small_disk / "checkpoints", 1)
-    assert checkpoints.room_for(100_000) is None
-    assert "needs 300,000 bytes" in (checkpoints.room_for(300_000) or "")
+    assert checkpoints.find_space_shortage(100_000) is None
+    assert "needs 300,000 bytes" in (checkpoints.find_space_shortage(300_000) or "")
     with pytest.raises(OSError) as caught:
         save(checkpoints, 2, size=150_000)
     assert caught.value.errno == errno.ENOSPC
     assert newest(checkpoints.root) == (1, [])
     assert leftovers(checkpoints.root) == [".tmp-2-1-0"]
     again = Checkpoints(checkpoints.root)
-    again.claim(1, 1)
+    again.claim_publishing(1, 1)
     assert leftovers(checkpoints.root) == []
     save(again, 2)
     assert newest(again.root) == (2, [])
@@ -161,5 +161,5 @@ def test_a_full_disk_is_told_and_the_old_checkpoint_stays(small_disk):
 
 def test_room_is_looked_for_before_the_folder_is_made(tmp_path):
     checkpoints = Checkpoints(tmp_path / "not" / "yet")
-    assert checkpoints.room_for(1) is None
-    assert "free" in (checkpoints.room_for(1 << 60) or "")
+    assert checkpoints.find_space_shortage(1) is None
+    assert "free" in (checkpoints.find_space_shortage(1 << 60) or "")

@@ -9,7 +9,7 @@ import pytest
 from tests.checkpoint.checkpoint_harness import manifest_of
 from tests.errors import raises
 
-from paceline.checkpoint.format import Manifest, Piece, ShardFile, cover, decode_manifest, encode_manifest
+from paceline.checkpoint.format import Manifest, Piece, ShardFile, decode_manifest, encode_manifest, find_coverage_error
 from paceline.errors import TrainingError
 
 FILES = [("shard-0-of-2.safetensors", 133, "0" * 64), ("shard-1-of-2.safetensors", 133, "f" * 64)]
@@ -70,5 +70,5 @@ def test_metrics_that_are_no_numbers_are_refused_by_name():
     ],
 )
 def test_ranges_must_hold_each_element_once(ranges: list[tuple[int, int, int, int]], words: str) -> None:
-    found = cover([Piece("key", "weight", "F32", (4, 8), *numbers) for numbers in ranges])
+    found = find_coverage_error([Piece("key", "weight", "F32", (4, 8), *numbers) for numbers in ranges])
     assert (words in found) if words else not found

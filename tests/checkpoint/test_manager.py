@@ -23,8 +23,8 @@ from tests.checkpoint.checkpoint_harness import (
 )
 from tests.errors import raises
 
-from paceline.checkpoint.format import Damaged
-from paceline.checkpoint.manager import Checkpoints, Entry
+from paceline.checkpoint.format import DamagedCheckpoint
+from paceline.checkpoint.manager import CheckpointFolder, Checkpoints
 
 
 def spoil(root: Path, step: int) -> None:
@@ -52,7 +52,7 @@ def test_entries_are_the_newest_first_and_other_names_are_ignored(tmp_path):
     for name in ("step-1", "step-000000009", "step-0000000x", "xstep-00000001", ".tmp-1-1-0", "step-00000011~"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-100000000").mkdir()
-    found = [Entry(step, tmp_path / f"step-{step:08d}") for step in (100000000, 10, 9)]
+    found = [CheckpointFolder(step, tmp_path / f"step-{step:08d}") for step in (100000000, 10, 9)]
     assert checkpoints.entries() == found
     assert Checkpoints(tmp_path / "nowhere").entries() == []
     assert Checkpoints(tmp_path / "nowhere").newest_valid(print) is None
@@ -69,7 +69,9 @@ def test_a_checkpoint_that_could_not_be_loaded_is_never_published(tmp_path, spoi
         os.truncate(tmp / shard_name(1, 2), 10)
     else:
         manifest = msgspec.structs.replace(manifest, files=manifest.files[:1])
-    with pytest.raises(Damaged, match="has no piece|pieces have 3000" if spoiled == "gap" else shard_name(1, 2)):
+    with pytest.raises(
+        DamagedCheckpoint, match="has no piece|pieces have 3000" if spoiled == "gap" else shard_name(1, 2)
+    ):
         checkpoints.commit(tmp, manifest, keep=2)
     assert steps_in(tmp_path) == [1]
 
@@ -78,7 +80,7 @@ def test_a_whole_checkpoint_of_the_same_step_is_kept(tmp_path):
     saved(tmp_path, 1, 2)
     inode = (tmp_path / "step-00000002").stat().st_ino
     again = Checkpoints(tmp_path)
-    again.claim(1, 1)
+    again.claim_publishing(1, 1)
     told: list[str] = []
     tmp = again.begin(2)
     manifest = manifest_of(2, write_shards(tmp, 2, 1), generation=1)
@@ -92,7 +94,7 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced_though_its_sizes_are_
     saved(tmp_path, 1, 2)
     spoil(tmp_path, 2)
     again = Checkpoints(tmp_path)
-    again.claim(1, 1)
+    again.claim_publishing(1, 1)
     save(again, 2)
     assert newest(tmp_path) == (2, [])
     assert leftovers(tmp_path) == []
@@ -180,7 +182,7 @@ def test_damaged_ones_do_not_count_and_never_push_out_the_one_that_training_stan
         found = resumed.newest_valid(lambda _: None)
         assert found
         assert found[1].step == 100
-    resumed.claim(2, 0)
+    resumed.claim_publishing(2, 0)
     save(resumed, 110)
     assert steps_in(tmp_path) == [300, 200, 110, 100]
     assert newest(tmp_path)[0] == 110
@@ -213,5 +215,5 @@ def test_a_deletion_that_fails_is_told_and_is_no_failure(tmp_path, monkeypatch):
     assert leftovers(tmp_path) == [".trash-00000001-1-0", ".trash-00000002-1-0"]
     assert [text.endswith(os.strerror(errno.EBUSY)) for text in told] == [True, True]
     monkeypatch.undo()
-    Checkpoints(tmp_path).claim(1, 1)
+    Checkpoints(tmp_path).claim_publishing(1, 1)
     assert leftovers(tmp_path) == []

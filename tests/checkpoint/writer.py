@@ -7,17 +7,17 @@ from pathlib import Path
 
 from checkpoint_harness import save
 
-from paceline.checkpoint.manager import Checkpoints, Fenced
+from paceline.checkpoint.manager import Checkpoints, FencedError
 
 root, attempt, generation, steps = Path(sys.argv[1]), *map(int, sys.argv[2:])
 checkpoints = Checkpoints(root)
-checkpoints.claim(attempt, generation)
+checkpoints.claim_publishing(attempt, generation)
 for step in range(1, steps + 1):
     try:
         save(checkpoints, step)
     except OSError:
         continue  # a newer generation has removed the folder that we write to: the next commit is told so
-    except Fenced as error:
+    except FencedError as error:
         print(error.code, flush=True)
         break
     print(step, flush=True)

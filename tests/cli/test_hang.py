@@ -17,7 +17,7 @@ from paceline.cli import hang, main
 from paceline.guard.judge import judge
 from paceline.guard.report import write_diagnosis
 from paceline.protocol.evidence import Evidence, Frame, Op, Stack
-from paceline.report.run import whole_run
+from paceline.report.run import read_run
 from paceline.runs.folder import create_attempt_dir
 
 OP = Op("0", 7, "all_reduce", "bucket 0", "[4]", "float32", "train.py:97 in step")
@@ -121,7 +121,7 @@ def test_a_verdict_of_an_earlier_version_is_shown(run: Path, capsys: pytest.Capt
     shutil.copytree(Path(__file__).with_name("old_run") / "stalled", run, dirs_exist_ok=True)
     found = json.loads(told(capsys, "demo", "--json"))
     assert (found["record"]["diagnosis"]["causes"], found["diagnosis_dir"][-9:]) == ([1], "verdict-1")
-    assert [record.diagnosis.causes for record in whole_run(run).diagnoses] == [(1,)]  # for `paceline report`
+    assert [record.diagnosis.causes for record in read_run(run).diagnoses] == [(1,)]  # for `paceline report`
 
 
 def test_a_run_that_never_stalled_is_said_to_be_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +159,7 @@ def test_an_agent_that_does_not_answer_is_not_waited_for_for_ever(
     agent: Callable[..., subprocess.Popen[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hang, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(hang, "ANSWER_TIMEOUT_SECONDS", 0.5)
     agent([], answers=False)
     assert "0.5 s" in told(capsys, "demo")
     stalled(run, 1)

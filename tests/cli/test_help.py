@@ -12,7 +12,7 @@ from tests import warm
 
 from paceline.cli import COMMANDS, command_line, command_main, train
 from paceline.cli.launch import known_options
-from paceline.cli.options import SHORTEST, built
+from paceline.cli.options import MAX_OPTIONS_SHOWN_IN_FULL, build_settings
 from paceline.cli.torchrun import read_arguments
 from paceline.cli.watchover import split_script
 from paceline.config.settings import TrainConfig
@@ -43,7 +43,7 @@ def test_two_examples_that_the_commands_own_parser_takes_come_first(command: str
         assert words.pop(0) == command, example
         if command == "launch":
             typed = read_arguments(words, {}, known_options())
-            words, script = typed.ours, [*typed.script]
+            words, script = typed.paceline_arguments, [*typed.script]
         elif command == "watchover":
             words, script = split_script(words)
         else:
@@ -72,10 +72,10 @@ def test_help_has_the_common_options_and_help_all_every_one(command: str, capsys
     line, common, whole = command_line(command), shown(command, "--help", capsys), shown(command, "--help-all", capsys)
     names = [one.name for one in line.options() if one.name.startswith("-")]
     assert sorted(options_in(whole)) == sorted(names)
-    assert 0 < len(options_in(common)) <= SHORTEST or not names
+    assert 0 < len(options_in(common)) <= MAX_OPTIONS_SHOWN_IN_FULL or not names
     assert set(options_in(common)) <= set(names)
     assert len(options_in(common)) == len(names) or f"{line.prog} --help-all" in common
-    assert {*line.common.split()} <= {name[2:] for name in names}
+    assert {*line.common_options.split()} <= {name[2:] for name in names}
 
 
 @commands
@@ -131,8 +131,10 @@ def test_values_are_parsed_by_the_types_of_their_fields_over_the_default() -> No
     )
     assert (str(found.run.run_dir), found.checkpoint.checkpoint_every) == ("x", "10min")
     assert found.checkpoint.checkpoint_epochs is False
-    given = line.given(["--nproc", "3", "--task-arg", "c=3", "--checkpoint-every", "5", "--lr", "-2"])
-    again = built(TrainConfig, given, found)
+    given = line.parse_values_or_print_help(
+        ["--nproc", "3", "--task-arg", "c=3", "--checkpoint-every", "5", "--lr", "-2"]
+    )
+    again = build_settings(TrainConfig, given, found)
     assert (again.task, again.launch.nproc, again.task_arg) == ("mnist-cnn", 3, ("a=1", "b=2", "c=3"))
     assert (again.checkpoint.checkpoint_every, again.optimizer.lr, again.run) == (5, -2.0, found.run)
 

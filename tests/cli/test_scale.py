@@ -12,7 +12,7 @@ from tests.lab.typed import measured, typed
 
 from paceline.cli.scale import main, points_to_measure
 from paceline.host.cgroup import usable_cores
-from paceline.lab.scale import REST, WAITING, At
+from paceline.lab.scale import REST, WAITING, ScalePoint
 
 TASKS = Path(__file__).parents[1] / "lab" / "tasks_to_measure.py"
 
@@ -87,9 +87,16 @@ def test_a_niced_rank_among_busy_ones_is_what_the_others_wait_for(tmp_path: Path
 
 
 def test_every_point_of_weak_and_strong_scaling_has_its_counterpart_on_one_rank() -> None:
-    assert points_to_measure([1, 2, 4], 64, None) == [At(1, 64), At(2, 64), At(4, 64)]
+    assert points_to_measure([1, 2, 4], 64, None) == [ScalePoint(1, 64), ScalePoint(2, 64), ScalePoint(4, 64)]
     both = points_to_measure([1, 2, 4], 64, 256)
-    assert both == [At(1, 64), At(1, 128), At(1, 256), At(2, 64), At(2, 128), At(4, 64)]
+    assert both == [
+        ScalePoint(1, 64),
+        ScalePoint(1, 128),
+        ScalePoint(1, 256),
+        ScalePoint(2, 64),
+        ScalePoint(2, 128),
+        ScalePoint(4, 64),
+    ]
 
 
 def refused(*arguments: object, code: str, **fields: Any) -> None:

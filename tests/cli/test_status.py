@@ -25,8 +25,8 @@ from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster
 from paceline.launch.plan import Submission, next_submit_dir, write_submission
 from paceline.protocol.evidence import Failure
-from paceline.runs.attempt import Ended, write_ended
-from paceline.runs.events import Counted, Started, Step
+from paceline.runs.attempt import AttemptEnd, write_ended
+from paceline.runs.events import FlopsCounted, Started, Step
 from paceline.runs.folder import create_attempt_dir
 from paceline.runs.summary import RunState, Summary, write_summary
 from paceline.runs.writers import EventWriter
@@ -88,7 +88,7 @@ def agent(run: Path) -> Iterator[subprocess.Popen[str]]:
 
 def write_roster(run: Path, pid: int, host: str = os.uname().nodename, **changes: Any) -> None:
     found = read_process(pid)
-    roster = Roster(host, pid, (), **{"agent_started": found.start if found else 0, **changes})
+    roster = Roster(host, pid, (), **{"agent_started": found.start_ticks if found else 0, **changes})
     (run / "attempt-1" / "agent-0.json").write_bytes(msgspec.json.encode(roster))
 
 
@@ -130,7 +130,7 @@ def test_a_running_run_has_the_use_that_its_newest_start_makes_of_its_devices(
     with EventWriter(run / "events-0.jsonl") as writer:
         for start, devices in ((1, 2), (2, 4)):
             writer.write(Started(start, 0, devices, "n1", 1, "cpu", 4.0, start_step=3, steps_per_epoch=10))
-            writer.write(Counted(1e9, devices, 0.032))
+            writer.write(FlopsCounted(1e9, devices, 0.032))
         for step in (4, 5):
             used = {"consumed": 16, "tokens": 160, "phase_seconds": {"forward": 0.5}}
             writer.write(Step(step, 0, 1.0, 64, 1e-3, 0.5, 0.0, unix_time=float(step + 1), **used))
@@ -190,7 +190,7 @@ def test_what_the_agent_judged_is_shown_and_no_record_is_judged_again(run: Path)
     (attempt / "error-0.json").write_bytes(failure(0, "Connection closed by peer", victim=True, seconds=1.0))
     found = run_state(run)
     assert (found.state, found.words.endswith("attempt-1/error-0.json")) == ("failed", True)  # without a diagnosis
-    write_ended(attempt, ended := Ended(1, "rank 1 (n1): ValueError: no such file"))
+    write_ended(attempt, ended := AttemptEnd(1, "rank 1 (n1): ValueError: no such file"))
     found = run_state(run)
     assert (found.state, found.words) == ("failed", f"exit code 1: {ended.words}")
 
@@ -277,7 +277,7 @@ def test_status_is_one_screen_and_the_same_for_programs(
 
 
 def test_nothing_that_a_run_wrote_steers_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_ended(run / "attempt-1", Ended(1, "\x1b[2J\x9b1m\x07gone"))
+    write_ended(run / "attempt-1", AttemptEnd(1, "\x1b[2J\x9b1m\x07gone"))
     (run / "attempt-1" / "rank-0.log").write_bytes(b"\x1b]0;title\x07text\r\n\xff\n")
     assert status.main([str(run)]) == logs.main([str(run)]) == 0
     shown = capsys.readouterr().out

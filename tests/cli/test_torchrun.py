@@ -11,7 +11,14 @@ from torch.distributed.argparse_util import check_env, env
 from torch.distributed.run import get_args_parser
 
 from paceline.cli.launch import known_options
-from paceline.cli.torchrun import FLAGS, NO_VARIABLE, SHORT, TORCHRUN, LaunchArguments, read_arguments
+from paceline.cli.torchrun import (
+    FLAGS,
+    OPTIONS_WITHOUT_VARIABLE,
+    SHORT_OPTIONS,
+    TORCHRUN_OPTIONS,
+    LaunchArguments,
+    read_arguments,
+)
 
 NODES = "--nnodes 2 --node-rank 1 --master-addr n1 --master-port 29500"
 RUN = ("python", "-P", "-m", "torch.distributed.run")
@@ -24,11 +31,11 @@ def typed(line: str, environ: dict[str, str] | None = None) -> LaunchArguments:
 def test_every_option_of_torchruns_own_parser_is_in_the_table() -> None:
     actions = [action for action in get_args_parser()._actions if action.option_strings and action.dest != "help"]
     names = {f"--{action.dest.replace('_', '-')}": action for action in actions}
-    assert names.keys() <= set(TORCHRUN) and len(TORCHRUN) == len(set(TORCHRUN))
+    assert names.keys() <= set(TORCHRUN_OPTIONS) and len(TORCHRUN_OPTIONS) == len(set(TORCHRUN_OPTIONS))
     for name, action in names.items():
         assert (name in FLAGS) is (action.nargs == 0), name
-        assert (name in NO_VARIABLE) is not isinstance(action, env | check_env), name
-        assert {SHORT.get(one, one.replace("_", "-")) for one in action.option_strings} == {name}
+        assert (name in OPTIONS_WITHOUT_VARIABLE) is not isinstance(action, env | check_env), name
+        assert {SHORT_OPTIONS.get(one, one.replace("_", "-")) for one in action.option_strings} == {name}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +60,7 @@ def test_every_option_of_torchruns_own_parser_is_in_the_table() -> None:
 )
 def test_torchruns_words_become_ours(line: str, own: str, script: str) -> None:
     found = typed(line)
-    assert (" ".join(found.ours), " ".join(found.script)) == (own, script)
+    assert (" ".join(found.paceline_arguments), " ".join(found.script)) == (own, script)
     assert not found.need_torchrun
 
 
@@ -66,10 +73,10 @@ def test_torchruns_variables_count_as_its_options_which_win() -> None:
         "PET_RDZV_CONF": "x",
     }
     found = typed("train.py", environ)
-    assert found.ours == ["--nproc=4"] and found.script == ("train.py",)
-    assert not found.need_torchrun and found.ignored.startswith("PET_RDZV_CONF: ")
-    assert typed("--nproc 2 train.py", environ).ours == ["--nproc", "2"]
-    assert typed("--nproc_per_node=3 a.py", environ).ours == ["--nproc=3"]
+    assert found.paceline_arguments == ["--nproc=4"] and found.script == ("train.py",)
+    assert not found.need_torchrun and found.ignored_options_text.startswith("PET_RDZV_CONF: ")
+    assert typed("--nproc 2 train.py", environ).paceline_arguments == ["--nproc", "2"]
+    assert typed("--nproc_per_node=3 a.py", environ).paceline_arguments == ["--nproc=3"]
     assert typed("--nnodes 2 train.py", environ).need_torchrun
 
 
@@ -83,7 +90,7 @@ def test_torchruns_variables_count_as_its_options_which_win() -> None:
     ],
 )  # fmt: skip
 def test_options_without_effect_are_listed_with_reasons_in_one_line(line: str, names: list[str]) -> None:
-    assert re.findall(r"(?:^|; )(--[^:]+): ", typed(line).ignored) == names
+    assert re.findall(r"(?:^|; )(--[^:]+): ", typed(line).ignored_options_text) == names
 
 
 @pytest.mark.parametrize(
@@ -112,7 +119,7 @@ def test_what_contradicts_or_means_nothing_is_refused(line: str, code: str, fiel
     with raises(code, **fields):
         found = typed(line)
         assert found.script
-        found.torchrun_command("python") if found.need_torchrun else found.ours
+        found.torchrun_command("python") if found.need_torchrun else found.paceline_arguments
 
 
 @pytest.mark.parametrize(

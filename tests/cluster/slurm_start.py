@@ -11,8 +11,15 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.launch.plan import Submission, next_submit_dir, write_files, write_submission
-from paceline.launch.slurm.plan import slurm
-from paceline.launch.slurm.queue import check_allocation, check_fits, follow, in_allocation, run_here, submit
+from paceline.launch.slurm.plan import plan_slurm
+from paceline.launch.slurm.queue import (
+    check_allocation,
+    check_fits,
+    current_allocation,
+    follow,
+    run_in_allocation,
+    submit,
+)
 from paceline.protocol.job import Allocation, JobSpec
 
 STUB = Path(__file__).with_name("slurm_stub.py")
@@ -28,13 +35,13 @@ def main(run: str, seconds: str, code: str, how: str = "", nodes: str = "2", **a
         argv=(seconds, code), nproc=2, run_id="5f", threads=0, nodes=int(nodes), min_nodes=int(nodes),
         python=str(python), run_dir=run, submit_dir=str(submit_dir), cwd=run, slurm=Allocation(**asked),
     )  # fmt: skip
-    held = in_allocation(os.environ)
+    held = current_allocation(os.environ)
     if held is not None:
         check_allocation(held, job)
-    plan = slurm(job)
+    plan = plan_slurm(job)
     write_files(submit_dir, plan.files)
     if held is not None:
-        return run_here(submit_dir / "job.sbatch")
+        return run_in_allocation(submit_dir / "job.sbatch")
     check_fits(job, os.environ)
     job_id = submit(plan, os.environ)
     write_submission(submit_dir, Submission(on="slurm", started_at=time.time(), nodes=2, slurm_job=job_id))

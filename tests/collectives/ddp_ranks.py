@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.collectives.ddp import share_memory
+from paceline.collectives.ddp import register_shared_memory_hook
 
 STEPS = 7
 Make = Callable[..., DistributedDataParallel]
@@ -44,7 +44,7 @@ def plain(module: nn.Module, **options: Any) -> DistributedDataParallel:
 
 def in_memory(module: nn.Module, **options: Any) -> DistributedDataParallel:
     ddp = DistributedDataParallel(module, **options)
-    share_memory(ddp)
+    register_shared_memory_hook(ddp)
     return ddp
 
 

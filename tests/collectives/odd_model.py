@@ -12,7 +12,7 @@ from tests.collectives.one_backward import one_backward
 from torch import Tensor, nn
 
 from paceline.collectives.buckets import BUCKET_BYTES, buckets_of, trainable
-from paceline.collectives.communicator import TorchTransport
+from paceline.collectives.communicator import TorchBucketReduction
 from paceline.collectives.reducer import Reducer
 from paceline.collectives.tree import LeafPartition
 
@@ -62,7 +62,7 @@ def over_torch(
     model: nn.Module, partition: LeafPartition, *, bucket_bytes: int = BUCKET_BYTES, in_order: bool = True
 ) -> Reducer:
     buckets = buckets_of(trainable(model), bucket_bytes)
-    return Reducer(partition, TorchTransport(buckets, partition, in_order=in_order))
+    return Reducer(partition, TorchBucketReduction(buckets, partition, in_order=in_order))
 
 
 def by_leaf(sums: Reducer, model: nn.Module, share: range, left_out: int | None) -> dict:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.collectives.buckets import ALIGNED_BYTES, pack, packed_size, unpack, with_layouts
+from paceline.collectives.buckets import ALIGNED_BYTES, convert_to_layouts, pack, packed_size, unpack
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
@@ -23,5 +23,5 @@ def test_each_gradient_is_aligned_as_autograds_own_are(dtype: torch.dtype) -> No
 def test_a_gradient_with_other_strides_is_copied_on_its_own_device() -> None:
     meta = torch.device("meta")  # has no memory, but is another device than the default
     parameter = nn.Parameter(torch.empty(4, 3, device=meta))
-    (found,) = with_layouts([torch.empty(3, 4, device=meta).T], [parameter.dtype], [((4, 3), (3, 1))]) or [None]
+    (found,) = convert_to_layouts([torch.empty(3, 4, device=meta).T], [parameter.dtype], [((4, 3), (3, 1))]) or [None]
     assert found is not None and found.device == meta and found.stride() == (3, 1)

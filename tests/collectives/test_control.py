@@ -14,9 +14,9 @@ from tests.collectives.memory_harness import in_threads
 from tests.run_ranks import run_ranks
 
 from paceline.collectives import torch_collectives as gather
-from paceline.collectives.control import LOOP_NUMBERS, NAME, sum_over_ranks
-from paceline.collectives.memory_sum import StartedSum
-from paceline.collectives.torch_collectives import MOST_BYTES, start_sum
+from paceline.collectives.control import LOOP_SUMS_NAME, TOTALS_NAME, sum_over_ranks
+from paceline.collectives.memory_sum import AsyncAllReduce
+from paceline.collectives.torch_collectives import MAX_EXTRA_BYTES, start_all_reduce
 from paceline.errors import ExitCode, PacelineError
 from paceline.protocol.control import SHARED_MEMORY
 
@@ -35,7 +35,7 @@ def wanted(world: int, number: int) -> list[float]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_sums_that_are_begun_before_others_have_ended_mix_up_nothing(world):
     def act(memory):
-        begun = [StartedSum(memory, values(memory.rank, number), NAME) for number in range(7)]
+        begun = [AsyncAllReduce(memory, values(memory.rank, number), TOTALS_NAME) for number in range(7)]
         assert all(one.is_completed() for one in begun[:-1])
         order = reversed(begun) if memory.rank else begun
         first = {id(one): one.finish().tolist() for one in order}
@@ -50,7 +50,7 @@ def test_a_sum_that_has_failed_gives_no_number_later():
         if memory.rank == 1:
             memory.leave()
             return
-        begun = StartedSum(memory, values(0, 0), NAME)
+        begun = AsyncAllReduce(memory, values(0, 0), TOTALS_NAME)
         with pytest.raises(RuntimeError, match=r"totals of the step.*rank 1 \(pid \d+\) has left"):
             begun.finish()
         assert begun.is_completed()  # nobody waits for it any more
@@ -62,9 +62,11 @@ def test_a_sum_that_has_failed_gives_no_number_later():
 
 def sums_over_gloo(rank: int, world_size: int) -> list[tuple[list[float], str]]:
     found = list[tuple[list[float], str]]()
-    for count in (3, MOST_BYTES // 4):
+    for count in (3, MAX_EXTRA_BYTES // 4):
         with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as to_all:
-            waits = [start_sum(values(rank, number).repeat(-(-count // 3))[:count], "of a test") for number in (0, 1)]
+            waits = [
+                start_all_reduce(values(rank, number).repeat(-(-count // 3))[:count], "of a test") for number in (0, 1)
+            ]
             total, _ = (wait() for wait in reversed(waits))  # the later one is waited for first
         found.append((total[:3].tolist(), "to all" if to_all.called else "ring"))
     return found
@@ -72,12 +74,12 @@ def sums_over_gloo(rank: int, world_size: int) -> list[tuple[list[float], str]]:
 
 def gathered_over_gloo(rank: int, world_size: int) -> list[tuple[list[list[float]], bool]]:
     found = list[tuple[list[list[float]], bool]]()
-    for most in (gather.AT_ONCE_BYTES, 8):
+    for most in (gather.MAX_GATHER_COPY_BYTES, 8):
         with (
-            mock.patch.object(gather, "AT_ONCE_BYTES", most),
+            mock.patch.object(gather, "MAX_GATHER_COPY_BYTES", most),
             mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as to_all,
         ):
-            found.append((gather.start_gather(values(rank, 0), "of a test")().tolist(), to_all.called))
+            found.append((gather.start_all_gather(values(rank, 0), "of a test")().tolist(), to_all.called))
     return found
 
 
@@ -102,7 +104,7 @@ def ended(act: Callable[[], float]) -> float | str:
         return type(error).__name__
 
 
-def added(number: float, *where: int, name: str = LOOP_NUMBERS) -> float:
+def added(number: float, *where: int, name: str = LOOP_SUMS_NAME) -> float:
     return float(sum_over_ranks(torch.tensor([number], dtype=torch.float64), name, where=where))
 
 

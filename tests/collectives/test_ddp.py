@@ -39,10 +39,10 @@ def left_as_they_are(rank: int, world_size: int) -> tuple[dict[str, str], int, i
         "views": (DistributedDataParallel(nn.Linear(2, 2), gradient_as_bucket_view=True), {}),
     }
     for ddp, words in asked.values():
-        sharing.share_memory(ddp, **words)
+        sharing.register_shared_memory_hook(ddp, **words)
     kinds = dict(zip(asked, said, strict=True))
     shared = DistributedDataParallel(nn.Linear(2, 2))
-    sharing.share_memory(shared)
+    sharing.register_shared_memory_hook(shared)
     group = dist.group.WORLD
     assert group is not None
     counts = Counter[str]()

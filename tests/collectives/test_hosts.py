@@ -23,22 +23,22 @@ from torch import nn
 
 from paceline.collectives import communicator as communicators
 from paceline.collectives import hosts as hosts_module
-from paceline.collectives import memory as handshake
+from paceline.collectives import shared_memory as handshake
 from paceline.collectives.buckets import buckets_of, trainable
-from paceline.collectives.communicator import HierarchicalTransport, make_communicator
+from paceline.collectives.communicator import HierarchicalBucketReduction, make_communicator
 from paceline.collectives.communicator import communicator as exchange
 from paceline.collectives.control import all_gather_object, resolve, start_totals
-from paceline.collectives.hosts import Hosts
-from paceline.collectives.memory import MemoryLayout, Refusal, connect_memory, runs_of_hosts
-from paceline.collectives.reducer import Reducer, sum_by_leaf, sum_by_rank
+from paceline.collectives.hosts import NodeTopology
+from paceline.collectives.reducer import Reducer, make_leaf_reducer, make_rank_reducer
 from paceline.collectives.replicate import broadcast_module
+from paceline.collectives.shared_memory import MemoryLayout, SharingRefusal, connect_memory, consecutive_ranks_by_node
 from paceline.collectives.tree import LeafPartition, add_each, tree_sum
 from paceline.data.plan import ranks_share
-from paceline.lab.ranks.memory import Traffic
+from paceline.lab.ranks.memory import TrafficCounter
 from paceline.lab.ranks.verify import verify
-from paceline.lab.verify import Spec
+from paceline.lab.verify import VerifySpec
 from paceline.protocol.control import SHARED_MEMORY
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 
 ranks = pytest.mark.ranks
@@ -62,25 +62,27 @@ def test_the_sums_of_hosts_are_parts_of_the_one_tree_whatever_its_leaves_and_ran
     parts: dict[tuple[int, int], str] = {}
     for number in range(hosts):
         partition = LeafPartition([*pairwise(cuts)], number * size)
-        plan = hosts_module.by_leaf(partition, size)
-        nodes = partition.nodes()
-        assert plan.lanes == max(map(len, nodes))
-        for node, subtree in zip(plan.across.nodes()[number], plan.within, strict=True):
-            own = {at: whole(nodes[number * size + rank][lane]) for at, (rank, lane) in subtree.parts.items()}
-            parts[node] = tree_sum(own, plus, subtree.leaves)
+        plan = hosts_module.make_leaf_order_plan(partition, size)
+        nodes = partition.subtrees_by_rank()
+        assert plan.max_lanes == max(map(len, nodes))
+        for node, subtree in zip(plan.node_partition.subtrees_by_rank()[number], plan.node_subtrees, strict=True):
+            own = {at: whole(nodes[number * size + rank][lane]) for at, (rank, lane) in subtree.lane_by_part.items()}
+            parts[node] = tree_sum(own, plus, subtree.leaf_count)
     assert tree_sum(parts, plus, world + more) == whole((0, world + more))
 
 
 def test_over_ranks_each_host_has_one_sum_of_all_its_ranks():
-    plan = hosts_module.by_rank(LeafPartition.of_ranks(12, 7), 3)
-    assert (plan.across.rank, plan.across.leaves, plan.lanes) == (2, 4, 1)
-    assert [(one.leaves, [*one.parts.values()]) for one in plan.within] == [(3, [(0, 0), (1, 0), (2, 0)])]
+    plan = hosts_module.make_rank_order_plan(LeafPartition.one_leaf_per_rank(12, 7), 3)
+    assert (plan.node_partition.rank, plan.node_partition.leaf_count, plan.max_lanes) == (2, 4, 1)
+    assert [(one.leaf_count, [*one.lane_by_part.values()]) for one in plan.node_subtrees] == [
+        (3, [(0, 0), (1, 0), (2, 0)])
+    ]
 
 
 def test_hosts_are_runs_of_ranks():
-    assert runs_of_hosts(["a", "a", "b", "b"]) == [range(2), range(2, 4)]
-    assert runs_of_hosts(["b", "a", "a"]) == [range(1), range(1, 3)]
-    assert runs_of_hosts(["a", "b", "a"]) == []
+    assert consecutive_ranks_by_node(["a", "a", "b", "b"]) == [range(2), range(2, 4)]
+    assert consecutive_ranks_by_node(["b", "a", "a"]) == [range(1), range(1, 3)]
+    assert consecutive_ranks_by_node(["a", "b", "a"]) == []
 
 
 def put_on(host: object, rank: int, world_size: int, folder: Path) -> None:
@@ -115,15 +117,19 @@ def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, lis
     compared = 0
     for size, leaves in cases:
         put_on(rank // size, rank, world_size, folder)
-        place = make_communicator(bulk_bytes=64 << 10).hosts()
-        assert isinstance(place, Hosts) and (place.rank, place.number, place.memory.size) == (rank, rank // size, size)
+        place = make_communicator(bulk_bytes=64 << 10).node_topology()
+        assert isinstance(place, NodeTopology) and (place.rank, place.node_index, place.memory.size) == (
+            rank,
+            rank // size,
+            size,
+        )
         for virtual_ranks in leaves:
             shares = [ranks_share(virtual_ranks, number, world_size) for number in range(world_size)]
             partition = LeafPartition([(share.start, share.stop) for share in shares], rank)
             for left_out in (None, virtual_ranks - 1):
                 models = [Odd(), Odd()]
-                sums = sum_by_leaf(models[0], partition)
-                assert isinstance(sums._transport, HierarchicalTransport)
+                sums = make_leaf_reducer(models[0], partition)
+                assert isinstance(sums._transport, HierarchicalBucketReduction)
                 for step in range(2):
                     found = by_leaf(sums, models[0], shares[rank], left_out)
                     alone = over_torch(models[1], LeafPartition([(0, virtual_ranks)], 0))
@@ -132,15 +138,15 @@ def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, lis
                     assert found["of_nobody"] is None and found["of_two"] is not None and found["large"] is not None
                     compared += 1
         model = Odd()
-        sums = sum_by_rank(model, LeafPartition.of_ranks(world_size, rank))
-        assert isinstance(sums._transport, HierarchicalTransport)
+        sums = make_rank_reducer(model, LeafPartition.one_leaf_per_rank(world_size, rank))
+        assert isinstance(sums._transport, HierarchicalBucketReduction)
         for _ in range(2):
             model.zero_grad(set_to_none=True)
             for part in range(2):
                 with one_backward(sums, rank, is_last=part == 1):
                     model(rank + 100 * part).backward()
             sums.finish(3.0)
-            assert grads(model) == grads(in_order(Odd(), place.count, size))
+            assert grads(model) == grads(in_order(Odd(), place.node_count, size))
         compared += 1
     return compared
 
@@ -170,12 +176,12 @@ def meets(rank: int, world_size: int) -> list[str]:
                 patch.setattr(os, "memfd_create", refuse)
             try:
                 met = connect_memory(rank, MemoryLayout(world_size))
-            except Refusal as refusal:
+            except SharingRefusal as refusal:
                 found.append(str(refusal))
             else:
                 assert [peer.rank for peer in met.peers] == [rank // 2 * 2, rank // 2 * 2 + 1]
-                assert met.host == rank // 2
-                found.append(f"{met.hosts} hosts")
+                assert met.node_index == rank // 2
+                found.append(f"{met.node_count} hosts")
     return found
 
 
@@ -190,7 +196,7 @@ def said(act) -> str:
 
 
 def sends(rank: int, world_size: int, folder: Path) -> list[object]:
-    Guard.of_process().watch_torch()
+    HangGuard.of_process().watch_torch()
     put_on(rank // 2, rank, world_size, folder)
     words = said(lambda: (make_communicator("shared"), make_communicator()))
     assert exchange().memory is None and exchange().kind == "hosts"
@@ -200,18 +206,18 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
     totals = resolve(start_totals([float(rank)] * 4, [0.0] * 4, [1.0], world)().totals)
     assert (totals.sums, totals.votes) == ([24.0, 0.0], [4.0])
     assert all_gather_object(rank, world) == [0, 1, 2, 3]
-    partition = LeafPartition.of_ranks(4, rank)
+    partition = LeafPartition.one_leaf_per_rank(4, rank)
     sent: list[float | None] = []
-    for make in (sum_by_leaf, sum_by_rank):
+    for make in (make_leaf_reducer, make_rank_reducer):
         model = nn.Linear(999, 1000)
         sums = make(model, partition)
-        assert isinstance(sums._transport, HierarchicalTransport)
+        assert isinstance(sums._transport, HierarchicalBucketReduction)
         model.zero_grad(set_to_none=True)
-        counted = Traffic(Guard.of_process().page, world, None)
+        counted = TrafficCounter(HangGuard.of_process().page, world, None)
         with one_backward(sums, rank, is_last=True):
             (model.weight.sum() + model.bias.sum()).mul(rank + 1).backward()
         sums.finish(2.0)
-        sent.append(counted.sent())
+        sent.append(counted.take_sent_bytes())
         assert model.weight.grad is not None and torch.equal(model.weight.grad, torch.full((1000, 999), 5.0))
     put_on(rank, rank, world_size, folder)
     assert said(make_communicator) == "" and exchange().kind == "torch"
@@ -225,11 +231,13 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
 
 def again(rank: int, world_size: int, folder: Path) -> list[float]:
     put_on(rank // 2, rank, world_size, folder)
-    model, partition = nn.Linear(2, 1), LeafPartition.of_ranks(4, rank)
-    place = make_communicator().hosts()
-    assert isinstance(place, Hosts)
+    model, partition = nn.Linear(2, 1), LeafPartition.one_leaf_per_rank(4, rank)
+    place = make_communicator().node_topology()
+    assert isinstance(place, NodeTopology)
     buckets = buckets_of(trainable(model), 4)
-    sums = Reducer(partition, HierarchicalTransport(buckets, place, hosts_module.by_leaf(partition, 2)))
+    sums = Reducer(
+        partition, HierarchicalBucketReduction(buckets, place, hosts_module.make_leaf_order_plan(partition, 2))
+    )
     for attempt in range(2):
         model.zero_grad(set_to_none=True)
         try:
@@ -292,7 +300,9 @@ def verified(rank: int, world_size: int, folder: Path) -> list[tuple[str, str, s
     world = World(rank, world_size, rank % 2, 2, torch.device("cpu"), "gloo")
     found = []
     for task in ("dropout", "batchnorm", "tokens", "unused", "strided"):
-        spec = Spec(f"{TASKS}:{task}", {}, ["bucketed", "exact", "zero"], ["adamw"], 4, 2, 4, 0, 1.0, short_tail=True)
+        spec = VerifySpec(
+            f"{TASKS}:{task}", {}, ["bucketed", "exact", "zero"], ["adamw"], 4, 2, 4, 0, 1.0, short_tail=True
+        )
         found += [(task, one.case.strategy, one.finding) for one in verify(spec, world).results]
     assert exchange().kind == "hosts"
     return found

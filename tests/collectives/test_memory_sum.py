@@ -12,17 +12,17 @@ from paceline.collectives import memory_sum
 from paceline.collectives.buckets import divide
 from paceline.collectives.communicator import memory_communicator
 from paceline.collectives.memory_sum import (
-    ALIGNED,
+    ALIGNMENT_ELEMENTS,
     TreeSum,
     all_gather,
     barrier,
     broadcast_in_memory,
     reduce_scatter,
-    root_of,
-    spare_count,
+    spare_buffer_count,
     split_into_chunks,
+    sum_parts,
 )
-from paceline.collectives.tree import LeafPartition, add_optional, middle, tree_sum
+from paceline.collectives.tree import LeafPartition, add_optional, split_leaf, tree_sum
 from paceline.errors import ExitCode, TrainingError
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -48,7 +48,7 @@ def leaf(number: int, tensor: int, size: int, dtype: torch.dtype, absent: set) -
 def node_sum(node, tensor, size, dtype, absent):
     if node[1] - node[0] == 1:
         return leaf(node[0], tensor, size, dtype, absent)
-    cut = middle(node)
+    cut = split_leaf(node)
     return add_optional(
         node_sum((node[0], cut), tensor, size, dtype, absent), node_sum((cut, node[1]), tensor, size, dtype, absent)
     )
@@ -71,7 +71,7 @@ def test_the_sum_has_the_bits_of_one_process_on_every_rank(data):
     absent = set(data.draw(st.lists(st.sampled_from(pairs), max_size=8)))
     absent |= {(n, 0) for n in range(leaves)} if data.draw(st.booleans()) else set()
     divisor = data.draw(st.sampled_from([None, 3.0, torch.tensor(70001.0, dtype=torch.float64)]))
-    direct = data.draw(st.sampled_from([0, memory_sum.DIRECT_BYTES]))
+    direct = data.draw(st.sampled_from([0, memory_sum.MAX_DIRECT_SUM_BYTES]))
     check_sums(world, leaves, sizes, dtypes, absent, divisor, direct)
 
 
@@ -98,11 +98,11 @@ def check_sums(world, leaves, sizes, dtypes, absent, divisor, direct):
             assert all(result is given for result, given in zip(found[-1], before, strict=True) if given is not None)
         return found
 
-    old, memory_sum.DIRECT_BYTES = memory_sum.DIRECT_BYTES, direct
+    old, memory_sum.MAX_DIRECT_SUM_BYTES = memory_sum.MAX_DIRECT_SUM_BYTES, direct
     try:
         everybody = in_threads(world, act, bulk_bytes=BULK_BYTES)
     finally:
-        memory_sum.DIRECT_BYTES = old
+        memory_sum.MAX_DIRECT_SUM_BYTES = old
     for found in everybody:
         for results in found:
             assert [*map(bits, results)] == [*map(bits, wanted)]
@@ -127,12 +127,12 @@ def test_what_is_known_to_be_finite_is_finite_and_known_by_all(world, bad):
 @pytest.mark.parametrize(("leaves", "world"), [(v, w) for w in range(2, 17) for v in range(w, 41)])
 def test_no_more_sums_wait_than_there_is_room_for_and_all_the_room_is_used(leaves, world):
     partition = partitions(world, leaves)[0]
-    nodes = [node for of_rank in partition.nodes() for node in of_rank]
+    nodes = [node for of_rank in partition.subtrees_by_rank() for node in of_rank]
     parts = {node: torch.randn(3) for node in nodes}
     wanted = tree_sum({node: part.clone() for node, part in parts.items()}, torch.add, leaves)
-    spare = [torch.full((3,), torch.nan) for _ in range(spare_count(nodes, leaves))]
+    spare = [torch.full((3,), torch.nan) for _ in range(spare_buffer_count(nodes, leaves))]
     out = torch.empty(3)
-    root_of(parts, leaves, out, spare, None)
+    sum_parts(parts, leaves, out, spare, None)
     assert torch.equal(out, wanted) and not any(one.isnan().any() for one in spare)
 
 
@@ -166,7 +166,9 @@ def test_a_broadcast_carries_every_type_and_words_of_any_length():
         mine = [tensor.clone() if memory.rank == 1 else torch.zeros_like(tensor) for tensor in wanted]
         barrier(memory)
         broadcast_in_memory(memory, mine, src=1)
-        words = memory_communicator(memory).gather({"rank": memory.rank, "text": "ä" * 90_000 * memory.rank}, "words")
+        words = memory_communicator(memory).all_gather_object(
+            {"rank": memory.rank, "text": "ä" * 90_000 * memory.rank}, "words"
+        )
         return mine, [(one["rank"], len(one["text"])) for one in words]
 
     for found, words in in_threads(3, act):
@@ -205,15 +207,15 @@ SIZES = st.lists(st.one_of(st.integers(0, 40), st.integers(200, 300), st.integer
 @given(SIZES, st.integers(1, 8), st.data())
 def test_each_element_is_in_one_chunk_that_fits_and_holds_one_type(sizes, units, data):
     dtypes = [data.draw(st.sampled_from(TYPES)) for _ in sizes]
-    rooms = dict.fromkeys(TYPES, units * ALIGNED)
+    rooms = dict.fromkeys(TYPES, units * ALIGNMENT_ELEMENTS)
     seen = [[0] * size for size in sizes]
     for chunk in split_into_chunks(sizes, dtypes, rooms):
         assert 0 < chunk.size <= rooms[chunk.dtype]
         for piece in chunk.segments:
-            assert dtypes[piece.tensor] == chunk.dtype
-            assert piece.start % ALIGNED == 0
+            assert dtypes[piece.tensor_index] == chunk.dtype
+            assert piece.start % ALIGNMENT_ELEMENTS == 0
             for at in range(piece.start, piece.stop):
-                seen[piece.tensor][at] += 1
+                seen[piece.tensor_index][at] += 1
     assert all(count == 1 for tensor in seen for count in tensor)
 
 

@@ -16,15 +16,15 @@ from tests.worlds import worlds
 from torch import Tensor
 
 from paceline.collectives.norm import (
-    BLOCK,
+    BLOCK_ELEMENTS,
     BlockTree,
     ShardedNorm,
     ShardSlice,
     block_square_sums,
-    merge_runs,
+    merge_block_ranges,
     split_evenly,
 )
-from paceline.collectives.tree import Node, subtrees
+from paceline.collectives.tree import TreeNode, subtrees
 
 CPU = torch.device("cpu")
 
@@ -42,10 +42,10 @@ def plain_root(leaves: list[float]) -> float:
 def test_the_root_is_the_same_however_the_blocks_are_held(blocks: int, cuts: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(blocks, generator=generator, dtype=torch.float64).exp2() ** 9  # the order shows
-    tree = BlockTree([blocks * BLOCK])
-    handed_on: dict[Node, float] = {}
+    tree = BlockTree([blocks * BLOCK_ELEMENTS])
+    handed_on: dict[TreeNode, float] = {}
     for first, stop in pairwise(sorted({0, blocks, *(cut for cut in cuts if cut < blocks)})):
-        places, sums = tree.nodes((first, stop)), tree.sums((first, stop), values[first:stop])
+        places, sums = tree.subtrees_to_send((first, stop)), tree.sums((first, stop), values[first:stop])
         assert len(places) == len(sums) <= 2 * math.ceil(math.log2(blocks) + 1)
         assert not handed_on.keys() & {*places}
         assert sorted(places) == subtrees((first, stop), blocks)
@@ -61,22 +61,27 @@ def test_the_root_is_the_same_however_the_blocks_are_held(blocks: int, cuts: lis
     st.integers(0, 2**30),
 )
 def test_a_block_has_the_same_sum_in_any_company(dtype: torch.dtype, size: int, first: int, seed: int) -> None:
-    values = torch.randn(size + first * BLOCK, generator=torch.Generator().manual_seed(seed)).exp().to(dtype)
+    values = torch.randn(size + first * BLOCK_ELEMENTS, generator=torch.Generator().manual_seed(seed)).exp().to(dtype)
     everything = block_square_sums(values)
     assert everything.dtype == torch.float64
-    assert torch.equal(block_square_sums(values[first * BLOCK :]), everything[first:])
-    assert torch.equal(block_square_sums(values[: first * BLOCK]), everything[:first])
-    wanted = torch.nn.functional.pad(values.double(), (0, -len(values) % BLOCK)).square().view(-1, BLOCK).sum(1)
+    assert torch.equal(block_square_sums(values[first * BLOCK_ELEMENTS :]), everything[first:])
+    assert torch.equal(block_square_sums(values[: first * BLOCK_ELEMENTS]), everything[:first])
+    wanted = (
+        torch.nn.functional.pad(values.double(), (0, -len(values) % BLOCK_ELEMENTS))
+        .square()
+        .view(-1, BLOCK_ELEMENTS)
+        .sum(1)
+    )
     torch.testing.assert_close(everything, wanted, rtol=1e-5 if dtype != torch.float64 else 1e-14, atol=0)
 
 
 def test_a_share_that_begins_within_a_block_is_refused() -> None:
     with pytest.raises(ValueError, match="begins at element 10, within a block"):
-        BlockTree([100]).run(0, 10, 100)
+        BlockTree([100]).block_range(0, 10, 100)
 
 
 def test_neighbouring_runs_become_one() -> None:
-    assert merge_runs([(4, 6), (0, 2), (2, 4), (9, 10), (7, 7)]) == [(0, 6), (9, 10)]
+    assert merge_block_ranges([(4, 6), (0, 2), (2, 4), (9, 10), (7, 7)]) == [(0, 6), (9, 10)]
 
 
 SIZES = (1, 700, 64, 5000, 37, 2222, 900)
@@ -111,7 +116,9 @@ def one_run_each(rank: int, world_size: int, values: list[Tensor | None]) -> flo
     """Each rank holds one run of each parameter; runs have different lengths, and some are empty."""
     of_ranks: list[list[ShardSlice]] = [[] for _ in range(world_size)]
     for index, size in enumerate(SIZES):
-        cuts = [min(size, size * r // world_size // BLOCK * BLOCK) for r in range(world_size)] + [size]
+        cuts = [min(size, size * r // world_size // BLOCK_ELEMENTS * BLOCK_ELEMENTS) for r in range(world_size)] + [
+            size
+        ]
         for holder, (start, stop) in enumerate(pairwise(cuts)):
             if start < stop:
                 of_ranks[(holder + index) % world_size].append((index, start, stop))
@@ -127,9 +134,9 @@ def test_even_shares_hold_each_element_once_and_as_many_blocks_each(sizes, holde
     for shares in split_evenly(sizes, holders):
         blocks.append(0)
         for index, start, stop in shares:
-            assert start % BLOCK == 0 and (stop % BLOCK == 0 or stop == sizes[index])
+            assert start % BLOCK_ELEMENTS == 0 and (stop % BLOCK_ELEMENTS == 0 or stop == sizes[index])
             seen[index][start:stop] += 1
-            blocks[-1] += -(-(stop - start) // BLOCK)
+            blocks[-1] += -(-(stop - start) // BLOCK_ELEMENTS)
     assert all(bool((one == 1).all()) for one in seen)
     assert max(blocks) - min(blocks) <= 1
 

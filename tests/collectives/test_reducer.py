@@ -101,7 +101,9 @@ DIVISORS = ((3.0, 3.0), (7, 7.0), (torch.tensor(0.3, dtype=torch.float64), 0.3))
 
 
 def over_ranks(model: nn.Module, rank: int, world_size: int, bucket_bytes: int = BUCKET_BYTES) -> Reducer:
-    return over_torch(model, LeafPartition.of_ranks(world_size, rank), bucket_bytes=bucket_bytes, in_order=False)
+    return over_torch(
+        model, LeafPartition.one_leaf_per_rank(world_size, rank), bucket_bytes=bucket_bytes, in_order=False
+    )
 
 
 def buckets(rank: int, world_size: int) -> None:

@@ -36,9 +36,9 @@ def against_gloo(rank: int, world_size: int) -> list[str]:
             dist.all_reduce(tensor.mul_(1 / world_size))
     memory = make_communicator().memory
     assert memory is not None
-    found = RingSum(memory, *map(list, zip(*asked, strict=True)), LeafPartition.of_ranks(world_size, rank)).run(
-        [own], factor=1 / world_size
-    )
+    found = RingSum(
+        memory, *map(list, zip(*asked, strict=True)), LeafPartition.one_leaf_per_rank(world_size, rank)
+    ).run([own], factor=1 / world_size)
     return [str(each) for each, a, b in zip(asked, found, expected, strict=True) if a is None or not same(a, b)]
 
 
@@ -70,7 +70,9 @@ def test_however_it_is_cut_and_whatever_the_divisor(world_size: int) -> None:
 
     def act(memory):
         own = [values(memory.rank, size, torch.float32) for size in sizes]
-        total = RingSum(memory, sizes, [torch.float32] * len(sizes), LeafPartition.of_ranks(world_size, memory.rank))
+        total = RingSum(
+            memory, sizes, [torch.float32] * len(sizes), LeafPartition.one_leaf_per_rank(world_size, memory.rank)
+        )
         return total.run([own], 3.0, factor=0.1)
 
     expected = [

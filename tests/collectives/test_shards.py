@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from paceline.collectives.reducer import sum_to_shards
-from paceline.collectives.shards import ALIGNED, MAX_PENDING_BUCKETS, Shards
-from paceline.collectives.torch_collectives import AllToAll
+from paceline.collectives.reducer import make_shard_reducer
+from paceline.collectives.shards import ALIGNMENT_ELEMENTS, MAX_PENDING_BUCKETS, Shards
+from paceline.collectives.torch_collectives import TreeReduceScatter
 from paceline.collectives.tree import LeafPartition
-from paceline.strategies.validation import ELEMENT_WISE
+from paceline.strategies.validation import ELEMENT_WISE_OPTIMIZERS
 
 # ---- shares: pure
 
@@ -49,7 +49,7 @@ def test_every_element_has_exactly_one_rank(
         before = list(module.parameters())
         shards = Shards(module, rank, world_size, bucket_bytes=bucket_bytes)
         pieces = shards.pieces
-        everybody = shards.shares([p for p in module.parameters() if p.requires_grad])
+        everybody = shards.ranges_by_rank([p for p in module.parameters() if p.requires_grad])
         assert len(everybody[rank]) == len(pieces)
         for position, start, stop in everybody[rank]:  # what the others think that we have
             piece = pieces[[p for p in module.parameters() if p.requires_grad][position]]
@@ -61,12 +61,16 @@ def test_every_element_has_exactly_one_rank(
                 continue
             assert parameter.requires_grad and 0 <= piece.start < piece.stop <= parameter.numel()
             assert torch.equal(piece.parameter, parameter.detach().flatten()[piece.start : piece.stop])
-            assert piece.start % ALIGNED == 0  # or the first elements would meet another instruction than in the whole
+            assert (
+                piece.start % ALIGNMENT_ELEMENTS == 0
+            )  # or the first elements would meet another instruction than in the whole
             covered[index][piece.start : piece.stop] += 1
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + piece.stop - piece.start
         for dtype, size in sizes.items():
             alike = [p for p in plain if p.dtype == dtype and p.requires_grad]
-            assert size <= sum(p.numel() for p in alike) / world_size + ALIGNED * (len(alike) + len(shards.buckets))
+            assert size <= sum(p.numel() for p in alike) / world_size + ALIGNMENT_ELEMENTS * (
+                len(alike) + len(shards.buckets)
+            )
     for count, parameter in zip(covered, plain, strict=True):
         assert (count == int(parameter.requires_grad)).all()
 
@@ -135,7 +139,7 @@ def groups(model: Model, **options: Any) -> list[dict[str, Any]]:
 def cases() -> list[tuple[str, Make, dict[str, Any]]]:
     """(name, class, options): each class in ELEMENT_WISE, its fused form, and variants with more state."""
     found: list[tuple[str, Make, dict[str, Any]]] = []
-    for kind in ELEMENT_WISE:
+    for kind in ELEMENT_WISE_OPTIMIZERS:
         options: dict[str, Any] = {} if kind is torch.optim.Rprop else {"weight_decay": 0.1}
         found.append((kind.__name__, kind, options))
         found.append((f"{kind.__name__} foreach", kind, {**options, "foreach": True}))
@@ -154,7 +158,7 @@ def trained(make: Make, options: dict[str, Any], place: Callable[[Model], Shards
     model = Model()
     optimizer = make(groups(model, **({k: v for k, v in options.items() if k == "weight_decay"})), **options)
     if shards := place(model):
-        shards.shard(optimizer)
+        shards.shard_optimizer(optimizer)
     schedule = StepLR(optimizer, 2, 0.3)
     for step in range(STEPS):
         # torch's fused updates read memory in order, whatever a gradient's strides say
@@ -185,7 +189,7 @@ def sharded_updates(rank: int, world_size: int) -> None:
             assert same, (name, world_size, index)
             assert found.grad is None or found.grad.shape == found.shape
         assert not torch.equal(plain.weights[0], Model().weights[0])  # something was done
-        room = 2 * sum(ALIGNED * per_element for _, per_element in kept(whole))  # a piece and a bucket's end
+        room = 2 * sum(ALIGNMENT_ELEMENTS * per_element for _, per_element in kept(whole))  # a piece and a bucket's end
         total = sum(count * per_element for count, per_element in kept(whole))
         assert sum(n * each for n, each in kept(optimizer)) <= total / world_size + room, (name, world_size)
 
@@ -210,7 +214,7 @@ def shares(model: Mixed, partition: LeafPartition, bucket_bytes: int) -> Reduced
             return None
         return piece.parameter.grad, None if wanted is None else wanted.reshape(-1)[piece.start : piece.stop]
 
-    return sum_to_shards(shards, partition), own
+    return make_shard_reducer(shards, partition), own
 
 
 LAYERS, WIDTH = 16, 64  # 16 KiB each
@@ -221,7 +225,7 @@ def memory(rank: int, world_size: int) -> None:
     layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
     one = WIDTH * WIDTH * 4
     shards = Shards(layers, rank, world_size, bucket_bytes=one)
-    reducer = sum_to_shards(shards, LeafPartition.of_ranks(world_size, rank))
+    reducer = make_shard_reducer(shards, LeafPartition.one_leaf_per_rank(world_size, rank))
     weights = {bucket.weights.untyped_storage().data_ptr() for bucket in shards.buckets}
     gc.collect()
     old = {storage for storage in storages() if storage not in weights}
@@ -277,4 +281,4 @@ def test_shares_have_the_bits_of_the_whole_sum_and_leave_no_more_behind(tmp_path
 
 def test_a_world_of_one_sends_nothing() -> None:
     own = [torch.arange(64.0)]
-    assert AllToAll(LeafPartition([(0, 4)], 0), own).end() is own[0]
+    assert TreeReduceScatter(LeafPartition([(0, 4)], 0), own).wait_and_sum_copy() is own[0]

@@ -9,8 +9,8 @@ from tests.collectives.one_backward import one_backward
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
-from paceline.collectives.communicator import MemoryTransport, make_communicator
-from paceline.collectives.reducer import sum_by_leaf, sum_by_rank
+from paceline.collectives.communicator import SharedMemoryBucketReduction, make_communicator
+from paceline.collectives.reducer import make_leaf_reducer, make_rank_reducer
 from paceline.collectives.tree import LeafPartition
 from paceline.data.plan import ranks_share
 
@@ -26,8 +26,8 @@ def compare(rank: int, world_size: int, leaves: list[int]) -> int:
         partition = LeafPartition([(share.start, share.stop) for share in shares], rank)
         for left_out in (None, virtual_ranks - 1):
             models = [Odd() for _ in range(3)]
-            shared = sum_by_leaf(models[0], partition)
-            assert isinstance(shared._transport, MemoryTransport)
+            shared = make_leaf_reducer(models[0], partition)
+            assert isinstance(shared._transport, SharedMemoryBucketReduction)
             for step in range(2):
                 found = by_leaf(shared, models[0], shares[rank], left_out)
                 over_gloo = by_leaf(over_torch(models[1], partition), models[1], shares[rank], left_out)
@@ -40,9 +40,9 @@ def compare(rank: int, world_size: int, leaves: list[int]) -> int:
                 compared += 1
     if world_size == 2:  # a sum of two has one order only
         models = [Odd(), Odd()]
-        partition = LeafPartition.of_ranks(world_size, rank)
-        several = [sum_by_rank(models[0], partition), over_torch(models[1], partition, in_order=False)]
-        assert isinstance(several[0]._transport, MemoryTransport)
+        partition = LeafPartition.one_leaf_per_rank(world_size, rank)
+        several = [make_rank_reducer(models[0], partition), over_torch(models[1], partition, in_order=False)]
+        assert isinstance(several[0]._transport, SharedMemoryBucketReduction)
         for model, sums in zip(models, several, strict=True):
             for part in range(2):
                 with one_backward(sums, rank, is_last=part == 1):
@@ -70,7 +70,7 @@ def odd_strides_of_one_rank(rank: int, world_size: int) -> bool:
         model.weight.copy_(torch.arange(135.0).view(5, 3, 3, 3))
     if rank == 1:
         model = model.to(memory_format=torch.channels_last)
-    sums = sum_by_rank(model, LeafPartition.of_ranks(world_size, rank))
+    sums = make_rank_reducer(model, LeafPartition.one_leaf_per_rank(world_size, rank))
     (model.weight.square().sum() * (rank + 1)).backward()
     sums.finish(1.0)
     grad = model.weight.grad
@@ -88,7 +88,7 @@ def goes_on(rank: int, world_size: int) -> Tensor | None:
     assert make_communicator().memory is not None
     model = nn.Linear(2, 1, bias=False)
     partition = LeafPartition([(0, 2), (2, 4)], rank)
-    sums = sum_by_leaf(model, partition)
+    sums = make_leaf_reducer(model, partition)
     for attempt in range(2):
         try:
             for leaf in range(*partition.ranges[rank]):

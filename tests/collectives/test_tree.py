@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from paceline.collectives.reducer import Reducer
 from paceline.collectives.tree import (
     LeafPartition,
-    Node,
     PartialSums,
+    TreeNode,
     add_each,
     add_optional,
     is_node,
-    middle,
+    split_leaf,
     subtrees,
     tree_sum,
 )
@@ -35,7 +35,7 @@ from paceline.collectives.tree import (
 # ---- the tree: pure
 
 
-def all_nodes(first: int, stop: int) -> set[Node]:
+def all_nodes(first: int, stop: int) -> set[TreeNode]:
     """The definition: split at the largest power of two that leaves a right part."""
     if stop - first == 1:
         return {(first, stop)}
@@ -62,7 +62,7 @@ def bits(tensor: Tensor) -> list[int | str]:
 
 
 @st.composite
-def cuts(draw: st.DrawFn, most: int = 24) -> list[Node]:
+def cuts(draw: st.DrawFn, most: int = 24) -> list[TreeNode]:
     """The leaves of each rank: consecutive runs from 0 to V."""
     leaves = draw(st.integers(1, most))
     inner = draw(st.sets(st.integers(1, leaves - 1))) if leaves > 1 else set[int]()
@@ -70,7 +70,7 @@ def cuts(draw: st.DrawFn, most: int = 24) -> list[Node]:
 
 
 def test_the_docstrings_examples() -> None:
-    assert [middle(node) for node in ((0, 6), (0, 4), (4, 6))] == [4, 2, 5]
+    assert [split_leaf(node) for node in ((0, 6), (0, 4), (4, 6))] == [4, 2, 5]
     assert subtrees((0, 3), 6) == [(0, 2), (2, 3)]
     assert subtrees((3, 6), 6) == [(3, 4), (4, 6)]
     words = {(i, i + 1): letter for i, letter in enumerate("abcdef")}
@@ -80,7 +80,7 @@ def test_the_docstrings_examples() -> None:
 
 @settings(deadline=None)
 @given(cuts())
-def test_subtrees_tile_the_owned_run_and_each_is_a_node(owned: list[Node]) -> None:
+def test_subtrees_tile_the_owned_run_and_each_is_a_node(owned: list[TreeNode]) -> None:
     leaves = owned[-1][1]
     nodes = all_nodes(0, leaves)
     assert {(a, b) for a in range(leaves) for b in range(a + 1, leaves + 1) if is_node((a, b), leaves)} == nodes
@@ -98,15 +98,15 @@ VALUES = st.one_of(st.sampled_from(TELLING), st.floats(width=32))
 
 
 @st.composite
-def leaves_of(draw: st.DrawFn) -> tuple[list[Node], list[list[float] | None]]:
+def leaves_of(draw: st.DrawFn) -> tuple[list[TreeNode], list[list[float] | None]]:
     owned = draw(cuts(16))
     number = st.one_of(st.none(), st.lists(VALUES, min_size=2, max_size=2))
     return owned, draw(st.lists(number, min_size=owned[-1][1], max_size=owned[-1][1]))
 
 
-def in_parts(owned: list[Node], values: Sequence[list[float] | None]) -> Tensor:
+def in_parts(owned: list[TreeNode], values: Sequence[list[float] | None]) -> Tensor:
     """(2,): the sum from the parts of ranks with these runs."""
-    parts: dict[Node, Tensor] = {}
+    parts: dict[TreeNode, Tensor] = {}
     for run in owned:
         sums = PartialSums(run, len(values), add_optional)
         for leaf in range(*run):
@@ -125,7 +125,7 @@ def in_one(values: Sequence[list[float] | None]) -> Tensor:
 
 @settings(deadline=None, max_examples=200)
 @given(leaves_of())
-def test_any_cut_has_the_very_bits_of_the_plain_sum(case: tuple[list[Node], list[list[float] | None]]) -> None:
+def test_any_cut_has_the_very_bits_of_the_plain_sum(case: tuple[list[TreeNode], list[list[float] | None]]) -> None:
     owned, values = case
     assert bits(in_parts(owned, values)) == bits(in_one(values))
 
@@ -151,7 +151,7 @@ def test_lists_are_added_one_by_one_and_none_is_zeros() -> None:
 
 @settings(deadline=None)
 @given(cuts(70))
-def test_a_rank_keeps_few_partial_sums(owned: list[Node]) -> None:
+def test_a_rank_keeps_few_partial_sums(owned: list[TreeNode]) -> None:
     for first, stop in owned:
         sums, kept = PartialSums((first, stop), owned[-1][1], add_optional), weakref.WeakSet[Tensor]()
         count = stop - first
@@ -249,7 +249,7 @@ def take_step(model: Mixed, reducer: Reducer, partition: LeafPartition, salt: in
     """Two backwards for each virtual rank of this rank with samples; a dummy batch if none has samples."""
     order = -1 if partition.rank % 2 else 1
     share = range(*partition.ranges[partition.rank])
-    mine = [v for v in share if v not in empty(partition.leaves, salt)]
+    mine = [v for v in share if v not in empty(partition.leaf_count, salt)]
     for v in mine:
         with one_backward(reducer, v, is_last=False):
             model.backward(values_of(v, salt), order)

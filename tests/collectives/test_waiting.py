@@ -130,7 +130,7 @@ def test_a_stopped_rank_is_found_by_the_judge_and_the_waiting_one_is_freed(tmp_p
         diagnosis = judge(evidence)
         assert (diagnosis.kind, diagnosis.causes) == (StopKind.STOPPED, (1,))
         assert ranks_to_interrupt(diagnosis, evidence) == (0,)
-        status_page.release(waiting.page, b"{}")
+        status_page.release_from_collective(waiting.page, b"{}")
         assert waiting.process.wait(20) == 1
         assert "unblocked" in (waiting.failure() or pytest.fail("no record")).message
 
@@ -162,7 +162,7 @@ def test_a_rank_that_does_not_enter_a_block_of_fsdp_is_named_and_waited_for_by_n
             assert diagnosis.causes == (1,) and ranks_to_interrupt(diagnosis, evidence) == (0,)
             assert diagnosis.op is not None and (diagnosis.op.kind, diagnosis.op.name) == ("all_gather", "block 1")
             assert diagnosis.op.site.startswith("script.py:")
-            status_page.release(waiting.page, b"{}")
+            status_page.release_from_collective(waiting.page, b"{}")
         assert waiting.process.wait(20) == 1
         failure = waiting.failure()
         assert failure is not None and failure.victim and "block 1" in failure.message

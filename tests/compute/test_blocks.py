@@ -7,7 +7,7 @@ import torch
 from tests.errors import raises
 from torch import nn
 
-from paceline.compute.blocks import blocks_of, check_types
+from paceline.compute.blocks import blocks_of, check_parameter_dtypes
 
 
 class Transformer(nn.Module):
@@ -114,8 +114,8 @@ def test_a_rule_that_cuts_nothing_is_refused(rule: str, code: str) -> None:
 
 def test_types_may_differ_between_blocks_but_not_within_one() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).double()})
-    check_types(model, {"a": model["a"], "b": model["b"]})
+    check_parameter_dtypes(model, {"a": model["a"], "b": model["b"]})
     with raises("block-of-several-types", types="a.weight is float32, b.weight is float64"):
-        check_types(model, {})
+        check_parameter_dtypes(model, {})
     model["b"].requires_grad_(False)  # what is not trained does not travel back
-    check_types(model, {})
+    check_parameter_dtypes(model, {})

@@ -11,9 +11,9 @@ from tests.errors import raises
 from torch import nn
 
 from paceline.compute import compiling
-from paceline.compute.compiling import MAX_GRAPHS, compile_model, graph_model, lacks_compiler
+from paceline.compute.compiling import MAX_GRAPHS, compile_model, graph_model, missing_compiler_reason
 from paceline.errors import TrainingError
-from paceline.strategies.buffers import uncounted
+from paceline.strategies.buffers import ignore_batch
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def test_a_missing_compiler_is_refused_with_what_to_install(monkeypatch, hidden)
 
 def test_a_compiler_that_is_named_is_looked_for(monkeypatch):
     monkeypatch.setenv("CXX", sys.executable)  # any program
-    assert lacks_compiler(CPU) == ""
+    assert missing_compiler_reason(CPU) == ""
 
 
 SCRIPT = """
@@ -96,7 +96,7 @@ def test_no_stand_in_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     model = nn.Linear(2, 2)
     graph_model(model, torch.device("cuda"))
-    with uncounted(model, [*model.parameters()]):
+    with ignore_batch(model, [*model.parameters()]):
         model(torch.ones(1, 2))
     assert recorded == []
     model(torch.ones(3, 2))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from paceline.compute import flops
 from paceline.compute.compiling import graph_model
-from paceline.compute.flops import FlopCount, Utilization, can_count, measured_tflops, peak_tflops, tokens_of
+from paceline.compute.flops import FlopCount, Utilization, can_count, measure_tflops, peak_tflops, tokens_of
 from paceline.compute.forward import recompute
 from paceline.compute.precision import in_bf16
 from paceline.rank.world import World
@@ -31,11 +31,11 @@ WORLD = World(0, 2, 0, 2, CPU, "gloo")
 
 def counted(model: nn.Module, inputs: Tensor, targets: Tensor | None = None) -> FlopCount:
     count = FlopCount()
-    with count.of(len(inputs)):
+    with count.count_samples(len(inputs)):
         outputs = model(inputs)
         losses = outputs.square() if targets is None else F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
         losses.mean().backward()
-        count.mark()
+        count.mark_backward_end()
     return count
 
 
@@ -105,9 +105,9 @@ def trained(*, counts: bool) -> tuple[list[Tensor], list[float]]:
     """Weights, buffers and gradients after a backward, and the next number of each random stream."""
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
     model, count, x = Model(), FlopCount(), torch.randn(64, 8)
-    with count.of(64) if counts else nullcontext():
+    with count.count_samples(64) if counts else nullcontext():
         model(x).square().mean().backward()
-        count.mark()
+        count.mark_backward_end()
     assert (count.flops > 0) == counts
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return [*model.state_dict().values(), *gradients], [float(torch.rand(1)), random.random(), np.random.rand()]
@@ -120,15 +120,15 @@ def test_a_count_changes_no_bit_and_draws_nothing() -> None:
 
 def test_what_follows_the_last_backward_does_not_count_and_an_error_leaves_no_count() -> None:
     a, count = torch.randn(4, 4, requires_grad=True), FlopCount()
-    with count.of(1):
+    with count.count_samples(1):
         (a @ a).sum().backward()
-        count.mark()
+        count.mark_backward_end()
         a.detach() @ a.detach()  # an optimizer's
     assert count.per_sample == 3 * 2 * 4**3
     assert not count.is_active
 
     failed = FlopCount()
-    with pytest.raises(RuntimeError), failed.of(1):
+    with pytest.raises(RuntimeError), failed.count_samples(1):
         a @ torch.ones(5)
     assert failed.per_sample == 0
 
@@ -137,11 +137,11 @@ def test_an_operation_without_a_formula_or_with_odd_arguments_counts_as_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     count = FlopCount()
-    with count.of(1):
+    with count.count_samples(1):
         a = torch.ones(3, 3).cumsum(0)
         count._formulas = {torch.ops.aten.mm: lambda *_, **__: 1 // 0}
         assert float((a @ a).sum()) > 0
-        count.mark()
+        count.mark_backward_end()
     assert count.per_sample == 0
 
 
@@ -184,9 +184,9 @@ def test_tokens_are_those_of_the_first_input(batch: Any, tokens: int) -> None:
 def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[Any]]:
     """A machine on which peaks are measured: the calls, each of which finds 0.5 TFLOP/s."""
     calls: list[Any] = []
-    monkeypatch.setattr(flops, "BUSY", set[str]())
+    monkeypatch.setattr(flops, "BUSY_MACHINE_VARIABLES", set[str]())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(flops, "measured_tflops", lambda *asked: calls.append(asked) or 0.5)
+    monkeypatch.setattr(flops, "measure_tflops", lambda *asked: calls.append(asked) or 0.5)
     return lambda: calls
 
 
@@ -205,9 +205,9 @@ def test_a_peak_is_measured_once_for_each_number_of_threads_and_type(quiet: Any,
     assert len(json.loads((tmp_path / "paceline" / "peaks.json").read_text())) == 2
 
 
-@pytest.mark.parametrize("name", sorted(flops.BUSY))
+@pytest.mark.parametrize("name", sorted(flops.BUSY_MACHINE_VARIABLES))
 def test_a_busy_machine_measures_none(quiet: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(flops, "BUSY", {name})
+    monkeypatch.setattr(flops, "BUSY_MACHINE_VARIABLES", {name})
     monkeypatch.setenv(name, "1")
     assert peak_tflops(CPU, torch.float32, measure=True) == 0 and quiet() == []
 
@@ -236,7 +236,7 @@ def test_a_cache_that_cannot_be_used_is_no_error(quiet: Any, monkeypatch: pytest
 
 def test_a_measurement_finds_a_speed_and_draws_no_random_number() -> None:
     before = torch.get_rng_state()
-    assert 1e-5 < measured_tflops(CPU, torch.float32) < 1e3
+    assert 1e-5 < measure_tflops(CPU, torch.float32) < 1e3
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -10,7 +10,7 @@ from tests.compute.models import Model
 from tests.errors import raises
 from torch import nn
 
-from paceline.compute.forward import COPIED_BYTES, matching, recompute, wrap_forward
+from paceline.compute.forward import MAX_COPIED_BUFFER_BYTES, find_matching_modules, recompute, wrap_forward
 from paceline.compute.precision import in_bf16
 
 
@@ -26,13 +26,13 @@ from paceline.compute.precision import in_bf16
     ],
 )
 def test_a_rule_means_names_and_classes_the_outermost_only(rule, names):
-    assert list(matching(Model(), rule, flag="--x")) == names
+    assert list(find_matching_modules(Model(), rule, flag="--x")) == names
 
 
 @pytest.mark.parametrize("rule", ["block.*", "blocks", "blocks.*,Atention", ""])
 def test_a_pattern_that_matches_nothing_is_refused_with_what_there_is(rule):
     with raises("no-such-module", rule=rule) as e:
-        matching(Model(depth=9), rule, flag="--x")
+        find_matching_modules(Model(depth=9), rule, flag="--x")
     assert e.value.fields["shown"].startswith("blocks.0 (Block), ") and "and 44 more" in e.value.fields["shown"]
 
 
@@ -122,7 +122,7 @@ class Table(nn.Module):
 
     def __init__(self, writes: bool) -> None:
         super().__init__()
-        self.register_buffer("table", torch.zeros(COPIED_BYTES // 4 + 1))
+        self.register_buffer("table", torch.zeros(MAX_COPIED_BUFFER_BYTES // 4 + 1))
         self.linear, self.writes = nn.Linear(2, 2), writes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import closing
 
 from paceline.compute.phase_events import PhaseEvents
-from paceline.guard.detectors import slow_rank
+from paceline.guard.detectors import find_slow_rank
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
 from paceline.train.fit import PhaseClock
@@ -84,7 +84,7 @@ def test_a_slow_gpu_is_named_by_what_the_boxes_show() -> None:
             steps(device, page.enter, lambda: None, backward)
             spent[rank] = tuple(seconds / 20 for seconds in read_counters(descriptor).phase_seconds)
         os.close(descriptor)
-    found = slow_rank(spent, {1: "n2"})
+    found = find_slow_rank(spent, {1: "n2"})
     assert found is not None
     assert (found.rank, found.host, found.phase) == (1, "n2", Phase.BACKWARD)
 

@@ -6,11 +6,19 @@ from dataclasses import replace
 import pytest
 from tests.errors import check, raises
 
-from paceline.config.definition import ADDED, BITS_ONLY, CHANGEABLE, FIXED, allowed_changes, check_same, settings
+from paceline.config.definition import (
+    ADDED_SETTING_DEFAULTS,
+    CHANGEABLE_SETTINGS,
+    EXACT_ONLY_SETTINGS,
+    FIXED_SETTINGS,
+    allowed_changes,
+    check_same,
+    settings,
+)
 from paceline.config.settings import TrainConfig, with_defaults
 from paceline.errors import PacelineError, UsageError
 
-SAVED = {name: f"old-{name}" for name in (*FIXED, *CHANGEABLE)} | {"strategy": "exact"}
+SAVED = {name: f"old-{name}" for name in (*FIXED_SETTINGS, *CHANGEABLE_SETTINGS)} | {"strategy": "exact"}
 WHERE = "run/checkpoints/step-00000007"
 
 
@@ -24,23 +32,23 @@ def refusal(*names: str, allowed: tuple[str, ...] = (), **more: object) -> Pacel
     return caught.value
 
 
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("name", FIXED_SETTINGS)
 def test_what_is_fixed_is_refused_with_both_values_and_the_reason(name):
     error = refusal(name)
     check(error, "another-run-for-good", where=WHERE, saved={name: f"old-{name}"}, now={name: f"new-{name}"})
-    assert FIXED[name] in str(error)
+    assert FIXED_SETTINGS[name] in str(error)
     assert "--allow-change" not in str(error)  # nothing to allow here
     assert str(refusal(name, allowed=("lr",))) == str(error)
 
 
-@pytest.mark.parametrize("name", CHANGEABLE)
+@pytest.mark.parametrize("name", CHANGEABLE_SETTINGS)
 def test_what_may_change_is_refused_with_the_flag_that_allows_it(name):
     error, code = refusal(name), "another-task" if name == "task" else "another-run"
     check(error, code, saved={name: f"old-{name}"}, now={name: f"new-{name}"}, allow=name, never="")
     assert str(error).endswith(f" --allow-change {name}")
 
 
-@pytest.mark.parametrize("name", CHANGEABLE)
+@pytest.mark.parametrize("name", CHANGEABLE_SETTINGS)
 def test_an_allowed_change_is_told_in_words(name):
     assert allowed_changes(name) == [name]
     [told] = check_same(SAVED, changed(name), [name], WHERE)
@@ -52,10 +60,10 @@ def test_several_differences_are_told_at_once_and_the_flag_keeps_what_was_allowe
     assert set(error.fields["saved"]) == {"seed", "epochs", "momentum"}  # lr is allowed
     assert all(f"{name}: old-{name}" in str(error) for name in error.fields["saved"])
     assert error.code == "another-run" and error.fields["allow"] in ("lr,epochs,momentum", "lr,momentum,epochs")
-    assert FIXED["seed"] in error.fields["never"]
+    assert FIXED_SETTINGS["seed"] in error.fields["never"]
 
 
-@pytest.mark.parametrize("name", BITS_ONLY)
+@pytest.mark.parametrize("name", EXACT_ONLY_SETTINGS)
 @pytest.mark.parametrize(
     ("before", "now", "compared"),
     [
@@ -81,7 +89,7 @@ def test_what_is_not_known_yet_is_not_compared():
     """The launcher knows the settings, not the data; the workers compare the rest."""
     known = {name: SAVED[name] for name in ("seed", "lr", "strategy")}
     assert check_same(SAVED, known, [], WHERE) == []
-    older = {**changed("data"), **ADDED}
+    older = {**changed("data"), **ADDED_SETTING_DEFAULTS}
     assert check_same(known, older, [], WHERE) == []  # saved by an older paceline
 
 
@@ -108,16 +116,16 @@ def test_names_are_separated_by_commas(text, names):
     assert allowed_changes(text) == names
 
 
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("name", FIXED_SETTINGS)
 def test_what_is_fixed_cannot_be_allowed(name):
     with raises("change-never-allowed", setting="allow_change", value=name) as caught:
         allowed_changes(f"lr,{name}")
-    assert FIXED[name] in str(caught.value)
+    assert FIXED_SETTINGS[name] in str(caught.value)
 
 
 @pytest.mark.parametrize(("wrong", "meant"), [("epoch", "epochs"), ("wait_decay", "weight_decay"), ("LR", None)])
 def test_a_setting_that_does_not_exist_is_told_with_the_nearest_one_and_all(wrong, meant):
-    with raises("unknown-name", kind="setting to change", value=wrong, allowed=[*CHANGEABLE]) as caught:
+    with raises("unknown-name", kind="setting to change", value=wrong, allowed=[*CHANGEABLE_SETTINGS]) as caught:
         allowed_changes(wrong)
     assert (repr(meant) in caught.value.fields["meant"]) if meant else not caught.value.fields["meant"]
 
@@ -188,8 +196,8 @@ def test_a_checkpoint_of_before_there_was_a_choice_of_precision_is_one_in_fp32()
 def test_every_setting_of_the_definition_has_a_rule():
     """A name that is written down, but compared by nobody, would be a promise that nobody keeps."""
     assert set(settings(TrainConfig())) | {"data", "hardware", "make_optimizer", "make_schedule"} == {
-        *FIXED,
-        *CHANGEABLE,
+        *FIXED_SETTINGS,
+        *CHANGEABLE_SETTINGS,
         "strategy",
     }
 

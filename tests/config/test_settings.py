@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.errors import raises
 
 from paceline.config.settings import (
-    BatchShape,
+    BatchSizes,
     DataConfig,
     LaunchConfig,
     NetworkConfig,
@@ -20,10 +20,10 @@ from paceline.config.settings import (
     RunConfig,
     StrategyName,
     TrainConfig,
-    batch_shape,
     check_values,
     dump,
     load,
+    resolve_batch_sizes,
     strategy_options,
 )
 
@@ -44,15 +44,15 @@ configs = st.builds(
 def test_what_is_written_is_read_back(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("config") / "config.toml"
     path.write_text(dump(config))
-    assert load(path, ours=True) == config
+    assert load(path, must_own=True) == config
     check_values(config)
-    assert strategy_options(load(path, ours=True)) == strategy_options(config)  # where nothing was set, too
+    assert strategy_options(load(path, must_own=True)) == strategy_options(config)  # where nothing was set, too
 
 
 def read(tmp_path, text: str) -> TrainConfig:
     path = tmp_path / "run.toml"
     path.write_text(text)
-    return load(path, ours=True)
+    return load(path, must_own=True)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_wrong_files_say_what_is_wrong(tmp_path, text, code, words):
 
 def test_a_missing_file():
     with raises("config-unreadable", strerror="No such file or directory"):
-        load(Path("/nowhere/run.toml"), ours=True)
+        load(Path("/nowhere/run.toml"), must_own=True)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_an_average_of_weights_needs_weights_of_all_hosts():
     ],
 )
 def test_batch_shapes(data, world, shape):
-    assert batch_shape(DataConfig(**data), world) == BatchShape(*shape)
+    assert resolve_batch_sizes(DataConfig(**data), world) == BatchSizes(*shape)
 
 
 def test_a_global_batch_that_does_not_fit_is_refused():
     with raises("batch-does-not-fit", global_batch=100, virtual_ranks=2, accumulation=1, batch_size=32, most=64):
-        batch_shape(DataConfig(global_batch=100, batch_size=32, accumulation=1), 2)
+        resolve_batch_sizes(DataConfig(global_batch=100, batch_size=32, accumulation=1), 2)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config.strategies import DEFAULT, DEFAULT_ALONE, STRATEGY_INFO
+from paceline.config.strategies import DEFAULT_STRATEGY, SINGLE_PROCESS_STRATEGY, STRATEGY_INFO
 
 ROOT = Path(__file__).parents[2]
 STRATEGIES = ROOT / "src" / "paceline" / "strategies"
@@ -53,7 +53,7 @@ def test_every_file_of_a_strategy_is_in_the_table():
 
 def test_the_defaults_are_what_the_help_says():
     source = (ROOT / "src" / "paceline" / "config" / "settings.py").read_text()
-    assert f"(default: {DEFAULT} for several processes, {DEFAULT_ALONE} for one)" in source
+    assert f"(default: {DEFAULT_STRATEGY} for several processes, {SINGLE_PROCESS_STRATEGY} for one)" in source
 
 
 @pytest.fixture

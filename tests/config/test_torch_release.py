@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import launch, train
-from paceline.config.choices import NEWEST_TORCH, OLDEST_TORCH, lacks_torch, untested_torch
+from paceline.config.choices import NEWEST_TORCH, OLDEST_TORCH, torch_unsupported_reason, untested_torch_notice
 from paceline.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -20,11 +20,11 @@ def newer(monkeypatch):
 @pytest.mark.parametrize("found", ["2.11.0", "2.13.0+cpu", f"{NEWEST_TORCH}.9", "0+unknown"])
 def test_a_tested_release_is_not_reported(monkeypatch, found):
     monkeypatch.setattr("importlib.metadata.version", lambda name: found)
-    assert untested_torch() == []
+    assert untested_torch_notice() == []
 
 
 def test_a_newer_release_is_one_line(newer):
-    (line,) = untested_torch()
+    (line,) = untested_torch_notice()
     assert "3.0.0a0+cu140" in line and OLDEST_TORCH in line and NEWEST_TORCH in line
 
 
@@ -40,7 +40,7 @@ def test_a_command_reports_a_newer_release_once_and_starts(newer, capfd, tmp_pat
 @pytest.mark.parametrize(("found", "lacks"), [("2.11.0", True), ("2.12.1+cpu", True), ("2.13.0", False)])
 def test_a_strategy_that_torch_lacks_is_refused_before_a_process_starts(monkeypatch, found, lacks):
     monkeypatch.setattr("importlib.metadata.version", lambda name: found)
-    assert bool(lacks_torch("fsdp")) is lacks and not lacks_torch("zero")
+    assert bool(torch_unsupported_reason("fsdp")) is lacks and not torch_unsupported_reason("zero")
     command = ["mnist-cnn", "--nproc", "2", "--strategy", "fsdp", "--dry-run"]
     if not lacks:
         assert train.main(command) == 0

@@ -116,7 +116,7 @@ def test_a_missing_folder(tmp_path):
 
 
 def test_damage_of_the_packaged_files_is_found(monkeypatch, tmp_path):
-    monkeypatch.setattr("paceline.data.mnist.PACKAGED", tmp_path)
+    monkeypatch.setattr("paceline.data.mnist.PACKAGED_FOLDER", tmp_path)
     with pytest.raises(UsageError, match="is missing"):
         check_mnist()
     for name in ("train-images", "train-labels", "t10k-images", "t10k-labels"):

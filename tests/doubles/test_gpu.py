@@ -15,7 +15,7 @@ from paceline import STRATEGIES, BatchPlan, Loading, Schedule, fit, load_steps, 
 from paceline.checkpoint.shards import full_state, sha256_of
 from paceline.data.arrays import ArrayDataset
 from paceline.rank.world import World
-from paceline.seeding import random_stream
+from paceline.seeding import seeded_random_stream
 
 VIRTUAL_RANKS = 2
 
@@ -85,7 +85,7 @@ def drawn(rank: int, size: int) -> list[list[float]]:
         return torch.rand(4, device=there).tolist()
 
     def seeded(seed: int) -> list[float]:
-        with random_stream(seed, there):
+        with seeded_random_stream(seed, there):
             return draw()
 
     torch.get_device_module(there).manual_seed(5)

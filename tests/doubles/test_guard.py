@@ -48,7 +48,7 @@ def test_what_is_only_enqueued_is_pending_and_an_abort_frees_the_host_once(tmp_p
         op = next(op for op in answer.ops if op.group == "0" and op.seq == 2)
         assert not op.done and f"script.py:{blocked.line('# ENQUEUED')}" in op.site, answer.ops
         assert next(op for op in answer.ops if op.group == "0" and op.seq == 1).done
-        status_page.release(blocked.page, b"{}")
+        status_page.release_from_collective(blocked.page, b"{}")
         wait((tmp_path / "freed").exists, "not freed", seconds=10)
         wait((tmp_path / "error").exists, "what came of it was taken for a sum")
         assert (tmp_path / "error").read_text() == "StallError"

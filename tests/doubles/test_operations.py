@@ -17,8 +17,8 @@ from torch.nn import functional
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
 from paceline.rank.world import World
-from paceline.stepping.order import CallOrder
-from paceline.stepping.totals import Votes
+from paceline.stepping.order import CollectiveOrderCheck
+from paceline.stepping.totals import ControlFlags
 from paceline.strategies import STRATEGIES
 from paceline.train.step import TaskSteps
 
@@ -71,12 +71,14 @@ def beyond_a_plain_loop(rank: int, world_size: int, strategy: str, ranks: int) -
     replica = STRATEGIES[strategy](
         model_on_meta(), lambda p: torch.optim.AdamW(p, lr=1e-3, fused=False, foreach=True), world
     )
-    steps = TaskSteps(replica, loss_of, one_each=True, votes=Votes, order=CallOrder(world, lambda: 0, list, print))
+    steps = TaskSteps(
+        replica, loss_of, one_each=True, votes=ControlFlags, order=CollectiveOrderCheck(world, lambda: 0, list, print)
+    )
     for step in range(3):
         work = MicroBatchPlan(0, step, 0, 0, torch.arange(SAMPLES), global_samples=1)
         batch = MicroBatch(torch.empty(SAMPLES, 8, device=META), torch.empty(SAMPLES, 4, device=META), work, 5)
         with Operations(ones=min(2, ranks)) as counter:  # a rank alone knows the weight
-            steps.take([batch])
+            steps.take_step([batch])
     plain = of_a_plain_loop()
     return counter.found.total() - plain.total(), dict(counter.found - plain)
 

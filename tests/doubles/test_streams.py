@@ -9,7 +9,7 @@ import torch
 from tests.doubles.streams import Event, Recorder, Stream
 from torch import Tensor
 
-from paceline.data.loader import Prefetch, prefetch_to_device
+from paceline.data.loader import PrefetchTrigger, prefetch_to_device
 
 CUDA = torch.device("cuda")
 BATCHES = 5
@@ -20,7 +20,7 @@ def batches() -> Iterator[dict[str, Tensor]]:
         yield {"inputs": torch.full((3,), float(number)), "targets": torch.full((2, 2), number)}
 
 
-def consumed(recorder: Recorder, ahead: Prefetch | None) -> list[float]:
+def consumed(recorder: Recorder, ahead: PrefetchTrigger | None) -> list[float]:
     """Each batch is read and freed before the next one is requested."""
     found: list[float] = []
     on_device: Generator[dict[str, Tensor]] = prefetch_to_device(batches(), CUDA, ahead)
@@ -28,13 +28,13 @@ def consumed(recorder: Recorder, ahead: Prefetch | None) -> list[float]:
         total = batch["inputs"].sum() + batch["targets"].sum()
         found.append(float(total))
         if ahead is not None:
-            ahead.begin()
+            ahead.start_batches()
         del batch
     return found
 
 
-@pytest.mark.parametrize("ahead", [None, Prefetch()], ids=["by itself", "when a step says so"])
-def test_every_batch_has_arrived_before_it_is_read_and_is_kept_until_then(ahead: Prefetch | None) -> None:
+@pytest.mark.parametrize("ahead", [None, PrefetchTrigger()], ids=["by itself", "when a step says so"])
+def test_every_batch_has_arrived_before_it_is_read_and_is_kept_until_then(ahead: PrefetchTrigger | None) -> None:
     with Recorder() as recorder:
         assert consumed(recorder, ahead) == [7.0 * number for number in range(BATCHES)]
     assert recorder.copies == 2 * BATCHES

@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn import functional
 
 from paceline.collectives import shards
-from paceline.collectives.torch_collectives import gather_over_torch
+from paceline.collectives.torch_collectives import all_gather_json
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import Loading, MicroBatch
 from paceline.data.plan import MicroBatchPlan
 from paceline.rank.world import World
-from paceline.stepping.order import CallOrder
-from paceline.stepping.totals import Finish, StepTotals, Votes
+from paceline.stepping.order import CollectiveOrderCheck
+from paceline.stepping.totals import AwaitTotals, ControlFlags, StepTotals
 from paceline.strategies import STRATEGIES
 from paceline.train import evaluate as evaluations
 from paceline.train.evaluate import evaluate
@@ -39,11 +39,11 @@ def begin() -> None:
         return [words] * size  # what ranks tell each other before the first step
 
     for module in [*sys.modules.values()]:
-        if vars(module).get("gather_over_torch") is gather_over_torch:
+        if vars(module).get("gather_over_torch") is all_gather_json:
             vars(module)["gather_over_torch"] = alike
     start = StepTotals.start
 
-    def said_alike(self: StepTotals) -> Finish:
+    def said_alike(self: StepTotals) -> AwaitTotals:
         finish = start(self)
         self._said_scale = 0.0  # what HostReads gives for the sum over ranks
         return finish
@@ -65,8 +65,8 @@ def of_a_step(rank: int, world_size: int, strategy: str, clip: float | None, mic
         replica,
         lambda outputs, targets: functional.mse_loss(outputs, targets, reduction="none").mean(1),
         max_norm=clip,
-        votes=lambda: Votes(written=1),
-        order=CallOrder(world, lambda: 0, list, print),
+        votes=lambda: ControlFlags(shard_written=1),
+        order=CollectiveOrderCheck(world, lambda: 0, list, print),
     )
     counter = syncs.HostReads()
     for step in range(3):  # in the second, DDP makes its buckets anew
@@ -76,7 +76,7 @@ def of_a_step(rank: int, world_size: int, strategy: str, clip: float | None, mic
         ]
         counter.lines.clear()
         with counter:
-            steps.take(batches)
+            steps.take_step(batches)
     return dict(counter.lines)
 
 

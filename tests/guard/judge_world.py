@@ -25,7 +25,7 @@ Key = tuple[str, tuple[int, int] | None, int]  # group, (from, to) of a message,
 
 @dataclass(frozen=True)
 class Call:
-    """One line of the program: a collective, a message, or the wait for an asynchronous one (`waits_for`: its line)."""
+    """One program line: a collective, a message, or the wait for an asynchronous one (`wait_message`: its line)."""
 
     line: int
     kind: str

@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.guard.deaths import (
-    CLEANUP_SECONDS,
-    SETTLE_SECONDS,
-    VICTIM_SECONDS,
+    DIAGNOSIS_DELAY_SECONDS,
+    MAX_CLEANUP_SECONDS,
+    VICTIM_DIAGNOSIS_DELAY_SECONDS,
     RankEnd,
-    due_seconds,
+    diagnosis_due_seconds,
     first_to_fail,
     rank_end,
 )
 from paceline.guard.judge import judge, judge_samples
-from paceline.protocol.evidence import Evidence, Failure, Sample
+from paceline.protocol.evidence import Evidence, Failure, WorkerSample
 
 GLOO = "[rank0]: RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5120\n"
 
@@ -27,11 +27,13 @@ def record(rank: int, at: float, *, victim: bool = False, code: int = 1) -> Fail
     return Failure(rank, "host", 100 + rank, code, "ValueError", "bad sample", "", victim, at)
 
 
-def ended(rank: int, code: int | None, at: float = 10.0, *, failure: Failure | None = None, log: str = "") -> Sample:
-    return Sample(rank, "host", 100 + rank, code=code, ended_seconds=at, failure=failure, error_text=log)
+def ended(
+    rank: int, code: int | None, at: float = 10.0, *, failure: Failure | None = None, log: str = ""
+) -> WorkerSample:
+    return WorkerSample(rank, "host", 100 + rank, code=code, ended_seconds=at, failure=failure, error_text=log)
 
 
-def victim(rank: int, at: float) -> Sample:
+def victim(rank: int, at: float) -> WorkerSample:
     return ended(rank, 1, at, failure=record(rank, at, victim=True))
 
 
@@ -64,7 +66,7 @@ def test_early_end_leaves_the_first_victim() -> None:
 
 def test_nobody_failed() -> None:
     running = [ended(0, 0), ended(1, None)]
-    assert first_to_fail(running) is None and due_seconds(running) is None
+    assert first_to_fail(running) is None and diagnosis_due_seconds(running) is None
 
 
 def test_exit_codes() -> None:
@@ -74,21 +76,21 @@ def test_exit_codes() -> None:
 
 def test_when_a_diagnosis_is_due() -> None:
     running = ended(2, None)
-    assert due_seconds([victim(0, 10.0), running]) == 10.0 + VICTIM_SECONDS
+    assert diagnosis_due_seconds([victim(0, 10.0), running]) == 10.0 + VICTIM_DIAGNOSIS_DELAY_SECONDS
     culprit = ended(1, None, failure=record(1, 9.0))
-    assert due_seconds([victim(0, 10.0), culprit, running]) == 10.0 + SETTLE_SECONDS
-    assert due_seconds([ended(1, 3, 12.0), victim(0, 10.0), running]) == 12.0 + SETTLE_SECONDS
-    assert due_seconds([victim(0, 10.0), ended(1, 0, 1.0)]) == 10.0  # no rank runs
+    assert diagnosis_due_seconds([victim(0, 10.0), culprit, running]) == 10.0 + DIAGNOSIS_DELAY_SECONDS
+    assert diagnosis_due_seconds([ended(1, 3, 12.0), victim(0, 10.0), running]) == 12.0 + DIAGNOSIS_DELAY_SECONDS
+    assert diagnosis_due_seconds([victim(0, 10.0), ended(1, 0, 1.0)]) == 10.0  # no rank runs
     cleans_up = ended(0, None, failure=record(0, 5.0))
-    assert due_seconds([cleans_up, running]) == 5.0 + CLEANUP_SECONDS
+    assert diagnosis_due_seconds([cleans_up, running]) == 5.0 + MAX_CLEANUP_SECONDS
 
 
 times = st.floats(0, 100)
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> list[Sample]:
-    def one(rank: int) -> Sample:
+def worlds(draw: st.DrawFn) -> list[WorkerSample]:
+    def one(rank: int) -> WorkerSample:
         code = draw(st.sampled_from([None, 0, 1, 3, -6, -9, -11]))
         failure = draw(st.none() | st.builds(record, st.just(rank), times, victim=st.booleans()))
         if code == 0:
@@ -99,9 +101,9 @@ def worlds(draw: st.DrawFn) -> list[Sample]:
 
 
 @given(worlds(), st.randoms(use_true_random=False))
-def test_the_choice_is_the_best_kind_then_the_oldest_in_any_order(world: list[Sample], random) -> None:
+def test_the_choice_is_the_best_kind_then_the_oldest_in_any_order(world: list[WorkerSample], random) -> None:
     primary = first_to_fail(world)
-    failed = [one for one in world if one.ended_badly or (one.runs and one.failure)]
+    failed = [one for one in world if one.ended_badly or (one.is_running and one.failure)]
     assert (primary is None) == (not failed)
     if primary is None:
         return
@@ -113,7 +115,7 @@ def test_the_choice_is_the_best_kind_then_the_oldest_in_any_order(world: list[Sa
 
 
 @given(worlds())
-def test_more_victims_never_take_the_blame(world: list[Sample]) -> None:
+def test_more_victims_never_take_the_blame(world: list[WorkerSample]) -> None:
     primary = first_to_fail(world)
     crowd = [*world, *(victim(rank, -1.0) for rank in (90, 91))]
     if primary is not None and rank_end(primary) is not RankEnd.VICTIM:
@@ -121,16 +123,16 @@ def test_more_victims_never_take_the_blame(world: list[Sample]) -> None:
 
 
 @given(worlds())
-def test_a_failure_is_always_told_some_time(world: list[Sample]) -> None:
-    due = due_seconds(world)
+def test_a_failure_is_always_told_some_time(world: list[WorkerSample]) -> None:
+    due = diagnosis_due_seconds(world)
     assert (due is None) == (first_to_fail(world) is None)
     if due is not None:
-        assert due <= 100 + CLEANUP_SECONDS
+        assert due <= 100 + MAX_CLEANUP_SECONDS
 
 
 @given(worlds())
-def test_the_judge_of_hangs_names_the_same_rank_where_samples_are_all_it_has(world: list[Sample]) -> None:
-    diagnosis, first = judge([Evidence.of(one) for one in world]), first_to_fail(world)
+def test_the_judge_of_hangs_names_the_same_rank_where_samples_are_all_it_has(world: list[WorkerSample]) -> None:
+    diagnosis, first = judge([Evidence.from_sample(one) for one in world]), first_to_fail(world)
     assert diagnosis.failed == judge_samples(world).failed == (None if first is None else first.rank)
     if first is not None and rank_end(first).is_primary:
         assert diagnosis.causes[:1] == (first.rank,)
@@ -146,7 +148,7 @@ def test_a_victim_is_not_the_news_where_a_living_rank_is_to_blame() -> None:
 
 def test_what_travels_is_ages() -> None:
     sample = ended(1, 1, 70.0, failure=record(1, 60.0))
-    sent = sample.turned(100.0)
+    sent = sample.with_converted_times(100.0)
     assert (sent.ended_seconds, sent.failed_at_seconds) == (30.0, 40.0)
-    assert sent.turned(1000.0).ended_seconds == 970.0  # by the receiver's clock
-    assert ended(1, None).turned(100.0).ended_seconds == 0.0
+    assert sent.with_converted_times(1000.0).ended_seconds == 970.0  # by the receiver's clock
+    assert ended(1, None).with_converted_times(100.0).ended_seconds == 0.0

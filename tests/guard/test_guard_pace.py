@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 from tests.errors import raises
 
 from paceline.guard.detectors import Alarm, StallDetector
-from paceline.protocol.evidence import Phase, Sample
-from paceline.protocol.job import Windows
+from paceline.protocol.evidence import Phase, WorkerSample
+from paceline.protocol.job import HangTimeout
 
 
-def rank(number: int, still_seconds: float, phase: Phase, step: int, *, waiting: bool, stepped: bool) -> Sample:
+def rank(number: int, still_seconds: float, phase: Phase, step: int, *, waiting: bool, stepped: bool) -> WorkerSample:
     spent = tuple(float(stepped and one is Phase.OPTIMIZER) for one in Phase)
-    return Sample(
+    return WorkerSample(
         number, "n1", 7, step=step, phase=phase, phase_seconds=spent, still_seconds=still_seconds, waiting=waiting
     )
 
 
 def ranks(
     still_seconds: float, *, step: int = 50, phases: Iterable[Phase] = (Phase.SYNC, Phase.FORWARD), waiting: bool = True
-) -> list[Sample]:
+) -> list[WorkerSample]:
     """The last of `phases` is that of the rank for which the others wait."""
     phases = list(phases)
     return [
@@ -36,7 +36,7 @@ class Clock:
     """Calls a pace every half second, as an agent does."""
 
     def __init__(self, text: str = "auto") -> None:
-        self.pace, self.now = StallDetector(Windows.parse(text)), 0.0
+        self.pace, self.now = StallDetector(HangTimeout.parse(text)), 0.0
 
     def steps(self, count: int, gap_seconds: float, **settings: object) -> None:
         """Make so many healthy steps, each of which takes so long."""
@@ -47,7 +47,7 @@ class Clock:
         """Stand still; the first alarm, and after how long. `warned`: warnings are no matter."""
         began = self.now
         while self.now < began + seconds:
-            alarm = self.pace.see(self.now, ranks(self.now - began, **settings))  # type: ignore[arg-type]
+            alarm = self.pace.update(self.now, ranks(self.now - began, **settings))  # type: ignore[arg-type]
             if alarm is not None and not (warned and alarm.kind == "warn"):
                 return alarm, self.now - began
             self.now += 0.5
@@ -67,13 +67,13 @@ def first_stall(clock: Clock, **settings: object) -> float:
      (" 5 ", 5.0, False), ("AUTO", None, False)],
 )  # fmt: skip
 def test_what_a_user_may_say(text: str, seconds: float | None, off: bool) -> None:
-    assert Windows.parse(text) == Windows(seconds, off)
+    assert HangTimeout.parse(text) == HangTimeout(seconds, off)
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "abc", "nan", "inf", "", "1e9", "5m", "0.0", "99999999", "٣", "5 5"])
 def test_what_a_user_may_not_say_is_answered_with_the_choices(text: str) -> None:
     with raises("hang-timeout-invalid", value=text):
-        Windows.parse(text)
+        HangTimeout.parse(text)
 
 
 LONG = (Phase.INIT, Phase.EVALUATE, Phase.CHECKPOINT, Phase.CLOSE)
@@ -112,7 +112,7 @@ def test_who_looks_seldom_takes_the_time_between_two_looks_for_no_gap() -> None:
     """The head of a thousand nodes looks every three seconds at ranks that all move."""
     clock = Clock()
     for look in range(40):
-        assert clock.pace.see(clock.now, ranks(0.1, step=look)) is None
+        assert clock.pace.update(clock.now, ranks(0.1, step=look)) is None
         clock.now += 3.0
     found = clock.stand(100.0, warned=True)
     assert found is not None and found[0].window_seconds == 10.0
@@ -124,7 +124,7 @@ def test_a_warning_comes_once_at_half_of_the_window_and_the_alarm_again_after_ea
     alarms: list[tuple[str, float]] = []
     began = clock.now
     while clock.now < began + 25:
-        if alarm := clock.pace.see(clock.now, ranks(clock.now - began)):
+        if alarm := clock.pace.update(clock.now, ranks(clock.now - began)):
             alarms.append((alarm.kind, clock.now - began))
         clock.now += 0.5
     assert alarms == [("warn", 4.0), ("stall", 8.0), ("stall", 16.0), ("stall", 24.0)]
@@ -148,11 +148,11 @@ def test_a_long_phase_that_has_once_taken_longer_gets_five_times_that() -> None:
 
 
 def test_the_first_step_of_a_resumed_run_may_compile_too() -> None:
-    pace = StallDetector(Windows.parse("5"))
+    pace = StallDetector(HangTimeout.parse("5"))
     for second in range(50):
         waits = rank(0, float(second), Phase.SYNC, 1000, waiting=True, stepped=False)
         compiles = rank(1, float(second), Phase.BACKWARD, 1000, waiting=False, stepped=False)
-        assert pace.see(float(second), [waits, compiles]) in (None, Alarm("warn", 30.0, 60.0))
+        assert pace.update(float(second), [waits, compiles]) in (None, Alarm("warn", 30.0, 60.0))
 
 
 def test_a_script_in_which_nobody_waits_is_left_alone() -> None:
@@ -160,13 +160,13 @@ def test_a_script_in_which_nobody_waits_is_left_alone() -> None:
 
 
 def test_one_rank_that_moves_is_enough() -> None:
-    pace = StallDetector(Windows.parse("5"))
+    pace = StallDetector(HangTimeout.parse("5"))
     for second in range(100):
         moving = [
             rank(0, float(second), Phase.SYNC, 9, waiting=True, stepped=True),
             rank(1, 0.2, Phase.FORWARD, 9, waiting=False, stepped=True),
         ]
-        assert pace.see(float(second), moving) is None
+        assert pace.update(float(second), moving) is None
 
 
 def test_off_says_nothing() -> None:
@@ -181,7 +181,7 @@ def test_who_was_suspended_begins_to_count_anew() -> None:
     clock.now += suspended_seconds
     began = clock.now
     while clock.now < began + 3.5:  # ages that count the sleep, too
-        assert clock.pace.see(clock.now, ranks(clock.now - began + suspended_seconds)) is None
+        assert clock.pace.update(clock.now, ranks(clock.now - began + suspended_seconds)) is None
         clock.now += 0.5
 
 

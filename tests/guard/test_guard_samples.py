@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.guard.collect import IdleClock
-from paceline.guard.detectors import sample_seconds
-from paceline.protocol.evidence import Phase, Sample
-from paceline.protocol.job import Windows
+from paceline.guard.detectors import sample_interval_seconds
+from paceline.protocol.evidence import Phase, WorkerSample
+from paceline.protocol.job import HangTimeout
 from paceline.protocol.status_page import PAGE_BYTES, StatusPage, make_status_page
 
 
@@ -28,8 +28,8 @@ def worker(page: int) -> Iterator[StatusPage]:
     mine.close()
 
 
-def read(stillness: IdleClock, page: int, now_seconds: float, rank: int = 0) -> Sample:
-    return stillness.read(Sample(rank, "here", 1), page, now_seconds)
+def read(stillness: IdleClock, page: int, now_seconds: float, rank: int = 0) -> WorkerSample:
+    return stillness.read(WorkerSample(rank, "here", 1), page, now_seconds)
 
 
 def test_an_age_grows_until_anything_moves(page: int, worker: StatusPage) -> None:
@@ -76,5 +76,5 @@ def test_a_box_full_of_rubbish_is_read_all_the_same(page: int) -> None:
 
 
 def test_a_short_window_is_looked_at_more_often() -> None:
-    assert sample_seconds(Windows.parse("5")) == 0.25
-    assert sample_seconds(Windows.parse("30")) == sample_seconds(Windows.parse("auto")) == 1.0
+    assert sample_interval_seconds(HangTimeout.parse("5")) == 0.25
+    assert sample_interval_seconds(HangTimeout.parse("30")) == sample_interval_seconds(HangTimeout.parse("auto")) == 1.0

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from paceline.guard.detectors import Alarm, StallDetector, assume_waiting, is_stalled, ranks_to_interrupt
-from paceline.protocol.evidence import Diagnosis, Evidence, Frame, Op, Phase, Sample, Stack, StopKind
-from paceline.protocol.job import Windows
+from paceline.protocol.evidence import Diagnosis, Evidence, Frame, Op, Phase, Stack, StopKind, WorkerSample
+from paceline.protocol.job import HangTimeout
 
 ALARM = Alarm("stall", 5.0, 5.0)
-FIVE = Windows.parse("5")
+FIVE = HangTimeout.parse("5")
 WAITS = Op("0", 3, "all_reduce", shape="[8]")
 DONE = Op("0", 2, "all_reduce", shape="[8]", done=True)
 
@@ -36,7 +36,7 @@ def test_a_run_is_stalled_if_a_rank_waits_and_none_has_made_progress(ranks: list
 
 
 def test_a_script_may_compute_for_half_an_hour_while_others_wait_unless_the_user_has_said_how_long() -> None:
-    alarm, auto = Alarm("stall", 300.0, 300.0), Windows.parse("auto")
+    alarm, auto = Alarm("stall", 300.0, 300.0), HangTimeout.parse("auto")
     waits = rank(0, DONE, WAITS, still_seconds=301.0)
     busy = rank(1, DONE, still_seconds=301.0, cpu_seconds=0.98)
     assert not is_stalled([waits, busy], alarm, auto)
@@ -46,7 +46,7 @@ def test_a_script_may_compute_for_half_an_hour_while_others_wait_unless_the_user
 
 
 def test_a_step_in_which_nobody_waits_stands_still_after_a_minute_or_where_it_computes_after_half_an_hour() -> None:
-    auto, long, longer = Windows.parse("auto"), Alarm("stall", 300.0, 300.0), Alarm("stall", 1800.0, 300.0)
+    auto, long, longer = HangTimeout.parse("auto"), Alarm("stall", 300.0, 300.0), Alarm("stall", 1800.0, 300.0)
     sleeps = rank(0, DONE, phase=Phase.FORWARD, still_seconds=1801.0)
     computes = rank(0, DONE, phase=Phase.FORWARD, still_seconds=1801.0, cpu_seconds=0.98)
     script = rank(0, DONE, phase=Phase.FORWARD, still_seconds=1801.0, script=True)
@@ -82,8 +82,8 @@ def test_importing_a_part_of_torch_is_no_waiting_wherever_it_lies() -> None:
     assert is_stalled([rank(0, stacks=(waiting,)), rank(1, state="S")], ALARM, FIVE)
 
 
-def sample(phase: Phase, *, met: bool) -> Sample:
-    return Sample(0, "n1", 100, phase=phase, phase_seconds=(0.0,) * len(Phase), still_seconds=3.0, met=met)
+def sample(phase: Phase, *, met: bool) -> WorkerSample:
+    return WorkerSample(0, "n1", 100, phase=phase, phase_seconds=(0.0,) * len(Phase), still_seconds=3.0, met=met)
 
 
 def test_scripts_may_wait_where_nothing_shows_it_but_a_script_alone_for_whom() -> None:
@@ -108,15 +108,15 @@ def test_only_the_innocent_are_freed_unless_the_guilty_wait_too() -> None:
 
 def test_a_script_that_is_seen_from_outside_is_judged_as_one_that_says_nothing() -> None:
     """It may compute its batches for long while others wait, and its ranks may wait where no box shows it."""
-    alarm, auto = Alarm("stall", 300.0, 300.0), Windows.parse("auto")
+    alarm, auto = Alarm("stall", 300.0, 300.0), HangTimeout.parse("auto")
     waits = rank(0, DONE, WAITS, still_seconds=301.0, script=True, phase=Phase.BACKWARD)
     loads = rank(1, DONE, still_seconds=301.0, script=True, phase=Phase.DATA, cpu_seconds=0.98)
     assert not is_stalled([waits, loads], alarm, auto)
     pace = StallDetector(auto)
     for now_seconds, step, still_seconds in ((996.0, 1, 0.0), (1000.0, 50, 200.0)):
         samples = [
-            Sample(n, "n1", 7, step=step, met=True, script=True, phase=Phase.FORWARD, still_seconds=still_seconds)
+            WorkerSample(n, "n1", 7, step=step, met=True, script=True, phase=Phase.FORWARD, still_seconds=still_seconds)
             for n in (0, 1)
         ]
-        found = pace.see(now_seconds, assume_waiting(samples, 2))
+        found = pace.update(now_seconds, assume_waiting(samples, 2))
     assert found is not None and (found.kind, found.window_seconds) == ("warn", 300.0)

@@ -11,7 +11,7 @@ from tests.rendered import rendered
 
 from paceline.guard.report import format_report
 from paceline.host import machine_log as gpu_trouble
-from paceline.host.machine_log import ask_gpus, gpu_troubles
+from paceline.host.machine_log import find_gpu_problems, query_gpu_problems
 from paceline.protocol.evidence import Diagnosis, Evidence, StopKind
 
 
@@ -53,13 +53,13 @@ HEALTHY = running(13) | {"nvmlDeviceGetTotalEccErrors": 0, "nvmlDeviceGetCurrent
 
 
 def test_each_cause_is_told_of_its_process_and_a_lost_gpu_hides_nothing() -> None:
-    found = gpu_troubles([11, 12, 13, 14], Driver({}, HOT, SHARED, HEALTHY))
+    found = find_gpu_problems([11, 12, 13, 14], Driver({}, HOT, SHARED, HEALTHY))
     assert found.keys() == {11, 12}
     rendered(found[pid] for pid in (11, 12))
 
 
 def test_the_bits_are_the_drivers() -> None:
-    assert set(gpu_trouble.SLOWED) == {
+    assert set(gpu_trouble.THROTTLE_REASONS) == {
         pynvml.nvmlClocksThrottleReasonSwThermalSlowdown, pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
         pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown, pynvml.nvmlClocksThrottleReasonSwPowerCap,
     }  # fmt: skip
@@ -67,9 +67,9 @@ def test_the_bits_are_the_drivers() -> None:
 
 
 def test_without_a_driver_nobody_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr(gpu_trouble, "DRIVER", tmp_path / "none")
+    monkeypatch.setattr(gpu_trouble, "NVIDIA_DEVICE_FILE", tmp_path / "none")
     monkeypatch.setattr(gpu_trouble.threading, "Thread", None)  # would fail if it were begun
-    assert ask_gpus([1]) == {}
+    assert query_gpu_problems([1]) == {}
 
 
 def test_who_waits_for_the_driver_has_its_answer_and_nobody_waits_for_ever(
@@ -79,9 +79,9 @@ def test_who_waits_for_the_driver_has_its_answer_and_nobody_waits_for_ever(
     entered, never = threading.Event(), threading.Event()
     driver.nvmlInit = lambda: never.wait(0.2)  # it takes its time
     driver.nvmlShutdown = lambda: None
-    monkeypatch.setattr(gpu_trouble, "DRIVER", tmp_path)
+    monkeypatch.setattr(gpu_trouble, "NVIDIA_DEVICE_FILE", tmp_path)
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    assert ask_gpus([11], wait_seconds=50).keys() == {11}
+    assert query_gpu_problems([11], wait_seconds=50).keys() == {11}
 
     def hang() -> None:
         entered.set()
@@ -89,7 +89,7 @@ def test_who_waits_for_the_driver_has_its_answer_and_nobody_waits_for_ever(
 
     driver.nvmlInit = hang
     try:
-        assert ask_gpus([11], wait_seconds=0.05) == {}
+        assert query_gpu_problems([11], wait_seconds=0.05) == {}
         assert entered.wait(50)
     finally:
         never.set()

@@ -14,7 +14,7 @@ from tests.host.test_gpu_trouble import Driver, running
 from paceline.cli import train
 from paceline.cli.options import check_gpus, nproc_auto, usable_gpus
 from paceline.host import gpus
-from paceline.host.gpus import cores_near, count_gpus, gpus_here, show_own_mig
+from paceline.host.gpus import cores_near, count_gpus, list_gpus, select_mig_instance
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 H100 = running(7) | {
@@ -63,7 +63,7 @@ def amd(folder: Path, *ids: int) -> None:
 
 def test_a_lost_gpu_and_one_that_does_not_say_its_memory_hide_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     driver(monkeypatch, H100, LOST, UNIFIED)
-    first, lost, unified = gpus_here()
+    first, lost, unified = list_gpus()
     assert (first.name, first.memory, first.processes, first.ecc_errors) == ("H100", 80 << 30, (7,), 2)
     assert lost.lost == "GPU is lost" and lost.index == 1
     assert (unified.name, unified.memory, unified.lost, unified.index) == ("GB10", 0, "", 2)
@@ -123,18 +123,18 @@ def test_the_parts_of_a_gpu_count_as_gpus_and_each_rank_is_shown_its_own(
     (bare / "nvidiactl").touch()
     monkeypatch.setitem(sys.modules, "pynvml", Cut(cut("MIG-a", "MIG-b"), cut("MIG-c", "MIG-d")))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-d")  # so that it is put back
-    show_own_mig(0, 1)
+    select_mig_instance(0, 1)
     assert count_gpus() == 1 and os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-d"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert count_gpus() == 4
-    show_own_mig(2, 4)
+    select_mig_instance(2, 4)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-c"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-b, MIG-d")
-    show_own_mig(1, 2)
+    select_mig_instance(1, 2)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-d"
     monkeypatch.setitem(sys.modules, "pynvml", Cut(H100, LOST))  # whole ones
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    show_own_mig(1, 2)
+    select_mig_instance(1, 2)
     assert count_gpus() == 2 and "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
@@ -146,7 +146,7 @@ def test_the_cores_beside_a_gpu_are_those_of_its_numa_node(bare: Path, monkeypat
             return {"nvmlDeviceGetPciInfo": SimpleNamespace(busId="00000000:3B:00.0")}
 
     monkeypatch.setitem(sys.modules, "pynvml", Found())
-    monkeypatch.setattr(gpus, "PCI", bare)
+    monkeypatch.setattr(gpus, "PCI_DEVICES_FOLDER", bare)
     assert cores_near("1234") == cores_near("77") == cores_near("") == set()
     (bare / "0000:3b:00.0").mkdir()
     (bare / "0000:3b:00.0" / "local_cpulist").write_text("0-2,8,10-11\n")

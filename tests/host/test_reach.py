@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.rendered import rendered
 
-from paceline.host.reach import candidates, is_loopback, why_unreachable
+from paceline.host.reach import is_loopback, resolve_addresses, why_unreachable
 
 UNKNOWN = "no-such-host.invalid"
 
@@ -59,7 +59,7 @@ def test_a_hostile_name_is_an_unknown_one(name: str) -> None:
     said = why_unreachable(name, 80)
     assert host == UNKNOWN
     assert said.endswith(unknown) and said.isprintable() and len(said) < 400
-    assert candidates([name]) == []
+    assert resolve_addresses([name]) == []
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536, 1 << 40])
@@ -74,7 +74,7 @@ def test_no_name_raises(name: str) -> None:
 
 
 def test_addresses_come_in_order_and_none_twice() -> None:
-    found = candidates(["127.0.0.2", UNKNOWN, "127.0.0.1", "localhost", "::ffff:127.0.0.2"])
+    found = resolve_addresses(["127.0.0.2", UNKNOWN, "127.0.0.1", "localhost", "::ffff:127.0.0.2"])
     assert found[:2] == [(socket.AF_INET, "127.0.0.2"), (socket.AF_INET, "127.0.0.1")]
     assert len(found) == len(set(found)) and all(is_loopback(address) for _, address in found)
     assert not is_loopback("10.0.0.1") and not is_loopback("n1") and is_loopback("::1")

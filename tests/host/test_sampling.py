@@ -12,12 +12,12 @@ from tests.host.test_gpu_trouble import HOT, Driver
 
 from paceline.host import machine_log as sampling
 from paceline.host.cgroup import memory_limit, quota_used_seconds
-from paceline.host.machine_log import SLOWED, GpuReader, MachineLog, Sampler, gpu_answer
+from paceline.host.machine_log import THROTTLE_REASONS, GpuReader, MachineLog, MachineSampler, read_gpus
 from paceline.runs.machine import MachineUse, decode_record
 
 
 def test_a_sample_says_what_the_machine_and_its_ranks_use() -> None:
-    sampler = Sampler()
+    sampler = MachineSampler()
     sampler.sample({0: os.getpid(), 1: 2**22 + 1})
     found = sampler.sample({0: os.getpid(), 1: 2**22 + 1})
     assert 0 <= found.cores_busy <= found.cores
@@ -43,7 +43,7 @@ def test_rates_are_differences_and_the_loopback_does_not_count(tmp_path: Path, m
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(sampling.time, "monotonic", lambda: next(now))
     counted(0, 1000)
-    sampler = Sampler()
+    sampler = MachineSampler()
     counted(os.sysconf("SC_CLK_TCK"), 5000)
     found = sampler.sample({})
     assert found.cores_busy == 1.0  # two cores for one second each, of two seconds; the third core is not ours
@@ -77,13 +77,13 @@ def test_a_gpu_is_told_with_what_the_driver_knows_and_a_lost_one_hides_nothing()
         "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=1 << 30, total=2 << 30), "nvmlDeviceGetPowerUsage": 612_340,
         "nvmlDeviceGetComputeRunningProcesses": [process, process],
     }  # fmt: skip
-    found = gpu_answer(Driver({}, hot, {"nvmlDeviceGetName": "silent"}))
+    found = read_gpus(Driver({}, hot, {"nvmlDeviceGetName": "silent"}))
     lost, known, silent = found.gpus
     assert "does not answer" in lost.held_back
     assert (known.busy, known.watts, known.degrees, known.mhz, known.most_mhz) == (0.97, 612.3, 91.0, 405.0, 1980.0)
-    assert known.held_back == SLOWED[pynvml.nvmlClocksThrottleReasonSwThermalSlowdown]
+    assert known.held_back == THROTTLE_REASONS[pynvml.nvmlClocksThrottleReasonSwThermalSlowdown]
     assert (silent.busy, silent.memory_bytes, silent.held_back) == (None, None, "")
-    assert found.memory_of == {11: 10 << 20}
+    assert found.memory_bytes_by_pid == {11: 10 << 20}
 
 
 def test_a_driver_that_never_answers_is_asked_once_and_waited_for_by_nobody(monkeypatch) -> None:
@@ -106,7 +106,7 @@ def test_a_driver_that_never_answers_is_asked_once_and_waited_for_by_nobody(monk
 
 
 def test_the_log_of_a_node_has_its_ranks_and_its_end_ends_it(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("paceline.host.machine_log.EVERY_SECONDS", 0.01)
+    monkeypatch.setattr("paceline.host.machine_log.SAMPLE_INTERVAL_SECONDS", 0.01)
     log = MachineLog(tmp_path, 4, {2: os.getpid()})
     while not (tmp_path / "machine-4.jsonl").exists():
         threading.Event().wait(0.01)
@@ -118,7 +118,7 @@ def test_the_log_of_a_node_has_its_ranks_and_its_end_ends_it(tmp_path: Path, mon
 
 
 def test_a_kernel_that_says_nothing_is_no_reason_to_fail(tmp_path: Path, monkeypatch, capfd) -> None:
-    monkeypatch.setattr("paceline.host.machine_log.Sampler", lambda: 1 / 0)
+    monkeypatch.setattr("paceline.host.machine_log.MachineSampler", lambda: 1 / 0)
     log = MachineLog(tmp_path, 0, {})
     log._thread.join()
     log.close()
@@ -128,5 +128,5 @@ def test_a_kernel_that_says_nothing_is_no_reason_to_fail(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("name", ["stat", "net/dev"])
 def test_a_missing_file_of_proc_counts_as_nothing(tmp_path: Path, monkeypatch, name: str) -> None:
     monkeypatch.setattr(sampling, "PROC", tmp_path)
-    assert Sampler().sample({0: os.getpid()}).sent_bytes == 0
+    assert MachineSampler().sample({0: os.getpid()}).sent_bytes == 0
     assert not (tmp_path / name).exists()

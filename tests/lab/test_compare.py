@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.rendered import rendered
 
-from paceline.lab.compare import Row, Spread, advise, bits_of, compared_rows, spread
+from paceline.lab.compare import Row, Spread, compared_rows, describe_bit_equality, recommend_strategy, spread
 from paceline.lab.measurement import Measurement, Memory
 
 
@@ -63,7 +63,7 @@ def test_the_reference_is_no_row_but_the_yardstick_of_bits() -> None:
     ],
 )
 def test_bits_are_told_by_promise_and_by_what_came_out(name, digests, reference, told) -> None:
-    assert bits_of(chunk(name, 1.0), digests, reference) == told
+    assert describe_bit_equality(chunk(name, 1.0), digests, reference) == told
 
 
 @given(st.lists(st.floats(0.1, 1e6), min_size=1))
@@ -103,7 +103,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_advised(case: str) -> None:
     found, alone, room, advised = CASES[case]
-    told = advise(found, alone, room)
+    told = recommend_strategy(found, alone, room)
     named = re.search("ddp|exact|zero|fsdp|one process|Nothing", told)
     assert named is not None and named[0] == advised
     rendered(told)
@@ -120,7 +120,7 @@ rows = st.builds(
     st.none() | st.integers(1, 10**10),
 )
 def test_it_is_always_one_sentence_that_names_something_measured(found, alone, room) -> None:
-    told = advise(found, alone, room)
+    told = recommend_strategy(found, alone, room)
     assert told.endswith(".")
     assert "\n" not in told
     assert any(one.strategy in told for one in found) or "one process" in told or "Nothing" in told

@@ -22,25 +22,25 @@ from paceline.lab.scale import (
     REST,
     SMALLER,
     WAITING,
-    At,
-    LossCause,
-    Lost,
-    Machine,
+    EfficiencyLossCause,
     Network,
+    NodeTraffic,
     Runs,
-    Traffic,
-    comparable,
+    ScalePoint,
+    ScalingLoss,
+    TrainingProperties,
+    comparable_batches,
+    compute_loss_causes,
+    compute_scaling_losses,
+    describe_scaling_loss,
     estimated_step,
     estimates_of,
-    loss_sentence,
-    lost_of,
-    lost_shares,
-    over_network,
     parse_network,
-    parts_of,
+    ran_over_network,
     read_run,
+    split_steps_by_point,
 )
-from paceline.report.step_parts import PhaseSeconds, Run, StepParts, backward_per_forward, split_step
+from paceline.report.step_parts import PhaseSeconds, RecordedSteps, StepParts, backward_per_forward, split_step
 from paceline.runs.events import Evaluated, Event, Started, Step
 from paceline.runs.writers import EventWriter
 
@@ -60,7 +60,7 @@ class Rank:
 def lockstep(
     ranks: Sequence[Rank], *, exchange: float = 0.0, in_backward: bool = False, steps: int = 60, seed: int = 0,
     hidden: float = 0.0,
-) -> Run:  # fmt: skip
+) -> RecordedSteps:  # fmt: skip
     """A run in which everybody waits for the slowest, and then `exchange` seconds for the sums.
 
     Args:
@@ -85,7 +85,7 @@ def lockstep(
                 each["data"], each["forward"], backward, sync, each["optimizer"], end + hidden, each["between"]
             )
         found.append(step)
-    return Run(found, 64.0 * len(ranks), dict.fromkeys(range(len(ranks)), "here"))
+    return RecordedSteps(found, 64.0 * len(ranks), dict.fromkeys(range(len(ranks)), "here"))
 
 
 def _drawn(rank: Rank, chance: random.Random) -> dict[str, float]:
@@ -102,11 +102,11 @@ BASE = lockstep([Rank()])
 RATIO = backward_per_forward(BASE)
 
 
-def weak(run: Run) -> list[LossCause]:
-    return lost_shares(split_step(BASE), split_step(run, RATIO))
+def weak(run: RecordedSteps) -> list[EfficiencyLossCause]:
+    return compute_loss_causes(split_step(BASE), split_step(run, RATIO))
 
 
-def explained(shares: list[LossCause]) -> float:
+def explained(shares: list[EfficiencyLossCause]) -> float:
     return sum(share.percent for share in shares if share.cause != REST)
 
 
@@ -163,11 +163,11 @@ def test_strong_scaling_tells_smaller_batches_from_slower_compute() -> None:
     whole = split_step(lockstep([Rank(data=0.004, forward=0.04, backward=0.08, optimizer=0.002)]))
     small = split_step(lockstep([Rank(data=0.001, forward=0.02, backward=0.04, optimizer=0.002)]))
     run = split_step(lockstep([Rank(data=0.001, forward=0.02, backward=0.04, optimizer=0.002)] * 4, exchange=0.003))
-    shares = {share.cause: share for share in lost_shares(whole, run, 4, small)}
+    shares = {share.cause: share for share in compute_loss_causes(whole, run, 4, small)}
     assert shares[SMALLER].seconds == pytest.approx(0.0621 - 0.1221 / 4)
     assert shares[COMPUTE].seconds == pytest.approx(0, abs=1e-9)
     assert shares[EXCHANGE].seconds == pytest.approx(0.003)
-    unknown = {share.cause: share for share in lost_shares(whole, run, 4)}
+    unknown = {share.cause: share for share in compute_loss_causes(whole, run, 4)}
     assert SMALLER not in unknown
     assert unknown[COMPUTE].seconds == pytest.approx(shares[SMALLER].seconds)
 
@@ -181,7 +181,10 @@ def test_all_shares_together_are_all_that_is_lost(everybody, exchange, in_backwa
     run = lockstep(everybody, exchange=exchange, in_backward=in_backward, steps=8, hidden=hidden)
     base = split_step(lockstep([Rank()], steps=8))
     for parts in (split_step(run), split_step(run, RATIO)):
-        for shares, ideal in ((lost_shares(base, parts), base.step), (lost_shares(base, parts, 3), base.step / 3)):
+        for shares, ideal in (
+            (compute_loss_causes(base, parts), base.step),
+            (compute_loss_causes(base, parts, 3), base.step / 3),
+        ):
             lost = parts.step - ideal
             assert sum(share.seconds for share in shares) == pytest.approx(lost, abs=1e-9)
             if abs(lost) > 1e-6:
@@ -195,31 +198,31 @@ def test_what_is_waited_for_is_the_exchange_or_the_slowest_and_never_less_than_n
     parts = split_step(run)
     assert parts.exchange == pytest.approx(exchange, abs=1e-9)
     assert parts.waiting >= -1e-12
-    assert parts.step - parts.busy - parts.exchange == pytest.approx(0, abs=1e-9)
+    assert parts.step - parts.work_seconds - parts.exchange == pytest.approx(0, abs=1e-9)
     assert parts.step >= parts.data + parts.compute - 1e-9
 
 
-ROOMY, NARROW = Machine(64, 1, 1_000_000), Machine(2, 2, 1_000_000)
+ROOMY, NARROW = TrainingProperties(64, 1, 1_000_000), TrainingProperties(2, 2, 1_000_000)
 
 
-def loss(run: Run, machine: Machine = ROOMY) -> Lost:
+def loss(run: RecordedSteps, machine: TrainingProperties = ROOMY) -> ScalingLoss:
     """What a run of made-up ranks loses against one of them alone."""
-    at = At(run.world_size, 64)
-    runs: Runs = {At(1, 64): [BASE] * 3, at: [run] * 3}
-    [lost] = lost_of(runs, parts_of(runs, {}), machine, "weak", 64)
+    at = ScalePoint(run.world_size, 64)
+    runs: Runs = {ScalePoint(1, 64): [BASE] * 3, at: [run] * 3}
+    [lost] = compute_scaling_losses(runs, split_steps_by_point(runs, {}), machine, "weak", 64)
     return lost
 
 
 def test_the_sentence_names_rank_and_phase_of_whom_all_wait_for() -> None:
     late = loss(lockstep([Rank(), Rank(), replace(Rank(), data=0.05)]))
     assert (late.shares[0].cause, late.slowest, late.slow_phase) == (WAITING, 2, "data")
-    rendered(loss_sentence(late))
+    rendered(describe_scaling_loss(late))
 
 
 def test_the_sentence_says_that_another_rank_is_late_each_time() -> None:
     late = loss(lockstep([Rank(data=0.0001, forward=0.004, backward=0.006, jitter=5.0)] * 4, steps=200))
     assert (late.shares[0].cause, late.slowest) == (WAITING, None)
-    rendered(loss_sentence(late))
+    rendered(describe_scaling_loss(late))
 
 
 def test_too_many_threads_are_named_beside_the_slower_compute_that_they_cause() -> None:
@@ -227,11 +230,11 @@ def test_too_many_threads_are_named_beside_the_slower_compute_that_they_cause() 
     crowded, alone = loss(slow, NARROW), loss(slow)
     assert crowded.shares[0].cause == alone.shares[0].cause == COMPUTE
     assert crowded.crowd == 2 and alone.crowd <= 1
-    rendered(map(loss_sentence, (crowded, alone)))
+    rendered(map(describe_scaling_loss, (crowded, alone)))
 
 
 def test_what_is_hardly_lost_is_not_blamed_on_anybody() -> None:
-    rendered(loss_sentence(loss(lockstep([Rank()] * 2, exchange=0.0001))))
+    rendered(describe_scaling_loss(loss(lockstep([Rank()] * 2, exchange=0.0001))))
 
 
 PHASES = {"data": 0.01, "forward": 0.02, "backward": 0.03, "sync": 0.04, "optimizer": 0.05}
@@ -258,7 +261,7 @@ def test_steps_are_read_by_rank_without_the_warm_up_and_with_what_lies_between_t
         steps = [step(number, number * (0.2 + rank / 10)) for number in range(1, 7)]
         write(tmp_path, rank, started(rank), *steps[:4], Evaluated(4, {}, 9.0), *steps[4:])
     run = read_run(tmp_path, skip=2)
-    assert (run.world_size, run.samples, run.hosts) == (2, 64, {0: "n0", 1: "n1"})
+    assert (run.world_size, run.mean_global_batch, run.hosts) == (2, 64, {0: "n0", 1: "n1"})
     assert len(run.steps) == 4
     assert run.steps[0][0].between == pytest.approx(0.05)
     assert run.steps[0][1].between == pytest.approx(0.15)
@@ -299,8 +302,8 @@ def test_what_cannot_be_taken_apart_says_why(tmp_path: Path) -> None:
 
 def test_runs_met_over_a_network_if_any_of_them_was_on_several_hosts() -> None:
     apart = replace(TWO, hosts={0: "n1", 1: "n2"})
-    assert not over_network({At(1, 64): [ONE], At(2, 64): [TWO]})
-    assert over_network({At(1, 64): [ONE], At(2, 64): [TWO, apart]})
+    assert not ran_over_network({ScalePoint(1, 64): [ONE], ScalePoint(2, 64): [TWO]})
+    assert ran_over_network({ScalePoint(1, 64): [ONE], ScalePoint(2, 64): [TWO, apart]})
 
 
 def test_a_message_takes_the_stated_latency_twice_with_gloo_and_once_with_nccl(tmp_path: Path) -> None:
@@ -323,13 +326,13 @@ def test_a_message_takes_the_stated_latency_twice_with_gloo_and_once_with_nccl(t
 
 
 def test_only_runs_on_as_many_samples_can_be_compared() -> None:
-    assert comparable({At(1, 64): [ONE], At(2, 64): [TWO]}) == (64, None)
-    assert comparable({At(1, 64): [ONE], At(2, 32): [TWO]}) == (None, 64)
+    assert comparable_batches({ScalePoint(1, 64): [ONE], ScalePoint(2, 64): [TWO]}) == (64, None)
+    assert comparable_batches({ScalePoint(1, 64): [ONE], ScalePoint(2, 32): [TWO]}) == (None, 64)
     with raises("runs-do-not-match", told="1 x 64, 2 x 48"):
-        comparable({At(1, 64): [ONE], At(2, 48): [TWO]})
+        comparable_batches({ScalePoint(1, 64): [ONE], ScalePoint(2, 48): [TWO]})
 
 
-MACHINE = Machine(cores=2, threads=1, weight_bytes=40_000_000)
+MACHINE = TrainingProperties(cores=2, threads=1, weight_bytes=40_000_000)
 LINK = Network(12.5e6, 0.05)
 MESSAGE = 0.1  # with gloo a message takes the latency twice
 
@@ -338,7 +341,7 @@ def alone(batch: int) -> StepParts:
     return StepParts(0.01 + 1e-4 * batch, 0.0, 0.01 + 1e-4 * batch, 0.0, 0.0)
 
 
-POINTS = {At(1, 64): alone(64), At(1, 256): alone(256)}
+POINTS = {ScalePoint(1, 64): alone(64), ScalePoint(1, 256): alone(256)}
 BESIDE = replace(alone(64), step=1.25 * alone(64).step + 0.004, exchange=0.004)
 
 
@@ -346,19 +349,23 @@ def test_one_rank_each_takes_its_work_and_the_messages_and_bytes_of_a_ring() -> 
     steps = [estimated_step(POINTS, MACHINE, count, 64, LINK) for count in (1, 2, 4)]
     ring = [0.0, 2 * MESSAGE + 40e6 / 12.5e6, 6 * MESSAGE + 1.5 * 40e6 / 12.5e6]
     assert steps == pytest.approx([alone(64).step + seconds for seconds in ring])
-    assert estimated_step(POINTS, replace(MACHINE, over_gloo=False), 2, 64, LINK) == pytest.approx(steps[1] - MESSAGE)
+    assert estimated_step(POINTS, replace(MACHINE, uses_gloo=False), 2, 64, LINK) == pytest.approx(steps[1] - MESSAGE)
 
 
 def test_the_work_of_a_batch_that_was_not_measured_lies_on_the_line_through_the_others() -> None:
     assert estimated_step(POINTS, MACHINE, 1, 128, LINK) == pytest.approx(alone(128).step)
-    assert estimated_step({At(1, 64): alone(64)}, MACHINE, 1, 128, LINK) == pytest.approx(2 * alone(64).step)
+    assert estimated_step({ScalePoint(1, 64): alone(64)}, MACHINE, 1, 128, LINK) == pytest.approx(2 * alone(64).step)
 
 
 def test_ranks_of_one_machine_slow_each_other_down_and_add_up_there_first() -> None:
-    points = {**POINTS, At(2, 64): BESIDE, At(4, 64): replace(BESIDE, step=9.0)}  # 4 ranks take turns: not used
+    points = {
+        **POINTS,
+        ScalePoint(2, 64): BESIDE,
+        ScalePoint(4, 64): replace(BESIDE, step=9.0),
+    }  # 4 ranks take turns: not used
     work = 1.25 * alone(256).step + 0.004
     assert estimated_step(points, MACHINE, 1, 256, LINK) == pytest.approx(work)
-    over_network = replace(MACHINE, over_network=True)
+    over_network = replace(MACHINE, exchanges_over_network=True)
     assert estimated_step(points, over_network, 1, 256, LINK) == pytest.approx(alone(256).step)
 
 
@@ -373,18 +380,18 @@ def test_less_traffic_is_less_time_by_its_bytes_and_messages() -> None:
         "--compress powersgd": work + 2 * MESSAGE + 0.4e6 / 12.5e6,
         "--local-steps 16": work + (2 * MESSAGE + 40e6 / 12.5e6) / 16,
     })  # fmt: skip
-    few = estimates_of(POINTS, replace(MACHINE, in_parts=True), 64, None, LINK)
+    few = estimates_of(POINTS, replace(MACHINE, has_split_model=True), 64, None, LINK)
     assert not [row for row in few if "--" in row.where]
 
 
 def test_efficiency_is_against_one_rank_with_the_same_or_the_whole_batch() -> None:
     rows = [row for row in estimates_of(POINTS, MACHINE, 64, 256, LINK) if row.where == "2 machines, 1 rank each"]
     ring = 2 * MESSAGE + 40e6 / 12.5e6
-    assert {row.mode: row.at for row in rows} == {"weak": At(2, 64), "strong": At(2, 128)}
+    assert {row.mode: row.at for row in rows} == {"weak": ScalePoint(2, 64), "strong": ScalePoint(2, 128)}
     assert {row.mode: row.efficiency for row in rows} == pytest.approx(
         {"weak": alone(64).step / (alone(64).step + ring), "strong": alone(256).step / 2 / (alone(128).step + ring)}
     )
-    assert estimated_step(POINTS, MACHINE, 2, 64, LINK, Traffic(0.0, 0.0)) == pytest.approx(alone(64).step)
+    assert estimated_step(POINTS, MACHINE, 2, 64, LINK, NodeTraffic(0.0, 0.0)) == pytest.approx(alone(64).step)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.launch.plan import describe, local, node_plan
-from paceline.protocol.job import Allocation, Host, JobSpec, NodePlan, Windows
+from paceline.launch.plan import describe, node_plan, plan_local
+from paceline.protocol.job import Allocation, HangTimeout, Host, JobSpec, NodePlan
 
 GOLDEN = """\
 # agent 0
@@ -44,15 +44,15 @@ def test_local_plan() -> None:
         port=29500,
         python="/usr/bin/python3",
     )
-    plan = local(job)
+    plan = plan_local(job)
     assert describe(plan) == GOLDEN
     assert msgspec.json.decode(msgspec.json.encode(plan.nodes[0]), type=NodePlan) == plan.nodes[0]
 
 
 def test_an_agent_receives_the_job_as_it_is_and_the_facts_of_its_node() -> None:
     job = JobSpec(
-        ("x",), 2, "5f", 1, grace_period_seconds=2.0, hang_timeout=Windows.parse("6"), nodes=7, min_nodes=6, port=29500,
-        env={"A": "B"}, hosts=(Host("n1"), Host("n2", 2222, 3)), slurm=Allocation(minutes=5), ssh=("ssh", "-v"),
+        ("x",), 2, "5f", 1, ssh=("ssh", "-v"), hang_timeout=HangTimeout.parse("6"), nodes=7, min_nodes=6, port=29500,
+        env={"A": "B"}, hosts=(Host("n1"), Host("n2", 2222, 3)), slurm=Allocation(minutes=5), grace_period_seconds=2.0,
     )  # fmt: skip
     for node, nproc in ((0, 2), (1, 3)):
         plan = node_plan(job, node, nproc=job.hosts[node].slots or 0, node0=("n1",))

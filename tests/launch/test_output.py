@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch import output
-from paceline.launch.output import HostRelay, LinePart, LineSplitter, Screen, cleaned, relay_output
+from paceline.launch.output import HostRelay, LinePart, LineSplitter, Screen, relay_output, sanitize_line
 from paceline.runs.console import join_ranges
 
 SCRIPT = """
@@ -50,10 +50,10 @@ def test_a_bar_that_stands_still_is_told_and_not_again_at_its_end(clock: list[fl
     lines = LineSplitter()
     assert lines.feed(b"\r 40%|") == [] and lines.wait_seconds == 10
     clock[0] += 11
-    assert lines.due() == [LinePart(b" 40%|\n", is_bar=True)]
+    assert lines.take_due_bar() == [LinePart(b" 40%|\n", is_bar=True)]
     assert lines.wait_seconds is None
     clock[0] += 11
-    assert lines.due() == [] and lines.end() == []
+    assert lines.take_due_bar() == [] and lines.end() == []
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ class Shown:
         """All that was shown, once no more comes."""
         self.relay.finish()
         self.screen.close()
-        assert self.screen.closed(10)
+        assert self.screen.wait_closed(10)
         os.close(self.writer)
         with os.fdopen(self.reader, "rb") as file:
             return file.read().decode()
@@ -164,7 +164,7 @@ def test_lines_wait_for_their_like_and_no_longer(shown: Shown, monkeypatch: pyte
     now = [0.0]
     monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
     shown.relay.put(1, 1, b"a\n")
-    assert shown.relay.flush() == pytest.approx(output.FOLD_SECONDS)
+    assert shown.relay.flush() == pytest.approx(output.MERGE_WAIT_SECONDS)
     now[0] = 0.31
     assert shown.relay.flush() == float("inf")
     shown.relay.put(2, 1, b"a\n")
@@ -208,10 +208,10 @@ def test_a_host_cannot_make_us_remember_without_end(shown: Shown) -> None:
 
 
 def test_what_could_move_the_cursor_or_hide_words_is_gone() -> None:
-    assert cleaned(b"\x1b[31mred\x1b[0m \x1b]0;title\x07 \x9b \xff\ttab \xe2\x80\xaereversed") == (
+    assert sanitize_line(b"\x1b[31mred\x1b[0m \x1b]0;title\x07 \x9b \xff\ttab \xe2\x80\xaereversed") == (
         "red \ufffd]0;title\ufffd \ufffd \ufffd\ttab \ufffdreversed"
     )
-    assert cleaned(b"10%\r20%\r") == "20%" and cleaned(b"windows\r") == "windows"
+    assert sanitize_line(b"10%\r20%\r") == "20%" and sanitize_line(b"windows\r") == "windows"
 
 
 @pytest.mark.parametrize(
@@ -237,15 +237,15 @@ def test_a_screen_that_nobody_reads_says_that_it_is_full() -> None:
         for _ in range(40):
             screen.put(writer, b"x" * 65536)
         screen.close()
-        assert screen.full and not screen.closed(0.1)
+        assert screen.full and not screen.wait_closed(0.1)
         os.set_blocking(reader, False)
         deadline = time.monotonic() + 10
-        while not screen.closed(0.0) and time.monotonic() < deadline:
+        while not screen.wait_closed(0.0) and time.monotonic() < deadline:
             try:
                 os.read(reader, 1 << 20)
             except BlockingIOError:
                 time.sleep(0.001)
-        assert screen.closed(0.0) and not screen.full
+        assert screen.wait_closed(0.0) and not screen.full
     finally:
         os.close(writer)
         os.close(reader)

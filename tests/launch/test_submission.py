@@ -10,8 +10,15 @@ import pytest
 from tests.errors import raises
 
 from paceline.errors import TrainingError
-from paceline.launch.output import Tail, lines_of, start_of_last
-from paceline.launch.plan import SUBMITTED, Submission, last_submission, next_submit_dir, write_files, write_submission
+from paceline.launch.output import Tail, find_last_lines, read_lines
+from paceline.launch.plan import (
+    SUBMISSION_FILE,
+    Submission,
+    last_submission,
+    next_submit_dir,
+    write_files,
+    write_submission,
+)
 
 
 def test_every_start_has_a_private_folder_of_its_own(tmp_path: Path) -> None:
@@ -55,7 +62,7 @@ def test_the_newest_start_that_was_written_down_counts(tmp_path: Path) -> None:
         write_submission(next_submit_dir(tmp_path), submission)
     for number in range(3, 11):  # 10 comes after 9, also as a name
         (tmp_path / f"submit-{number}").mkdir()
-    (tmp_path / "submit-10" / SUBMITTED).write_text('{"on": "slurm", ')  # torn
+    (tmp_path / "submit-10" / SUBMISSION_FILE).write_text('{"on": "slurm", ')  # torn
     assert last_submission(tmp_path) == (tmp_path / "submit-2", second)
     write_submission(tmp_path / "submit-10", Submission(on="local", started_at=3.0))
     assert last_submission(tmp_path) == (tmp_path / "submit-10", Submission(on="local", started_at=3.0))
@@ -84,7 +91,7 @@ def test_a_line_that_never_ends_is_shown_in_pieces(tmp_path: Path) -> None:
 def test_the_last_lines_of_a_large_file(tmp_path: Path, count: int) -> None:
     lines = [f"line {number}\n" for number in range(200_000)]
     (tmp_path / "log").write_text("".join(lines))
-    start, end = start_of_last(tmp_path / "log", count)
-    found = [line.text + "\n" for line in lines_of(tmp_path / "log", start, end)]
+    start, end = find_last_lines(tmp_path / "log", count)
+    found = [line.text + "\n" for line in read_lines(tmp_path / "log", start, end)]
     assert found == lines[len(lines) - min(count, len(lines)) :]
     assert Tail(tmp_path / "log", end).read() == ""

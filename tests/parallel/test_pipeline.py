@@ -15,9 +15,9 @@ from tests.errors import raises
 from torch import Tensor, nn
 
 from paceline.errors import TrainingError
-from paceline.parallel.partition import Chain, Layers, best_splits, survey
+from paceline.parallel.partition import Chain, Layers, best_splits, profile_chain
 from paceline.parallel.pipeline import ModelStage, Schedule, SplitPoint, _ShapesOnly, actions, idle_fractions
-from paceline.seeding import put_stream_states, seed_streams, stream_states
+from paceline.seeding import generator_states, restore_generator_states, seed_streams
 
 CPU = torch.device("cpu")
 
@@ -89,7 +89,7 @@ class Around(nn.Module):
 
 
 def watched(model: nn.Module, inputs: Tensor) -> Chain:
-    return survey(model, lambda: model(inputs), inputs, lambda outputs: outputs.square().sum())
+    return profile_chain(model, lambda: model(inputs), inputs, lambda outputs: outputs.square().sum())
 
 
 def test_a_model_is_cut_only_where_all_that_is_used_later_goes_in():
@@ -172,10 +172,10 @@ def test_random_streams_travel_as_bytes():
     seed_streams(3)
     random.gauss()
     numpy.random.randn()
-    there = stream_states(CPU)
+    there = generator_states(CPU)
     want = random.gauss(), random.random(), numpy.random.randn(3).tolist(), torch.rand(2).tolist()
     seed_streams(4)
-    put_stream_states(there, CPU)
+    restore_generator_states(there, CPU)
     assert want == (random.gauss(), random.random(), numpy.random.randn(3).tolist(), torch.rand(2).tolist())
 
 

@@ -14,13 +14,20 @@ from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline import World
-from paceline.checkpoint.shards import ShardFiles, fill, full_state, layout, rank_part, read_meta
+from paceline.checkpoint.shards import (
+    ShardFileSource,
+    full_state,
+    make_shard_layout,
+    read_meta,
+    select_shards_to_save,
+    write_shard_file,
+)
 from paceline.config.mesh import Mesh
 from paceline.errors import UsageError
 from paceline.parallel.tensor_plan import find_plan, shards_of
 from paceline.rank.world import create_mesh_groups
 from paceline.strategies import STRATEGIES
-from paceline.strategies.model_parallel import ModelParallel
+from paceline.strategies.model_parallel import ModelParallelAdapter
 
 CPU = torch.device("cpu")
 EVERYTHING = {**OWN, **HUGGING_FACE}
@@ -64,7 +71,7 @@ def bytes_of_sums(model: torch.nn.Module, ranks: int, forward: Callable[[], obje
             sent += (output[0] if isinstance(output, tuple) else output).nbytes
 
     plan = find_plan(model, ranks)
-    hooks = [model.get_submodule(name).register_forward_hook(partial(seen, one.way)) for name, one in plan.items()]
+    hooks = [model.get_submodule(name).register_forward_hook(partial(seen, one.style)) for name, one in plan.items()]
     forward()
     for hook in hooks:
         hook.remove()
@@ -87,9 +94,9 @@ def differences(rank: int, size: int, names: list[str]) -> dict[str, Any]:
         model.train()(words)
         shards = sharding.shards
         found[name] = (
-            *compare(got, want, lambda n, g: shards[n].part(g) if n in shards else g),  # noqa: B023 - called here
+            *compare(got, want, lambda n, g: shards[n].extract_shard(g) if n in shards else g),  # noqa: B023 - called here
             sum(p.numel() for p in model.parameters()),
-            sorted({layer.way for layer in sharding.plan.values()}),
+            sorted({layer.style for layer in sharding.plan.values()}),
             expected / (sum(sharding.sent.values()) - before),
         )
     return found
@@ -145,7 +152,7 @@ def test_what_one_rank_alone_finds_is_told_by_it_and_ends_all(tmp_path: Path, fa
 
 
 def ways(model: nn.Module, ranks: int, asked: Mapping[str, str] | None = None) -> dict[str, str]:
-    return {name: layer.way for name, layer in find_plan(model, ranks, asked).items()}
+    return {name: layer.style for name, layer in find_plan(model, ranks, asked).items()}
 
 
 def test_pairs_are_found_by_their_shapes_and_the_rest_stays_whole() -> None:
@@ -191,16 +198,20 @@ def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
     files: list[tuple[Path, Any]] = []
     cuts = [shards_of(model, find_plan(model, 2), World(rank, 2, rank, 2, CPU, "gloo")) for rank in range(2)]
     for rank, own in enumerate(cuts):
-        held = [piece for name, cut in own.items() for piece in cut.held(TensorShard(name, cut.part(wanted[name])))]
-        places = layout(held)
+        held = [
+            piece
+            for name, cut in own.items()
+            for piece in cut.split_into_full_ranges(TensorShard(name, cut.extract_shard(wanted[name])))
+        ]
+        places = make_shard_layout(held)
         buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
-        fill(buffer, places, {})
+        write_shard_file(buffer, places, {})
         path = tmp_path / str(rank)
         path.write_bytes(buffer.numpy().tobytes())
         meta = read_meta(path)
         assert meta is not None
         files.append((path, meta[1]))
-    source = ShardFiles(files)
+    source = ShardFileSource(files)
     assert any(piece.count > 1 for _, pieces in files for piece in pieces)
     for name, cut in cuts[1].items():
         tensor = source.tensor(name)
@@ -211,7 +222,7 @@ def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
         assert torch.equal(middle, wanted[name].flatten()[3:11])
         part = ShardedSource(source, cuts[1]).tensor(name)
         assert part is not None
-        assert torch.equal(part, cut.part(wanted[name]))
+        assert torch.equal(part, cut.extract_shard(wanted[name]))
 
 
 def state_of_parts(rank: int, size: int) -> Any:
@@ -226,13 +237,13 @@ def state_of_parts(rank: int, size: int) -> Any:
         wanted = {name: p.detach().clone() for name, p in model.state_dict().items()}
         shards = shard_along_tensor(model, world).shards
         replica = STRATEGIES[strategy](model, lambda p: torch.optim.AdamW(p), world.data)
-        replica.join(ModelParallel(model, world, shards), world)
+        replica.join(ModelParallelAdapter(model, world, shards), world)
         held = replica.state()
         together = full_state(held, world)
         weights = replica.weights()
         same = all(torch.equal(weights[name], value) for name, value in wanted.items())
         same &= all(torch.equal(together[f"model/{name}"], wanted[name]) for name, _ in GPT().named_parameters())
-        found.append((same, sum(one.tensor.numel() for one in rank_part(held, rank, size))))
+        found.append((same, sum(one.tensor.numel() for one in select_shards_to_save(held, rank, size))))
     return found
 
 

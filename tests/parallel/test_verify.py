@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline import World
 from paceline.lab.ranks.verify import verify
-from paceline.lab.verify import Result, Spec
+from paceline.lab.verify import Result, VerifySpec
 from paceline.parallel import context, dtensor, dtensor_mode, layers, tensor, tensor_plan
 from paceline.parallel.dtensor import LayerCommunication, full_tensor
 from paceline.strategies import model_parallel
@@ -40,7 +40,7 @@ def verified(
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
     found: list[Result] = []
     for task in tasks:
-        spec = Spec(task, {}, strategies, ["adamw"], 3, 2, steps, 0, 1.0, mesh=mesh, sequence_parallel=sequence)
+        spec = VerifySpec(task, {}, strategies, ["adamw"], 3, 2, steps, 0, 1.0, mesh=mesh, sequence_parallel=sequence)
         with patch.object(*BUGS[bug][:3]) if bug else patch("os.sep"):  # the latter changes nothing of ours
             found += verify(spec, world).results
     return found
@@ -95,7 +95,11 @@ def test_meshes_equal_one_process(tmp_path: Path, mesh: str) -> None:
 
 # ---- planted bugs ------------------------------------------------------------------------------------------------
 
-RIGHT_SHARD, RIGHT_VOCABULARY, RIGHT_SUM = tensor_plan.even_shard, layers.vocabulary, model_parallel.sum_over_ranks
+RIGHT_SHARD, RIGHT_VOCABULARY, RIGHT_SUM = (
+    tensor_plan.even_shard,
+    layers.shard_vocabulary,
+    model_parallel.sum_over_ranks,
+)
 
 
 def _bias_on_each_rank(module: Any, comm: Any) -> None:
@@ -113,7 +117,7 @@ def _own_dropout(input: DTensor, p: float = 0.5, training: bool = True, inplace:
 Bug = tuple[Any, str, Any, set[str]]
 """(whose, what, in its place, causes that a report may name)"""
 OWN_DROPOUT: Bug = (dtensor_mode, "dropout", _own_dropout, {"loss", "random", "sync"})
-ALL_ADD_LOSSES: Bug = (World, "leads", True, {"loss", "samples", "mean"})  # every rank along tensor, to the totals
+ALL_ADD_LOSSES: Bug = (World, "is_leader", True, {"loss", "samples", "mean"})  # every rank along tensor, to the totals
 BUGS: dict[str, Bug] = {
     "a row-wise layer's sum is missing": (
         LayerCommunication, "reduce_output", lambda self, part, bias=None: part if bias is None else part + bias,
@@ -122,14 +126,14 @@ BUGS: dict[str, Bug] = {
     "a column-wise layer's sum in backward is missing": (
         LayerCommunication, "gather_input", lambda self, inputs: full_tensor(inputs), {"sync", "gradient"},
     ),
-    "a bias counts on each rank": (layers, "rowwise", _bias_on_each_rank, {"loss", "gradient"}),
+    "a bias counts on each rank": (layers, "shard_rowwise", _bias_on_each_rank, {"loss", "gradient"}),
     "queries, keys and values are cut as one": (
         tensor_plan, "even_shard", lambda shape, dim, world, parts=(): RIGHT_SHARD(shape, dim, world),
         {"loss", "gradient", "error"},
     ),
     "each rank draws its own dropout": OWN_DROPOUT,
     "a rank looks up its neighbour's words": (
-        layers, "vocabulary", lambda module, comm, first: RIGHT_VOCABULARY(module, comm, first + 1),
+        layers, "shard_vocabulary", lambda module, comm, first: RIGHT_VOCABULARY(module, comm, first + 1),
         {"loss", "gradient"},
     ),
     "the ranks' weights are drawn apart": (tensor, "broadcast_module", lambda model: None, {"start"}),

@@ -16,15 +16,15 @@ from paceline.protocol.marks import (
     FINDINGS,
     LAST_CALLS,
     MARK,
-    Order,
+    CallHistory,
     ReplicaFingerprint,
-    fingerprints_of,
-    orders_of,
+    parse_call_tables,
+    parse_fingerprints,
     put_call,
     put_finding,
     put_fingerprint,
-    read_marks,
-    read_orders,
+    read_call_tables,
+    read_fingerprints,
 )
 from paceline.protocol.status_page import MARKS_AT, PAGE_BYTES, StatusPage, make_status_page
 
@@ -55,7 +55,7 @@ def test_agents_that_look_at_different_moments_find_numbers_in_common(first: int
         with closing(StatusPage(make_status_page(0))) as page:
             for number in range(max(1, last - 5000), last + 1):
                 put_fingerprint(page, mark(number))
-            found.append({one.number for one in fingerprints_of(read_marks(page.descriptor))})
+            found.append({one.optimizer_step for one in parse_fingerprints(read_fingerprints(page.descriptor))})
         os.close(page.descriptor)
         assert all(one <= last for one in found[-1])
     assert found[0] & found[1] or ahead > first
@@ -64,34 +64,34 @@ def test_agents_that_look_at_different_moments_find_numbers_in_common(first: int
 def test_a_short_run_that_is_looked_at_once_leaves_numbers_from_before_its_middle(page: StatusPage) -> None:
     for number in range(1, 77):
         put_fingerprint(page, mark(number))
-    found = {one.number for one in fingerprints_of(read_marks(page.descriptor))}
+    found = {one.optimizer_step for one in parse_fingerprints(read_fingerprints(page.descriptor))}
     assert {8, 16, 20, 24, 28, 32, 36, 76} <= found  # sufficient to find the first difference
 
 
 def test_what_was_written_is_read_again_and_what_is_torn_is_left_out(page: StatusPage) -> None:
     put_fingerprint(page, mark(12, table=3))
-    (one,) = fingerprints_of(read_marks(page.descriptor))
-    assert one == mark(12, table=3) and (one.table, one.parties) == (3, 3)
+    (one,) = parse_fingerprints(read_fingerprints(page.descriptor))
+    assert one == mark(12, table=3) and (one.table, one.num_ranks) == (3, 3)
     torn = bytearray(MARK.pack(9, 7, 0, *[0] * 8, *[0.0] * 8, 9))
     torn[-8] = 8
-    assert fingerprints_of(bytes(torn)) == [] and fingerprints_of(b"short") == []
+    assert parse_fingerprints(bytes(torn)) == [] and parse_fingerprints(b"short") == []
 
 
 def test_the_last_calls_of_each_group_are_read_again_in_their_order(page: StatusPage) -> None:
     for table, count in ((0, 5), (2, LAST_CALLS + 10)):
         for number in range(count):
-            put_call(page, table, Order(70 + table, 3, number, ()), number)
-    short, long = orders_of(read_orders(page.descriptor))
-    assert short == Order(70, 3, 5, (0, 1, 2, 3, 4)) and short.first == 0
-    assert (long.group, long.parties, long.made, long.calls[-1]) == (72, 3, LAST_CALLS + 10, LAST_CALLS + 9)
-    assert long.calls == (*range(long.first, long.made),) and long.first > 10
-    assert orders_of(b"short") == []
+            put_call(page, table, CallHistory(70 + table, 3, number, ()), number)
+    short, long = parse_call_tables(read_call_tables(page.descriptor))
+    assert short == CallHistory(70, 3, 5, (0, 1, 2, 3, 4)) and short.first == 0
+    assert (long.group, long.num_ranks, long.num_calls, long.calls[-1]) == (72, 3, LAST_CALLS + 10, LAST_CALLS + 9)
+    assert long.calls == (*range(long.first, long.num_calls),) and long.first > 10
+    assert parse_call_tables(b"short") == []
 
 
 def test_names_calls_and_the_last_findings_are_read_again(page: StatusPage) -> None:
     names = marks.Names(page)
-    names.of_tensors(7, ["fc.weight"])
-    names.of_call(5, b"0\x1fall_reduce\x1f[8]\x1ffloat32\x1f\x1ftrain.py:3 in main")
+    names.set_tensor_names(7, ["fc.weight"])
+    names.set_call(5, b"0\x1fall_reduce\x1f[8]\x1ffloat32\x1f\x1ftrain.py:3 in main")
     assert marks.read_names(page.descriptor).tensors == {"7": ["fc.weight"]}
     called = Op("0", 0, "all_reduce", shape="[8]", dtype="float32", site="train.py:3 in main")
     assert marks.read_calls(page.descriptor) == {"5": called}
@@ -101,7 +101,7 @@ def test_names_calls_and_the_last_findings_are_read_again(page: StatusPage) -> N
     page.store(marks.NAMES_AT, b"{broken\0")
     page.store(marks.FINDINGS_AT, b"\xff\xff\0")
     assert marks.read_calls(page.descriptor) == {} and len(marks.read_findings(page.descriptor)) == FINDINGS - 1
-    names.of_tensors(8, ["a name of a tensor"] * 10_000)
+    names.set_tensor_names(8, ["a name of a tensor"] * 10_000)
     assert marks.read_names(page.descriptor).tensors == {}
 
 
@@ -109,21 +109,21 @@ def test_calls_that_were_written_over_while_they_were_read_are_left_out(
     page: StatusPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(LAST_CALLS):
-        put_call(page, 0, Order(70, 3, number, ()), number)
-        put_call(page, 1, Order(71, 3, number, ()), number)
-    pread, more = os.pread, [(0, marks.UNSURE), (1, marks.UNSURE - 1)]
+        put_call(page, 0, CallHistory(70, 3, number, ()), number)
+        put_call(page, 1, CallHistory(71, 3, number, ()), number)
+    pread, more = os.pread, [(0, marks.NUM_UNSTABLE_CALLS), (1, marks.NUM_UNSTABLE_CALLS - 1)]
 
     def slow_pread(*place: int) -> bytes:
         data = pread(*place)
         for table, count in more:
             for number in range(LAST_CALLS, LAST_CALLS + count):
-                put_call(page, table, Order(70 + table, 3, number, ()), number)
+                put_call(page, table, CallHistory(70 + table, 3, number, ()), number)
         more.clear()
         return data
 
     monkeypatch.setattr(os, "pread", slow_pread)
-    assert [one.group for one in orders_of(read_orders(page.descriptor))] == [71]
-    assert [one.made for one in orders_of(read_orders(page.descriptor))] == [
-        LAST_CALLS + marks.UNSURE,
-        LAST_CALLS + marks.UNSURE - 1,
+    assert [one.group for one in parse_call_tables(read_call_tables(page.descriptor))] == [71]
+    assert [one.num_calls for one in parse_call_tables(read_call_tables(page.descriptor))] == [
+        LAST_CALLS + marks.NUM_UNSTABLE_CALLS,
+        LAST_CALLS + marks.NUM_UNSTABLE_CALLS - 1,
     ]

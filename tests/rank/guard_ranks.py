@@ -21,12 +21,12 @@ from typing import Any
 import msgspec
 from tests import warm
 
-from paceline.launch.agent.workers import read_record
+from paceline.launch.agent.workers import read_failure_record
 from paceline.protocol import status_page
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Answer, Failure, Op
 from paceline.rank import bootstrap
-from paceline.rank.preload import _watch_torch
+from paceline.rank.preload import _wrap_torch_collectives
 
 OUTERMOST = re.compile(r"<frozen runpy>|warm\.py\", line [0-9]+ in <module>")
 HEAD = """
@@ -76,13 +76,13 @@ class Rank:
         """Its stacks as faulthandler writes them."""
         assert status_page.takes_signal(self.process.pid)
         os.ftruncate(self.page, status_page.PAGE_BYTES)
-        os.kill(self.process.pid, status_page.SIGNAL)
-        wait(lambda: OUTERMOST.search(status_page.read_native(self.page)), "no stacks")
-        return status_page.read_native(self.page)
+        os.kill(self.process.pid, status_page.STACK_SIGNAL)
+        wait(lambda: OUTERMOST.search(status_page.read_native_stacks(self.page)), "no stacks")
+        return status_page.read_native_stacks(self.page)
 
     def failure(self) -> Failure | None:
         """What it has written down about its end."""
-        return read_record(self.record)
+        return read_failure_record(self.record)
 
     def line(self, mark: str) -> int:
         """The number of the script's line that holds `mark`."""
@@ -136,7 +136,7 @@ def _start(
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "TORCH_FR_BUFFER_SIZE": "256",
-        **spec.variable(),
+        **spec.to_environment(),
     }
     with (folder / f"output-{rank}").open("wb") as output:
         more: dict[str, Any] = {
@@ -156,7 +156,7 @@ def _start(
 
 def worker(script: str) -> None:
     """What a forked rank does: as a preloader's fork, then as its command."""
-    _watch_torch()
+    _wrap_torch_collectives()
     bootstrap.main([script])
 
 

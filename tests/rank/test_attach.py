@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paceline.launch.agent.workers import read_record
+from paceline.launch.agent.workers import read_failure_record
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Failure
 from paceline.rank.attach import attach, record_failure
@@ -68,10 +68,10 @@ def test_record(attempt: Path) -> None:
 
 
 def test_the_agent_reads_it_from_memory_also_when_the_disk_is_full(attempt: Path, memory: int, born: Born) -> None:
-    assert read_record(memory) is None
+    assert read_failure_record(memory) is None
     born(attempt_dir=str(attempt.parent / "cannot" / "be" / "written"))
     assert record_failure(caught(), 1, traceback=True)
-    failure = read_record(memory)
+    failure = read_failure_record(memory)
     assert failure is not None and failure.type == "ValueError" and not attempt.exists()
 
 

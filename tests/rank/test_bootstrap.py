@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.errors import raises
 
-from paceline.launch.agent.workers import read_record
+from paceline.launch.agent.workers import read_failure_record
 from paceline.protocol.control import BOOTSTRAP, WorkerSpec
 from paceline.rank.bootstrap import worker_command
 
@@ -142,7 +142,7 @@ def test_spawned_loader_workers_find_the_scripts_dataset(tmp_path: Path) -> None
 
 
 def as_worker(script: Path, attempt: Path, record: int) -> tuple[int, str]:
-    told = {**WorkerSpec(os.getpid(), str(attempt), record=record).variable(), "RANK": "0"}
+    told = {**WorkerSpec(os.getpid(), str(attempt), record=record).to_environment(), "RANK": "0"}
     done = subprocess.run(
         worker_command([str(script)]), env={**BUFFERED, **told}, pass_fds=[record], capture_output=True, text=True,
         timeout=90,
@@ -169,7 +169,7 @@ def test_an_uncaught_exception_is_written_down_before_any_teardown_and_printed(t
     script.write_text(LATE + "def train(): raise ValueError('bad sample 4711')\ntrain()")
     code, said = as_worker(script, tmp_path, record)
     assert code == 1 and "recorded before: True" in said and "ValueError: bad sample 4711" in said
-    failure = read_record(record)
+    failure = read_failure_record(record)
     assert failure is not None and (failure.type, failure.message) == ("ValueError", "bad sample 4711")
     assert "in train" in failure.traceback and "bootstrap.py" not in failure.traceback + said
 
@@ -177,10 +177,10 @@ def test_an_uncaught_exception_is_written_down_before_any_teardown_and_printed(t
 def test_words_of_sys_exit_are_written_down_and_numbers_are_not(tmp_path: Path, record: int) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys; sys.exit(3)")
-    assert as_worker(script, tmp_path, record)[0] == 3 and read_record(record) is None
+    assert as_worker(script, tmp_path, record)[0] == 3 and read_failure_record(record) is None
     script.write_text("import sys; sys.exit('no data')")
     assert as_worker(script, tmp_path, record) == (1, "no data\n")
-    failure = read_record(record)
+    failure = read_failure_record(record)
     assert failure is not None and failure.message == "no data"
 
 
@@ -188,7 +188,7 @@ def test_a_forked_childs_failure_is_not_the_ranks(tmp_path: Path, record: int) -
     script = tmp_path / "script.py"
     script.write_text("import os\nif os.fork() == 0: raise ValueError\nos.wait(); print('goes on')")
     code, said = as_worker(script, tmp_path, record)
-    assert code == 0 and "goes on" in said and read_record(record) is None
+    assert code == 0 and "goes on" in said and read_failure_record(record) is None
 
 
 AGENT = """

@@ -22,15 +22,15 @@ from paceline.protocol import status_page
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage, make_status_page
 from paceline.rank import guard
-from paceline.rank.guard import Guard
-from paceline.rank.sites import Owner, owner, short
+from paceline.rank.guard import HangGuard
+from paceline.rank.sites import CodeOwner, code_owner, short_filename
 
 LOST_PEER = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:4711")
 
 
 @dataclass(frozen=True)
 class Mine:
-    guard: Guard
+    guard: HangGuard
     descriptor: int
 
 
@@ -38,14 +38,14 @@ class Mine:
 def mine() -> Iterator[Mine]:
     descriptor = make_status_page(0)
     page = StatusPage(descriptor)
-    yield Mine(Guard(page, on=True), descriptor)
+    yield Mine(HangGuard(page, on=True), descriptor)
     page.close()
     os.close(descriptor)
 
 
 def test_a_phase_ends_where_it_began_also_on_an_error(mine: Mine) -> None:
-    with pytest.raises(KeyError), mine.guard.phase(Phase.EVALUATE):
-        with mine.guard.phase(Phase.CHECKPOINT):
+    with pytest.raises(KeyError), mine.guard.enter_phase(Phase.EVALUATE):
+        with mine.guard.enter_phase(Phase.CHECKPOINT):
             assert status_page.read_counters(mine.descriptor).phase == Phase.CHECKPOINT
         assert status_page.read_counters(mine.descriptor).phase == Phase.EVALUATE
         raise KeyError
@@ -53,23 +53,23 @@ def test_a_phase_ends_where_it_began_also_on_an_error(mine: Mine) -> None:
 
 
 def test_the_agents_word_becomes_the_error(mine: Mine) -> None:
-    assert mine.guard.released() == "" and mine.guard.stall_error(ValueError()) is None
+    assert mine.guard.release_reason() == "" and mine.guard.stall_error(ValueError()) is None
     word = json.dumps({"kind": "BEHIND", "page": "CAUSE: rank 2", "exit_code": 4, "causes": [2]})
-    status_page.release(mine.descriptor, word.encode())
-    assert mine.guard.released() == word
+    status_page.release_from_collective(mine.descriptor, word.encode())
+    assert mine.guard.release_reason() == word
     error = mine.guard.stall_error(ValueError())
     assert isinstance(error, StallError) and (str(error), error.exit_code) == ("CAUSE: rank 2", ExitCode.MISMATCH)
 
 
 @pytest.mark.parametrize("word", [b"", b"{", b'{"exit_code": 77}', b'{"page": 3}', b"\xff"])
 def test_a_word_that_makes_no_sense_is_a_stall_all_the_same(mine: Mine, word: bytes) -> None:
-    status_page.release(mine.descriptor, word)
+    status_page.release_from_collective(mine.descriptor, word)
     error = mine.guard.stall_error(ValueError())
     assert error is not None and error.exit_code == ExitCode.STALLED and "guard" in str(error)
 
 
 def test_a_rank_whose_peer_was_freed_first_waits_for_its_own_word(mine: Mine) -> None:
-    later = threading.Timer(0.3, status_page.release, (mine.descriptor, b'{"page": "late"}'))
+    later = threading.Timer(0.3, status_page.release_from_collective, (mine.descriptor, b'{"page": "late"}'))
     later.start()
     begun = time.monotonic()
     assert str(mine.guard.stall_error(LOST_PEER)) == "late"
@@ -124,15 +124,15 @@ PACKAGE = Path(status_page.__file__).parents[1]
 @pytest.mark.parametrize(
     ("file", "expected_owner", "name"),
     [
-        (f"{PACKAGE}/train/step.py", Owner.OURS, "paceline/train/step.py"),
-        (f"{PACKAGE}/collectives/control.py", Owner.NOBODY, "paceline/collectives/control.py"),
-        ("/x/site-packages/torch/distributed/c10d_logger.py", Owner.NOBODY, "torch/distributed/c10d_logger.py"),
-        (threading.__file__, Owner.NOBODY, f"python3.{sys.version_info.minor}/threading.py"),
-        ("/home/u/my/train.py", Owner.USER, "train.py"),
+        (f"{PACKAGE}/train/step.py", CodeOwner.OURS, "paceline/train/step.py"),
+        (f"{PACKAGE}/collectives/control.py", CodeOwner.NOBODY, "paceline/collectives/control.py"),
+        ("/x/site-packages/torch/distributed/c10d_logger.py", CodeOwner.NOBODY, "torch/distributed/c10d_logger.py"),
+        (threading.__file__, CodeOwner.NOBODY, f"python3.{sys.version_info.minor}/threading.py"),
+        ("/home/u/my/train.py", CodeOwner.USER, "train.py"),
     ],
 )
-def test_files_have_owners_and_the_same_names_everywhere(file: str, expected_owner: Owner, name: str) -> None:
-    assert (owner(file), short(file)) == (expected_owner, name)
+def test_files_have_owners_and_the_same_names_everywhere(file: str, expected_owner: CodeOwner, name: str) -> None:
+    assert (code_owner(file), short_filename(file)) == (expected_owner, name)
 
 
 NEIGHBOUR = """
@@ -168,7 +168,7 @@ def test_a_door_is_shut_to_new_ones_and_who_is_in_stays(listening: socket.socket
     monkeypatch.setattr(guard, *(("_filter", lambda _: False) if way == "signatures" else ("sign", lambda *_: False)))
     port = listening.getsockname()[1]
     with socket.create_connection(("127.0.0.1", port)) as early:
-        assert guard.shut([listening.fileno(), early.fileno()])
+        assert guard.block_new_connections([listening.fileno(), early.fileno()])
         inside, _ = listening.accept()
         with inside:
             assert not connects(port)
@@ -181,8 +181,8 @@ def test_a_door_is_shut_to_new_ones_and_who_is_in_stays(listening: socket.socket
 def test_what_cannot_be_shut_is_said(listening: socket.socket, monkeypatch) -> None:
     for way in ("sign", "_filter"):
         monkeypatch.setattr(guard, way, lambda *_: False)
-    assert not guard.shut([listening.fileno()])
-    assert guard.shut([]) and connects(listening.getsockname()[1])
+    assert not guard.block_new_connections([listening.fileno()])
+    assert guard.block_new_connections([]) and connects(listening.getsockname()[1])
 
 
 def test_ones_own_connections_are_no_strangers(listening: socket.socket) -> None:
@@ -205,7 +205,7 @@ def test_a_neighbour_who_was_faster_than_a_rank_is_found(listening: socket.socke
 
 def test_torch_is_wrapped_once_for_all_sessions_of_a_process() -> None:
     torch = SimpleNamespace(_new_process_group_helper=lambda: None)
-    connections = guard.Connections()
+    connections = guard.ProcessGroupSockets()
     connections.install(torch)
     wrapped = torch._new_process_group_helper
     connections.install(torch)

@@ -130,7 +130,7 @@ def test_a_blocked_rank_is_freed_with_the_store_alive(tmp_path: Path, call: str)
         blocked.wait_ready()
         wait(lambda: status_page.read_counters(blocked.page).waiting, "not waiting")
         assert blocked.process.poll() is None
-        status_page.release(blocked.page, b"{}")
+        status_page.release_from_collective(blocked.page, b"{}")
         wait(lambda: (tmp_path / "freed").exists(), "not freed")
         assert (tmp_path / "freed").read_text() == "yes"
         assert blocked.process.wait(20) == 0, blocked.output()
@@ -148,7 +148,7 @@ ready()
     with ranks(script, 2, tmp_path) as (blocked, _):
         blocked.wait_ready()
         wait(lambda: status_page.read_counters(blocked.page).waiting, "not waiting")
-        status_page.release(blocked.page, b"{}")
+        status_page.release_from_collective(blocked.page, b"{}")
         assert blocked.process.wait(20) == 0, blocked.output()
         assert (tmp_path / "web").read_bytes() == b"x"
 
@@ -158,7 +158,7 @@ def test_a_freed_script_that_does_not_catch_is_a_victim(tmp_path: Path) -> None:
     with ranks(script, 2, tmp_path) as (blocked, _):
         blocked.wait_ready()
         wait(lambda: status_page.read_counters(blocked.page).waiting, "not waiting")
-        status_page.release(blocked.page, b"{}")
+        status_page.release_from_collective(blocked.page, b"{}")
         assert blocked.process.wait(20) == 1
         failure = blocked.failure()
         assert failure is not None and failure.victim and failure.type == "RuntimeError"
@@ -172,7 +172,7 @@ def test_an_error_of_another_kind_after_the_release_is_a_victims_too(tmp_path: P
     """A script may turn the broken collective into an error of its own."""
     with ranks("ready(); time.sleep(1.0)\nraise ValueError('the loss is gone')\n", 1, tmp_path) as (one,):
         one.wait_ready()
-        status_page.release(one.page, b"{}")
+        status_page.release_from_collective(one.page, b"{}")
         assert one.process.wait(20) == 1
         failure = one.failure()
         assert failure is not None and failure.victim
@@ -201,7 +201,9 @@ def test_a_process_that_holds_the_interpreter_lock_shows_its_line_of_python(tmp_
         assert f'script.py", line {one.line("never returns")} in <module>' in text
         one.native()
         time.sleep(0.2)
-        assert status_page.read_native(one.page).count("script.py") == text.count("script.py")  # the old text is gone
+        assert status_page.read_native_stacks(one.page).count("script.py") == text.count(
+            "script.py"
+        )  # the old text is gone
         assert one.process.poll() is None
 
 
@@ -269,7 +271,7 @@ def test_a_forked_child_says_what_it_loads_and_nothing_in_its_parents_name(tmp_p
             assert loader.pid != one.process.pid
             time.sleep(0.3)
             seen = status_page.read_counters(one.page)
-            assert (seen.step, seen.phase, seen.moved[3]) == (7, Phase.DATA, 1)
+            assert (seen.step, seen.phase, seen.progress_values[3]) == (7, Phase.DATA, 1)
             assert (tmp_path / "threads").read_text() == "['MainThread']"
             assert one.ask() is not None
         finally:
@@ -289,8 +291,8 @@ def test_off_leaves_the_count_of_steps_only(tmp_path: Path) -> None:
         one.wait_ready()
         assert one.ask(seconds=0.6) is None
         assert status_page.read_counters(one.page) == status_page.Counters(
-            step=5, phase=Phase.USER, ready=0, answered=0, beat_ns=0, met=False, moved=(5, 0, 0, 0, 0),
-            phase_seconds=(0.0,) * len(Phase), waiting=False,
+            step=5, phase=Phase.USER, ready=0, answered=0, beat_ns=0, has_called_collective=False,
+            progress_values=(5, 0, 0, 0, 0), phase_seconds=(0.0,) * len(Phase), waiting=False,
         )  # fmt: skip
         assert not status_page.takes_signal(one.process.pid)
         assert "ledger.py" not in one.output() and one.output().endswith("[]\n")

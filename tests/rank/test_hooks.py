@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.rank.probes import Hooks, ScriptListener, wrap_function
-from paceline.rank.sites import Owner, owner, short
+from paceline.rank.sites import CodeOwner, code_owner, short_filename
 
 
 class Heard(ScriptListener):
@@ -52,7 +52,7 @@ def trained(model: Any, data: list[Any]) -> list[float]:
 def loop(rank: int, size: int, num_workers: int, hooked: bool) -> list[Any]:
     listener, complaints = Heard(), list[BaseException]()
     if hooked:
-        Hooks(complaints.append).listen(listener).install()
+        Hooks(complaints.append).add_listeners(listener).install()
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(2, 1))
     loader = DataLoader(TensorDataset(torch.ones(4, 2)), 2, num_workers=num_workers, persistent_workers=num_workers > 0)
@@ -90,7 +90,7 @@ def test_a_listener_that_fails_is_complained_of_and_the_script_goes_on(tmp_path:
 
 def complained(rank: int, size: int) -> list[Any]:
     complaints: list[BaseException] = []
-    Hooks(complaints.append).listen(Broken()).install()
+    Hooks(complaints.append).add_listeners(Broken()).install()
     first, *_, last = [trained(torch.nn.Linear(2, 1), [(torch.ones(1, 2),)]) for _ in range(3)]
     return [first != last, [type(c).__name__ for c in complaints]]
 
@@ -110,9 +110,9 @@ class Counting(ScriptListener):
 
 def dismissed(rank: int, size: int) -> list[Any]:
     first, second, broken, complaints = Counting(), Counting(), BrokenAtTheEnd(), list[BaseException]()
-    hooks = Hooks(complaints.append).listen(broken, first).listen(second).install()
+    hooks = Hooks(complaints.append).add_listeners(broken, first).add_listeners(second).install()
     trained(torch.nn.Linear(2, 1), [(torch.ones(1, 2),)])
-    hooks.dismiss(broken, first)
+    hooks.remove_listeners(broken, first)
     trained(torch.nn.Linear(2, 1), [(torch.ones(1, 2),)])
     return [first.steps, second.steps, len(complaints)]
 
@@ -150,4 +150,4 @@ def test_its_lines_are_still_ours() -> None:
     code = Hooks.install.__code__.co_filename
     wrap_function(Old, "step")
     file = Old.step.__code__.co_filename
-    assert file != code and (short(file), owner(file)) == (short(code), Owner.NOBODY)
+    assert file != code and (short_filename(file), code_owner(file)) == (short_filename(code), CodeOwner.NOBODY)

@@ -21,8 +21,8 @@ from paceline.protocol.status_page import StatusPage, make_status_page
 from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.check.steps import StepWatch
 from paceline.rank.probes import Hooks, ScriptListener
-from paceline.rank.probes.faults import BatchTracker, NonFiniteGradients, StaleGradients
-from paceline.rank.probes.steps import ScriptPhases
+from paceline.rank.probes.faults import BatchTracker, NonFiniteGradientDetector, StaleGradientDetector
+from paceline.rank.probes.steps import PhaseTracker
 
 pytestmark = pytest.mark.sample(3)
 
@@ -90,7 +90,7 @@ MAKE: dict[str, Callable[..., Any]] = {
 def told(rank: int, size: int, how: str) -> list[str]:
     """A step with a closure that fails and one that does not, and a step without."""
     heard = Heard()
-    Hooks(print).listen(heard).install()
+    Hooks(print).add_listeners(heard).install()
     model = torch.nn.Linear(2, 1)
     MAKE["SGD"](model.parameters())  # torch calls hooks in the step of each class that was made
     optimizer = MAKE.get(how, MAKE["SGD"])(model.parameters())
@@ -135,8 +135,10 @@ def test_a_step_begins_when_its_closure_has_computed_the_gradients(how: str, tmp
 def looked_on() -> StatusPage:
     """The box of this process, in which its steps and what is not finite are noted from now on."""
     page = StatusPage(make_status_page(0))
-    steps, batches = ScriptPhases(page), BatchTracker()
-    Hooks(print).listen(batches, NonFiniteGradients(page, steps, batches), StaleGradients(page, steps), steps).install()
+    steps, batches = PhaseTracker(page), BatchTracker()
+    Hooks(print).add_listeners(
+        batches, NonFiniteGradientDetector(page, steps, batches), StaleGradientDetector(page, steps), steps
+    ).install()
     return page
 
 
@@ -263,7 +265,7 @@ def test_a_point_that_a_line_search_gives_up_is_nothing_to_tell(tmp_path: Path) 
 
 def test_a_closure_that_is_called_more_often_than_before_leaves_no_step_out() -> None:
     page = StatusPage(make_status_page(0))
-    optimizer, stale = type("Optimizer", (), {})(), StaleGradients(page, ScriptPhases(page))
+    optimizer, stale = type("Optimizer", (), {})(), StaleGradientDetector(page, PhaseTracker(page))
     for number in range(40):
         stale.on_backward_begin(None)
         stale.on_step_begin(optimizer)
@@ -278,7 +280,7 @@ def windows_of_three(rank: int, size: int, how: str) -> list[SeenStep]:
     """Two epochs of 13 batches, as Lightning's Trainer goes: the last backward of a window is in the step's closure."""
     facts = ScriptFacts(rank, size, size, "n1", cores=2)
     loading = LoaderWatch(facts)
-    Hooks(print).listen(loading, StepWatch(facts, loading)).install()
+    Hooks(print).add_listeners(loading, StepWatch(facts, loading)).install()
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -341,7 +343,7 @@ class _PrefetchDataFetcher:
 def taken(rank: int, size: int, data: Dataset[Any], ahead: bool) -> list[str]:
     """Which batch the script has, as a framework hands it on."""
     batches = BatchTracker()
-    Hooks(print).listen(batches).install()
+    Hooks(print).add_listeners(batches).install()
     fetched, had = iter(_PrefetchDataFetcher(DataLoader(data))), list[str]()
     following = next(fetched, None) if ahead else None
     for _ in range(3):
@@ -349,7 +351,7 @@ def taken(rank: int, size: int, data: Dataset[Any], ahead: bool) -> list[str]:
             following = next(fetched, None)
         else:
             next(fetched)
-        had.append(batches.last())
+        had.append(batches.current_batch_text())
     assert following is None
     return had
 

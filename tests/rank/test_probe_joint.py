@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.protocol.marks import Names, fingerprints_of, read_findings, read_marks
+from paceline.protocol.marks import Names, parse_fingerprints, read_findings, read_fingerprints
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
-from paceline.rank.probes.faults import StaleGradients
-from paceline.rank.probes.replicas import Fingerprints
-from paceline.rank.probes.steps import JointOptimizers, StepCounter
+from paceline.rank.probes.faults import StaleGradientDetector
+from paceline.rank.probes.replicas import FingerprintWriter
+from paceline.rank.probes.steps import JointOptimizerDetector, StepCounter
 
 pytestmark = pytest.mark.sample(3)
 
@@ -34,9 +34,12 @@ class Rank:
 
     def __init__(self, page: StatusPage) -> None:
         self.page, self.collectives = page, 0
-        self.joint = JointOptimizers(lambda: self.collectives)
+        self.joint = JointOptimizerDetector(lambda: self.collectives)
         self.counted = StepCounter(page, self.joint)
-        self.stale, self.prints = StaleGradients(page, self.counted), Fingerprints(page, Names(page), self.joint)
+        self.stale, self.prints = (
+            StaleGradientDetector(page, self.counted),
+            FingerprintWriter(page, Names(page), self.joint),
+        )
 
     def replica(self) -> Replica:
         made = Replica()
@@ -59,12 +62,12 @@ class Rank:
     def counts(self) -> tuple[int, int]:
         """Steps that are compared, and those before them."""
         read = read_counters(self.page.descriptor)
-        return read.step - read.alone, read.alone
+        return read.step - read.solo_steps, read.solo_steps
 
     @property
     def marked(self) -> set[tuple[int, int]]:
         """Tables and numbers."""
-        return {(one.table, one.number) for one in fingerprints_of(read_marks(self.page.descriptor))}
+        return {(one.table, one.optimizer_step) for one in parse_fingerprints(read_fingerprints(self.page.descriptor))}
 
 
 @pytest.fixture
@@ -170,7 +173,9 @@ def test_optimizers_of_replicas_have_the_same_tables_and_numbers_with_and_withou
                 for _ in range(40):
                     one.step(probe)
         replicas = {
-            (mark.table, mark.number) for mark in fingerprints_of(read_marks(page.descriptor)) if mark.flags & 1 << 8
+            (mark.table, mark.optimizer_step)
+            for mark in parse_fingerprints(read_fingerprints(page.descriptor))
+            if mark.flags & 1 << 8
         }
         page.close()
         return replicas

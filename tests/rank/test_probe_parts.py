@@ -19,16 +19,21 @@ from paceline.protocol.marks import (
     TABLES,
     Names,
     ReplicaFingerprint,
-    fingerprints_of,
+    parse_fingerprints,
     read_findings,
-    read_marks,
+    read_fingerprints,
     read_names,
 )
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
 from paceline.rank.probes import Hooks
-from paceline.rank.probes.faults import BatchTracker, NonFiniteGradients, StaleGradients, SwallowedExceptions
-from paceline.rank.probes.replicas import Fingerprints
-from paceline.rank.probes.steps import ScriptPhases
+from paceline.rank.probes.faults import (
+    BatchTracker,
+    NonFiniteGradientDetector,
+    StaleGradientDetector,
+    SwallowedExceptionDetector,
+)
+from paceline.rank.probes.replicas import FingerprintWriter
+from paceline.rank.probes.steps import PhaseTracker
 
 
 @pytest.fixture
@@ -42,7 +47,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[StatusPage]:
 
 
 def marked(page: StatusPage) -> list[ReplicaFingerprint]:
-    return fingerprints_of(read_marks(page.descriptor))
+    return parse_fingerprints(read_fingerprints(page.descriptor))
 
 
 def words(page: StatusPage, since: int = 0) -> list[str]:
@@ -58,7 +63,7 @@ class Optimizer:
 
 
 def test_steps_are_those_of_the_optimizer_that_steps_most_and_each_event_is_a_phase(page: StatusPage) -> None:
-    other, phases = Optimizer(), ScriptPhases(page)
+    other, phases = Optimizer(), PhaseTracker(page)
     optimizer = Optimizer()
     seen: list[Phase] = []
     for event, told in (
@@ -83,73 +88,78 @@ def test_steps_are_those_of_the_optimizer_that_steps_most_and_each_event_is_a_ph
 
 
 def test_an_exception_by_which_a_rank_is_freed_is_no_progress(page: StatusPage) -> None:
-    phases = ScriptPhases(page)
+    phases = PhaseTracker(page)
     phases.on_backward_begin(None)
     page.put("released", 1)
-    before = read_counters(page.descriptor).moved
+    before = read_counters(page.descriptor).progress_values
     phases.on_exception("backward", LOST)
-    assert read_counters(page.descriptor).moved == before
+    assert read_counters(page.descriptor).progress_values == before
 
 
 def test_optimizers_that_follow_each_other_are_all_marked_and_their_steps_go_on(page: StatusPage) -> None:
-    prints, model = Fingerprints(page, Names(page)), torch.nn.Linear(2, 2)
+    prints, model = FingerprintWriter(page, Names(page)), torch.nn.Linear(2, 2)
     for _ in range(TABLES + 1):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for _ in range(3):
             prints.on_step_end(optimizer)
         del optimizer
         gc.collect()
-    assert {one.number for one in marked(page) if not one.table} > {1, 2, 3}
-    assert max(one.number for one in marked(page)) == 3 * (TABLES + 1) - TABLES
+    assert {one.optimizer_step for one in marked(page) if not one.table} > {1, 2, 3}
+    assert max(one.optimizer_step for one in marked(page)) == 3 * (TABLES + 1) - TABLES
     assert {one.table for one in marked(page)} == {*range(TABLES)}
 
 
 def test_every_element_is_marked_within_some_steps_and_one_bit_makes_another_mark(page: StatusPage) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(70, 80), torch.nn.Linear(80, 90))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    prints = Fingerprints(page, Names(page))
+    prints = FingerprintWriter(page, Names(page))
     for _ in range(40):
         prints.on_step_end(optimizer)
     first = marked(page)
     names = read_names(page.descriptor).tensors[str(first[0].layout)]
-    assert {part for mark in first for part in mark.parts} == {*range(len(names))}
+    assert {part for mark in first for part in mark.tensor_indices} == {*range(len(names))}
     assert set(names) == {f"parameter {n}" for n in range(4)}
-    assert all(names[mark.parts[-1]] == "parameter 3" for mark in first)  # the last part is in each
-    usual = dict(itertools.chain.from_iterable(zip(mark.parts, mark.hashes, strict=True) for mark in first))
+    assert all(names[mark.tensor_indices[-1]] == "parameter 3" for mark in first)  # the last part is in each
+    usual = dict(itertools.chain.from_iterable(zip(mark.tensor_indices, mark.hashes, strict=True) for mark in first))
     model[1].weight.data.view(torch.int32)[89, 79] ^= 1
     for _ in range(40):
         prints.on_step_end(optimizer)
-    found = [pair for mark in marked(page) if mark.number > 40 for pair in zip(mark.parts, mark.hashes, strict=True)]
+    found = [
+        pair
+        for mark in marked(page)
+        if mark.optimizer_step > 40
+        for pair in zip(mark.tensor_indices, mark.hashes, strict=True)
+    ]
     assert {names[part] for part, value in found if value != usual[part]} == {"parameter 2"}
 
 
 def test_what_ranks_may_rightly_have_apart_is_not_marked(page: StatusPage) -> None:
     model = torch.nn.Linear(3, 3)
     model.weight = torch.nn.Parameter(torch.ones(3, 6)[:, ::2])  # not dense
-    Fingerprints(page, Names(page)).on_step_end(torch.optim.SGD(model.parameters(), lr=0.1))
+    FingerprintWriter(page, Names(page)).on_step_end(torch.optim.SGD(model.parameters(), lr=0.1))
     assert marked(page) == []
     plain = torch.optim.SGD(torch.nn.Linear(3, 3).parameters(), lr=0.1)
     page.put("uneven", 1)
-    Fingerprints(page, Names(page)).on_step_end(plain)
+    FingerprintWriter(page, Names(page)).on_step_end(plain)
     assert marked(page) == []
     page.put("uneven", 0)
-    Fingerprints(page, Names(page)).on_step_end(plain)
+    FingerprintWriter(page, Names(page)).on_step_end(plain)
     assert len(marked(page)) == 1
 
 
 def test_a_mark_has_the_settings_of_its_step_added_up_over_parameter_groups(page: StatusPage) -> None:
     groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": decay} for decay in (0.25, 0.5)]
     optimizer = torch.optim.AdamW(groups, lr=0.5, betas=(0.75, 0.99))
-    Fingerprints(page, Names(page)).on_step_end(optimizer)
+    FingerprintWriter(page, Names(page)).on_step_end(optimizer)
     assert marked(page)[0].settings == (1.0, 0.75, 0.0, 1.5)
 
 
 def trained(
     page: StatusPage, x: torch.Tensor, *, apply: bool = True, found_inf: Any = None, hides: bool = False
 ) -> list[tuple[int, bool, str]]:
-    model, steps = torch.nn.Linear(3, 1), ScriptPhases(page)
+    model, steps = torch.nn.Linear(3, 1), PhaseTracker(page)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    finite = NonFiniteGradients(page, steps, BatchTracker())
+    finite = NonFiniteGradientDetector(page, steps, BatchTracker())
     for batch in (torch.ones(2, 3), x):
         optimizer.zero_grad()
         loss = model(batch).sum()
@@ -178,8 +188,8 @@ def test_only_what_is_not_finite_and_applied_is_told_with_its_line(page: StatusP
 
 
 def test_an_exception_is_told_if_the_script_steps_on_and_once(page: StatusPage) -> None:
-    steps, optimizer = ScriptPhases(page), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
-    swallowed = SwallowedExceptions(page, steps)
+    steps, optimizer = PhaseTracker(page), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    swallowed = SwallowedExceptionDetector(page, steps)
     for _ in range(2):
         try:
             raise ValueError("a bad batch")
@@ -206,8 +216,8 @@ def test_a_collective_that_failed_is_told_when_the_script_steps_on_and_when_it_e
     page: StatusPage, where: str, error: Exception
 ) -> None:
     for last in (True, False):
-        steps, optimizer = ScriptPhases(page), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
-        swallowed = SwallowedExceptions(page, steps)
+        steps, optimizer = PhaseTracker(page), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+        swallowed = SwallowedExceptionDetector(page, steps)
         before = len(read_findings(page.descriptor))
         swallowed.on_exception(where, error)
         swallowed.on_exception(where, error)
@@ -225,7 +235,7 @@ def test_a_collective_that_failed_is_told_when_the_script_steps_on_and_when_it_e
 def test_what_was_swallowed_last_is_told_at_the_end_and_no_error_of_a_collective_that_was_not_begun(
     page: StatusPage,
 ) -> None:
-    swallowed = SwallowedExceptions(page, ScriptPhases(page))
+    swallowed = SwallowedExceptionDetector(page, PhaseTracker(page))
     swallowed.on_exception("collective", RuntimeError("ProcessGroupGloo does not support reduce_scatter"))
     swallowed.on_script_succeeded()
     assert not read_findings(page.descriptor)
@@ -238,7 +248,7 @@ def test_what_was_swallowed_last_is_told_at_the_end_and_no_error_of_a_collective
 
 def test_a_batch_that_is_skipped_is_told_where_each_step_before_had_as_many(page: StatusPage) -> None:
     def told(windows: Sequence[int], evaluated: int = 0) -> list[str]:
-        optimizer, stale = Optimizer(), StaleGradients(page, ScriptPhases(page))
+        optimizer, stale = Optimizer(), StaleGradientDetector(page, PhaseTracker(page))
         before, training = len(words(page)), Loading()
         for number, batches in enumerate(windows):
             for _ in range(evaluated * (number % 20 == 19)):
@@ -261,7 +271,7 @@ def test_a_reader_that_reads_ahead_has_more_before_the_first_step_of_each_pass(
     """As the process that deals out batches with Accelerate: the others have none that would do the same."""
 
     def told(first: Sequence[int], *, ahead: int = 2) -> list[str]:
-        optimizer, stale = Optimizer(), StaleGradients(page, ScriptPhases(page))
+        optimizer, stale = Optimizer(), StaleGradientDetector(page, PhaseTracker(page))
         before, batches = len(words(page)), Loading()
         for extra in first:
             batches = batches if persistent else Loading()
@@ -284,7 +294,7 @@ def test_a_thread_that_an_exception_ends_is_told_at_once_and_python_says_it_too(
     others: list[object] = []
     monkeypatch.setattr(threading, "excepthook", others.append)
     complaints: list[BaseException] = []
-    Hooks(complaints.append).listen(SwallowedExceptions(page, ScriptPhases(page))).install()
+    Hooks(complaints.append).add_listeners(SwallowedExceptionDetector(page, PhaseTracker(page))).install()
 
     def read() -> None:
         raise OSError("a broken record")
@@ -304,7 +314,7 @@ def test_what_a_script_does_now_and_then_is_none_of_a_steps_own_work(
 ) -> None:
     now = [time.monotonic_ns()]
     monkeypatch.setattr("paceline.protocol.status_page.time.monotonic_ns", lambda: now[0])
-    phases, optimizer = ScriptPhases(page), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    phases, optimizer = PhaseTracker(page), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
     page.enter(Phase.USER)
     for step in range(20):
         now[0] += 60_000_000_000 if step == 15 else 20_000_000  # an evaluation of a minute
@@ -315,7 +325,7 @@ def test_what_a_script_does_now_and_then_is_none_of_a_steps_own_work(
 
 def test_a_step_without_backward_is_told_where_each_before_had_one(page: StatusPage) -> None:
     optimizer, other = Optimizer(), Optimizer()
-    stale = StaleGradients(page, ScriptPhases(page))
+    stale = StaleGradientDetector(page, PhaseTracker(page))
     for number in range(40):
         if number not in (3, 30, 35):
             stale.on_backward_begin(None)
@@ -328,7 +338,7 @@ def test_a_step_without_backward_is_told_where_each_before_had_one(page: StatusP
 
 def test_a_step_that_is_left_out_is_told_where_each_backward_before_had_one(page: StatusPage) -> None:
     def told(windows: Sequence[int]) -> list[str]:
-        optimizer, stale = Optimizer(), StaleGradients(page, ScriptPhases(page))
+        optimizer, stale = Optimizer(), StaleGradientDetector(page, PhaseTracker(page))
         before = len(words(page))
         for backwards in windows:
             for _ in range(backwards):
@@ -342,8 +352,8 @@ def test_a_step_that_is_left_out_is_told_where_each_backward_before_had_one(page
 
 @pytest.mark.parametrize(("same_from", "zeros"), [(None, False), (20, False), (20, True)])
 def test_a_batch_that_comes_again_and_again_is_told(page: StatusPage, same_from: int | None, zeros: bool) -> None:
-    ddp, phases = torch.nn.Linear(3, 3), ScriptPhases(page)
-    stale, mask = StaleGradients(page, phases), torch.ones(4, 3)
+    ddp, phases = torch.nn.Linear(3, 3), PhaseTracker(page)
+    stale, mask = StaleGradientDetector(page, phases), torch.ones(4, 3)
     for number in range(80):
         x = torch.full((4, 3), float(number if same_from is None else min(number, same_from))) + torch.arange(3)
         if zeros and number >= 20:

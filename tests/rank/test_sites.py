@@ -11,9 +11,9 @@ import pytest
 from tests import warm
 
 from paceline.guard.sentences import format_position
+from paceline.protocol.code_locations import BY, format_stack_location, is_calling, native_frames
 from paceline.protocol.evidence import Evidence, Frame, Op, Stack
-from paceline.protocol.places import BY, native_frames, shown_site_of, stands_at
-from paceline.rank.sites import SITE_CHARS, call_site, frame_of, line_of
+from paceline.rank.sites import SITE_CHARS, call_site, frame_record, user_line_of_error
 
 PACKAGES = "/x/lib/python3.11/site-packages/"
 TORCH = f"{PACKAGES}torch/distributed/distributed_c10d.py:9"
@@ -51,20 +51,20 @@ def test_the_line_is_the_users_and_beside_it_that_of_a_library(lines: list[str],
 
     def told() -> list[str]:
         frame, stack = sys._getframe(1), list[Frame]()
-        site = call_site(frame).words()
+        site = call_site(frame).describe()
         while len(stack) < len(lines):
             assert frame is not None
-            stack.append(frame_of(frame))
+            stack.append(frame_record(frame))
             frame = frame.f_back
         files = "".join(f'  File "{line.rpartition(":")[0]}", line {line.rpartition(":")[2]} in f\n' for line in lines)
-        return [site, shown_site_of(stack), shown_site_of(native_frames(files))]
+        return [site, format_stack_location(stack), format_stack_location(native_frames(files))]
 
     assert [said.replace(" in <lambda>", "").replace(" in f", "") for said in nested(lines, told)] == [words] * 3
 
 
 def test_long_words_leave_the_librarys_line_whole() -> None:
     frames = [Frame("lightning/pytorch/loops/fit.py", 41, "g", **LIBRARY), Frame("train.py", 3, "f" * 90)]
-    said = shown_site_of(frames)
+    said = format_stack_location(frames)
     assert len(said) == SITE_CHARS and said.endswith(f"fff{BY}lightning/.../fit.py:41")
 
 
@@ -74,15 +74,15 @@ def test_a_rank_stands_at_a_call_only_in_the_same_line_of_the_library() -> None:
     here = Evidence(0, "n1", 1, stacks=(Stack("main", frames),))
     for at, stands in ((3700, True), (2100, False)):
         op = Op("0", 1, "all_reduce", site=f"train.py:40 in main, by transformers/trainer.py:{at}")
-        assert stands_at(here, op) is stands
+        assert is_calling(here, op) is stands
     assert f"train.py:40{BY}transformers/trainer.py:3700" in format_position(here)
 
 
 def test_an_error_has_the_users_innermost_line_or_else_that_of_the_caller() -> None:
     with pytest.raises(ValueError, match="invalid literal") as caught:
         nested([TORCH, "/u/collate.py:8", TRAINER, "/u/train.py:3"], partial(int, "x"))
-    assert line_of(caught.value) == "collate.py:8: "
-    assert line_of(ValueError()).rpartition("/")[2].startswith("test_sites.py:")
+    assert user_line_of_error(caught.value) == "collate.py:8: "
+    assert user_line_of_error(ValueError()).rpartition("/")[2].startswith("test_sites.py:")
 
 
 TWICE = """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.runs.events import Ended, MemoryBreakdown, Notice, Started, Step, Traced
+from paceline.runs.events import Ended, MemoryBreakdown, Notice, Started, Step, TracedStep
 from paceline.runs.machine import MachineUse, RankUse
 from paceline.runs.writers import EventWriter
 
@@ -71,7 +71,7 @@ def make_run(
                     borders.append((name, at, seconds))
                     at += seconds
                 calls = [("gradients", at - exchange, exchange, 120)]
-                writer.write(Traced(number, ends - lasts, borders, calls))
+                writer.write(TracedStep(number, ends - lasts, borders, calls))
             writer.write(Ended(steps, 1000.0 + steps * lasts))
     (folder / "summary.json").write_text(
         f'{{"task": "mnist-cnn", "exit": 0, "strategy": "{strategy}", "world_size": {ranks}, "steps": {steps}, '

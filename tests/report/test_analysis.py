@@ -16,9 +16,9 @@ from tests.errors import raises
 from tests.rendered import rendered
 
 from paceline.cli import logs
-from paceline.report.analysis import EXAMPLES, Analysis, Reading, log_figures, read_line
-from paceline.report.run import whole_run
-from paceline.runs.attempt import TimesWriter
+from paceline.report.analysis import EXAMPLES, Analysis, ParsedLine, log_figures, read_line
+from paceline.report.run import read_run
+from paceline.runs.attempt import LogTimesWriter
 from paceline.runs.events import Ended, Evaluated, Skipped, Started, Step
 from paceline.runs.folder import create_attempt_dir
 from paceline.runs.writers import EventWriter
@@ -32,7 +32,7 @@ def classic(epoch: int, number: int, loss: float) -> str:
 
 def analyzed(folder: Path, lines: Iterable[str]) -> Analysis:
     (folder / "train.log").write_text("".join(f"{line}\n" for line in lines))
-    return logs.analyzed(str(folder / "train.log"))
+    return logs.read_analysis(str(folder / "train.log"))
 
 
 def test_the_loss_is_that_of_one_rank_and_the_throughput_of_all(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_memory_is_bounded_by_the_length_of_lines(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text("x" * 10_000_000 + "\nloss: 1 " + "y" * 3_000_000 + "\n10%|#| 1/9 [0:1<0:1]\r20%|#| 2/9 [0:1<0:1]\n")
     tracemalloc.start()
-    found = logs.analyzed(str(log))
+    found = logs.read_analysis(str(log))
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 4_000_000
@@ -109,24 +109,24 @@ def test_a_script_under_launch_has_the_times_that_its_agent_noted(
     log = create_attempt_dir(run)[1] / "rank-0.log"
     now = 1_000_000.0
     monkeypatch.setattr("paceline.runs.attempt.time.time", lambda: now)
-    writer = TimesWriter(log)
+    writer = LogTimesWriter(log)
     with log.open("a") as file:
         for number, loss in enumerate(LOSSES):
             file.write(classic(1, number, loss) + "\n")
             file.flush()
-            writer.look(last=True)
+            writer.record_growth(last=True)
             now += 2.0
         now += 60.0
         for number in range(9):  # another epoch: no samples are counted in between
             file.write(classic(2, 100 + number, 1.0) + "\n")
             file.flush()
-            writer.look(last=True)
+            writer.record_growth(last=True)
             now += 2.0
     writer.close()
-    rates = logs.analyzed(str(run)).values["samples/s (counted)"]
+    rates = logs.read_analysis(str(run)).values["samples/s (counted)"]
     assert len(rates) == 33 + 2
     assert rates == pytest.approx([32] * len(rates))
-    figures, sentence = log_figures(whole_run(run))
+    figures, sentence = log_figures(read_run(run))
     assert [figure.y for figure in figures] == ["loss"] and "32 samples/s (counted)" in sentence
 
 
@@ -151,7 +151,7 @@ def test_the_log_of_a_classic_script_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, log.read_text()
     plain.write_text(re.sub(r"^\[default\d\]:", "", log.read_text(), flags=re.MULTILINE))  # as without --tee
     for path, ranks in ((log, ["0", "1"]), (plain, [])):
-        found = logs.analyzed(str(path))
+        found = logs.read_analysis(str(path))
         assert found.ranks == ranks
         assert {"classic", "key and value"} == {*found.formats}
         assert len(found.values["samples/s"]) >= 4
@@ -203,7 +203,7 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
 def test_a_line_says_this_and_nothing_else(line: str, kind: str, says: dict[str, Any]) -> None:
     rank, samples = says.get("rank", ""), says.get("samples")
     values = {name: value for name, value in says.items() if name not in ("rank", "samples")}
-    assert read_line(line) == Reading(kind, rank, pytest.approx(values, nan_ok=True), samples)  # pyright: ignore
+    assert read_line(line) == ParsedLine(kind, rank, pytest.approx(values, nan_ok=True), samples)  # pyright: ignore
 
 
 def test_the_examples_that_people_are_shown_are_known() -> None:

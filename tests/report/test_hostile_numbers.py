@@ -19,10 +19,10 @@ from paceline.cli.report import main as report
 from paceline.cli.report import trace, trace_events
 from paceline.errors import UsageError
 from paceline.report import run as reading
-from paceline.report.analysis import Analyzer
-from paceline.report.figures import drawings
+from paceline.report.analysis import LogAnalyzer
+from paceline.report.figures import make_drawings
 from paceline.report.page import report_page
-from paceline.report.run import whole_run
+from paceline.report.run import read_run
 from paceline.runs.console import sparkline
 from paceline.runs.events import decode_event
 from paceline.runs.machine import decode_record
@@ -63,10 +63,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_odd_numbers_end_in_a_page_that_is_not_large(case: str, tmp_path: Path) -> None:
     kind, changed = CASES[case]
     folder = edit(make_run(tmp_path / "run", steps=12, notices=("hello",)), kind, **changed)
-    run = whole_run(folder)
-    assert len(report_page([run], "", drawings(run)).encode()) < MOST_PAGE_BYTES
+    run = read_run(folder)
+    assert len(report_page([run], "", make_drawings(run)).encode()) < MOST_PAGE_BYTES
     assert b"NaN" not in msgspec.json.encode([*trace_events(run)])
-    analyzer = Analyzer("run")
+    analyzer = LogAnalyzer("run")
     analyzer.add_run(folder)
     msgspec.json.encode(analyzer.result)
 
@@ -76,7 +76,7 @@ def test_threads_that_are_no_number_are_not_counted(threads: str, tmp_path: Path
     folder = make_run(tmp_path / "run", steps=12)
     (folder / "summary.json").unlink()
     (folder / "environment.json").write_text(f'{{"threads_per_rank": {threads}}}')
-    report_page([whole_run(folder)], "")
+    report_page([read_run(folder)], "")
 
 
 @pytest.mark.parametrize("number", ["-1", "1" * 400, str(2**63)])
@@ -98,12 +98,14 @@ def test_of_what_a_hostile_run_holds_only_so_much_is_kept(tmp_path: Path, monkey
         file.write(f"{start}\n" * 5000)
         notice = json.dumps({"kind": "notice", "text": "x" * 100_000})
         file.write(f"{notice}\n" * 10)
-    run = whole_run(folder)
-    assert run.first is not None
-    assert len(run.first.started) < 2500 and not any(len(str(event)) > 50_000 for _, event in run.first.events)
+    run = read_run(folder)
+    assert run.first_rank_log is not None
+    assert len(run.first_rank_log.start_events) < 2500 and not any(
+        len(str(event)) > 50_000 for _, event in run.first_rank_log.events
+    )
     monkeypatch.setattr(reading, "MAX_BYTES", 2000)
-    run = whole_run(folder)
-    assert any(one.startswith("events-0.jsonl:") for one in run.missing)
+    run = read_run(folder)
+    assert any(one.startswith("events-0.jsonl:") for one in run.unreadable_parts)
 
 
 @pytest.mark.parametrize("command", [report, trace])

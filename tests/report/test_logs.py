@@ -10,15 +10,15 @@ import pytest
 from tests.errors import raises
 
 from paceline.cli import logs
-from paceline.report.logs import FOLD_SECONDS, MAX_BATCH, LineFilter, RankLine, RankLogs, fold_lines
-from paceline.runs.attempt import RECORD, LogTimes, TimesWriter, times_path
+from paceline.report.logs import MAX_MERGED_LINES, SAME_LINE_SECONDS, LineFilter, RankLine, RankLogs, merge_line_stream
+from paceline.runs.attempt import TIME_RECORD, LogTimes, LogTimesWriter, times_path
 from paceline.runs.folder import create_attempt_dir
 
 NOW = 1_780_000_000.0
 
 
 def said(*lines: tuple[float, int, str]) -> list[tuple[list[int], str]]:
-    return [(line.ranks, line.text) for line in fold_lines(RankLine(*line) for line in lines)]
+    return [(line.ranks, line.text) for line in merge_line_stream(RankLine(*line) for line in lines)]
 
 
 def write(log: Path, *lines: tuple[float, str]) -> None:
@@ -27,7 +27,7 @@ def write(log: Path, *lines: tuple[float, str]) -> None:
     for seconds, line in lines:
         text += f"{line}\n".encode()
         with times_path(log).open("ab") as file:
-            file.write(RECORD.pack(len(text), NOW + seconds))
+            file.write(TIME_RECORD.pack(len(text), NOW + seconds))
     log.write_bytes(text)
 
 
@@ -52,14 +52,14 @@ def test_the_same_line_of_several_ranks_is_one_and_each_rank_keeps_its_order() -
     assert said((0, 0, "a"), (0, 0, "b"), (0, 1, "a"), (0.5, 1, "b")) == [([0, 1], "a"), ([0, 1], "b")]
     assert said((0, 0, "a"), (0, 0, "b"), (0, 1, "b"), (0, 1, "a")) == [([0], "a"), ([0, 1], "b"), ([1], "a")]
     assert said((0, 0, "a"), (0, 0, "a"), (0, 1, "a")) == [([0, 1], "a"), ([0], "a")]
-    assert said((0, 0, "a"), (FOLD_SECONDS, 1, "a")) == [([0], "a"), ([1], "a")]
+    assert said((0, 0, "a"), (SAME_LINE_SECONDS, 1, "a")) == [([0], "a"), ([1], "a")]
     own = said(*((0, rank, text) for rank in (0, 1, 2) for text in (f"loss {rank}", "step 5", f"time {rank}")))
     assert own == [
         ([0], "loss 0"), ([1], "loss 1"), ([2], "loss 2"), ([0, 1, 2], "step 5"),
         ([0], "time 0"), ([1], "time 1"), ([2], "time 2"),
     ]  # fmt: skip
-    many = [(0.0, rank, str(number)) for rank in (0, 1) for number in range(2 * MAX_BATCH)]
-    assert len(said(*many)) == 4 * MAX_BATCH  # in bounded memory: what is far apart is not put together
+    many = [(0.0, rank, str(number)) for rank in (0, 1) for number in range(2 * MAX_MERGED_LINES)]
+    assert len(said(*many)) == 4 * MAX_MERGED_LINES  # in bounded memory: what is far apart is not put together
 
 
 def test_all_ranks_are_merged_by_time(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,30 +111,30 @@ def test_only_the_end_of_a_large_log_is_read_and_a_search_reads_all(
     found = RankLogs({0: tmp_path / "rank-0.log"})
     assert [line.text for line in found.lines(LineFilter(last=2))] == ["line 199998", "line 199999"]
     assert [line.text for line in found.lines(LineFilter(pattern=re.compile("^line 7$")))] == ["line 7"]
-    monkeypatch.setattr("paceline.report.logs.MAX_ALL_BYTES", 24)
+    monkeypatch.setattr("paceline.report.logs.MAX_SHOWN_BYTES", 24)
     assert [line.text for line in found.lines(LineFilter())] == ["line 199998", "line 199999"]
-    assert found.truncated(LineFilter()) == [0]
+    assert found.truncated_ranks(LineFilter()) == [0]
 
 
 def test_the_agents_notes_say_when_a_byte_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.runs.attempt.PAGE", 8)
+    monkeypatch.setattr("paceline.runs.attempt.RECORDS_PER_PAGE", 8)
     log = tmp_path / "rank-0.log"
     log.touch()
-    writer = TimesWriter(log)
+    writer = LogTimesWriter(log)
     for number in range(100):
         with log.open("a") as file:
             file.write("ten bytes\n")
         monkeypatch.setattr(time, "time", lambda number=number: NOW + number)
-        writer.look(last=True)
-        writer.look(last=True)  # nothing has come: nothing is noted
+        writer.record_growth(last=True)
+        writer.record_growth(last=True)  # nothing has come: nothing is noted
         if number == 50:  # a full disk may tear a record: the next one is written over it
             with times_path(log).open("ab") as file:
                 file.write(b"torn")
-    writer.look()
+    writer.record_growth()
     writer.close()
-    assert times_path(log).stat().st_size == 100 * RECORD.size
+    assert times_path(log).stat().st_size == 100 * TIME_RECORD.size
     times = LogTimes(log)
-    assert [times.at(10 * number + 9) for number in (3, 99, 50, 0)] == [NOW + number for number in (3, 99, 50, 0)]
+    assert [times.time_at(10 * number + 9) for number in (3, 99, 50, 0)] == [NOW + number for number in (3, 99, 50, 0)]
     assert [times.offset(NOW + number - 0.5) for number in (0, 50)] == [0, 500]
-    times_path(log).write_bytes(RECORD.pack(5, float("nan")) * 3)  # written by others
-    assert LogTimes(log).at(0) == 0.0
+    times_path(log).write_bytes(TIME_RECORD.pack(5, float("nan")) * 3)  # written by others
+    assert LogTimes(log).time_at(0) == 0.0

@@ -11,7 +11,7 @@ from tests.errors import raises
 from tests.report.folders import make_run
 
 from paceline.cli.report import trace
-from paceline.runs.machine import ClockAhead
+from paceline.runs.machine import ClockOffset
 
 
 def written(folder: Path, out: Path) -> list[dict[str, object]]:
@@ -40,7 +40,7 @@ def test_a_host_whose_clock_is_ahead_is_put_right(tmp_path: Path) -> None:
     }
     assert before[0] == before[2]
     with (folder / "machine-0.jsonl").open("ab") as file:
-        file.write(msgspec.json.encode(ClockAhead(1.0, 1, 0.5, 0.001)) + b"\n")
+        file.write(msgspec.json.encode(ClockOffset(1.0, 1, 0.5, 0.001)) + b"\n")
     after = {one["tid"]: one["ts"] for one in reversed(written(folder, tmp_path / "a.json")) if one["name"] == "step 5"}
     assert after[0] - after[2] == pytest.approx(0.5e6)
 

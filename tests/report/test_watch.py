@@ -19,10 +19,10 @@ from textual.widgets import Static
 
 from paceline.cli import main
 from paceline.cli import watch as command
-from paceline.cli.run_state import NOTHING, Access
-from paceline.protocol.evidence import LIVE, WATCHED, Live, LiveRank, Phase
-from paceline.report.live import GrowingFile, LiveReader, RankSnapshot, RunSnapshot
-from paceline.report.watch_app import Actions, RankScreen, RankTable, WatchApp
+from paceline.cli.run_state import NO_ACCESS, Access
+from paceline.protocol.evidence import LIVE, WATCHED_FILE, LiveRank, LiveState, Phase
+from paceline.report.live import FileTail, LiveReader, RankSnapshot, RunSnapshot
+from paceline.report.watch_app import KeyActions, RankScreen, RankTable, WatchApp
 from paceline.report.watch_lines import summary_line
 from paceline.runs.console import format_duration, format_size, one_line, sparkline
 from paceline.runs.events import Started, Step
@@ -56,7 +56,7 @@ def live_rank(rank: int, steps: int, forward: float) -> LiveRank:
 
 def say_live(attempt: Path, steps: int) -> None:
     ranks = tuple(live_rank(rank, steps, 0.4 if rank == 1 else 0.1) for rank in range(3))
-    (attempt / LIVE).write_bytes(msgspec.json.encode(Live(float(steps), 0, ranks)))
+    (attempt / LIVE).write_bytes(msgspec.json.encode(LiveState(float(steps), 0, ranks)))
 
 
 @pytest.fixture
@@ -71,16 +71,16 @@ def test_the_agents_word_counts_while_it_is_new_and_the_slow_rank_is_named(run: 
     write_events(run, 0, 5)
     attempt, reader = run / "attempt-1", LiveReader(run, may_ask=True)
     say_live(attempt, 10)
-    assert not reader.read(attempt).live  # it may be outdated
+    assert not reader.read(attempt).is_reported_by_agent  # it may be outdated
     for steps in (20, 30):
         say_live(attempt, steps)
         now = reader.read(attempt)
-    assert now.live
-    assert [one.slowest for one in now.ranks] == [False, True, False]
-    assert "rank 1 (n1) is slow" in now.slow_rank
-    assert [round(one.waits or 0, 2) for one in now.ranks] == [0.8, 0.2, 0.8]
+    assert now.is_reported_by_agent
+    assert [one.is_slowest for one in now.ranks] == [False, True, False]
+    assert "rank 1 (n1) is slow" in now.slow_rank_message
+    assert [round(one.waiting_fraction or 0, 2) for one in now.ranks] == [0.8, 0.2, 0.8]
     assert now.ranks[1].work_seconds[-1] == pytest.approx(0.4)
-    assert (attempt / WATCHED).exists()
+    assert (attempt / WATCHED_FILE).exists()
 
 
 def test_without_an_agents_word_the_ranks_own_records_do_and_others_folders_are_left_as_they_are(run: Path) -> None:
@@ -88,8 +88,8 @@ def test_without_an_agents_word_the_ranks_own_records_do_and_others_folders_are_
         write_events(run, rank, 9, forward=0.1 + 0.3 * rank)
     reader = LiveReader(run, may_ask=False)
     now = reader.read(run / "attempt-1")
-    assert not now.live
-    assert [(one.rank, one.step, one.host, one.slowest) for one in now.ranks] == [
+    assert not now.is_reported_by_agent
+    assert [(one.rank, one.step, one.host, one.is_slowest) for one in now.ranks] == [
         (0, 9, "n1", False),
         (1, 9, "n1", True),
     ]
@@ -105,26 +105,26 @@ def test_the_use_of_the_devices_is_shown_while_it_runs() -> None:
 def test_only_what_is_new_is_read_and_of_a_long_file_the_end(tmp_path: Path) -> None:
     path = tmp_path / "events-0.jsonl"
     path.write_bytes(b"".join(b"%07d\n" % number for number in range(100_000)))
-    file = GrowingFile(path)
-    first = file.lines()
+    file = FileTail(path)
+    first = file.read_new_lines()
     assert len(first) < 10_000
     assert first[-1] == b"0099999"
     with path.open("ab") as more:
         more.write(b"one\ntw")
-    assert [*file.lines()] == [b"one"]
+    assert [*file.read_new_lines()] == [b"one"]
     with path.open("ab") as more:
         more.write(b"o\n" + b"x" * (3 << 20))
-    file.lines()
+    file.read_new_lines()
     with path.open("ab") as more:
         more.write(b"\nlast\n")
-    assert file.lines()[-1] == b"last"  # a line of megabytes hides nothing after it
+    assert file.read_new_lines()[-1] == b"last"  # a line of megabytes hides nothing after it
     (tmp_path / "thinned").write_bytes(b"old\n" * 3)
     (tmp_path / "thinned").rename(path)
-    assert [*file.lines()] == []  # as a writer leaves it that puts old records together: they were seen before
+    assert [*file.read_new_lines()] == []  # as a writer leaves it that puts old records together: they were seen before
     with path.open("ab") as more:
         more.write(b"new\n")
-    assert [*file.lines()] == [b"new"]
-    assert [*GrowingFile(tmp_path / "none").lines()] == []
+    assert [*file.read_new_lines()] == [b"new"]
+    assert [*FileTail(tmp_path / "none").read_new_lines()] == []
 
 
 def test_a_rank_has_its_share_of_its_machine(run: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_rank_has_its_share_of_its_machine(run: Path) -> None:
     (run / file_name(0)).write_bytes(msgspec.json.encode(use) + b"\n")
     reader = LiveReader(run, may_ask=False)
     (one,) = reader.read(None).ranks
-    assert (one.use, one.gpu) == (RankUse(1.5, 1 << 30), gpu)
+    assert (one.resource_use, one.gpu) == (RankUse(1.5, 1 << 30), gpu)
 
 
 def many(count: int, tick: int = 0) -> RunSnapshot:
@@ -144,10 +144,16 @@ def many(count: int, tick: int = 0) -> RunSnapshot:
         )
         for n in range(count)
     )
-    return RunSnapshot(ranks, live=True, step=7 + tick, losses=(2.0, 1.0), slow_rank="rank 150 is slow: [red]0.25 s")
+    return RunSnapshot(
+        ranks,
+        is_reported_by_agent=True,
+        step=7 + tick,
+        losses=(2.0, 1.0),
+        slow_rank_message="rank 150 is slow: [red]0.25 s",
+    )
 
 
-def on_screen(actions: Actions, act: Callable[[WatchApp, Any], Awaitable[None]], width: int = 80) -> WatchApp:
+def on_screen(actions: KeyActions, act: Callable[[WatchApp, Any], Awaitable[None]], width: int = 80) -> WatchApp:
     app = WatchApp(actions)
 
     async def drive() -> None:
@@ -160,14 +166,14 @@ def on_screen(actions: Actions, act: Callable[[WatchApp, Any], Awaitable[None]],
     return app
 
 
-def actions(look: Callable[[], tuple[RunSnapshot, RunState]], told: list[str] | None = None) -> Actions:
+def actions(look: Callable[[], tuple[RunSnapshot, RunState]], told: list[str] | None = None) -> KeyActions:
     told = [] if told is None else told
 
     def say(word: str) -> str:
         told.append(word)
         return HOSTILE
 
-    return Actions(
+    return KeyActions(
         look, lambda n: f"{HOSTILE} stack of {n}", lambda _: HOSTILE, lambda: say("save"), lambda: say("stop")
     )
 
@@ -210,7 +216,7 @@ def test_the_note_begins_with_the_order(slow_rank: str, note: str) -> None:
         await pilot.press("s")
         assert str(app.query_one("#note", Static).content) == note
 
-    on_screen(actions(lambda: (RunSnapshot(live=True, slow_rank=slow_rank), RUNNING)), sort)
+    on_screen(actions(lambda: (RunSnapshot(is_reported_by_agent=True, slow_rank_message=slow_rank), RUNNING)), sort)
 
 
 def test_it_leaves_when_the_run_ends_and_says_why_it_cannot_look() -> None:
@@ -242,7 +248,7 @@ def test_a_run_that_has_ended_is_said_to_have(run: Path, capsys: pytest.CaptureF
 
 def test_nothing_is_asked_of_a_run_that_is_not_ours(run: Path) -> None:
     (run / "attempt-1" / "x").write_text("")
-    theirs = command._Run(run, NOTHING)
+    theirs = command._Run(run, NO_ACCESS)
     for ask in (theirs.save, theirs.stop, lambda: theirs.stack(0)):
         with pytest.raises(command.UsageError):
             ask()
@@ -258,7 +264,7 @@ def test_words_and_curves() -> None:
         "3 ms", "2.0 s", "4:05", "3:20:00", "2 d 5 h", "?", "?",
     ]  # fmt: skip
     assert len(one_line("a\nb" * 1_000_000, 10)) == 10
-    still = RankSnapshot(0, still_seconds=60.0)
+    still = RankSnapshot(0, no_progress_seconds=60.0)
     rendered(summary_line(RunSnapshot((still,)), RUNNING))
 
 
@@ -282,7 +288,7 @@ def test_a_real_run_is_seen_live_saves_when_asked_shows_its_stack_and_stops(trai
     while not (training / "events-1.jsonl").exists():
         time.sleep(0.05)
     watched = command._Run(training, Access(("ssh",), may_query_slurm=False))
-    told = Actions(watched.look, watched.stack, watched.log, watched.save, watched.stop)
+    told = KeyActions(watched.read_view, watched.stack, watched.log, watched.save, watched.stop)
 
     async def until(pilot: Any, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(90):  # else a key without effect is a test without an end
@@ -294,9 +300,9 @@ def test_a_real_run_is_seen_live_saves_when_asked_shows_its_stack_and_stops(trai
             pilot,
             lambda: (
                 app.seen
-                and app.seen[0].live
+                and app.seen[0].is_reported_by_agent
                 and app.seen[0].step
-                and app.seen[0].ranks[1].use
+                and app.seen[0].ranks[1].resource_use
                 and app.seen[1].world_size
             ),
         )  # which rank 0 writes down in its own time

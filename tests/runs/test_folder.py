@@ -12,13 +12,13 @@ from tests.errors import raises
 
 from paceline.checkpoint.manager import Checkpoints
 from paceline.runs.folder import (
+    archive_checkpoints,
     attempt_number,
     check_not_finished,
     create_attempt_dir,
     lock_run_dir,
-    move_aside,
+    move_summary_to_attempt,
     open_run_dir,
-    shelve_summary,
 )
 
 
@@ -40,7 +40,7 @@ def test_a_number_is_never_used_twice(tmp_path):
 def test_a_deleted_start_does_not_give_its_number_away(tmp_path):
     """Otherwise its remaining files could belong to the new start."""
     (tmp_path / "checkpoints").mkdir()
-    Checkpoints(tmp_path / "checkpoints").claim(7, 2)
+    Checkpoints(tmp_path / "checkpoints").claim_publishing(7, 2)
     assert create_attempt_dir(tmp_path)[0] == 8
     (tmp_path / "checkpoints/.fence").write_text("torn")
     assert create_attempt_dir(tmp_path)[0] == 9
@@ -50,10 +50,10 @@ def test_the_last_starts_summary_is_put_into_its_folder(tmp_path):
     for ended in ("first", "second"):
         number, folder = create_attempt_dir(tmp_path)
         (tmp_path / "summary.json").write_text(ended)
-        shelve_summary(tmp_path, number + 1)
+        move_summary_to_attempt(tmp_path, number + 1)
         assert not (tmp_path / "summary.json").exists()
         assert (folder / "summary.json").read_text() == ended
-        shelve_summary(tmp_path, number + 1)  # there is none any more
+        move_summary_to_attempt(tmp_path, number + 1)  # there is none any more
     assert (tmp_path / "attempt-1/summary.json").read_text() == "first"
 
 
@@ -184,11 +184,11 @@ def test_what_a_fresh_beginning_would_write_over_is_moved_aside_and_never_onto_o
     for number in (1, 2):
         (tmp_path / f"checkpoints/step-0000000{number}").mkdir(parents=True)
         (tmp_path / "model.safetensors").write_text(f"weights {number}")
-        move_aside(tmp_path)
+        archive_checkpoints(tmp_path)
         assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "model.safetensors").exists()
         assert (tmp_path / f"checkpoints-before-restart-{number}" / f"step-0000000{number}").is_dir()
         assert (tmp_path / f"model-before-restart-{number}.safetensors").read_text() == f"weights {number}"
-    move_aside(tmp_path)  # nothing to move
+    archive_checkpoints(tmp_path)  # nothing to move
     assert len(list(tmp_path.iterdir())) == 4
 
 

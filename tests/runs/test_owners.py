@@ -12,7 +12,7 @@ import pytest
 from tests.errors import raises
 
 from paceline.errors import UsageError
-from paceline.runs.owners import NotOwned, Unreadable, check_ours, open_file, other_writers
+from paceline.runs.owners import NotOwnedError, UnreadableFileError, check_owned_by_us, open_file, other_writers
 
 OTHER = 65432  # a user without a name
 
@@ -57,7 +57,7 @@ def test_what_belongs_to_others_is_theirs_and_roots_folders_count_for_nothing(pl
     os.chown(run, OTHER, OTHER)
     assert f"{run} belongs to user {OTHER}, " in other_writers(run)
     with raises("run-of-others"):
-        check_ours(run)
+        check_owned_by_us(run)
     os.chown(run, 0, 0)
     os.chown(run.parent, OTHER, OTHER)
     assert f"{run.parent} belongs to user {OTHER}" in other_writers(run)
@@ -68,10 +68,10 @@ def test_what_belongs_to_others_is_theirs_and_roots_folders_count_for_nothing(pl
 def test_what_others_could_write_in_a_folder_of_ours_makes_it_theirs(place: Path) -> None:
     run = run_in(place, 0o755)
     (run / "attempt-1").mkdir()
-    check_ours(run)
+    check_owned_by_us(run)
     (run / "attempt-1").chmod(0o777)
     with pytest.raises(UsageError, match="attempt-1 can be written by all users"):
-        check_ours(run)
+        check_owned_by_us(run)
 
 
 @pytest.mark.root
@@ -98,13 +98,13 @@ def test_the_group_of_ones_own_name_is_no_other_and_an_access_list_says_more(pla
 def test_a_file_is_judged_as_it_is_opened(place: Path) -> None:
     file = place / "config.toml"
     file.write_text("")
-    with open_file(file, ours=True) as it:
-        assert stat.S_ISREG(it.found.st_mode) and it.strangers == ""
+    with open_file(file, must_be_ours=True) as it:
+        assert stat.S_ISREG(it.status.st_mode) and it.other_writers_message == ""
     file.chmod(0o666)
-    with pytest.raises(NotOwned, match="can be written by all users"), open_file(file, ours=True):
+    with pytest.raises(NotOwnedError, match="can be written by all users"), open_file(file, must_be_ours=True):
         pass
     with open_file(file) as it:  # to look at it
-        assert "all users" in it.strangers
+        assert "all users" in it.other_writers_message
 
 
 def test_nothing_is_reached_through_a_link(place: Path) -> None:
@@ -115,9 +115,9 @@ def test_nothing_is_reached_through_a_link(place: Path) -> None:
     for path, words in ((place / "link" / "file", "is below .*link, a symbolic link"),
                         (place / "real" / "other", "is a symbolic link"),
                         (place / "real" / "file" / "x", "is below .*file, which is not a folder")):  # fmt: skip
-        with pytest.raises(Unreadable, match=words), open_file(path):
+        with pytest.raises(UnreadableFileError, match=words), open_file(path):
             pass
-    with pytest.raises(Unreadable, match="is a symbolic link"):
+    with pytest.raises(UnreadableFileError, match="is a symbolic link"):
         other_writers(place / "link")
     with pytest.raises(FileNotFoundError), open_file(place / "real" / "none"):
         pass
@@ -128,9 +128,9 @@ def test_what_is_no_plain_file_is_not_waited_for(place: Path) -> None:
     os.mkfifo(place / "pipe")
     (place / "folder").mkdir()
     for name in ("pipe", "folder"):
-        with pytest.raises(Unreadable, match="is not a plain file"), open_file(place / name):
+        with pytest.raises(UnreadableFileError, match="is not a plain file"), open_file(place / name):
             pass
-    with pytest.raises(Unreadable, match="is not a plain file"), open_file(Path("/dev/null")):
+    with pytest.raises(UnreadableFileError, match="is not a plain file"), open_file(Path("/dev/null")):
         pass
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.runs import writers as event_writer
 from paceline.runs import writing
 from paceline.runs.events import Checkpointed, Notice, RolledBack, Started, Step, read_events
-from paceline.runs.machine import ClockAhead, MachineUse, decode_record, file_name, machine_files
+from paceline.runs.machine import ClockOffset, MachineUse, decode_record, file_name, machine_files
 from paceline.runs.reading import read_lines
 from paceline.runs.writers import BoundedWriter, EventWriter, merge_steps
 
@@ -45,7 +45,7 @@ def test_a_torn_line_costs_itself_alone(tmp_path: Path) -> None:
     path.write_bytes(msgspec.json.encode(use(1)) + b'\n{"kind":"mach')
     writer = BoundedWriter(path)
     writer.write(use(2))
-    writer.write(ClockAhead(3.0, 1, 0.5, 0.001))
+    writer.write(ClockOffset(3.0, 1, 0.5, 0.001))
     writer.close()
     assert times(path) == [1.0, 2.0, 3.0]
     assert machine_files(tmp_path) == {3: path}
@@ -171,7 +171,7 @@ def test_a_disk_without_room_for_a_second_file_ends_nothing(tmp_path: Path, monk
 
     path = tmp_path / "events-0.jsonl"
     with EventWriter(path, limit_bytes=5_000) as writer:
-        monkeypatch.setattr(writing, "replace", full)
+        monkeypatch.setattr(writing, "replace_file", full)
         for number in range(1, 101):
             writer.write(step(number))
     assert covered(list(read_events(path))) == [*range(1, 101)]

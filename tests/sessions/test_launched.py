@@ -11,13 +11,13 @@ from tests.errors import ended_with
 
 from paceline.cli import logs, status
 from paceline.cli.hang import _newest_diagnosis
-from paceline.cli.run_state import attempts, home, run_state
+from paceline.cli.run_state import agent_run_folder, attempts, run_state
 from paceline.errors import ExitCode
-from paceline.report.outcome import failures
+from paceline.report.outcome import root_failures
 from paceline.report.page import repeat_command
-from paceline.report.run import whole_run
-from paceline.runs.attempt import Ended, write_ended
-from paceline.runs.folder import LAUNCHED, create_attempt_dir, launched_attempt
+from paceline.report.run import read_run
+from paceline.runs.attempt import AttemptEnd, write_ended
+from paceline.runs.folder import LAUNCH_FILE, create_attempt_dir, log_attempt_dir
 from paceline.runs.reading import decode_toml
 from paceline.runs.summary import Summary, write_summary
 
@@ -65,12 +65,12 @@ def test_both_folders_lead_to_the_rank_that_failed_first(
     found = run_state(run)
     assert found.state == "failed" and found.words.startswith("exit code 1: rank 1 ("), found
     assert "ValueError: bad sample 4711" in found.words
-    assert [(rank.partition(" (")[0], words) for rank, words in failures(whole_run(run))] == [
+    assert [(rank.partition(" (")[0], words) for rank, words in root_failures(read_run(run))] == [
         ("rank 1", "bad sample 4711")
     ]
     assert logs.main([str(run), "--rank", "1", "--grep", "4711"]) == status.main([str(run)]) == 0
     assert capsys.readouterr().out.count("bad sample 4711") >= 2
-    assert home(run) == failed[0] / "launched"
+    assert agent_run_folder(run) == failed[0] / "launched"
 
 
 @pytest.mark.ranks
@@ -93,7 +93,7 @@ def test_its_settings_are_those_of_the_loop_only(failed: tuple[Path, str]) -> No
     assert found.pop("guard") == {"not_finite": "stop"}
     assert {*found.pop("launch")} == {"device", "backend", "timeout"}
     assert found == {"task": "mine.py", "strategy": "bucketed"}
-    assert "paceline train" not in repeat_command(whole_run(failed[0] / "own"))
+    assert "paceline train" not in repeat_command(read_run(failed[0] / "own"))
 
 
 @pytest.mark.ranks
@@ -101,7 +101,7 @@ def test_a_session_in_the_folder_of_its_launch_uses_the_same_attempt(tmp_path: P
     done = launch(tmp_path, "launched")
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "launched"
-    assert [path.name for path in attempts(run)] == ["attempt-1"] and not (run / "attempt-1" / LAUNCHED).exists()
+    assert [path.name for path in attempts(run)] == ["attempt-1"] and not (run / "attempt-1" / LAUNCH_FILE).exists()
     assert run_state(run).state == "done" and (run / "model.safetensors").is_file()
 
 
@@ -136,7 +136,7 @@ def test_the_code_is_that_of_the_launch_if_both_have_failed(
     tmp_path: Path, summary: int, launch: int, told: int
 ) -> None:
     (tmp_path / "launched" / "attempt-1").mkdir(parents=True)
-    write_ended(tmp_path / "launched" / "attempt-1", Ended(launch, "rank 1 was killed" if launch else ""))
+    write_ended(tmp_path / "launched" / "attempt-1", AttemptEnd(launch, "rank 1 was killed" if launch else ""))
     (tmp_path / "own").mkdir()
     create_attempt_dir(tmp_path / "own", tmp_path / "launched" / "attempt-1")
     write_summary(tmp_path / "own", Summary("mine.py", summary, failure="connection closed"))
@@ -150,5 +150,5 @@ def test_what_is_no_attempt_is_not_followed(tmp_path: Path, text: str | bytes) -
     _, attempt = create_attempt_dir(tmp_path)
     (tmp_path / "attempt-2").touch()
     told = text.replace("{file}", str(tmp_path / "attempt-2")).encode() if isinstance(text, str) else text
-    (attempt / LAUNCHED).write_bytes(told)
-    assert launched_attempt(attempt) == attempt
+    (attempt / LAUNCH_FILE).write_bytes(told)
+    assert log_attempt_dir(attempt) == attempt

@@ -94,7 +94,7 @@ def test_an_option_of_another_strategy_is_an_error_that_names_it() -> None:
 def test_options_of_a_strategy_follow_from_the_arguments() -> None:
     defaults = {name: parameter.default for name, parameter in inspect.signature(paceline.session).parameters.items()}
     config = SessionConfig(**defaults | {"strategy": "fsdp", "fsdp_wrap": "Block"})
-    assert (config.of_strategy, config.strategy_options) == ({"fsdp_wrap": "Block"}, {"wrap": "Block"})
+    assert (config.strategy_arguments, config.strategy_options) == ({"fsdp_wrap": "Block"}, {"wrap": "Block"})
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ import sys
 
 from paceline.protocol.control import WorkerSpec
 
-if (spec := WorkerSpec.here()) is not None and spec.preload >= 0:
-    from paceline.rank.preload import serve
+if (spec := WorkerSpec.from_environment()) is not None and spec.preload >= 0:
+    from paceline.rank.preload import serve_fork_orders
 
     frameworks = {"accelerated.py": ("accelerate",), "trainer.py": ("transformers.trainer",)}
-    serve(spec, ("torch.distributed", *frameworks.get(sys.argv[1].rpartition("/")[2], ())))
+    serve_fork_orders(spec, ("torch.distributed", *frameworks.get(sys.argv[1].rpartition("/")[2], ())))
 
 from paceline.rank.bootstrap import main
 

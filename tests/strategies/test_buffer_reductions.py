@@ -16,13 +16,13 @@ from tests.worlds import world_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from paceline.checkpoint.export import export_state
+from paceline.checkpoint.export import state_dict_from_source
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.data.plan import MicroBatchPlan, ranks_share
 from paceline.errors import ReportedByPeer, UsageError
 from paceline.rank.world import World
-from paceline.strategies.buffers import VirtualBuffers
+from paceline.strategies.buffers import VirtualRankBuffers
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"), "gloo")
 V, STEPS, BATCH = 4, 3, 12
@@ -84,15 +84,17 @@ class Nested(nn.Module):
         return self.layers[1](self.layers[1](self.layers[0](x)) * 0.5)
 
 
-def forwards(buffers: VirtualBuffers, model: nn.Module, share: range, steps: range, check: bool = True) -> None:
+def forwards(buffers: VirtualRankBuffers, model: nn.Module, share: range, steps: range, check: bool = True) -> None:
     for step in steps:
-        buffers.keep()
+        buffers.save_copies()
         batch = DATA[step * BATCH : (step + 1) * BATCH]
         for virtual_rank in share:
-            with buffers.of(MicroBatchPlan(0, step, virtual_rank, 0, torch.arange(BATCH)[virtual_rank::V])):
+            with buffers.micro_batch_context(
+                MicroBatchPlan(0, step, virtual_rank, 0, torch.arange(BATCH)[virtual_rank::V])
+            ):
                 model(batch[virtual_rank::V])
                 if check and virtual_rank == share[-1]:
-                    buffers.check()
+                    buffers.check_mergeable()
 
 
 def values(model: nn.Module) -> dict[str, Any]:
@@ -112,16 +114,16 @@ def counted(rank: int, size: int, folder: str, begin: int, end: int) -> dict[str
     if begin:  # another process may begin with other values: the saved ones count
         for buffer in model.buffers():
             buffer.add_(1) if buffer.dtype != torch.bool else buffer.fill_(True)
-    buffers = VirtualBuffers(model, world_of(rank, size), V)
+    buffers = VirtualRankBuffers(model, world_of(rank, size), V)
     if begin:
         buffers.load(opened(sorted(Path(folder, f"{begin}").iterdir())))
         with buffers.merged():
             assert model.layers[0].get_buffer("seen") == begin * BATCH
     forwards(buffers, model, ranks_share(V, rank, size), range(begin, end))
-    save(buffers.hold(), Path(folder, f"{end}", f"{rank}"), rank, size)
+    save(buffers.buffer_shards(), Path(folder, f"{end}", f"{rank}"), rank, size)
     with buffers.merged():
         found = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    offline = export_state(Kept(buffers.hold()), {}, V) if size == 1 else found
+    offline = state_dict_from_source(Kept(buffers.buffer_shards()), {}, V) if size == 1 else found
     assert all(torch.equal(offline[name], found[name]) for name in found)
     return values_of(found)
 
@@ -159,15 +161,15 @@ def test_calls_and_samples_cannot_be_told_apart_with_one_sample_for_each_virtual
 
     for samples, wrong in ((1, True), (2, False)):
         model = Steps()
-        buffers = VirtualBuffers(model, ALONE, 2)
+        buffers = VirtualRankBuffers(model, ALONE, 2)
         for virtual_rank in range(2):
-            with buffers.of(MicroBatchPlan(0, 0, virtual_rank, 0, torch.arange(samples))):
+            with buffers.micro_batch_context(MicroBatchPlan(0, 0, virtual_rank, 0, torch.arange(samples))):
                 model(DATA[:samples])
         if wrong:
             with raises("buffer-count-unclear", fitting="sum"):
-                buffers.check()
+                buffers.check_mergeable()
         else:
-            buffers.check()
+            buffers.check_mergeable()
             with buffers.merged():
                 assert int(model.get_buffer("n")) == 1
 
@@ -211,12 +213,12 @@ PER_SAMPLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_a_float_that_may_count_samples_must_be_declared_though_all_virtual_ranks_have_equally_many(kind: str):
     model = Writes(torch.zeros(2), PER_SAMPLE[kind])
     with raises("buffer-change-unclear", leaf="own", fitting="sum"):
-        forwards(VirtualBuffers(model, ALONE, V), model, range(V), range(1))
+        forwards(VirtualRankBuffers(model, ALONE, V), model, range(V), range(1))
 
 
 def test_a_float_that_begins_to_count_samples_later_is_an_error_at_the_next_merge():
     model = Writes(torch.zeros(2), lambda own, x: own)
-    buffers = VirtualBuffers(model, ALONE, V)
+    buffers = VirtualRankBuffers(model, ALONE, V)
     forwards(buffers, model, range(V), range(2))
     model.write = PER_SAMPLE["samples"]
     forwards(buffers, model, range(V), range(2, 3))
@@ -228,7 +230,7 @@ def test_a_float_that_begins_to_count_samples_later_is_an_error_at_the_next_merg
 def test_what_is_equal_on_all_virtual_ranks_needs_no_declaration(kind: str):
     start, write = EQUAL[kind]
     model, other = Writes(start.clone(), write), Writes(start.clone(), write)
-    buffers = VirtualBuffers(model, ALONE, V)
+    buffers = VirtualRankBuffers(model, ALONE, V)
     forwards(buffers, model, range(V), range(STEPS))
     for step in range(STEPS):
         other(DATA[step : step + 2])
@@ -240,16 +242,16 @@ def test_what_is_equal_on_all_virtual_ranks_needs_no_declaration(kind: str):
 def test_what_nobody_knows_how_to_combine_is_an_error_before_the_first_update_and_at_a_merge(kind: str):
     start, write = UNKNOWN[kind]
     model = nn.Sequential(Writes(start.to(start.dtype), write))
-    buffers = VirtualBuffers(model, ALONE, V)
+    buffers = VirtualRankBuffers(model, ALONE, V)
     code = "buffer-count-unclear" if start.dtype == torch.int64 else "buffer-not-merged"
     with raises(code, leaf="own", owner="Writes"):
         forwards(buffers, model, range(V), range(1))
     with raises(code), buffers.merged():
         pass
     with raises("export-undeclared-buffer"):
-        export_state(Kept(buffers.hold()), {}, V)
+        state_dict_from_source(Kept(buffers.buffer_shards()), {}, V)
     alone = nn.Sequential(Writes(start.clone(), write))
-    buffers = VirtualBuffers(alone, ALONE, 1)
+    buffers = VirtualRankBuffers(alone, ALONE, 1)
     forwards(buffers, alone, range(1), range(STEPS))
     with buffers.merged():
         pass
@@ -257,7 +259,7 @@ def test_what_nobody_knows_how_to_combine_is_an_error_before_the_first_update_an
 
 def test_a_buffer_that_differs_later_is_an_error_at_the_next_merge():
     model = Writes(torch.tensor(0.0), lambda own, x: own)
-    buffers = VirtualBuffers(model, ALONE, V)
+    buffers = VirtualRankBuffers(model, ALONE, V)
     forwards(buffers, model, range(V), range(2))
     with buffers.merged():
         pass
@@ -270,7 +272,7 @@ def test_a_buffer_that_differs_later_is_an_error_at_the_next_merge():
 def told_by_one(rank: int, size: int) -> str:
     model = Writes(torch.tensor(0.0), UNKNOWN["a sum"][1])
     try:
-        forwards(VirtualBuffers(model, world_of(rank, size), V), model, ranks_share(V, rank, size), range(1))
+        forwards(VirtualRankBuffers(model, world_of(rank, size), V), model, ranks_share(V, rank, size), range(1))
     except (UsageError, ReportedByPeer) as error:
         return f"{type(error).__name__} {int(error.exit_code)}"
     return ""
@@ -297,17 +299,17 @@ def test_a_wrong_declaration_is_an_error_before_the_first_step(declared: Any, wo
         model.register_buffer(name, start)
     vars(model)["buffer_reductions"] = declared
     with pytest.raises(UsageError, match=words):
-        VirtualBuffers(model, ALONE, 2)
+        VirtualRankBuffers(model, ALONE, 2)
 
 
 def test_the_vectors_of_spectral_norm_are_those_of_the_first_also_where_virtual_ranks_have_seen_unequal_numbers():
     for model in (parametrizations.spectral_norm(nn.Linear(3, 2)), nn.utils.spectral_norm(nn.Linear(3, 2))):
         model.double().train()
-        buffers = VirtualBuffers(model, ALONE, 2)
+        buffers = VirtualRankBuffers(model, ALONE, 2)
         for virtual_rank in (0, 1, 0):
-            with buffers.of(MicroBatchPlan(0, 0, virtual_rank, 0, torch.arange(2))):
+            with buffers.micro_batch_context(MicroBatchPlan(0, 0, virtual_rank, 0, torch.arange(2))):
                 model(DATA[:2])
-        buffers.check()
+        buffers.check_mergeable()
         with buffers.merged():
             pass
 
@@ -316,7 +318,7 @@ def test_observers_keep_the_smallest_and_the_largest():
     from torch.ao.quantization.observer import MinMaxObserver
 
     model = nn.ModuleDict({"observer": MinMaxObserver()})
-    buffers = VirtualBuffers(model, ALONE, V)
+    buffers = VirtualRankBuffers(model, ALONE, V)
     forwards(buffers, model["observer"], range(V), range(STEPS))
     with buffers.merged():
         assert float(model["observer"].get_buffer("min_val")) == float(DATA.float().min())
@@ -331,8 +333,8 @@ def test_observers_keep_the_smallest_and_the_largest():
 )
 def test_another_shape_or_type_is_an_error_in_the_forward_that_made_it(virtual_ranks: int, write: Any):
     model = nn.Sequential(Writes(torch.zeros(0, 3).double(), write))
-    buffers = VirtualBuffers(model, ALONE, virtual_ranks)
-    inside = buffers.of(MicroBatchPlan(0, 0, 0, 0, torch.arange(2)))
+    buffers = VirtualRankBuffers(model, ALONE, virtual_ranks)
+    inside = buffers.micro_batch_context(MicroBatchPlan(0, 0, 0, 0, torch.arange(2)))
     with raises("buffer-changes-shape", leaf="own", shape=(0, 3), dtype=torch.float64), inside:
         model(DATA[:2])
 
@@ -342,7 +344,7 @@ def test_what_the_script_assigns_between_steps_is_that_of_all_virtual_ranks():
     model = Counts()
     model.register_buffer("temperature", torch.tensor(1.0))
     model.seen.fill_(3)
-    buffers = VirtualBuffers(model, ALONE, V)
+    buffers = VirtualRankBuffers(model, ALONE, V)
     model.get_buffer("total").fill_(2.0)  # before the first forward
     forwards(buffers, model, range(V), range(2))
     model.seen.zero_()
@@ -359,17 +361,17 @@ def test_what_the_script_assigns_between_steps_is_that_of_all_virtual_ranks():
     assert found["codes"] == last.codes.tolist() and found["total"] == pytest.approx(float(last.get_buffer("total")))
     model.get_buffer("total").mul_(0.5)  # of which value?
     with raises("buffer-changed-between-steps"):
-        buffers.keep()
+        buffers.save_copies()
 
 
 def test_a_step_that_is_left_out_counts_nothing():
     model = Counts()
-    buffers = VirtualBuffers(model, ALONE, V)
+    buffers = VirtualRankBuffers(model, ALONE, V)
     forwards(buffers, model, range(V), range(1))
     with buffers.merged():
         before = values(model)
     forwards(buffers, model, range(V), range(1, 2))
-    buffers.put_back()
+    buffers.restore_copies()
     with buffers.merged():
         assert values(model) == before
 
@@ -392,17 +394,17 @@ class WithNorm(nn.Module):
 
 def summed_beside_norm(rank: int, size: int, folder: str, begin: int, end: int) -> float:
     model = WithNorm()
-    buffers = VirtualBuffers(model, world_of(rank, size), V)
+    buffers = VirtualRankBuffers(model, world_of(rank, size), V)
     if begin:
         buffers.load(opened(sorted(Path(folder, f"{begin}").iterdir())))
     share = ranks_share(V, rank, size)
     for step in range(begin, end):
-        buffers.keep()
+        buffers.save_copies()
         batch = torch.cat([DATA[step * BATCH + v : (step + 1) * BATCH : V] for v in share])
-        with buffers.of(MicroBatchPlan(0, step, share.start, 0, torch.arange(len(batch)))):
+        with buffers.micro_batch_context(MicroBatchPlan(0, step, share.start, 0, torch.arange(len(batch)))):
             model(batch)
-            buffers.check()
-    save(buffers.hold(), Path(folder, f"{end}", f"{rank}"), rank, size)
+            buffers.check_mergeable()
+    save(buffers.buffer_shards(), Path(folder, f"{end}", f"{rank}"), rank, size)
     with buffers.merged():
         return float(model.get_buffer("total"))
 
@@ -420,7 +422,7 @@ def test_a_sum_beside_synchronised_batch_norm_is_kept_by_other_numbers_of_ranks(
 
 def test_weights_to_begin_with_are_where_sums_begin():
     model = Counts()
-    buffers = VirtualBuffers(model, ALONE, V)
+    buffers = VirtualRankBuffers(model, ALONE, V)
     buffers.load(
         Kept([TensorShard("buffers/total", torch.tensor(7.0).double()), TensorShard("buffers/seen", torch.tensor(9))])
     )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paceline.data.plan import MicroBatchPlan
 from paceline.rank.world import World
 from paceline.strategies import buffers as module
-from paceline.strategies.buffers import VirtualBuffers
+from paceline.strategies.buffers import VirtualRankBuffers
 
 WORLD = World(0, 1, 0, 1, torch.device("cpu"), "gloo")
 
@@ -37,26 +37,26 @@ def work(virtual_rank: int) -> MicroBatchPlan:
     return MicroBatchPlan(0, 0, virtual_rank, 0, torch.arange(4))
 
 
-def forward(buffers: VirtualBuffers, model: nn.Module, virtual_rank: int, seed: int) -> None:
-    with buffers.of(work(virtual_rank)):
+def forward(buffers: VirtualRankBuffers, model: nn.Module, virtual_rank: int, seed: int) -> None:
+    with buffers.micro_batch_context(work(virtual_rank)):
         model(torch.randn(4, 2, generator=torch.Generator().manual_seed(seed)))
 
 
-def values(buffers: VirtualBuffers) -> dict[str, list[float]]:
-    return {held.name: held.tensor.flatten().tolist() for held in buffers.hold()}
+def values(buffers: VirtualRankBuffers) -> dict[str, list[float]]:
+    return {held.name: held.tensor.flatten().tolist() for held in buffers.buffer_shards()}
 
 
 def test_put_back_is_what_was_kept_and_what_follows_is_as_if_nothing_had_been():
     model, never = Odd(), Odd()
-    buffers, others = VirtualBuffers(model, WORLD, 2), VirtualBuffers(never, WORLD, 2)
+    buffers, others = VirtualRankBuffers(model, WORLD, 2), VirtualRankBuffers(never, WORLD, 2)
     for one, of in ((buffers, model), (others, never)):
         forward(one, of, 0, seed=0)
-    buffers.keep()
+    buffers.save_copies()
     before = values(buffers)
     forward(buffers, model, 0, seed=1)
     forward(buffers, model, 1, seed=2)  # had none before
     assert values(buffers).keys() > before.keys()
-    buffers.put_back()
+    buffers.restore_copies()
     assert values(buffers) == before
     for one, of in ((buffers, model), (others, never)):
         forward(one, of, 0, seed=3)
@@ -66,28 +66,28 @@ def test_put_back_is_what_was_kept_and_what_follows_is_as_if_nothing_had_been():
 
 def test_what_was_put_back_can_be_kept_again():
     model = Odd()
-    buffers = VirtualBuffers(model, WORLD, 1)
+    buffers = VirtualRankBuffers(model, WORLD, 1)
     for seed in range(3):
         forward(buffers, model, 0, seed)
-        buffers.keep()
+        buffers.save_copies()
         before = values(buffers)
         for _ in range(2):
             forward(buffers, model, 0, seed=9)
-            buffers.put_back()
+            buffers.restore_copies()
             assert values(buffers) == before
 
 
 def test_put_back_writes_into_the_buffers_own_memory_but_not_into_what_has_replaced_it():
     model = Odd()
-    buffers = VirtualBuffers(model, WORLD, 1)
+    buffers = VirtualRankBuffers(model, WORLD, 1)
     forward(buffers, model, 0, seed=0)
-    buffers.keep()
+    buffers.save_copies()
     mean, last = model.norm.running_mean, model.last
     forward(buffers, model, 0, seed=1)
     replaced = model.last
     wanted = replaced.clone()
     assert model.norm.running_mean is mean and replaced is not last
-    buffers.put_back()
+    buffers.restore_copies()
     assert model.norm.running_mean is mean
     assert torch.equal(replaced, wanted) and model.last is not replaced
 
@@ -106,17 +106,17 @@ def test_large_tables_are_copied_only_when_they_change(monkeypatch, change):
 
     monkeypatch.setattr(torch, "_foreach_copy_", counted)
     model = Odd()
-    buffers = VirtualBuffers(model, WORLD, 1)
+    buffers = VirtualRankBuffers(model, WORLD, 1)
     forward(buffers, model, 0, seed=0)
     for _ in range(4):
-        buffers.keep()
+        buffers.save_copies()
         forward(buffers, model, 0, seed=1)
     assert sum(copied) <= 1
     change(model.table)
-    buffers.keep()
+    buffers.save_copies()
     changed = values(buffers)
     model.table.zero_()
-    buffers.put_back()
+    buffers.restore_copies()
     assert values(buffers) == changed
 
 
@@ -133,8 +133,8 @@ class Counters(nn.Module):
 
 def merged(rank: int, size: int) -> list[int]:
     model = Counters(rank)
-    buffers = VirtualBuffers(model, World(rank, size, rank, size, torch.device("cpu"), "gloo"), size)
-    with buffers.of(work(rank)):
+    buffers = VirtualRankBuffers(model, World(rank, size, rank, size, torch.device("cpu"), "gloo"), size)
+    with buffers.micro_batch_context(work(rank)):
         pass
     with buffers.merged():
         return [int(buffer) for buffer in model.buffers()]

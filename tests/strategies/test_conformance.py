@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests.run_ranks import run_ranks
 
-from paceline.config.choices import lacks_torch
+from paceline.config.choices import torch_unsupported_reason
 from paceline.lab.ranks.verify import verify
-from paceline.lab.verify import Spec
+from paceline.lab.verify import VerifySpec
 from paceline.rank.world import World
 from paceline.strategies import STRATEGIES
 
@@ -28,7 +28,7 @@ def reports(rank: int, world_size: int, virtual_ranks: int) -> list:
     for task in ("dropout", "batchnorm", "tokens", "unused", "strided"):
         strategies = [s for s in STRATEGIES if not (task == "unused" and s in REFUSES_UNUSED)]
         optimizers = ["sgd", "adamw"] if task == "dropout" or world_size > 2 else ["adamw"]  # the slow ones do all
-        spec = Spec(f"{TASKS}:{task}", {}, strategies, optimizers, virtual_ranks, 2, 4, 0, 1.0, short_tail=True)
+        spec = VerifySpec(f"{TASKS}:{task}", {}, strategies, optimizers, virtual_ranks, 2, 4, 0, 1.0, short_tail=True)
         found += [(task, result) for result in verify(spec, world).results]
     return found
 
@@ -49,6 +49,8 @@ def test_equals_one_process(world_size, virtual_ranks, tmp_path):
             assert 0 <= result.errors["loss"] <= 1e-12  # something was compared
             assert result.errors["parameter"] < 1e-9
     alone = {"single"} if world_size == 1 else set()
-    many = {"manual", "bucketed", "ddp", "exact", "zero", "fsdp"} - {s for s in STRATEGIES if lacks_torch(s)}
+    many = {"manual", "bucketed", "ddp", "exact", "zero", "fsdp"} - {
+        s for s in STRATEGIES if torch_unsupported_reason(s)
+    }
     assert ran >= {(task, s) for task in ("dropout", "batchnorm", "tokens", "strided") for s in alone | many}
     assert {("unused", s) for s in many - REFUSES_UNUSED} <= ran

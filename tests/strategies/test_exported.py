@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import AdamW
 
 from paceline import BatchPlan, Loading, load_steps, train_step
-from paceline.checkpoint.export import export_state, state_names
-from paceline.checkpoint.format import Damaged
+from paceline.checkpoint.export import state_dict_aliases, state_dict_from_source
+from paceline.checkpoint.format import DamagedCheckpoint
 from paceline.data.arrays import ArrayDataset
 from paceline.strategies import STRATEGIES
 
@@ -29,13 +29,13 @@ def test_it_is_what_the_run_would_write_under_every_strategy(world, name):
     model = Odd().double()  # in which the order of additions shows
     replica = STRATEGIES[name](model, partial(AdamW, lr=0.1), world, virtual_ranks=V)
     replica.model.train()
-    names = state_names(replica.model)
+    names = state_dict_aliases(replica.model)
     plan = BatchPlan(len(DATA), 12, virtual_ranks=V)
     for step in load_steps(DATA, plan, range(V), Loading(torch.device("cpu")), start=0, stop=4):
         train_step(replica, step, loss)
     with replica.merged_buffers():
         wanted = {name: tensor.clone() for name, tensor in replica.weights().items()}
-    found = export_state(Kept(replica.state()), names, V)
+    found = state_dict_from_source(Kept(replica.state()), names, V)
     assert found.keys() == wanted.keys() == Odd().state_dict().keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert all(found[name].dtype == wanted[name].dtype for name in wanted)
@@ -44,7 +44,7 @@ def test_it_is_what_the_run_would_write_under_every_strategy(world, name):
 def test_names_are_noted_where_the_state_dict_has_others():
     model = nn.ModuleDict({"odd": Odd(), "plain": nn.Linear(2, 2)})
     model["again"] = model["plain"]
-    assert state_names(model) == {
+    assert state_dict_aliases(model) == {
         "odd.embedding.weight": ["odd.embedding.weight", "odd.head.weight"],
         "odd.table": [],
         "plain.weight": ["plain.weight", "again.weight"],
@@ -55,5 +55,5 @@ def test_names_are_noted_where_the_state_dict_has_others():
 def test_what_a_model_puts_into_its_state_dict_and_nobody_saves_is_told():
     model = nn.Linear(2, 2)
     model.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({"norm": torch.ones(1)}))
-    with pytest.raises(Damaged, match="norm of the model's state_dict is not a parameter or buffer"):
-        export_state(Kept([]), state_names(model), 1)
+    with pytest.raises(DamagedCheckpoint, match="norm of the model's state_dict is not a parameter or buffer"):
+        state_dict_from_source(Kept([]), state_dict_aliases(model), 1)

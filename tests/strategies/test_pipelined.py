@@ -10,7 +10,7 @@ import torch
 from tests.run_ranks import run_ranks
 
 from paceline.lab.ranks.verify import verify
-from paceline.lab.verify import Result, Spec
+from paceline.lab.verify import Result, VerifySpec
 from paceline.parallel.pipeline import ModelStage, Pipeline, actions
 from paceline.rank.world import World
 from paceline.strategies import pipelined
@@ -28,7 +28,7 @@ def results(rank: int, world_size: int, task: str, mesh: str, *optimizers: str, 
     name, _, schedule = mesh.partition("/")
     options: Any = {"mesh": name, "schedule_pipeline": schedule or "1f1b"}
     # dropout, clipping, several uneven micro-batches, a last batch that does not reach every virtual rank
-    spec = Spec(task, {}, ["bucketed"], [*(optimizers or ["adamw"])], 3, 2, steps, 0, 1.0, **options)
+    spec = VerifySpec(task, {}, ["bucketed"], [*(optimizers or ["adamw"])], 3, 2, steps, 0, 1.0, **options)
     return verify(spec, world).results
 
 
@@ -65,13 +65,13 @@ def test_all_models_equal_one_process(size, mesh, tmp_path):
 
 # ---- planted bugs ------------------------------------------------------------------------------------------------
 
-BACKWARD, FROM_BELOW = Pipeline.backward, Pipeline._from_below
+BACKWARD, FROM_BELOW = Pipeline.backward, Pipeline._receive_gradient
 BUGS: dict[str, tuple[Any, str, Any]] = {
     "no bug": (pipelined, "_shared_parameters", pipelined._shared_parameters),
     "stages that share a parameter do not add up its gradients": (pipelined, "_shared_parameters", lambda *_: []),
-    "a gradient counts twice on its way up": (Pipeline, "_from_below", lambda self, like: 2 * FROM_BELOW(self, like)),
+    "a gradient counts twice on its way up": (Pipeline, "_receive_gradient", lambda *args: 2 * FROM_BELOW(*args)),
     "the gradient of another micro-batch": (
-        Pipeline, "_from_below", lambda self, like: FROM_BELOW(self, like).roll(1, 0),
+        Pipeline, "_receive_gradient", lambda self, like: FROM_BELOW(self, like).roll(1, 0),
     ),
     "random streams stay where they are": (
         ModelStage, "_draws", property(lambda _: False, lambda *_: None),

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD
 
 from paceline import BatchPlan, Loading, World, evaluate, fit, load_steps, train_step
-from paceline.config.strategies import FOR_SEVERAL, STRATEGY_INFO
+from paceline.config.strategies import MULTI_PROCESS_STRATEGIES, STRATEGY_INFO
 from paceline.data.arrays import ArrayDataset
 from paceline.strategies import STRATEGIES
 from paceline.train.optimizer import Schedule
@@ -119,5 +119,5 @@ def test_fit_follows_the_schedule_and_numbers_steps_over_the_run(world):
 @pytest.mark.parametrize("name", ["single", "dp"])
 def test_strategies_of_one_process_refuse_several(name):
     world = World(0, 2, 0, 2, CPU, "gloo")
-    with raises("strategy-of-one-process", value=name, processes=2, allowed=[*FOR_SEVERAL]):
+    with raises("strategy-of-one-process", value=name, processes=2, allowed=[*MULTI_PROCESS_STRATEGIES]):
         STRATEGIES[name](nn.Linear(1, 1), sgd, world)

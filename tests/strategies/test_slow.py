@@ -26,7 +26,7 @@ from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_
 from paceline.checkpoint.shards import full_state
 from paceline.data.plan import ranks_share
 from paceline.errors import ExitCode, PacelineError, ReportedByPeer
-from paceline.stepping.nonfinite import UNCHANGED
+from paceline.stepping.nonfinite import PARAMETERS_UNCHANGED_TEXT
 from paceline.strategies import Strategy
 from paceline.strategies.bucketed import bucketed
 from paceline.strategies.exact import Exact
@@ -78,7 +78,7 @@ def train(trained: Strategy, start: int, stop: int, dataset: ArrayDataset | None
     """Which steps were left out."""
     share = ranks_share(VIRTUAL, trained.world.rank, RANKS)
     steps = load_steps(dataset or data(), PLAN, share, Loading(CPU), start=start, stop=stop)
-    return [train_step(trained, step, squared, **options).skipped is not None for step in steps]
+    return [train_step(trained, step, squared, **options).skip_cause is not None for step in steps]
 
 
 def weights(trained: Strategy) -> Tensor:
@@ -315,7 +315,7 @@ def alone(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         try:
             train_step(trained, step, losses.get(fault, squared))
         except PacelineError as raised:
-            error = f"{type(raised).__name__}: {raised.shown}"
+            error = f"{type(raised).__name__}: {raised.message_with_code}"
         found[fault] = [error, torch.equal(before, own_weights(trained))]
         dist.barrier()
     found["forms"] = [
@@ -352,7 +352,7 @@ def told_of(rank: int, samples: int, loss: Any, bad: int | None) -> str:
         for step in load_steps(dataset, plan, ranks_share(VIRTUAL, rank, RANKS), Loading(CPU), start=0, stop=3):
             train_step(trained, step, loss)
     except PacelineError as raised:
-        error = f"{type(raised).__name__}: {raised.shown}"
+        error = f"{type(raised).__name__}: {raised.message_with_code}"
     dist.barrier()
     return error
 
@@ -367,7 +367,7 @@ def test_of_hosts_that_step_by_themselves_the_one_with_the_fault_tells(tmp_path:
     *others, host_mate, causes = run_ranks(alone, RANKS, tmp_path, tmp_path, timeout=300)
     tells, unchanged = causes["gradient"]
     assert codes(tells) == ["not-finite"] and "all 6 parameters" in tells and "; rank 3: " in tells
-    assert UNCHANGED in tells
+    assert PARAMETERS_UNCHANGED_TEXT in tells
     assert unchanged and host_mate["gradient"][0].startswith("ReportedByPeer: rank 3 ") and host_mate["gradient"][1]
     assert [one["gradient"] for one in others] == [["", False]] * 2  # they have not waited for that host
     tells, unchanged = causes["loss"]
@@ -385,14 +385,14 @@ def test_of_hosts_that_step_by_themselves_the_one_with_the_fault_tells(tmp_path:
     assert all(codes(told) == ["not-finite"] and "not their sum" in told for told in beyond)
     # an infinite loss with finite gradients is heard of when the step has been taken
     *others, causes = [one["infinite"][0] for one in (*others, host_mate, causes)]
-    assert codes(causes) == ["not-finite"] and "rank 3: samples " in causes and UNCHANGED not in causes
+    assert codes(causes) == ["not-finite"] and "rank 3: samples " in causes and PARAMETERS_UNCHANGED_TEXT not in causes
     assert all(told.startswith("ReportedByPeer: another rank ") for told in others)
 
 
 EACH_A_HOST = """
 import os
-from paceline.collectives import memory
-memory.host_key = lambda: os.environ["RANK"]  # each rank is on a host of its own
+from paceline.collectives import shared_memory
+shared_memory.host_key = lambda: os.environ["RANK"]  # each rank is on a host of its own
 """
 POISON = """
 import torch

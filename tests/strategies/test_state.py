@@ -16,11 +16,18 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
-from paceline.checkpoint.shards import ShardFiles, fill, full_state, layout, rank_part, read_meta
+from paceline.checkpoint.shards import (
+    ShardFileSource,
+    full_state,
+    make_shard_layout,
+    read_meta,
+    select_shards_to_save,
+    write_shard_file,
+)
 from paceline.checkpoint.state import TensorShard
 from paceline.data.plan import ranks_share
 from paceline.strategies import STRATEGIES, Strategy
-from paceline.strategies.optimizer_state import hold_optimizer, load_optimizer
+from paceline.strategies.optimizer_state import load_optimizer, optimizer_shards
 
 CPU = torch.device("cpu")
 VIRTUAL, SAVED_AT, STEPS = 4, 3, 5
@@ -80,15 +87,15 @@ def train(replica: Strategy, start: int, stop: int) -> None:
 
 def save(held: list[TensorShard], path: Path, rank: int = 0, world_size: int = 1) -> None:
     """As `train.checkpointing` does: this rank's part as a file of its own."""
-    places = layout(rank_part(held, rank, world_size))
+    places = make_shard_layout(select_shards_to_save(held, rank, world_size))
     buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
-    fill(buffer, places, {})
+    write_shard_file(buffer, places, {})
     path.write_bytes(buffer.numpy().tobytes())
 
 
-def opened(paths: Iterable[Path]) -> ShardFiles:
+def opened(paths: Iterable[Path]) -> ShardFileSource:
     files = [(path, read_meta(path)) for path in paths]
-    return ShardFiles([(path, meta[1]) for path, meta in files if meta])
+    return ShardFileSource([(path, meta[1]) for path, meta in files if meta])
 
 
 def path_of(folder: str, name: str, optimizer: str, rank: int, size: int) -> Path:
@@ -192,7 +199,7 @@ def test_plain_numbers_come_back_as_plain_numbers_and_none_is_left_out(tmp_path:
     model = nn.Linear(2, 3)
     memory = torch.arange(4.0, dtype=torch.float64)
     kept = {"count": 2**62 + 1, "rate": 0.1, "on": True, "nothing": None, "memory": memory, "inf": float("inf")}
-    save(hold_optimizer(model, Keeping(model.parameters(), kept)), tmp_path / "file")
+    save(optimizer_shards(model, Keeping(model.parameters(), kept)), tmp_path / "file")
     optimizer = Keeping(model.parameters(), {"old": 5})
     source = opened([tmp_path / "file"])
     names = {name.rpartition("/")[2] for name in source.names("optimizer/weight/")}
@@ -209,7 +216,7 @@ def test_a_parameter_that_was_never_updated_has_no_state_afterwards(tmp_path: Pa
     model = nn.Linear(2, 3)
     optimizer = Keeping(model.parameters())
     optimizer.state[model.bias] = {"count": 1}
-    save(hold_optimizer(model, optimizer), tmp_path / "file")
+    save(optimizer_shards(model, optimizer), tmp_path / "file")
     other = Keeping(model.parameters(), {"count": 9})
     load_optimizer(model, other, opened([tmp_path / "file"]))
     assert other.state == {model.bias: {"count": 1}}
@@ -219,13 +226,13 @@ def test_a_parameter_that_was_never_updated_has_no_state_afterwards(tmp_path: Pa
 def test_what_only_a_pickle_could_save_is_refused_by_name(value: object) -> None:
     model = nn.Linear(2, 3)
     with raises("optimizer-keeps-object", kind=type(value).__name__, key="odd", name="weight"):
-        hold_optimizer(model, Keeping([model.weight], {"odd": value}))
+        optimizer_shards(model, Keeping([model.weight], {"odd": value}))
 
 
 def test_an_optimizer_of_foreign_parameters_is_refused() -> None:
     foreign = nn.Parameter(torch.ones(4, 2))
     with raises("foreign-parameter-state", shape=(4, 2)):
-        hold_optimizer(nn.Linear(2, 3), Keeping([foreign], {"count": 1}))
+        optimizer_shards(nn.Linear(2, 3), Keeping([foreign], {"count": 1}))
 
 
 def test_the_state_of_another_model_is_refused_and_the_tensor_named(tmp_path: Path) -> None:

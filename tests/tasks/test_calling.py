@@ -15,9 +15,9 @@ from tests.run_script import run_script
 from torch import Tensor, nn
 
 from paceline.compute.forward import wrap_forward
-from paceline.compute.precision import in_bf16, lacks_bf16
-from paceline.data.loader import Loading, fetch
-from paceline.tasks.task import call
+from paceline.compute.precision import bf16_unsupported_reason, in_bf16
+from paceline.data.loader import Loading, fetch_pairs
+from paceline.tasks.task import call_model
 
 BATCH = {"x": torch.ones(2), "mask": torch.zeros(2), "label": torch.ones(2)}
 
@@ -67,26 +67,26 @@ def in_16_bits() -> nn.Module:
     ],
 )
 def test_a_forward_gets_what_it_names(make: Any, taken: list[str] | None, inputs: Any) -> None:
-    found = call(make(), inputs)
+    found = call_model(make(), inputs)
     assert found is inputs if taken is None else [*found] == taken
 
 
 def test_a_wrapper_is_called_with_what_the_model_names() -> None:
-    got = call(Named(), BATCH, lambda *args, **kwargs: (args, kwargs))
+    got = call_model(Named(), BATCH, lambda *args, **kwargs: (args, kwargs))
     assert got == ((), {"x": BATCH["x"], "mask": BATCH["mask"]})
 
 
 def test_a_tensor_and_a_pair_are_given_as_they_are() -> None:
-    assert call(Whole(), BATCH["x"]) is BATCH["x"]
-    assert call(Whole(), (1, 2)) == (1, 2)
+    assert call_model(Whole(), BATCH["x"]) is BATCH["x"]
+    assert call_model(Whole(), (1, 2)) == (1, 2)
 
 
 def test_a_dict_is_inputs_and_targets_and_a_triple_is_refused() -> None:
     samples: Any = [{"x": torch.full((3,), float(i)), "label": i} for i in range(4)]
-    ((inputs, targets),) = fetch(samples, [(0, torch.tensor([1, 3]))], 0, Loading(torch.device("cpu")))
+    ((inputs, targets),) = fetch_pairs(samples, [(0, torch.tensor([1, 3]))], 0, Loading(torch.device("cpu")))
     assert inputs is targets and inputs["label"].tolist() == [1, 3] and inputs["x"].shape == (2, 3)
     with raises("not-pairs", kind="list of length 3"):
-        next(fetch([(1, 2, 3)] * 2, [(0, torch.tensor([0]))], 0, Loading(torch.device("cpu"))))  # pyright: ignore
+        next(fetch_pairs([(1, 2, 3)] * 2, [(0, torch.tensor([0]))], 0, Loading(torch.device("cpu"))))  # pyright: ignore
 
 
 TASK = """
@@ -125,7 +125,7 @@ def run(folder: Path, *words: str) -> Any:
 def test_a_task_of_dicts_trains(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK)
     train = ("-m", "paceline", "train", "mine.py:task", "--epochs", "1", "--batch-size", "8", "--strategy", "ddp")
-    precision = "fp32" if lacks_bf16(torch.device("cpu")) else "bf16"
+    precision = "fp32" if bf16_unsupported_reason(torch.device("cpu")) else "bf16"
     done = run_script(2, *train, "--precision", precision, "--run-dir", "run", cwd=tmp_path)
     assert done.returncode == 0 and "accuracy" in done.stdout, done.stdout + done.stderr
 

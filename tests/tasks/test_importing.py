@@ -8,7 +8,7 @@ import pytest
 from tests.errors import raises
 
 from paceline.errors import UsageError
-from paceline.tasks.registry import check_task, is_loop, load_function, load_task
+from paceline.tasks.registry import check_task, is_training_loop, load_function, load_task
 
 
 def written(folder: Path, name: str, text: str) -> str:
@@ -78,7 +78,11 @@ def test_a_loop_is_told_from_a_task_without_importing_it(tmp_path: Path) -> None
         "import paceline\nraise ValueError\ndef main():\n    s = paceline.session()\ndef task():\n    return Task(1)\n"
     )
     task = written(tmp_path, "both", text)
-    assert is_loop(task.replace(":task", ":main")) and not is_loop(task) and not is_loop("mnist-cnn")
+    assert (
+        is_training_loop(task.replace(":task", ":main"))
+        and not is_training_loop(task)
+        and not is_training_loop("mnist-cnn")
+    )
     needy = written(tmp_path, "needy", "def task(epochs):\n    pass\n")
     with raises("task-needs-arguments"):
         load_function(needy)

@@ -12,7 +12,7 @@ from tests.errors import codes, ended_with, raises
 
 from paceline.config.settings import TrainConfig, dump, load
 from paceline.tasks.registry import load_task
-from paceline.tasks.settings import all_settings, convert_settings, settings_help, settings_in
+from paceline.tasks.settings import all_settings, convert_settings, parse_task_settings, settings_help
 
 TASK = """
 import sys
@@ -80,7 +80,7 @@ NAME = "with_settings.py:task"
     ],
 )
 def test_a_value_gets_the_type_of_its_annotation(mine, given, value):
-    found = convert_settings(NAME, settings_in(NAME), {"width": "1", **given})[next(iter(given))]
+    found = convert_settings(NAME, parse_task_settings(NAME), {"width": "1", **given})[next(iter(given))]
     assert (found, type(found)) == (value, type(value))
 
 
@@ -98,7 +98,9 @@ def test_a_value_gets_the_type_of_its_annotation(mine, given, value):
 )
 def test_what_is_wrong_is_told(mine, given, code, fields):
     with raises(code, **fields):
-        convert_settings(NAME, settings_in(NAME), given if given in ({}, {"widht": "4"}) else {"width": "1", **given})
+        convert_settings(
+            NAME, parse_task_settings(NAME), given if given in ({}, {"widht": "4"}) else {"width": "1", **given}
+        )
 
 
 def test_the_function_gets_them(mine):
@@ -139,10 +141,10 @@ def test_a_file_holds_them_as_a_table(tmp_path, texts):
     config = TrainConfig(task="mnist-cnn", task_arg=texts)
     path = tmp_path / "config.toml"
     path.write_text(dump(config))
-    assert load(path, ours=False) == config
+    assert load(path, must_own=False) == config
     assert ("[task_arg]" in path.read_text()) == bool(texts)
     path.write_text("[task_arg]\nn_layer = 4\ndeep = true\nact = 'gelu'\n")
-    assert load(path, ours=False).task_arg == ("n_layer=4", "deep=true", "act=gelu")
+    assert load(path, must_own=False).task_arg == ("n_layer=4", "deep=true", "act=gelu")
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from paceline.collectives import buckets
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.norm import ShardedNorm
-from paceline.collectives.reducer import sum_to_shards
+from paceline.collectives.reducer import make_shard_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import Shards
 from paceline.collectives.tree import LeafPartition, subtrees
@@ -184,8 +184,8 @@ def zero(rank: int, size: int) -> None:
     sharded = ShardedOptimizer(mine, lambda share: torch.optim.AdamW(share, lr=0.1))
     optimizer = torch.optim.AdamW(products.parameters(), lr=0.1)
     shards = Shards(products, rank, size)
-    shards.shard(optimizer)
-    reducer = sum_to_shards(shards, of_ranks(rank, size))
+    shards.shard_optimizer(optimizer)
+    reducer = make_shard_reducer(shards, of_ranks(rank, size))
     for step in range(3):
         loss(mine, rank + 10 * step).backward()
         sharded.step(4.0 * size)

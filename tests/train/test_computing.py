@@ -10,11 +10,11 @@ from tests.ended import start_steps
 from tests.errors import ended_with, raises
 from tests.run_ranks import run_ranks
 
-from paceline.compute.precision import lacks_bf16
+from paceline.compute.precision import bf16_unsupported_reason
 from paceline.compute.resources import current_cpu_allocation, thread_warnings
 from paceline.config.settings import ComputeConfig, LaunchConfig, TrainConfig, check_values
 from paceline.rank.world import World
-from paceline.train.computing import _choose_precision, set_threads
+from paceline.train.compute_settings import _choose_precision, set_threads
 from paceline.train.costs import WARM_UP_STEPS, DataWait
 
 CPU = torch.device("cpu")
@@ -85,10 +85,10 @@ def test_the_share_of_waiting_leaves_out_the_first_steps_unless_there_are_few():
     waiting = DataWait()
     assert waiting.fraction() is None
     for _ in range(WARM_UP_STEPS):
-        waiting.step({"data": 9.0, "forward": 1.0})
+        waiting.add_step({"data": 9.0, "forward": 1.0})
     assert waiting.fraction() == 0.9
     for _ in range(WARM_UP_STEPS + 1):
-        waiting.step({"data": 1.0, "forward": 9.0})
+        waiting.add_step({"data": 1.0, "forward": 9.0})
     assert waiting.fraction() == pytest.approx(0.1)
 
 
@@ -116,7 +116,7 @@ def test_a_chosen_precision_is_written_down_and_stays_on_a_resume(paceline, tmp_
 @pytest.mark.timeout(360)
 def test_what_a_run_waited_for_and_how_it_was_computed_is_told_and_written_down(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(TASK)
-    fast = ("--precision", "fp32" if lacks_bf16(CPU) else "bf16")
+    fast = ("--precision", "fp32" if bf16_unsupported_reason(CPU) else "bf16")
     for task, flags in (("slow", ()), ("task", fast)):
         run = paceline("train", f"mine.py:{task}", "--epochs", 1, "--batch-size", 4, "--run-dir", task, *flags)
         assert run.returncode == 0, run.stderr

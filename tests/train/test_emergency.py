@@ -11,14 +11,14 @@ from tests.worlds import world as world
 from torch import nn
 
 from paceline import World
-from paceline.checkpoint.manager import Checkpoints, Claim, Fenced
+from paceline.checkpoint.manager import Checkpoints, Claim, FencedError
 from paceline.checkpoint.resume import TrainerState
-from paceline.checkpoint.shards import ShardFiles
+from paceline.checkpoint.shards import ShardFileSource
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
 from paceline.errors import TrainingError
 from paceline.strategies import STRATEGIES, Strategy
-from paceline.train.checkpointing import is_writer, save_alone
+from paceline.train.checkpointing import must_save_alone, save_alone
 
 CONTENT = TrainerState(24, {"loss": 0.5}, {"seed": 0}, 3)
 
@@ -27,14 +27,14 @@ CONTENT = TrainerState(24, {"loss": 0.5}, {"seed": 0}, 3)
 def test_exactly_one_rank_saves_and_never_a_guilty_one(world_size, data):
     causes = data.draw(st.sets(st.integers(0, world_size - 1)))
     word = json.dumps({"kind": "BEHIND", "page": "...", "exit_code": 3, "causes": [*causes]})
-    writers = [rank for rank in range(world_size) if is_writer(word, rank, world_size)]
+    writers = [rank for rank in range(world_size) if must_save_alone(word, rank, world_size)]
     assert len(writers) == (len(causes) < world_size)
     assert not causes & {*writers}
 
 
 @pytest.mark.parametrize("word", ["", "{}", "{", "[]", '{"causes": 1}', '{"causes": null}', '{"causes": ["a"]}'])
 def test_without_a_word_that_says_who_is_guilty_nobody_saves(word):
-    assert not is_writer(word, 0, 2)
+    assert not must_save_alone(word, 0, 2)
 
 
 # ---- writing -----------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def trained(world: World, model: nn.Module, strategy: str = "exact") -> Strategy
 
 def checkpoints(root, *, generation: int = 0) -> Checkpoints:
     """Of rank 1, which has not claimed anything; rank 0 has."""
-    Checkpoints(root).claim(1, generation)
+    Checkpoints(root).claim_publishing(1, generation)
     return Checkpoints(root)
 
 
@@ -60,7 +60,7 @@ def test_what_is_saved_alone_is_the_whole_state_and_the_newest_checkpoint(world,
     replica = trained(world, nn.Linear(3, 2))
     said: list[str] = []
     there = Checkpoints(tmp_path)
-    there.claim(1, 0)
+    there.claim_publishing(1, 0)
     begun = there.begin(7)  # one of the same step, that all ranks had begun, and may still be writing
     (begun / "shard-0-of-2.safetensors").touch()
     path = save_alone(replica, 7, CONTENT, Checkpoints(tmp_path), Claim(1, 0), keep=2, say=said.append)
@@ -69,7 +69,7 @@ def test_what_is_saved_alone_is_the_whole_state_and_the_newest_checkpoint(world,
     manifest = found[1]
     assert (manifest.step, manifest.samples_seen, manifest.virtual_ranks) == (7, 24, 1)
     assert manifest.scalars == {"evaluated": 3}
-    source = ShardFiles.of(path, manifest)
+    source = ShardFileSource.from_checkpoint(path, manifest)
     held = {one.name: one.tensor for one in replica.state()}
     assert {*source.names("")} == held.keys()
     for name, tensor in held.items():
@@ -93,6 +93,6 @@ def test_where_a_part_is_on_other_ranks_nothing_is_published(world, tmp_path, st
 
 def test_a_rank_of_an_older_generation_publishes_nothing(world, tmp_path):
     replica = trained(world, nn.Linear(3, 2))
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         save_alone(replica, 7, CONTENT, checkpoints(tmp_path, generation=1), Claim(1, 0), keep=2, say=print)
     assert not [p for p in tmp_path.iterdir() if p.name.startswith("step-")]

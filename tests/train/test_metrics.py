@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from paceline import Loading, Metric, evaluate
-from paceline.collectives.control import gather_tensors
+from paceline.collectives.control import all_gather_tensors
 from paceline.data.arrays import ArrayDataset
 from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES
@@ -316,11 +316,11 @@ def gathered(rank: int, size: int) -> Any:
         "number": torch.tensor(rank / 3),
         "column": torch.arange(6.0).reshape(2, 3)[:, rank],
     }
-    return gather_tensors(mine if rank != 1 else {}, world_of(rank, size), "test")
+    return all_gather_tensors(mine if rank != 1 else {}, world_of(rank, size), "test")
 
 
 def test_tensors_of_any_kind_and_shape_come_as_they_were(tmp_path: Path) -> None:
-    assert gather_tensors([1], world_of(0, 1), "test") == [[1]]
+    assert all_gather_tensors([1], world_of(0, 1), "test") == [[1]]
     for first, nothing, last in run_ranks(gathered, 3, tmp_path):
         assert nothing == {} and first["deep"][1:] == ["word", None]
         assert [t.dtype for t in last["kinds"]] == [t.dtype for t in first["kinds"]]

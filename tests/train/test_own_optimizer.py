@@ -18,8 +18,8 @@ from torch import Tensor
 
 from paceline.config.settings import OptimizerConfig
 from paceline.runs.events import Step, read_events
-from paceline.seeding import derive, random_stream
-from paceline.train.optimizer import maker_for, schedule_for
+from paceline.seeding import derive_seed, seeded_random_stream
+from paceline.train.optimizer import configured_optimizer_maker, schedule_for
 
 TASK = """
 import os
@@ -113,7 +113,7 @@ def definition(folder: Path) -> dict:
 
 def by_hand(mine: ModuleType, make_optimizer, make_schedule, steps: int = 6) -> tuple[dict[str, Tensor], list[float]]:
     """The weights and learning rates that torch alone comes to, from the weights that the run began with."""
-    with random_stream(derive(0, "model"), torch.device("cpu")):
+    with seeded_random_stream(derive_seed(0, "model"), torch.device("cpu")):
         model = mine.model()
     data, optimizer = mine.data("train"), make_optimizer(model)
     schedule, seen = make_schedule(optimizer, steps), []
@@ -147,17 +147,17 @@ def test_groups_and_a_schedule_come_to_what_torch_alone_comes_to(train, mine, tm
 def test_without_a_schedule_the_rates_stay_as_the_groups_have_them(mine):
     optimizer = mine.groups(mine.model())
     rates = schedule_for(OptimizerConfig(), 1e-3, mine.kept, optimizer, 6)
-    assert [rates.set(optimizer, step) for step in (0, 5)] == [0.01, 0.01]
+    assert [rates.set_lr(optimizer, step) for step in (0, 5)] == [0.01, 0.01]
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.02]
 
 
 def test_a_schedule_alone_takes_the_flags_of_the_optimizer(mine):
     wish = OptimizerConfig(optimizer="sgd", lr=0.5)
-    optimizer = maker_for(wish, 0.25, mine.scheduled, mine.model())(mine.model().parameters())
+    optimizer = configured_optimizer_maker(wish, 0.25, mine.scheduled, mine.model())(mine.model().parameters())
     rates = schedule_for(wish, 0.25, mine.scheduled, optimizer, 6)
-    assert rates.set(optimizer, 0) == 0.25  # after lr scaling
+    assert rates.set_lr(optimizer, 0) == 0.25  # after lr scaling
     optimizer.step()
-    assert rates.set(optimizer, 1) == 0.125
+    assert rates.set_lr(optimizer, 1) == 0.125
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_what_has_no_meaning_is_refused(mine, monkeypatch, name, wish, code, val
         mine if name.startswith("mine") else torch.optim, name.partition(":")[2]))  # fmt: skip
     task, model, settings = getattr(mine, name), mine.model(), OptimizerConfig(**wish)
     with raises(code) as caught:
-        optimizer = maker_for(settings, settings.lr, task, model)(model.parameters())
+        optimizer = configured_optimizer_maker(settings, settings.lr, task, model)(model.parameters())
         schedule_for(settings, settings.lr, task, optimizer, 6)
     fields = caught.value.fields
     assert fields.get("value", fields.get("kind")) == value

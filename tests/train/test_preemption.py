@@ -17,7 +17,7 @@ from tests.errors import codes
 
 from paceline.checkpoint.manager import Checkpoints
 from paceline.runs.events import Checkpointed, Started, Step, read_events
-from paceline.train.preemption import SIGNALS, stop_signals
+from paceline.train.preemption import SIGNALS, record_stop_signals
 
 PATIENCE_SECONDS = 50.0
 
@@ -88,7 +88,7 @@ def test_the_first_signal_is_noted_and_the_second_ends_the_process_by_itself(not
 
 
 def test_sigterm_ends_a_process_that_was_forked_meanwhile():
-    with stop_signals() as request:
+    with record_stop_signals() as request:
         reader, writer = os.pipe()
         process = multiprocessing.get_context("fork").Process(target=begun, args=(writer,))
         process.start()
@@ -127,7 +127,7 @@ def test_an_ignored_hangup_stays_ignored(noting):
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_handlers_are_put_back(fails):
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    with pytest.raises(ValueError) if fails else stop_signals(), stop_signals() as request:
+    with pytest.raises(ValueError) if fails else record_stop_signals(), record_stop_signals() as request:
         assert signal.getsignal(signal.SIGTERM) == request.handle
         if fails:
             raise ValueError
@@ -139,7 +139,7 @@ def test_outside_the_main_thread_nothing_is_touched():
     seen: list[object] = []
 
     def body() -> None:
-        with stop_signals() as request:
+        with record_stop_signals() as request:
             seen.extend([request.by, {number: signal.getsignal(number) for number in SIGNALS}])
 
     thread = threading.Thread(target=body)

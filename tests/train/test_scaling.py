@@ -17,8 +17,8 @@ from paceline.compute.precision import in_fp16
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share
 from paceline.stepping import trained_model
-from paceline.stepping.nonfinite import NotFinite, SkippedSteps
-from paceline.stepping.trained_model import FIRST, SMALLEST, LossScale
+from paceline.stepping.nonfinite import NonFiniteCause, SkippedSteps
+from paceline.stepping.trained_model import INITIAL_LOSS_SCALE, SMALLEST, LossScale
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.train.step import TaskSteps
 
@@ -50,9 +50,9 @@ def made(name: str, world: World, *, fp16: bool = True) -> Strategy:
 def trained(replica: Strategy, scale: LossScale | None, world: World) -> list[str]:
     """Two epochs of 3 uneven global batches, each in 2 micro-batches of a virtual rank; why steps were left out."""
     plan, share = BatchPlan(24, 10, V, accumulation=2), ranks_share(V, world.rank, world.size)
-    take = TaskSteps(replica, squared, scale=scale, max_norm=1.0).take
+    take = TaskSteps(replica, squared, scale=scale, max_norm=1.0).take_step
     results = [take(step) for step in load_steps(data(), plan, share, Loading(CPU), start=0, stop=6)]
-    return ["" if one.skipped is None else one.skipped.words for one in results]
+    return ["" if one.skip_cause is None else one.skip_cause.message for one in results]
 
 
 def bits(replica: Strategy) -> str:
@@ -75,7 +75,7 @@ def test_small_gradients_are_zeros_without_it(world: World) -> None:
         replica.optimizer.register_step_pre_hook(
             lambda *_, r=replica, g=gradients: g.extend(h.tensor.clone() for h in r.gradients() if h.name in HALF)
         )
-        TaskSteps(replica, lambda o, t: squared(o, t) * 1e-10, scale=scale).take(step)
+        TaskSteps(replica, lambda o, t: squared(o, t) * 1e-10, scale=scale).take_step(step)
         found.append(float(torch.cat([g.flatten() for g in gradients]).abs().max()))
     assert found[0] == 0 < found[1]
 
@@ -83,21 +83,25 @@ def test_small_gradients_are_zeros_without_it(world: World) -> None:
 def test_the_scale_halves_and_doubles_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trained_model, "STEPS_UNTIL_DOUBLED", 3)
     scale = LossScale()
-    assert scale.overflow("step 1") and scale.value == FIRST / 2
+    assert scale.halve_after_overflow("step 1") and scale.value == INITIAL_LOSS_SCALE / 2
     for _ in range(5):
-        scale.good()
+        scale.count_good_step()
     again = LossScale()
-    again.take(json.loads(json.dumps(scale.numbers())))
-    again.good()  # the third since the last change
-    assert (again.value, again.skipped) == (2 * FIRST, 1)
-    again.take({"loss_scale": [SMALLEST, 0, 1]})
-    assert again.overflow("step 2") == "" and again.value == SMALLEST  # now the policy for what is not finite counts
+    again.load_json_state(json.loads(json.dumps(scale.json_state())))
+    again.count_good_step()  # the third since the last change
+    assert (again.value, again.skipped) == (2 * INITIAL_LOSS_SCALE, 1)
+    again.load_json_state({"loss_scale": [SMALLEST, 0, 1]})
+    assert (
+        again.halve_after_overflow("step 2") == "" and again.value == SMALLEST
+    )  # now the policy for what is not finite counts
 
 
 def test_an_overflow_is_told_but_ends_no_run(world: World) -> None:
     said: list[str] = []
     left_out = SkippedSteps("stop", world, said.append)
-    assert not any(left_out.goes_back(step, NotFinite("too large", by_scale=True)) for step in range(1, 30))
+    assert not any(
+        left_out.record_skip(step, NonFiniteCause("too large", is_loss_scale_overflow=True)) for step in range(1, 30)
+    )
     assert len(said) == 29
 
 
@@ -118,8 +122,8 @@ def test_a_step_that_overflows_is_left_out_and_counted(world: World) -> None:
     replica, scale = made("exact", world), LossScale()
     words = trained(replica, scale, world)
     overflows = sum(map(bool, words))
-    assert 1 <= overflows == scale.skipped < 6 and scale.value == FIRST / 2**overflows
-    assert all(step.endswith(f"{FIRST / 2**n:g}") for n, step in enumerate(filter(None, words), 1))
+    assert 1 <= overflows == scale.skipped < 6 and scale.value == INITIAL_LOSS_SCALE / 2**overflows
+    assert all(step.endswith(f"{INITIAL_LOSS_SCALE / 2**n:g}") for n, step in enumerate(filter(None, words), 1))
 
 
 @pytest.mark.slow
@@ -129,7 +133,7 @@ def test_an_overflow_on_one_rank_leaves_the_step_out_on_all_at_every_world_size(
     (expected, *others) = [found for one in ranks for name, found in one.items() if name.startswith(("exact", "zero"))]
     assert len(others) == 11 and all(one == expected for one in others)
     words, value, _ = expected
-    assert 1 <= sum(map(bool, words)) < 6 and value == FIRST / 2 ** sum(map(bool, words))
+    assert 1 <= sum(map(bool, words)) < 6 and value == INITIAL_LOSS_SCALE / 2 ** sum(map(bool, words))
     for name in MANY:
         assert [of_rank[f"{name} 3"][:2] for of_rank in ranks] == [[words, value]] * 3
 

@@ -15,11 +15,11 @@ from tests.errors import ended_with, raises
 from torch.utils.data import DataLoader
 
 from paceline.cli import ledger
-from paceline.config.settings import BatchShape, TrainConfig
+from paceline.config.settings import BatchSizes, TrainConfig
 from paceline.data.loader import Loading
 from paceline.rank.world import World
-from paceline.seeding import derive, random_stream
-from paceline.train.stream_task import stream_of
+from paceline.seeding import derive_seed, seeded_random_stream
+from paceline.train.stream_task import make_stream
 
 TASK = """
 import os, signal
@@ -121,7 +121,7 @@ def test_two_passes_give_what_a_plain_loop_gives_and_the_tail_is_weighted_right(
     found = summary(tmp_path / "run")
     assert (found["steps"], found["samples_seen"]) == (10, 78)
     module = executed()
-    with random_stream(derive(0, "model"), torch.device("cpu")):
+    with seeded_random_stream(derive_seed(0, "model"), torch.device("cpu")):
         model = module["model"]()
     for _ in range(2):
         for inputs, targets in DataLoader(module["Counted"](), batch_size=8):
@@ -156,10 +156,13 @@ def test_what_no_stream_can_have_is_refused_by_name(change: dict[str, Any], code
     world, loading = World(0, 1, 0, 1, torch.device("cpu"), "gloo"), Loading(torch.device("cpu"))
     data = task.make_dataset("train") if data is None else data
     with raises(code, **fields):
-        stream_of(replace(CONFIG, **change), task, data, BatchShape(8, 2, 1), loading, world)
+        make_stream(replace(CONFIG, **change), task, data, BatchSizes(8, 2, 1), loading, world)
     longer = replace(CONFIG, run=replace(CONFIG.run, steps=9))  # then the schedules know their end
     assert (
-        stream_of(longer, task, task.make_dataset("train"), BatchShape(8, 2, 1), loading, world).plan.known_steps == 0
+        make_stream(
+            longer, task, task.make_dataset("train"), BatchSizes(8, 2, 1), loading, world
+        ).plan.known_steps_per_epoch
+        == 0
     )
 
 

@@ -11,8 +11,8 @@ from tests.run_script import run_script
 
 from paceline.cli.run_state import run_state
 from paceline.report.page import results_table
-from paceline.report.run import whole_run
-from paceline.runs.events import Counted, Step, event_files, read_events
+from paceline.report.run import read_run
+from paceline.runs.events import FlopsCounted, Step, event_files, read_events
 
 PEAK = 0.125  # TFLOP/s
 VOCABULARY, WIDTH, LENGTH = 11, 8, 6
@@ -77,7 +77,7 @@ def check(found: dict[str, Any], ranks: int) -> None:
 
 def check_readers(folder: Path, found: dict[str, Any], ranks: int) -> None:
     events = [*read_events(folder / "run" / "events-0.jsonl")]
-    assert [e for e in events if isinstance(e, Counted)] == [Counted(PER_SAMPLE, ranks, PEAK)]
+    assert [e for e in events if isinstance(e, FlopsCounted)] == [FlopsCounted(PER_SAMPLE, ranks, PEAK)]
     steps = [e for e in events if isinstance(e, Step)]
     of_all = [e for path in event_files(folder / "run").values() for e in read_events(path) if isinstance(e, Step)]
     assert sum(e.consumed for e in of_all) == sum(e.samples for e in steps)
@@ -86,7 +86,7 @@ def check_readers(folder: Path, found: dict[str, Any], ranks: int) -> None:
     assert (state.mfu, state.goodput, state.tokens_per_second) == tuple(
         found[name] for name in ("mfu", "goodput", "tokens_per_second")
     )
-    rows = dict(row[:2] for row in results_table([whole_run(folder / "run")]).rows)
+    rows = dict(row[:2] for row in results_table([read_run(folder / "run")]).rows)
     assert {"MFU", "FLOP/s", "goodput", "tokens/s"} <= rows.keys()
 
 

@@ -6,17 +6,17 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from paceline.checkpoint.format import Damaged, Manifest
-from paceline.checkpoint.reductions import OPEN, UNCHANGED, reduced, saved_reduction
-from paceline.checkpoint.shards import ShardFiles
+from paceline.checkpoint.buffer_reductions import UNCHANGED, UNDECLARED, infer_saved_reduction, reduce_buffer
+from paceline.checkpoint.format import DamagedCheckpoint, Manifest
+from paceline.checkpoint.shards import ShardFileSource
 from paceline.checkpoint.state import PrefixedSource, Source
-from paceline.errors import UsageError, unknown
+from paceline.errors import UsageError, unknown_name_error
 
-BUFFER = re.compile(r"buffers/(?:([0-9]{1,9})/)?(.+)")  # of one virtual rank, or of all
-REDUCTION = re.compile(r"reduction/([a-z]+)/(.+)")
+BUFFER_NAME_PATTERN = re.compile(r"buffers/(?:([0-9]{1,9})/)?(.+)")  # of one virtual rank, or of all
+REDUCTION_NAME_PATTERN = re.compile(r"reduction/([a-z]+)/(.+)")
 
 
-def state_names(model: nn.Module) -> dict[str, list[str]]:
+def state_dict_aliases(model: nn.Module) -> dict[str, list[str]]:
     """The names of a saved tensor in the state_dict, for tensors with names other than the saved one.
 
     A tied parameter has several names, a buffer that is not persistent has none. "" has the names of entries that are
@@ -29,33 +29,37 @@ def state_names(model: nn.Module) -> dict[str, list[str]]:
     return {name: exported for name, exported in names.items() if exported != [name]}
 
 
-def export_checkpoint(path: Path, manifest: Manifest, model: int = 1) -> dict[str, Tensor]:
+def state_dict_from_checkpoint(path: Path, manifest: Manifest, model_index: int = 1) -> dict[str, Tensor]:
     """The state_dict of a model in a checkpoint. `model`: its number in a session with several models.
 
     Raises:
-        UsageError: if there is no such model; see also `export_state`.
-        Damaged: see `export_state`.
+        UsageError: if there is no such model; see also `state_dict_from_source`.
+        Damaged: see `state_dict_from_source`.
     """
     names: list[dict[str, list[str]]] = manifest.scalars.get("names", [{}])  # older checkpoints have no names
-    if model > len(names):
-        raise unknown("model", str(model), [str(number + 1) for number in range(len(names))])
-    source = ShardFiles.of(path, manifest)
-    return export_state(
-        PrefixedSource(source, f"{model}/") if model > 1 else source, names[model - 1], manifest.virtual_ranks
+    if model_index > len(names):
+        raise unknown_name_error("model", str(model_index), [str(number + 1) for number in range(len(names))])
+    source = ShardFileSource.from_checkpoint(path, manifest)
+    return state_dict_from_source(
+        PrefixedSource(source, f"{model_index}/") if model_index > 1 else source,
+        names[model_index - 1],
+        manifest.virtual_ranks,
     )
 
 
-def export_state(source: Source, names: Mapping[str, Sequence[str]], virtual_ranks: int) -> dict[str, Tensor]:
+def state_dict_from_source(source: Source, names: Mapping[str, Sequence[str]], virtual_ranks: int) -> dict[str, Tensor]:
     """The state_dict of a model from its saved state, bit for bit as if the run ended at this step.
 
-    `names`: see `state_names`.
+    `names`: see `state_dict_aliases`.
 
     Raises:
         Damaged: if the files differ from their description, or the state_dict has an entry that was not saved.
         UsageError: if it is unknown how the values of a buffer combine.
     """
     if "" in names:
-        raise Damaged(f"{names[''][0]} of the model's state_dict is not a parameter or buffer, and was not saved")
+        raise DamagedCheckpoint(
+            f"{names[''][0]} of the model's state_dict is not a parameter or buffer, and was not saved"
+        )
     exported: dict[str, Tensor] = {}
     buffers: dict[str, dict[int, Tensor]] = {}
     reductions: dict[str, tuple[str, Tensor]] = {}
@@ -63,9 +67,9 @@ def export_state(source: Source, names: Mapping[str, Sequence[str]], virtual_ran
         tensor = source.tensor(full_name) if full_name.startswith(("model/", "buffers/", "reduction/")) else None
         if tensor is None:
             continue
-        if match := REDUCTION.fullmatch(full_name):
+        if match := REDUCTION_NAME_PATTERN.fullmatch(full_name):
             reductions[match[2]] = (match[1], tensor)
-        elif match := BUFFER.fullmatch(full_name):
+        elif match := BUFFER_NAME_PATTERN.fullmatch(full_name):
             buffers.setdefault(match[2], {})[int(match[1] or 0)] = tensor
         else:
             exported[full_name.removeprefix("model/")] = tensor
@@ -74,10 +78,10 @@ def export_state(source: Source, names: Mapping[str, Sequence[str]], virtual_ran
         # no saved reduction: a buffer of a normalization layer, or an older checkpoint
         default = "mean" if first.is_floating_point() else "first"
         reduction, initial = reductions.get(name, (default, first))
-        if reduction == OPEN:
-            reduction = saved_reduction(source, name, by_rank, initial)
+        if reduction == UNDECLARED:
+            reduction = infer_saved_reduction(source, name, by_rank, initial)
             if not reduction:
                 raise UsageError(code="export-undeclared-buffer", name=name, count=len(by_rank))
             reduction = "first" if reduction == UNCHANGED else reduction
-        exported[name] = reduced(by_rank, reduction, initial, virtual_ranks)
+        exported[name] = reduce_buffer(by_rank, reduction, initial, virtual_ranks)
     return {name: tensor for saved_name, tensor in exported.items() for name in names.get(saved_name, [saved_name])}

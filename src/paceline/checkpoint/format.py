@@ -27,29 +27,29 @@ from typing import Annotated, Any, cast
 import msgspec
 
 from paceline.errors import PacelineError, TrainingError
-from paceline.runs.owners import Unreadable, open_file
+from paceline.runs.owners import UnreadableFileError, open_file
 from paceline.runs.reading import read
 
-FORMAT = 1
-MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
 MANIFEST_LIMIT_BYTES = 1 << 24  # about 100,000 pieces
 MOST_ELEMENTS = 2**62
-MOST_RECTANGLES = 4096  # all pairs are compared
+MAX_RECTANGULAR_PIECES = 4096  # all pairs are compared
 MAX_MESSAGE_LENGTH = 500  # of an error: names in a damaged file may have any length
 READ_BYTES = 1 << 20
-LENGTH_BYTES = 8  # of the header's length at the start of a safetensors file
+HEADER_LENGTH_FIELD_BYTES = 8  # of the header's length at the start of a safetensors file
 MAX_HEADER_BYTES = 64 << 20
-METADATA = "__metadata__"
-INVALID_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-BITS = {
+METADATA_KEY = "__metadata__"
+JSON_DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "I64": 64, "U64": 64, "F64": 64,
 }  # fmt: skip
-REALS = {"C64": "F32", "C128": "F64"}
+REAL_DTYPE_OF_COMPLEX = {"C64": "F32", "C128": "F64"}
 """A file stores a complex number as two real ones: safetensors has no complex128, and older versions no complex64."""
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 DtypeName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Z][A-Z0-9_]*\Z")]
 
@@ -73,7 +73,7 @@ def shard_name(rank: int, world_size: int) -> str:
     return f"shard-{rank}-of-{world_size}.safetensors"
 
 
-class Damaged(PacelineError):  # noqa: N818 - describes the checkpoint
+class DamagedCheckpoint(PacelineError):  # noqa: N818 - describes the checkpoint
     """A checkpoint that must not be loaded. The text has the expected and the actual content."""
 
     def __init__(self, text: str) -> None:
@@ -88,11 +88,13 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     name: str
     """The name of the full tensor, the same for all strategies: model/conv1.weight, optimizer/conv1.weight/exp_avg."""
     dtype: DtypeName  # as in safetensors: F32
-    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]  # the shape of the full tensor; () for a scalar
-    start: Count
-    stop: Count
-    count: Positive = 1  # the number of ranges, for example one in each row
-    apart: Count = 0
+    shape: Annotated[
+        tuple[NonNegativeInt, ...], msgspec.Meta(max_length=64)
+    ]  # the shape of the full tensor; () for a scalar
+    start: NonNegativeInt
+    stop: NonNegativeInt
+    count: PositiveInt = 1  # the number of ranges, for example one in each row
+    apart: NonNegativeInt = 0
     """The number of elements from the start of a range to the start of the next one; 0 for a single range."""
 
     @property
@@ -105,7 +107,7 @@ class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rank's file: its size and hash, and the pieces in it."""
 
     name: str  # has the form shard-<rank>-of-<world size>.safetensors
-    bytes: Count
+    bytes: NonNegativeInt
     sha256: Sha256
     pieces: tuple[Piece, ...]
 
@@ -114,14 +116,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of a checkpoint, its writer, and its run."""
 
     format: int
-    step: Count
-    attempt: Count
-    generation: Count
-    world_size: Positive
-    virtual_ranks: Positive
+    step: NonNegativeInt
+    attempt: NonNegativeInt
+    generation: NonNegativeInt
+    world_size: PositiveInt
+    virtual_ranks: PositiveInt
     definition: dict[str, Any]  # the settings of the run, which a resumed run compares with its settings
     metrics: dict[str, float]
-    samples_seen: Count
+    samples_seen: NonNegativeInt
     scalars: dict[str, Any]  # plain values of the state; a tuple is read as a list
     files: tuple[ShardFile, ...]
 
@@ -131,7 +133,7 @@ class _Envelope(msgspec.Struct):
     sha256: str
 
 
-class _Stated(msgspec.Struct):
+class _FormatVersionOnly(msgspec.Struct):
     format: int
 
 
@@ -156,33 +158,33 @@ def decode_manifest(data: bytes) -> Manifest:
     try:
         envelope = msgspec.json.decode(data, type=_Envelope)
         # Before the hash and the fields: a newer paceline may have different ones.
-        stated_format = msgspec.json.decode(envelope.manifest, type=_Stated).format
+        stated_format = msgspec.json.decode(envelope.manifest, type=_FormatVersionOnly).format
     except msgspec.ValidationError as error:
-        raise Damaged(f"is JSON, but not the manifest of a paceline checkpoint: {error}") from None
-    except INVALID_JSON as error:
-        raise Damaged(f"is not JSON: {error}, in {len(data):,} bytes") from None
-    if stated_format != FORMAT:
-        age = "newer than this paceline's" if stated_format > FORMAT else "not this paceline's,"
-        raise Damaged(f"format {stated_format} is {age} {FORMAT}")
+        raise DamagedCheckpoint(f"is JSON, but not the manifest of a paceline checkpoint: {error}") from None
+    except JSON_DECODE_ERRORS as error:
+        raise DamagedCheckpoint(f"is not JSON: {error}, in {len(data):,} bytes") from None
+    if stated_format != FORMAT_VERSION:
+        age = "newer than this paceline's" if stated_format > FORMAT_VERSION else "not this paceline's,"
+        raise DamagedCheckpoint(f"format {stated_format} is {age} {FORMAT_VERSION}")
     inner = bytes(envelope.manifest)
     digest = hashlib.sha256(inner).hexdigest()
     if envelope.sha256 != digest:
-        raise Damaged(f"was changed: it states the sha256 {envelope.sha256}, but has {digest}")
+        raise DamagedCheckpoint(f"was changed: it states the sha256 {envelope.sha256}, but has {digest}")
     if data != _sealed(inner, digest):  # a manifest has only one valid encoding: everything else was added later
-        raise Damaged(
+        raise DamagedCheckpoint(
             f"has bytes that paceline did not write: {len(data):,} instead of {len(_sealed(inner, digest)):,}"
         )
     try:
         manifest = msgspec.json.decode(inner, type=Manifest)
-    except INVALID_JSON as error:
-        raise Damaged(f"is not the manifest of a paceline checkpoint: {error}") from None
-    _check_files(manifest)
+    except JSON_DECODE_ERRORS as error:
+        raise DamagedCheckpoint(f"is not the manifest of a paceline checkpoint: {error}") from None
+    _check_file_entries(manifest)
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for piece in itertools.chain.from_iterable(file.pieces for file in manifest.files):
         pieces[piece.name].append(piece)
     for name, parts in pieces.items():
-        if problem := cover(parts):
-            raise Damaged(f"{name!r} {problem}")
+        if problem := find_coverage_error(parts):
+            raise DamagedCheckpoint(f"{name!r} {problem}")
     return manifest
 
 
@@ -190,27 +192,27 @@ def _sealed(inner: bytes, digest: str) -> bytes:
     return b'{"manifest":%b,"sha256":"%b"}' % (inner, digest.encode())
 
 
-def _check_files(manifest: Manifest) -> None:
+def _check_file_entries(manifest: Manifest) -> None:
     if not manifest.files:
-        raise Damaged("lists no file")
+        raise DamagedCheckpoint("lists no file")
     seen_names: set[str] = set()
     for file in manifest.files:
         match = _SHARD.fullmatch(file.name)
         if not match:
-            raise Damaged(
+            raise DamagedCheckpoint(
                 f"lists the file {file.name!r}, which is not a plain shard-<rank>-of-<world size>.safetensors"
             )
         rank, world_size = int(match[1]), int(match[2])
         if world_size != manifest.world_size or rank >= world_size:
-            raise Damaged(f"lists the file {file.name!r}, but its world size is {manifest.world_size}")
+            raise DamagedCheckpoint(f"lists the file {file.name!r}, but its world size is {manifest.world_size}")
         if file.name in seen_names:
-            raise Damaged(f"lists the file {file.name!r} twice")
+            raise DamagedCheckpoint(f"lists the file {file.name!r} twice")
         seen_names.add(file.name)
         if len({piece.key for piece in file.pieces}) < len(file.pieces):
-            raise Damaged(f"lists a key of {file.name} twice")
+            raise DamagedCheckpoint(f"lists a key of {file.name} twice")
 
 
-def cover(parts: Sequence[Piece]) -> str:
+def find_coverage_error(parts: Sequence[Piece]) -> str:
     """The reason why pieces do not contain each element of a tensor exactly once; empty if they do."""
     first, elements = parts[0], math.prod(parts[0].shape)  # at most 64 factors
     for piece in parts:
@@ -222,7 +224,7 @@ def cover(parts: Sequence[Piece]) -> str:
             )
     if elements > MOST_ELEMENTS:
         return f"is larger than any memory: {_dtype_and_shape(first)}"
-    if problem := _rectangles(parts, first.apart, elements) if first.apart else _ranges(parts):
+    if problem := _find_rectangle_overlap(parts, first.apart, elements) if first.apart else _find_range_error(parts):
         return problem
     held = sum(piece.elements for piece in parts)
     return (
@@ -230,7 +232,7 @@ def cover(parts: Sequence[Piece]) -> str:
     )
 
 
-def _ranges(parts: Sequence[Piece]) -> str:
+def _find_range_error(parts: Sequence[Piece]) -> str:
     """A gap or an overlap between pieces of one range each; empty if there is none."""
     covered = 0
     for piece in sorted(parts, key=lambda piece: (piece.start, piece.stop)):
@@ -244,10 +246,10 @@ def _ranges(parts: Sequence[Piece]) -> str:
     return ""
 
 
-def _rectangles(parts: Sequence[Piece], width: int, elements: int) -> str:
+def _find_rectangle_overlap(parts: Sequence[Piece], width: int, elements: int) -> str:
     """An overlap of pieces that are rectangles in rows of `width` elements; empty if there is none."""
-    if len(parts) > MOST_RECTANGLES:
-        return f"has {len(parts)} pieces, more than the {MOST_RECTANGLES} that are supported"
+    if len(parts) > MAX_RECTANGULAR_PIECES:
+        return f"has {len(parts)} pieces, more than the {MAX_RECTANGULAR_PIECES} that are supported"
     rectangles: list[tuple[int, ...]] = []  # rows from, to, columns from, to
     for piece in parts:
         row, column = divmod(piece.start, width)
@@ -290,12 +292,12 @@ def read_manifest(folder: Path, *, trust: bool) -> Manifest:
     Raises:
         Damaged: see `decode_manifest`. Also for links, and unless `trust`, for files that a different user can write.
     """
-    with _damage_of("its folder"), open_file(folder, folder=True, ours=not trust):
+    with _raise_as_damaged("its folder"), open_file(folder, folder=True, must_be_ours=not trust):
         pass
-    with _damage_of(MANIFEST):
-        manifest = decode_manifest(read(folder / MANIFEST, limit_bytes=MANIFEST_LIMIT_BYTES, ours=not trust))
+    with _raise_as_damaged(MANIFEST_NAME):
+        manifest = decode_manifest(read(folder / MANIFEST_NAME, limit_bytes=MANIFEST_LIMIT_BYTES, ours=not trust))
         if folder.name != folder_name(manifest.step):
-            raise Damaged(f"is of step {manifest.step}, its folder is {folder.name}")
+            raise DamagedCheckpoint(f"is of step {manifest.step}, its folder is {folder.name}")
     return manifest
 
 
@@ -316,39 +318,39 @@ def check_files(folder: Path, manifest: Manifest, hashed: Collection[str] | None
 
 
 def _check_file(folder: Path, file: ShardFile, *, hashed: bool, trust: bool) -> None:
-    with _damage_of(file.name), open_file(folder / file.name, ours=not trust) as source:
-        if source.found.st_size != file.bytes:
-            raise Damaged(f"has {source.found.st_size:,} bytes instead of {file.bytes:,}")
+    with _raise_as_damaged(file.name), open_file(folder / file.name, must_be_ours=not trust) as source:
+        if source.status.st_size != file.bytes:
+            raise DamagedCheckpoint(f"has {source.status.st_size:,} bytes instead of {file.bytes:,}")
         if not hashed:
             return
-        length = int.from_bytes(os.pread(source.descriptor, LENGTH_BYTES, 0), "little")
-        header = os.pread(source.descriptor, min(length, MAX_HEADER_BYTES), LENGTH_BYTES)
+        length = int.from_bytes(os.pread(source.descriptor, HEADER_LENGTH_FIELD_BYTES, 0), "little")
+        header = os.pread(source.descriptor, min(length, MAX_HEADER_BYTES), HEADER_LENGTH_FIELD_BYTES)
         digest = hashlib.sha256()
         while block := os.read(source.descriptor, READ_BYTES):
             digest.update(block)
         if digest.hexdigest() != file.sha256:
-            raise Damaged(f"has the sha256 {digest.hexdigest()} instead of {file.sha256}")
+            raise DamagedCheckpoint(f"has the sha256 {digest.hexdigest()} instead of {file.sha256}")
         _check_header(length, header, file)
 
 
 @contextlib.contextmanager
-def _damage_of(name: str) -> Generator[None]:
+def _raise_as_damaged(name: str) -> Generator[None]:
     try:
         yield
-    except Damaged as error:
-        raise Damaged(f"{name} {error}") from None
-    except Unreadable as error:
-        raise Damaged(f"{name} {error.strerror}") from None
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(f"{name} {error}") from None
+    except UnreadableFileError as error:
+        raise DamagedCheckpoint(f"{name} {error.strerror}") from None
     except FileNotFoundError:
-        raise Damaged(f"{name} is missing") from None
+        raise DamagedCheckpoint(f"{name} is missing") from None
     except OSError as error:
-        raise Damaged(f"{name} cannot be read: {error.strerror}") from None
+        raise DamagedCheckpoint(f"{name} cannot be read: {error.strerror}") from None
 
 
 class _Entry(msgspec.Struct):
     dtype: str
-    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
-    data_offsets: tuple[Count, Count]
+    shape: Annotated[tuple[NonNegativeInt, ...], msgspec.Meta(max_length=64)]
+    data_offsets: tuple[NonNegativeInt, NonNegativeInt]
 
 
 def _check_header(length: int, header: bytes, file: ShardFile) -> None:
@@ -357,29 +359,29 @@ def _check_header(length: int, header: bytes, file: ShardFile) -> None:
     The file begins with 8 bytes, the length of the header. The header is JSON: `name: {dtype, shape, data_offsets}`.
     This checks every bound that a resumed run checks, so that `verify` and a resume agree.
     """
-    data_bytes = file.bytes - LENGTH_BYTES - length
+    data_bytes = file.bytes - HEADER_LENGTH_FIELD_BYTES - length
     if length > MAX_HEADER_BYTES or data_bytes < 0 or len(header) != length:
-        raise Damaged(f"states a header of {length:,} bytes, in a file of {file.bytes:,}")
+        raise DamagedCheckpoint(f"states a header of {length:,} bytes, in a file of {file.bytes:,}")
     try:
         table = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        entries = {key: msgspec.json.decode(raw, type=_Entry) for key, raw in table.items() if key != METADATA}
-        msgspec.json.decode(table.get(METADATA, b"{}"), type=dict[str, str])
-    except INVALID_JSON as error:
-        raise Damaged(f"has no valid safetensors header: {error}") from None
+        entries = {key: msgspec.json.decode(raw, type=_Entry) for key, raw in table.items() if key != METADATA_KEY}
+        msgspec.json.decode(table.get(METADATA_KEY, b"{}"), type=dict[str, str])
+    except JSON_DECODE_ERRORS as error:
+        raise DamagedCheckpoint(f"has no valid safetensors header: {error}") from None
     if entries.keys() != {piece.key for piece in file.pieces}:
-        raise Damaged("has different tensors than the manifest")
+        raise DamagedCheckpoint("has different tensors than the manifest")
     for piece in file.pieces:
         entry = entries[piece.key]
-        elements, dtype = math.prod(entry.shape), REALS.get(piece.dtype, piece.dtype)
+        elements, dtype = math.prod(entry.shape), REAL_DTYPE_OF_COMPLEX.get(piece.dtype, piece.dtype)
         if entry.dtype != dtype or elements != piece.elements * (1 if dtype == piece.dtype else 2):
-            raise Damaged(f"has {elements} x {entry.dtype} as {piece.key!r}, unlike the manifest")
+            raise DamagedCheckpoint(f"has {elements} x {entry.dtype} as {piece.key!r}, unlike the manifest")
         start, stop = entry.data_offsets
-        if entry.dtype not in BITS or (stop - start) * 8 != elements * BITS[entry.dtype]:
-            raise Damaged(f"has {piece.key!r} in the bytes {start} to {stop}, which is not its size")
+        if entry.dtype not in DTYPE_BITS or (stop - start) * 8 != elements * DTYPE_BITS[entry.dtype]:
+            raise DamagedCheckpoint(f"has {piece.key!r} in the bytes {start} to {stop}, which is not its size")
     offset = 0
     for start, stop in sorted(entry.data_offsets for entry in entries.values()):
         if start != offset:
-            raise Damaged(f"has no tensor, or two tensors, at byte {offset} of its data")
+            raise DamagedCheckpoint(f"has no tensor, or two tensors, at byte {offset} of its data")
         offset = stop
     if offset != data_bytes:
-        raise Damaged(f"describes {offset:,} bytes of data, but has {data_bytes:,}")
+        raise DamagedCheckpoint(f"describes {offset:,} bytes of data, but has {data_bytes:,}")

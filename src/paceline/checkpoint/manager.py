@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.checkpoint.format import (
-    MANIFEST,
-    Damaged,
+    MANIFEST_NAME,
+    DamagedCheckpoint,
     Manifest,
     check_files,
     decode_manifest,
@@ -36,18 +36,18 @@ from paceline.checkpoint.format import (
 )
 from paceline.errors import TrainingError, UsageError
 from paceline.runs import writing
-from paceline.runs.reading import names
+from paceline.runs.reading import entry_names
 
-FEWEST_KEPT = 2  # a single one is lost if its disk blocks are damaged
+MIN_KEPT_CHECKPOINTS = 2  # a single one is lost if its disk blocks are damaged
 MAX_LISTINGS = 100  # a new listing is needed when a writer has published and deleted meanwhile
 LOCK_SECONDS = 30.0  # the fence is locked for a few renames; if it takes longer, the other process is frozen
 
 _LEFTOVER = re.compile(r"\.(?:tmp|trash)-([0-9]+)-([0-9]+)-([0-9]+)(?:-[0-9]+)?")
 
-Report = Callable[[str], None]
+MessageCallback = Callable[[str], None]
 
 
-class Fenced(TrainingError):  # noqa: N818 - a state, not a fault
+class FencedError(TrainingError):
     """A newer generation has taken over. The checkpoint of this one is not published."""
 
 
@@ -61,7 +61,7 @@ class Claim(NamedTuple):
         return f"attempt {self.attempt}, generation {self.generation}"
 
 
-class Fence:
+class PublishFence:
     """A file with the newest claim on a run's checkpoints. Only the holder of this claim may publish.
 
     After a restart, a process of the older generation may still be alive, frozen or disconnected from its agent. If it
@@ -85,7 +85,7 @@ class Fence:
             _write_claim(descriptor, claim)
 
     @contextlib.contextmanager
-    def holding(self, claim: Claim) -> Generator[None]:
+    def hold_claim(self, claim: Claim) -> Generator[None]:
         """No other process can take the fence during this context.
 
         Raises:
@@ -93,16 +93,16 @@ class Fence:
             TrainingError: if another process does not release the fence.
         """
         if not self._path.exists():
-            raise Fenced(code="fence-missing", path=self._path)
+            raise FencedError(code="fence-missing", path=self._path)
         with self._locked() as descriptor:
             newest = _read_claim(descriptor)
             if newest != claim:
-                raise Fenced(code="fence-is-newer", claim=claim, newest=newest)
+                raise FencedError(code="fence-is-newer", claim=claim, newest=newest)
             yield
 
     @contextlib.contextmanager
     def _locked(self, *, make: bool = False) -> Generator[int]:
-        descriptor = writing.keep(self._path, make=make)
+        descriptor = writing.open_or_create(self._path, make=make)
         try:
             if not writing.lock(descriptor, LOCK_SECONDS):
                 raise TrainingError(code="fence-locked", path=self._path)
@@ -134,7 +134,7 @@ def _write_claim(descriptor: int, claim: Claim) -> None:
     os.fsync(descriptor)
 
 
-class Entry(NamedTuple):
+class CheckpointFolder(NamedTuple):
     """A folder with a checkpoint's name, whose content is not checked."""
 
     step: int
@@ -151,17 +151,19 @@ class Checkpoints:
     def __init__(self, root: Path, *, trust: bool = False) -> None:
         """`trust`: also read checkpoints that other users own or can write."""
         self.root = root
-        self._trust, self._fence = trust, Fence(root / ".fence")
+        self._trust, self._fence = trust, PublishFence(root / ".fence")
         self._claim: Claim | None = None
         self._inode: tuple[int, int] | None = None
         self._known_intact: dict[Path, bool] = {}
 
     # ---- read
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CheckpointFolder]:
         """The folders with a checkpoint's name, the newest first. Empty without a folder of checkpoints."""
-        steps = {name: step_of(name) for name in names(self.root)}
-        return sorted((Entry(step, self.root / name) for name, step in steps.items() if step is not None), reverse=True)
+        steps = {name: step_of(name) for name in entry_names(self.root)}
+        return sorted(
+            (CheckpointFolder(step, self.root / name) for name, step in steps.items() if step is not None), reverse=True
+        )
 
     def check(self, path: Path, files: Collection[str] | None = None) -> Manifest:
         """Check a checkpoint, and return its manifest; raises Damaged (see `read_manifest` and `check_files`).
@@ -176,7 +178,7 @@ class Checkpoints:
             self._known_intact[path] = True
         return manifest
 
-    def newest_valid(self, report: Report) -> tuple[Path, Manifest] | None:
+    def newest_valid(self, report: MessageCallback) -> tuple[Path, Manifest] | None:
         """The newest intact checkpoint, with all files hashed; None if there is none.
 
         Args:
@@ -190,7 +192,7 @@ class Checkpoints:
             for _, path in self.entries():
                 try:
                     return path, self.check(path)
-                except Damaged as error:
+                except DamagedCheckpoint as error:
                     if not os.path.lexists(path):
                         break  # deleted during the check: newer ones exist
                     if path not in reported:
@@ -202,7 +204,7 @@ class Checkpoints:
 
     # ---- publish
 
-    def claim(self, attempt: int, generation: int, report: Report = lambda _: None) -> None:
+    def claim_publishing(self, attempt: int, generation: int, report: MessageCallback = lambda _: None) -> None:
         """Create the folder, take the fence, and remove the partial checkpoints of older generations.
 
         Raises:
@@ -217,12 +219,12 @@ class Checkpoints:
         except OSError as error:
             reason = error.strerror or str(error)
             raise TrainingError(code="checkpoints-not-written", folder=self.root, reason=reason) from None
-        self._claim, self._inode = claim, self._identity()
+        self._claim, self._inode = claim, self._root_inode()
         for path in sorted(self.root.iterdir()):
             if path.name.startswith((".tmp-", ".trash-")) and not _is_newer(path.name, claim):
                 _remove(path, report)
 
-    def room_for(self, size_bytes: int) -> str | None:
+    def find_space_shortage(self, size_bytes: int) -> str | None:
         """None if the file system has `size_bytes` free for the folder, which may not exist yet; else a message."""
         folder = next(path for path in (self.root, *self.root.absolute().parents) if path.is_dir())
         free_bytes = shutil.disk_usage(folder).free
@@ -239,7 +241,7 @@ class Checkpoints:
         attempt, generation = self._checked_claim()
         return self._create(f".tmp-{step}-{attempt}-{generation}")
 
-    def begin_alone(self, step: int, claim: Claim, rank: int) -> Path:
+    def begin_single_rank_checkpoint(self, step: int, claim: Claim, rank: int) -> Path:
         """As `begin`, for a rank that saves the whole state alone, with the `claim` of its rank 0."""
         self._claim = claim
         return self._create(f".tmp-{step}-{claim.attempt}-{claim.generation}-{rank}")
@@ -251,7 +253,7 @@ class Checkpoints:
         writing.make_folder(tmp)
         return tmp
 
-    def commit(self, tmp: Path, manifest: Manifest, keep: int, report: Report = lambda _: None) -> Path:
+    def commit(self, tmp: Path, manifest: Manifest, keep: int, report: MessageCallback = lambda _: None) -> Path:
         """Publish `tmp` as the checkpoint of its step, then delete those older than the newest `keep` intact ones.
 
         If an intact checkpoint of this step exists, it stays, and the new one is removed. If an old one cannot be
@@ -265,27 +267,27 @@ class Checkpoints:
             Damaged: a file of the manifest is missing or has a different size. Nothing is published.
             OSError: for example, the disk is full.
         """
-        if keep < FEWEST_KEPT:
-            raise UsageError(code="keep-too-few-checkpoints", least=FEWEST_KEPT, value=keep)
+        if keep < MIN_KEPT_CHECKPOINTS:
+            raise UsageError(code="keep-too-few-checkpoints", least=MIN_KEPT_CHECKPOINTS, value=keep)
         encoded = encode_manifest(manifest)
         decode_manifest(encoded)  # raises an error unless it can be read again
         try:
             check_files(tmp, manifest, hashed=())
-            writing.write_new(tmp / MANIFEST, [encoded])
+            writing.write_new(tmp / MANIFEST_NAME, [encoded])
             writing.sync_folder(tmp)
-        except (OSError, Damaged):
-            with self._fence.holding(self._checked_claim()):
+        except (OSError, DamagedCheckpoint):
+            with self._fence.hold_claim(self._checked_claim()):
                 pass  # raises Fenced if a newer generation has removed the files
             raise
         path = self._publish(tmp, self.root / folder_name(manifest.step), report)
         self._retire(keep, report)
         return path
 
-    def _publish(self, tmp: Path, path: Path, report: Report) -> Path:
+    def _publish(self, tmp: Path, path: Path, report: MessageCallback) -> Path:
         exists = os.path.lexists(path)
         is_intact = exists and self._is_intact(path)  # not under the lock, because it may hash for minutes
         discarded = tmp if is_intact else None
-        with self._fence.holding(self._checked_claim()):
+        with self._fence.hold_claim(self._checked_claim()):
             if not is_intact:
                 discarded = self._to_trash(path) if exists else None
                 writing.rename(tmp, path)
@@ -297,7 +299,7 @@ class Checkpoints:
             _remove(discarded, report)
         return path
 
-    def _retire(self, keep: int, report: Report) -> None:
+    def _retire(self, keep: int, report: MessageCallback) -> None:
         """Delete all checkpoints older than the newest `keep` intact ones.
 
         Intact means that the sizes match now, and the hashes matched once in this process. The sizes are not enough:
@@ -313,7 +315,7 @@ class Checkpoints:
         if not surplus:
             return
         try:
-            with self._fence.holding(self._checked_claim()):  # a newer generation may be reading them
+            with self._fence.hold_claim(self._checked_claim()):  # a newer generation may be reading them
                 trash = [self._to_trash(path) for path in surplus]
         except (OSError, TrainingError) as error:
             report(f"cannot delete old checkpoints: {error}")
@@ -324,7 +326,7 @@ class Checkpoints:
     def _is_intact(self, path: Path) -> bool:
         try:
             self.check(path, files=() if path in self._known_intact else None)
-        except Damaged:
+        except DamagedCheckpoint:
             self._known_intact[path] = False
         return self._known_intact[path]
 
@@ -340,11 +342,11 @@ class Checkpoints:
     def _checked_claim(self) -> Claim:
         if self._claim is None:
             raise RuntimeError("call claim() before begin() and commit()")
-        if self._inode is not None and self._identity() != self._inode:
+        if self._inode is not None and self._root_inode() != self._inode:
             raise TrainingError(code="checkpoints-exchanged", folder=self.root)
         return self._claim
 
-    def _identity(self) -> tuple[int, int] | None:
+    def _root_inode(self) -> tuple[int, int] | None:
         try:
             stat = self.root.lstat()
         except OSError:
@@ -357,7 +359,7 @@ def _is_newer(name: str, claim: Claim) -> bool:
     return bool(match) and Claim(int(match[2]), int(match[3])) > claim
 
 
-def _remove(path: Path, report: Report) -> None:
+def _remove(path: Path, report: MessageCallback) -> None:
     try:
         if os.path.lexists(path):
             writing.remove(path)

@@ -29,20 +29,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint.format import LENGTH_BYTES, Piece
-from paceline.checkpoint.shards import TYPES, ShardFiles, fill, layout, rank_part, read_meta
+from paceline.checkpoint.format import HEADER_LENGTH_FIELD_BYTES, Piece
+from paceline.checkpoint.shards import (
+    DTYPES_BY_NAME,
+    ShardFileSource,
+    make_shard_layout,
+    read_meta,
+    select_shards_to_save,
+    write_shard_file,
+)
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import all_gather_object, is_async
 from paceline.collectives.replicate import broadcast
-from paceline.collectives.torch_collectives import gather_over_torch, start_gather
+from paceline.collectives.torch_collectives import all_gather_json, start_all_gather
 from paceline.host.cgroup import free_memory
 from paceline.protocol.control import WorkerSpec
 from paceline.rank.world import World
 
-Pair = tuple[int, int]
-SENT_BYTES = 1 << 26  # in one message between hosts
+DescriptorPair = tuple[int, int]
+MAX_MESSAGE_BYTES = 1 << 26  # in one message between hosts
 MAX_TIME_FRACTION = 0.05  # of training time: on a slow network some snapshots are skipped
-COPIES = 2.5  # of the full state: two snapshots, and one in transfer
+STATE_COPIES_IN_MEMORY = 2.5  # of the full state: two snapshots, and one in transfer
 
 
 class SnapshotMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,13 +67,13 @@ class Snapshot:
     """A complete state in memory."""
 
     meta: SnapshotMeta  # of one of its parts
-    source: ShardFiles
-    files: tuple[int, ...]  # the descriptors of its memory files
+    source: ShardFileSource
+    memory_file_descriptors: tuple[int, ...]  # the descriptors of its memory files
 
 
-def inherited() -> list[Pair]:
+def inherited_memory_files() -> list[DescriptorPair]:
     """The memory files of this node's ranks, by local rank. Empty without an agent that restarts workers."""
-    spec = WorkerSpec.here()
+    spec = WorkerSpec.from_environment()
     return [] if spec is None else [*spec.snapshots]
 
 
@@ -76,7 +83,7 @@ def inherited() -> list[Pair]:
 class SnapshotWriter:
     """Writes this rank's snapshots: part number `part` of the `parts` of its host."""
 
-    def __init__(self, files: Pair, part: int, parts: int, generation: int, *, spared: int | None) -> None:
+    def __init__(self, files: DescriptorPair, part: int, parts: int, generation: int, *, spared: int | None) -> None:
         """`spared`: the file to overwrite last, because it may hold the state that training resumes from."""
         self._part, self._parts, self._generation = part, parts, generation
         self._files = files[::-1] if spared == files[0] else files  # the next one first
@@ -91,10 +98,12 @@ class SnapshotWriter:
             OSError: if there is not enough memory. The previous snapshot is still available.
         """
         descriptor, other = self._files
-        shard = layout(rank_part(shards, self._part, self._parts), room_bytes=65536)
-        buffer = self._buffer(descriptor, shard.total_bytes, any(is_async(entry.tensor.device) for entry in shard.part))
+        shard = make_shard_layout(select_shards_to_save(shards, self._part, self._parts), room_bytes=65536)
+        buffer = self._buffer(
+            descriptor, shard.total_bytes, any(is_async(entry.tensor.device) for entry in shard.shards)
+        )
         meta = SnapshotMeta(self._generation, step, self._part, self._parts, content)
-        fill(buffer, shard, msgspec.to_builtins(meta))
+        write_shard_file(buffer, shard, msgspec.to_builtins(meta))
         self._files = other, descriptor
         return shard.total_bytes
 
@@ -129,7 +138,7 @@ def _cudart() -> Any:
     return torch.cuda.cudart()
 
 
-class OtherHosts:
+class InterNodeExchange:
     """Exchanges parts of the state with the ranks of the same number on the other hosts."""
 
     def __init__(self, held: Sequence[TensorShard], world: World) -> None:
@@ -146,18 +155,19 @@ class OtherHosts:
         if any(unique_bytes for _, unique_bytes, _, _ in by_rank):
             if any(at != [rank % local, local] for rank, (at, *_) in enumerate(by_rank)) or world.group is not None:
                 self.why_not = "hosts have parts of the state, and different numbers of ranks"
-            elif any(free is not None and free < COPIES * total for _, _, free, _ in by_rank):
-                self.why_not = f"every host would need {COPIES * total / 1e9:.1f} GB, {COPIES:g} times the full state"
+            elif any(free is not None and free < STATE_COPIES_IN_MEMORY * total for _, _, free, _ in by_rank):
+                self.why_not = f"every host would need {STATE_COPIES_IN_MEMORY * total / 1e9:.1f} GB, "
+                self.why_not += f"{STATE_COPIES_IN_MEMORY:g} times the full state"
             else:
                 groups = [dist.new_group([*range(n, world.size, local)], group_desc="snapshots") for n in range(local)]
                 group = groups[world.local_rank]
                 assert isinstance(group, dist.ProcessGroup)  # this rank is a member
                 self._group = group
-                gather_over_torch(
+                all_gather_json(
                     None, len(by_rank) // local, world.device, group
                 )  # connects now, not in a timed exchange
 
-    def receive(self, shards: Sequence[TensorShard]) -> list[TensorShard] | None:
+    def exchange_missing_shards(self, shards: Sequence[TensorShard]) -> list[TensorShard] | None:
         """The parts that this host does not have (a collective). None: skip this snapshot, it takes too long."""
         if self._group is None:
             return []
@@ -175,20 +185,20 @@ class OtherHosts:
 
     def _exchange(self, shards: Sequence[TensorShard], group: dist.ProcessGroup) -> list[TensorShard]:
         world = self._world
-        shard = layout(_unique_shards(shards))
+        shard = make_shard_layout(_unique_shards(shards))
         own_buffer = torch.empty(shard.total_bytes, dtype=torch.uint8)
-        fill(own_buffer, shard, {})
+        write_shard_file(own_buffer, shard, {})
         offsets = [shard.header_bytes + offset for offset in shard.offsets]
         hosts, number = world.size // world.local_size, world.rank // world.local_size
         description = [msgspec.to_builtins(shard.pieces), offsets, len(own_buffer)]
-        descriptions = gather_over_torch(description, hosts, world.device, group)
+        descriptions = all_gather_json(description, hosts, world.device, group)
         host_buffers = [torch.empty(size, dtype=torch.uint8) for *_, size in descriptions]
         largest = max(map(len, host_buffers))
-        for at in range(0, largest, SENT_BYTES):
-            size = min(SENT_BYTES, largest - at)
+        for at in range(0, largest, MAX_MESSAGE_BYTES):
+            size = min(MAX_MESSAGE_BYTES, largest - at)
             sent = torch.zeros(size, dtype=torch.uint8, device=world.device)
             sent[: max(0, len(own_buffer) - at)] = own_buffer[at : at + size].to(world.device)
-            for buffer, received in zip(host_buffers, start_gather(sent, "a snapshot", group)(), strict=True):
+            for buffer, received in zip(host_buffers, start_all_gather(sent, "a snapshot", group)(), strict=True):
                 target = buffer[at : at + size]
                 target.copy_(received[: len(target)])
         return [
@@ -200,25 +210,29 @@ class OtherHosts:
 
 
 def _unique_shards(shards: Sequence[TensorShard]) -> list[TensorShard]:
-    return [shard for shard in shards if not (shard.replicated or shard.spare)]
+    return [shard for shard in shards if not (shard.replicated or shard.is_saved_elsewhere)]
 
 
 def _received(piece: Piece, data: Tensor, at: int) -> TensorShard:
-    dtype, shape = TYPES[piece.dtype], torch.Size(piece.shape)
+    dtype, shape = DTYPES_BY_NAME[piece.dtype], torch.Size(piece.shape)
     values = data[at : at + piece.elements * dtype.itemsize].view(dtype)
     if piece.key == piece.name:
         return TensorShard(piece.name, values.view(shape), replicated=False)
-    return TensorShard(piece.name, values, shape, piece.start, replicated=False, count=piece.count, apart=piece.apart)
+    return TensorShard(
+        piece.name, values, shape, piece.start, replicated=False, count=piece.count, range_stride=piece.apart
+    )
 
 
 # ---- read
 
 
-def newest(files: Iterable[Sequence[int]]) -> Snapshot | None:
+def newest_snapshot(files: Iterable[Sequence[int]]) -> Snapshot | None:
     """The newest state with all its parts in these memory files, by rank."""
     states: dict[tuple[int, int, int], dict[int, tuple[int, SnapshotMeta, tuple[Piece, ...]]]] = {}
     for descriptor in itertools.chain.from_iterable(files):
-        if os.fstat(descriptor).st_size <= LENGTH_BYTES or not any(os.pread(descriptor, LENGTH_BYTES, 0)):
+        if os.fstat(descriptor).st_size <= HEADER_LENGTH_FIELD_BYTES or not any(
+            os.pread(descriptor, HEADER_LENGTH_FIELD_BYTES, 0)
+        ):
             continue
         metadata = read_meta(_path(descriptor))
         if metadata is None:
@@ -230,28 +244,28 @@ def newest(files: Iterable[Sequence[int]]) -> Snapshot | None:
     if not complete:
         return None
     parts = states[max(complete, key=lambda key: (key[0], key[1]))]
-    source = ShardFiles([(_path(descriptor), pieces) for descriptor, _, pieces in parts.values()])
+    source = ShardFileSource([(_path(descriptor), pieces) for descriptor, _, pieces in parts.values()])
     return Snapshot(parts[0][1], source, tuple(file for file, *_ in parts.values()))
 
 
 def broadcast_snapshot(source: int, mine: Snapshot | None, world: World) -> Snapshot:
     """Copy the snapshot of rank `source` to all ranks whose snapshot, `mine`, is None (a collective)."""
-    sizes = None if mine is None else [os.fstat(file).st_size for file in mine.files]
+    sizes = None if mine is None else [os.fstat(file).st_size for file in mine.memory_file_descriptors]
     files: list[int] = []
     for number, size_bytes in enumerate(all_gather_object(sizes, world)[source]):
         if mine is None:
             files.append(os.memfd_create("paceline-sent"))
-        for at in range(0, size_bytes, SENT_BYTES):
-            buffer = bytearray(min(SENT_BYTES, size_bytes - at))
+        for at in range(0, size_bytes, MAX_MESSAGE_BYTES):
+            buffer = bytearray(min(MAX_MESSAGE_BYTES, size_bytes - at))
             if mine is not None and world.rank == source:
-                os.preadv(mine.files[number], [buffer], at)
+                os.preadv(mine.memory_file_descriptors[number], [buffer], at)
             block = torch.frombuffer(buffer, dtype=torch.uint8).to(world.device)
             broadcast([block], source, "a snapshot", world.group)
             if mine is None:
                 os.pwrite(files[-1], block.cpu().numpy().tobytes(), at)
     if mine is not None:
         return mine
-    received = newest([files])
+    received = newest_snapshot([files])
     assert received is not None
     for file in files:
         weakref.finalize(received.source, os.close, file)

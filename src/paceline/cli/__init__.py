@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.errors import ExitCode, unknown
+from paceline.errors import ExitCode, unknown_name_error
 from paceline.protocol.control import WorkerSpec, hold_standard_descriptors
 from paceline.rank.environment import translate_to_torchrun
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 class Command(NamedTuple):
     """A command, described without importing its module."""
 
-    line: str  # its line in `paceline --help`
+    help_line: str  # its line in `paceline --help`
     settings: str  # module.Class of its settings
     arguments: str  # fields of the settings that are positional arguments
     examples: tuple[str, str]  # the prefix `paceline NAME` is left out
     main: str = "main"  # its function `main(arguments) -> exit code` in that module
-    behind: str = ""  # this and the other fields: see `CommandLine`
-    common: str = ""
-    config: str = ""
+    usage_suffix: str = ""  # this and the other fields: see `CommandLine`
+    common_options: str = ""
+    config_help: str = ""
 
 
 GROUPS = {
@@ -37,19 +37,20 @@ GROUPS = {
         "train": Command(
             "train a model on one process or many", "train.TrainConfig", "task",
             ("mnist-cnn --nproc 2 --run-dir runs/first", "mnist-cnn --nproc 2 --run-dir runs/first --resume auto"),
-            common="config strategy batch-size global-batch lr epochs steps run-dir checkpoint-every resume nproc "
-            "device on nodes hosts",
-            config="TOML file with settings, e.g. the config.toml of a run; options override it",
+            common_options="config strategy batch-size global-batch lr epochs steps run-dir checkpoint-every resume "
+            "nproc device on nodes hosts",
+            config_help="TOML file with settings, e.g. the config.toml of a run; options override it",
         ),
         "launch": Command(
             "start any script that torchrun could, on one machine or many", "launch.LaunchScript", "",
-            ("--nproc 2 train.py --epochs 5", "--nproc 2 --check train.py --epochs 5"), behind="SCRIPT [ARGUMENTS]",
-            common="nproc show run-dir max-restarts hang-timeout on-drift check on nodes hosts env dry-run detach",
+            ("--nproc 2 train.py --epochs 5", "--nproc 2 --check train.py --epochs 5"),
+            common_options="nproc show run-dir max-restarts hang-timeout on-drift check on nodes hosts env dry-run "
+            "detach", usage_suffix="SCRIPT [ARGUMENTS]",
         ),
         "watchover": Command(
             "guard ranks that torchrun, srun or mpirun started", "watchover.WatchoverConfig", "",
             ("torchrun --nproc-per-node 4 -m paceline watchover train.py --epochs 5",
-             "srun python -m paceline watchover -m my_package.train --epochs 5"), behind="SCRIPT [ARGUMENTS]",
+             "srun python -m paceline watchover -m my_package.train --epochs 5"), usage_suffix="SCRIPT [ARGUMENTS]",
         ),
         "join": Command(
             "add this host to a running multi-node job", "cancel.JoinConfig", "run",
@@ -104,17 +105,19 @@ GROUPS = {
     "check and measure": {
         "verify": Command(
             "check that N processes compute the same as one", "verify.VerifyConfig", "task",
-            ("mnist-cnn --ranks 1,2,4", "my_loop.py:main -- --batch 16"), behind="[-- ARGUMENTS]",
+            ("mnist-cnn --ranks 1,2,4", "my_loop.py:main -- --batch 16"), usage_suffix="[-- ARGUMENTS]",
         ),
         "compare": Command(
             "measure every strategy (speed, memory, bytes, bits), and recommend one", "compare.CompareConfig", "task",
             ("mnist-cnn --nproc 2", "mnist-cnn --strategies ddp,exact --nproc 2"),
-            common="strategies meshes nproc batch-sizes steps rounds config device optimizer precision out json",
+            common_options="strategies meshes nproc batch-sizes steps rounds config device optimizer precision out "
+            "json",
         ),
         "scale": Command(
             "measure scaling and lost time, and estimate a step on more machines", "scale.ScaleConfig", "task",
             ("mnist-cnn --ranks 1,2", "mnist-cnn --ranks 1,2 --network 100Gbit,5us"),
-            common="runs ranks strategy mesh mode batch-size network steps rounds config device task-arg out json",
+            common_options="runs ranks strategy mesh mode batch-size network steps rounds config device task-arg out "
+            "json",
         ),
         "ledger": Command(
             "check that each sample was used once per epoch, over all attempts", "ledger.LedgerConfig", "run",
@@ -161,7 +164,8 @@ def command_line(name: str) -> CommandLine:
     examples = tuple(text if "paceline" in text else f"paceline {name} {text}".rstrip() for text in command.examples)
     arguments = tuple(command.arguments.split())
     return CommandLine(
-        f"paceline {name}", settings_class, arguments, examples, command.behind, command.common, command.config
+        f"paceline {name}", settings_class, arguments, examples, command.usage_suffix,
+        command.common_options, command.config_help,
     )  # fmt: skip
 
 
@@ -197,14 +201,14 @@ def _train_as_rank(settings: Path) -> int:
     This is `cli.train` without its imports of options and launchers, which would delay all ranks.
     """
     from paceline.config.settings import check_values, load
-    from paceline.protocol.job import Windows
-    from paceline.rank.imports import TRAINING, import_without_gc
+    from paceline.protocol.job import HangTimeout
+    from paceline.rank.imports import TRAINING_MODULES, import_without_gc
     from paceline.runs.reading import real_path
 
-    config = load(real_path(settings), ours=True)
+    config = load(real_path(settings), must_own=True)
     check_values(config)
-    Windows.parse(config.guard.hang_timeout)
-    import_without_gc(TRAINING)  # the first import of torch
+    HangTimeout.parse(config.guard.hang_timeout)
+    import_without_gc(TRAINING_MODULES)  # the first import of torch
     from paceline.train.run import train
 
     return train(config).code
@@ -214,19 +218,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `paceline ARGUMENTS` and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     hold_standard_descriptors()
-    spec = WorkerSpec.here()
+    spec = WorkerSpec.from_environment()
     if spec is not None and spec.preload >= 0:  # this node's workers are forked from here: they go on below
-        from paceline.rank.imports import TRAINING, import_without_gc
-        from paceline.rank.preload import serve
+        from paceline.rank.imports import TRAINING_MODULES, import_without_gc
+        from paceline.rank.preload import serve_fork_orders
 
-        serve(spec, lambda: import_without_gc(TRAINING))
+        serve_fork_orders(spec, lambda: import_without_gc(TRAINING_MODULES))
     if spec is not None:  # before anything slow: a worker must not outlive its agent
         from paceline.rank.attach import attach
 
         attach()
     if not arguments or arguments[0] in ("-h", "--help", "--help-all"):
         groups = (
-            [f"{title}:", *(f"  {name:11}{group[name].line}" for name in group)] for title, group in GROUPS.items()
+            [f"{title}:", *(f"  {name:11}{group[name].help_line}" for name in group)] for title, group in GROUPS.items()
         )
         print(HELP.format(commands="\n\n".join(map("\n".join, groups))), end="")
         return ExitCode.DONE if arguments else ExitCode.USAGE
@@ -239,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # srun's and mpirun's variables for rank and world become torchrun's here, once, before anything reads them
         os.environ.update(translate_to_torchrun(os.environ))
         if arguments[0] not in COMMANDS:
-            raise unknown("command", arguments[0], COMMANDS)
+            raise unknown_name_error("command", arguments[0], COMMANDS)
         if spec is not None and arguments[:2] == ["train", "--config"] and len(arguments) == 3:
             return _train_as_rank(Path(arguments[2]))
         return command_main(arguments[0])(arguments[1:])

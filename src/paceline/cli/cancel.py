@@ -14,29 +14,29 @@ from paceline.cli.options import check_positive
 from paceline.cli.run_state import (
     Access,
     RunFlags,
-    agent_runs,
+    agent_run_folder,
     attempts,
-    existing_run,
-    head_roster,
-    home,
+    coordinator_roster,
+    is_agent_alive,
     is_locked,
+    read_run_status,
+    resolve_run_access,
     resume_command,
     signal_agent,
-    standing,
 )
 from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.launch.plan import Submission, last_submission
 from paceline.launch.slurm import queue
 from paceline.protocol.job import GRACE_PERIOD_SECONDS, NodePlan
-from paceline.runs.console import clean
-from paceline.runs.folder import CHECKPOINTS, INVITATION, LOCK
-from paceline.runs.owners import Unreadable
+from paceline.runs.console import remove_controls
+from paceline.runs.folder import CHECKPOINTS, JOIN_FILE, LOCK
+from paceline.runs.owners import UnreadableFileError
 from paceline.runs.reading import decode, read
-from paceline.runs.summary import LIVE
+from paceline.runs.summary import LIVE_STATES
 
 POLL_SECONDS = 0.5
-END_SECONDS = GRACE_PERIOD_SECONDS + 15.0
-MAX_BYTES = 1 << 20  # of an invitation
+END_TIMEOUT_SECONDS = GRACE_PERIOD_SECONDS + 15.0
+MAX_INVITATION_BYTES = 1 << 20  # of an invitation
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class JoinConfig(RunFlags):
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline cancel ARGUMENTS`."""
     config: CancelConfig = command_line("cancel").parse(arguments)
-    run_dir, access = existing_run(config, act=True)
-    state, details, *_ = standing(run_dir, access)
-    if state not in LIVE:
+    run_dir, access = resolve_run_access(config, act=True)
+    state, details, *_ = read_run_status(run_dir, access)
+    if state not in LIVE_STATES:
         details = f" ({details})" if details else ""
-        print(clean(f"there is nothing to cancel: the run is {state}{details}"), file=sys.stderr)
+        print(remove_controls(f"there is nothing to cancel: the run is {state}{details}"), file=sys.stderr)
         return ExitCode.FAILED if state == "unknown" else ExitCode.DONE
     ask_to_stop(run_dir, access, now=config.now)
     return _wait(run_dir, access)
@@ -80,9 +80,9 @@ def ask_to_stop(run_dir: Path, access: Access, *, now: bool = False) -> None:
         UsageError: the recorded job or agent does not belong to this run.
         TrainingError: the agent cannot be reached from this machine.
     """
-    folder, submission = last_submission(home(run_dir))
+    folder, submission = last_submission(agent_run_folder(run_dir))
     slurm_job = submission.slurm_job if submission is not None else ""
-    if slurm_job and (job := queue.state(slurm_job)) is not None and job.lives:
+    if slurm_job and (job := queue.query_job_state(slurm_job)) is not None and job.lives:
         if not queue.writes_to(slurm_job, folder):
             raise UsageError(code="slurm-job-of-another-run", slurm_job=slurm_job, folder=folder)
         queue.cancel(slurm_job, now=now)
@@ -91,8 +91,8 @@ def ask_to_stop(run_dir: Path, access: Access, *, now: bool = False) -> None:
 
 
 def _stop_agent(run_dir: Path, submission: Submission | None, access: Access, *, now: bool) -> None:
-    roster = head_roster(run_dir)
-    if roster is None or not agent_runs(run_dir, roster, submission, access.ssh):
+    roster = coordinator_roster(run_dir)
+    if roster is None or not is_agent_alive(run_dir, roster, submission, access.ssh):
         try:
             holder = read(run_dir / LOCK, limit_bytes=1000).decode(errors="replace").strip()
         except OSError:
@@ -109,14 +109,16 @@ def _stop_agent(run_dir: Path, submission: Submission | None, access: Access, *,
 
 def _wait(run_dir: Path, access: Access) -> int:
     print("stop requested; waiting for the run to end ...", file=sys.stderr, flush=True)
-    deadline = time.monotonic() + END_SECONDS
-    while (end := standing(run_dir, access)).state in LIVE or is_locked(run_dir):
+    deadline = time.monotonic() + END_TIMEOUT_SECONDS
+    while (end := read_run_status(run_dir, access)).state in LIVE_STATES or is_locked(run_dir):
         if time.monotonic() > deadline:
-            print(f"the run has not ended after {END_SECONDS:g} s: see paceline status {run_dir}", file=sys.stderr)
+            print(
+                f"the run has not ended after {END_TIMEOUT_SECONDS:g} s: see paceline status {run_dir}", file=sys.stderr
+            )
             return ExitCode.FAILED
         time.sleep(POLL_SECONDS)
     saved = Checkpoints(run_dir / CHECKPOINTS).entries()
-    print(clean(f"ended: {end.state}" + (f" ({end.words})" if end.words else "")))
+    print(remove_controls(f"ended: {end.state}" + (f" ({end.details})" if end.details else "")))
     if not saved:
         print("no checkpoint was saved")
     elif end.state != "done":
@@ -129,19 +131,21 @@ def join(arguments: Sequence[str]) -> int:
     """Run `paceline join ARGUMENTS`."""
     config: JoinConfig = command_line("join").parse(arguments)
     check_positive(config, "nproc")
-    run_dir, access = existing_run(config, act=True)  # its plan is executed here: no other user may have written it
+    run_dir, access = resolve_run_access(
+        config, act=True
+    )  # its plan is executed here: no other user may have written it
     run = shlex.quote(str(run_dir))
-    file = next((attempt / INVITATION for attempt in reversed(attempts(run_dir))), run_dir / INVITATION)
+    file = next((attempt / JOIN_FILE for attempt in reversed(attempts(run_dir))), run_dir / JOIN_FILE)
     try:
-        decode(file, NodePlan, limit_bytes=MAX_BYTES, ours=True)
+        decode(file, NodePlan, limit_bytes=MAX_INVITATION_BYTES, ours=True)
     except FileNotFoundError:
-        state = standing(run_dir, access).state
-        if state in LIVE:
+        state = read_run_status(run_dir, access).state
+        if state in LIVE_STATES:
             why = "was not started with --nodes MIN:MAX, or is still starting"
         else:
             why = f"is {state}. Start it again with this host: paceline train --resume auto --run-dir {run} --hosts ..."
         raise UsageError(code="run-takes-no-hosts", run=run, why=why) from None
-    except Unreadable as error:
+    except UnreadableFileError as error:
         raise UsageError(code="invitation-unreadable", reason=str(error)) from None
     options = ["--plan", str(file), "--join", *(("--nproc", str(config.nproc)) if config.nproc else ())]
     os.execv(sys.executable, [sys.executable, "-P", "-m", "paceline.launch.agent", *options])

@@ -8,16 +8,23 @@ import msgspec
 import psutil
 
 from paceline.cli import command_line
-from paceline.cli.measurement import MeasurementConfig, check_measurement, measured, publish, shared_cores, train_config
-from paceline.cli.options import check_gpus, check_positive, chosen_names, nproc_auto, usable_gpus, whole_numbers
-from paceline.config.choices import lacks_torch
+from paceline.cli.measurement import (
+    MeasurementConfig,
+    check_measurement,
+    core_sharing_text,
+    measure_groups,
+    publish,
+    train_config,
+)
+from paceline.cli.options import check_gpus, check_positive, nproc_auto, parse_names, parse_whole_numbers, usable_gpus
+from paceline.config.choices import torch_unsupported_reason
 from paceline.config.mesh import Mesh, mesh_of, meshes_of
 from paceline.config.settings import DEFAULT_BATCH_SIZE, TrainConfig, check_values
-from paceline.config.strategies import DEFAULT, DEFAULT_ALONE, EXACT, STRATEGY_INFO
+from paceline.config.strategies import DEFAULT_STRATEGY, EXACT_STRATEGIES, SINGLE_PROCESS_STRATEGY, STRATEGY_INFO
 from paceline.errors import ExitCode, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
-from paceline.lab.compare import REFERENCE, Row, advise, compared_rows, print_compared
-from paceline.lab.measurement import NO_EXCHANGE, Candidate, NotMeasured
+from paceline.lab.compare import REFERENCE_PREFIX, Row, compared_rows, print_compared, recommend_strategy
+from paceline.lab.measurement import NO_EXCHANGE, Candidate, FailedMeasurement
 from paceline.lab.rounds import CandidateGroup, MeasuredRounds
 from paceline.runs.utilization import format_speed
 
@@ -46,7 +53,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
     task: str
     rows: list[Row]
-    failures: list[NotMeasured]
+    failures: list[FailedMeasurement]
     advice: str
     notes: list[str]
 
@@ -57,10 +64,10 @@ def main(arguments: Sequence[str]) -> int:
     how = config.how
     check_positive(config, "nproc")
     check_measurement(how)
-    strategies = chosen_names("strategy", config.strategies, ["all", *STRATEGY_INFO])
+    strategies = parse_names("strategy", config.strategies, ["all", *STRATEGY_INFO])
     if "all" in strategies:
-        strategies = [name for name in STRATEGY_INFO if name != DEFAULT_ALONE]
-    batches = whole_numbers("--batch-sizes", config.batch_sizes or str(DEFAULT_BATCH_SIZE))
+        strategies = [name for name in STRATEGY_INFO if name != SINGLE_PROCESS_STRATEGY]
+    batches = parse_whole_numbers("--batch-sizes", config.batch_sizes or str(DEFAULT_BATCH_SIZE))
     settings = train_config(config.task, how)
     gpus = usable_gpus(settings.launch.device)
     cores = usable_cores()
@@ -68,13 +75,13 @@ def main(arguments: Sequence[str]) -> int:
     check_gpus(f"--nproc {nproc}", nproc, gpus, settings.launch.backend)
     asked_threads = how.threads_per_rank or settings.launch.threads_per_rank
     threads = asked_threads or threads_per_rank(cores, nproc)
-    reasons = {name: _why_not(name, nproc) for name in strategies}
-    refused = [NotMeasured(name, name, nproc, batches[0], why) for name, why in reasons.items() if why]
+    reasons = {name: _strategy_obstacle(name, nproc) for name in strategies}
+    refused = [FailedMeasurement(name, name, nproc, batches[0], why) for name, why in reasons.items() if why]
     strategies = [name for name, why in reasons.items() if not why]
     meshes = _meshes(config, nproc, settings)
     sequence = config.sequence_parallel or settings.launch.sequence_parallel
-    groups = _groups(strategies, meshes, nproc, batches, threads, asked_threads or 1, sequence=sequence)
-    with measured(groups, settings, how, memory=True) as (rounds, _):
+    groups = _make_candidate_groups(strategies, meshes, nproc, batches, threads, asked_threads or 1, sequence=sequence)
+    with measure_groups(groups, settings, how, memory=True) as (rounds, _):
         pass
     if rounds.code != ExitCode.DONE:
         return rounds.code
@@ -93,44 +100,46 @@ def _meshes(config: CompareConfig, nproc: int, settings: TrainConfig) -> list[Me
     meshes = [mesh for text in texts for mesh in (meshes_of(nproc) if text == "auto" else [mesh_of(text, nproc)])]
     for mesh in meshes:
         launch = replace(settings.launch, mesh=str(mesh))
-        if mesh.of("pipeline") == 1:
+        if mesh.size_of("pipeline") == 1:
             launch = replace(launch, schedule_pipeline=None, stages_at=None)
-        if mesh.of("tensor") == 1:
+        if mesh.size_of("tensor") == 1:
             launch = replace(launch, sequence_parallel=False)
         check_values(replace(settings, launch=launch, strategy=_strategy_for(mesh)))
-    if config.sequence_parallel and not any(mesh.of("tensor") > 1 for mesh in meshes):
+    if config.sequence_parallel and not any(mesh.size_of("tensor") > 1 for mesh in meshes):
         raise UsageError(code="sequence-parallel-without-meshes")
     return list({str(mesh): mesh for mesh in meshes}.values())
 
 
 def _strategy_for(mesh: Mesh) -> str:
-    return "fsdp" if mesh.of("shard") > 1 else DEFAULT
+    return "fsdp" if mesh.size_of("shard") > 1 else DEFAULT_STRATEGY
 
 
-def _why_not(strategy: str, nproc: int) -> str:
+def _strategy_obstacle(strategy: str, nproc: int) -> str:
     info = STRATEGY_INFO[strategy]
-    if not info.single_process or strategy == DEFAULT_ALONE:
-        return lacks_torch(strategy)
-    where = " on a machine with several GPUs" if info.multi_gpu else ""
+    if not info.single_process or strategy == SINGLE_PROCESS_STRATEGY:
+        return torch_unsupported_reason(strategy)
+    where = " on a machine with several GPUs" if info.splits_over_gpus else ""
     return f"is single-process, but --nproc is {nproc}: `paceline train --strategy {strategy}`{where}"
 
 
-def _groups(
+def _make_candidate_groups(
     strategies: Sequence[str], meshes: Sequence[Mesh], nproc: int, batches: Sequence[int], threads: int,
     exact_threads: int, *, sequence: bool,
 ) -> list[CandidateGroup]:  # fmt: skip
     """The candidates, with a single process as baseline, and as upper bound ranks that exchange nothing."""
     alone, together = list[Candidate](), list[Candidate]()
     for batch in batches:
-        alone.append(Candidate(f"single-b{batch}", DEFAULT_ALONE, batch, threads))
+        alone.append(Candidate(f"single-b{batch}", SINGLE_PROCESS_STRATEGY, batch, threads))
         if nproc > 1:
-            alone.append(Candidate(f"single-all-b{batch}", DEFAULT_ALONE, batch * nproc, threads * nproc))
-        if {*strategies} & {*EXACT}:
-            alone.append(Candidate(f"{REFERENCE}-b{batch}", EXACT[0], batch, exact_threads, nproc))
-        for name in (name for name in strategies if name != DEFAULT_ALONE):
-            together.append(Candidate(f"{name}-b{batch}", name, batch, exact_threads if name in EXACT else threads))
+            alone.append(Candidate(f"single-all-b{batch}", SINGLE_PROCESS_STRATEGY, batch * nproc, threads * nproc))
+        if {*strategies} & {*EXACT_STRATEGIES}:
+            alone.append(Candidate(f"{REFERENCE_PREFIX}-b{batch}", EXACT_STRATEGIES[0], batch, exact_threads, nproc))
+        for name in (name for name in strategies if name != SINGLE_PROCESS_STRATEGY):
+            together.append(
+                Candidate(f"{name}-b{batch}", name, batch, exact_threads if name in EXACT_STRATEGIES else threads)
+            )
         for mesh in meshes:  # the same global batch: with fewer replicas, in more micro-batches
-            is_sequence_parallel = sequence and mesh.of("tensor") > 1
+            is_sequence_parallel = sequence and mesh.size_of("tensor") > 1
             name = f"{mesh}-b{batch}"
             strategy = _strategy_for(mesh)
             together.append(Candidate(name, strategy, batch, threads, nproc, str(mesh), is_sequence_parallel))
@@ -141,13 +150,17 @@ def _groups(
 
 
 def _compare(
-    config: CompareConfig, rounds: MeasuredRounds, refused: Sequence[NotMeasured], batch: int, memory: int | None,
+    config: CompareConfig, rounds: MeasuredRounds, refused: Sequence[FailedMeasurement], batch: int, memory: int | None,
     cores: int, threads: int,
 ) -> Comparison:  # fmt: skip
     rows = compared_rows(rounds.rounds, f"single-b{batch}", config.how.steps)
-    chosen = [row for row in rows if row.batch_size == batch and row.strategy not in (DEFAULT_ALONE, NO_EXCHANGE)]
-    alone = [row for row in rows if row.strategy == DEFAULT_ALONE and f"b{batch}" == row.name.rpartition("-")[2]]
-    advice = advise(chosen, max(alone, key=lambda row: row.rate.median, default=None), memory)
+    chosen = [
+        row for row in rows if row.batch_size == batch and row.strategy not in (SINGLE_PROCESS_STRATEGY, NO_EXCHANGE)
+    ]
+    alone = [
+        row for row in rows if row.strategy == SINGLE_PROCESS_STRATEGY and f"b{batch}" == row.name.rpartition("-")[2]
+    ]
+    advice = recommend_strategy(chosen, max(alone, key=lambda row: row.rate.median, default=None), memory)
     fastest = sorted(rows, key=lambda row: row.rate.median)[-1:]
     use = [f"{row.label}: {', '.join([*format_speed(row), row.mfu_words])}" for row in fastest if row.mfu_words]
     notes = [*comparison_notes(rows, cores, threads), *use, *rounds.notes()]
@@ -163,6 +176,6 @@ def comparison_notes(rows: Sequence[Row], cores: int, threads: int) -> list[str]
             f"{ranks} processes were ready after {launches[-1]:.1f} s; the first step includes applying the strategy "
             "to the model"
         )
-    if shared := shared_cores(ranks, threads, cores):
+    if shared := core_sharing_text(ranks, threads, cores):
         notes.append(f"{shared}: more than can run at once")
     return notes

@@ -11,12 +11,12 @@ from typing import Literal, NoReturn
 from rich.console import Console
 
 from paceline.cli import command_line
-from paceline.cli.options import check_positive, command_words
+from paceline.cli.options import check_positive, split_command
 from paceline.errors import ExitCode, UsageError
 from paceline.lab.doctor.report import as_json, print_checks, run_checks
-from paceline.lab.doctor.survey import PROGRAM, Wanted, host_probes, survey
+from paceline.lab.doctor.survey import PROGRAM, PlannedUse, host_probes, survey
 from paceline.launch.plan import Command, parse_hosts
-from paceline.launch.ssh.plan import sessions
+from paceline.launch.ssh.plan import session_commands
 from paceline.rank.environment import expand_nodes
 
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     if config.on == "slurm" and "SLURM_JOB_ID" not in os.environ:
         _in_allocation(config, arguments)
     commands, workers = _host_commands(config)
-    wanted = Wanted(
+    wanted = PlannedUse(
         hosts=tuple(command.name for command in commands),
         workers=workers,
         run_dir=str((config.run_dir or Path("runs")).absolute()),
@@ -92,12 +92,12 @@ def _host_commands(config: DoctorConfig) -> tuple[tuple[Command, ...], tuple[int
     program = (config.python or sys.executable, *PROGRAM)
     if config.on == "ssh":
         hosts = parse_hosts(str(config.hosts))
-        ssh = command_words("--ssh", config.ssh)
+        ssh = split_command("--ssh", config.ssh)
         if shutil.which(ssh[0]) is None:
             raise UsageError(
                 f"--ssh {config.ssh!r}: no such program. Install an OpenSSH client, or use a different one"
             )
-        return sessions(ssh, hosts, *program), tuple(host.slots or config.nproc for host in hosts)
+        return session_commands(ssh, hosts, *program), tuple(host.slots or config.nproc for host in hosts)
     if config.on == "slurm":
         job, nodes = os.environ["SLURM_JOB_ID"], expand_nodes(os.environ["SLURM_JOB_NODELIST"])
         if config.nodes and config.nodes != len(nodes):

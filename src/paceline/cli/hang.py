@@ -15,18 +15,20 @@ from rich.console import Console
 
 from paceline.cli import command_line
 from paceline.cli.options import print_json
-from paceline.cli.run_state import NOTHING, Access, NewestRunFlags, attempts, existing_run, standing
+from paceline.cli.run_state import NO_ACCESS, Access, NewestRunFlags, attempts, read_run_status, resolve_run_access
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.report import DiagnosisRecord, describe_rank, diagnosis_file, format_report, read_diagnosis
 from paceline.protocol.evidence import Evidence
 from paceline.runs import writing
 from paceline.runs.console import clock
-from paceline.runs.reading import names
+from paceline.runs.reading import entry_names
 
-ANSWER_SECONDS = 15.0  # the coordinator looks for requests every second, and gives every rank three seconds to answer
+ANSWER_TIMEOUT_SECONDS = (
+    15.0  # the coordinator looks for requests every second, and gives every rank three seconds to answer
+)
 POLL_SECONDS = 0.1
-MOVES_SECONDS = 2.0  # a run that made progress within this time does not hang
-SHOWN_OPS = 8
+RECENT_PROGRESS_SECONDS = 2.0  # a run that made progress within this time does not hang
+MAX_SHOWN_OPS = 8
 MOST_SHOWN, MOST_LINES, MOST_CHARS = 64, 200, 20_000  # ranks; lines and characters of each rank
 
 
@@ -52,7 +54,7 @@ class HangReport(msgspec.Struct, frozen=True):
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline hang ARGUMENTS`."""
     config: HangConfig = command_line("hang").parse(arguments)
-    report = _report(*existing_run(config))
+    report = _report(*resolve_run_access(config))
     if config.json:
         print_json(report)
     else:
@@ -62,20 +64,22 @@ def main(arguments: Sequence[str]) -> int:
 
 def _report(run_dir: Path, access: Access) -> HangReport:
     """A new diagnosis of the run's agent, if it runs, may be queried and answers. Otherwise the newest recorded one."""
-    state = standing(run_dir, access).state
+    state = read_run_status(run_dir, access).state
     starts = attempts(run_dir)
     if not starts:
         raise UsageError(code="not-started", run_dir=run_dir)
-    may_ask = access != NOTHING  # a request is a file, and paceline writes no file into a run of another user
-    diagnosis = ask_agent(starts[-1]) if state == "running" and may_ask else None
+    may_ask = access != NO_ACCESS  # a request is a file, and paceline writes no file into a run of another user
+    diagnosis = request_diagnosis(starts[-1]) if state == "running" and may_ask else None
     if diagnosis is not None:
         waited = f"{diagnosis.waited_seconds:.1f} s"
         line = f"no progress for {waited}. If this is a stall, its cause is:"
-        if diagnosis.waited_seconds < MOVES_SECONDS:
+        if diagnosis.waited_seconds < RECENT_PROGRESS_SECONDS:
             line = f"the run is making progress (last {waited} ago). The present stacks of its ranks:"
         return HangReport(str(run_dir), state, True, line, "", diagnosis)
-    state = standing(run_dir, access).state  # it may have ended meanwhile
-    no_answer = f"its agent has not answered within {ANSWER_SECONDS:g} s" if may_ask else "its agent was not queried"
+    state = read_run_status(run_dir, access).state  # it may have ended meanwhile
+    no_answer = (
+        f"its agent has not answered within {ANSWER_TIMEOUT_SECONDS:g} s" if may_ask else "its agent was not queried"
+    )
     no_answer = no_answer if state == "running" else ""
     folder = _newest_diagnosis(run_dir)
     if folder is None:
@@ -90,22 +94,22 @@ def _report(run_dir: Path, access: Access) -> HangReport:
 def _newest_diagnosis(run_dir: Path) -> Path | None:
     """The folder of the newest diagnosis of all attempts. Folders without a complete diagnosis are skipped."""
     for attempt in reversed(attempts(run_dir)):
-        matches = (re.fullmatch(r"(?:diagnosis|verdict)-([0-9]{1,9})", name) for name in names(attempt))
+        matches = (re.fullmatch(r"(?:diagnosis|verdict)-([0-9]{1,9})", name) for name in entry_names(attempt))
         for _, name in sorted(((int(m[1]), m[0]) for m in matches if m), reverse=True):
             if os.path.lexists(diagnosis_file(attempt / name)):
                 return attempt / name
     return None
 
 
-def ask_agent(attempt: Path) -> DiagnosisRecord | None:
+def request_diagnosis(attempt: Path) -> DiagnosisRecord | None:
     """Request a diagnosis from the coordinator of a running attempt; None if it does not answer."""
     nonce = secrets.token_hex(8)
     question, answer = attempt / f"ask-{os.getpid()}-{nonce}", attempt / f"diagnosis-live-{nonce}"
     try:
-        os.close(writing.create(question))
+        os.close(writing.create_file(question))
     except OSError as error:
         raise UsageError(code="run-cannot-be-asked", question=question, strerror=error.strerror) from error
-    deadline = time.monotonic() + ANSWER_SECONDS
+    deadline = time.monotonic() + ANSWER_TIMEOUT_SECONDS
     try:
         while not diagnosis_file(answer).is_file():
             if time.monotonic() > deadline:
@@ -144,13 +148,13 @@ def _show(report: HangReport) -> None:
         if rest:
             console.print(rest.rstrip("\n"))
 
-    if not report.live or record.waited_seconds >= MOVES_SECONDS:
+    if not report.live or record.waited_seconds >= RECENT_PROGRESS_SECONDS:
         folder = report.diagnosis_dir
         print_block(
             format_report(record.diagnosis, shown, waited_seconds=record.waited_seconds, folder=folder, run=""),
             "bold red",
         )
     for evidence in shown:
-        text = describe_rank(_shortened(evidence), most_ops=SHOWN_OPS, most_stacks=1)
+        text = describe_rank(_shortened(evidence), most_ops=MAX_SHOWN_OPS, most_stacks=1)
         lines = text.splitlines()[:MOST_LINES]
         print_block("\n".join(lines), "bold red" if evidence.rank in causes else "bold")

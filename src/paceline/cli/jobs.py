@@ -12,42 +12,47 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from paceline.cli.options import check_positive, command_words
+from paceline.cli.options import check_positive, split_command
 from paceline.config.choices import LauncherName, launchers_of
 from paceline.config.settings import ClusterConfig
 from paceline.errors import ExitCode, UsageError
 from paceline.host.shell_environment import parse_env
-from paceline.launch.by_hand import by_hand, typed
+from paceline.launch.by_hand import format_commands, plan_by_hand
 from paceline.launch.plan import (
     Plan,
     Submission,
     describe,
-    local,
     next_submit_dir,
     parse_hosts,
+    plan_local,
     write_files,
     write_submission,
 )
-from paceline.launch.slurm.plan import SCRIPT, slurm
+from paceline.launch.slurm.plan import SCRIPT_FILE, plan_slurm
 from paceline.launch.slurm.queue import (
     check_allocation,
     check_fits,
     cores_per_rank,
+    current_allocation,
     follow,
-    in_allocation,
-    run_here,
+    run_in_allocation,
     submit,
 )
-from paceline.launch.ssh.plan import rsync_commands, ssh, sync
+from paceline.launch.ssh.plan import plan_ssh, rsync_commands, run_rsync
 from paceline.launch.supervise import run
 from paceline.protocol.control import SECRET_NAME
-from paceline.protocol.job import GPU_CORES, Allocation, Host, JobSpec
-from paceline.runs.console import say
-from paceline.runs.folder import lock_run_dir, move_aside, new_run_dir, open_run_dir
+from paceline.protocol.job import CORES_PER_GPU_RANK, Allocation, Host, JobSpec
+from paceline.runs.console import print_to_stderr
+from paceline.runs.folder import archive_checkpoints, lock_run_dir, new_run_dir, open_run_dir
 
-Launcher = Callable[[JobSpec], Plan]
-LAUNCHERS: dict[LauncherName, Launcher] = {"local": local, "ssh": ssh, "slurm": slurm, "print": by_hand}
-FIND_AGAIN = "paceline status {} shows the progress; also: paceline logs, paceline cancel"
+PlanFunction = Callable[[JobSpec], Plan]
+LAUNCHERS: dict[LauncherName, PlanFunction] = {
+    "local": plan_local,
+    "ssh": plan_ssh,
+    "slurm": plan_slurm,
+    "print": plan_by_hand,
+}
+FOLLOW_UP_HINT = "paceline status {} shows the progress; also: paceline logs, paceline cancel"
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
@@ -67,7 +72,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
         raise UsageError(code="cancel-without-follow")
 
 
-def placed_job(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
+def make_job_spec(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
     """A job with its nodes, its hosts and the way to reach them. The caller fills in the other fields later.
 
     Raises:
@@ -96,12 +101,12 @@ def placed_job(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
         modules=cluster.module,
         activate=cluster.activate or "",
         detached=cluster.detach,
-        ssh=command_words("--ssh", cluster.ssh),
+        ssh=split_command("--ssh", cluster.ssh),
         slurm=Allocation(
             minutes=cluster.time,
             partition=cluster.partition or "",
             gpus_per_node=cluster.gpus_per_node or 0,
-            cpus_per_rank=cluster.cpus_per_rank or (GPU_CORES if cluster.gpus_per_node else 1),
+            cpus_per_rank=cluster.cpus_per_rank or (CORES_PER_GPU_RANK if cluster.gpus_per_node else 1),
             save_seconds=cluster.save_before,
             options=cluster.sbatch,
         ),
@@ -129,7 +134,7 @@ def world_size(job: JobSpec) -> int:
     return sum(host.slots or job.nproc for host in job.hosts) + (job.nodes - len(job.hosts)) * job.nproc
 
 
-def planned_job(job: JobSpec, asked: Path | None, name: str) -> JobSpec:
+def dry_run_job(job: JobSpec, asked: Path | None, name: str) -> JobSpec:
     """For `--dry-run`: the job with the paths that its run folder and submit folder would have."""
     run_dir = (asked or new_run_dir(name)).absolute()
     return replace(job, run_dir=str(run_dir), submit_dir=str(run_dir / "submit-1"))
@@ -138,7 +143,7 @@ def planned_job(job: JobSpec, asked: Path | None, name: str) -> JobSpec:
 def show_plan(cluster: ClusterConfig, job: JobSpec) -> int:
     """`--dry-run`: print the complete plan; start nothing."""
     plan = LAUNCHERS[cluster.on](job)
-    print(typed(plan) if cluster.on == "print" else describe(plan), end="")
+    print(format_commands(plan) if cluster.on == "print" else describe(plan), end="")
     return ExitCode.DONE
 
 
@@ -157,7 +162,7 @@ def locked_run_dir(
     lock = lock_run_dir(run_dir)
     try:
         if restart:
-            move_aside(run_dir)
+            archive_checkpoints(run_dir)
         yield run_dir, lock
     finally:
         os.close(lock)
@@ -187,41 +192,41 @@ def start(cluster: ClusterConfig, job: JobSpec) -> int:
     plan = LAUNCHERS[cluster.on](job)
     write_files(Path(job.submit_dir), plan.files)
     if cluster.sync:
-        sync(rsync_commands(job))
+        run_rsync(rsync_commands(job))
     _record(cluster, job)
     if cluster.on == "print":
-        print(typed(plan), end="")
+        print(format_commands(plan), end="")
         return ExitCode.DONE
     code = run(plan)
     if job.detached and code == ExitCode.DONE:
-        say(f"started. {FIND_AGAIN.format(job.run_dir)}")
+        print_to_stderr(f"started. {FOLLOW_UP_HINT.format(job.run_dir)}")
     return code
 
 
 def _start_slurm(cluster: ClusterConfig, job: JobSpec) -> int:
     submit_dir = Path(job.submit_dir)
-    allocation = in_allocation(os.environ)
+    allocation = current_allocation(os.environ)
     if cluster.cpus_per_rank is None and job.slurm.gpus_per_node:
-        cores = min(GPU_CORES, cores_per_rank(allocation, job, os.environ))
+        cores = min(CORES_PER_GPU_RANK, cores_per_rank(allocation, job, os.environ))
         job = replace(job, slurm=replace(job.slurm, cpus_per_rank=cores))
     if allocation is not None:
         check_allocation(allocation, job)
-    plan = slurm(job)
+    plan = plan_slurm(job)
     write_files(submit_dir, plan.files)
     if allocation is None:
         check_fits(job, os.environ)
     _record(cluster, job)  # also before it is submitted: the run is known even if this process is killed now
     if allocation is not None:
-        return run_here(submit_dir / SCRIPT)
+        return run_in_allocation(submit_dir / SCRIPT_FILE)
     job_id = submit(plan, os.environ)
     _record(cluster, job, job_id)
-    say(f"submitted as Slurm job {job_id}; batch script: {submit_dir / SCRIPT}")
+    print_to_stderr(f"submitted as Slurm job {job_id}; batch script: {submit_dir / SCRIPT_FILE}")
     if not cluster.follow:
-        say(FIND_AGAIN.format(job.run_dir))
+        print_to_stderr(FOLLOW_UP_HINT.format(job.run_dir))
         return ExitCode.DONE
     show_text = partial(print, end="", flush=True)
     output = submit_dir / f"slurm-{job_id}.out"
-    return follow(job_id, output, say, show_text, cancel_on_interrupt=cluster.cancel_on_interrupt)
+    return follow(job_id, output, print_to_stderr, show_text, cancel_on_interrupt=cluster.cancel_on_interrupt)
 
 
 def _record(cluster: ClusterConfig, job: JobSpec, slurm_job: str = "") -> None:

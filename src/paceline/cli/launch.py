@@ -16,26 +16,26 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.cli import command_line
-from paceline.cli.jobs import locked_run_dir, placed_job, planned_job, show_plan, start, with_submit_dir
-from paceline.cli.options import HELP, check_positive, nproc_auto, threads_of, usable_gpus
+from paceline.cli.jobs import dry_run_job, locked_run_dir, make_job_spec, show_plan, start, with_submit_dir
+from paceline.cli.options import HELP_OPTIONS, check_positive, nproc_auto, resolve_threads_per_rank, usable_gpus
 from paceline.cli.torchrun import LaunchArguments, read_arguments
-from paceline.config.choices import untested_torch
+from paceline.config.choices import untested_torch_notice
 from paceline.config.settings import ClusterConfig, load
 from paceline.errors import ExitCode, UsageError
 from paceline.lab.check.report import check_findings, count_mistakes, render_report
-from paceline.launch.plan import local
+from paceline.launch.plan import plan_local
 from paceline.launch.supervise import run
-from paceline.protocol.control import BOOTSTRAP, CHECK
-from paceline.protocol.facts import EPOCHS, MAX_STEPS, WHOLE, ScriptFacts, facts_file
-from paceline.protocol.job import JobSpec, Windows
+from paceline.protocol.control import BOOTSTRAP, CHECK_OPTION
+from paceline.protocol.facts import MAX_STEPS, RECORDED_EPOCHS, SHORTENED_EPOCH_BATCHES, ScriptFacts, facts_file
+from paceline.protocol.job import HangTimeout, JobSpec
 from paceline.rank.bootstrap import worker_command
 from paceline.rank.environment import is_launched
 from paceline.runs import reading, writing
 from paceline.runs.attempt import read_notices
-from paceline.runs.console import clean, say
+from paceline.runs.console import print_to_stderr, remove_controls
 from paceline.runs.folder import CONFIG, create_attempt_dir, new_run_dir
 
-FINDINGS = "check.json"
+FINDINGS_NAME = "check.json"
 MAX_FACTS_BYTES = 64 << 20
 
 
@@ -74,67 +74,71 @@ class ScriptConfig:
 
 
 @dataclass(frozen=True)
-class LaunchScript:
+class ScriptLaunchConfig:
     """Start any script that torchrun could, on one machine or on many. Options of torchrun work too."""
 
     script: ScriptConfig = field(default_factory=ScriptConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
-MISPLACED = ("--nproc", "--nproc-per-node", "--nproc_per_node")
+NPROC_OPTION_NAMES = ("--nproc", "--nproc-per-node", "--nproc_per_node")
 """options that were probably meant for paceline launch if it has not received the number of processes"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline launch ARGUMENTS`."""
     typed = read_arguments(arguments, os.environ, known_options())
-    by_torchrun = typed.rest and typed.need_torchrun
-    options: LaunchScript = command_line("launch").parse(typed.own if by_torchrun else typed.ours)
+    by_torchrun = typed.script_words and typed.need_torchrun
+    options: ScriptLaunchConfig = command_line("launch").parse(
+        typed.paceline_options if by_torchrun else typed.paceline_arguments
+    )
     script = typed.script
     _check_script(options.script)
     if by_torchrun:
-        return _hand_over(typed, dry_run=options.cluster.dry_run)
+        return _exec_torchrun(typed, dry_run=options.cluster.dry_run)
     if is_launched(os.environ):  # otherwise each rank of a run would start a run
         raise UsageError(
             code="launch-within-launcher", rank=os.environ.get("RANK"), world_size=os.environ.get("WORLD_SIZE")
         )
-    for line in untested_torch():
-        say(line)
-    if typed.ignored:
-        say(f"ignored: {typed.ignored}")
-    misplaced = [name for word in script[1:] if (name := word.partition("=")[0]) in MISPLACED]
-    if misplaced and "--nproc" not in typed.given and typed.value("--nproc-per-node") is None:
-        say(f"the script receives {', '.join(misplaced)}. Put options of paceline launch before the script")
+    for line in untested_torch_notice():
+        print_to_stderr(line)
+    if typed.ignored_options_text:
+        print_to_stderr(f"ignored: {typed.ignored_options_text}")
+    misplaced = [name for word in script[1:] if (name := word.partition("=")[0]) in NPROC_OPTION_NAMES]
+    if misplaced and "--nproc" not in typed.paceline_values and typed.torchrun_value("--nproc-per-node") is None:
+        print_to_stderr(f"the script receives {', '.join(misplaced)}. Put options of paceline launch before the script")
     job = _script_job(options, script)
-    job = replace(job, rdzv_id=typed.value("--rdzv-id") or "", role=typed.value("--role") or job.role)
+    job = replace(job, rdzv_id=typed.torchrun_value("--rdzv-id") or "", role=typed.torchrun_value("--role") or job.role)
     if BOOTSTRAP not in job.argv and not job.hang_timeout.off:
-        say(f"{script[0]} is not a Python script: the hang guard cannot watch it. To use the guard, pass the .py file")
+        print_to_stderr(
+            f"{script[0]} is not a Python script: the hang guard cannot watch it. To use the guard, pass the .py file"
+        )
     _check_collectives(options, job)
-    cluster, run_dir, log_dir = options.cluster, options.script.run_dir, typed.value("--log-dir")
+    cluster, run_dir, log_dir = options.cluster, options.script.run_dir, typed.torchrun_value("--log-dir")
     if run_dir is None and log_dir is not None:
         run_dir = new_run_dir(job.name, Path(log_dir))
     if options.script.check:
-        job = checked_job(job, cluster, script)
+        job = job_with_script_check(job, cluster, script)
     if cluster.dry_run:
-        return show_plan(cluster, planned_job(job, run_dir, job.name))
+        return show_plan(cluster, dry_run_job(job, run_dir, job.name))
     is_local, code = cluster.on == "local" and not cluster.detach, ExitCode.DONE
-    resume = holds_session_of(job, run_dir, trust=options.script.trust)
+    resume = contains_session_run(job, run_dir, trust=options.script.trust)
     with locked_run_dir(run_dir, job.name, trust=options.script.trust, resume=resume) as (run_dir, lock):
         job = replace(job, run_dir=str(run_dir))
         if is_local:
             job = replace(job, attempt_dir=str(create_attempt_dir(run_dir)[1]))
-            code = run(local(job), keep_open=[lock])
+            code = run(plan_local(job), keep_open=[lock])
             if options.script.check:
                 code = report_findings(job, code)
         else:
             job = with_submit_dir(job)  # with the lock held: a refused start must not look like the active run
     if not is_local:
         code = start(cluster, job)  # node 0's agent takes the lock
-    say(f"run folder {run_dir}")
+    print_to_stderr(f"run folder {run_dir}")
     return code
 
 
-def holds_session_of(job: JobSpec, run_dir: Path | None, *, trust: bool) -> bool:
+def contains_session_run(job: JobSpec, run_dir: Path | None, *, trust: bool) -> bool:
     """Whether the folder holds the run of a session in this script. A session with resume=True resumes that run.
 
     A session without resume=True raises an error. Under --check no session resumes its run.
@@ -147,23 +151,23 @@ def holds_session_of(job: JobSpec, run_dir: Path | None, *, trust: bool) -> bool
         return False
     script, *arguments = job.argv[job.argv.index(BOOTSTRAP) + 1 :]
     names = {f"{arguments[0].rpartition('.')[2]}.py", "__main__.py"} if script == "-m" else {Path(script).name}
-    return load(config, ours=not trust).task in names  # the task of a session is the name of its file
+    return load(config, must_own=not trust).task in names  # the task of a session is the name of its file
 
 
 def known_options() -> dict[str, bool]:
     """The options of `paceline launch`, and whether each takes a value."""
     takes_value = {name: not option.is_flag for option in command_line("launch").options() for name in option.names}
-    return takes_value | dict.fromkeys(HELP, False)
+    return takes_value | dict.fromkeys(HELP_OPTIONS, False)
 
 
-def _hand_over(typed: LaunchArguments, *, dry_run: bool) -> int:
+def _exec_torchrun(typed: LaunchArguments, *, dry_run: bool) -> int:
     """Replace this process by torchrun, if its options start several nodes: our agents would have no common secret."""
     command, env = typed.torchrun_command(sys.executable)
-    if typed.value("--no-python") is None:
+    if typed.torchrun_value("--no-python") is None:
         worker_command(typed.script)  # raises an error for a wrong script
     shown = shlex.join(("torchrun", *command[4:]))
     if not dry_run:
-        say(f"torchrun starts this command, with paceline's guard around the script: {shown}")
+        print_to_stderr(f"torchrun starts this command, with paceline's guard around the script: {shown}")
         os.execve(command[0], command, {**os.environ, **env})
     print(shown)
     return ExitCode.DONE
@@ -179,7 +183,7 @@ def _check_script(script: ScriptConfig) -> None:
         raise UsageError(code="not-positive", setting="grace_period", value=script.grace_period)
 
 
-def _check_collectives(options: LaunchScript, job: JobSpec) -> None:
+def _check_collectives(options: ScriptLaunchConfig, job: JobSpec) -> None:
     impossible = {
         f"ranks share memory only on one host, but the job has {job.nodes} nodes": job.nodes > 1,
         "torchrun does not support it; use --agent paceline": options.cluster.on == "print" and job.torchrun,
@@ -200,7 +204,7 @@ def _stdin_rank(text: str, job: JobSpec) -> int:
     return int(text)
 
 
-def _script_job(options: LaunchScript, command: Sequence[str]) -> JobSpec:
+def _script_job(options: ScriptLaunchConfig, command: Sequence[str]) -> JobSpec:
     script, cluster = options.script, options.cluster
     nproc = script.nproc
     if isinstance(nproc, str):
@@ -209,15 +213,15 @@ def _script_job(options: LaunchScript, command: Sequence[str]) -> JobSpec:
         if nproc == "gpu" and usable_gpus("auto") == 0:
             raise UsageError(code="no-gpu-to-count")
         nproc = nproc_auto("cpu" if nproc == "cpu" else "auto")
-    placed = placed_job(cluster, nproc)
+    placed = make_job_spec(cluster, nproc)
     return replace(
         placed,
         argv=worker_command(command, placed.python),
-        threads=threads_of(script.threads_per_rank),
+        threads=resolve_threads_per_rank(script.threads_per_rank),
         port=script.port,
         max_restarts=script.max_restarts,
         grace_period_seconds=script.grace_period,
-        hang_timeout=Windows.parse(script.hang_timeout),
+        hang_timeout=HangTimeout.parse(script.hang_timeout),
         collectives=script.collectives,
         on_drift=script.on_drift,
         name=Path(command[1] if command[0] == "-m" and len(command) > 1 else command[0]).stem,
@@ -227,7 +231,7 @@ def _script_job(options: LaunchScript, command: Sequence[str]) -> JobSpec:
     )
 
 
-def checked_job(job: JobSpec, cluster: ClusterConfig, script: Sequence[str]) -> JobSpec:
+def job_with_script_check(job: JobSpec, cluster: ClusterConfig, script: Sequence[str]) -> JobSpec:
     """The job for --check: its workers record facts about the script."""
     refused = {
         f"--on {cluster.on}": cluster.on != "local",
@@ -241,13 +245,14 @@ def checked_job(job: JobSpec, cluster: ClusterConfig, script: Sequence[str]) -> 
         raise UsageError(code="check-not-python", value=script[0])
     if job.nproc < 2:
         raise UsageError(code="check-of-one-rank")
-    say(
-        f"--check shortens the epochs of {job.name} ({EPOCHS} of {WHOLE}-{2 * WHOLE - 1} batches, then 1 batch each; "
-        f"in a session {MAX_STEPS} steps) and changes nothing else. The script's usual output files will be overwritten"
+    print_to_stderr(
+        f"--check shortens the epochs of {job.name} ({RECORDED_EPOCHS} of {SHORTENED_EPOCH_BATCHES}-"
+        f"{2 * SHORTENED_EPOCH_BATCHES - 1} batches, then 1 batch each; in a session {MAX_STEPS} steps) and changes "
+        "nothing else. The script's usual output files will be overwritten"
     )
     # The report includes drift. If drift ended the run, the check would miss later mistakes
     at = job.argv.index(BOOTSTRAP) + 1
-    return replace(job, on_drift="warn", argv=(*job.argv[:at], CHECK, *job.argv[at:]))
+    return replace(job, on_drift="warn", argv=(*job.argv[:at], CHECK_OPTION, *job.argv[at:]))
 
 
 def report_findings(job: JobSpec, code: int) -> int:
@@ -258,14 +263,14 @@ def report_findings(job: JobSpec, code: int) -> int:
         try:
             ranks.append(reading.decode(attempt_dir / facts_file(rank), ScriptFacts, limit_bytes=MAX_FACTS_BYTES))
         except OSError as error:
-            say(f"rank {rank} has recorded nothing: {error}")
+            print_to_stderr(f"rank {rank} has recorded nothing: {error}")
     if len(ranks) < job.nproc or not any(facts.steps or facts.loaders for facts in ranks):
-        say("--check found no training: no step of a torch optimizer, no DataLoader")
+        print_to_stderr("--check found no training: no step of a torch optimizer, no DataLoader")
         return code or ExitCode.FAILED
     findings = check_findings(ranks, [*read_notices(attempt_dir)])
     with suppress(OSError):  # with a full disk, print the report anyway
-        writing.replace(attempt_dir / FINDINGS, msgspec.json.encode(findings))
-    print(clean(render_report(job.name, ranks, findings, code)), flush=True)
+        writing.replace_file(attempt_dir / FINDINGS_NAME, msgspec.json.encode(findings))
+    print(remove_controls(render_report(job.name, ranks, findings, code)), flush=True)
     if code:
-        say(f"the script ended with exit code {code}: later parts of it were not checked")
+        print_to_stderr(f"the script ended with exit code {code}: later parts of it were not checked")
     return code or (ExitCode.FAILED if count_mistakes(findings) else ExitCode.DONE)

@@ -16,26 +16,26 @@ from typing import TYPE_CHECKING
 
 from paceline.cli import command_line
 from paceline.cli.options import print_json
-from paceline.cli.run_state import NewestRunFlags, existing_run, find_run, standing
+from paceline.cli.run_state import NewestRunFlags, find_run, read_run_status, resolve_run_access
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.guard.sentences import format_ranks
 from paceline.launch.output import Tail
 from paceline.launch.plan import last_submission
-from paceline.report.logs import MAX_ALL_BYTES, LineFilter, MergedLine, RankLine, RankLogs, merge_lines, rank_logs
-from paceline.runs.console import clean, clock, join_ranges
-from paceline.runs.folder import numbered_attempts
+from paceline.report.logs import MAX_SHOWN_BYTES, LineFilter, MergedLine, RankLine, RankLogs, merge_lines, rank_logs
+from paceline.runs.console import clock, join_ranges, remove_controls
+from paceline.runs.folder import attempt_dirs
 from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import is_file, is_folder, real_path
-from paceline.runs.summary import LIVE
+from paceline.runs.summary import LIVE_STATES
 
 if TYPE_CHECKING:
     from paceline.report.analysis import Analysis
 
 POLL_SECONDS = 0.5
-LOOK_SECONDS = 5.0  # between checks whether the run has ended
-OTHERS_SECONDS = 0.6  # with --follow: how long a line waits for the same line of other ranks
+END_CHECK_SECONDS = 5.0  # between checks whether the run has ended
+MERGE_WAIT_SECONDS = 0.6  # with --follow: how long a line waits for the same line of other ranks
 LAST_LINES = 40
-AGO = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|min|m|h|d)")
+AGE_PATTERN = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|min|m|h|d)")
 UNITS = {"s": "seconds", "min": "minutes", "m": "minutes", "h": "hours", "d": "days"}
 
 
@@ -118,7 +118,7 @@ def _ranks(text: str) -> tuple[range, ...]:
 
 def _since(text: str, now: float) -> float:
     with suppress(ValueError, OverflowError, OSError):
-        if (ago := AGO.fullmatch(text)) is not None:
+        if (ago := AGE_PATTERN.fullmatch(text)) is not None:
             return now - timedelta(**{UNITS[ago[2]]: float(ago[1])}).total_seconds()
         if re.fullmatch(r"[0-9]{1,2}:[0-9]{2}(:[0-9]{2})?", text):
             clock = datetime.strptime(text, "%H:%M:%S" if text.count(":") > 1 else "%H:%M").time()
@@ -133,7 +133,7 @@ class _LogViewer:
 
     def __init__(self, config: LogsConfig, ranks: tuple[range, ...], lines: LineFilter) -> None:
         self._config, self._ranks, self._filter = config, ranks, lines
-        self._run_dir, self._access = existing_run(config)
+        self._run_dir, self._access = resolve_run_access(config)
         paths = self._paths()
         if not paths and not config.follow:
             raise self._no_output()
@@ -143,7 +143,7 @@ class _LogViewer:
 
     def _paths(self) -> dict[int, Path]:
         """The log of each selected rank. Without an attempt: the output of the Slurm job, as rank 0's."""
-        folders, attempt = numbered_attempts(self._run_dir), self._config.attempt
+        folders, attempt = attempt_dirs(self._run_dir), self._config.attempt
         folder = folders.get(max(folders, default=0) if attempt is None else attempt)
         submit_dir, submission = last_submission(self._run_dir)
         paths: dict[int, Path] = {}
@@ -155,7 +155,7 @@ class _LogViewer:
         return {rank: paths[rank] for rank in selected if is_file(paths[rank])}
 
     def _no_output(self) -> UsageError:
-        folders, attempt = numbered_attempts(self._run_dir), self._config.attempt
+        folders, attempt = attempt_dirs(self._run_dir), self._config.attempt
         if attempt is not None and attempt not in folders:
             return UsageError(code="no-such-attempt", value=attempt, allowed=[*map(str, folders)] or ["(none yet)"])
         if not folders:
@@ -175,9 +175,9 @@ class _LogViewer:
                 "of the ranks, not of time",
                 file=sys.stderr,
             )
-        if truncated := self._logs.truncated(self._filter):
+        if truncated := self._logs.truncated_ranks(self._filter):
             print(
-                f"showing only the last {MAX_ALL_BYTES:,} bytes of the {plural(len(truncated), 'log')} of "
+                f"showing only the last {MAX_SHOWN_BYTES:,} bytes of the {plural(len(truncated), 'log')} of "
                 f"{format_ranks(truncated)}",
                 file=sys.stderr,
             )
@@ -200,15 +200,15 @@ class _LogViewer:
                 for text in tail.read(to_the_end=to_the_end).splitlines():
                     if (pattern is None or pattern.search(text)) and (text.strip() or len(tails) == 1):
                         waiting.append(RankLine(time.time(), rank, text))
-            due = waiting and time.time() >= waiting[0].unix_time + OTHERS_SECONDS
+            due = waiting and time.time() >= waiting[0].unix_time + MERGE_WAIT_SECONDS
             if due or to_the_end or len(tails) == 1:
                 self._print(merge_lines(waiting), prefixed=len(tails) > 1)
                 waiting.clear()
 
         while True:
             ended = False
-            if time.monotonic() > last_check + LOOK_SECONDS:
-                ended = standing(self._run_dir, self._access).state not in LIVE
+            if time.monotonic() > last_check + END_CHECK_SECONDS:
+                ended = read_run_status(self._run_dir, self._access).state not in LIVE_STATES
                 last_check = time.monotonic()
             newest = self._paths()
             if {path.parent for path in newest.values()} - {tail.path.parent for tail in tails.values()}:  # new attempt
@@ -226,23 +226,23 @@ def analyze(arguments: Sequence[str]) -> int:
     config: AnalyzeConfig = command_line("analyze").parse(arguments)
     if not config.logs:
         raise UsageError(code="no-log-named")
-    analyses = [analyzed(log) for log in config.logs]
+    analyses = [read_analysis(log) for log in config.logs]
     if config.json:
         print_json(analyses)
     else:
-        print("\n\n".join(clean(_analysis_page(analysis)) for analysis in analyses))
+        print("\n\n".join(remove_controls(_analysis_page(analysis)) for analysis in analyses))
     return ExitCode.DONE
 
 
-def analyzed(asked: str) -> Analysis:
+def read_analysis(asked: str) -> Analysis:
     """The values in a log or a run.
 
     Raises:
         UsageError: `asked` contains no values, or cannot be read.
     """
-    from paceline.report.analysis import EXAMPLES, Analyzer
+    from paceline.report.analysis import EXAMPLES, LogAnalyzer
 
-    analyzer = Analyzer(asked)
+    analyzer = LogAnalyzer(asked)
     try:
         if os.path.lexists(asked) and not is_folder(Path(asked)):
             analyzer.add_log(real_path(Path(asked)))

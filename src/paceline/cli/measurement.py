@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from paceline.cli.options import built, check_out_file, check_positive, print_json, write_json
+from paceline.cli.options import build_settings, check_out_file, check_positive, print_json, write_json
 from paceline.config.settings import TrainConfig, absolute_task, check_values, dump, load, task_options
 from paceline.errors import UsageError, plural
 from paceline.lab.measurement import INSPECTED_STEPS
@@ -70,7 +70,7 @@ def train_config(task: str, how: MeasurementConfig, *, num_workers: int | None =
     Raises:
         UsageError: the file, a value or the task is wrong.
     """
-    default = load(real_path(how.config), ours=True) if how.config else TrainConfig()
+    default = load(real_path(how.config), must_own=True) if how.config else TrainConfig()
     values = {
         "launch.device": how.device, "launch.backend": how.backend, "compute.precision": how.precision,
         "optimizer.optimizer": absolute_task(how.optimizer or default.optimizer.optimizer),
@@ -78,7 +78,7 @@ def train_config(task: str, how: MeasurementConfig, *, num_workers: int | None =
         "task": absolute_task(task), "task_arg": [*how.task_arg],
     }  # fmt: skip
     values = {dest: value for dest, value in values.items() if value is not None} | {"strategy": None}
-    config: TrainConfig = built(TrainConfig, values, default)
+    config: TrainConfig = build_settings(TrainConfig, values, default)
     check_values(config)
     check_task(config.task, task_options(config))
     check_optimizer(config.optimizer.optimizer)
@@ -86,7 +86,7 @@ def train_config(task: str, how: MeasurementConfig, *, num_workers: int | None =
 
 
 @contextmanager
-def measured(
+def measure_groups(
     groups: Sequence[CandidateGroup], settings: TrainConfig, how: MeasurementConfig, *, memory: bool
 ) -> Generator[tuple[MeasuredRounds, Path]]:
     """Measure all groups in rounds.
@@ -102,7 +102,7 @@ def measured(
         yield rounds, root
 
 
-def shared_cores(ranks: int, threads: int, cores: int) -> str:
+def core_sharing_text(ranks: int, threads: int, cores: int) -> str:
     """The number of threads and cores, as text; empty if each thread has a core."""
     if ranks * threads <= cores:
         return ""

@@ -17,20 +17,20 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cli import command_line
-from paceline.cli.options import command_words, print_json, ssh_command
+from paceline.cli.options import print_json, split_command, ssh_command
 from paceline.errors import ExitCode, UsageError
-from paceline.host.machine_log import Sampler, resident_bytes
+from paceline.host.machine_log import MachineSampler, resident_bytes
 from paceline.host.procfs import PROC, processes
 from paceline.protocol.control import RUN_ID
-from paceline.report.watch_lines import gpu_words
+from paceline.report.watch_lines import format_gpu_use
 from paceline.runs.console import format_size, one_line, table_console
 from paceline.runs.machine import MachineUse
 from paceline.runs.owners import user_name
 
 EVERY_SECONDS = 1.0
 SSH_SECONDS = 30.0
-TOP = 8
-GPU_SECONDS = 3.0  # for the driver's first answer
+MAX_SHOWN_PROCESSES = 8
+GPU_QUERY_TIMEOUT_SECONDS = 3.0  # for the driver's first answer
 
 
 class ProcessUse(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -45,7 +45,7 @@ class ProcessUse(msgspec.Struct, frozen=True, omit_defaults=True):
     run: str = ""  # if the process is a rank of a paceline run: the id of the run, and the rank
 
 
-class MachineNow(msgspec.Struct, frozen=True):
+class NodeUsage(msgspec.Struct, frozen=True):
     """A machine and its processes, or the reason why it cannot be queried."""
 
     name: str
@@ -58,27 +58,27 @@ class Monitor:
     """Samples this machine. Rates are averages since the previous sample."""
 
     def __init__(self) -> None:
-        self._sampler = Sampler()
-        self._sampler.gpus.latest(GPU_SECONDS)
+        self._sampler = MachineSampler()
+        self._sampler.gpus.latest(GPU_QUERY_TIMEOUT_SECONDS)
         self._before: dict[int, tuple[int, float]] = {}  # pid -> start time, CPU seconds so far
         self._seconds = time.monotonic()
         self._look()
 
-    def look(self) -> MachineNow:
+    def sample(self) -> NodeUsage:
         """The machine now, with the processes that have the highest use."""
         use = self._sampler.sample({})
-        return MachineNow(use.host, use, self._look())
+        return NodeUsage(use.host, use, self._look())
 
     def _look(self) -> tuple[ProcessUse, ...]:
-        now, gpu = time.monotonic(), self._sampler.gpus.latest().memory_of
+        now, gpu = time.monotonic(), self._sampler.gpus.latest().memory_bytes_by_pid
         seconds, self._seconds = max(now - self._seconds, 1e-3), now
         before, self._before = self._before, {}
         rates: list[tuple[float, int]] = []
         for process in processes():
-            self._before[process.pid] = process.start, process.cpu_seconds
-            start, used = before.get(process.pid, (process.start, process.cpu_seconds))
-            rates.append(((process.cpu_seconds - used) / seconds if start == process.start else 0.0, process.pid))
-        top = sorted(rates, key=lambda rate: (-gpu.get(rate[1], 0), -rate[0]))[:TOP]
+            self._before[process.pid] = process.start_ticks, process.cpu_seconds
+            start, used = before.get(process.pid, (process.start_ticks, process.cpu_seconds))
+            rates.append(((process.cpu_seconds - used) / seconds if start == process.start_ticks else 0.0, process.pid))
+        top = sorted(rates, key=lambda rate: (-gpu.get(rate[1], 0), -rate[0]))[:MAX_SHOWN_PROCESSES]
         return tuple(_process(pid, cores, gpu.get(pid, 0)) for cores, pid in top if cores >= 0.01 or pid in gpu)
 
 
@@ -126,16 +126,16 @@ class MonitorConfig:
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline monitor ARGUMENTS`."""
     config: MonitorConfig = command_line("monitor").parse(arguments)
-    ssh = command_words("--ssh", config.ssh)
+    ssh = split_command("--ssh", config.ssh)
     hosts = [host.strip() for host in config.hosts.split(",") if host.strip()]
     if (config.hosts and not hosts) or any(host.startswith("-") for host in hosts):
         raise UsageError(code="hosts-not-names", value=config.hosts)
     monitor = None if hosts else Monitor()
 
-    def look() -> list[MachineNow]:
+    def look() -> list[NodeUsage]:
         if monitor is not None:
             time.sleep(EVERY_SECONDS)
-            return [monitor.look()]
+            return [monitor.sample()]
         with ThreadPoolExecutor(len(hosts)) as pool:
             return [*pool.map(lambda host: _query_host(host, ssh, config.python), hosts)]
 
@@ -154,28 +154,28 @@ def main(arguments: Sequence[str]) -> int:
     return ExitCode.FAILED if any(machine.failure for machine in machines) else ExitCode.DONE
 
 
-def _query_host(host: str, ssh: Sequence[str], python: str) -> MachineNow:
+def _query_host(host: str, ssh: Sequence[str], python: str) -> NodeUsage:
     """Run `paceline monitor --json` on another machine."""
     argv = ssh_command(ssh, host, shlex.join((python, "-P", "-m", "paceline", "monitor", "--json", "--once")))
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=SSH_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return MachineNow(host, failure=f"does not answer within {SSH_SECONDS:g} s")
+        return NodeUsage(host, failure=f"does not answer within {SSH_SECONDS:g} s")
     except OSError as error:
-        return MachineNow(host, failure=f"{ssh[0]} cannot be started: {error.strerror}")
+        return NodeUsage(host, failure=f"{ssh[0]} cannot be started: {error.strerror}")
     try:
-        (machine,) = msgspec.json.decode(done.stdout, type=tuple[MachineNow, ...])
+        (machine,) = msgspec.json.decode(done.stdout, type=tuple[NodeUsage, ...])
     except (msgspec.MsgspecError, ValueError):
         failure = done.stderr.decode(errors="replace").strip() or "paceline monitor printed no JSON there"
-        return MachineNow(host, failure=one_line(failure, 300))
+        return NodeUsage(host, failure=one_line(failure, 300))
     return msgspec.structs.replace(machine, name=host)
 
 
-def _page(machines: Sequence[MachineNow]) -> Group:
+def _page(machines: Sequence[NodeUsage]) -> Group:
     return Group(*(part for machine in machines for part in _machine_parts(machine)))
 
 
-def _machine_parts(machine: MachineNow) -> Sequence[Text | Table]:
+def _machine_parts(machine: NodeUsage) -> Sequence[Text | Table]:
     head = Text(one_line(machine.name, 40), "bold")
     if (use := machine.use) is None:
         return [head.append(f"  {one_line(machine.failure, 300)}", "red")]
@@ -188,7 +188,7 @@ def _machine_parts(machine: MachineNow) -> Sequence[Text | Table]:
     gpus = [
         Text.assemble(
             f"  GPU {gpu.index} {one_line(gpu.name, 30)}  {'' if gpu.busy is None else f'{gpu.busy:.0%}'}  ",
-            gpu_words(gpu),
+            format_gpu_use(gpu),
         )
         for gpu in use.gpus
     ]

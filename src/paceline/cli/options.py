@@ -32,15 +32,15 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 import msgspec
 
 from paceline.config.choices import check_not_renamed
-from paceline.errors import UsageError, plural, unknown
+from paceline.errors import UsageError, plural, unknown_name_error
 from paceline.host.cgroup import usable_cores
-from paceline.host.gpus import SHARE_GPUS, count_gpus
+from paceline.host.gpus import GPU_SHARING_BACKENDS, count_gpus
 from paceline.runs.console import escape_controls
 from paceline.runs.reading import real_path
 
-WIDTH = 100  # most columns of the help
-SHORTEST = 15  # a command with at most this number of options shows all of them in --help
-HELP = ("-h", "--help", "--help-all")
+HELP_WIDTH = 100  # most columns of the help
+MAX_OPTIONS_SHOWN_IN_FULL = 15  # a command with at most this number of options shows all of them in --help
+HELP_OPTIONS = ("-h", "--help", "--help-all")
 METAVARS = {  # placeholder of a value -> names of options; other options have a placeholder by type
     "RUN": "run runs", "TASK": "task", "LOG": "logs", "ACTION": "action",
     "DIR": "data-dir run-dir folder", "FILE": "config out", "PATH": "init-from python",
@@ -52,7 +52,7 @@ METAVARS = {  # placeholder of a value -> names of options; other options have a
     "RATE,LATENCY": "network", "X": "lr weight-decay momentum ema clip-norm outer-lr outer-momentum",
     "N|TIME": "checkpoint-every",
 }  # fmt: skip
-FAMILIAR = {  # our option -> options of other frameworks with the same meaning
+FOREIGN_OPTION_NAMES = {  # our option -> options of other frameworks with the same meaning
     "--lr": "learning-rate",
     "--batch-size": "bs per-device-train-batch-size per-gpu-batch-size train-batch-size micro-batch-size",
     "--global-batch": "global-batch-size",
@@ -69,7 +69,11 @@ FAMILIAR = {  # our option -> options of other frameworks with the same meaning
     "--warmup-steps": "warmup num-warmup-steps",
     "--schedule": "scheduler lr-scheduler lr-scheduler-type",
 }
-TYPES = {int: ("N", "a whole number"), float: ("X", "a number"), Path: ("FILE", "a path")}  # metavar, description
+TYPE_METAVARS = {
+    int: ("N", "a whole number"),
+    float: ("X", "a number"),
+    Path: ("FILE", "a path"),
+}  # metavar, description
 
 
 @dataclass(frozen=True)
@@ -78,13 +82,13 @@ class Option:
 
     name: str  # --batch-size; task, for an argument
     dest: str  # path of its field in the settings: data.batch_size
-    group: type  # the class that has the field
+    settings_class: type  # the class that has the field
     types: list[Any]  # types of the value, except None and Literal; [bool]: a flag; [tuple]: a repeatable option
     choices: list[str]  # further valid values
     default: Any  # MISSING: the option is required
     text: str  # its help, without the default
     short: str = ""  # the short name, e.g. -o
-    in_file: str = ""  # the value in the settings file, unless it is the default
+    file_value: str = ""  # the value in the settings file, unless it is the default
 
     @property
     def is_flag(self) -> bool:
@@ -108,10 +112,10 @@ class Option:
         special = next((metavar for metavar, names in METAVARS.items() if name in names.split()), "")
         if special and ("|" not in special or str in self.types):  # --nodes of doctor takes only a number
             return special
-        return "|".join([TYPES.get(self.types[0], (name.upper(),))[0], *self.choices])
+        return "|".join([TYPE_METAVARS.get(self.types[0], (name.upper(),))[0], *self.choices])
 
     @property
-    def shown(self) -> str:
+    def usage_form(self) -> str:
         """The form in the help and the usage line, e.g. -o, --out FILE."""
         if not self.names:
             form = f"{self.metavar} ..." if self.types == [tuple] else self.metavar
@@ -120,7 +124,7 @@ class Option:
         return f"{', '.join(names)} {self.metavar}".rstrip()
 
     @property
-    def default_shown(self) -> str:
+    def default_text(self) -> str:
         """The default for the help; empty if there is none or the help text states it."""
         value = self.default
         if value in (MISSING, None, "", ()) or isinstance(value, bool) or "default" in self.text.lower():
@@ -135,13 +139,13 @@ class Option:
             with suppress(ValueError):
                 return value_type(text)
         if not self.types:
-            raise argparse.ArgumentTypeError(str(unknown("choice", text, self.choices)))
-        wanted = " or ".join([*(TYPES[value_type][1] for value_type in self.types), *self.choices])
+            raise argparse.ArgumentTypeError(str(unknown_name_error("choice", text, self.choices)))
+        wanted = " or ".join([*(TYPE_METAVARS[value_type][1] for value_type in self.types), *self.choices])
         raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
 
     def add(self, add_argument: Callable[..., argparse.Action], *, hidden: bool) -> None:
         """Add the option to a group of a parser. The help omits a `hidden` option."""
-        default = self.in_file or (f"default: {self.default_shown}" if self.default_shown else "")
+        default = self.file_value or (f"default: {self.default_text}" if self.default_text else "")
         text = f"{self.text} ({default})" if default else self.text
         how: dict[str, Any] = {"help": argparse.SUPPRESS if hidden else text.replace("%", "%%")}
         if self.is_flag:
@@ -152,7 +156,7 @@ class Option:
         else:
             many: dict[str, Any] = {"nargs": "*", "default": []} if self.types == [tuple] else {"nargs": "?"}
             action = add_argument(self.dest, type=self.convert, **many, **how)
-        action.metavar = self.shown
+        action.metavar = self.usage_form
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -185,15 +189,15 @@ class CommandLine:
     settings: type
     arguments: tuple[str, ...] = ()  # fields that are positional arguments, in this order
     examples: tuple[str, ...] = ()  # complete commands
-    behind: str = ""  # end of the usage line: arguments that are not parsed here
-    common: str = ""  # names of the options in --help, if the command has more than SHORTEST
-    config: str = ""  # help of --config FILE, which the caller reads; empty: the command has no such option
+    usage_suffix: str = ""  # end of the usage line: arguments that are not parsed here
+    common_options: str = ""  # names of the options in --help, if the command has more than SHORTEST
+    config_help: str = ""  # help of --config FILE, which the caller reads; empty: the command has no such option
 
     def options(self, file: str = "", settings: Any = None) -> list[Option]:
         """All options and arguments. `settings` has the values of a settings `file`, which the help shows."""
         options = [*self._options(self.settings, "", file, settings)]
-        if self.config:
-            options.append(Option("--config", "config", self.settings, [Path], [], None, self.config))
+        if self.config_help:
+            options.append(Option("--config", "config", self.settings, [Path], [], None, self.config_help))
         return sorted(options, key=lambda option: 99 if option.names else self.arguments.index(option.name))
 
     def _options(self, settings_class: type, prefix: str, file: str, settings: Any) -> Iterator[Option]:
@@ -218,30 +222,32 @@ class CommandLine:
         members: dict[type, list[Option]] = {self.settings: []}
         for option in options:
             if option.names:
-                members.setdefault(option.group, []).append(option)
-        return [("Options" if group is self.settings else paragraphs(group)[0].removesuffix("."), group, of_group)
-                for group, of_group in members.items() if of_group]  # fmt: skip
+                members.setdefault(option.settings_class, []).append(option)
+        return [("Options" if group is self.settings else docstring_paragraphs(group)[0].removesuffix("."), group,
+                 of_group) for group, of_group in members.items() if of_group]  # fmt: skip
 
     def usage(self, options: Sequence[Option]) -> str:
         """The usage line."""
-        arguments = [option.shown for option in options if not option.names]
-        return " ".join((self.prog, "[OPTIONS]", *arguments, self.behind)).rstrip()
+        arguments = [option.usage_form for option in options if not option.names]
+        return " ".join((self.prog, "[OPTIONS]", *arguments, self.usage_suffix)).rstrip()
 
     def parser(self, options: Sequence[Option], *, whole: bool) -> argparse.ArgumentParser:
         """The parser. Its help shows the common options; with `whole`, all options."""
         named = [option for option in options if option.names]
         shown = {option.name for option in named}
-        if len(named) > SHORTEST and not whole:
-            shown = {f"--{name}" for name in self.common.split()} | {option.name for option in named if option.in_file}
+        if len(named) > MAX_OPTIONS_SHOWN_IN_FULL and not whole:
+            shown = {f"--{name}" for name in self.common_options.split()} | {
+                option.name for option in named if option.file_value
+            }
         note = f"{len(named) - len(shown)} more options: {self.prog} --help-all" if len(named) > len(shown) else ""
         if whole and any(option.is_flag for option in named):
             note = "An option without a value has an opposite: --no-NAME."
-        width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+        width = min(HELP_WIDTH, shutil.get_terminal_size((HELP_WIDTH, 24)).columns)
         parser = _Parser(self.prog, self.usage(options), epilog=note, add_help=False, allow_abbrev=False,
                          formatter_class=partial(_HelpFormatter, width=width))  # fmt: skip
-        about, *others = (textwrap.fill(text, width) for text in paragraphs(self.settings))
+        about, *others = (textwrap.fill(text, width) for text in docstring_paragraphs(self.settings))
         parser.about = "\n\n".join([about, "\n  ".join(("Examples:", *self.examples)), *others])
-        for name in HELP:
+        for name in HELP_OPTIONS:
             parser.add_argument(name, dest="help", action="store_const", const=name, help=argparse.SUPPRESS)
         arguments = parser.add_argument_group("Arguments")
         for option in options:
@@ -255,9 +261,9 @@ class CommandLine:
 
     def parse(self, arguments: Sequence[str]) -> Any:
         """The settings from the command line; see `given`."""
-        return built(self.settings, self.given(arguments))
+        return build_settings(self.settings, self.parse_values_or_print_help(arguments))
 
-    def given(self, arguments: Sequence[str]) -> dict[str, Any]:
+    def parse_values_or_print_help(self, arguments: Sequence[str]) -> dict[str, Any]:
         """As `values`, but --help prints the help and exits with code 0."""
         values = self.values(arguments)
         if help_option := values.get("help"):
@@ -280,12 +286,12 @@ class CommandLine:
             return values
         if unexpected := [word for word in rest if word.startswith("-")]:
             names = [name for option in options for name in option.names]
-            raise unknown_option(self.prog, unexpected[0].partition("=")[0], names)
+            raise unknown_option_error(self.prog, unexpected[0].partition("=")[0], names)
         if rest:
             raise UsageError(code="unexpected-argument", prog=self.prog, value=rest[0])
         for option in options:  # argparse's `required` would report this before an unknown option
             if option.default is MISSING and option.dest not in values:
-                raise UsageError(code="missing-argument", prog=self.prog, value=option.shown, about=option.text)
+                raise UsageError(code="missing-argument", prog=self.prog, value=option.usage_form, about=option.text)
         return values
 
     def print_help(self, asked: str, file: str = "", settings: Any = None) -> None:
@@ -300,16 +306,20 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def unknown_option(prog: str, name: str, names: Collection[str]) -> UsageError:
+def unknown_option_error(prog: str, name: str, names: Collection[str]) -> UsageError:
     """The error for an option that is not one of `names`. It suggests the equivalent option, or the closest name."""
     check_not_renamed(prog, name, names)
-    ours = [opt for opt, others in FAMILIAR.items() if name[2:].lower() in others.split() and opt.split()[0] in names]
+    ours = [
+        opt
+        for opt, others in FOREIGN_OPTION_NAMES.items()
+        if name[2:].lower() in others.split() and opt.split()[0] in names
+    ]
     matches = ours or difflib.get_close_matches(name, names, n=1)
     hint = f" Did you mean {matches[0]}?" if matches else ""
     return UsageError(code="unknown-option", prog=prog, value=name, meant=hint)
 
 
-def paragraphs(settings_class: type) -> list[str]:
+def docstring_paragraphs(settings_class: type) -> list[str]:
     """The paragraphs of a docstring, one line each. The first one is the title of a group of options."""
     return [" ".join(block.split()) for block in re.split(r"\n\s*\n", inspect.cleandoc(settings_class.__doc__ or ""))]
 
@@ -326,13 +336,13 @@ def _field_texts(module: Path) -> dict[tuple[str, str], str]:
     }
 
 
-def built(settings_class: type, given: Mapping[str, Any], default: Any = None, prefix: str = "") -> Any:
+def build_settings(settings_class: type, given: Mapping[str, Any], default: Any = None, prefix: str = "") -> Any:
     """Create the settings from the values in `given`. Missing values are those of `default`."""
     hints, values = get_type_hints(settings_class), dict[str, Any]()
     for field in dataclasses.fields(settings_class):
         name, dest, before = field.name, prefix + field.name, getattr(default, field.name, None)
         if dataclasses.is_dataclass(hints[name]):
-            values[name] = built(hints[name], given, before, f"{dest}.")  # pyright: ignore[reportArgumentType]
+            values[name] = build_settings(hints[name], given, before, f"{dest}.")  # pyright: ignore[reportArgumentType]
         elif dest in given:  # a list belongs to a repeatable option: its values are appended to the default
             value = given[dest]
             values[name] = (*(before or ()), *value) if isinstance(value, list) else value
@@ -349,7 +359,7 @@ def check_positive(config: Any, *names: str) -> None:
             raise UsageError(code="below-one", setting=name, value=value)
 
 
-def whole_numbers(flag: str, text: str) -> list[int]:
+def parse_whole_numbers(flag: str, text: str) -> list[int]:
     """Parse comma-separated whole numbers of at least 1: ascending, without duplicates.
 
     Raises:
@@ -364,7 +374,7 @@ def whole_numbers(flag: str, text: str) -> list[int]:
     return numbers
 
 
-def chosen_names(kind: str, text: str, choices: Collection[str]) -> list[str]:
+def parse_names(kind: str, text: str, choices: Collection[str]) -> list[str]:
     """Parse comma-separated names from `choices`, without duplicates.
 
     Raises:
@@ -373,13 +383,13 @@ def chosen_names(kind: str, text: str, choices: Collection[str]) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in choices:
-            raise unknown(kind, name, choices)
+            raise unknown_name_error(kind, name, choices)
     if not names:
         raise UsageError(code="nothing-named", kind=kind, allowed=[*choices])
     return names
 
 
-def command_words(flag: str, text: str) -> tuple[str, ...]:
+def split_command(flag: str, text: str) -> tuple[str, ...]:
     """Split the value of an option that is a command, as a shell does.
 
     Raises:
@@ -401,7 +411,7 @@ def ssh_command(ssh: Sequence[str], host: str, command: str) -> tuple[str, ...]:
     return (*ssh, "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *where, command)
 
 
-def threads_of(threads: int | None) -> int:
+def resolve_threads_per_rank(threads: int | None) -> int:
     """CPU threads of each rank: `threads`, or the user's OMP_NUM_THREADS; 0: the agent decides."""
     env_threads = os.environ.get("OMP_NUM_THREADS", "")
     return threads or (int(env_threads) if env_threads.isdecimal() else 0)
@@ -433,7 +443,7 @@ def nproc_auto(device: str) -> int:
 
 def check_gpus(option: str, nproc: int, gpus: int | None, backend: str = "auto") -> None:
     """Raise UsageError if there are fewer GPUs than workers, unless the `backend` lets workers use one GPU together."""
-    if gpus and nproc > gpus and backend not in SHARE_GPUS:
+    if gpus and nproc > gpus and backend not in GPU_SHARING_BACKENDS:
         raise UsageError(
             code="too-few-gpus", option=option, nproc=nproc, gpus=gpus, processes=plural(gpus, "process", "processes")
         )

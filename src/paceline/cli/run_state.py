@@ -19,21 +19,21 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.cli.options import command_words, ssh_command
-from paceline.errors import ExitCode, PacelineError, UsageError, first_few, unknown
+from paceline.cli.options import split_command, ssh_command
+from paceline.errors import ExitCode, PacelineError, UsageError, first_few, unknown_name_error
 from paceline.host.procfs import PROC, read_process
 from paceline.host.sweep import Roster, roster_path
 from paceline.launch.plan import Submission, last_submission, submit_number
-from paceline.protocol.evidence import GOOD_ENDS
+from paceline.protocol.evidence import SUCCESS_EXIT_CODES
 from paceline.report.live import rates
 from paceline.runs.attempt import read_ended, read_nodes, read_notices
-from paceline.runs.console import say
-from paceline.runs.events import Counted, Evaluated, Started, Step, last_events, read_events
-from paceline.runs.folder import CHECKPOINTS, CONFIG, LOCK, attempt_number, failure_records, numbered_attempts
-from paceline.runs.owners import check_ours, open_file, warn_if_shared
-from paceline.runs.reading import decode, folders, is_folder, names, real_path
-from paceline.runs.summary import LIVE, RunState, State, Summary, read_summary
-from paceline.runs.utilization import goodput, speed
+from paceline.runs.console import print_to_stderr
+from paceline.runs.events import Evaluated, FlopsCounted, Started, Step, last_events, read_events
+from paceline.runs.folder import CHECKPOINTS, CONFIG, LOCK, attempt_dirs, attempt_number, failure_files
+from paceline.runs.owners import check_owned_by_us, open_file, warn_if_shared
+from paceline.runs.reading import decode, entry_names, folders, is_folder, real_path
+from paceline.runs.summary import LIVE_STATES, RunState, State, Summary, read_summary
+from paceline.runs.utilization import goodput, speed_values
 
 if TYPE_CHECKING:
     from paceline.config.settings import TrainConfig
@@ -43,7 +43,7 @@ RUNS = Path("runs")
 SSH_SECONDS = 20.0
 WINDOW_STEPS = 50
 FIRST_EVENTS = 100  # they contain the first step and the events that follow it
-EVENTS = "events-0.jsonl"
+RANK_0_EVENTS_NAME = "events-0.jsonl"
 MOST_SCORES, MOST_CHARS = 20, 2000  # limits of the output: texts in a run folder may have any length
 
 
@@ -75,7 +75,7 @@ class Access:
     may_query_slurm: bool = False
 
 
-NOTHING = Access()
+NO_ACCESS = Access()
 
 
 def find_run(asked: str) -> Path:
@@ -89,7 +89,9 @@ def find_run(asked: str) -> Path:
         runs = folders(real_path(RUNS))  # follow no link: another user could point it at a different run of ours
         matches = [name for name in runs if name == asked] or [name for name in runs if name.startswith(asked)]
         if not asked or not matches:
-            raise unknown("run", asked, runs[-20:] or ["(no folder runs/ here: specify the folder of the run)"])
+            raise unknown_name_error(
+                "run", asked, runs[-20:] or ["(no folder runs/ here: specify the folder of the run)"]
+            )
         if len(matches) > 1:
             raise UsageError(code="run-ambiguous", value=asked, count=len(matches), allowed=matches[-20:])
         path = RUNS / matches[0]
@@ -109,7 +111,7 @@ def newest_run() -> Path:
     if not runs:
         raise UsageError(code="no-run-here")
     newest = max(runs, key=lambda path: path.stat().st_mtime_ns)
-    say(f"the newest run is {newest}")
+    print_to_stderr(f"the newest run is {newest}")
     return newest
 
 
@@ -119,11 +121,11 @@ def holds_run(folder: Path) -> bool:
     Raises:
         Unreadable: the folder is not readable, or contains too many files.
     """
-    files = names(folder)
+    files = entry_names(folder)
     return CONFIG in files or any(attempt_number(Path(name)) or submit_number(Path(name)) for name in files)
 
 
-def existing_run(config: RunFlags, *, act: bool = False) -> tuple[Path, Access]:
+def resolve_run_access(config: RunFlags, *, act: bool = False) -> tuple[Path, Access]:
     """The folder of a run, and the allowed access to it.
 
     If other users could have written the folder, paceline prints that and allows no access.
@@ -132,20 +134,20 @@ def existing_run(config: RunFlags, *, act: bool = False) -> tuple[Path, Access]:
         UsageError: there is no such run. With `act`: no run is specified, or other users could have written the folder.
     """
     run_dir = find_run(config.run) if config.run or act else newest_run()
-    for folder in () if config.trust else dict.fromkeys((run_dir, home(run_dir))):
+    for folder in () if config.trust else dict.fromkeys((run_dir, agent_run_folder(run_dir))):
         if act:
-            check_ours(folder)
+            check_owned_by_us(folder)
         elif warn_if_shared(folder):
-            return run_dir, NOTHING
-    return run_dir, Access(command_words("--ssh", config.ssh), may_query_slurm=True)
+            return run_dir, NO_ACCESS
+    return run_dir, Access(split_command("--ssh", config.ssh), may_query_slurm=True)
 
 
 def attempts(run_dir: Path) -> list[Path]:
     """The folders of the attempts of a run, the newest last."""
-    return [*numbered_attempts(run_dir).values()]
+    return [*attempt_dirs(run_dir).values()]
 
 
-def home(run_dir: Path) -> Path:
+def agent_run_folder(run_dir: Path) -> Path:
     """The run folder that the agent of the newest attempt has locked: for a session, that of `paceline launch`."""
     return next((attempt.parent for attempt in attempts(run_dir)[-1:]), run_dir)
 
@@ -162,7 +164,7 @@ def is_locked(run_dir: Path) -> bool:
     return False
 
 
-def head_roster(run_dir: Path) -> Roster | None:
+def coordinator_roster(run_dir: Path) -> Roster | None:
     """The roster that the agent of node 0 has written in the newest attempt."""
     for attempt in attempts(run_dir)[-1:]:
         with suppress(OSError):
@@ -170,16 +172,16 @@ def head_roster(run_dir: Path) -> Roster | None:
     return None
 
 
-def agent_runs(run_dir: Path, roster: Roster, submission: Submission | None, ssh: Sequence[str]) -> bool | None:
+def is_agent_alive(run_dir: Path, roster: Roster, submission: Submission | None, ssh: Sequence[str]) -> bool | None:
     """Whether this agent still runs, and so holds the lock of the run; None if its host cannot be queried.
 
     `submission` has the host of the agent. `ssh` is the command to query it; empty: query no other host.
     """
     if roster.host == os.uname().nodename:
         process = read_process(roster.agent_pid)
-        is_same = process is not None and process.runs and process.start == roster.agent_started
+        is_same = process is not None and process.runs and process.start_ticks == roster.agent_started
         return is_same and _holds_lock(roster.agent_pid, run_dir)
-    done = _on_head(submission, ssh, f"uname -n; cat /proc/{roster.agent_pid}/stat || true")
+    done = _run_on_coordinator(submission, ssh, f"uname -n; cat /proc/{roster.agent_pid}/stat || true")
     host, _, stat = (done or "").partition("\n")
     if host.strip() != roster.host:
         return None
@@ -203,8 +205,8 @@ def signal_agent(run_dir: Path, roster: Roster, submission: Submission | None, s
             finally:
                 os.close(handle)
         return True
-    lock = shlex.quote(str(home(run_dir) / LOCK))
-    done = _on_head(
+    lock = shlex.quote(str(agent_run_folder(run_dir) / LOCK))
+    done = _run_on_coordinator(
         submission,
         ssh,
         f'for file in /proc/{roster.agent_pid}/fd/*; do if [ "$file" -ef {lock} ]; then '
@@ -222,8 +224,8 @@ def _not_its_agent(roster: Roster, run_dir: Path) -> UsageError:
 def _holds_lock(pid: int, run_dir: Path) -> bool:
     """Whether a process has the lock file of the run open. Only processes of the run have."""
     try:
-        with open_file(home(run_dir) / LOCK) as lock:
-            lock_file = (lock.found.st_dev, lock.found.st_ino)
+        with open_file(agent_run_folder(run_dir) / LOCK) as lock:
+            lock_file = (lock.status.st_dev, lock.status.st_ino)
         open_files = [*(PROC / str(pid) / "fd").iterdir()]
     except OSError:  # no such process, or it belongs to another user
         return False
@@ -234,7 +236,7 @@ def _holds_lock(pid: int, run_dir: Path) -> bool:
     return False
 
 
-def _on_head(submission: Submission | None, ssh: Sequence[str], command: str) -> str | None:
+def _run_on_coordinator(submission: Submission | None, ssh: Sequence[str], command: str) -> str | None:
     """The output of a shell command on the host of node 0; None if the host cannot be reached."""
     if not ssh or submission is None or submission.on != "ssh" or not submission.hosts:
         return None
@@ -249,11 +251,11 @@ def _on_head(submission: Submission | None, ssh: Sequence[str], command: str) ->
     return done.stdout if done.returncode == 0 else None
 
 
-class Standing(NamedTuple):
+class RunStatus(NamedTuple):
     """The state of a run, with the submission and the Slurm job from which it was determined."""
 
     state: State
-    words: str  # details of the state
+    details: str  # details of the state
     submission: Submission | None
     job: queue.JobState | None
 
@@ -264,10 +266,10 @@ class _Progress(NamedTuple):
     started: Started | None = None
     steps: tuple[Step, ...] = ()
     metrics: dict[str, float] = {}  # noqa: RUF012 - never modified
-    counted: Counted | None = None
+    counted: FlopsCounted | None = None
 
 
-def run_state(run_dir: Path, access: Access = NOTHING) -> RunState:
+def run_state(run_dir: Path, access: Access = NO_ACCESS) -> RunState:
     """The present state of a run.
 
     Raises:
@@ -275,29 +277,31 @@ def run_state(run_dir: Path, access: Access = NOTHING) -> RunState:
     """
     from paceline.checkpoint.manager import Checkpoints
 
-    current = standing(run_dir, access)
+    current = read_run_status(run_dir, access)
     submission = current.submission
     saved = Checkpoints(run_dir / CHECKPOINTS).entries()
-    summary = None if current.state in LIVE else read_summary(run_dir)  # a live run has that of an earlier attempt
+    summary = (
+        None if current.state in LIVE_STATES else read_summary(run_dir)
+    )  # a live run has that of an earlier attempt
     is_complete = summary is not None and summary.steps is not None
     progress = _Progress() if is_complete else _progress(run_dir)
     starts = attempts(run_dir)
-    nodes = read_nodes(starts[-1]) if starts and current.state in LIVE else None
-    last_written = next(p for p in (run_dir / EVENTS, *starts[-1:], run_dir) if os.path.lexists(p))
+    nodes = read_nodes(starts[-1]) if starts and current.state in LIVE_STATES else None
+    last_written = next(p for p in (run_dir / RANK_0_EVENTS_NAME, *starts[-1:], run_dir) if os.path.lexists(p))
     return RunState(
         run_dir=str(run_dir),
         state=current.state,
-        words=current.words[:MOST_CHARS],
+        words=current.details[:MOST_CHARS],
         on=submission.on if submission is not None else "local",
         hosts=_hosts(submission, current.job, run_dir),
-        nodes=nodes.line[:MOST_CHARS] if nodes is not None else "",
+        nodes=nodes.format_line[:MOST_CHARS] if nodes is not None else "",
         slurm_job=submission.slurm_job if submission is not None else "",
         attempts=len(starts),
         **_speed(run_dir, progress, running=current.state == "running", summary=summary or Summary("", 0)),
         checkpoint_step=saved[0].step if saved else None,
         found=tuple(notice.words for notice in islice(read_notices(starts[-1]), MOST_SCORES)) if starts else (),
         unix_time=last_written.lstat().st_mtime,
-        **_reached(summary or Summary("", 0), _settings(run_dir), progress),
+        **_progress_fields(summary or Summary("", 0), _settings(run_dir), progress),
     )
 
 
@@ -306,14 +310,14 @@ def _speed(run_dir: Path, progress: _Progress, *, running: bool, summary: Summar
     if not running:
         speeds = {"tokens_per_second": summary.tokens_per_second, "mfu": summary.mfu}
         return speeds | {"goodput": summary.goodput or goodput(run_dir)}
-    steps, counted = progress.steps, progress.counted or Counted(0.0, 0)
+    steps, counted = progress.steps, progress.counted or FlopsCounted(0.0, 0)
     tokens = sum(step.tokens for step in steps) / max(1, sum(step.consumed for step in steps))
-    speeds = speed(rates(steps)[0], tokens, counted.flops_per_sample, counted.peak_tflops, counted.devices)
+    speeds = speed_values(rates(steps)[0], tokens, counted.flops_per_sample, counted.peak_tflops, counted.devices)
     speeds.pop("flops_per_second", None)
     return speeds | {"goodput": goodput(run_dir, time.time())}
 
 
-def _reached(summary: Summary, settings: TrainConfig, progress: _Progress) -> dict[str, Any]:
+def _progress_fields(summary: Summary, settings: TrainConfig, progress: _Progress) -> dict[str, Any]:
     """The task, strategy and progress of a run, from its summary if it has one, otherwise from its events."""
     started, steps, run = progress.started, progress.steps, settings.run
     start_step = started.start_step or None if started else None
@@ -340,21 +344,21 @@ def _slurm_job(submission: Submission | None, access: Access) -> tuple[queue.Job
     from paceline.launch.slurm import queue
 
     try:
-        return queue.state(submission.slurm_job), ""
+        return queue.query_job_state(submission.slurm_job), ""
     except PacelineError as error:
         return None, str(error)
 
 
-def standing(run_dir: Path, access: Access = NOTHING) -> Standing:
+def read_run_status(run_dir: Path, access: Access = NO_ACCESS) -> RunStatus:
     """The state of a run without its progress. This is cheaper than `run_state`, for commands that poll.
 
     Raises:
         PacelineError: a file of the run cannot be read.
     """
-    _, submission = last_submission(home(run_dir))
+    _, submission = last_submission(agent_run_folder(run_dir))
     job, not_queried = _slurm_job(submission, access)
     state, details = _determine_state(run_dir, submission, job, not_queried, access)
-    return Standing(state, details, submission, job)
+    return RunStatus(state, details, submission, job)
 
 
 def _determine_state(
@@ -364,8 +368,8 @@ def _determine_state(
         return ("queued" if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD") else "running"), str(job)
     if is_locked(run_dir):
         return "running", ""
-    roster = head_roster(run_dir)
-    is_alive = agent_runs(run_dir, roster, submission, access.ssh) if roster is not None else False
+    roster = coordinator_roster(run_dir)
+    is_alive = is_agent_alive(run_dir, roster, submission, access.ssh) if roster is not None else False
     if is_alive:
         return "running", ""
     newest = next(reversed(attempts(run_dir)), None)
@@ -373,7 +377,7 @@ def _determine_state(
     ended = read_ended(newest) if newest else None
     if summary is not None:
         # For a session under `paceline launch`, rank 0 wrote the summary, but another rank may have failed first
-        last = ended if ended is not None and not {summary.exit, ended.exit} & {*GOOD_ENDS} else summary
+        last = ended if ended is not None and not {summary.exit, ended.exit} & {*SUCCESS_EXIT_CODES} else summary
         return _state_of(last.exit, (ended.words if ended else "") or summary.failure or "")
     if ended is not None and ended.words:
         return _state_of(ended.exit, ended.words)
@@ -381,7 +385,7 @@ def _determine_state(
         return ("cancelled", str(job)) if job.state == "CANCELLED" else _state_of(job.exit_code, f"Slurm: {job}")
     if ended is not None:
         return _state_of(ended.exit, "")
-    if newest and (records := failure_records(newest)):
+    if newest and (records := failure_files(newest)):
         return "failed", f"its agent ended without a diagnosis; see {newest}/{first_few(records, 1)}"
     if not_queried:
         return "unknown", not_queried
@@ -413,31 +417,31 @@ def _hosts(submission: Submission | None, job: queue.JobState | None, run_dir: P
         return (job.nodes,)
     if submission is not None and submission.hosts:
         return submission.hosts
-    roster = head_roster(run_dir)
+    roster = coordinator_roster(run_dir)
     return (roster.host,) if roster is not None else ()
 
 
 def _progress(run_dir: Path) -> _Progress:
     started: Started | None = None
-    counted: Counted | None = None
+    counted: FlopsCounted | None = None
     steps: list[Step] = []
     metrics: dict[str, float] = {}
     with suppress(OSError):
-        for event in last_events(run_dir / EVENTS):
+        for event in last_events(run_dir / RANK_0_EVENTS_NAME):
             if isinstance(event, Started):
                 started = started or event
             elif isinstance(event, Evaluated):
                 metrics = metrics or event.metrics
-            elif isinstance(event, Counted):
+            elif isinstance(event, FlopsCounted):
                 counted = counted or event
             elif isinstance(event, Step) and started is None and len(steps) <= WINDOW_STEPS:
                 steps.append(event)
             if metrics and (started is not None or (counted and len(steps) > WINDOW_STEPS)):
                 break
         if started is None:  # not among the last events: the first one has the same values
-            first = [*islice(read_events(run_dir / EVENTS), FIRST_EVENTS)]
+            first = [*islice(read_events(run_dir / RANK_0_EVENTS_NAME), FIRST_EVENTS)]
             started = first[0] if first and isinstance(first[0], Started) else None
-            counted = counted or next((event for event in first if isinstance(event, Counted)), None)
+            counted = counted or next((event for event in first if isinstance(event, FlopsCounted)), None)
     return _Progress(started, tuple(reversed(steps)), metrics, counted)
 
 
@@ -445,7 +449,7 @@ def _settings(run_dir: Path) -> TrainConfig:
     from paceline.config.settings import TrainConfig, load
 
     try:
-        return load(run_dir / CONFIG, ours=False)
+        return load(run_dir / CONFIG, must_own=False)
     except UsageError:  # missing, or written by a different version
         return TrainConfig()
 
@@ -453,12 +457,12 @@ def _settings(run_dir: Path) -> TrainConfig:
 def resume_command(run_dir: Path) -> str:
     """The command that resumes a run; empty for a script that loads its state itself."""
     from paceline.config.settings import load
-    from paceline.tasks.registry import is_script
+    from paceline.tasks.registry import is_session_script
 
     if not os.path.lexists(run_dir / CONFIG):
         return ""
     with suppress(PacelineError, OSError):
-        task = load(run_dir / CONFIG, ours=False).task
-        if task is not None and is_script(task):
+        task = load(run_dir / CONFIG, must_own=False).task
+        if task is not None and is_session_script(task):
             return f"start {task} again, with session(..., resume=True)"
     return f"paceline train --resume auto --run-dir {shlex.quote(str(run_dir))}"

@@ -10,36 +10,49 @@ from statistics import median
 from typing import Literal
 
 from paceline.cli import command_line
-from paceline.cli.measurement import MeasurementConfig, check_measurement, measured, publish, shared_cores, train_config
-from paceline.cli.options import check_gpus, check_positive, usable_gpus, whole_numbers
-from paceline.config.mesh import OF_BATCH, Mesh, strategy_on
+from paceline.cli.measurement import (
+    MeasurementConfig,
+    check_measurement,
+    core_sharing_text,
+    measure_groups,
+    publish,
+    train_config,
+)
+from paceline.cli.options import check_gpus, check_positive, parse_whole_numbers, usable_gpus
+from paceline.config.mesh import BATCH_DIMENSIONS, Mesh, format_strategy
 from paceline.config.settings import DEFAULT_BATCH_SIZE, check_values
-from paceline.config.strategies import DEFAULT, EXACT, FOR_SEVERAL, STRATEGY_INFO, StrategyName
-from paceline.errors import ExitCode, UsageError, plural, unknown
+from paceline.config.strategies import (
+    DEFAULT_STRATEGY,
+    EXACT_STRATEGIES,
+    MULTI_PROCESS_STRATEGIES,
+    STRATEGY_INFO,
+    StrategyName,
+)
+from paceline.errors import ExitCode, UsageError, plural, unknown_name_error
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.lab.measurement import NO_EXCHANGE, Candidate
 from paceline.lab.rounds import CandidateGroup, MeasuredRounds, candidate_dir
 from paceline.lab.scale import (
-    At,
-    Machine,
     Network,
     Runs,
-    Scaled,
-    comparable,
+    ScalePoint,
+    ScalingReport,
+    TrainingProperties,
+    comparable_batches,
+    compute_scaling_losses,
+    estimate_exchanged_bytes,
     estimates_of,
-    lost_of,
-    over_network,
     parse_network,
-    parts_of,
     print_scaled,
+    ran_over_network,
     read_run,
     read_runs,
-    weight_bytes,
+    split_steps_by_point,
 )
-from paceline.report.step_parts import Run
+from paceline.report.step_parts import RecordedSteps
 
-FEWEST_STEPS = 5
-LARGEST_SHARE = 16  # limit of the batch of one process in strong scaling, in multiples of --batch-size
+MIN_STEPS = 5
+MAX_BATCH_MULTIPLE = 16  # limit of the batch of one process in strong scaling, in multiples of --batch-size
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,7 @@ class ScaleConfig:
     """run folders to evaluate instead of a task, on 1 and more ranks, separated by commas"""
     ranks: str = "1,2,4"
     """numbers of processes, separated by commas; 1 is always measured (with --mesh, one copy of the model)"""
-    strategy: StrategyName = DEFAULT
+    strategy: StrategyName = DEFAULT_STRATEGY
     """strategy that distributes the work over the ranks"""
     mesh: str | None = None
     """mesh of one copy of the model, as --mesh of train without data, e.g. tensor=2"""
@@ -78,21 +91,21 @@ def main(arguments: Sequence[str]) -> int:
 def _check(config: ScaleConfig) -> None:
     if (config.task is None) == (config.runs is None):
         raise UsageError(code="scale-task-or-runs")
-    copy, how = _copy(config), config.how
+    copy, how = _model_copy_mesh(config), config.how
     if config.mesh and config.runs:
         raise UsageError(code="mesh-with-runs")
-    copies = _copies(config, copy)
+    copies = _copy_counts(config, copy)
     check_positive(config, "batch_size")
     check_measurement(how)
-    if how.steps < FEWEST_STEPS:
-        raise UsageError(code="too-few-steps", least=FEWEST_STEPS, value=how.steps)
+    if how.steps < MIN_STEPS:
+        raise UsageError(code="too-few-steps", least=MIN_STEPS, value=how.steps)
     if copies[-1] == 1:
         unit, example = ("one copy of the model", 2 * copy.size) if copy.size > 1 else ("one rank", "1,2")
         hint = f"{unit} with: name a larger number, like {example}"
         raise UsageError(code="nothing-to-compare", value=config.ranks, more=hint)
     if STRATEGY_INFO[config.strategy].single_process:
-        raise unknown("strategy for several processes", config.strategy, FOR_SEVERAL)
-    if config.mode != "weak" and math.lcm(*copies) > LARGEST_SHARE * copies[-1]:
+        raise unknown_name_error("strategy for several processes", config.strategy, MULTI_PROCESS_STRATEGIES)
+    if config.mode != "weak" and math.lcm(*copies) > MAX_BATCH_MULTIPLE * copies[-1]:
         raise UsageError(
             code="ranks-do-not-divide", value=config.ranks, common=math.lcm(*copies), batch_size=config.batch_size
         )
@@ -101,11 +114,11 @@ def _check(config: ScaleConfig) -> None:
 def _read(config: ScaleConfig, folders: str, network: Network | None) -> int:
     paths = [Path(folder.strip()) for folder in folders.split(",")]
     runs = read_runs(paths, skip=config.how.warmup)
-    weak, strong = comparable(runs)
-    size = weight_bytes(paths)
+    weak, strong = comparable_batches(runs)
+    size = estimate_exchanged_bytes(paths)
     # The number of cores is unknown: assume one for each rank
     cores, on_cpus = sum(at.ranks for at in runs), any(run.on_cpus for points in runs.values() for run in points)
-    machine = Machine(cores, 1, size, over_network=over_network(runs), over_gloo=on_cpus)
+    machine = TrainingProperties(cores, 1, size, exchanges_over_network=ran_over_network(runs), uses_gloo=on_cpus)
     batches = (weak if config.mode != "strong" else None, strong if config.mode != "weak" else None)
     title = f"{len(paths)} runs, {size / 1e6:.1f} MB of weights; backward without communication is that of one rank"
     return _publish(config, network, title, runs, {}, machine, batches, [])
@@ -113,8 +126,8 @@ def _read(config: ScaleConfig, folders: str, network: Network | None) -> int:
 
 def _measure(config: ScaleConfig, network: Network | None) -> int:
     """Measure each number of ranks, with and without exchange between them."""
-    copy = _copy(config)
-    copies = _copies(config, copy)
+    copy = _model_copy_mesh(config)
+    copies = _copy_counts(config, copy)
     settings, how = train_config(str(config.task), config.how, num_workers=config.num_workers), config.how
     if copy.size > 1:
         launch = replace(settings.launch, mesh=_mesh(config, copy, copies[-1]))
@@ -123,12 +136,16 @@ def _measure(config: ScaleConfig, network: Network | None) -> int:
     check_gpus(f"--ranks {config.ranks}", processes, gpus, settings.launch.backend)
     cores = usable_cores()
     configured = how.threads_per_rank or settings.launch.threads_per_rank
-    threads = configured or (1 if config.strategy in EXACT else threads_per_rank(cores, min(cores, processes)))
+    threads = configured or (
+        1 if config.strategy in EXACT_STRATEGIES else threads_per_rank(cores, min(cores, processes))
+    )
     weak = config.batch_size if config.mode != "strong" else None
     strong = config.batch_size * math.lcm(*copies) if config.mode != "weak" else None
     points = points_to_measure(copies, weak, strong)
-    groups = [_group(config, copy, size, [at for at in points if at.ranks == size], threads) for size in copies]
-    with measured(groups, settings, how, memory=False) as (rounds, folder):
+    groups = [
+        _candidate_group(config, copy, size, [at for at in points if at.ranks == size], threads) for size in copies
+    ]
+    with measure_groups(groups, settings, how, memory=False) as (rounds, folder):
         if rounds.code != ExitCode.DONE:
             return rounds.code
         if rounds.failures:
@@ -140,21 +157,21 @@ def _measure(config: ScaleConfig, network: Network | None) -> int:
     chunks = [chunk for round_chunks in rounds.rounds for chunk in round_chunks]
     size, low_rank = max(chunk.weight_bytes for chunk in chunks), max(chunk.low_rank_bytes for chunk in chunks)
     title = (
-        f"{config.task} on {chunks[0].device}, {strategy_on(config.strategy, str(copy))}, "
+        f"{config.task} on {chunks[0].device}, {format_strategy(config.strategy, str(copy))}, "
         f"{plural(threads, 'thread')} per process, {cores} cores, {size / 1e6:.1f} MB of gradients"
     )
     if copy.size > 1:
         title += f"; a rank below is a copy of the model on {copy.size} processes"
-    machine = Machine(
-        cores, threads * copy.size, size, in_parts=copy.size > 1, low_rank_bytes=low_rank,
-        over_gloo=gpus == 0 or settings.launch.backend == "gloo",
+    machine = TrainingProperties(
+        cores, threads * copy.size, size, has_split_model=copy.size > 1, low_rank_bytes=low_rank,
+        uses_gloo=gpus == 0 or settings.launch.backend == "gloo",
     )  # fmt: skip
     notes = scaling_notes([count * copy.size for count in copies], rounds, cores, threads)
     return _publish(config, network, title, runs, alone, machine, (weak, strong), notes)
 
 
 def _publish(
-    config: ScaleConfig, network: Network | None, title: str, runs: Runs, alone: Runs, machine: Machine,
+    config: ScaleConfig, network: Network | None, title: str, runs: Runs, alone: Runs, machine: TrainingProperties,
     batches: tuple[int | None, int | None], notes: list[str],
 ) -> int:  # fmt: skip
     """Publish efficiency, losses and estimates.
@@ -162,26 +179,26 @@ def _publish(
     `alone` are the runs without communication; empty if that was not measured. `batches` are the samples of each rank
     (weak scaling), and of all ranks together (strong scaling).
     """
-    parts = parts_of(runs, alone)
+    parts = split_steps_by_point(runs, alone)
     modes = [(mode, batch) for mode, batch in zip(("weak", "strong"), batches, strict=True) if batch]
-    lost = [row for mode, batch in modes for row in lost_of(runs, parts, machine, mode, batch)]
+    lost = [row for mode, batch in modes for row in compute_scaling_losses(runs, parts, machine, mode, batch)]
     estimates = estimates_of(parts, machine, *batches, network) if network else []
     if network is None:
         notes = [*notes, "to estimate a step on more machines, specify their network: --network 100Gbit,5us"]
-    scaled = Scaled(title, lost, estimates, notes)
+    scaled = ScalingReport(title, lost, estimates, notes)
     publish(scaled, config.how, partial(print_scaled, scaled))
     return ExitCode.DONE
 
 
-def _copy(config: ScaleConfig) -> Mesh:
+def _model_copy_mesh(config: ScaleConfig) -> Mesh:
     mesh = Mesh.parse(config.mesh) if config.mesh else Mesh()
-    if named := [name for name in OF_BATCH if name in mesh.sizes]:
+    if named := [name for name in BATCH_DIMENSIONS if name in mesh.sizes]:
         raise UsageError(code="scale-mesh-with-data", value=config.mesh, dimension=named[0])
     return mesh
 
 
-def _copies(config: ScaleConfig, copy: Mesh) -> list[int]:
-    rank_counts = [ranks for ranks in whole_numbers("--ranks", config.ranks) if ranks > 1 or copy.size == 1]
+def _copy_counts(config: ScaleConfig, copy: Mesh) -> list[int]:
+    rank_counts = [ranks for ranks in parse_whole_numbers("--ranks", config.ranks) if ranks > 1 or copy.size == 1]
     if uneven := [ranks for ranks in rank_counts if ranks % copy.size]:
         raise UsageError(
             code="ranks-no-whole-copies", value=config.ranks, processes=uneven[0], size=copy.size, mesh=config.mesh,
@@ -195,25 +212,27 @@ def _mesh(config: ScaleConfig, copy: Mesh, count: int) -> str:
     return str(Mesh({"shard" if config.strategy == "fsdp" else "data": count, **copy.sizes})) if copy.size > 1 else ""
 
 
-def points_to_measure(ranks: Sequence[int], weak: int | None, strong: int | None) -> list[At]:
+def points_to_measure(ranks: Sequence[int], weak: int | None, strong: int | None) -> list[ScalePoint]:
     """Each number of ranks at its batch sizes, and one rank at all of these batch sizes."""
     batches = [(size, batch) for size in ranks for batch in (weak, strong and strong // size) if batch]
-    return sorted({At(count, batch) for size, batch in batches for count in (size, 1)})
+    return sorted({ScalePoint(count, batch) for size, batch in batches for count in (size, 1)})
 
 
-def _group(config: ScaleConfig, copy: Mesh, size: int, points: Sequence[At], threads: int) -> CandidateGroup:
+def _candidate_group(
+    config: ScaleConfig, copy: Mesh, size: int, points: Sequence[ScalePoint], threads: int
+) -> CandidateGroup:
     """The points on `size` ranks, or copies of the model, each with and without communication between them."""
     names, mesh = [config.strategy] if size == 1 else [config.strategy, NO_EXCHANGE], _mesh(config, copy, size)
     candidates = [Candidate(_name(name, at), name, at.batch, threads, mesh=mesh) for at in points for name in names]
     return CandidateGroup(size * copy.size, candidates)
 
 
-def _name(strategy: str, at: At) -> str:
+def _name(strategy: str, at: ScalePoint) -> str:
     return f"{strategy.replace(' ', '-')}-b{at.batch}"
 
 
-def _runs(folder: Path, points: Sequence[At], config: ScaleConfig, strategy: str, copy: Mesh) -> Runs:
-    def read(at: At, number: int) -> Run:
+def _runs(folder: Path, points: Sequence[ScalePoint], config: ScaleConfig, strategy: str, copy: Mesh) -> Runs:
+    def read(at: ScalePoint, number: int) -> RecordedSteps:
         run_folder = candidate_dir(folder, number, at.ranks * copy.size, _name(strategy, at))
         return read_run(run_folder, skip=config.how.warmup)
 
@@ -222,7 +241,7 @@ def _runs(folder: Path, points: Sequence[At], config: ScaleConfig, strategy: str
 
 def scaling_notes(ranks: Sequence[int], rounds: MeasuredRounds, cores: int, threads: int) -> list[str]:
     """Notes on the machine and its GPUs, and on the time that the steps do not include."""
-    shared = [text for size in ranks if (text := shared_cores(size, threads, cores))]
+    shared = [text for size in ranks if (text := core_sharing_text(size, threads, cores))]
     notes = [f"{text}: the threads compete for cores, so compute is slower" for text in shared]
     launch = {
         size: median(c.launch_seconds for chunks in rounds.rounds for c in chunks if c.world_size == size)

@@ -10,21 +10,29 @@ from pathlib import Path
 
 from paceline.cli import command_line
 from paceline.cli.options import print_json
-from paceline.cli.run_state import MOST_CHARS, RUNS, NewestRunFlags, existing_run, holds_run, resume_command, run_state
+from paceline.cli.run_state import (
+    MOST_CHARS,
+    RUNS,
+    NewestRunFlags,
+    holds_run,
+    resolve_run_access,
+    resume_command,
+    run_state,
+)
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.report.outcome import find_bottleneck
-from paceline.report.run import whole_run
-from paceline.runs.console import clean, clock
+from paceline.report.run import read_run
+from paceline.runs.console import clock, remove_controls
 from paceline.runs.events import event_files
 from paceline.runs.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS, WEIGHTS
 from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import folders, is_folder, real_path
-from paceline.runs.summary import LIVE, RunState, scores_line
+from paceline.runs.summary import LIVE_STATES, RunState, scores_line
 from paceline.runs.utilization import format_speed
 
-GLANCE_BYTES = 64 << 20  # largest size of event files that are read for a status: this takes a second or two
+MAX_EVENT_BYTES = 64 << 20  # largest size of event files that are read for a status: this takes a second or two
 TITLES = ("run", "state", "task", "strategy", "ranks", "step", "epochs", "reached", "last written")
-WIDEST = 60  # characters of a cell
+MAX_CELL_CHARACTERS = 60  # characters of a cell
 
 
 @dataclass(frozen=True)
@@ -48,11 +56,11 @@ class RunsConfig:
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline status ARGUMENTS`."""
     config: StatusConfig = command_line("status").parse(arguments)
-    state = run_state(*existing_run(config))
+    state = run_state(*resolve_run_access(config))
     if config.json:
         print_json(state)
     else:
-        print("\n".join(f"{name:10}{clean(text)[:MOST_CHARS]}" for name, text in _lines(state)))
+        print("\n".join(f"{name:10}{remove_controls(text)[:MOST_CHARS]}" for name, text in _lines(state)))
     return ExitCode.DONE
 
 
@@ -74,7 +82,7 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
         yield "scores", scores_line(state.metrics)
     yield from (("found", finding) for finding in state.found)
     yield "saved", _saved(state)
-    if state.state not in LIVE and (spent := _time_spent(Path(state.run_dir))):
+    if state.state not in LIVE_STATES and (spent := _main_time_loss(Path(state.run_dir))):
         yield "time", spent
     if hint := _hint(state):
         yield "next", hint
@@ -84,15 +92,15 @@ def _saved(state: RunState) -> str:
     folder = Path(state.run_dir)
     weights = [name for name in (WEIGHTS, BEST_WEIGHTS, AVERAGE_WEIGHTS) if os.path.lexists(folder / name)]
     steps = [] if state.checkpoint_step is None else [f"checkpoint of step {state.checkpoint_step}"]
-    return ", ".join([*weights, *steps]) or ("nothing yet" if state.state in LIVE else "nothing")
+    return ", ".join([*weights, *steps]) or ("nothing yet" if state.state in LIVE_STATES else "nothing")
 
 
-def _time_spent(run_dir: Path) -> str:
+def _main_time_loss(run_dir: Path) -> str:
     """The main cause of lost time, in a sentence; empty if there is none, or the event files are too large."""
     with suppress(PacelineError, OSError):
         files = event_files(run_dir).values()
-        if files and sum(path.lstat().st_size for path in files) <= GLANCE_BYTES:
-            return find_bottleneck(whole_run(run_dir)).first
+        if files and sum(path.lstat().st_size for path in files) <= MAX_EVENT_BYTES:
+            return find_bottleneck(read_run(run_dir)).summary
     return ""
 
 
@@ -155,7 +163,7 @@ def _print(states: Sequence[RunState]) -> None:
     from paceline.report.watch_lines import STATE_STYLES
     from paceline.runs.console import one_line, table_console
 
-    rows = [[one_line(cell, WIDEST) for cell in _cells(state)] for state in states]
+    rows = [[one_line(cell, MAX_CELL_CHARACTERS) for cell in _cells(state)] for state in states]
     widths = [max(map(cell_len, column)) for column in zip(TITLES, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:

@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.cli.options import unknown_option
+from paceline.cli.options import unknown_option_error
 from paceline.errors import UsageError
 
-OURS = {
+PACELINE_EQUIVALENTS = {
     "--nnodes": "--nodes",
     "--nproc-per-node": "--nproc",
     "--max-restarts": "--max-restarts",
@@ -22,9 +22,9 @@ OURS = {
     "--shutdown-timeout": "--grace-period",
     "--local-ranks-filter": "--show",
 }
-CHOICES = {"--nproc-per-node": ("auto", "cpu", "gpu"), "--local-ranks-filter": ("0",)}  # besides numbers
+NON_NUMERIC_VALUES = {"--nproc-per-node": ("auto", "cpu", "gpu"), "--local-ranks-filter": ("0",)}  # besides numbers
 RENDEZVOUS = "paceline's rendezvous needs no options"
-IGNORED = {  # reason -> options without effect
+IGNORED_OPTIONS = {  # reason -> options without effect
     RENDEZVOUS: ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf", "--master-addr", "--local-addr"),
     "paceline shows the output of each rank and writes it to a log": (
         *("--redirects", "--duplicate-stdout-filters", "--duplicate-stderr-filters", "--logs-specs"),
@@ -35,17 +35,21 @@ IGNORED = {  # reason -> options without effect
     "paceline binds no rank to cores": ("--numa-binding",),
     "paceline forwards stop signals": ("--signals-to-handle",),
 }
-OTHERS = (  # options that `cli.launch` or this module handles
+HANDLED_OPTIONS = (  # options that `cli.launch` or this module handles
     *("--standalone", "--module", "--no-python", "--log-dir", "--node-rank"),
     "--tee",  # paceline always does this
     *("--rdzv-id", "--role"),  # passed to the script in variables
     "--virtual-local-rank",  # the script expects GPU 0: torchrun makes one GPU visible to each rank
 )
-TORCHRUN = (*OURS, *OTHERS, *(name for names in IGNORED.values() for name in names))
+TORCHRUN_OPTIONS = (
+    *PACELINE_EQUIVALENTS,
+    *HANDLED_OPTIONS,
+    *(name for names in IGNORED_OPTIONS.values() for name in names),
+)
 FLAGS = ("--standalone", "--module", "--no-python", "--run-path", "--virtual-local-rank")
-NO_VARIABLE = ("--logs-specs", "--numa-binding", "--print-completion")
-SHORT = {"-m": "--module", "-r": "--redirects", "-t": "--tee"}
-OF_WATCHOVER = ("--hang-timeout", "--run-dir")  # options that `paceline watchover` has as well
+OPTIONS_WITHOUT_VARIABLE = ("--logs-specs", "--numa-binding", "--print-completion")
+SHORT_OPTIONS = {"-m": "--module", "-r": "--redirects", "-t": "--tee"}
+WATCHOVER_OPTIONS = ("--hang-timeout", "--run-dir")  # options that `paceline watchover` has as well
 
 
 @dataclass(frozen=True)
@@ -56,24 +60,24 @@ class LaunchArguments:
     contradict each other, or a value is invalid.
     """
 
-    own: tuple[str, ...]  # paceline's options, as typed
-    given: Mapping[str, str]  # the values of paceline's options, by name
+    paceline_options: tuple[str, ...]  # paceline's options, as typed
+    paceline_values: Mapping[str, str]  # the values of paceline's options, by name
     torchrun: Mapping[str, str]  # the values of torchrun's options, by name; "" for a flag
-    variables: Mapping[str, str]  # the values of torchrun's options in environment variables
-    rest: tuple[str, ...]  # the script and its arguments
+    environment_values: Mapping[str, str]  # the values of torchrun's options in environment variables
+    script_words: tuple[str, ...]  # the script and its arguments
 
-    def value(self, name: str) -> str | None:
+    def torchrun_value(self, name: str) -> str | None:
         """The value of an option of torchrun. The command line takes precedence over the environment."""
-        return self.torchrun.get(name, self.variables.get(name))
+        return self.torchrun.get(name, self.environment_values.get(name))
 
-    def typed_name(self, name: str) -> str:
+    def value_origin(self, name: str) -> str:
         """The option or the environment variable that sets the value."""
         return name if name in self.torchrun else _variable(name)
 
     @property
     def launcher(self) -> str:
         """The value of --on."""
-        return self.given.get("--on", "local")
+        return self.paceline_values.get("--on", "local")
 
     @property
     def need_torchrun(self) -> bool:
@@ -82,91 +86,93 @@ class LaunchArguments:
             if options := [name for name in ("--standalone", "--node-rank") if name in self.torchrun]:
                 raise UsageError(code="nodes-started-twice", launcher=self.launcher, options=" and ".join(options))
             return False
-        text = self.value("--nnodes") or "1"
+        text = self.torchrun_value("--nnodes") or "1"
         if not re.fullmatch(r"\d+(:\d+)?", text) or not 1 <= int(text.split(":")[0]) <= int(text.split(":")[-1]):
-            raise UsageError(code="nnodes-not-a-number", setting=self.typed_name("--nnodes"), value=text)
+            raise UsageError(code="nnodes-not-a-number", setting=self.value_origin("--nnodes"), value=text)
         several = int(text.split(":")[-1]) > 1
-        if several and self.value("--standalone") is not None:
+        if several and self.torchrun_value("--standalone") is not None:
             if "--nnodes" in self.torchrun and "--standalone" in self.torchrun:
                 raise UsageError(code="standalone-with-nodes", value=text)
             several = "--nnodes" in self.torchrun
-        if not several and self.value("--node-rank") not in (None, "0"):
-            where = f"{self.typed_name('--node-rank')} {self.value('--node-rank')}"
+        if not several and self.torchrun_value("--node-rank") not in (None, "0"):
+            where = f"{self.value_origin('--node-rank')} {self.torchrun_value('--node-rank')}"
             raise UsageError(code="node-rank-alone", where=where)
-        return several or self.value("--virtual-local-rank") is not None
+        return several or self.torchrun_value("--virtual-local-rank") is not None
 
     @property
     def script(self) -> tuple[str, ...]:
         """The script with its arguments. A module has `-m` before its name."""
-        if not self.rest:
+        if not self.script_words:
             raise UsageError(code="no-script")
-        if self.value("--module") is None:
-            return self.rest
-        if self.value("--no-python") is not None:
+        if self.torchrun_value("--module") is None:
+            return self.script_words
+        if self.torchrun_value("--no-python") is not None:
             raise UsageError(code="module-with-no-python")
-        if not re.fullmatch(r"[\w.]+", self.rest[0]):
-            raise UsageError(code="not-a-module", value=self.rest[0])
-        return ("-m", *self.rest)
+        if not re.fullmatch(r"[\w.]+", self.script_words[0]):
+            raise UsageError(code="not-a-module", value=self.script_words[0])
+        return ("-m", *self.script_words)
 
     @property
-    def ours(self) -> list[str]:
+    def paceline_arguments(self) -> list[str]:
         """The command line in paceline's options: the typed ones, and the translated ones of torchrun."""
-        options, ignored = list(self.own), self._ignored()
-        for name, ours in OURS.items():
-            value = self.value(name)
+        options, ignored = list(self.paceline_options), self._ignored()
+        for name, ours in PACELINE_EQUIVALENTS.items():
+            value = self.torchrun_value(name)
             if value is None or name in ignored or (name == "--nnodes" and self.launcher == "local"):
                 continue
-            choices = CHOICES.get(name, ())
+            choices = NON_NUMERIC_VALUES.get(name, ())
             if name != "--nnodes" and not value.isdecimal() and value not in choices:
                 allowed = ", ".join(("a number", *choices))
-                raise UsageError(code="torchrun-choice", setting=self.typed_name(name), choices=allowed, value=value)
+                raise UsageError(code="torchrun-choice", setting=self.value_origin(name), choices=allowed, value=value)
             value = "rank 0" if name == "--local-ranks-filter" else value
-            if ours not in self.given:
+            if ours not in self.paceline_values:
                 options.append(f"{ours}={value}")
-            elif name in self.torchrun and value != self.given[ours]:
+            elif name in self.torchrun and value != self.paceline_values[ours]:
                 raise UsageError(
-                    code="conflicting-options", ours=ours, our_value=self.given[ours], name=name,
+                    code="conflicting-options", ours=ours, our_value=self.paceline_values[ours], name=name,
                     value=self.torchrun[name],
                 )  # fmt: skip
         return options
 
     def _ignored(self) -> dict[str, str]:
         """The options that are set but have no effect, with the reasons."""
-        reasons = {name: why for why, names in IGNORED.items() for name in names}
-        if "--run-dir" in self.given:
+        reasons = {name: why for why, names in IGNORED_OPTIONS.items() for name in names}
+        if "--run-dir" in self.paceline_values:
             reasons["--log-dir"] = "--run-dir is set"
-        if self.value("--standalone") is not None:
+        if self.torchrun_value("--standalone") is not None:
             reasons["--master-port"] = RENDEZVOUS
-        if self.value("--local-ranks-filter") not in (None, "0"):
+        if self.torchrun_value("--local-ranks-filter") not in (None, "0"):
             reasons["--local-ranks-filter"] = "--show supports only all ranks, or rank 0"
-        return {name: why for name, why in reasons.items() if self.value(name) is not None}
+        return {name: why for name, why in reasons.items() if self.torchrun_value(name) is not None}
 
     @property
-    def ignored(self) -> str:
+    def ignored_options_text(self) -> str:
         """One line for all options that have no effect; empty if there is none."""
         names: dict[str, list[str]] = {}
         for name, why in self._ignored().items():
-            names.setdefault(why, []).append(self.typed_name(name))
+            names.setdefault(why, []).append(self.value_origin(name))
         return "; ".join(f"{', '.join(options)}: {why}" for why, options in names.items())
 
     def torchrun_command(self, python: str) -> tuple[tuple[str, ...], dict[str, str]]:
         """The equivalent command of torchrun, with the guard around the script, and its environment variables."""
-        _ = self.ours  # raises errors for wrong values
+        _ = self.paceline_arguments  # raises errors for wrong values
         options = {name: value for name, value in self.torchrun.items() if name not in ("--module", "--run-path")}
         guard: list[str] = []
-        env = {"PET_RUN_PATH": "0"} if "--run-path" in self.variables else {}
-        for ours, value in self.given.items():
+        env = {"PET_RUN_PATH": "0"} if "--run-path" in self.environment_values else {}
+        for ours, value in self.paceline_values.items():
             if ours in ("--nproc", "--port", "--max-restarts"):
-                options[next(name for name, translated in OURS.items() if translated == ours)] = value
+                options[next(name for name, translated in PACELINE_EQUIVALENTS.items() if translated == ours)] = value
             elif ours == "--threads-per-rank":
                 env["OMP_NUM_THREADS"] = value
-            elif ours in OF_WATCHOVER:
+            elif ours in WATCHOVER_OPTIONS:
                 guard.append(f"{ours}={value}")
             elif ours != "--dry-run":
                 raise UsageError(code="no-effect-under-torchrun", setting=ours)
         typed = [f"{name}={value}" if value else name for name, value in options.items()]
         # --end: the guard ends a run that hangs, as under paceline's launcher
-        watchover = () if self.value("--no-python") is not None else ("-m", "paceline", "watchover", "--end", *guard)
+        watchover = (
+            () if self.torchrun_value("--no-python") is not None else ("-m", "paceline", "watchover", "--end", *guard)
+        )
         return (python, "-P", "-m", "torch.distributed.run", *typed, *watchover, *self.script), env
 
 
@@ -191,9 +197,9 @@ def read_arguments(
         name, has_value, value = _split_option(word)
         # `--module NAME ... -- SCRIPT` loads an environment module: this syntax is older than torchrun's options here
         loads = word.startswith("--module") and (has_value or ("--" in remaining[1:] and remaining[0][:1] != "-"))
-        is_ours = name in takes_value and (name not in TORCHRUN or name == "--max-restarts" or loads)
-        if not is_ours and name not in TORCHRUN:
-            raise unknown_option("paceline launch", name, [*takes_value, *TORCHRUN])
+        is_ours = name in takes_value and (name not in TORCHRUN_OPTIONS or name == "--max-restarts" or loads)
+        if not is_ours and name not in TORCHRUN_OPTIONS:
+            raise unknown_option_error("paceline launch", name, [*takes_value, *TORCHRUN_OPTIONS])
         takes = takes_value[name] if is_ours else name not in FLAGS
         if has_value and not takes:
             raise UsageError(code="option-takes-no-value", setting=name, value=word)
@@ -207,8 +213,8 @@ def read_arguments(
 
 
 def _split_option(word: str) -> tuple[str, bool, str]:
-    if not word.startswith("--") and word[:2] in SHORT:
-        return SHORT[word[:2]], len(word) > 2, word[2:].removeprefix("=")
+    if not word.startswith("--") and word[:2] in SHORT_OPTIONS:
+        return SHORT_OPTIONS[word[:2]], len(word) > 2, word[2:].removeprefix("=")
     name, equals, value = word.partition("=")
     return name.replace("_", "-"), bool(equals), value
 
@@ -219,8 +225,8 @@ def _variable(name: str) -> str:
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     options: dict[str, str] = {}
-    for name in TORCHRUN:
-        value = "" if name in NO_VARIABLE else environ.get(_variable(name), "")
+    for name in TORCHRUN_OPTIONS:
+        value = "" if name in OPTIONS_WITHOUT_VARIABLE else environ.get(_variable(name), "")
         if name in FLAGS and value and not value.isdecimal():
             raise UsageError(code="variable-not-0-or-1", option=_variable(name), value=value)
         if value and (name not in FLAGS or int(value)):

@@ -11,22 +11,31 @@ from typing import Literal, TypeVar
 import msgspec
 
 from paceline.cli import command_line
-from paceline.cli.options import check_out_file, check_positive, chosen_names, whole_numbers, write_json
+from paceline.cli.options import check_out_file, check_positive, parse_names, parse_whole_numbers, write_json
 from paceline.config.mesh import Mesh
-from paceline.config.settings import settings_given
-from paceline.config.strategies import DEFAULT, EXACT, FOR_SEVERAL, STRATEGY_INFO
+from paceline.config.settings import parse_task_args
+from paceline.config.strategies import DEFAULT_STRATEGY, EXACT_STRATEGIES, MULTI_PROCESS_STRATEGIES, STRATEGY_INFO
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.host.cgroup import threads_per_rank, usable_cores
-from paceline.lab.verify import OWN, BitsReport, LoopCase, LoopSpec, Spec, VerifyReport, print_bits, print_report
+from paceline.lab.verify import (
+    TASK_OPTIMIZER,
+    BitsReport,
+    LoopCase,
+    LoopSpec,
+    VerifyReport,
+    VerifySpec,
+    print_bits,
+    print_report,
+)
 from paceline.launch.supervise import run_workers
-from paceline.protocol.job import AUTO, Windows
+from paceline.protocol.job import AUTO, HangTimeout
 from paceline.runs.attempt import read_ended
-from paceline.tasks.registry import check_no_training_at_import, check_task, is_loop
+from paceline.tasks.registry import check_no_training_at_import, check_task, is_training_loop
 
 WORKER = "paceline.lab.ranks.verify"
 STALL_SECONDS = 60.0  # window of the guard for a custom loop, whose epochs are short here
-Report = TypeVar("Report", VerifyReport, BitsReport)
-OPTIMIZERS = ("sgd", "adamw", OWN)
+ReportType = TypeVar("ReportType", VerifyReport, BitsReport)
+OPTIMIZERS = ("sgd", "adamw", TASK_OPTIMIZER)
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class VerifyConfig:
     strategies: str | None = field(
         default=None,
         metadata={"help": "strategies, separated by commas (default: "
-                  f"{','.join(FOR_SEVERAL)}; with --bitwise {','.join(EXACT)})"},
+                  f"{','.join(MULTI_PROCESS_STRATEGIES)}; with --bitwise {','.join(EXACT_STRATEGIES)})"},
     )  # fmt: skip
     optimizers: str | None = None
     """sgd, adamw or task, separated by commas (default: task if it has an optimizer, otherwise sgd,adamw)"""
@@ -79,27 +88,29 @@ def main(arguments: Sequence[str]) -> int:
     separator = [*arguments, "--"].index("--")
     config: VerifyConfig = command_line("verify").parse(arguments[:separator])
     loop_arguments = list(arguments[separator + 1 :])
-    ranks = whole_numbers("--ranks", config.ranks)
+    ranks = parse_whole_numbers("--ranks", config.ranks)
     meshes = [Mesh.parse(mesh) for mesh in config.mesh]
-    if meshes and (config.bitwise or is_loop(config.task)):
+    if meshes and (config.bitwise or is_training_loop(config.task)):
         subject = "--bitwise" if config.bitwise else f"{config.task}, a custom loop"
         raise UsageError(code="verify-mesh", what=subject)
-    if config.sequence_parallel and not any(mesh.of("tensor") > 1 for mesh in meshes):
+    if config.sequence_parallel and not any(mesh.size_of("tensor") > 1 for mesh in meshes):
         raise UsageError(code="verify-sequence-parallel")
-    chosen = config.strategies or (DEFAULT if meshes else ",".join(EXACT if config.bitwise else FOR_SEVERAL))
-    strategies = chosen_names("strategy", chosen, STRATEGY_INFO)
-    optimizers = chosen_names("optimizer", config.optimizers, OPTIMIZERS) if config.optimizers else []
+    chosen = config.strategies or (
+        DEFAULT_STRATEGY if meshes else ",".join(EXACT_STRATEGIES if config.bitwise else MULTI_PROCESS_STRATEGIES)
+    )
+    strategies = parse_names("strategy", chosen, STRATEGY_INFO)
+    optimizers = parse_names("optimizer", config.optimizers, OPTIMIZERS) if config.optimizers else []
     check_positive(config, "steps")
     check_out_file("--json", config.json)
     options = {name: str(value) for name in ("data_dir", "stem") if (value := getattr(config, name)) is not None}
-    options |= settings_given(config.task_arg)
+    options |= parse_task_args(config.task_arg)
     check_no_training_at_import(config.task)
     check_task(config.task, {**options, **({"data_dir": config.data_dir} if config.data_dir else {})})
-    if is_loop(config.task):
+    if is_training_loop(config.task):
         return _verify_loop(config, ranks, strategies if config.strategies else [""], loop_arguments)
     if loop_arguments:
         raise UsageError(code="verify-arguments-of-task", arguments=" ".join(loop_arguments), task=config.task)
-    spec = Spec(
+    spec = VerifySpec(
         task=config.task,
         options=options,
         strategies=strategies,
@@ -116,8 +127,8 @@ def main(arguments: Sequence[str]) -> int:
         bitwise=config.bitwise,
     )
     if config.bitwise:
-        if {*strategies} - {*EXACT}:
-            raise UsageError(code="verify-bitwise", allowed=[*EXACT], value=chosen)
+        if {*strategies} - {*EXACT_STRATEGIES}:
+            raise UsageError(code="verify-bitwise", allowed=[*EXACT_STRATEGIES], value=chosen)
         return _verify(spec, ranks, BitsReport, print_bits, config.json)
     return _verify(spec, meshes or ranks, VerifyReport, print_report, config.json)
 
@@ -135,9 +146,9 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as name:
         folder = Path(name).resolve()
         ended = {size: _launch(spec, size, folder)[1] for size in sorted({1, *ranks})}
-        from paceline.lab.ranks.loop_findings import findings  # imports torch
+        from paceline.lab.ranks.loop_findings import make_loop_reports  # imports torch
 
-        report, bits = findings(folder, spec, ranks, ended)
+        report, bits = make_loop_reports(folder, spec, ranks, ended)
     print(
         f"{config.task}, {config.steps} steps: a single process compared with {', '.join(map(str, ranks))} processes "
         f"as {max_ranks} virtual ranks; short epochs with unequal batches, float64, no dropout, batch norm in eval mode"
@@ -149,13 +160,13 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
 
 
 def _verify(
-    spec: Spec,
+    spec: VerifySpec,
     sizes: Sequence[int | Mesh],
-    report_type: type[Report],
-    print_all: Callable[[Spec, Sequence[Report]], bool],
+    report_type: type[ReportType],
+    print_all: Callable[[VerifySpec, Sequence[ReportType]], bool],
     json: Path | None,
 ) -> int:
-    reports: list[Report] = []
+    reports: list[ReportType] = []
     for size in sizes:
         nproc, mesh = (size, "") if isinstance(size, int) else (size.size, str(size))
         print(f"{plural(nproc, 'process', 'processes')} {mesh} ...", file=sys.stderr, flush=True)
@@ -170,11 +181,11 @@ def _verify(
     return ExitCode.DONE if print_all(spec, reports) else ExitCode.FAILED
 
 
-def _launch(spec: Spec | LoopSpec, nproc: int, folder: Path) -> tuple[int, str]:
+def _launch(spec: VerifySpec | LoopSpec, nproc: int, folder: Path) -> tuple[int, str]:
     """Run the workers of one world size; return the exit code and the agent's report of a failure."""
     attempt, files = folder / f"attempt-{nproc}", [str(folder / name) for name in ("spec.json", "report.json")]
     Path(files[0]).write_bytes(msgspec.json.encode(spec))
-    hang_timeout = Windows(seconds=STALL_SECONDS) if isinstance(spec, LoopSpec) else AUTO
+    hang_timeout = HangTimeout(seconds=STALL_SECONDS) if isinstance(spec, LoopSpec) else AUTO
     threads = threads_per_rank(usable_cores(), nproc)
     code = run_workers(WORKER, files, attempt, nproc, threads, hang_timeout=hang_timeout)
     return code, ended.words if (ended := read_ended(attempt)) else ""

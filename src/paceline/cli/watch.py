@@ -10,21 +10,29 @@ from pathlib import Path
 
 from paceline.cli import command_line
 from paceline.cli.cancel import ask_to_stop
-from paceline.cli.hang import ask_agent
-from paceline.cli.run_state import NOTHING, Access, NewestRunFlags, attempts, existing_run, run_state, standing
+from paceline.cli.hang import request_diagnosis
+from paceline.cli.run_state import (
+    NO_ACCESS,
+    Access,
+    NewestRunFlags,
+    attempts,
+    read_run_status,
+    resolve_run_access,
+    run_state,
+)
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.report import describe_rank
-from paceline.launch.output import lines_of, start_of_last
+from paceline.launch.output import find_last_lines, read_lines
 from paceline.protocol.evidence import CHECKPOINT_ASK
 from paceline.report.live import LiveReader, RunSnapshot
 from paceline.report.watch_lines import summary_line
 from paceline.runs import writing
-from paceline.runs.console import clean
-from paceline.runs.summary import LIVE, RunState
+from paceline.runs.console import remove_controls
+from paceline.runs.summary import LIVE_STATES, RunState
 
 STATE_SECONDS = 5.0  # between reads of the complete state
-END_SECONDS = 2.0  # between checks whether the run has ended: test its lock, or query its host
-PLAIN_SECONDS = 10.0  # between lines without a terminal
+END_CHECK_SECONDS = 2.0  # between checks whether the run has ended: test its lock, or query its host
+LINE_INTERVAL_SECONDS = 10.0  # between lines without a terminal
 LOG_LINES, MOST_CHARS = 40, 20_000
 
 
@@ -39,20 +47,20 @@ class WatchConfig(NewestRunFlags):
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline watch ARGUMENTS`."""
     config: WatchConfig = command_line("watch").parse(arguments)
-    run_dir, access = existing_run(config)
+    run_dir, access = resolve_run_access(config)
     run = _Run(run_dir, access)
     try:
-        if run.standing.state in LIVE:
+        if run.standing.state in LIVE_STATES:
             if sys.stdout.isatty() and sys.stdin.isatty():
                 _on_terminal(run)
             else:
-                _in_lines(run)
-        now, state = run.look()
+                _print_changes(run)
+        now, state = run.read_view()
     except KeyboardInterrupt:
         print("no longer watching; the run continues", file=sys.stderr)
         return ExitCode.DONE
     _say(summary_line(now, state))
-    if state.state not in LIVE:
+    if state.state not in LIVE_STATES:
         _say(f"see paceline status {run_dir}")
     return ExitCode.DONE
 
@@ -61,20 +69,22 @@ class _Run:
     """The watched run. It accepts requests to save and to stop."""
 
     def __init__(self, run_dir: Path, access: Access) -> None:
-        self.run_dir, self.access, self.may_act = run_dir, access, access != NOTHING
+        self.run_dir, self.access, self.may_act = run_dir, access, access != NO_ACCESS
         self._reader = LiveReader(run_dir, may_ask=self.may_act)
         self.standing = self._standing()
 
-    def look(self) -> tuple[RunSnapshot, RunState]:
+    def read_view(self) -> tuple[RunSnapshot, RunState]:
         """The run now. Call it from one thread at a time."""
         now = time.monotonic()
-        if now > self._stood_seconds + STATE_SECONDS or (now > self._ended_seconds + END_SECONDS and self._ended(now)):
+        if now > self._stood_seconds + STATE_SECONDS or (
+            now > self._ended_seconds + END_CHECK_SECONDS and self._ended(now)
+        ):
             self.standing = self._standing()
         return self._reader.read(self._attempt), self.standing
 
     def _ended(self, now: float) -> bool:
         self._ended_seconds = now
-        return standing(self.run_dir, self.access).state not in LIVE
+        return read_run_status(self.run_dir, self.access).state not in LIVE_STATES
 
     def _standing(self) -> RunState:
         self._attempt = next(reversed(attempts(self.run_dir)), None)
@@ -83,7 +93,7 @@ class _Run:
 
     def stack(self, rank: int) -> str:
         """The stack of a rank at this moment."""
-        diagnosis = ask_agent(self._newest())
+        diagnosis = request_diagnosis(self._newest())
         if diagnosis is None:
             raise UsageError(
                 "the agent of the run does not answer. Runs under torchrun and single-process runs have no agent"
@@ -98,15 +108,15 @@ class _Run:
         if self._attempt is None:
             return "nothing yet"
         path = self._attempt / f"rank-{rank}.log"
-        start, end = start_of_last(path, LOG_LINES)
-        return "\n".join(line.text for line in lines_of(path, start, end))[-MOST_CHARS:] or "nothing yet"
+        start, end = find_last_lines(path, LOG_LINES)
+        return "\n".join(line.text for line in read_lines(path, start, end))[-MOST_CHARS:] or "nothing yet"
 
     def save(self) -> str:
         """Request a checkpoint."""
         if self._reader.read(self._attempt).step is None:
             raise UsageError("cannot request a checkpoint: the run has no step yet, or its script saves by itself")
         try:
-            os.close(writing.create(self._newest() / f"{CHECKPOINT_ASK}{secrets.token_hex(8)}"))
+            os.close(writing.create_file(self._newest() / f"{CHECKPOINT_ASK}{secrets.token_hex(8)}"))
         except OSError as error:
             raise UsageError(f"cannot request a checkpoint: {error.strerror}") from error
         return "checkpoint requested: the run saves after the next step"
@@ -124,27 +134,27 @@ class _Run:
 
 
 def _on_terminal(run: _Run) -> None:
-    from paceline.report.watch_app import Actions, WatchApp  # textual takes a third of a second
+    from paceline.report.watch_app import KeyActions, WatchApp  # textual takes a third of a second
 
-    app = WatchApp(Actions(run.look, run.stack, run.log, run.save, run.stop, run.may_act))
+    app = WatchApp(KeyActions(run.read_view, run.stack, run.log, run.save, run.stop, run.may_act))
     app.run()
     if app.failure is not None:
         raise app.failure
 
 
-def _in_lines(run: _Run) -> None:
+def _print_changes(run: _Run) -> None:
     """Without a terminal: print a line after each change, at most every ten seconds, until the end."""
     shown = ""
-    while run.standing.state in LIVE:
-        line = summary_line(*run.look())
+    while run.standing.state in LIVE_STATES:
+        line = summary_line(*run.read_view())
         if line != shown:
             shown = line
             _say(line)
-        due = time.monotonic() + PLAIN_SECONDS
-        while time.monotonic() < due and run.standing.state in LIVE:
+        due = time.monotonic() + LINE_INTERVAL_SECONDS
+        while time.monotonic() < due and run.standing.state in LIVE_STATES:
             time.sleep(1.0)
-            run.look()
+            run.read_view()
 
 
 def _say(line: str) -> None:
-    print(clean(line), flush=True)
+    print(remove_controls(line), flush=True)

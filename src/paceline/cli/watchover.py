@@ -9,13 +9,13 @@ from pathlib import Path
 from paceline.cli import command_line
 from paceline.errors import UsageError
 from paceline.protocol.control import BOOTSTRAP, WorkerSpec
-from paceline.protocol.job import NodePlan, NodeRanks, Windows
+from paceline.protocol.job import HangTimeout, NodePlan, NodeRanks
 from paceline.rank.bootstrap import attach_to_agent, run_script, worker_command
-from paceline.rank.environment import COUNTS, is_launched
-from paceline.runs.console import say
+from paceline.rank.environment import RANK_VARIABLES, is_launched
+from paceline.runs.console import print_to_stderr
 from paceline.runs.folder import create_attempt_dir, open_run_dir
 
-SWITCHES = ("-h", "--help", "--help-all", "--end", "--no-end")
+OPTIONS_WITHOUT_VALUE = ("-h", "--help", "--help-all", "--end", "--no-end")
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,16 @@ def main(arguments: Sequence[str]) -> int:
     """Run `paceline watchover ARGUMENTS`."""
     options, script = split_script(arguments)
     config: WatchoverConfig = command_line("watchover").parse(options)
-    windows = Windows.parse(config.hang_timeout)
+    windows = HangTimeout.parse(config.hang_timeout)
     if not script:
         raise UsageError(code="watchover-no-script")
     command = worker_command(script)
     if BOOTSTRAP not in command:
         raise UsageError(code="watchover-not-python", value=script[0])
-    if WorkerSpec.here() is not None:
+    if WorkerSpec.from_environment() is not None:
         raise UsageError(code="watchover-of-paceline")
     if not is_launched(os.environ):
-        say("watchover: started as a single process; nothing to watch")
+        print_to_stderr("watchover: started as a single process; nothing to watch")
     elif not windows.off:
         attach_to_agent(agent_plan(config, windows, os.environ), os.environ)
     if not sys.flags.safe_path:  # `python -m` has added the working folder, unlike `python script.py`
@@ -56,20 +56,20 @@ def split_script(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our options, and the script with its arguments, which begins at the first argument that is not an option."""
     at = 0
     while at < len(arguments) and arguments[at].startswith("-") and arguments[at] not in ("-m", "--"):
-        at += 1 if "=" in arguments[at] or arguments[at] in SWITCHES else 2
+        at += 1 if "=" in arguments[at] or arguments[at] in OPTIONS_WITHOUT_VALUE else 2
     options, script = list(arguments[:at]), list(arguments[at:])
     return options, script[1:] if script[:1] == ["--"] else script
 
 
-def agent_plan(config: WatchoverConfig, windows: Windows, env: Mapping[str, str]) -> NodePlan:
+def agent_plan(config: WatchoverConfig, windows: HangTimeout, env: Mapping[str, str]) -> NodePlan:
     """The plan of this node's agent.
 
     Raises:
         UsageError: variables of the launcher are missing; the folder cannot be used.
     """
-    if missing := [name for name in COUNTS if not env.get(name, "").isdecimal()]:
-        raise UsageError(code="launcher-variables-missing", missing=[*missing], counts=[*COUNTS])
-    rank, size, _, local_size = (int(env[name]) for name in COUNTS)  # local rank 0 starts the agent
+    if missing := [name for name in RANK_VARIABLES if not env.get(name, "").isdecimal()]:
+        raise UsageError(code="launcher-variables-missing", missing=[*missing], counts=[*RANK_VARIABLES])
+    rank, size, _, local_size = (int(env[name]) for name in RANK_VARIABLES)  # local rank 0 starts the agent
     run_dir = attempt_dir = ""
     if config.run_dir is not None and rank == 0:
         folder = open_run_dir(config.run_dir, "watchover", resume=env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")

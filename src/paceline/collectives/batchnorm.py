@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from paceline.collectives.torch_collectives import start_gather, start_sum
+from paceline.collectives.torch_collectives import start_all_gather, start_all_reduce
 
 
 class Moments(NamedTuple):
@@ -88,7 +88,7 @@ class SyncBatchNorm(_BatchNorm):
         packed = torch.cat([moments.size.reshape(1), moments.mean, moments.m2])  # (1 + 2C,)
         zeros = torch.zeros_like(moments.mean)
         union = Moments(torch.zeros_like(moments.size), zeros, zeros)
-        for row in start_gather(packed, "statistics of batchnorm", self.group)():
+        for row in start_all_gather(packed, "statistics of batchnorm", self.group)():
             mean, m2 = row[1:].split(self.num_features)
             union = merge_moments(union, Moments(row[0], mean, m2))
         return union
@@ -120,7 +120,7 @@ class SyncBatchNorm(_BatchNorm):
         return 1.0 / float(self.num_batches_tracked)  # the plain mean of all batches so far
 
 
-def convert(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+def convert_sync_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
     """Turn every BatchNorm1d, 2d and 3d in `module` into a SyncBatchNorm, in place; returns `module`.
 
     Only the class of the layers changes (as with torch's lazy layers). Parameters, buffers, names, hooks and layers
@@ -152,7 +152,7 @@ def _moments(input: Tensor, count: int) -> Moments:
     if count == 0:
         zeros = torch.zeros(input.shape[1], dtype=torch.float64, device=input.device)
         return Moments(zeros.new_zeros(()), zeros, zeros)
-    values = _computable(input)
+    values = _to_compute_dtype(input)
     mean = values.mean(_reduced_dims(values))
     m2 = (values - _per_channel(mean, values)).square().sum(_reduced_dims(values))
     return Moments(mean.new_full((), count, dtype=torch.float64), mean.double(), m2.double())
@@ -182,7 +182,7 @@ class _Normalize(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(input, weight, bias, mean, invstd, total_count)
         ctx.counted, ctx.group = counted, group
-        values = _computable(input)
+        values = _to_compute_dtype(input)
         scale = invstd if weight is None else invstd * weight
         output = (values - _per_channel(mean, values)) * _per_channel(scale, values)
         if bias is not None:
@@ -193,8 +193,8 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         input, weight, bias, mean, invstd, total_count = ctx.saved_tensors
-        gradient = _computable(grad_output)
-        centred = _computable(input) - _per_channel(mean, gradient)
+        gradient = _to_compute_dtype(grad_output)
+        centred = _to_compute_dtype(input) - _per_channel(mean, gradient)
         sums = torch.stack(
             [gradient.sum(_reduced_dims(gradient)), (gradient * centred).sum(_reduced_dims(gradient))]
         )  # (2, C)
@@ -203,7 +203,7 @@ class _Normalize(torch.autograd.Function):
         own_sum, own_product = sums.clone()
         # Always, even if this rank needs no input gradient: other ranks may need one.
         if dist.is_initialized():
-            sums = start_sum(sums.flatten(), "gradients of batchnorm", ctx.group)().view(2, -1)
+            sums = start_all_reduce(sums.flatten(), "gradients of batchnorm", ctx.group)().view(2, -1)
         grad_input = torch.zeros_like(input)
         if ctx.counted:
             mean_gradient, mean_product = sums / total_count.clamp(min=1)
@@ -217,7 +217,7 @@ class _Normalize(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None, None, None, None
 
 
-def _computable(values: Tensor) -> Tensor:
+def _to_compute_dtype(values: Tensor) -> Tensor:
     """In the precision of the computation: float64 unchanged, all others in float32."""
     return values if values.dtype == torch.float64 else values.float()
 

@@ -8,13 +8,13 @@ from operator import attrgetter, is_not
 import torch
 from torch import Tensor, nn
 
-from paceline.collectives.torch_collectives import gather_over_torch
+from paceline.collectives.torch_collectives import all_gather_json
 from paceline.collectives.tree import Grads
 from paceline.errors import UsageError
 
 BUCKET_BYTES = 25 << 20  # large enough for the full bandwidth of the network
 is_present, grad_of = partial(is_not, None), attrgetter("grad")
-FIRST_BYTES = 1 << 20  # of the first bucket, if buckets are larger: it is sent early
+FIRST_BUCKET_BYTES = 1 << 20  # of the first bucket, if buckets are larger: it is sent early
 ALIGNED_BYTES = 64
 
 
@@ -64,7 +64,7 @@ def buckets_of(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[li
     buckets: list[list[int]] = []
     for positions in by_dtype.values():
         sizes = [parameters[i].numel() * parameters[i].element_size() for i in positions]
-        first = FIRST_BYTES if bucket_bytes > FIRST_BYTES else 0
+        first = FIRST_BUCKET_BYTES if bucket_bytes > FIRST_BUCKET_BYTES else 0
         buckets += [[positions[i] for i in run] for run in assign_buckets(sizes, bucket_bytes, first)]
     buckets.sort(key=min, reverse=True)  # a bucket is full when its earliest layer has its gradient
     return [[parameters[i] for i in bucket] for bucket in buckets]
@@ -168,7 +168,7 @@ def numels_and_dtypes(parameters: Sequence[nn.Parameter]) -> tuple[list[int], li
 def agreed_layouts(parameters: Sequence[nn.Parameter], ranks: int) -> list[Layout]:
     """The layout of each gradient in a sum: that of its parameter, if dense and equal on all ranks (a collective)."""
     strides = [p.stride() if _is_dense(p) else () for p in parameters]
-    by_rank = gather_over_torch(strides, ranks)
+    by_rank = all_gather_json(strides, ranks)
     agreed = [s != () and all(other[i] == by_rank[0][i] for other in by_rank) for i, s in enumerate(strides)]
     contiguous = [torch.empty(p.shape, device="meta").stride() for p in parameters]
     all_strides = [stride if same else other for stride, other, same in zip(strides, contiguous, agreed, strict=True)]
@@ -185,7 +185,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.numel() > 0
 
 
-def with_layouts(grads: Grads | None, dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> Grads | None:
+def convert_to_layouts(grads: Grads | None, dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> Grads | None:
     """The list, with a copy in place of each gradient that has other strides or another type."""
     for index, grad in enumerate(grads or ()):
         if grads and grad is not None and (grad.stride() != layouts[index][1] or grad.dtype != dtypes[index]):
@@ -207,10 +207,10 @@ def check_dense(grads: Iterable[tuple[nn.Parameter, Tensor | None]], names: Mapp
     for parameter, grad in grads:
         if grad is not None and grad.layout is not torch.strided:
             name = names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
-            raise sparse_gradient(f"the gradient of {name} has the layout {grad.layout}")
+            raise sparse_gradient_error(f"the gradient of {name} has the layout {grad.layout}")
 
 
-def sparse_gradient(what: str, strategy: str = "") -> UsageError:
+def sparse_gradient_error(what: str, strategy: str = "") -> UsageError:
     """The error for a gradient that is not dense; `what` is its subject."""
     by = f"strategy {strategy}" if strategy else "this strategy"
     return UsageError(code="sparse-gradient", what=what, strategy=by)

@@ -24,78 +24,78 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives import memory as handshake
 from paceline.collectives import memory_sum
+from paceline.collectives import shared_memory as handshake
 from paceline.collectives.buckets import (
     BUCKET_BYTES,
     agreed_layouts,
     assign_grads,
     buckets_of,
+    convert_to_layouts,
     divide,
     divide_each,
     numels_and_dtypes,
     pack,
     packed_size,
     unpack,
-    with_layouts,
 )
 from paceline.collectives.hosts import (
     BUNDLE_BYTES,
+    HierarchicalSum,
     HierarchyPlan,
-    Hosts,
-    HostsSum,
-    by_leaf,
-    by_rank,
+    NodeTopology,
     connect_hosts,
     group_name,
+    make_leaf_order_plan,
+    make_rank_order_plan,
     single_rank_hosts,
 )
-from paceline.collectives.memory import (
+from paceline.collectives.memory_sum import MAX_TENSORS, Scratch, TreeSum, describe_tensors
+from paceline.collectives.shared_memory import (
     BULK_BYTES,
-    GROUP,
+    GROUP_NAME,
     MemoryLayout,
     MemoryOperation,
-    Refusal,
     SharedMemory,
+    SharingRefusal,
     connect_memory,
 )
-from paceline.collectives.memory_sum import MAX_TENSORS, Scratch, TreeSum, describe_tensors
 from paceline.collectives.torch_collectives import (
     CPU,
-    AllToAll,
-    Exchange,
     Group,
-    Wait,
-    gather_over_torch,
+    TreeAllReduce,
+    TreeReduceScatter,
+    WaitFunction,
+    all_gather_json,
     gather_shards,
     name_collective,
-    start_gather,
-    start_sum,
+    start_all_gather,
+    start_all_reduce,
 )
 from paceline.collectives.tree import Grads, LeafPartition
 from paceline.errors import ExitCode, ReportedByPeer, UsageError
 from paceline.protocol.control import SHARED_MEMORY
 
 TransportChoice = Literal["auto", "shared", "torch"]
-_QUIET = ("switched off", "hosts")  # endings of the reasons that are not printed
+_SILENT_REASON_ENDINGS = ("switched off", "hosts")  # endings of the reasons that are not printed
 
 
 Bucket = Sequence[nn.Parameter]
 MAX_BUCKET_BYTES = 25 << 20  # between hosts
 
 
-class Transport(Protocol):
+class BucketReduction(Protocol):
     """Sums buckets of gradients over ranks. Every rank calls `begin` for each bucket in order, and then `end`."""
 
     buckets: Sequence[Bucket]
-    early: bool
+    overlaps_backward: bool
     """Whether buckets are sent during backward, not at its end."""
 
-    def begin(self, number: int, partials: list[Grads | None]) -> None:
+    def start_bucket(self, number: int, partials: list[Grads | None]) -> None:
         """Start to sum a bucket, given the sums of this rank's subtrees, which it may change. None: all zeros."""
         ...
 
-    def end(self, divisor: float | Tensor | None) -> bool:
+    def finish_buckets(self, divisor: float | Tensor | None) -> bool:
         """Wait for all buckets, and set every .grad to the sum divided by `divisor`. None: discard the sums.
 
         Returns:
@@ -103,49 +103,49 @@ class Transport(Protocol):
         """
         ...
 
-    def forget(self) -> None:
+    def discard_sums(self) -> None:
         """Discard the running sums."""
         ...
 
 
-class TorchTransport:
+class TorchBucketReduction:
     """Packs each bucket into one tensor, and sums it with torch.distributed."""
 
-    early = True
+    overlaps_backward = True
 
     def __init__(
         self, buckets: Sequence[Bucket], partition: LeafPartition, *, in_order: bool, group: Group = None
     ) -> None:
         """`in_order`: add in the order of the tree, not in that of the backend's all-reduce."""
         self.buckets, self._partition, self._in_order, self._group = buckets, partition, in_order, group
-        self.forget()
+        self.discard_sums()
 
-    def begin(self, number: int, partials: list[Grads | None]) -> None:
+    def start_bucket(self, number: int, partials: list[Grads | None]) -> None:
         bucket = self.buckets[number]
         size = packed_size(bucket)
         packed = [pack(bucket, grads, self._partition.padded(size) if self._in_order else size) for grads in partials]
         self._used.append([any(grads and grads[i] is not None for grads in partials) for i in range(len(bucket))])
-        exchange = Exchange(self._partition, packed, self._group, f"bucket {number}", in_order=self._in_order)
+        exchange = TreeAllReduce(self._partition, packed, self._group, f"bucket {number}", in_order=self._in_order)
         self._pending.append(exchange)
 
-    def end(self, divisor: float | Tensor | None) -> bool:
+    def finish_buckets(self, divisor: float | Tensor | None) -> bool:
         for exchange in self._pending:
-            exchange.gather()
+            exchange.start_gather()
         for bucket, used, exchange in zip(self.buckets, self._used, self._pending, strict=True):
-            total = exchange.end()[: packed_size(bucket)]
+            total = exchange.wait()[: packed_size(bucket)]
             if divisor is not None:
                 unpack(divide(total, divisor), bucket, used)
         return False
 
-    def forget(self) -> None:
-        self._pending: list[Exchange] = []
+    def discard_sums(self) -> None:
+        self._pending: list[TreeAllReduce] = []
         self._used: list[list[bool]] = []
 
 
-class MemoryTransport:
+class SharedMemoryBucketReduction:
     """Sums one bucket in memory that all ranks share. It reads and writes gradients in place, in autograd's memory."""
 
-    early = False  # on a CPU no core is idle during backward, and several buckets would need another copy
+    overlaps_backward = False  # on a CPU no core is idle during backward, and several buckets would need another copy
 
     def __init__(
         self, parameters: Bucket, memory: SharedMemory | None, partition: LeafPartition, ranks: int = 0
@@ -156,13 +156,13 @@ class MemoryTransport:
         self._layouts = agreed_layouts(parameters, ranks or len(partition.ranges))
         numels, self._dtypes = numels_and_dtypes(parameters)
         self._sum = memory and TreeSum(memory, numels, self._dtypes, partition, layouts=self._layouts)
-        self.forget()
+        self.discard_sums()
 
-    def begin(self, number: int, partials: list[Grads | None]) -> None:
+    def start_bucket(self, number: int, partials: list[Grads | None]) -> None:
         del number
-        self._own = [with_layouts(grads, self._dtypes, self._layouts) for grads in partials]
+        self._own = [convert_to_layouts(grads, self._dtypes, self._layouts) for grads in partials]
 
-    def end(self, divisor: float | Tensor | None) -> bool:
+    def finish_buckets(self, divisor: float | Tensor | None) -> bool:
         first: Grads = self._own[0] or [None] * len(self._parameters)
         results: Sequence[Tensor | None] = first
         if self._sum is not None:
@@ -173,45 +173,45 @@ class MemoryTransport:
             assign_grads(self._parameters, results)
         return self._sum is not None and self._sum.finite
 
-    def forget(self) -> None:
+    def discard_sums(self) -> None:
         self._own: list[Grads | None] = []
 
 
-class HierarchicalTransport:
+class HierarchicalBucketReduction:
     """Sums buckets in memory on each host, and over gloo between hosts.
 
     It sends buckets during backward, when the network is idle. To add up a bucket in memory, the ranks of a host wait
     for each other, as they would at the end of backward.
     """
 
-    early = True
+    overlaps_backward = True
 
-    def __init__(self, buckets: Sequence[Bucket], hosts: Hosts, plan: HierarchyPlan) -> None:
+    def __init__(self, buckets: Sequence[Bucket], hosts: NodeTopology, plan: HierarchyPlan) -> None:
         """A collective. `plan` defines the order of additions."""
         parameters = [parameter for bucket in buckets for parameter in bucket]
         scratch, layouts = Scratch(), iter(agreed_layouts(parameters, hosts.size))
         self.buckets, self._memory = buckets, hosts.memory
         self._layouts = [[next(layouts) for _ in bucket] for bucket in buckets]
         self._sums = [
-            HostsSum(hosts, *numels_and_dtypes(bucket), plan, f"bucket {number}", scratch, self._layouts[number])
+            HierarchicalSum(hosts, *numels_and_dtypes(bucket), plan, f"bucket {number}", scratch, self._layouts[number])
             for number, bucket in enumerate(buckets)
         ]
         # One call for all buckets: the hang guard reads only the last 64 calls, and needs the exchanges among them.
         specs = describe_tensors(*numels_and_dtypes(parameters))
         self._all_gather_call = self._memory.describe_call("all_gather", "gradients", *specs)
-        self.forget()
+        self.discard_sums()
 
-    def begin(self, number: int, partials: list[Grads | None]) -> None:
+    def start_bucket(self, number: int, partials: list[Grads | None]) -> None:
         bucket = self.buckets[number]
         dtypes, layouts = [parameter.dtype for parameter in bucket], self._layouts[number]
         try:
             before = self._sums[number - 1] if number > 0 else None
-            self._sums[number].begin([with_layouts(grads, dtypes, layouts) for grads in partials], after=before)
+            self._sums[number].begin([convert_to_layouts(grads, dtypes, layouts) for grads in partials], after=before)
         except BaseException:
-            self.forget()  # an error during backward: `end` will not be called
+            self.discard_sums()  # an error during backward: `end` will not be called
             raise
 
-    def end(self, divisor: float | Tensor | None) -> bool:
+    def finish_buckets(self, divisor: float | Tensor | None) -> bool:
         with MemoryOperation(self._memory, self._memory.bulk, self._all_gather_call):
             sums = [total.end(divisor) for total in self._sums]
         if divisor is not None:
@@ -219,13 +219,13 @@ class HierarchicalTransport:
                 assign_grads(bucket, results)
         return False
 
-    def forget(self) -> None:
+    def discard_sums(self) -> None:
         """See Transport. Running sums would keep connections open."""
         for total in self._sums:
-            total.forget()
+            total.discard_exchanges()
 
 
-def fit_in_memory(parameters: Bucket) -> bool:
+def can_use_shared_memory(parameters: Bucket) -> bool:
     """Whether shared memory can sum the gradients of these parameters."""
     return 0 < len(parameters) <= MAX_TENSORS and all(p.device.type == "cpu" and not p.is_complex() for p in parameters)
 
@@ -244,12 +244,12 @@ class Communicator:
         """The number of ranks."""
         return dist.get_world_size(self._group) if self.memory is None else self.memory.size
 
-    def hosts(self) -> Hosts | None:
+    def node_topology(self) -> NodeTopology | None:
         """The hosts of all ranks, if there are several with the same number of ranks each."""
         group = dist.group.WORLD
         if group is None or group.size() == 1 or not _uses_gloo(group):
             return None
-        keys = gather_over_torch(handshake.host_key(), group.size())
+        keys = all_gather_json(handshake.host_key(), group.size())
         return single_rank_hosts(group, _timeout_seconds(group)) if len(set(keys)) == len(keys) else None
 
     def broadcast(self, tensors: Sequence[Tensor], src: int, name: str) -> None:
@@ -257,17 +257,17 @@ class Communicator:
         for tensor in tensors:  # as bytes: gloo supports few types
             dist.broadcast(name_collective(tensor.view(-1).view(torch.uint8), name), group=self._group, group_src=src)
 
-    def gather(self, value: Any, name: str, device: torch.device = CPU) -> list[Any]:
+    def all_gather_object(self, value: Any, name: str, device: torch.device = CPU) -> list[Any]:
         """The `value` (JSON) of all ranks, by rank."""
-        return gather_over_torch(value, self.size, device, name=name, start=self.start_gather)
+        return all_gather_json(value, self.size, device, name=name, start=self.start_gather)
 
-    def start_gather(self, mine: Tensor, name: str) -> Wait:
+    def start_gather(self, mine: Tensor, name: str) -> WaitFunction:
         """Start an all-gather of `mine`, (n,) on all ranks. The returned function waits and returns (ranks, n)."""
-        return start_gather(mine, name, self._group)
+        return start_all_gather(mine, name, self._group)
 
-    def start_sum(self, numbers: Tensor, name: str) -> Wait:
+    def start_sum(self, numbers: Tensor, name: str) -> WaitFunction:
         """Start an all-reduce of a few `numbers`, (n,), in the order of ranks. The returned function waits."""
-        return start_sum(numbers, name, self._group) if self.size > 1 else lambda: numbers
+        return start_all_reduce(numbers, name, self._group) if self.size > 1 else lambda: numbers
 
     def all_gather(self, out: Tensor, mine: Tensor, name: str, *, async_op: bool = False) -> dist.Work | None:
         """All-gather: `mine` (s,) of rank r becomes `out`[r * s : (r + 1) * s]."""
@@ -277,13 +277,15 @@ class Communicator:
         """Reduce-scatter of `flat` (n,) into `out` (n / W,), in the order of the backend (see `ring_sum`)."""
         dist.reduce_scatter_single(name_collective(out, name), flat, op=op, group=self._group)
 
-    def start_reduce_scatter(self, partition: LeafPartition, partials: Sequence[Tensor], name: str) -> Wait:
+    def start_reduce_scatter(self, partition: LeafPartition, partials: Sequence[Tensor], name: str) -> WaitFunction:
         """Start a reduce-scatter over all leaves in the order of the tree. The returned function waits."""
-        return AllToAll(partition, partials, self._group, name).end
+        return TreeReduceScatter(partition, partials, self._group, name).wait_and_sum_copy
 
-    def transport(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> Transport:
+    def make_bucket_reduction(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> BucketReduction:
         """The all-reduce of gradients. `in_order`: in the order of the tree, not in the cheapest one."""
-        return TorchTransport(buckets_of(parameters, BUCKET_BYTES), partition, in_order=in_order, group=self._group)
+        return TorchBucketReduction(
+            buckets_of(parameters, BUCKET_BYTES), partition, in_order=in_order, group=self._group
+        )
 
 
 class _MemoryCommunicator(Communicator):
@@ -292,7 +294,7 @@ class _MemoryCommunicator(Communicator):
     def __init__(self, memory: SharedMemory) -> None:
         super().__init__(memory=memory)
         self._shared = memory
-        self._partition = LeafPartition.of_ranks(memory.size, memory.rank)
+        self._partition = LeafPartition.one_leaf_per_rank(memory.size, memory.rank)
 
     def broadcast(self, tensors: Sequence[Tensor], src: int, name: str) -> None:
         if all(tensor.is_cpu for tensor in tensors):
@@ -300,20 +302,20 @@ class _MemoryCommunicator(Communicator):
         else:
             super().broadcast(tensors, src, name)
 
-    def gather(self, value: Any, name: str, device: torch.device = CPU) -> list[Any]:
-        return super().gather(value, name)
+    def all_gather_object(self, value: Any, name: str, device: torch.device = CPU) -> list[Any]:
+        return super().all_gather_object(value, name)
 
-    def start_gather(self, mine: Tensor, name: str) -> Wait:
+    def start_gather(self, mine: Tensor, name: str) -> WaitFunction:
         if not mine.is_cpu:
             return super().start_gather(mine, name)
         rows = mine.new_empty(self.size, len(mine))
         memory_sum.all_gather(self._shared, mine, rows.view(-1), name)
         return lambda: rows
 
-    def start_sum(self, numbers: Tensor, name: str) -> Wait:
+    def start_sum(self, numbers: Tensor, name: str) -> WaitFunction:
         if not numbers.is_cpu or numbers.nbytes > self._shared.totals.data_bytes:
             return super().start_sum(numbers, name)
-        return memory_sum.StartedSum(self._shared, numbers, name).finish
+        return memory_sum.AsyncAllReduce(self._shared, numbers, name).finish
 
     def all_gather(self, out: Tensor, mine: Tensor, name: str, *, async_op: bool = False) -> dist.Work | None:
         if not mine.is_cpu:
@@ -326,36 +328,36 @@ class _MemoryCommunicator(Communicator):
         else:
             memory_sum.reduce_scatter(self._shared, [flat], self._partition, out, name=name, as_gloo=True)
 
-    def start_reduce_scatter(self, partition: LeafPartition, partials: Sequence[Tensor], name: str) -> Wait:
+    def start_reduce_scatter(self, partition: LeafPartition, partials: Sequence[Tensor], name: str) -> WaitFunction:
         if not partials[0].is_cpu or partials[0].is_complex():
             return super().start_reduce_scatter(partition, partials, name)
         shard = partials[0].new_empty(len(partials[0]) // self.size)
         memory_sum.reduce_scatter(self._shared, partials, partition, shard, name=name)
         return lambda: shard
 
-    def transport(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> Transport:
-        if not fit_in_memory(parameters):
-            return super().transport(parameters, partition, in_order=in_order)
-        return MemoryTransport(parameters, self._shared, partition)
+    def make_bucket_reduction(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> BucketReduction:
+        if not can_use_shared_memory(parameters):
+            return super().make_bucket_reduction(parameters, partition, in_order=in_order)
+        return SharedMemoryBucketReduction(parameters, self._shared, partition)
 
 
 class _HostsCommunicator(Communicator):
     kind = "hosts"
 
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts: NodeTopology) -> None:
         super().__init__()
         self._hosts = hosts
 
-    def hosts(self) -> Hosts:
+    def node_topology(self) -> NodeTopology:
         return self._hosts
 
-    def transport(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> Transport:
-        if not fit_in_memory(parameters):
-            return super().transport(parameters, partition, in_order=in_order)
-        plan = (by_leaf if in_order else by_rank)(partition, self._hosts.memory.size)
+    def make_bucket_reduction(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> BucketReduction:
+        if not can_use_shared_memory(parameters):
+            return super().make_bucket_reduction(parameters, partition, in_order=in_order)
+        plan = (make_leaf_order_plan if in_order else make_rank_order_plan)(partition, self._hosts.memory.size)
         # a rank sends its part of a bucket in one bundle
         bucket_bytes = min(MAX_BUCKET_BYTES, BUNDLE_BYTES * self._hosts.memory.size)
-        return HierarchicalTransport(buckets_of(parameters, bucket_bytes), self._hosts, plan)
+        return HierarchicalBucketReduction(buckets_of(parameters, bucket_bytes), self._hosts, plan)
 
 
 _chosen: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
@@ -407,24 +409,24 @@ def _create(group: dist.ProcessGroup, choice: TransportChoice, bulk_bytes: int) 
     layout = MemoryLayout(group.size(), bulk_bytes)
     try:
         members = connect_memory(group.rank(), layout, wanted=choice != "torch")
-    except Refusal as refusal:
+    except SharingRefusal as refusal:
         if choice == "shared":
             raise _memory_not_shared(group, str(refusal)) from None
-        if not str(refusal).endswith(_QUIET):
+        if not str(refusal).endswith(_SILENT_REASON_ENDINGS):
             print_notice(f"ranks talk over gloo, not through shared memory: {refusal}")
         return Communicator()
-    several, index = members.hosts > 1, [peer.rank for peer in members.peers].index(group.rank())
-    name, seconds = group_name(members.host) if several else GROUP, _timeout_seconds(group)
+    several, index = members.node_count > 1, [peer.rank for peer in members.peers].index(group.rank())
+    name, seconds = group_name(members.node_index) if several else GROUP_NAME, _timeout_seconds(group)
     memory = SharedMemory(members.peers, index, layout, seconds, group=name)
     # When the group or the process ends, ranks that wait for this rank get an error.
     weakref.finalize(group, memory.leave)
     if not several:
         return _MemoryCommunicator(memory)
     print_notice(
-        f"gradients are added up in shared memory on each of {members.hosts} hosts ({memory.size} ranks each), and "
-        "over gloo between hosts"
+        f"gradients are added up in shared memory on each of {members.node_count} hosts ({memory.size} ranks each), "
+        "and over gloo between hosts"
     )
-    return _HostsCommunicator(connect_hosts(memory, members.host, members.hosts))
+    return _HostsCommunicator(connect_hosts(memory, members.node_index, members.node_count))
 
 
 def _uses_gloo(group: dist.ProcessGroup) -> bool:

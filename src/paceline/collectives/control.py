@@ -5,7 +5,7 @@
 - `are_finite`, `multiply_gradients`: the check of gradients for infinity and NaN.
 - `all_gather_object`, `check_equal`, `raise_on_all_ranks`: messages, values that must be equal, shared errors.
 - `start_totals`: the sums of losses over virtual ranks, exchanged while a step computes.
-- `gather_tensors`: tensors of any number and shape.
+- `all_gather_tensors`: tensors of any number and shape.
 
 Messages are sent as JSON in byte tensors. torch's object collectives would unpickle data from a peer, i.e. run its
 code.
@@ -47,12 +47,12 @@ from paceline.collectives.buckets import group_by_type
 from paceline.collectives.communicator import communicator, memory_communicator
 from paceline.collectives.tree import tree_sum
 from paceline.errors import ExitCode, PacelineError, ReportedByPeer, TrainingError, UsageError
-from paceline.rank.guard import Guard
-from paceline.rank.sites import MAX_DEPTH, Owner, frame_of, owner, short, site_words
+from paceline.rank.guard import HangGuard
+from paceline.rank.sites import MAX_DEPTH, CodeOwner, code_owner, format_frame, frame_record, short_filename
 from paceline.rank.world import World
 
 if TYPE_CHECKING:
-    from paceline.collectives.hosts import Hosts
+    from paceline.collectives.hosts import NodeTopology
 
 _T = TypeVar("_T")
 _U = TypeVar("_U")
@@ -86,7 +86,7 @@ def read_all(deferred: Sequence[Deferred[Any]]) -> list[list[float]]:
     tensors = [value.numbers for value in deferred]
     on_device = [numbers for numbers in tensors if is_async(numbers.device)]
     from_device: list[float] = torch.cat(on_device).tolist() if on_device else []
-    Guard.of_process().check_unblocked()
+    HangGuard.of_process().check_unblocked()
     rest = iter(from_device)
     return [[*islice(rest, len(numbers))] if is_async(numbers.device) else numbers.tolist() for numbers in tensors]
 
@@ -110,8 +110,8 @@ def to_device_async(numbers: Sequence[float], device: torch.device) -> Tensor:
     return on_host.to(device, non_blocking=True)
 
 
-SMALL_ON_DEVICE = 1 << 24
-SMALL = 1 << 16
+MAX_FUSED_ELEMENTS_ON_DEVICE = 1 << 24
+MAX_FUSED_ELEMENTS = 1 << 16
 """The most elements for one fused kernel. It writes each element: for more, one kernel per tensor is faster."""
 
 
@@ -120,7 +120,7 @@ def are_finite_here(gradients: Sequence[Tensor]) -> bool:
     if not gradients:
         return True
     is_plain = {*map(_dtype_and_layout, gradients)} == {(torch.float32, torch.strided)}
-    if is_plain and sum(map(Tensor.numel, gradients)) <= SMALL:
+    if is_plain and sum(map(Tensor.numel, gradients)) <= MAX_FUSED_ELEMENTS:
         flag = torch.zeros(1)
         try:
             torch._amp_foreach_non_finite_check_and_unscale_([*gradients], flag, device_constant(flag.device, 1.0))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
@@ -157,7 +157,7 @@ def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Deferred[bo
         return Deferred(flag, lambda bad: not bad[0])
     found_inf = torch.zeros(1, device=device)
     is_plain = {*map(_dtype_and_layout, gradients)} == {(torch.float32, torch.strided)}
-    if is_plain and sum(map(Tensor.numel, gradients)) <= SMALL_ON_DEVICE:
+    if is_plain and sum(map(Tensor.numel, gradients)) <= MAX_FUSED_ELEMENTS_ON_DEVICE:
         unscale = device_constant(device, 1.0)
         torch._amp_foreach_non_finite_check_and_unscale_([*gradients], found_inf, unscale)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     else:  # only reads the gradients; a norm times 0 is 0 or NaN
@@ -186,9 +186,9 @@ def multiply_gradients(
     return Deferred(found_inf, lambda bad: not bad[0] or all(bool(grad.isfinite().all()) for grad in gradients))
 
 
-SHOWN = 3  # lines of a rank in an error
+MAX_SHOWN_LINES = 3  # lines of a rank in an error
 FACTOR, PRIME = 1_000_003, (1 << 61) - 1
-HALF = 1 << 26  # a float64 holds two such hashes exactly
+HALF_HASH_LIMIT = 1 << 26  # a float64 holds two such hashes exactly
 
 
 class CallSites:
@@ -205,8 +205,11 @@ class CallSites:
             TrainingError: with MISMATCH, on one rank.
             ReportedByPeer: on the other ranks.
         """
-        rank, lines = dist.get_rank(), tuple(h // HALF for h in hashes)  # without `where`: it changes each step
-        same_where = len({h % HALF for h in hashes}) == 1
+        rank, lines = (
+            dist.get_rank(),
+            tuple(h // HALF_HASH_LIMIT for h in hashes),
+        )  # without `where`: it changes each step
+        same_where = len({h % HALF_HASH_LIMIT for h in hashes}) == 1
         if len({*hashes}) > 1 and not (same_where and lines in self._agreed):
             reports = gather([_user_lines(), [line in self._called for line in lines]])
             has_called_before = any(
@@ -228,18 +231,18 @@ def call_site_hash(where: Sequence[int] = ()) -> int:
         if file_hash := _file_hash(frame.f_code.co_filename):
             stack_hash = (stack_hash * FACTOR + file_hash + frame.f_lineno) % PRIME
         frame, depth = frame.f_back, depth + 1
-    return stack_hash % HALF * HALF + zlib.crc32(repr([*where]).encode()) % HALF
+    return stack_hash % HALF_HASH_LIMIT * HALF_HASH_LIMIT + zlib.crc32(repr([*where]).encode()) % HALF_HASH_LIMIT
 
 
 @cache
 def _file_hash(filename: str) -> int:
-    return 1 + zlib.crc32(short(filename).encode()) if owner(filename) is Owner.USER else 0
+    return 1 + zlib.crc32(short_filename(filename).encode()) if code_owner(filename) is CodeOwner.USER else 0
 
 
 def _user_lines() -> str:
     frames = (frame for frame, _ in islice(walk_stack(sys._getframe(1)), MAX_DEPTH))  # pyright: ignore[reportPrivateUsage]
-    of_user = (frame for frame in frames if owner(frame.f_code.co_filename) is Owner.USER)
-    return ", called from ".join(site_words(frame_of(frame)) for frame in islice(of_user, SHOWN))
+    of_user = (frame for frame in frames if code_owner(frame.f_code.co_filename) is CodeOwner.USER)
+    return ", called from ".join(format_frame(frame_record(frame)) for frame in islice(of_user, MAX_SHOWN_LINES))
 
 
 def call_sites() -> CallSites:
@@ -271,7 +274,7 @@ def _mismatch(hashes: Sequence[int], sites: Sequence[str], name: str, rank: int)
 
 
 _SKIPPED_MODULES = ("paceline.collectives.", "contextlib")
-Gather = Callable[[Any], dict[int, Any]]
+GatherFunction = Callable[[Any], dict[int, Any]]
 """A collective: (a JSON value) -> the values of several ranks, by their rank in the world"""
 
 
@@ -289,7 +292,7 @@ def all_gather_object(value: Any, world: World) -> list[Any]:
     """
     if world.size == 1:
         return [value]
-    return communicator(world.group).gather(value, f"messages of {_caller()}", world.device)
+    return communicator(world.group).all_gather_object(value, f"messages of {_caller()}", world.device)
 
 
 def _caller() -> str:
@@ -299,15 +302,15 @@ def _caller() -> str:
     return frame.f_code.co_name
 
 
-def gather_over_all(world: World) -> Gather:
+def make_world_gather(world: World) -> GatherFunction:
     """Gathers from all ranks."""
     return lambda value: dict(enumerate(all_gather_object(value, world)))
 
 
-def gather_on_host(host: "Hosts") -> Gather:
+def make_node_gather(host: "NodeTopology") -> GatherFunction:
     """Gathers from the ranks of this host."""
-    on_host, first = memory_communicator(host.memory), host.number * host.memory.size
-    return lambda value: dict(enumerate(on_host.gather(value, "messages of a host"), first))
+    on_host, first = memory_communicator(host.memory), host.node_index * host.memory.size
+    return lambda value: dict(enumerate(on_host.all_gather_object(value, "messages of a host"), first))
 
 
 @contextmanager
@@ -343,7 +346,7 @@ def raise_on_all_ranks(world: World, *, prepares: bool = True) -> Generator[None
     failed_ranks = "every rank" if len(failed) == world.size else "rank " + ", ".join(map(str, failed))
     where = f" (on {failed_ranks} of {world.size})" if world.size > 1 else ""
     if isinstance(error, PacelineError):
-        raise UsageError.of(error, after=where) from None
+        raise UsageError.from_error(error, after=where) from None
     shown = "".join(traceback.format_exception(error)).rstrip()
     raise UsageError(
         f"{shown}\nThis was raised before the first step{where}, while the run was being prepared."
@@ -374,8 +377,8 @@ def report_on_one_rank(error: PacelineError, world: World, *, by: int = 0) -> Pa
     return error if world.rank == by else ReportedByPeer(f"rank {by} reports the error", error.exit_code)
 
 
-NAME = "totals of the step"
-LOOP_NUMBERS = "numbers of the loop"
+TOTALS_NAME = "totals of the step"
+LOOP_SUMS_NAME = "numbers of the loop"
 
 
 class Totals(Struct, frozen=True):
@@ -393,7 +396,7 @@ class SummedTotals(Struct, frozen=True):
     """The sum of weights. If it is only on the device: (V,), by virtual rank."""
 
     @property
-    def weight(self) -> float | Tensor:
+    def total_weight(self) -> float | Tensor:
         """The sum of weights."""
         return _tree_sum(self.weights.unbind()) if isinstance(self.weights, Tensor) else self.weights
 
@@ -422,7 +425,7 @@ def start_totals(
     for index, number in enumerate(numbers):
         if isinstance(number, Tensor):
             slots[index] = number
-    finish = communicator().start_sum(slots, NAME)
+    finish = communicator().start_sum(slots, TOTALS_NAME)
     return lambda: _summed_over_ranks(finish(), len(losses))
 
 
@@ -441,7 +444,7 @@ def _deferred_totals(loss: float | Tensor, weight: float | Tensor, votes: list[f
 def _summed_over_ranks(slots: Tensor, ranks: int) -> SummedTotals:
     if not is_async(slots.device):
         numbers: list[float] = slots.tolist()
-        Guard.of_process().check_unblocked()
+        HangGuard.of_process().check_unblocked()
         totals = _totals(numbers, ranks)
         return SummedTotals(totals, totals.sums[1])
     return SummedTotals(Deferred(slots, lambda numbers: _totals(numbers, ranks)), slots[1 : 2 * ranks : 2])
@@ -472,18 +475,18 @@ def sum_over_ranks(
         ReportedByPeer: on the other ranks.
     """
     exchange = communicator(group)
-    if group is not None or name != LOOP_NUMBERS or (size := exchange.size) == 1:
+    if group is not None or name != LOOP_SUMS_NAME or (size := exchange.size) == 1:
         return exchange.start_sum(numbers, name)()
     hashes = [0.0] * size
     hashes[dist.get_rank()] = float(call_site_hash(where))
     total = exchange.start_sum(torch.cat([numbers, to_device_async(hashes, numbers.device)]), name)()
     site_hashes: list[float] = total[len(numbers) :].tolist()
-    gather = partial(exchange.gather, device=numbers.device, name=f"call sites of {name}")
+    gather = partial(exchange.all_gather_object, device=numbers.device, name=f"call sites of {name}")
     call_sites().compare([int(value) for value in site_hashes], name, gather)
     return total[: len(numbers)]
 
 
-def gather_tensors(value: Any, world: World, name: str, *, where: Sequence[int] = ()) -> list[Any]:
+def all_gather_tensors(value: Any, world: World, name: str, *, where: Sequence[int] = ()) -> list[Any]:
     """The `value` of every rank, by rank, bit for bit, on the world's device (a collective).
 
     Args:

@@ -25,11 +25,16 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.collectives.buckets import divide
-from paceline.collectives.communicator import fit_in_memory, make_communicator, memory_communicator, print_notice
-from paceline.collectives.memory import SharedMemory
+from paceline.collectives.communicator import (
+    can_use_shared_memory,
+    make_communicator,
+    memory_communicator,
+    print_notice,
+)
 from paceline.collectives.memory_sum import Chunk, TreeSum, ring_sum
-from paceline.collectives.torch_collectives import gather_over_torch
-from paceline.collectives.tree import LeafPartition, Node
+from paceline.collectives.shared_memory import SharedMemory
+from paceline.collectives.torch_collectives import all_gather_json
+from paceline.collectives.tree import LeafPartition, TreeNode
 from paceline.protocol.control import SHARED_MEMORY
 
 ScriptHook = Callable[[Any, Any], Future[Tensor]]
@@ -38,7 +43,7 @@ _hooks: WeakKeyDictionary[Any, _Hook] = WeakKeyDictionary()
 """By the reducer of a DDP. An entry ends when the script registers a hook."""
 
 
-def share_memory(ddp: Any, *, in_step: bool = True) -> None:
+def register_shared_memory_hook(ddp: Any, *, in_step: bool = True) -> None:
     """Sum the gradients of `ddp`, which has just been created, in shared memory if possible (a collective).
 
     `in_step`: whether all ranks create it in the same order with their other collectives.
@@ -52,7 +57,7 @@ def share_memory(ddp: Any, *, in_step: bool = True) -> None:
         f"its backend is {dist.get_backend(group)}, not gloo": "cpu:gloo" not in str(dist.get_backend_config(group)),
     }), None  # fmt: skip
     if not reason:
-        reason = next(filter(None, gather_over_torch(_obstacle(ddp, size), size)), "")
+        reason = next(filter(None, all_gather_json(_obstacle(ddp, size), size)), "")
         memory = None if reason else make_communicator().memory
     if memory is None:
         _notify(f"DDP's gradients do not go through shared memory: {reason or 'the ranks have none'}")
@@ -68,7 +73,7 @@ def _obstacle(ddp: Any, size: int) -> str:
     """The reason why shared memory cannot give the same bits on this rank; empty if it can."""
     return _first_true({
         f"{SHARED_MEMORY}=off": os.environ.get(SHARED_MEMORY) == "off",
-        "not all parameters are real numbers on the CPU": not fit_in_memory(ddp._module_parameters),
+        "not all parameters are real numbers on the CPU": not can_use_shared_memory(ddp._module_parameters),
         "torch.compile's python_reducer is in use": ddp._use_python_reducer,
         "the sums of some parameters are delayed": ddp._delay_all_reduce_params,
         "the script has registered a communication hook": getattr(ddp, "_comm_hooks", ()),
@@ -117,11 +122,13 @@ class _Hook:
         key = (*sizes, *dtypes)
         if key not in self._sums:  # torch creates new buckets after the first step
             self._sums = {
-                key: RingSum(memory, sizes, dtypes, LeafPartition.of_ranks(memory.size, memory.rank), self._name)
+                key: RingSum(
+                    memory, sizes, dtypes, LeafPartition.one_leaf_per_rank(memory.size, memory.rank), self._name
+                )
             }
         divisor = memory.size
         if not getattr(self._ddp(), "_divide_by_initial_world_size", True):  # Join: the number of active ranks
-            divisor = sum(memory_communicator(memory).gather(int(not self.joined), "who has joined"))
+            divisor = sum(memory_communicator(memory).all_gather_object(int(not self.joined), "who has joined"))
         self._sums[key].run([buffers], factor=1.0 / divisor)
 
 
@@ -129,7 +136,7 @@ class RingSum(TreeSum):
     """As `TreeSum` over ranks with one leaf each, in the order of gloo's all-reduce."""
 
     def _make_root(
-        self, chunk: Chunk, start: int, parts: dict[Node, Tensor], out: Tensor, divisor: float | Tensor | None
+        self, chunk: Chunk, start: int, parts: dict[TreeNode, Tensor], out: Tensor, divisor: float | Tensor | None
     ) -> None:
         if len(parts) == 2:  # both orders give the same bits
             super()._make_root(chunk, start, parts, out, divisor)
@@ -140,7 +147,9 @@ class RingSum(TreeSum):
             low, high = max(start, at), min(stop, at + length)
             if low < high:
                 inside, first = slice(low - start, high - start), segment.start + low - at
-                ring_sum([part[inside] for part in parts_by_rank], first, self._sizes[segment.tensor], out[inside])
+                ring_sum(
+                    [part[inside] for part in parts_by_rank], first, self._sizes[segment.tensor_index], out[inside]
+                )
             at += length
         if divisor is not None:
             divide(out, divisor)
@@ -150,9 +159,11 @@ class RingSum(TreeSum):
 def _patch_ddp() -> None:
     """Detect that a script registers a hook, or lets ranks end at different steps (Join)."""
     torch_dist, ddp_class = cast(Any, dist), cast(Any, DistributedDataParallel)
-    torch_dist._register_comm_hook = _replacing(torch_dist._register_comm_hook, lambda state, hook: (hook, state))
+    torch_dist._register_comm_hook = _wrap_register_hook(
+        torch_dist._register_comm_hook, lambda state, hook: (hook, state)
+    )
     builtin = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
-    torch_dist._register_builtin_comm_hook = _replacing(
+    torch_dist._register_builtin_comm_hook = _wrap_register_hook(
         torch_dist._register_builtin_comm_hook, lambda hook_type: (builtin[hook_type.name], None)
     )
     match = ddp_class._match_all_reduce_for_bwd_pass
@@ -169,7 +180,9 @@ def _patch_ddp() -> None:
     ddp_class._match_all_reduce_for_bwd_pass = matched
 
 
-def _replacing(register: Callable[..., None], parse: Callable[..., tuple[ScriptHook, object]]) -> Callable[..., None]:
+def _wrap_register_hook(
+    register: Callable[..., None], parse: Callable[..., tuple[ScriptHook, object]]
+) -> Callable[..., None]:
     """Wraps torch's `register`, which accepts a single hook: the script's first hook replaces ours."""
 
     @wraps(register)

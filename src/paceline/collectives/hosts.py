@@ -3,10 +3,10 @@
     2 hosts of 3 ranks      share memory: 0 1 2 | 3 4 5      exchange over gloo: 0 3 | 1 4 | 2 5
 
 Each host adds up its largest subtrees in shared memory, chunk by chunk. Rank i of a host keeps the i-th shard of each
-chunk. Several chunks form a bundle, which rank i exchanges over gloo with rank i of all other hosts (`Exchange` over a
-tree whose leaves are the hosts: the additions and their order are those of one process). A host therefore sends the
-same amount of data as a single rank would, for any number of ranks. Finally, shared memory distributes the sums within
-the host. While one bundle is sent, the next ones are added up.
+chunk. Several chunks form a bundle, which rank i exchanges over gloo with rank i of all other hosts (`TreeAllReduce`
+over a tree whose leaves are the hosts: the additions and their order are those of one process). A host therefore sends
+the same amount of data as a single rank would, for any number of ranks. Finally, shared memory distributes the sums
+within the host. While one bundle is sent, the next ones are added up.
 
     V = 6, 2 hosts of 3 ranks      host 0: a+b in memory, and c        host 1: d, and e+f in memory
                                    over gloo, a third by each rank:    ((a+b) + (c+d)) + (e+f)
@@ -26,46 +26,46 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.collectives.buckets import Layout, divide
-from paceline.collectives.memory import GROUP, MemoryLayout, MemoryOperation, MemoryPeer, SharedMemory
 from paceline.collectives.memory_sum import (
     Chunk,
-    Flat,
-    Lane,
+    LaneAddress,
     Results,
     Scratch,
     SlotLayout,
+    TensorList,
     assign_lanes,
     describe_tensors,
-    root_of,
-    spare_count,
+    spare_buffer_count,
+    sum_parts,
 )
-from paceline.collectives.torch_collectives import Exchange
-from paceline.collectives.tree import ALIGNED, LeafPartition, Node
+from paceline.collectives.shared_memory import GROUP_NAME, MemoryLayout, MemoryOperation, MemoryPeer, SharedMemory
+from paceline.collectives.torch_collectives import TreeAllReduce
+from paceline.collectives.tree import ALIGNMENT_ELEMENTS, LeafPartition, TreeNode
 
 BUNDLE_BYTES = 1 << 20  # for each rank: large enough to hide gloo's latency, and the first bundle is sent early
 
 
 @dataclass(frozen=True)
-class Hosts:
+class NodeTopology:
     """This rank's position among several hosts, all with the same number of consecutive ranks."""
 
     memory: SharedMemory  # of the ranks of this host
-    number: int  # of this host, from 0
-    count: int  # of hosts
+    node_index: int  # of this host, from 0
+    node_count: int  # of hosts
     # A strong reference would keep the connections of the group open after torch has destroyed it.
     _across: weakref.ref[dist.ProcessGroup]
 
     @property
     def size(self) -> int:
         """The world size."""
-        return self.count * self.memory.size
+        return self.node_count * self.memory.size
 
     @property
     def rank(self) -> int:
         """This rank in the world."""
-        return self.number * self.memory.size + self.memory.rank
+        return self.node_index * self.memory.size + self.memory.rank
 
-    def across(self) -> dist.ProcessGroup:
+    def inter_node_group(self) -> dist.ProcessGroup:
         """The process group of the ranks with the same number on each host, in the order of hosts.
 
         Raises:
@@ -79,51 +79,51 @@ class Hosts:
 
 def group_name(host: int) -> str:
     """The name, in the hang guard, of the group of ranks that share memory on one of several hosts."""
-    return f"{GROUP} on host {host}"
+    return f"{GROUP_NAME} on host {host}"
 
 
-def connect_hosts(memory: SharedMemory, host: int, hosts: int) -> Hosts:
+def connect_hosts(memory: SharedMemory, host: int, hosts: int) -> NodeTopology:
     """Create the process groups between hosts (a collective of all ranks)."""
     size, timeout = memory.size, timedelta(seconds=memory.timeout_seconds)  # torch's default is half an hour
     # every rank must create all groups, in the same order
     groups = [dist.new_group([*range(i, hosts * size, size)], timeout=timeout, backend="gloo") for i in range(size)]
     group = groups[memory.rank]
     assert isinstance(group, dist.ProcessGroup)
-    return Hosts(memory, host, hosts, weakref.ref(group))
+    return NodeTopology(memory, host, hosts, weakref.ref(group))
 
 
-def single_rank_hosts(group: dist.ProcessGroup, timeout_seconds: float) -> Hosts:
+def single_rank_hosts(group: dist.ProcessGroup, timeout_seconds: float) -> NodeTopology:
     """The hosts of a gloo `group` with a single rank on each host, which shares its memory with no other rank."""
     rank, layout = group.rank(), MemoryLayout(1, bulk_bytes=4096)
     alone = MemoryPeer(rank, os.getpid(), 0, memoryview(bytearray(layout.total_bytes)))
     memory = SharedMemory([alone], 0, layout, timeout_seconds, group=group_name(rank))
-    return Hosts(memory, rank, group.size(), weakref.ref(group))
+    return NodeTopology(memory, rank, group.size(), weakref.ref(group))
 
 
 @dataclass(frozen=True)
 class Subtree:
     """One sum of a host. The nodes of `parts` count from its first leaf."""
 
-    leaves: int
-    parts: Mapping[Node, Lane]
+    leaf_count: int
+    lane_by_part: Mapping[TreeNode, LaneAddress]
 
 
 @dataclass(frozen=True)
 class HierarchyPlan:
     """Divides a sum over all ranks into sums of hosts."""
 
-    within: Sequence[Subtree]  # the sums of this host
-    lanes: int  # the largest number of lanes of any rank of the world
-    across: LeafPartition  # its ranks are the hosts
+    node_subtrees: Sequence[Subtree]  # the sums of this host
+    max_lanes: int  # the largest number of lanes of any rank of the world
+    node_partition: LeafPartition  # its ranks are the hosts
 
 
 Bundle = Sequence[Chunk]
 """Chunks of one type; each rank sends its shard of all of them in one message."""
 
 
-def by_leaf(partition: LeafPartition, size: int) -> HierarchyPlan:
+def make_leaf_order_plan(partition: LeafPartition, size: int) -> HierarchyPlan:
     """The plan in the order of the tree over all leaves. `partition` has all ranks, `size` on each host."""
-    nodes, number = partition.nodes(), partition.rank // size
+    nodes, number = partition.subtrees_by_rank(), partition.rank // size
     firsts = range(0, len(partition.ranges), size)
     across = LeafPartition(
         [(partition.ranges[first][0], partition.ranges[first + size - 1][1]) for first in firsts], number
@@ -131,18 +131,20 @@ def by_leaf(partition: LeafPartition, size: int) -> HierarchyPlan:
     lanes = assign_lanes(nodes[number * size : (number + 1) * size])
     within = [
         Subtree(stop - first, {(a - first, b - first): at for (a, b), at in lanes.items() if first <= a and b <= stop})
-        for first, stop in across.nodes()[number]
+        for first, stop in across.subtrees_by_rank()[number]
     ]
     return HierarchyPlan(within, max(map(len, nodes)), across)
 
 
-def by_rank(partition: LeafPartition, size: int) -> HierarchyPlan:
+def make_rank_order_plan(partition: LeafPartition, size: int) -> HierarchyPlan:
     """The plan in a cheaper order, over the ranks of `partition`: each host has one sum, for any number of ranks."""
     host = Subtree(size, {(rank, rank + 1): (rank, 0) for rank in range(size)})
-    return HierarchyPlan([host], 1, LeafPartition.of_ranks(len(partition.ranges) // size, partition.rank // size))
+    return HierarchyPlan(
+        [host], 1, LeafPartition.one_leaf_per_rank(len(partition.ranges) // size, partition.rank // size)
+    )
 
 
-class HostsSum:
+class HierarchicalSum:
     """As `TreeSum`, but over the ranks of several hosts, and in two phases, `begin` and `end`.
 
     Its constructor is not a collective.
@@ -150,7 +152,7 @@ class HostsSum:
 
     def __init__(
         self,
-        hosts: Hosts,
+        hosts: NodeTopology,
         sizes: Sequence[int],
         dtypes: Sequence[torch.dtype],
         plan: HierarchyPlan,
@@ -160,16 +162,16 @@ class HostsSum:
     ) -> None:
         """For 1 to MAX_TENSORS tensors with these numbers of elements and types, the same on all ranks."""
         self._hosts, self._memory, self._plan, self._name = hosts, hosts.memory, plan, name
-        unit = ALIGNED * self._memory.size
-        lane_sizes = {d: self._memory.bulk.data_bytes // d.itemsize // plan.lanes // unit * unit for d in dtypes}
+        unit = ALIGNMENT_ELEMENTS * self._memory.size
+        lane_sizes = {d: self._memory.bulk.data_bytes // d.itemsize // plan.max_lanes // unit * unit for d in dtypes}
         self._tensors = len(sizes)
         self._lanes = SlotLayout(self._memory, sizes, dtypes, lane_sizes, scratch, layouts)
         # if no tensor has elements, an empty bundle sends the flags
         self._bundles, self._dtype = _bundle_chunks(self._lanes.chunks, self._memory.size) or [()], dtypes[0]
-        self.forget()
+        self.discard_exchanges()
         self._call = self._memory.describe_call("reduce_scatter", name, *describe_tensors(sizes, dtypes))
 
-    def begin(self, partials: Sequence[Flat | None], after: HostsSum | None = None) -> None:
+    def begin(self, partials: Sequence[TensorList | None], after: HierarchicalSum | None = None) -> None:
         """Add up the tensors of this host's ranks, and start to send the sums (a collective).
 
         Several sums may begin before the first one ends, in the same order on all ranks.
@@ -184,14 +186,14 @@ class HostsSum:
                 exchange = self._send(bundle, first=not self._pending)
                 before = self if self._pending else after
                 if before is not None:
-                    before.gather()
+                    before.start_gather()
                 self._pending.append(exchange)
                 self._gathered = False
 
-    def gather(self) -> None:
+    def start_gather(self) -> None:
         """Wait for the first half of the last bundle, and start to send the second: the sums of this rank's shard."""
         if not self._gathered:
-            self._pending[-1].gather()
+            self._pending[-1].start_gather()
             self._gathered = True
 
     def end(self, divisor: float | Tensor | None = None) -> list[Tensor | None]:
@@ -200,63 +202,63 @@ class HostsSum:
         Runs within a collective of the memory, which the caller has begun (`SharedMemory.operation`).
         """
         results: list[Tensor | None] = []
-        self.gather()
+        self.start_gather()
         for number, bundle in enumerate(self._bundles):
-            flat, size = self._pending.popleft().end(), self._width(bundle)
+            flat, size = self._pending.popleft().wait(), self._width(bundle)
             if number == 0:
-                results = self._lanes.results(self._own, flat[size : size + self._tensors].bool().tolist)
+                results = self._lanes.allocate_results(self._own, flat[size : size + self._tensors].bool().tolist)
             if divisor is not None:
                 divide(flat[:size], divisor)
             self._distribute(bundle, flat, results)
-        self.forget()
+        self.discard_exchanges()
         return results
 
-    def forget(self) -> None:
+    def discard_exchanges(self) -> None:
         """Discard the running exchanges after an error: they would keep connections open."""
-        self._pending = deque[Exchange]()
-        self._own: Sequence[Flat | None] = ()
+        self._pending = deque[TreeAllReduce]()
+        self._own: Sequence[TensorList | None] = ()
         self._gathered = True
 
-    def _send(self, bundle: Bundle, *, first: bool) -> Exchange:
+    def _send(self, bundle: Bundle, *, first: bool) -> TreeAllReduce:
         plan, size, flags = self._plan, self._width(bundle), self._tensors if first else 0
         # at least one element: gloo must not send an empty message
-        shape = len(plan.within), plan.across.padded(max(1, size + flags))
+        shape = len(plan.node_subtrees), plan.node_partition.padded(max(1, size + flags))
         sums = torch.empty(shape, dtype=bundle[0].dtype if bundle else self._dtype)
         sums[:, size:] = 0
         at = 0
         for number, chunk in enumerate(bundle or [None]):
             slot = self._lanes.send(chunk, self._own, is_first=first and number == 0)
             if first and number == 0:
-                sums[0, size : size + flags] = torch.tensor(self._lanes.used()).to(sums.dtype)
+                sums[0, size : size + flags] = torch.tensor(self._lanes.read_used_flags()).to(sums.dtype)
             if chunk is not None:
                 at += self._add_up(chunk, slot, sums[:, at:])
-        return Exchange(plan.across, [*sums.unbind()], self._hosts.across(), self._name)
+        return TreeAllReduce(plan.node_partition, [*sums.unbind()], self._hosts.inter_node_group(), self._name)
 
     def _add_up(self, chunk: Chunk, slot: int, sums: Tensor) -> int:
         """Write the sums of this rank's shard of a chunk to the start of `sums` (subtrees, n); return their length."""
-        start, stop = self._lanes.shard(chunk, self._memory.rank)
+        start, stop = self._lanes.shard_range(chunk, self._memory.rank)
         width = stop - start
-        for subtree, row in zip(self._plan.within, sums, strict=True):
-            parts, out = self._lanes.parts(subtree.parts, chunk, slot, start, stop), row[:width]
+        for subtree, row in zip(self._plan.node_subtrees, sums, strict=True):
+            parts, out = self._lanes.parts(subtree.lane_by_part, chunk, slot, start, stop), row[:width]
             if len(parts) == 1:
                 out.copy_(next(iter(parts.values())))
             else:
-                spare = self._lanes.spare(chunk.dtype, spare_count(parts, subtree.leaves), width)
-                root_of(parts, subtree.leaves, out, spare, None)
+                spare = self._lanes.spare_buffers(chunk.dtype, spare_buffer_count(parts, subtree.leaf_count), width)
+                sum_parts(parts, subtree.leaf_count, out, spare, None)
         return width
 
     def _distribute(self, bundle: Bundle, flat: Tensor, results: Results) -> None:
         bulk, at = self._memory.bulk, 0
         for chunk in bundle:
-            start, stop = self._lanes.shard(chunk, self._memory.rank)
-            slot = bulk.write()
+            start, stop = self._lanes.shard_range(chunk, self._memory.rank)
+            slot = bulk.begin_tick()
             bulk.view(chunk.dtype, slot, self._memory.rank, 0, stop - start).copy_(flat[at : at + stop - start])
             at += stop - start
             bulk.exchange()
-            self._lanes.take(chunk, slot, 0, results)
+            self._lanes.collect_results(chunk, slot, 0, results)
 
     def _width(self, bundle: Bundle) -> int:
-        shards = [self._lanes.shard(chunk, self._memory.rank) for chunk in bundle]
+        shards = [self._lanes.shard_range(chunk, self._memory.rank) for chunk in bundle]
         return sum(stop - start for start, stop in shards)
 
 

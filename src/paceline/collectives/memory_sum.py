@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.buckets import Layout, divide, is_present
-from paceline.collectives.memory import MAX_FLAGS, MemoryOperation, SharedMemory
-from paceline.collectives.tree import ALIGNED, LeafPartition, Node, middle, round_up, tree_sum
+from paceline.collectives.shared_memory import MAX_FLAGS, MemoryOperation, SharedMemory
+from paceline.collectives.tree import ALIGNMENT_ELEMENTS, LeafPartition, TreeNode, round_up, split_leaf, tree_sum
 
-SMALL_FACTOR = 4  # a tensor smaller than a fourth of a lane shares a chunk
-Flat = Sequence[Tensor | None]  # each tensor, dense; None: all zeros
+SMALL_TENSOR_DIVISOR = 4  # a tensor smaller than a fourth of a lane shares a chunk
+TensorList = Sequence[Tensor | None]  # each tensor, dense; None: all zeros
 Results = Sequence[Tensor | None]  # each tensor, dense; None: no rank has a value
 
 
@@ -36,7 +36,7 @@ Results = Sequence[Tensor | None]  # each tensor, dense; None: no rank has a val
 class Segment:
     """Elements [start, stop) of tensor number `tensor`, in memory order."""
 
-    tensor: int
+    tensor_index: int
     start: int
     stop: int
 
@@ -53,14 +53,14 @@ class Chunk:
     segments: tuple[Segment, ...]
 
     @cached_property
-    def only(self) -> Segment | None:
+    def single_segment(self) -> Segment | None:
         """The segment of a large tensor; None if the chunk has several tensors."""
         return self.segments[0] if len(self.segments) == 1 else None
 
     @cached_property
-    def tensors_of(self) -> Callable[[Results], Results]:
+    def tensor_selector(self) -> Callable[[Results], Results]:
         """Picks the tensors of its segments, at least two, out of a list of all tensors."""
-        return itemgetter(*[segment.tensor for segment in self.segments])
+        return itemgetter(*[segment.tensor_index for segment in self.segments])
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -83,8 +83,8 @@ def split_into_chunks(
         for number, size in enumerate(sizes):
             if dtypes[number] != dtype or size == 0:
                 continue
-            if size * SMALL_FACTOR >= room:
-                chunk_size = -(-size // -(-size // room) // ALIGNED) * ALIGNED
+            if size * SMALL_TENSOR_DIVISOR >= room:
+                chunk_size = -(-size // -(-size // room) // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
                 starts = range(0, size, chunk_size)
                 chunks += [Chunk(dtype, (Segment(number, at, min(at + chunk_size, size)),)) for at in starts]
                 continue
@@ -98,7 +98,7 @@ def split_into_chunks(
     return chunks
 
 
-Lane = tuple[int, int]  # the index of a rank, and of its lane
+LaneAddress = tuple[int, int]  # the index of a rank, and of its lane
 MAX_TENSORS = MAX_FLAGS
 
 
@@ -135,7 +135,7 @@ class SlotLayout:
         self._memory, self._sizes, self._dtypes, self._lane_sizes = memory, sizes, dtypes, lane_sizes
         self._scratch = scratch
 
-    def set_flags(self, slot: int, partials: Sequence[Flat | None]) -> None:
+    def set_flags(self, slot: int, partials: Sequence[TensorList | None]) -> None:
         """Write one flag for each tensor: whether this rank has values."""
         flags = 0
         for flat in partials:
@@ -144,14 +144,16 @@ class SlotLayout:
                     flags |= 1 << i
         self._memory.bulk.set_flags(slot, flags, len(self._sizes))
 
-    def used(self) -> list[bool]:
+    def read_used_flags(self) -> list[bool]:
         """For each tensor, whether any rank has values. Valid in the tick in which the flags were set."""
         used, count = 0, len(self._sizes)
         for flags in self._memory.bulk.flags(count):
             used |= flags
         return [bool(used >> i & 1) for i in range(count)]
 
-    def results(self, partials: Sequence[Flat | None], used: Callable[[], Sequence[bool]]) -> list[Tensor | None]:
+    def allocate_results(
+        self, partials: Sequence[TensorList | None], used: Callable[[], Sequence[bool]]
+    ) -> list[Tensor | None]:
         """The tensors for the sums: those of the first subtree, or new ones if only other subtrees have values."""
         results = [*(partials[0] or [None] * len(self._sizes))]
         if not all(map(is_present, results)):
@@ -160,10 +162,10 @@ class SlotLayout:
                     results[index] = torch.empty_strided(*self._layouts[index], dtype=self._dtypes[index])
         return results
 
-    def load(
+    def write_chunk(
         self,
         chunk: Chunk,
-        partials: Sequence[Flat | None],
+        partials: Sequence[TensorList | None],
         slot: int,
         *,
         for_others: bool = False,
@@ -173,13 +175,13 @@ class SlotLayout:
 
         `for_others`: skip this rank's shard of a large tensor, which it reads in place, unless there is a factor.
         """
-        only = chunk.only
-        start, stop = self.shard(chunk, self._memory.rank) if for_others else (0, 0)
+        only = chunk.single_segment
+        start, stop = self.shard_range(chunk, self._memory.rank) if for_others else (0, 0)
         for lane, flat in enumerate(partials):
             target, pieces = self.place(chunk, slot, lane)
-            if flat is None or (only is not None and flat[only.tensor] is None):
+            if flat is None or (only is not None and flat[only.tensor_index] is None):
                 target.zero_()
-            elif only is not None and (tensor := flat[only.tensor]) is not None:
+            elif only is not None and (tensor := flat[only.tensor_index]) is not None:
                 part = only.view_of(tensor)
                 if factor is not None:
                     torch.mul(part, factor, out=target)
@@ -187,42 +189,44 @@ class SlotLayout:
                 target[:start].copy_(part[:start])
                 target[stop:].copy_(part[stop:])
             else:
-                copy_each(pieces, chunk.tensors_of(flat))
+                copy_each(pieces, chunk.tensor_selector(flat))
                 if factor is not None:
                     target.mul_(factor)
 
     def send(
-        self, chunk: Chunk | None, partials: Sequence[Flat | None], *, is_first: bool, factor: float | None = None
+        self, chunk: Chunk | None, partials: Sequence[TensorList | None], *, is_first: bool, factor: float | None = None
     ) -> int:
         """Run one tick that sends the chunk, and in the first tick the flags, of all ranks; return its slot."""
-        slot = self._memory.bulk.write()
+        slot = self._memory.bulk.begin_tick()
         if is_first:
             self.set_flags(slot, partials)
         if chunk is not None:
-            self.load(chunk, partials, slot, factor=factor)
+            self.write_chunk(chunk, partials, slot, factor=factor)
         self._memory.bulk.exchange()
         return slot
 
-    def parts(self, lanes: Mapping[Node, Lane], chunk: Chunk, slot: int, start: int, stop: int) -> dict[Node, Tensor]:
+    def parts(
+        self, lanes: Mapping[TreeNode, LaneAddress], chunk: Chunk, slot: int, start: int, stop: int
+    ) -> dict[TreeNode, Tensor]:
         """Elements [start, stop) of the chunk for each subtree, in the memory of the ranks."""
         view, dtype, room = self._memory.bulk.view, chunk.dtype, self._lane_sizes[chunk.dtype]
         return {n: view(dtype, slot, r, lane * room + start, lane * room + stop) for n, (r, lane) in lanes.items()}
 
-    def shard(self, chunk: Chunk, rank: int) -> tuple[int, int]:
+    def shard_range(self, chunk: Chunk, rank: int) -> tuple[int, int]:
         """The elements [start, stop) of the chunk that form the shard of a rank."""
-        shard_size = -(-chunk.size // self._memory.size // ALIGNED) * ALIGNED
+        shard_size = -(-chunk.size // self._memory.size // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
         return min(rank * shard_size, chunk.size), min((rank + 1) * shard_size, chunk.size)
 
-    def take(self, chunk: Chunk, slot: int, at: int, results: Results) -> None:
+    def collect_results(self, chunk: Chunk, slot: int, at: int, results: Results) -> None:
         """Concatenate the sums of all ranks, each at element `at` of the rank's slot, into `results`."""
-        shards = [self.shard(chunk, rank) for rank in range(self._memory.size)]
+        shards = [self.shard_range(chunk, rank) for rank in range(self._memory.size)]
         view = self._memory.bulk.view
         parts = [view(chunk.dtype, slot, rank, at, at + stop - start) for rank, (start, stop) in enumerate(shards)]
-        if (only := chunk.only) is None:
+        if (only := chunk.single_segment) is None:
             whole, pieces = self.place(chunk)
             torch.cat(parts, out=whole)
-            copy_each(chunk.tensors_of(results), pieces)
-        elif (result := results[only.tensor]) is not None:
+            copy_each(chunk.tensor_selector(results), pieces)
+        elif (result := results[only.tensor_index]) is not None:
             torch.cat(parts, out=only.view_of(result))
 
     def _place(self, chunk: Chunk, slot: int | None = None, lane: int = 0) -> tuple[Tensor, list[Tensor]]:
@@ -232,10 +236,10 @@ class SlotLayout:
             flat = self._scratch.take(chunk.dtype, 0, chunk.size)
         else:
             flat = self._memory.bulk.view(chunk.dtype, slot, self._memory.rank, start, start + chunk.size)
-        pairs = () if chunk.only else zip(flat.split(chunk.lengths), chunk.segments, strict=True)
-        return flat, [piece.as_strided(*self._layouts[segment.tensor]) for piece, segment in pairs]
+        pairs = () if chunk.single_segment else zip(flat.split(chunk.lengths), chunk.segments, strict=True)
+        return flat, [piece.as_strided(*self._layouts[segment.tensor_index]) for piece, segment in pairs]
 
-    def spare(self, dtype: torch.dtype, count: int, size: int) -> list[Tensor]:
+    def spare_buffers(self, dtype: torch.dtype, count: int, size: int) -> list[Tensor]:
         """Temporary memory for `count` partial sums, (size,) each."""
         return [self._scratch.take(dtype, 1 + number, size) for number in range(count)]
 
@@ -250,14 +254,14 @@ def copy_each(targets: Results, sources: Results) -> None:
                 target.copy_(torch.zeros(()) if source is None else source)
 
 
-def assign_lanes(nodes: Iterable[Iterable[Node]]) -> dict[Node, Lane]:
+def assign_lanes(nodes: Iterable[Iterable[TreeNode]]) -> dict[TreeNode, LaneAddress]:
     """The lane of each subtree, given the subtrees of each rank."""
     return {node: (rank, lane) for rank, rank_nodes in enumerate(nodes) for lane, node in enumerate(rank_nodes)}
 
 
-WIDEST_BYTES = 8  # of an element
-DIRECT_BYTES = 128 << 10  # up to this size, a second tick costs more time than the whole sum on each rank
-DIRECT_FACTOR = 8  # of DIRECT_BYTES, if there are only two subtrees
+MAX_ELEMENT_BYTES = 8  # of an element
+MAX_DIRECT_SUM_BYTES = 128 << 10  # up to this size, a second tick costs more time than the whole sum on each rank
+TWO_SUBTREE_DIRECT_FACTOR = 8  # of DIRECT_BYTES, if there are only two subtrees
 
 
 class TreeSum:
@@ -273,13 +277,13 @@ class TreeSum:
         layouts: Sequence[Layout] | None = None,
     ) -> None:
         """For up to `MAX_TENSORS` tensors with these sizes, types and layouts (default (n,)), the same on all ranks."""
-        self._memory, self._leaves, self._sizes = memory, partition.leaves, sizes
-        nodes = partition.nodes()
+        self._memory, self._leaves, self._sizes = memory, partition.leaf_count, sizes
+        nodes = partition.subtrees_by_rank()
         self._nodes, self._own_nodes = assign_lanes(nodes), nodes[memory.rank]
-        self._spares = spare_count(self._nodes, self._leaves)
+        self._spares = spare_buffer_count(self._nodes, self._leaves)
         lanes = max(map(len, nodes))
         total_bytes = sum(size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True))
-        direct_bytes = DIRECT_BYTES * (DIRECT_FACTOR if len(self._nodes) == 2 else 1)
+        direct_bytes = MAX_DIRECT_SUM_BYTES * (TWO_SUBTREE_DIRECT_FACTOR if len(self._nodes) == 2 else 1)
         self._shards = memory.size if total_bytes > direct_bytes else 0
         lane_bytes = self._lane_bytes(lanes)
         # at the same byte for all types: a tick can contain a chunk of one type and sums of a different one
@@ -293,7 +297,11 @@ class TreeSum:
         """True if the last sums are finite. False if that is unknown: near overflow, this may differ between ranks."""
 
     def run(
-        self, partials: Sequence[Flat | None], divisor: float | Tensor | None = None, *, factor: float | None = None
+        self,
+        partials: Sequence[TensorList | None],
+        divisor: float | Tensor | None = None,
+        *,
+        factor: float | None = None,
     ) -> list[Tensor | None]:
         """The sum over all leaves, divided by `buckets.divide` (a collective).
 
@@ -310,26 +318,26 @@ class TreeSum:
         with self._operation:
             return (self._run_sharded if self._shards else self._run_direct)(partials, divisor, factor)
 
-    def _run_direct(self, partials: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
+    def _run_direct(self, partials: Sequence[TensorList | None], divisor: float | Tensor | None, factor: float | None):
         lanes, results, finite = self._lanes, list[Tensor | None](), True
         for number, chunk in enumerate(lanes.chunks or [None]):
             slot = lanes.send(chunk, partials, is_first=number == 0, factor=factor)
             if number == 0:
-                results = lanes.results(partials, lanes.used)
+                results = lanes.allocate_results(partials, lanes.read_used_flags)
             if chunk is not None:
                 finite = self._add_up(chunk, slot, results, divisor) and finite
         self.finite = finite
         return results
 
-    def _run_sharded(self, partials: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
+    def _run_sharded(self, partials: Sequence[TensorList | None], divisor: float | Tensor | None, factor: float | None):
         # tick k sends chunk k, and the sums of chunk k - 1
         bulk, lanes, results, finite = self._memory.bulk, self._lanes, list[Tensor | None](), True
         for number in range(len(lanes.chunks) + 1):
-            slot = bulk.write()
+            slot = bulk.begin_tick()
             if number == 0:
                 lanes.set_flags(slot, partials)
             if number < len(lanes.chunks):
-                lanes.load(lanes.chunks[number], partials, slot, for_others=True, factor=factor)
+                lanes.write_chunk(lanes.chunks[number], partials, slot, for_others=True, factor=factor)
             if number > 0:
                 # with a factor, this rank's shard is read from shared memory: only there it is multiplied
                 in_place = partials if factor is None else [None] * len(partials)
@@ -338,27 +346,27 @@ class TreeSum:
                 bulk.set_flags(slot, not finite, 1)
             bulk.exchange()
             if number == 0:
-                results = lanes.results(partials, lanes.used)
+                results = lanes.allocate_results(partials, lanes.read_used_flags)
             else:
                 chunk = lanes.chunks[number - 1]
-                lanes.take(chunk, slot, self._results_at[chunk.dtype], results)
+                lanes.collect_results(chunk, slot, self._results_at[chunk.dtype], results)
         self.finite = not any(bulk.flags(1))
         return results
 
     def _lane_bytes(self, lanes: int) -> int:
         shards = max(1, self._shards)
-        unit = ALIGNED * WIDEST_BYTES * shards
+        unit = ALIGNMENT_ELEMENTS * MAX_ELEMENT_BYTES * shards
         # the lanes, and one shard for the result
         return self._memory.bulk.data_bytes * shards // (lanes * shards + (self._shards > 0)) // unit * unit
 
     def _add_up(self, chunk: Chunk, slot: int, results: Results, divisor: float | Tensor | None) -> bool:
         """Compute the chunk's sums. True if they are finite, False if unknown."""
         parts = self._parts(chunk, slot, 0, chunk.size)
-        if (only := chunk.only) is None:
+        if (only := chunk.single_segment) is None:
             whole, pieces = self._lanes.place(chunk)
             self._make_root(chunk, 0, parts, whole, divisor)
-            copy_each(chunk.tensors_of(results), pieces)
-        elif (result := results[only.tensor]) is not None:
+            copy_each(chunk.tensor_selector(results), pieces)
+        elif (result := results[only.tensor_index]) is not None:
             whole = only.view_of(result)
             self._make_root(chunk, 0, parts, whole, divisor)
         else:
@@ -366,27 +374,27 @@ class TreeSum:
         return has_finite_sum(whole)
 
     def _add_shard(
-        self, chunk: Chunk, partials: Sequence[Flat | None], slot: int, divisor: float | Tensor | None
+        self, chunk: Chunk, partials: Sequence[TensorList | None], slot: int, divisor: float | Tensor | None
     ) -> bool:
         """Compute this rank's shard. True if it is finite (checked while it is in the cache), False if unknown."""
-        start, stop = self._lanes.shard(chunk, self._memory.rank)
+        start, stop = self._lanes.shard_range(chunk, self._memory.rank)
         if start == stop:
             return True
-        at, only = self._results_at[chunk.dtype], chunk.only
+        at, only = self._results_at[chunk.dtype], chunk.single_segment
         out = self._memory.bulk.view(chunk.dtype, slot, self._memory.rank, at, at + stop - start)
         parts = dict(self._parts(chunk, 1 - slot, start, stop))
         for node, flat in zip(self._own_nodes, partials, strict=True):
-            if only is not None and flat is not None and (tensor := flat[only.tensor]) is not None:
+            if only is not None and flat is not None and (tensor := flat[only.tensor_index]) is not None:
                 parts[node] = only.view_of(tensor)[start:stop]
         self._make_root(chunk, start, parts, out, divisor)
         return has_finite_sum(out)
 
     def _make_root(
-        self, chunk: Chunk, start: int, parts: dict[Node, Tensor], out: Tensor, divisor: float | Tensor | None
+        self, chunk: Chunk, start: int, parts: dict[TreeNode, Tensor], out: Tensor, divisor: float | Tensor | None
     ) -> None:
         del start  # for subclasses
-        spare = self._lanes.spare(chunk.dtype, self._spares, out.numel()) if self._spares else []
-        root_of(parts, self._leaves, out, spare, divisor)
+        spare = self._lanes.spare_buffers(chunk.dtype, self._spares, out.numel()) if self._spares else []
+        sum_parts(parts, self._leaves, out, spare, divisor)
 
 
 def has_finite_sum(values: Tensor) -> bool:
@@ -399,22 +407,22 @@ def describe_tensors(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> tup
     return f"[{sum(sizes)}]", ", ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
 
 
-def spare_count(parts: Collection[Node], leaves: int) -> int:
-    """The number of temporary sums that `root_of` needs for these subtrees, besides its result."""
+def spare_buffer_count(parts: Collection[TreeNode], leaves: int) -> int:
+    """The number of temporary sums that `sum_parts` needs for these subtrees, besides its result."""
     return max(1, _live_sums(parts, (0, leaves))) - 1
 
 
-def _live_sums(parts: Collection[Node], node: Node) -> int:
+def _live_sums(parts: Collection[TreeNode], node: TreeNode) -> int:
     """The largest number of sums in memory at the same time during the computation of `node`, including its sum."""
     if node in parts:
         return 0
-    split = middle(node)
+    split = split_leaf(node)
     left, right = _live_sums(parts, (node[0], split)), _live_sums(parts, (split, node[1]))
     return max(left, right + min(left, 1), 1)  # the left sum is kept while the right one is computed
 
 
-def root_of(
-    parts: dict[Node, Tensor], leaves: int, out: Tensor, spare: list[Tensor], divisor: float | Tensor | None
+def sum_parts(
+    parts: dict[TreeNode, Tensor], leaves: int, out: Tensor, spare: list[Tensor], divisor: float | Tensor | None
 ) -> None:
     """Write the tree's sum of two or more parts into `out`. The parts do not change."""
     free, own_ids = [*spare, out], set[int]()
@@ -472,7 +480,7 @@ def ring_sum(of_rank: Sequence[Tensor], first: int, size: int, out: Tensor) -> N
 def barrier(memory: SharedMemory) -> None:
     """Return when all ranks have called it."""
     with MemoryOperation(memory, memory.bulk, memory.describe_call("barrier", "barrier")):
-        memory.bulk.write()
+        memory.bulk.begin_tick()
         memory.bulk.exchange()
 
 
@@ -480,13 +488,15 @@ def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: in
     """Copy the tensors of rank `src`, contiguous and of any type, into those of all ranks."""
     flat = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
     sizes, bulk, is_source = [len(tensor) for tensor in flat], memory.bulk, memory.rank == src
-    slots = bulk.typed(torch.uint8)
-    chunks = split_into_chunks(sizes, [torch.uint8] * len(flat), {torch.uint8: bulk.data_bytes // ALIGNED * ALIGNED})
+    slots = bulk.slots_as(torch.uint8)
+    chunks = split_into_chunks(
+        sizes, [torch.uint8] * len(flat), {torch.uint8: bulk.data_bytes // ALIGNMENT_ELEMENTS * ALIGNMENT_ELEMENTS}
+    )
     with MemoryOperation(memory, bulk, memory.describe_call("broadcast", name, f"[{sum(sizes)}]", "bytes")):
         for chunk in chunks or [Chunk(torch.uint8, ())]:  # at least one tick, which compares the calls
-            slot = bulk.write()
+            slot = bulk.begin_tick()
             in_slot = slots[slot][src][: chunk.size].split(chunk.lengths)
-            in_place = [flat[segment.tensor][segment.start : segment.stop] for segment in chunk.segments]
+            in_place = [flat[segment.tensor_index][segment.start : segment.stop] for segment in chunk.segments]
             if is_source:
                 for target, values in zip(in_slot, in_place, strict=True):
                     target.copy_(values)
@@ -499,12 +509,12 @@ def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: in
 def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str = "shards") -> None:
     """All-gather: `mine` (s,) of rank r becomes `out`[r * s : (r + 1) * s]. `mine` may be this rank's part of `out`."""
     size, bulk = len(mine), memory.bulk
-    slots, room = bulk.typed(mine.dtype), bulk.data_bytes // mine.element_size()
+    slots, room = bulk.slots_as(mine.dtype), bulk.data_bytes // mine.element_size()
     parts = out.view(memory.size, size)
     with MemoryOperation(memory, bulk, memory.describe_call("all_gather", name, f"[{size}]", mine.dtype)):
         for start in range(0, size, room):
             stop = min(start + room, size)
-            slot = bulk.write()
+            slot = bulk.begin_tick()
             slots[slot][memory.rank][: stop - start] = mine[start:stop]
             bulk.exchange()
             for rank, part in enumerate(parts):
@@ -533,18 +543,18 @@ def reduce_scatter(
         name: for the hang guard.
         as_gloo: add in the order of gloo's reduce_scatter (see `ring_sum`). Each rank then has one leaf.
     """
-    nodes, bulk, shard_size = partition.nodes(), memory.bulk, len(out)
+    nodes, bulk, shard_size = partition.subtrees_by_rank(), memory.bulk, len(out)
     lanes, size = max(map(len, nodes)), memory.size
-    slots = bulk.typed(out.dtype)
-    room = bulk.data_bytes // out.element_size() // (lanes * size) // ALIGNED * ALIGNED
-    spare = [torch.empty_like(out[:room]) for _ in range(spare_count([*chain(*nodes)], partition.leaves))]
+    slots = bulk.slots_as(out.dtype)
+    room = bulk.data_bytes // out.element_size() // (lanes * size) // ALIGNMENT_ELEMENTS * ALIGNMENT_ELEMENTS
+    spare = [torch.empty_like(out[:room]) for _ in range(spare_buffer_count([*chain(*nodes)], partition.leaf_count))]
     shards = [None if flat is None else flat.view(size, shard_size) for flat in partials]
     with MemoryOperation(
         memory, bulk, memory.describe_call("reduce_scatter", name, f"[{shard_size * size}]", out.dtype)
     ):
         for start in range(0, shard_size, room):
             stop = min(start + room, shard_size)
-            slot = bulk.write()
+            slot = bulk.begin_tick()
             mine = slots[slot][memory.rank][: lanes * size * room].view(lanes, size, room)[:, :, : stop - start]
             for lane, flat in enumerate(shards):
                 for rank, target in enumerate(mine[lane]):
@@ -565,33 +575,33 @@ def reduce_scatter(
             if as_gloo and size > 2:  # a sum of two has one order
                 ring_sum([*parts.values()], memory.rank * shard_size + start, size * shard_size, total)
             else:
-                root_of(parts, partition.leaves, total, [buffer[: stop - start] for buffer in spare], None)
+                sum_parts(parts, partition.leaf_count, total, [buffer[: stop - start] for buffer in spare], None)
             if divisor is not None:
                 divide(total, divisor)
     return out
 
 
-class StartedSum:
+class AsyncAllReduce:
     """A small asynchronous all-reduce in shared memory. The hang guard uses it like torch's `Work`."""
 
     def __init__(self, memory: SharedMemory, slots: Tensor, name: str) -> None:
         """Start it with this rank's `slots`, float64."""
         self._memory, self._size, self._sum = memory, slots.numel(), slots
         self._is_over, self._error = False, ""
-        if isinstance(memory.running, StartedSum):  # the next tick overwrites its slots
+        if isinstance(memory.running, AsyncAllReduce):  # the next tick overwrites its slots
             memory.running.finish()
         channel = memory.totals
         with MemoryOperation(
             memory, channel, memory.describe_call("all_reduce", name, f"[{self._size}]", slots.dtype), self
         ):
-            slot = channel.write()
+            slot = channel.begin_tick()
             channel.view(slots.dtype, slot, memory.rank, 0, self._size).copy_(slots)
             self._tick = channel.publish()
             memory.running = self
 
     def is_completed(self) -> bool:
         """Whether all ranks have started it, or it has failed."""
-        return self._is_over or bool(self._error) or self._memory.totals.arrived(self._tick)
+        return self._is_over or bool(self._error) or self._memory.totals.have_all_published(self._tick)
 
     def finish(self) -> Tensor:
         """Wait, and return the sum, added in the order of ranks."""

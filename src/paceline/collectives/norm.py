@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.collectives.control import Deferred, is_async, sum_over_ranks
-from paceline.collectives.tree import Node, tree_sum
+from paceline.collectives.tree import TreeNode, tree_sum
 
-BLOCK = 64  # elements
+BLOCK_ELEMENTS = 64  # elements
 CHUNK = 1 << 18  # elements squared at a time: their squares stay in a core's cache
 CHUNK_OF_GPU = 1 << 26  # large; a GPU has the memory for it
 
@@ -37,24 +37,24 @@ class BlockTree:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         """`sizes`: the number of elements of each parameter."""
-        *self._firsts, self.blocks = accumulate((-(-size // BLOCK) for size in sizes), initial=0)
+        *self._firsts, self.blocks = accumulate((-(-size // BLOCK_ELEMENTS) for size in sizes), initial=0)
 
-    def run(self, parameter: int, start: int, stop: int) -> Node:
+    def block_range(self, parameter: int, start: int, stop: int) -> TreeNode:
         """The blocks of the elements [start, stop) of the parameter at a position."""
-        if start % BLOCK:
-            raise ValueError(f"a shard begins at element {start}, within a block of {BLOCK}")
+        if start % BLOCK_ELEMENTS:
+            raise ValueError(f"a shard begins at element {start}, within a block of {BLOCK_ELEMENTS}")
         first = self._firsts[parameter]
-        return first + start // BLOCK, first + -(-stop // BLOCK)
+        return first + start // BLOCK_ELEMENTS, first + -(-stop // BLOCK_ELEMENTS)
 
-    def nodes(self, run: Node) -> list[Node]:
+    def subtrees_to_send(self, run: TreeNode) -> list[TreeNode]:
         """The subtrees whose sums the holder of a run sends."""
-        nodes: list[Node] = []
+        nodes: list[TreeNode] = []
         for level, first, stop, left, right in _levels(run, self.blocks):
             for position in [first] * left + [stop - 1] * right:
                 nodes.append((position << level, min((position + 1) << level, self.blocks)))
         return nodes
 
-    def sums(self, run: Node, of_blocks: Tensor) -> list[Tensor]:
+    def sums(self, run: TreeNode, of_blocks: Tensor) -> list[Tensor]:
         """The sums of `nodes`, in their order, from the sums of the run's blocks, (stop - first,)."""
         sums: list[Tensor] = []
         for _, _, _, left, right in _levels(run, self.blocks):
@@ -65,7 +65,7 @@ class BlockTree:
             of_blocks = _add_pairs(of_blocks[int(left) : len(of_blocks) - int(right)])
         return sums
 
-    def root(self, sums: dict[Node, float]) -> float:
+    def root(self, sums: dict[TreeNode, float]) -> float:
         """The sum of all blocks, from the sums of all ranks."""
         return tree_sum(sums, operator.add, self.blocks) if self.blocks else 0.0
 
@@ -79,9 +79,9 @@ class ShardedNorm:
         """`sizes`: the number of elements of each parameter. `shards`: by rank; they contain each element once."""
         self._tree, self._device, self._rank = BlockTree(sizes), device, rank
         self._own = sorted(shards[rank])
-        runs = [merge_runs([self._tree.run(*shard) for shard in rank_shards]) for rank_shards in shards]
+        runs = [merge_block_ranges([self._tree.block_range(*shard) for shard in rank_shards]) for rank_shards in shards]
         self._runs = runs[rank]
-        self._nodes = [[node for run in rank_runs for node in self._tree.nodes(run)] for rank_runs in runs]
+        self._nodes = [[node for run in rank_runs for node in self._tree.subtrees_to_send(run)] for rank_runs in runs]
 
     def __call__(self, gradients: Mapping[int, Tensor]) -> Deferred[float]:
         """The norm, the same on all ranks (a collective). It is NaN or infinite only if an element or its square is.
@@ -100,7 +100,9 @@ class ShardedNorm:
         of_blocks = [
             block_square_sums(_joined([gradients[index] for index, _, _ in group]), dtype)
             if group[0][0] in gradients
-            else torch.zeros(-(-(group[0][2] - group[0][1]) // BLOCK), dtype=torch.float64, device=self._device)
+            else torch.zeros(
+                -(-(group[0][2] - group[0][1]) // BLOCK_ELEMENTS), dtype=torch.float64, device=self._device
+            )
             for group in self._groups(gradients)
         ]
         slots = torch.zeros(sum(map(len, self._nodes)), dtype=torch.float64, device=self._device)
@@ -131,8 +133,12 @@ class ShardedNorm:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    zeros = tensors[0].new_zeros(BLOCK)  # pads each tensor to whole blocks
-    return tensors[0] if len(tensors) == 1 else torch.cat([p for t in tensors for p in (t, zeros[: -len(t) % BLOCK])])
+    zeros = tensors[0].new_zeros(BLOCK_ELEMENTS)  # pads each tensor to whole blocks
+    return (
+        tensors[0]
+        if len(tensors) == 1
+        else torch.cat([p for t in tensors for p in (t, zeros[: -len(t) % BLOCK_ELEMENTS])])
+    )
 
 
 def split_evenly(sizes: Sequence[int], holders: int) -> list[list[ShardSlice]]:
@@ -141,8 +147,10 @@ def split_evenly(sizes: Sequence[int], holders: int) -> list[list[ShardSlice]]:
     shards: list[list[ShardSlice]] = []
     for holder in range(holders):
         first, stop = (tree.blocks * number // holders for number in (holder, holder + 1))
-        runs = [(i, size, tree.run(i, 0, size)[0]) for i, size in enumerate(sizes)]
-        parts = [(i, max(0, first - at) * BLOCK, min(size, (stop - at) * BLOCK)) for i, size, at in runs]
+        runs = [(i, size, tree.block_range(i, 0, size)[0]) for i, size in enumerate(sizes)]
+        parts = [
+            (i, max(0, first - at) * BLOCK_ELEMENTS, min(size, (stop - at) * BLOCK_ELEMENTS)) for i, size, at in runs
+        ]
         shards.append([(i, start, end) for i, start, end in parts if start < end])
     return shards
 
@@ -166,9 +174,9 @@ def scale_to_norm(gradients: Sequence[Tensor], norm: float, max_norm: float) -> 
     return norm
 
 
-def merge_runs(runs: Sequence[Node]) -> list[Node]:
+def merge_block_ranges(runs: Sequence[TreeNode]) -> list[TreeNode]:
     """The same blocks in the smallest number of runs."""
-    merged: list[Node] = []
+    merged: list[TreeNode] = []
     for first, stop in sorted(runs):
         if merged and merged[-1][1] == first:
             merged[-1] = merged[-1][0], stop
@@ -185,21 +193,21 @@ def block_square_sums(values: Tensor, dtype: torch.dtype | None = None) -> Tenso
     """
     values = values.abs() if values.is_complex() else values
     dtype = dtype or torch.promote_types(values.dtype, torch.float32)
-    sums = values.new_empty(-(-len(values) // BLOCK), dtype=torch.float64)
+    sums = values.new_empty(-(-len(values) // BLOCK_ELEMENTS), dtype=torch.float64)
     size = CHUNK_OF_GPU if is_async(values.device) else CHUNK
     for start in range(0, len(values), size):
         chunk = values[start : start + size].to(dtype)
-        if missing := -len(chunk) % BLOCK:
+        if missing := -len(chunk) % BLOCK_ELEMENTS:
             chunk = torch.nn.functional.pad(chunk, (0, missing))
-        squares = (chunk * chunk).view(-1, BLOCK)
+        squares = (chunk * chunk).view(-1, BLOCK_ELEMENTS)
         # Add halves instead of torch.sum: the order of a library's sum may depend on the number of rows.
         while (width := squares.shape[1] // 2) > 0:
             squares = squares[:, :width] + squares[:, width:]
-        sums[start // BLOCK : start // BLOCK + len(squares)] = squares[:, 0]
+        sums[start // BLOCK_ELEMENTS : start // BLOCK_ELEMENTS + len(squares)] = squares[:, 0]
     return sums
 
 
-def _levels(run: Node, blocks: int) -> Generator[tuple[int, int, int, bool, bool]]:
+def _levels(run: TreeNode, blocks: int) -> Generator[tuple[int, int, int, bool, bool]]:
     """For each level, from the blocks up: (level, first, stop, whether to send the first sum, whether the last one)."""
     (first, stop), level = run, 0
     while first < stop:

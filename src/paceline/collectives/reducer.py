@@ -4,7 +4,7 @@ autograd would add virtual ranks from left to right. The reducer therefore remov
 before the backward of the next one, and adds them as a leaf of the tree (see `tree`). Several backwards of one virtual
 rank accumulate, because they run on the same rank. In this rank's last backward of a step, a bucket is sent when its
 last gradient is complete, in the same order on all ranks. A transport sums the buckets over ranks (see
-`communicator.Transport`).
+`communicator.BucketReduction`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from paceline.collectives.across import InterHostSum, PerHostTransport
 from paceline.collectives.buckets import check_dense, grad_of, trainable
-from paceline.collectives.communicator import MemoryTransport, Transport, make_communicator
-from paceline.collectives.hosts import Hosts
-from paceline.collectives.shards import Shards, ShardTransport
+from paceline.collectives.communicator import BucketReduction, SharedMemoryBucketReduction, make_communicator
+from paceline.collectives.hosts import NodeTopology
+from paceline.collectives.inter_node import InterNodeSum, TwoLevelBucketReduction
+from paceline.collectives.shards import ShardBucketReduction, Shards
 from paceline.collectives.torch_collectives import Group
 from paceline.collectives.tree import Grads, LeafPartition, add_each
 from paceline.errors import UsageError
@@ -40,7 +40,7 @@ class Reducer:
     def __init__(
         self,
         partition: LeafPartition,
-        transport: Transport,
+        transport: BucketReduction,
         *,
         at_start: Callable[[], None] = lambda: None,
         module: nn.Module | None = None,
@@ -66,10 +66,10 @@ class Reducer:
         self._awaited = [{*b, *([None] if self._tied.intersection(b) else [])} for b in self._buckets]
         self._sums = [partition.partial_sums(add_each) for _ in self._buckets]
         self._forget()
-        for parameter in self._bucket_of if transport.early else ():
+        for parameter in self._bucket_of if transport.overlaps_backward else ():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
-    def enter(self, virtual_rank: int, *, is_last: bool, counted: bool = True) -> None:
+    def begin_backward(self, virtual_rank: int, *, is_last: bool, counted: bool = True) -> None:
         """Begin one backward of a virtual rank.
 
         Args:
@@ -93,7 +93,7 @@ class Reducer:
                     self._add_leaf(index)
         self._leaf, self._leaving = virtual_rank, is_last
 
-    def leave(self, *, failed: bool = False) -> None:
+    def end_backward(self, *, failed: bool = False) -> None:
         """End the backward. `failed`: it raised an error."""
         if self._put_aside:
             for parameter, grad in self._put_aside if not failed else ():
@@ -117,7 +117,7 @@ class Reducer:
         try:
             while self._sent < len(self._buckets):  # also buckets without a gradient
                 self._send_next()
-            return self._transport.end(divisor)
+            return self._transport.finish_buckets(divisor)
         finally:
             self._forget()
 
@@ -131,7 +131,7 @@ class Reducer:
         self.finish(None)
 
     def _forget(self) -> None:
-        self._transport.forget()
+        self._transport.discard_sums()
         self._leaf: int | None = None
         self._leaving = False
         for sums in self._sums:
@@ -164,7 +164,7 @@ class Reducer:
         index = self._sent
         self._sent += 1
         self._add_leaf(index)
-        self._transport.begin(index, self._sums[index].finish())
+        self._transport.start_bucket(index, self._sums[index].finish())
 
 
 def check_gradients(
@@ -184,33 +184,37 @@ def check_gradients(
     return is_any
 
 
-def sum_by_leaf(module: nn.Module, partition: LeafPartition) -> Reducer:
+def make_leaf_reducer(module: nn.Module, partition: LeafPartition) -> Reducer:
     """A reducer over the leaves of `partition`, in the order of the tree: it gives the bits of one process."""
     return _reducer(module, partition, in_order=True)
 
 
-def sum_by_rank(module: nn.Module, partition: LeafPartition, group: Group = None) -> Reducer:
+def make_rank_reducer(module: nn.Module, partition: LeafPartition, group: Group = None) -> Reducer:
     """A reducer over ranks, each with one leaf, in the cheapest order (a collective). `group`: default: all ranks."""
     return _reducer(module, partition, in_order=False, group=group)
 
 
-def sum_on_each_host(module: nn.Module, hosts: Hosts, across: InterHostSum | None = None) -> Reducer:
+def make_host_reducer(module: nn.Module, hosts: NodeTopology, across: InterNodeSum | None = None) -> Reducer:
     """A reducer over the ranks of each host, and if there is `across`, over hosts (a collective)."""
     rank = hosts.memory.rank
-    transport = PerHostTransport(trainable(module), hosts, across)
-    return Reducer(LeafPartition.of_ranks(hosts.memory.size, rank), transport, module=module, single_leaf=rank)
+    transport = TwoLevelBucketReduction(trainable(module), hosts, across)
+    return Reducer(LeafPartition.one_leaf_per_rank(hosts.memory.size, rank), transport, module=module, single_leaf=rank)
 
 
-def sum_to_shards(shards: Shards, partition: LeafPartition) -> Reducer:
-    """A reducer that sums like `sum_by_leaf`, and sets the gradient of each piece of this rank."""
-    return Reducer(partition, ShardTransport(shards, partition), at_start=shards.drop_gradients, module=shards.module)
+def make_shard_reducer(shards: Shards, partition: LeafPartition) -> Reducer:
+    """A reducer that sums like `make_leaf_reducer`, and sets the gradient of each piece of this rank."""
+    return Reducer(
+        partition, ShardBucketReduction(shards, partition), at_start=shards.drop_gradients, module=shards.module
+    )
 
 
 def _reducer(module: nn.Module, partition: LeafPartition, *, in_order: bool, group: Group = None) -> Reducer:
     parameters, single_leaf = trainable(module), None if in_order else partition.ranges[partition.rank][0]
     if len(partition.ranges) == 1:
-        return Reducer(partition, MemoryTransport(parameters, None, partition), module=module, single_leaf=single_leaf)
-    transport = make_communicator(group=group).transport(parameters, partition, in_order=in_order)
+        return Reducer(
+            partition, SharedMemoryBucketReduction(parameters, None, partition), module=module, single_leaf=single_leaf
+        )
+    transport = make_communicator(group=group).make_bucket_reduction(parameters, partition, in_order=in_order)
     return Reducer(partition, transport, module=module, single_leaf=single_leaf)
 
 

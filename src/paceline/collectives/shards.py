@@ -28,29 +28,29 @@ from torch.optim import Optimizer
 
 from paceline.collectives.buckets import BUCKET_BYTES, buckets_of, divide, trainable
 from paceline.collectives.communicator import Bucket, communicator
-from paceline.collectives.torch_collectives import Wait
-from paceline.collectives.tree import ALIGNED, Grads, LeafPartition, round_up
+from paceline.collectives.torch_collectives import WaitFunction
+from paceline.collectives.tree import ALIGNMENT_ELEMENTS, Grads, LeafPartition, round_up
 from paceline.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalShard:
     """The elements [start, stop) of a flattened parameter, which this rank updates, as a separate parameter."""
 
     start: int
     stop: int
     parameter: nn.Parameter
-    whole: torch.Size  # the shape of the full parameter
+    full_shape: torch.Size  # the shape of the full parameter
 
 
 @dataclass(frozen=True)
-class ShardRun:
+class ShardRange:
     """The elements [start, stop) of the bucket's parameter `index`, at element `at` of a rank's shard."""
 
-    index: int
+    parameter_index: int
     start: int
     stop: int
-    at: int
+    shard_offset: int
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ShardedBucket:
     parameters: Sequence[nn.Parameter]
     weights: Tensor
     shard_size: int
-    runs: Sequence[Sequence[ShardRun]]  # by rank
+    ranges_by_rank: Sequence[Sequence[ShardRange]]  # by rank
 
 
 class Shards:
@@ -85,34 +85,38 @@ class Shards:
         self._parameters = [p for bucket in self.buckets for p in bucket.parameters]
         self._data = [p.data for p in self._parameters]
         self._pointers = [p.data_ptr() for p in self._parameters]
-        self.pieces: dict[nn.Parameter, Piece] = {}
+        self.pieces: dict[nn.Parameter, LocalShard] = {}
         for bucket in self.buckets:
             shard = bucket.weights.view(world_size, -1)[rank]
-            for run in bucket.runs[rank]:
-                parameter = bucket.parameters[run.index]
-                elements = nn.Parameter(shard[run.at : run.at + run.stop - run.start])
-                self.pieces[parameter] = Piece(run.start, run.stop, elements, parameter.shape)
+            for run in bucket.ranges_by_rank[rank]:
+                parameter = bucket.parameters[run.parameter_index]
+                elements = nn.Parameter(shard[run.shard_offset : run.shard_offset + run.stop - run.start])
+                self.pieces[parameter] = LocalShard(run.start, run.stop, elements, parameter.shape)
 
-    def shard(self, optimizer: Optimizer) -> None:
+    def shard_optimizer(self, optimizer: Optimizer) -> None:
         """Make an `optimizer` of the module's parameters update this rank's pieces instead, and then gather all shards.
 
         Its groups and their options stay, so that schedulers work as usual.
         """
         for group in optimizer.param_groups:
             group["params"] = [self.pieces[p].parameter for p in group["params"] if p in self.pieces]
-        optimizer.register_step_pre_hook(self.take_assigned)
+        optimizer.register_step_pre_hook(self.copy_assigned_values)
         optimizer.register_step_post_hook(self.gather)
 
-    def shares(self, parameters: Sequence[nn.Parameter]) -> list[list[tuple[int, int, int]]]:
+    def ranges_by_rank(self, parameters: Sequence[nn.Parameter]) -> list[list[tuple[int, int, int]]]:
         """By rank: (position in `parameters`, start, stop) of each of its pieces."""
         position = {parameter: index for index, parameter in enumerate(parameters)}
         return [
-            [(position[b.parameters[run.index]], run.start, run.stop) for b in self.buckets for run in b.runs[rank]]
+            [
+                (position[b.parameters[run.parameter_index]], run.start, run.stop)
+                for b in self.buckets
+                for run in b.ranges_by_rank[rank]
+            ]
             for rank in range(self.world_size)
         ]
 
     @torch.no_grad()
-    def take_assigned(self, *_: object) -> None:
+    def copy_assigned_values(self, *_: object) -> None:
         """Before an update: move values that the script has assigned (`p.data = ...`, `p.set_(...)`) into the bucket.
 
         Raises:
@@ -170,10 +174,10 @@ def _check_no_views(parameters: Iterable[nn.Parameter]) -> None:
 
 @torch.no_grad()
 def _shard_bucket(parameters: Sequence[nn.Parameter], world_size: int) -> ShardedBucket:
-    lengths = [round_up(p.numel(), ALIGNED) for p in parameters]
-    size = round_up(sum(lengths), ALIGNED * world_size) // world_size
+    lengths = [round_up(p.numel(), ALIGNMENT_ELEMENTS) for p in parameters]
+    size = round_up(sum(lengths), ALIGNMENT_ELEMENTS * world_size) // world_size
     weights = parameters[0].new_zeros(size * world_size)
-    runs: list[list[ShardRun]] = [[] for _ in range(world_size)]
+    runs: list[list[ShardRange]] = [[] for _ in range(world_size)]
     at = 0
     for index, (parameter, length) in enumerate(zip(parameters, lengths, strict=True)):
         end = at + parameter.numel()
@@ -181,7 +185,7 @@ def _shard_bucket(parameters: Sequence[nn.Parameter], world_size: int) -> Sharde
         for rank in range(at // size if size else 0, -(-end // size) if size else 0):
             low, high = max(at, rank * size), min(end, (rank + 1) * size)
             if low < high:
-                runs[rank].append(ShardRun(index, low - at, high - at, low - rank * size))
+                runs[rank].append(ShardRange(index, low - at, high - at, low - rank * size))
         at += length
     return ShardedBucket(parameters, weights, size, runs)
 
@@ -189,17 +193,17 @@ def _shard_bucket(parameters: Sequence[nn.Parameter], world_size: int) -> Sharde
 MAX_PENDING_BUCKETS = 2  # one is sent while the next one fills
 
 
-class ShardTransport:
+class ShardBucketReduction:
     """A transport that sets the gradient of each piece of `shards`, to None if no rank has used the parameter."""
 
-    early = True
+    overlaps_backward = True
 
     def __init__(self, shards: Shards, partition: LeafPartition) -> None:
         self.buckets: Sequence[Bucket] = [bucket.parameters for bucket in shards.buckets]
         self._shards, self._partition = shards, partition
-        self.forget()
+        self.discard_sums()
 
-    def begin(self, number: int, partials: list[Grads | None]) -> None:
+    def start_bucket(self, number: int, partials: list[Grads | None]) -> None:
         bucket = self._shards.buckets[number]
         packed = [_packed(bucket, grads, self._shards.world_size) for grads in partials]
         self._used.append(
@@ -210,7 +214,7 @@ class ShardTransport:
         while len(self._pending) > MAX_PENDING_BUCKETS:
             self._end_first()
 
-    def end(self, divisor: float | Tensor | None) -> bool:
+    def finish_buckets(self, divisor: float | Tensor | None) -> bool:
         while self._pending:
             self._end_first()
         if divisor is not None:
@@ -224,8 +228,8 @@ class ShardTransport:
                 del flags[:size]
         return False
 
-    def forget(self) -> None:
-        self._pending = deque[Wait]()
+    def discard_sums(self) -> None:
+        self._pending = deque[WaitFunction]()
         self._arrived: list[Tensor] = []
         self._used: list[Sequence[float]] = []
 
@@ -233,10 +237,10 @@ class ShardTransport:
         self._arrived.append(self._pending.popleft()())
 
     def _assign_grads(self, bucket: ShardedBucket, sums: Tensor, used: Sequence[float]) -> None:
-        for run in bucket.runs[self._shards.rank]:
-            if used[run.index]:
-                piece = self._shards.pieces[bucket.parameters[run.index]]
-                piece.parameter.grad = sums[run.at : run.at + run.stop - run.start]
+        for run in bucket.ranges_by_rank[self._shards.rank]:
+            if used[run.parameter_index]:
+                piece = self._shards.pieces[bucket.parameters[run.parameter_index]]
+                piece.parameter.grad = sums[run.shard_offset : run.shard_offset + run.stop - run.start]
 
 
 def _packed(bucket: ShardedBucket, grads: Grads | None, world_size: int) -> Tensor:
@@ -246,12 +250,12 @@ def _packed(bucket: ShardedBucket, grads: Grads | None, world_size: int) -> Tens
     """
     parameters = bucket.parameters
     flat = [None] * len(parameters) if grads is None else [None if g is None else g.reshape(-1) for g in grads]
-    packed = parameters[0].new_zeros(world_size, bucket.shard_size + round_up(len(parameters), ALIGNED))
+    packed = parameters[0].new_zeros(world_size, bucket.shard_size + round_up(len(parameters), ALIGNMENT_ELEMENTS))
     targets, sources = list[Tensor](), list[Tensor]()
-    for row, runs in zip(packed, bucket.runs, strict=True):
+    for row, runs in zip(packed, bucket.ranges_by_rank, strict=True):
         for run in runs:
-            if (gradient := flat[run.index]) is not None:
-                targets.append(row[run.at : run.at + run.stop - run.start])
+            if (gradient := flat[run.parameter_index]) is not None:
+                targets.append(row[run.shard_offset : run.shard_offset + run.stop - run.start])
                 sources.append(gradient[run.start : run.stop])
     if targets:
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]

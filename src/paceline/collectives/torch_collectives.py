@@ -17,29 +17,29 @@ from paceline.collectives.tree import LeafPartition, tree_sum
 from paceline.errors import ExitCode, TrainingError
 
 CPU = torch.device("cpu")
-AT_ONCE_BYTES = 1 << 26  # the most bytes of the copies for all ranks; larger data uses the backend's all-gather
+MAX_GATHER_COPY_BYTES = 1 << 26  # the most bytes of the copies for all ranks; larger data uses the backend's all-gather
 HEADER_BYTES = 64
 Group = dist.ProcessGroup | None  # None: all ranks
-Wait = Callable[[], Tensor]
+WaitFunction = Callable[[], Tensor]
 """Waits for a collective, and returns its result; to be called once."""
-Start = Callable[[Tensor, str], Wait]  # (tensor, name); see `start_gather`
-MOST_BYTES = 1 << 16  # that a rank may send in addition to those of a ring: 50 ms at 10 Mbit/s
+StartFunction = Callable[[Tensor, str], WaitFunction]  # (tensor, name); see `start_all_gather`
+MAX_EXTRA_BYTES = 1 << 16  # that a rank may send in addition to those of a ring: 50 ms at 10 Mbit/s
 
 
-def gather_over_torch(
+def all_gather_json(
     value: Any,
     size: int,
     device: torch.device = CPU,
     group: Group = None,
     *,
     name: str = "messages",
-    start: Start | None = None,
+    start: StartFunction | None = None,
 ) -> list[Any]:
     """The `value` (JSON) of all `size` ranks of a group, by rank, on every rank.
 
-    `name`: for the hang guard. `start`: replaces `start_gather`.
+    `name`: for the hang guard. `start`: replaces `start_all_gather`.
     """
-    start = start or partial(start_gather, group=group)
+    start = start or partial(start_all_gather, group=group)
     if size == 1:
         return [value]
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
@@ -51,7 +51,7 @@ def gather_over_torch(
     return [json.loads(bytes(row[:n].tolist())) for row, n in zip(received, sizes, strict=True)]
 
 
-def start_gather(mine: Tensor, name: str, group: Group = None) -> Wait:
+def start_all_gather(mine: Tensor, name: str, group: Group = None) -> WaitFunction:
     """Start an all-gather of `mine`, (n,) on all ranks of a group.
 
     gloo matches messages by their length only. On the CPU each message therefore begins with its name, type and size.
@@ -61,14 +61,14 @@ def start_gather(mine: Tensor, name: str, group: Group = None) -> Wait:
         different collectives.
     """
     size = dist.get_world_size(group)
-    if mine.device.type != "cpu" or size * mine.nbytes > AT_ONCE_BYTES:
+    if mine.device.type != "cpu" or size * mine.nbytes > MAX_GATHER_COPY_BYTES:
         sent, of_all = name_collective(mine, name), mine.new_empty(size * len(mine))
         work = gather_shards(of_all, sent, group)
-        return lambda: when_done(work, of_all, sent).view(size, len(mine))
+        return lambda: wait_for_result(work, of_all, sent).view(size, len(mine))
     row = torch.cat([_header(name, mine.dtype, len(mine)), mine.detach().contiguous().view(torch.uint8)])
     rows, received = name_collective(row.repeat(size), name), row.new_empty(size * len(row))
     started = dist.all_to_all_single(received, rows, group=group, async_op=True)
-    return lambda: _contents(when_done(started, received, rows).view(size, -1), row, mine.dtype)
+    return lambda: _contents(wait_for_result(started, received, rows).view(size, -1), row, mine.dtype)
 
 
 @lru_cache(1024)
@@ -86,7 +86,7 @@ def _contents(rows: Tensor, mine: Tensor, dtype: torch.dtype) -> Tensor:
     return rows[:, HEADER_BYTES:].contiguous().view(dtype)
 
 
-def start_sum(numbers: Tensor, name: str, group: Group = None) -> Wait:
+def start_all_reduce(numbers: Tensor, name: str, group: Group = None) -> WaitFunction:
     """Start an all-reduce of `numbers`, (n,) on all ranks of a group. The returned function waits.
 
     `numbers` may become the sum. If this takes few bytes more than a ring, each rank sends them to all others (between
@@ -94,15 +94,15 @@ def start_sum(numbers: Tensor, name: str, group: Group = None) -> Wait:
     """
     size = dist.get_world_size(group)
     extra_bytes = (size - 1) * (size - 2) * numbers.nbytes // max(1, size)
-    if numbers.device.type == "cpu" and extra_bytes <= MOST_BYTES:
-        gathered = start_gather(numbers, name, group)
+    if numbers.device.type == "cpu" and extra_bytes <= MAX_EXTRA_BYTES:
+        gathered = start_all_gather(numbers, name, group)
         return lambda: reduce(torch.add, gathered().unbind())  # in the order of ranks: all get the same bits
     total = name_collective(numbers, name)
     work = dist.all_reduce(total, group=group, async_op=True)
-    return lambda: when_done(work, total)
+    return lambda: wait_for_result(work, total)
 
 
-def when_done(work: dist.Work | None, result: Tensor, *inputs: Tensor) -> Tensor:
+def wait_for_result(work: dist.Work | None, result: Tensor, *inputs: Tensor) -> Tensor:
     """Wait for `work`, and return `result`, which it fills. Keeps `inputs` alive meanwhile, because gloo reads them."""
     if work is not None:  # None only for ranks outside the group
         work.wait()
@@ -121,14 +121,14 @@ def name_collective(tensor: Tensor, name: str) -> Tensor:
     return tensor
 
 
-class AllToAll:
+class TreeReduceScatter:
     """A reduce-scatter in the order of the tree: each rank receives the subtrees of its shard, and adds them up."""
 
     def __init__(
         self, partition: LeafPartition, partials: Sequence[Tensor], group: Group = None, name: str = ""
     ) -> None:
         """Start it. `partials`: the sums of this rank's subtrees, each (n,); n is a multiple of the number of ranks."""
-        self._nodes, self._own = partition.nodes(), partials[0]
+        self._nodes, self._own = partition.subtrees_by_rank(), partials[0]
         world_size, counts = len(self._nodes), [len(nodes) for nodes in self._nodes]
         shard_size = self._shard_size = len(partials[0]) // world_size
         self._work: dist.Work | None = None
@@ -151,12 +151,12 @@ class AllToAll:
         parts = dict(zip(order, self._received.view(-1, self._shard_size).unbind(), strict=True))
         return tree_sum(parts, Tensor.add_, self._nodes[-1][-1][1])
 
-    def end(self) -> Tensor:
+    def wait_and_sum_copy(self) -> Tensor:
         """As `sum`, but in separate memory, so that the received subtrees are freed."""
         return self.sum() if self._work is None else self.sum().clone()
 
 
-class Exchange:
+class TreeAllReduce:
     """An all-reduce in the order of the tree: an all-to-all, then a sum of one shard on each rank, then an all-gather.
 
     For each subtree of a rank, this moves the same number of bytes as an all-reduce. Several exchanges may run at the
@@ -178,20 +178,20 @@ class Exchange:
         """
         self._group, self._name, self._flat = group, name, partials[0]
         self._work: dist.Work | None = None
-        self._scatter: AllToAll | None = None
-        counts = [len(nodes) for nodes in partition.nodes()]
+        self._scatter: TreeReduceScatter | None = None
+        counts = [len(nodes) for nodes in partition.subtrees_by_rank()]
         if counts == [1, 1] or not in_order:  # a sum of two has only one order: an all-reduce is the tree
             self._work = dist.all_reduce(name_collective(self._flat, name), group=group, async_op=True)
         elif len(counts) > 1:
-            self._scatter = AllToAll(partition, partials, group, name)
+            self._scatter = TreeReduceScatter(partition, partials, group, name)
 
-    def gather(self) -> None:
+    def start_gather(self) -> None:
         """Wait for the subtrees of this rank's shard, add them up, and start to gather all shards."""
         if self._scatter is not None:
             self._mine = self._scatter.sum()  # keep it: the backend reads it until the work is done
             self._work = gather_shards(self._flat, name_collective(self._mine, self._name), self._group)
 
-    def end(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Wait, and return the sum, (n,), on every rank."""
         if self._work is not None:
             self._work.wait()

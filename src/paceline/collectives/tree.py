@@ -22,17 +22,17 @@ from typing import Generic, Self, TypeVar
 import torch
 from torch import Tensor
 
-Node = tuple[int, int]
+TreeNode = tuple[int, int]
 """A complete subtree: the leaves [first, stop)."""
 
 Grads = list[Tensor | None]
 """The gradient of each parameter of a bucket. None: the parameter was not used, all zeros."""
 
 _T = TypeVar("_T")
-ALIGNED = 64  # elements: shards and segments of every type begin at a cache line
+ALIGNMENT_ELEMENTS = 64  # elements: shards and segments of every type begin at a cache line
 
 
-def middle(node: tuple[int, int]) -> int:
+def split_leaf(node: tuple[int, int]) -> int:
     """The leaf at which a node of two or more leaves is split: after the largest power of two, like a binary counter.
 
     middle((0, 6)) == 4, middle((0, 4)) == 2, middle((4, 6)) == 5
@@ -41,42 +41,42 @@ def middle(node: tuple[int, int]) -> int:
     return first + (1 << ((stop - first - 1).bit_length() - 1))
 
 
-def is_node(node: Node, leaves: int) -> bool:
+def is_node(node: TreeNode, leaves: int) -> bool:
     """Whether `node` is a subtree of the tree over `leaves` leaves."""
     at = (0, leaves)
     while at != node and at[1] - at[0] > 1:
-        cut = middle(at)
+        cut = split_leaf(at)
         at = (at[0], cut) if node[1] <= cut else (cut, at[1])
     return at == node
 
 
-def subtrees(owned: Node, leaves: int) -> list[Node]:
+def subtrees(owned: TreeNode, leaves: int) -> list[TreeNode]:
     """The largest complete subtrees within a range of leaves, from left to right.
 
     subtrees((0, 3), 6) == [(0, 2), (2, 3)], subtrees((3, 6), 6) == [(3, 4), (4, 6)]
     """
 
-    def within(node: Node) -> list[Node]:
+    def within(node: TreeNode) -> list[TreeNode]:
         if owned[0] <= node[0] and node[1] <= owned[1]:
             return [node]
         if node[1] <= owned[0] or owned[1] <= node[0]:
             return []
-        cut = middle(node)
+        cut = split_leaf(node)
         return within((node[0], cut)) + within((cut, node[1]))
 
     return within((0, leaves))
 
 
-def tree_sum(parts: dict[Node, _T], add: Callable[[_T, _T], _T], leaves: int) -> _T:
+def tree_sum(parts: dict[TreeNode, _T], add: Callable[[_T, _T], _T], leaves: int) -> _T:
     """The sum of all leaves, from subtrees that contain each leaf once. Calls `add` in the tree's order."""
     return _sum_of((0, leaves), parts, add)
 
 
-def _sum_of(node: Node, parts: dict[Node, _T], add: Callable[[_T, _T], _T]) -> _T:
+def _sum_of(node: TreeNode, parts: dict[TreeNode, _T], add: Callable[[_T, _T], _T]) -> _T:
     # Not a recursive closure: its reference cycle would keep all parts until the garbage collector runs.
     if node in parts:
         return parts[node]
-    cut = middle(node)
+    cut = split_leaf(node)
     return add(_sum_of((node[0], cut), parts, add), _sum_of((cut, node[1]), parts, add))
 
 
@@ -87,14 +87,14 @@ class PartialSums(Generic[_T]):
     sums of 4, 2 and 1. A leaf that is None or missing is all zeros.
     """
 
-    def __init__(self, owned: Node, leaves: int, add: Callable[[_T | None, _T | None], _T | None]) -> None:
+    def __init__(self, owned: TreeNode, leaves: int, add: Callable[[_T | None, _T | None], _T | None]) -> None:
         """`add` adds two neighbours, and may change them; see `add_optional`."""
         self.owned, self._leaves, self._add = owned, leaves, add
         self.clear()
 
     def clear(self) -> None:
         """Discard the sums, and begin with the first leaf again."""
-        self._next, self._nodes, self._sums = self.owned[0], list[Node](), list[_T | None]()
+        self._next, self._nodes, self._sums = self.owned[0], list[TreeNode](), list[_T | None]()
 
     def add(self, leaf: int, value: _T | None) -> None:
         """Add `value` as `leaf`. Its memory then belongs to this object. Skipped leaves are zeros."""
@@ -147,30 +147,30 @@ def add_each(left: Grads | None, right: Grads | None) -> Grads | None:
 class LeafPartition:
     """The leaves of each rank: consecutive `ranges`, by rank, from 0 to `leaves`. `rank` is this rank."""
 
-    ranges: Sequence[Node]
+    ranges: Sequence[TreeNode]
     rank: int
 
     @classmethod
-    def of_ranks(cls, size: int, rank: int) -> Self:
+    def one_leaf_per_rank(cls, size: int, rank: int) -> Self:
         """One leaf for each of `size` ranks."""
         return cls([(leaf, leaf + 1) for leaf in range(size)], rank)
 
     @property
-    def leaves(self) -> int:
+    def leaf_count(self) -> int:
         """V, the number of leaves."""
         return self.ranges[-1][1]
 
-    def nodes(self) -> list[list[Node]]:
+    def subtrees_by_rank(self) -> list[list[TreeNode]]:
         """The subtrees of each rank."""
-        return [subtrees(owned, self.leaves) for owned in self.ranges]
+        return [subtrees(owned, self.leaf_count) for owned in self.ranges]
 
     def partial_sums(self, add: Callable[[_T | None, _T | None], _T | None]) -> PartialSums[_T]:
         """An empty sum of this rank's leaves."""
-        return PartialSums(self.ranges[self.rank], self.leaves, add)
+        return PartialSums(self.ranges[self.rank], self.leaf_count, add)
 
     def padded(self, size: int) -> int:
         """`size` rounded up to shards of equal size that begin at cache lines."""
-        return round_up(size, ALIGNED * len(self.ranges))
+        return round_up(size, ALIGNMENT_ELEMENTS * len(self.ranges))
 
 
 def round_up(number: int, unit: int) -> int:

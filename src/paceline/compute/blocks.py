@@ -18,17 +18,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from paceline.compute.forward import matching, override_members
-from paceline.config.choices import lacks_torch
+from paceline.compute.forward import find_matching_modules, override_members
+from paceline.config.choices import torch_unsupported_reason
 from paceline.errors import UsageError, first_few
 from paceline.rank.world import World
 
 if TYPE_CHECKING:  # imported where used: it would cost every other strategy a second of start-up
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-MIXED = "mixed torch.Tensor and DTensor"
+MIXED_TENSORS_MESSAGE = "mixed torch.Tensor and DTensor"
 MAX_NAMED = 8
-LEAST_SHARE = 0.1
+MIN_REPEATED_FRACTION = 0.1
 """The least fraction of parameters in repeated layers. With fewer parameters in them, the blocks are the children."""
 
 
@@ -48,15 +48,15 @@ def shard_blocks(
         The blocks by name: inner ones first, the model itself ("") last.
 
     Raises:
-        UsageError: see `blocks_of` and `check_types`, or if torch is too old.
+        UsageError: see `blocks_of` and `check_parameter_dtypes`, or if torch is too old.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    if why := lacks_torch("fsdp"):
+    if why := torch_unsupported_reason("fsdp"):
         raise UsageError(code="torch-too-old", why=why)
     blocks = blocks_of(model, rule, flag=flag)
-    check_types(model, blocks)
+    check_parameter_dtypes(model, blocks)
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()  # fully_shard needs contiguous parameters
     group, data, shard = world.group or dist.group.WORLD, world.along("data").group, world.along("shard").group
@@ -93,7 +93,7 @@ def _explain_use_outside(model: nn.Module, names: list[str], flag: str) -> None:
         try:
             return cls.__call__(self, *args, **kwargs)
         except RuntimeError as error:
-            if MIXED not in str(error):
+            if MIXED_TENSORS_MESSAGE not in str(error):
                 raise
             raise UsageError(
                 code="block-parameter-outside", blocks=first_few(names, MAX_NAMED), setting=flag
@@ -121,7 +121,7 @@ def _policies(
 
 
 @contextmanager
-def gathered(blocks: Mapping[str, FSDPModule]) -> Generator[None]:
+def gather_parameters(blocks: Mapping[str, FSDPModule]) -> Generator[None]:
     """Inside, all parameters are gathered; forward and backward do not communicate (entering is a collective)."""
     root = blocks[""]
     for block in blocks.values():
@@ -139,7 +139,7 @@ def gathered(blocks: Mapping[str, FSDPModule]) -> Generator[None]:
             block.reshard()
 
 
-def on_backward(blocks: Mapping[str, FSDPModule], act: Callable[[], None]) -> None:
+def register_backward_callback(blocks: Mapping[str, FSDPModule], act: Callable[[], None]) -> None:
     """Call `act` in each backward through an output of a block, for all forwards from now on."""
 
     def at_forward(_block: nn.Module, _inputs: Any, output: Any) -> None:
@@ -157,7 +157,7 @@ def blocks_of(model: nn.Module, rule: str | None, *, flag: str) -> dict[str, nn.
     Raises:
         UsageError: if `rule` matches nothing, or one of its blocks has a parameter that is also used outside.
     """
-    blocks = _by_default(model) if rule is None else matching(model, rule, flag=flag)
+    blocks = _by_default(model) if rule is None else find_matching_modules(model, rule, flag=flag)
     if rule is not None and not any(_has_parameters(block) for block in blocks.values()):
         raise UsageError(code="blocks-without-parameters", setting=flag, rule=rule, blocks=", ".join(blocks))
     blocks = {name: block for name, block in blocks.items() if _has_parameters(block)}
@@ -170,7 +170,7 @@ def blocks_of(model: nn.Module, rule: str | None, *, flag: str) -> dict[str, nn.
     return dict(sorted(blocks.items(), key=lambda item: -item[0].count(".")))
 
 
-def check_types(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
+def check_parameter_dtypes(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
     """Raise UsageError if a block, or the model outside blocks, has parameters of several types."""
     types: dict[str, dict[torch.dtype, str]] = defaultdict(dict)
     for name, parameter in model.named_parameters():
@@ -184,23 +184,23 @@ def check_types(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
 
 
 def _by_default(model: nn.Module) -> dict[str, nn.Module]:
-    lists = [layers for layers in _repeated("", model) if not all(_used_outside(model, name) for name in layers)]
+    lists = [layers for layers in _repeated_layers("", model) if not all(_used_outside(model, name) for name in layers)]
     sizes = [[_size(layer) for layer in layers.values()] for layers in lists]
     # a list that is smaller than one block of the largest list saves less memory than that block takes
     min_size = max(max(sizes, key=sum)) if sizes else 0
     large = [layers for layers, of_layers in zip(lists, sizes, strict=True) if sum(of_layers) >= min_size]
     blocks = {name: layer for layers in large for name, layer in layers.items()}
-    return _children(model) if sum(map(_size, blocks.values())) < LEAST_SHARE * _size(model) else blocks
+    return _children(model) if sum(map(_size, blocks.values())) < MIN_REPEATED_FRACTION * _size(model) else blocks
 
 
-def _repeated(name: str, module: nn.Module) -> list[dict[str, nn.Module]]:
+def _repeated_layers(name: str, module: nn.Module) -> list[dict[str, nn.Module]]:
     """The layers of each list inside `module`, by name. For nested lists, the layers of the outer one.
 
     In a list at least half of the parameters are in layers whose class is repeated. If one layer has more than half of
     them, inner lists are preferred: the stages of a network with growing width consist of layers themselves.
     """
     prefix = f"{name}." if name else ""
-    inside = [layers for leaf, child in module.named_children() for layers in _repeated(prefix + leaf, child)]
+    inside = [layers for leaf, child in module.named_children() for layers in _repeated_layers(prefix + leaf, child)]
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         return inside
     layers = {leaf: layer for leaf, layer in module.named_children() if _has_parameters(layer)}

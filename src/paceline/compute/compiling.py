@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from paceline.compute.forward import may_record, override_members, wrap_forward
+from paceline.compute.forward import may_record_graph, override_members, wrap_forward
 from paceline.errors import TrainingError, UsageError
 from paceline.nested import tensors
-from paceline.rank import recorder
-from paceline.runs.owners import check_ours
+from paceline.rank import flight_recorder
+from paceline.runs.owners import check_owned_by_us
 from paceline.runs.writing import make_folder
 
 MAX_REASON_CHARS = 1500
@@ -44,10 +44,10 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
     Raises:
         UsageError: if the compiler that torch needs is missing.
     """
-    why = lacks_compiler(device)
+    why = missing_compiler_reason(device)
     if why:
         raise UsageError(code="compile-not-possible", why=why)
-    _keep_results_private()
+    _use_private_cache()
     # torch does not compile frames of torch, such as the forward of nn.Sequential: it needs a frame of ours around it
     wrap_forward(model, lambda forward, args, kwargs: forward(*args, **kwargs))
     cls: Any = type(model)
@@ -65,7 +65,7 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
     model.compile()
 
 
-def _keep_results_private() -> None:
+def _use_private_cache() -> None:
     """Let torch cache compiled code in a folder of the user instead of /tmp, because torch unpickles it.
 
     Raises:
@@ -78,11 +78,11 @@ def _keep_results_private() -> None:
         make_folder(folder, exist_ok=True)
     except OSError as error:
         raise UsageError(code="compile-no-folder", folder=folder, strerror=error.strerror) from None
-    check_ours(folder)
+    check_owned_by_us(folder)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
-def lacks_compiler(device: torch.device) -> str:
+def missing_compiler_reason(device: torch.device) -> str:
     """Why torch.compile cannot compile here, with the missing package; empty if it can."""
     if device.type != "cpu":
         if importlib.util.find_spec("triton") is None:
@@ -117,7 +117,7 @@ def graph_model(model: nn.Module, device: torch.device) -> None:
 
     def around(forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # a dispatch mode needs each operation, for example the search for samples that are not finite
-        if not (torch.is_grad_enabled() and model.training) or is_in_torch_dispatch_mode() or not may_record():
+        if not (torch.is_grad_enabled() and model.training) or is_in_torch_dispatch_mode() or not may_record_graph():
             return forward(*args, **kwargs)
         if kwargs or not all(isinstance(argument, Tensor) for argument in args):
             raise TrainingError(code="cuda-graphs-inputs")
@@ -172,14 +172,14 @@ def _recorded(model: nn.Module, forward: Call, args: tuple[Tensor, ...]) -> Call
     try:
         expected = gradients(forward)
         restore()
-        recorder.capturing.set()
+        flight_recorder.graph_capture.set()
         replay: Any = torch.cuda.make_graphed_callables(recordable, args, allow_unused_input=True)
         replayed = gradients(replay)
         restore()
     except RuntimeError as error:
         raise TrainingError(code="cuda-graphs-unrecordable", reason=str(error).splitlines()[0]) from error
     finally:
-        recorder.capturing.clear()
+        flight_recorder.graph_capture.clear()
     if len(replayed) != len(expected) or not all(map(_is_close, replayed, expected)):
         raise TrainingError(code="cuda-graphs-differ")
     return replay

@@ -23,13 +23,13 @@ from paceline.compute.precision import await_device
 from paceline.compute.resources import cpu_model
 from paceline.rank.world import World, device_name
 from paceline.runs.reading import decode
-from paceline.runs.utilization import speed
-from paceline.runs.writing import make_folder, replace
+from paceline.runs.utilization import speed_values
+from paceline.runs.writing import make_folder, replace_file
 
 PEAK_SECONDS, SHORT_SECONDS = 0.25, 0.02  # for all products; for a product that is too small to reach the peak
 LEAST_ROWS, MOST_ROWS, MOST_ON_GPU = 512, 4096, 8192  # of the matrices
-BUSY = {"CI", "PYTEST_CURRENT_TEST"}  # environment variables of busy machines
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+BUSY_MACHINE_VARIABLES = {"CI", "PYTEST_CURRENT_TEST"}  # environment variables of busy machines
+HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 
 
@@ -54,7 +54,7 @@ class FlopCount(TorchDispatchMode):
         return self.flops / self.samples if self.samples else 0.0
 
     @contextmanager
-    def of(self, samples: int) -> Generator[None]:
+    def count_samples(self, samples: int) -> Generator[None]:
         """Inside, count the operations of `samples` samples, up to the last `mark`. After an error nothing counts."""
         self._formulas = self._formulas or _formulas()
         self.is_active = True
@@ -65,7 +65,7 @@ class FlopCount(TorchDispatchMode):
             self.is_active = False
         self.samples = samples
 
-    def mark(self) -> None:
+    def mark_backward_end(self) -> None:
         """Call it after a backward: later operations belong to the optimizer and do not count."""
         self.flops = self._running
 
@@ -133,7 +133,7 @@ class Utilization:
     ) -> None:
         """`given`: the peak of one device in TFLOP/s, or 0. `precision`: bf16 or fp16, if it differs from `count`."""
         self.device, self.devices, self.given, self._peak = world.device, world.size, given, given
-        self.count, self._half = count or FlopCount(), HALF.get(precision)
+        self.count, self._half = count or FlopCount(), HALF_DTYPES.get(precision)
         self.tokens = self.samples = 0
         """computed by this rank so far"""
 
@@ -154,7 +154,7 @@ class Utilization:
     def speed(self, samples_per_second: float | None) -> dict[str, float]:
         """See `utilization.speed`. The tokens per sample are the average of this rank."""
         tokens = self.tokens / max(1, self.samples)
-        return speed(samples_per_second, tokens, self.count.per_sample, self.peak_tflops(), self.devices)
+        return speed_values(samples_per_second, tokens, self.count.per_sample, self.peak_tflops(), self.devices)
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype, *, measure: bool, reached: float = 0.0) -> float:
@@ -171,15 +171,15 @@ def peak_tflops(device: torch.device, dtype: torch.dtype, *, measure: bool, reac
     path, key, peaks = Path(folder).resolve() / "paceline" / "peaks.json", f"{name}, {dtype}", dict[str, float]()
     with suppress(OSError):
         peaks = decode(path, dict[str, float])
-    if measure and peaks.get(key, 0.0) <= reached and not BUSY & os.environ.keys():
-        peaks[key] = max(peaks.get(key, 0.0), measured_tflops(device, dtype))
+    if measure and peaks.get(key, 0.0) <= reached and not BUSY_MACHINE_VARIABLES & os.environ.keys():
+        peaks[key] = max(peaks.get(key, 0.0), measure_tflops(device, dtype))
         with suppress(OSError):
             make_folder(path.parent, exist_ok=True)
-            replace(path, msgspec.json.encode(peaks))
+            replace_file(path, msgspec.json.encode(peaks))
     return peaks.get(key, 0.0)
 
 
-def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
+def measure_tflops(device: torch.device, dtype: torch.dtype) -> float:
     """The fastest of several matrix products, in TFLOP/s. It does not use the random streams of the run."""
     generator, best, rows, a = torch.Generator(device).manual_seed(0), 0.0, LEAST_ROWS, torch.empty(0)
     max_rows, began = MOST_ROWS if device.type == "cpu" else MOST_ON_GPU, time.perf_counter()

@@ -20,19 +20,19 @@ from torch.jit import ScriptModule  # pyright: ignore[reportPrivateImportUsage]
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import UsageError, first_few
-from paceline.seeding import Streams, preserved_streams
+from paceline.seeding import GeneratorStates, preserve_generator_states
 
 MAX_SHOWN = 20
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # have no forward
-COPIED_BYTES = 1 << 20  # larger buffers (masks, tables) are rarely written, and only checked
+MAX_COPIED_BUFFER_BYTES = 1 << 20  # larger buffers (masks, tables) are rarely written, and only checked
 
-Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+ForwardWrapper = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """(the module's original forward, args, kwargs) -> the new outputs"""
 Buffers = list[tuple[nn.Module, str, Tensor]]
-_is_plain = ContextVar("is_plain", default=False)
+_is_recording_disabled = ContextVar("is_plain", default=False)
 
 
-def matching(model: nn.Module, rule: str, *, flag: str) -> dict[str, nn.Module]:
+def find_matching_modules(model: nn.Module, rule: str, *, flag: str) -> dict[str, nn.Module]:
     """The modules inside `model` whose name or class matches one of the comma-separated patterns, by name.
 
     If a module and a module inside it match, only the outer one is returned. * and ? also match dots. `flag` is the
@@ -57,7 +57,7 @@ def matching(model: nn.Module, rule: str, *, flag: str) -> dict[str, nn.Module]:
     return {name: modules[name] for name in outer}
 
 
-def wrap_forward(module: nn.Module, around: Around) -> None:
+def wrap_forward(module: nn.Module, around: ForwardWrapper) -> None:
     """Replace the forward of `module` by `around(original forward, args, kwargs)`.
 
     The module gets a subclass of its class, as with torch's fully_shard. So names, hooks, state and the copies of
@@ -85,18 +85,18 @@ def override_members(module: nn.Module, **members: Any) -> None:
 
 
 @contextmanager
-def without_recording() -> Generator[None]:
+def disable_graph_recording() -> Generator[None]:
     """Inside, no CUDA graph is recorded or replayed, because the result of the forward may be unused."""
-    before = _is_plain.set(True)
+    before = _is_recording_disabled.set(True)
     try:
         yield
     finally:
-        _is_plain.reset(before)
+        _is_recording_disabled.reset(before)
 
 
-def may_record() -> bool:
+def may_record_graph() -> bool:
     """Whether a model may be recorded or replayed now."""
-    return not _is_plain.get()
+    return not _is_recording_disabled.get()
 
 
 def recompute(model: nn.Module, rule: str) -> list[str]:
@@ -115,7 +115,7 @@ def recompute(model: nn.Module, rule: str) -> list[str]:
     Raises:
         UsageError: if a pattern matches no module.
     """
-    modules = matching(model, rule, flag="checkpoint_activations")
+    modules = find_matching_modules(model, rule, flag="checkpoint_activations")
     for module in model.modules():
         # a model of Hugging Face
         if hasattr(module, "get_input_embeddings") and "use_cache" in signature(module.forward).parameters:
@@ -147,9 +147,9 @@ def _checkpointed(module: nn.Module, name: str, forward: Any, args: tuple[Any, .
 
 def _contexts(module: nn.Module, name: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     buffers: Buffers = [(m, n, b) for m in module.modules() for n, b in m.named_buffers(recurse=False)]
-    small = [(m, n, b.clone()) for m, n, b in buffers if b.nbytes <= COPIED_BYTES]
-    large = [(m, n, b) for m, n, b in buffers if b.nbytes > COPIED_BYTES]
-    return _checking(name, large), _recomputing(small, Streams().put_back)
+    small = [(m, n, b.clone()) for m, n, b in buffers if b.nbytes <= MAX_COPIED_BUFFER_BYTES]
+    large = [(m, n, b) for m, n, b in buffers if b.nbytes > MAX_COPIED_BUFFER_BYTES]
+    return _checking(name, large), _restore_for_recomputation(small, GeneratorStates().put_back)
 
 
 @contextmanager
@@ -162,10 +162,10 @@ def _checking(name: str, large: Buffers) -> Generator[None]:
 
 
 @contextmanager
-def _recomputing(before: Buffers, restore_streams: Callable[[], None]) -> Generator[None]:
+def _restore_for_recomputation(before: Buffers, restore_streams: Callable[[], None]) -> Generator[None]:
     """Inside, buffers and random streams are those before the first forward."""
     current = [(owner, leaf, getattr(owner, leaf)) for owner, leaf, _ in before]
-    with preserved_streams():
+    with preserve_generator_states():
         restore_streams()
         for owner, leaf, buffer in before:
             setattr(owner, leaf, buffer.clone())

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.compute.forward import Around, override_members, wrap_forward
-from paceline.nested import mapped
+from paceline.compute.forward import ForwardWrapper, override_members, wrap_forward
+from paceline.nested import map_tensors
 
-ROUNDING = (
+AUTOCAST_MODULES = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
     nn.MultiheadAttention,
 )  # fmt: skip
 """Modules whose weights autocast rounds to bf16 at each use."""
 PROBE_SECONDS = 0.3
-GAIN = 1.05  # precision=auto selects bf16 if it is faster by this factor
+MIN_BF16_SPEEDUP = 1.05  # precision=auto selects bf16 if it is faster by this factor
 
 
-def lacks_tf32(device: torch.device) -> str:
+def tf32_unsupported_reason(device: torch.device) -> str:
     """Why `device` cannot compute in tf32; empty if it can."""
     if device.type == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(device) >= (8, 0):
         return ""
@@ -41,7 +41,7 @@ def set_float32_mode(precision: str, device: torch.device) -> None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
 
 
-def lacks_bf16(device: torch.device) -> str:
+def bf16_unsupported_reason(device: torch.device) -> str:
     """Why `device` cannot compute in bf16; empty if it can."""
     if device.type not in ("cpu", "cuda"):
         return ""
@@ -87,7 +87,7 @@ def _convolves(model: nn.Module) -> bool:
     return any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in model.modules())
 
 
-def rounded_by_autocast(model: nn.Module) -> set[nn.Parameter]:
+def autocast_rounded_weights(model: nn.Module) -> set[nn.Parameter]:
     """The float32 weights that autocast rounds before each use after `in_bf16`, so ranks can send them rounded.
 
     These are the weights of torch's linear layers, convolutions and attention. A class with a different forward may use
@@ -95,21 +95,21 @@ def rounded_by_autocast(model: nn.Module) -> set[nn.Parameter]:
     """
     rounded: dict[nn.Parameter, bool] = {}
     for module in model.modules() if getattr(model, "computes_in_bf16", False) else ():
-        rounds = isinstance(module, ROUNDING) and type(module).forward.__module__.startswith("torch.nn.")
+        rounds = isinstance(module, AUTOCAST_MODULES) and type(module).forward.__module__.startswith("torch.nn.")
         for parameter in module.parameters(recurse=False):  # a weight tied to an embedding is not rounded there
             rounded[parameter] = rounds and parameter.dtype == torch.float32 and rounded.get(parameter, True)
     return {parameter for parameter, rounds in rounded.items() if rounds}
 
 
-def half_precision_forward(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Around:
+def half_precision_forward(model: nn.Module, device: torch.device, dtype: torch.dtype) -> ForwardWrapper:
     """The wrapper of `in_bf16` and `in_fp16`: (a forward of the model, args, kwargs) -> its outputs."""
     convolves = _convolves(model)
 
     def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if convolves:
-            args, kwargs = mapped((args, kwargs), _channels_last)
+            args, kwargs = map_tensors((args, kwargs), _channels_last)
         with torch.autocast(device.type, dtype):
-            return mapped(forward(*args, **kwargs), _float32)
+            return map_tensors(forward(*args, **kwargs), _float32)
 
     return around
 
@@ -129,7 +129,7 @@ def _float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-def compared(steps: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+def time_alternatives(steps: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
     """The shortest time of each of `steps` in seconds, run in turn for about 0.3 s after a warm-up run."""
     shortest = dict.fromkeys(steps, float("inf"))
     for step in steps.values():

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.errors import Write, flag, plural
+from paceline.errors import OptionRenderer, format_option, plural
 from paceline.host.cgroup import usable_cores
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h
 TOP_PAD_BYTES = 64 << 20
 ACTIVATION_BYTES = 2 << 30  # assumption for a step, because it is unknown before the first step
-GAPS = 2  # assumed size of the heap relative to its contents (measured: up to 1.5)
+HEAP_SIZE_FACTOR = 2  # assumed size of the heap relative to its contents (measured: up to 1.5)
 
 
 class CpuAllocation(msgspec.Struct, frozen=True):
@@ -63,7 +63,9 @@ def threads_for(allocations: Sequence[CpuAllocation], rank: int) -> int:
     return max(1, mine.limit // len(sharing))
 
 
-def thread_warnings(allocations: Sequence[CpuAllocation], *, may_idle: bool = False, write: Write = flag) -> list[str]:
+def thread_warnings(
+    allocations: Sequence[CpuAllocation], *, may_idle: bool = False, write: OptionRenderer = format_option
+) -> list[str]:
     """Warnings about nodes with more threads than cores, or with mostly idle cores unless `may_idle`.
 
     Nodes with the same problem have one line. `write` formats an option.
@@ -80,7 +82,7 @@ def thread_warnings(allocations: Sequence[CpuAllocation], *, may_idle: bool = Fa
     return lines
 
 
-def _complaint(allocations: Sequence[CpuAllocation], may_idle: bool, write: Write) -> str:
+def _complaint(allocations: Sequence[CpuAllocation], may_idle: bool, write: OptionRenderer) -> str:
     granted = min(
         len({core for allocation in allocations for core in allocation.cores}),
         sum({allocation.cores: allocation.limit for allocation in allocations}.values()),
@@ -132,7 +134,7 @@ def keep_memory(*, free_bytes: int | None, state_bytes: int, env: Mapping[str, s
         return f"{setting} is set"
     if re.search("malloc", env.get("LD_PRELOAD", "")):
         return "LD_PRELOAD sets a different allocator"
-    needed = ACTIVATION_BYTES + GAPS * state_bytes
+    needed = ACTIVATION_BYTES + HEAP_SIZE_FACTOR * state_bytes
     if free_bytes is not None and free_bytes < needed:
         return f"{free_bytes >> 20:,} MiB are free for this rank, and it needs {needed >> 20:,} MiB"
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None

@@ -21,7 +21,7 @@ LAUNCHER_SETTINGS: dict[LauncherName, str] = {
 """By launcher, the settings of [cluster] that only some launchers use. The record of a run contains these names."""
 assert tuple(LAUNCHER_SETTINGS) == get_args(LauncherName)
 
-RENAMED = {
+RENAMED_SETTINGS = {
     "fresh": "restart", "keep": "keep_checkpoints", "set": "task_arg", "stall_after": "hang_timeout",
     "stop_grace": "grace_period", "tail": "last_batch", "track": "report_to", "watch_every": "check_replicas_every",
 }  # fmt: skip
@@ -32,7 +32,7 @@ _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 def current_name(setting: str) -> str:
     """The name of a setting, or of an argument of a task (`set.width`), that may have its former name."""
     first, dot, argument = setting.partition(".")
-    return f"{RENAMED.get(first, first)}{dot}{argument}"
+    return f"{RENAMED_SETTINGS.get(first, first)}{dot}{argument}"
 
 
 def check_not_renamed(where: str, given: str, allowed: Collection[str]) -> None:
@@ -63,7 +63,7 @@ def steps_or_seconds(checkpoint_every: int | str | None) -> tuple[int | None, fl
     return None, float(match[1]) * _UNITS[match[2]]
 
 
-def untested_torch() -> list[str]:
+def untested_torch_notice() -> list[str]:
     """Return one line if the installed torch is newer than any tested one."""
     version, release = _torch_release()
     if release <= _release(NEWEST_TORCH):
@@ -72,7 +72,7 @@ def untested_torch() -> list[str]:
     return [f"torch {version} is newer than the releases that paceline is tested with ({tested})"]
 
 
-def lacks_torch(strategy: str) -> str:
+def torch_unsupported_reason(strategy: str) -> str:
     """Return why the installed torch cannot run the strategy; empty if it can, or if torch is not installed here."""
     min_version, why = STRATEGY_INFO[strategy].min_torch
     version, release = _torch_release()

@@ -8,10 +8,10 @@ from typing import Any
 
 from paceline.config.choices import check_not_renamed, current_name
 from paceline.config.settings import TrainConfig
-from paceline.config.strategies import EXACT, SLOW
-from paceline.errors import UsageError, unknown
+from paceline.config.strategies import EXACT_STRATEGIES, SLOW_NETWORK_SETTINGS
+from paceline.errors import UsageError, unknown_name_error
 
-FIXED = {
+FIXED_SETTINGS = {
     "virtual_ranks": "buffers, random streams and portions of batches belong to virtual ranks",
     "global_batch": "the position in an epoch is counted in global batches",
     "last_batch": "it determines the samples of an epoch",
@@ -26,18 +26,18 @@ FIXED = {
 }
 """The settings that can never change in a run, with the reason."""
 
-BITS_ONLY = ("threads_per_rank", "hardware")  # compared only with exact strategies
-CHANGEABLE = (
+EXACT_ONLY_SETTINGS = ("threads_per_rank", "hardware")  # compared only with exact strategies
+CHANGEABLE_SETTINGS = (
     "task", "accumulation", "lr", "weight_decay", "momentum", "clip_norm", "schedule", "warmup_steps", "lr_scaling",
-    "lr_base_batch", "ema", "epochs", "steps", "precision", *SLOW, *BITS_ONLY,
+    "lr_base_batch", "ema", "epochs", "steps", "precision", *SLOW_NETWORK_SETTINGS, *EXACT_ONLY_SETTINGS,
 )  # fmt: skip
 """The settings that can change with `--allow-change`. All others (world size, strategy, ...) can always change."""
 
-OF_TASK = "task_arg."  # the prefix of task settings, which can also change with `--allow-change`
+TASK_SETTING_PREFIX = "task_arg."  # the prefix of task settings, which can also change with `--allow-change`
 
-ADDED = {
+ADDED_SETTING_DEFAULTS = {
     "precision": "fp32", "make_optimizer": None, "make_schedule": None, "init_from": None, "ema": None,
-    **dict.fromkeys(SLOW),
+    **dict.fromkeys(SLOW_NETWORK_SETTINGS),
 }  # fmt: skip
 """Entries that are missing in the definitions of older checkpoints, with their values in those versions."""
 
@@ -68,7 +68,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
         "lr_scaling": o.lr_scaling,
         "lr_base_batch": o.lr_base_batch if o.lr_scaling != "none" else None,
         "strategy": config.strategy,
-        "threads_per_rank": config.launch.threads_per_rank if config.strategy in EXACT else None,
+        "threads_per_rank": config.launch.threads_per_rank if config.strategy in EXACT_STRATEGIES else None,
         "precision": config.compute.precision,
         **vars(config.network),
     }
@@ -90,11 +90,11 @@ def allowed_changes(text: str) -> list[str]:
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name in FIXED:
+        if name in FIXED_SETTINGS:
             raise UsageError(code="change-never-allowed", value=name, never=_never(name))
         check_not_renamed("--allow-change", name, [current_name(name)])
-        if name not in CHANGEABLE and not name.startswith(OF_TASK):
-            raise unknown("setting to change", name, CHANGEABLE)
+        if name not in CHANGEABLE_SETTINGS and not name.startswith(TASK_SETTING_PREFIX):
+            raise unknown_name_error("setting to change", name, CHANGEABLE_SETTINGS)
     return names
 
 
@@ -109,10 +109,10 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collec
     Raises:
         UsageError: if another setting differs. The error lists all differences, but only the task if this differs.
     """
-    saved = ADDED | {current_name(name): value for name, value in saved.items()}
-    bits = saved.get("strategy") in EXACT and now.get("strategy") in EXACT
-    of_task = sorted(name for name in saved if name.startswith(OF_TASK))
-    compared = [n for n in (*FIXED, *CHANGEABLE, *of_task) if bits or n not in BITS_ONLY]
+    saved = ADDED_SETTING_DEFAULTS | {current_name(name): value for name, value in saved.items()}
+    bits = saved.get("strategy") in EXACT_STRATEGIES and now.get("strategy") in EXACT_STRATEGIES
+    of_task = sorted(name for name in saved if name.startswith(TASK_SETTING_PREFIX))
+    compared = [n for n in (*FIXED_SETTINGS, *CHANGEABLE_SETTINGS, *of_task) if bits or n not in EXACT_ONLY_SETTINGS]
     differ = [name for name in compared if name in now and name in saved and now[name] != saved[name]]
     differences = {
         name: f"{name}: {_shown(saved[name], now[name])} in the checkpoint, {_shown(now[name], saved[name])} now"
@@ -122,19 +122,19 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collec
     if "task" in not_allowed:  # the other differences follow from this one
         not_allowed = ["task"]
     if not_allowed:
-        changeable = [name for name in not_allowed if name not in FIXED]
+        changeable = [name for name in not_allowed if name not in FIXED_SETTINGS]
         raise UsageError(
             code="another-task" if "task" in changeable else "another-run" if changeable else "another-run-for-good",
             where=where, old_task=saved.get("task"), task=now.get("task"),
             saved={name: saved[name] for name in not_allowed}, now={name: now[name] for name in not_allowed},
             differences="; ".join(differences[name] for name in not_allowed), allow=",".join([*allowed, *changeable]),
-            never="".join(f" {_never(name)}." for name in not_allowed if name in FIXED),
+            never="".join(f" {_never(name)}." for name in not_allowed if name in FIXED_SETTINGS),
         )  # fmt: skip
     return list(differences.values())
 
 
 def _never(name: str) -> str:
-    return f"{name} can never change in a run, because {FIXED[name]}"
+    return f"{name} can never change in a run, because {FIXED_SETTINGS[name]}"
 
 
 def _shown(value: Any, other: Any) -> str:

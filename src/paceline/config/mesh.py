@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from paceline.errors import UsageError, unknown
+from paceline.errors import UsageError, unknown_name_error
 
 DIMENSIONS: Mapping[str, str] = {
     "pipeline": "the layers, in stages",
@@ -22,9 +22,9 @@ DIMENSIONS: Mapping[str, str] = {
     "tensor": "each layer",
 }
 """What each dimension splits, outermost first."""
-OF_BATCH = ("data", "shard")
+BATCH_DIMENSIONS = ("data", "shard")
 """The dimensions along which ranks process different samples. Along all others they process the same samples."""
-OF_MODEL = tuple(name for name in DIMENSIONS if name not in OF_BATCH)
+MODEL_DIMENSIONS = tuple(name for name in DIMENSIONS if name not in BATCH_DIMENSIONS)
 
 
 @dataclass(frozen=True)
@@ -46,51 +46,51 @@ class Mesh:
             if not (size.isascii() and size.isdigit() and int(size)):
                 raise UsageError(code="mesh-not-name-size", value=text, allowed=[*DIMENSIONS])
             if name not in DIMENSIONS:
-                raise unknown("dimension of the mesh", name, DIMENSIONS)
+                raise unknown_name_error("dimension of the mesh", name, DIMENSIONS)
             if name in sizes:
                 raise UsageError(code="mesh-dimension-twice", value=text, name=name)
             sizes[name] = int(size)
         return cls(sizes)
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={self.of(name)}" for name in DIMENSIONS if name in self.sizes)
+        return ",".join(f"{name}={self.size_of(name)}" for name in DIMENSIONS if name in self.sizes)
 
-    def of(self, *names: str) -> int:
+    def size_of(self, *names: str) -> int:
         """The product of the sizes of these dimensions."""
         return math.prod(self.sizes.get(name, 1) for name in names)
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return self.of(*DIMENSIONS)
+        return self.size_of(*DIMENSIONS)
 
     @property
     def replicas(self) -> int:
         """The number of ranks, or groups of ranks, that process different samples."""
-        return self.of(*OF_BATCH)
+        return self.size_of(*BATCH_DIMENSIONS)
 
     @property
-    def shares_model(self) -> bool:
+    def has_model_parallelism(self) -> bool:
         """Whether several ranks process the same samples."""
-        return self.of(*OF_MODEL) > 1
+        return self.size_of(*MODEL_DIMENSIONS) > 1
 
-    def place(self, rank: int) -> dict[str, int]:
+    def coordinates_of(self, rank: int) -> dict[str, int]:
         """The coordinates of a rank."""
         coordinates: dict[str, int] = {}
         for name in reversed([*DIMENSIONS]):
-            rank, coordinates[name] = divmod(rank, self.of(name))
+            rank, coordinates[name] = divmod(rank, self.size_of(name))
         return {name: coordinates[name] for name in DIMENSIONS}
 
     def peers(self, rank: int, names: Sequence[str]) -> tuple[int, ...]:
         """The ranks, in order, that differ from `rank` in these dimensions only, itself included."""
-        coordinates = self.place(rank)
-        ranges = [range(self.of(name)) if name in names else (at,) for name, at in coordinates.items()]
+        coordinates = self.coordinates_of(rank)
+        ranges = [range(self.size_of(name)) if name in names else (at,) for name, at in coordinates.items()]
         return tuple(self._rank(coordinates) for coordinates in product(*ranges))
 
     def _rank(self, coordinates: Sequence[int]) -> int:
         rank = 0
         for name, at in zip(DIMENSIONS, coordinates, strict=True):
-            rank = rank * self.of(name) + at
+            rank = rank * self.size_of(name) + at
         return rank
 
 
@@ -106,7 +106,7 @@ def meshes_of(ranks: int) -> list[Mesh]:
     return meshes
 
 
-def strategy_on(strategy: str, mesh: str) -> str:
+def format_strategy(strategy: str, mesh: str) -> str:
     """A strategy and its mesh, as text."""
     return f"{strategy} on {mesh}" if mesh else strategy
 

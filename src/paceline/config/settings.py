@@ -20,9 +20,17 @@ import tomli_w
 
 from paceline.config.choices import LauncherName, check_not_renamed, current_name, steps_or_seconds
 from paceline.config.mesh import Mesh, mesh_of
-from paceline.config.strategies import DEFAULT, DEFAULT_ALONE, EXACT, SLOW, STRATEGY_INFO, StrategyName, network_error
-from paceline.errors import UsageError, unknown
-from paceline.runs.owners import NotOwned
+from paceline.config.strategies import (
+    DEFAULT_STRATEGY,
+    EXACT_STRATEGIES,
+    SINGLE_PROCESS_STRATEGY,
+    SLOW_NETWORK_SETTINGS,
+    STRATEGY_INFO,
+    StrategyName,
+    network_error,
+)
+from paceline.errors import UsageError, unknown_name_error
+from paceline.runs.owners import NotOwnedError
 from paceline.runs.reading import decode_toml
 
 DEFAULT_BATCH_SIZE = 64
@@ -306,7 +314,7 @@ class TrainConfig:
 def default_strategy(config: TrainConfig, world_size: int) -> StrategyName:
     """The strategy asked for, or the default."""
     several = mesh_of(config.launch.mesh, world_size).replicas > 1 or config.network != NetworkConfig()
-    return config.strategy or (DEFAULT if several else DEFAULT_ALONE)
+    return config.strategy or (DEFAULT_STRATEGY if several else SINGLE_PROCESS_STRATEGY)
 
 
 def strategy_options(config: TrainConfig) -> dict[str, Any]:
@@ -320,10 +328,10 @@ def strategy_options(config: TrainConfig) -> dict[str, Any]:
 def task_options(config: TrainConfig) -> dict[str, Any]:
     """The options of the task that are set."""
     options = {"data_dir": config.data.data_dir, "stem": config.model.stem}
-    return {name: value for name, value in options.items() if value is not None} | settings_given(config.task_arg)
+    return {name: value for name, value in options.items() if value is not None} | parse_task_args(config.task_arg)
 
 
-def settings_given(texts: Iterable[str]) -> dict[str, str]:
+def parse_task_args(texts: Iterable[str]) -> dict[str, str]:
     """The values of `--task-arg NAME=VALUE`, by name. The last value of a name is used.
 
     Raises:
@@ -338,7 +346,7 @@ def settings_given(texts: Iterable[str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class BatchShape:
+class BatchSizes:
     """Global batch = virtual ranks x accumulation x batch size, or at most that if it was set directly."""
 
     virtual_ranks: int
@@ -346,7 +354,7 @@ class BatchShape:
     global_batch: int
 
 
-def batch_shape(data: DataConfig, world_size: int) -> BatchShape:
+def resolve_batch_sizes(data: DataConfig, world_size: int) -> BatchSizes:
     """Resolve the batch settings for a world size (for a mesh: for the number of its replicas).
 
     Raises:
@@ -355,7 +363,7 @@ def batch_shape(data: DataConfig, world_size: int) -> BatchShape:
     virtual_ranks, batch_size = data.virtual_ranks or world_size, data.batch_size or DEFAULT_BATCH_SIZE
     if data.global_batch is None:
         accumulation = data.accumulation or 1
-        return BatchShape(virtual_ranks, accumulation, virtual_ranks * accumulation * batch_size)
+        return BatchSizes(virtual_ranks, accumulation, virtual_ranks * accumulation * batch_size)
     portion = math.ceil(data.global_batch / virtual_ranks)
     accumulation = data.accumulation or math.ceil(portion / batch_size)
     if data.batch_size and data.accumulation and portion > data.batch_size * accumulation:
@@ -363,18 +371,20 @@ def batch_shape(data: DataConfig, world_size: int) -> BatchShape:
             code="batch-does-not-fit", global_batch=data.global_batch, virtual_ranks=virtual_ranks,
             accumulation=accumulation, batch_size=data.batch_size, most=virtual_ranks * accumulation * data.batch_size,
         )  # fmt: skip
-    return BatchShape(virtual_ranks, accumulation, data.global_batch)
+    return BatchSizes(virtual_ranks, accumulation, data.global_batch)
 
 
 def with_defaults(config: TrainConfig, world_size: int) -> TrainConfig:
     """Resolve the defaults that depend on the world size, so that the record can reproduce the run."""
-    shape = dataclasses.asdict(batch_shape(config.data, mesh_of(config.launch.mesh, world_size).replicas))
+    shape = dataclasses.asdict(resolve_batch_sizes(config.data, mesh_of(config.launch.mesh, world_size).replicas))
     # absolute: a run may be resumed from a different folder
     data_dir, init_from = (path and path.absolute() for path in (config.data.data_dir, config.model.init_from))
     data = dataclasses.replace(config.data, **shape, batch_size=None, data_dir=data_dir)
     model = dataclasses.replace(config.model, init_from=init_from)
     strategy, launch = default_strategy(config, world_size), config.launch
-    if strategy in EXACT and launch.threads_per_rank is None:  # the only number that is possible at every world size
+    if (
+        strategy in EXACT_STRATEGIES and launch.threads_per_rank is None
+    ):  # the only number that is possible at every world size
         launch = dataclasses.replace(launch, threads_per_rank=1)
     task = config.task and absolute_task(config.task)
     optimizer = dataclasses.replace(config.optimizer, optimizer=absolute_task(config.optimizer.optimizer))
@@ -395,7 +405,7 @@ def absolute_task(task: str) -> str:
     return f"{Path.cwd()}:{task}" if is_here else task
 
 
-def repeatable(config: TrainConfig) -> TrainConfig:
+def config_to_record(config: TrainConfig) -> TrainConfig:
     """Return the config to record: without the settings that apply to this start only."""
     checkpoint = dataclasses.replace(
         config.checkpoint, resume="no", restart=False, allow_change="", rehearse_preemption=None
@@ -405,7 +415,7 @@ def repeatable(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, run=run, checkpoint=checkpoint, cluster=ClusterConfig())
 
 
-def load(path: Path, *, ours: bool) -> TrainConfig:
+def load(path: Path, *, must_own: bool) -> TrainConfig:
     """Read a TOML file, e.g. the config.toml of an earlier run.
 
     Args:
@@ -416,8 +426,8 @@ def load(path: Path, *, ours: bool) -> TrainConfig:
         UsageError: if it cannot be read, is not TOML, or a key or value is invalid.
     """
     try:
-        table = decode_toml(path, ours=ours)
-    except NotOwned as error:
+        table = decode_toml(path, ours=must_own)
+    except NotOwnedError as error:
         advice = "the file names code and programs to run. Check it and copy it, or use `paceline train --trust`"
         raise UsageError(code="config-of-others", path=path, strerror=error.strerror, words=advice) from None
     except FileNotFoundError as error:
@@ -433,7 +443,7 @@ def load(path: Path, *, ours: bool) -> TrainConfig:
     except msgspec.ValidationError as error:
         raise UsageError(code="config-invalid", path=path, reason=str(error)) from None
     except UsageError as error:
-        raise UsageError.of(error, before=f"--config {path}: ") from None
+        raise UsageError.from_error(error, before=f"--config {path}: ") from None
 
 
 def _with_current_names(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -460,7 +470,7 @@ def _section(key: str) -> str:
     return next((s for s, t in _hints(TrainConfig).items() if dataclasses.is_dataclass(t) and key in _hints(t)), "")  # pyright: ignore[reportArgumentType]
 
 
-def key(name: str, value: Any = None) -> str:
+def format_toml_setting(name: str, value: Any = None) -> str:
     """A setting in the syntax of a TOML file: section.name, or section.name = value."""
     path = f"{section}.{name}" if (section := _section(name)) else name
     return path if value is None else f"{path} = {_value(str(value))!r}"
@@ -471,14 +481,14 @@ def _refuse_unknown_keys(table: Mapping[str, Any], owner: type, section: str) ->
     for key, value in table.items():
         if key not in hints:
             advice = f". It belongs in [{right}]" if (right := _section(key)) else ""
-            raise unknown("key", section + key, [section + h for h in hints], more=advice)
+            raise unknown_name_error("key", section + key, [section + h for h in hints], more=advice)
         if isinstance(value, Mapping):
             if not dataclasses.is_dataclass(hints[key]):
                 raise UsageError(code="config-not-a-table", key=section + key)
             _refuse_unknown_keys(value, hints[key], f"{section}{key}.")  # pyright: ignore[reportUnknownArgumentType]
 
 
-def dump_given(settings: Mapping[str, Any]) -> str:
+def dump_set_values(settings: Mapping[str, Any]) -> str:
     """The TOML text of the settings that are not None. `load` reads it."""
     tables: dict[str, Any] = {}
     for name, value in settings.items():
@@ -495,7 +505,7 @@ def dump(config: TrainConfig) -> str:
         return {name: table(value) if isinstance(value, dict) else value for name, value in set_values.items()}  # pyright: ignore[reportUnknownArgumentType]
 
     tables = table(msgspec.to_builtins(config, enc_hook=str))
-    if task_args := {name: _value(text) for name, text in settings_given(tables.pop("task_arg")).items()}:
+    if task_args := {name: _value(text) for name, text in parse_task_args(tables.pop("task_arg")).items()}:
         tables["task_arg"] = task_args
     return tomli_w.dumps(tables)
 
@@ -528,10 +538,10 @@ _NOT_NEGATIVE = (
 
 
 def _check_compute(config: TrainConfig) -> None:
-    compute, exact = config.compute, config.strategy in EXACT
+    compute, exact = config.compute, config.strategy in EXACT_STRATEGIES
     recomputes = compute.checkpoint_activations is not None
-    info = STRATEGY_INFO.get(config.strategy or DEFAULT, STRATEGY_INFO[DEFAULT])
-    moves_weights = info.sharded or info.multi_gpu  # it gathers or copies them
+    info = STRATEGY_INFO.get(config.strategy or DEFAULT_STRATEGY, STRATEGY_INFO[DEFAULT_STRATEGY])
+    moves_weights = info.sharded or info.splits_over_gpus  # it gathers or copies them
     _raise_first({
         "exact-with-compile": compute.compile and exact,
         "exact-with-cuda-graphs": compute.cuda_graphs and exact,
@@ -544,7 +554,7 @@ def _check_compute(config: TrainConfig) -> None:
         "cuda-graphs-with-cpu": compute.cuda_graphs and config.launch.device == "cpu",
         "nothing-to-recompute": recomputes
         and not all(pattern.strip() for pattern in str(compute.checkpoint_activations).split(",")),
-    }, strategy=config.strategy, default=DEFAULT)  # fmt: skip
+    }, strategy=config.strategy, default=DEFAULT_STRATEGY)  # fmt: skip
 
 
 def _raise_first(contradictions: Mapping[str, bool], **fields: Any) -> None:
@@ -554,11 +564,11 @@ def _raise_first(contradictions: Mapping[str, bool], **fields: Any) -> None:
 
 
 def _check_network(config: TrainConfig) -> None:
-    network, name = config.network, config.strategy or DEFAULT
-    chosen = [setting for setting in SLOW if getattr(network, setting) is not None]
+    network, name = config.network, config.strategy or DEFAULT_STRATEGY
+    chosen = [setting for setting in SLOW_NETWORK_SETTINGS if getattr(network, setting) is not None]
     owners = [owner for owner, info in STRATEGY_INFO.items() if "compress" in info.factory_kwargs]
     _raise_first({
-        "exact-on-slow-network": bool(chosen) and name in EXACT,
+        "exact-on-slow-network": bool(chosen) and name in EXACT_STRATEGIES,
         "not-for-slow-network": bool(chosen) and name in STRATEGY_INFO and name not in owners,
     }, setting=chosen[0] if chosen else "", strategy=name, allowed=owners)  # fmt: skip
     if error := network_error(dataclasses.asdict(network)):
@@ -569,27 +579,27 @@ def _check_network(config: TrainConfig) -> None:
 def _check_mesh(config: TrainConfig) -> None:
     launch, compute = config.launch, config.compute
     chosen = [key for key in ("schedule_pipeline", "stages_at") if getattr(launch, key)]
-    mesh, name = Mesh.parse(launch.mesh or "data=1"), config.strategy or DEFAULT
-    if chosen and mesh.of("pipeline") == 1:
+    mesh, name = Mesh.parse(launch.mesh or "data=1"), config.strategy or DEFAULT_STRATEGY
+    if chosen and mesh.size_of("pipeline") == 1:
         raise UsageError(code="option-needs-pipeline", setting=chosen[0])
-    if launch.sequence_parallel and mesh.of("tensor") == 1:
+    if launch.sequence_parallel and mesh.size_of("tensor") == 1:
         raise UsageError(code="sequence-parallel-without-tensor")
     if launch.mesh is None:
         return
-    network_options = [key for key in SLOW if getattr(config.network, key)]
+    network_options = [key for key in SLOW_NETWORK_SETTINGS if getattr(config.network, key)]
     on_mesh = [name for name, info in STRATEGY_INFO.items() if info.supports_mesh]
-    shares_model = mesh.shares_model
-    stages, names = mesh.of("pipeline"), [*filter(None, (launch.stages_at or "").split(","))]
+    shares_model = mesh.has_model_parallelism
+    stages, names = mesh.size_of("pipeline"), [*filter(None, (launch.stages_at or "").split(","))]
     _raise_first({
         "wrong-number-of-stages": stages > 1 and launch.stages_at is not None and len(names) != stages - 1,
-        "pipeline-with-tensor": stages > 1 and mesh.of("tensor") > 1,
-        "pipeline-with-shard": stages > 1 and mesh.of("shard") > 1,
+        "pipeline-with-tensor": stages > 1 and mesh.size_of("tensor") > 1,
+        "pipeline-with-shard": stages > 1 and mesh.size_of("shard") > 1,
         "pipeline-with-fsdp": stages > 1 and name == "fsdp",
         "mesh-with-recomputation": shares_model and compute.checkpoint_activations is not None,
-        "context-with-tensor": mesh.of("context") > 1 and mesh.of("tensor") > 1,
-        "context-with-pipeline": mesh.of("context") > 1 and mesh.of("pipeline") > 1,
+        "context-with-tensor": mesh.size_of("context") > 1 and mesh.size_of("tensor") > 1,
+        "context-with-pipeline": mesh.size_of("context") > 1 and mesh.size_of("pipeline") > 1,
         "strategy-not-on-mesh": shares_model and name in STRATEGY_INFO and name not in on_mesh,
-        "shard-without-fsdp": mesh.of("shard") > 1 and name != "fsdp",
+        "shard-without-fsdp": mesh.size_of("shard") > 1 and name != "fsdp",
         "mesh-with-slow-network": shares_model and bool(network_options),
         "mesh-with-compile": shares_model and compute.compile,
         "mesh-with-cuda-graphs": shares_model and compute.cuda_graphs,
@@ -630,6 +640,6 @@ def check_values(config: TrainConfig) -> None:
         raise UsageError(code="port-out-of-range", value=config.launch.port)
     if ":" not in config.optimizer.optimizer and config.optimizer.optimizer not in OPTIMIZERS:
         hint = ", or any other as module:name, e.g. torch.optim:RMSprop"
-        raise unknown("optimizer", config.optimizer.optimizer, OPTIMIZERS, more=hint)
+        raise unknown_name_error("optimizer", config.optimizer.optimizer, OPTIMIZERS, more=hint)
     if config.strategy is not None and config.strategy not in STRATEGY_INFO:
-        raise unknown("strategy", config.strategy, STRATEGY_INFO)
+        raise unknown_name_error("strategy", config.strategy, STRATEGY_INFO)

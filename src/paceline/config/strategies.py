@@ -22,7 +22,7 @@ class StrategyInfo:
     """The results have the same bits at every world size."""
     single_process: bool = False
     """It supports a single process only."""
-    multi_gpu: bool = False
+    splits_over_gpus: bool = False
     """It splits a batch over the GPUs of its process. With fewer than two GPUs it only calls the model."""
     sharded: bool = False
     """It shards parameters or optimizer state over the ranks."""
@@ -34,20 +34,22 @@ class StrategyInfo:
     """The oldest supported release, if newer than OLDEST_TORCH, and the problem of older releases."""
     factory_kwargs: Mapping[str, str] = field(default_factory=dict[str, str])
     """The settings in `[model]` or `[network]` for this strategy only, with the keywords of its factory."""
-    in_sessions: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    session_factory_kwargs: Mapping[str, bool] = field(default_factory=dict[str, bool])
     """Arguments of the factory in sessions, whose scripts can read gradients."""
 
 
-SLOW = ("compress", "powersgd_rank", "local_steps", "outer_lr", "outer_momentum")
+SLOW_NETWORK_SETTINGS = ("compress", "powersgd_rank", "local_steps", "outer_lr", "outer_momentum")
 """The settings for a slow network between nodes."""
 COMPRESS = ("bf16", "int8", "powersgd")
 
 STRATEGY_INFO: Mapping[str, StrategyInfo] = {
     "single": StrategyInfo("Single", single_process=True, supports_mesh=True),
-    "dp": StrategyInfo("DataParallel", single_process=True, multi_gpu=True),
+    "dp": StrategyInfo("DataParallel", single_process=True, splits_over_gpus=True),
     "manual": StrategyInfo("Manual"),
-    "bucketed": StrategyInfo("bucketed", supports_mesh=True, factory_kwargs={name: name for name in SLOW}),
-    "ddp": StrategyInfo("DDP", uses_grad_hooks=True, in_sessions={"gradient_as_bucket_view": False}),
+    "bucketed": StrategyInfo(
+        "bucketed", supports_mesh=True, factory_kwargs={name: name for name in SLOW_NETWORK_SETTINGS}
+    ),
+    "ddp": StrategyInfo("DDP", uses_grad_hooks=True, session_factory_kwargs={"gradient_as_bucket_view": False}),
     "exact": StrategyInfo("Exact", exact=True),
     "zero": StrategyInfo("Zero", exact=True, sharded=True),
     "fsdp": StrategyInfo(
@@ -59,11 +61,11 @@ STRATEGY_INFO: Mapping[str, StrategyInfo] = {
     ),
 }
 
-DEFAULT = "bucketed"
-DEFAULT_ALONE = "single"
+DEFAULT_STRATEGY = "bucketed"
+SINGLE_PROCESS_STRATEGY = "single"
 """The default for a single process, and the reference for all other strategies."""
-EXACT = tuple(name for name, info in STRATEGY_INFO.items() if info.exact)
-FOR_SEVERAL = tuple(name for name, info in STRATEGY_INFO.items() if not info.single_process)
+EXACT_STRATEGIES = tuple(name for name, info in STRATEGY_INFO.items() if info.exact)
+MULTI_PROCESS_STRATEGIES = tuple(name for name, info in STRATEGY_INFO.items() if not info.single_process)
 
 if TYPE_CHECKING:
     StrategyName = str  # a type checker cannot know what is in a table
@@ -71,7 +73,7 @@ else:
     StrategyName = Literal[tuple(STRATEGY_INFO)]
 
 
-def options_of_others(strategy: str) -> dict[str, str]:
+def unsupported_settings(strategy: str) -> dict[str, str]:
     """The settings that `strategy` does not support, each with the strategy that does."""
     supported, infos = STRATEGY_INFO[strategy].factory_kwargs, STRATEGY_INFO.items()
     return {option: name for name, info in infos for option in info.factory_kwargs if option not in supported}
@@ -79,7 +81,7 @@ def options_of_others(strategy: str) -> dict[str, str]:
 
 def network_error(settings: Mapping[str, Any]) -> UsageError | None:
     """The error in the values of SLOW, by name; None if they are valid together."""
-    compress, rank, steps, rate, momentum = (settings[name] for name in SLOW)
+    compress, rank, steps, rate, momentum = (settings[name] for name in SLOW_NETWORK_SETTINGS)
     contradictions = {
         "powersgd-rank-alone": rank is not None and compress != "powersgd",
         "outer-step-alone": steps is None and (rate, momentum) != (None, None),

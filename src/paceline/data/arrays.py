@@ -11,19 +11,19 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from paceline.data.plan import splitmix64
-from paceline.seeding import derive
+from paceline.seeding import derive_seed
 
 Rows = Tensor | NDArray[Any]
 """One row per sample. A numpy array can be memory-mapped: only the rows of a batch are read from the file."""
-Draw = Callable[[int], Tensor]
+DrawFunction = Callable[[int], Tensor]
 """(k) -> (n, k) float32 in [0, 1): k new random numbers for each of n samples."""
-Gather = Callable[[Tensor, "SampleDraws"], Sequence[Tensor]]
+GatherFunction = Callable[[Tensor, "SampleRandomNumbers"], Sequence[Tensor]]
 """(indices (n,), random numbers of the samples) -> the batch."""
-D = TypeVar("D", bound=Dataset[Any])
+DatasetT = TypeVar("DatasetT", bound=Dataset[Any])
 
 
 @dataclass(frozen=True)
-class SampleDraws:
+class SampleRandomNumbers:
     """The random numbers of the samples in an epoch. They do not depend on the batch.
 
     With a generator, the numbers of a sample would depend on the samples before it. Here each number is a hash of
@@ -33,9 +33,9 @@ class SampleDraws:
     seed: int
     epoch: int
 
-    def of(self, indices: Tensor, device: torch.device) -> Draw:
+    def make_draw_function(self, indices: Tensor, device: torch.device) -> DrawFunction:
         """The random numbers of samples `indices` (n,), on `device`. All devices give the same bits."""
-        key = np.uint64(derive(self.seed, "draws", self.epoch))
+        key = np.uint64(derive_seed(self.seed, "draws", self.epoch))
         samples = splitmix64(indices.cpu().numpy().astype(np.uint64) ^ splitmix64(key.reshape(1)))[:, None]  # (n, 1)
         drawn = 0
 
@@ -68,7 +68,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
     inputs: Rows  # (N, ...)
     targets: Rows  # (N, ...)
     transform: Callable[[Tensor], Tensor] | None = None
-    augment: Callable[[Tensor, Draw], Tensor] | None = None
+    augment: Callable[[Tensor, DrawFunction], Tensor] | None = None
 
     def __post_init__(self) -> None:
         if len(self.inputs) != len(self.targets):
@@ -90,7 +90,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         inputs, targets = self.gather(torch.tensor([index]))
         return inputs[0], targets[0]
 
-    def gather(self, indices: Tensor, draws: SampleDraws | None = None) -> tuple[Tensor, Tensor]:
+    def gather(self, indices: Tensor, draws: SampleRandomNumbers | None = None) -> tuple[Tensor, Tensor]:
         """The batch of samples `indices`: inputs (n, ...) and targets (n, ...).
 
         Without `draws`, the random numbers belong to seed 0 and epoch 0.
@@ -99,7 +99,9 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         if self.transform is not None:
             inputs = self.transform(inputs)
         if self.augment is not None:
-            inputs = self.augment(inputs, (draws or SampleDraws(0, 0)).of(indices, inputs.device))
+            inputs = self.augment(
+                inputs, (draws or SampleRandomNumbers(0, 0)).make_draw_function(indices, inputs.device)
+            )
         return inputs, _rows(self.targets, indices)
 
 
@@ -110,7 +112,7 @@ def _rows(rows: Rows, indices: Tensor) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(np.take(rows, indices.numpy(), axis=0)).view(np.ndarray))
 
 
-def batch_gatherer(dataset: object) -> Gather | None:
+def batch_gatherer(dataset: object) -> GatherFunction | None:
     """A function that gathers a whole batch of `dataset` at once; None if the dataset only has single samples."""
     if isinstance(dataset, ArrayDataset):
         return dataset.gather
@@ -125,7 +127,7 @@ def batch_gatherer(dataset: object) -> Gather | None:
     return None
 
 
-def held_rows(dataset: object) -> Sequence[Rows] | None:
+def dataset_arrays(dataset: object) -> Sequence[Rows] | None:
     """The tensors or arrays of an ArrayDataset or TensorDataset; None for any other dataset."""
     if isinstance(dataset, ArrayDataset):
         return (dataset.inputs, dataset.targets)
@@ -133,16 +135,16 @@ def held_rows(dataset: object) -> Sequence[Rows] | None:
 
 
 def on_device(
-    dataset: D, device: torch.device, *, reserved: int = 0, free_bytes: int | None = None,
+    dataset: DatasetT, device: torch.device, *, reserved: int = 0, free_bytes: int | None = None,
     collate: Callable[..., Any] | None = None,
-) -> D:  # fmt: skip
+) -> DatasetT:  # fmt: skip
     """Move a dataset of tensors or arrays to `device`, if it fits there. Otherwise return it unchanged.
 
     A GPU then gathers its batches without copies from the host. A dataset with a `collate` function is not moved,
     because the function makes batches on the CPU. The maximum size of the data is `free_bytes`, by default a quarter of
     the free memory after `reserved` bytes.
     """
-    arrays = held_rows(dataset)
+    arrays = dataset_arrays(dataset)
     if device.type == "cpu" or arrays is None or collate is not None:
         return dataset
     if free_bytes is None:
@@ -151,10 +153,10 @@ def on_device(
         return dataset
     moved = [(r if isinstance(r, Tensor) else torch.from_numpy(np.array(r))).to(device) for r in arrays]
     if not isinstance(dataset, ArrayDataset):
-        return cast("D", TensorDataset(*moved))
+        return cast("DatasetT", TensorDataset(*moved))
     moved_dataset = replace(dataset, inputs=moved[0], targets=moved[1])
     try:
         moved_dataset.gather(torch.zeros(1, dtype=torch.int64))
     except Exception:  # e.g. a transform that works on numpy arrays only
         return dataset
-    return cast("D", moved_dataset)
+    return cast("DatasetT", moved_dataset)

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from paceline.data.arrays import Rows, held_rows
+from paceline.data.arrays import Rows, dataset_arrays
 from paceline.data.loader import Loading, fetch_batches
-from paceline.seeding import preserved_streams
+from paceline.seeding import preserve_generator_states
 
-WHOLE_BYTES = 1 << 30  # tensors up to this size are compared completely, which takes 1 s
-PROBES = 8  # samples that are compared of other data
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the default repr of an object
-CHANGING = "changes from draw to draw"
+MAX_CHECKSUM_BYTES = 1 << 30  # tensors up to this size are compared completely, which takes 1 s
+NUM_PROBE_SAMPLES = 8  # samples that are compared of other data
+ADDRESS_PATTERN = re.compile(r" at 0x[0-9a-f]+")  # in the default repr of an object
+UNSTABLE_DATASET_TEXT = "changes from draw to draw"
 
 
 def data_fingerprint(dataset: Dataset[Any], loading: Loading) -> dict[str, Any]:
@@ -29,16 +29,19 @@ def data_fingerprint(dataset: Dataset[Any], loading: Loading) -> dict[str, Any]:
     equal. A dataset whose samples still differ in each reading is accepted, but it cannot be compared.
     """
     length = len(dataset)  # pyright: ignore[reportArgumentType]
-    arrays = held_rows(dataset)
-    if arrays is not None and sum(t.nbytes for t in arrays) <= WHOLE_BYTES:
+    arrays = dataset_arrays(dataset)
+    if arrays is not None and sum(t.nbytes for t in arrays) <= MAX_CHECKSUM_BYTES:
         return {"samples": length, "checksum of all of them": [zlib.crc32(_bytes(t)) for t in arrays]}
     first, again = (hash_of_probes(dataset, loading) for _ in range(2))
-    return {"samples": length, f"hash of {PROBES} of them": first if first == again else CHANGING}
+    return {
+        "samples": length,
+        f"hash of {NUM_PROBE_SAMPLES} of them": first if first == again else UNSTABLE_DATASET_TEXT,
+    }
 
 
-def probes(length: int) -> list[int]:
+def probe_indices(length: int) -> list[int]:
     """The indices of a few samples of `length`, evenly spaced."""
-    return sorted({i * (length - 1) // (PROBES - 1) for i in range(PROBES)})
+    return sorted({i * (length - 1) // (NUM_PROBE_SAMPLES - 1) for i in range(NUM_PROBE_SAMPLES)})
 
 
 def hash_of_probes(dataset: Dataset[Any], loading: Loading) -> str:
@@ -46,8 +49,8 @@ def hash_of_probes(dataset: Dataset[Any], loading: Loading) -> str:
     length = len(dataset)  # pyright: ignore[reportArgumentType]
     # the task's collate function could fail with a single sample, or drop it
     cpu_loading = replace(loading, device=torch.device("cpu"), num_workers=0, collate=loading.collate and list)
-    with preserved_streams():
-        return hash_of(fetch_batches(dataset, ((0, torch.tensor([i])) for i in probes(length)), 0, cpu_loading))
+    with preserve_generator_states():
+        return hash_of(fetch_batches(dataset, ((0, torch.tensor([i])) for i in probe_indices(length)), 0, cpu_loading))
 
 
 def hash_of(samples: Iterable[Any]) -> str:
@@ -70,7 +73,7 @@ def _hash(sha: Any, batch: Any) -> None:
         for part in batch:
             _hash(sha, part)
     else:
-        sha.update(ADDRESS.sub("", repr(batch)).encode())
+        sha.update(ADDRESS_PATTERN.sub("", repr(batch)).encode())
 
 
 def _bytes(rows: Rows) -> memoryview:

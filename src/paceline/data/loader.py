@@ -4,10 +4,10 @@ Data held as tensors or arrays is gathered directly; any other map-style dataset
 workers. Either way the samples come in the plan's order, and a sample's random augmentation depends on (seed, epoch,
 sample) only, never on the worker that loads it (see `workers` for datasets that return whole batches).
 
-On a GPU the next batches are loaded while the current ones are computed. A step calls `Prefetch.begin` when all of its
-work is launched: while the GPU is busy, the host loads the same number of batches into page-locked memory, and starts
-their copies on a separate stream. An evaluation does not call it; there the next batch is started before the current
-one is returned. On the CPU there is no prefetching.
+On a GPU the next batches are loaded while the current ones are computed. A step calls `PrefetchTrigger.begin` when all
+of its work is launched: while the GPU is busy, the host loads the same number of batches into page-locked memory, and
+starts their copies on a separate stream. An evaluation does not call it; there the next batch is started before the
+current one is returned. On the CPU there is no prefetching.
 """
 
 import os
@@ -22,28 +22,28 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from paceline.data.arrays import Gather, SampleDraws, batch_gatherer, held_rows
-from paceline.data.plan import BatchPlan, MicroBatchPlan, rank_work
+from paceline.data.arrays import GatherFunction, SampleRandomNumbers, batch_gatherer, dataset_arrays
+from paceline.data.plan import BatchPlan, MicroBatchPlan, plan_rank_micro_batches
 from paceline.data.workers import (
     SLOTS_OF_A_LOADER,
-    SeededBatches,
-    SeededSamples,
-    asks_for_batches,
-    begin_worker,
+    SeededBatchDataset,
+    SeededSampleDataset,
     collate_batch,
+    has_batched_getitems,
+    initialize_worker,
     iterate_loader,
     start_loader,
 )  # fmt: skip
 from paceline.errors import UsageError
-from paceline.nested import mapped, tensors
+from paceline.nested import map_tensors, tensors
 from paceline.protocol.status_page import StatusPage
 
 Item = TypeVar("Item")
-Request = tuple[int, Tensor]
+BatchRequest = tuple[int, Tensor]
 """(epoch, indices (n,)): one micro-batch to fetch."""
 
 
-class Prefetch:
+class PrefetchTrigger:
     """Starts to load the batches of the next step, when a step calls it."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Prefetch:
         self.more: Callable[[], object] = lambda: None
         """Starts to load one more batch of the current data."""
 
-    def begin(self) -> None:
+    def start_batches(self) -> None:
         """Start one batch for each batch returned since the last call. Errors appear when a batch is requested."""
         count, self.taken = self.taken, 0
         for _ in range(count):
@@ -80,7 +80,7 @@ class Loading:
     page: StatusPage | None = None
     """The worker processes write the index of their current sample there."""
     evaluates: bool = False
-    ahead: Prefetch = field(default_factory=Prefetch)
+    ahead: PrefetchTrigger = field(default_factory=PrefetchTrigger)
     """In training, a step calls it when the batches of the next step can be started."""
     workers: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Settings of torch's DataLoader that need worker processes: timeout, prefetch_factor, ..."""
@@ -91,13 +91,16 @@ def load_steps(
     merged: bool = False,
 ) -> Generator[list[MicroBatch]]:  # fmt: skip
     """Yield, for each step start..stop-1 of the run, the micro-batches of the rank with the virtual ranks `share`."""
-    steps = (rank_work(plan, *divmod(step, plan.steps_per_epoch), share, merged=merged) for step in range(start, stop))
-    with closing(load_work(dataset, steps, plan.seed, loading)) as loaded:
+    steps = (
+        plan_rank_micro_batches(plan, *divmod(step, plan.steps_per_epoch), share, merged=merged)
+        for step in range(start, stop)
+    )
+    with closing(load_planned_batches(dataset, steps, plan.seed, loading)) as loaded:
         for step in loaded:
             yield [MicroBatch(*as_pair(batch), work, work.random_seed(plan.seed)) for batch, work in step]
 
 
-def load_work(
+def load_planned_batches(
     dataset: Dataset[Any], steps: Iterable[list[MicroBatchPlan]], seed: int, loading: Loading
 ) -> Generator[list[tuple[Any, MicroBatchPlan]]]:
     """Yield, for each step, the batches of its work, in the form that the dataset returns.
@@ -107,7 +110,7 @@ def load_work(
     """
     if (gather := _gatherer_on_cpu(dataset, loading)) is not None:
         for step in steps:
-            yield [(gather(work.indices, SampleDraws(seed, work.epoch)), work) for work in step]
+            yield [(gather(work.indices, SampleRandomNumbers(seed, work.epoch)), work) for work in step]
         return
     num_prefetched = loading.num_workers * (loading.workers.get("prefetch_factor") or 2)
     ready, requested, source = deque[list[MicroBatchPlan]](), deque[MicroBatchPlan](), iter(steps)
@@ -117,7 +120,7 @@ def load_work(
             ready.append(step)
             requested.extend(step)
 
-    def requests() -> Generator[Request]:
+    def requests() -> Generator[BatchRequest]:
         while requested:
             work = requested.popleft()
             yield work.epoch, work.indices
@@ -130,16 +133,16 @@ def load_work(
             advance()
 
 
-def _gatherer_on_cpu(dataset: Dataset[Any], loading: Loading) -> Gather | None:
+def _gatherer_on_cpu(dataset: Dataset[Any], loading: Loading) -> GatherFunction | None:
     """Gathers whole batches, if they come from memory and stay on the CPU: then nothing is prefetched or moved."""
     source = dataset.dataset if type(dataset) is Subset else dataset
-    rows = held_rows(source) if loading.collate is None and loading.device.type == "cpu" else None
+    rows = dataset_arrays(source) if loading.collate is None and loading.device.type == "cpu" else None
     is_on_cpu = rows is not None and not any(isinstance(array, Tensor) and array.device.type != "cpu" for array in rows)
     return batch_gatherer(dataset) if is_on_cpu else None
 
 
-def fetch(
-    dataset: Dataset[Any], requests: Iterable[Request], seed: int, loading: Loading
+def fetch_pairs(
+    dataset: Dataset[Any], requests: Iterable[BatchRequest], seed: int, loading: Loading
 ) -> Generator[tuple[Any, Any]]:
     """Yield (inputs, targets) on the device for each request, in order.
 
@@ -151,11 +154,13 @@ def fetch(
             yield as_pair(batch)
 
 
-def fetch_batches(dataset: Dataset[Any], requests: Iterable[Request], seed: int, loading: Loading) -> Generator[Any]:
+def fetch_batches(
+    dataset: Dataset[Any], requests: Iterable[BatchRequest], seed: int, loading: Loading
+) -> Generator[Any]:
     """Yield the batch for each request on the device, in order and in the form that the dataset returns."""
     gather = batch_gatherer(dataset) if loading.collate is None else None
     if gather is not None:
-        batches: Generator[Any] = (gather(indices, SampleDraws(seed, epoch)) for epoch, indices in requests)
+        batches: Generator[Any] = (gather(indices, SampleRandomNumbers(seed, epoch)) for epoch, indices in requests)
     else:
         batches = _by_loader(dataset, requests, seed, loading)
     ahead = None if loading.evaluates else loading.ahead
@@ -163,17 +168,17 @@ def fetch_batches(dataset: Dataset[Any], requests: Iterable[Request], seed: int,
         yield from on_device
 
 
-def _by_loader(dataset: Dataset[Any], requests: Iterable[Request], seed: int, loading: Loading) -> Generator[Any]:
+def _by_loader(dataset: Dataset[Any], requests: Iterable[BatchRequest], seed: int, loading: Loading) -> Generator[Any]:
     keys = ([(epoch, i) for i in cast("list[int]", indices.tolist())] for epoch, indices in requests)
     page = loading.page if loading.num_workers else None
-    loads_batches = asks_for_batches(dataset)
-    dataset_class = SeededBatches if loads_batches else SeededSamples
+    loads_batches = has_batched_getitems(dataset)
+    dataset_class = SeededBatchDataset if loads_batches else SeededSampleDataset
     loader = DataLoader(
         dataset_class(dataset, seed, page, SLOTS_OF_A_LOADER if loading.evaluates else 0),
         batch_sampler=keys,  # the whole run is one pass, so workers prefetch across epochs
         num_workers=loading.num_workers, pin_memory=loading.device.type != "cpu",
         collate_fn=partial(collate_batch, loading.collate) if loads_batches else loading.collate,
-        worker_init_fn=partial(begin_worker, os.getpid()) if loading.num_workers else None,
+        worker_init_fn=partial(initialize_worker, os.getpid()) if loading.num_workers else None,
         generator=torch.Generator().manual_seed(0),  # otherwise DataLoader takes its base seed from the global stream
         **(loading.workers if loading.num_workers else {}),
     )  # fmt: skip
@@ -191,7 +196,9 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
-def prefetch_to_device(batches: Iterator[Any], device: torch.device, ahead: Prefetch | None = None) -> Generator[Any]:
+def prefetch_to_device(
+    batches: Iterator[Any], device: torch.device, ahead: PrefetchTrigger | None = None
+) -> Generator[Any]:
     """Yield `batches` on `device`, in order. `ahead` starts to load them during a step, if it is given."""
     if device.type != "cuda":
         for batch in batches:
@@ -218,7 +225,9 @@ def prefetch_to_device(batches: Iterator[Any], device: torch.device, ahead: Pref
     yield from prefetch(begin, end, ahead)
 
 
-def prefetch(begin: Callable[[], Item], end: Callable[[Item], Any], ahead: Prefetch | None = None) -> Generator[Any]:
+def prefetch(
+    begin: Callable[[], Item], end: Callable[[Item], Any], ahead: PrefetchTrigger | None = None
+) -> Generator[Any]:
     """Yield `end(item)` for each item that `begin` returns, until it raises StopIteration.
 
     With `ahead`, items are started by its `begin`, or at the latest when they are requested. Without it, each item is
@@ -263,4 +272,4 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
             tensor = tensor.pin_memory()
         return tensor.to(device, non_blocking=True)
 
-    return mapped(batch, move)
+    return map_tensors(batch, move)

@@ -13,8 +13,8 @@ from paceline.errors import UsageError
 
 UNSIGNED_BYTE = 0x08  # the only type code that MNIST, Fashion-MNIST and EMNIST use
 Split = Literal["train", "test"]
-STEMS: dict[Split, str] = {"train": "train", "test": "t10k"}
-PACKAGED = Path(__file__).parent / "mnist"
+FILE_STEMS: dict[Split, str] = {"train": "train", "test": "t10k"}
+PACKAGED_FOLDER = Path(__file__).parent / "mnist"
 SHA256 = {
     "train-images-idx3-ubyte.gz": "0b367032e93c5d0cea0925647cfdb18614af8ee15f83e6f2fc2ad904a6835971",
     "train-labels-idx1-ubyte.gz": "1787548bbe0bff1ec2ecdc0ef292b02df999e2d1a6002d27500982c652b17203",
@@ -91,8 +91,8 @@ def read_mnist(split: Split, folder: Path | None = None) -> tuple[IdxArray, IdxA
     Raises:
         UsageError: if a file is missing or damaged, or the numbers of images and labels differ.
     """
-    source = PACKAGED if folder is None else folder
-    images = read_idx(find_idx(source, f"{STEMS[split]}-images-idx3-ubyte"), dimensions=3)
+    source = PACKAGED_FOLDER if folder is None else folder
+    images = read_idx(find_idx(source, f"{FILE_STEMS[split]}-images-idx3-ubyte"), dimensions=3)
     labels = read_labels(split, source)
     if images.shape[0] != labels.shape[0]:
         raise UsageError(f"{source}: {images.shape[0]} {split} images but {labels.shape[0]} labels")
@@ -103,7 +103,7 @@ def read_mnist(split: Split, folder: Path | None = None) -> tuple[IdxArray, IdxA
 
 def read_labels(split: Split, folder: Path) -> IdxArray:
     """Labels (N,) of a split from `folder`."""
-    return read_idx(find_idx(folder, f"{STEMS[split]}-labels-idx1-ubyte"), dimensions=1)
+    return read_idx(find_idx(folder, f"{FILE_STEMS[split]}-labels-idx1-ubyte"), dimensions=1)
 
 
 def check_mnist(folder: Path | None = None) -> None:
@@ -113,11 +113,11 @@ def check_mnist(folder: Path | None = None) -> None:
         UsageError: if a file is missing, damaged or invalid.
     """
     if folder is not None:
-        for split in STEMS:
+        for split in FILE_STEMS:
             read_mnist(split, folder)
         return
     for name, expected in SHA256.items():
-        path = PACKAGED / name
+        path = PACKAGED_FOLDER / name
         if not path.is_file():
             raise UsageError(f"{path} is missing: the installation is incomplete. Install paceline again.")
         actual = hashlib.sha256(path.read_bytes()).hexdigest()

@@ -24,17 +24,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.errors import UsageError, plural, unknown
-from paceline.seeding import derive
+from paceline.errors import UsageError, plural, unknown_name_error
+from paceline.seeding import derive_seed
 
 LastBatch = Literal["keep", "drop", "pad"]
 """The last, incomplete global batch of an epoch: use it as it is, drop it, or pad it with repeated samples."""
-LISTED = 1 << 24  # up to this number of samples, the order of an epoch is a list (128 MB, created in 0.5 s)
-ROUNDS = 6
-MODULUS = 2**64
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_MIXING = [(np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB))]
-_LAST_SHIFT = np.uint64(31)
+MAX_LISTED_SAMPLES = 1 << 24  # up to this number of samples, the order of an epoch is a list (128 MB, created in 0.5 s)
+FEISTEL_ROUNDS = 6
+FINGERPRINT_MODULUS = 2**64
+_SPLITMIX_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
+_SPLITMIX_ROUNDS = [(np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB))]
+_SPLITMIX_LAST_SHIFT = np.uint64(31)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class BatchPlan:
             if getattr(self, name) < 1:
                 raise UsageError(code="less-than-one", name=name, value=getattr(self, name))
         if self.last_batch not in get_args(LastBatch):
-            raise unknown("last_batch", self.last_batch, get_args(LastBatch))
+            raise unknown_name_error("last_batch", self.last_batch, get_args(LastBatch))
         if self.steps_per_epoch == 0:
             raise UsageError(code="no-whole-batch", samples=self.num_samples, global_batch=self.global_batch)
 
@@ -75,12 +75,12 @@ class BatchPlan:
         return num_full + (rest > 0 and self.last_batch != "drop")
 
     @property
-    def known_steps(self) -> int:
+    def known_steps_per_epoch(self) -> int:
         """Steps per epoch; 0 for a stream, whose length is unknown."""
         return 0 if self.parts_of_stream else self.steps_per_epoch
 
     @property
-    def size_words(self) -> str:
+    def size_text(self) -> str:
         """Text for the first lines of a run."""
         return f"{self.num_samples:,} samples = {plural(self.steps_per_epoch, 'step')} an epoch"
 
@@ -138,10 +138,12 @@ class MicroBatchPlan(NamedTuple):
 
     def random_seed(self, seed: int) -> int:
         """The seed of the random stream (e.g. for dropout) in this forward. It does not depend on the rank."""
-        return derive(seed, "forward", self.epoch, self.step, self.virtual_rank, self.micro_batch)
+        return derive_seed(seed, "forward", self.epoch, self.step, self.virtual_rank, self.micro_batch)
 
 
-def rank_work(plan: BatchPlan, epoch: int, step: int, share: range, *, merged: bool = False) -> list[MicroBatchPlan]:
+def plan_rank_micro_batches(
+    plan: BatchPlan, epoch: int, step: int, share: range, *, merged: bool = False
+) -> list[MicroBatchPlan]:
     """The work of a rank with the virtual ranks `share` in one step, in order: at least a padding batch.
 
     With `merged`, the k-th micro-batches of all its virtual ranks become one, so that each rank computes the same
@@ -181,16 +183,16 @@ def shuffled_indices(positions: Tensor | slice, num_samples: int, seed: int, epo
 
     For a slice, the result is a view without a copy, up to LISTED samples.
     """
-    if num_samples <= LISTED:
-        return _listed(num_samples, seed, epoch)[positions]
+    if num_samples <= MAX_LISTED_SAMPLES:
+        return _shuffled_order(num_samples, seed, epoch)[positions]
     if isinstance(positions, slice):
         positions = torch.arange(positions.start, positions.stop)
-    return permute(positions, num_samples, derive(seed, "order", epoch))
+    return permute(positions, num_samples, derive_seed(seed, "order", epoch))
 
 
 @lru_cache(maxsize=2)  # the current epoch, and the next one, which loader workers already fetch
-def _listed(num_samples: int, seed: int, epoch: int) -> Tensor:
-    generator = torch.Generator().manual_seed(derive(seed, "order", epoch))
+def _shuffled_order(num_samples: int, seed: int, epoch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
     return torch.randperm(num_samples, generator=generator)
 
 
@@ -205,7 +207,7 @@ def permute(positions: Tensor, size: int, key: int) -> Tensor:
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
-    keys = [np.uint64(derive(key, "round", number)) for number in range(ROUNDS)]
+    keys = [np.uint64(derive_seed(key, "round", number)) for number in range(FEISTEL_ROUNDS)]
     images = positions.numpy().astype(np.uint64)
     outside = np.arange(len(images))
     while len(outside):
@@ -234,14 +236,16 @@ def fingerprint(indices: Tensor) -> int:
 
 def splitmix64(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The hash of each of `numbers`, as a new array."""
-    z = numbers + _STEP  # otherwise the hash of 0 would be 0, and a missing sample 0 would not be detected
-    for shift, factor in _MIXING:
+    z = (
+        numbers + _SPLITMIX_INCREMENT
+    )  # otherwise the hash of 0 would be 0, and a missing sample 0 would not be detected
+    for shift, factor in _SPLITMIX_ROUNDS:
         z ^= z >> shift
         z *= factor
-    z ^= z >> _LAST_SHIFT
+    z ^= z >> _SPLITMIX_LAST_SHIFT
     return z
 
 
 def combine_fingerprints(*fingerprints: int) -> int:
     """The fingerprint of the union of several sets of samples."""
-    return sum(fingerprints) % MODULUS
+    return sum(fingerprints) % FINGERPRINT_MODULUS

@@ -27,12 +27,12 @@ from torch.utils.data._utils import worker
 from paceline.data.fingerprint import hash_of
 from paceline.data.loader import Loading, move_to_device
 from paceline.data.plan import BatchPlan
-from paceline.data.workers import begin_worker, iterate_loader, start_loader
+from paceline.data.workers import initialize_worker, iterate_loader, start_loader
 from paceline.errors import UsageError
-from paceline.seeding import derive, seed_streams
+from paceline.seeding import derive_seed, seed_streams
 
-ENDLESS = 1 << 62
-PROBES = 4  # samples of each batch that are hashed to compare two readings
+ENDLESS_NUM_SAMPLES = 1 << 62
+PROBES_PER_BATCH = 4  # samples of each batch that are hashed to compare two readings
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class StreamPlan(BatchPlan):
     """1 for an unsplit stream, otherwise the number of virtual ranks."""
 
     @property
-    def size_words(self) -> str:
+    def size_text(self) -> str:
         """Text for the first lines of a run."""
         if self.parts_of_stream == 1:
             return "a stream that every rank reads, keeping its own samples"
@@ -98,7 +98,7 @@ class StreamPart:
             for stage in self._stream.pipeline:
                 if isinstance(getattr(stage, "epoch", None), int):
                     stage.epoch = epoch - 1
-        seed_streams(derive(self._seed, "stream", epoch, self.number))
+        seed_streams(derive_seed(self._seed, "stream", epoch, self.number))
         self._samples = iter(self._stream)
         if state is not None:
             self.taken = start
@@ -113,7 +113,7 @@ class StreamPart:
     def _drawn(self, limit: int) -> Iterator[tuple[int, Any]]:
         for _ in range(limit):
             number = self.taken * self._parts + self.number
-            seed_streams(derive(self._seed, "sample", self._epoch, number))
+            seed_streams(derive_seed(self._seed, "sample", self._epoch, number))
             try:
                 sample = next(self._samples)
             except StopIteration:
@@ -130,32 +130,32 @@ class StreamBatch(NamedTuple):
     """One micro-batch of a virtual rank. A padding batch, for a rank without samples, has `counted=False`."""
 
     virtual_rank: int
-    part: int
-    numbers: list[int]
+    micro_batch: int
+    sample_numbers: list[int]
     counted: bool
     batch: Any
 
     @property
     def indices(self) -> Tensor:
         """(n,) int64: the numbers of the samples."""
-        return torch.tensor(self.numbers, dtype=torch.int64)
+        return torch.tensor(self.sample_numbers, dtype=torch.int64)
 
 
 class StreamChunk(NamedTuple):
     """The micro-batches of a rank in one global batch."""
 
     micro_batches: list[StreamBatch]
-    seen: int
+    num_samples_seen: int
     """The number of samples that this rank has read up to the end of this batch, including those of other ranks."""
-    before: dict[int, Any]
+    states_before: dict[int, Any]
     """The state of each part before this batch; None for a part without a state."""
-    probe: str
+    probe_hash: str
     """A hash of some samples of the first part that this rank reads."""
 
     @property
     def local_samples(self) -> int:
         """The number of samples of this rank."""
-        return sum(len(batch.numbers) for batch in self.micro_batches if batch.counted)
+        return sum(len(batch.sample_numbers) for batch in self.micro_batches if batch.counted)
 
 
 @dataclass(eq=False)
@@ -169,7 +169,7 @@ class ChunkReader(IterableDataset[StreamChunk]):
     start: int = 0
     states: Mapping[int, Any] = field(default_factory=dict[int, Any])
     """By part number, the state before batch `start`."""
-    least: int = 0
+    min_last_batch: int = 0
     """If the last batch has fewer samples than this, they are added to the previous batch."""
     collate: Callable[[list[Any]], Any] | None = None
 
@@ -181,15 +181,15 @@ class ChunkReader(IterableDataset[StreamChunk]):
         pending: list[tuple[int, Any]] = []  # samples that are read but not in a batch yet
         for _ in count():
             states_before = {part.number: part.state() for part in self.parts}
-            samples = [part.take(self._quota(part) + self.least - len(pending)) for part in self.parts]
-            if self.least:
+            samples = [part.take(self._quota(part) + self.min_last_batch - len(pending)) for part in self.parts]
+            if self.min_last_batch:
                 pending += samples[0]
-                is_last = len(pending) < plan.global_batch + self.least
+                is_last = len(pending) < plan.global_batch + self.min_last_batch
                 samples = [pending if is_last else pending[: plan.global_batch]]
                 pending = [] if is_last else pending[plan.global_batch :]
             padding = next((part_samples[0] for part_samples in samples if part_samples), padding)
             num_seen = sum(part.taken for part in self.parts) - len(pending)
-            probes = samples[0][:: max(1, len(samples[0]) // PROBES)]
+            probes = samples[0][:: max(1, len(samples[0]) // PROBES_PER_BATCH)]
             micro_batches = [*self._split(samples)]
             if not micro_batches and padding is not None:
                 micro_batches = [self._collate(self.virtual_ranks[0], 0, [padding], counted=False)]
@@ -215,7 +215,7 @@ class ChunkReader(IterableDataset[StreamChunk]):
     ) -> StreamBatch:
         numbers = [number for number, _ in samples]
         # reading the samples of other ranks has changed the random streams
-        seed_streams(derive(self.plan.seed, "samples", self.epoch, *numbers))
+        seed_streams(derive_seed(self.plan.seed, "samples", self.epoch, *numbers))
         batch = (self.collate or default_collate)([sample for _, sample in samples])
         return StreamBatch(virtual_rank, part, numbers, counted, batch)
 
@@ -227,7 +227,7 @@ def read_chunks(reader: ChunkReader, loading: Loading) -> Generator[StreamChunk]
         page = loading.page
         loader = DataLoader(
             reader, batch_size=None, num_workers=1, collate_fn=_identity, pin_memory=loading.device.type != "cpu",
-            worker_init_fn=partial(begin_worker, os.getpid()), generator=torch.Generator().manual_seed(0),
+            worker_init_fn=partial(initialize_worker, os.getpid()), generator=torch.Generator().manual_seed(0),
             **loading.workers,
         )  # fmt: skip
         chunks = start_loader(loader)

@@ -44,23 +44,23 @@ from paceline.host.procfs import die_with_parent
 from paceline.nested import batch_size, tensors
 from paceline.protocol.control import STOP_SIGNALS
 from paceline.protocol.status_page import SLOTS, StatusPage, read_loaders
-from paceline.seeding import derive, preserved_streams, seed_streams
+from paceline.seeding import derive_seed, preserve_generator_states, seed_streams
 
 SLOTS_OF_A_LOADER = SLOTS // 2  # the loaders of training and evaluation exist at the same time
-EXIT_SECONDS = 1.0  # a worker closes its connections shortly before the kernel reports its end
-GONE = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([0-9]+).*")  # torch's message for a killed worker
-AHEAD = 2  # batches that each process has ready: DataLoader's prefetch_factor
-OTHER_FILES = 64  # other open files of a training process
-SHARED_MEMORY = "/dev/shm"
+WORKER_EXIT_WAIT_SECONDS = 1.0  # a worker closes its connections shortly before the kernel reports its end
+LOST_WORKER_PATTERN = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([0-9]+).*")  # torch's message for a killed worker
+PREFETCH_FACTOR = 2  # batches that each process has ready: DataLoader's prefetch_factor
+NUM_OTHER_OPEN_FILES = 64  # other open files of a training process
+SHARED_MEMORY_FOLDER = "/dev/shm"
 
-Key = tuple[int, int]
+SampleKey = tuple[int, int]
 """(epoch, index)"""
 
 
 # ---- samples -----------------------------------------------------------------------------------------------------
 
 
-class SeededSamples(Dataset[Any]):
+class SeededSampleDataset(Dataset[Any]):
     """A dataset with (epoch, index) keys. It seeds all random streams with the key before it loads the sample.
 
     A worker process writes its current sample to the status page `page`.
@@ -74,12 +74,12 @@ class SeededSamples(Dataset[Any]):
         # a spawned process does not share the memory of the status page
         return {**self.__dict__, "_page": None}
 
-    def __getitem__(self, key: Key) -> Any:
+    def __getitem__(self, key: SampleKey) -> Any:
         epoch, index = key
-        seed_streams(derive(self._seed, "sample", epoch, index))
+        seed_streams(derive_seed(self._seed, "sample", epoch, index))
         return self._drawn(key, lambda: self._dataset[index])
 
-    def _drawn(self, key: Key, draw: Callable[[], Any]) -> Any:
+    def _drawn(self, key: SampleKey, draw: Callable[[], Any]) -> Any:
         worker = get_worker_info() if self._page is not None else None
         if self._page is None or worker is None or worker.id >= SLOTS_OF_A_LOADER:
             return draw()
@@ -90,13 +90,13 @@ class SeededSamples(Dataset[Any]):
         return drawn
 
 
-class SeededBatches(SeededSamples):
+class SeededBatchDataset(SeededSampleDataset):
     """The same for a dataset that returns whole micro-batches. The status page has the first sample of each."""
 
-    def __getitems__(self, keys: list[Key]) -> Any:
+    def __getitems__(self, keys: list[SampleKey]) -> Any:
         """Return a list of samples to collate, or a WholeBatch."""
         indices = [index for _, index in keys]
-        seed_streams(derive(self._seed, "samples", keys[0][0], *indices))
+        seed_streams(derive_seed(self._seed, "samples", keys[0][0], *indices))
         dataset: Any = self._dataset
         items = self._drawn(keys[0], partial(dataset.__getitems__, indices))
         is_whole = isinstance(items, tuple)
@@ -106,11 +106,11 @@ class SeededBatches(SeededSamples):
             raise UsageError(
                 code="wrong-number-of-items", dataset=type(self._dataset).__name__, asked=len(indices), size=size
             )
-        return WholeBatch(batch) if is_whole else batch
+        return CollatedBatch(batch) if is_whole else batch
 
 
 @dataclass(frozen=True)
-class WholeBatch:
+class CollatedBatch:
     """A batch that is already collated."""
 
     batch: tuple[Any, ...]
@@ -118,16 +118,16 @@ class WholeBatch:
 
 def collate_batch(collate: Callable[[list[Any]], Any] | None, samples: Any) -> Any:
     """Collate samples with the task's function, or with torch's if it is None. A WholeBatch is already collated."""
-    return samples.batch if isinstance(samples, WholeBatch) else (collate or default_collate)(samples)
+    return samples.batch if isinstance(samples, CollatedBatch) else (collate or default_collate)(samples)
 
 
-def asks_for_batches(dataset: object) -> bool:
+def has_batched_getitems(dataset: object) -> bool:
     """Whether `dataset` has `__getitems__`, or wraps only datasets that have it."""
     if type(dataset) is Subset:
-        return asks_for_batches(dataset.dataset)
+        return has_batched_getitems(dataset.dataset)
     if type(dataset) is StackDataset:
         parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
-        return all(asks_for_batches(part) for part in parts)
+        return all(has_batched_getitems(part) for part in parts)
     return callable(getattr(dataset, "__getitems__", None))
 
 
@@ -138,11 +138,11 @@ def start_loader(loader: DataLoader[Any]) -> Iterator[Any]:
     """Return an iterator of `loader`. If it still exists when this process ends, its workers are killed.
 
     The traceback of an error, or a variable of the user, can keep the iterator alive. At its end Python would send
-    SIGTERM to the workers, which ignore it (see `begin_worker`), and wait for them forever.
+    SIGTERM to the workers, which ignore it (see `initialize_worker`), and wait for them forever.
     """
     children_before = {*active_children()}
     try:
-        with without_garbage():
+        with freeze_gc_in_forks():
             iterator = iter(loader)
     except BaseException:  # some workers may have started
         _kill({*active_children()} - children_before)
@@ -155,7 +155,7 @@ def start_loader(loader: DataLoader[Any]) -> Iterator[Any]:
     return iterator
 
 
-def begin_worker(trainer_pid: int, worker: int) -> None:
+def initialize_worker(trainer_pid: int, worker: int) -> None:
     """Initialize a worker: it ends together with the training process, even if that process is killed."""
     die_with_parent(trainer_pid)
     for number in STOP_SIGNALS:  # the training process handles them, and needs its workers to finish the step
@@ -170,28 +170,28 @@ def _kill(workers: Iterable[BaseProcess], of_iterator: int = 0) -> None:
 
 
 @contextmanager
-def without_garbage() -> Generator[None]:
+def freeze_gc_in_forks() -> Generator[None]:
     """Workers that are forked inside freeze all inherited objects: they never collect garbage of this process.
 
     Such garbage can contain CUDA events. If a forked process deletes one, CUDA aborts the process. This process freezes
     nothing: it would never collect the garbage either.
     """
-    _collects.append(gc.isenabled())
+    _gc_was_enabled.append(gc.isenabled())
     gc.disable()  # a worker must not collect before it has frozen the objects
     try:
         yield
     finally:
-        if _collects.pop():
+        if _gc_was_enabled.pop():
             gc.enable()
 
 
-_collects: list[bool] = []  # inside `without_garbage`: whether garbage collection was enabled
+_gc_was_enabled: list[bool] = []  # inside `freeze_gc_in_forks`: whether garbage collection was enabled
 
 
 def _freeze_in_child() -> None:
-    if _collects:
+    if _gc_was_enabled:
         gc.freeze()
-        if _collects[-1]:
+        if _gc_was_enabled[-1]:
             gc.enable()
 
 
@@ -202,7 +202,7 @@ def iterate_loader(iterator: Iterator[Any], page: StatusPage | None) -> Generato
     """Yield the batches of a loader's iterator, without changes to random streams. `page` shows the waiting time."""
     try:
         while True:
-            with preserved_streams():  # without workers, this process loads the samples and seeds the streams
+            with preserve_generator_states():  # without workers, this process loads the samples and seeds the streams
                 if page is not None:
                     page.put("loading", 1)
                 try:
@@ -224,7 +224,7 @@ def _with_signal(error: RuntimeError, iterator: object) -> RuntimeError:
 
     torch raises either error, depending on whether its SIGCHLD handler or its check of the processes comes first.
     """
-    if "killed by signal" in str(error) or (match := GONE.search(str(error))) is None:
+    if "killed by signal" in str(error) or (match := LOST_WORKER_PATTERN.search(str(error))) is None:
         return error
     pid, workers = int(match[1]), getattr(iterator, "_workers", ())
     exit_code = next((worker.exitcode for worker in workers if worker.pid == pid), None)
@@ -234,7 +234,7 @@ def _with_signal(error: RuntimeError, iterator: object) -> RuntimeError:
 
 
 @contextmanager
-def naming_lost_processes(page: StatusPage, rank: int) -> Generator[None]:
+def name_lost_workers(page: StatusPage, rank: int) -> Generator[None]:
     """Convert the error about a killed worker to one that names the worker and its last sample.
 
     torch raises it from its SIGCHLD handler, so it can appear anywhere in the main thread.
@@ -246,13 +246,13 @@ def naming_lost_processes(page: StatusPage, rank: int) -> Generator[None]:
         try:
             yield
         except ConnectionError:  # a worker may have died
-            deadline = time.monotonic() + EXIT_SECONDS
+            deadline = time.monotonic() + WORKER_EXIT_WAIT_SECONDS
             while time.monotonic() < deadline:
                 torch._C._error_if_any_worker_fails()  # pyright: ignore[reportPrivateUsage]
                 time.sleep(0.01)
             raise
     except RuntimeError as error:
-        match = GONE.search(str(error))
+        match = LOST_WORKER_PATTERN.search(str(error))
         if match is None:
             raise
         pid, item, number = int(match[1]), "", ""
@@ -269,7 +269,7 @@ def naming_lost_processes(page: StatusPage, rank: int) -> Generator[None]:
 
 
 @dataclass(frozen=True)
-class LoaderLoad:
+class SharedMemoryDemand:
     """The batches that need shared memory on this node."""
 
     largest_batch: int
@@ -279,7 +279,7 @@ class LoaderLoad:
     local_ranks: int
 
 
-def check_shared_memory(batch: Any, samples: int, load: LoaderLoad) -> None:
+def check_shared_memory(batch: Any, samples: int, load: SharedMemoryDemand) -> None:
     """Check before the first step that shared memory is sufficient for batches like `batch` of `samples` samples.
 
     Raises:
@@ -288,26 +288,26 @@ def check_shared_memory(batch: Any, samples: int, load: LoaderLoad) -> None:
     num_workers, local_ranks = load.num_workers, load.local_ranks
     if not num_workers:
         return
-    if sys.platform == "linux" and not Path(SHARED_MEMORY).is_dir():
-        raise UsageError(code="no-shared-memory", folder=SHARED_MEMORY)
+    if sys.platform == "linux" and not Path(SHARED_MEMORY_FOLDER).is_dir():
+        raise UsageError(code="no-shared-memory", folder=SHARED_MEMORY_FOLDER)
     sizes = [tensor.nbytes for tensor in tensors(batch)]
-    batches = AHEAD * num_workers + 1
+    batches = PREFETCH_FACTOR * num_workers + 1
     needed_bytes = sum(sizes) * load.largest_batch // samples * batches * local_ranks
     free_bytes = _free_bytes()
     if free_bytes is not None and free_bytes < needed_bytes:
         raise UsageError(
-            code="shared-memory-too-small", folder=SHARED_MEMORY, free=_mib(free_bytes), num_workers=num_workers,
+            code="shared-memory-too-small", folder=SHARED_MEMORY_FOLDER, free=_mib(free_bytes), num_workers=num_workers,
             local_ranks=local_ranks, needed=_mib(needed_bytes),
         )  # fmt: skip
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    needed_files = len(sizes) * batches + OTHER_FILES
+    needed_files = len(sizes) * batches + NUM_OTHER_OPEN_FILES
     if files != resource.RLIM_INFINITY and files < needed_files:
         raise UsageError(code="too-few-open-files", files=files, num_workers=num_workers, needed_files=needed_files)
 
 
 def _free_bytes() -> int | None:
     try:
-        status = os.statvfs(SHARED_MEMORY)
+        status = os.statvfs(SHARED_MEMORY_FOLDER)
     except OSError:  # not Linux: the limit of shared memory is unknown
         return None
     return status.f_bavail * status.f_frsize

@@ -14,35 +14,35 @@ from dataclasses import dataclass
 import msgspec
 from msgspec.structs import replace
 
-from paceline.host.machine_log import ask_gpus
+from paceline.host.machine_log import query_gpu_problems
 from paceline.host.procfs import queued_seconds, read_process, reads_input, sleep_number
-from paceline.protocol.evidence import Answer, Evidence, Frame, LoaderWorker, Op, Sample, Stack
-from paceline.protocol.job import JUMP_SECONDS
-from paceline.protocol.marks import read_calls, read_findings, read_marks, read_orders
+from paceline.protocol.evidence import Answer, Evidence, Frame, LoaderWorker, Op, Stack, WorkerSample
+from paceline.protocol.job import SUSPENSION_GAP_SECONDS
+from paceline.protocol.marks import read_call_tables, read_calls, read_findings, read_fingerprints
 from paceline.protocol.status_page import (
     PAGE_BYTES,
-    SIGNAL,
     SIGNAL_SAFE,
+    STACK_SIGNAL,
     has_status_page,
     put_question,
     read_answer,
     read_counters,
     read_loaders,
-    read_native,
+    read_native_stacks,
     read_ring,
     takes_signal,
 )
 
 ANSWER_SECONDS = 2.0  # for an interpreter to answer; its watcher wakes four times a second
-DEAF_SECONDS = 4.0  # a watcher that has not woken for this long gets only DEAF_ANSWER_SECONDS
-DEAF_ANSWER_SECONDS = 1.0
-NATIVE_SECONDS = 1.0  # for the stacks that a worker writes on the signal
-CPU_SECONDS = 0.5  # the shortest time over which CPU use is meaningful
-ADVANCE_SECONDS = 0.1  # between two calls of `advance`
+UNRESPONSIVE_SECONDS = 4.0  # a watcher that has not woken for this long gets only DEAF_ANSWER_SECONDS
+UNRESPONSIVE_ANSWER_SECONDS = 1.0
+NATIVE_STACK_SECONDS = 1.0  # for the stacks that a worker writes on the signal
+MIN_CPU_INTERVAL_SECONDS = 0.5  # the shortest time over which CPU use is meaningful
+ADVANCE_INTERVAL_SECONDS = 0.1  # between two calls of `advance`
 
 MAX_EVIDENCE_BYTES = 200_000
 MAX_OPS, MAX_THREADS, MAX_FRAMES, MAX_GROUPS, MAX_LOADERS = 64, 32, 96, 64, 32
-MAX_NUMBER = 1 << 53
+MAX_JSON_INTEGER = 1 << 53
 MAX_TEXT, MAX_WORDS, MAX_NATIVE = 200, 8_000, 32_000
 
 _decoder = msgspec.json.Decoder(Answer)
@@ -51,14 +51,14 @@ _decoder = msgspec.json.Decoder(Answer)
 @dataclass
 class _Query:
     pid: int
-    page: int
+    page_fd: int
     states: list[str]  # of its process, at each call of `advance`
     cpu_seconds: float  # used before the question
     native_bytes: int = -1  # size of the native stacks at the last call of `advance`; -1: no signal sent
     done: bool = False
 
 
-class Collection:
+class EvidenceCollection:
     """One question to all workers of a node, and the answers so far.
 
     Workers that have ended are not asked. `boxes` are the descriptors of the status pages, by rank. The number
@@ -68,7 +68,7 @@ class Collection:
 
     def __init__(
         self,
-        workers: Sequence[Sample],
+        workers: Sequence[WorkerSample],
         boxes: Mapping[int, int],
         question: int,
         *,
@@ -86,7 +86,7 @@ class Collection:
                 process = read_process(worker.pid)
                 cpu_seconds = process.cpu_seconds if process else 0.0
                 self._queries[worker.rank] = _Query(worker.pid, fd, [process.state if process else ""], cpu_seconds)
-        self._gpus = ask_gpus([query.pid for query in self._queries.values()])
+        self._gpus = query_gpu_problems([query.pid for query in self._queries.values()])
 
     def advance(self) -> bool:
         """Continue to collect; return whether all answers have arrived, or no more will come."""
@@ -97,48 +97,52 @@ class Collection:
             query.states.append(process.state if process and process.runs else "")
             query.done = query.done or self._is_done(query, waited_seconds)
         is_hurried = self._patience_seconds < ANSWER_SECONDS
-        return all(query.done for query in self._queries.values()) and (is_hurried or waited_seconds >= CPU_SECONDS)
+        return all(query.done for query in self._queries.values()) and (
+            is_hurried or waited_seconds >= MIN_CPU_INTERVAL_SECONDS
+        )
 
     def _is_done(self, query: _Query, waited_seconds: float) -> bool:
-        counters = read_counters(query.page)
+        counters = read_counters(query.page_fd)
         if counters.answered == self.question or query.states[-1] in ("", "T", "t"):
             return True  # a stopped process never answers
         if query.native_bytes >= 0:
-            previous_bytes, query.native_bytes = query.native_bytes, len(read_native(query.page))
+            previous_bytes, query.native_bytes = query.native_bytes, len(read_native_stacks(query.page_fd))
             is_complete = 0 < query.native_bytes == previous_bytes
-            return is_complete or time.monotonic() - self._signalled_seconds > NATIVE_SECONDS
-        is_deaf = time.monotonic() - counters.beat_ns / 1e9 > DEAF_SECONDS
-        patience_seconds = min(self._patience_seconds, DEAF_ANSWER_SECONDS) if is_deaf else self._patience_seconds
+            return is_complete or time.monotonic() - self._signalled_seconds > NATIVE_STACK_SECONDS
+        is_deaf = time.monotonic() - counters.beat_ns / 1e9 > UNRESPONSIVE_SECONDS
+        patience_seconds = (
+            min(self._patience_seconds, UNRESPONSIVE_ANSWER_SECONDS) if is_deaf else self._patience_seconds
+        )
         if waited_seconds < patience_seconds:
             return False
         return self._patience_seconds < ANSWER_SECONDS or not self._signal(query)
 
     def _signal(self, query: _Query) -> bool:
         """Ask for native stacks; return whether that is possible without the risk of killing the worker."""
-        if not read_counters(query.page).ready & SIGNAL_SAFE or not takes_signal(query.pid):
+        if not read_counters(query.page_fd).ready & SIGNAL_SAFE or not takes_signal(query.pid):
             return False
-        os.ftruncate(query.page, PAGE_BYTES)  # discard faulthandler's text
+        os.ftruncate(query.page_fd, PAGE_BYTES)  # discard faulthandler's text
         query.native_bytes = 0
         self._signalled_seconds = time.monotonic()
         with suppress(ProcessLookupError, PermissionError):
-            os.kill(query.pid, SIGNAL)
+            os.kill(query.pid, STACK_SIGNAL)
         return True
 
-    def evidence(self, workers: Sequence[Sample]) -> list[Evidence]:
+    def evidence(self, workers: Sequence[WorkerSample]) -> list[Evidence]:
         """The current evidence on all `workers`."""
         return [bounded_evidence(self._evidence(worker, self._queries.get(worker.rank))) for worker in workers]
 
-    def _evidence(self, worker: Sample, query: _Query | None) -> Evidence:
+    def _evidence(self, worker: WorkerSample, query: _Query | None) -> Evidence:
         page_fd, process = self._boxes[worker.rank], read_process(worker.pid) if worker.code is None else None
         answered = query is not None and read_counters(page_fd).answered == self.question
         answer = _read(page_fd) if answered else None
-        native = read_native(page_fd) if not answered and query is not None and query.native_bytes > 0 else ""
+        native = read_native_stacks(page_fd) if not answered and query is not None and query.native_bytes > 0 else ""
         cpu_seconds = 0.0
         if process is not None and query is not None:
             elapsed_seconds = max(time.monotonic() - self._began_seconds, 1e-3)
             cpu_seconds = (process.cpu_seconds - query.cpu_seconds) / elapsed_seconds  # per second
         return replace(
-            Evidence.of(worker),
+            Evidence.from_sample(worker),
             state=_state(query),
             cpu_seconds=cpu_seconds,
             sleep=-1 if process is None else sleep_number(worker.pid),
@@ -222,7 +226,7 @@ def _frame(frame: Frame) -> Frame:
 
 
 def _number(number: int) -> int:
-    return number if 0 <= number <= MAX_NUMBER else 0
+    return number if 0 <= number <= MAX_JSON_INTEGER else 0
 
 
 class IdleClock:
@@ -235,29 +239,29 @@ class IdleClock:
         # rank -> its counters, the time of their last change, and the time of the last read
         self._seen: dict[int, tuple[tuple[int, ...], float, float]] = {}
 
-    def read(self, worker: Sample, page: int, now_seconds: float) -> Sample:
+    def read(self, worker: WorkerSample, page: int, now_seconds: float) -> WorkerSample:
         """`worker` with the content of its status page.
 
         Call it at least every two seconds, with times of one monotonic clock.
         """
         counters = read_counters(page)
         moved, since_seconds, read_seconds = self._seen.get(worker.rank, ((), now_seconds, now_seconds))
-        if moved != counters.moved or now_seconds - read_seconds > JUMP_SECONDS:
+        if moved != counters.progress_values or now_seconds - read_seconds > SUSPENSION_GAP_SECONDS:
             since_seconds = now_seconds
-        self._seen[worker.rank] = counters.moved, since_seconds, now_seconds
+        self._seen[worker.rank] = counters.progress_values, since_seconds, now_seconds
         return replace(
             worker,
             step=counters.step,
             phase=counters.phase,
             phase_seconds=counters.phase_seconds,
             queued_seconds=queued_seconds(worker.pid),
-            still_seconds=now_seconds - since_seconds if worker.runs else 0.0,
+            still_seconds=now_seconds - since_seconds if worker.is_running else 0.0,
             waiting=counters.waiting,
-            met=counters.met,
+            met=counters.has_called_collective,
             script=counters.script,
-            uneven=counters.uneven,
-            alone=counters.alone,
-            fingerprints=read_marks(page) if counters.marks else b"",
-            orders=read_orders(page) if counters.marks else b"",
+            uneven=counters.allows_uneven_steps,
+            alone=counters.solo_steps,
+            fingerprints=read_fingerprints(page) if counters.marks else b"",
+            orders=read_call_tables(page) if counters.marks else b"",
             findings=tuple(read_findings(page)) if counters.findings else (),
         )

@@ -26,19 +26,26 @@ from typing import Literal
 from msgspec.structs import replace
 
 from paceline.guard.judge import DEADLOCK_SECONDS
-from paceline.protocol.evidence import Diagnosis, Evidence, Phase, Sample, StopKind
-from paceline.protocol.job import JUMP_SECONDS, LEARNED, OF_STEPS, WARM_UP_STEPS, Stage, Windows
-from paceline.protocol.places import Activity, activity_of, imports_torch
+from paceline.protocol.code_locations import Activity, activity_of, imports_torch
+from paceline.protocol.evidence import Diagnosis, Evidence, Phase, StopKind, WorkerSample
+from paceline.protocol.job import (
+    STEP_STAGES,
+    SUSPENSION_GAP_SECONDS,
+    WARM_UP_STEPS,
+    WINDOW_BOUNDS_SECONDS,
+    HangTimeout,
+    HangWindowStage,
+)
 
-CLOCKS_SECONDS = 1.5  # tolerance between two samples of a rank that has made no progress
+PROGRESS_TOLERANCE_SECONDS = 1.5  # tolerance between two samples of a rank that has made no progress
 BUSY_CPU_SECONDS = 0.5  # per second
 IDLE_CPU_SECONDS = 0.05  # per second; a rank that imports or compiles uses more
 STEP_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-CAUSES_WAIT_TOO = (StopKind.MISMATCH, StopKind.DEADLOCK, StopKind.NETWORK, StopKind.UNKNOWN)
+KINDS_WITH_WAITING_CAUSES = (StopKind.MISMATCH, StopKind.DEADLOCK, StopKind.NETWORK, StopKind.UNKNOWN)
 
 SAMPLE_SECONDS, SHORT_SAMPLE_SECONDS = 1.0, 0.25
 SHORT_WINDOW_SECONDS = 10.0
-MOVING_SECONDS = 1.0
+MIN_WINDOW_SECONDS = 1.0
 QUIET_SECONDS, SECONDS_PER_NODE = 3.0, 0.003  # ranks of many nodes are sampled less often while all make progress
 
 
@@ -54,20 +61,20 @@ class Alarm:
 class StallDetector:
     """Detects stalls of one generation. With `auto` it adapts the windows to the gaps that it measures."""
 
-    def __init__(self, windows: Windows) -> None:
+    def __init__(self, windows: HangTimeout) -> None:
         self.windows = windows
         self.notice = ""  # a message for the user; the caller empties it after printing
-        self._largest_gap_seconds = dict.fromkeys(Stage, 0.0)
+        self._largest_gap_seconds = dict.fromkeys(HangWindowStage, 0.0)
         self._seen_seconds: float | None = None
         self._began_seconds = -math.inf  # times without progress are counted from here at the earliest
         self._moved_seconds: float | None = None  # time of the last progress of any rank
-        self._stage = Stage.LONG
+        self._stage = HangWindowStage.LONG
         self._first_step: int | None = None
         self._warned = False  # about the current time without progress
         self._next_stall_seconds = 0.0
         self._noticed = False
 
-    def see(self, now_seconds: float, ranks: Sequence[Sample]) -> Alarm | None:
+    def update(self, now_seconds: float, ranks: Sequence[WorkerSample]) -> Alarm | None:
         """Process samples of all running ranks; `now_seconds` is the time of one monotonic clock.
 
         Call it at least once a second.
@@ -75,7 +82,7 @@ class StallDetector:
         Returns:
             A warning once per stall, a stall alarm after each window, and otherwise None.
         """
-        if self._seen_seconds is not None and now_seconds - self._seen_seconds > JUMP_SECONDS:
+        if self._seen_seconds is not None and now_seconds - self._seen_seconds > SUSPENSION_GAP_SECONDS:
             self._began_seconds, self._moved_seconds = now_seconds, None
         before_seconds, self._seen_seconds = self._seen_seconds, now_seconds
         if not ranks:
@@ -85,28 +92,28 @@ class StallDetector:
         if self._moved_seconds is None or moved_seconds > self._moved_seconds + 1e-3:  # ages are sums of floats
             self._learn(moved_seconds, math.inf if before_seconds is None else before_seconds)
         still_seconds = now_seconds - moved_seconds
-        steps = self.windows.seconds is None and self._stage in (Stage.STEP, Stage.DATA)
-        if not steps or still_seconds >= MOVING_SECONDS:  # no window is shorter than this
+        steps = self.windows.seconds is None and self._stage in (HangWindowStage.STEP, HangWindowStage.DATA)
+        if not steps or still_seconds >= MIN_WINDOW_SECONDS:  # no window is shorter than this
             self._stage = max(self._stage_of(rank) for rank in ranks)
-        window_seconds = self.windows.of(self._stage, self._largest_gap_seconds[self._stage])
+        window_seconds = self.windows.window_seconds(self._stage, self._largest_gap_seconds[self._stage])
         if not any(rank.waiting or rank.phase in (Phase.DATA, Phase.SYNC) for rank in ranks):
-            if self._stage is not Stage.STEP:
+            if self._stage is not HangWindowStage.STEP:
                 return None
-            window_seconds = self.windows.of(Stage.LONG, self._largest_gap_seconds[self._stage])
+            window_seconds = self.windows.window_seconds(HangWindowStage.LONG, self._largest_gap_seconds[self._stage])
         return self._alarm(still_seconds, window_seconds)
 
     def _learn(self, moved_seconds: float, before_seconds: float) -> None:
         if self._moved_seconds is not None:  # with many nodes, samples are rare and miss progress between them
-            seen_seconds = before_seconds + sample_seconds(self.windows)
+            seen_seconds = before_seconds + sample_interval_seconds(self.windows)
             self._add_gap(min(moved_seconds, seen_seconds) - self._moved_seconds)
         self._moved_seconds = moved_seconds
         self._warned, self._next_stall_seconds = False, 0.0
 
     def _add_gap(self, gap_seconds: float) -> None:
-        for stage in OF_STEPS if self._stage in OF_STEPS else (self._stage,):
+        for stage in STEP_STAGES if self._stage in STEP_STAGES else (self._stage,):
             self._largest_gap_seconds[stage] = max(self._largest_gap_seconds[stage], gap_seconds)
         limit = self.windows.seconds
-        if limit is not None and gap_seconds > limit and self._stage is not Stage.LONG and not self._noticed:
+        if limit is not None and gap_seconds > limit and self._stage is not HangWindowStage.LONG and not self._noticed:
             self._noticed = True
             self.notice = (
                 f"no rank made progress for {gap_seconds:.1f} s, then the run continued: --hang-timeout {limit:g} is "
@@ -124,21 +131,21 @@ class StallDetector:
             return Alarm("warn", still_seconds, window_seconds)
         return None
 
-    def _stage_of(self, rank: Sample) -> Stage:
+    def _stage_of(self, rank: WorkerSample) -> HangWindowStage:
         if rank.phase is Phase.USER or (rank.script and rank.phase is not Phase.INIT):
-            return Stage.USER
+            return HangWindowStage.USER
         if rank.phase is Phase.INIT or rank.stepped is False or self._first_step is None:
             self._first_step = rank.step  # a resumed run starts at any step
         if rank.phase in (Phase.INIT, Phase.EVALUATE, Phase.CHECKPOINT, Phase.CLOSE) or rank.stepped is False:
-            return Stage.LONG
+            return HangWindowStage.LONG
         if self.windows.seconds is None and rank.step < self._first_step + WARM_UP_STEPS:
-            return Stage.WARM_UP
+            return HangWindowStage.WARM_UP
         if rank.stepped is None and rank.step == self._first_step:
-            return Stage.LONG
-        return Stage.DATA if rank.phase is Phase.DATA else Stage.STEP
+            return HangWindowStage.LONG
+        return HangWindowStage.DATA if rank.phase is Phase.DATA else HangWindowStage.STEP
 
 
-def assume_waiting(samples: Sequence[Sample], world_size: int) -> list[Sample]:
+def assume_waiting(samples: Sequence[WorkerSample], world_size: int) -> list[WorkerSample]:
     """Set `waiting` for scripts and for ranks before the rendezvous: their status pages do not show whether they wait.
 
     A script is in phase INIT until a rank has called a collective.
@@ -152,31 +159,34 @@ def assume_waiting(samples: Sequence[Sample], world_size: int) -> list[Sample]:
     ]
 
 
-def is_stalled(evidence: Sequence[Evidence], alarm: Alarm, windows: Windows) -> bool:
+def is_stalled(evidence: Sequence[Evidence], alarm: Alarm, windows: HangTimeout) -> bool:
     """Whether the evidence confirms the alarm: no rank has made progress since, and a rank waits.
 
     A script may also compute for a long time.
     """
-    running = [sample for sample in evidence if sample.runs]
+    running = [sample for sample in evidence if sample.is_running]
     if any(sample.reads_input for sample in running):  # the run waits for its user, or for a pipe
         return False
-    if not running or min(sample.still_seconds for sample in running) < alarm.still_seconds - CLOCKS_SECONDS:
+    if (
+        not running
+        or min(sample.still_seconds for sample in running) < alarm.still_seconds - PROGRESS_TOLERANCE_SECONDS
+    ):
         return False
     if not any(is_waiting(sample) for sample in running):
         is_busy = any(sample.cpu_seconds > BUSY_CPU_SECONDS for sample in running)
-        cap_seconds = LEARNED[Stage.LONG][1] if windows.seconds is None and is_busy else 0.0
+        cap_seconds = WINDOW_BOUNDS_SECONDS[HangWindowStage.LONG][1] if windows.seconds is None and is_busy else 0.0
         return all(sample.phase in STEP_PHASES and not sample.script for sample in running) and (
-            alarm.still_seconds >= max(windows.of(Stage.LONG), cap_seconds)
+            alarm.still_seconds >= max(windows.window_seconds(HangWindowStage.LONG), cap_seconds)
         )
     # long work of a script may be intended: rank 0 evaluates, and the others wait in a barrier
     scripts = [sample for sample in running if sample.phase is Phase.USER or sample.script]
     is_busy = any(not is_waiting(sample) and sample.cpu_seconds > BUSY_CPU_SECONDS for sample in scripts)
-    if windows.seconds is None and is_busy and alarm.still_seconds < LEARNED[Stage.USER][1]:
+    if windows.seconds is None and is_busy and alarm.still_seconds < WINDOW_BOUNDS_SECONDS[HangWindowStage.USER][1]:
         return False
     # before its first collective a rank may still import torch from a slow disk or on a busy machine
     not_started = [sample for sample in running if not sample.ops and not is_waiting(sample)]
     is_idle = all(sample.cpu_seconds < IDLE_CPU_SECONDS and sample.state not in ("R", "D") for sample in not_started)
-    return is_idle or alarm.still_seconds >= windows.of(Stage.LONG)
+    return is_idle or alarm.still_seconds >= windows.window_seconds(HangWindowStage.LONG)
 
 
 def is_waiting(rank: Evidence) -> bool:
@@ -191,19 +201,19 @@ def is_waiting(rank: Evidence) -> bool:
 
 def ranks_to_interrupt(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> tuple[int, ...]:
     """The ranks that receive an exception in their collective: all that only wait."""
-    kept = () if diagnosis.kind in CAUSES_WAIT_TOO else diagnosis.causes
-    return tuple(sample.rank for sample in evidence if sample.runs and sample.rank not in kept)
+    kept = () if diagnosis.kind in KINDS_WITH_WAITING_CAUSES else diagnosis.causes
+    return tuple(sample.rank for sample in evidence if sample.is_running and sample.rank not in kept)
 
 
-def sample_seconds(windows: Windows) -> float:
+def sample_interval_seconds(windows: HangTimeout) -> float:
     """The interval at which an agent reads the status pages of its ranks."""
     is_short = windows.seconds is not None and windows.seconds < SHORT_WINDOW_SECONDS
     return SHORT_SAMPLE_SECONDS if is_short else SAMPLE_SECONDS
 
 
-def heartbeat_seconds(windows: Windows, nodes: int, samples: Sequence[Sample]) -> float:
+def heartbeat_interval_seconds(windows: HangTimeout, nodes: int, samples: Sequence[WorkerSample]) -> float:
     """The interval at which the coordinator receives samples; longer while the ranks of many nodes make progress."""
-    usual = sample_seconds(windows)
+    usual = sample_interval_seconds(windows)
     any_moves = any(sample.still_seconds < QUIET_SECONDS for sample in samples)
     return max(usual, nodes * SECONDS_PER_NODE) if any_moves and usual == SAMPLE_SECONDS else usual
 
@@ -211,7 +221,7 @@ def heartbeat_seconds(windows: Windows, nodes: int, samples: Sequence[Sample]) -
 # ---- a rank that sleeps ----
 
 FIRST_SECONDS, SURE_SECONDS = 20.0, 45.0
-AGAIN_SECONDS = 15.0
+SLEEP_RECHECK_SECONDS = 15.0
 
 
 class SleepDetector:
@@ -224,12 +234,12 @@ class SleepDetector:
     45 s.
     """
 
-    def __init__(self, windows: Windows) -> None:
+    def __init__(self, windows: HangTimeout) -> None:
         self._auto = windows.seconds is None
         self._next_seconds, self._sampled = FIRST_SECONDS, False
         self._before: dict[int, int] = {}
 
-    def due(self, running: Sequence[Sample]) -> bool:
+    def should_collect(self, running: Sequence[WorkerSample]) -> bool:
         """Whether to collect evidence of the ranks' sleeps now."""
         self._sampled = False
         still_seconds = min((s.still_seconds for s in running), default=0.0)
@@ -239,16 +249,16 @@ class SleepDetector:
         if not self._auto or still_seconds < self._next_seconds or not all(s.script and s.step for s in running):
             return False
         self._sampled = True
-        self._next_seconds = max(SURE_SECONDS, still_seconds + AGAIN_SECONDS)
+        self._next_seconds = max(SURE_SECONDS, still_seconds + SLEEP_RECHECK_SECONDS)
         return True
 
-    def proves(self, diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> bool | None:
+    def proves_sleep(self, diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> bool | None:
         """Whether the ranks of the diagnosis were in one sleep since the last evidence; None if `due` was False."""
         if not self._sampled:
             return None
         now = {sample.rank: sample.sleep for sample in evidence if sample.sleep >= 0}
         before, self._before = self._before, now
-        if min(sample.still_seconds for sample in evidence if sample.runs) < SURE_SECONDS:
+        if min(sample.still_seconds for sample in evidence if sample.is_running) < SURE_SECONDS:
             return False
         if diagnosis.kind in (StopKind.MISMATCH, StopKind.DEADLOCK):
             return True
@@ -257,23 +267,25 @@ class SleepDetector:
 
 # ---- a slow rank, a slow network ----
 
-FIRST_STEPS = 5  # skipped after a start: these steps compile and fill caches
+SKIPPED_FIRST_STEPS = 5  # skipped after a start: these steps compile and fill caches
 LOOK_STEPS, LOOK_SECONDS = 10, 0.9  # minimum between two snapshots; averages out batches of different lengths
-RANK_SECONDS = 0.001  # minimum per rank between two snapshots, because each rank costs the coordinator microseconds
-LOOKS = 3  # consecutive snapshots that must agree
-QUEUED_LOOKS = 8  # the same if a rank is slow because it waits for a core
+MIN_SNAPSHOT_SECONDS_PER_RANK = (
+    0.001  # minimum per rank between two snapshots, because each rank costs the coordinator microseconds
+)
+MIN_SLOW_SNAPSHOTS = 3  # consecutive snapshots that must agree
+MIN_QUEUED_SNAPSHOTS = 8  # the same if a rank is slow because it waits for a core
 SLOW_FACTOR = 1.3
-CHANGE_FACTOR = 1.5  # a warning repeats only if the delay has grown by this factor
-LEAST_SECONDS = 0.02  # per step; smaller delays are noise of a shared machine
-LEAST_OF_TWICE = 0.01  # the same for a rank that takes twice as long as the others
-LEAST_SYNC_SECONDS = 0.05  # per step; shorter waits are normal for a network
+REPEAT_WARNING_FACTOR = 1.5  # a warning repeats only if the delay has grown by this factor
+MIN_DELAY_SECONDS = 0.02  # per step; smaller delays are noise of a shared machine
+MIN_DOUBLED_DELAY_SECONDS = 0.01  # the same for a rank that takes twice as long as the others
+MIN_SLOW_SYNC_SECONDS = 0.05  # per step; shorter waits are normal for a network
 
-WORK = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-NEVER_WAITING = (Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
-SCRIPT_WORK = (*NEVER_WAITING, Phase.USER)
+WORK_PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+NEVER_WAITING_PHASES = (Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
+SCRIPT_WORK_PHASES = (*NEVER_WAITING_PHASES, Phase.USER)
 
-Snapshot = Mapping[int, Sample]  # of all running ranks
-Spent = Mapping[int, tuple[float, ...]]  # rank -> seconds in each phase, per step
+SampleSnapshot = Mapping[int, WorkerSample]  # of all running ranks
+PhaseSecondsByRank = Mapping[int, tuple[float, ...]]  # rank -> seconds in each phase, per step
 
 
 @dataclass(frozen=True)
@@ -282,18 +294,18 @@ class Straggler:
 
     rank: int
     host: str
-    seconds: float  # work of this rank
-    usual_seconds: float  # work of the other ranks
+    seconds_per_step: float  # work of this rank
+    median_seconds_per_step: float  # work of the other ranks
     phase: Phase  # the phase with most of the difference
-    ranks: int  # world size
+    num_ranks: int  # world size
 
     @property
-    def words(self) -> str:
+    def warning_text(self) -> str:
         """The warning."""
         return (
-            f"rank {self.rank} ({self.host}) is slow: it works {_seconds(self.seconds)} per step, "
-            f"{'the other' if self.ranks == 2 else 'the others'} {_seconds(self.usual_seconds)}. Most of the "
-            f"difference is in {'code of the script' if self.phase is Phase.USER else self.phase.word}"
+            f"rank {self.rank} ({self.host}) is slow: it works {_seconds(self.seconds_per_step)} per step, "
+            f"{'the other' if self.num_ranks == 2 else 'the others'} {_seconds(self.median_seconds_per_step)}. Most of "
+            f"the difference is in {'code of the script' if self.phase is Phase.USER else self.phase.word}"
         )
 
 
@@ -312,60 +324,68 @@ class StragglerDetector:
     def __init__(self, hosts: Mapping[int, str]) -> None:
         self._hosts = hosts
         self._first: dict[int, int] = {}
-        self._snapshots: list[Snapshot] = []  # the newest last
+        self._snapshots: list[SampleSnapshot] = []  # the newest last
         self._stragglers: list[tuple[Straggler | None, Straggler | None]] = []  # without and with time in CPU queues
         self._reported: dict[str, float] = {}
         self.rank: int | None = None
         """The rank of the last warning."""
 
-    def see(self, samples: Sequence[Sample]) -> str:
+    def update(self, samples: Sequence[WorkerSample]) -> str:
         """A new warning, or an empty text. Call it repeatedly, with samples of all running ranks."""
         if len(samples) < 2 or any(sample.phase is Phase.USER and not sample.script for sample in samples):
             return ""
         first_steps = [self._first.setdefault(sample.rank, sample.step) for sample in samples]
         now = {sample.rank: sample for sample in samples}
-        all_started = all(sample.step >= step + FIRST_STEPS for sample, step in zip(samples, first_steps, strict=True))
+        all_started = all(
+            sample.step >= step + SKIPPED_FIRST_STEPS for sample, step in zip(samples, first_steps, strict=True)
+        )
         if not all_started or (self._snapshots and not _are_apart(self._snapshots[-1], now)):
             return ""
-        self._snapshots = [*self._snapshots, now][-LOOKS - 1 :]
+        self._snapshots = [*self._snapshots, now][-MIN_SLOW_SNAPSHOTS - 1 :]
         if len(self._snapshots) == 1:
             return ""
         all_scripts = all(sample.script for sample in samples)
-        find, previous = slow_script if all_scripts else slow_rank, self._snapshots[-2]
+        find, previous = find_slow_script_rank if all_scripts else find_slow_rank, self._snapshots[-2]
         without_queues, with_queues = (
             find(_per_step(previous, now, subtract_queues=subtract), self._hosts) for subtract in (True, False)
         )
-        self._stragglers = [*self._stragglers, (without_queues, with_queues)][-QUEUED_LOOKS:]
-        if len(self._stragglers) < LOOKS:
+        self._stragglers = [*self._stragglers, (without_queues, with_queues)][-MIN_QUEUED_SNAPSHOTS:]
+        if len(self._stragglers) < MIN_SLOW_SNAPSHOTS:
             return ""
         straggler = self._persistent()
         self.rank = straggler.rank if straggler else None
         if straggler:
-            return self._new(f"rank {self.rank}", straggler.words, straggler.seconds - straggler.usual_seconds)
+            return self._drop_repeated(
+                f"rank {self.rank}",
+                straggler.warning_text,
+                straggler.seconds_per_step - straggler.median_seconds_per_step,
+            )
         if all_scripts:  # their phases do not show what is work and what is waiting
             return ""
-        return self._new("network", *(slow_network(_per_step(self._snapshots[0], now)) or ("", 0.0)))
+        return self._drop_repeated("network", *(find_slow_network(_per_step(self._snapshots[0], now)) or ("", 0.0)))
 
     def _persistent(self) -> Straggler | None:
         """The rank that is slow in each of the last snapshots, with its median delay: some steps of a script are short.
 
         A rank that waits for a core is usually slow for a short time only, so it must be slow in more snapshots.
         """
-        for count, index in ((LOOKS, 0), (QUEUED_LOOKS, 1)):
+        for count, index in ((MIN_SLOW_SNAPSHOTS, 0), (MIN_QUEUED_SNAPSHOTS, 1)):
             slow = [straggler for pair in self._stragglers[-count:] if (straggler := pair[index]) is not None]
             if len(slow) == count and len({straggler.rank for straggler in slow}) == 1:
-                return sorted(slow, key=lambda straggler: straggler.seconds - straggler.usual_seconds)[count // 2]
+                return sorted(
+                    slow, key=lambda straggler: straggler.seconds_per_step - straggler.median_seconds_per_step
+                )[count // 2]
         return None
 
-    def _new(self, subject: str, warning: str, delay_seconds: float) -> str:
-        if delay_seconds <= self._reported.get(subject, 0.0) * CHANGE_FACTOR:
+    def _drop_repeated(self, subject: str, warning: str, delay_seconds: float) -> str:
+        if delay_seconds <= self._reported.get(subject, 0.0) * REPEAT_WARNING_FACTOR:
             return ""
         self._reported[subject] = delay_seconds
         return warning
 
 
-def _are_apart(base: Snapshot, now: Snapshot) -> bool:
-    seconds = max(LOOK_SECONDS, len(now) * RANK_SECONDS)
+def _are_apart(base: SampleSnapshot, now: SampleSnapshot) -> bool:
+    seconds = max(LOOK_SECONDS, len(now) * MIN_SNAPSHOT_SECONDS_PER_RANK)
     return all(
         rank in base
         and sample.step >= base[rank].step + LOOK_STEPS
@@ -374,7 +394,7 @@ def _are_apart(base: Snapshot, now: Snapshot) -> bool:
     )
 
 
-def _per_step(base: Snapshot, now: Snapshot, *, subtract_queues: bool = False) -> Spent:
+def _per_step(base: SampleSnapshot, now: SampleSnapshot, *, subtract_queues: bool = False) -> PhaseSecondsByRank:
     """The time of each rank in each phase.
 
     `subtract_queues` subtracts the time that a rank has waited for a core longer than the others. The kernel does not
@@ -385,53 +405,56 @@ def _per_step(base: Snapshot, now: Snapshot, *, subtract_queues: bool = False) -
     per_step: dict[int, tuple[float, ...]] = {}
     for rank, sample in now.items():
         spent = [b - a for a, b in zip(base[rank].phase_seconds, sample.phase_seconds, strict=True)]
-        work = sum(spent[phase] for phase in SCRIPT_WORK)
+        work = sum(spent[phase] for phase in SCRIPT_WORK_PHASES)
         subtract = subtract_queues and len(now) > 1
         excess = max(0.0, queued[rank] - median_without(ordered, queued[rank])) if subtract else 0.0
         kept = max(0.0, 1 - excess / work) if work else 1.0
         steps = sample.step - base[rank].step
         per_step[rank] = tuple(
-            seconds * (kept if phase in SCRIPT_WORK else 1) / steps for phase, seconds in zip(Phase, spent, strict=True)
+            seconds * (kept if phase in SCRIPT_WORK_PHASES else 1) / steps
+            for phase, seconds in zip(Phase, spent, strict=True)
         )
     return per_step
 
 
-def slow_rank(spent: Spent, hosts: Mapping[int, str]) -> Straggler | None:
+def find_slow_rank(spent: PhaseSecondsByRank, hosts: Mapping[int, str]) -> Straggler | None:
     """The rank that is slower than the others, or None. Needs at least two ranks."""
-    all_work = {rank: sum(seconds[phase] for phase in WORK) for rank, seconds in spent.items()}
-    never_waiting = {rank: sum(seconds[phase] for phase in NEVER_WAITING) for rank, seconds in spent.items()}
+    all_work = {rank: sum(seconds[phase] for phase in WORK_PHASES) for rank, seconds in spent.items()}
+    never_waiting = {rank: sum(seconds[phase] for phase in NEVER_WAITING_PHASES) for rank, seconds in spent.items()}
     for work in (all_work, never_waiting):
         rank = max(work, key=lambda r: work[r])
-        usual, excess = _others(work, rank), work[rank] - _others(work, rank)
-        if excess >= max(LEAST_SECONDS, (SLOW_FACTOR - 1) * _others(all_work, rank)):
+        usual, excess = _median_of_others(work, rank), work[rank] - _median_of_others(work, rank)
+        if excess >= max(MIN_DELAY_SECONDS, (SLOW_FACTOR - 1) * _median_of_others(all_work, rank)):
             break
     else:
         return None
     seconds_by_phase = [{r: seconds[phase] for r, seconds in spent.items()} for phase in Phase]
-    phases = NEVER_WAITING if work is never_waiting else WORK
-    phase = max(phases, key=lambda p: seconds_by_phase[p][rank] - _others(seconds_by_phase[p], rank))
+    phases = NEVER_WAITING_PHASES if work is never_waiting else WORK_PHASES
+    phase = max(phases, key=lambda p: seconds_by_phase[p][rank] - _median_of_others(seconds_by_phase[p], rank))
     return Straggler(rank, hosts.get(rank, "?"), work[rank], usual, phase, len(spent))
 
 
-def slow_script(spent: Spent, hosts: Mapping[int, str]) -> Straggler | None:
+def find_slow_script_rank(spent: PhaseSecondsByRank, hosts: Mapping[int, str]) -> Straggler | None:
     """As `slow_rank`, for the phases that hooks report: a rank is slow only if the others wait for its delay."""
-    work = {rank: sum(seconds[phase] for phase in SCRIPT_WORK) for rank, seconds in spent.items()}
+    work = {rank: sum(seconds[phase] for phase in SCRIPT_WORK_PHASES) for rank, seconds in spent.items()}
     waits = {rank: seconds[Phase.BACKWARD] + seconds[Phase.SYNC] for rank, seconds in spent.items()}
     rank = max(work, key=lambda r: work[r])
-    usual, excess = _others(work, rank), work[rank] - _others(work, rank)
-    least_excess = min(max(LEAST_SECONDS, (SLOW_FACTOR - 1) * usual), max(LEAST_OF_TWICE, usual))
-    if excess < least_excess or _others(waits, rank) - waits[rank] < excess / 2:
+    usual, excess = _median_of_others(work, rank), work[rank] - _median_of_others(work, rank)
+    least_excess = min(max(MIN_DELAY_SECONDS, (SLOW_FACTOR - 1) * usual), max(MIN_DOUBLED_DELAY_SECONDS, usual))
+    if excess < least_excess or _median_of_others(waits, rank) - waits[rank] < excess / 2:
         return None
-    seconds_by_phase = {phase: {r: seconds[phase] for r, seconds in spent.items()} for phase in SCRIPT_WORK}
-    phase = max(seconds_by_phase, key=lambda p: seconds_by_phase[p][rank] - _others(seconds_by_phase[p], rank))
+    seconds_by_phase = {phase: {r: seconds[phase] for r, seconds in spent.items()} for phase in SCRIPT_WORK_PHASES}
+    phase = max(
+        seconds_by_phase, key=lambda p: seconds_by_phase[p][rank] - _median_of_others(seconds_by_phase[p], rank)
+    )
     return Straggler(rank, hosts.get(rank, "?"), work[rank], usual, phase, len(spent))
 
 
-def slow_network(spent: Spent) -> tuple[str, float] | None:
+def find_slow_network(spent: PhaseSecondsByRank) -> tuple[str, float] | None:
     """The warning and the seconds per step, if every rank waits longer than any rank works; else None."""
-    work = {rank: sum(seconds[phase] for phase in WORK) for rank, seconds in spent.items()}
+    work = {rank: sum(seconds[phase] for phase in WORK_PHASES) for rank, seconds in spent.items()}
     sync_seconds = min(seconds[Phase.SYNC] for seconds in spent.values())
-    if sync_seconds < LEAST_SYNC_SECONDS or sync_seconds <= max(work.values()):
+    if sync_seconds < MIN_SLOW_SYNC_SECONDS or sync_seconds <= max(work.values()):
         return None
     warning = (
         f"slow network or collective: every rank waits at least {_seconds(sync_seconds)} per step for the others, and "
@@ -440,7 +463,7 @@ def slow_network(spent: Spent) -> tuple[str, float] | None:
     return warning, sync_seconds
 
 
-def _others(values: Mapping[int, float], rank: int) -> float:
+def _median_of_others(values: Mapping[int, float], rank: int) -> float:
     return median_without(sorted(values.values()), values[rank])
 
 
@@ -458,18 +481,18 @@ def _seconds(value: float) -> str:
 # ---- collectives that can never complete ----
 
 MAX_DEADLOCK_SECONDS = 8.0  # upper limit of DEADLOCK_SECONDS, for runs whose ranks often wait this long
-SAME_SECONDS = 1.5  # tolerance between two samples of the same moment
+SAME_MOMENT_TOLERANCE_SECONDS = 1.5  # tolerance between two samples of the same moment
 
 
 class DeadlockDetector:
     """Decides when to collect evidence for `judge.is_deadlocked`, for one generation."""
 
-    def __init__(self, windows: Windows) -> None:
+    def __init__(self, windows: HangTimeout) -> None:
         self._off = windows.off
         self._after_seconds, self._next_seconds = DEADLOCK_SECONDS, 0.0
         self._checked: dict[int, float] = {}  # rank -> the time of its last progress, at the last check
 
-    def due(self, now_seconds: float, running: Sequence[Sample]) -> bool:
+    def should_collect(self, now_seconds: float, running: Sequence[WorkerSample]) -> bool:
         """Whether at least two ranks have waited long enough, and one of them has made progress since the last check.
 
         Each check that finds nothing doubles the time for which ranks must have waited, up to MAX_DEADLOCK_SECONDS.
@@ -478,7 +501,9 @@ class DeadlockDetector:
             return False
         waiting = [sample for sample in running if sample.waiting and sample.still_seconds >= self._after_seconds]
         since = {sample.rank: now_seconds - sample.still_seconds for sample in waiting}
-        if len(since) < 2 or all(at <= self._checked.get(rank, -math.inf) + SAME_SECONDS for rank, at in since.items()):
+        if len(since) < 2 or all(
+            at <= self._checked.get(rank, -math.inf) + SAME_MOMENT_TOLERANCE_SECONDS for rank, at in since.items()
+        ):
             return False
         self._checked = since
         self._after_seconds = min(2 * self._after_seconds, MAX_DEADLOCK_SECONDS)

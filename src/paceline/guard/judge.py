@@ -32,27 +32,27 @@ from msgspec.structs import replace
 
 from paceline.guard import sentences
 from paceline.guard.deaths import RankEnd, first_to_fail, parameter_counts, rank_end
-from paceline.guard.sentences import conclude
+from paceline.guard.sentences import make_diagnosis
 from paceline.guard.waits import (
     OpMismatch,
-    Rank,
+    RankState,
     drop_abandoned_ops,
     find_mismatches,
+    group_by_waits,
+    group_ranks,
+    is_outside_ops,
     majority,
-    parties_by,
+    op_sequence_key,
     reachable,
     split_by_signature,
-    stands_outside,
-    stream,
-    waiting_alike,
     waiting_graph,
 )
-from paceline.protocol.evidence import SHARED_GROUP, Diagnosis, Evidence, Op, Phase, Sample, StopKind
-from paceline.protocol.places import shown_site, stands_at, waits_for_ranks
+from paceline.protocol.code_locations import format_rank_location, is_calling, waits_for_ranks
+from paceline.protocol.evidence import SHARED_GROUP, Diagnosis, Evidence, Op, Phase, StopKind, WorkerSample
 
-Ranks = Mapping[int, Rank]
-Graph = Mapping[int, frozenset[int]]  # rank -> the ranks for which it waits
-BETTER_THAN_VICTIMS = (
+RankStates = Mapping[int, RankState]
+WaitGraph = Mapping[int, frozenset[int]]  # rank -> the ranks for which it waits
+KINDS_PREFERRED_TO_VICTIMS = (
     StopKind.MISMATCH,
     StopKind.DEADLOCK,
     StopKind.BEHIND,
@@ -70,12 +70,12 @@ def judge(evidence: Sequence[Evidence]) -> Diagnosis:
     mismatches = find_mismatches(ranks)
     engaged = drop_abandoned_ops(ranks)
     diagnosis = (
-        _died(ranks, mismatches)
-        or _dispute(engaged, mismatches)
-        or _waited_for(ranks, engaged)
-        or _dispute(ranks, mismatches)
-        or _stuck_in_collective(ranks)
-        or _no_rank_waits(ranks)
+        _diagnose_failures(ranks, mismatches)
+        or _diagnose_dispute(engaged, mismatches)
+        or _diagnose_waits(ranks, engaged)
+        or _diagnose_dispute(ranks, mismatches)
+        or _diagnose_stuck_collective(ranks)
+        or _diagnose_without_waits(ranks)
     )
     first = first_to_fail(evidence)
     if first is None or _explains(diagnosis, first, evidence):
@@ -84,7 +84,7 @@ def judge(evidence: Sequence[Evidence]) -> Diagnosis:
     return replace(diagnosis, failed=diagnosis.causes[0] if outvoted else first.rank)  # all raise at the same time
 
 
-def judge_samples(samples: Sequence[Sample]) -> Diagnosis:
+def judge_samples(samples: Sequence[WorkerSample]) -> Diagnosis:
     """The diagnosis on ranks of which some have failed, from samples alone: the first failure."""
     first = first_to_fail(samples)
     if first is None:
@@ -92,36 +92,38 @@ def judge_samples(samples: Sequence[Sample]) -> Diagnosis:
     return Diagnosis(StopKind.DIED, (first.rank,) if rank_end(first).is_primary else (), failed=first.rank)
 
 
-def _explains(diagnosis: Diagnosis, first: Sample, evidence: Sequence[Evidence]) -> bool:
+def _explains(diagnosis: Diagnosis, first: WorkerSample, evidence: Sequence[Evidence]) -> bool:
     aborted = rank_end(first) is RankEnd.SIGNAL and first.code == -signal.SIGABRT
     has_evidence = any(sample.state or sample.ops for sample in evidence)  # else only samples
     if not has_evidence or not (aborted or rank_end(first) is RankEnd.VICTIM):
         return False
-    better = diagnosis.kind in BETTER_THAN_VICTIMS or (aborted and diagnosis.kind is StopKind.LEFT)
+    better = diagnosis.kind in KINDS_PREFERRED_TO_VICTIMS or (aborted and diagnosis.kind is StopKind.LEFT)
     return better and bool(diagnosis.causes or diagnosis.tie)
 
 
-def _died(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Diagnosis | None:
+def _diagnose_failures(ranks: RankStates, mismatches: Sequence[OpMismatch]) -> Diagnosis | None:
     died = [n for n, rank in ranks.items() if rank.end.is_primary]
     died.sort(key=lambda n: (ranks[n].end, ranks[n].evidence.failed_at_seconds, n))
     broken = [n for n, rank in ranks.items() if rank.end is RankEnd.BROKEN]
     counts = parameter_counts([ranks[n].evidence for n in died])
     if 1 < len(counts) == len(died):  # each rank reports a different model on another rank
-        parties = parties_by(counts, lambda count: count)
+        parties = group_ranks(counts, lambda count: count)
         right = majority(parties)
         wrong = [n for n in died if right is not None and n not in right]
-        lines = [sentences.model(party) for party in (parties if right is None else reversed(parties))]
+        lines = [
+            sentences.describe_parameter_count(party) for party in (parties if right is None else reversed(parties))
+        ]
         tie = [] if right is not None else [list(party) for party in parties]
-        return conclude(StopKind.MISMATCH, ranks, lines, causes=wrong, tie=tie)
+        return make_diagnosis(StopKind.MISMATCH, ranks, lines, causes=wrong, tie=tie)
     if died:
-        return conclude(StopKind.DIED, ranks, sentences.died(ranks, died), causes=died)
+        return make_diagnosis(StopKind.DIED, ranks, sentences.describe_failures(ranks, died), causes=died)
     if not broken or mismatches:  # a rank that its transport ended may be the correct one
         return None
     causes = [n for n in broken if not ranks[n].evidence.error_text]  # their output mentions no other rank
-    return conclude(StopKind.DIED, ranks, sentences.broken(ranks, broken), causes=causes)
+    return make_diagnosis(StopKind.DIED, ranks, sentences.describe_transport_failures(ranks, broken), causes=causes)
 
 
-def _waited_for(ranks: Ranks, engaged: Ranks) -> Diagnosis | None:
+def _diagnose_waits(ranks: RankStates, engaged: RankStates) -> Diagnosis | None:
     waiting = [n for n, rank in engaged.items() if rank.waits_for]
     reached = sorted(reachable(waiting, {n: rank.waits_for for n, rank in engaged.items()}))
     causes = [n for n in reached if _is_free(ranks[n])] or [n for n, rank in ranks.items() if rank.frozen]
@@ -132,20 +134,20 @@ def _waited_for(ranks: Ranks, engaged: Ranks) -> Diagnosis | None:
     if kind is StopKind.BEHIND and not any(rank.evidence.ops for rank in ranks.values()):
         kind = StopKind.NOT_MET
     causes.sort(key=lambda n: (kinds[n], n))
-    op = sentences.awaited(ranks, causes)
-    return conclude(kind, ranks, sentences.waited_for(ranks, causes), causes=causes, op=op)
+    op = sentences.most_awaited_op(ranks, causes)
+    return make_diagnosis(kind, ranks, sentences.describe_waited_for(ranks, causes), causes=causes, op=op)
 
 
-def _is_free(rank: Rank) -> bool:
+def _is_free(rank: RankState) -> bool:
     """Whether it waits for no rank. A rank that has answered and has an operation in flight may be in `work.wait()`."""
     if rank.frozen:
         return True
     if rank.waits_for or rank.end is not RankEnd.RUNS:
         return False
-    return not rank.pending or (not rank.evidence.answered and stands_outside(rank))
+    return not rank.pending or (not rank.evidence.answered and is_outside_ops(rank))
 
 
-def _kind(rank: Rank) -> StopKind:
+def _kind(rank: RankState) -> StopKind:
     if rank.frozen:
         return StopKind.STOPPED
     if rank.evidence.state == "D":
@@ -153,12 +155,12 @@ def _kind(rank: Rank) -> StopKind:
     return StopKind.LOADER if sentences.hanging_loaders(rank.evidence) else StopKind.BEHIND
 
 
-def _stuck_in_collective(ranks: Ranks) -> Diagnosis | None:
+def _diagnose_stuck_collective(ranks: RankStates) -> Diagnosis | None:
     """The diagnosis on an operation that all ranks of its group have entered and that does not complete."""
     inside = {n: r.pending[0] for n, r in ranks.items() if r.pending and not r.waits_for and not r.frozen}
     if not any(ranks[n].end is RankEnd.RUNS for n in inside):  # ended ranks do not show which rank was missing
         return None
-    op = next(iter(parties_by(inside, lambda op: (op.group, op.seq))[0].values()))
+    op = next(iter(group_ranks(inside, lambda op: (op.group, op.seq))[0].values()))
     in_kernel = [n for n in inside if ranks[n].evidence.state == "D"]
     silent = [n for n in inside if not ranks[n].evidence.answered and ranks[n].end is RankEnd.RUNS]
     others = [rank for n, rank in ranks.items() if n not in silent and rank.end is RankEnd.RUNS]
@@ -167,34 +169,36 @@ def _stuck_in_collective(ranks: Ranks) -> Diagnosis | None:
     elif silent and len(silent) < len(inside) and all(rank.evidence.answered for rank in others):
         kind, causes = StopKind.STOPPED, silent  # the processes of a frozen container do not show state T
     else:
-        return conclude(StopKind.NETWORK, ranks, sentences.all_inside(ranks, inside), op=op)
-    return conclude(kind, ranks, sentences.inside_but(ranks, causes, op), causes=causes, op=op)
+        return make_diagnosis(StopKind.NETWORK, ranks, sentences.describe_stuck_op(ranks, inside), op=op)
+    return make_diagnosis(kind, ranks, sentences.describe_stuck_ranks(ranks, causes, op), causes=causes, op=op)
 
 
-def _no_rank_waits(ranks: Ranks) -> Diagnosis:
+def _diagnose_without_waits(ranks: RankStates) -> Diagnosis:
     running = {n: rank for n, rank in ranks.items() if rank.end is RankEnd.RUNS}
     kinds = {n: _kind(rank) for n, rank in running.items()}
     stuck = [n for n, kind in kinds.items() if kind is not StopKind.BEHIND]
-    lines = sentences.all_locations(ranks)
+    lines = sentences.describe_locations(ranks)
     if stuck:
-        return conclude(min(kinds[n] for n in stuck), ranks, sentences.waited_for(ranks, stuck), causes=stuck)
+        return make_diagnosis(
+            min(kinds[n] for n in stuck), ranks, sentences.describe_waited_for(ranks, stuck), causes=stuck
+        )
     any_met = any(rank.evidence.ops for rank in ranks.values())
     kind = StopKind.BEHIND if any_met else StopKind.NOT_MET
     if len(ranks) == len(running) == 1:
-        return conclude(StopKind.BEHIND, ranks, lines, causes=list(running))
-    sites = {n: shown_site(rank.evidence) for n, rank in running.items()}
-    parties = parties_by({n: site for n, site in sites.items() if site}, lambda site: site)
+        return make_diagnosis(StopKind.BEHIND, ranks, lines, causes=list(running))
+    sites = {n: format_rank_location(rank.evidence) for n, rank in running.items()}
+    parties = group_ranks({n: site for n, site in sites.items() if site}, lambda site: site)
     right = majority(parties)
     if right is None or len(right) == len(running):
-        return conclude(StopKind.UNKNOWN, ranks, lines)
+        return make_diagnosis(StopKind.UNKNOWN, ranks, lines)
     wrong = [n for n in running if n not in right]
-    return conclude(kind, ranks, lines, causes=wrong)
+    return make_diagnosis(kind, ranks, lines, causes=wrong)
 
 
 # ---- ranks that contradict each other ----
 
 
-def _dispute(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Diagnosis | None:
+def _diagnose_dispute(ranks: RankStates, mismatches: Sequence[OpMismatch]) -> Diagnosis | None:
     graph = _graph(ranks, mismatches)
     if not _find_cycle(graph):
         return None
@@ -214,7 +218,7 @@ def _dispute(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Diagnosis | None
     return _dispute_diagnosis(ranks, mismatches, causes, tie, graph)
 
 
-def _graph(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Graph:
+def _graph(ranks: RankStates, mismatches: Sequence[OpMismatch]) -> WaitGraph:
     """The edges between ranks. Ranks with equal edges use one set: of 8,000 ranks, half may contradict the others."""
     sources: dict[int, list[Collection[int]]] = {n: [rank.waits_for] for n, rank in ranks.items()}
     for mismatch in mismatches:
@@ -223,7 +227,7 @@ def _graph(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Graph:
             for n in party:
                 sources[n].append(opponents)
     ended = {n for n, rank in ranks.items() if rank.end is RankEnd.LEFT}
-    for waits_for, waiters in waiting_alike(ranks) if ended else ():
+    for waits_for, waiters in group_by_waits(ranks) if ended else ():
         for n in ended.intersection(waits_for):
             sources[n].append(waiters)  # no rank waits for a rank that ends as the program says
     graph: dict[tuple[int, ...], frozenset[int]] = {}
@@ -234,23 +238,27 @@ def _graph(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Graph:
 
 
 def _parties(
-    ranks: Ranks, mismatches: Sequence[OpMismatch], suspects: Sequence[int], graph: Graph
+    ranks: RankStates, mismatches: Sequence[OpMismatch], suspects: Sequence[int], graph: WaitGraph
 ) -> Sequence[Mapping[int, object]]:
     if not suspects and mismatches:
         return mismatches[0].parties
     members = suspects or sorted(_cyclic_core(graph))
-    return parties_by({n: _position(ranks[n], n, members) for n in members}, lambda position: position)
+    return group_ranks({n: _position(ranks[n], n, members) for n in members}, lambda position: position)
 
 
-def _position(rank: Rank, number: int, members: Sequence[int]) -> Hashable:
+def _position(rank: RankState, number: int, members: Sequence[int]) -> Hashable:
     if rank.end is RankEnd.LEFT:
         return "ended"
-    op = sentences.held_in(rank, members) or (rank.pending[-1] if rank.pending else None)
-    return None if op is None else (stream(op, number), op.seq, op.kind, op.name, op.shape, op.dtype)
+    op = sentences.blocking_op(rank, members) or (rank.pending[-1] if rank.pending else None)
+    return None if op is None else (op_sequence_key(op, number), op.seq, op.kind, op.name, op.shape, op.dtype)
 
 
 def _dispute_diagnosis(
-    ranks: Ranks, mismatches: Sequence[OpMismatch], causes: Sequence[int], tie: Sequence[Sequence[int]], graph: Graph
+    ranks: RankStates,
+    mismatches: Sequence[OpMismatch],
+    causes: Sequence[int],
+    tie: Sequence[Sequence[int]],
+    graph: WaitGraph,
 ) -> Diagnosis:
     involved = [*causes, *(n for party in tie for n in party)]
     for mismatch in mismatches:
@@ -259,33 +267,36 @@ def _dispute_diagnosis(
             right = next((p for p in mismatch.parties if not any(n in p for n in causes)), mismatch.parties[0])
             op = next(iter(right.values()))
             site = next((party[n].site for n in causes for party in mismatch.parties if n in party), "")
-            lines = sentences.mismatch(mismatch, causes)
-            return sentences.conclude(StopKind.MISMATCH, ranks, lines, causes=causes, tie=tie, op=op, at=site)
+            lines = sentences.describe_mismatch(mismatch, causes)
+            return sentences.make_diagnosis(StopKind.MISMATCH, ranks, lines, causes=causes, tie=tie, op=op, at=site)
     involved_ended = [n for n in involved if ranks[n].end is RankEnd.LEFT]
     if involved_ended:
-        op, lines = sentences.awaited(ranks, involved_ended), sentences.waited_for(ranks, involved_ended)
-        return sentences.conclude(StopKind.LEFT, ranks, lines, causes=causes, tie=tie, op=op)
+        op, lines = (
+            sentences.most_awaited_op(ranks, involved_ended),
+            sentences.describe_waited_for(ranks, involved_ended),
+        )
+        return sentences.make_diagnosis(StopKind.LEFT, ranks, lines, causes=causes, tie=tie, op=op)
     ended = [n for n in graph if ranks[n].end is RankEnd.LEFT and any(n in ranks[other].waits_for for other in causes)]
     if ended:
-        op, lines = sentences.awaited(ranks, ended), sentences.called_more(ranks, causes, ended)
-        return sentences.conclude(StopKind.MISMATCH, ranks, lines, causes=causes, op=op)
+        op, lines = sentences.most_awaited_op(ranks, ended), sentences.describe_early_ends(ranks, causes, ended)
+        return sentences.make_diagnosis(StopKind.MISMATCH, ranks, lines, causes=causes, op=op)
     groups = [list(party) for party in tie] or [list(causes), *_rivals(ranks, causes, graph)]
     members = [n for group in groups for n in group]
-    ops = {n: op for n in members if (op := sentences.held_in(ranks[n], members)) is not None}
+    ops = {n: op for n in members if (op := sentences.blocking_op(ranks[n], members)) is not None}
     op = ops.get(groups[-1][0])
-    lines = sentences.in_cycle(ranks, groups, ops)
-    return sentences.conclude(StopKind.DEADLOCK, ranks, lines, causes=causes, tie=tie, op=op)
+    lines = sentences.describe_cycle(ranks, groups, ops)
+    return sentences.make_diagnosis(StopKind.DEADLOCK, ranks, lines, causes=causes, tie=tie, op=op)
 
 
-def _rivals(ranks: Ranks, causes: Sequence[int], graph: Graph) -> list[list[int]]:
+def _rivals(ranks: RankStates, causes: Sequence[int], graph: WaitGraph) -> list[list[int]]:
     """The ranks in mutual waits with a rank in `causes`, else those of a cycle, grouped by their operation."""
     wrong = set(causes)
     mutual = [n for n in graph if n not in wrong and any(n in graph[other] for other in wrong & graph[n])]
     rivals = mutual or [n for n in _find_cycle(graph) if n not in wrong]
-    return [sorted(party) for party in parties_by({n: _position(ranks[n], n, causes) for n in rivals}, lambda at: at)]
+    return [sorted(party) for party in group_ranks({n: _position(ranks[n], n, causes) for n in rivals}, lambda at: at)]
 
 
-def _find_cycle(graph: Graph, *, without: int | None = None) -> set[int]:
+def _find_cycle(graph: WaitGraph, *, without: int | None = None) -> set[int]:
     """The ranks of one cycle, if possible one of two ranks; empty if there is no cycle."""
     core = _cyclic_core(graph, without=without)
     for rank in sorted(core):
@@ -300,7 +311,7 @@ def _find_cycle(graph: Graph, *, without: int | None = None) -> set[int]:
     return set(path[path.index(following) :])
 
 
-def _cyclic_core(graph: Graph, *, without: int | None = None) -> set[int]:
+def _cyclic_core(graph: WaitGraph, *, without: int | None = None) -> set[int]:
     """The ranks that are in a cycle or wait for one: all that remain after removing ranks without edges repeatedly."""
     holders: dict[int, list[int]] = {}  # the ranks that share one set of edges are removed together
     for rank, others in graph.items():
@@ -349,23 +360,23 @@ def is_deadlocked(evidence: Sequence[Evidence]) -> bool:
     return any(_differ(mismatch, ops) for mismatch in find_mismatches(ranks)) or bool(_find_cycle(_edges(ranks, ops)))
 
 
-def _blocking_collective(rank: Rank) -> Op | None:
+def _blocking_collective(rank: RankState) -> Op | None:
     """The collective in which this rank certainly waits; None if that is not certain."""
     sample = rank.evidence
     if rank.end is not RankEnd.RUNS or rank.frozen or not sample.answered or sample.still_seconds < DEADLOCK_SECONDS:
         return None
     if sample.cpu_seconds > IDLE_CPU_SECONDS or waits_for_ranks(sample) is not True:
         return None
-    on_stack = [op for op in rank.pending if not op.is_message and stands_at(sample, op)]
+    on_stack = [op for op in rank.pending if not op.is_message and is_calling(sample, op)]
     return on_stack[-1] if on_stack else None
 
 
 def _differ(mismatch: OpMismatch, blocking_ops: Mapping[int, Op]) -> bool:
     ops = {n: op for party in mismatch.parties for n, op in party.items() if blocking_ops.get(n) == op}
-    return len(ops) > 1 and len(split_by_signature(ops, by_name=mismatch.stream[0].startswith(SHARED_GROUP))) > 1
+    return len(ops) > 1 and len(split_by_signature(ops, by_name=mismatch.sequence_key[0].startswith(SHARED_GROUP))) > 1
 
 
-def _edges(ranks: Mapping[int, Rank], ops: Mapping[int, Op]) -> Mapping[int, frozenset[int]]:
+def _edges(ranks: Mapping[int, RankState], ops: Mapping[int, Op]) -> Mapping[int, frozenset[int]]:
     """The edges between waiting ranks. Ranks with equal edges use one set."""
     shared: dict[tuple[int, Op], frozenset[int]] = {}
     for n, op in ops.items():

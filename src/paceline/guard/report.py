@@ -21,16 +21,20 @@ from paceline.errors import ExitCode, UsageError, first_few
 from paceline.guard.collect import bounded_evidence
 from paceline.guard.deaths import RankEnd, rank_end
 from paceline.guard.sentences import format_caller, format_loader, format_op, format_position, format_ranks, signal_name
-from paceline.protocol.evidence import Diagnosis, Evidence, Op, Phase, Sample, Stack, StopKind
+from paceline.protocol.evidence import Diagnosis, Evidence, Op, Phase, Stack, StopKind, WorkerSample
 from paceline.runs import writing
-from paceline.runs.console import clean
+from paceline.runs.console import remove_controls
 from paceline.runs.reading import read
 
-DIAGNOSIS = "diagnosis.json"
-FORMER = {"verdict": "diagnosis", "guilty": "causes", "paceline-verdict": "paceline-diagnosis"}  # names in old files
+DIAGNOSIS_FILE = "diagnosis.json"
+FORMER_NAMES = {
+    "verdict": "diagnosis",
+    "guilty": "causes",
+    "paceline-verdict": "paceline-diagnosis",
+}  # names in old files
 MAX_LINES, MAX_COLUMNS = 15, 160
 MAX_PARTIES = 6
-MAX_NAMED = 3  # ranks with host and pid; the folder lists all of them
+MAX_NAMED_RANKS = 3  # ranks with host and pid; the folder lists all of them
 TAIL_LINES = 15
 MAX_TRACEBACK_LINES = 80  # also of a message, so that the headline of a deep recursion stays on the screen
 EXIT_CODES = {  # of runs that paceline stopped; for other kinds 3
@@ -41,7 +45,7 @@ EXIT_CODES = {  # of runs that paceline stopped; for other kinds 3
     StopKind.DIVERGED: ExitCode.DIVERGED,
     StopKind.SWALLOWED: ExitCode.MISMATCH,
 }
-NAMED_KINDS = (
+HEADLINE_KINDS = (
     StopKind.DIED, StopKind.LEFT, StopKind.MISMATCH, StopKind.DEADLOCK, StopKind.NETWORK,
     StopKind.DIVERGED, StopKind.NOT_FINITE, StopKind.SWALLOWED,
 )  # fmt: skip
@@ -67,7 +71,7 @@ def format_report(
     pointer = _line("    ".join(pointers), max_chars=10**6)  # never shortened: a truncated path is useless
     if len(lines) >= MAX_LINES:
         omitted = len(lines) - (MAX_LINES - 2)
-        lines = [*lines[: MAX_LINES - 2], f"  ... {omitted} more lines: {DIAGNOSIS}"]
+        lines = [*lines[: MAX_LINES - 2], f"  ... {omitted} more lines: {DIAGNOSIS_FILE}"]
     return "\n".join([*lines, f"  {pointer}"] if pointer else lines)
 
 
@@ -77,7 +81,7 @@ def printable(text: str) -> str:
 
 
 def _line(text: str, max_chars: int = MAX_COLUMNS) -> str:
-    text = printable(clean(text))
+    text = printable(remove_controls(text))
     return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
 
 
@@ -93,7 +97,7 @@ def _headline(diagnosis: Diagnosis, evidence: Sequence[Evidence], waited_seconds
     if diagnosis.tie:
         parties = first_few([format_ranks(party) for party in diagnosis.tie], MAX_PARTIES, " against ")
         return f"RANKS DISAGREE: {parties}{when}; one of them is wrong"
-    label = diagnosis.kind.name.replace("_", " ") if diagnosis.kind in NAMED_KINDS else "STALL"
+    label = diagnosis.kind.name.replace("_", " ") if diagnosis.kind in HEADLINE_KINDS else "STALL"
     cause = f"CAUSE: {_format_causes(diagnosis, evidence)}" if diagnosis.causes else "No rank identified as the cause"
     return f"{label}{when}. {cause}"
 
@@ -104,13 +108,13 @@ def _format_causes(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> str:
     if not causes:
         return format_ranks(diagnosis.causes)
     hosts = sorted({sample.host for sample in causes})
-    location = ", ".join(hosts[:MAX_NAMED]) + (", ..." if len(hosts) > MAX_NAMED else "")
-    if len(causes) <= MAX_NAMED:
+    location = ", ".join(hosts[:MAX_NAMED_RANKS]) + (", ..." if len(hosts) > MAX_NAMED_RANKS else "")
+    if len(causes) <= MAX_NAMED_RANKS:
         location += f", pid{'s' if len(causes) > 1 else ''} {', '.join(str(sample.pid) for sample in causes)}"
     return f"{format_ranks(diagnosis.causes)} ({location})"
 
 
-def format_warning(ranks: Sequence[Sample], *, still_seconds: float, window_seconds: float) -> str:
+def format_warning(ranks: Sequence[WorkerSample], *, still_seconds: float, window_seconds: float) -> str:
     """The warning at half of the window, in one line: the ranks for which the others may wait."""
     suspects = [sample for sample in ranks if not sample.waiting and sample.phase is not Phase.SYNC] or list(ranks)
     phases = sorted({sample.phase for sample in suspects} - {Phase.USER})
@@ -145,7 +149,7 @@ def format_failure(diagnosis: Diagnosis, evidence: Sequence[Evidence], *, oom_ki
     if end is RankEnd.LOST:
         ranks = ", ".join(str(sample.rank) for sample in evidence if sample.lost_reason == first.lost_reason)
         logs = f"output of the ranks: {attempt_dir}/rank-<rank>.log" if attempt_dir else "or only its agent"
-        return f"{clean(first.lost_reason)}\nit ran rank {ranks}; {logs}"
+        return f"{remove_controls(first.lost_reason)}\nit ran rank {ranks}; {logs}"
     alike = [sample for sample in evidence if _same_failure(sample, first)]
     lines = [f"{_who(alike, len(evidence))} failed: {_how(first, oom_kills)}", *_why(first)]
     ended_early = sorted((sample for sample in evidence if sample.code == 0), key=lambda sample: sample.ended_seconds)
@@ -156,19 +160,19 @@ def format_failure(diagnosis: Diagnosis, evidence: Sequence[Evidence], *, oom_ki
         lines.append("it lost its peers, but no rank reported a failure of another kind")
     if first.ops and end is not RankEnd.EXCEPTION:  # the traceback of an exception is more precise
         op = first.ops[-1]
-        lines.append(clean(f"its last collective: {format_op(op)}{format_caller(op)}"))
+        lines.append(remove_controls(f"its last collective: {format_op(op)}{format_caller(op)}"))
     if len(evidence) > 1 and attempt_dir:
         lines.append(f"output of the ranks: {attempt_dir}/rank-<rank>.log")
     return "\n".join(lines)
 
 
-def _same_failure(sample: Sample, other: Sample) -> bool:
+def _same_failure(sample: WorkerSample, other: WorkerSample) -> bool:
     if sample.failure is None or other.failure is None:
         return sample is other
     return (sample.failure.type, sample.failure.message) == (other.failure.type, other.failure.message)
 
 
-def _who(alike: Sequence[Sample], total: int) -> str:
+def _who(alike: Sequence[WorkerSample], total: int) -> str:
     if len(alike) == 1:
         return f"rank {alike[0].rank} ({alike[0].host}, pid {alike[0].pid})"
     hosts = ", ".join(sorted({sample.host for sample in alike}))
@@ -177,7 +181,7 @@ def _who(alike: Sequence[Sample], total: int) -> str:
     return f"ranks {', '.join(str(sample.rank) for sample in alike)} ({hosts})"
 
 
-def _how(first: Sample, oom_kills: int) -> str:
+def _how(first: WorkerSample, oom_kills: int) -> str:
     if first.failure or (first.code or 0) >= 0:
         return f"exit code {first.shell_exit_code}"
     number = -(first.code or 0)
@@ -190,11 +194,11 @@ def _how(first: Sample, oom_kills: int) -> str:
     return f"{killed} (if no user sent it, the kernel's OOM killer may have: see dmesg)"
 
 
-def _why(first: Sample) -> list[str]:
+def _why(first: WorkerSample) -> list[str]:
     if first.failure:
         text = first.failure.traceback or first.failure.message
-        return _clipped(clean(text).rstrip("\n").split("\n"), MAX_TRACEBACK_LINES)
-    tail = clean(first.error_text).rstrip("\n").split("\n")[-TAIL_LINES:]
+        return _clipped(remove_controls(text).rstrip("\n").split("\n"), MAX_TRACEBACK_LINES)
+    tail = remove_controls(first.error_text).rstrip("\n").split("\n")[-TAIL_LINES:]
     return ["its last output:", *(f"  {line}" for line in tail)] if any(tail) else []
 
 
@@ -205,9 +209,9 @@ def _clipped(lines: list[str], limit: int) -> list[str]:
     return [*lines[: limit // 4], f"  ... {omitted} lines ...", *lines[limit // 4 + omitted :]]
 
 
-VERSION = 1
-MAX_BYTES = 16 << 20
-MAX_KEPT = 256  # ranks with a file, because a thousand nodes may share the disk
+DIAGNOSIS_FORMAT_VERSION = 1
+MAX_DIAGNOSIS_BYTES = 16 << 20
+MAX_RANK_FILES = 256  # ranks with a file, because a thousand nodes may share the disk
 
 
 class DiagnosisRecord(msgspec.Struct, frozen=True):
@@ -241,29 +245,31 @@ def write_diagnosis(folder: Path, diagnosis: Diagnosis, evidence: Sequence[Evide
     writing.make_folder(folder)
     chosen = select_ranks(diagnosis, evidence)
     for sample in chosen:
-        writing.replace(folder / f"rank-{sample.rank}.txt", describe_rank(sample).encode())
+        writing.replace_file(folder / f"rank-{sample.rank}.txt", describe_rank(sample).encode())
     # a failure record has a separate file, and monotonic times are meaningless to a reader
     kept = tuple(
         replace(bounded_evidence(s), failure=None, ended_seconds=0.0, fingerprints=b"", orders=b"") for s in chosen
     )
-    content = DiagnosisRecord("paceline-diagnosis", VERSION, diagnosis, waited_seconds, time.time(), kept)
-    writing.replace(folder / DIAGNOSIS, msgspec.json.encode(content))
+    content = DiagnosisRecord(
+        "paceline-diagnosis", DIAGNOSIS_FORMAT_VERSION, diagnosis, waited_seconds, time.time(), kept
+    )
+    writing.replace_file(folder / DIAGNOSIS_FILE, msgspec.json.encode(content))
 
 
 def select_ranks(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> list[Evidence]:
     """At most 256 ranks that get a file: those of the diagnosis, one of each distinct state, and the first others."""
-    if len(evidence) <= MAX_KEPT:
+    if len(evidence) <= MAX_RANK_FILES:
         return list(evidence)
     involved = {*diagnosis.causes, *(party[0] for party in diagnosis.tie), diagnosis.failed}
     states = {(s.phase, s.state, s.code, s.ops[-1:], s.stacks[:1]): s.rank for s in reversed(evidence)}
     distinct = {*states.values()}
     ordered = sorted(evidence, key=lambda s: (s.rank not in involved, s.rank not in distinct, s.rank))
-    return sorted(ordered[:MAX_KEPT], key=lambda s: s.rank)
+    return sorted(ordered[:MAX_RANK_FILES], key=lambda s: s.rank)
 
 
 def diagnosis_file(folder: Path) -> Path:
     """The path of the file in the folder `diagnosis-N`, or `verdict-N` of an earlier version."""
-    return folder / ("verdict.json" if folder.name.startswith("verdict-") else DIAGNOSIS)
+    return folder / ("verdict.json" if folder.name.startswith("verdict-") else DIAGNOSIS_FILE)
 
 
 class _Header(msgspec.Struct):
@@ -279,16 +285,18 @@ def read_diagnosis(folder: Path) -> DiagnosisRecord:
     """
     path = diagnosis_file(folder)
     try:
-        content = read(path, limit_bytes=MAX_BYTES)
+        content = read(path, limit_bytes=MAX_DIAGNOSIS_BYTES)
     except OSError as error:
         raise UsageError(code="diagnosis-not-readable", path=path, strerror=error.strerror) from error
-    if path.name != DIAGNOSIS:
-        for former, current in FORMER.items():
+    if path.name != DIAGNOSIS_FILE:
+        for former, current in FORMER_NAMES.items():
             content = content.replace(f'"{former}"'.encode(), f'"{current}"'.encode())
     try:
         header = msgspec.json.decode(content, type=_Header)
-        if header.format == "paceline-diagnosis" and header.version != VERSION:
-            raise UsageError(code="diagnosis-of-other-version", path=path, version=header.version, readable=VERSION)
+        if header.format == "paceline-diagnosis" and header.version != DIAGNOSIS_FORMAT_VERSION:
+            raise UsageError(
+                code="diagnosis-of-other-version", path=path, version=header.version, readable=DIAGNOSIS_FORMAT_VERSION
+            )
         return msgspec.json.decode(content, type=DiagnosisRecord)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(code="diagnosis-damaged", path=path, error=error) from error
@@ -297,7 +305,9 @@ def read_diagnosis(folder: Path) -> DiagnosisRecord:
 def describe_rank(rank: Evidence, *, most_ops: int | None = None, most_stacks: int | None = None) -> str:
     """The evidence on a rank as text, with its last `most_ops` operations and first `most_stacks` stacks."""
     ops = rank.ops if most_ops is None else rank.ops[-most_ops:]
-    lines = (line for text in _rank_texts(rank, ops, rank.stacks[:most_stacks]) for line in clean(text).split("\n"))
+    lines = (
+        line for text in _rank_texts(rank, ops, rank.stacks[:most_stacks]) for line in remove_controls(text).split("\n")
+    )
     return "".join(f"{printable(line)}\n" for line in lines)
 
 

@@ -7,16 +7,23 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
-from paceline.guard.deaths import MISMATCH_TEXT, RankEnd
-from paceline.guard.waits import FROZEN, OpMismatch, Rank, stream, waiting_alike
-from paceline.protocol.evidence import BLOCK, Diagnosis, Evidence, LoaderWorker, Op, Phase, StopKind
-from paceline.protocol.places import frames, library_suffix, line_of, shown_site, stands_at, visible_frames
+from paceline.guard.deaths import MISMATCH_ERROR_PATTERN, RankEnd
+from paceline.guard.waits import FROZEN_PROCESS_STATES, OpMismatch, RankState, group_by_waits, op_sequence_key
+from paceline.protocol.code_locations import (
+    format_rank_location,
+    is_calling,
+    library_suffix,
+    line_of,
+    main_thread_frames,
+    visible_frames,
+)
+from paceline.protocol.evidence import BLOCK_PREFIX, Diagnosis, Evidence, LoaderWorker, Op, Phase, StopKind
 from paceline.runs.console import join_ranges
 
-FROM = ("recv", "irecv", "broadcast", "scatter")
-GONE = ("", "Z", "X")  # states of a process that has ended
+OPS_WITH_SOURCE = ("recv", "irecv", "broadcast", "scatter")
+ENDED_PROCESS_STATES = ("", "Z", "X")  # states of a process that has ended
 BUSY_CPU_SECONDS = 0.2  # per second
-STATES = {
+PROCESS_STATE_TEXTS = {
     "D": "D (in the kernel: a disk or file system that does not answer?)",
     "T": "T (stopped by a signal)",
     "t": "t (stopped by a debugger)",
@@ -29,7 +36,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {join_ranges(map(str, sorted(ranks)))}"
 
 
-def clause(ranks: Iterable[int], singular: str, plural: str) -> str:
+def format_clause(ranks: Iterable[int], singular: str, plural: str) -> str:
     """A subject and its verb: `clause([2], "waits", "wait")` is "rank 2 waits"."""
     ranks = set(ranks)
     return f"{format_ranks(ranks)} {singular if len(ranks) == 1 else plural}"
@@ -45,7 +52,7 @@ def signal_name(number: int) -> str:
 
 def format_op(op: Op) -> str:
     """Format an operation: "all_reduce #9876 'bucket 3' [1732] float32"; a message with its peer."""
-    peer = "" if op.peer is None else f" {'from' if op.kind in FROM else 'to'} rank {op.peer}"
+    peer = "" if op.peer is None else f" {'from' if op.kind in OPS_WITH_SOURCE else 'to'} rank {op.peer}"
     parts = (f"{op.kind}{peer}", f"#{op.seq}" if op.seq else "", f"'{op.name}'" if op.name else "", op.shape, op.dtype)
     return " ".join(part for part in parts if part)
 
@@ -62,7 +69,7 @@ def format_position(evidence: Evidence) -> str:
         parts.append(f"phase {evidence.phase.word}" if parts[0] else f"in {evidence.phase.word}")
     if evidence.state:
         busy = ", computing" if evidence.state == "R" and evidence.cpu_seconds > BUSY_CPU_SECONDS else ""
-        parts.append(f"state {STATES.get(evidence.state, evidence.state)}{busy}")
+        parts.append(f"state {PROCESS_STATE_TEXTS.get(evidence.state, evidence.state)}{busy}")
     if not evidence.answered and evidence.code is None and evidence.state not in ("T", "t", ""):
         reason = "holds the interpreter lock (native code?)" if evidence.native else "frozen, or stuck in native code?"
         parts.append(f"does not answer: {reason}")
@@ -70,7 +77,7 @@ def format_position(evidence: Evidence) -> str:
 
 
 def _source_line(evidence: Evidence) -> str:
-    frame, library = visible_frames(frames(evidence))
+    frame, library = visible_frames(main_thread_frames(evidence))
     if frame is None:
         return ""
     at = f"at {line_of(frame)}{library_suffix(library)}"
@@ -81,19 +88,19 @@ def format_loader(loader: LoaderWorker) -> str:
     """The state of a process that loads data, as a sentence."""
     subject = f"loader process {loader.number} (pid {loader.pid})"
     item = f"sample {loader.item} of epoch {loader.epoch}"
-    if loader.state in GONE:
+    if loader.state in ENDED_PROCESS_STATES:
         return f"{subject} has ended; it was loading {item}"
-    stopped = f", state {loader.state}: stopped" if loader.state in FROZEN else f", state {loader.state}"
+    stopped = f", state {loader.state}: stopped" if loader.state in FROZEN_PROCESS_STATES else f", state {loader.state}"
     return f"{subject} {'is loading' if loader.busy else 'has loaded'} {item}{stopped}"
 
 
 MAX_EACH, MAX_OUTPUT_CHARS = 5, 100  # MAX_EACH: sentences about one party
-Ranks = Mapping[int, Rank]
+RankStates = Mapping[int, RankState]
 
 
-def conclude(
+def make_diagnosis(
     kind: StopKind,
-    ranks: Ranks,
+    ranks: RankStates,
     lines: Sequence[str],
     *,
     causes: Sequence[int] = (),
@@ -105,13 +112,13 @@ def conclude(
     lines = [*lines, *_about_blocks(ranks, [*causes, *(n for party in tie for n in party)])]
     step = max((rank.evidence.step for rank in ranks.values()), default=0)
     first = ranks[causes[0]].evidence if causes else None
-    site = "" if first is None else at or shown_site(first) or (first.ops[-1].site if first.ops else "")
+    site = "" if first is None else at or format_rank_location(first) or (first.ops[-1].site if first.ops else "")
     parties = tuple(sorted(tuple(sorted(party)) for party in tie))
     return Diagnosis(kind, tuple(causes), parties, tuple(lines), op, site, step)
 
 
-def _about_blocks(ranks: Ranks, involved: Sequence[int]) -> list[str]:
-    if not any(op.name.startswith(BLOCK) for n in involved for op in ranks[n].evidence.ops[-1:]):
+def _about_blocks(ranks: RankStates, involved: Sequence[int]) -> list[str]:
+    if not any(op.name.startswith(BLOCK_PREFIX) for n in involved for op in ranks[n].evidence.ops[-1:]):
         return []
     return ["with fsdp each call of a block is a collective: all ranks must call the same blocks in the same order"]
 
@@ -120,14 +127,16 @@ def hanging_loaders(evidence: Evidence) -> list[LoaderWorker]:
     """The loader processes that do not deliver the next batch of this rank."""
     if evidence.phase not in (Phase.DATA, Phase.USER):
         return []
-    stopped = [loader for loader in evidence.loaders if loader.state in (*GONE, *FROZEN, "D")]
+    stopped = [
+        loader for loader in evidence.loaders if loader.state in (*ENDED_PROCESS_STATES, *FROZEN_PROCESS_STATES, "D")
+    ]
     return stopped or [loader for loader in evidence.loaders if loader.busy]
 
 
-def waited_for(ranks: Ranks, causes: Sequence[int]) -> list[str]:
+def describe_waited_for(ranks: RankStates, causes: Sequence[int]) -> list[str]:
     """Sentences about ranks for which others wait, and about the operation in which the others wait."""
-    op, holders = awaited(ranks, causes), waiting_alike(ranks)
-    alike = _alike(causes, lambda n: (_where(ranks[n]), _most_awaited(holders, [n])))
+    op, holders = most_awaited_op(ranks, causes), group_by_waits(ranks)
+    alike = _group_ranks(causes, lambda n: (_where(ranks[n]), _most_awaited(holders, [n])))
     lines = [_not_entered(ranks, group, op) for group in alike]
     running = [ranks[n].evidence for n in causes if ranks[n].end is RankEnd.RUNS and not ranks[n].frozen]
     loaders = [f"its {format_loader(loader)}" for evidence in running for loader in hanging_loaders(evidence)[:2]]
@@ -136,12 +145,14 @@ def waited_for(ranks: Ranks, causes: Sequence[int]) -> list[str]:
     return [*_limited(lines), *_limited(loaders + threads), *_waiting(ranks, op, without=causes)]
 
 
-def _not_entered(ranks: Ranks, group: Sequence[int], op: Op | None) -> str:
+def _not_entered(ranks: RankStates, group: Sequence[int], op: Op | None) -> str:
     first = ranks[group[0]]
-    missed = awaited(ranks, group[:1])
-    is_inside = missed is not None and any(stream(o, group[0]) == stream(missed, group[0]) for o in first.pending)
+    missed = most_awaited_op(ranks, group[:1])
+    is_inside = missed is not None and any(
+        op_sequence_key(o, group[0]) == op_sequence_key(missed, group[0]) for o in first.pending
+    )
     if first.frozen and is_inside:
-        begins = f"{clause(group, 'is', 'are')} in {format_op(missed or op or first.pending[0])}"
+        begins = f"{format_clause(group, 'is', 'are')} in {format_op(missed or op or first.pending[0])}"
     elif missed is not None and missed.is_message:
         half = "send to" if "recv" in missed.kind else "receive from"
         waiter = next(n for n, other in ranks.items() if other.waits_for.get(group[0]) == missed)
@@ -150,60 +161,62 @@ def _not_entered(ranks: Ranks, group: Sequence[int], op: Op | None) -> str:
         title = max((rank.evidence.titles.get(missed.group, "") for rank in ranks.values()), default="")
         begins = f"{format_ranks(group)} did not enter {format_op(missed)}{title and f' ({title})'}"
     else:
-        begins = f"{clause(group, 'has', 'have')} not reached the operation of the others"
+        begins = f"{format_clause(group, 'has', 'have')} not reached the operation of the others"
     return f"{begins}; {'they' if len(group) > 1 else 'it'} {_where(first, many=len(group) > 1)}"
 
 
-def _where(rank: Rank, *, many: bool = False) -> str:
+def _where(rank: RankState, *, many: bool = False) -> str:
     if rank.end is RankEnd.LEFT:
         steps = f" at step {rank.evidence.step}" if rank.evidence.step else ""
         return f"ended{steps} with code {rank.evidence.code}"
     return f"{'are' if many else 'is'} {format_position(rank.evidence)}"
 
 
-def _waiting(ranks: Ranks, op: Op | None, *, without: Collection[int]) -> list[str]:
+def _waiting(ranks: RankStates, op: Op | None, *, without: Collection[int]) -> list[str]:
     waiting = {n for n, rank in ranks.items() if rank.pending or rank.waits_for}.difference(without)
     lines: list[str] = []
-    for group in sorted(_alike(waiting, lambda n: _position(ranks[n], n)), key=lambda group: (-len(group), group)):
+    for group in sorted(
+        _group_ranks(waiting, lambda n: _position(ranks[n], n)), key=lambda group: (-len(group), group)
+    ):
         first = ranks[group[0]]
-        held_op = _held(first)
+        held_op = _current_blocking_op(first)
         if held_op is None:
-            at = shown_site(first.evidence) or "an unknown line"
-            lines.append(f"{clause(group, 'waits', 'wait')} at {at}")
+            at = format_rank_location(first.evidence) or "an unknown line"
+            lines.append(f"{format_clause(group, 'waits', 'wait')} at {at}")
             continue
-        is_same = op is not None and (stream(op, -1), op.seq) == (stream(held_op, -1), held_op.seq)
+        is_same = op is not None and (op_sequence_key(op, -1), op.seq) == (op_sequence_key(held_op, -1), held_op.seq)
         op_text = "it" if is_same else format_op(held_op)
-        lines.append(f"{clause(group, 'waits', 'wait')} in {op_text}{format_caller(_usual(ranks, group))}")
+        lines.append(f"{format_clause(group, 'waits', 'wait')} in {op_text}{format_caller(_usual(ranks, group))}")
     return _limited(lines)
 
 
-def _position(rank: Rank, number: int) -> Hashable:
-    held_op = _held(rank)
-    return shown_site(rank.evidence) if held_op is None else (stream(held_op, number), held_op.seq)
+def _position(rank: RankState, number: int) -> Hashable:
+    held_op = _current_blocking_op(rank)
+    return format_rank_location(rank.evidence) if held_op is None else (op_sequence_key(held_op, number), held_op.seq)
 
 
-def _held(rank: Rank) -> Op | None:
+def _current_blocking_op(rank: RankState) -> Op | None:
     if not rank.waits_for:
         return rank.pending[-1] if rank.pending else None
-    return held_in(rank, rank.waits_for)
+    return blocking_op(rank, rank.waits_for)
 
 
-def _usual(ranks: Ranks, group: Sequence[int]) -> Op:
-    ops = [op for n in group if (op := _held(ranks[n])) is not None]
+def _usual(ranks: RankStates, group: Sequence[int]) -> Op:
+    ops = [op for n in group if (op := _current_blocking_op(ranks[n])) is not None]
     usual = Counter(op.site for op in ops).most_common(1)[0][0]
     return next(op for op in ops if op.site == usual)
 
 
-def held_in(rank: Rank, others: Collection[int]) -> Op | None:
+def blocking_op(rank: RankState, others: Collection[int]) -> Op | None:
     """The operation in which a rank waits for some of `others`: the one on its stack, else the first one started."""
     few, many = (rank.waits_for, others) if len(rank.waits_for) < len(others) else (others, rank.waits_for)
     ops = [op for op in rank.pending if any(n in many and rank.waits_for[n] == op for n in few)]
-    return next((op for op in ops if stands_at(rank.evidence, op)), ops[0] if ops else None)
+    return next((op for op in ops if is_calling(rank.evidence, op)), ops[0] if ops else None)
 
 
-def awaited(ranks: Ranks, causes: Collection[int]) -> Op | None:
+def most_awaited_op(ranks: RankStates, causes: Collection[int]) -> Op | None:
     """The operation in which most ranks wait for `causes`."""
-    return _most_awaited(waiting_alike(ranks), causes)
+    return _most_awaited(group_by_waits(ranks), causes)
 
 
 def _most_awaited(holders: Iterable[tuple[Mapping[int, Op | None], list[int]]], causes: Collection[int]) -> Op | None:
@@ -217,21 +230,24 @@ def _most_awaited(holders: Iterable[tuple[Mapping[int, Op | None], list[int]]], 
     return ops[counts.most_common(1)[0][0]] if counts else None
 
 
-def called_more(ranks: Ranks, waiting: Sequence[int], left: Sequence[int]) -> list[str]:
+def describe_early_ends(ranks: RankStates, waiting: Sequence[int], left: Sequence[int]) -> list[str]:
     """Sentences about ranks that wait for ranks that have ended with code 0."""
-    op = awaited(ranks, left)
+    op = most_awaited_op(ranks, left)
     op_text = "for others" if op is None else f"in {format_op(op)}{format_caller(op)}"
-    return [f"{clause(waiting, 'waits', 'wait')} {op_text}", f"{format_ranks(left)} ended without it, with code 0"]
+    return [
+        f"{format_clause(waiting, 'waits', 'wait')} {op_text}",
+        f"{format_ranks(left)} ended without it, with code 0",
+    ]
 
 
-def mismatch(calls: OpMismatch, causes: Collection[int]) -> list[str]:
+def describe_mismatch(calls: OpMismatch, causes: Collection[int]) -> list[str]:
     """Sentences about parties that have entered different operations."""
     ordered = sorted(calls.parties, key=lambda party: (not any(n in party for n in causes), len(party), min(party)))
     ops = [(format_ranks(party), next(iter(party.values()))) for party in ordered]
     return _limited([f"{subject} called {format_op(op)}{op.site and f' at {op.site}'}" for subject, op in ops])
 
 
-def in_cycle(ranks: Ranks, parties: Sequence[Sequence[int]], ops: Mapping[int, Op]) -> list[str]:
+def describe_cycle(ranks: RankStates, parties: Sequence[Sequence[int]], ops: Mapping[int, Op]) -> list[str]:
     """Sentences about parties that wait for each other in a cycle."""
     members = {n for party in parties for n in party}
     lines: list[str] = []
@@ -240,21 +256,21 @@ def in_cycle(ranks: Ranks, parties: Sequence[Sequence[int]], ops: Mapping[int, O
         distinct = {id(ranks[n].waits_for): ranks[n].waits_for for n in party}
         others = {o for waits_for in distinct.values() for o in waits_for} & (members - set(party))
         if op is None or not others:
-            lines.append(f"{clause(party, 'is', 'are')} {format_position(ranks[party[0]].evidence)}")
+            lines.append(f"{format_clause(party, 'is', 'are')} {format_position(ranks[party[0]].evidence)}")
             continue
         group_text = "" if op.is_message else f" of group {op.group}"
         op_text = f"{format_op(op)}{group_text}{format_caller(op)}"
-        lines.append(f"{clause(party, 'waits', 'wait')} for {format_ranks(others)} in {op_text}")
+        lines.append(f"{format_clause(party, 'waits', 'wait')} for {format_ranks(others)} in {op_text}")
     return _limited(lines)
 
 
-def all_inside(ranks: Ranks, pending: Mapping[int, Op]) -> list[str]:
+def describe_stuck_op(ranks: RankStates, pending: Mapping[int, Op]) -> list[str]:
     """Sentences about an operation that all ranks of its group have entered."""
     op = next(iter(pending.values()))
     completed = [n for n in ranks if n not in pending]
-    lines = [f"{clause(pending, 'is', 'are')} in {format_op(op)}{format_caller(op)}; no rank is missing in it"]
+    lines = [f"{format_clause(pending, 'is', 'are')} in {format_op(op)}{format_caller(op)}; no rank is missing in it"]
     if completed:
-        lines.append(f"{clause(completed, 'has', 'have')} completed it")
+        lines.append(f"{format_clause(completed, 'has', 'have')} completed it")
     hosts: dict[str, list[int]] = {}
     for n in pending:
         hosts.setdefault(ranks[n].evidence.host, []).append(n)
@@ -264,7 +280,7 @@ def all_inside(ranks: Ranks, pending: Mapping[int, Op]) -> list[str]:
     return lines
 
 
-def inside_but(ranks: Ranks, causes: Sequence[int], op: Op) -> list[str]:
+def describe_stuck_ranks(ranks: RankStates, causes: Sequence[int], op: Op) -> list[str]:
     """Sentences about ranks that are in an operation with all others, but cannot complete it."""
     lines = [
         f"{format_ranks([n])} is in {format_op(op)}, as all are; it is {format_position(ranks[n].evidence)}"
@@ -273,20 +289,20 @@ def inside_but(ranks: Ranks, causes: Sequence[int], op: Op) -> list[str]:
     return [*_limited(lines), *_waiting(ranks, op, without=causes)]
 
 
-def died(ranks: Ranks, causes: Sequence[int]) -> list[str]:
+def describe_failures(ranks: RankStates, causes: Sequence[int]) -> list[str]:
     """Sentences about ranks whose end is a primary failure."""
     return _limited([f"rank {n} {_ended(ranks[n].evidence)}{_last(ranks[n].evidence)}" for n in causes])
 
 
-def broken(ranks: Ranks, causes: Sequence[int]) -> list[str]:
+def describe_transport_failures(ranks: RankStates, causes: Sequence[int]) -> list[str]:
     """Sentences about ranks that their transport ended."""
-    lines = died(ranks, causes)
-    if any(MISMATCH_TEXT.search(ranks[n].evidence.error_text) for n in causes):
+    lines = describe_failures(ranks, causes)
+    if any(MISMATCH_ERROR_PATTERN.search(ranks[n].evidence.error_text) for n in causes):
         lines.append("it and another rank have entered different operations; either may be wrong")
     return lines
 
 
-def model(party: Mapping[int, int]) -> str:
+def describe_parameter_count(party: Mapping[int, int]) -> str:
     """A sentence about the parameter count of these ranks, as torch reported it."""
     owner = "their models have" if len(party) > 1 else "its model has"
     return f"{format_ranks(party)}: {owner} {min(party.values())} parameters"
@@ -308,18 +324,18 @@ def _last(evidence: Evidence) -> str:
     return f"; last it called {format_op(op := evidence.ops[-1])}{op.site and f' at {op.site}'}" if evidence.ops else ""
 
 
-def all_locations(ranks: Ranks) -> list[str]:
+def describe_locations(ranks: RankStates) -> list[str]:
     """Sentences about the locations of all ranks, the rarest location first."""
-    groups = sorted(_alike(ranks, lambda n: _where(ranks[n])), key=lambda group: (len(group), group))
+    groups = sorted(_group_ranks(ranks, lambda n: _where(ranks[n])), key=lambda group: (len(group), group))
     lines = [f"{format_ranks(group)} {_state(ranks[group[0]], many=len(group) > 1)}" for group in groups]
     return _limited(lines, 10)
 
 
-def _state(rank: Rank, *, many: bool) -> str:
+def _state(rank: RankState, *, many: bool) -> str:
     return _where(rank, many=many) if rank.end in (RankEnd.RUNS, RankEnd.LEFT) else _ended(rank.evidence)
 
 
-def _alike(numbers: Iterable[int], key: Callable[[int], Hashable]) -> list[list[int]]:
+def _group_ranks(numbers: Iterable[int], key: Callable[[int], Hashable]) -> list[list[int]]:
     groups: dict[Hashable, list[int]] = {}
     for n in numbers:
         groups.setdefault(key(n), []).append(n)

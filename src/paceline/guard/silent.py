@@ -17,49 +17,49 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from paceline.guard.detectors import median_without
-from paceline.guard.sentences import clause, format_ranks
-from paceline.guard.waits import majority, parties_by
-from paceline.protocol.evidence import Diagnosis, Evidence, Op, Sample, ScriptFinding, StopKind
+from paceline.guard.sentences import format_clause, format_ranks
+from paceline.guard.waits import group_ranks, majority
+from paceline.protocol.evidence import Diagnosis, Evidence, Op, ScriptFinding, StopKind, WorkerSample
 from paceline.protocol.marks import (
     BY_DDP,
     SETTINGS,
     SUMMED,
+    CallHistory,
     Mismatch,
-    Order,
     ReplicaFingerprint,
     compare_orders,
-    fingerprints_of,
     order_label,
-    orders_of,
+    parse_call_tables,
+    parse_fingerprints,
 )
 
 NO_PART = 0xFFFFFFFF
-PROOFS = 3  # observations of a part that was equal on all ranks and had changed
-ROUND_OFF = 1e-5  # relative difference of a sum
-WINDOW = 4  # calls after a difference that must be known
+MIN_EQUAL_OBSERVATIONS = 3  # observations of a part that was equal on all ranks and had changed
+ROUND_OFF_TOLERANCE = 1e-5  # relative difference of a sum
+CALL_WINDOW = 4  # calls after a difference that must be known
 
-Fingerprints = Mapping[int, ReplicaFingerprint]  # rank -> its fingerprint after one step
-Calls = Sequence[int]
+FingerprintsByRank = Mapping[int, ReplicaFingerprint]  # rank -> its fingerprint after one step
+CallHashes = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplicaDifference:
     """Fingerprints that differ between ranks."""
 
-    fingerprints: Fingerprints
-    at: int  # index of the part that differs
-    equal_before: int  # the last step after which all ranks were equal; 0: none
+    fingerprints: FingerprintsByRank
+    part_index: int  # index of the part that differs
+    last_equal_step: int  # the last step after which all ranks were equal; 0: none
 
     @property
-    def fingerprint(self) -> ReplicaFingerprint:
+    def any_fingerprint(self) -> ReplicaFingerprint:
         """The fingerprint of any rank, for the fields that are equal on all ranks."""
         return next(iter(self.fingerprints.values()))
 
     @property
     def rank_groups(self) -> Sequence[Mapping[int, int]]:
         """The ranks grouped by hash, the largest party first."""
-        hashes = {rank: mark.hashes[self.at] for rank, mark in self.fingerprints.items()}
-        return parties_by(hashes, lambda value: value)
+        hashes = {rank: mark.hashes[self.part_index] for rank, mark in self.fingerprints.items()}
+        return group_ranks(hashes, lambda value: value)
 
     @property
     def minority_ranks(self) -> tuple[int, ...]:
@@ -68,10 +68,12 @@ class Difference:
         return tuple(rank for rank in sorted(self.fingerprints) if rank not in right) if right is not None else ()
 
     @property
-    def by_round_off(self) -> bool:
+    def is_round_off(self) -> bool:
         """Whether it is as small as the rounding differences between machines of different kinds."""
-        sums = [mark.sums[self.at] for mark in self.fingerprints.values()]
-        return bool(self.fingerprint.flags & SUMMED) and max(sums) - min(sums) <= ROUND_OFF * max(map(abs, sums))
+        sums = [mark.sums[self.part_index] for mark in self.fingerprints.values()]
+        return bool(self.any_fingerprint.flags & SUMMED) and max(sums) - min(sums) <= ROUND_OFF_TOLERANCE * max(
+            map(abs, sums)
+        )
 
 
 class ReplicaComparison:
@@ -84,31 +86,31 @@ class ReplicaComparison:
         self._last: dict[tuple[int, int], int] = defaultdict(int)  # table -> the last step after which it was equal
 
     @property
-    def proven(self) -> bool:
+    def has_proven_parts(self) -> bool:
         """Whether there are parameters that the script itself, not DDP, keeps equal."""
-        return any(proofs >= PROOFS for *_, proofs in self._equal.values())
+        return any(proofs >= MIN_EQUAL_OBSERVATIONS for *_, proofs in self._equal.values())
 
-    def update(self, marks: Mapping[int, Sequence[ReplicaFingerprint]]) -> list[Difference]:
+    def update(self, marks: Mapping[int, Sequence[ReplicaFingerprint]]) -> list[ReplicaDifference]:
         """The first difference in each table."""
         by_step: dict[tuple[int, int, int], dict[int, ReplicaFingerprint]] = defaultdict(dict)
         for rank, fingerprints in marks.items():
             for mark in fingerprints:
-                by_step[mark.table, mark.layout, mark.number][rank] = mark
-        differences: dict[tuple[int, int], Difference] = {}
+                by_step[mark.table, mark.layout, mark.optimizer_step][rank] = mark
+        differences: dict[tuple[int, int], ReplicaDifference] = {}
         for (*key, number), by_rank in sorted(by_step.items()):
             table, layout = key
-            if not 1 < next(iter(by_rank.values())).parties <= len(by_rank):
+            if not 1 < next(iter(by_rank.values())).num_ranks <= len(by_rank):
                 continue
             at = self._differing_part(by_rank)
             if at is not None:
-                differences.setdefault((table, layout), Difference(by_rank, at, self._last[table, layout]))
+                differences.setdefault((table, layout), ReplicaDifference(by_rank, at, self._last[table, layout]))
             elif (table, layout) not in differences:
                 self._last[table, layout] = max(self._last[table, layout], number)
-        return [d for d in differences.values() if _part(d.fingerprint, d.at) not in self._apart]
+        return [d for d in differences.values() if _part(d.any_fingerprint, d.part_index) not in self._apart]
 
-    def _differing_part(self, fingerprints: Fingerprints) -> int | None:
+    def _differing_part(self, fingerprints: FingerprintsByRank) -> int | None:
         first = next(iter(fingerprints.values()))
-        for at, part in enumerate(first.parts):
+        for at, part in enumerate(first.tensor_indices):
             hashes, key = {mark.hashes[at] for mark in fingerprints.values()}, _part(first, at)
             equal_step, equal_hash, proofs = self._equal.get(key, (0, 0, 0))
             if part == NO_PART:
@@ -116,20 +118,20 @@ class ReplicaComparison:
             if len(hashes) > 1:
                 if first.flags & BY_DDP:
                     return at
-                self._differed[key] = first.number
-                if proofs >= PROOFS and key not in self._apart:
+                self._differed[key] = first.optimizer_step
+                if proofs >= MIN_EQUAL_OBSERVATIONS and key not in self._apart:
                     return at
                 self._apart.add(key)
-            elif first.number > equal_step:
+            elif first.optimizer_step > equal_step:
                 has_changed = equal_step > 0 and hashes != {equal_hash}
-                if self._differed.get(key, first.number) < first.number:
+                if self._differed.get(key, first.optimizer_step) < first.optimizer_step:
                     self._apart.add(key)
-                self._equal[key] = first.number, min(hashes), proofs + has_changed
+                self._equal[key] = first.optimizer_step, min(hashes), proofs + has_changed
         return None
 
 
 def _part(mark: ReplicaFingerprint, at: int) -> tuple[int, int, int]:
-    return mark.table, mark.layout, mark.parts[at]
+    return mark.table, mark.layout, mark.tensor_indices[at]
 
 
 class CallOrderComparison:
@@ -140,7 +142,9 @@ class CallOrderComparison:
         self.agreed: set[int] = set()
         """Hashes of the calls that all ranks have made at the same position."""
 
-    def update(self, orders: Mapping[int, Sequence[Order]], *, last: bool) -> Iterator[tuple[int, Mapping[int, Calls]]]:
+    def update(
+        self, orders: Mapping[int, Sequence[CallHistory]], *, last: bool
+    ) -> Iterator[tuple[int, Mapping[int, CallHashes]]]:
         """The positions at which ranks differ, each once.
 
         WINDOW calls must follow the position, unless these samples are the `last` ones.
@@ -148,25 +152,28 @@ class CallOrderComparison:
         Yields:
             The number of calls over the group before the difference, and the next calls of each rank.
         """
-        by_group: dict[int, dict[int, Order]] = defaultdict(dict)
+        by_group: dict[int, dict[int, CallHistory]] = defaultdict(dict)
         for rank, rank_orders in orders.items():
             for order in rank_orders:
                 by_group[order.group][rank] = order
         for group, by_rank in by_group.items():
-            if not 1 < next(iter(by_rank.values())).parties <= len(by_rank):
+            if not 1 < next(iter(by_rank.values())).num_ranks <= len(by_rank):
                 continue
             start = max(self._done[group], *(order.first for order in by_rank.values()))
-            end = min(order.made for order in by_rank.values())
+            end = min(order.num_calls for order in by_rank.values())
             while start < end:
                 calls = {rank: order.calls[start - order.first : end - order.first] for rank, order in by_rank.items()}
                 places = enumerate(zip(*calls.values(), strict=True))
                 num_equal = next((number for number, at in places if len({*at}) > 1), end - start)
                 self.agreed.update(next(iter(calls.values()))[:num_equal])
                 start += num_equal
-                if start == end or (end - start < WINDOW and not last):
+                if start == end or (end - start < CALL_WINDOW and not last):
                     break
-                yield start, {rank: rank_calls[num_equal : num_equal + WINDOW] for rank, rank_calls in calls.items()}
-                start = min(end, start + WINDOW)
+                yield (
+                    start,
+                    {rank: rank_calls[num_equal : num_equal + CALL_WINDOW] for rank, rank_calls in calls.items()},
+                )
+                start = min(end, start + CALL_WINDOW)
             self._done[group] = start
 
 
@@ -182,19 +189,19 @@ def find_order_mismatch(windows: Mapping[int, Sequence[Op]], known: frozenset[st
     for calls in zip(*(windows[rank] for rank in ranks), strict=True):
         labels = dict(zip(ranks, (order_label(op, frozenset()) for op in calls), strict=True))
         if len({*labels.values()}) > 1 and {op.site for op in calls} <= known:
-            right = majority(parties_by(labels, lambda label: label))
+            right = majority(group_ranks(labels, lambda label: label))
             return Mismatch(calls, tuple(rank for rank in ranks if right is not None and rank not in right))
     return None
 
 
-LOOKS = 3  # calls of `update` until every rank has reported the same event, or has ended
+MAX_REPORT_UPDATES = 3  # calls of `update` until every rank has reported the same event, or has ended
 LATE_STEPS = 20  # steps after which the other ranks no longer report the same finding
 MOST_PARTIES = 4
-SHORT = 0.5  # a rank with a smaller part of the others' steps is reported, though this may be intended
-FEWER = 0.8  # the same without DDP, where ranks need not take the same number of steps
+MIN_STEP_FRACTION = 0.5  # a rank with a smaller part of the others' steps is reported, though this may be intended
+MIN_STEP_FRACTION_WITHOUT_DDP = 0.8  # the same without DDP, where ranks need not take the same number of steps
 
-AskCalls = Callable[[], Mapping[int, Mapping[int, Op]]]
-Names = Callable[[], Mapping[str, Sequence[str]]]
+CollectCalls = Callable[[], Mapping[int, Mapping[int, Op]]]
+ReadTensorNames = Callable[[], Mapping[str, Sequence[str]]]
 
 
 class Notice(NamedTuple):
@@ -209,7 +216,7 @@ class Notice(NamedTuple):
 class SilentFaultDetector:
     """Detects silent faults of one generation. It reports each fault once."""
 
-    def __init__(self, world_size: int, names: Names, calls: AskCalls) -> None:
+    def __init__(self, world_size: int, names: ReadTensorNames, calls: CollectCalls) -> None:
         """`names` returns the names of tensors; `calls` returns each rank's operations by the hash of the call."""
         self._size, self._names, self._calls = world_size, names, calls
         self._comparison, self._orders = ReplicaComparison(), CallOrderComparison()
@@ -219,35 +226,37 @@ class SilentFaultDetector:
         self.notices: list[Notice] = []
         """Notices to print; the caller empties the list."""
 
-    def update(self, ranks: Sequence[Sample], *, last: bool = False) -> list[Diagnosis]:
+    def update(self, ranks: Sequence[WorkerSample], *, last: bool = False) -> list[Diagnosis]:
         """Process samples of all ranks, including ended ones; `last`: all ranks have ended without failure.
 
         Returns:
             New diagnoses, each once.
         """
-        self._swallowed(ranks)
-        self._stale(ranks, last=last)
-        self._left(ranks)
-        collective = self._collective(ranks, last=last)
-        if collective is not None and last and (uneven := self._uneven(ranks)) is not None:
+        self._report_swallowed_errors(ranks)
+        self._report_stale_findings(ranks, last=last)
+        self._report_left_ddp(ranks)
+        collective = self._diagnose_failed_collective(ranks, last=last)
+        if collective is not None and last and (uneven := self._diagnose_uneven_ends(ranks)) is not None:
             collective = replace(collective, sentences=(*collective.sentences, *uneven.sentences))
-        diagnoses = [collective, self._not_finite(ranks, last=last)]
+        diagnoses = [collective, self._diagnose_not_finite(ranks, last=last)]
         if last and any(sample.uneven for sample in ranks):
-            self._shadowed(ranks)
+            self._report_shadowed_ranks(ranks)
         if any(sample.uneven for sample in ranks) or any((kind,) not in self._reported for kind in self._looks):
             return [diagnosis for diagnosis in diagnoses if diagnosis is not None]
-        differing = self._comparison.update({s.rank: fingerprints_of(s.fingerprints) for s in ranks if s.fingerprints})
-        orders = {sample.rank: orders_of(sample.orders) for sample in ranks if sample.orders}
-        diagnoses += [self._order(at, calls) for at, calls in self._orders.update(orders, last=last)]
-        uneven = self._uneven(ranks) if last else None
+        differing = self._comparison.update(
+            {s.rank: parse_fingerprints(s.fingerprints) for s in ranks if s.fingerprints}
+        )
+        orders = {sample.rank: parse_call_tables(sample.orders) for sample in ranks if sample.orders}
+        diagnoses += [self._diagnose_order(at, calls) for at, calls in self._orders.update(orders, last=last)]
+        uneven = self._diagnose_uneven_ends(ranks) if last else None
         for difference in differing:
-            diverged = self._diverged(difference, ranks)
+            diverged = self._diagnose_divergence(difference, ranks)
             if diverged is not None and uneven is not None:  # this may be the reason
                 diverged, uneven = replace(diverged, sentences=(*diverged.sentences, *uneven.sentences)), None
             diagnoses.append(diverged)
         return [diagnosis for diagnosis in (*diagnoses, uneven) if diagnosis is not None]
 
-    def _new(self, *key: object) -> bool:
+    def _is_first_report(self, *key: object) -> bool:
         is_known = key in self._reported
         self._reported.add(key)
         return not is_known
@@ -255,20 +264,20 @@ class SilentFaultDetector:
     def _notify(self, kind: str, text: str, rank: int | None, step: int) -> None:
         self.notices.append(Notice(kind, text, rank, step))
 
-    def _swallowed(self, ranks: Sequence[Sample]) -> None:
+    def _report_swallowed_errors(self, ranks: Sequence[WorkerSample]) -> None:
         for sample in ranks:
             for finding in sample.findings:
-                if finding.kind == "swallowed" and self._new("swallowed", sample.rank, finding.text):
+                if finding.kind == "swallowed" and self._is_first_report("swallowed", sample.rank, finding.text):
                     self._notify("swallowed", f"rank {sample.rank} {_continued(finding)}", sample.rank, finding.step)
-                if finding.kind == "thread" and self._new("thread", sample.rank, finding.text):
+                if finding.kind == "thread" and self._is_first_report("thread", sample.rank, finding.text):
                     text = f"rank {sample.rank}: {finding.text} (after step {finding.step})"
                     self._notify("thread", text, sample.rank, finding.step)
 
     def _must_wait(self, kind: str, findings: Mapping[int, ScriptFinding], *, last: bool) -> bool:
         self._looks[kind] = self._looks.get(kind, 0) + 1
-        return len(findings) < self._size and self._looks[kind] < LOOKS and not last
+        return len(findings) < self._size and self._looks[kind] < MAX_REPORT_UPDATES and not last
 
-    def _collective(self, ranks: Sequence[Sample], *, last: bool) -> Diagnosis | None:
+    def _diagnose_failed_collective(self, ranks: Sequence[WorkerSample], *, last: bool) -> Diagnosis | None:
         """A collective that failed on some ranks, which ignored the error: at least one batch is lost."""
         failed = _findings(ranks, "collective")
         if not failed or ("collective",) in self._reported or self._must_wait("collective", failed, last=last):
@@ -280,40 +289,40 @@ class SilentFaultDetector:
         stale = stale if len(stale) < self._size else {}
         others = tuple(sample.rank for sample in ranks if sample.rank not in failed)
         if others:
-            lines.append(f"{clause(others, 'has', 'have')} called fewer or different collectives")
+            lines.append(f"{format_clause(others, 'has', 'have')} called fewer or different collectives")
         lines += [f"rank {rank} {finding.text} (step {finding.step})" for rank, finding in stale.items()]
         causes = others or tuple(sorted(stale))
         return Diagnosis(StopKind.SWALLOWED, causes, sentences=tuple(lines), step=max(f.step for f in failed.values()))
 
-    def _stale(self, ranks: Sequence[Sample], *, last: bool) -> None:
+    def _report_stale_findings(self, ranks: Sequence[WorkerSample], *, last: bool) -> None:
         """Report findings that only some ranks have made, after all ranks had time to make them."""
         stale = [(sample.rank, finding) for sample in ranks for finding in sample.findings if finding.kind == "stale"]
         least_step = min(sample.step for sample in ranks)
         for start in {finding.text.partition(",")[0] for _, finding in stale}:
             similar = [(rank, finding) for rank, finding in stale if finding.text.startswith(start)]
             late = last or all(least_step > finding.step + LATE_STEPS for _, finding in similar)
-            if late and len({rank for rank, _ in similar}) < self._size and self._new("stale", start):
+            if late and len({rank for rank, _ in similar}) < self._size and self._is_first_report("stale", start):
                 for rank, finding in similar:
                     self._notify("stale", f"rank {rank} {finding.text} (step {finding.step})", rank, finding.step)
 
-    def _left(self, ranks: Sequence[Sample]) -> None:
+    def _report_left_ddp(self, ranks: Sequence[WorkerSample]) -> None:
         """Report that all ranks train without DDP after they have trained with it. This may be intended."""
         findings = _findings(ranks, "left")
-        if len(findings) == self._size > 1 and self._new("left"):
+        if len(findings) == self._size > 1 and self._is_first_report("left"):
             step = min(finding.step for finding in findings.values())
             text = f"no rank trains through DDP after step {step}: paceline no longer compares steps and parameters"
             self._notify("left", text, None, step)
 
-    def _shadowed(self, ranks: Sequence[Sample]) -> None:
+    def _report_shadowed_ranks(self, ranks: Sequence[WorkerSample]) -> None:
         """Report ranks that Join has shadowed for most of the time: their data may have ended too early."""
         ordered = sorted(rank.joint_steps for rank in ranks)
         for rank in ranks if len(ranks) > 1 else ():
             others = median_without(ordered, rank.joint_steps)
-            if rank.joint_steps < SHORT * others and self._new("shadowed", rank.rank):
+            if rank.joint_steps < MIN_STEP_FRACTION * others and self._is_first_report("shadowed", rank.rank):
                 text = f"rank {rank.rank} took {rank.joint_steps} steps, the others {others:g}. If its data ended too "
                 self._notify("shadowed", text + "early, Join hides this", rank.rank, rank.joint_steps)
 
-    def _not_finite(self, ranks: Sequence[Sample], *, last: bool) -> Diagnosis | None:
+    def _diagnose_not_finite(self, ranks: Sequence[WorkerSample], *, last: bool) -> Diagnosis | None:
         applied = _findings(ranks, "not finite")
         if not applied or ("not finite",) in self._reported or self._must_wait("not finite", applied, last=last):
             return None
@@ -327,34 +336,41 @@ class SilentFaultDetector:
             lines = [f"only {format_ranks(local)}: the gradients and losses of each rank and their sum were finite"]
         elif not local:
             lines = ["the gradients and losses of each rank were finite, but their sum over ranks is not"]
-        lines.append(f"{clause(applied, 'has', 'have')} updated parameters with gradients that are NaN or infinite")
+        lines.append(
+            f"{format_clause(applied, 'has', 'have')} updated parameters with gradients that are NaN or infinite"
+        )
         causes = tuple(sorted(local or applied))
         causes = causes if len(causes) < self._size or self._size == 1 else ()
         return Diagnosis(StopKind.NOT_FINITE, causes, sentences=tuple(lines), step=step)
 
-    def _diverged(self, difference: Difference, ranks: Sequence[Sample]) -> Diagnosis | None:
-        names, mark = self._names().get(str(difference.fingerprint.layout), ()), difference.fingerprint
-        part = mark.parts[difference.at]
+    def _diagnose_divergence(self, difference: ReplicaDifference, ranks: Sequence[WorkerSample]) -> Diagnosis | None:
+        names, mark = self._names().get(str(difference.any_fingerprint.layout), ()), difference.any_fingerprint
+        part = mark.tensor_indices[difference.part_index]
         tensor = names[part] if part < len(names) else f"part {part}"
-        before = f" (all ranks were equal after step {difference.equal_before})" if difference.equal_before else ""
-        if difference.by_round_off:
-            if self._new("round-off", mark.layout):
-                text = f"after step {mark.number} {tensor} differs between ranks by less than 1e-5. Different devices "
-                text += "or machines round differently. The difference may grow over many steps"
-                self._notify("round-off", text, None, mark.number)
+        before = (
+            f" (all ranks were equal after step {difference.last_equal_step})" if difference.last_equal_step else ""
+        )
+        if difference.is_round_off:
+            if self._is_first_report("round-off", mark.layout):
+                text = f"after step {mark.optimizer_step} {tensor} differs between ranks by less than 1e-5. "
+                text += "Different devices or machines round differently. The difference may grow over many steps"
+                self._notify("round-off", text, None, mark.optimizer_step)
             return None
-        if not self._new("drift", mark.table, mark.layout):
+        if not self._is_first_report("drift", mark.table, mark.layout):
             return None
-        lines = [*_parties(difference, tensor, mark.number, before), *_unequal_settings(difference.fingerprints)]
-        findings = [(s.rank, f) for s in ranks for f in s.findings if f.step <= mark.number + 1]
+        lines = [
+            *_parties(difference, tensor, mark.optimizer_step, before),
+            *_unequal_settings(difference.fingerprints),
+        ]
+        findings = [(s.rank, f) for s in ranks for f in s.findings if f.step <= mark.optimizer_step + 1]
         lines += [f"rank {rank} {_continued(finding)}" for rank, finding in findings if finding.kind == "swallowed"]
         stale = {rank: f"rank {rank} {f.text} (step {f.step})" for rank, f in findings if f.kind == "stale"}
         stale = stale if len(stale) < self._size else {}
         causes = difference.minority_ranks or tuple(sorted(stale))  # no majority: a stale step shows the wrong rank
         tie = () if causes else tuple(tuple(sorted(party)) for party in difference.rank_groups)
-        return Diagnosis(StopKind.DIVERGED, causes, tie, (*lines, *stale.values()), step=mark.number)
+        return Diagnosis(StopKind.DIVERGED, causes, tie, (*lines, *stale.values()), step=mark.optimizer_step)
 
-    def _order(self, at: int, calls: Mapping[int, Calls]) -> Diagnosis | None:
+    def _diagnose_order(self, at: int, calls: Mapping[int, CallHashes]) -> Diagnosis | None:
         if ("order",) in self._reported:
             return None
         if any(call not in self._known.get(rank, {}) for rank, rank_calls in calls.items() for call in rank_calls):
@@ -369,20 +385,20 @@ class SilentFaultDetector:
         self._reported.add(("order",))
         return _order_diagnosis(mismatch, sorted(windows), at + 1)
 
-    def _uneven(self, ranks: Sequence[Sample]) -> Diagnosis | None:
-        ddp = any(mark.flags & BY_DDP for sample in ranks for mark in fingerprints_of(sample.fingerprints))
+    def _diagnose_uneven_ends(self, ranks: Sequence[WorkerSample]) -> Diagnosis | None:
+        ddp = any(mark.flags & BY_DDP for sample in ranks for mark in parse_fingerprints(sample.fingerprints))
         steps = {sample.rank: sample.joint_steps for sample in ranks}
-        if len({*steps.values()}) < 2 or not self._new("uneven"):
+        if len({*steps.values()}) < 2 or not self._is_first_report("uneven"):
             return None
-        if not (ddp or self._comparison.proven):
+        if not (ddp or self._comparison.has_proven_parts):
             ordered = sorted(steps.values())
             for rank, step in steps.items():
                 others = median_without(ordered, step)
-                if 0 < step < FEWER * others:
+                if 0 < step < MIN_STEP_FRACTION_WITHOUT_DDP * others:
                     text = f"rank {rank} took {step} steps, the others {others:g}. Check that its data is complete"
                     self._notify("few steps", text, rank, step)
             return None
-        parties = parties_by(steps, lambda step: step)
+        parties = group_ranks(steps, lambda step: step)
         right = majority(parties)
         lines = tuple(f"{format_ranks(party)} took {next(iter(party.values()))} steps" for party in reversed(parties))
         wrong = () if right is None else tuple(rank for rank in steps if rank not in right)
@@ -390,7 +406,7 @@ class SilentFaultDetector:
         return Diagnosis(StopKind.DIVERGED, wrong, tie, lines, step=max(steps.values()))
 
 
-def _findings(ranks: Sequence[Sample], kind: str) -> dict[int, ScriptFinding]:
+def _findings(ranks: Sequence[WorkerSample], kind: str) -> dict[int, ScriptFinding]:
     return {sample.rank: finding for sample in ranks for finding in sample.findings if finding.kind == kind}
 
 
@@ -401,19 +417,19 @@ def _continued(finding: ScriptFinding) -> str:
     return f"continued after {finding.text} (before step {finding.step})"
 
 
-def _parties(difference: Difference, tensor: str, step: int, before: str) -> list[str]:
+def _parties(difference: ReplicaDifference, tensor: str, step: int, before: str) -> list[str]:
     if difference.minority_ranks:
         others = [rank for rank in difference.fingerprints if rank not in difference.minority_ranks]
-        return [f"{clause(difference.minority_ranks, 'has', 'have')} a different {tensor} from {format_ranks(others)} "
-                f"after step {step}{before}"]  # fmt: skip
+        return [f"{format_clause(difference.minority_ranks, 'has', 'have')} a different {tensor} from "
+                f"{format_ranks(others)} after step {step}{before}"]  # fmt: skip
     parties = " against ".join(format_ranks(party) for party in difference.rank_groups[:MOST_PARTIES])
     return [f"{tensor} differs after step {step}{before}: {parties}; without a majority, either may be wrong"]
 
 
-def _unequal_settings(marks: Fingerprints) -> Iterator[str]:
+def _unequal_settings(marks: FingerprintsByRank) -> Iterator[str]:
     """Sentences about optimizer settings that differ between ranks. They are a cause even without a majority."""
     for n, name in enumerate(SETTINGS):
-        parties = parties_by({rank: f"{mark.settings[n]:.7g}" for rank, mark in marks.items()}, str)
+        parties = group_ranks({rank: f"{mark.settings[n]:.7g}" for rank, mark in marks.items()}, str)
         if len(parties) > 1:
             values = (f"{next(iter(party.values()))} on {format_ranks(party)}" for party in parties[:MOST_PARTIES])
             yield f"the optimizer's {name}, summed over parameter groups, is {' against '.join(values)}"
@@ -425,12 +441,12 @@ def _order_diagnosis(mismatch: Mismatch, ranks: Sequence[int], number: int) -> D
         f"near call {number} over all ranks: {mismatch.words}",
         "calls in a different order mix values of the same shape without an error",
     )
-    op = next((call for rank, call in calls.items() if rank not in mismatch.odd), None)
-    site = next((call.site for rank, call in calls.items() if rank in mismatch.odd and call is not None), "")
-    tie = () if mismatch.odd else tuple((rank,) for rank in ranks)
-    return Diagnosis(StopKind.MISMATCH, mismatch.odd, tie, lines, op, site)
+    op = next((call for rank, call in calls.items() if rank not in mismatch.minority_ranks), None)
+    site = next((call.site for rank, call in calls.items() if rank in mismatch.minority_ranks and call is not None), "")
+    tie = () if mismatch.minority_ranks else tuple((rank,) for rank in ranks)
+    return Diagnosis(StopKind.MISMATCH, mismatch.minority_ranks, tie, lines, op, site)
 
 
-def calls_of(evidence: Sequence[Evidence]) -> dict[int, dict[int, Op]]:
+def ops_by_call_hash(evidence: Sequence[Evidence]) -> dict[int, dict[int, Op]]:
     """The operations of each rank, by the hash of the call."""
     return {sample.rank: {int(key): op for key, op in sample.calls.items() if key.isdecimal()} for sample in evidence}

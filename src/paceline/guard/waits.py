@@ -16,12 +16,14 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from paceline.guard.deaths import RankEnd, rank_end_in_collective
+from paceline.protocol.code_locations import is_calling, waits_for_ranks
 from paceline.protocol.evidence import Evidence, Op, Phase
-from paceline.protocol.places import stands_at, waits_for_ranks
 
-Stream = tuple[str, tuple[int, int] | None]  # operations numbered together: a group's collectives, messages from -> to
-Message = tuple[Stream, int, str, str]
-FROZEN = ("T", "t")
+OpSequenceKey = tuple[
+    str, tuple[int, int] | None
+]  # operations numbered together: a group's collectives, messages from -> to
+MessageKey = tuple[OpSequenceKey, int, str, str]
+FROZEN_PROCESS_STATES = ("T", "t")
 WORLD_GROUP = "0"  # torch's name of the group of all ranks
 ANY_SOURCE = -1
 
@@ -30,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankState:
     """One rank, and the ranks for which it waits."""
 
     evidence: Evidence
@@ -42,10 +44,10 @@ class Rank:
     @property
     def frozen(self) -> bool:
         """Whether a signal or a debugger has stopped it."""
-        return self.end is RankEnd.RUNS and self.evidence.state in FROZEN
+        return self.end is RankEnd.RUNS and self.evidence.state in FROZEN_PROCESS_STATES
 
 
-def stream(op: Op, rank: int) -> Stream:
+def op_sequence_key(op: Op, rank: int) -> OpSequenceKey:
     """The stream in which `op`, called by `rank`, is numbered."""
     if not op.is_message:
         return op.group, None
@@ -70,21 +72,21 @@ def _members(evidence: Sequence[Evidence]) -> dict[str, frozenset[int]]:
     return members
 
 
-def waiting_graph(evidence: Sequence[Evidence]) -> dict[int, Rank]:
+def waiting_graph(evidence: Sequence[Evidence]) -> dict[int, RankState]:
     """All ranks with the edges between them.
 
     Ranks that wait in the same operation have one mapping: of 8,000 ranks, half may wait for the other half.
     """
     groups, world = _members(evidence), {sample.rank for sample in evidence}
-    called: dict[tuple[int, Stream], int] = {}
-    arrived: set[Message] = set()
+    called: dict[tuple[int, OpSequenceKey], int] = {}
+    arrived: set[MessageKey] = set()
     for sample in evidence:
         for op in sample.ops:
-            key = sample.rank, stream(op, sample.rank)
+            key = sample.rank, op_sequence_key(op, sample.rank)
             called[key] = max(called.get(key, 0), op.seq)
             if op.done and "recv" in op.kind:
                 arrived.add(_message(op, sample.rank))
-    ranks: dict[int, Rank] = {}
+    ranks: dict[int, RankState] = {}
     missing: dict[tuple[str, int], set[int]] = {}  # ranks missing in a collective
     shared: dict[tuple[Op, ...], dict[int, Op | None]] = {}
     for sample in evidence:
@@ -102,33 +104,33 @@ def waiting_graph(evidence: Sequence[Evidence]) -> dict[int, Rank]:
                 edges |= dict.fromkeys(absent, op)
             if not any(op.is_message for op in pending):
                 shared[pending] = edges
-        ranks[sample.rank] = Rank(sample, end, pending, edges)
+        ranks[sample.rank] = RankState(sample, end, pending, edges)
     return _with_frozen(_with_unknown(ranks))
 
 
-def waiting_alike(ranks: Mapping[int, Rank]) -> list[tuple[Mapping[int, Op | None], list[int]]]:
-    """Each distinct mapping of `waits_for` once, with its ranks."""
+def group_by_waits(ranks: Mapping[int, RankState]) -> list[tuple[Mapping[int, Op | None], list[int]]]:
+    """Each distinct mapping of `wait_message` once, with its ranks."""
     holders: dict[int, tuple[Mapping[int, Op | None], list[int]]] = {}
     for number, rank in ranks.items():
         holders.setdefault(id(rank.waits_for), (rank.waits_for, []))[1].append(number)
     return list(holders.values())
 
 
-def _message(op: Op, rank: int) -> Message:
-    return stream(op, rank), op.seq, op.shape, op.dtype
+def _message(op: Op, rank: int) -> MessageKey:
+    return op_sequence_key(op, rank), op.seq, op.shape, op.dtype
 
 
-def _pending(evidence: Evidence, end: RankEnd, arrived: Container[Message]) -> tuple[Op, ...]:
+def _pending(evidence: Evidence, end: RankEnd, arrived: Container[MessageKey]) -> tuple[Op, ...]:
     """The operations in flight. If a rank did not answer, operations before a completed one of their stream are done.
 
     A message that has arrived is not in flight, even if the sender has not noticed that yet.
     """
-    completed: set[Stream] = set()
+    completed: set[OpSequenceKey] = set()
     pending: list[Op] = []
     for op in reversed(evidence.ops):
         if op.done or (op.is_message and _message(op, evidence.rank) in arrived):
-            completed.add(stream(op, evidence.rank))
-        elif evidence.answered or stream(op, evidence.rank) not in completed:
+            completed.add(op_sequence_key(op, evidence.rank))
+        elif evidence.answered or op_sequence_key(op, evidence.rank) not in completed:
             pending.append(op)
     if end is not RankEnd.RUNS and not pending:  # an aborted collective may look as if it were done
         pending = list(evidence.ops[-1:])
@@ -136,15 +138,15 @@ def _pending(evidence: Evidence, end: RankEnd, arrived: Container[Message]) -> t
 
 
 def _missing(
-    op: Op, rank: int, groups: Mapping[str, frozenset[int]], called: Mapping[tuple[int, Stream], int]
+    op: Op, rank: int, groups: Mapping[str, frozenset[int]], called: Mapping[tuple[int, OpSequenceKey], int]
 ) -> set[int]:
-    key = stream(op, rank)
+    key = op_sequence_key(op, rank)
     # the group includes this rank, which has called it
     others = {op.peer} if op.is_message and op.peer is not None else groups[op.group]
     return {other for other in others if called.get((other, key), 0) < op.seq}
 
 
-def _with_unknown(ranks: Mapping[int, Rank]) -> dict[int, Rank]:
+def _with_unknown(ranks: Mapping[int, RankState]) -> dict[int, RankState]:
     """Add edges for ranks whose stack waits although no operation is in flight: to all ranks that do not wait.
 
     Before init_process_group, for example, there are no operations, and these are the only edges.
@@ -155,19 +157,19 @@ def _with_unknown(ranks: Mapping[int, Rank]) -> dict[int, Rank]:
     return {n: replace(rank, waits_for=edges) if n in unknown else rank for n, rank in ranks.items()}
 
 
-def _waits_in_stack(rank: Rank) -> bool:
+def _waits_in_stack(rank: RankState) -> bool:
     if rank.end is not RankEnd.RUNS:
         return False
     waits = waits_for_ranks(rank.evidence)
     return bool(waits) or (waits is None and rank.evidence.phase is Phase.SYNC)
 
 
-def _with_frozen(ranks: dict[int, Rank]) -> dict[int, Rank]:
+def _with_frozen(ranks: dict[int, RankState]) -> dict[int, RankState]:
     """Add edges to frozen ranks from the ranks in the same operation: a frozen rank cannot complete it."""
-    inside: dict[tuple[Stream, int], list[int]] = {}
+    inside: dict[tuple[OpSequenceKey, int], list[int]] = {}
     for number, rank in ranks.items():
         for op in rank.pending if rank.frozen else ():
-            inside.setdefault((stream(op, number), op.seq), []).append(number)
+            inside.setdefault((op_sequence_key(op, number), op.seq), []).append(number)
     shared: dict[tuple[int, tuple[Op, ...]], Mapping[int, Op | None]] = {}
     for number, rank in ranks.items() if inside else ():
         if rank.frozen or not rank.pending:
@@ -176,18 +178,18 @@ def _with_frozen(ranks: dict[int, Rank]) -> dict[int, Rank]:
         if key not in shared or any(op.is_message for op in rank.pending):
             frozen_edges: dict[int, Op | None] = {}
             for op in reversed(rank.pending):
-                frozen_edges |= dict.fromkeys(inside.get((stream(op, number), op.seq), ()), op)
+                frozen_edges |= dict.fromkeys(inside.get((op_sequence_key(op, number), op.seq), ()), op)
             shared[key] = {**rank.waits_for, **frozen_edges} if frozen_edges else rank.waits_for
         ranks[number] = replace(rank, waits_for=shared[key])
     return ranks
 
 
-def drop_abandoned_ops(ranks: Mapping[int, Rank]) -> dict[int, Rank]:
+def drop_abandoned_ops(ranks: Mapping[int, RankState]) -> dict[int, RankState]:
     """Remove the messages that a rank has started, if it is now in different code of the script."""
-    return {n: _drop_abandoned(rank) if stands_outside(rank) else rank for n, rank in ranks.items()}
+    return {n: _drop_abandoned(rank) if is_outside_ops(rank) else rank for n, rank in ranks.items()}
 
 
-def _drop_abandoned(rank: Rank) -> Rank:
+def _drop_abandoned(rank: RankState) -> RankState:
     messages = [op for op in rank.pending if op.is_message]
     if not messages:
         return rank
@@ -198,10 +200,10 @@ def _drop_abandoned(rank: Rank) -> Rank:
     )
 
 
-def stands_outside(rank: Rank) -> bool:
+def is_outside_ops(rank: RankState) -> bool:
     """Whether the rank is in code of the script, outside of its operations. `work.wait()` looks the same."""
     outside = waits_for_ranks(rank.evidence) is False
-    return outside and not any(stands_at(rank.evidence, op) for op in rank.pending)
+    return outside and not any(is_calling(rank.evidence, op) for op in rank.pending)
 
 
 def reachable(start: Iterable[int], edges: Mapping[int, Iterable[int]]) -> set[int]:
@@ -220,7 +222,7 @@ def reachable(start: Iterable[int], edges: Mapping[int, Iterable[int]]) -> set[i
     return visited
 
 
-def parties_by(values: Mapping[int, T], key: Callable[[T], Hashable]) -> tuple[Mapping[int, T], ...]:
+def group_ranks(values: Mapping[int, T], key: Callable[[T], Hashable]) -> tuple[Mapping[int, T], ...]:
     """Group ranks by key, the largest party first; equally large ones by their lowest rank."""
     parties: dict[Hashable, dict[int, T]] = {}
     for number, value in sorted(values.items(), key=lambda pair: pair[0]):
@@ -242,20 +244,20 @@ RAGGED_COLLECTIVES = frozenset({"all_gather", "gather", "scatter", "all_to_all",
 class OpMismatch:
     """Different operations that ranks have entered under one number of a stream."""
 
-    stream: Stream
+    sequence_key: OpSequenceKey
     seq: int
     parties: tuple[Mapping[int, Op], ...]  # rank -> its operation; the largest party first
 
 
-def find_mismatches(ranks: Mapping[int, Rank]) -> list[OpMismatch]:
+def find_mismatches(ranks: Mapping[int, RankState]) -> list[OpMismatch]:
     """The mismatches between collectives and between messages that did not complete, the earliest first.
 
     An operation that all ranks have completed does not count, even if it looks different.
     """
-    entered: dict[tuple[Stream, int], dict[int, Op]] = {}
+    entered: dict[tuple[OpSequenceKey, int], dict[int, Op]] = {}
     for number, rank in ranks.items():
         for op in rank.evidence.ops:
-            entered.setdefault((stream(op, number), op.seq), {})[number] = op
+            entered.setdefault((op_sequence_key(op, number), op.seq), {})[number] = op
     mismatches: list[OpMismatch] = []
     for (op_stream, seq), ops in entered.items():
         if len(ops) < 2 or all(op.done for op in ops.values()):
@@ -263,7 +265,7 @@ def find_mismatches(ranks: Mapping[int, Rank]) -> list[OpMismatch]:
         parties = split_by_signature(ops)
         if len(parties) > 1:
             mismatches.append(OpMismatch(op_stream, seq, parties))
-    return sorted(mismatches, key=lambda mismatch: (mismatch.seq, str(mismatch.stream)))
+    return sorted(mismatches, key=lambda mismatch: (mismatch.seq, str(mismatch.sequence_key)))
 
 
 def split_by_signature(ops: Mapping[int, Op], *, by_name: bool = True) -> tuple[Mapping[int, Op], ...]:
@@ -276,4 +278,4 @@ def split_by_signature(ops: Mapping[int, Op], *, by_name: bool = True) -> tuple[
     if not by_name:
         fields.remove("name")
     common_fields = [field for field in fields if all(getattr(op, field) not in ("", None) for op in ops.values())]
-    return parties_by(ops, lambda op: tuple(getattr(op, field) for field in common_fields))
+    return group_ranks(ops, lambda op: tuple(getattr(op, field) for field in common_fields))

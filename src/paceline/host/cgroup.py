@@ -5,12 +5,12 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-ROOT = Path("/sys/fs/cgroup")
-OWN = Path("/proc/self/cgroup")
-MEMORY = Path("/proc/meminfo")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+OWN_CGROUP_FILE = Path("/proc/self/cgroup")
+MEMINFO_FILE = Path("/proc/meminfo")
 
 
-def usable_cores(root: Path = ROOT, own: Path = OWN, env: Mapping[str, str] = os.environ) -> int:
+def usable_cores(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP_FILE, env: Mapping[str, str] = os.environ) -> int:
     """The number of cores for this process, at least 1: its CPU affinity, limited by a container's quota and by Slurm.
 
     os.cpu_count() counts all cores of the machine: in a container with 2 of 64 cores, 32 times too many threads.
@@ -25,7 +25,7 @@ def usable_cores(root: Path = ROOT, own: Path = OWN, env: Mapping[str, str] = os
     return max(1, int(min([float(cores), *quotas, *slurm])))
 
 
-def quota_used_seconds(root: Path = ROOT, own: Path = OWN) -> float | None:
+def quota_used_seconds(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP_FILE) -> float | None:
     """CPU seconds used so far by all processes under our tightest quota; None if there is no quota."""
     folders = _folders("cpu", root, own)
     quotas = [(quota, index) for index, folder in enumerate(folders) if (quota := _quota(folder)) is not None]
@@ -39,7 +39,7 @@ def quota_used_seconds(root: Path = ROOT, own: Path = OWN) -> float | None:
     return int(used) / 1e9 if used.isdecimal() else None
 
 
-def memory_limit(root: Path = ROOT, own: Path = OWN, memory: Path = MEMORY) -> int:
+def memory_limit(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP_FILE, memory: Path = MEMINFO_FILE) -> int:
     """Bytes of memory of this machine, or the limit of the container if that is less; 0 if unknown."""
     match = re.search(r"^MemTotal:\s*([0-9]+) kB", _read(memory), re.MULTILINE)
     limits = [int(match[1]) << 10] if match else []
@@ -48,7 +48,7 @@ def memory_limit(root: Path = ROOT, own: Path = OWN, memory: Path = MEMORY) -> i
     return min([*limits, *(int(text) for text in texts if text.isdecimal())], default=0)
 
 
-def free_memory(root: Path = ROOT, own: Path = OWN, memory: Path = MEMORY) -> int | None:
+def free_memory(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP_FILE, memory: Path = MEMINFO_FILE) -> int | None:
     """The bytes that this process may still allocate before the kernel kills for memory; None if unknown.
 
     This is the available memory of the machine, or of the container if that is less. File pages, which the kernel frees
@@ -68,7 +68,7 @@ def free_memory(root: Path = ROOT, own: Path = OWN, memory: Path = MEMORY) -> in
     return max(0, min(free)) if free else None
 
 
-def oom_kills(root: Path = ROOT, own: Path = OWN) -> int | None:
+def oom_kills(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP_FILE) -> int | None:
     """The number of processes of this cgroup that the kernel has killed for memory so far; None if unknown."""
     for folder in _folders("memory", root, own):
         for name in ("memory.events", "memory.oom_control"):  # version 2, version 1

@@ -23,18 +23,23 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from paceline.host.cgroup import usable_cores
-from paceline.host.gpus import Gpu, gpus_here
-from paceline.host.reach import candidates
+from paceline.host.gpus import Gpu, list_gpus
+from paceline.host.reach import resolve_addresses
 
 PACKAGES = ("paceline", "torch", "numpy", "msgspec", "safetensors", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 UNLIMITED = -1
 RESOLVE_SECONDS = 1.0  # so that a name server that is down does not delay a start
-NETWORKS = Path("/sys/class/net")
+NETWORK_INTERFACES_FOLDER = Path("/sys/class/net")
 SOURCE_ROOT = Path(__file__).parents[1]
-FEW_FILES = 4096  # open files: sockets to every other rank, loader workers, shards of checkpoints
-TOO_FEW_FILES = 256  # not sufficient for torch and one loader
+RECOMMENDED_OPEN_FILES = 4096  # open files: sockets to every other rank, loader workers, shards of checkpoints
+MIN_OPEN_FILES = 256  # not sufficient for torch and one loader
 SMALL_SHM_BYTES = 64 << 20  # Docker's default, which a few batches of loader workers fill
-GRAVE_PACKAGES = ("paceline", "torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")  # versions must be equal on all hosts
+PACKAGES_WITH_EQUAL_VERSIONS = (
+    "paceline",
+    "torch",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+)  # versions must be equal on all hosts
 
 T = TypeVar("T")
 Severity = Literal["error", "warning"]
@@ -80,7 +85,7 @@ class Facts(msgspec.Struct, frozen=True):
     monotonic_seconds: float
 
 
-def gather() -> Facts:
+def gather_facts() -> Facts:
     """Collect the facts of this machine."""
     import psutil  # every agent imports this module, but an agent of a single node collects no facts
 
@@ -105,7 +110,7 @@ def gather() -> Facts:
         shm_free=shm_free,
         nofile=_limit(resource.RLIMIT_NOFILE),
         memlock=_limit(resource.RLIMIT_MEMLOCK),
-        gpus=gpus_here(),
+        gpus=list_gpus(),
         wall_seconds=time.time(),
         monotonic_seconds=time.monotonic(),
     )
@@ -129,7 +134,7 @@ def resolve_host(name: str, seconds: float = RESOLVE_SECONDS) -> tuple[str, ...]
     addresses: list[str] = []
 
     def look_up() -> None:
-        addresses.extend(address for _, address in candidates([name]))
+        addresses.extend(address for _, address in resolve_addresses([name]))
 
     # the resolver has no time limit, and a daemon thread does not keep the process alive
     thread = threading.Thread(target=look_up, daemon=True)
@@ -161,7 +166,7 @@ def _addresses() -> tuple[tuple[Address, ...], tuple[Address, ...]]:
                 continue
             mask = int(ipaddress.ip_address(entry.netmask)) if entry.netmask else (1 << address.max_prefixlen) - 1
             alive = interface in stats and stats[interface].isup
-            if not alive and (NETWORKS / interface / "bridge").is_dir():
+            if not alive and (NETWORK_INTERFACES_FOLDER / interface / "bridge").is_dir():
                 continue  # a bridge of Docker without a container, not an unplugged cable
             (up if alive else down).append(Address(interface, str(address), prefix=mask.bit_count()))
     up.sort(key=lambda a: ":" in a.address)  # stable: IPv4 first, else in the kernel's order
@@ -209,28 +214,28 @@ class Rule(Generic[T]):
 
     check: str
     severity: Severity
-    facts: Callable[[Any], Iterable[T]]
-    wrong: Callable[[T], object]
-    what: Callable[[T], str]
+    select_facts: Callable[[Any], Iterable[T]]
+    is_wrong: Callable[[T], object]
+    describe_problem: Callable[[T], str]
     remedy: Callable[[T], str] | str
 
     def findings(self, node: Node) -> Iterator[Finding]:
         """The findings on one node."""
-        for fact in self.facts(node):
-            if self.wrong(fact):
+        for fact in self.select_facts(node):
+            if self.is_wrong(fact):
                 remedy = self.remedy if isinstance(self.remedy, str) else self.remedy(fact)
-                yield Finding(self.severity, node.name, self.what(fact), remedy)
+                yield Finding(self.severity, node.name, self.describe_problem(fact), remedy)
 
 
-def itself(node: Node) -> tuple[Node]:
+def node_as_fact(node: Node) -> tuple[Node]:
     """The node as the only fact."""
     return (node,)
 
 
-def open_files(node: Node) -> tuple[int]:
+def open_file_limit(node: Node) -> tuple[int]:
     """The highest limit of open files."""
     hard = node.facts.nofile.hard
-    return (FEW_FILES if hard == UNLIMITED else hard,)
+    return (RECOMMENDED_OPEN_FILES if hard == UNLIMITED else hard,)
 
 
 def _fewer(node: Node) -> str:
@@ -240,15 +245,15 @@ def _fewer(node: Node) -> str:
 
 
 NODE_RULES: tuple[Rule[Any], ...] = (
-    Rule("resources", "warning", itself, lambda n: n.workers * n.threads > n.facts.cores,
+    Rule("resources", "warning", node_as_fact, lambda n: n.workers * n.threads > n.facts.cores,
          lambda n: f"{n.workers} workers x {n.threads} threads = {n.workers * n.threads} on {n.facts.cores} available "
          "cores", _fewer),
-    Rule("resources", "error", open_files, lambda files: files < TOO_FEW_FILES,
+    Rule("resources", "error", open_file_limit, lambda files: files < MIN_OPEN_FILES,
          "a process may open at most {} files (ulimit -Hn)".format,
-         f"raise it to {FEW_FILES} or more in /etc/security/limits.conf"),
-    Rule("resources", "warning", open_files, lambda files: TOO_FEW_FILES <= files < FEW_FILES,
+         f"raise it to {RECOMMENDED_OPEN_FILES} or more in /etc/security/limits.conf"),
+    Rule("resources", "warning", open_file_limit, lambda files: MIN_OPEN_FILES <= files < RECOMMENDED_OPEN_FILES,
          "a process may open at most {} files (ulimit -Hn)".format,
-         f"raise it to {FEW_FILES} or more in /etc/security/limits.conf"),
+         f"raise it to {RECOMMENDED_OPEN_FILES} or more in /etc/security/limits.conf"),
     Rule("resources", "warning", lambda n: (n.facts,),
          lambda f: f.shm_size < SMALL_SHM_BYTES or f.shm_free < SMALL_SHM_BYTES // 2,
          lambda f: f"/dev/shm has {_mib(f.shm_free)} free of {_mib(f.shm_size)}: loader workers pass batches in it",
@@ -259,7 +264,7 @@ NODE_RULES: tuple[Rule[Any], ...] = (
          "set memlock to unlimited in /etc/security/limits.conf"),
 )  # fmt: skip
 
-DIFFERENCES: tuple[tuple[Severity, str, Callable[[Facts], str], str], ...] = (
+DIFFERENCE_RULES: tuple[tuple[Severity, str, Callable[[Facts], str], str], ...] = (
     ("error", "the platform", lambda f: f.platform, "use machines with the same platform"),
     ("warning", "the set of GPUs", lambda f: ", ".join(gpu.name for gpu in f.gpus) or "none",
      "the slowest GPU determines the speed: use hosts with the same GPUs"),
@@ -276,12 +281,14 @@ def compare_hosts(hosts: Mapping[str, Facts], workers: Mapping[str, int], thread
     """
     nodes = [Node(name, facts, workers[name], max(1, threads)) for name, facts in hosts.items()]
     of_nodes = [finding for node in nodes for rule in NODE_RULES for finding in rule.findings(node)]
-    return sorted([*differences(hosts), *of_nodes], key=lambda finding: finding.severity)  # stable; "error" < "warning"
+    return sorted(
+        [*find_differences(hosts), *of_nodes], key=lambda finding: finding.severity
+    )  # stable; "error" < "warning"
 
 
-def differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
+def find_differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
     """The differences between hosts; each finding is on a host in the minority."""
-    for severity, subject, read, remedy in DIFFERENCES:
+    for severity, subject, read, remedy in DIFFERENCE_RULES:
         values = {name: read(facts) for name, facts in hosts.items()}
         yield from _differing(severity, subject, {name: value for name, value in values.items() if value}, remedy)
     python = {name: facts.python for name, facts in hosts.items()}
@@ -293,7 +300,9 @@ def differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
         values = {name: facts.packages.get(package, "missing") for name, facts in hosts.items()}
         common = Counter(value for value in values.values() if value != "missing").most_common(1)[0][0]
         remedy = f"install one version on all hosts: pip install {package}=={common}"
-        findings = [*_differing("error" if package in GRAVE_PACKAGES else "warning", package, values, remedy)]
+        findings = [
+            *_differing("error" if package in PACKAGES_WITH_EQUAL_VERSIONS else "warning", package, values, remedy)
+        ]
         different = different or (package == "paceline" and bool(findings))
         yield from findings
     if not different:  # different versions have different code

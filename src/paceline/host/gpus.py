@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import msgspec
 
 T = TypeVar("T")
-SHARE_GPUS = ("gloo", "mpi")  # backends with which several ranks may use one GPU
+GPU_SHARING_BACKENDS = ("gloo", "mpi")  # backends with which several ranks may use one GPU
 DEV, KFD = Path("/dev"), Path("/sys/class/kfd/kfd/topology/nodes")
-PCI = Path("/sys/bus/pci/devices")
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+PCI_DEVICES_FOLDER = Path("/sys/bus/pci/devices")
+VISIBLE_DEVICES_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -33,20 +33,20 @@ class Gpu(msgspec.Struct, frozen=True):
     lost: str = ""  # the driver's message if it does not answer
 
 
-def gpus_here() -> tuple[Gpu, ...]:
+def list_gpus() -> tuple[Gpu, ...]:
     """All NVIDIA GPUs of this machine; none without a driver."""
-    return ask_driver(_gpus, ())
+    return call_with_nvml(_gpus, ())
 
 
 def count_gpus() -> int | None:
     """The number of GPUs for ranks on this machine: those of NVIDIA or AMD that no variable hides; None: unknown."""
-    if count := sum(len(parts) if parts is not None else 1 for parts in ask_driver(_mig, [])):
-        return _visible(count, *VISIBLE[:1])
+    if count := sum(len(parts) if parts is not None else 1 for parts in call_with_nvml(_mig, [])):
+        return _visible(count, *VISIBLE_DEVICES_VARIABLES[:1])
     amd = _amd_gpus()
-    return amd and _visible(amd, *VISIBLE)
+    return amd and _visible(amd, *VISIBLE_DEVICES_VARIABLES)
 
 
-def show_own_mig(local_rank: int, local_size: int) -> None:
+def select_mig_instance(local_rank: int, local_size: int) -> None:
     """If GPUs are partitioned (MIG), make only the instance of this rank visible; otherwise CUDA uses the first one.
 
     Call it before CUDA is used. If a variable already shows one instance to this process, the function does nothing.
@@ -54,7 +54,7 @@ def show_own_mig(local_rank: int, local_size: int) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not (DEV / "nvidiactl").exists() or (visible is not None and "MIG-" not in visible):
         return
-    gpus = ask_driver(_mig, [])
+    gpus = call_with_nvml(_mig, [])
     instances = visible.split(",") if visible else [instance for gpu in gpus for instance in gpu or ()]
     if len(instances) >= max(2, local_size) and all(gpu is not None for gpu in gpus):
         os.environ["CUDA_VISIBLE_DEVICES"] = instances[local_rank].strip()
@@ -67,11 +67,11 @@ def cores_near(uuid: str) -> set[int]:
         bus_id = nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")).busId
         return (bus_id if isinstance(bus_id, str) else bus_id.decode()).lower()[-12:]  # the kernel uses 4 digits less
 
-    if not uuid or not (pci_address := ask_driver(address, "")):
+    if not uuid or not (pci_address := call_with_nvml(address, "")):
         return set()
     cores: set[int] = set()
     with suppress(OSError, ValueError):
-        for core_range in (PCI / pci_address / "local_cpulist").read_text().strip().split(","):
+        for core_range in (PCI_DEVICES_FOLDER / pci_address / "local_cpulist").read_text().strip().split(","):
             first, _, last = core_range.partition("-")
             cores |= {*range(int(first), int(last or first) + 1)}
     return cores
@@ -110,7 +110,7 @@ def _visible(count: int, *variables: str) -> int:
     return count
 
 
-def ask_driver(question: Callable[[Any], T], otherwise: T) -> T:
+def call_with_nvml(question: Callable[[Any], T], otherwise: T) -> T:
     """Call `question` with an initialised pynvml; return its result, or `otherwise` without a driver."""
     import pynvml  # without a driver this import takes longer than all other facts together
 
@@ -124,7 +124,7 @@ def ask_driver(question: Callable[[Any], T], otherwise: T) -> T:
     return otherwise
 
 
-def query(nvml: Any, question: Callable[[], T], otherwise: T) -> T:
+def query_or_default(nvml: Any, question: Callable[[], T], otherwise: T) -> T:
     """The result of `question`, or `otherwise` if the driver does not support it."""
     with suppress(nvml.NVMLError):
         return question()
@@ -150,15 +150,17 @@ def _gpus(nvml: Any) -> tuple[Gpu, ...]:
 def _gpu(nvml: Any, driver: str, index: int, handles: list[Any]) -> Gpu:
     handle = handles[index]
     kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-    memory = query(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
+    memory = query_or_default(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
     return Gpu(
         index=index,
-        name=query(nvml, lambda: str(nvml.nvmlDeviceGetName(handle)), "?"),
+        name=query_or_default(nvml, lambda: str(nvml.nvmlDeviceGetName(handle)), "?"),
         driver=driver,
         memory=int(memory.total) if memory else 0,
         memory_used=int(memory.used) if memory else 0,
-        processes=query(nvml, lambda: tuple(int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)), ()),
-        ecc_errors=query(nvml, lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, *kinds)), 0),
+        processes=query_or_default(
+            nvml, lambda: tuple(int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)), ()
+        ),
+        ecc_errors=query_or_default(nvml, lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, *kinds)), 0),
         links=tuple("-" if i == index else _link(nvml, handle, other) for i, other in enumerate(handles)),
     )
 

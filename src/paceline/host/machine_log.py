@@ -17,22 +17,24 @@ from typing import Any, NamedTuple
 import msgspec
 
 from paceline.host.cgroup import free_memory, memory_limit, quota_used_seconds, usable_cores
-from paceline.host.gpus import ask_driver, query
+from paceline.host.gpus import call_with_nvml, query_or_default
 from paceline.host.procfs import PROC, read_process
 from paceline.protocol.control import STOP_SIGNALS
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 from paceline.runs.machine import GpuUse, MachineUse, RankUse, file_name
 from paceline.runs.writers import BoundedWriter
 
 IDLE_FIELDS = (3, 4)  # of a line of /proc/stat: idle, iowait
-BUSY_FIELDS = 7  # user nice system idle iowait irq softirq; not steal (other machines) and guest (in user already)
+NUM_CPU_TIME_FIELDS = (
+    7  # user nice system idle iowait irq softirq; not steal (other machines) and guest (in user already)
+)
 LOOPBACK = "lo"
-EVERY_SECONDS = 1.0
+SAMPLE_INTERVAL_SECONDS = 1.0
 END_SECONDS = 0.5  # to complete the current sample
 STALE_SECONDS = 5.0  # older answers are outdated
 CLOCK_SM, CORE_SENSOR = 1, 0  # NVML_CLOCK_SM, NVML_TEMPERATURE_GPU
-DRIVER = Path("/dev/nvidiactl")
-SLOWED = {  # NVML's bits for the reasons of lower clocks
+NVIDIA_DEVICE_FILE = Path("/dev/nvidiactl")
+THROTTLE_REASONS = {  # NVML's bits for the reasons of lower clocks
     0x20: "slowed down by its temperature",
     0x40: "slowed down by its temperature, by the hardware",
     0x80: "slowed down by the power supply",
@@ -40,14 +42,14 @@ SLOWED = {  # NVML's bits for the reasons of lower clocks
 }
 
 
-class _Counted(NamedTuple):
+class _MachineCounters(NamedTuple):
     seconds: float  # monotonic
     busy_seconds: float  # of all cores available to this process
     received_bytes: int
     sent_bytes: int
 
 
-class Sampler:
+class MachineSampler:
     """Takes samples of this machine. Rates refer to the time since the previous sample."""
 
     def __init__(self) -> None:
@@ -62,7 +64,7 @@ class Sampler:
         """The current use of the machine, and of the ranks in `pids` (rank -> pid)."""
         before, now = self._before, self._count()
         self._before, seconds = now, max(now.seconds - before.seconds, 1e-3)
-        uses = {rank: use for rank, pid in pids.items() if (use := self.process(pid)) is not None}
+        uses = {rank: use for rank, pid in pids.items() if (use := self.sample_process(pid)) is not None}
         self._cpu_before = {pid: self._cpu_before[pid] for pid in pids.values() if pid in self._cpu_before}
         total = memory_limit()
         return MachineUse(
@@ -78,7 +80,7 @@ class Sampler:
             gpus=self.gpus.latest().gpus,
         )
 
-    def process(self, pid: int) -> RankUse | None:
+    def sample_process(self, pid: int) -> RankUse | None:
         """The use of one process, with its rate since the last call; None if it is gone."""
         process = read_process(pid)
         if process is None or not process.runs:
@@ -89,10 +91,10 @@ class Sampler:
         cores = max(0.0, process.cpu_seconds - cpu_before) / max(now - time_before, 1e-3)
         return RankUse(round(cores, 3), resident_bytes(pid))
 
-    def _count(self) -> _Counted:
+    def _count(self) -> _MachineCounters:
         received, sent = _network()
         quota = quota_used_seconds() if self._limited else None
-        return _Counted(time.monotonic(), _busy_seconds(self._own) if quota is None else quota, received, sent)
+        return _MachineCounters(time.monotonic(), _busy_seconds(self._own) if quota is None else quota, received, sent)
 
 
 def resident_bytes(pid: int) -> int:
@@ -108,7 +110,7 @@ def _busy_seconds(cpus: set[str]) -> float:
         for line in (PROC / "stat").read_text().splitlines():
             name, *fields = line.split()
             if name in cpus:
-                ticks += sum(int(field) for i, field in enumerate(fields[:BUSY_FIELDS]) if i not in IDLE_FIELDS)
+                ticks += sum(int(field) for i, field in enumerate(fields[:NUM_CPU_TIME_FIELDS]) if i not in IDLE_FIELDS)
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -147,44 +149,46 @@ class MachineLog:
         # signals are for the main thread: it blocks them when its exit code is decided
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            sampler = Sampler()
-            while not self._over.wait(EVERY_SECONDS) and not self._writer.failed:
+            sampler = MachineSampler()
+            while not self._over.wait(SAMPLE_INTERVAL_SECONDS) and not self._writer.failed:
                 self._writer.write(sampler.sample(self._pids))
         except Exception as error:  # for example an unknown format in /proc
-            say(f"warning: paceline does not record the use of this machine: {type(error).__name__}: {error}")
+            print_to_stderr(
+                f"warning: paceline does not record the use of this machine: {type(error).__name__}: {error}"
+            )
 
 
 # ---- GPUs ----
 
 
-class GpuAnswer(NamedTuple):
+class GpuReading(NamedTuple):
     """The use of all GPUs, and the bytes of GPU memory of each process."""
 
     gpus: tuple[GpuUse, ...] = ()
-    memory_of: dict[int, int] = {}  # noqa: RUF012 - never changed
+    memory_bytes_by_pid: dict[int, int] = {}  # noqa: RUF012 - never changed
 
 
 class GpuReader:
     """Queries the driver in a thread, because it may take seconds or never answer. One query at a time."""
 
     def __init__(self) -> None:
-        self._answer, self._answered_seconds = GpuAnswer(), float("-inf")
+        self._answer, self._answered_seconds = GpuReading(), float("-inf")
         self._thread: threading.Thread | None = None
         self._nvml: Any = None
-        self.here = DRIVER.exists()
+        self.here = NVIDIA_DEVICE_FILE.exists()
         """Whether there is a driver."""
 
-    def latest(self, wait_seconds: float = 0.0) -> GpuAnswer:
+    def latest(self, wait_seconds: float = 0.0) -> GpuReading:
         """Start the next query, wait `wait_seconds` for it, and return the newest answer; empty if it is stale."""
         if not self.here:
-            return GpuAnswer()
+            return GpuReading()
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._ask, name="paceline-gpu-use", daemon=True)
             self._thread.start()
         if wait_seconds:
             self._thread.join(wait_seconds)
         is_fresh = time.monotonic() - self._answered_seconds < STALE_SECONDS
-        return self._answer if is_fresh else GpuAnswer()
+        return self._answer if is_fresh else GpuReading()
 
     def _ask(self) -> None:
         try:
@@ -193,12 +197,12 @@ class GpuReader:
 
                 pynvml.nvmlInit()
                 self._nvml = pynvml
-            self._answer, self._answered_seconds = gpu_answer(self._nvml), time.monotonic()
+            self._answer, self._answered_seconds = read_gpus(self._nvml), time.monotonic()
         except Exception:  # the driver is missing or has a different version
-            self._answer = GpuAnswer()
+            self._answer = GpuReading()
 
 
-def gpu_answer(nvml: Any) -> GpuAnswer:
+def read_gpus(nvml: Any) -> GpuReading:
     """The state of all GPUs; `nvml` is an initialised pynvml. A lost GPU does not hide the others."""
     gpus: list[GpuUse] = []
     memory_of: dict[int, int] = {}
@@ -212,47 +216,49 @@ def gpu_answer(nvml: Any) -> GpuAnswer:
         with suppress(nvml.NVMLError):
             for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
                 memory_of[int(process.pid)] = memory_of.get(int(process.pid), 0) + int(process.usedGpuMemory or 0)
-    return GpuAnswer(tuple(gpus), memory_of)
+    return GpuReading(tuple(gpus), memory_of)
 
 
 def _use(nvml: Any, index: int, handle: Any) -> GpuUse:
-    memory = query(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
+    memory = query_or_default(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
     return GpuUse(
         index=index,
-        name=query(nvml, lambda: str(nvml.nvmlDeviceGetName(handle)), ""),
-        busy=query(nvml, lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100, None),
+        name=query_or_default(nvml, lambda: str(nvml.nvmlDeviceGetName(handle)), ""),
+        busy=query_or_default(nvml, lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100, None),
         memory_bytes=int(memory.used) if memory is not None else None,
         memory_total_bytes=int(memory.total) if memory is not None else None,
-        watts=query(nvml, lambda: round(int(nvml.nvmlDeviceGetPowerUsage(handle)) / 1000, 1), None),
-        degrees=query(nvml, lambda: float(nvml.nvmlDeviceGetTemperature(handle, CORE_SENSOR)), None),
-        mhz=query(nvml, lambda: float(nvml.nvmlDeviceGetClockInfo(handle, CLOCK_SM)), None),
-        most_mhz=query(nvml, lambda: float(nvml.nvmlDeviceGetMaxClockInfo(handle, CLOCK_SM)), None),
-        held_back=" and ".join(query(nvml, lambda: slowed_by(nvml, handle), [])),
+        watts=query_or_default(nvml, lambda: round(int(nvml.nvmlDeviceGetPowerUsage(handle)) / 1000, 1), None),
+        degrees=query_or_default(nvml, lambda: float(nvml.nvmlDeviceGetTemperature(handle, CORE_SENSOR)), None),
+        mhz=query_or_default(nvml, lambda: float(nvml.nvmlDeviceGetClockInfo(handle, CLOCK_SM)), None),
+        most_mhz=query_or_default(nvml, lambda: float(nvml.nvmlDeviceGetMaxClockInfo(handle, CLOCK_SM)), None),
+        held_back=" and ".join(query_or_default(nvml, lambda: throttle_reasons(nvml, handle), [])),
     )
 
 
-def ask_gpus(pids: Collection[int], *, wait_seconds: float = 0.0) -> dict[int, str]:
+def query_gpu_problems(pids: Collection[int], *, wait_seconds: float = 0.0) -> dict[int, str]:
     """The problems of the GPUs that these processes use, by pid. If the driver is slow, a thread adds them later."""
     problems: dict[int, str] = {}
 
     def ask() -> None:
-        problems.update(ask_driver(lambda nvml: gpu_troubles(pids, nvml), {}))
+        problems.update(call_with_nvml(lambda nvml: find_gpu_problems(pids, nvml), {}))
 
-    if pids and DRIVER.exists():
+    if pids and NVIDIA_DEVICE_FILE.exists():
         thread = threading.Thread(target=ask, name="paceline-gpus", daemon=True)
         thread.start()
         thread.join(wait_seconds)
     return problems
 
 
-def gpu_troubles(pids: Collection[int], nvml: Any) -> dict[int, str]:
+def find_gpu_problems(pids: Collection[int], nvml: Any) -> dict[int, str]:
     """Why the GPU of a process is slow, by pid; `nvml` is an initialised pynvml."""
     problems: dict[int, str] = {}
     for index in range(int(nvml.nvmlDeviceGetCount())):
         with suppress(nvml.NVMLError):  # a lost GPU does not hide the others
             gpu = nvml.nvmlDeviceGetHandleByIndex(index)
             users = {int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
-            reasons = [line for find in (_slowed, _damaged) for line in query(nvml, partial(find, nvml, gpu), [])]
+            reasons = [
+                line for find in (_slowed, _damaged) for line in query_or_default(nvml, partial(find, nvml, gpu), [])
+            ]
             for pid in users & {*pids}:
                 shared = [f"shared with process {', '.join(map(str, sorted(users - {pid})))}"] if users - {pid} else []
                 if reasons or shared:
@@ -260,18 +266,18 @@ def gpu_troubles(pids: Collection[int], nvml: Any) -> dict[int, str]:
     return problems
 
 
-def slowed_by(nvml: Any, gpu: Any) -> list[str]:
+def throttle_reasons(nvml: Any, gpu: Any) -> list[str]:
     """The reasons for lower clocks of a GPU.
 
     Raises:
         NVMLError: the driver does not answer.
     """
     reasons = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
-    return [text for bit, text in SLOWED.items() if reasons & bit]
+    return [text for bit, text in THROTTLE_REASONS.items() if reasons & bit]
 
 
 def _slowed(nvml: Any, gpu: Any) -> list[str]:
-    if not (reasons := slowed_by(nvml, gpu)):
+    if not (reasons := throttle_reasons(nvml, gpu)):
         return []
     now_mhz, max_mhz = nvml.nvmlDeviceGetClockInfo(gpu, CLOCK_SM), nvml.nvmlDeviceGetMaxClockInfo(gpu, CLOCK_SM)
     degrees = nvml.nvmlDeviceGetTemperature(gpu, CORE_SENSOR)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 PROC = Path("/proc")
 PR_SET_PDEATHSIG = 1
-LISTENING = "0A"  # the kernel's number for TCP_LISTEN in /proc/net/tcp
+TCP_LISTEN_STATE = "0A"  # the kernel's number for TCP_LISTEN in /proc/net/tcp
 GUARD_THREAD = "paceline-guard"
-APART = (GUARD_THREAD, "gloo_tcp_loop", "pt_tcpstore_uv", "pt_tcpstore")
+HELPER_THREAD_NAMES = (GUARD_THREAD, "gloo_tcp_loop", "pt_tcpstore_uv", "pt_tcpstore")
 """Threads that never sleep long, and wake only threads that wait for other ranks."""
-READING = {"x86_64": ((0, 19), (23, 270)), "aarch64": ((63, 65), (72,))}
+INPUT_SYSCALL_NUMBERS = {"x86_64": ((0, 19), (23, 270)), "aarch64": ((63, 65), (72,))}
 """The numbers of the system calls read and readv, and of select and pselect6, in which readline waits."""
 
 
@@ -30,7 +30,7 @@ class Process:
     state: str  # R S D T Z ...
     parent: int
     session: int
-    start: int
+    start_ticks: int
     cpu_seconds: float = 0.0  # used by all its threads
 
     @property
@@ -75,7 +75,7 @@ def sleep_number(pid: int) -> int:
         for task in (PROC / str(pid) / "task").iterdir():
             if (task / "children").read_text():
                 return -1
-            if int(task.name) == pid or (task / "comm").read_text(errors="replace").strip() in APART:
+            if int(task.name) == pid or (task / "comm").read_text(errors="replace").strip() in HELPER_THREAD_NAMES:
                 continue
             _, waits_in, switches = _thread(pid, int(task.name))
             if "futex" not in waits_in:
@@ -88,7 +88,7 @@ def sleep_number(pid: int) -> int:
 
 def reads_input(pid: int) -> bool:
     """Whether the main thread waits for standard input, or for another thread that waits for it."""
-    read_calls, select_calls = READING.get(os.uname().machine, ((), ()))
+    read_calls, select_calls = INPUT_SYSCALL_NUMBERS.get(os.uname().machine, ((), ()))
 
     def waits(task: str) -> bool:
         number, *arguments = (PROC / str(pid) / "task" / task / "syscall").read_text().split()
@@ -157,7 +157,7 @@ def tcp_owner(own: tuple[str, int], other: tuple[str, int]) -> int | None:
 def port_holder(port: int) -> str | None:
     """`pid 4711 (python server.py)` for the process that listens on the port; None if /proc does not show it."""
     rows = [*tcp_connections("tcp"), *tcp_connections("tcp6")]
-    listening = [row for row in rows if row[3] == LISTENING and int(row[1].rpartition(":")[2], 16) == port]
+    listening = [row for row in rows if row[3] == TCP_LISTEN_STATE and int(row[1].rpartition(":")[2], 16) == port]
     sockets = {f"socket:[{row[9]}]" for row in listening}
     for process in processes() if sockets else ():
         try:
@@ -184,7 +184,7 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def allow_files(count: int) -> None:
+def raise_open_file_limit(count: int) -> None:
     """Raise the limit of open files of this process to `count`, if allowed. The limit of a shell is usually 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)

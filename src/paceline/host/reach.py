@@ -35,7 +35,7 @@ def why_unreachable(host: str, port: int, timeout_seconds: float = PROBE_SECONDS
         shown = f"{shown[:40]}..."
     if not 0 < port < 1 << 16:
         return f"{shown}:{port}: ports are 1..65535"
-    addresses = candidates([host])
+    addresses = resolve_addresses([host])
     if not addresses:
         return f"{shown}: {_NAME}"
     reasons: list[str] = []
@@ -48,7 +48,7 @@ def why_unreachable(host: str, port: int, timeout_seconds: float = PROBE_SECONDS
     return "; ".join(reasons)
 
 
-def candidates(names: Iterable[str]) -> list[tuple[socket.AddressFamily, str]]:
+def resolve_addresses(names: Iterable[str]) -> list[tuple[socket.AddressFamily, str]]:
     """The addresses of these names or addresses, best first and each once, without names that do not resolve."""
     unique: dict[tuple[socket.AddressFamily, str], None] = {}
     for name in names:
@@ -99,7 +99,7 @@ def _itself(address: str) -> str:
     return f" ({address} is the local machine; other machines need an address that all of them can use)"
 
 
-def sign(connection: socket.socket, key: bytes) -> bool:
+def sign_tcp_packets(connection: socket.socket, key: bytes) -> bool:
     """Sign all packets of this socket with `key` (RFC 2385). The kernel then drops packets without the signature.
 
     Returns:

@@ -19,12 +19,12 @@ from paceline.protocol.control import SECRET_NAME
 BASH_SECONDS = 120.0  # module systems on a busy file server are slow
 OUTPUT_CHARS = 1500
 
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+VARIABLE_NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/@:~=-]*")
 _CONDA = re.compile(r"[A-Za-z0-9_./~][^\s\0]*")
 _USERINFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _SHELL_VARIABLES = ("_", "SHLVL", "PWD", "OLDPWD")  # an activate script does not change the folder of the worker
-_OURS = (
+_RESERVED_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
@@ -109,9 +109,9 @@ def parse_env(settings: Sequence[str], environ: Mapping[str, str]) -> dict[str, 
     variables: dict[str, str] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
-        if not NAME.fullmatch(name):
+        if not VARIABLE_NAME_PATTERN.fullmatch(name):
             raise UsageError(code="env-name-invalid", value=name[:80])
-        if name in _OURS or name.startswith("PACELINE_") or name in _INSTEAD:
+        if name in _RESERVED_VARIABLES or name.startswith("PACELINE_") or name in _INSTEAD:
             instead = f". Use {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise UsageError(code="env-of-launcher", name=name, instead=instead)
         if not equals and name not in environ:

@@ -19,7 +19,7 @@ import msgspec
 
 from paceline.host.procfs import PROC, Process, processes
 from paceline.protocol.control import AGENT_MARK, STOP_SIGNALS
-from paceline.runs.reading import decode, names
+from paceline.runs.reading import decode, entry_names
 
 SWEEP_SECONDS = 2.0
 
@@ -27,7 +27,7 @@ Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class Member(msgspec.Struct, frozen=True):
+class RosterWorker(msgspec.Struct, frozen=True):
     """A worker, which is the leader of a session; `started` is in clock ticks since boot, 0 without /proc."""
 
     rank: int
@@ -40,7 +40,7 @@ class Roster(msgspec.Struct, frozen=True):
 
     host: str
     agent_pid: Pid
-    workers: tuple[Member, ...]
+    workers: tuple[RosterWorker, ...]
     agent_started: Ticks = 0  # since the host's boot
 
 
@@ -49,7 +49,7 @@ def roster_path(attempt_dir: Path, node: int = 0) -> Path:
     return attempt_dir / f"agent-{node}.json"
 
 
-def mark_of(pid: int, started: int, generation: int | None = None) -> str:
+def agent_mark(pid: int, started: int, generation: int | None = None) -> str:
     """The value of AGENT_MARK in the environment of all processes that an agent has started, directly or indirectly.
 
     Without `generation`: the common prefix of all generations.
@@ -57,7 +57,7 @@ def mark_of(pid: int, started: int, generation: int | None = None) -> str:
     return f"{pid}-{started}-" + ("" if generation is None else f"{generation}-")
 
 
-def sweep(workers: Sequence[Member], mark: str = "", *, variable: str = AGENT_MARK) -> list[int]:
+def sweep(workers: Sequence[RosterWorker], mark: str = "", *, variable: str = AGENT_MARK) -> list[int]:
     """Send SIGKILL to every process in the sessions of these workers, until none is left or SWEEP_SECONDS are over.
 
     Death signals and process groups do not reach the processes that a user's code has started. Therefore the sweep
@@ -80,19 +80,19 @@ def sweep(workers: Sequence[Member], mark: str = "", *, variable: str = AGENT_MA
     return [process.pid for process in living]
 
 
-def _living_members(workers: Sequence[Member], mark: str, variable: str) -> list[Process]:
+def _living_members(workers: Sequence[RosterWorker], mark: str, variable: str) -> list[Process]:
     started = {worker.pid: worker.started for worker in workers}
     all_processes = [*processes()]
     members = [process for process in all_processes if process.session in started]
     # The kernel reuses the number of a session only after its last process has ended. A leader with a different start
     # time, and its session, therefore do not belong to the agent.
-    foreign = {p.pid for p in members if p.pid == p.session and p.start != started[p.pid]}
-    living = [p for p in members if p.runs and p.session not in foreign and p.start >= started[p.session]]
+    foreign = {p.pid for p in members if p.pid == p.session and p.start_ticks != started[p.pid]}
+    living = [p for p in members if p.runs and p.session not in foreign and p.start_ticks >= started[p.session]]
     others = (p for p in all_processes if p.runs and p.session not in started)
-    return [*living, *(p for p in others if mark and carries(p.pid, variable, mark))]
+    return [*living, *(p for p in others if mark and has_environment_mark(p.pid, variable, mark))]
 
 
-def carries(pid: int, variable: str, mark: str) -> bool:
+def has_environment_mark(pid: int, variable: str, mark: str) -> bool:
     """Whether the environment of a process has this variable with a value that begins with `mark`."""
     try:
         return f"\0{variable}={mark}".encode() in b"\0" + (PROC / str(pid) / "environ").read_bytes()
@@ -103,7 +103,7 @@ def carries(pid: int, variable: str, mark: str) -> bool:
 def sweep_recorded(attempt_dir: Path, agent_pid: int = 0) -> None:
     """Sweep the workers in the rosters of all agents of this host, or of one agent."""
     try:
-        files = names(attempt_dir)
+        files = entry_names(attempt_dir)
     except OSError:
         return
     for name in files:
@@ -114,7 +114,7 @@ def sweep_recorded(attempt_dir: Path, agent_pid: int = 0) -> None:
         except OSError:
             continue
         if roster.host == os.uname().nodename and agent_pid in (0, roster.agent_pid):
-            sweep(roster.workers, mark_of(roster.agent_pid, roster.agent_started))
+            sweep(roster.workers, agent_mark(roster.agent_pid, roster.agent_started))
 
 
 def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:

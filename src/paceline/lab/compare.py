@@ -6,20 +6,20 @@ from statistics import median, quantiles
 import msgspec
 from rich.table import Table
 
-from paceline.config.mesh import strategy_on
-from paceline.config.strategies import EXACT
+from paceline.config.mesh import format_strategy
+from paceline.config.strategies import EXACT_STRATEGIES
 from paceline.errors import plural
-from paceline.lab.measurement import NO_EXCHANGE, Measurement, Memory, NotMeasured
+from paceline.lab.measurement import NO_EXCHANGE, FailedMeasurement, Measurement, Memory
 from paceline.runs.console import table_console
 
-REFERENCE = "reference"
+REFERENCE_PREFIX = "reference"
 """The candidate with the reference bits: `exact` on one process, with the same number of virtual ranks."""
-SPEED = ("strategy", "processes", "batch", "samples/s", "x one process", "MFU", "CPU ms/step", "waits",
+SPEED_COLUMNS = ("strategy", "processes", "batch", "samples/s", "x one process", "MFU", "CPU ms/step", "waits",
          "first step s", "sent MB/step", "same bits as")  # fmt: skip
 USE = ("tokens_per_second", "mfu")
 TEXT_COLUMNS = ("strategy", "same bits as", "scaling", "on")
-MEMORY = ("strategy", "processes", "batch", "weights", "gradients", "optimizer", "activations", "exchange", "peak",
-          "process")  # fmt: skip
+MEMORY_COLUMNS = ("strategy", "processes", "batch", "weights", "gradients", "optimizer", "activations", "exchange",
+          "peak", "process")  # fmt: skip
 MIN_SPEEDUP = 1.05  # over one process, to recommend several processes
 MIN_EXACT_SPEED = 0.9  # of the fastest strategy, to recommend `exact`
 NOT_MEASURED = "[bold red]not measured[/]"
@@ -60,12 +60,12 @@ class Row(msgspec.Struct, frozen=True):
     @property
     def label(self) -> str:
         """The strategy and its mesh."""
-        return strategy_on(self.strategy, self.mesh)
+        return format_strategy(self.strategy, self.mesh)
 
     @property
     def needed_bytes(self) -> int:
         """The memory that a rank needs; 0 if this is unknown."""
-        return self.memory.needed if self.memory else 0
+        return self.memory.needed_bytes if self.memory else 0
 
 
 def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, steps: int) -> list[Row]:
@@ -85,11 +85,11 @@ def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, steps: int
                 if other.name == base:
                     ratios.setdefault(chunk.name, []).append(chunk.rate / other.rate)
     all_chunks = [chunk for chunks in rounds for chunk in chunks]
-    reference = {chunk.batch_size: chunk.digest for chunk in all_chunks if chunk.name.startswith(REFERENCE)}
+    reference = {chunk.batch_size: chunk.digest for chunk in all_chunks if chunk.name.startswith(REFERENCE_PREFIX)}
     return [
         _row(chunks, ratios.get(name, []), reference, steps)
         for name, chunks in sorted(by_name.items(), key=lambda item: item[1][0].batch_size)
-        if not name.startswith(REFERENCE)
+        if not name.startswith(REFERENCE_PREFIX)
     ]
 
 
@@ -109,7 +109,7 @@ def _row(chunks: Sequence[Measurement], ratios: Sequence[float], reference: Mapp
         launch_seconds=median(chunk.launch_seconds for chunk in chunks),
         sent_bytes=next((chunk.sent_bytes for chunk in chunks if chunk.sent_bytes is not None), None),
         memory=next((chunk.memory for chunk in chunks if chunk.memory is not None), None),
-        bits=bits_of(first, [chunk.digest for chunk in chunks], reference.get(first.batch_size)),
+        bits=describe_bit_equality(first, [chunk.digest for chunk in chunks], reference.get(first.batch_size)),
         mesh=first.mesh,
         sync_share=median(chunk.sync_share for chunk in chunks),
         mfu_words=first.mfu_words,
@@ -117,11 +117,11 @@ def _row(chunks: Sequence[Measurement], ratios: Sequence[float], reference: Mapp
     )
 
 
-def bits_of(chunk: Measurement, digests: Sequence[str], reference: str | None) -> str:
+def describe_bit_equality(chunk: Measurement, digests: Sequence[str], reference: str | None) -> str:
     """The world sizes with the same bits, guaranteed or only observed here."""
     if chunk.world_size == 1:
         return "-"
-    if chunk.strategy in EXACT:
+    if chunk.strategy in EXACT_STRATEGIES:
         is_broken = reference is not None and any(digest != reference for digest in digests)
         return "BROKEN: differs from one process" if is_broken else "every world size"
     if reference is not None and all(digest == reference for digest in digests):
@@ -138,7 +138,7 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(low, middle, high)
 
 
-def advise(rows: Sequence[Row], alone: Row | None, room_bytes: int | None) -> str:
+def recommend_strategy(rows: Sequence[Row], alone: Row | None, room_bytes: int | None) -> str:
     """Recommend a strategy in one sentence, with the numbers behind it.
 
     Args:
@@ -171,7 +171,11 @@ def advise(rows: Sequence[Row], alone: Row | None, room_bytes: int | None) -> st
             f"{plural(alone.threads, 'thread')}; the fastest of {best.world_size} processes, {best.label}, "
             f"reaches {_rate(best)}."
         )
-    exact = [row for row in fitting if row.strategy in EXACT and row.rate.median >= MIN_EXACT_SPEED * best.rate.median]
+    exact = [
+        row
+        for row in fitting
+        if row.strategy in EXACT_STRATEGIES and row.rate.median >= MIN_EXACT_SPEED * best.rate.median
+    ]
     pick = max(exact, key=lambda row: (not _is_sharded(row, rows), row.rate.median), default=best)
     fits = f"it fits on one device ({_size(pick.needed_bytes)}{f' of {_size(room_bytes)}' if room_bytes else ''})"
     gain = "" if alone is None else f", {pick.rate.median / alone.rate.median:.2f} times one process"
@@ -184,7 +188,7 @@ def advise(rows: Sequence[Row], alone: Row | None, room_bytes: int | None) -> st
 
 def _is_sharded(row: Row, rows: Sequence[Row]) -> bool:
     """Whether a rank holds clearly less state than with the strategy that holds the most."""
-    state = {other.name: other.memory.state if other.memory else 0 for other in rows}
+    state = {other.name: other.memory.state_bytes if other.memory else 0 for other in rows}
     return state[row.name] < 0.9 * max(state.values())
 
 
@@ -198,22 +202,28 @@ def _size(size: int | None) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
-def print_compared(rows: Sequence[Row], failures: Sequence[NotMeasured], advice: str, notes: Sequence[str]) -> None:
+def print_compared(
+    rows: Sequence[Row], failures: Sequence[FailedMeasurement], advice: str, notes: Sequence[str]
+) -> None:
     """Print the tables, the failures, the notes, and the advice last."""
     console = table_console(140)
-    speed = make_table(SPEED, "speed: median over rounds (quartiles); batch: samples per step, all ranks together")
+    speed = make_table(
+        SPEED_COLUMNS, "speed: median over rounds (quartiles); batch: samples per step, all ranks together"
+    )
     for row in rows:
-        speed.add_row(*_speed(row))
+        speed.add_row(*_speed_cells(row))
     for failure in failures:
-        speed.add_row(strategy_on(failure.strategy, failure.mesh), str(failure.world_size), "", NOT_MEASURED)
+        speed.add_row(format_strategy(failure.strategy, failure.mesh), str(failure.world_size), "", NOT_MEASURED)
     console.print(speed)
-    memory = make_table(MEMORY, "memory of a rank, MB; peak: all tensors together; process: including libraries")
+    memory = make_table(
+        MEMORY_COLUMNS, "memory of a rank, MB; peak: all tensors together; process: including libraries"
+    )
     for row in rows:
-        memory.add_row(*_memory(row))
+        memory.add_row(*_memory_cells(row))
     if any(row.memory for row in rows):
         console.print(memory)
     for failure in failures:
-        name = strategy_on(failure.strategy, failure.mesh)
+        name = format_strategy(failure.strategy, failure.mesh)
         console.print(f"{name}, batch {failure.batch_size} per rank: {failure.reason}", markup=False)
     for note in notes:
         console.print(note, markup=False)
@@ -228,9 +238,9 @@ def make_table(columns: Sequence[str], title: str) -> Table:
     return table
 
 
-def _speed(row: Row) -> list[str]:
+def _speed_cells(row: Row) -> list[str]:
     return [
-        *_who(row),
+        *_identity_cells(row),
         f"{row.rate.median:,.0f} ({row.rate.low:,.0f}-{row.rate.high:,.0f})",
         f"{row.ratio.median:.2f} ({row.ratio.low:.2f}-{row.ratio.high:.2f})",
         "?" if row.mfu is None else f"{row.mfu:.1%}",
@@ -242,13 +252,13 @@ def _speed(row: Row) -> list[str]:
     ]
 
 
-def _memory(row: Row) -> list[str]:
+def _memory_cells(row: Row) -> list[str]:
     m = row.memory
     sizes = (m.weights, m.gradients, m.optimizer, m.activations, m.exchange, m.peak, m.rss_peak) if m else (None,) * 7
-    return [*_who(row), *(_megabytes(size) for size in sizes)]
+    return [*_identity_cells(row), *(_megabytes(size) for size in sizes)]
 
 
-def _who(row: Row) -> list[str]:
+def _identity_cells(row: Row) -> list[str]:
     name = f"({NO_EXCHANGE}: the limit)" if row.strategy == NO_EXCHANGE else row.label
     return [name, f"{row.world_size} x {plural(row.threads, 'thread')}", str(row.global_batch)]
 

@@ -19,7 +19,7 @@ class Candidate(msgspec.Struct, frozen=True):
     sequence: bool = False  # sequence parallelism
 
 
-class MeasureOrder(msgspec.Struct, frozen=True):
+class MeasurementRequest(msgspec.Struct, frozen=True):
     """The candidates that one set of processes measures, one after the other."""
 
     candidates: list[Candidate]
@@ -42,14 +42,14 @@ class Memory(msgspec.Struct, frozen=True):
     rss_peak: int | None = None  # of the process, libraries included
 
     @property
-    def state(self) -> int:
+    def state_bytes(self) -> int:
         """The bytes that a rank keeps from step to step."""
         return self.weights + self.gradients + self.optimizer
 
     @property
-    def needed(self) -> int:
+    def needed_bytes(self) -> int:
         """The peak memory of a rank: measured if possible, otherwise the sum of the known parts."""
-        return self.state + (self.activations or 0) + (self.exchange or 0) if self.peak is None else self.peak
+        return self.state_bytes + (self.activations or 0) + (self.exchange or 0) if self.peak is None else self.peak
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -86,7 +86,7 @@ class Measurement(msgspec.Struct, frozen=True):
         return self.samples / self.seconds
 
 
-class NotMeasured(msgspec.Struct, frozen=True):
+class FailedMeasurement(msgspec.Struct, frozen=True):
     """A candidate that could not be measured."""
 
     name: str

@@ -14,15 +14,24 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.config.mesh import strategy_on
+from paceline.config.mesh import format_strategy
 from paceline.errors import ExitCode, plural
-from paceline.lab.measurement import CHUNKS, CONFIG, ORDER, RUNNING, Candidate, Measurement, MeasureOrder, NotMeasured
+from paceline.lab.measurement import (
+    CHUNKS,
+    CONFIG,
+    ORDER,
+    RUNNING,
+    Candidate,
+    FailedMeasurement,
+    Measurement,
+    MeasurementRequest,
+)
 from paceline.launch.supervise import run_workers
 from paceline.protocol.control import STOP_SIGNALS
 from paceline.protocol.evidence import Failure
 
 WORKER = "paceline.lab.ranks.measure"
-QUIET = {"KINETO_LOG_LEVEL": "99"}  # otherwise the profiler prints several lines at each start
+QUIET_ENV = {"KINETO_LOG_LEVEL": "99"}  # otherwise the profiler prints several lines at each start
 MAX_REASON_CHARS = 300
 
 
@@ -39,7 +48,7 @@ class MeasuredRounds:
     """The measurements of all rounds so far."""
 
     rounds: list[list[Measurement]] = field(default_factory=list[list[Measurement]])
-    failures: list[NotMeasured] = field(default_factory=list[NotMeasured])
+    failures: list[FailedMeasurement] = field(default_factory=list[FailedMeasurement])
     code: int = ExitCode.DONE  # not 0: measuring ended early, for a reason that has been printed
 
     def notes(self) -> list[str]:
@@ -86,14 +95,14 @@ def measure_rounds(
             rotated = [*process_set.candidates[shift:], *process_set.candidates[:shift]]
             remaining = [candidate for candidate in rotated if candidate.name not in failed]
             folder = candidate_dir(root, number, process_set.nproc)
-            order = MeasureOrder(remaining, warmup, steps, str(folder), time.time(), memory and number == 0)
+            order = MeasurementRequest(remaining, warmup, steps, str(folder), time.time(), memory and number == 0)
             _measure_set(results, order, settings, process_set.nproc)
             if results.code != ExitCode.DONE:
                 return results
     return results
 
 
-def _measure_set(results: MeasuredRounds, order: MeasureOrder, settings: str, nproc: int) -> None:
+def _measure_set(results: MeasuredRounds, order: MeasurementRequest, settings: str, nproc: int) -> None:
     """Measure one set of processes, and start it again after each candidate that fails."""
     remaining, folder = order.candidates, Path(order.folder)
     while remaining:
@@ -111,20 +120,20 @@ def _measure_set(results: MeasuredRounds, order: MeasureOrder, settings: str, np
             return
         failed = msgspec.json.decode(running.read_bytes(), type=Candidate)
         name, reason = failed.name, _failure_reason(folder / "attempt", code)
-        results.failures.append(NotMeasured(name, failed.strategy, nproc, failed.batch_size, reason, failed.mesh))
-        _print(f"{strategy_on(failed.strategy, failed.mesh)} failed; measuring the other candidates")
+        results.failures.append(FailedMeasurement(name, failed.strategy, nproc, failed.batch_size, reason, failed.mesh))
+        _print(f"{format_strategy(failed.strategy, failed.mesh)} failed; measuring the other candidates")
         done = {name, *(measurement.name for measurement in measured)}
         remaining = [candidate for candidate in remaining if candidate.name not in done]
 
 
-def _start_set(order: MeasureOrder, settings: str, nproc: int) -> int:
+def _start_set(order: MeasurementRequest, settings: str, nproc: int) -> int:
     """Start `nproc` workers on `order`, whose folder must not exist, and wait for them. Return their exit code."""
     folder = Path(order.folder)
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(settings)
     (folder / ORDER).write_bytes(msgspec.json.encode(order))
     threads = max(candidate.threads for candidate in order.candidates)
-    return run_workers(WORKER, [str(folder)], folder / "attempt", nproc, threads, env=QUIET)
+    return run_workers(WORKER, [str(folder)], folder / "attempt", nproc, threads, env=QUIET_ENV)
 
 
 def _read_measurements(folder: Path) -> list[Measurement]:

@@ -20,23 +20,32 @@ from paceline.lab.compare import Spread, make_table, spread
 from paceline.report.run import PHASES
 from paceline.report.step_parts import (
     PhaseSeconds,
-    Run,
+    RecordedSteps,
     StepParts,
     backward_per_forward,
     split_step,
     step_between_syncs,
 )
 from paceline.runs.console import table_console
-from paceline.runs.events import Counted, Event, MemoryBreakdown, Started, Step, Traced, event_files, read_events
+from paceline.runs.events import (
+    Event,
+    FlopsCounted,
+    MemoryBreakdown,
+    Started,
+    Step,
+    TracedStep,
+    event_files,
+    read_events,
+)
 from paceline.runs.folder import WEIGHTS
 from paceline.runs.reading import is_file, real_path
 
 COMPUTE, DATA, EXCHANGE, WAITING = "slower compute", "data", "exposed communication", "waiting for the slowest rank"
 SMALLER, REST = "smaller batch per rank", "rest"
-LOST = ("ranks", "batch each", "samples/s", "step ms", "efficiency", "lost ms")
-ESTIMATED = ("scaling", "ranks", "batch each", "step ms", "samples/s", "efficiency", "on")
-NOISE = 0.02  # a smaller loss of efficiency is not reported
-MACHINES = (2, 4, 8, 16, 64, 512)
+LOSS_COLUMNS = ("ranks", "batch each", "samples/s", "step ms", "efficiency", "lost ms")
+ESTIMATE_COLUMNS = ("scaling", "ranks", "batch each", "step ms", "samples/s", "efficiency", "on")
+MIN_REPORTED_LOSS = 0.02  # a smaller loss of efficiency is not reported
+ESTIMATED_NODE_COUNTS = (2, 4, 8, 16, 64, 512)
 COMPARED_MACHINES = (2, 8)  # estimated also with settings that reduce traffic
 LOCAL_STEPS = 16
 INT8_FRACTION = (1 + 4 / 512) / 4  # a byte per number, and a scale per 512 numbers
@@ -47,19 +56,19 @@ _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(ns|us|\u00b5s|\u03bcs|ms|s)")  # th
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "\u03bcs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
-class At(msgspec.Struct, frozen=True, order=True):
+class ScalePoint(msgspec.Struct, frozen=True, order=True):
     """A number of ranks, and the samples per rank in a step."""
 
     ranks: int
     batch: int
 
 
-Runs = Mapping[At, Sequence[Run]]  # by round; all points have the same number of rounds
-Points = Mapping[At, StepParts]  # the mean step at each point
+Runs = Mapping[ScalePoint, Sequence[RecordedSteps]]  # by round; all points have the same number of rounds
+StepPartsByPoint = Mapping[ScalePoint, StepParts]  # the mean step at each point
 
 
 @dataclass(frozen=True)
-class LossCause:
+class EfficiencyLossCause:
     """One cause of lost efficiency."""
 
     cause: str
@@ -67,16 +76,16 @@ class LossCause:
     percent: float  # of the total loss
 
 
-class Lost(msgspec.Struct, frozen=True):
+class ScalingLoss(msgspec.Struct, frozen=True):
     """The loss on a number of ranks, in weak or strong scaling."""
 
     mode: str
-    at: At
+    at: ScalePoint
     samples_per_second: float
     step_seconds: float
     efficiency: Spread
     lost_seconds: float  # per step
-    shares: list[LossCause]
+    shares: list[EfficiencyLossCause]
     slowest: int | None
     slow_phase: str
     crowd: float  # threads per core, at least 1
@@ -91,27 +100,27 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class NodeTraffic:
     """The data that a machine sends to the others."""
 
     fraction: float  # of the uncompressed bytes
     messages: float  # sequential; one message to all others at the same time counts once
-    every: int = 1  # steps between two exchanges
+    steps_per_exchange: int = 1  # steps between two exchanges
 
 
 @dataclass(frozen=True)
-class Machine:
+class TrainingProperties:
     """The properties of the machine and the training, the same for all measured points."""
 
     cores: int
     threads: int  # per rank
     weight_bytes: int  # that ranks exchange per step
-    over_network: bool = False  # whether the measured ranks exchange over a network
-    in_parts: bool = False  # whether a "rank" is a copy of the model that is split over several processes
+    exchanges_over_network: bool = False  # whether the measured ranks exchange over a network
+    has_split_model: bool = False  # whether a "rank" is a copy of the model that is split over several processes
     low_rank_bytes: int = 0  # that ranks exchange with --compress powersgd; 0: unknown
-    over_gloo: bool = True  # its receiver requests each message first, so a message takes the latency twice
+    uses_gloo: bool = True  # its receiver requests each message first, so a message takes the latency twice
 
-    def crowd(self, ranks: int) -> float:
+    def threads_per_core(self, ranks: int) -> float:
         """Threads per core, at least 1."""
         return max(1.0, ranks * self.threads / self.cores)
 
@@ -120,22 +129,22 @@ class Estimate(msgspec.Struct, frozen=True):
     """An estimated step."""
 
     mode: str
-    at: At
+    at: ScalePoint
     where: str
     step_seconds: float
     efficiency: float
 
 
-class Scaled(msgspec.Struct, frozen=True):
+class ScalingReport(msgspec.Struct, frozen=True):
     """The complete result, which the command prints or writes."""
 
     what: str
-    lost: list[Lost]
+    lost: list[ScalingLoss]
     estimates: list[Estimate]
     notes: list[str]
 
 
-def read_run(folder: Path, *, skip: int) -> Run:
+def read_run(folder: Path, *, skip: int) -> RecordedSteps:
     """The run in `folder`, without its first `skip` steps.
 
     Raises:
@@ -154,7 +163,7 @@ def read_run(folder: Path, *, skip: int) -> Run:
             elif isinstance(event, Step) and event.steps == 1:  # a record of several steps has no phases per step
                 steps.setdefault(rank, {})[event.step] = _spent(event, previous)
                 samples[event.step] = event.samples
-            if not isinstance(event, Traced | MemoryBreakdown | Counted):
+            if not isinstance(event, TracedStep | MemoryBreakdown | FlopsCounted):
                 previous = event
     size = max((start.world_size for start in started.values()), default=0)
     missing = sorted({*range(size)} - {*started})
@@ -167,9 +176,9 @@ def read_run(folder: Path, *, skip: int) -> Run:
         raise UsageError(code="run-too-short", folder=folder, least=skip + 2, skip=skip)
     if not all(steps[rank][number].forward for rank in ranks for number in common):
         raise UsageError(code="run-without-phases", folder=folder)
-    return Run(
+    return RecordedSteps(
         steps=[{rank: steps[rank][number] for rank in ranks} for number in common],
-        samples=sum(samples[number] for number in common) / len(common),
+        mean_global_batch=sum(samples[number] for number in common) / len(common),
         hosts={rank: started[rank].host for rank in ranks},
         on_cpus=any(started[rank].device == "cpu" for rank in ranks),
     )
@@ -189,10 +198,10 @@ def read_runs(folders: Sequence[Path], *, skip: int) -> Runs:
     Raises:
         UsageError: if no run has one rank, no run has several ranks, or a folder cannot be read.
     """
-    runs: dict[At, list[Run]] = {}
+    runs: dict[ScalePoint, list[RecordedSteps]] = {}
     for folder in folders:
         run = read_run(folder, skip=skip)
-        runs.setdefault(At(run.world_size, round(run.samples / run.world_size)), []).append(run)
+        runs.setdefault(ScalePoint(run.world_size, round(run.mean_global_batch / run.world_size)), []).append(run)
     sizes = sorted({at.ranks for at in runs})
     if len(sizes) < 2 or sizes[0] != 1:
         raise UsageError(
@@ -202,7 +211,7 @@ def read_runs(folders: Sequence[Path], *, skip: int) -> Runs:
     return {at: repeated[:rounds] for at, repeated in runs.items()}
 
 
-def comparable(runs: Runs) -> tuple[int | None, int | None]:
+def comparable_batches(runs: Runs) -> tuple[int | None, int | None]:
     """(samples per rank, global samples) at which one rank can be compared with several ranks; None if it cannot."""
     batches_alone, others = [at.batch for at in runs if at.ranks == 1], [at for at in runs if at.ranks > 1]
     weak = [batch for batch in batches_alone if any(at.batch == batch for at in others)]
@@ -212,56 +221,64 @@ def comparable(runs: Runs) -> tuple[int | None, int | None]:
     return max(weak, default=None), max(strong, default=None)
 
 
-def over_network(runs: Runs) -> bool:
+def ran_over_network(runs: Runs) -> bool:
     """Whether the ranks of any of these runs were on several hosts."""
     return any(len({*run.hosts.values()}) > 1 for rounds in runs.values() for run in rounds)
 
 
-def weight_bytes(folders: Sequence[Path]) -> int:
+def estimate_exchanged_bytes(folders: Sequence[Path]) -> int:
     """The bytes that ranks exchange in a step, estimated by the size of the saved weights."""
     return max((path.stat().st_size for folder in folders if is_file(path := folder / WEIGHTS)), default=0)
 
 
-def parts_of(runs: Runs, alone: Runs) -> dict[At, StepParts]:
+def split_steps_by_point(runs: Runs, alone: Runs) -> dict[ScalePoint, StepParts]:
     """Split the median round of each point into parts. `alone` are runs without exchange, if there are any."""
-    base = next((_middle(rounds) for at, rounds in sorted(runs.items()) if at.ranks == 1), None)
-    parts: dict[At, StepParts] = {}
+    base = next((_median_run(rounds) for at, rounds in sorted(runs.items()) if at.ranks == 1), None)
+    parts: dict[ScalePoint, StepParts] = {}
     for at, rounds in runs.items():
-        reference = _middle(alone[at]) if alone.get(at) else base
-        parts[at] = split_step(_middle(rounds), backward_per_forward(reference) if reference and at.ranks > 1 else None)
+        reference = _median_run(alone[at]) if alone.get(at) else base
+        parts[at] = split_step(
+            _median_run(rounds), backward_per_forward(reference) if reference and at.ranks > 1 else None
+        )
     return parts
 
 
-def lost_of(runs: Runs, parts: Points, machine: Machine, mode: str, batch: int) -> list[Lost]:
+def compute_scaling_losses(
+    runs: Runs, parts: StepPartsByPoint, machine: TrainingProperties, mode: str, batch: int
+) -> list[ScalingLoss]:
     """The loss on each number of ranks above 1. `batch` is per rank (weak scaling), or global (strong scaling)."""
-    losses: list[Lost] = []
+    losses: list[ScalingLoss] = []
     for ranks in sorted({at.ranks for at in runs}):
-        at = At(ranks, batch if mode == "weak" else batch // ranks)
-        base = At(1, batch)
+        at = ScalePoint(ranks, batch if mode == "weak" else batch // ranks)
+        base = ScalePoint(1, batch)
         if ranks == 1 or at not in runs or base not in runs:
             continue
         work = 1 if mode == "weak" else ranks  # a rank has 1/work of the samples of the single rank
-        ratios = [a.step_seconds / work / b.step_seconds for a, b in zip(runs[base], runs[at], strict=True)]
+        ratios = [a.mean_step_seconds / work / b.mean_step_seconds for a, b in zip(runs[base], runs[at], strict=True)]
         single, several = parts[base], parts[at]
-        shares = lost_shares(single, several, work, parts.get(At(1, at.batch)) if mode == "strong" else None)
+        shares = compute_loss_causes(
+            single, several, work, parts.get(ScalePoint(1, at.batch)) if mode == "strong" else None
+        )
         losses.append(
-            Lost(
+            ScalingLoss(
                 mode,
                 at,
-                samples_per_second=_middle(runs[at]).samples / several.step,
+                samples_per_second=_median_run(runs[at]).mean_global_batch / several.step,
                 step_seconds=several.step,
                 efficiency=spread(ratios),
                 lost_seconds=several.step - single.step / work,
                 shares=shares,
                 slowest=several.slowest,
                 slow_phase=several.slow_phase,
-                crowd=machine.crowd(ranks),
+                crowd=machine.threads_per_core(ranks),
             )
         )
     return losses
 
 
-def lost_shares(base: StepParts, parts: StepParts, work: int = 1, small: StepParts | None = None) -> list[LossCause]:
+def compute_loss_causes(
+    base: StepParts, parts: StepParts, work: int = 1, small: StepParts | None = None
+) -> list[EfficiencyLossCause]:
     """The causes of a longer step than on one rank, which has `work` times the samples; the largest first.
 
     The step of the one rank is divided by `work`. `small` is one rank with the samples of each rank. It shows the cost
@@ -278,61 +295,68 @@ def lost_shares(base: StepParts, parts: StepParts, work: int = 1, small: StepPar
         causes[COMPUTE] = parts.compute - small.compute
     lost = parts.step - base.step / work
     causes[REST] = lost - sum(causes.values())
-    shares = [LossCause(cause, seconds, 100 * seconds / lost if lost else 0.0) for cause, seconds in causes.items()]
+    shares = [
+        EfficiencyLossCause(cause, seconds, 100 * seconds / lost if lost else 0.0) for cause, seconds in causes.items()
+    ]
     return sorted(shares, key=lambda share: -share.seconds)
 
 
-def _middle(runs: Sequence[Run]) -> Run:
-    middle = median([run.step_seconds for run in runs])
-    return min(runs, key=lambda run: abs(run.step_seconds - middle))
+def _median_run(runs: Sequence[RecordedSteps]) -> RecordedSteps:
+    middle = median([run.mean_step_seconds for run in runs])
+    return min(runs, key=lambda run: abs(run.mean_step_seconds - middle))
 
 
-def estimates_of(points: Points, machine: Machine, weak: int | None, strong: int | None, link: Network
-                 ) -> list[Estimate]:  # fmt: skip
+def estimates_of(points: StepPartsByPoint, machine: TrainingProperties, weak: int | None, strong: int | None,
+                 link: Network) -> list[Estimate]:  # fmt: skip
     """Estimate steps on more machines like this one over `link`, for `weak` also with settings that reduce traffic."""
     estimates = list[Estimate]()
     ranks_each = _ranks_each(points, machine)
 
-    def add(count: int, mode: str, batch: int, traffic: Traffic, where: str) -> None:
+    def add(count: int, mode: str, batch: int, traffic: NodeTraffic, where: str) -> None:
         work = 1 if mode == "weak" else count * ranks_each
         if per_rank := batch // work:
             seconds = estimated_step(points, machine, count, per_rank, link, traffic)
-            seconds_alone = _work_alone(points, batch) / work
-            at = At(count * ranks_each, per_rank)
+            seconds_alone = _single_rank_seconds(points, batch) / work
+            at = ScalePoint(count * ranks_each, per_rank)
             estimates.append(Estimate(mode, at, where, seconds, seconds_alone / seconds if seconds else 0.0))
 
-    for count in MACHINES:
+    for count in ESTIMATED_NODE_COUNTS:
         for mode, batch in (("weak", weak), ("strong", strong)):
             if batch:
                 where = f"{count} machines, {plural(ranks_each, 'rank')} each"
-                add(count, mode, batch, Traffic(1.0, ring_messages(count)), where)
+                add(count, mode, batch, NodeTraffic(1.0, ring_messages(count)), where)
     for count in COMPARED_MACHINES if weak else ():
-        for setting, traffic in less_traffic(machine, count):
+        for setting, traffic in traffic_reducing_settings(machine, count):
             add(count, "weak", weak or 0, traffic, f"{count} machines, {setting}")
     return estimates
 
 
-def estimated_step(points: Points, machine: Machine, count: int, batch: int, link: Network, sent: Traffic | None = None
-                   ) -> float:  # fmt: skip
+def estimated_step(points: StepPartsByPoint, machine: TrainingProperties, count: int, batch: int, link: Network,
+                   sent: NodeTraffic | None = None) -> float:  # fmt: skip
     """Seconds of a step on `count` machines, with `batch` samples per rank."""
-    ranks_each, sent = _ranks_each(points, machine), sent or Traffic(1.0, ring_messages(count))
-    work, inside = _work_alone(points, batch), 0.0
+    ranks_each, sent = _ranks_each(points, machine), sent or NodeTraffic(1.0, ring_messages(count))
+    work, inside = _single_rank_seconds(points, batch), 0.0
     if ranks_each > 1:  # ranks of one machine slow each other down, and wait for the slowest
         full_points = {at: parts for at, parts in points.items() if at.ranks == ranks_each}
         inside = mean(parts.exchange for parts in full_points.values())
-        work *= mean((parts.step - parts.exchange) / _work_alone(points, at.batch) for at, parts in full_points.items())
-    latency = link.latency_seconds * (2 if machine.over_gloo else 1)
+        work *= mean(
+            (parts.step - parts.exchange) / _single_rank_seconds(points, at.batch) for at, parts in full_points.items()
+        )
+    latency = link.latency_seconds * (2 if machine.uses_gloo else 1)
     sent_bytes = ring_volume(count) * sent.fraction * machine.weight_bytes
     between = sent.messages * latency + sent_bytes / link.bytes_per_second
-    return work + inside + between / sent.every
+    return work + inside + between / sent.steps_per_exchange
 
 
-def _ranks_each(points: Points, machine: Machine) -> int:
+def _ranks_each(points: StepPartsByPoint, machine: TrainingProperties) -> int:
     """The largest measured number of ranks that do not compete for cores."""
-    return max((at.ranks for at in points if machine.crowd(at.ranks) <= 1 and not machine.over_network), default=1)
+    return max(
+        (at.ranks for at in points if machine.threads_per_core(at.ranks) <= 1 and not machine.exchanges_over_network),
+        default=1,
+    )
 
 
-def _work_alone(points: Points, batch: int) -> float:
+def _single_rank_seconds(points: StepPartsByPoint, batch: int) -> float:
     """Seconds that one rank takes for `batch` samples: measured, or from a line through the measured points."""
     seconds_by_batch = {at.batch: parts.step for at, parts in points.items() if at.ranks == 1}
     if batch in seconds_by_batch:
@@ -344,15 +368,15 @@ def _work_alone(points: Points, batch: int) -> float:
     return max(slope * batch + start, min(seconds * batch / size for size, seconds in seconds_by_batch.items()))
 
 
-def less_traffic(machine: Machine, count: int) -> list[tuple[str, Traffic]]:
+def traffic_reducing_settings(machine: TrainingProperties, count: int) -> list[tuple[str, NodeTraffic]]:
     """The settings that reduce the traffic of `count` machines, by name, except those with an unknown size."""
-    if machine.in_parts:  # does not support compression
+    if machine.has_split_model:  # does not support compression
         return []
-    settings = [("--compress bf16", Traffic(0.5, 2)), ("--compress int8", Traffic(INT8_FRACTION, 2))]
+    settings = [("--compress bf16", NodeTraffic(0.5, 2)), ("--compress int8", NodeTraffic(INT8_FRACTION, 2))]
     if machine.low_rank_bytes:
         sums = 2 * (1 if count == 2 else ring_messages(count))  # two machines exchange directly
-        settings += [("--compress powersgd", Traffic(machine.low_rank_bytes / machine.weight_bytes, sums))]
-    return [*settings, (f"--local-steps {LOCAL_STEPS}", Traffic(1.0, ring_messages(count), LOCAL_STEPS))]
+        settings += [("--compress powersgd", NodeTraffic(machine.low_rank_bytes / machine.weight_bytes, sums))]
+    return [*settings, (f"--local-steps {LOCAL_STEPS}", NodeTraffic(1.0, ring_messages(count), LOCAL_STEPS))]
 
 
 def ring_messages(ranks: int) -> float:
@@ -365,7 +389,7 @@ def ring_volume(ranks: int) -> float:
     return 2.0 * (ranks - 1) / ranks
 
 
-def print_scaled(scaled: Scaled) -> None:
+def print_scaled(scaled: ScalingReport) -> None:
     """Print the tables and the notes."""
     console = table_console(160)
     console.print(scaled.what, markup=False)
@@ -373,24 +397,24 @@ def print_scaled(scaled: Scaled) -> None:
         if rows := [lost for lost in scaled.lost if lost.mode == mode]:
             console.print(_lost_table(mode, rows))
             for lost in rows:
-                console.print(loss_sentence(lost), markup=False)
+                console.print(describe_scaling_loss(lost), markup=False)
     if scaled.estimates:
         console.print(_estimate_table(scaled.estimates))
     for note in scaled.notes:
         console.print(note, markup=False)
 
 
-def loss_sentence(lost: Lost) -> str:
+def describe_scaling_loss(lost: ScalingLoss) -> str:
     """A sentence about the loss and its largest cause."""
     ranks = f"{lost.at.ranks} ranks, {lost.mode}"
     percent = 100 * (1 - lost.efficiency.median)
-    if percent < 100 * NOISE:
+    if percent < 100 * MIN_REPORTED_LOSS:
         return f"{ranks}: no significant loss ({percent:.0f} %)"
     first = lost.shares[0]
     return f"{ranks}: {percent:.0f} % is lost, most of it ({first.percent:.0f} %) to {first.cause}{_origin(lost)}"
 
 
-def _origin(lost: Lost) -> str:
+def _origin(lost: ScalingLoss) -> str:
     """The rank or the threads behind the largest cause, in parentheses; empty if unknown."""
     cause = lost.shares[0].cause
     if cause == WAITING and lost.slowest is not None:
@@ -401,9 +425,9 @@ def _origin(lost: Lost) -> str:
     return f" ({threads})" if cause == COMPUTE and threads else ""
 
 
-def _lost_table(mode: str, rows: Sequence[Lost]) -> Table:
+def _lost_table(mode: str, rows: Sequence[ScalingLoss]) -> Table:
     constant = "the same batch per rank" if mode == "weak" else "the same global batch"
-    table = make_table(LOST, f"{mode} scaling ({constant})")
+    table = make_table(LOSS_COLUMNS, f"{mode} scaling ({constant})")
     for lost in rows:
         ratio = lost.efficiency
         efficiency = f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
@@ -413,7 +437,7 @@ def _lost_table(mode: str, rows: Sequence[Lost]) -> Table:
 
 
 def _estimate_table(rows: Sequence[Estimate]) -> Table:
-    table = make_table(ESTIMATED, "ESTIMATED, not measured (docs/scaling.md)")
+    table = make_table(ESTIMATE_COLUMNS, "ESTIMATED, not measured (docs/scaling.md)")
     for row in rows:
         rate = row.at.ranks * row.at.batch / row.step_seconds
         numbers = (f"{row.step_seconds * 1000:.1f}", f"{rate:,.0f}", f"{row.efficiency:.2f}", row.where)

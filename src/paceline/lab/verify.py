@@ -7,15 +7,15 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from paceline.config.mesh import strategy_on
+from paceline.config.mesh import format_strategy
 from paceline.runs.console import table_console
 
 MAX_NAMED = 4  # tensors in a message
-Policy = Literal["none", "local", "sync"]  # of batch norm; "none": the model has no batch norm
+BatchNormPolicy = Literal["none", "local", "sync"]  # of batch norm; "none": the model has no batch norm
 
 KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer state")
 
-OWN = "task"  # the name of the optimizer that the task creates
+TASK_OPTIMIZER = "task"  # the name of the optimizer that the task creates
 
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-1}
 """Relative tolerance for losses, gradients, buffers, and parameters with SGD, by the least precise type in the graph
@@ -67,7 +67,7 @@ LOOP_CAUSES = {
 """Causes in a custom loop, in addition to some of CAUSES."""
 
 
-class Spec(msgspec.Struct, frozen=True, tag=True):
+class VerifySpec(msgspec.Struct, frozen=True, tag=True):
     """The order for one set of workers: the strategies to verify on one world size."""
 
     task: str
@@ -117,14 +117,14 @@ class Case(msgspec.Struct, frozen=True):
 
     strategy: str
     world_size: int
-    batchnorm: Policy
+    batchnorm: BatchNormPolicy
     optimizer: str
     mesh: str = ""
 
     @property
     def label(self) -> str:
         """The strategy and its mesh."""
-        return strategy_on(self.strategy, self.mesh)
+        return format_strategy(self.strategy, self.mesh)
 
     def __str__(self) -> str:
         norm = "" if self.batchnorm == "none" else f", {self.batchnorm} batch norm"
@@ -176,7 +176,7 @@ class StepBits(msgspec.Struct, frozen=True):
     parameters: str  # SHA-256 after the step
 
 
-class Bits(msgspec.Struct, frozen=True):
+class StrategyBits(msgspec.Struct, frozen=True):
     """The exact results of one strategy with one optimizer on one world size."""
 
     strategy: str
@@ -193,11 +193,11 @@ class BitsReport(msgspec.Struct, frozen=True):
     world_size: int
     global_batch: int
     samples: int
-    bits: list[Bits]
+    bits: list[StrategyBits]
     holds_for: dict[str, Any]
 
 
-def print_report(spec: Spec | None, reports: Sequence[VerifyReport]) -> bool:
+def print_report(spec: VerifySpec | None, reports: Sequence[VerifyReport]) -> bool:
     """Print the differences of all cases. Return whether at least one ran and none failed. A loop has no `spec`."""
     console = table_console()
     results = [result for report in reports for result in report.results]
@@ -229,7 +229,7 @@ def print_report(spec: Spec | None, reports: Sequence[VerifyReport]) -> bool:
     return not failed and count > 0
 
 
-def print_bits(spec: Spec | None, reports: Sequence[BitsReport]) -> bool:
+def print_bits(spec: VerifySpec | None, reports: Sequence[BitsReport]) -> bool:
     """Print one digest for each world size. Return whether all digests are the same. A loop has no `spec`."""
     console = table_console()
     first = reports[0]
@@ -264,7 +264,7 @@ def print_bits(spec: Spec | None, reports: Sequence[BitsReport]) -> bool:
     return not differ
 
 
-def _title(spec: Spec, report: VerifyReport | BitsReport, precision: str, suffix: str = "") -> str:
+def _title(spec: VerifySpec, report: VerifyReport | BitsReport, precision: str, suffix: str = "") -> str:
     return (
         f"{spec.task} in {precision}, {spec.steps} steps: global batch {report.global_batch} = {spec.virtual_ranks} "
         f"virtual ranks x {spec.accumulation} micro-batches (uneven), {report.samples} samples{suffix}, gradients "
@@ -272,7 +272,7 @@ def _title(spec: Spec, report: VerifyReport | BitsReport, precision: str, suffix
     )
 
 
-def _first_difference(bits: Bits, expected: Bits) -> str:
+def _first_difference(bits: StrategyBits, expected: StrategyBits) -> str:
     if not bits.ranks_agree:
         return "its ranks differ from each other"
     for number, (got, want) in enumerate(zip(bits.steps, expected.steps, strict=True), 1):

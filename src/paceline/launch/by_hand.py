@@ -4,15 +4,15 @@ import shlex
 from collections.abc import Iterator
 
 from paceline.errors import UsageError
-from paceline.launch.plan import Command, Plan, as_file, node_plan
+from paceline.launch.plan import Command, Plan, format_plan_file, node_plan
 from paceline.protocol.control import BOOTSTRAP, RUN_ID, SECRET_NAME
 from paceline.protocol.job import JobSpec, labels, node0_ports, plain_name
 
 PLAN_FILE = "plan.json"
-NODE0 = "NODE0"  # placeholder for the unknown name of node 0
+NODE0_PLACEHOLDER = "NODE0"  # placeholder for the unknown name of node 0
 
 
-def by_hand(job: JobSpec) -> Plan:
+def plan_by_hand(job: JobSpec) -> Plan:
     """The plan with one command for each node, which the user types there. Pure: it looks up and starts nothing.
 
     The commands use torchrun's static rendezvous. Each node has a fixed number, and the agents end when node 0 is lost.
@@ -32,13 +32,13 @@ def by_hand(job: JobSpec) -> Plan:
     public_env = {name: value for name, value in job.env.items() if not SECRET_NAME.search(name)}
     env = {RUN_ID: job.run_id, "OMP_NUM_THREADS": str(job.threads or 1), **public_env}
     commands = tuple(Command(name, _torchrun(job, node, nproc), env) for node, (name, nproc) in enumerate(_nodes(job)))
-    return Plan(by_hand=commands, notes=tuple(_notes(job)))
+    return Plan(manual_commands=commands, notes=tuple(_notes(job)))
 
 
-def typed(plan: Plan) -> str:
+def format_commands(plan: Plan) -> str:
     """The text to print: a comment and a command line for each node, then the notes."""
     lines: list[str] = []
-    for command in plan.by_hand:
+    for command in plan.manual_commands:
         env = [f"{name}={shlex.quote(value)}" for name, value in command.env.items()]
         lines += [f"# {command.name}", " ".join([*env, shlex.join(command.argv)]), ""]
     return "\n".join([*lines, *(f"# {note}" for note in plan.notes)]) + "\n"
@@ -48,12 +48,12 @@ def _agents(job: JobSpec) -> Plan:
     node0, nodes = _node0(job), _nodes(job)
     if len({nproc for _, nproc in nodes}) > 1:
         raise UsageError(code="slots-differ")
-    plan = node_plan(job, node=-1, nproc=nodes[0][1], node0=() if node0 == NODE0 else (node0,))
+    plan = node_plan(job, node=-1, nproc=nodes[0][1], node0=() if node0 == NODE0_PLACEHOLDER else (node0,))
     agent = (job.python, "-P", "-m", "paceline.launch.agent", "--plan", f"{job.submit_dir}/{PLAN_FILE}")
     commands = tuple(
         Command(name, (*agent, "--node", str(node), "--node0", node0)) for node, (name, _) in enumerate(nodes)
     )
-    return Plan(by_hand=commands, files={PLAN_FILE: as_file(plan)}, notes=tuple(_notes(job)))
+    return Plan(manual_commands=commands, files={PLAN_FILE: format_plan_file(plan)}, notes=tuple(_notes(job)))
 
 
 def _torchrun(job: JobSpec, node: int, nproc: int) -> tuple[str, ...]:
@@ -78,13 +78,13 @@ def _nodes(job: JobSpec) -> list[tuple[str, int]]:
 
 
 def _node0(job: JobSpec) -> str:
-    return plain_name(job.hosts[0]) if job.hosts else NODE0
+    return plain_name(job.hosts[0]) if job.hosts else NODE0_PLACEHOLDER
 
 
 def _notes(job: JobSpec) -> Iterator[str]:
     ports = node0_ports(job)[:1] if job.torchrun else node0_ports(job)
     if not job.hosts:
-        yield f"Replace {NODE0} by a name or an address of node 0 that all other nodes can reach."
+        yield f"Replace {NODE0_PLACEHOLDER} by a name or an address of node 0 that all other nodes can reach."
     if job.cwd:
         yield f"Run each line in the folder {shlex.quote(job.cwd)}, on all nodes within {job.join_seconds:.0f} s."
     if job.modules or job.activate:

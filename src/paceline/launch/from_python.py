@@ -21,13 +21,13 @@ from paceline.runs.attempt import read_ended
 from paceline.runs.progress import REPORT_SECONDS, ProgressLine
 from paceline.runs.reading import read
 
-CALLED = Path(__file__).parents[1] / "rank" / "function_worker.py"
+WORKER_SCRIPT = Path(__file__).parents[1] / "rank" / "function_worker.py"
 CALL, PROGRESS, RESULT, ERROR = "call", "progress", "result-{}", "error-{}"
-_MOST_BYTES = 1 << 40  # of the result of a rank
-SHARED = Path("runs")  # folder of the run folders, which all hosts of a run see
+_MAX_RESULT_BYTES = 1 << 40  # of the result of a rank
+RUNS_FOLDER = Path("runs")  # folder of the run folders, which all hosts of a run see
 # The launcher has a separate process group, so that an interrupt of a notebook reaches it once, through this process.
 # It ends with this process, even if this process is killed.
-LAUNCHER = """
+LAUNCHER_SCRIPT = """
 import sys
 from paceline.host.procfs import die_with_parent
 die_with_parent(int(sys.argv.pop(1)))
@@ -73,26 +73,28 @@ def run(
         KeyboardInterrupt: after an interrupt, once all ranks have ended.
         Exception: the exception of the rank that failed first, with its traceback as a note.
     """
-    if WorkerSpec.here() is not None:
+    if WorkerSpec.from_environment() is not None:
         raise UsageError(code="run-inside-rank")
     if nproc < 1:
         raise UsageError(code="run-nproc", value=nproc)
     arguments = ["launch", "--nproc", str(nproc), "--show", show, *_host_options(on, hosts, nodes), *options]
     # The folder has mode 0700: this process and the ranks unpickle only files that they have written themselves
-    with tempfile.TemporaryDirectory(prefix="paceline-run-", dir=None if on == "local" else SHARED.absolute()) as name:
+    with tempfile.TemporaryDirectory(
+        prefix="paceline-run-", dir=None if on == "local" else RUNS_FOLDER.absolute()
+    ) as name:
         folder = Path(name)
         try:
             call = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
-            (folder / CALL).write_bytes(cloudpickle.dumps((_surroundings(), call)))
+            (folder / CALL).write_bytes(cloudpickle.dumps((_caller_state(), call)))
         except Exception as error:
             raise UsageError(code="run-not-sent", function=function, reason=str(error)) from error
-        arguments += ["--run-dir", str(folder / "run"), "--", str(CALLED), name]
-        launcher = _Launcher([sys.executable, "-P", "-c", LAUNCHER, str(os.getpid()), *arguments], folder)
+        arguments += ["--run-dir", str(folder / "run"), "--", str(WORKER_SCRIPT), name]
+        launcher = _Launcher([sys.executable, "-P", "-c", LAUNCHER_SCRIPT, str(os.getpid()), *arguments], folder)
         code = launcher.run()
         if code != ExitCode.DONE:
             raise _failure(folder, code, launcher)
         results = sorted(folder.glob(RESULT.format("*")), key=lambda path: int(path.name.rpartition("-")[2]))
-        return [cloudpickle.loads(read(path, limit_bytes=_MOST_BYTES, ours=True)) for path in results]
+        return [cloudpickle.loads(read(path, limit_bytes=_MAX_RESULT_BYTES, ours=True)) for path in results]
 
 
 def _host_options(on: str, hosts: str | Sequence[str], nodes: int | str | None) -> list[str]:
@@ -104,7 +106,7 @@ def _host_options(on: str, hosts: str | Sequence[str], nodes: int | str | None) 
     if nodes is not None and not host_list:
         raise UsageError(code="run-nodes", value=nodes)
     if host_list:
-        SHARED.mkdir(exist_ok=True)
+        RUNS_FOLDER.mkdir(exist_ok=True)
     return [
         "--on",
         on,
@@ -113,7 +115,7 @@ def _host_options(on: str, hosts: str | Sequence[str], nodes: int | str | None) 
     ]
 
 
-def _surroundings() -> dict[str, Any]:
+def _caller_state() -> dict[str, Any]:
     """The state of this process that the ranks take over. It includes the source of a notebook, which is in no file."""
     sources = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
     main = getattr(sys.modules["__main__"], "__file__", None)
@@ -155,7 +157,7 @@ class _Launcher:
         poll.register(process.stdout)
         while True:
             ready = poll.poll(REPORT_SECONDS * 1000)
-            self._bar.look()
+            self._bar.refresh()
             if ready:
                 if not (data := os.read(process.stdout.fileno(), 65536)):
                     return
@@ -174,7 +176,7 @@ def _failure(folder: Path, code: int, launcher: _Launcher) -> BaseException:
     rank_match = re.match(r"rank ([0-9]+) ", report)
     path = folder / ERROR.format(rank_match[1] if rank_match else "")
     if path.is_file():
-        error, traceback = cloudpickle.loads(read(path, limit_bytes=_MOST_BYTES, ours=True))
+        error, traceback = cloudpickle.loads(read(path, limit_bytes=_MAX_RESULT_BYTES, ours=True))
         error.add_note(f"on {report.partition(': ')[0]}\n{traceback}")
         return error
     if code == ExitCode.USAGE and ended is None:  # an error before any process was started

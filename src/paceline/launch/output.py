@@ -7,7 +7,7 @@ state. A terminal shows one redrawn line for all ranks.
 `HostRelay` shows the output of several hosts. The output of node 0 stays unchanged. Lines of the other nodes begin with
 the host, and equal lines of several hosts appear once: `[n2-n4] out of memory`.
 
-`Tail` and `lines_of` read the output from a file.
+`Tail` and `read_lines` read the output from a file.
 """
 
 import math
@@ -24,16 +24,18 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, NamedTuple
 
-from paceline.runs.console import LiveFilter, clean, join_ranges, last_drawn, strip_controls
+from paceline.runs.console import LiveFilter, final_line_state, join_ranges, remove_controls, strip_controls
 from paceline.runs.owners import open_file
 
 MAX_LINE_BYTES = 1 << 16  # a longer line is split
-THIN_SECONDS = 10.0  # between two states of a bar in a log
+BAR_LOG_SECONDS = 10.0  # between two states of a bar in a log
 REDRAW_SECONDS = 0.1
-SILENT_SECONDS = 3.0  # after this time without a new state, the bar of a different rank may use the terminal line
+BAR_OWNER_TIMEOUT_SECONDS = (
+    3.0  # after this time without a new state, the bar of a different rank may use the terminal line
+)
 LINE_END = re.compile(rb"(\r?\n|\r)")
-MOVED_UP = re.compile(rb"\x1b\[[0-9]*A")  # cursor up: the text is one of several bars, and will be redrawn
-LOCK = threading.Lock()  # keeps the lines of two workers apart
+CURSOR_UP_PATTERN = re.compile(rb"\x1b\[[0-9]*A")  # cursor up: the text is one of several bars, and will be redrawn
+OUTPUT_LOCK = threading.Lock()  # keeps the lines of two workers apart
 CLEAR_LINE = b"\x1b[K"  # erases the terminal line from the cursor to its end
 
 
@@ -53,14 +55,14 @@ class LineSplitter:
         self._due_seconds: float | None = None
 
     @property
-    def state(self) -> bytes:
+    def bar_state(self) -> bytes:
         """The present state of a bar; empty if there is no bar."""
         return self._rest if self._redraws and self._rest.strip() else self._drawn
 
     @property
     def wait_seconds(self) -> float | None:
         """The time to wait for more output before calling `due`; None: no limit."""
-        if self._due_seconds is None or self.state in (b"", self._last_state):
+        if self._due_seconds is None or self.bar_state in (b"", self._last_state):
             return None
         return max(0.0, self._due_seconds - time.monotonic())
 
@@ -70,7 +72,7 @@ class LineSplitter:
         *pieces, self._rest = LINE_END.split(self._rest + data)
         for text, line_end in zip(pieces[::2], pieces[1::2], strict=True):
             self._redraws = line_end == b"\r"
-            visible = MOVED_UP.sub(b"", text)
+            visible = CURSOR_UP_PATTERN.sub(b"", text)
             if self._redraws or visible != text:
                 if visible:  # only blanks: the bar erases itself
                     self._drawn = visible if visible.strip() else b""
@@ -80,24 +82,24 @@ class LineSplitter:
         if len(self._rest) > MAX_LINE_BYTES:
             parts.append(LinePart(self._rest))
             self._rest = b""
-        return parts + self.due()
+        return parts + self.take_due_bar()
 
-    def due(self) -> list[LinePart]:
+    def take_due_bar(self) -> list[LinePart]:
         """The state of a bar, at most every ten seconds."""
-        state = self.state
+        state = self.bar_state
         if not state or state == self._last_state:
             return []
         now = time.monotonic()
         if self._due_seconds is None:
-            self._due_seconds = now + THIN_SECONDS
+            self._due_seconds = now + BAR_LOG_SECONDS
         if now < self._due_seconds:
             return []
-        self._due_seconds, self._last_state, self._drawn = now + THIN_SECONDS, state, b""
+        self._due_seconds, self._last_state, self._drawn = now + BAR_LOG_SECONDS, state, b""
         return [LinePart(state + b"\n", is_bar=True)]
 
     def end(self) -> list[LinePart]:
         """The rest of the output at its end: a line without a line end, or the last state of a bar."""
-        state = self.state
+        state = self.bar_state
         if self._rest and not self._redraws:
             return [LinePart(self._rest)]
         return [LinePart(state + b"\n")] if state and state != self._last_state else []
@@ -115,10 +117,12 @@ class _Bar:
         """Draw the state of a rank, and return to the beginning of the line, so that the next output replaces it."""
         now = time.monotonic()
         is_owner = self.owner == prefix
-        if now - self.seconds < (REDRAW_SECONDS if is_owner else SILENT_SECONDS):
+        if now - self.seconds < (REDRAW_SECONDS if is_owner else BAR_OWNER_TIMEOUT_SECONDS):
             return
         with suppress(OSError):
-            text = clean((prefix + state).decode(errors="replace"))[: (os.get_terminal_size(screen).columns or 80) - 1]
+            text = remove_controls((prefix + state).decode(errors="replace"))[
+                : (os.get_terminal_size(screen).columns or 80) - 1
+            ]
             _put(screen, text.encode(errors="replace") + CLEAR_LINE + b"\r")
             self.owner, self.seconds, self.shown = prefix, now, True
 
@@ -153,19 +157,19 @@ def _relay(source: IO[bytes], log: int, screen: int, prefix: bytes) -> None:
         while True:
             wait_seconds = lines.wait_seconds
             if not ready.poll(None if wait_seconds is None else wait_seconds * 1000 + 1):
-                _pass_on(lines.due(), log, -1 if is_live else screen, prefix, redrawn=redrawn)
+                _pass_on(lines.take_due_bar(), log, -1 if is_live else screen, prefix, redrawn=redrawn)
                 continue
             if not (data := os.read(source.fileno(), 65536)):
                 break
             if is_live:
-                _write(screen, live_filter.passed(data))
+                _write(screen, live_filter.filter_bytes(data))
             _pass_on(lines.feed(data), log, -1 if is_live else screen, prefix, redrawn=redrawn)
-            if redrawn and lines.state:
-                with LOCK:
-                    _BAR.draw(screen, prefix, lines.state)
+            if redrawn and lines.bar_state:
+                with OUTPUT_LOCK:
+                    _BAR.draw(screen, prefix, lines.bar_state)
     _pass_on(lines.end(), log, -1 if is_live else screen, prefix, redrawn=redrawn)
     if redrawn:
-        with LOCK:
+        with OUTPUT_LOCK:
             _put(screen, _BAR.erase() if _BAR.owner == prefix else b"")
     os.close(log)
 
@@ -178,12 +182,12 @@ def _pass_on(pieces: Sequence[LinePart], log: int, screen: int, prefix: bytes, *
         lines = [line for line in lines if strip_controls(line).strip()]
     if lines and screen >= 0:
         data = strip_controls(b"".join(prefix + line + b"\n" for line in lines))
-        with LOCK:
+        with OUTPUT_LOCK:
             _put(screen, (_BAR.erase() if redrawn else b"") + data)
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    with LOCK:
+    with OUTPUT_LOCK:
         _put(descriptor, data)
 
 
@@ -195,7 +199,7 @@ def _put(descriptor: int, data: bytes) -> None:
 
 # ---- output of several hosts ----
 
-FOLD_SECONDS = 0.3  # how long a line waits for the same line of other hosts
+MERGE_WAIT_SECONDS = 0.3  # how long a line waits for the same line of other hosts
 HALF_LINE_SECONDS = 1.0  # how long other lines wait until node 0 completes its line
 MAX_HOST_LINE_BYTES = 8192
 MAX_WAITING_LINES = 200
@@ -233,7 +237,7 @@ class Screen:
         """End the thread after it has written all data."""
         self._queue.put(None)
 
-    def closed(self, seconds: float) -> bool:
+    def wait_closed(self, seconds: float) -> bool:
         """Wait up to `seconds`; return whether the thread has written all data."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -267,7 +271,7 @@ class HostRelay:
     def put(self, node: int, descriptor: int, data: bytes) -> None:
         """Process output of a node, from its stdout (1) or stderr (2)."""
         if node == 0:
-            self._screen.put(descriptor, self._node_0[descriptor].passed(data))
+            self._screen.put(descriptor, self._node_0[descriptor].filter_bytes(data))
             self._half_since.pop(descriptor, None)
             if not data.endswith(b"\n"):
                 self._half_since[descriptor] = time.monotonic()
@@ -279,7 +283,7 @@ class HostRelay:
             self._unfinished[node, descriptor] = rest
         for line in lines:
             for start in range(0, max(1, len(line)), MAX_HOST_LINE_BYTES):
-                self._add(node, descriptor, cleaned(line[start : start + MAX_HOST_LINE_BYTES]))
+                self._add(node, descriptor, sanitize_line(line[start : start + MAX_HOST_LINE_BYTES]))
 
     def say(self, text: str) -> None:
         """Show a line of the launcher, after all earlier output."""
@@ -306,7 +310,7 @@ class HostRelay:
         """Process the end of a node's output: its last line may have no line end."""
         for descriptor in (1, 2):
             if rest := self._unfinished.pop((node, descriptor), b""):
-                self._add(node, descriptor, cleaned(rest))
+                self._add(node, descriptor, sanitize_line(rest))
 
     def _add(self, node: int, descriptor: int, text: str) -> None:
         for line in reversed(self._waiting):
@@ -315,7 +319,7 @@ class HostRelay:
             if (line.descriptor, line.text) == (descriptor, text):
                 line.nodes.append(node)
                 return
-        self._waiting.append(_Line(descriptor, text, [node], time.monotonic() + FOLD_SECONDS))
+        self._waiting.append(_Line(descriptor, text, [node], time.monotonic() + MERGE_WAIT_SECONDS))
         while len(self._waiting) > MAX_WAITING_LINES:
             self._write(self._waiting.pop(0))
 
@@ -336,18 +340,18 @@ class HostRelay:
         self._screen.put(line.descriptor, f"[{names}] {line.text}\n".encode(errors="replace"))
 
 
-def cleaned(line: bytes) -> str:
+def sanitize_line(line: bytes) -> str:
     """The line without characters that could move the cursor or hide text, since other machines are not trusted."""
     text = _COLOURS.sub("", line.decode(errors="replace"))
-    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", last_drawn(text))
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", final_line_state(text))
 
 
 # ---- files ----
 
-MAX_BYTES = 1 << 20  # of one read
+MAX_READ_BYTES = 1 << 20  # of one read
 BLOCK_BYTES = 1 << 16
-MAX_LAST_BYTES = 4 << 20  # the last lines are searched in this part of the file
-BAR_SECONDS = 10.0  # between two states of an unfinished bar
+MAX_SEARCHED_BYTES = 4 << 20  # the last lines are searched in this part of the file
+FILE_BAR_SECONDS = 10.0  # between two states of an unfinished bar
 
 
 class Tail:
@@ -356,7 +360,7 @@ class Tail:
     def __init__(self, path: Path, offset_bytes: int = 0) -> None:
         self.path = path
         self._offset, self._rest = offset_bytes, b""
-        self._bar_seconds = time.monotonic() + BAR_SECONDS
+        self._bar_seconds = time.monotonic() + FILE_BAR_SECONDS
 
     def read(self, *, to_the_end: bool = False) -> str:
         """New text, up to the last complete line. With `to_the_end`, also the incomplete line."""
@@ -371,7 +375,7 @@ class Tail:
     def _read(self) -> str:
         try:
             with open_file(self.path) as file:
-                data = os.pread(file.descriptor, MAX_BYTES, self._offset)
+                data = os.pread(file.descriptor, MAX_READ_BYTES, self._offset)
         except OSError:  # does not exist yet
             return ""
         self._offset += len(data)
@@ -379,18 +383,18 @@ class Tail:
         bar_due = b"\r" in self._rest and time.monotonic() >= self._bar_seconds
         if bar_due or len(self._rest) > MAX_LINE_BYTES:
             lines, self._rest = [*lines, self._rest], b""
-            self._bar_seconds = time.monotonic() + BAR_SECONDS
+            self._bar_seconds = time.monotonic() + FILE_BAR_SECONDS
         return "".join(f"{_shown(line)}\n" for line in lines)
 
 
 class Line(NamedTuple):
     """A line of a file, and the offset of its last byte."""
 
-    end: int
+    end_offset: int
     text: str
 
 
-def lines_of(path: Path, start: int = 0, end: int | None = None) -> Iterator[Line]:
+def read_lines(path: Path, start: int = 0, end: int | None = None) -> Iterator[Line]:
     """The lines in the bytes from `start` to `end` (default: the present size) of a file. A long line is split.
 
     Raises:
@@ -398,7 +402,7 @@ def lines_of(path: Path, start: int = 0, end: int | None = None) -> Iterator[Lin
     """
     rest, at = b"", start
     with open_file(path) as file:
-        end = file.found.st_size if end is None else end
+        end = file.status.st_size if end is None else end
         while at < end and (data := os.pread(file.descriptor, min(BLOCK_BYTES, end - at), at)):
             line_end = at - len(rest)
             at += len(data)
@@ -416,18 +420,18 @@ def lines_of(path: Path, start: int = 0, end: int | None = None) -> Iterator[Lin
 
 def _shown(line: bytes) -> str:
     text = line.decode(errors="replace")
-    return clean(last_drawn(text) if "\r" in text else text)
+    return remove_controls(final_line_state(text) if "\r" in text else text)
 
 
-def start_of_last(path: Path, count: int) -> tuple[int, int]:
+def find_last_lines(path: Path, count: int) -> tuple[int, int]:
     """The offset of the last `count` lines of a file, of those in its last 4 MiB, and the size of the file in bytes.
 
     Raises:
         OSError: the file cannot be read.
     """
     with open_file(path) as file:
-        end = file.found.st_size
-        max_size, size = min(end, MAX_LAST_BYTES), min(end, BLOCK_BYTES)
+        end = file.status.st_size
+        max_size, size = min(end, MAX_SEARCHED_BYTES), min(end, BLOCK_BYTES)
         while True:  # read from the end: a log may be larger than memory
             data = os.pread(file.descriptor, size, end - size)
             start = len(data) if data.endswith(b"\n") or not data else len(data) + 1

@@ -24,8 +24,8 @@ from paceline.errors import TrainingError, UsageError
 from paceline.protocol.control import SECRET_NAME
 from paceline.protocol.job import Host, JobSpec, NodePlan, NodeRanks, node0_ports, plain_name
 from paceline.runs import writing
-from paceline.runs.folder import MOST_STARTS, attempt_number
-from paceline.runs.reading import decode, names, read
+from paceline.runs.folder import MAX_ATTEMPTS, attempt_number
+from paceline.runs.reading import decode, entry_names, read
 
 _JSON_VALUE = re.compile(rf'("[^"\s]*(?:{SECRET_NAME.pattern})[^"\s]*":\s*)"(?:[^"\\]|\\.)+"', re.IGNORECASE)
 _SHELL_VALUE = re.compile(rf"(?m)^(\s*(?:export\s+)?\w*(?:{SECRET_NAME.pattern})\w*=)\S.*$", re.IGNORECASE)
@@ -51,13 +51,13 @@ class Plan:
 
     agents: tuple[Command, ...] = ()
     nodes: tuple[NodePlan, ...] = ()
-    submit: Command | None = None
-    by_hand: tuple[Command, ...] = ()
+    submit_command: Command | None = None
+    manual_commands: tuple[Command, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict[str, str])
     notes: tuple[str, ...] = ()
 
 
-def local(job: JobSpec) -> Plan:
+def plan_local(job: JobSpec) -> Plan:
     """The plan for all ranks on this machine: one agent. Pure, as every launcher: it looks up and starts nothing."""
     # -P: without it `python -m` puts the working folder first on sys.path. The agent would import a random.py or
     # select.py of the user from there, instead of the module of the standard library
@@ -77,7 +77,7 @@ def node_plan(job: JobSpec, node: int = 0, *, nproc: int = 0, node0: tuple[str, 
     return replace(plan, ranks=NodeRanks(master_port=job.port))
 
 
-def as_file(plan: NodePlan) -> str:
+def format_plan_file(plan: NodePlan) -> str:
     """The text of a plan file, for an agent that reads no stdin."""
     return msgspec.json.format(msgspec.json.encode(plan), indent=2).decode() + "\n"
 
@@ -86,10 +86,10 @@ def describe(plan: Plan) -> str:
     """The plan as text, for `--dry-run`. It contains no secrets, since users may show it to others."""
     lines: list[str] = []
     for command, node in zip(plan.agents, plan.nodes, strict=True):
-        lines += [f"# {command.name}", f"{_typed(command)} <<'PLAN'", _masked(as_file(node)) + "PLAN"]
+        lines += [f"# {command.name}", f"{_typed(command)} <<'PLAN'", _masked(format_plan_file(node)) + "PLAN"]
     for name, text in plan.files.items():
         lines += [f"# the file {name}", _masked(text).rstrip("\n")]
-    for command in (plan.submit, *plan.by_hand):
+    for command in (plan.submit_command, *plan.manual_commands):
         if command is not None:
             lines += [f"# {command.name}", _typed(command)]
     return "\n".join([*lines, *(f"# {note}" for note in plan.notes)]) + "\n"
@@ -107,7 +107,7 @@ def _masked(text: str) -> str:
 
 # ---- hosts ----
 
-MAX_FILE_BYTES = 1 << 20
+MAX_HOSTFILE_BYTES = 1 << 20
 MAX_SLOTS = 1024
 
 _USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]*")
@@ -151,7 +151,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 def _file_entries(path: Path) -> Iterator[tuple[str, list[str]]]:
     try:
-        lines = read(path.resolve(), limit_bytes=MAX_FILE_BYTES).decode().splitlines()
+        lines = read(path.resolve(), limit_bytes=MAX_HOSTFILE_BYTES).decode().splitlines()
     except (OSError, ValueError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else "it is not a text file"
         raise UsageError(code="hosts-unreadable", path=path, reason=reason) from error
@@ -199,7 +199,7 @@ def _number(name: str, text: str, largest: int) -> int:
 
 # ---- the record of a start ----
 
-SUBMITTED = "submitted.json"
+SUBMISSION_FILE = "submitted.json"
 MAX_LOOKED_AT, MAX_BYTES = 10, 1 << 18
 
 
@@ -225,8 +225,8 @@ def next_submit_dir(run_dir: Path) -> Path:
     try:
         writing.make_folder(run_dir, exist_ok=True)
         while True:
-            number = 1 + max((submit_number(Path(name)) for name in names(run_dir)), default=0)
-            if number > MOST_STARTS:
+            number = 1 + max((submit_number(Path(name)) for name in entry_names(run_dir)), default=0)
+            if number > MAX_ATTEMPTS:
                 raise UsageError(code="submit-out-of-range", run_dir=run_dir, number=number - 1)
             try:
                 writing.make_folder(run_dir / f"submit-{number}")
@@ -250,7 +250,7 @@ def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:
     """
     for name, text in files.items():
         try:
-            writing.replace(submit_dir / name, text.encode(), sync=True)
+            writing.replace_file(submit_dir / name, text.encode(), sync=True)
         except OSError as error:
             raise TrainingError(code="settings-not-written", path=submit_dir / name, strerror=error.strerror) from None
 
@@ -261,15 +261,15 @@ def write_submission(submit_dir: Path, submission: Submission) -> None:
     Raises:
         TrainingError: the record cannot be written, for example because the disk is full.
     """
-    write_files(submit_dir, {SUBMITTED: msgspec.json.format(msgspec.json.encode(submission)).decode() + "\n"})
+    write_files(submit_dir, {SUBMISSION_FILE: msgspec.json.format(msgspec.json.encode(submission)).decode() + "\n"})
 
 
 def last_submission(run_dir: Path) -> tuple[Path, Submission | None]:
     """The newest recorded start, with its folder; the run folder and None if all starts were on this machine."""
-    folders = [run_dir / name for name in names(run_dir) if submit_number(Path(name))]
+    folders = [run_dir / name for name in entry_names(run_dir) if submit_number(Path(name))]
     for folder in sorted(folders, key=submit_number, reverse=True)[:MAX_LOOKED_AT]:
         try:
-            return folder, decode(folder / SUBMITTED, Submission, limit_bytes=MAX_BYTES)
+            return folder, decode(folder / SUBMISSION_FILE, Submission, limit_bytes=MAX_BYTES)
         except OSError:  # this start failed before its record was written
             continue
     return run_dir, None

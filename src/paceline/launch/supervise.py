@@ -26,11 +26,11 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.host.sweep import roster_path, sweep_recorded
-from paceline.launch.plan import Command, Plan, local
+from paceline.launch.plan import Command, Plan, plan_local
 from paceline.launch.ssh.remote import SAME_REQUEST_SECONDS, run_remote
 from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_stop_signals, signal_wakeup
 from paceline.protocol.job import JobSpec, NodePlan
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 
 AGENT_MARGIN_SECONDS = 1.2  # time that an agent needs to stop, beyond the grace of its workers
 
@@ -81,7 +81,7 @@ def run_workers(
     attempt_dir.mkdir(parents=True)
     argv = (sys.executable, "-P", "-m", module, *arguments)
     job = JobSpec(argv, nproc, token_hex(8), threads, attempt_dir=str(attempt_dir), **options)
-    return run(local(job))
+    return run(plan_local(job))
 
 
 def _start(command: Command, node: NodePlan, keep_open: Sequence[int]) -> subprocess.Popen[bytes]:
@@ -132,7 +132,7 @@ def _wait(agent: subprocess.Popen[bytes], wakeup: socket.socket, grace_seconds: 
         agent.send_signal(signal.SIGCONT)
     if code < 0:
         name = signal.Signals(-code).name
-        say(f"agent 0 (pid {agent.pid}) was killed by {name}; stopping its workers")
+        print_to_stderr(f"agent 0 (pid {agent.pid}) was killed by {name}; stopping its workers")
         return 128 - code
     return code
 

@@ -26,7 +26,7 @@ from paceline.parallel.dtensor import (
     REPLICATED,
     full_tensor,
     local_shard,
-    replicated,
+    to_replicated,
     with_contiguous_gradient,
 )
 from paceline.parallel.dtensor_mode import DTensorMode, attention
@@ -83,22 +83,22 @@ class ContextMode(DTensorMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _OF_A_POSITION:
-            outputs = self.by_position(func, *args, **kwargs)
+        if func in _POSITIONWISE_FUNCTIONS:
+            outputs = self.compute_local_positions(func, *args, **kwargs)
             if outputs is not None:
                 return outputs
         if func is F.scaled_dot_product_attention and isinstance(args[0], DTensor):
             self.by_rows = self.by_rows or bool(args[0].shape[-3] % self._mesh.size())
-        if func not in _OF_NEIGHBOURS:
+        if func not in _UNSHARDABLE_FUNCTIONS:
             try:
                 return super().__torch_function__(func, types, args, kwargs)
             except torch.OutOfMemoryError:
                 raise
             except (NotImplementedError, RuntimeError):  # torch cannot shard it: each rank computes the whole
                 pass
-        return func(*tree_map(self._as_on_one, args), **tree_map(self._as_on_one, kwargs))
+        return func(*tree_map(self._as_whole_tensor, args), **tree_map(self._as_whole_tensor, kwargs))
 
-    def by_position(self, func: Any, x: Any, *args: Any, **kwargs: Any) -> DTensor | None:
+    def compute_local_positions(self, func: Any, x: Any, *args: Any, **kwargs: Any) -> DTensor | None:
         """The result of a function of the last dimension for this rank's positions; None if there are none."""
         if func is F.embedding:
             shard, dim = self._local_words(x, *args, **kwargs)
@@ -109,7 +109,7 @@ class ContextMode(DTensorMode):
         if shard is None:
             return None
         self.calls += 1
-        args, kwargs = tree_map(self._for_a_part, args), tree_map(self._for_a_part, kwargs)
+        args, kwargs = tree_map(self._with_summed_gradient, args), tree_map(self._with_summed_gradient, kwargs)
         return DTensor.from_local(func(shard, *args, **kwargs), self._mesh, [Shard(dim)])
 
     def _local_words(
@@ -132,9 +132,9 @@ class ContextMode(DTensorMode):
         dim = next((dim for dim in (1, 0) if x.ndim > 2 and x.shape[dim] % ranks == 0 and x.shape[dim] > 0), None)
         if dim is None:
             return None, 0
-        return local_shard(x if isinstance(x, DTensor) else replicated(x, self._mesh), dim), dim
+        return local_shard(x if isinstance(x, DTensor) else to_replicated(x, self._mesh), dim), dim
 
-    def _for_a_part(self, value: Any) -> Any:
+    def _with_summed_gradient(self, value: Any) -> Any:
         """A weight as a plain tensor whose gradient is summed over ranks; any other value unchanged."""
         if not isinstance(value, Tensor):
             return value
@@ -146,7 +146,7 @@ class ContextMode(DTensorMode):
             raise UsageError(code="context-weight-elsewhere", shape=tuple(value.shape))
         return value
 
-    def _as_on_one(self, value: Any) -> Any:
+    def _as_whole_tensor(self, value: Any) -> Any:
         """The value as a whole plain tensor, with the memory layout of one process."""
         whole = full_tensor(self._check_mesh(value))
         return whole.contiguous() if isinstance(value, DTensor) and value.is_contiguous() else whole
@@ -157,7 +157,7 @@ def _split_conv1d(module: nn.Module, mode: ContextMode) -> None:
     plain = type(module).forward
 
     def forward(self: Any, x: Any) -> Any:
-        outputs = mode.by_position(F.linear, x, self.weight.T, self.bias)
+        outputs = mode.compute_local_positions(F.linear, x, self.weight.T, self.bias)
         return plain(self, full_tensor(x)) if outputs is None else outputs
 
     replace_forward(module, forward)
@@ -176,27 +176,27 @@ def _split_attention(module: nn.MultiheadAttention, mode: ContextMode) -> None:
         projected: list[Any] = []
         if not (need_weights or self.add_zero_attn or self.bias_k is not None or self.in_proj_weight is None):
             parts = zip(inputs, *projections(self), strict=True)
-            projected = [mode.by_position(F.linear, x, w, b) if x.ndim == 3 else None for x, w, b in parts]
+            projected = [mode.compute_local_positions(F.linear, x, w, b) if x.ndim == 3 else None for x, w, b in parts]
         if not projected or any(y is None for y in projected):
             full_inputs = [full_tensor(x) for x in (*inputs, key_padding_mask)]
             return plain(self, *full_inputs, need_weights, full_tensor(attn_mask), average_attn_weights, is_causal)
         batch_first = [y if self.batch_first else y.transpose(0, 1) for y in projected]
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in batch_first)
         mask = mask_of_heads(attn_mask, key_padding_mask, q.dtype, self.num_heads)
-        mask_dtensor = None if mask is None else replicated(mask, q.device_mesh)
+        mask_dtensor = None if mask is None else to_replicated(mask, q.device_mesh)
         y: Any = attention(q, k, v, mask_dtensor, self.dropout if self.training else 0.0)
         mode.by_rows = mode.by_rows or bool(self.num_heads % q.device_mesh.size())
         # (L, B, E), as torch lays it out: a dropout after it draws in the order of memory
         y = local_shard(y.permute(2, 0, 1, 3), 0).flatten(2)
         y = DTensor.from_local(y, q.device_mesh, [Shard(0)])
-        y = mode.by_position(F.linear, y, self.out_proj.weight, self.out_proj.bias)
+        y = mode.compute_local_positions(F.linear, y, self.out_proj.weight, self.out_proj.bias)
         return y.transpose(0, 1) if self.batch_first else y, None
 
     replace_forward(module, forward)
 
 
-_OF_NEIGHBOURS = {  # torch cannot shard these, or not correctly
+_UNSHARDABLE_FUNCTIONS = {  # torch cannot shard these, or not correctly
     torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
     torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu,
 }  # fmt: skip
-_OF_A_POSITION = {F.embedding, F.linear, F.layer_norm, F.rms_norm}
+_POSITIONWISE_FUNCTIONS = {F.embedding, F.linear, F.layer_norm, F.rms_norm}

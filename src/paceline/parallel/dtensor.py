@@ -16,7 +16,7 @@ REPLICATED: list[Any] = [Replicate()]
 PARTIAL: list[Any] = [Partial()]
 
 
-def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+def to_replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     """A tensor that is equal on all ranks, as a DTensor. Its gradient is the sum of the gradients of all ranks."""
     return DTensor.from_local(tensor if torch.is_grad_enabled() else tensor.detach(), mesh, REPLICATED)
 
@@ -64,17 +64,17 @@ def _all_to_all(shard: Tensor, group: Any, ranks: int, gathered: int, split: int
     return torch.cat(received.unbind(), gathered)
 
 
-class Fused(Tensor):
+class FusedProjection(Tensor):
     """The output of a fused projection: several tensors that the model's code uses as one, along the last dimension."""
 
     parts: Sequence[DTensor]
 
     @staticmethod
-    def of(parts: Sequence[DTensor]) -> "Fused":
+    def from_parts(parts: Sequence[DTensor]) -> "FusedProjection":
         """One tensor of `parts`, side by side."""
         first = parts[0]
         shape = [*first.shape[:-1], sum(part.shape[-1] for part in parts)]
-        fused = Tensor._make_wrapper_subclass(Fused, shape, dtype=first.dtype, device=first.device)  # pyright: ignore[reportAttributeAccessIssue]
+        fused = Tensor._make_wrapper_subclass(FusedProjection, shape, dtype=first.dtype, device=first.device)  # pyright: ignore[reportAttributeAccessIssue]
         fused.parts = parts
         return fused
 
@@ -93,7 +93,7 @@ def concatenated(parts: Sequence[DTensor], dim: int) -> Tensor:
 
 def full_tensor(value: Any) -> Any:
     """The whole tensor, plain, on every rank; any other value as it is."""
-    value = concatenated(value.parts, -1) if isinstance(value, Fused) else value
+    value = concatenated(value.parts, -1) if isinstance(value, FusedProjection) else value
     return value.redistribute(placements=REPLICATED).to_local() if isinstance(value, DTensor) else value
 
 
@@ -140,7 +140,7 @@ class LayerCommunication:
         """The whole input, whose gradient is summed over ranks."""
         cache = self._cache
         if cache.inputs is not inputs or cache.gathered is None:
-            whole = inputs if isinstance(inputs, DTensor) else replicated(full_tensor(inputs), self.mesh)
+            whole = inputs if isinstance(inputs, DTensor) else to_replicated(full_tensor(inputs), self.mesh)
             # the gradient has the placement of the input: for a shard, a rank receives the sum of that shard only
             gathered = whole.redistribute(placements=REPLICATED).to_local(grad_placements=PARTIAL)
             if gathered.requires_grad:
@@ -180,7 +180,7 @@ class LayerCommunication:
     def shard_input(self, inputs: Any, dim: int = -1) -> Tensor:
         """This rank's shard of an input along `dim`."""
         dim %= inputs.ndim
-        whole = inputs if isinstance(inputs, DTensor) else replicated(full_tensor(inputs), self.mesh)
+        whole = inputs if isinstance(inputs, DTensor) else to_replicated(full_tensor(inputs), self.mesh)
         return whole.redistribute(placements=[Shard(dim)]).to_local()
 
     def reduce_output(self, part: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -193,10 +193,10 @@ class LayerCommunication:
         outputs, dim = DTensor.from_local(part, self.mesh, PARTIAL), part.ndim - 2
         if self._sequence and dim > 0 and part.shape[dim] % self.mesh.size() == 0:
             shard = outputs.redistribute(placements=[Shard(dim)])
-            return shard if bias is None else shard + replicated(bias, self.mesh)
+            return shard if bias is None else shard + to_replicated(bias, self.mesh)
         whole = outputs.redistribute(placements=REPLICATED).to_local()
         return whole if bias is None else whole + bias
 
-    def from_shard(self, shard: Tensor, dim: int = -1) -> DTensor:
+    def wrap_shard(self, shard: Tensor, dim: int = -1) -> DTensor:
         """The tensor of which each rank has a shard along `dim`."""
         return DTensor.from_local(shard, self.mesh, [Shard(dim % shard.ndim)])

@@ -26,11 +26,11 @@ from paceline.checkpoint.shards import ShardedParameter
 from paceline.parallel.dtensor import (
     PARTIAL,
     REPLICATED,
-    Fused,
+    FusedProjection,
     concatenated,
     full_tensor,
     local_shard,
-    replicated,
+    to_replicated,
     with_contiguous_gradient,
 )
 
@@ -43,7 +43,7 @@ def dropout(input: DTensor, p: float = 0.5, training: bool = True, inplace: bool
         input = input.redistribute(placements=REPLICATED)
     drawn = torch.empty_strided(input.shape, input.stride(), dtype=input.dtype, device=input.device)
     noise = drawn.bernoulli_(1 - p).div_(1 - p) if p < 1 else drawn.zero_()
-    mask = replicated(noise, input.device_mesh).redistribute(placements=input.placements)
+    mask = to_replicated(noise, input.device_mesh).redistribute(placements=input.placements)
     return input.mul_(mask) if inplace else input * mask
 
 
@@ -70,7 +70,7 @@ def attention(
     mask = attn_mask
     if by_rows and is_causal:  # only the mask of these rows
         causal_mask = torch.ones(query.shape[length], key.shape[length], dtype=torch.bool, device=q.device).tril()
-        mask, is_causal = replicated(causal_mask, mesh), False
+        mask, is_causal = to_replicated(causal_mask, mesh), False
     if isinstance(mask, DTensor):
         dim = mask.ndim - 2 if by_rows else mask.ndim - 3  # the dimension of the mask that is sharded with it
         is_sharded = (by_heads or by_rows) and dim >= 0 and mask.shape[dim] == query.shape[length if by_rows else heads]
@@ -125,12 +125,13 @@ class DTensorMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not any(
-            isinstance(leaf, (DTensor, Fused)) or self._is_sharded(leaf) for leaf in _leaves((*args, *kwargs.values()))
+            isinstance(leaf, (DTensor, FusedProjection)) or self._is_sharded(leaf)
+            for leaf in _leaves((*args, *kwargs.values()))
         ):
             return func(*args, **kwargs)
-        if getattr(func, "__name__", "") == "__get__" and isinstance(args[0], Fused):
+        if getattr(func, "__name__", "") == "__get__" and isinstance(args[0], FusedProjection):
             return func(*args, **kwargs)  # e.g. its shape
-        if func in _SPLITS_FUSED and isinstance(args[0], Fused):
+        if func in _SPLITS_FUSED and isinstance(args[0], FusedProjection):
             parts = _split_fused(func, *args, **kwargs)
             if parts is not None:
                 return parts
@@ -145,7 +146,7 @@ class DTensorMode(TorchFunctionMode):
             return attention(*args, **kwargs)
         if func in _DRAWS_IN_PLACE:
             drawn = func(full_tensor(args[0]).clone(), *args[1:], **kwargs)
-            return args[0].copy_(replicated(drawn, self._mesh))
+            return args[0].copy_(to_replicated(drawn, self._mesh))
         if func in _NEEDS_WHOLE:
             args, kwargs = tree_map(full_tensor, args), tree_map(full_tensor, kwargs)
         return func(*args, **kwargs)
@@ -156,13 +157,13 @@ class DTensorMode(TorchFunctionMode):
     def _as_dtensor(self, value: Any) -> Any:
         if isinstance(value, DTensor) or not isinstance(value, Tensor):
             return value
-        if isinstance(value, Fused):
+        if isinstance(value, FusedProjection):
             return concatenated(value.parts, -1)
         if not self._is_sharded(value):
-            return replicated(value, self._mesh)
+            return to_replicated(value, self._mesh)
         self.used_elsewhere.add(id(value))
         shard = self._shards[id(value)][1]
-        runs = value.split([stop - start for start, stop in shard.runs], shard.dim)
+        runs = value.split([stop - start for start, stop in shard.ranges], shard.dim)
         parts = [DTensor.from_local(run, self._mesh, [Shard(shard.dim)]) for run in runs]
         return parts[0] if len(parts) == 1 else concatenated(parts, shard.dim)
 
@@ -175,7 +176,7 @@ def _leaves(values: Any) -> Iterator[Any]:
             yield value
 
 
-def _split_fused(func: Any, fused: Fused, *args: Any, **kwargs: Any) -> Tensor | Sequence[Tensor] | None:
+def _split_fused(func: Any, fused: FusedProjection, *args: Any, **kwargs: Any) -> Tensor | Sequence[Tensor] | None:
     """The parts of a fused projection, if `func` splits it exactly so; else None."""
     parts, widths = fused.parts, [part.shape[-1] for part in fused.parts]
     last = fused.ndim - 1

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.compute.forward import override_members
-from paceline.parallel.dtensor import Fused, LayerCommunication, full_tensor, replicated
+from paceline.parallel.dtensor import FusedProjection, LayerCommunication, full_tensor, to_replicated
 from paceline.parallel.dtensor_mode import attention, dropout
 
 
@@ -51,19 +51,21 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     override_members(module, forward=hidden)
 
 
-def colwise(module: nn.Module, comm: LayerCommunication, parts: Sequence[int], ranks: int) -> None:
+def shard_colwise(module: nn.Module, comm: LayerCommunication, parts: Sequence[int], ranks: int) -> None:
     """Let a linear layer compute its shard of the outputs. A fused layer computes its shard of each of `parts`."""
 
     def forward(self: Any, x: Any) -> Any:
         y = comm.linear(x, _weight(self), self.bias)
         if len(parts) < 2:
-            return comm.from_shard(y)
-        return Fused.of([comm.from_shard(part) for part in y.split([width // ranks for width in parts], -1)])
+            return comm.wrap_shard(y)
+        return FusedProjection.from_parts(
+            [comm.wrap_shard(part) for part in y.split([width // ranks for width in parts], -1)]
+        )
 
     replace_forward(module, forward)
 
 
-def rowwise(module: nn.Module, comm: LayerCommunication) -> None:
+def shard_rowwise(module: nn.Module, comm: LayerCommunication) -> None:
     """Let a linear layer compute its summand of the output, and sum over ranks. The bias is added once."""
 
     def forward(self: Any, x: Any) -> Tensor:
@@ -72,7 +74,7 @@ def rowwise(module: nn.Module, comm: LayerCommunication) -> None:
     replace_forward(module, forward)
 
 
-def vocabulary(module: nn.Module, comm: LayerCommunication, first: int) -> None:
+def shard_vocabulary(module: nn.Module, comm: LayerCommunication, first: int) -> None:
     """Let an embedding look up the words of this rank, from `first` on, and sum over ranks."""
 
     def forward(self: Any, indices: Tensor) -> Tensor:
@@ -87,7 +89,7 @@ def vocabulary(module: nn.Module, comm: LayerCommunication, first: int) -> None:
     replace_forward(module, forward)
 
 
-def by_heads(module: nn.MultiheadAttention, comm: LayerCommunication, ranks: int) -> None:
+def shard_attention_heads(module: nn.MultiheadAttention, comm: LayerCommunication, ranks: int) -> None:
     """Let nn.MultiheadAttention compute this rank's heads."""
 
     def forward(
@@ -103,12 +105,12 @@ def by_heads(module: nn.MultiheadAttention, comm: LayerCommunication, ranks: int
             scores = (q * sqrt(1 / q.shape[-1])) @ k.transpose(-2, -1)
             if mask is not None:
                 scores = scores + (comm.shard_input(mask, 1) if ranks > 1 and mask.shape[1] > 1 else mask)
-            weights = dropout(comm.from_shard(scores.softmax(-1), 1), p)
+            weights = dropout(comm.wrap_shard(scores.softmax(-1), 1), p)
             assert isinstance(weights, DTensor)
             y: Any = weights.to_local() @ v
         else:
-            mask_dtensor = None if mask is None else replicated(mask, comm.mesh)
-            query_heads, key_heads, value_heads = (comm.from_shard(tensor, 1) for tensor in (q, k, v))
+            mask_dtensor = None if mask is None else to_replicated(mask, comm.mesh)
+            query_heads, key_heads, value_heads = (comm.wrap_shard(tensor, 1) for tensor in (q, k, v))
             y = attention(query_heads, key_heads, value_heads, mask_dtensor, p)
             y = y.to_local()
         # (L, B, E), as torch lays it out: a dropout after it draws in the order of memory

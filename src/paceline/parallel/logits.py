@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._pytree import tree_map
 
-from paceline.parallel.dtensor import full_tensor, replicated
+from paceline.parallel.dtensor import full_tensor, to_replicated
 
 
 class ShardedLogits(Tensor):
@@ -31,9 +31,9 @@ class ShardedLogits(Tensor):
 
     shard: DTensor
     whole: Tensor | None
-    fetch: Callable[[], Tensor]
-    family: list["weakref.ref[ShardedLogits]"]
-    flat: bool
+    gather_whole: Callable[[], Tensor]
+    output_views: list["weakref.ref[ShardedLogits]"]
+    is_flattened: bool
     """whether it is the (B * T, ...) view of a shard of (B, T, ...) along T, which DTensor does not support"""
 
     @staticmethod
@@ -44,16 +44,21 @@ class ShardedLogits(Tensor):
         """The logits with this `shard`. `fetch` gathers the whole; `family` has all tensors of the same output."""
         shape = (shard.shape[0] * shard.shape[1], *shard.shape[2:]) if flat else shard.shape
         logits = Tensor._make_wrapper_subclass(ShardedLogits, shape, dtype=shard.dtype, device=shard.device)  # pyright: ignore[reportAttributeAccessIssue]
-        logits.shard, logits.whole, logits.fetch, logits.flat = shard, None, fetch or partial(_gathered, shard), flat
-        logits.family = [] if family is None else family
-        logits.family.append(weakref.ref(logits))
+        logits.shard, logits.whole, logits.gather_whole, logits.is_flattened = (
+            shard,
+            None,
+            fetch or partial(_gathered, shard),
+            flat,
+        )
+        logits.output_views = [] if family is None else family
+        logits.output_views.append(weakref.ref(logits))
         return logits
 
     def become_whole(self) -> Tensor:
         """The whole tensor: plain, and equal on every rank."""
-        for reference in self.family:  # a tensor comes before its views
+        for reference in self.output_views:  # a tensor comes before its views
             if (member := reference()) is not None and member.whole is None:
-                member.whole = member.fetch()
+                member.whole = member.gather_whole()
         assert self.whole is not None
         return self.whole
 
@@ -77,27 +82,27 @@ class ShardedLogits(Tensor):
 def _on_shard(func: Any, logits: ShardedLogits, args: Any, kwargs: Any) -> Any:
     """The result of `func` on the shard of its first argument; None if it needs the whole tensor."""
     shard, of_whole = logits.shard, lambda: func(logits.whole, *args[1:], **kwargs)
-    if func in _OF_SHAPE and logits.flat:
+    if func in _SHAPE_FUNCTIONS and logits.is_flattened:
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             return func(logits, *args[1:], **kwargs)
-    if func in _OF_TYPE:
+    if func in _METADATA_FUNCTIONS:
         return func(shard, *args[1:], **kwargs)
     if func is F.cross_entropy:
-        return _cross_entropy(shard, *tree_map(_whole, args[1:]), flat=logits.flat, **tree_map(_whole, kwargs))
-    if logits.flat or not (func in _OF_LAYOUT or (func is Tensor.__getitem__ and _is_slice(args[1]))):
+        return _cross_entropy(shard, *tree_map(_whole, args[1:]), flat=logits.is_flattened, **tree_map(_whole, kwargs))
+    if logits.is_flattened or not (func in _OF_LAYOUT or (func is Tensor.__getitem__ and _is_slice(args[1]))):
         return None
     if shard.ndim > 2 and shard.placements[0].is_shard(1):
         shape = func(torch.empty(shard.shape, device="meta"), *args[1:], **kwargs).shape
         if shape == (shard.shape[0] * shard.shape[1], *shard.shape[2:]):
-            return ShardedLogits.of(shard, of_whole, logits.family, flat=True)
+            return ShardedLogits.of(shard, of_whole, logits.output_views, flat=True)
     try:
         result = func(shard, *args[1:], **kwargs)
     except RuntimeError:  # no DTensor has this layout
         return None
-    return ShardedLogits.of(result, of_whole, logits.family) if _is_sharded(result) else None
+    return ShardedLogits.of(result, of_whole, logits.output_views) if _is_sharded(result) else None
 
 
-def to_caller(value: Any) -> Any:
+def wrap_output(value: Any) -> Any:
     """An output of the model for its caller: logits as a shard, any other tensor whole."""
     return ShardedLogits.of(value) if _is_sharded(value) else full_tensor(value)
 
@@ -185,16 +190,16 @@ class _LossParallel(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         logits, loss = ctx.graph
         with loss_parallel():
-            (gradient,) = torch.autograd.grad(loss, logits, replicated(gradients[0], logits.device_mesh))
+            (gradient,) = torch.autograd.grad(loss, logits, to_replicated(gradients[0], logits.device_mesh))
         return gradient.to_local(), None, None, None, None
 
 
-_OF_SHAPE = {
+_SHAPE_FUNCTIONS = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "ndim")), Tensor.size, Tensor.dim, Tensor.numel,
     Tensor.__len__,
 }  # fmt: skip
-_OF_TYPE = {
-    *_OF_SHAPE, *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "layout")),
+_METADATA_FUNCTIONS = {
+    *_SHAPE_FUNCTIONS, *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "layout")),
     Tensor.is_floating_point, torch.is_floating_point,
     Tensor.register_hook,  # fsdp registers a hook for the begin of backward
 }  # fmt: skip

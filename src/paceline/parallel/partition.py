@@ -19,13 +19,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.errors import UsageError, first_few
-from paceline.parallel.pipeline import Leaf, SplitPoint
-from paceline.seeding import Streams
+from paceline.parallel.pipeline import SplitPoint, StageTensor
+from paceline.seeding import GeneratorStates
 
 ASKS_VALUES = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__contains__")
 STATE_COPIES = 4  # for a parameter: itself, its gradient, two moments of Adam
-PASSES = 4  # measurements; the shortest time counts
-SLACK = 1.05  # the slowest stage may take this much longer if that saves memory
+NUM_MEASUREMENTS = 4  # measurements; the shortest time counts
+MAX_STAGE_SLOWDOWN = 1.05  # the slowest stage may take this much longer if that saves memory
 MAX_SHOWN = 12
 INFINITE = float("inf")
 
@@ -87,7 +87,7 @@ def best_splits(chain: Chain, stages: int, names: Sequence[str] = ()) -> list[in
     else:
         fastest, _ = _partition(chain, stages, seconds, INFINITE)
         sizes = [float(layers.state_bytes + layers.kept_bytes) for layers in chain.layers]
-        _, bounds = _partition(chain, stages, sizes, fastest * SLACK)
+        _, bounds = _partition(chain, stages, sizes, fastest * MAX_STAGE_SLOWDOWN)
     if not bounds:
         max_stages = next((n for n in range(stages - 1, 0, -1) if _partition(chain, n, seconds, INFINITE)[1]), 1)
         raise UsageError(code="too-many-stages", value=stages, most=max_stages, shown=shown)
@@ -162,7 +162,7 @@ class _DataFlow(TorchFunctionMode):
         for tensor in inputs:
             if (name := self._state.get(id(tensor))) is not None:
                 self.uses[name].add(self.now)
-            if self.depends(tensor):
+            if self.depends_on_parameter(tensor):
                 self.last_used[id(tensor)] = self.now
                 computed = True
             computed = computed or id(tensor) in self._parameters
@@ -177,7 +177,7 @@ class _DataFlow(TorchFunctionMode):
                 self._plain.add(id(tensor))
         return result
 
-    def depends(self, tensor: Tensor) -> bool:
+    def depends_on_parameter(self, tensor: Tensor) -> bool:
         """Whether the tensor depends on a parameter. An unknown tensor was computed now, by a custom operation."""
         if id(tensor) in self._plain or id(tensor) in self._parameters:
             return False
@@ -187,7 +187,7 @@ class _DataFlow(TorchFunctionMode):
 
     def begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         leaves = enumerate(tree_leaves((args, kwargs)))
-        dependent = [(i, t) for i, t in leaves if isinstance(t, Tensor) and self.depends(t)]
+        dependent = [(i, t) for i, t in leaves if isinstance(t, Tensor) and self.depends_on_parameter(t)]
         self.called += 1
         self.calls[name].append(_Call(self.called, self.now, dependent))
 
@@ -211,7 +211,7 @@ class _DataFlow(TorchFunctionMode):
         )
 
     def split_point(self, name: str, call: _Call) -> SplitPoint:
-        leaves = [Leaf(i, str(t.dtype).removeprefix("torch."), t.requires_grad) for i, t in call.leaves]
+        leaves = [StageTensor(i, str(t.dtype).removeprefix("torch."), t.requires_grad) for i, t in call.leaves]
         before: list[str] = []
         for other, calls in self.calls.items():  # outer modules come first
             inside = any(other.startswith(f"{outer}.") for outer in before)
@@ -228,19 +228,19 @@ class _DataFlow(TorchFunctionMode):
         return first | {sum(start < call.stop for start in starts) for call in calls} or {0}
 
 
-def survey(model: nn.Module, forward: Callable[[], Any], inputs: Any, loss: Callable[[Any], Tensor]) -> Chain:
+def profile_chain(model: nn.Module, forward: Callable[[], Any], inputs: Any, loss: Callable[[Any], Tensor]) -> Chain:
     """Run `loss(forward())` and its backward on the whole `model` of this rank: find split points, times and memory.
 
     Buffers and random streams are restored afterwards.
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    restore = Streams().put_back
+    restore = GeneratorStates().put_back
     try:
         flow = _DataFlow(model, inputs)
         with _hooked(model, flow.begin, flow.end), flow:
             loss(forward())
         points = flow.points()
-        layers = _Clock(model, points).measure(forward, loss)
+        layers = _SegmentProfiler(model, points).measure(forward, loss)
     finally:
         restore()
         with torch.no_grad():
@@ -256,7 +256,7 @@ def survey(model: nn.Module, forward: Callable[[], Any], inputs: Any, loss: Call
     return Chain(tuple(flow.split_point(name, call) for name, call in points), tuple(layers), users, flow.draws)
 
 
-class _Clock:
+class _SegmentProfiler:
     """Measures forward and backward between split points, and the bytes that are kept for backward."""
 
     def __init__(self, model: nn.Module, points: Sequence[tuple[str, _Call]]) -> None:
@@ -266,7 +266,7 @@ class _Clock:
         self._count = len(points) + 1
 
     def measure(self, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> list[Layers]:
-        runs = [self._run(forward, loss) for _ in range(PASSES)]
+        runs = [self._run(forward, loss) for _ in range(NUM_MEASUREMENTS)]
         return [
             Layers(min(r.forward_seconds for r in of), min(r.backward_seconds for r in of), 0, of[0].kept_bytes)
             for of in zip(*runs, strict=True)

@@ -26,7 +26,7 @@ from paceline.compute.forward import wrap_forward
 from paceline.errors import TrainingError
 from paceline.protocol.evidence import Phase
 from paceline.rank.world import World
-from paceline.seeding import put_stream_states, stream_states
+from paceline.seeding import generator_states, restore_generator_states
 
 META = torch.device("meta")
 Schedule = Literal["1f1b", "gpipe"]
@@ -37,7 +37,7 @@ Take = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Leaf:
+class StageTensor:
     """A tensor that one stage sends to the next: an input of the module at the split point."""
 
     position: int
@@ -52,7 +52,7 @@ class SplitPoint:
     """A point between two stages: before the call of `module`."""
 
     module: str
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[StageTensor, ...]
     before: tuple[str, ...]
     """outermost modules that are only called before it"""
 
@@ -211,7 +211,7 @@ class ModelStage:
         if missed is not None:
             raise TrainingError(code="stage-module-not-called", module=missed.module)
         if any(map(_is_shape, tree_leaves(self._now.result))):
-            raise _past(self._begin)
+            raise _past_stage_error(self._begin)
         return self._now
 
     def _arrive(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -230,9 +230,11 @@ class ModelStage:
             else:
                 leaves[leaf.position] = take()
         if self._draws:
-            put_stream_states(self._take(torch.empty_like(stream_states(self._device), device=META)), self._device)
+            restore_generator_states(
+                self._take(torch.empty_like(generator_states(self._device), device=META)), self._device
+            )
         if any(map(_is_shape, leaves)):
-            raise _past(self._begin)
+            raise _past_stage_error(self._begin)
         return tree_unflatten(leaves, form)
 
     def _depart(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -243,12 +245,12 @@ class ModelStage:
         for leaf in self._end.leaves:
             tensor = leaves[leaf.position]
             if tensor.is_meta:
-                raise _past(self._begin)
+                raise _past_stage_error(self._begin)
             self._send(tensor.detach().contiguous())
             if leaf.trained and torch.is_grad_enabled():
                 self._now.sent.append(tensor)
         if self._draws:
-            self._send(stream_states(self._device))
+            self._send(generator_states(self._device))
         raise _EndOfStage
 
     def _skipped(
@@ -278,7 +280,7 @@ def _in_shapes(module: nn.Module) -> Generator[None]:
             tensors.update(before)
 
 
-def _past(begin: SplitPoint | None) -> TrainingError:
+def _past_stage_error(begin: SplitPoint | None) -> TrainingError:
     return TrainingError(code="past-the-stage", module=begin.module if begin else "a split point")
 
 
@@ -295,7 +297,7 @@ class Pipeline:
     ) -> None:  # fmt: skip
         """The model is split at `points`, one fewer than ranks along the pipeline (a collective of all ranks)."""
         self.names = names
-        """`checkpoint.export.state_names` of the whole model"""
+        """`checkpoint.export.state_dict_aliases` of the whole model"""
         self.called = called
         """by name in the whole model's state_dict, the name under which a tensor is saved (tied ones have several)"""
         along = world.along("pipeline")
@@ -312,7 +314,7 @@ class Pipeline:
         self.number, self.stages = along.rank, along.size
         begin, end = [None, *points, None][along.rank : along.rank + 2]
         self.stage = ModelStage(
-            model, begin, end, world.device, take=self._from_above, send=self._send_down, draws=draws
+            model, begin, end, world.device, take=self._receive_activation, send=self._send_down, draws=draws
         )
         self.sent_bytes = 0
         self.enter: Callable[[Phase], object] | None = None
@@ -332,7 +334,7 @@ class Pipeline:
         if propagate is not None:
             propagate()
         elif run.sent:
-            torch.autograd.backward(run.sent, [self._from_below(sent) for sent in run.sent])
+            torch.autograd.backward(run.sent, [self._receive_gradient(sent) for sent in run.sent])
         for like, gradient in zip(run.taken, run.gradients, strict=True):
             self._send(torch.zeros_like(like, device=self._device) if gradient is None else gradient, -1, self._up)
         run.forget()
@@ -348,10 +350,10 @@ class Pipeline:
             self._pending.popleft()[0].wait()
         self._send(tensor, 1, self._down)
 
-    def _from_above(self, like: Tensor) -> Tensor:
+    def _receive_activation(self, like: Tensor) -> Tensor:
         return self._receive(like, -1, self._down, Phase.FORWARD)
 
-    def _from_below(self, like: Tensor) -> Tensor:
+    def _receive_gradient(self, like: Tensor) -> Tensor:
         return self._receive(like, 1, self._up, Phase.BACKWARD)
 
     def _send(self, tensor: Tensor, step: int, group: dist.ProcessGroup) -> None:

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.shards import ShardedParameter
-from paceline.errors import UsageError, first_few, plural, unknown
+from paceline.errors import UsageError, first_few, plural, unknown_name_error
 from paceline.parallel.layers import is_linear, is_transposed, widths
 from paceline.rank.world import World
 
-WAYS = ("colwise", "rowwise", "qkv", "heads", "vocabulary", "whole")
-INTO_ATTENTION = re.compile(
+SHARDING_STYLES = ("colwise", "rowwise", "qkv", "heads", "vocabulary", "whole")
+ATTENTION_INPUT_PATTERN = re.compile(
     r"(^|[._])(q|k|v|query|key|value|qkv|c_attn|in_proj|query_key_value|[qkv]_?(proj|lin|linear)|to_(q|k|v|qkv)|w[qkv]|attn|Wqkv)$"
 )
 HEADS = ("num_heads", "n_head", "n_heads", "heads", "nhead", "num_attention_heads", "n_local_heads")
@@ -30,16 +30,18 @@ NamedModule = tuple[str, Any]
 
 
 @dataclass(frozen=True)
-class ShardedLayer:
+class LayerSharding:
     """How a layer is sharded."""
 
-    way: str
+    style: str
     """one of WAYS"""
     parts: tuple[int, ...] = ()
     """the widths of the concatenated outputs of a fused layer"""
 
 
-def find_plan(model: nn.Module, ranks: int, asked: Mapping[str, str] | None = None) -> dict[str, ShardedLayer]:
+def find_plan(
+    model: nn.Module, ranks: int, requested_styles: Mapping[str, str] | None = None
+) -> dict[str, LayerSharding]:
     """The sharded layers, by name.
 
     Args:
@@ -51,12 +53,12 @@ def find_plan(model: nn.Module, ranks: int, asked: Mapping[str, str] | None = No
         UsageError: if the number of ranks does not divide the heads of an attention or a width in `asked`, a pattern
             matches no module, or no layer can be sharded.
     """
-    chosen = _asked(model, asked or {}, ranks)
+    chosen = _requested_layers(model, requested_styles or {}, ranks)
     excluded = tuple(f"{name}." for name, layer in chosen.items() if layer is None)  # and all modules inside
     free = [(name, m) for name, m in model.named_modules() if name not in chosen and not name.startswith(excluded)]
-    plan = _attention(model, free, ranks)
-    plan |= _pairs(free, plan, ranks)
-    plan |= _vocabulary(free, plan, ranks)
+    plan = _plan_attention(model, free, ranks)
+    plan |= _plan_linear_pairs(free, plan, ranks)
+    plan |= _plan_vocabulary(free, plan, ranks)
     plan = _consistent(model, plan | {name: layer for name, layer in chosen.items() if layer is not None})
     if not plan:
         shown = first_few([f"{name} ({type(m).__name__})" for name, m in model.named_modules() if name], 8)
@@ -64,7 +66,7 @@ def find_plan(model: nn.Module, ranks: int, asked: Mapping[str, str] | None = No
     return plan
 
 
-def shards_of(model: nn.Module, plan: Mapping[str, ShardedLayer], world: World) -> dict[str, ShardedParameter]:
+def shards_of(model: nn.Module, plan: Mapping[str, LayerSharding], world: World) -> dict[str, ShardedParameter]:
     """By name, this rank's shard of each sharded parameter. `world`: the ranks along tensor."""
     shards: dict[str, ShardedParameter] = {}
     first = {id(p): name for name, p in model.named_parameters()}
@@ -87,16 +89,16 @@ def even_shard(shape: torch.Size, dim: int, world: World, parts: Sequence[int] =
     return ShardedParameter(shape, dim, tuple(runs))
 
 
-def _dims(module: Any, layer: ShardedLayer) -> Iterable[tuple[str, int, tuple[int, ...]]]:
+def _dims(module: Any, layer: LayerSharding) -> Iterable[tuple[str, int, tuple[int, ...]]]:
     """(parameter, dimension, parts along it) of the sharded parameters of a layer."""
-    if layer.way == "heads":
+    if layer.style == "heads":
         third = (module.embed_dim,) * 3
         yield from [("in_proj_weight", 0, third), ("out_proj.weight", 1, ())]
         if module.in_proj_bias is not None:
             yield "in_proj_bias", 0, third
-    elif layer.way == "vocabulary":
+    elif layer.style == "vocabulary":
         yield "weight", 0, ()
-    elif layer.way == "rowwise":
+    elif layer.style == "rowwise":
         yield "weight", 0 if is_transposed(module) else 1, ()
     else:
         yield "weight", 1 if is_transposed(module) else 0, layer.parts
@@ -107,12 +109,12 @@ def _dims(module: Any, layer: ShardedLayer) -> Iterable[tuple[str, int, tuple[in
 # ---- the request of the task --------------------------------------------------------------------------------------
 
 
-def _asked(model: nn.Module, ways: Mapping[str, str], ranks: int) -> dict[str, ShardedLayer | None]:
+def _requested_layers(model: nn.Module, ways: Mapping[str, str], ranks: int) -> dict[str, LayerSharding | None]:
     modules = {name: module for name, module in model.named_modules() if name}
-    layers: dict[str, ShardedLayer | None] = {}
+    layers: dict[str, LayerSharding | None] = {}
     for pattern, way in ways.items():
-        if way not in WAYS:
-            raise unknown(f"sharding of {pattern}", way, WAYS)
+        if way not in SHARDING_STYLES:
+            raise unknown_name_error(f"sharding of {pattern}", way, SHARDING_STYLES)
         names = [name for name in modules if fnmatchcase(name, pattern)]
         if not names:
             raise UsageError(code="parallelize-no-module", pattern=pattern, modules=first_few([*modules], 20))
@@ -120,11 +122,11 @@ def _asked(model: nn.Module, ways: Mapping[str, str], ranks: int) -> dict[str, S
     return layers
 
 
-def _asked_layer(name: str, module: Any, way: str, ranks: int) -> ShardedLayer:
+def _asked_layer(name: str, module: Any, way: str, ranks: int) -> LayerSharding:
     fits = {"heads": type(module) is nn.MultiheadAttention, "vocabulary": type(module) is nn.Embedding}
     if not fits.get(way, is_linear(module)):
         raise UsageError(code="parallelize-way", name=name, kind=type(module).__name__, way=way)
-    layer = ShardedLayer(way, (widths(module)[1] // 3,) * 3 if way == "qkv" else ())
+    layer = LayerSharding(way, (widths(module)[1] // 3,) * 3 if way == "qkv" else ())
     for leaf, dim, parts in _dims(module, layer):
         shape = module.get_parameter(leaf).shape
         if any(width % ranks for width in parts or (shape[dim],)):
@@ -134,7 +136,7 @@ def _asked_layer(name: str, module: Any, way: str, ranks: int) -> ShardedLayer:
     return layer
 
 
-def _consistent(model: nn.Module, plan: Mapping[str, ShardedLayer]) -> dict[str, ShardedLayer]:
+def _consistent(model: nn.Module, plan: Mapping[str, LayerSharding]) -> dict[str, LayerSharding]:
     """The plan without layers that have a parameter in common with a layer that is not sharded in the same way."""
     sharded_dims = {
         f"{name}.{leaf}": (dim, parts)
@@ -154,41 +156,41 @@ def _consistent(model: nn.Module, plan: Mapping[str, ShardedLayer]) -> dict[str,
 # ---- the rules ---------------------------------------------------------------------------------------------------
 
 
-def _attention(model: nn.Module, free: Sequence[NamedModule], ranks: int) -> dict[str, ShardedLayer]:
-    plan: dict[str, ShardedLayer] = {}
+def _plan_attention(model: nn.Module, free: Sequence[NamedModule], ranks: int) -> dict[str, LayerSharding]:
+    plan: dict[str, LayerSharding] = {}
     for name, module in free:
         if type(module) is nn.MultiheadAttention and _is_plain(module):
             _check_heads(name, module, module.num_heads, ranks)
-            plan[name] = ShardedLayer("heads")
+            plan[name] = LayerSharding("heads")
     linears = [(name, module) for name, module in free if is_linear(module)]
     at = 0
     while at < len(linears):
         group: list[NamedModule] = []
-        while at < len(linears) and INTO_ATTENTION.search(linears[at][0]):
-            if group and not _near(group[-1][0], linears[at][0]):
+        while at < len(linears) and ATTENTION_INPUT_PATTERN.search(linears[at][0]):
+            if group and not _are_in_neighbouring_modules(group[-1][0], linears[at][0]):
                 break
             group.append(linears[at])
             at += 1
         if not group:
             at += 1
             continue
-        last = linears[at] if at < len(linears) and _near(group[-1][0], linears[at][0]) else None
-        projections = None if last is None else _projections(group, last)
+        last = linears[at] if at < len(linears) and _are_in_neighbouring_modules(group[-1][0], linears[at][0]) else None
+        projections = None if last is None else _plan_projections(group, last)
         if last is None or projections is None or any(name.startswith(f"{n}.") for n in plan for name, _ in group):
             continue
         owner_name = group[0][0].rpartition(".")[0]
         owner = model.get_submodule(owner_name)
         for attributes in (HEADS, KEY_HEADS):
-            if (number := _number(owner, attributes)) is not None:
+            if (number := _find_head_count(owner, attributes)) is not None:
                 _check_heads(owner_name, owner, number, ranks)
         divides = all(width % ranks == 0 for layer in projections.values() for width in layer.parts)
         if divides and _fits(group, last, ranks):
-            plan |= projections | {last[0]: ShardedLayer("rowwise")}
+            plan |= projections | {last[0]: LayerSharding("rowwise")}
             at += 1
     return plan
 
 
-def _projections(group: Sequence[NamedModule], last: NamedModule) -> dict[str, ShardedLayer] | None:
+def _plan_projections(group: Sequence[NamedModule], last: NamedModule) -> dict[str, LayerSharding] | None:
     """How queries, keys and values are sharded; None if the next layer does not take their outputs."""
     width = widths(last[1])[0]
     if len(group) == 1:
@@ -196,15 +198,17 @@ def _projections(group: Sequence[NamedModule], last: NamedModule) -> dict[str, S
         if outputs <= width or (outputs - width) % 2:
             return None
         other = (outputs - width) // 2
-        return {group[0][0]: ShardedLayer("qkv", (width, other, other))}
+        return {group[0][0]: LayerSharding("qkv", (width, other, other))}
     if max(widths(module)[1] for _, module in group) != width:
         return None
-    return {name: ShardedLayer("colwise") for name, _ in group}
+    return {name: LayerSharding("colwise") for name, _ in group}
 
 
-def _pairs(free: Sequence[NamedModule], taken: Mapping[str, ShardedLayer], ranks: int) -> dict[str, ShardedLayer]:
-    plan: dict[str, ShardedLayer] = {}
-    inside = tuple(f"{name}." for name, layer in taken.items() if layer.way == "heads")
+def _plan_linear_pairs(
+    free: Sequence[NamedModule], taken: Mapping[str, LayerSharding], ranks: int
+) -> dict[str, LayerSharding]:
+    plan: dict[str, LayerSharding] = {}
+    inside = tuple(f"{name}." for name, layer in taken.items() if layer.style == "heads")
     linears = [(n, m) for n, m in free if is_linear(m) and n not in taken and not n.startswith(inside)]
     at = 0
     while at + 1 < len(linears):
@@ -213,35 +217,37 @@ def _pairs(free: Sequence[NamedModule], taken: Mapping[str, ShardedLayer], ranks
             inputs != outputs
             and at + len(group) + 1 < len(linears)
             and widths(linears[at + len(group)][1]) == (inputs, outputs)
-            and _near(group[0][0], linears[at + len(group)][0])
+            and _are_in_neighbouring_modules(group[0][0], linears[at + len(group)][0])
         ):
             group.append(linears[at + len(group)])
         last = linears[at + len(group)]
         inner = widths(last[1])[0]
-        fits = _near(group[0][0], last[0]) and _fits(group, last, ranks)
+        fits = _are_in_neighbouring_modules(group[0][0], last[0]) and _fits(group, last, ranks)
         if fits and outputs == inner:
-            plan |= {name: ShardedLayer("colwise") for name, _ in group} | {last[0]: ShardedLayer("rowwise")}
+            plan |= {name: LayerSharding("colwise") for name, _ in group} | {last[0]: LayerSharding("rowwise")}
             at += len(group) + 1
         elif fits and outputs == 2 * inner and len(group) == 1:  # a gate and its values in one layer
-            plan |= {group[0][0]: ShardedLayer("qkv", (inner, inner)), last[0]: ShardedLayer("rowwise")}
+            plan |= {group[0][0]: LayerSharding("qkv", (inner, inner)), last[0]: LayerSharding("rowwise")}
             at += 2
         else:
             at += 1
     return plan
 
 
-def _vocabulary(free: Sequence[NamedModule], taken: Mapping[str, ShardedLayer], ranks: int) -> dict[str, ShardedLayer]:
-    plan: dict[str, ShardedLayer] = {}
+def _plan_vocabulary(
+    free: Sequence[NamedModule], taken: Mapping[str, LayerSharding], ranks: int
+) -> dict[str, LayerSharding]:
+    plan: dict[str, LayerSharding] = {}
     vocab_sizes: set[int] = set()
     for name, module in free:
         if type(module) is nn.Embedding:
             usual = module.max_norm is None and not (module.scale_grad_by_freq or module.sparse)
             large = module.num_embeddings >= module.embedding_dim  # a small table is probably one of positions
             if usual and large and module.num_embeddings % ranks == 0:
-                plan[name] = ShardedLayer("vocabulary")
+                plan[name] = LayerSharding("vocabulary")
                 vocab_sizes.add(module.num_embeddings)
         elif is_linear(module) and name not in taken and widths(module)[1] in vocab_sizes:
-            plan[name] = ShardedLayer("colwise")
+            plan[name] = LayerSharding("colwise")
     return plan
 
 
@@ -260,7 +266,7 @@ def _check_heads(name: str, module: nn.Module, number: int, ranks: int) -> None:
         )  # fmt: skip
 
 
-def _number(module: nn.Module, names: Sequence[str]) -> int | None:
+def _find_head_count(module: nn.Module, names: Sequence[str]) -> int | None:
     for owner in (module, getattr(module, "config", None)):
         for name in names:
             value = getattr(owner, name, None)
@@ -269,7 +275,7 @@ def _number(module: nn.Module, names: Sequence[str]) -> int | None:
     return None
 
 
-def _near(a: str, b: str) -> bool:
+def _are_in_neighbouring_modules(a: str, b: str) -> bool:
     """Whether two layers are in the same module, or in two modules of the same module other than the model."""
     first, second = a.split(".")[:-1], b.split(".")[:-1]
     return first == second or (

@@ -16,8 +16,8 @@ A rank that another launcher started (`paceline watchover`) attaches to the agen
     rank -> agent    Goodbye, its last message; it waits until the agent closes the connection
 
 They connect through an abstract Unix socket, which has no file. Its name is not secret, so each end asks the kernel for
-the user of the other end. Each message is one packet. No part of a message is executed or unpickled. `Orders` collects
-the requests of a launcher, a scheduler or a user to an agent: stop signals, and the lifeline.
+the user of the other end. Each message is one packet. No part of a message is executed or unpickled. `StopOrders`
+collects the requests of a launcher, a scheduler or a user to an agent: stop signals, and the lifeline.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
-ROOM = "paceline.rank."  # the package of the modules that run in a rank
-BOOTSTRAP = f"{ROOM}bootstrap"  # runs any script as a worker of our agent
-CHECK = "--check"  # an option of the bootstrap, before the script: it also records facts of the run
+RANK_PACKAGE = "paceline.rank."  # the package of the modules that run in a rank
+BOOTSTRAP = f"{RANK_PACKAGE}bootstrap"  # runs any script as a worker of our agent
+CHECK_OPTION = "--check"  # an option of the bootstrap, before the script: it also records facts of the run
 WORKER_SPEC = "PACELINE_WORKER"
 FIRST_PORT, PORTS = 20000, 10000  # below the ports that the kernel uses for outgoing connections (Linux: from 32768)
 READY = b"ready"
-MAX_ORDER_BYTES = 1 << 20
+MAX_FORK_REQUEST_BYTES = 1 << 20
 MAX_DESCRIPTORS = 253  # the kernel's limit for one message
 LATE_PREFIXES = ("PACELINE_", "TORCHELASTIC_", "ROLE_", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-LATE = (  # variables that differ between ranks or starts, and are read only when a process group is created
+LATE_VARIABLES = (  # variables that differ between ranks or starts, and are read only when a process group is created
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
 MAX_MESSAGE_BYTES = 1 << 16
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-TERMINALS = (signal.SIGINT, signal.SIGQUIT)  # a shell without job control starts `&` commands with these ignored
-LIFELINE = 0  # stdin: the launcher holds it open, and writes after the plan one line per heartbeat or order
+TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGQUIT)  # a shell without job control starts `&` commands with these ignored
+LIFELINE_DESCRIPTOR = 0  # stdin: the launcher holds it open, and writes after the plan one line per heartbeat or order
 GRACE_SECONDS = 3.0  # between a stop request to a worker and its kill; the sweep after it still ends within 5 s
 LIFELINE_GRACE_SECONDS = min(2.0, GRACE_SECONDS)  # the same after the launcher has ended
 REMOTE_GRACE_SECONDS = 6.0  # the same after a launcher has ended at the other end of ssh: all ends within 10 s
@@ -86,24 +86,24 @@ class WorkerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     preload: int = -1  # only for the preloader: the socket on which the agent requests workers
 
     @classmethod
-    def here(cls, env: MutableMapping[str, str] = os.environ) -> WorkerSpec | None:
+    def from_environment(cls, env: MutableMapping[str, str] = os.environ) -> WorkerSpec | None:
         """The specification of this process; None if no agent of paceline has started it."""
         if (text := env.pop(WORKER_SPEC, None)) is not None:  # at each call: a forked worker gets it after its fork
             WorkerSpec._here = msgspec.json.decode(text, type=WorkerSpec)
         return WorkerSpec._here
 
-    def variable(self) -> dict[str, str]:
+    def to_environment(self) -> dict[str, str]:
         """The environment variable with this specification."""
         return {WORKER_SPEC: msgspec.json.encode(self).decode()}
 
 
-def restarts(env: Mapping[str, str] = os.environ) -> int:
+def restart_count(env: Mapping[str, str] = os.environ) -> int:
     """The number of restarts of this process's run so far, by our agent or by torchrun's."""
-    spec = WorkerSpec.here()
+    spec = WorkerSpec.from_environment()
     return spec.generation if spec is not None else int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-class ForkOrder(msgspec.Struct, frozen=True, array_like=True):
+class ForkRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request to fork a worker with this environment.
 
     The first descriptor of the message starts the worker. The others get these `numbers`, which include 1 and 2.
@@ -119,9 +119,11 @@ def as_bytes(env: Mapping[str, str]) -> tuple[tuple[bytes, bytes], ...]:
     return tuple((os.fsencode(name), os.fsencode(value)) for name, value in env.items())
 
 
-def at_import(env: Mapping[str, str]) -> dict[str, str]:
+def import_time_variables(env: Mapping[str, str]) -> dict[str, str]:
     """The variables that libraries may read during their import. They are equal on all ranks."""
-    return {name: value for name, value in env.items() if name not in LATE and not name.startswith(LATE_PREFIXES)}
+    return {
+        name: value for name, value in env.items() if name not in LATE_VARIABLES and not name.startswith(LATE_PREFIXES)
+    }
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -221,7 +223,9 @@ def signal_wakeup(signals: Iterable[signal.Signals]) -> Generator[socket.socket]
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)
-    wanted = [s for s in signals if s in (signal.SIGCHLD, *TERMINALS) or signal.getsignal(s) is not signal.SIG_IGN]
+    wanted = [
+        s for s in signals if s in (signal.SIGCHLD, *TERMINAL_SIGNALS) or signal.getsignal(s) is not signal.SIG_IGN
+    ]
     previous_handlers = {s: signal.signal(s, _only_wake) for s in wanted}
     previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)  # the launcher starts agents with them blocked
@@ -255,7 +259,7 @@ def wait_readable(descriptors: Sequence[Readable | int], seconds: float) -> set[
     return {number for number, _ in poll.poll(1000 * max(0.0, seconds))}
 
 
-class Orders:
+class StopOrders:
     """All orders to an agent so far. Orders are never withdrawn.
 
     `wakeup` is from `signal_wakeup`. With `lifeline`, a launcher holds stdin open (not under Slurm, and not if a user
@@ -270,7 +274,7 @@ class Orders:
         self._line = b""
 
     @property
-    def given(self) -> bool:
+    def has_order(self) -> bool:
         """Whether there is an order. All orders are requests to stop."""
         return self.launcher_gone or bool(self.signals)
 
@@ -280,15 +284,17 @@ class Orders:
         Returns:
             Whether an order has arrived or a child has ended.
         """
-        lifeline = [LIFELINE] if self._lifeline and not self.launcher_gone else []  # end of file stays readable forever
+        lifeline = (
+            [LIFELINE_DESCRIPTOR] if self._lifeline and not self.launcher_gone else []
+        )  # end of file stays readable forever
         if lifeline and self._silence_seconds:
             seconds = min(seconds, max(0.1, self._heard_seconds + self._silence_seconds - time.monotonic()))
         before = len(self.signals), self.launcher_gone
         ready = wait_readable([self._wakeup, *lifeline, *also], seconds)
         if woken := self._wakeup.fileno() in ready:
             self.signals += read_stop_signals(self._wakeup)
-        if LIFELINE in ready:
-            self._read_orders(os.read(LIFELINE, 4096))
+        if LIFELINE_DESCRIPTOR in ready:
+            self._read_orders(os.read(LIFELINE_DESCRIPTOR, 4096))
         elif lifeline and self._silence_seconds and time.monotonic() > self._heard_seconds + self._silence_seconds:
             self.launcher_gone = True  # the network connection is broken, so no end of file will arrive
         return woken or before != (len(self.signals), self.launcher_gone)

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, ReportedByPeer
 
-GOOD_ENDS = (ExitCode.DONE, ExitCode.SAVED)
+SUCCESS_EXIT_CODES = (ExitCode.DONE, ExitCode.SAVED)
 
 PEER_LOST = (  # lower case
     "connection closed by peer",
@@ -41,13 +41,15 @@ PEER_LOST = (  # lower case
 )
 LOADER_KILLED = re.compile(r"DataLoader worker .* killed by signal: Killed")  # torch's message
 TRANSPORT_TYPES = frozenset({"DistNetworkError", "DistStoreError"})
-LIBRARY_TYPES = frozenset({"RuntimeError", "DistError", "DistBackendError"})  # torch also raises these for lost peers
+TORCH_ERROR_TYPES = frozenset(
+    {"RuntimeError", "DistError", "DistBackendError"}
+)  # torch also raises these for lost peers
 SHARED_GROUP = "shared"
 """The group of ranks with shared memory, and the prefix of the names of such groups on several hosts."""
-BLOCK = "block "
+BLOCK_PREFIX = "block "
 """The prefix of the names of collectives that belong to a block of a model, with strategy fsdp."""
 LIVE = "live.json"  # in the folder of the attempt: all ranks, written each second
-WATCHED = "watched"  # in the same folder: `paceline watch` touches it repeatedly
+WATCHED_FILE = "watched"  # in the same folder: `paceline watch` touches it repeatedly
 CHECKPOINT_ASK = "ask-checkpoint-"  # prefix of a file that requests a checkpoint after the current step
 MAX_LIVE_BYTES = 4 << 20
 
@@ -95,7 +97,7 @@ def _says_peers_are_gone(error: BaseException) -> bool:
     if names & TRANSPORT_TYPES:
         return "failed to listen" not in str(error)  # the store itself failed on this rank
     # torch raises no bare ConnectionResetError: a download of the user failed, which is a primary failure
-    return bool(names & LIBRARY_TYPES) and speaks_of_lost_peer(str(error))
+    return bool(names & TORCH_ERROR_TYPES) and speaks_of_lost_peer(str(error))
 
 
 class Phase(IntEnum):
@@ -190,7 +192,7 @@ class ScriptFinding(msgspec.Struct, frozen=True, omit_defaults=True):
     last: bool = False  # whether the rank took no further step and ended with code 0
 
 
-class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
+class WorkerSample(msgspec.Struct, frozen=True, omit_defaults=True):
     """One worker at one moment, from /proc, its status page and its failure record."""
 
     rank: int
@@ -223,14 +225,14 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.step - self.alone
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """Whether it neither has ended nor is lost with its node."""
         return self.code is None and not self.lost_reason
 
     @property
     def ended_badly(self) -> bool:
         """Whether it has ended, and neither finished nor stopped as requested."""
-        return bool(self.lost_reason) or self.code not in (None, *GOOD_ENDS)
+        return bool(self.lost_reason) or self.code not in (None, *SUCCESS_EXIT_CODES)
 
     @property
     def failed_at_seconds(self) -> float:
@@ -253,7 +255,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
         reports_phases = self.phase is not Phase.USER and not self.script and self.phase_seconds
         return self.phase_seconds[Phase.OPTIMIZER] > 0 if reports_phases else None
 
-    def turned(self, now_seconds: float) -> Self:
+    def with_converted_times(self, now_seconds: float) -> Self:
         """A copy with times replaced by ages, for sending; for a received sample, with ages replaced by times.
 
         The error is the transfer time, a few milliseconds.
@@ -265,7 +267,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
         return replace(self, failure=failure, ended_seconds=now_seconds - self.ended_seconds if has_ended else 0.0)
 
 
-class Evidence(Sample, frozen=True, omit_defaults=True):
+class Evidence(WorkerSample, frozen=True, omit_defaults=True):
     """A sample of a rank with its answer: stacks, collectives, and the state of its process."""
 
     state: str = ""  # process state from /proc: R running, S sleeping, D in I/O, T stopped, Z; empty: ended
@@ -284,9 +286,9 @@ class Evidence(Sample, frozen=True, omit_defaults=True):
     calls: dict[str, Op] = {}  # the calls of a script, by the hash in its orders
 
     @classmethod
-    def of(cls, sample: Sample) -> Self:
+    def from_sample(cls, sample: WorkerSample) -> Self:
         """The evidence on a rank for which only a sample is available."""
-        return cls(*(getattr(sample, name) for name in Sample.__struct_fields__))
+        return cls(*(getattr(sample, name) for name in WorkerSample.__struct_fields__))
 
 
 class StopKind(IntEnum):
@@ -338,7 +340,7 @@ class LiveRank(msgspec.Struct, frozen=True, omit_defaults=True):
     waiting: bool = False  # whether it waits for other ranks
 
     @classmethod
-    def of(cls, sample: Sample) -> Self:
+    def from_sample(cls, sample: WorkerSample) -> Self:
         """The part of a sample that `paceline watch` needs."""
         return cls(
             sample.rank, sample.host, sample.pid, sample.node, sample.code, bool(sample.lost_reason), sample.step,
@@ -347,7 +349,7 @@ class LiveRank(msgspec.Struct, frozen=True, omit_defaults=True):
         )  # fmt: skip
 
 
-class Live(msgspec.Struct, frozen=True):
+class LiveState(msgspec.Struct, frozen=True):
     """All ranks of a generation."""
 
     unix_time: float

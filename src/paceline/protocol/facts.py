@@ -8,19 +8,21 @@ import math
 
 import msgspec
 
-EPOCHS = 2  # epochs that are recorded; later epochs are shortened to one batch each
-WHOLE = 24  # batches of a shortened epoch, plus the remainder, so that accumulation windows end as in a full epoch
+RECORDED_EPOCHS = 2  # epochs that are recorded; later epochs are shortened to one batch each
+SHORTENED_EPOCH_BATCHES = (
+    24  # batches of a shortened epoch, plus the remainder, so that accumulation windows end as in a full epoch
+)
 MAX_STEPS = 100  # limit for a script without epochs, and for the training of a session
 MAX_INDICES, MAX_DIGESTS = 5000, 32
 OWN_GENERATORS = "generators of its own"
 
 
-def kept_batches(batches: int) -> int:
+def shortened_epoch_length(batches: int) -> int:
     """The number of batches in a shortened epoch. Accumulation windows of 2, 3, 4, 6, 8, 12 end as in a full epoch."""
-    return min(batches, WHOLE + batches % WHOLE)
+    return min(batches, SHORTENED_EPOCH_BATCHES + batches % SHORTENED_EPOCH_BATCHES)
 
 
-def finite(value: float, instead: float = 0.0) -> float:
+def finite_or_default(value: float, instead: float = 0.0) -> float:
     """`value`, or `instead` if it is NaN or infinite, which JSON cannot represent."""
     return float(value) if math.isfinite(value) else instead
 
@@ -30,7 +32,7 @@ def facts_file(rank: int) -> str:
     return f"facts-{rank}.json"
 
 
-class Pass(msgspec.Struct):
+class LoaderPass(msgspec.Struct):
     """One iteration over a loader."""
 
     indices: list[int] = []  # the first MAX_INDICES in the order of the sampler, including skipped ones
@@ -64,10 +66,10 @@ class SeenLoader(msgspec.Struct):
     probes: list[list[str]] = []  # the digest of each tensor in a few samples of the data set
     local_only: bool = msgspec.field(default=False, name="private")  # only this rank trains on it, not jointly
     random: dict[str, str] = {}  # generators that were used to fetch a batch -> the digest of their state before
-    passes: list[Pass] = []
+    passes: list[LoaderPass] = []
 
     @property
-    def training(self) -> list[Pass]:
+    def training_passes(self) -> list[LoaderPass]:
         """The iterations that trained the model."""
         return [loader_pass for loader_pass in self.passes if loader_pass.trains]
 
@@ -162,7 +164,7 @@ class PaddedMetric(msgspec.Struct):
     padded: float = 0.0
 
 
-class PlacedFile(msgspec.Struct):
+class FileAccess(msgspec.Struct):
     """A file that was written or read by torch.load: its path and the line."""
 
     path: str
@@ -194,5 +196,5 @@ class ScriptFacts(msgspec.Struct):
     replicas: list[SeenReplica] = []
     schedules: list[SeenSchedule] = []
     metrics: list[PaddedMetric] = []
-    saved_files: list[PlacedFile] = msgspec.field(default_factory=list[PlacedFile], name="written")
-    loaded_files: list[PlacedFile] = msgspec.field(default_factory=list[PlacedFile], name="loaded")
+    saved_files: list[FileAccess] = msgspec.field(default_factory=list[FileAccess], name="written")
+    loaded_files: list[FileAccess] = msgspec.field(default_factory=list[FileAccess], name="loaded")

@@ -25,15 +25,15 @@ from paceline.protocol.control import FIRST_PORT, GRACE_SECONDS, PORTS
 GAP_FACTOR = 5.0
 WARM_UP_STEPS = 5
 EXPLICIT_FACTOR, EXPLICIT_FLOOR_SECONDS = 4.0, 60.0
-JUMP_SECONDS = 5.0  # after a longer gap between samples, the agent was suspended, and perhaps its workers
+SUSPENSION_GAP_SECONDS = 5.0  # after a longer gap between samples, the agent was suspended, and perhaps its workers
 MAX_SECONDS = 7 * 24 * 3600.0
 JOIN_SECONDS = 300.0  # the time for which the agents of several nodes wait for each other
 GRACE_PERIOD_SECONDS = 30.0  # time to end the step and save; schedulers also wait so between SIGTERM and SIGKILL
 NUM_PORTS = 8
-GPU_CORES = 8  # cores per rank with a GPU, which prepares batches and launches kernels
+CORES_PER_GPU_RANK = 8  # cores per rank with a GPU, which prepares batches and launches kernels
 
 
-class Stage(IntEnum):
+class HangWindowStage(IntEnum):
     """The stage that sets the window. If ranks are in several stages, the largest value counts."""
 
     STEP = 1
@@ -43,24 +43,28 @@ class Stage(IntEnum):
     USER = 5
 
 
-LEARNED = {  # floor and cap in seconds
-    Stage.STEP: (10.0, 300.0),
-    Stage.DATA: (30.0, 300.0),
-    Stage.WARM_UP: (300.0, 1800.0),
-    Stage.LONG: (300.0, 1800.0),
-    Stage.USER: (300.0, 1800.0),
+WINDOW_BOUNDS_SECONDS = {  # floor and cap in seconds
+    HangWindowStage.STEP: (10.0, 300.0),
+    HangWindowStage.DATA: (30.0, 300.0),
+    HangWindowStage.WARM_UP: (300.0, 1800.0),
+    HangWindowStage.LONG: (300.0, 1800.0),
+    HangWindowStage.USER: (300.0, 1800.0),
 }
-OF_STEPS = (Stage.STEP, Stage.DATA, Stage.WARM_UP)  # share their longest gap, because times shift between phases
+STEP_STAGES = (
+    HangWindowStage.STEP,
+    HangWindowStage.DATA,
+    HangWindowStage.WARM_UP,
+)  # share their longest gap, because times shift between phases
 
 
-class Windows(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class HangTimeout(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The setting --hang-timeout: `seconds` is None if paceline measures the window itself."""
 
     seconds: float | None = None
     off: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> Windows:
+    def parse(cls, text: str) -> HangTimeout:
         """Parse the value of `--hang-timeout`: auto, off, or seconds such as 30, 7.5 or 30s.
 
         Raises:
@@ -74,17 +78,21 @@ class Windows(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
             raise UsageError(code="hang-timeout-invalid", value=text)
         return cls(float(match[1]))
 
-    def of(self, stage: Stage, largest_gap_seconds: float = 0.0) -> float:
+    def window_seconds(self, stage: HangWindowStage, largest_gap_seconds: float = 0.0) -> float:
         """The longest time without progress, in seconds, given the longest gap of this stage so far."""
         if self.off:
             return math.inf
         if self.seconds is not None:
-            return max(EXPLICIT_FLOOR_SECONDS, EXPLICIT_FACTOR * self.seconds) if stage is Stage.LONG else self.seconds
-        floor, cap = LEARNED[stage]
+            return (
+                max(EXPLICIT_FLOOR_SECONDS, EXPLICIT_FACTOR * self.seconds)
+                if stage is HangWindowStage.LONG
+                else self.seconds
+            )
+        floor, cap = WINDOW_BOUNDS_SECONDS[stage]
         return min(max(GAP_FACTOR * largest_gap_seconds, floor), cap)
 
 
-AUTO = Windows()  # one object, so that a plan omits it as the default
+AUTO = HangTimeout()  # one object, so that a plan omits it as the default
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -137,7 +145,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     grace_period_seconds: float = GRACE_PERIOD_SECONDS  # the same after an order to stop the run: time to save
     max_restarts: int = 0
     min_nproc: int = 0  # lower limit if a restart uses fewer ranks; 0: nproc
-    hang_timeout: Windows = AUTO
+    hang_timeout: HangTimeout = AUTO
     collectives: Literal["torch", "shared"] = "torch"  # shared: DDP in a script reduces through shared memory
     on_drift: Literal["stop", "warn"] = "stop"  # the action if results of a script are wrong without an error
     nodes: int = 1

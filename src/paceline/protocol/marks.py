@@ -25,19 +25,19 @@ from typing import NamedTuple
 import msgspec
 
 from paceline.protocol.evidence import Op, ScriptFinding
-from paceline.protocol.status_page import MARKS_AT, StatusPage, op_of
+from paceline.protocol.status_page import MARKS_AT, StatusPage, decode_op
 
 TABLES = 4
 LEVELS, KEPT = 11, 8  # sufficient also for a short script, which the agent reads only once
 PARTS = 4  # of a fingerprint
-MOST_CALLS = 64
+MAX_NAMED_CALLS = 64
 # number, layout, table and flags, parts, hashes, sums, settings, and the number again, to detect partial writes
 MARK = struct.Struct("@QII4I4Q4f4fQ")
 SETTINGS = ("lr", "weight_decay", "momentum", "betas")  # of the optimizer
 TABLE_BYTES = LEVELS * KEPT * MARK.size
 # number of calls, hash of the group's name, number of its ranks; then a ring of hashes, 4 bytes each
 ORDER, GROUPS, LAST_CALLS = struct.Struct("@QII"), 4, 1024
-UNSURE = 32  # oldest calls, which a writer may overwrite during a read
+NUM_UNSTABLE_CALLS = 32  # oldest calls, which a writer may overwrite during a read
 ORDERS_AT, ORDER_BYTES = MARKS_AT + TABLES * TABLE_BYTES, ORDER.size + 4 * LAST_CALLS
 NAMES_AT, NAMES_MAX = MARKS_AT + (1 << 16), 1 << 15
 FINDINGS_AT, FINDINGS, FINDING_MAX = NAMES_AT + NAMES_MAX, 8, 4096
@@ -48,10 +48,10 @@ ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # scripts call
 class ReplicaFingerprint(NamedTuple):
     """A fingerprint of a rank's parameters after a step."""
 
-    number: int  # the step of the optimizer
+    optimizer_step: int  # the step of the optimizer
     layout: int  # a hash of the names and shapes
     flags: int
-    parts: tuple[int, ...]  # indices of the tensors
+    tensor_indices: tuple[int, ...]  # indices of the tensors
     hashes: tuple[int, ...]
     sums: tuple[float, ...]
     settings: tuple[float, ...] = (0.0,) * len(SETTINGS)  # sums over parameter groups
@@ -62,33 +62,33 @@ class ReplicaFingerprint(NamedTuple):
         return self.flags & 0xFF
 
     @property
-    def parties(self) -> int:
+    def num_ranks(self) -> int:
         """The number of ranks on which it must be equal."""
         return self.flags >> 16
 
 
-class Order(NamedTuple):
+class CallHistory(NamedTuple):
     """The last collectives of a rank over one group of all ranks."""
 
     group: int  # a hash of its name
-    parties: int
-    made: int  # number of calls so far
+    num_ranks: int
+    num_calls: int  # number of calls so far
     calls: tuple[int, ...]  # hashes, the oldest first
 
     @property
     def first(self) -> int:
         """The number of the oldest stored call, from 0."""
-        return self.made - len(self.calls)
+        return self.num_calls - len(self.calls)
 
 
-def put_call(own: StatusPage, table: int, order: Order, call: int) -> None:
+def put_call(own: StatusPage, table: int, order: CallHistory, call: int) -> None:
     """Append a call to a table; `order` is the table before it, without its calls."""
     at = ORDERS_AT + table * ORDER_BYTES
-    own.store(at + ORDER.size + order.made % LAST_CALLS * 4, call.to_bytes(4, sys.byteorder))
-    own.store(at, ORDER.pack(order.made + 1, order.group, order.parties))
+    own.store(at + ORDER.size + order.num_calls % LAST_CALLS * 4, call.to_bytes(4, sys.byteorder))
+    own.store(at, ORDER.pack(order.num_calls + 1, order.group, order.num_ranks))
 
 
-def read_orders(descriptor: int) -> bytes:
+def read_call_tables(descriptor: int) -> bytes:
     """The tables of calls of a worker, as bytes for messages."""
     data = os.pread(descriptor, GROUPS * ORDER_BYTES, ORDERS_AT)
     later_data = os.pread(descriptor, GROUPS * ORDER_BYTES, ORDERS_AT)
@@ -107,26 +107,28 @@ def _is_whole(before: bytes, after: bytes) -> bool:
     if len(before) < ORDER.size or len(after) < ORDER.size:
         return False
     (count, group, parties), (count_after, *others) = ORDER.unpack(before), ORDER.unpack(after)
-    return [group, parties] == others and 0 <= count_after - count < UNSURE
+    return [group, parties] == others and 0 <= count_after - count < NUM_UNSTABLE_CALLS
 
 
-def orders_of(data: bytes) -> list[Order]:
-    """The tables of calls in the bytes of `read_orders`."""
-    orders: list[Order] = []
+def parse_call_tables(data: bytes) -> list[CallHistory]:
+    """The tables of calls in the bytes of `read_call_tables`."""
+    orders: list[CallHistory] = []
     for at in range(0, len(data) - ORDER_BYTES + 1, ORDER_BYTES):
         count, group, parties = ORDER.unpack_from(data, at)
         ring = struct.unpack_from(f"@{LAST_CALLS}I", data, at + ORDER.size)
-        num_safe = min(count, LAST_CALLS - UNSURE)
-        orders.append(Order(group, parties, count, tuple(ring[n % LAST_CALLS] for n in range(count - num_safe, count))))
+        num_safe = min(count, LAST_CALLS - NUM_UNSTABLE_CALLS)
+        orders.append(
+            CallHistory(group, parties, count, tuple(ring[n % LAST_CALLS] for n in range(count - num_safe, count)))
+        )
     return orders
 
 
 def put_fingerprint(own: StatusPage, mark: ReplicaFingerprint) -> None:
     """Write a fingerprint to the status page."""
-    level = min((mark.number & -mark.number).bit_length() - 1, LEVELS - 1)
-    slot = level * KEPT + (mark.number >> (level + 1)) % KEPT
+    level = min((mark.optimizer_step & -mark.optimizer_step).bit_length() - 1, LEVELS - 1)
+    slot = level * KEPT + (mark.optimizer_step >> (level + 1)) % KEPT
     at = MARKS_AT + mark.table * TABLE_BYTES + slot * MARK.size
-    data = MARK.pack(*mark[:3], *mark.parts, *mark.hashes, *mark.sums, *mark.settings, mark.number)
+    data = MARK.pack(*mark[:3], *mark.tensor_indices, *mark.hashes, *mark.sums, *mark.settings, mark.optimizer_step)
     own.store_record(at, data)
     own.put("marks", own.get("marks") + 1)
 
@@ -139,26 +141,26 @@ class Names:
         self._tensors: dict[str, list[str]] = {}
         self._calls: dict[str, str] = {}
 
-    def of_tensors(self, layout: int, names: list[str]) -> None:
+    def set_tensor_names(self, layout: int, names: list[str]) -> None:
         """Set the names of the parts of a layout."""
         self._tensors[str(layout)] = names
         self._put()
 
-    def of_call(self, order: int, text: bytes) -> None:
+    def set_call(self, order: int, text: bytes) -> None:
         """Set the call that has this hash."""
-        if str(order) not in self._calls and len(self._calls) < MOST_CALLS:
+        if str(order) not in self._calls and len(self._calls) < MAX_NAMED_CALLS:
             self._calls[str(order)] = text.decode(errors="replace")
             self._put()
 
     def _put(self) -> None:
         for tensors in (self._tensors, {}):  # too many names: none
-            data = msgspec.json.encode(Named(tensors, self._calls))
+            data = msgspec.json.encode(StoredNames(tensors, self._calls))
             if len(data) < NAMES_MAX:
                 self._own.store(NAMES_AT, data + b"\0")
                 return
 
 
-class Named(msgspec.Struct, frozen=True):
+class StoredNames(msgspec.Struct, frozen=True):
     """The names as JSON on the status page."""
 
     tensors: dict[str, list[str]] = {}
@@ -173,31 +175,31 @@ def put_finding(own: StatusPage, finding: ScriptFinding) -> None:
     own.put("findings", count + 1)
 
 
-def read_marks(descriptor: int) -> bytes:
+def read_fingerprints(descriptor: int) -> bytes:
     """The fingerprints of a worker, as bytes for messages."""
     data = os.pread(descriptor, TABLES * TABLE_BYTES, MARKS_AT)
     slots = (data[at : at + MARK.size] for at in range(0, len(data) - MARK.size + 1, MARK.size))
     return b"".join(slot for slot in slots if any(slot[:8]))
 
 
-def fingerprints_of(data: bytes) -> list[ReplicaFingerprint]:
-    """The fingerprints in the bytes of `read_marks`, without partial writes."""
+def parse_fingerprints(data: bytes) -> list[ReplicaFingerprint]:
+    """The fingerprints in the bytes of `read_fingerprints`, without partial writes."""
     marks = MARK.iter_unpack(data[: len(data) // MARK.size * MARK.size])
     return [ReplicaFingerprint(m[0], m[1], m[2], m[3:7], m[7:11], m[11:15], m[15:19]) for m in marks if m[0] == m[19]]
 
 
-def read_names(descriptor: int) -> Named:
+def read_names(descriptor: int) -> StoredNames:
     """The names of the fingerprinted tensors and of the calls."""
     data = os.pread(descriptor, NAMES_MAX, NAMES_AT).partition(b"\0")[0]
     try:
-        return msgspec.json.decode(data, type=Named)
+        return msgspec.json.decode(data, type=StoredNames)
     except (msgspec.MsgspecError, RecursionError):
-        return Named()
+        return StoredNames()
 
 
 def read_calls(descriptor: int) -> dict[str, Op]:
     """The calls of the worker, by the hash in its orders."""
-    return {key: op_of(text.encode()) for key, text in read_names(descriptor).calls.items()}
+    return {key: decode_op(text.encode()) for key, text in read_names(descriptor).calls.items()}
 
 
 def read_findings(descriptor: int) -> Sequence[ScriptFinding]:
@@ -215,21 +217,23 @@ class Mismatch:
     """The first call in which ranks differ. `odd` are the ranks in the minority; empty without a majority."""
 
     calls: tuple[Op | None, ...]  # by rank; None: the rank made no further call
-    odd: tuple[int, ...]
+    minority_ranks: tuple[int, ...]
 
     @property
     def words(self) -> str:
         """The calls of the ranks, as text."""
-        shown_ranks = [rank for rank in range(len(self.calls)) if not self.odd or rank in self.odd]
+        shown_ranks = [
+            rank for rank in range(len(self.calls)) if not self.minority_ranks or rank in self.minority_ranks
+        ]
         text = "; ".join(f"rank {rank} called {_call(self.calls[rank])}" for rank in shown_ranks)
-        if not self.odd:
+        if not self.minority_ranks:
             return text + "; without a majority, either may be wrong"
-        majority_call = next(call for rank, call in enumerate(self.calls) if rank not in self.odd)
+        majority_call = next(call for rank, call in enumerate(self.calls) if rank not in self.minority_ranks)
         return text + f", while all others called {_call(majority_call)}"
 
 
 def compare_orders(
-    histories: Sequence[Sequence[Op]], local: frozenset[str], known: frozenset[str] = frozenset()
+    histories: Sequence[Sequence[Op]], rank_local_lines: frozenset[str], common_lines: frozenset[str] = frozenset()
 ) -> Mismatch | frozenset[str]:
     """The mismatch between the ranks' calls (the oldest first), or all lines that only some ranks use.
 
@@ -238,15 +242,15 @@ def compare_orders(
     """
     counts = [Counter(op.site for op in history) for history in histories]
     sites = {site for count in counts for site in count}
-    local |= {site for site in sites if len({count[site] for count in counts}) > 1}
+    rank_local_lines |= {site for site in sites if len({count[site] for count in counts}) > 1}
     for group in dict.fromkeys(op.group for history in histories for op in history):
         ops_by_rank = [[op for op in history if op.group == group] for history in histories]
-        labels = [tuple(order_label(op, local) for op in ops) for ops in ops_by_rank]
+        labels = [tuple(order_label(op, rank_local_lines) for op in ops) for ops in ops_by_rank]
         if len(set(labels)) > 1:
             return _mismatch(ops_by_rank, labels)
-        if departure := _departure(ops_by_rank, known):
+        if departure := _departure(ops_by_rank, common_lines):
             return departure
-    return local
+    return rank_local_lines
 
 
 def order_label(op: Op, local: frozenset[str]) -> tuple[str, ...]:

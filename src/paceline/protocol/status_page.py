@@ -40,7 +40,7 @@ from msgspec.structs import replace
 from paceline.protocol.evidence import LoaderWorker, Op, Phase
 
 NAME = "paceline-status-"
-SIGNAL = signal.SIGRTMAX - 3  # requests stacks from faulthandler; SIGUSR1 and SIGUSR2 are left to the user
+STACK_SIGNAL = signal.SIGRTMAX - 3  # requests stacks from faulthandler; SIGUSR1 and SIGUSR2 are left to the user
 # To read a word. The native format is one load of 8 bytes. With "=" or "<" Python would read single bytes.
 WORD = struct.Struct("@Q")
 _NAMES = (
@@ -104,7 +104,7 @@ class StatusPage:
         self._numbers = itertools.count(self.get("ops") + 1)  # next() is atomic, because several threads may write
 
     @classmethod
-    def inherited(cls, descriptor: int) -> Self | None:
+    def from_descriptor(cls, descriptor: int) -> Self | None:
         """The page that this worker's agent made; None if the descriptor is not, or no longer, a status page."""
         return cls(descriptor) if _is_status_page(descriptor) else None
 
@@ -116,7 +116,7 @@ class StatusPage:
         """One counter; the agent sets some."""
         return self._words[_INDEX[name]]
 
-    def asked(self, what: str) -> int:
+    def get_request(self, what: str) -> int:
         """A request of the agent for the end of this step: `saves_asked` or `regroups`. Works with the guard off."""
         return self._steps[_INDEX[what]]
 
@@ -124,7 +124,7 @@ class StatusPage:
         """Count progress."""
         self._words[_CHANGES] += 1
 
-    def note_stops(self, noted: bool) -> None:
+    def set_notes_stops(self, noted: bool) -> None:
         """Set whether stop signals wait for the end of the step. Works with the guard off."""
         self._steps[_INDEX["notes_stops"]] = noted
 
@@ -176,10 +176,10 @@ class StatusPage:
 
     def begin(self, op: Op) -> int:
         """Record the start of `op`; return the number of the record, for `end`."""
-        return self.begin_text(op.seq, NO_PEER if op.peer is None else op.peer, ring_text(op))
+        return self.begin_text(op.seq, NO_PEER if op.peer is None else op.peer, encode_op(op))
 
     def begin_text(self, seq: int, peer: int, text: bytes) -> int:
-        """As `begin`, with the `ring_text` of the operation, which callers may cache."""
+        """As `begin`, with the `encode_op` of the operation, which callers may cache."""
         number = next(self._numbers)
         at = RING_AT + (number - 1) % RECORDS * RECORD.size
         words, first = self._words, at // WORD.size
@@ -219,7 +219,7 @@ class StatusPage:
 
     def recent_ops(self) -> list[tuple[int, Op]]:
         """The records of this process's ring: (start by CLOCK_MONOTONIC, operation)."""
-        return records(self._memory[RING_AT : RING_AT + RECORDS * RECORD.size])
+        return decode_ring(self._memory[RING_AT : RING_AT + RECORDS * RECORD.size])
 
     def calls_since(self, since_ns: int) -> list[tuple[int, float, Op]]:
         """The operations since `since_ns`, the oldest first: (start, seconds or -1 if it runs, operation)."""
@@ -233,14 +233,14 @@ class StatusPage:
             if WORD.unpack_from(data, BEGAN_AT)[0] < since_ns:
                 break
             (state,) = struct.unpack_from("@I", data, STATE_AT)
-            calls += [(began_ns, (state - 1) / 1e6 if state else -1.0, op) for began_ns, op in records(data)]
+            calls += [(began_ns, (state - 1) / 1e6 if state else -1.0, op) for began_ns, op in decode_ring(data)]
         return calls[::-1]
 
-    def keep_for_steps(self) -> None:
+    def share_only_steps(self) -> None:
         """With the guard off: share only steps and the items of loader processes from now on."""
         self._map(-1)
 
-    def keep_for_loaders(self) -> None:
+    def share_only_loader_items(self) -> None:
         """In a forked process: share only the item that it loads, and nothing for its parent."""
         self._map(-1)
         self._steps = self._words
@@ -256,14 +256,14 @@ class StatusPage:
         self._words = memoryview(self._memory).cast("Q")
 
 
-def ring_text(op: Op) -> bytes:
+def encode_op(op: Op) -> bytes:
     """The text of an operation in the ring, with shortened fields."""
     fields = (op.group[:24], op.kind, op.shape[:48], op.dtype[:24], op.name[:40], op.site[:72])
     return SEPARATOR.join(field.replace(SEPARATOR, " ") for field in fields).encode(errors="replace")[:TEXT_BYTES]
 
 
-def op_of(text: bytes) -> Op:
-    """The operation of a `ring_text`, without its number."""
+def decode_op(text: bytes) -> Op:
+    """The operation of a `encode_op`, without its number."""
     fields = text.decode(errors="replace").split(SEPARATOR)  # a long text may lack fields at its end
     group, kind, shape, dtype, name, site = [*fields, *[""] * 6][:6]
     return Op(group, 0, kind, name, shape, dtype, site)
@@ -277,14 +277,14 @@ def _is_status_page(descriptor: int) -> bool:
         return False
 
 
-def records(data: bytes) -> list[tuple[int, Op]]:
+def decode_ring(data: bytes) -> list[tuple[int, Op]]:
     """The records of a ring, the oldest first: (start in ns, operation)."""
     numbered: list[tuple[int, int, Op]] = []
     for at in range(0, len(data) - RECORD.size + 1, RECORD.size):
         first, seq, state, length, peer, began_ns, raw, last = RECORD.unpack_from(data, at)
         if first == 0 or first != last or length > len(raw):
             continue
-        op = op_of(raw[:length])
+        op = decode_op(raw[:length])
         op = replace(op, seq=seq, peer=None if peer < 0 else peer, done=state != IN_FLIGHT)
         numbered.append((first, began_ns, op))
     return [(began_ns, op) for _, began_ns, op in sorted(numbered, key=lambda record: record[0])]
@@ -306,14 +306,14 @@ class Counters:
     ready: int
     answered: int
     beat_ns: int
-    met: bool  # whether it has called a collective
-    moved: tuple[int, ...]
+    has_called_collective: bool  # whether it has called a collective
+    progress_values: tuple[int, ...]
     phase_seconds: tuple[float, ...]  # time in each phase, up to the last change of phase
     waiting: bool  # whether it waited in a collective or message at the last wake-up of its watcher
     script: bool = False  # an unmodified script, which hooks observe
     notes_stops: bool = False  # whether stop signals take effect between steps
-    uneven: bool = False  # whether ranks may take different numbers of steps
-    alone: int = 0  # number of steps that the rank took alone
+    allows_uneven_steps: bool = False  # whether ranks may take different numbers of steps
+    solo_steps: int = 0  # number of steps that the rank took alone
     marks: int = 0
     findings: int = 0
 
@@ -325,10 +325,18 @@ def read_counters(descriptor: int) -> Counters:
     phase = Phase(values["phase"]) if values["phase"] in {*Phase} else Phase.USER
     spent_seconds = tuple(WORD.unpack_from(data, PHASES_AT + p * WORD.size)[0] / 1e9 for p in Phase)
     moved = tuple(values[name] for name in ("step", "phase", "changes", "ops", "enqueued"))
-    has_met, flags = values["ops"] > 0 or values["enqueued"] > 0, ("waiting", "script", "notes_stops", "uneven")
-    numbers = {name: values[name] for name in ("step", "ready", "answered", "beat_ns", "alone", "marks", "findings")}
-    flagged = {name: bool(values[name]) for name in flags}
-    return Counters(phase=phase, met=has_met, moved=moved, phase_seconds=spent_seconds, **flagged, **numbers)
+    numbers = {name: values[name] for name in ("step", "ready", "answered", "beat_ns", "marks", "findings")}
+    flags = {name: bool(values[name]) for name in ("waiting", "script", "notes_stops")}
+    return Counters(
+        phase=phase,
+        has_called_collective=values["ops"] > 0 or values["enqueued"] > 0,
+        progress_values=moved,
+        phase_seconds=spent_seconds,
+        allows_uneven_steps=bool(values["uneven"]),
+        solo_steps=values["alone"],
+        **flags,
+        **numbers,
+    )
 
 
 def put_question(descriptor: int, question: int) -> None:
@@ -346,7 +354,7 @@ def ask_to_regroup(descriptor: int) -> None:
     os.pwrite(descriptor, WORD.pack(1), COUNTERS_AT["regroups"])
 
 
-def release(descriptor: int, why: bytes) -> None:
+def release_from_collective(descriptor: int, why: bytes) -> None:
     """Make the worker leave its collective, with `why` (JSON) as the reason."""
     why = why[:MESSAGE_MAX]
     os.pwrite(descriptor, why, MESSAGE_AT)
@@ -371,7 +379,7 @@ def has_status_page(pid: int) -> bool:
         return True  # unknown: it is ending or closing files
 
 
-def takes_signal(pid: int, number: int = SIGNAL, *, ignoring: bool = False) -> bool:
+def takes_signal(pid: int, number: int = STACK_SIGNAL, *, ignoring: bool = False) -> bool:
     """Whether the process now catches this signal (or ignores it, with `ignoring`); otherwise the signal may kill it.
 
     A process that has become a different program does not catch SIGNAL.
@@ -385,7 +393,7 @@ def takes_signal(pid: int, number: int = SIGNAL, *, ignoring: bool = False) -> b
         return False
 
 
-def read_native(descriptor: int) -> str:
+def read_native_stacks(descriptor: int) -> str:
     """The text of faulthandler since SIGNAL; of a long text the end, which has the main thread."""
     size = os.fstat(descriptor).st_size
     start = max(PAGE_BYTES, size - NATIVE_MAX)
@@ -394,10 +402,10 @@ def read_native(descriptor: int) -> str:
 
 def read_ring(descriptor: int) -> list[Op]:
     """The worker's last collectives, the oldest first, without partial records."""
-    return [op for _, op in of_this_life(records(os.pread(descriptor, RECORDS * RECORD.size, RING_AT)))]
+    return [op for _, op in drop_stale_calls(decode_ring(os.pread(descriptor, RECORDS * RECORD.size, RING_AT)))]
 
 
-def of_this_life(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op]]:
+def drop_stale_calls(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op]]:
     """Remove the calls of an earlier group of the same name. Numbers restart with a new group."""
     kept: list[tuple[int, Op]] = []
     last_seqs: dict[str, int] = {}

@@ -36,7 +36,7 @@ from msgspec.structs import replace
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.protocol.control import (
     BOOTSTRAP,
-    CHECK,
+    CHECK_OPTION,
     Goodbye,
     Hello,
     Rendezvous,
@@ -44,30 +44,35 @@ from paceline.protocol.control import (
     agent_address,
     peer_pid,
     receive,
-    restarts,
+    restart_count,
     send,
 )
 from paceline.protocol.evidence import is_victim
 from paceline.protocol.marks import Names
 from paceline.protocol.status_page import make_status_page
-from paceline.rank import recorder
+from paceline.rank import flight_recorder
 from paceline.rank.attach import attach, exit_worker, record_failure, report_error, report_victim
+from paceline.rank.collective_recorder import CollectiveOrderRecorder
 from paceline.rank.environment import job_token
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.imports import when_imported
-from paceline.rank.ledger import OrderMarks
 from paceline.rank.probes import Hooks, ScriptListener
-from paceline.rank.probes.faults import BatchTracker, NonFiniteGradients, StaleGradients, SwallowedExceptions
-from paceline.rank.probes.replicas import Fingerprints
-from paceline.rank.probes.steps import JoinContexts, JointOptimizers, ScriptPhases, StepCounter
-from paceline.runs.console import say
+from paceline.rank.probes.faults import (
+    BatchTracker,
+    NonFiniteGradientDetector,
+    StaleGradientDetector,
+    SwallowedExceptionDetector,
+)
+from paceline.rank.probes.replicas import FingerprintWriter
+from paceline.rank.probes.steps import JoinContextDetector, JointOptimizerDetector, PhaseTracker, StepCounter
+from paceline.runs.console import print_to_stderr
 
 if TYPE_CHECKING:
     from paceline.protocol.job import NodePlan
 
-FREE_SECONDS = 3.0  # for the agent of an earlier start to release the socket's name
+SOCKET_RELEASE_SECONDS = 3.0  # for the agent of an earlier start to release the socket's name
 SEEK_SECONDS, LOOK_SECONDS = 60.0, 0.1
-LEAVE_SECONDS = 1.5
+DETACH_TIMEOUT_SECONDS = 1.5
 PROBE_SECONDS, STORE_SECONDS = 2.0, 10.0
 
 
@@ -98,7 +103,7 @@ def worker_command(script_and_args: Sequence[str], python: str = sys.executable)
         if not os.access(script, os.X_OK):
             raise UsageError(code="script-not-executable", value=script)
     elif shutil.which(script) is None:
-        raise UsageError(code="program-not-found", value=script, hint=_near(Path(script)))
+        raise UsageError(code="program-not-found", value=script, hint=_suggest_scripts(Path(script)))
     return (script, *arguments)
 
 
@@ -114,10 +119,10 @@ def _check_file(script: str) -> None:
     if path.is_dir():
         raise UsageError(code="script-is-folder", value=script, name=path.name)
     if not path.exists():
-        raise UsageError(code="script-not-found", value=script, folder=str(Path.cwd()), hint=_near(path))
+        raise UsageError(code="script-not-found", value=script, folder=str(Path.cwd()), hint=_suggest_scripts(path))
 
 
-def _near(path: Path) -> str:
+def _suggest_scripts(path: Path) -> str:
     try:
         scripts = sorted(
             str(path.with_name(p.name)) for p in path.absolute().parent.iterdir() if p.suffix == ".py" and p.is_file()
@@ -136,12 +141,12 @@ def main(arguments: Sequence[str]) -> NoReturn:
     `--check` before them also records facts of the run for `paceline launch --check`.
     """
     listeners: tuple[ScriptListener, ...] = ()
-    if arguments[:1] == [CHECK]:
-        arguments, spec = arguments[1:], WorkerSpec.here()
+    if arguments[:1] == [CHECK_OPTION]:
+        arguments, spec = arguments[1:], WorkerSpec.from_environment()
         if spec is not None and spec.attempt_dir:
-            from paceline.rank.check import watch  # costs all other scripts nothing
+            from paceline.rank.check import create_facts_listeners  # costs all other scripts nothing
 
-            listeners = watch(Path(spec.attempt_dir))
+            listeners = create_facts_listeners(Path(spec.attempt_dir))
     attach()
     run_script(arguments, *listeners)
 
@@ -153,10 +158,10 @@ def run_script(arguments: Sequence[str], *also: ScriptListener) -> NoReturn:
         print(f"usage: python -m {BOOTSTRAP} SCRIPT ARGS | -m MODULE ARGS", file=sys.stderr)
         sys.exit(ExitCode.USAGE)
     report_end: Callable[[], None] | None = None
-    if (spec := WorkerSpec.here()) is not None:
+    if (spec := WorkerSpec.from_environment()) is not None:
         if os.isatty(0):
-            ask_in_turn(spec.temporary)
-        report_end = watch_script(Guard.of_process(), *also)
+            serialize_terminal_input(spec.temporary)
+        report_end = watch_script(HangGuard.of_process(), *also)
     try:
         _run(arguments)
     except SystemExit as end:
@@ -168,7 +173,7 @@ def run_script(arguments: Sequence[str], *also: ScriptListener) -> NoReturn:
     if code == 0 and report_end is not None:
         report_end()
     if code >= 0 and "torch" not in sys.modules:  # with torch, `exit_worker` skips its static destructors
-        Guard.of_process().leave(code)
+        HangGuard.of_process().leave(code)
         sys.exit(code)
     exit_worker(code)
 
@@ -224,7 +229,7 @@ def _report_failure(error: BaseException, *, is_worker: bool) -> int:
         return report_error(error)
     interrupted = isinstance(error, KeyboardInterrupt)
     if is_worker and not interrupted:
-        unblocked = bool(Guard.of_process().released())  # the agent has unblocked this rank in a collective
+        unblocked = bool(HangGuard.of_process().release_reason())  # the agent has unblocked this rank in a collective
         victim = unblocked or is_victim(error)
         recorded = record_failure(error, ExitCode.FAILED, traceback=True, victim=victim)
         if victim and recorded and sys.excepthook.__module__ in ("sys", "torch.distributed.distributed_c10d"):
@@ -241,7 +246,7 @@ def _report_failure(error: BaseException, *, is_worker: bool) -> int:
     return -signal.SIGINT if interrupted else ExitCode.FAILED
 
 
-def ask_in_turn(folder: str) -> None:
+def serialize_terminal_input(folder: str) -> None:
     """Serialize `input` and pdb of ranks with a common terminal: `input()` for a line, pdb until it continues.
 
     Direct reads of `sys.stdin` are not serialized, as under torchrun. `folder` is equal for all ranks of the node.
@@ -293,23 +298,23 @@ def ask_in_turn(folder: str) -> None:
     when_imported("pdb", wrap_pdb)
 
 
-def watch_script(guard: Guard, *also: ScriptListener) -> Callable[[], None]:
+def watch_script(guard: HangGuard, *also: ScriptListener) -> Callable[[], None]:
     """Install the probes for the script of this process; `also` are more listeners. Never raises.
 
     The caller must call the result when the script has ended with exit code 0.
     """
     page, names, marker, on_failure = guard.page, Names(guard.page), None, None
-    joint = JointOptimizers(lambda: page.get("ops"))
+    joint = JointOptimizerDetector(lambda: page.get("ops"))
     listeners: list[ScriptListener] = [joint, StepCounter(page, joint)]
     if guard.on:
-        steps, batches, marker = ScriptPhases(page, joint), BatchTracker(), OrderMarks(page, names)
-        swallowed = SwallowedExceptions(page, steps)
+        steps, batches, marker = PhaseTracker(page, joint), BatchTracker(), CollectiveOrderRecorder(page, names)
+        swallowed = SwallowedExceptionDetector(page, steps)
         on_failure = partial(swallowed.on_exception, "collective")
-        faults = NonFiniteGradients(page, steps, batches), swallowed, StaleGradients(page, steps)
-        listeners = [joint, batches, *faults, steps, JoinContexts(page), Fingerprints(page, names, joint)]
-    hooks = Hooks(guard.warn_once).listen(*listeners, *also).install()
-    guard.attach_probes(lambda: hooks.dismiss(*listeners), marker, on_failure)
-    return hooks.end
+        faults = NonFiniteGradientDetector(page, steps, batches), swallowed, StaleGradientDetector(page, steps)
+        listeners = [joint, batches, *faults, steps, JoinContextDetector(page), FingerprintWriter(page, names, joint)]
+    hooks = Hooks(guard.warn_once).add_listeners(*listeners, *also).install()
+    guard.attach_probes(lambda: hooks.remove_listeners(*listeners), marker, on_failure)
+    return hooks.report_success
 
 
 def attach_to_agent(plan: NodePlan, env: Mapping[str, str]) -> None:
@@ -328,19 +333,19 @@ def attach_to_agent(plan: NodePlan, env: Mapping[str, str]) -> None:
         page_fd, record_fd = make_status_page(rank), os.memfd_create(f"paceline-record-{rank}")
         if is_first:
             start_agent(address, plan)
-        attachment = Attachment(rank, address, (page_fd, record_fd), first=is_first, several_nodes=plan.nodes > 1)
-        guard = Guard.observed(page_fd, record_fd).start().watch_torch()
-        guard.leave = attachment.leave
+        attachment = AgentConnection(rank, address, (page_fd, record_fd), first=is_first, several_nodes=plan.nodes > 1)
+        guard = HangGuard.create_observed(page_fd, record_fd).start().watch_torch()
+        guard.leave = attachment.report_exit
     except Exception as error:
         if is_first:
-            say(f"warning: paceline does not observe the ranks of this node: {error}")
+            print_to_stderr(f"warning: paceline does not observe the ranks of this node: {error}")
 
 
 def start_agent(address: bytes, plan: NodePlan) -> None:
     """Start the agent of this node, with a listening socket at `address`; raises OSError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with listener, os.fdopen(os.memfd_create("paceline-plan"), "w+b") as plan_file:
-        deadline = time.monotonic() + FREE_SECONDS
+        deadline = time.monotonic() + SOCKET_RELEASE_SECONDS
         while listener.getsockname() != address:
             try:
                 listener.bind(address)
@@ -365,7 +370,7 @@ def start_agent(address: bytes, plan: NodePlan) -> None:
             os._exit(1)
 
 
-class Attachment:
+class AgentConnection:
     """This rank's connection to its node's agent, with a thread that receives messages."""
 
     def __init__(
@@ -378,13 +383,13 @@ class Attachment:
         self._connection = self._connect()
         threading.Thread(target=self._listen, name="paceline-attach", daemon=True).start()
 
-    def leave(self, code: int) -> None:
+    def report_exit(self, code: int) -> None:
         """Report the exit code to the agent, and wait until the agent closes the connection."""
         self._over = True
         with suppress(OSError):
             if self._connection is not None:
                 send(self._connection, Goodbye(code))
-                select.select([self._connection], [], [], LEAVE_SECONDS)
+                select.select([self._connection], [], [], DETACH_TIMEOUT_SECONDS)
 
     def _connect(self) -> socket.socket | None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -406,23 +411,29 @@ class Attachment:
             time.sleep(LOOK_SECONDS)
             self._connection = self._connect()
         if self._first and self._several_nodes and self._rank:
-            threading.Thread(target=self._exchange, args=(None,), name="paceline-meet", daemon=True).start()
+            threading.Thread(
+                target=self._exchange_agent_address, args=(None,), name="paceline-meet", daemon=True
+            ).start()
         while isinstance(message := receive(self._connection)[0], Rendezvous):
-            threading.Thread(target=self._exchange, args=(message,), name="paceline-meet", daemon=True).start()
+            threading.Thread(
+                target=self._exchange_agent_address, args=(message,), name="paceline-meet", daemon=True
+            ).start()
         if self._first and not self._over:
-            say("warning: the agent of this node has ended; paceline no longer detects hangs here")
+            print_to_stderr("warning: the agent of this node has ended; paceline no longer detects hangs here")
 
-    def _exchange(self, meeting: Rendezvous | None) -> None:
+    def _exchange_agent_address(self, meeting: Rendezvous | None) -> None:
         """Send the address of node 0's agent to the first ranks of the other nodes, or receive it, through a store.
 
         It runs in a separate thread with separate connections, because the main thread may wait in a store forever.
         """
-        key = f"paceline/agent/{restarts()}"
+        key = f"paceline/agent/{restart_count()}"
         stores: list[Any] = [None, None]
         try:
             while stores[1] is None or meeting is None:  # some ranks may reach only the default store, not the port
-                if recorder.distributed() is not None:
-                    stores = [s or make() for s, make in zip(stores, (_store_at_port, _default_store), strict=True)]
+                if flight_recorder.loaded_c10d_module() is not None:
+                    stores = [
+                        s or make() for s, make in zip(stores, (_connect_store_at_port, _default_store), strict=True)
+                    ]
                 for store in filter(None, stores):
                     if meeting is not None:
                         store.set(key, msgspec.json.encode(meeting))
@@ -430,10 +441,10 @@ class Attachment:
                         return send(self._connection, msgspec.json.decode(store.get(key), type=Rendezvous))
                 time.sleep(LOOK_SECONDS)
         except Exception as error:
-            say(f"warning: rank {self._rank} cannot connect the agents of the nodes: {error}")
+            print_to_stderr(f"warning: rank {self._rank} cannot connect the agents of the nodes: {error}")
 
 
-def _store_at_port() -> Any:
+def _connect_store_at_port() -> Any:
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     try:
         socket.create_connection((address, int(port)), PROBE_SECONDS).close()  # torch would print an error
@@ -444,7 +455,7 @@ def _store_at_port() -> Any:
 
 
 def _default_store() -> Any:
-    module: Any = recorder.distributed()
+    module: Any = flight_recorder.loaded_c10d_module()
     return module._get_default_store().clone() if module.is_initialized() else None
 
 

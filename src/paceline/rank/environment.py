@@ -15,9 +15,9 @@ from itertools import product
 from paceline.errors import UsageError
 from paceline.protocol.control import FIRST_PORT, PORTS, RUN_ID
 
-COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
-NO_STEP = 0xFFFFFFF0  # step ids from here on denote batch scripts and shells, which srun has not started
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+FIRST_NON_SRUN_STEP_ID = 0xFFFFFFF0  # step ids from here on denote batch scripts and shells, which srun has not started
 LOOPBACK = "127.0.0.1"
 MAX_NODES = 100_000  # a longer list is an error and would exhaust memory
 _PART = re.compile(r"[^,\[\]\s]|\[[0-9,-]+\]")
@@ -31,7 +31,7 @@ def is_launched(env: Mapping[str, str]) -> bool:
     Raises:
         UsageError: as `translate_to_torchrun`.
     """
-    return any(name in env for name in COUNTS) or bool(translate_to_torchrun(env))
+    return any(name in env for name in RANK_VARIABLES) or bool(translate_to_torchrun(env))
 
 
 def translate_to_torchrun(env: Mapping[str, str]) -> dict[str, str]:
@@ -43,16 +43,16 @@ def translate_to_torchrun(env: Mapping[str, str]) -> dict[str, str]:
     Raises:
         UsageError: the variables contradict each other, or the address of the rendezvous is missing.
     """
-    set_already = [name for name in COUNTS if name in env]
-    if len(set_already) == len(COUNTS):
+    set_already = [name for name in RANK_VARIABLES if name in env]
+    if len(set_already) == len(RANK_VARIABLES):
         _check_not_exported(env)
         return {}
-    for launcher, read in _READERS.items():
+    for launcher, read in _ENV_READERS.items():
         variables = read(env)
         if not variables:
             continue
         if set_already:
-            size, needed = variables["WORLD_SIZE"], [*COUNTS, *ADDRESS]
+            size, needed = variables["WORLD_SIZE"], [*RANK_VARIABLES, *ADDRESS_VARIABLES]
             raise UsageError(
                 code="variables-beside-launcher", present=set_already, launcher=launcher, size=size, needed=needed
             )
@@ -68,7 +68,7 @@ def job_token(env: Mapping[str, str]) -> str:
     if "OMPI_COMM_WORLD_RANK" in env:
         return _mpi_namespace(env)
     same_place = env.get("SLURM_NTASKS") == env.get("WORLD_SIZE") and env.get("SLURM_PROCID") == env.get("RANK")
-    if _in_step(env) and same_place:  # ranks that a user started in several steps have no common step
+    if _is_srun_step(env) and same_place:  # ranks that a user started in several steps have no common step
         return f"{env.get('SLURM_JOB_ID', '')}.{_step_id(env)}"
     return ""
 
@@ -95,14 +95,14 @@ def rank_counts(env: Mapping[str, str]) -> tuple[int, int, int, int]:
         UsageError: some variables are missing or contradict each other; or as `translate_to_torchrun`.
     """
     env = {**env, **translate_to_torchrun(env)}
-    names = [*COUNTS, *ADDRESS]
-    present = [name for name in COUNTS if name in env]
+    names = [*RANK_VARIABLES, *ADDRESS_VARIABLES]
+    present = [name for name in RANK_VARIABLES if name in env]
     if not present:
         return 0, 1, 0, 1
     missing = [name for name in names if name not in env]
     if missing:
         raise UsageError(code="variables-missing", present=present, missing=missing, needed=names)
-    rank, size, local_rank, local_size = (whole_number(env, name) or 0 for name in COUNTS)
+    rank, size, local_rank, local_size = (read_int_variable(env, name) or 0 for name in RANK_VARIABLES)
     if not (rank < size and local_rank < local_size <= size):
         raise UsageError(
             code="variables-contradict", rank=rank, size=size, local_rank=local_rank, local_size=local_size
@@ -113,7 +113,7 @@ def rank_counts(env: Mapping[str, str]) -> tuple[int, int, int, int]:
 def _check_not_exported(env: Mapping[str, str]) -> None:
     """Check that a batch script has not exported the variables for all tasks: RANK=$SLURM_PROCID is 0 there."""
     has_agent = any(name in env for name in ("TORCHELASTIC_RUN_ID", RUN_ID))
-    if has_agent or not _in_step(env) or env["WORLD_SIZE"] != env.get("SLURM_NTASKS") or env["WORLD_SIZE"] == "1":
+    if has_agent or not _is_srun_step(env) or env["WORLD_SIZE"] != env.get("SLURM_NTASKS") or env["WORLD_SIZE"] == "1":
         return
     if env["RANK"] != env.get("SLURM_PROCID"):
         task, size = env.get("SLURM_PROCID"), env["WORLD_SIZE"]
@@ -121,32 +121,34 @@ def _check_not_exported(env: Mapping[str, str]) -> None:
 
 
 def _from_slurm(env: Mapping[str, str]) -> dict[str, str]:
-    if not _in_step(env):
+    if not _is_srun_step(env):
         return {}
-    size = whole_number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    size = read_int_variable(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     if size is None or size == 1:
         return {}
-    rank, local_rank, node = (whole_number(env, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))
+    rank, local_rank, node = (
+        read_int_variable(env, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+    )
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
     node_list = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
     if rank is None or local_rank is None or node is None or not tasks or not node_list:
         raise UsageError(code="slurm-variables-missing", tasks=size)
     nodes = expand_nodes(node_list)
-    job, step = whole_number(env, "SLURM_JOB_ID", "SLURM_JOBID") or 0, _step_id(env)
+    job, step = read_int_variable(env, "SLURM_JOB_ID", "SLURM_JOBID") or 0, _step_id(env)
     # not SLURM_LAUNCH_NODE_IPADDR: srun often runs on a login node
     address = LOOPBACK if len(nodes) == 1 else nodes[0]
     counts = rank, size, local_rank, tasks_of_node(tasks, node)
-    return _world(env, counts, address, FIRST_PORT + (job * 101 + step) % PORTS)
+    return _torchrun_variables(env, counts, address, FIRST_PORT + (job * 101 + step) % PORTS)
 
 
 def _from_mpi(env: Mapping[str, str], starter: str, names: Sequence[str], to_set: str) -> dict[str, str]:
     """`names` are the variables in the order of COUNTS; `to_set` is the launcher's option that sets a variable."""
     present = [name for name in names if name in env]
-    if not present or whole_number(env, names[1]) == 1:
+    if not present or read_int_variable(env, names[1]) == 1:
         return {}
-    rank, size, local_rank, local_size = (whole_number(env, name) for name in names)
+    rank, size, local_rank, local_size = (read_int_variable(env, name) for name in names)
     if rank is None or size is None or local_rank is None or local_size is None:
-        missing, needed = [name for name in names if name not in env], [*COUNTS, *ADDRESS]
+        missing, needed = [name for name in names if name not in env], [*RANK_VARIABLES, *ADDRESS_VARIABLES]
         raise UsageError(
             code="mpi-variables-missing", present=present, missing=missing, launcher=starter, needed=needed
         )
@@ -157,11 +159,11 @@ def _from_mpi(env: Mapping[str, str], starter: str, names: Sequence[str], to_set
     if not namespace and "MASTER_PORT" not in env:
         raise UsageError(code="mpi-port-missing", launcher=starter, option=to_set.format("MASTER_PORT", 29500))
     port = FIRST_PORT + zlib.crc32(namespace.encode()) % PORTS  # hash() differs between processes
-    return _world(env, (rank, size, local_rank, local_size), LOOPBACK, port)
+    return _torchrun_variables(env, (rank, size, local_rank, local_size), LOOPBACK, port)
 
 
-def _world(env: Mapping[str, str], counts: Sequence[int], address: str, port: int) -> dict[str, str]:
-    return {name: str(value) for name, value in zip(COUNTS, counts, strict=True)} | {
+def _torchrun_variables(env: Mapping[str, str], counts: Sequence[int], address: str, port: int) -> dict[str, str]:
+    return {name: str(value) for name, value in zip(RANK_VARIABLES, counts, strict=True)} | {
         "MASTER_ADDR": env.get("MASTER_ADDR") or address,
         "MASTER_PORT": env.get("MASTER_PORT") or str(port),
     }
@@ -174,17 +176,17 @@ def _mpi_namespace(env: Mapping[str, str]) -> str:
     return ""
 
 
-def _in_step(env: Mapping[str, str]) -> bool:
+def _is_srun_step(env: Mapping[str, str]) -> bool:
     """Whether srun started this process. The shells of sbatch and salloc have the job's variables, but no step."""
-    return 0 <= _step_id(env) < NO_STEP
+    return 0 <= _step_id(env) < FIRST_NON_SRUN_STEP_ID
 
 
 def _step_id(env: Mapping[str, str]) -> int:
-    step = whole_number(env, "SLURM_STEP_ID", "SLURM_STEPID")
+    step = read_int_variable(env, "SLURM_STEP_ID", "SLURM_STEPID")
     return -1 if step is None else step
 
 
-def whole_number(env: Mapping[str, str], *names: str) -> int | None:
+def read_int_variable(env: Mapping[str, str], *names: str) -> int | None:
     """The value of the first of these variables that is set; None if none is set.
 
     Raises:
@@ -201,7 +203,7 @@ def whole_number(env: Mapping[str, str], *names: str) -> int | None:
 
 _OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 _PMI = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
-_READERS: Mapping[str, Callable[[Mapping[str, str]], dict[str, str]]] = {
+_ENV_READERS: Mapping[str, Callable[[Mapping[str, str]], dict[str, str]]] = {
     "mpirun (Open MPI)": partial(_from_mpi, starter="mpirun", names=_OPEN_MPI, to_set="-x {}={}"),
     "srun": _from_slurm,
     "mpiexec (PMI)": partial(_from_mpi, starter="mpiexec", names=_PMI, to_set="-genv {} {}"),
@@ -219,7 +221,7 @@ def expand_nodes(text: str) -> list[str]:
         parts = _PART.findall(entry)
         if not entry or "".join(parts) != entry:
             raise UsageError(code="node-list-invalid", value=text)
-        choices = [list(_numbers(part[1:-1], text)) if part[0] == "[" else [part] for part in parts]
+        choices = [list(_expand_ranges(part[1:-1], text)) if part[0] == "[" else [part] for part in parts]
         for combination in product(*choices):
             names.append("".join(combination))
             if len(names) > MAX_NODES:
@@ -227,7 +229,7 @@ def expand_nodes(text: str) -> list[str]:
     return names
 
 
-def _numbers(text: str, node_list: str) -> Iterator[str]:
+def _expand_ranges(text: str, node_list: str) -> Iterator[str]:
     for entry in text.split(","):
         match = _RANGE.fullmatch(entry)
         first, last = (int(match[1]), int(match[2] or match[1])) if match is not None else (0, -1)

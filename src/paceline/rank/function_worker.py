@@ -21,15 +21,15 @@ def main() -> None:
     """Call the function, and store its result or its error in the folder."""
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     interpreter_state, call = cloudpickle.loads(read(folder / "call", limit_bytes=_MOST_BYTES, ours=True))
-    _restore(**interpreter_state)
+    _restore_interpreter(**interpreter_state)
     function, args, kwargs = cloudpickle.loads(call)  # needs the restored sys.path
     if rank == 0:
-        ProgressWriter.here = ProgressWriter(folder / "progress")
+        ProgressWriter.of_process = ProgressWriter(folder / "progress")
         for stale_path in folder.glob("result-*"):  # from a generation with more ranks
             if int(stale_path.name.rpartition("-")[2]) >= int(os.environ["WORLD_SIZE"]):
                 stale_path.unlink()
     try:
-        result = _sendable(function(*args, **kwargs))
+        result = _pickle_result(function(*args, **kwargs))
     except BaseException as error:
         user_traceback = error.__traceback__ and error.__traceback__.tb_next  # this function
         trace = "".join(traceback.format_exception(type(error), error, user_traceback))
@@ -41,14 +41,14 @@ def main() -> None:
     partial_path.rename(folder / f"result-{rank}")
 
 
-def _sendable(result: Any) -> bytes:
+def _pickle_result(result: Any) -> bytes:
     try:
         return cloudpickle.dumps(result)
     except Exception as error:
         raise UsageError(code="result-not-sendable", kind=type(result).__name__, why=str(error)) from error
 
 
-def _restore(path: list[str], argv: list[str], main: str | None, sources: dict[str, Any]) -> None:
+def _restore_interpreter(path: list[str], argv: list[str], main: str | None, sources: dict[str, Any]) -> None:
     sys.path[:], sys.argv[:] = path, argv
     linecache.cache.update(sources)  # so that a traceback shows the lines of a notebook's cell
     if main is None:

@@ -32,18 +32,18 @@ import msgspec
 
 from paceline.errors import ExitCode, StallError, UsageError
 from paceline.host.procfs import GUARD_THREAD, open_files, proc_net_address, tcp_connections
-from paceline.host.reach import is_loopback, sign
+from paceline.host.reach import is_loopback, sign_tcp_packets
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Answer, Phase, is_victim
-from paceline.protocol.status_page import SIGNAL, SIGNAL_SAFE, WATCHED, StatusPage, make_status_page
-from paceline.rank import recorder
+from paceline.protocol.status_page import SIGNAL_SAFE, STACK_SIGNAL, WATCHED, StatusPage, make_status_page
+from paceline.rank import flight_recorder
+from paceline.rank.collective_recorder import C10D_MODULE, CollectiveOrderRecorder, CollectiveRecorder, GroupRecord
 from paceline.rank.imports import hide_from_warnings, when_imported
-from paceline.rank.ledger import MODULE, Group, Ledger, OrderMarks
 from paceline.runs.owners import user_name
 
-OTHERS_FIRST_SECONDS = 1.0  # a rank that is unblocked earlier closes its connections to this rank
+RELEASE_GRACE_SECONDS = 1.0  # a rank that is unblocked earlier closes its connections to this rank
 WAKE_SECONDS = 0.25
-MAKES_GROUP = "_new_process_group_helper"  # init_process_group, new_group and split_group all call it
+GROUP_CONSTRUCTOR = "_new_process_group_helper"  # init_process_group, new_group and split_group all call it
 SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # asm-generic/socket.h, linux/bpf_common.h
 LOOPBACK = "127.0.0.1"
 
@@ -53,11 +53,11 @@ class _ReleaseReason(msgspec.Struct, frozen=True):
     exit_code: int = ExitCode.STALLED
 
 
-class Guard:
+class HangGuard:
     """The guard of a process: see the module's docstring."""
 
     max_steps = float("inf")  # a session ends its training after this number of steps; the script continues
-    _of_process: ClassVar[Guard | None] = None
+    _instance: ClassVar[HangGuard | None] = None
 
     def __init__(self, page: StatusPage | None, *, on: bool) -> None:
         """`page` is the agent's status page; None in a process without an agent."""
@@ -67,43 +67,43 @@ class Guard:
         self.leave: Callable[[int], None] = lambda code: None  # reports the exit code to such an agent
         self.page = page or StatusPage(make_status_page(0))
         self._warned = False
-        self.ledger = Ledger(self.page, self.warn_once)
-        self.connections = Connections()
-        self._watcher: Watcher | None = None
+        self.ledger = CollectiveRecorder(self.page, self.warn_once)
+        self.connections = ProcessGroupSockets()
+        self._watcher: StatusThread | None = None
         self._detach: Callable[[], None] | None = None  # removes the probes from an unmodified script
         if not on:
-            self.page.keep_for_steps()
+            self.page.share_only_steps()
             self.ledger.active = False
 
     @classmethod
-    def of_process(cls) -> Guard:
+    def of_process(cls) -> HangGuard:
         """The guard of this process."""
-        if Guard._of_process is None:
-            spec = WorkerSpec.here()
-            page = None if spec is None else StatusPage.inherited(spec.page)
-            Guard._of_process = guard = cls(page, on=spec is None or spec.guarded)
-            os.register_at_fork(after_in_child=guard._in_child)
-        return Guard._of_process
+        if HangGuard._instance is None:
+            spec = WorkerSpec.from_environment()
+            page = None if spec is None else StatusPage.from_descriptor(spec.page)
+            HangGuard._instance = guard = cls(page, on=spec is None or spec.guarded)
+            os.register_at_fork(after_in_child=guard._disable_after_fork)
+        return HangGuard._instance
 
     @classmethod
-    def observed(cls, page: int, record: int) -> Guard:
+    def create_observed(cls, page: int, record: int) -> HangGuard:
         """Make the guard for an agent that did not start this process. The agent reads the page and the record."""
-        Guard._of_process = guard = cls(StatusPage(page), on=True)
+        HangGuard._instance = guard = cls(StatusPage(page), on=True)
         guard.record = record
-        os.register_at_fork(after_in_child=guard._in_child)
+        os.register_at_fork(after_in_child=guard._disable_after_fork)
         return guard
 
     def start(self) -> Self:
         """Start the watcher if there is an agent. Never raises."""
         if not (self.on and self._has_agent) or self._watcher is not None:
             return self
-        native: NativeStacks | None = None
+        native: StackSignalHandler | None = None
         try:
             os.set_inheritable(self.page.descriptor, False)  # programs that the script starts have no status page
-            native = NativeStacks(self.page)
+            native = StackSignalHandler(self.page)
         except Exception as error:
             self.warn_once(error)
-        self._watcher = Watcher(self, native)
+        self._watcher = StatusThread(self, native)
         self._watcher.start()
         atexit.register(self._watcher.stop)
         return self
@@ -111,13 +111,16 @@ class Guard:
     def watch_torch(self) -> Self:
         """Record torch.distributed's calls from now on, or from its import. Never raises."""
         try:
-            when_imported(MODULE, self._install)
+            when_imported(C10D_MODULE, self._wrap_torch)
         except Exception as error:
             self.warn_once(error)
         return self
 
     def attach_probes(
-        self, detach: Callable[[], None], marker: OrderMarks | None, failed: Callable[[BaseException], None] | None
+        self,
+        detach: Callable[[], None],
+        marker: CollectiveOrderRecorder | None,
+        failed: Callable[[BaseException], None] | None,
     ) -> None:
         """Let probes observe the script until `detach_probes`. `failed` receives the errors of its collectives."""
         self._detach, self.ledger.marker, self.ledger.failed = detach, marker, failed
@@ -131,7 +134,7 @@ class Guard:
         self.page.put("script", 0)
 
     @contextmanager
-    def phase(self, phase: Phase) -> Generator[None]:
+    def enter_phase(self, phase: Phase) -> Generator[None]:
         """Inside the context, the process is in this phase."""
         previous = self.page.enter(phase)
         try:
@@ -139,7 +142,7 @@ class Guard:
         finally:
             self.page.enter(previous)
 
-    def released(self) -> str:
+    def release_reason(self) -> str:
         """The agent's reason as JSON, if it has unblocked this rank; else empty."""
         return (self.page.agent_message().decode(errors="replace") or "{}") if self.page.get("released") else ""
 
@@ -157,10 +160,16 @@ class Guard:
 
         If `error` reports a lost connection, it waits up to a second for the agent, which unblocks ranks one by one.
         """
-        deadline = time.monotonic() + OTHERS_FIRST_SECONDS
-        while self._has_agent and self.on and not self.released() and is_victim(error) and time.monotonic() < deadline:
+        deadline = time.monotonic() + RELEASE_GRACE_SECONDS
+        while (
+            self._has_agent
+            and self.on
+            and not self.release_reason()
+            and is_victim(error)
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
-        text = self.released()
+        text = self.release_reason()
         if not text:
             return None
         try:
@@ -170,16 +179,16 @@ class Guard:
             reason, code = _ReleaseReason(), ExitCode.STALLED
         return StallError(reason.page or "another rank made no progress: the hang guard has ended this wait", code)
 
-    def _install(self, *, late: bool) -> None:
-        module = sys.modules[MODULE]
+    def _wrap_torch(self, *, late: bool) -> None:
+        module = sys.modules[C10D_MODULE]
         others = [sys.modules["torch.distributed"]] if late else []
         if self.on:
             self.ledger.install(module, *others, late=late)
         self.connections.install(module)
 
-    def _in_child(self) -> None:
+    def _disable_after_fork(self) -> None:
         # a forked process loads data or belongs to the script: it must not report as the rank
-        self.page.keep_for_loaders()
+        self.page.share_only_loader_items()
         self.ledger.active = False
         self.on = self._has_agent = False
         self.record, self.leave = -1, lambda code: None
@@ -191,7 +200,7 @@ class Guard:
             print(f"paceline: internal error in the hang guard, which continues: {error!r}", file=sys.stderr)
 
 
-class Watcher:
+class StatusThread:
     """A thread that writes the status page four times a second, because the main thread may be stuck.
 
     It shows that the interpreter runs, counts the collectives that torch has called from C++, and answers the agent's
@@ -199,7 +208,7 @@ class Watcher:
     lock that the main thread needs, imports nothing, and handles all its errors.
     """
 
-    def __init__(self, guard: Guard, native: NativeStacks | None) -> None:
+    def __init__(self, guard: HangGuard, native: StackSignalHandler | None) -> None:
         self._page, self._ledger, self._connections, self._native = guard.page, guard.ledger, guard.connections, native
         self._warn_once = guard.warn_once
         self._main = threading.main_thread().ident or 0
@@ -209,7 +218,7 @@ class Watcher:
 
     def start(self) -> None:
         """Start the thread."""
-        self._page.put("ready", WATCHED if self._native is None else self._native.ready())
+        self._page.put("ready", WATCHED if self._native is None else self._native.readiness())
         self._thread.start()
 
     def stop(self) -> None:
@@ -221,60 +230,64 @@ class Watcher:
         with suppress(OSError):  # by this name the agent recognizes a thread that wakes no other thread
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(GUARD_THREAD)
         while not self._stop.wait(WAKE_SECONDS):
-            for part in (self._beat, self._reply, self._release):
+            for part in (self._write_heartbeat, self._answer_agent, self._unblock_if_released):
                 try:
                     part()
                 except Exception as error:
                     self._warn_once(error)
 
-    def _beat(self) -> None:
+    def _write_heartbeat(self) -> None:
         page = self._page
         page.put("beat_ns", time.monotonic_ns())
         if self._native is not None:
-            page.put("ready", self._native.ready())
+            page.put("ready", self._native.readiness())
         groups = [*self._ledger.groups.values()]
         for group in groups:
-            group.sweep(page)
-        enqueued = [group for group in groups if group.enqueued]
-        if enqueued and not recorder.capturing.is_set() and (self._still > 0 or not recorder.in_flight()):
-            pending = recorder.pending(self._groups()) if recorder.in_flight() else ()
+            group.end_completed_calls(page)
+        enqueued = [group for group in groups if group.enqueued_calls]
+        if (
+            enqueued
+            and not flight_recorder.graph_capture.is_set()
+            and (self._still > 0 or not flight_recorder.has_op_in_flight())
+        ):
+            pending = flight_recorder.pending_ops(self._groups()) if flight_recorder.has_op_in_flight() else ()
             for group in enqueued:
                 group.end_enqueued(pending, page)
-        counts = (sum(recorder.sequence_numbers().values()), page.get("ops"))
+        counts = (sum(flight_recorder.sequence_numbers().values()), page.get("ops"))
         self._still = self._still + 1 if counts == self._last else 0
         self._last = counts
         page.put("enqueued", counts[0])
-        page.put("waiting", self._ledger.waiting or (self._still > 0 and recorder.in_flight()))
+        page.put("waiting", self._ledger.is_waiting or (self._still > 0 and flight_recorder.has_op_in_flight()))
 
-    def _reply(self) -> None:
+    def _answer_agent(self) -> None:
         question = self._page.get("asked")
         if question <= self._answered:
             return
         self._answered = question
         groups = self._groups()
-        stacks = recorder.stacks(self._main)
+        stacks = flight_recorder.stacks(self._main)
         answer = Answer(
-            ops=tuple(recorder.merged(self._page.recent_ops(), groups, stacks[0] if stacks else None)),
-            groups={group.name: group.members for group in groups.values()} | recorder.group_members(),
-            titles=recorder.group_titles(),
+            ops=tuple(flight_recorder.merge_recent_ops(self._page.recent_ops(), groups, stacks[0] if stacks else None)),
+            groups={group.name: group.members for group in groups.values()} | flight_recorder.group_members(),
+            titles=flight_recorder.group_titles(),
             stacks=stacks,
             enqueued=self._last[0],
         )
         self._page.answer(question, msgspec.json.encode(answer))
 
-    def _groups(self) -> dict[str, Group]:
-        return {group.name: group for group in [*self._ledger.groups.values()] if group.still_there() is not None}
+    def _groups(self) -> dict[str, GroupRecord]:
+        return {group.name: group for group in [*self._ledger.groups.values()] if group.group_ref() is not None}
 
-    def _release(self) -> None:
+    def _unblock_if_released(self) -> None:
         if not self._page.get("released"):
             return
-        if not self._aborted and (module := recorder.distributed()) is not None:
+        if not self._aborted and (module := flight_recorder.loaded_c10d_module()) is not None:
             self._aborted = True
             threading.Thread(target=abort_nccl, args=(module,), name="paceline-abort", daemon=True).start()
-        self._connections.shut()
+        self._connections.shut_down()
 
 
-class NativeStacks:
+class StackSignalHandler:
     """Python's faulthandler: on SIGNAL it appends the stacks to the status page, without the interpreter lock.
 
     The agent thus gets the Python line that called an endless regular expression or a C extension that never returns.
@@ -287,9 +300,9 @@ class NativeStacks:
         self._inode = os.fstat(self._file.fileno()).st_ino
         # Only the thread that receives the signal, usually the main one. Without the lock, stacks of threads that run,
         # start or end cannot be read safely (measured: the process crashed occasionally).
-        faulthandler.register(SIGNAL, file=self._file, all_threads=False, chain=False)
+        faulthandler.register(STACK_SIGNAL, file=self._file, all_threads=False, chain=False)
 
-    def ready(self) -> int:
+    def readiness(self) -> int:
         """SIGNAL_SAFE while the file is the status page; a program that closes all descriptors may replace it."""
         if self._file is None:
             return WATCHED
@@ -298,17 +311,17 @@ class NativeStacks:
                 return SIGNAL_SAFE
         except OSError:
             pass
-        faulthandler.unregister(SIGNAL)
+        faulthandler.unregister(STACK_SIGNAL)
         self._file = None
         return WATCHED
 
 
-class Connections:
+class ProcessGroupSockets:
     """The sockets of process groups. Closing them unblocks a rank that waits in a collective.
 
     Gloo cannot abort (torch's `abort` unblocks nothing), but its sockets belong to this process. Shutting them down
     makes the blocked call raise a RuntimeError within milliseconds. NCCL's groups can be aborted. Their waiting calls
-    return *without an error*, with undefined data in the buffers (`Guard.check_unblocked` detects this).
+    return *without an error*, with undefined data in the buffers (`HangGuard.check_unblocked` detects this).
 
     Gloo's sockets are those that torch opened while it made the process group: gloo connects all pairs then, and the
     store has connected before. Connections of the store and of the user are therefore never closed, except one that a
@@ -324,14 +337,14 @@ class Connections:
 
     def __init__(self) -> None:
         self.inodes: set[str] = set()
-        self.ends: list[End] = []
+        self.ends: list[ConnectionEndpoint] = []
         """The ends of the connections to other hosts that the last group has opened."""
         self._tolerated: list[list[str]] | None = None
         self._installed = False
 
     def install(self, distributed: ModuleType) -> None:
         """Record the sockets of each new process group, and close its ports. Further calls do nothing."""
-        make: Callable[..., Any] | None = getattr(distributed, MAKES_GROUP, None)
+        make: Callable[..., Any] | None = getattr(distributed, GROUP_CONSTRUCTOR, None)
         if make is None or self._installed:  # None: a different torch, no rank is unblocked
             return
         self._installed = True
@@ -348,9 +361,9 @@ class Connections:
             if _is_nccl(distributed, group[0]) and "gloo" not in str(distributed._world.pg_backend_config[group[0]]):
                 return group
             self.inodes |= new_sockets.keys()
-            self.ends = far_ends(new_sockets.values())
+            self.ends = remote_connection_ends(new_sockets.values())
             if os.environ.get("TORCH_GLOO_LAZY_INIT", "").upper() in ("", "0", "OFF", "FALSE", "N", "NO"):
-                if not shut(new_sockets.values()) and os.environ.get("RANK", "0") == "0":
+                if not block_new_connections(new_sockets.values()) and os.environ.get("RANK", "0") == "0":
                     print(
                         "paceline: this system cannot close the ports of process groups. Other users of this machine "
                         "can connect to them, which wastes memory and time, but they cannot act as a rank",
@@ -362,10 +375,10 @@ class Connections:
                     self._tolerated.append(users)
             return group
 
-        setattr(distributed, MAKES_GROUP, made)
+        setattr(distributed, GROUP_CONSTRUCTOR, made)
 
     @contextmanager
-    def tolerating(self) -> Generator[list[list[str]]]:
+    def tolerate_foreign_users(self) -> Generator[list[list[str]]]:
         """Inside the context, a group with foreign users is no error. The list collects the users for a retry."""
         self._tolerated = []
         try:
@@ -373,35 +386,37 @@ class Connections:
         finally:
             self._tolerated = None
 
-    def shut(self) -> None:
+    def shut_down(self) -> None:
         """Shut down the recorded connections that are still open."""
-        for sock in _internet([descriptor for inode, descriptor in open_sockets().items() if inode in self.inodes]):
+        for sock in _tcp_sockets([descriptor for inode, descriptor in open_sockets().items() if inode in self.inodes]):
             if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 with suppress(OSError):  # closed meanwhile
                     sock.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(frozen=True)
-class End:
+class ConnectionEndpoint:
     """One end of a connection to another host: its name, the name of the other end, and whether we accepted it."""
 
     name: str
-    other: str
-    accepted: bool
+    other_end_name: str
+    was_accepted: bool
 
 
-def far_ends(descriptors: Collection[int]) -> list[End]:
+def remote_connection_ends(descriptors: Collection[int]) -> list[ConnectionEndpoint]:
     """Our ends of connections to other hosts."""
     ports: set[int] = set()
     pairs: list[tuple[tuple[str, int], tuple[str, int]]] = []
-    for sock in _internet(descriptors):
+    for sock in _tcp_sockets(descriptors):
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             ports.add(sock.getsockname()[1])
             continue
         with suppress(OSError):  # closed by the other side
             pairs.append((sock.getsockname()[:2], sock.getpeername()[:2]))
     return [
-        End(f"{own[0]} {own[1]} {peer[0]} {peer[1]}", f"{peer[0]} {peer[1]} {own[0]} {own[1]}", own[1] in ports)
+        ConnectionEndpoint(
+            f"{own[0]} {own[1]} {peer[0]} {peer[1]}", f"{peer[0]} {peer[1]} {own[0]} {own[1]}", own[1] in ports
+        )
         for own, peer in pairs
         if not is_loopback(own[0])
     ]
@@ -431,20 +446,20 @@ def _is_nccl(distributed: ModuleType, group: Any) -> bool:
     return "nccl" in str(distributed._world.pg_backend_config.get(group))
 
 
-def shut(descriptors: Collection[int]) -> bool:
+def block_new_connections(descriptors: Collection[int]) -> bool:
     """Have the kernel drop new connections to our listening ports; existing connections stay open.
 
     Returns:
         Whether all ports are closed; a kernel may support neither method.
     """
     return all(
-        sign(sock, os.urandom(16)) or _filter(sock)  # with a secret key
-        for sock in _internet(descriptors)
+        sign_tcp_packets(sock, os.urandom(16)) or _attach_drop_filter(sock)  # with a secret key
+        for sock in _tcp_sockets(descriptors)
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     )
 
 
-def _filter(sock: socket.socket) -> bool:
+def _attach_drop_filter(sock: socket.socket) -> bool:
     """Attach a packet filter with one instruction, "return 0 bytes". Newer kernels allow this only for root."""
     instruction = ctypes.create_string_buffer(struct.pack("HBBI", BPF_RETURN, 0, 0, 0))
     with suppress(OSError):
@@ -456,7 +471,7 @@ def _filter(sock: socket.socket) -> bool:
 def foreign_users(descriptors: Collection[int]) -> list[str]:
     """The other users that are connected over the loopback."""
     ends: dict[tuple[str, str], None] = {}
-    for sock in _internet(descriptors):
+    for sock in _tcp_sockets(descriptors):
         with suppress(OSError):  # it only listens
             (address, port), (peer_address, peer_port) = sock.getsockname()[:2], sock.getpeername()[:2]
             if address == peer_address == LOOPBACK:
@@ -471,7 +486,7 @@ def foreign_user_error(users: list[str]) -> UsageError:
     return UsageError(code="stranger-in-group", users=users, host=os.uname().nodename)
 
 
-def _internet(descriptors: Collection[int]) -> Iterator[socket.socket]:
+def _tcp_sockets(descriptors: Collection[int]) -> Iterator[socket.socket]:
     for descriptor in descriptors:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:  # closing this does not close gloo's
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:

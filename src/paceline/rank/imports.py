@@ -12,9 +12,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, TypeVar
 
-TRAINING = ("paceline.train.run", "torch._dynamo")  # each of torch's optimizers imports its compiler
+TRAINING_MODULES = ("paceline.train.run", "torch._dynamo")  # each of torch's optimizers imports its compiler
 T = TypeVar("T", bound=Callable[..., Any])
-HIDDEN_FRAME = " (as importlib._bootstrap)"
+HIDDEN_FRAME_SUFFIX = " (as importlib._bootstrap)"
 
 
 def import_without_gc(modules: Sequence[str]) -> None:
@@ -41,12 +41,13 @@ def when_imported(name: str, then: Callable[..., None]) -> None:
     if module is not None:
         then(late=True)
     elif not any(
-        isinstance(finder, _Finder) and (finder.name, finder.then) == (name, then) for finder in sys.meta_path
+        isinstance(finder, _ImportCallbackFinder) and (finder.name, finder.then) == (name, then)
+        for finder in sys.meta_path
     ):
-        sys.meta_path.insert(0, _Finder(name, then))
+        sys.meta_path.insert(0, _ImportCallbackFinder(name, then))
 
 
-class _Finder(MetaPathFinder):
+class _ImportCallbackFinder(MetaPathFinder):
     """A finder that delegates to the other finders, and calls `then` once after the module is executed."""
 
     def __init__(self, name: str, then: Callable[..., None]) -> None:
@@ -87,5 +88,5 @@ def hide_from_warnings(function: T) -> T:
     file name. This decorator appends these words to the file name of the function. It must not be running yet.
     """
     hidden: Any = function
-    hidden.__code__ = hidden.__code__.replace(co_filename=hidden.__code__.co_filename + HIDDEN_FRAME)
+    hidden.__code__ = hidden.__code__.replace(co_filename=hidden.__code__.co_filename + HIDDEN_FRAME_SUFFIX)
     return function

@@ -21,17 +21,24 @@ from typing import Any
 import msgspec
 
 from paceline.host.procfs import die_with_parent, open_files
-from paceline.protocol.control import AGENT_MARK, MAX_DESCRIPTORS, MAX_ORDER_BYTES, READY, ForkOrder, WorkerSpec
-from paceline.rank.guard import Guard
-from paceline.rank.ledger import KINDS, MODULE
+from paceline.protocol.control import (
+    AGENT_MARK,
+    MAX_DESCRIPTORS,
+    MAX_FORK_REQUEST_BYTES,
+    READY,
+    ForkRequest,
+    WorkerSpec,
+)
+from paceline.rank.collective_recorder import ARGUMENT_RULES, C10D_MODULE
+from paceline.rank.guard import HangGuard
 
-NAME = "preloader"  # in `ps -o comm` and `top`; its command line is that of a worker
-COMM = Path("/proc/self/comm")
+PROCESS_NAME = "preloader"  # in `ps -o comm` and `top`; its command line is that of a worker
+COMM_PATH = Path("/proc/self/comm")
 MAX_OUTPUT_BYTES = 1 << 20
-SETTLE_SECONDS = 0.5  # /proc lists a thread for a short time after its end
+THREAD_END_SECONDS = 0.5  # /proc lists a thread for a short time after its end
 
 
-def serve(spec: WorkerSpec, load: Callable[[], None]) -> None:
+def serve_fork_orders(spec: WorkerSpec, load: Callable[[], None]) -> None:
     """Call `load`, which imports modules, and fork a worker for each order. Returns only in the workers.
 
     Ends with its agent, or when the agent closes the channel.
@@ -39,12 +46,12 @@ def serve(spec: WorkerSpec, load: Callable[[], None]) -> None:
     channel = socket.socket(fileno=spec.preload)
     channel.set_inheritable(False)
     die_with_parent(spec.agent_pid)
-    comm = COMM.read_text().strip()
-    COMM.write_text(NAME)
+    comm = COMM_PATH.read_text().strip()
+    COMM_PATH.write_text(PROCESS_NAME)
     try:
         load()
         gc.freeze()  # the collectors of workers do not write to these objects, so that their memory stays common
-        reason = why_not({0, 1, 2, channel.fileno()})
+        reason = why_fork_is_unsafe({0, 1, 2, channel.fileno()})
     except BaseException as error:  # a worker will have the same error, and reports it completely
         reason = f"cannot import its modules: {type(error).__name__}: {error}"[:1000]
     _answer(channel, reason.encode(errors="replace") or READY)
@@ -53,14 +60,14 @@ def serve(spec: WorkerSpec, load: Callable[[], None]) -> None:
     while True:
         order, descriptors = _next_order(channel)
         try:
-            pid = fork_away()
+            pid = fork_detached()
         except OSError as error:
             _answer(channel, str(error).encode())
         else:
             if pid == 0:
                 channel.close()
-                COMM.write_text(comm)
-                return become(order, descriptors)
+                COMM_PATH.write_text(comm)
+                return become_worker(order, descriptors)
             _answer(channel, str(pid).encode())
         for descriptor in descriptors:
             os.close(descriptor)
@@ -71,22 +78,22 @@ def _answer(channel: socket.socket, data: bytes) -> None:
         channel.send(data)
 
 
-def _next_order(channel: socket.socket) -> tuple[ForkOrder, list[int]]:
+def _next_order(channel: socket.socket) -> tuple[ForkRequest, list[int]]:
     try:
-        data, descriptors, _, _ = socket.recv_fds(channel, MAX_ORDER_BYTES, MAX_DESCRIPTORS)
+        data, descriptors, _, _ = socket.recv_fds(channel, MAX_FORK_REQUEST_BYTES, MAX_DESCRIPTORS)
     except OSError:
         data, descriptors = b"", []
     if not data:  # the agent has ended or closed the channel
         os._exit(0)
-    return msgspec.msgpack.decode(data, type=ForkOrder), descriptors
+    return msgspec.msgpack.decode(data, type=ForkRequest), descriptors
 
 
-def why_not(known: set[int]) -> str:
+def why_fork_is_unsafe(known: set[int]) -> str:
     """Why this process cannot fork workers safely; empty if it can. `known` are descriptors that may be open."""
     if (pid := os.fork()) == 0:  # some libraries (OpenBLAS) end their idle threads at a fork
         os._exit(0)
     os.waitpid(pid, 0)
-    deadline = time.monotonic() + SETTLE_SECONDS
+    deadline = time.monotonic() + THREAD_END_SECONDS
     while (threads := len(os.listdir("/proc/self/task"))) != 1:  # noqa: PTH208 - names only
         if time.monotonic() > deadline:
             return f"has {threads} threads after its imports"
@@ -99,7 +106,7 @@ def why_not(known: set[int]) -> str:
     return ""
 
 
-def fork_away() -> int:
+def fork_detached() -> int:
     """Fork a process whose parent is not this process; return 0 in it, and its pid here.
 
     Its parent, an intermediate fork, ends. The kernel then makes it a child of the agent, which is the nearest ancestor
@@ -127,7 +134,7 @@ def fork_away() -> int:
     return int(text)
 
 
-def become(order: ForkOrder, received: Sequence[int]) -> None:
+def become_worker(order: ForkRequest, received: Sequence[int]) -> None:
     """Become the worker that `order` describes, as if started with these descriptors and this environment."""
     start_fd, *descriptors = received
     os.setsid()
@@ -137,24 +144,24 @@ def become(order: ForkOrder, received: Sequence[int]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     output = [os.pread(number, MAX_OUTPUT_BYTES, 0) for number in (1, 2)]
-    _place(descriptors, order.numbers)
+    _move_descriptors(descriptors, order.numbers)
     for number, text in zip((1, 2), output, strict=True):
         with suppress(OSError):  # a full disk, or a closed terminal
             os.write(number, text)
     if os.isatty(1) and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     env = dict(order.env)
-    _show_mark(env.get(AGENT_MARK.encode(), b""))
+    _write_agent_mark(env.get(AGENT_MARK.encode(), b""))
     os.environb.clear()
     os.environb.update(env)
     signal.pthread_sigmask(signal.SIG_SETMASK, order.blocked_signals)
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is not None:  # Python's random module seeds itself after a fork
         numpy_random.seed()
-    _watch_torch()
+    _wrap_torch_collectives()
 
 
-def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
+def _move_descriptors(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
     min_fd = max(numbers) + 1  # move all away first, because a target number may be in use
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, min_fd) for descriptor in descriptors]
     for descriptor in descriptors:
@@ -164,7 +171,7 @@ def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
         os.close(descriptor)
 
 
-def _show_mark(mark: bytes) -> None:
+def _write_agent_mark(mark: bytes) -> None:
     """Write this mark into the environment that /proc shows, which is the environment at the start of the program.
 
     By the mark the agent finds processes that its workers have forked into other sessions. The preloader's mark is at
@@ -180,11 +187,11 @@ def _show_mark(mark: bytes) -> None:
         ctypes.memmove(start + at + len(name) - 1, mark.ljust(length, b"-"), length)
 
 
-def _watch_torch() -> None:
-    guard, module = Guard.of_process(), sys.modules.get(MODULE)
+def _wrap_torch_collectives() -> None:
+    guard, module = HangGuard.of_process(), sys.modules.get(C10D_MODULE)
     if not guard.on or module is None:
         return
-    functions = {name: function for name in KINDS if (function := getattr(module, name, None)) is not None}
+    functions = {name: function for name in ARGUMENT_RULES if (function := getattr(module, name, None)) is not None}
     others = [
         other
         for other in [*sys.modules.values()]

@@ -25,19 +25,23 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright
 from paceline.errors import TrainingError, UsageError
 from paceline.host.procfs import port_holder
 from paceline.host.reach import why_unreachable
-from paceline.protocol.control import WorkerSpec, restarts
+from paceline.protocol.control import WorkerSpec, restart_count
 from paceline.rank.environment import job_token
 
 MEETING_SECONDS = 300.0
-FIRST_WORD_SECONDS = 10.0
-NEXT_WORD_SECONDS = 30.0
+FIRST_NOTICE_SECONDS = 10.0
+NOTICE_INTERVAL_SECONDS = 30.0
 CONNECT_SECONDS = 10.0  # for one attempt of torch's client, which prints a lot when it fails
 LONGEST_POLL_SECONDS = 0.25
 PREFIX = "paceline/meeting"
-_hosted: dict[int, Store] = {}  # by port: kept to the end of the process, for ranks that begin their next group early
-_met: list[int] = []  # [number of rendezvous so far]; empty before the first: a process may make several groups
+_hosted_stores: dict[
+    int, Store
+] = {}  # by port: kept to the end of the process, for ranks that begin their next group early
+_rendezvous_counter: list[
+    int
+] = []  # [number of rendezvous so far]; empty before the first: a process may make several groups
 COMPLETE, REFUSED, ARRIVED, JOB = "complete", "refused", "arrived", "job"
-CLAIMED_TWICE = "rank-claimed-twice"
+RANK_CLAIMED_TWICE = "rank-claimed-twice"
 
 
 class _Job(msgspec.Struct, frozen=True):
@@ -59,15 +63,15 @@ class _Rendezvous:
     deadline: float  # monotonic
     store: Store | None = None
     error: BaseException | None = None
-    waits_for: str = ""  # a message for the user; empty if another rank prints it
+    wait_message: str = ""  # a message for the user; empty if another rank prints it
     ended: threading.Event = field(default_factory=threading.Event)
-    me: str = field(default_factory=lambda: f"{os.uname().nodename} pid {os.getpid()}")
+    process_name: str = field(default_factory=lambda: f"{os.uname().nodename} pid {os.getpid()}")
 
     @property
-    def where(self) -> str:
+    def address(self) -> str:
         return f"{self.host}:{self.port}"
 
-    def late(self) -> bool:
+    def is_overdue(self) -> bool:
         return time.monotonic() >= self.deadline
 
 
@@ -88,23 +92,25 @@ def rendezvous(rank: int, size: int, env: Mapping[str, str], *, seconds: float =
     """
     if not re.fullmatch("[0-9]{1,5}", env["MASTER_PORT"]):
         raise UsageError(code="master-port-invalid", value=env["MASTER_PORT"])
-    start, generation = time.monotonic(), "-".join(map(str, (restarts(env), *_met)))
-    _met[:] = [sum(_met) + 1]
+    start, generation = time.monotonic(), "-".join(map(str, (restart_count(env), *_rendezvous_counter)))
+    _rendezvous_counter[:] = [sum(_rendezvous_counter) + 1]
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     meeting = _Rendezvous(rank, size, host, port, generation, job_token(env), start + seconds)
     threading.Thread(target=_run, args=(meeting, env), daemon=True, name="paceline-meeting").start()
-    next_message = start + FIRST_WORD_SECONDS
+    next_message = start + FIRST_NOTICE_SECONDS
     while not meeting.ended.wait(max(0.0, min(next_message, meeting.deadline) - time.monotonic())):
-        if meeting.late():
+        if meeting.is_overdue():
             meeting.ended.wait(2 * LONGEST_POLL_SECONDS)  # the thread also times out, and may have a better reason
             break
-        next_message += NEXT_WORD_SECONDS
-        if meeting.waits_for:
-            print(f"paceline: after {time.monotonic() - start:.0f} s {meeting.waits_for}", file=sys.stderr, flush=True)
+        next_message += NOTICE_INTERVAL_SECONDS
+        if meeting.wait_message:
+            print(
+                f"paceline: after {time.monotonic() - start:.0f} s {meeting.wait_message}", file=sys.stderr, flush=True
+            )
     if meeting.error is not None:
         raise meeting.error
     if meeting.store is None:
-        waits_for = meeting.waits_for or f"rank {rank} waits for ranks that a lower rank reports"
+        waits_for = meeting.wait_message or f"rank {rank} waits for ranks that a lower rank reports"
         raise TrainingError(code="ranks-did-not-meet", size=size, seconds=seconds, waits_for=waits_for)
     return PrefixStore(f"paceline/generation-{generation}", meeting.store)
 
@@ -113,7 +119,7 @@ def _run(meeting: _Rendezvous, env: Mapping[str, str]) -> None:
     try:
         if (store := _open(meeting, env)) is not None:
             keys = PrefixStore(f"{PREFIX}/generation-{meeting.generation}", store)
-            _compare(meeting, store, keys)
+            _check_same_job(meeting, store, keys)
             _claim(meeting, keys)
             if _wait_for_all(meeting, keys):
                 meeting.store = store
@@ -124,41 +130,41 @@ def _run(meeting: _Rendezvous, env: Mapping[str, str]) -> None:
 
 def _open(meeting: _Rendezvous, env: Mapping[str, str]) -> Store | None:
     agent_hosts_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # started by torchrun
-    inherited = -1 if (spec := WorkerSpec.here()) is None else spec.store
+    inherited = -1 if (spec := WorkerSpec.from_environment()) is None else spec.store
     if inherited >= 0 and stat.S_ISREG(os.fstat(inherited).st_mode):
         # opened again at each call, so that its locks work between processes; -1: torch must not remove the file
         return FileStore(f"/proc/self/fd/{inherited}", -1)
     if meeting.rank == 0 and not agent_hosts_store:
-        return _host(meeting, inherited)
-    while not meeting.late():
+        return _host_store(meeting, inherited)
+    while not meeting.is_overdue():
         reason = why_unreachable(meeting.host, meeting.port)
         if not reason:
-            meeting.waits_for = (
-                f"rank {meeting.rank} on {os.uname().nodename} has connected to {meeting.where}, but no store answers: "
-                "rank 0 is still starting, is frozen, or another program uses that port"
+            meeting.wait_message = (
+                f"rank {meeting.rank} on {os.uname().nodename} has connected to {meeting.address}, but no store "
+                "answers: rank 0 is still starting, is frozen, or another program uses that port"
             )
             try:
                 return _tcp_store(meeting, is_master=False)
             except dist.DistError as error:
                 if not (spec and meeting.host == "127.0.0.1"):  # else our agent answers in place of a remote store
                     why = str(error).partition("\n")[0]
-                    raise UsageError(code="not-our-store", where=meeting.where, why=why) from error
-                reason = f"{meeting.where}: our agent there cannot reach the store"
-        meeting.waits_for = f"rank {meeting.rank} on {os.uname().nodename} cannot reach rank 0 at {reason}"
+                    raise UsageError(code="not-our-store", where=meeting.address, why=why) from error
+                reason = f"{meeting.address}: our agent there cannot reach the store"
+        meeting.wait_message = f"rank {meeting.rank} on {os.uname().nodename} cannot reach rank 0 at {reason}"
         time.sleep(LONGEST_POLL_SECONDS)
     return None
 
 
-def _host(meeting: _Rendezvous, inherited: int) -> Store:
+def _host_store(meeting: _Rendezvous, inherited: int) -> Store:
     try:
         # if the agent has bound the port already, no other process can take it
         store = _tcp_store(meeting, is_master=True, listen_fd=inherited if inherited >= 0 else None)
-        return _hosted.setdefault(meeting.port, store)
+        return _hosted_stores.setdefault(meeting.port, store)
     except dist.DistError as error:
         if "failed to listen" not in str(error):
             raise
         holder = port_holder(meeting.port) or "another process"
-        raise UsageError(code="master-port-taken", where=meeting.where, by=holder) from error
+        raise UsageError(code="master-port-taken", where=meeting.address, by=holder) from error
 
 
 def _tcp_store(meeting: _Rendezvous, *, is_master: bool, listen_fd: int | None = None) -> Store:
@@ -168,16 +174,16 @@ def _tcp_store(meeting: _Rendezvous, *, is_master: bool, listen_fd: int | None =
     )  # fmt: skip
 
 
-def _compare(meeting: _Rendezvous, store: Store, keys: Store) -> None:
+def _check_same_job(meeting: _Rendezvous, store: Store, keys: Store) -> None:
     """Check that the other ranks belong to this job. The later rank raises the error, and the others continue."""
-    ours = _Job(meeting.token, meeting.size, meeting.me)
+    ours = _Job(meeting.token, meeting.size, meeting.process_name)
     first = _first_entry(meeting, PrefixStore(PREFIX, store), ours)
     if first.token == ours.token:  # sizes are compared only within a generation: a restart may have fewer ranks
         first = _first_entry(meeting, keys, ours)
     if (first.token, first.size) != (ours.token, ours.size):
         other, job = (entry.token or "without a name" for entry in (first, ours))
         raise UsageError(
-            code="another-job-answers", where=meeting.where, by=first.by,
+            code="another-job-answers", where=meeting.address, by=first.by,
             other=other, other_size=first.size, job=job, size=ours.size,
         )  # fmt: skip
 
@@ -188,34 +194,34 @@ def _first_entry(meeting: _Rendezvous, keys: Store, ours: _Job) -> _Job:
         return msgspec.json.decode(entry, type=_Job)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         why = f"{JOB!r} has an unknown format: {error}"
-        raise UsageError(code="not-our-store", where=meeting.where, why=why) from None
+        raise UsageError(code="not-our-store", where=meeting.address, why=why) from None
 
 
 def _claim(meeting: _Rendezvous, keys: Store) -> None:
-    holder = keys.compare_set(str(meeting.rank), "", meeting.me).decode()
-    if holder == meeting.me:
+    holder = keys.compare_set(str(meeting.rank), "", meeting.process_name).decode()
+    if holder == meeting.process_name:
         if keys.add(ARRIVED, 1) == meeting.size:
             keys.set(COMPLETE, "")
         return
-    fields: dict[str, Any] = {"where": meeting.where, "rank": meeting.rank, "size": meeting.size}
-    fields |= {"first": holder, "second": meeting.me}
+    fields: dict[str, Any] = {"where": meeting.address, "rank": meeting.rank, "size": meeting.size}
+    fields |= {"first": holder, "second": meeting.process_name}
     if meeting.token:  # in the same job, another rank must then be missing, and all would wait for it until the timeout
         keys.set(REFUSED, msgspec.json.encode(fields).decode())
-    raise UsageError(code=CLAIMED_TWICE, **fields)
+    raise UsageError(code=RANK_CLAIMED_TWICE, **fields)
 
 
 def _wait_for_all(meeting: _Rendezvous, keys: Store) -> bool:
-    pause_seconds, next_look = 0.002, time.monotonic() + FIRST_WORD_SECONDS / 2
-    meeting.waits_for = ""
+    pause_seconds, next_look = 0.002, time.monotonic() + FIRST_NOTICE_SECONDS / 2
+    meeting.wait_message = ""
     while not keys.check([COMPLETE]):
         if keys.check([REFUSED]):
             fields = msgspec.json.decode(keys.get(REFUSED), type=dict[str, Any])
             time.sleep(0.0 if meeting.rank else 4 * LONGEST_POLL_SECONDS)  # rank 0 keeps the store until all have read
-            raise UsageError(code=CLAIMED_TWICE, **fields)
-        is_last = meeting.late()
+            raise UsageError(code=RANK_CLAIMED_TWICE, **fields)
+        is_last = meeting.is_overdue()
         if is_last or time.monotonic() >= next_look:
-            meeting.waits_for = _missing(meeting, lambda rank: keys.check([str(rank)]))
-            next_look = time.monotonic() + FIRST_WORD_SECONDS / 2
+            meeting.wait_message = _describe_missing_ranks(meeting, lambda rank: keys.check([str(rank)]))
+            next_look = time.monotonic() + FIRST_NOTICE_SECONDS / 2
         if is_last:
             return False
         time.sleep(pause_seconds)
@@ -223,9 +229,9 @@ def _wait_for_all(meeting: _Rendezvous, keys: Store) -> bool:
     return True
 
 
-def _missing(meeting: _Rendezvous, has_come: Callable[[int], bool]) -> str:
+def _describe_missing_ranks(meeting: _Rendezvous, has_come: Callable[[int], bool]) -> str:
     if any(has_come(rank) for rank in range(meeting.rank)):
         return ""
     absent = [n for n in range(meeting.size) if n < meeting.rank or (n > meeting.rank and not has_come(n))]
     names = ", ".join(map(str, absent[:20])) + ", ..." * (len(absent) > 20)
-    return f"{len(absent)} of {meeting.size} ranks have not connected to {meeting.where}: rank {names}"
+    return f"{len(absent)} of {meeting.size} ranks have not connected to {meeting.address}: rank {names}"

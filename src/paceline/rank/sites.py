@@ -15,17 +15,17 @@ from types import FrameType
 
 from msgspec import Struct
 
+from paceline.protocol.code_locations import SITE_CHARS, Activity, activity_of, format_call_site, site
 from paceline.protocol.evidence import Frame
-from paceline.protocol.places import SITE_CHARS, Activity, activity_of, called_at, site
-from paceline.rank.imports import HIDDEN_FRAME
+from paceline.rank.imports import HIDDEN_FRAME_SUFFIX
 
 MAX_DEPTH = 100  # limit of inspected frames; a framework has about 30
-_OURS = str(Path(__file__).resolve().parents[1])  # .../paceline
+_PACKAGE_DIR = str(Path(__file__).resolve().parents[1])  # .../paceline
 _STDLIB = sysconfig.get_path("stdlib")
-_PROGRAMS = sysconfig.get_path("scripts") + "/"  # entry points like `paceline` or `accelerate`
+_SCRIPTS_DIR = sysconfig.get_path("scripts") + "/"  # entry points like `paceline` or `accelerate`
 
 
-class Owner(IntEnum):
+class CodeOwner(IntEnum):
     """The owner of a line."""
 
     USER = 0
@@ -34,7 +34,7 @@ class Owner(IntEnum):
     LIBRARY = 3  # a framework or another library
 
 
-USER, OURS, NOBODY, LIBRARY = Owner
+USER, OURS, NOBODY, LIBRARY = CodeOwner
 
 
 class Site(Struct, frozen=True):
@@ -43,31 +43,35 @@ class Site(Struct, frozen=True):
     frame: FrameType | None = None  # without a frame of the user: that of a library, else ours
     library: FrameType | None = None
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """`train.py:40 in main, by transformers/trainer.py:3700`; empty if unknown."""
-        return called_at(*(frame and frame_of(frame) for frame in (self.frame, self.library)))
+        return format_call_site(*(frame and frame_record(frame) for frame in (self.frame, self.library)))
 
 
 @cache
-def owner(filename: str) -> Owner:
+def code_owner(filename: str) -> CodeOwner:
     """The owner of a file, derived from its name."""
-    if filename.startswith(_OURS + "/"):
-        return Owner.NOBODY if activity_of(short(filename)) in (Activity.GUARD, Activity.WAITS) else Owner.OURS
+    if filename.startswith(_PACKAGE_DIR + "/"):
+        return (
+            CodeOwner.NOBODY
+            if activity_of(short_filename(filename)) in (Activity.GUARD, Activity.WAITS)
+            else CodeOwner.OURS
+        )
     if "/site-packages/torch/" in filename or "/torch/distributed/" in filename:
-        return Owner.NOBODY
+        return CodeOwner.NOBODY
     if "-packages/" in filename:
-        return Owner.LIBRARY
-    if filename.startswith((_STDLIB, "<frozen", _PROGRAMS)) or filename.endswith("/bin/paceline"):  # <frozen runpy>
-        return Owner.NOBODY
-    return Owner.USER
+        return CodeOwner.LIBRARY
+    if filename.startswith((_STDLIB, "<frozen", _SCRIPTS_DIR)) or filename.endswith("/bin/paceline"):  # <frozen runpy>
+        return CodeOwner.NOBODY
+    return CodeOwner.USER
 
 
 @cache
-def short(filename: str) -> str:
+def short_filename(filename: str) -> str:
     """The short name of a file, which is equal on all hosts."""
-    filename = filename.removesuffix(HIDDEN_FRAME)
-    if filename.startswith(_OURS + "/"):
-        return "paceline" + filename[len(_OURS) :]
+    filename = filename.removesuffix(HIDDEN_FRAME_SUFFIX)
+    if filename.startswith(_PACKAGE_DIR + "/"):
+        return "paceline" + filename[len(_PACKAGE_DIR) :]
     for packages in ("/site-packages/", "/dist-packages/"):
         if packages in filename:
             return filename.rpartition(packages)[2]
@@ -78,22 +82,22 @@ def short(filename: str) -> str:
     return f"{path.parent.name}/{path.name}" if in_package else path.name or filename
 
 
-def site_words(frame: Frame) -> str:
+def format_frame(frame: Frame) -> str:
     """A frame as text without folders, as in reports: `train.py:97 in step`."""
     return site(frame)[:SITE_CHARS]
 
 
-class _Packages(dict[str, str | None]):
+class _PackageCache(dict[str, str | None]):
     """A cache by file name: a library's package, "paceline", "" (NOBODY), or None (USER)."""
 
     def __missing__(self, filename: str) -> str | None:
-        file_owner = owner(filename)
-        name = "" if file_owner is NOBODY else short(filename).partition("/")[0]
+        file_owner = code_owner(filename)
+        name = "" if file_owner is NOBODY else short_filename(filename).partition("/")[0]
         package = self[filename] = None if file_owner is USER else name
         return package
 
 
-_packages = _Packages()
+_package_cache = _PackageCache()
 
 
 def call_site(frame: FrameType | None) -> Site:
@@ -104,7 +108,7 @@ def call_site(frame: FrameType | None) -> Site:
     ours = library = first_library = None
     package, depth = "", 0
     while frame is not None and depth < MAX_DEPTH:
-        name = _packages[frame.f_code.co_filename]
+        name = _package_cache[frame.f_code.co_filename]
         if name is None:
             return Site(frame, library)
         if name == "paceline":
@@ -115,22 +119,26 @@ def call_site(frame: FrameType | None) -> Site:
     return Site(first_library or ours)
 
 
-def frame_of(frame: FrameType) -> Frame:
+def frame_record(frame: FrameType) -> Frame:
     """The record of a running frame, with the short file name."""
     file = frame.f_code.co_filename
-    return Frame(short(file), frame.f_lineno, frame.f_code.co_name, owner(file) is LIBRARY)
+    return Frame(short_filename(file), frame.f_lineno, frame.f_code.co_name, code_owner(file) is LIBRARY)
 
 
-def line_of(error: BaseException) -> str:
+def user_line_of_error(error: BaseException) -> str:
     """The innermost line of the user's program in the traceback of `error`, as `train.py:97: `; empty without one."""
     caller = call_site(sys._getframe(1)).frame  # pyright: ignore[reportPrivateUsage]
     locations = [(caller, caller.f_lineno)] if caller is not None else []  # for an error that has not left its function
     locations += traceback.walk_tb(error.__traceback__)
-    lines = [f"{short(file)}:{line}: " for frame, line in locations if owner(file := frame.f_code.co_filename) is USER]
+    lines = [
+        f"{short_filename(file)}:{line}: "
+        for frame, line in locations
+        if code_owner(file := frame.f_code.co_filename) is USER
+    ]
     return lines[-1] if lines else ""
 
 
 def user_site() -> str:
     """The line of the user's program that called this, directly or through frameworks; empty without one."""
     frame = call_site(sys._getframe(1)).frame  # pyright: ignore[reportPrivateUsage]
-    return site_words(frame_of(frame)) if frame is not None else ""
+    return format_frame(frame_record(frame)) if frame is not None else ""

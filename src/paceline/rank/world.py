@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
-from paceline.config.mesh import DIMENSIONS, OF_BATCH, Mesh
+from paceline.config.mesh import BATCH_DIMENSIONS, DIMENSIONS, Mesh
 from paceline.errors import TrainingError, UsageError, plural
-from paceline.host.gpus import DEV, SHARE_GPUS, VISIBLE, cores_near, show_own_mig
+from paceline.host.gpus import DEV, GPU_SHARING_BACKENDS, VISIBLE_DEVICES_VARIABLES, cores_near, select_mig_instance
 from paceline.rank.environment import rank_counts, translate_to_torchrun
-from paceline.rank.guard import End, Guard, abort_nccl, foreign_user_error
+from paceline.rank.guard import ConnectionEndpoint, HangGuard, abort_nccl, foreign_user_error
 from paceline.rank.rendezvous import MEETING_SECONDS, rendezvous
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
-TRIES = 10  # attempts to make a group without foreign users
+MAX_GROUP_ATTEMPTS = 10  # attempts to make a group without foreign users
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 """The default backend of each kind of device; gloo for all others."""
 
@@ -58,7 +58,7 @@ class World:
         return self if self.mesh is None else self.along("batch")
 
     @cached_property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this rank computes the loss for the ranks that work on the same samples, and reports for them."""
         pipeline = self.along("pipeline")
         return pipeline.rank == pipeline.size - 1 and all(self.along(name).rank == 0 for name in ("context", "tensor"))
@@ -79,7 +79,7 @@ class World:
         env = os.environ if env is None else env
         rank, size, local_rank, local_size = rank_counts(env)
         if device != "cpu":
-            show_own_mig(local_rank, local_size)
+            select_mig_instance(local_rank, local_size)
         # local_rank, because the global rank is not a device index on the second node
         torch_device = resolve_device(device, local_rank, local_size, backend)
         if device == "auto" and torch_device.type == "cpu" and rank == 0 and (reason := explain_missing_gpus()):
@@ -100,7 +100,7 @@ def joined(
         UsageError: another job answers at the rendezvous, or two processes claim one rank.
         TrainingError: some ranks have not connected.
     """
-    Guard.of_process().watch_torch()  # before the group, so that the guard records its connections
+    HangGuard.of_process().watch_torch()  # before the group, so that the guard records its connections
     timeout = timedelta(seconds=timeout_seconds)
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(world.device)
@@ -126,10 +126,10 @@ def create_mesh_groups(world: World, mesh: Mesh, *, timeout_seconds: float = DEF
 
     The default process group must exist. With data parallelism alone, `world` is returned unchanged.
     """
-    if mesh.size == mesh.of("data"):
+    if mesh.size == mesh.size_of("data"):
         return world
     dimensions: dict[str, World] = {}
-    dimensions_by_name = {name: (name,) for name in DIMENSIONS if mesh.of(name) > 1} | {"batch": OF_BATCH}
+    dimensions_by_name = {name: (name,) for name in DIMENSIONS if mesh.size_of(name) > 1} | {"batch": BATCH_DIMENSIONS}
     for name, along in dimensions_by_name.items():
         for members in sorted({mesh.peers(rank, along) for rank in range(world.size)}):
             # Every rank makes all groups in the same order. A single rank also needs a group: None means all ranks.
@@ -141,7 +141,7 @@ def create_mesh_groups(world: World, mesh: Mesh, *, timeout_seconds: float = DEF
                     members.index(world.rank), len(members), on_node.index(world.rank), len(on_node), world.device,
                     world.backend, pg,
                 )  # fmt: skip
-    batch_dimensions = {name: dimensions[name] for name in OF_BATCH if name in dimensions}
+    batch_dimensions = {name: dimensions[name] for name in BATCH_DIMENSIONS if name in dimensions}
     dimensions["batch"] = replace(dimensions["batch"], dimensions=batch_dimensions)
     return replace(world, mesh=mesh, dimensions=dimensions)
 
@@ -152,10 +152,10 @@ def _make_group(world: World, store: Store, timeout: timedelta) -> None:
         raise UsageError(code="process-group-exists")
     check_placement(world.rank, world.size, world.device, world.backend, store)
     foreign_users: list[list[str]] = []
-    for number in range(TRIES):
+    for number in range(MAX_GROUP_ATTEMPTS):
         attempt = PrefixStore(f"group-{number}", store)
-        connections = Guard.of_process().connections
-        with connections.tolerating() as foreign:
+        connections = HangGuard.of_process().connections
+        with connections.tolerate_foreign_users() as foreign:
             dist.init_process_group(
                 world.backend,
                 store=attempt,
@@ -173,7 +173,9 @@ def _make_group(world: World, store: Store, timeout: timedelta) -> None:
     raise foreign_user_error(foreign_users[0]) if foreign_users else UsageError(code="stranger-at-another-rank")
 
 
-def _has_foreign_users(world: World, store: Store, timeout: timedelta, ends: Sequence[End], *, here: bool) -> bool:
+def _has_foreign_users(
+    world: World, store: Store, timeout: timedelta, ends: Sequence[ConnectionEndpoint], *, here: bool
+) -> bool:
     """Whether a foreign user has connected to any rank; equal on all ranks. `here`: to this rank, from its host.
 
     Each rank writes its ends of connections between hosts to the store, which foreign users cannot access. A foreign
@@ -184,8 +186,8 @@ def _has_foreign_users(world: World, store: Store, timeout: timedelta, ends: Seq
         for end in ends:
             store.set(f"end {end.name}", "")
         _wait_for_all(world, store, timeout, "ends written")
-        unmatched_ends = [end for end in ends if not store.check([f"end {end.other}"])]
-        store.add("from other hosts", sum(1 if end.accepted else -1 for end in unmatched_ends))
+        unmatched_ends = [end for end in ends if not store.check([f"end {end.other_end_name}"])]
+        store.add("from other hosts", sum(1 if end.was_accepted else -1 for end in unmatched_ends))
     store.add("here", int(here))
     _wait_for_all(world, store, timeout, "counted")
     return store.add("here", 0) > 0 or store.add("from other hosts", 0) > 0
@@ -235,9 +237,9 @@ def resolve_device(choice: str, index: int, workers: int, backend: str) -> torch
     if choice not in ("auto", kind):
         has = f"torch has {kind} here" if kind else explain_missing_gpus() or "torch sees no accelerator here"
         raise UsageError(code="device-not-here", value=choice, has=has, usable=kind or "cpu")
-    visible = [os.environ.get(name, "").strip() for name in VISIBLE]
+    visible = [os.environ.get(name, "").strip() for name in VISIBLE_DEVICES_VARIABLES]
     sees_one = count == 1 and any(value and "," not in value for value in visible)  # srun --gpus-per-task=1
-    if workers > count and backend not in SHARE_GPUS and not sees_one:
+    if workers > count and backend not in GPU_SHARING_BACKENDS and not sees_one:
         limit = plural(count, "process", "processes")
         raise UsageError(code="processes-without-gpu", processes=workers, count=count, most=limit)
     return torch.device(kind, index % count)
@@ -264,7 +266,7 @@ def check_placement(rank: int, size: int, device: torch.device, backend: str, st
         store.set(f"first on {uuid}", str(rank))
         return
     first, gpu = store.get(f"first on {uuid}").decode(), f"{uuid} ({device})"
-    if backend not in SHARE_GPUS:
+    if backend not in GPU_SHARING_BACKENDS:
         raise UsageError(code="gpu-shared", first=first, second=rank, gpu=gpu, backend=backend)
     print(f"WARNING: ranks {first} and {rank} use the same GPU, {gpu}, which is slow", file=sys.stderr)
 
@@ -297,7 +299,7 @@ def explain_missing_gpus(devices: Path = DEV) -> str:
             f"torch sees no GPU, but the machine has {plural(nvidia, 'NVIDIA GPU')}: `nvidia-smi` shows whether the "
             "driver works"
         )
-    visible_values = {os.environ.get(name) for name in VISIBLE}
+    visible_values = {os.environ.get(name) for name in VISIBLE_DEVICES_VARIABLES}
     if amd and torch.version.hip and not visible_values & {"", "-1"}:
         return "torch sees no GPU, but the machine has AMD GPUs: `rocminfo` shows whether this user may use them"
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import msgspec
 
 from paceline.errors import PacelineError
-from paceline.report.figures import Figure, line
+from paceline.report.figures import Figure, make_line_trace
 from paceline.report.logs import log_times, rank_logs
-from paceline.report.run import WholeRun
-from paceline.runs.console import clean
+from paceline.report.run import RunData
+from paceline.runs.console import remove_controls
 from paceline.runs.events import Evaluated, Step, event_files, read_events
-from paceline.runs.folder import numbered_attempts
+from paceline.runs.folder import attempt_dirs
 from paceline.runs.owners import open_file
 
 BLOCK_BYTES, MAX_CHARS, MAX_RANKS = 1 << 18, 2000, 4096  # MAX_CHARS: per line
@@ -28,23 +28,25 @@ EXAMPLES = {
     "key and value": "epoch=3 step=40 loss=0.12, or: loss: 0.12",
 }
 # the rank, as srun --label, torchrun --tee, paceline and scripts print it
-PREFIX = re.compile(r"\[default([0-9]+)\]:|\[rank ?([0-9]+)\]:? ?|\[([0-9][0-9,-]*)\] |\s*([0-9]{1,5}): |"
+RANK_PREFIX = re.compile(r"\[default([0-9]+)\]:|\[rank ?([0-9]+)\]:? ?|\[([0-9][0-9,-]*)\] |\s*([0-9]{1,5}): |"
                     r"rank ?([0-9]+) ?[:|,] ?", re.IGNORECASE)  # fmt: skip
-CLASSIC = re.compile(r"Train(?:ing)? Epoch:?\s*([0-9]+)\s*\[\s*([0-9]+)/[0-9]+", re.IGNORECASE)
-BAR = re.compile(r"[0-9]{1,3}%\|[^|]*\|\s*[0-9]+/[0-9]+\s*\[[0-9:]+<[0-9:?]+(?:,\s*([0-9.]+)(\w+/\w+))?")
+TRAIN_EPOCH_LINE = re.compile(r"Train(?:ing)? Epoch:?\s*([0-9]+)\s*\[\s*([0-9]+)/[0-9]+", re.IGNORECASE)
+TQDM_BAR = re.compile(r"[0-9]{1,3}%\|[^|]*\|\s*[0-9]+/[0-9]+\s*\[[0-9:]+<[0-9:?]+(?:,\s*([0-9.]+)(\w+/\w+))?")
 NUMBER = r"(?:tensor\()?([-+]?(?:[0-9][0-9,]*(?:\.[0-9]*)?(?:e[-+]?[0-9]+)?|\.[0-9]+|nan|inf(?:inity)?)(?![\w.]))"
-NAMES = ("test loss", "loss", "samples/s")  # by group of KEY
-KEY = re.compile(
+KEY_VALUE_NAMES = ("test loss", "loss", "samples/s")  # by group of KEY
+KEY_VALUE = re.compile(
     r"(?<![\w/.-])['\"]?(?:((?:val|valid|validation|eval|test)[_ /]loss|average loss)"
     r"|(train[_ /]?loss|training[_ ]loss|loss/train|loss)"
     r"|((?:train[_ ])?samples[_ ]per[_ ]second|throughput|(?:samples|images|examples)/s(?:ec)?))['\"]?"
     rf"(?:\s*[=:]\s*|\s+)\[?'?{NUMBER}", re.IGNORECASE,
 )  # fmt: skip
-SPEED = re.compile(r"([0-9][0-9,]*(?:\.[0-9]*)?)\s*(?:samples|images|imgs?|examples)\s*(?:/|per )\s*s", re.IGNORECASE)
+SAMPLES_PER_SECOND = re.compile(
+    r"([0-9][0-9,]*(?:\.[0-9]*)?)\s*(?:samples|images|imgs?|examples)\s*(?:/|per )\s*s", re.IGNORECASE
+)
 KEYWORDS = ("loss", "%|", "samples", "images", "img", "examples", "throughput")  # each format contains one
 
 
-class Reading(NamedTuple):
+class ParsedLine(NamedTuple):
     """The content of a line."""
 
     format: str  # empty: neither loss nor throughput
@@ -66,34 +68,34 @@ class Analysis(msgspec.Struct):
     first_line: str = ""
 
 
-def read_line(line: str) -> Reading:
+def read_line(line: str) -> ParsedLine:
     """The content of a line."""
     rank, log_format, samples, text, values = "", "", None, line[:MAX_CHARS], dict[str, float]()
-    while (match := PREFIX.match(text)) is not None:  # torchrun's --tee precedes other prefixes
+    while (match := RANK_PREFIX.match(text)) is not None:  # torchrun's --tee precedes other prefixes
         label = next(group for group in match.groups() if group)
         if label != rank:  # both labels of srun --label around torchrun --tee
             rank = f"{rank}.{label}" if rank else label
         text = text[match.end() :]
     if not any(word in text.lower() for word in KEYWORDS):  # most lines of most logs
-        return Reading("", rank, {})
-    if match := CLASSIC.search(text):
+        return ParsedLine("", rank, {})
+    if match := TRAIN_EPOCH_LINE.search(text):
         log_format, samples = "classic", (int(match[1]), int(match[2]))
-    elif match := BAR.search(text):
+    elif match := TQDM_BAR.search(text):
         log_format = "progress bar"
         if match[1] and (speed := float(match[1])):
             values["steps/s"] = 1 / speed if match[2].startswith("s/") else speed
-    for match in KEY.finditer(text):
-        name = NAMES[next(group for group in range(3) if match[group + 1])]
+    for match in KEY_VALUE.finditer(text):
+        name = KEY_VALUE_NAMES[next(group for group in range(3) if match[group + 1])]
         if name != "loss" or "train_runtime" not in text:  # otherwise it is the mean of the training
             values.setdefault(name, float(match[4].replace(",", "")))
-    if match := SPEED.search(text):
+    if match := SAMPLES_PER_SECOND.search(text):
         values["samples/s"] = float(match[1].replace(",", ""))
     if not log_format and values:
         log_format = "Hugging Face Trainer" if text.lstrip().startswith("{'") else "key and value"
-    return Reading(log_format, rank, values, samples)
+    return ParsedLine(log_format, rank, values, samples)
 
 
-class Analyzer:
+class LogAnalyzer:
     """Collects the values of lines."""
 
     def __init__(self, name: str) -> None:
@@ -101,7 +103,7 @@ class Analyzer:
         self._owners: dict[str, str] = {}  # name of a value -> the rank that prints it
         self._anchors: dict[str, tuple[float, tuple[int, int]]] = {}  # rank -> time, and samples then
 
-    def add(self, reading: Reading, unix_time: float | None = None) -> None:
+    def add(self, reading: ParsedLine, unix_time: float | None = None) -> None:
         """Add a line, with the time at which it was written."""
         result = self.result
         result.lines += 1
@@ -115,9 +117,9 @@ class Analyzer:
             if self._owners.setdefault(name, reading.rank) == reading.rank or name.endswith("/s"):
                 result.values.setdefault(name, []).append(value)
         if unix_time is not None and reading.samples:
-            self._count(reading.rank, unix_time, *reading.samples)
+            self._count_samples(reading.rank, unix_time, *reading.samples)
 
-    def _count(self, rank: str, now: float, epoch: int, done: int) -> None:
+    def _count_samples(self, rank: str, now: float, epoch: int, done: int) -> None:
         before, (same, start) = self._anchors.setdefault(rank, (now, (epoch, done)))
         forward = epoch == same and done >= start
         if not forward or not 0 <= now - before < WINDOW_SECONDS:
@@ -132,10 +134,10 @@ class Analyzer:
             while block := log.readline(BLOCK_BYTES):
                 end += len(block)
                 for part in block.rstrip(b"\r\n").split(b"\r"):  # each state of a progress bar
-                    text = clean(part[: 4 * MAX_CHARS].decode(errors="replace"))
+                    text = remove_controls(part[: 4 * MAX_CHARS].decode(errors="replace"))
                     self.result.first_line = self.result.first_line or text[:120].strip()
                     reading = read_line(text)
-                    self.add(reading._replace(rank=rank or reading.rank), times and times.at(end - 1))
+                    self.add(reading._replace(rank=rank or reading.rank), times and times.time_at(end - 1))
 
     def add_run(self, run_dir: Path, *, max_bytes: float = math.inf) -> None:
         """Add the events of a run, or without events its logs, up to `max_bytes` (OSError if they cannot be read)."""
@@ -145,28 +147,28 @@ class Analyzer:
                 if isinstance(event, Step):
                     loss = math.nan if event.skipped else event.loss  # a loss that is not finite is written as 0
                     rate = {"samples/s": event.samples / event.seconds} if event.seconds > 0 else {}
-                    self.add(Reading("events", str(rank), {"loss": loss, **rate}))
+                    self.add(ParsedLine("events", str(rank), {"loss": loss, **rate}))
                 elif isinstance(event, Evaluated) and "loss" in event.metrics:
-                    self.add(Reading("events", str(rank), {"test loss": event.metrics["loss"]}))
-        for attempt in numbered_attempts(run_dir).values() if not events else ():
+                    self.add(ParsedLine("events", str(rank), {"test loss": event.metrics["loss"]}))
+        for attempt in attempt_dirs(run_dir).values() if not events else ():
             for rank, path in rank_logs(attempt).items():
                 if (max_bytes := max_bytes - path.lstat().st_size) >= 0:
                     self.add_log(path, rank=str(rank))
 
 
-def log_figures(run: WholeRun) -> tuple[list[Figure], str]:
+def log_figures(run: RunData) -> tuple[list[Figure], str]:
     """The figures from the logs of a script without events, and a sentence. Empty for a run with events."""
-    analyzer = Analyzer(run.name)
+    analyzer = LogAnalyzer(run.name)
     if run.ranks:
         return [], ""
     try:
         analyzer.add_run(run.folder, max_bytes=MAX_PAGE_BYTES)
     except (OSError, PacelineError) as error:
-        run.missing.append(f"logs: {error}")
+        run.unreadable_parts.append(f"logs: {error}")
     values = analyzer.result.values
     figures = [
         Figure(f"logged-{number}", name.capitalize(), f"The {name} in the log, line by line.",
-               [line(name, [[float(index) for index in range(len(series))]], series, number)],
+               [make_line_trace(name, [[float(index) for index in range(len(series))]], series, number)],
                x="lines that contain it", y=name, log=name == "loss")
         for number, (name, series) in enumerate(values.items()) if name not in RATES and len(series) > 1
     ]  # fmt: skip

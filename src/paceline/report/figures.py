@@ -14,9 +14,9 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import plural
-from paceline.report.run import PHASES, RankLog, WholeRun
-from paceline.runs.console import clean
-from paceline.runs.events import Evaluated, Traced
+from paceline.report.run import PHASES, RankLog, RunData
+from paceline.runs.console import remove_controls
+from paceline.runs.events import Evaluated, TracedStep
 from paceline.runs.machine import MachineUse
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ PATTERNS = ("", "/", "", "\\", "x", ".")  # in addition to the colour, for print
 MIN_VALUE = 0.005  # in a figure's unit: a figure without higher values is omitted
 AXES = ["samples", "minutes", "steps"]
 MAX_CONTROL_BYTES = 1024  # of collectives without tensors of the model
-UPDATES = {"zero": "updates and sends its shard", "fsdp": "updates its shard"}
+UPDATE_DESCRIPTIONS = {"zero": "updates and sends its shard", "fsdp": "updates its shard"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Figure:
     log: bool = False  # whether the page offers a logarithmic y axis
 
 
-def thinned_rows(xs: Sequence[float], ys: Sequence[float]) -> list[int]:
+def select_rows_to_draw(xs: Sequence[float], ys: Sequence[float]) -> list[int]:
     """The rows to draw: the first, the last, and the lowest and the highest point of each interval."""
     finite_rows = [row for row, y in enumerate(ys) if math.isfinite(y) and math.isfinite(xs[row])]
     if len(finite_rows) <= MAX_POINTS:
@@ -67,37 +67,37 @@ def thinned_rows(xs: Sequence[float], ys: Sequence[float]) -> list[int]:
     return sorted(kept)
 
 
-def line(name: str, axes: Sequence[Sequence[float]], ys: Sequence[float], style: int = 0) -> dict[str, Any]:
+def make_line_trace(name: str, axes: Sequence[Sequence[float]], ys: Sequence[float], style: int = 0) -> dict[str, Any]:
     """A line, thinned over the first of its x axes."""
-    rows = thinned_rows(axes[0], ys)
+    rows = select_rows_to_draw(axes[0], ys)
     trace: dict[str, Any] = {
-        "name": clean(name)[:80], "colour": COLOURS[style % len(COLOURS)],
-        "dash": DASHES[style // len(COLOURS) % len(DASHES)], "y": [shown_number(ys[row]) for row in rows],
+        "name": remove_controls(name)[:80], "colour": COLOURS[style % len(COLOURS)],
+        "dash": DASHES[style // len(COLOURS) % len(DASHES)], "y": [round_for_figure(ys[row]) for row in rows],
     }  # fmt: skip
-    return trace | {f"x{number}": [shown_number(axis[row]) for row in rows] for number, axis in enumerate(axes)}
+    return trace | {f"x{number}": [round_for_figure(axis[row]) for row in rows] for number, axis in enumerate(axes)}
 
 
-def shown_number(number: float) -> float | None:
+def round_for_figure(number: float) -> float | None:
     """A number with the digits that are visible in a figure; None if it is not finite."""
     if not math.isfinite(number):
         return None
     return round(number, 2) if abs(number) >= 1e6 else float(f"{number:.6g}")
 
 
-def _axes(log: RankLog) -> list[list[float]]:
+def _x_axis_values(log: RankLog) -> list[list[float]]:
     """Samples, minutes since the beginning, and steps, of the rows that count."""
-    began = log.started[0].unix_time if log.started else 0.0
+    began = log.start_events[0].unix_time if log.start_events else 0.0
     return [
-        [*map(float, accumulate(log.steps.samples[row] for row in log.rows))],
-        [(log.steps.ended[row] - began) / 60 for row in log.rows],
-        [float(log.steps.step[row]) for row in log.rows],
+        [*map(float, accumulate(log.steps.samples[row] for row in log.valid_rows))],
+        [(log.steps.ended[row] - began) / 60 for row in log.valid_rows],
+        [float(log.steps.step[row]) for row in log.valid_rows],
     ]
 
 
 def _rates(log: RankLog) -> list[float]:
-    steps, window, rates = log.steps, max(1, len(log.rows) // 200), list[float]()
-    for number in range(0, len(log.rows), window):
-        rows = log.rows[number : number + window]
+    steps, window, rates = log.steps, max(1, len(log.valid_rows) // 200), list[float]()
+    for number in range(0, len(log.valid_rows), window):
+        rows = log.valid_rows[number : number + window]
         seconds = sum(steps.seconds[row] for row in rows)
         rates += [sum(steps.samples[row] for row in rows) / seconds if seconds > 0 else math.nan] * len(rows)
     return rates
@@ -105,24 +105,24 @@ def _rates(log: RankLog) -> list[float]:
 
 CURVES: tuple[tuple[str, str, str, str, Callable[[RankLog], list[float]], bool], ...] = (
     ("loss", "Loss", "The loss of each step's global batch.", "loss",
-     lambda log: [log.steps.loss[row] for row in log.rows], True),
+     lambda log: [log.steps.loss[row] for row in log.valid_rows], True),
     ("throughput", "Throughput", "Samples of the global batch per second, during steps.", "samples/s",
      _rates, False),
     ("norm", "Gradient norm", "The norm of the gradients before clipping.", "norm",
-     lambda log: [log.steps.norm[row] for row in log.rows], True),
+     lambda log: [log.steps.norm[row] for row in log.valid_rows], True),
     ("lr", "Learning rate", "The learning rate of each step.", "learning rate",
-     lambda log: [log.steps.lr[row] for row in log.rows], False),
+     lambda log: [log.steps.lr[row] for row in log.valid_rows], False),
 )  # fmt: skip
 """Name, title, caption, y axis, values of the rows that count, and whether to offer a logarithmic axis."""
 
 
-def curves(runs: Sequence[WholeRun]) -> Iterable[Figure]:
+def training_curve_figures(runs: Sequence[RunData]) -> Iterable[Figure]:
     """Loss, metrics, throughput, gradient norm and learning rate, with a line for each run."""
     for name, title, caption, y, values, log in CURVES:
         traces = [
-            line(run.name if len(runs) > 1 else y, _axes(first), ys, number)
+            make_line_trace(run.name if len(runs) > 1 else y, _x_axis_values(first), ys, number)
             for number, run in enumerate(runs[:MAX_LINES])
-            if (first := run.first) and sum(map(math.isfinite, ys := values(first))) > 1
+            if (first := run.first_rank_log) and sum(map(math.isfinite, ys := values(first))) > 1
         ]
         if traces:
             yield Figure(name, title, caption, traces, y=y, axes=AXES, log=log)
@@ -130,37 +130,39 @@ def curves(runs: Sequence[WholeRun]) -> Iterable[Figure]:
             yield from _scores(runs)
 
 
-def _scores(runs: Sequence[WholeRun]) -> Iterable[Figure]:
+def _scores(runs: Sequence[RunData]) -> Iterable[Figure]:
     names = dict.fromkeys(
-        (event.split, metric) for run in runs if run.first for _, event in run.first.of(Evaluated)
-        for metric in event.metrics
+        (event.split, metric) for run in runs if run.first_rank_log
+        for _, event in run.first_rank_log.events_of(Evaluated) for metric in event.metrics
     )  # fmt: skip
     for index, (split, metric) in enumerate([*names][:MAX_LINES]):
         traces: list[dict[str, Any]] = []
         for number, run in enumerate(runs[:MAX_LINES]):
-            if not (first := run.first):
+            if not (first := run.first_rank_log):
                 continue
-            scores = [(at, e) for at, e in first.of(Evaluated) if e.split == split and metric in e.metrics]
+            scores = [(at, e) for at, e in first.events_of(Evaluated) if e.split == split and metric in e.metrics]
             if len(scores) < 2:  # the results table has a single score
                 continue
-            began, samples, _, steps = first.started[0].unix_time, *_axes(first)
+            began, samples, _, steps = first.start_events[0].unix_time, *_x_axis_values(first)
             of_step = dict(zip(steps, samples, strict=True))
             axes = [[of_step.get(e.step, 0.0) for _, e in scores], [(at - began) / 60 for at, _ in scores],
                     [float(e.step) for _, e in scores]]  # fmt: skip
-            trace = line(run.name if len(runs) > 1 else metric, axes, [e.metrics[metric] for _, e in scores], number)
+            trace = make_line_trace(
+                run.name if len(runs) > 1 else metric, axes, [e.metrics[metric] for _, e in scores], number
+            )
             traces.append(trace | {"markers": True})
-        label = clean(f"{split} {metric}")[:60]
+        label = remove_controls(f"{split} {metric}")[:60]
         if traces:
             yield Figure(f"score-{index}", label.capitalize(),
                          f"The {label} of each evaluation.", traces, y=label, axes=AXES)  # fmt: skip
 
 
-def phases(runs: Sequence[WholeRun]) -> Iterable[Figure]:
+def phase_figures(runs: Sequence[RunData]) -> Iterable[Figure]:
     """The mean step by phase, with a bar for each rank, or for each run."""
     rows: list[tuple[str, list[float]]] = []
     for run in runs:
-        logs = [log for log in run.latest() if log.rows][:MAX_ROWS]
-        means = [[mean(column[row] for row in log.rows[-2000:]) for column in log.steps.phases] for log in logs]
+        logs = [log for log in run.newest_rank_logs() if log.valid_rows][:MAX_ROWS]
+        means = [[mean(column[row] for row in log.valid_rows[-2000:]) for column in log.steps.phases] for log in logs]
         if len(runs) == 1:
             rows = [(f"rank {log.rank}", seconds) for log, seconds in zip(logs, means, strict=True)]
         elif means:
@@ -170,16 +172,16 @@ def phases(runs: Sequence[WholeRun]) -> Iterable[Figure]:
     names = [name for name, _ in rows]
     traces = [
         {"name": phase, "colour": PHASE_COLOURS[phase], "pattern": PATTERNS[number], "y": names,
-         "x0": [shown_number(1e3 * seconds[number]) for _, seconds in rows]}
+         "x0": [round_for_figure(1e3 * seconds[number]) for _, seconds in rows]}
         for number, phase in enumerate(PHASES)
     ]  # fmt: skip
     caption = "The mean step, in milliseconds, by phase. All bars have about the same length; sync is waiting."
     yield Figure("phases", "Time of a step by phase", caption, traces, x="ms of a step", kind="bars")
 
 
-def waiting(run: WholeRun, waits: Mapping[int, Mapping[int, float]]) -> Iterable[Figure]:
+def waiting_figures(run: RunData, waits: Mapping[int, Mapping[int, float]]) -> Iterable[Figure]:
     """The matrix of waiting between ranks; `waits` as in Bottleneck."""
-    ranks = sorted(log.rank for log in run.latest())[:MAX_ROWS]
+    ranks = sorted(log.rank for log in run.newest_rank_logs())[:MAX_ROWS]
     if len(ranks) < 3 or not waits:  # for two ranks the summary is sufficient
         return
     total = sum(sum(waits_of.values()) for waits_of in waits.values()) or 1.0
@@ -189,7 +191,7 @@ def waiting(run: WholeRun, waits: Mapping[int, Mapping[int, float]]) -> Iterable
     yield Figure("waits", "Waiting between ranks", caption, [trace], x="for", y="waited", kind="matrix")
 
 
-def _of_gpus(attribute: str, factor: float) -> Callable[[MachineUse], dict[str, float | None]]:
+def _gpu_value_getter(attribute: str, factor: float) -> Callable[[MachineUse], dict[str, float | None]]:
     def values(machine: MachineUse) -> dict[str, float | None]:
         numbers = {f"{machine.host} GPU {gpu.index}": getattr(gpu, attribute) for gpu in machine.gpus}
         return {name: None if number is None else number * factor for name, number in numbers.items()}
@@ -197,26 +199,26 @@ def _of_gpus(attribute: str, factor: float) -> Callable[[MachineUse], dict[str, 
     return values
 
 
-DEVICES: tuple[tuple[str, str, str, Callable[[MachineUse], Mapping[str, float | None]]], ...] = (
+DEVICE_FIGURE_SPECS: tuple[tuple[str, str, str, Callable[[MachineUse], Mapping[str, float | None]]], ...] = (
     ("cores", "Processor", "cores busy", lambda m: {m.host: m.cores_busy, f"{m.host}: all cores": m.cores}),
     ("memory", "Memory in use", "GB", lambda m: {m.host: m.memory_bytes / 1e9}),
     ("rss", "Memory of each rank", "GB", lambda m: {f"rank {r}": use.memory_bytes / 1e9 for r, use in m.ranks.items()}),
     ("network", "Network", "MB/s",
      lambda m: {f"{m.host} sent": m.sent_bytes / 1e6, f"{m.host} received": m.received_bytes / 1e6}),
-    ("gpu", "GPU busy", "%", _of_gpus("busy", 100.0)),
-    ("gpu-memory", "GPU memory", "GB", _of_gpus("memory_bytes", 1e-9)),
-    ("gpu-power", "GPU power", "W", _of_gpus("watts", 1.0)),
-    ("gpu-heat", "GPU temperature", "degrees C", _of_gpus("degrees", 1.0)),
-    ("gpu-clock", "GPU clock", "MHz", _of_gpus("mhz", 1.0)),
+    ("gpu", "GPU busy", "%", _gpu_value_getter("busy", 100.0)),
+    ("gpu-memory", "GPU memory", "GB", _gpu_value_getter("memory_bytes", 1e-9)),
+    ("gpu-power", "GPU power", "W", _gpu_value_getter("watts", 1.0)),
+    ("gpu-heat", "GPU temperature", "degrees C", _gpu_value_getter("degrees", 1.0)),
+    ("gpu-clock", "GPU clock", "MHz", _gpu_value_getter("mhz", 1.0)),
 )  # fmt: skip
 """Name, title, y axis, and values by line."""
 
 
-def devices(run: WholeRun) -> Iterable[Figure]:
+def device_figures(run: RunData) -> Iterable[Figure]:
     """The use of the machines, with a line for each host, rank or GPU."""
-    began = run.first.started[0].unix_time if run.first and run.first.started else min(
-        (records[0].unix_time for records in run.machines.values() if records), default=0.0)  # fmt: skip
-    for name, title, y, values in DEVICES:
+    began = (run.first_rank_log.start_events[0].unix_time if run.first_rank_log and run.first_rank_log.start_events
+        else min((records[0].unix_time for records in run.machines.values() if records), default=0.0))  # fmt: skip
+    for name, title, y, values in DEVICE_FIGURE_SPECS:
         lines: dict[str, tuple[list[float], list[float]]] = {}
         for record in (record for records in run.machines.values() for record in records):
             for label, number in values(record).items():
@@ -224,7 +226,9 @@ def devices(run: WholeRun) -> Iterable[Figure]:
                     xs, ys = lines.setdefault(label, ([], []))
                     xs.append(max(0.0, record.unix_time - began) / 60)
                     ys.append(number)
-        traces = [line(label, [xs], ys, n) for n, (label, (xs, ys)) in enumerate([*lines.items()][:MAX_LINES])]
+        traces = [
+            make_line_trace(label, [xs], ys, n) for n, (label, (xs, ys)) in enumerate([*lines.items()][:MAX_LINES])
+        ]
         if any(value and value > MIN_VALUE for trace in traces for value in trace["y"]):
             caption = "Measured on each machine, about once per second."
             yield Figure(name, title, caption, traces, x="minutes", y=y, from_zero=True)
@@ -239,13 +243,17 @@ class Drawing:
     svg: Markup
 
 
-def drawings(run: WholeRun) -> list[Drawing]:
+def make_drawings(run: RunData) -> list[Drawing]:
     """The diagrams for which the run has events."""
-    steps = _typical(run)
-    return [*(_stages(run, steps) if steps else ()), *(_one_step(run, steps) if steps else ()), *_samples(run)]
+    steps = _typical_step(run)
+    return [
+        *(_stages_drawing(run, steps) if steps else ()),
+        *(_step_timeline_drawing(run, steps) if steps else ()),
+        *_samples_drawing(run),
+    ]
 
 
-def _draw(name: str, **values: object) -> Markup:
+def _render_svg(name: str, **values: object) -> Markup:
     from jinja2 import Environment, PackageLoader
 
     environment = Environment(
@@ -254,21 +262,21 @@ def _draw(name: str, **values: object) -> Markup:
     return getattr(environment.get_template("explain.svg").module, name)(**values)
 
 
-def _typical(run: WholeRun) -> dict[int, Traced]:
+def _typical_step(run: RunData) -> dict[int, TracedStep]:
     """One detailed step of about median duration, by rank."""
-    logs = run.latest()[:MAX_DRAWN_RANKS]
+    logs = run.newest_rank_logs()[:MAX_DRAWN_RANKS]
     common = set(logs[0].traced).intersection(*(log.traced for log in logs[1:])) if logs else set[int]()
     common = {step for step in common if all(log.traced[step].phases for log in logs)}
-    late = [step for step in sorted(common) if step > logs[0].started[-1].start_step + 5] or sorted(common)
+    late = [step for step in sorted(common) if step > logs[0].start_events[-1].start_step + 5] or sorted(common)
     if not late:
         return {}
-    durations = {step: max(_end(log.traced[step]) for log in logs) for step in late}
+    durations = {step: max(_trace_end_seconds(log.traced[step]) for log in logs) for step in late}
     middle = median(durations.values())
     step = min(late, key=lambda step: abs(durations[step] - middle))
     return {log.rank: log.traced[step] for log in logs}
 
 
-def _end(trace: Traced) -> float:
+def _trace_end_seconds(trace: TracedStep) -> float:
     return max(begin + duration for _, begin, duration in trace.phases)
 
 
@@ -276,11 +284,11 @@ def _ms(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _stages(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
-    memory = run.first.memory if run.first else None
-    if run.first is None or memory is None:
+def _stages_drawing(run: RunData, steps: dict[int, TracedStep]) -> Iterator[Drawing]:
+    memory = run.first_rank_log.memory if run.first_rank_log else None
+    if run.first_rank_log is None or memory is None:
         return
-    several, batch = run.world_size > 1, run.first.steps.samples[-1] if run.first.rows else 0
+    several, batch = run.world_size > 1, run.first_rank_log.steps.samples[-1] if run.first_rank_log.valid_rows else 0
     # as a float, because an untrusted file may have huge shapes
     numbers = sum(math.prod(shape, start=1.0) for _, shape, _ in memory.parameters)
     copies = ("; a shard on each rank" if run.strategy == "fsdp" else "; a copy on each rank") * several
@@ -289,25 +297,25 @@ def _stages(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
          **{phase: _ms(sum(seconds for name, _, seconds in trace.phases if name == phase)) for phase in PHASE_COLOURS}}
         for rank, trace in [*steps.items()][:MAX_LANES]
     ]  # fmt: skip
-    sent = sum(size for name, _, _, size in next(iter(steps.values())).calls if not _is_control(name, size))
-    svg = _draw(
-        "stages", ranks=ranks, colours=PHASE_COLOURS, updates=UPDATES.get(run.strategy, "updates the weights"),
+    sent = sum(size for name, _, _, size in next(iter(steps.values())).calls if not _is_control_collective(name, size))
+    svg = _render_svg(
+        "stages", ranks=ranks, colours=PHASE_COLOURS, sent=f"{sent / 1e6:,.2f} MB per rank" if sent and several else "",
+        updates=UPDATE_DESCRIPTIONS.get(run.strategy, "updates the weights"),
         model=f"{plural(len(memory.parameters), 'tensor')}, {numbers:,.0f} numbers{copies}",
         reduced="all-reduce: gradients are summed over ranks" if several else "a single rank exchanges nothing",
-        sent=f"{sent / 1e6:,.2f} MB per rank" if sent and several else "",
     )  # fmt: skip
     ranks_note = f" Ranks 0 to {MAX_LANES - 1} of {run.world_size}." if run.world_size > MAX_LANES else ""
     yield Drawing("The four stages of a step", f"The work of each rank, and the synchronisation.{ranks_note}", svg)
 
 
-def _is_control(name: str, size: int) -> bool:
+def _is_control_collective(name: str, size: int) -> bool:
     """Whether a collective has only totals and control flags of the step. Its name then has several words."""
     return size < MAX_CONTROL_BYTES and " " in name
 
 
-def _one_step(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
+def _step_timeline_drawing(run: RunData, steps: dict[int, TracedStep]) -> Iterator[Drawing]:
     began = min(trace.unix_time for trace in steps.values())
-    span = max(1e-6, *(trace.unix_time - began + _end(trace) for trace in steps.values()))
+    span = max(1e-6, *(trace.unix_time - began + _trace_end_seconds(trace) for trace in steps.values()))
     lanes: list[dict[str, Any]] = []
     for rank, trace in steps.items():
         offset = trace.unix_time - began
@@ -316,28 +324,40 @@ def _one_step(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
         calls: list[tuple[object, ...]] = []
         for name, at, duration, size in trace.calls[:MAX_BOXES] if run.world_size > 1 else ():
             ends = [begin + seconds for phase, begin, seconds in trace.phases if phase == "sync"]
-            latest = max(at, ends[0] if ends else _end(trace))  # no rank leaves sync before its collectives end
+            latest = max(
+                at, ends[0] if ends else _trace_end_seconds(trace)
+            )  # no rank leaves sync before its collectives end
             seconds = min(duration, latest - at) if duration >= 0 else latest - at
             details = f"{size / 1e6:,.3f} MB, {_ms(duration) if duration >= 0 else 'end unknown'}"
-            calls.append((clean(name)[:60], _is_control(name, size), (offset + at) / span, seconds / span, details))
+            calls.append(
+                (
+                    remove_controls(name)[:60],
+                    _is_control_collective(name, size),
+                    (offset + at) / span,
+                    seconds / span,
+                    details,
+                )
+            )
         lanes.append({"rank": rank, "phases": phases, "calls": calls})
     caption = "The phases of each rank, with its collectives below." if run.world_size > 1 else "Its phases."
     if run.strategy == "ddp":
         caption += " DDP sends its buckets during backward; torch does not record the times."
-    clocks = [clock.error_seconds for clock in run.clocks.values()]
+    clocks = [clock.error_seconds for clock in run.clock_offsets.values()]
     caption += f" The clocks of the nodes agree within {_ms(max(clocks))}." if clocks else ""
     ticks = [_ms(span * tick / 4) for tick in range(5)]
     keys = [*PHASE_COLOURS.items(), *([("tensors", "red"), ("totals", "yellow")] if run.world_size > 1 else [])]
-    svg = _draw("step", lanes=lanes, ticks=ticks, keys=keys, height=72 if run.world_size > 1 else 42)
+    svg = _render_svg("step", lanes=lanes, ticks=ticks, keys=keys, height=72 if run.world_size > 1 else 42)
     yield Drawing(f"Step {next(iter(steps.values())).step:,}, on one clock", caption, svg)
 
 
-def _samples(run: WholeRun) -> Iterator[Drawing]:
-    logs = [log for log in run.latest() if log.share and log.rows]
-    owners = {virtual: log.rank for log in reversed(logs) for virtual in range(*(log.share or (0, 0)))[:MAX_BOXES]}
+def _samples_drawing(run: RunData) -> Iterator[Drawing]:
+    logs = [log for log in run.newest_rank_logs() if log.virtual_ranks and log.valid_rows]
+    owners = {
+        virtual: log.rank for log in reversed(logs) for virtual in range(*(log.virtual_ranks or (0, 0)))[:MAX_BOXES]
+    }
     if not logs or len(owners) >= MAX_BOXES:
         return
-    batch = logs[0].steps.samples[logs[0].rows[0]]
+    batch = logs[0].steps.samples[logs[0].valid_rows[0]]
     listed = {record.virtual_rank: record.indices for log in logs for record in reversed(log.samples)}
     boxes = [
         {"virtual": virtual, "rank": rank, "colour": COLOURS[rank % len(COLOURS)],
@@ -345,4 +365,4 @@ def _samples(run: WholeRun) -> Iterator[Drawing]:
     ]  # fmt: skip
     caption = f"The global batch of {batch:,} samples is split between {plural(len(boxes), 'virtual rank')}, from v0."
     caption += " The first samples of a step are listed." if listed else " To list the samples, use --record-samples."
-    yield Drawing("Samples of each rank", caption, _draw("samples", boxes=boxes))
+    yield Drawing("Samples of each rank", caption, _render_svg("samples", boxes=boxes))

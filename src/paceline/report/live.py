@@ -1,7 +1,7 @@
 """The live state of a run: each rank's phase, speed and waiting, from the new records in the run folder.
 
-The head agent of a run writes the state of each rank on request (`Live` in protocol/evidence.py). Without it, only the
-events of the ranks are available: their last step, and the time since then.
+The head agent of a run writes the state of each rank on request (`LiveState` in protocol/evidence.py). Without it, only
+the events of the ranks are available: their last step, and the time since then.
 """
 
 import os
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from paceline.guard.detectors import WORK, Spent, slow_rank
-from paceline.protocol.evidence import LIVE, MAX_LIVE_BYTES, WATCHED, Live, LiveRank, Phase
+from paceline.guard.detectors import WORK_PHASES, PhaseSecondsByRank, find_slow_rank
+from paceline.protocol.evidence import LIVE, MAX_LIVE_BYTES, WATCHED_FILE, LiveRank, LiveState, Phase
 from paceline.runs import writing
 from paceline.runs.console import one_line
 from paceline.runs.events import Checkpointed, Event, Started, Step, decode_event, event_files
@@ -23,10 +23,10 @@ from paceline.runs.owners import open_file
 from paceline.runs.reading import decode_if_readable
 
 FIRST_BYTES, MAX_READ_BYTES = 1 << 16, 1 << 20  # read from the end of a file the first time; maximum per later read
-SILENT_SECONDS = 5.0  # an agent writes every second
+LIVE_STATE_TIMEOUT_SECONDS = 5.0  # an agent writes every second
 WINDOW_STEPS = 50
-HISTORY = 120
-RECENT = 10  # reads over which times are averaged
+MAX_HISTORY = 120
+AVERAGED_READS = 10  # reads over which times are averaged
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class RankSnapshot:
     rank: int
     host: str = ""
     phase: str = ""  # empty: unknown
-    ended: str = ""
+    end_description: str = ""
     step: int = 0
     work_seconds: tuple[float, ...] = ()  # of a step without waiting for others, at the last reads
-    waits: float | None = None  # fraction of the time in which the rank waits for others
-    still_seconds: float = 0.0
-    use: RankUse | None = None
+    waiting_fraction: float | None = None  # fraction of the time in which the rank waits for others
+    no_progress_seconds: float = 0.0
+    resource_use: RankUse | None = None
     gpu: GpuUse | None = None
-    slowest: bool = False
+    is_slowest: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,29 +51,29 @@ class RunSnapshot:
     """The state of a run: its ranks, and rank 0's last steps."""
 
     ranks: tuple[RankSnapshot, ...] = ()
-    live: bool = False  # whether the agent reports the state
+    is_reported_by_agent: bool = False  # whether the agent reports the state
     step: int | None = None
     losses: tuple[float, ...] = ()
     samples_per_second: float | None = None
     steps_per_second: float | None = None
     saved_step: int | None = None  # of the last checkpoint on disk
     machines: dict[int, MachineUse] = field(default_factory=dict[int, MachineUse])
-    slow_rank: str = ""  # a message about the slow rank
+    slow_rank_message: str = ""  # a message about the slow rank
 
 
-class GrowingFile:
+class FileTail:
     """Reads the new lines of a file. The first call returns the lines at its end."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._inode, self._offset, self._rest = path, 0, 0, b""
 
-    def lines(self) -> Sequence[bytes]:
+    def read_new_lines(self) -> Sequence[bytes]:
         """The new complete lines."""
         with suppress(OSError), open_file(self._path) as file:
-            size = file.found.st_size
-            if file.found.st_ino != self._inode:  # the first read, or a writer has replaced the file
+            size = file.status.st_size
+            if file.status.st_ino != self._inode:  # the first read, or a writer has replaced the file
                 self._offset, self._rest = size if self._inode else max(0, size - FIRST_BYTES), b""
-                self._inode = file.found.st_ino
+                self._inode = file.status.st_ino
             if size - self._offset > MAX_READ_BYTES:  # skip the older part
                 self._offset, self._rest = size - MAX_READ_BYTES, b""
             data = os.pread(file.descriptor, MAX_READ_BYTES, self._offset)
@@ -91,8 +91,10 @@ class RankHistory:
     def __init__(self, rank: int) -> None:
         self.host, self.node = "", 0
         self._now = RankSnapshot(rank)
-        self._reads: deque[tuple[int, tuple[float, ...], bool]] = deque(maxlen=RECENT + 1)  # step, seconds, waiting
-        self._work: deque[float] = deque(maxlen=HISTORY)
+        self._reads: deque[tuple[int, tuple[float, ...], bool]] = deque(
+            maxlen=AVERAGED_READS + 1
+        )  # step, seconds, waiting
+        self._work: deque[float] = deque(maxlen=MAX_HISTORY)
         self._last: Step | None = None
 
     def add_live(self, rank: LiveRank) -> None:
@@ -106,10 +108,14 @@ class RankHistory:
         self._reads.append((rank.step, rank.phase_seconds, rank.waiting))
         if before is not None and rank.step > before[0] and len(rank.phase_seconds) == len(Phase):
             spent = _differences(before[1], rank.phase_seconds)
-            self._work.append(sum(spent[phase] for phase in WORK if spent) / (rank.step - before[0]))
+            self._work.append(sum(spent[phase] for phase in WORK_PHASES if spent) / (rank.step - before[0]))
         self.host, self.node = rank.host, rank.node
         self._now = replace(
-            self._now, phase="" if ended else rank.phase, ended=ended, step=rank.step, still_seconds=rank.still_seconds
+            self._now,
+            phase="" if ended else rank.phase,
+            end_description=ended,
+            step=rank.step,
+            no_progress_seconds=rank.still_seconds,
         )
 
     def add_step(self, step: Step) -> None:
@@ -118,13 +124,13 @@ class RankHistory:
             self._reads.clear()
         self._last = step
         seconds = {**step.phase_seconds} or {"forward": step.seconds}
-        self._work.append(sum(seconds.get(phase.word, 0.0) for phase in WORK))
+        self._work.append(sum(seconds.get(phase.word, 0.0) for phase in WORK_PHASES))
         before = self._reads[-1][1] if self._reads else (0.0,) * len(Phase)
         total = tuple(b + seconds.get(phase.word, 0.0) for b, phase in zip(before, Phase, strict=True))
         self._reads.append((step.step, total, False))
         self._now = replace(self._now, step=step.step)
 
-    def spent(self) -> tuple[float, ...] | None:
+    def mean_phase_seconds(self) -> tuple[float, ...] | None:
         """The mean seconds of recent steps in each phase; None: unknown."""
         if len(self._reads) < 2 or not (steps := self._reads[-1][0] - self._reads[0][0]):
             return None
@@ -132,17 +138,19 @@ class RankHistory:
             return None
         return tuple(seconds / steps for seconds in _differences(self._reads[0][1], self._reads[-1][1]))
 
-    def now(self) -> RankSnapshot:
+    def snapshot(self) -> RankSnapshot:
         """The state now."""
-        spent, still = self.spent(), self._now.still_seconds
-        of_steps = sum(spent[phase] for phase in (*WORK, Phase.SYNC)) if spent else 0.0
+        spent, still = self.mean_phase_seconds(), self._now.no_progress_seconds
+        of_steps = sum(spent[phase] for phase in (*WORK_PHASES, Phase.SYNC)) if spent else 0.0
         if spent and of_steps > 0:
             waits = spent[Phase.SYNC] / of_steps
         else:  # a script: the fraction of reads at which it waited
             waits = sum(waiting for _, _, waiting in self._reads) / len(self._reads) if self._reads else None
         if self._last is not None and not self._now.phase:
             still = max(0.0, time.time() - self._last.unix_time)
-        return replace(self._now, host=self.host, waits=waits, work_seconds=tuple(self._work), still_seconds=still)
+        return replace(
+            self._now, host=self.host, waiting_fraction=waits, work_seconds=tuple(self._work), no_progress_seconds=still
+        )
 
 
 def _differences(before: Sequence[float], now: Sequence[float]) -> list[float]:
@@ -157,9 +165,9 @@ class LiveReader:
         self._attempt: Path | None = None
         self._live_time, self._live_seconds = 0.0, float("-inf")  # the agent's clock; local time of its last change
         self._seen_live = False  # the first state may be outdated
-        self._events: dict[int, GrowingFile] = {}
+        self._events: dict[int, FileTail] = {}
         self._ranks: dict[int, RankHistory] = {}
-        self._steps: deque[Step] = deque(maxlen=HISTORY)
+        self._steps: deque[Step] = deque(maxlen=MAX_HISTORY)
         self._saved: int | None = None
 
     def read(self, attempt: Path | None) -> RunSnapshot:
@@ -169,7 +177,7 @@ class LiveReader:
             self._ranks = {}
         if self.may_ask and attempt is not None:
             # on a full disk only events are available
-            with suppress(OSError), os.fdopen(writing.keep(attempt / WATCHED), "r+b", 0) as file:
+            with suppress(OSError), os.fdopen(writing.open_or_create(attempt / WATCHED_FILE), "r+b", 0) as file:
                 os.utime(file.fileno())
         live = self._read_live(attempt) if attempt is not None else None
         with suppress(OSError):
@@ -179,22 +187,22 @@ class LiveReader:
         machines = self._read_machines()
         speed = rates(self._steps)
         hosts = {rank: one_line(history.host, 30) for rank, history in self._ranks.items()}
-        slow = slow_rank(spent, hosts) if len(spent := self._spent()) > 1 else None
+        slow = find_slow_rank(spent, hosts) if len(spent := self._phase_seconds_by_rank()) > 1 else None
         slowest = slow.rank if slow is not None else None
         return RunSnapshot(
-            ranks=tuple(_with_use(history, machines, slowest) for _, history in sorted(self._ranks.items())),
-            live=live is not None,
+            ranks=tuple(_snapshot_with_use(history, machines, slowest) for _, history in sorted(self._ranks.items())),
+            is_reported_by_agent=live is not None,
             step=self._steps[-1].step if self._steps else None,
             losses=tuple(step.loss for step in self._steps),
             samples_per_second=speed[0],
             steps_per_second=speed[1],
             saved_step=self._saved,
             machines=machines,
-            slow_rank=slow.words if slow is not None else "",
+            slow_rank_message=slow.warning_text if slow is not None else "",
         )
 
-    def _read_live(self, attempt: Path) -> Live | None:
-        live = decode_if_readable(attempt / LIVE, Live, limit_bytes=MAX_LIVE_BYTES)
+    def _read_live(self, attempt: Path) -> LiveState | None:
+        live = decode_if_readable(attempt / LIVE, LiveState, limit_bytes=MAX_LIVE_BYTES)
         if live is None:
             return None
         now = time.monotonic()
@@ -203,12 +211,12 @@ class LiveReader:
                 self._live_seconds = now
             self._live_time = live.unix_time
         self._seen_live = True
-        return live if now < self._live_seconds + SILENT_SECONDS else None
+        return live if now < self._live_seconds + LIVE_STATE_TIMEOUT_SECONDS else None
 
     def _read_events(self, *, all_ranks: bool) -> None:
         for rank in event_files(self.run_dir) if all_ranks else [0]:
-            file = self._events.setdefault(rank, GrowingFile(self.run_dir / f"events-{rank}.jsonl"))
-            for line in file.lines():
+            file = self._events.setdefault(rank, FileTail(self.run_dir / f"events-{rank}.jsonl"))
+            for line in file.read_new_lines():
                 if (event := decode_event(line)) is not None:
                     self._add(rank, event, all_ranks=all_ranks)
 
@@ -234,14 +242,16 @@ class LiveReader:
         machines: dict[int, MachineUse] = {}
         with suppress(OSError):
             for node, path in machine_files(self.run_dir).items():
-                records = map(decode_record, reversed(GrowingFile(path).lines()))
+                records = map(decode_record, reversed(FileTail(path).read_new_lines()))
                 newest = next((record for record in records if isinstance(record, MachineUse)), None)
                 if newest is not None:
                     machines[node] = newest
         return machines
 
-    def _spent(self) -> Spent:
-        spent_by_rank = {rank: spent for rank, history in self._ranks.items() if (spent := history.spent()) is not None}
+    def _phase_seconds_by_rank(self) -> PhaseSecondsByRank:
+        spent_by_rank = {
+            rank: spent for rank, history in self._ranks.items() if (spent := history.mean_phase_seconds()) is not None
+        }
         return spent_by_rank if len(spent_by_rank) == len(self._ranks) else {}
 
 
@@ -254,13 +264,13 @@ def rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
     return sum(later.samples for _, later in pairwise(recent)) / seconds, (len(recent) - 1) / seconds
 
 
-def _with_use(history: RankHistory, machines: dict[int, MachineUse], slowest: int | None) -> RankSnapshot:
-    now = history.now()
-    now = replace(now, slowest=slowest == now.rank)
+def _snapshot_with_use(history: RankHistory, machines: dict[int, MachineUse], slowest: int | None) -> RankSnapshot:
+    now = history.snapshot()
+    now = replace(now, is_slowest=slowest == now.rank)
     nodes = sorted(machines, key=lambda node: node != history.node)
     machine = next((machines[node] for node in nodes if now.rank in machines[node].ranks), None)
     if machine is None:
         return now
     index = sorted(machine.ranks).index(now.rank)  # ranks use the GPUs of their node in order
     gpu = machine.gpus[index] if len(machine.gpus) >= len(machine.ranks) else None
-    return replace(now, host=now.host or machine.host, use=machine.ranks[now.rank], gpu=gpu)
+    return replace(now, host=now.host or machine.host, resource_use=machine.ranks[now.rank], gpu=gpu)

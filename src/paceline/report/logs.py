@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.launch.output import lines_of, start_of_last
+from paceline.launch.output import find_last_lines, read_lines
 from paceline.runs.attempt import LogTimes
 from paceline.runs.reading import numbered_files
 
-FOLD_SECONDS = 0.9  # an agent reads the logs of all its ranks every second
-MAX_BATCH = 20_000  # lines
-MAX_ALL_BYTES = 64 << 20  # maximum part of a log that is shown, except for a search
+SAME_LINE_SECONDS = 0.9  # an agent reads the logs of all its ranks every second
+MAX_MERGED_LINES = 20_000  # lines
+MAX_SHOWN_BYTES = 64 << 20  # maximum part of a log that is shown, except for a search
 _LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 
 
@@ -90,11 +90,11 @@ def merge_lines(lines: Sequence[RankLine]) -> Iterator[MergedLine]:
         yield MergedLine(common[0].unix_time, advanced, common[0].text)
 
 
-def fold_lines(lines: Iterable[RankLine]) -> Iterator[MergedLine]:
+def merge_line_stream(lines: Iterable[RankLine]) -> Iterator[MergedLine]:
     """Merge lines that are sorted by time. Equal lines of several ranks become one line."""
     batch: list[RankLine] = []
     for line in lines:
-        if batch and (line.unix_time >= batch[0].unix_time + FOLD_SECONDS or len(batch) == MAX_BATCH):
+        if batch and (line.unix_time >= batch[0].unix_time + SAME_LINE_SECONDS or len(batch) == MAX_MERGED_LINES):
             yield from merge_lines(batch)
             batch = []
         batch.append(line)
@@ -116,14 +116,14 @@ class RankLogs:
             OSError: if a log cannot be read.
         """
         streams = [self._lines_of(rank, wanted) for rank in self.logs]
-        merged = fold_lines(heapq.merge(*streams, key=lambda line: (line.unix_time, line.rank)))
+        merged = merge_line_stream(heapq.merge(*streams, key=lambda line: (line.unix_time, line.rank)))
         return iter(deque(merged, wanted.last)) if wanted.last else merged
 
-    def truncated(self, wanted: LineFilter) -> Sequence[int]:
+    def truncated_ranks(self, wanted: LineFilter) -> Sequence[int]:
         """The ranks whose logs are not shown from their beginning."""
         if wanted.last or wanted.pattern is not None or wanted.since is not None:
             return []
-        return [rank for rank, end in self.ends.items() if end > MAX_ALL_BYTES]
+        return [rank for rank, end in self.ends.items() if end > MAX_SHOWN_BYTES]
 
     def _lines_of(self, rank: int, wanted: LineFilter) -> Iterator[RankLine]:
         path, end = self.logs[rank], self.ends[rank]
@@ -132,17 +132,17 @@ class RankLogs:
         if times is not None and wanted.since is not None:
             start = times.offset(wanted.since)
         elif wanted.last and wanted.pattern is None:
-            start, _ = start_of_last(path, wanted.last)
+            start, _ = find_last_lines(path, wanted.last)
         elif wanted.pattern is None:
-            start = max(0, end - MAX_ALL_BYTES)
+            start = max(0, end - MAX_SHOWN_BYTES)
         newest = 0.0
-        for line in lines_of(path, start, end):
+        for line in read_lines(path, start, end):
             if wanted.pattern is not None and wanted.pattern.search(line.text) is None:
                 continue
             if len(self.logs) > 1 and not line.text.strip():  # empty lines are useless in a merged log
                 continue
             if times is not None and not self.without_times:  # a clock that was set back does not change the order
-                newest = max(newest, times.at(line.end))
+                newest = max(newest, times.time_at(line.end_offset))
             yield RankLine(newest, rank, line.text)
 
 

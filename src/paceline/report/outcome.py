@@ -12,16 +12,16 @@ from statistics import median
 
 from paceline.errors import ExitCode
 from paceline.report.figures import COLOURS, Figure
-from paceline.report.run import PHASES, RankLog, WholeRun, thinned
-from paceline.report.step_parts import PhaseSeconds, Run, StepParts, split_step, step_between_syncs
-from paceline.runs.console import clean
+from paceline.report.run import PHASES, RankLog, RunData, pick_evenly
+from paceline.report.step_parts import PhaseSeconds, RecordedSteps, StepParts, split_step, step_between_syncs
+from paceline.runs.console import remove_controls
 from paceline.runs.events import Checkpointed, Ended, Evaluated, Notice, RolledBack, Skipped
 from paceline.runs.summary import scores_line
 
-SHORT_SECONDS = 2.0  # a shorter run has no timeline
+MIN_TIMELINE_SECONDS = 2.0  # a shorter run has no timeline
 MAX_MARKS = 256  # of a kind
-MIN_STEPS = 10  # with fewer, the trend of the loss is unknown
-FALLING = 0.98  # the loss falls if it ends below this fraction of the first loss
+MIN_TREND_STEPS = 10  # with fewer, the trend of the loss is unknown
+FALLING_LOSS_RATIO = 0.98  # the loss falls if it ends below this fraction of the first loss
 REMEDIES = {
     ExitCode.NOT_FINITE: "The learning rate was {lr:g}: try a lower one or --clip-norm 1, or check the reported "
     "samples. To skip such steps, use --not-finite skip",
@@ -33,7 +33,7 @@ WARM_UP, MAX_STEPS, MAX_SPENT = 5, 1000, 200_000
 MIN_WAIT = 0.08  # fraction of a step: a shorter wait names no rank
 MIN_SHARE = 0.03  # fraction of a step: a smaller cause is not mentioned
 MIN_WALL_SHARE, MIN_WALL_SECONDS = 0.15, 20.0  # a fraction of the wall time that is mentioned, in runs of this duration
-CROWDED = 1.25  # threads per core that slow each other down
+CROWDED_THREADS_PER_CORE = 1.25  # threads per core that slow each other down
 LOW_CPU = 0.75  # fraction of the processor time of the other ranks
 COMPUTING, DATA, WAITING, EXCHANGE = "computing", "waiting for data", "waiting for the slowest rank", "the exchange"
 BETWEEN, REST = "between steps", "not explained"
@@ -48,13 +48,13 @@ CAUSES = {  # a description of each cause, and its remedy
 }
 
 
-def run_events(run: WholeRun) -> list[tuple[float, str, str]]:
+def run_events(run: RunData) -> list[tuple[float, str, str]]:
     """The events of a run except steps, in order: seconds since the beginning, kind, description."""
-    first = run.first
-    began = first.started[0].unix_time if first else min(
-        (record.unix_time for record in (*run.diagnoses, *run.noted)), default=0.0)  # fmt: skip
+    first = run.first_rank_log
+    began = first.start_events[0].unix_time if first else min(
+        (record.unix_time for record in (*run.diagnoses, *run.notices)), default=0.0)  # fmt: skip
     events: list[tuple[float, str, str]] = []  # Unix time, kind, description
-    for number, start in enumerate(first.started if first else ()):
+    for number, start in enumerate(first.start_events if first else ()):
         kind = "start" if not number else "restart" if start.generation else "resume"
         action = f"resume after step {start.start_step:,}" if start.start_step else "start"
         events.append((start.unix_time, kind, f"{start.world_size} ranks {action}"))
@@ -75,16 +75,18 @@ def run_events(run: WholeRun) -> list[tuple[float, str, str]]:
             case _:
                 pass
     last = max((at for at, _, _ in events), default=began)
-    events += [(last, "failed", f"{rank}: {error}") for rank, error in failures(run)]
+    events += [(last, "failed", f"{rank}: {error}") for rank, error in root_failures(run)]
     events += [(record.unix_time, "diagnosis", " ".join(record.diagnosis.sentences)) for record in run.diagnoses]
-    events += [(notice.unix_time, "finding", notice.words) for notice in run.noted]
+    events += [(notice.unix_time, "finding", notice.words) for notice in run.notices]
     ended = [at for at, event in first.events if isinstance(event, Ended)] if first else []
-    if ended and run.newest and ended[-1] >= run.newest.unix_time:
+    if ended and run.newest_start and ended[-1] >= run.newest_start.unix_time:
         events.append((ended[-1], "end", run.state or "ended"))
-    return [(at - began, kind, clean(text)[:400]) for at, kind, text in sorted(events, key=lambda event: event[0])]
+    return [
+        (at - began, kind, remove_controls(text)[:400]) for at, kind, text in sorted(events, key=lambda event: event[0])
+    ]
 
 
-def timeline(events: Sequence[tuple[float, str, str]]) -> Iterable[Figure]:
+def timeline_figures(events: Sequence[tuple[float, str, str]]) -> Iterable[Figure]:
     """The events as marks over time."""
     of_kind: dict[str, list[tuple[float, str]]] = {}
     for at, kind, text in events:
@@ -96,45 +98,45 @@ def timeline(events: Sequence[tuple[float, str, str]]) -> Iterable[Figure]:
          "text": [text[:120] for _, text in marks[:MAX_MARKS]]}
         for number, (kind, marks) in enumerate(of_kind.items())
     ]  # fmt: skip
-    if len(traces) > 1 and max(at for at, _, _ in events) > SHORT_SECONDS:
+    if len(traces) > 1 and max(at for at, _, _ in events) > MIN_TIMELINE_SECONDS:
         yield Figure("timeline", "What happened when", "Starts, checkpoints, evaluations and failures.", traces,
                      x="minutes", kind="marks")  # fmt: skip
 
 
-def wall_seconds(run: WholeRun) -> dict[str, float]:
+def wall_seconds_by_use(run: RunData) -> dict[str, float]:
     """The seconds of the wall time by use: steps, evaluations, checkpoints, repeated steps, the rest."""
-    if not (first := run.first) or not first.rows:
+    if not (first := run.first_rank_log) or not first.valid_rows:
         return {}
-    steps, started = first.steps, first.started
-    last = max(steps.ended[first.rows[-1]], *(at for at, _ in first.events[-50:] or [(0.0, None)]))
-    total, kept = last - started[0].unix_time, sum(steps.seconds[row] for row in first.rows)
+    steps, started = first.steps, first.start_events
+    last = max(steps.ended[first.valid_rows[-1]], *(at for at, _ in first.events[-50:] or [(0.0, None)]))
+    total, kept = last - started[0].unix_time, sum(steps.seconds[row] for row in first.valid_rows)
     discarded = sum(steps.seconds) - kept
-    evaluated = sum(event.seconds for _, event in first.of(Evaluated))
-    stalls = sum(event.stall_seconds for _, event in first.of(Checkpointed))
+    evaluated = sum(event.seconds for _, event in first.events_of(Evaluated))
+    stalls = sum(event.stall_seconds for _, event in first.events_of(Checkpointed))
     gaps = first.idle_seconds
     rest = total - kept - discarded - evaluated - stalls - gaps
     return {"steps": kept, "evaluations": evaluated, "checkpoints": stalls, "discarded steps": discarded,
             "time between two starts": gaps, "start-up and other": max(0.0, rest)}  # fmt: skip
 
 
-def learning_summary(run: WholeRun) -> str:
+def learning_summary(run: RunData) -> str:
     """A sentence about the loss and the test metrics; empty without steps."""
-    if not (first := run.first) or not first.rows:
+    if not (first := run.first_rank_log) or not first.valid_rows:
         return ""
-    losses = [loss for row in first.rows if math.isfinite(loss := first.steps.loss[row])]
+    losses = [loss for row in first.valid_rows if math.isfinite(loss := first.steps.loss[row])]
     scores = run.summary.test_metrics if run.summary else None
     reached = f"; test {scores_line(scores)}" if scores else ""
-    if len(losses) < MIN_STEPS:
-        return f"Training loss {losses[-1]:.4g} after {len(first.rows)} steps{reached}." if losses else ""
+    if len(losses) < MIN_TREND_STEPS:
+        return f"Training loss {losses[-1]:.4g} after {len(first.valid_rows)} steps{reached}." if losses else ""
     tenth = max(3, len(losses) // 10)
     before, after = median(losses[:tenth]), median(losses[-tenth:])
-    trend = "" if after < FALLING * before else ": it did not fall"
-    return f"Training loss {before:.4g} to {after:.4g} in {len(first.rows):,} steps{trend}{reached}."
+    trend = "" if after < FALLING_LOSS_RATIO * before else ": it did not fall"
+    return f"Training loss {before:.4g} to {after:.4g} in {len(first.valid_rows):,} steps{trend}{reached}."
 
 
-def restart_summary(run: WholeRun) -> str:
+def restart_summary(run: RunData) -> str:
     """A sentence about the starts after the first; empty if there are none."""
-    again = run.first.started[1:] if run.first else []
+    again = run.first_rank_log.start_events[1:] if run.first_rank_log else []
     if not again:
         return ""
     steps = ", ".join(f"{start.start_step:,}" for start in again[:5])
@@ -142,20 +144,20 @@ def restart_summary(run: WholeRun) -> str:
     return f"It was restarted {times}, and resumed after step {steps}."
 
 
-def failures(run: WholeRun) -> list[tuple[str, str]]:
+def root_failures(run: RunData) -> list[tuple[str, str]]:
     """The ranks that failed, with their errors, without ranks that failed because a different rank had failed."""
     causes = [failure for failure in run.failures if not failure.victim] or run.failures
-    return [(f"rank {f.rank} ({clean(f.host)})", clean(f.message or f.type)) for f in causes[:20]]
+    return [(f"rank {f.rank} ({remove_controls(f.host)})", remove_controls(f.message or f.type)) for f in causes[:20]]
 
 
-def remedy(run: WholeRun) -> list[str]:
+def failure_remedies(run: RunData) -> list[str]:
     """Advice after a failure."""
     code = run.failures[0].exit_code if run.failures else run.summary.exit if run.summary else 0
     text = REMEDIES.get(ExitCode(code)) if code in {*ExitCode} else None
     if text is None:
         failed = run.state in ("failed", "lost")
         return [f"See the last output of the ranks: paceline logs {run.name}"] if failed else []
-    rates = run.first.steps.lr if run.first else None
+    rates = run.first_rank_log.steps.lr if run.first_rank_log else None
     return [text.format(lr=rates[-1] if rates else math.nan)]
 
 
@@ -163,19 +165,19 @@ def remedy(run: WholeRun) -> list[str]:
 class Bottleneck:
     """The largest causes of lost time in a run."""
 
-    first: str  # a sentence: the fraction of the time in which ranks computed, and the largest causes of the rest
+    summary: str  # a sentence: the fraction of the time in which ranks computed, and the largest causes of the rest
     advice: list[str] = field(default_factory=list[str])  # advice, the most promising first
-    shares: dict[str, float] = field(default_factory=dict[str, float])
+    cause_fractions: dict[str, float] = field(default_factory=dict[str, float])
     """The fraction of a step's time, by cause. Their sum is 1."""
     slowest: int | None = None
     slow_phase: str = ""  # the phase in which the slowest rank loses the most time
-    waits: dict[int, dict[int, float]] = field(default_factory=dict[int, dict[int, float]])
+    wait_seconds: dict[int, dict[int, float]] = field(default_factory=dict[int, dict[int, float]])
     """Seconds in the examined steps, by the rank that waited and the rank for which it waited."""
 
 
-def find_bottleneck(run: WholeRun) -> Bottleneck:
+def find_bottleneck(run: RunData) -> Bottleneck:
     """The bottleneck of a run's newest start."""
-    logs = [log for log in run.latest() if log.rows]
+    logs = [log for log in run.newest_rank_logs() if log.valid_rows]
     size = run.world_size
     if not logs:
         return Bottleneck("The run has recorded no steps, so its speed is unknown.")
@@ -186,7 +188,7 @@ def find_bottleneck(run: WholeRun) -> Bottleneck:
     steps = _common_steps(logs)
     if len(steps) < 2:
         return Bottleneck(f"Too few steps to analyze its speed: the first {WARM_UP} are warm-up.")
-    spent = Run(steps=steps, samples=1.0, hosts=run.hosts)
+    spent = RecordedSteps(steps=steps, mean_global_batch=1.0, hosts=run.hosts)
     parts, between = split_step(spent), sum(s.between for step in steps for s in step.values()) / len(steps) / size
     total = parts.step or 1e-9
     shares = {
@@ -197,22 +199,26 @@ def find_bottleneck(run: WholeRun) -> Bottleneck:
     shares[REST] = 1.0 - sum(shares.values())
     first, advice = _step_summary(run, parts, shares, logs)
     second, more_advice = _wall_time_summary(run)
-    return Bottleneck(first + second, advice + more_advice, shares, parts.slowest, parts.slow_phase, _waits(steps))
+    return Bottleneck(
+        first + second, advice + more_advice, shares, parts.slowest, parts.slow_phase, _wait_seconds(steps)
+    )
 
 
 def _common_steps(logs: Sequence[RankLog]) -> list[dict[int, PhaseSeconds]]:
     """Some steps that all ranks of the newest start have recorded after the warm-up, if possible consecutive ones."""
-    start = logs[0].started[-1].start_step
-    rows = [{log.steps.step[row]: row for row in log.rows if log.steps.step[row] > start + WARM_UP} for log in logs]
+    start = logs[0].start_events[-1].start_step
+    rows = [
+        {log.steps.step[row]: row for row in log.valid_rows if log.steps.step[row] > start + WARM_UP} for log in logs
+    ]
     common = sorted(set(rows[0]).intersection(*rows[1:]))
     common = [n for n in common if all(log.steps.follows[of[n]] for log, of in zip(logs, rows, strict=True))] or common
     return [
-        {log.rank: _spent(log, of[number]) for log, of in zip(logs, rows, strict=True)}
-        for number in thinned(common, min(MAX_STEPS, MAX_SPENT // len(logs)))
+        {log.rank: _phase_seconds(log, of[number]) for log, of in zip(logs, rows, strict=True)}
+        for number in pick_evenly(common, min(MAX_STEPS, MAX_SPENT // len(logs)))
     ]
 
 
-def _spent(log: RankLog, row: int) -> PhaseSeconds:
+def _phase_seconds(log: RankLog, row: int) -> PhaseSeconds:
     steps = log.steps
     phases = {name: column[row] for name, column in zip(PHASES, steps.phases, strict=True)}
     if not row or not steps.follows[row]:
@@ -221,7 +227,7 @@ def _spent(log: RankLog, row: int) -> PhaseSeconds:
     return step_between_syncs(phases, steps.seconds[row], between, steps.phases[-1][row - 1])
 
 
-def _waits(steps: Sequence[dict[int, PhaseSeconds]]) -> dict[int, dict[int, float]]:
+def _wait_seconds(steps: Sequence[dict[int, PhaseSeconds]]) -> dict[int, dict[int, float]]:
     waits: dict[int, dict[int, float]] = {}
     for step in steps:
         work = {rank: s.data + s.forward + s.backward + s.optimizer + s.between for rank, s in step.items()}
@@ -234,7 +240,7 @@ def _waits(steps: Sequence[dict[int, PhaseSeconds]]) -> dict[int, dict[int, floa
 
 
 def _step_summary(
-    run: WholeRun, parts: StepParts, shares: dict[str, float], logs: Sequence[RankLog]
+    run: RunData, parts: StepParts, shares: dict[str, float], logs: Sequence[RankLog]
 ) -> tuple[str, list[str]]:
     size, computing_share, causes, advice = len(logs), shares[COMPUTING], list[str](), list[str]()
     for share, cause in sorted(((share, cause) for cause, share in shares.items() if cause != COMPUTING), reverse=True):
@@ -245,8 +251,8 @@ def _step_summary(
     sentence = f"{computing_share:.0%} of each step was computing"
     sentence += f", so {size} ranks did the work of {size * computing_share:.1f}" if size > 1 else ""
     sentence += f"; {_joined(causes)}." if causes else "."
-    load, threads, crowded = crowding(run)
-    if load < CROWDED:
+    load, threads, crowded = thread_load(run)
+    if load < CROWDED_THREADS_PER_CORE:
         return sentence, advice
     if threads == 1:  # may be intended
         return f"{sentence} {crowded}.", [*advice, "Use fewer ranks, or more cores"]
@@ -254,8 +260,8 @@ def _step_summary(
     return f"{crowded}, so they slow each other down. {sentence}", [fewer, *advice]
 
 
-def _wall_time_summary(run: WholeRun) -> tuple[str, list[str]]:
-    spent = wall_seconds(run)
+def _wall_time_summary(run: RunData) -> tuple[str, list[str]]:
+    spent = wall_seconds_by_use(run)
     total = sum(spent.values())
     limit = MIN_WALL_SHARE * total
     large = {name: seconds / total for name, seconds in spent.items() if name != "steps" and seconds > limit}
@@ -270,11 +276,11 @@ def _joined(causes: Sequence[str]) -> str:
     return causes[0] if len(causes) == 1 else f"{', '.join(causes[:-1])} and {causes[-1]}"
 
 
-def _cause(run: WholeRun, cause: str, share: float, parts: StepParts, logs: Sequence[RankLog]) -> tuple[str, str]:
+def _cause(run: RunData, cause: str, share: float, parts: StepParts, logs: Sequence[RankLog]) -> tuple[str, str]:
     rank, hosts = parts.slowest, {*run.hosts.values()}
     where = f" on {run.hosts[rank]}" if rank is not None and len(hosts) > 1 else ""
     if cause == EXCHANGE:
-        return _exchange(run, parts)
+        return _describe_exchange(run, parts)
     if cause != WAITING:
         return CAUSES[cause]
     if rank is None or (share < MIN_WAIT and parts.slow_phase != "data"):
@@ -291,8 +297,8 @@ def _cause(run: WholeRun, cause: str, share: float, parts: StepParts, logs: Sequ
     return f"{description}{_slow_reason(run, rank, logs)}", remedy
 
 
-def _exchange(run: WholeRun, parts: StepParts) -> tuple[str, str]:
-    hosts, sent = sorted({*run.hosts.values()}), sent_bytes(run)
+def _describe_exchange(run: RunData, parts: StepParts) -> tuple[str, str]:
+    hosts, sent = sorted({*run.hosts.values()}), step_gradient_bytes(run)
     speed = f" ({sent / 1e6:,.1f} MB of gradients in {1e3 * parts.exchange:,.0f} ms)" if sent and parts.exchange else ""
     fewer = "Use larger batches or --accumulation, for fewer exchanges with the same number of samples"
     if len(hosts) == 1:
@@ -304,13 +310,13 @@ def _exchange(run: WholeRun, parts: StepParts) -> tuple[str, str]:
     )
 
 
-def sent_bytes(run: WholeRun) -> int:
+def step_gradient_bytes(run: RunData) -> int:
     """The bytes of the gradients of a step; 0: unknown."""
-    memory = run.first.memory if run.first else None
+    memory = run.first_rank_log.memory if run.first_rank_log else None
     return memory.gradient_bytes if memory else 0
 
 
-def _slow_reason(run: WholeRun, rank: int, logs: Sequence[RankLog]) -> str:
+def _slow_reason(run: RunData, rank: int, logs: Sequence[RankLog]) -> str:
     records = [record for of_node in run.machines.values() for record in of_node]
     cores = {log.rank: [record.ranks[log.rank].cores for record in records if log.rank in record.ranks] for log in logs}
     got = {other: median(used) for other, used in cores.items() if used}
@@ -322,7 +328,7 @@ def _slow_reason(run: WholeRun, rank: int, logs: Sequence[RankLog]) -> str:
     return f": a GPU is {min(reasons)}" if reasons else ""
 
 
-def crowding(run: WholeRun) -> tuple[float, int, str]:
+def thread_load(run: RunData) -> tuple[float, int, str]:
     """Threads per core on the host with the most, threads per rank, and a sentence; 0: unknown."""
     threads_per_rank = run.summary.threads_per_rank if run.summary else run.environment.get("threads_per_rank")
     threads = threads_per_rank if isinstance(threads_per_rank, int) else 0

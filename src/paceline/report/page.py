@@ -16,31 +16,38 @@ from markupsafe import Markup
 
 from paceline.errors import plural
 from paceline.report.analysis import log_figures
-from paceline.report.figures import Drawing, Figure, curves, devices, phases, waiting
+from paceline.report.figures import (
+    Drawing,
+    Figure,
+    device_figures,
+    phase_figures,
+    training_curve_figures,
+    waiting_figures,
+)
 from paceline.report.outcome import (
     Bottleneck,
-    failures,
+    failure_remedies,
     find_bottleneck,
     learning_summary,
-    remedy,
     restart_summary,
+    root_failures,
     run_events,
-    sent_bytes,
-    timeline,
-    wall_seconds,
+    step_gradient_bytes,
+    timeline_figures,
+    wall_seconds_by_use,
 )
-from paceline.report.run import WholeRun
-from paceline.runs.console import clean, clock, format_duration
+from paceline.report.run import RunData
+from paceline.runs.console import clock, format_duration, remove_controls
 from paceline.runs.summary import Summary, scores_line
 from paceline.runs.utilization import explain_mfu, goodput
 
-COLOUR_OF = {"computing": "blue", "waiting for data": "orange", "waiting for the slowest rank": "red",
+CAUSE_COLOURS = {"computing": "blue", "waiting for data": "orange", "waiting for the slowest rank": "red",
              "the exchange": "green", "between steps": "yellow", "not explained": "grey"}  # fmt: skip
-MARK = "a page of paceline report"  # `paceline report` may overwrite files with this mark
+PAGE_MARK = "a page of paceline report"  # `paceline report` may overwrite files with this mark
 GOOD, BAD = ("done", "saved", "running", "queued"), ("failed", "lost", "cancelled")
 MAX_ROWS, MAX_CELL_CHARS = 500, 300
-KINDS = ("weights", "gradients", "optimizer")
-SHARDED = {  # whether a strategy shards weights, gradients and optimizer state (docs/memory.md)
+MEMORY_KINDS = ("weights", "gradients", "optimizer")
+SHARDED_KINDS_BY_STRATEGY = {  # whether a strategy shards weights, gradients and optimizer state (docs/memory.md)
     "unsharded": (False, False, False), "zero": (False, True, True), "fsdp": (True, True, True),
 }  # fmt: skip
 
@@ -73,7 +80,7 @@ class Section:
         return bool(self.figures or self.tables or self.texts or self.codes or self.drawings)
 
 
-def report_page(runs: Sequence[WholeRun], command: str, drawings: Sequence[Drawing] = ()) -> str:
+def report_page(runs: Sequence[RunData], command: str, drawings: Sequence[Drawing] = ()) -> str:
     """The page of one run, or the comparison of several, as HTML.
 
     Args:
@@ -93,49 +100,49 @@ def report_page(runs: Sequence[WholeRun], command: str, drawings: Sequence[Drawi
     return environment.from_string(_template("report.html")).render(
         policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'",
-        title=title, command=command, mark=MARK,
-        runs=[_head(run, bottleneck) for run, bottleneck in zip(runs, bottlenecks, strict=True)],
+        title=title, command=command, mark=PAGE_MARK,
+        runs=[_header_values(run, bottleneck) for run, bottleneck in zip(runs, bottlenecks, strict=True)],
         sections=[(section.id, section.name) for section in body], body=body, css=Markup(_template("report.css")),
         data=Markup(data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")),
         plotly=Markup(plotly), js=Markup(js),
     )  # fmt: skip
 
 
-def _sections(runs: Sequence[WholeRun], bottleneck: Bottleneck, drawings: Sequence[Drawing]) -> list[Section]:
+def _sections(runs: Sequence[RunData], bottleneck: Bottleneck, drawings: Sequence[Drawing]) -> list[Section]:
     run, several = runs[0], len(runs) > 1
-    learning = Section("learning", "Learning", [*curves(runs)])
+    learning = Section("learning", "Learning", [*training_curve_figures(runs)])
     speed = [figure for figure in learning.figures if figure.name == "throughput"]
     learning.figures = [figure for figure in learning.figures if figure.name != "throughput"]
     if several:
         return [
             Section("compared", "Comparison", tables=[results_table(runs), setting_differences(runs)]),
             learning,
-            Section("speed", "Speed", [*speed, *phases(runs)]),
+            Section("speed", "Speed", [*speed, *phase_figures(runs)]),
         ]
     events, (from_logs, sentence) = run_events(run), log_figures(run)
     learning.figures += from_logs
     learning.texts = [sentence] if sentence else []
     return [
         learning,
-        Section("speed", "Speed", [*speed, *phases(runs), *waiting(run, bottleneck.waits)],
+        Section("speed", "Speed", [*speed, *phase_figures(runs), *waiting_figures(run, bottleneck.wait_seconds)],
                 [*wall_time_table(run), *collectives_table(run)]),
         Section("explained", "How it works", drawings=[*drawings],
                 texts=["The times, parameters and ranks are those of this run."] if drawings else []),
         Section("memory", "Memory", tables=[*memory_table(run)]),
-        Section("machines", "Machines", [*devices(run)]),
-        Section("happened", "Events", [*timeline(events)], [*event_table(events)]),
+        Section("machines", "Machines", [*device_figures(run)]),
+        Section("happened", "Events", [*timeline_figures(events)], [*event_table(events)]),
         Section("samples", "Samples", tables=[*samples_table(run)]),
         Section("repeat", "Reproduce", tables=[*settings_tables(run)],
                 codes=[repeat_command(run)] if run.settings else []),
     ]  # fmt: skip
 
 
-def _page_title(run: WholeRun) -> str:
+def _page_title(run: RunData) -> str:
     task = str(run.settings.get("task") or "").rpartition("/")[2]
-    return f"{run.name}: {clean(task)[:80]}" if task and task not in run.name else run.name
+    return f"{run.name}: {remove_controls(task)[:80]}" if task and task not in run.name else run.name
 
 
-def _head(run: WholeRun, bottleneck: Bottleneck) -> dict[str, Any]:
+def _header_values(run: RunData, bottleneck: Bottleneck) -> dict[str, Any]:
     tone = "good" if run.state in GOOD else "bad" if run.state in BAD else ""
     late = bottleneck.slowest if bottleneck.slow_phase == "data" else None
     names = {"waiting for data": "data", "waiting for the slowest rank": f"waiting for rank {late}'s data"}
@@ -143,19 +150,19 @@ def _head(run: WholeRun, bottleneck: Bottleneck) -> dict[str, Any]:
         {
             "name": names.get(name, name) if late is not None else name,
             "percent": f"{share:.0%}" if share >= 0.01 else "<1%", "grow": f"{share:.4f}",
-            "colour": "orange" if late is not None and "slowest" in name else COLOUR_OF[name],
+            "colour": "orange" if late is not None and "slowest" in name else CAUSE_COLOURS[name],
         }
-        for name, share in bottleneck.shares.items()
+        for name, share in bottleneck.cause_fractions.items()
         if share > 0.004
     ]  # fmt: skip
     failed = run.state in BAD
     return {
         "name": run.name, "state": run.state or "unknown", "tone": tone, "shares": shares,
-        "details": "" if failed and run.failures else run.words,
-        "failed": failures(run) if failed else [], "restarts": restart_summary(run),
-        "learning": learning_summary(run), "bottleneck": bottleneck.first,
-        "advice": [*remedy(run), *bottleneck.advice] if failed else bottleneck.advice,
-        "missing": run.missing, "tiles": [row[:2] for row in results_table([run]).rows],
+        "details": "" if failed and run.failures else run.state_details,
+        "failed": root_failures(run) if failed else [], "restarts": restart_summary(run),
+        "learning": learning_summary(run), "bottleneck": bottleneck.summary,
+        "advice": [*failure_remedies(run), *bottleneck.advice] if failed else bottleneck.advice,
+        "missing": run.unreadable_parts, "tiles": [row[:2] for row in results_table([run]).rows],
         "shares_words": ", ".join(f"{share['name']} {share['percent']}" for share in shares),
     }  # fmt: skip
 
@@ -173,27 +180,27 @@ def _plotly() -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else clean(str(value))
+    text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else remove_controls(str(value))
     return text if len(text) <= MAX_CELL_CHARS else f"{text[: MAX_CELL_CHARS - 3]}..."
 
 
-def results_table(runs: Sequence[WholeRun]) -> Table:
+def results_table(runs: Sequence[RunData]) -> Table:
     """The description and results of the runs, with a column for each."""
-    columns = [_result(run) for run in runs]
+    columns = [_result_values(run) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[name, *(_cell(column.get(name)) for column in columns)] for name in names]
     return Table("Results", ["value", *(run.name for run in runs)], rows)
 
 
-def _result(run: WholeRun) -> dict[str, Any]:
-    summary, first, newest = run.summary or Summary("", 0), run.first, run.newest
-    rows = first.rows if first else []
+def _result_values(run: RunData) -> dict[str, Any]:
+    summary, first, newest = run.summary or Summary("", 0), run.first_rank_log, run.newest_start
+    rows = first.valid_rows if first else []
     step = first.steps.step[rows[-1]] if first and rows else summary.steps
     an_epoch = newest.steps_per_epoch if newest else 0
     planned = run.settings.get("steps") or (run.settings.get("epochs") or 0) * an_epoch
     hosts, rate = len({*run.hosts.values()}), summary.samples_per_second
     flops, good = summary.flops_per_sample, summary.goodput or goodput(run.folder)
-    seconds = sum(wall_seconds(run).values()) or summary.seconds
+    seconds = sum(wall_seconds_by_use(run).values()) or summary.seconds
     values: dict[str, Any] = {
         "task": str(run.settings.get("task") or summary.task).rpartition("/")[2],
         "ranks": f"{run.world_size}{f' on {hosts} hosts' if hosts > 1 else ''}" if run.world_size else None,
@@ -210,13 +217,13 @@ def _result(run: WholeRun) -> dict[str, Any]:
         "FLOP/s": explain_mfu(rate or 0, flops or 0, summary.peak_tflops or 0, summary.devices or 0),
         "goodput": f"{good:.1%}" if good else None,
         "duration": format_duration(seconds) if seconds else None,
-        "started": clock(first.started[0].unix_time, "%Y-%m-%d %H:%M") if first else None,
+        "started": clock(first.start_events[0].unix_time, "%Y-%m-%d %H:%M") if first else None,
         "peak memory": f"{summary.peak_memory_bytes / 1e9:.2f} GB per rank" if summary.peak_memory_bytes else None,
     }  # fmt: skip
     return {name: value for name, value in values.items() if value}
 
 
-def setting_differences(runs: Sequence[WholeRun]) -> Table:
+def setting_differences(runs: Sequence[RunData]) -> Table:
     """The settings that differ between the runs."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     rows = [[name, *(_cell(run.settings.get(name)) for run in runs)] for name in names]
@@ -225,7 +232,7 @@ def setting_differences(runs: Sequence[WholeRun]) -> Table:
     return Table("Different settings", ["setting", *(run.name for run in runs)], rows[:MAX_ROWS], caption)
 
 
-def settings_tables(run: WholeRun) -> Iterable[Table]:
+def settings_tables(run: RunData) -> Iterable[Table]:
     """All settings, and the environment."""
     for title, head, table in (("All settings", "setting", run.settings), ("Environment", "name", run.environment)):
         if table:
@@ -233,30 +240,30 @@ def settings_tables(run: WholeRun) -> Iterable[Table]:
             yield Table(title, [head, "value"], rows[:MAX_ROWS], folded=True)
 
 
-def repeat_command(run: WholeRun) -> str:
+def repeat_command(run: RunData) -> str:
     """The command that repeats the run."""
     folder, versions = shlex.quote(str(run.folder)), run.environment
     names = [name for name in ("paceline", "torch", "python") if name in versions]
-    about = ", ".join(f"{name} {clean(str(versions[name]))[:60]}" for name in names)
+    about = ", ".join(f"{name} {remove_controls(str(versions[name]))[:60]}" for name in names)
     sha256 = run.summary.weights_sha256 if run.summary else None
-    digest = f"\n# weights: sha256 {clean(sha256)}" if sha256 else ""
+    digest = f"\n# weights: sha256 {remove_controls(sha256)}" if sha256 else ""
     command = f"paceline train --config {folder}/config.toml --run-dir runs/again"
     if (task := str(run.settings.get("task", ""))) == "session" or task.endswith(".py"):  # `train` starts no script
         command = f"paceline status {folder}"
     return f"{command}\n# {about or 'versions are unknown'}{digest}"
 
 
-def wall_time_table(run: WholeRun) -> Iterable[Table]:
+def wall_time_table(run: RunData) -> Iterable[Table]:
     """The wall time by use."""
-    spent = wall_seconds(run)
+    spent = wall_seconds_by_use(run)
     if (total := sum(spent.values())) > 0:
         rows = [[name, format_duration(s), f"{s / total:.1%}"] for name, s in spent.items() if s > 0]
         yield Table("Wall time of the run", ["part", "time", "fraction"], rows, numbers=True)
 
 
-def collectives_table(run: WholeRun) -> Iterable[Table]:
+def collectives_table(run: RunData) -> Iterable[Table]:
     """The collectives of a step: bytes, number, duration, and overlap with backward."""
-    traced = [*run.first.traced.values()][-100:] if run.first else []
+    traced = [*run.first_rank_log.traced.values()][-100:] if run.first_rank_log else []
     calls: dict[str, list[tuple[float, int, float]]] = {}
     for step in traced:
         begin, end = next(((at, at + duration) for name, at, duration in step.phases if name == "backward"), (0.0, 0.0))
@@ -281,22 +288,22 @@ def collectives_table(run: WholeRun) -> Iterable[Table]:
     if rows:
         caption = (
             "A collective is a call in which all ranks take part. Times include waiting for a late rank. The gradients "
-            f"of a step have {sent_bytes(run) / 1e6:,.2f} MB on a rank."
+            f"of a step have {step_gradient_bytes(run) / 1e6:,.2f} MB on a rank."
         )
         head = ["collective", "calls per step", "MB", "ms", "MB/s", "overlap with backward"]
         yield Table("Collectives in a step", head, rows, caption, numbers=True)
 
 
-def memory_table(run: WholeRun) -> Iterable[Table]:
+def memory_table(run: RunData) -> Iterable[Table]:
     """The measured memory of a rank's tensors, and the computed memory with strategies that shard them."""
-    memory = run.first.memory if run.first else None
+    memory = run.first_rank_log.memory if run.first_rank_log else None
     if memory is None:
         return
     size, measured = run.world_size, (memory.weight_bytes, memory.gradient_bytes, memory.optimizer_bytes)
-    sharded = SHARDED.get(run.strategy, (False, False, False))
+    sharded = SHARDED_KINDS_BY_STRATEGY.get(run.strategy, (False, False, False))
     unsharded = [b * (size if is_sharded else 1) for b, is_sharded in zip(measured, sharded, strict=True)]
     by_strategy: dict[str, Sequence[float]] = {"this run": measured}
-    for name, parts in SHARDED.items():
+    for name, parts in SHARDED_KINDS_BY_STRATEGY.items():
         by_strategy[name] = [b / (size if is_sharded else 1) for b, is_sharded in zip(unsharded, parts, strict=True)]
     rows = [[name, *(f"{b / 1e6:,.2f}" for b in (*parts, sum(parts)))] for name, parts in by_strategy.items()]
     caption = (
@@ -304,22 +311,22 @@ def memory_table(run: WholeRun) -> Iterable[Table]:
         "the others. zero shards gradients and optimizer state. fsdp also shards the weights. Activations and "
         "libraries are not included."
     )
-    yield Table("Memory of a rank", ["strategy", *KINDS, "total"], rows, caption, numbers=True)
+    yield Table("Memory of a rank", ["strategy", *MEMORY_KINDS, "total"], rows, caption, numbers=True)
 
 
-def samples_table(run: WholeRun) -> Iterable[Table]:
+def samples_table(run: RunData) -> Iterable[Table]:
     """The samples of each epoch, over all ranks."""
     samples, steps = Counter[int](), Counter[int]()
     for log in run.ranks.values():
-        for row in log.rows:
+        for row in log.valid_rows:
             samples[log.steps.epoch[row]] += log.steps.consumed[row]
-    if run.first:
-        steps.update(run.first.steps.epoch[row] for row in run.first.rows)
-    dataset_size = run.newest.num_samples if run.newest else 0
+    if run.first_rank_log:
+        steps.update(run.first_rank_log.steps.epoch[row] for row in run.first_rank_log.valid_rows)
+    dataset_size = run.newest_start.num_samples if run.newest_start else 0
     rows = [[f"{epoch + 1}", f"{steps[epoch]:,}", f"{used:,}", f"{dataset_size:,}" if dataset_size else "-"]
             for epoch, used in sorted(samples.items())]  # fmt: skip
     if rows:
-        discarded = run.first.discarded if run.first else 0
+        discarded = run.first_rank_log.discarded if run.first_rank_log else 0
         caption = f"{discarded:,} steps were discarded and repeated. " if discarded else ""
         caption += f"To check that each sample was used once: paceline ledger {run.name}"
         yield Table("Samples used", ["epoch", "steps", "samples used", "of"], rows[:MAX_ROWS], caption, numbers=True)

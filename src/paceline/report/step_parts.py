@@ -20,9 +20,9 @@ backward is waiting. docs/scaling.md explains the parts.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-WORK: tuple[str, ...] = ("data", "forward", "backward", "optimizer", "between")
-WAITS_IN_BACKWARD = 1.05  # ratio to a backward without waiting; less is noise
-SINGLE_CAUSE = 0.6  # minimum fraction of all waiting that one rank must cause, to be reported
+WORK_PHASES: tuple[str, ...] = ("data", "forward", "backward", "optimizer", "between")
+MIN_BACKWARD_WAIT_RATIO = 1.05  # ratio to a backward without waiting; less is noise
+MIN_SINGLE_CAUSE_FRACTION = 0.6  # minimum fraction of all waiting that one rank must cause, to be reported
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class PhaseSeconds:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedSteps:
     """The steps that all ranks have recorded, without the warm-up."""
 
     steps: Sequence[Mapping[int, PhaseSeconds]]  # each by rank
-    samples: float  # mean size of the global batch
+    mean_global_batch: float  # mean size of the global batch
     hosts: Mapping[int, str]
     on_cpus: bool = True
 
@@ -53,7 +53,7 @@ class Run:
         return len(self.hosts)
 
     @property
-    def step_seconds(self) -> float:
+    def mean_step_seconds(self) -> float:
         """The mean over steps and ranks."""
         total = sum(spent.seconds for step in self.steps for spent in step.values())
         return total / (len(self.steps) * self.world_size)
@@ -72,7 +72,7 @@ class StepParts:
     slow_phase: str = ""  # in which it loses the most time
 
     @property
-    def busy(self) -> float:
+    def work_seconds(self) -> float:
         """The work of the slowest rank of each step."""
         return self.compute + self.data + self.waiting
 
@@ -88,11 +88,11 @@ def step_between_syncs(phases: Mapping[str, float], seconds: float, between: flo
     return PhaseSeconds(**{**phases, "optimizer": earlier}, seconds=seconds, between=between)
 
 
-def split_step(run: Run, backward_per_forward: float | None = None) -> StepParts:
+def split_step(run: RecordedSteps, backward_per_forward: float | None = None) -> StepParts:
     """Split the mean step of `run`. The ratio is that of a backward without waiting to a forward; None if unknown."""
     ranks = sorted(run.hosts)
     mean = _means(run, ranks)
-    alone = {rank: _backward_alone(mean[rank], backward_per_forward) for rank in ranks}
+    alone = {rank: _unwaited_backward_seconds(mean[rank], backward_per_forward) for rank in ranks}
     work = [{rank: _work(step[rank], alone[rank]) for rank in ranks} for step in run.steps]
     sync = [{rank: step[rank].sync + step[rank].backward - _backward_work(step[rank], alone[rank]) for rank in ranks}
             for step in run.steps]  # fmt: skip
@@ -100,37 +100,39 @@ def split_step(run: Run, backward_per_forward: float | None = None) -> StepParts
     total = {rank: sum(sum(step[rank].values()) for step in work) / count for rank in ranks}
     slowest = max(ranks, key=lambda rank: total[rank])
     others = [rank for rank in ranks if rank != slowest] or ranks
-    usual = {p: sum(step[r][p] for step in work for r in others) / count / len(others) for p in WORK}
+    usual = {p: sum(step[r][p] for step in work for r in others) / count / len(others) for p in WORK_PHASES}
     longest = sum(max(sum(step[rank].values()) for rank in ranks) for step in work) / count
     waiting = longest - sum(usual.values())
-    excess = {p: sum(step[slowest][p] for step in work) / count - usual[p] for p in WORK}
-    is_cause = len(ranks) > 1 and _waiting_fractions(work, ranks).get(slowest, 0.0) >= SINGLE_CAUSE
+    excess = {p: sum(step[slowest][p] for step in work) / count - usual[p] for p in WORK_PHASES}
+    is_cause = len(ranks) > 1 and _waiting_fractions(work, ranks).get(slowest, 0.0) >= MIN_SINGLE_CAUSE_FRACTION
     return StepParts(
-        step=run.step_seconds,
+        step=run.mean_step_seconds,
         data=usual["data"],
-        compute=sum(usual[phase] for phase in WORK if phase != "data"),
+        compute=sum(usual[phase] for phase in WORK_PHASES if phase != "data"),
         waiting=waiting,
-        exchange=sum(waits[_longest(step)] for step, waits in zip(work, sync, strict=True)) / count,
+        exchange=sum(waits[_slowest_rank(step)] for step, waits in zip(work, sync, strict=True)) / count,
         slowest=slowest if is_cause else None,
-        slow_phase=max(WORK, key=lambda p: excess[p]) if is_cause else "",
+        slow_phase=max(WORK_PHASES, key=lambda p: excess[p]) if is_cause else "",
     )
 
 
-def backward_per_forward(run: Run) -> float:
+def backward_per_forward(run: RecordedSteps) -> float:
     """The duration of a backward without exchange, divided by that of a forward."""
     means = _means(run, sorted(run.hosts)).values()
     forward = sum(rank_means["forward"] for rank_means in means)
     return sum(rank_means["backward"] for rank_means in means) / forward if forward > 0 else 0.0
 
 
-def _means(run: Run, ranks: list[int]) -> dict[int, dict[str, float]]:
+def _means(run: RecordedSteps, ranks: list[int]) -> dict[int, dict[str, float]]:
     steps = run.steps
-    return {rank: {p: sum(getattr(step[rank], p) for step in steps) / len(steps) for p in WORK} for rank in ranks}
+    return {
+        rank: {p: sum(getattr(step[rank], p) for step in steps) / len(steps) for p in WORK_PHASES} for rank in ranks
+    }
 
 
-def _backward_alone(mean: Mapping[str, float], ratio: float | None) -> float | None:
+def _unwaited_backward_seconds(mean: Mapping[str, float], ratio: float | None) -> float | None:
     """Seconds of this rank's backward without waiting; None if nothing suggests that the rank waits in it."""
-    if ratio is None or mean["backward"] <= WAITS_IN_BACKWARD * ratio * mean["forward"]:
+    if ratio is None or mean["backward"] <= MIN_BACKWARD_WAIT_RATIO * ratio * mean["forward"]:
         return None
     return ratio * mean["forward"]
 
@@ -140,10 +142,10 @@ def _backward_work(spent: PhaseSeconds, alone: float | None) -> float:
 
 
 def _work(spent: PhaseSeconds, alone: float | None) -> dict[str, float]:
-    return {phase: getattr(spent, phase) for phase in WORK} | {"backward": _backward_work(spent, alone)}
+    return {phase: getattr(spent, phase) for phase in WORK_PHASES} | {"backward": _backward_work(spent, alone)}
 
 
-def _longest(work: Mapping[int, Mapping[str, float]]) -> int:
+def _slowest_rank(work: Mapping[int, Mapping[str, float]]) -> int:
     """The rank that works longest in a step. It synchronises last, so it does not wait for the work of other ranks."""
     return max(work, key=lambda rank: sum(work[rank].values()))
 

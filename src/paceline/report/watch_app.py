@@ -15,24 +15,24 @@ from textual.widgets import DataTable, Footer, Static
 
 from paceline.errors import PacelineError
 from paceline.report.live import RunSnapshot
-from paceline.report.watch_lines import COLUMNS, ORDERS, Column, footnote, progress, title
+from paceline.report.watch_lines import COLUMNS, ORDERS, Column, footer_text, progress, title
 from paceline.runs.console import one_line
-from paceline.runs.summary import LIVE, RunState
+from paceline.runs.summary import LIVE_STATES, RunState
 
 EVERY_SECONDS = 1.0
 ROWS_PER_DRAW = 32  # higher terminals skip some updates, because a row takes half a millisecond
 
 
 @dataclass(frozen=True)
-class Actions:
+class KeyActions:
     """The actions of the keys. An action may take seconds. It raises PacelineError or OSError if it fails."""
 
-    look: Callable[[], tuple[RunSnapshot, RunState]]
-    stack: Callable[[int], str]
-    log: Callable[[int], str]
+    read_state: Callable[[], tuple[RunSnapshot, RunState]]
+    request_stack: Callable[[int], str]
+    read_log: Callable[[int], str]
     save: Callable[[], str]
     stop: Callable[[], str]
-    may_act: bool = True
+    can_control: bool = True
 
 
 class ConfirmScreen(ModalScreen[bool]):
@@ -57,7 +57,7 @@ class RankScreen(ModalScreen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter", "dismiss", "back")]
 
-    def __init__(self, rank: int, actions: Actions) -> None:
+    def __init__(self, rank: int, actions: KeyActions) -> None:
         super().__init__()
         self._rank, self._actions = rank, actions
 
@@ -72,8 +72,8 @@ class RankScreen(ModalScreen[None]):
 
     async def on_mount(self) -> None:
         """Request the stack and the log. The stack may take seconds."""
-        self.run_worker(self._fill("log", self._actions.log))
-        self.run_worker(self._fill("stack", self._actions.stack))
+        self.run_worker(self._fill("log", self._actions.read_log))
+        self.run_worker(self._fill("stack", self._actions.request_stack))
 
     async def _fill(self, name: str, request: Callable[[int], str]) -> None:
         text = await _result_of(lambda: request(self._rank))
@@ -107,7 +107,7 @@ class WatchApp(App[None]):
         Binding("q,ctrl+c", "quit", "leave"),
     ]
 
-    def __init__(self, actions: Actions) -> None:
+    def __init__(self, actions: KeyActions) -> None:
         super().__init__()
         self._actions = actions
         self._order = 0
@@ -128,17 +128,17 @@ class WatchApp(App[None]):
     def on_mount(self) -> None:
         """Start the updates."""
         self.query_one(RankTable).focus()
-        self.run_worker(self._follow(), exclusive=True)
+        self.run_worker(self._poll_state(), exclusive=True)
 
-    async def _follow(self) -> None:
+    async def _poll_state(self) -> None:
         for number in itertools.count():
             try:
-                self.seen = await asyncio.to_thread(self._actions.look)
+                self.seen = await asyncio.to_thread(self._actions.read_state)
             except Exception as error:  # for example a deleted folder: printed after the terminal is restored
                 self.failure = error
                 self.exit()
                 return
-            has_ended = self.seen[1].state not in (*LIVE, "unknown")
+            has_ended = self.seen[1].state not in (*LIVE_STATES, "unknown")
             if has_ended or number % (1 + self.size.height // ROWS_PER_DRAW) == 0:
                 self._draw()
             if has_ended:
@@ -157,7 +157,7 @@ class WatchApp(App[None]):
         self.screen_stack[0].query_one("#title", Static).update(title(state))
         self.screen_stack[0].query_one("#progress", Static).update(progress(now, state, self.size.width - 2))
         self._draw_table(now)
-        note = footnote(now, may_act=self._actions.may_act)
+        note = footer_text(now, may_act=self._actions.can_control)
         if self._order:
             note = Text("  ·  ", "dim").join([Text(ORDERS[self._order][0], "dim"), *([note] if note else [])])
         self.screen_stack[0].query_one("#note", Static).update(note)
@@ -166,9 +166,9 @@ class WatchApp(App[None]):
         """Update only the cells that changed, which are few even with 200 ranks."""
         table = self.screen_stack[0].query_one("#ranks", RankTable)
         width = self.size.width
-        columns = [column for column in COLUMNS if column.min_width <= width and _is_used(column.title, now)]
+        columns = [column for column in COLUMNS if column.min_terminal_width <= width and _is_used(column.title, now)]
         ranks = sorted(now.ranks, key=ORDERS[self._order][1])
-        rows = [(rank.rank, [column.cell(rank) for column in columns]) for rank in ranks]
+        rows = [(rank.rank, [column.make_cell(rank) for column in columns]) for rank in ranks]
         widths = [max(len(c.title), *(cells[n].cell_len for _, cells in rows), 0) for n, c in enumerate(columns)]
         if (
             self._titles != (titles := [column.title for column in columns])
@@ -178,7 +178,7 @@ class WatchApp(App[None]):
             row, scroll = table.cursor_row, table.scroll_y
             table.clear(columns=True)
             for column, width in zip(columns, widths, strict=True):
-                label = Text(column.title, justify="right" if column.right else "left")
+                label = Text(column.title, justify="right" if column.is_right_aligned else "left")
                 table.add_column(label, key=column.title, width=width)  # explicit, because measuring all cells is slow
             for number, (_, cells) in enumerate(rows):
                 table.add_row(*(_aligned(c, cell) for c, cell in zip(columns, cells, strict=True)), key=str(number))
@@ -205,7 +205,7 @@ class WatchApp(App[None]):
 
     def action_save(self) -> None:
         """Request a checkpoint."""
-        self.run_worker(self._do(self._actions.save))
+        self.run_worker(self._run_action(self._actions.save))
 
     def action_stop(self) -> None:
         """Stop the run after a confirmation."""
@@ -214,12 +214,12 @@ class WatchApp(App[None]):
 
         def on_answer(confirmed: bool | None) -> None:
             if confirmed:
-                self.run_worker(self._do(self._actions.stop))
+                self.run_worker(self._run_action(self._actions.stop))
 
         name = one_line(self.seen[1].name, 50)
         self.push_screen(ConfirmScreen(f"Stop {name}? It saves its state first, and can be resumed."), on_answer)
 
-    async def _do(self, action: Callable[[], str]) -> None:
+    async def _run_action(self, action: Callable[[], str]) -> None:
         self.notify(await _result_of(action), markup=False, timeout=8)
 
 
@@ -234,7 +234,9 @@ def _is_used(name: str, now: RunSnapshot) -> bool:
     if name.startswith("GPU"):
         return any(rank.gpu is not None for rank in now.ranks)
     if name == "still":
-        return any(rank.still_seconds >= 1 for rank in now.ranks) or not any(rank.work_seconds for rank in now.ranks)
+        return any(rank.no_progress_seconds >= 1 for rank in now.ranks) or not any(
+            rank.work_seconds for rank in now.ranks
+        )
     if name in ("work", "history"):
         return any(rank.work_seconds for rank in now.ranks)
     return True
@@ -242,5 +244,5 @@ def _is_used(name: str, now: RunSnapshot) -> bool:
 
 def _aligned(column: Column, cell: Text) -> Text:
     cell = cell.copy()
-    cell.justify = "right" if column.right else "left"
+    cell.justify = "right" if column.is_right_aligned else "left"
     return cell

@@ -10,11 +10,11 @@ from rich.text import Text
 from paceline.report.live import RankSnapshot, RunSnapshot
 from paceline.runs.console import format_duration, format_size, one_line, sparkline
 from paceline.runs.machine import GpuUse
-from paceline.runs.summary import LIVE, RunState
+from paceline.runs.summary import LIVE_STATES, RunState
 from paceline.runs.utilization import format_speed
 
-STILL_SECONDS = 5.0  # shorter times without progress are normal
-MIN_WAITS = 0.02
+MIN_NO_PROGRESS_SECONDS = 5.0  # shorter times without progress are normal
+MIN_WAITING_FRACTION = 0.02
 PHASE_STYLES = {"sync": "yellow", "data": "magenta", "evaluate": "cyan", "checkpoint": "cyan", "init": "dim"}
 STATE_STYLES = {"running": "cyan", "queued": "cyan", "done": "green", "saved": "yellow", "failed": "red", "lost": "red"}
 
@@ -38,7 +38,7 @@ def progress(now: RunSnapshot, state: RunState, width: int = 0) -> Text:
     if step is not None:
         parts.append(f"step {step:,}" + (f" of {state.total_steps:,}" if state.total_steps else ""))
     elif now.ranks:
-        parts.append(f"{sum(not rank.ended for rank in now.ranks)} of {len(now.ranks)} ranks running")
+        parts.append(f"{sum(not rank.end_description for rank in now.ranks)} of {len(now.ranks)} ranks running")
     if now.losses:
         parts.append(f"loss {now.losses[-1]:.4g}")
     running = state.state == "running"
@@ -61,18 +61,18 @@ def progress(now: RunSnapshot, state: RunState, width: int = 0) -> Text:
     return Text(line)
 
 
-def footnote(now: RunSnapshot, *, may_act: bool) -> Text:
+def footer_text(now: RunSnapshot, *, may_act: bool) -> Text:
     """The slow rank, problems of the machines, and the source of the numbers."""
-    notes = [now.slow_rank] if now.slow_rank else []
+    notes = [now.slow_rank_message] if now.slow_rank_message else []
     for node, machine in sorted(now.machines.items()):
         slow_gpus = [f"GPU {gpu.index} {gpu.held_back}" for gpu in machine.gpus if gpu.held_back]
         if slow_gpus:
             notes.append(f"node {node} ({one_line(machine.host, 30)}): {one_line('; '.join(slow_gpus), 80)}")
         if machine.memory_total_bytes and machine.memory_bytes > 0.95 * machine.memory_total_bytes:
             notes.append(f"node {node} ({one_line(machine.host, 30)}): its memory is full")
-    if not now.live:
+    if not now.is_reported_by_agent:
         notes.append("from the recorded steps of each rank" if may_act else "run of a different user: read only")
-    return Text("  ·  ".join(notes), "yellow" if now.slow_rank else "dim")
+    return Text("  ·  ".join(notes), "yellow" if now.slow_rank_message else "dim")
 
 
 @dataclass(frozen=True)
@@ -80,41 +80,46 @@ class Column:
     """A column of the table."""
 
     title: str
-    cell: Callable[[RankSnapshot], Text]
-    right: bool = False
-    min_width: int = 0  # of a terminal that shows the column
+    make_cell: Callable[[RankSnapshot], Text]
+    is_right_aligned: bool = False
+    min_terminal_width: int = 0  # of a terminal that shows the column
 
 
-def _name(rank: RankSnapshot) -> Text:
-    return Text(f"{'▶' if rank.slowest else ' '}{rank.rank}", "bold yellow" if rank.slowest else "")
+def _rank_cell(rank: RankSnapshot) -> Text:
+    return Text(f"{'▶' if rank.is_slowest else ' '}{rank.rank}", "bold yellow" if rank.is_slowest else "")
 
 
 def _phase(rank: RankSnapshot) -> Text:
-    if rank.ended:
-        return Text(one_line(rank.ended, 12), "green" if rank.ended == "done" else "bold red")
+    if rank.end_description:
+        return Text(one_line(rank.end_description, 12), "green" if rank.end_description == "done" else "bold red")
     return Text(one_line(rank.phase, 12), PHASE_STYLES.get(rank.phase, ""))
 
 
 def _work(rank: RankSnapshot) -> Text:
-    return Text(format_duration(rank.work_seconds[-1]) if rank.work_seconds else "", "yellow" if rank.slowest else "")
+    return Text(
+        format_duration(rank.work_seconds[-1]) if rank.work_seconds else "", "yellow" if rank.is_slowest else ""
+    )
 
 
 def _waits(rank: RankSnapshot) -> Text:
-    if rank.waits is None:
+    if rank.waiting_fraction is None:
         return Text()
-    return Text(f"{rank.waits:.0%}" if rank.waits >= MIN_WAITS else "-", "" if rank.waits < 0.3 else "yellow")
+    return Text(
+        f"{rank.waiting_fraction:.0%}" if rank.waiting_fraction >= MIN_WAITING_FRACTION else "-",
+        "" if rank.waiting_fraction < 0.3 else "yellow",
+    )
 
 
-def _still(rank: RankSnapshot) -> Text:
-    still = rank.still_seconds if not rank.ended else 0.0
-    return Text(format_duration(still) if still >= STILL_SECONDS else "", "bold red" if still > 60 else "red")
+def _no_progress_cell(rank: RankSnapshot) -> Text:
+    still = rank.no_progress_seconds if not rank.end_description else 0.0
+    return Text(format_duration(still) if still >= MIN_NO_PROGRESS_SECONDS else "", "bold red" if still > 60 else "red")
 
 
 def _gpu(rank: RankSnapshot) -> Text:
     return Text("" if rank.gpu is None or rank.gpu.busy is None else f"{rank.gpu.busy:.0%}")
 
 
-def gpu_words(gpu: GpuUse) -> Text:
+def format_gpu_use(gpu: GpuUse) -> Text:
     """Memory, power, temperature, clock, and the reason for a reduced clock."""
     values = [
         f"{format_size(gpu.memory_bytes)} of {format_size(gpu.memory_total_bytes or 0)}" if gpu.memory_bytes else "",
@@ -127,33 +132,45 @@ def gpu_words(gpu: GpuUse) -> Text:
 
 
 COLUMNS = (
-    Column(" rank", _name),
+    Column(" rank", _rank_cell),
     Column("host", lambda rank: Text(one_line(rank.host, 14))),
     Column("phase", _phase),
-    Column("step", lambda rank: Text(f"{rank.step:,}" if rank.step else ""), right=True),
-    Column("work", _work, right=True),
-    Column("history", lambda rank: Text(sparkline(rank.work_seconds, 12), "yellow" if rank.slowest else "cyan")),
-    Column("waits", _waits, right=True),
-    Column("still", _still, right=True),
-    Column("cores", lambda rank: Text(f"{rank.use.cores:.1f}" if rank.use else ""), right=True),
-    Column("memory", lambda rank: Text(format_size(rank.use.memory_bytes) if rank.use else ""), right=True),
-    Column("GPU", _gpu, right=True),
-    Column("GPU memory, power, heat, clock", lambda rank: gpu_words(rank.gpu) if rank.gpu else Text(), min_width=120),
+    Column("step", lambda rank: Text(f"{rank.step:,}" if rank.step else ""), is_right_aligned=True),
+    Column("work", _work, is_right_aligned=True),
+    Column("history", lambda rank: Text(sparkline(rank.work_seconds, 12), "yellow" if rank.is_slowest else "cyan")),
+    Column("waits", _waits, is_right_aligned=True),
+    Column("still", _no_progress_cell, is_right_aligned=True),
+    Column(
+        "cores", lambda rank: Text(f"{rank.resource_use.cores:.1f}" if rank.resource_use else ""), is_right_aligned=True
+    ),
+    Column(
+        "memory",
+        lambda rank: Text(format_size(rank.resource_use.memory_bytes) if rank.resource_use else ""),
+        is_right_aligned=True,
+    ),
+    Column("GPU", _gpu, is_right_aligned=True),
+    Column(
+        "GPU memory, power, heat, clock",
+        lambda rank: format_gpu_use(rank.gpu) if rank.gpu else Text(),
+        min_terminal_width=120,
+    ),
 )
 
 ORDERS: tuple[tuple[str, Callable[[RankSnapshot], tuple[float, ...]]], ...] = (
     ("rank", lambda rank: (rank.rank,)),
     ("slowest first", lambda rank: (-(rank.work_seconds[-1] if rank.work_seconds else 0.0), rank.rank)),
-    ("longest waiting", lambda rank: (-(rank.waits or 0.0), rank.rank)),
-    ("longest without progress", lambda rank: (-rank.still_seconds, rank.rank)),
-    ("most memory", lambda rank: (-(rank.use.memory_bytes if rank.use else 0), rank.rank)),
+    ("longest waiting", lambda rank: (-(rank.waiting_fraction or 0.0), rank.rank)),
+    ("longest without progress", lambda rank: (-rank.no_progress_seconds, rank.rank)),
+    ("most memory", lambda rank: (-(rank.resource_use.memory_bytes if rank.resource_use else 0), rank.rank)),
 )
 
 
 def summary_line(now: RunSnapshot, state: RunState) -> str:
     """The state as one line of plain text."""
-    ranks = [rank for rank in now.ranks if rank.still_seconds >= STILL_SECONDS and not rank.ended]
-    is_live = state.state in (*LIVE, "unknown")
+    ranks = [
+        rank for rank in now.ranks if rank.no_progress_seconds >= MIN_NO_PROGRESS_SECONDS and not rank.end_description
+    ]
+    is_live = state.state in (*LIVE_STATES, "unknown")
     still = f"  {len(ranks)} of {len(now.ranks)} ranks without progress" if ranks and is_live else ""
-    slow = f"  {one_line(now.slow_rank, 120)}" if now.slow_rank and state.state == "running" else ""
+    slow = f"  {one_line(now.slow_rank_message, 120)}" if now.slow_rank_message and state.state == "running" else ""
     return f"{title(state).plain}  {progress(now, state).plain}{still}{slow}"

@@ -23,12 +23,12 @@ CONTROL_BYTES = re.compile(
     rb"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b\[(?![0-9;:]*m)[0-?]*[ -/]*[@-~]|\x1b(?!\[[0-9;:]*m).?"
     rb"|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]|\xc2[\x80-\x9f]"
 )
-INCOMPLETE = re.compile(rb"(?:\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*\x1b?)?|\xc2)\Z")
+INCOMPLETE_SEQUENCE = re.compile(rb"(?:\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*\x1b?)?|\xc2)\Z")
 MAX_SEQUENCE_BYTES = 4096
 MAX_NAMES = 24  # in a list
 
 
-def say(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     """Write to stderr without control sequences. Raises no error, because the terminal may be closed."""
     with suppress(OSError):
         data = strip_controls(f"{text}\n".encode(errors="replace"))
@@ -41,7 +41,7 @@ def escape_controls(json: str) -> str:
     return re.sub("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]", lambda m: f"\\u{ord(m[0]):04x}", json)
 
 
-def clean(text: str) -> str:
+def remove_controls(text: str) -> str:
     """`text` without control sequences."""
     return CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
 
@@ -53,7 +53,7 @@ def clock(unix_time: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
     return ""
 
 
-def last_drawn(line: str) -> str:
+def final_line_state(line: str) -> str:
     """The final state of a line: a progress bar returns to its beginning (\\r) and overwrites it."""
     drawn = [part for part in line.split("\r") if part]
     return drawn[-1] if drawn else ""
@@ -75,10 +75,10 @@ class LiveFilter:
     def __init__(self) -> None:
         self._held = b""
 
-    def passed(self, data: bytes) -> bytes:
+    def filter_bytes(self, data: bytes) -> bytes:
         """The part of the input so far that may appear on the terminal."""
         data = self._held + data
-        cut = INCOMPLETE.search(data)
+        cut = INCOMPLETE_SEQUENCE.search(data)
         self._held = data[cut.start() :] if cut is not None and len(data) - cut.start() < MAX_SEQUENCE_BYTES else b""
         shown = strip_controls(data[: len(data) - len(self._held)])
         if shown.endswith(b"\xc2"):  # a sequence between it and the next byte was removed
@@ -126,7 +126,7 @@ def format_duration(seconds: float) -> str:
 
 def one_line(text: str, most: int) -> str:
     """Text in one line of at most `most` characters, without control sequences."""
-    line = " ".join(clean(text[: 4 * most]).split())
+    line = " ".join(remove_controls(text[: 4 * most]).split())
     return line if len(line) <= most else f"{line[: max(0, most - 1)]}…"
 
 
@@ -137,22 +137,22 @@ def format_clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-NUMBERED = re.compile(r"(.*?)([0-9]+)")
+NUMBERED_NAME = re.compile(r"(.*?)([0-9]+)")
 
 
 def join_ranges(names: Iterable[str], separator: str = ", ") -> str:
     """A list in which three or more consecutive names form a range: "0, 1, 3-7", "n1,n3-n5"."""
     ranges: list[list[str]] = []
     for name in names:
-        if ranges and _follows(ranges[-1][-1], name):
+        if ranges and _is_consecutive(ranges[-1][-1], name):
             ranges[-1].append(name)
         else:
             ranges.append([name])
     return separator.join(f"{span[0]}-{span[-1]}" if len(span) > 2 else separator.join(span) for span in ranges)
 
 
-def _follows(name: str, following: str) -> bool:
-    first, second = NUMBERED.fullmatch(name), NUMBERED.fullmatch(following)
+def _is_consecutive(name: str, following: str) -> bool:
+    first, second = NUMBERED_NAME.fullmatch(name), NUMBERED_NAME.fullmatch(following)
     if first is None or second is None or first[1] != second[1]:
         return False
     return second[2] == str(int(first[2]) + 1).zfill(len(first[2]))

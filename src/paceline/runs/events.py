@@ -13,11 +13,11 @@ import msgspec
 
 from paceline.runs.reading import numbered_files, read_lines
 
-MOST_FOLDED = 1 << 20
-LAST_BYTES = 4 << 20  # of a file of events: enough for the current state of a run
+MAX_MERGED_STEPS = 1 << 20
+TAIL_BYTES = 4 << 20  # of a file of events: enough for the current state of a run
 _FILE = re.compile(r"events-([0-9]{1,9})\.jsonl")
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Few = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]  # ranks
+RankCount = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]  # ranks
 Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]  # sums and differences of them stay finite
 
 
@@ -29,8 +29,8 @@ class Started(Event, frozen=True, tag="started"):
     """A rank starts an attempt, or a generation of it, with the state after `start_step` steps."""
 
     attempt: Count
-    rank: Few
-    world_size: Few
+    rank: RankCount
+    world_size: RankCount
     host: str
     pid: int
     device: str
@@ -40,7 +40,7 @@ class Started(Event, frozen=True, tag="started"):
     num_samples: Count = 0  # 0: an older paceline wrote it
     steps_per_epoch: Count = 0
     own_order: bool = False  # the script's DataLoader defines the order of samples, not a plan
-    stream_parts: Few = 0  # the number of parts of a stream, which has neither num_samples nor steps_per_epoch
+    stream_parts: RankCount = 0  # the number of parts of a stream, which has neither num_samples nor steps_per_epoch
 
 
 class Step(Event, frozen=True, tag="step"):
@@ -55,13 +55,13 @@ class Step(Event, frozen=True, tag="step"):
     data_seconds: Seconds
     unix_time: Seconds
     grad_norm: float | None = None
-    share: tuple[Few, Few] | None = None  # the virtual ranks [a, b) that this rank computed
+    share: tuple[RankCount, RankCount] | None = None  # the virtual ranks [a, b) that this rank computed
     consumed: Count = 0  # samples that this rank used, without padding
     fingerprint: str = ""  # of their indices, in hex
     skipped: bool = False  # it changed no parameters; 0 replaces a loss that is not finite
     phase_seconds: dict[str, Seconds] = {}  # data, forward, backward, sync, optimizer; empty in old runs
     tokens: Count = 0  # of the samples that this rank used; 0: they have no tokens
-    steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_FOLDED)] = 1
+    steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_MERGED_STEPS)] = 1
     """The number of steps, up to `step`, in this record. Old steps of a long run are merged: loss and grad_norm are
     then means; samples, consumed, fingerprint and all seconds are sums."""
 
@@ -78,7 +78,7 @@ class UnloggedStep(Event, frozen=True, tag="vouched"):
     """This rank alone saves the state after `step`. `ranks` took part in it, but ended before they logged it."""
 
     step: Count
-    ranks: list[Few]
+    ranks: list[RankCount]
 
 
 class RolledBack(Event, frozen=True, tag="rolled-back"):
@@ -93,7 +93,7 @@ class Samples(Event, frozen=True, tag="samples"):
 
     step: Count
     epoch: Count
-    virtual_rank: Few
+    virtual_rank: RankCount
     part: Count
     indices: list[Count]
 
@@ -135,15 +135,15 @@ class MemoryBreakdown(Event, frozen=True, tag="anatomy"):
     buffer_bytes: Count
 
 
-class Counted(Event, frozen=True, tag="counted"):
+class FlopsCounted(Event, frozen=True, tag="counted"):
     """FLOPs of forward and backward of one sample; once in each start, after its first step (rank 0 only)."""
 
     flops_per_sample: float
-    devices: Few  # of the whole run
+    devices: RankCount  # of the whole run
     peak_tflops: float = 0.0  # of one device; 0: not known yet
 
 
-class Traced(Event, frozen=True, tag="traced"):
+class TracedStep(Event, frozen=True, tag="traced"):
     """A step of this rank in detail. A long run has details of a few steps, including the last ones."""
 
     step: Count
@@ -166,11 +166,11 @@ class Ended(Event, frozen=True, tag="ended"):
     unix_time: Seconds
 
 
-_Known = (
+_KnownEvent = (
     Started | Step | Skipped | RolledBack | UnloggedStep | Samples | Evaluated | Checkpointed | Snapshotted
-    | MemoryBreakdown | Counted | Traced | Notice | Ended
+    | MemoryBreakdown | FlopsCounted | TracedStep | Notice | Ended
 )  # fmt: skip
-_decode = msgspec.json.Decoder(_Known).decode
+_decode = msgspec.json.Decoder(_KnownEvent).decode
 
 
 def event_files(run_dir: Path) -> dict[int, Path]:
@@ -197,7 +197,7 @@ def last_events(path: Path) -> Iterator[Event]:
     Raises:
         OSError: see `read_events`.
     """
-    return _decode_lines(reversed([*read_lines(path, from_end_bytes=LAST_BYTES)]))
+    return _decode_lines(reversed([*read_lines(path, from_end_bytes=TAIL_BYTES)]))
 
 
 def decode_event(line: bytes) -> Event | None:

@@ -23,19 +23,19 @@ from pathlib import Path
 
 from paceline.errors import TrainingError, UsageError
 from paceline.runs import writing
-from paceline.runs.owners import check_ours
-from paceline.runs.reading import folders, is_file, is_folder, names, read, real_path, symlinks
+from paceline.runs.owners import check_owned_by_us
+from paceline.runs.reading import entry_names, folders, is_file, is_folder, read, real_path, symlinks
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
 WEIGHTS = "model.safetensors"
 BEST_WEIGHTS, AVERAGE_WEIGHTS = "model-best.safetensors", "model-ema.safetensors"
 CHECKPOINTS = "checkpoints"
-INVITATION = "join.json"  # in an attempt: read by `paceline join`, with the secret of the run
-LAUNCHED = "launch.txt"  # in an attempt of a session that has a separate folder under `paceline launch`
+JOIN_FILE = "join.json"  # in an attempt: read by `paceline join`, with the secret of the run
+LAUNCH_FILE = "launch.txt"  # in an attempt of a session that has a separate folder under `paceline launch`
 LOCK = ".lock"
-FAILURE = re.compile(r"error-[0-9]{1,9}(-generation-[0-9]{1,9})?\.json")
-MOST_STARTS = 999_999  # numbers of attempts
+FAILURE_FILE = re.compile(r"error-[0-9]{1,9}(-generation-[0-9]{1,9})?\.json")
+MAX_ATTEMPTS = 999_999  # numbers of attempts
 LOCK_SECONDS = 10.0  # the workers of a launcher that was just killed need a moment to end
 
 
@@ -60,7 +60,7 @@ def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: 
         run_dir = real_path(asked)
         if resume:
             check_is_run(run_dir, trust=trust)
-        elif is_folder(run_dir) and not _never_began(run_dir):
+        elif is_folder(run_dir) and not _has_no_steps(run_dir):
             has_run = is_file(run_dir / CONFIG)
             raise UsageError(code="run-dir-holds-run" if has_run else "run-dir-not-empty", run_dir=asked)
     _make(run_dir, exist_ok=asked is not None)
@@ -71,12 +71,12 @@ def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: 
 def _check_private(run_dir: Path, *, trust: bool) -> None:
     """Check that no other user could have written a folder, and that it has no links."""
     if not trust:
-        check_ours(run_dir)
+        check_owned_by_us(run_dir)
     for folder in (run_dir, run_dir / CHECKPOINTS):
         if links := symlinks(folder):
             raise UsageError(code="run-dir-has-links", folder=folder, link=links[0])
     if not trust and is_folder(run_dir / CHECKPOINTS):
-        check_ours(run_dir / CHECKPOINTS)
+        check_owned_by_us(run_dir / CHECKPOINTS)
 
 
 def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
@@ -87,11 +87,11 @@ def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
     """
     if is_folder(run_dir):
         _check_private(run_dir, trust=trust)
-    if is_folder(run_dir) and names(run_dir) and not is_file(run_dir / CONFIG) and not _never_began(run_dir):
+    if is_folder(run_dir) and entry_names(run_dir) and not is_file(run_dir / CONFIG) and not _has_no_steps(run_dir):
         raise UsageError(code="not-a-run", run_dir=run_dir, config=CONFIG)
 
 
-def move_aside(run_dir: Path) -> None:
+def archive_checkpoints(run_dir: Path) -> None:
     """Rename a run's checkpoints and weights before a restart. The caller holds the folder's lock."""
     for name in (CHECKPOINTS, WEIGHTS):
         if os.path.lexists(run_dir / name):
@@ -117,7 +117,7 @@ def lock_run_dir(run_dir: Path, *, wait_seconds: float = LOCK_SECONDS) -> int:
         UsageError: another run has locked it. The error has the process of that run.
     """
     try:
-        descriptor = writing.keep(run_dir / LOCK)
+        descriptor = writing.open_or_create(run_dir / LOCK)
     except OSError as error:
         raise UsageError(code="lock-not-held", path=run_dir / LOCK, strerror=error.strerror) from None
     if not writing.lock(descriptor, wait_seconds):
@@ -142,7 +142,7 @@ def new_run_dir(task: str, where: Path = Path("runs")) -> Path:
     raise UsageError(code="too-many-runs", stem=stem)
 
 
-def _never_began(run_dir: Path) -> bool:
+def _has_no_steps(run_dir: Path) -> bool:
     """Whether a folder has only files of starts that failed before the first step, so that no work can be lost."""
     ours = (CONFIG, "environment.json", SUMMARY, LOCK)
     starts = ("attempt-", "submit-", "agent-", "machine-")
@@ -150,37 +150,37 @@ def _never_began(run_dir: Path) -> bool:
         name in ours
         or name.startswith(starts)
         or name.endswith(".partial")
-        or (name == CHECKPOINTS and not any(n.startswith("step-") for n in names(run_dir / name)))
-        for name in names(run_dir)
+        or (name == CHECKPOINTS and not any(n.startswith("step-") for n in entry_names(run_dir / name)))
+        for name in entry_names(run_dir)
     )
 
 
 def create_attempt_dir(run_dir: Path, launched: Path | None = None) -> tuple[int, Path]:
-    """Create the folder of the next start. Returns its number, from 1, and path. `launched`: see `launched_attempt`."""
-    numbers = [attempt_number(Path(name)) for name in names(run_dir)]
+    """Create the folder of the next start. Returns its number, from 1, and path. `launched`: see `log_attempt_dir`."""
+    numbers = [attempt_number(Path(name)) for name in entry_names(run_dir)]
     number = 1 + max(*numbers, _fenced_attempt(run_dir), 0)
-    if number > MOST_STARTS:
+    if number > MAX_ATTEMPTS:
         raise UsageError(code="attempt-out-of-range", run_dir=run_dir, number=number - 1)
     attempt_dir = run_dir / f"attempt-{number}"
     _make(attempt_dir, exist_ok=False)
     if launched is not None:
-        writing.replace(attempt_dir / LAUNCHED, str(launched).encode())
+        writing.replace_file(attempt_dir / LAUNCH_FILE, str(launched).encode())
     return number, attempt_dir
 
 
-def launched_attempt(attempt_dir: Path) -> Path:
+def log_attempt_dir(attempt_dir: Path) -> Path:
     """The attempt with the logs, errors and reports. For a session under `paceline launch`, that of the launch."""
     with suppress(OSError, ValueError):
-        launched = Path(read(attempt_dir / LAUNCHED, limit_bytes=10_000).decode())
-        if launched.is_absolute() and attempt_number(launched) and names(launched):
+        launched = Path(read(attempt_dir / LAUNCH_FILE, limit_bytes=10_000).decode())
+        if launched.is_absolute() and attempt_number(launched) and entry_names(launched):
             return launched
     return attempt_dir
 
 
-def numbered_attempts(run_dir: Path) -> dict[int, Path]:
-    """The folder of each start of a run, the newest last; see `launched_attempt`."""
+def attempt_dirs(run_dir: Path) -> dict[int, Path]:
+    """The folder of each start of a run, the newest last; see `log_attempt_dir`."""
     paths = {attempt_number(Path(name)): run_dir / name for name in folders(run_dir)}
-    return {number: launched_attempt(paths[number]) for number in sorted(paths) if number}
+    return {number: log_attempt_dir(paths[number]) for number in sorted(paths) if number}
 
 
 def _fenced_attempt(run_dir: Path) -> int:
@@ -191,7 +191,7 @@ def _fenced_attempt(run_dir: Path) -> int:
         return 0
 
 
-def shelve_summary(run_dir: Path, attempt: int) -> None:
+def move_summary_to_attempt(run_dir: Path, attempt: int) -> None:
     """Move the summary of the previous start into its folder."""
     last = run_dir / f"attempt-{attempt - 1}"
     if last.is_dir() and (run_dir / SUMMARY).exists():
@@ -205,7 +205,7 @@ def write_settings(folder: Path, text: str) -> None:
         TrainingError: for example, the disk is full.
     """
     try:
-        writing.replace(folder / CONFIG, text.encode())
+        writing.replace_file(folder / CONFIG, text.encode())
     except OSError as error:
         raise TrainingError(code="settings-not-written", path=folder / CONFIG, strerror=error.strerror) from None
 
@@ -216,16 +216,16 @@ def attempt_number(folder: Path, kind: str = "attempt") -> int:
     return int(match[1]) if match else 0
 
 
-def failure_records(attempt: Path) -> list[str]:
+def failure_files(attempt: Path) -> list[str]:
     """The files with the recorded failures of a start's workers, not sorted by time."""
-    return sorted(name for name in names(attempt) if FAILURE.fullmatch(name))
+    return sorted(name for name in entry_names(attempt) if FAILURE_FILE.fullmatch(name))
 
 
 def _make(folder: Path, *, exist_ok: bool) -> None:
     try:
         writing.make_folder(folder, exist_ok=exist_ok)
         probe = folder / f".writable-{os.getpid()}"
-        os.close(writing.create(probe))
+        os.close(writing.create_file(probe))
         probe.unlink()
     except OSError as error:
         raise UsageError(code="run-dir-not-writable", folder=folder, strerror=error.strerror) from None

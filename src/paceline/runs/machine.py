@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.runs.events import Count, Few, Seconds
+from paceline.runs.events import Count, RankCount, Seconds
 from paceline.runs.reading import numbered_files
 
 _FILE = re.compile(r"machine-([0-9]{1,9})\.jsonl")
@@ -18,7 +18,7 @@ _FILE = re.compile(r"machine-([0-9]{1,9})\.jsonl")
 class GpuUse(msgspec.Struct, frozen=True, omit_defaults=True):
     """One GPU, as its driver reports it. None: the driver does not report this value."""
 
-    index: Few
+    index: RankCount
     name: str = ""
     busy: float | None = None  # 0..1
     memory_bytes: Count | None = None
@@ -42,27 +42,27 @@ class MachineUse(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kin
 
     unix_time: Seconds
     host: str
-    cores: Few
+    cores: RankCount
     cores_busy: float  # 0..cores, of all processes
     memory_bytes: Count  # in use: the total minus the kernel's "available" memory
     memory_total_bytes: Count
     sent_bytes: float = 0.0  # per second, over all interfaces except the loopback
     received_bytes: float = 0.0
-    ranks: dict[Few, RankUse] = {}
+    ranks: dict[RankCount, RankUse] = {}
     gpus: tuple[GpuUse, ...] = ()
 
 
-class ClockAhead(msgspec.Struct, frozen=True, tag_field="kind", tag="clock"):
+class ClockOffset(msgspec.Struct, frozen=True, tag_field="kind", tag="clock"):
     """The offset of a node's clock from that of node 0, and the error of this number. Written by node 0."""
 
     unix_time: Seconds
-    node: Few
+    node: RankCount
     ahead_seconds: Seconds
     error_seconds: Seconds
 
 
-Record = MachineUse | ClockAhead
-_decode = msgspec.json.Decoder(Record).decode
+MachineRecord = MachineUse | ClockOffset
+_decode = msgspec.json.Decoder(MachineRecord).decode
 
 
 def file_name(node: int) -> str:
@@ -79,7 +79,7 @@ def machine_files(run_dir: Path) -> dict[int, Path]:
     return numbered_files(run_dir, _FILE)
 
 
-def decode_record(line: bytes) -> Record | None:
+def decode_record(line: bytes) -> MachineRecord | None:
     """The record in a line; None if it is incomplete or of an unknown kind."""
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _decode(line)

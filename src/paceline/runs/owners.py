@@ -25,10 +25,10 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 
-ROOT = 0
-SEARCH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+ROOT_UID = 0
+SEARCH_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a pipe would wait for its writer; O_NOCTTY: a terminal must not control this process
-READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 REASONS = {
     errno.ENOENT: "is missing",
     errno.ELOOP: "is a symbolic link",
@@ -37,7 +37,7 @@ REASONS = {
 }
 
 
-class Unreadable(UsageError, OSError):  # noqa: N818 - describes the file
+class UnreadableFileError(UsageError, OSError):
     """A file that must not be read. `strerror` is the reason, `filename` the path."""
 
     def __init__(self, path: Path, why: str) -> None:
@@ -47,7 +47,7 @@ class Unreadable(UsageError, OSError):  # noqa: N818 - describes the file
         return f"{self.filename} {self.strerror}"
 
 
-class NotOwned(Unreadable):
+class NotOwnedError(UnreadableFileError):
     """A file that a different user could have written."""
 
 
@@ -56,12 +56,12 @@ class OpenFile:
     """An open file or folder. `strangers` names the other users who could have changed it; empty if only we could."""
 
     descriptor: int
-    found: os.stat_result
-    strangers: str
+    status: os.stat_result
+    other_writers_message: str
 
 
 @contextmanager
-def open_file(path: Path, *, folder: bool = False, ours: bool = False) -> Generator[OpenFile]:
+def open_file(path: Path, *, folder: bool = False, must_be_ours: bool = False) -> Generator[OpenFile]:
     """Open a plain file or a folder without following symbolic links.
 
     Args:
@@ -74,17 +74,17 @@ def open_file(path: Path, *, folder: bool = False, ours: bool = False) -> Genera
         NotOwned: a different user could have changed it.
         Unreadable: it has a different type, or we have no permission to read it.
     """
-    descriptor, strangers = descend(path.absolute(), folder=folder)
+    descriptor, strangers = open_without_links(path.absolute(), folder=folder)
     try:
         status = os.fstat(descriptor)
         if not folder and not stat.S_ISREG(status.st_mode):
-            raise Unreadable(path, "is not a plain file")
+            raise UnreadableFileError(path, "is not a plain file")
         if status.st_uid != os.geteuid():
-            strangers = f"{path} belongs to {_owner(status.st_uid)}"
+            strangers = f"{path} belongs to {_describe_owner(status.st_uid)}"
         else:
             strangers = _writers(path, status, descriptor) or strangers
-        if ours and strangers:
-            raise NotOwned(path, f"is not trusted: {strangers}")
+        if must_be_ours and strangers:
+            raise NotOwnedError(path, f"is not trusted: {strangers}")
         yield OpenFile(descriptor, status, strangers)
     finally:
         os.close(descriptor)
@@ -97,28 +97,28 @@ def other_writers(folder: Path) -> str:
         OSError: the folder does not exist.
     """
     with open_file(folder, folder=True) as opened:
-        return opened.strangers
+        return opened.other_writers_message
 
 
-def check_ours(folder: Path) -> None:
+def check_owned_by_us(folder: Path) -> None:
     """Check that no other user owns or could have written the files in a folder.
 
     Raises:
         UsageError: with the user and the fix.
     """
-    if strangers := _strangers(folder):
+    if strangers := _other_writers_message(folder):
         raise UsageError(code="run-of-others", whose=strangers)
 
 
 def warn_if_shared(folder: Path) -> bool:
     """If a different user could have written the files in a folder, print a warning and return True."""
-    if text := _strangers(folder):
+    if text := _other_writers_message(folder):
         shown = text if text.isprintable() else text.encode("unicode_escape", errors="replace").decode()
         print(f"paceline: {shown}: shown read-only", file=sys.stderr)
     return bool(text)
 
 
-def _strangers(folder: Path) -> str:
+def _other_writers_message(folder: Path) -> str:
     """A message with the other users who could have written the files in a folder; empty if there are none.
 
     Our folder may have been writable earlier: other users may own an entry, or can write into a subfolder.
@@ -129,7 +129,7 @@ def _strangers(folder: Path) -> str:
         for entry in entries:
             status = entry.stat(follow_symlinks=False)
             if status.st_uid != os.geteuid():
-                return f"{folder / entry.name} belongs to {_owner(status.st_uid)}"
+                return f"{folder / entry.name} belongs to {_describe_owner(status.st_uid)}"
             if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_IWOTH:
                 return f"{folder / entry.name} can be written by all users (fix: `chmod go-w`)"
     return ""
@@ -143,20 +143,22 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
-def descend(path: Path, *, folder: bool) -> tuple[int, str]:
+def open_without_links(path: Path, *, folder: bool) -> tuple[int, str]:
     """Open each part of a path inside its parent; return a descriptor of the last part, and its other writers."""
     strangers = ""
     root, *parts = path.parts
-    descriptor = os.open(root, SEARCH if parts else READ)
+    descriptor = os.open(root, SEARCH_FLAGS if parts else READ_FLAGS)
     try:
         for index, part in enumerate(parts):
             last = index == len(parts) - 1
             strangers = _entry_writers(path.parents[len(parts) - 1 - index], descriptor, strangers)
-            flags = READ | (os.O_DIRECTORY if folder else 0) if last else SEARCH
+            flags = READ_FLAGS | (os.O_DIRECTORY if folder else 0) if last else SEARCH_FLAGS
             try:
                 inner = os.open(part, flags, dir_fd=descriptor)
             except OSError as error:
-                raise _described(path, path.parents[len(parts) - 2 - index] if not last else path, error) from None
+                raise _describe_open_error(
+                    path, path.parents[len(parts) - 2 - index] if not last else path, error
+                ) from None
             os.close(descriptor)
             descriptor = inner
     except BaseException:
@@ -165,30 +167,32 @@ def descend(path: Path, *, folder: bool) -> tuple[int, str]:
     return descriptor, strangers
 
 
-def _described(path: Path, part: Path, error: OSError) -> OSError:
+def _describe_open_error(path: Path, part: Path, error: OSError) -> OSError:
     if error.errno == errno.ENOENT:
         return FileNotFoundError(error.errno, error.strerror, str(path))
     is_link = False
     with suppress(OSError):
         is_link = part.is_symlink()
     if is_link or error.errno == errno.ELOOP:
-        return Unreadable(path, REASONS[errno.ELOOP] if part == path else f"is below {part}, a symbolic link")
+        return UnreadableFileError(path, REASONS[errno.ELOOP] if part == path else f"is below {part}, a symbolic link")
     if error.errno == errno.ENOTDIR:
-        return Unreadable(path, "is not a folder" if part == path else f"is below {part}, which is not a folder")
-    return Unreadable(path, REASONS.get(error.errno or 0, f"cannot be read: {error.strerror}"))
+        return UnreadableFileError(
+            path, "is not a folder" if part == path else f"is below {part}, which is not a folder"
+        )
+    return UnreadableFileError(path, REASONS.get(error.errno or 0, f"cannot be read: {error.strerror}"))
 
 
 def _entry_writers(folder: Path, descriptor: int, strangers: str) -> str:
     """Who else can replace the entries of an open folder. `strangers`: who else can replace the folder."""
     status, own_uid = os.fstat(descriptor), os.geteuid()
-    if status.st_uid not in (own_uid, ROOT):
-        return f"{folder} belongs to {_owner(status.st_uid)}"
+    if status.st_uid not in (own_uid, ROOT_UID):
+        return f"{folder} belongs to {_describe_owner(status.st_uid)}"
     if status.st_mode & stat.S_ISVTX:
         return ""
     return _writers(folder, status, descriptor) or ("" if status.st_uid == own_uid else strangers)
 
 
-def _owner(uid: int) -> str:
+def _describe_owner(uid: int) -> str:
     return f"user {user_name(uid)}, and we are {user_name(os.geteuid())}"
 
 

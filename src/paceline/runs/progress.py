@@ -22,11 +22,11 @@ from paceline.runs.reading import decode
 WARMUP_STEPS = 5  # allocators, kernel selection and lazy imports make the first steps slow
 WINDOW_STEPS = 50
 REPORT_SECONDS = 0.2
-PLAIN_SECONDS = 10.0  # between lines if a line cannot be redrawn
+PLAIN_LINE_INTERVAL_SECONDS = 10.0  # between lines if a line cannot be redrawn
 CELLS = 10
 
 
-class Display:
+class ProgressDisplay:
     """Shows progress towards `total_steps` (0: unknown): every `interval` steps a line, or a bar on a terminal."""
 
     def __init__(self, *, total_steps: int, interval: int, shown: bool) -> None:
@@ -60,16 +60,17 @@ class Display:
         """Print one line."""
         self._console.print(text, markup=False)
 
-    def step(
+    def show_step(
         self, step: int, *, epoch: int, loss: float, lr: float, rate: float | None, samples_left: int | None
     ) -> None:
         """Show a step: the global loss, the learning rate, samples/s over all ranks (None during the warm-up)."""
         if self._bar is not None:  # short: it must fit into 80 columns
-            text = f"epoch {epoch + 1}  loss {loss:.4f}  {speed(rate, samples_left)}"
+            text = f"epoch {epoch + 1}  loss {loss:.4f}  {format_rate(rate, samples_left)}"
             self._bar.update(self._task, completed=step, description=text)
         elif step % self._interval == 0 or step == self._total:
             self.say(
-                f"step {step}{self._of}  epoch {epoch + 1}  loss {loss:.4f}  lr {lr:.2e}  {speed(rate, samples_left)}"
+                f"step {step}{self._of}  epoch {epoch + 1}  loss {loss:.4f}  lr {lr:.2e}  "
+                f"{format_rate(rate, samples_left)}"
             )
 
 
@@ -81,7 +82,7 @@ class Throughput:
         self._marks: deque[tuple[float, int]] = deque(maxlen=WINDOW_STEPS + 1)  # (time, samples so far)
         self._first: tuple[float, int] | None = None
 
-    def step(self, samples: int) -> None:
+    def count_step(self, samples: int) -> None:
         """Count a step that has just ended, on `samples` samples over all ranks."""
         self._steps += 1
         self._samples += samples
@@ -90,15 +91,15 @@ class Throughput:
             self._first = self._first or mark
             self._marks.append(mark)
 
-    def pause(self, seconds: float) -> None:
+    def exclude_pause(self, seconds: float) -> None:
         """Exclude `seconds` since the last step, for example of an evaluation."""
         self._paused += seconds
 
-    def recent(self) -> float | None:
+    def recent_rate(self) -> float | None:
         """Samples per second over the last 50 steps; None during the warm-up."""
         return self._rate_since(self._marks[0]) if self._marks else None
 
-    def overall(self) -> float | None:
+    def overall_rate(self) -> float | None:
         """Samples per second since the warm-up; None if the run was shorter."""
         return self._rate_since(self._first) if self._first else None
 
@@ -123,11 +124,11 @@ class ProgressRecord(msgspec.Struct, frozen=True):
         total = f"/{self.epochs}" if self.epochs else ""
         bar = f"/{self.steps}  [{'#' * filled}{'.' * (CELLS - filled)}]" if self.steps else ""
         loss = "not finite" if self.loss is None else f"{self.loss:.4f}"
-        speed_text = speed(self.rate, self.samples_left if self.steps else None)
+        speed_text = format_rate(self.rate, self.samples_left if self.steps else None)
         return f"epoch {self.epoch + 1}{total}  step {self.step}{bar}  loss {loss}  {speed_text}"
 
 
-def speed(rate: float | None, samples_left: int | None) -> str:
+def format_rate(rate: float | None, samples_left: int | None) -> str:
     """The samples per second, and with `samples_left` the remaining time. `rate` is None during the warm-up."""
     remaining = f"  {format_clock(samples_left / rate)} left" if rate and samples_left is not None else ""
     return f"{rate:,.0f} samples/s{remaining}" if rate else "warming up"
@@ -136,17 +137,17 @@ def speed(rate: float | None, samples_left: int | None) -> str:
 class ProgressWriter:
     """Writes the progress to a file, a few times a second and at the end of each epoch."""
 
-    here: ClassVar[ProgressWriter | None] = None  # of this process; None if no caller shows the progress
+    of_process: ClassVar[ProgressWriter | None] = None  # of this process; None if no caller shows the progress
 
     def __init__(self, path: Path) -> None:
         self._path, self._due_seconds = path, -math.inf
 
-    def step(self, step: int, steps: int, report: Callable[[], ProgressRecord]) -> None:
+    def write_step(self, step: int, steps: int, report: Callable[[], ProgressRecord]) -> None:
         """Replace the file, at most every REPORT_SECONDS and at the end of an epoch. A full disk raises no error."""
         if time.monotonic() >= self._due_seconds or step == steps:
             self._due_seconds = time.monotonic() + REPORT_SECONDS
             with suppress(OSError):
-                writing.replace(self._path, msgspec.json.encode(report()))
+                writing.replace_file(self._path, msgspec.json.encode(report()))
 
 
 class ProgressLine:
@@ -162,11 +163,11 @@ class ProgressLine:
         """Print output of the ranks above the line."""
         if not text:
             return
-        self._stream.write(f"{self._wiped()}{text}")
+        self._stream.write(f"{self._erase_sequence()}{text}")
         self._is_line_start = text.endswith("\n")
         self._draw()
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Show the progress if it has changed."""
         with suppress(OSError):  # the file does not exist yet
             line = str(decode(self._path, ProgressRecord))
@@ -176,7 +177,7 @@ class ProgressLine:
 
     def end(self) -> None:
         """Print the last state."""
-        self.look()
+        self.refresh()
         if self._drawn:
             self._stream.write("\n")
         elif not self._is_shown:
@@ -187,13 +188,13 @@ class ProgressLine:
     def _draw(self) -> None:
         if self._is_line_start and self._line and self._live:  # otherwise the last line of the ranks is incomplete
             line = self._line[: shutil.get_terminal_size().columns - 1]
-            self._stream.write(f"{self._wiped()}{line}")
+            self._stream.write(f"{self._erase_sequence()}{line}")
             self._drawn, self._is_shown = len(line), True
         elif self._is_line_start and not self._is_shown and time.monotonic() >= self._due_seconds:
             self._stream.write(f"{self._line}\n")
-            self._is_shown, self._due_seconds = True, time.monotonic() + PLAIN_SECONDS
+            self._is_shown, self._due_seconds = True, time.monotonic() + PLAIN_LINE_INTERVAL_SECONDS
         self._stream.flush()
 
-    def _wiped(self) -> str:
+    def _erase_sequence(self) -> str:
         drawn, self._drawn = self._drawn, 0
         return f"\r{' ' * drawn}\r" if drawn else ""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from paceline.runs.owners import REASONS, Unreadable, open_file
+from paceline.runs.owners import REASONS, UnreadableFileError, open_file
 
 MAX_RECORD_BYTES = 4 << 20  # of one JSON record: settings, reports of hangs, started processes
 MAX_TOML_BYTES = 1 << 16
@@ -35,16 +35,16 @@ def read(path: Path, *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = False)
     Raises:
         OSError: it does not exist. Unreadable: it is not a plain file, is too large, or is not `ours`.
     """
-    with open_file(path, ours=ours) as file:
-        if file.found.st_size > limit_bytes:
-            raise Unreadable(path, f"has {file.found.st_size:,} bytes, above the limit of {limit_bytes:,}")
+    with open_file(path, must_be_ours=ours) as file:
+        if file.status.st_size > limit_bytes:
+            raise UnreadableFileError(path, f"has {file.status.st_size:,} bytes, above the limit of {limit_bytes:,}")
         parts: list[bytes] = []
         remaining_bytes = limit_bytes + 1
         while remaining_bytes and (block := os.read(file.descriptor, min(remaining_bytes, BLOCK_BYTES))):
             parts.append(block)
             remaining_bytes -= len(block)
         if not remaining_bytes:  # it has grown meanwhile
-            raise Unreadable(path, f"has more than the limit of {limit_bytes:,} bytes")
+            raise UnreadableFileError(path, f"has more than the limit of {limit_bytes:,} bytes")
         return b"".join(parts)
 
 
@@ -58,7 +58,7 @@ def decode(path: Path, kind: type[T], *, limit_bytes: int = MAX_RECORD_BYTES, ou
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Unreadable(path, f"is not a {kind.__name__}: {error}") from None
+        raise UnreadableFileError(path, f"is not a {kind.__name__}: {error}") from None
 
 
 def decode_if_readable(path: Path, kind: type[T], *, limit_bytes: int = MAX_RECORD_BYTES) -> T | None:
@@ -76,11 +76,11 @@ def decode_toml(path: Path, *, ours: bool = False) -> dict[str, Any]:
     """
     data = read(path, limit_bytes=MAX_TOML_BYTES, ours=ours)
     if any(line.count(b".") > MAX_TOML_DOTS for line in data.splitlines()):
-        raise Unreadable(path, f"has a line with more than the limit of {MAX_TOML_DOTS} dots")
+        raise UnreadableFileError(path, f"has a line with more than the limit of {MAX_TOML_DOTS} dots")
     try:
         return tomllib.loads(data.decode())
     except (ValueError, RecursionError) as error:  # invalid TOML or UTF-8, or a number of 5,000 digits
-        raise Unreadable(path, f"is not valid TOML: {error}") from None
+        raise UnreadableFileError(path, f"is not valid TOML: {error}") from None
 
 
 def read_lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[bytes]:
@@ -90,9 +90,11 @@ def read_lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[byt
         OSError: see `read`. Unreadable also if a line is too long, or the file consists mostly of holes.
     """
     with open_file(path) as file:
-        if file.found.st_size > LARGE_BYTES and file.found.st_blocks * 512 < file.found.st_size // MAX_COMPRESSION:
-            raise Unreadable(path, f"has {file.found.st_size:,} bytes that are mostly holes, unlike files of a run")
-        skipped = 0 if from_end_bytes is None else max(0, file.found.st_size - from_end_bytes)
+        if file.status.st_size > LARGE_BYTES and file.status.st_blocks * 512 < file.status.st_size // MAX_COMPRESSION:
+            raise UnreadableFileError(
+                path, f"has {file.status.st_size:,} bytes that are mostly holes, unlike files of a run"
+            )
+        skipped = 0 if from_end_bytes is None else max(0, file.status.st_size - from_end_bytes)
         os.lseek(file.descriptor, skipped, os.SEEK_SET)
         rest: list[bytes] = []
         rest_bytes = 0
@@ -106,7 +108,7 @@ def read_lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[byt
             rest.append(last)
             rest_bytes += len(last)
             if rest_bytes > MAX_LINE_BYTES:
-                raise Unreadable(path, f"has a line above the limit of {MAX_LINE_BYTES:,} bytes")
+                raise UnreadableFileError(path, f"has a line above the limit of {MAX_LINE_BYTES:,} bytes")
         if rest_bytes and not is_torn:
             yield b"".join(rest)
 
@@ -138,12 +140,12 @@ def _mode(path: Path) -> int:
     try:
         return path.stat().st_mode
     except PermissionError:
-        raise Unreadable(path, REASONS[errno.EACCES]) from None
+        raise UnreadableFileError(path, REASONS[errno.EACCES]) from None
     except (OSError, ValueError):
         return 0
 
 
-def names(folder: Path) -> list[str]:
+def entry_names(folder: Path) -> list[str]:
     """The names in a folder, sorted; none if it does not exist.
 
     Raises:
@@ -154,7 +156,7 @@ def names(folder: Path) -> list[str]:
 
 def numbered_files(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     """The files in a folder whose names match `pattern`, by the number in its group 1; see `names`."""
-    matches = (pattern.fullmatch(name) for name in names(folder))
+    matches = (pattern.fullmatch(name) for name in entry_names(folder))
     return dict(sorted((int(match[1]), folder / match[0]) for match in matches if match))
 
 
@@ -173,7 +175,7 @@ def _listed(folder: Path, is_wanted: Callable[[os.DirEntry[str]], bool]) -> list
     with suppress(FileNotFoundError), open_file(folder, folder=True) as file, os.scandir(file.descriptor) as entries:
         for number, entry in enumerate(entries):
             if number == MAX_ENTRIES:
-                raise Unreadable(folder, f"has more than {MAX_ENTRIES:,} files, unlike a run")
+                raise UnreadableFileError(folder, f"has more than {MAX_ENTRIES:,} files, unlike a run")
             if is_wanted(entry):
                 matching.append(entry.name)
     return sorted(matching)

@@ -12,9 +12,9 @@ from pathlib import Path
 from queue import Full, Queue
 from typing import Any
 
-from paceline.errors import UsageError, unknown
+from paceline.errors import UsageError, unknown_name_error
 
-MOST_WAITING = 10_000
+MAX_QUEUED = 10_000
 CLOSE_SECONDS = 30.0  # the longest wait at the end of the run
 
 
@@ -84,18 +84,18 @@ def tracker_names(report_to: str | None) -> list[str]:
     names = [name.strip() for name in (report_to or "").split(",") if name.strip()]
     for name in names:
         if name not in TRACKERS:
-            raise unknown("tracker", name, TRACKERS)
+            raise unknown_name_error("tracker", name, TRACKERS)
         if find_spec(TRACKERS[name][0]) is None:
             raise UsageError(code="tracker-not-installed", value=name, package=TRACKERS[name][0])
     return names
 
 
-class Tracking:
+class TrackerQueue:
     """All trackers of a run (rank 0 only)."""
 
     def __init__(self, names: list[str], folder: Path, settings: Mapping[str, Any], say: Callable[[str], None]) -> None:
         self._say = say
-        self._queue: Queue[tuple[int, dict[str, float]] | None] = Queue(MOST_WAITING)
+        self._queue: Queue[tuple[int, dict[str, float]] | None] = Queue(MAX_QUEUED)
         self._complaints: dict[str, str] = {}
         self._logged = self._dropped = 0
         self._thread = threading.Thread(target=self._run, args=(names, folder, settings), daemon=True, name="track")

@@ -11,23 +11,23 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.runs import writing
-from paceline.runs.console import say
-from paceline.runs.events import MOST_FOLDED, RolledBack, Step, decode_event
+from paceline.runs.console import print_to_stderr
+from paceline.runs.events import MAX_MERGED_STEPS, RolledBack, Step, decode_event
 from paceline.runs.reading import read_lines
 
 LIMIT_BYTES = 32 << 20  # of a file; above it, pairs of steps in the older half are merged
 SLOW_FACTOR, MOST_SLOW = 2.0, 1 / 16  # times the median step; the largest fraction of all steps
 _STEP = b'{"kind":"step"'
 _STARTED, _BACK = b'{"kind":"started"', b'{"kind":"rolled-back"'
-MACHINE_BYTES = 1 << 20
-Thinned = Callable[[list[bytes], list[bytes]], list[bytes]]
+MAX_MACHINE_BYTES = 1 << 20
+ThinFunction = Callable[[list[bytes], list[bytes]], list[bytes]]
 """(older half of the lines, newer half) -> the lines that remain of the older half"""
 
 
 class LineFile:
     """Appends JSON lines to a file, each in one write. At the size limit, `thinned` reduces the older half."""
 
-    def __init__(self, path: Path, limit_bytes: int, thinned: Thinned, *, sync: bool) -> None:
+    def __init__(self, path: Path, limit_bytes: int, thinned: ThinFunction, *, sync: bool) -> None:
         self._path, self._limit_bytes, self._thinned, self._sync = path, limit_bytes, thinned, sync
         self._encode = msgspec.json.Encoder().encode
         self._descriptor, self._size_bytes = -1, 0
@@ -46,7 +46,7 @@ class LineFile:
         self._size_bytes += os.write(self._descriptor, line)  # on a full disk it may be incomplete: readers skip it
 
     def _open(self) -> None:
-        self._descriptor = writing.keep(self._path, append=True)
+        self._descriptor = writing.open_or_create(self._path, append=True)
         self._size_bytes = os.fstat(self._descriptor).st_size
         if self._size_bytes and os.pread(self._descriptor, 1, self._size_bytes - 1) != b"\n":
             self._size_bytes += os.write(self._descriptor, b"\n")  # an incomplete line, after a kill
@@ -55,7 +55,7 @@ class LineFile:
         lines = [line for line in read_lines(self._path) if line]
         half = len(lines) // 2
         kept = [*self._thinned(lines[:half], lines[half:]), *lines[half:]]
-        writing.replace(self._path, b"".join(line + b"\n" for line in kept), sync=self._sync)
+        writing.replace_file(self._path, b"".join(line + b"\n" for line in kept), sync=self._sync)
         self._close()
         self._open()
 
@@ -102,7 +102,9 @@ class BoundedWriter(LineFile):
     one for every few minutes of the first hours.
     """
 
-    def __init__(self, path: Path, *, limit_bytes: int = MACHINE_BYTES, warn: Callable[[str], object] = say) -> None:
+    def __init__(
+        self, path: Path, *, limit_bytes: int = MAX_MACHINE_BYTES, warn: Callable[[str], object] = print_to_stderr
+    ) -> None:
         super().__init__(path, limit_bytes, lambda old, _: old[::2], sync=False)
         self._warn, self._lock = warn, threading.Lock()
         self.failed = False
@@ -136,7 +138,7 @@ def merge_steps(old: Sequence[bytes], new: Sequence[bytes] = ()) -> list[bytes]:
     steps = [event for event in events if isinstance(event, Step)]
     lines = [*old, *new]
     rollbacks = (decode_event(line) for line in lines if line.startswith(_BACK))
-    slow, undone = _slow_seconds(steps), {event.to for event in rollbacks if isinstance(event, RolledBack)}
+    slow, undone = _slow_step_threshold(steps), {event.to for event in rollbacks if isinstance(event, RolledBack)}
     starts = [number for number, line in enumerate(lines) if line.startswith(_STARTED)]
     earlier = min(starts[-1] if starts else 0, len(old))
     encode = msgspec.json.encode
@@ -156,7 +158,7 @@ def _mean_seconds(step: Step) -> float:
     return step.seconds / step.steps
 
 
-def _slow_seconds(steps: Sequence[Step]) -> float:
+def _slow_step_threshold(steps: Sequence[Step]) -> float:
     if not steps:
         return 0.0
     means = sorted(map(_mean_seconds, steps))
@@ -165,7 +167,7 @@ def _slow_seconds(steps: Sequence[Step]) -> float:
 
 def _can_merge(a: Step, b: Step) -> bool:
     next_first = b.step - b.steps + 1
-    return (a.step + 1, a.epoch, a.share) == (next_first, b.epoch, b.share) and a.steps + b.steps <= MOST_FOLDED
+    return (a.step + 1, a.epoch, a.share) == (next_first, b.epoch, b.share) and a.steps + b.steps <= MAX_MERGED_STEPS
 
 
 def _merged(a: Step, b: Step) -> Step:
@@ -179,7 +181,7 @@ def _merged(a: Step, b: Step) -> Step:
             name: getattr(a, name) + getattr(b, name)
             for name in ("samples", "seconds", "data_seconds", "consumed", "tokens")
         },
-        fingerprint=_sum(a.fingerprint, b.fingerprint),
+        fingerprint=_add_fingerprints(a.fingerprint, b.fingerprint),
         phase_seconds={
             phase: round(a.phase_seconds.get(phase, 0.0) + spent, 7) for phase, spent in b.phase_seconds.items()
         },
@@ -187,7 +189,7 @@ def _merged(a: Step, b: Step) -> Step:
     )
 
 
-def _sum(a: str, b: str) -> str:
+def _add_fingerprints(a: str, b: str) -> str:
     """As data.plan.add, which needs torch; empty if one of them is not a fingerprint."""
     try:
         return f"{(int(a, 16) + int(b, 16)) % 2**64:016x}"

@@ -12,19 +12,19 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from paceline.runs.owners import Unreadable, descend
+from paceline.runs.owners import UnreadableFileError, open_without_links
 
 FOLDER, FILE = 0o700, 0o600
 FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 POLL_SECONDS = 0.02
-NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | FLAGS
+NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | FLAGS
 
 
 @contextmanager
-def _inside(path: Path) -> Generator[tuple[int, str]]:
+def _open_parent(path: Path) -> Generator[tuple[int, str]]:
     """A descriptor of the parent of `path`, opened without following links, and the name in it."""
     absolute = path.absolute()
-    descriptor, _ = descend(absolute.parent, folder=True)
+    descriptor, _ = open_without_links(absolute.parent, folder=True)
     try:
         yield descriptor, absolute.name
     finally:
@@ -44,7 +44,7 @@ def make_folder(folder: Path, *, exist_ok: bool = False) -> None:
 
 
 def _mkdir(folder: Path, *, exist_ok: bool) -> None:
-    with _inside(folder) as (parent, name):
+    with _open_parent(folder) as (parent, name):
         try:
             os.mkdir(name, FOLDER, dir_fd=parent)
         except FileExistsError:
@@ -60,7 +60,7 @@ def rename(source: Path, target: Path) -> Path:
     Raises:
         OSError: it failed.
     """
-    with _inside(source) as (parent, name), _inside(target) as (target_parent, target_name):
+    with _open_parent(source) as (parent, name), _open_parent(target) as (target_parent, target_name):
         os.rename(name, target_name, src_dir_fd=parent, dst_dir_fd=target_parent)
     return target
 
@@ -71,21 +71,21 @@ def remove(path: Path) -> None:
     Raises:
         OSError: it failed.
     """
-    with _inside(path) as (parent, name):
+    with _open_parent(path) as (parent, name):
         if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
             shutil.rmtree(name, dir_fd=parent)
         else:
             os.unlink(name, dir_fd=parent)
 
 
-def create(path: Path) -> int:
+def create_file(path: Path) -> int:
     """A descriptor of a new file.
 
     Raises:
         OSError: it exists, or cannot be created.
     """
-    with _inside(path) as (parent, name):
-        return _private(os.open(name, NEW, FILE, dir_fd=parent), path)
+    with _open_parent(path) as (parent, name):
+        return _make_private(os.open(name, NEW_FILE_FLAGS, FILE, dir_fd=parent), path)
 
 
 def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
@@ -99,7 +99,7 @@ def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, st
     """
     digest = hashlib.sha256()
     size_bytes = 0
-    descriptor = create(path)
+    descriptor = create_file(path)
     try:
         for chunk in chunks:
             view = memoryview(chunk)
@@ -134,15 +134,15 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def keep(path: Path, *, append: bool = False, make: bool = True) -> int:
+def open_or_create(path: Path, *, append: bool = False, make: bool = True) -> int:
     """A descriptor of a file, for reading and writing. Creates the file if it does not exist and `make` is set.
 
     Raises:
         OSError: it is a link or not a plain file, or cannot be opened.
     """
     flags = os.O_RDWR | os.O_NONBLOCK | (os.O_CREAT if make else 0) | (os.O_APPEND if append else 0) | FLAGS
-    with _inside(path) as (parent, name):
-        return _private(os.open(name, flags, FILE, dir_fd=parent), path)
+    with _open_parent(path) as (parent, name):
+        return _make_private(os.open(name, flags, FILE, dir_fd=parent), path)
 
 
 def lock(descriptor: int, seconds: float) -> bool:
@@ -157,13 +157,15 @@ def lock(descriptor: int, seconds: float) -> bool:
         time.sleep(POLL_SECONDS)
 
 
-def _private(descriptor: int, path: Path) -> int:
+def _make_private(descriptor: int, path: Path) -> int:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise Unreadable(path, "is not a plain file")
+            raise UnreadableFileError(path, "is not a plain file")
         if status.st_nlink > 1:
-            raise Unreadable(path, "has a second name (a hard link), so that a write would also change that file")
+            raise UnreadableFileError(
+                path, "has a second name (a hard link), so that a write would also change that file"
+            )
         if stat.S_IMODE(status.st_mode) != FILE and status.st_uid == os.geteuid():
             os.fchmod(descriptor, FILE)
     except BaseException:
@@ -172,7 +174,7 @@ def _private(descriptor: int, path: Path) -> int:
     return descriptor
 
 
-def replace(path: Path, data: bytes, *, sync: bool = False) -> None:
+def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
     """Write a file atomically; see `replacing`.
 
     Args:
@@ -180,8 +182,8 @@ def replace(path: Path, data: bytes, *, sync: bool = False) -> None:
         data: its contents.
         sync: wait until it is on disk, because other machines read it.
     """
-    with replacing(path) as (folder, partial):
-        descriptor = _private(os.open(partial, NEW, FILE, dir_fd=folder), path)
+    with replace_atomically(path) as (folder, partial):
+        descriptor = _make_private(os.open(partial, NEW_FILE_FLAGS, FILE, dir_fd=folder), path)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
@@ -190,7 +192,7 @@ def replace(path: Path, data: bytes, *, sync: bool = False) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Generator[tuple[int, str]]:
+def replace_atomically(path: Path) -> Generator[tuple[int, str]]:
     """Replace `path` atomically: readers see the old file or the new one.
 
     Yields the descriptor of its folder, and the name in it of a temporary file, which the caller must create.
@@ -198,7 +200,7 @@ def replacing(path: Path) -> Generator[tuple[int, str]]:
     Raises:
         OSError: for example, the disk is full. The old file remains.
     """
-    with _inside(path) as (folder, name):
+    with _open_parent(path) as (folder, name):
         partial = f".{name}.{secrets.token_hex(4)}.partial"
         try:
             yield folder, partial

@@ -13,17 +13,17 @@ from types import UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from paceline.config.choices import check_not_renamed
-from paceline.config.strategies import EXACT, STRATEGY_INFO, options_of_others
-from paceline.errors import PacelineError, UsageError, flag, unknown
-from paceline.rank.sites import line_of
+from paceline.config.strategies import EXACT_STRATEGIES, STRATEGY_INFO, unsupported_settings
+from paceline.errors import PacelineError, UsageError, format_option, unknown_name_error
+from paceline.rank.sites import user_line_of_error
 from paceline.runs.trackers import tracker_names
 
-AT_LEAST = {
+MIN_ARGUMENT_VALUES = {
     "virtual_ranks": 1, "threads": 1, "checkpoint_every": 1, "keep_checkpoints": 2, "check_replicas_every": 0,
     "timeout": 1, "batch_size": 1, "num_workers": 0,
 }  # fmt: skip
-OF_LAUNCHERS = ("nproc", "nodes", "port", "hang_timeout", "max_restarts")  # of `paceline launch`, also for loops
-ARGUMENTS = {
+LAUNCHER_OPTIONS = ("nproc", "nodes", "port", "hang_timeout", "max_restarts")  # of `paceline launch`, also for loops
+ARGUMENT_SPELLINGS = {
     "run_dir": "the folder in session('...')", "resume": "session('...', resume=True)",
     "threads_per_rank": "session(threads=...)",
 }  # fmt: skip
@@ -41,18 +41,20 @@ def checks_arguments(function: Callable[P, T], where: str) -> Callable[P, T]:
     def checked(*arguments: P.args, **keywords: P.kwargs) -> T:
         if unknown_names := [name for name in keywords if name not in names]:
             check_not_renamed(where, unknown_names[0], names)
-            raise unknown(f"argument of {where}", unknown_names[0], names)
+            raise unknown_name_error(f"argument of {where}", unknown_names[0], names)
         hints = get_type_hints(function) | {"data": Any}  # any object that behaves like a dataset
         for name, value in {**dict(zip(positions, arguments, strict=False)), **keywords}.items():
             hint = hints.get(name, Any)  # self has none
             if not _is_allowed(value, hint):
                 parts = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
                 if parts and isinstance(value, str):
-                    raise unknown(name, value, get_args(parts[0]))
+                    raise unknown_name_error(name, value, get_args(parts[0]))
                 allowed = inspect.formatannotation(hint)
                 raise UsageError(code="argument-type", where=where, name=name, value=value, allowed=allowed)
-            if name in AT_LEAST and isinstance(value, Real) and value < AT_LEAST[name]:
-                raise UsageError(code="argument-too-small", where=where, name=name, value=value, least=AT_LEAST[name])
+            if name in MIN_ARGUMENT_VALUES and isinstance(value, Real) and value < MIN_ARGUMENT_VALUES[name]:
+                raise UsageError(
+                    code="argument-too-small", where=where, name=name, value=value, least=MIN_ARGUMENT_VALUES[name]
+                )
         return function(*arguments, **keywords)
 
     return checked
@@ -100,8 +102,8 @@ class SessionConfig:
 
     def __post_init__(self) -> None:
         """Raise UsageError for arguments that cannot be combined."""
-        owners, strategy = options_of_others(self.strategy), self.strategy
-        for name, value in self.of_strategy.items():
+        owners, strategy = unsupported_settings(self.strategy), self.strategy
+        for name, value in self.strategy_arguments.items():
             if name in owners:
                 raise UsageError(
                     code="argument-of-another-strategy", name=name, value=value, owner=owners[name], strategy=strategy
@@ -114,18 +116,18 @@ class SessionConfig:
             raise UsageError(code="report-to-without-folder", value=self.report_to)
 
     @cached_property
-    def name(self) -> str:
+    def program_name(self) -> str:
         """The file name of the running program, or "session" in an interpreter."""
         path = getattr(sys.modules.get("__main__"), "__file__", None)
         return Path(path).name if path else "session"
 
     @property
-    def exact(self) -> bool:
+    def is_exact(self) -> bool:
         """Whether the result has the same bits at every world size."""
-        return self.strategy in EXACT
+        return self.strategy in EXACT_STRATEGIES
 
     @property
-    def of_strategy(self) -> dict[str, Any]:
+    def strategy_arguments(self) -> dict[str, Any]:
         """The arguments for a single strategy that the script has passed."""
         options = {option for info in STRATEGY_INFO.values() for option in info.factory_kwargs}
         return {name: value for name, value in vars(self).items() if name in options and value is not None}
@@ -134,10 +136,13 @@ class SessionConfig:
     def strategy_options(self) -> dict[str, Any]:
         """The keywords for the factory of the strategy."""
         info = STRATEGY_INFO[self.strategy]
-        return {**info.in_sessions, **{info.factory_kwargs[name]: value for name, value in self.of_strategy.items()}}
+        return {
+            **info.session_factory_kwargs,
+            **{info.factory_kwargs[name]: value for name, value in self.strategy_arguments.items()},
+        }
 
     @property
-    def not_in_definition(self) -> dict[str, Any]:
+    def settings_outside_definition(self) -> dict[str, Any]:
         """The settings that do not define the result, by their names in config.toml."""
         return {
             "checkpoint_every": self.checkpoint_every, "keep_checkpoints": self.keep_checkpoints,
@@ -147,14 +152,18 @@ class SessionConfig:
         }  # fmt: skip
 
 
-def keyword(option: str, value: Any = None) -> str:
+def format_argument(option: str, value: Any = None) -> str:
     """An option as an argument of session() or s.loader()."""
-    if option in OF_LAUNCHERS:
-        return flag(option, value)
-    return ARGUMENTS.get(option) or (option if value is None else f"{option}={value}")
+    if option in LAUNCHER_OPTIONS:
+        return format_option(option, value)
+    return ARGUMENT_SPELLINGS.get(option) or (option if value is None else f"{option}={value}")
 
 
-def reword(error: BaseException | None) -> None:
+def use_argument_names(error: BaseException | None) -> None:
     """Let a PacelineError name arguments instead of flags, and begin with the line of the user's code."""
     if isinstance(error, PacelineError) and error.front_end != "session":
-        error.front_end, error.write, error.before = "session", keyword, line_of(error) + error.before
+        error.front_end, error.render_option, error.prefix = (
+            "session",
+            format_argument,
+            user_line_of_error(error) + error.prefix,
+        )

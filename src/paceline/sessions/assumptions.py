@@ -13,21 +13,21 @@ from paceline.errors import UsageError
 class Assumption:
     """An assumption, as text for the documentation."""
 
-    holds: str
+    statement: str
     """the assumption, as a sentence"""
-    checked: str
+    check_description: str
     """when and how it is checked"""
     cost: str
     """cost of the check, or of the construction that makes it true"""
-    code: str
+    error_code: str
     """code of the error"""
 
-    def error(self, what: str, **fields: Any) -> UsageError:
+    def make_error(self, what: str, **fields: Any) -> UsageError:
         """The error. `what` describes the violation."""
-        return UsageError(code=self.code, what=what, **fields)
+        return UsageError(code=self.error_code, what=what, **fields)
 
 
-ORDER = Assumption(
+SAMPLE_ORDER = Assumption(
     "All ranks draw the same samples in the same order.",
     "All ranks receive rank 0's random streams and sampler state at the beginning of an epoch. Then in each step: a "
     "hash of the samples drawn so far. In an evaluation: before its first batch, and at its end.",
@@ -41,20 +41,20 @@ RESUMED_ORDER = Assumption(
     "the time to draw the epoch's order up to the batch at which it stopped",
     "resumed-order-differs",
 )
-DATA = Assumption(
+SAME_DATASET = Assumption(
     "All ranks have the same dataset, also after a resume.",
     "When a loader is first iterated: its length, and a checksum of all data in memory or of 8 samples. In each epoch: "
     "8 samples.",
     "once per loader: reading 16 samples, or a checksum of up to 1 GiB; in each epoch 8 samples, unless that is slow",
     "data-differ",
 )
-PLACE = Assumption(
+SAME_LOOP_POSITION = Assumption(
     "All ranks are in the same batch of the same epoch.",
     "In each step: the epoch and the batch are a part of the hash.",
     "none",
     "places-differ",
 )
-COUNT = Assumption(
+LOSS_WEIGHTS = Assumption(
     "The weight of a mean is the number of samples in the batch, or weight=.",
     "In each batch of a custom collate function: samples are counted by the sizes of its tensors. "
     "Otherwise it is the planned number. In steps 1, 2, 3, 4, 5, 8, 9, ...: if losses are means of cross_entropy or "
@@ -62,20 +62,20 @@ COUNT = Assumption(
     "reading the shapes of the batch's tensors; one message in these steps",
     "weights-not-of-targets",
 )
-BACKWARD = Assumption(
+GRADIENTS_FROM_BACKWARD = Assumption(
     "Every gradient comes from s.backward.",
     "In each step: no parameter may receive a gradient between s.backward and optimizer.step().",
     "a hook without Python code on each parameter, 0.3 microseconds",
     "gradient-not-from-backward",
 )
-GRADIENTS = Assumption(
+GRADIENT_CHANGES = Assumption(
     "A gradient that the loop changes (clipping, p.grad += ...) is changed in the same way on all ranks.",
     "In the first two steps before the update, by a checksum of all gradients. Later one step after the update, by "
     "a checksum of changed gradients.",
     "a checksum of the changed gradients",
     "gradients-differ",
 )
-PARAMETERS = Assumption(
+PREPARED_PARAMETERS = Assumption(
     "The parameters of a model and of its optimizer are those passed to s.prepare.",
     "When a module or parameter is added, in each add_param_group, and at the beginning of each epoch. In each step: "
     "which parameters are frozen. After steps 2, 3, 5, 9, ...: whether the loop itself has updated tensors on which "
@@ -83,7 +83,7 @@ PARAMETERS = Assumption(
     "a comparison of all parameters once an epoch; a walk through the loss's graph in these steps",
     "parameters-differ",
 )
-STATE = Assumption(
+COMPLETE_STATE = Assumption(
     "Prepared models, optimizers and schedulers, and registered objects, are the whole state.",
     "After the first steps and at checkpoints: averages and other copies of a model that change and are not "
     "registered, including lists and dictionaries of tensors in the loop's variables and in attributes.",
@@ -91,14 +91,14 @@ STATE = Assumption(
     "through variables also after the first two steps, and after the step that follows a checkpoint",
     "state-not-saved",
 )
-BUFFERS = Assumption(
+MERGEABLE_BUFFERS = Assumption(
     "Buffers of several virtual ranks can be merged.",
     "In the first two steps: a buffer outside normalization layers that differs between virtual ranks, or may count "
     'samples, must be declared, `buffer_reductions = {"total": "sum"}` in its module.',
     "twice, for models with such buffers",
     "",
 )
-SCALE = Assumption(
+GRADIENT_SCALE = Assumption(
     "Gradients during backward are those of the mean over the global batch.",
     "By construction: the loss is divided by the global batch's weight before backward. Hooks of parameters run on the "
     "summed gradient. If the weight becomes known later (weight= in several micro-batches): in each step, a search for "
@@ -106,7 +106,7 @@ SCALE = Assumption(
     "none; a loss with weight= waits for the other ranks' weights",
     "",
 )
-FLOW = Assumption(
+COLLECTIVE_ORDER = Assumption(
     "All ranks call the same collectives in the same order.",
     "In each step: a hash of all collectives of the rank.",
     "8 bytes in a message that each step sends anyway",
@@ -114,5 +114,6 @@ FLOW = Assumption(
 )
 
 ASSUMPTIONS = (
-    ORDER, RESUMED_ORDER, DATA, PLACE, COUNT, BACKWARD, GRADIENTS, PARAMETERS, STATE, BUFFERS, SCALE, FLOW,
+    SAMPLE_ORDER, RESUMED_ORDER, SAME_DATASET, SAME_LOOP_POSITION, LOSS_WEIGHTS, GRADIENTS_FROM_BACKWARD,
+    GRADIENT_CHANGES, PREPARED_PARAMETERS, COMPLETE_STATE, MERGEABLE_BUFFERS, GRADIENT_SCALE, COLLECTIVE_ORDER,
 )  # fmt: skip

@@ -18,28 +18,35 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
-from paceline.data.fingerprint import CHANGING
+from paceline.data.fingerprint import UNSTABLE_DATASET_TEXT
 from paceline.errors import UsageError
 from paceline.rank.world import World
-from paceline.seeding import preserved_streams
-from paceline.sessions.assumptions import COUNT, DATA, GRADIENTS, ORDER, PARAMETERS, PLACE
+from paceline.seeding import preserve_generator_states
+from paceline.sessions.assumptions import (
+    GRADIENT_CHANGES,
+    LOSS_WEIGHTS,
+    PREPARED_PARAMETERS,
+    SAME_DATASET,
+    SAME_LOOP_POSITION,
+    SAMPLE_ORDER,
+)
 from paceline.sessions.containers import instances
 from paceline.sessions.loader import Loader
-from paceline.sessions.prepared import COMPARED
+from paceline.sessions.prepared import COMPARED_VALUE_NAMES
 from paceline.sessions.session_step import LoopPosition, SessionStep
 from paceline.sessions.state import SessionState
-from paceline.stepping.hooks import TensorHooks
-from paceline.stepping.order import CallOrder
+from paceline.stepping.hooks import TensorHookTracker
+from paceline.stepping.order import CollectiveOrderCheck
 
-SLOW_SECONDS = 1.0  # if reading a few samples takes longer, they are read only once
-SAME_RATIO = 1e-6  # counts are sums in float32
+SLOW_READ_SECONDS = 1.0  # if reading a few samples takes longer, they are read only once
+WEIGHT_RATIO_TOLERANCE = 1e-6  # counts are sums in float32
 
 
 class LoopChecks:
     """The checks of one session, and the state that they compare over steps."""
 
     def __init__(
-        self, world: World, state: SessionState, step: SessionStep, position: LoopPosition, order: CallOrder
+        self, world: World, state: SessionState, step: SessionStep, position: LoopPosition, order: CollectiveOrderCheck
     ) -> None:
         """Install hooks of torch, until `close`. `order` sends numbers of each step to the other ranks."""
         self._world, self._state, self._step, self._position, self._order = world, state, step, position, order
@@ -47,7 +54,7 @@ class LoopChecks:
         """(dataset, fingerprint, probe) by id of the dataset, after the comparison over ranks"""
         self._foreign_tensors = ForeignTensors()
         order.explain, order.names = self._explain, self._compared_names
-        step.tensor_hooks = tensor_hooks = TensorHooks()
+        step.tensor_hooks = tensor_hooks = TensorHookTracker()
         self._hooks = [
             tensor_hooks,
             register_module_module_registration_hook(self._note_added),
@@ -60,43 +67,43 @@ class LoopChecks:
         for hook in self._hooks:
             hook.remove()
 
-    def check_data(self, loader: Loader) -> dict[str, Any]:
+    def fingerprint_data(self, loader: Loader) -> dict[str, Any]:
         """The fingerprint of its data. The first call compares it over ranks (a collective)."""
         data = loader.dataset
         if (record := self._fingerprints.get(id(data))) is not None:
             if record[2] is None:
                 return record[1]
-            with preserved_streams():
-                if (probe := loader.probe()) != record[2]:  # the loop has changed it
+            with preserve_generator_states():
+                if (probe := loader.data_checksum()) != record[2]:  # the loop has changed it
                     self._fingerprints[id(data)] = record = (data, loader.fingerprint(), probe)
             return record[1]
         began = time.perf_counter()
-        with preserved_streams(), raise_on_all_ranks(self._world):
+        with preserve_generator_states(), raise_on_all_ranks(self._world):
             fingerprint = loader.fingerprint()
-        is_slow = time.perf_counter() - began > SLOW_SECONDS and "checksum of all of them" not in fingerprint
+        is_slow = time.perf_counter() - began > SLOW_READ_SECONDS and "checksum of all of them" not in fingerprint
         by_rank: list[tuple[dict[str, Any], bool]] = all_gather_object((fingerprint, is_slow), self._world)
         texts = [str(rank_fingerprint) for rank_fingerprint, _ in by_rank]
         if len({*texts}) > 1:
             differences = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))
-            raise report_on_one_rank(DATA.error(differences), self._world)
+            raise report_on_one_rank(SAME_DATASET.make_error(differences), self._world)
         # a stream has no number of samples
-        can_probe = "samples" in fingerprint and CHANGING not in fingerprint.values()
+        can_probe = "samples" in fingerprint and UNSTABLE_DATASET_TEXT not in fingerprint.values()
         can_probe = can_probe and not any(is_slow for _, is_slow in by_rank)
-        with preserved_streams():
-            self._fingerprints[id(data)] = (data, fingerprint, loader.probe() if can_probe else None)
+        with preserve_generator_states():
+            self._fingerprints[id(data)] = (data, fingerprint, loader.data_checksum() if can_probe else None)
         return fingerprint
 
-    def compare_place(self, loader: Loader) -> None:
+    def values_to_compare(self, loader: Loader) -> None:
         """Compare values that must be equal on all ranks in this step. `_compared_names` has their names."""
         position = self._position
         data = self._fingerprints[id(loader.dataset)][2] or 0
-        numbers = (position.epoch, position.loop, position.batch, data, loader.order_hash(position.batch))
+        numbers = (position.epoch, position.loop_in_run, position.batch, data, loader.order_hash(position.batch))
         for part in self._state.models:
-            numbers += part.compared()
+            numbers += part.values_to_compare()
         self._order.compared = numbers
 
     def _compared_names(self) -> list[str]:
-        part_names = [f"{name} {part.number}" for part in self._state.models for name in COMPARED]
+        part_names = [f"{name} {part.number}" for part in self._state.models for name in COMPARED_VALUE_NAMES]
         return ["epoch", "loop", "batch", "data", "order", *part_names]
 
     def _explain(self, differing: dict[str, list[int]]) -> UsageError:
@@ -105,17 +112,17 @@ class LoopChecks:
         gradients = [part for part in self._state.models if f"gradients {part.number}" in differing]
         if places:
             positions = "; ".join(f"{name} {', '.join(map(str, differing[name]))}" for name in places)
-            return PLACE.error(f"{positions} on ranks 0 to {self._world.size - 1}")
+            return SAME_LOOP_POSITION.make_error(f"{positions} on ranks 0 to {self._world.size - 1}")
         if "order" in differing:
-            return ORDER.error(f"at {place} of a loop over the data")
+            return SAMPLE_ORDER.make_error(f"at {place} of a loop over the data")
         if gradients:
             self._state.is_damaged = True
-            return GRADIENTS.error(gradients[0].differing_gradients())
+            return GRADIENT_CHANGES.make_error(gradients[0].first_differing_gradient())
         if "data" in differing:
-            return DATA.error(f"at {place}: the loop changed it differently on each rank")
+            return SAME_DATASET.make_error(f"at {place}: the loop changed it differently on each rank")
         if any(name.startswith("trained") for name in differing):
             self._state.is_damaged = True
-            return PARAMETERS.error(f"some ranks have frozen parameters that others train, at {place}")
+            return PREPARED_PARAMETERS.make_error(f"some ranks have frozen parameters that others train, at {place}")
         if any(name.startswith("learning rates") for name in differing):
             self._state.is_damaged = True
             return UsageError(code="learning-rates-differ", place=place)
@@ -132,16 +139,16 @@ class LoopChecks:
         """
         micro_step = self._step.micro_step
         is_plain = micro_step is None or not micro_step.weights or (self._world.size == 1 and self._step.phases.alone)
-        if is_plain or id(optimizer) in self._step.optimizers:
+        if is_plain or id(optimizer) in self._step.optimizer_ids:
             return
         trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         if trained & {id(leaf) for leaf in self._step.foreign_leaves()}:
-            raise PARAMETERS.error(
+            raise PREPARED_PARAMETERS.make_error(
                 f"a {type(optimizer).__name__} that was not prepared trains a tensor that the loss depends on"
             )
 
     @contextmanager
-    def watched_statistics(self) -> Generator[None]:
+    def forbid_unprepared_batch_norm(self) -> Generator[None]:
         """Inside, a model that was not prepared must not collect batch norm statistics, which would be per rank."""
         prepared = {id(module) for part in self._state.models for module in part.replica.model.modules()}
 
@@ -165,26 +172,26 @@ class LoopChecks:
             return
         leaves = self._step.foreign_leaves()
         try:
-            self._foreign_tensors.compare(leaves if follows else ())
-            self._check_weights()
+            self._foreign_tensors.check_unchanged(leaves if follows else ())
+            self._check_loss_weights()
         except UsageError:
             self._state.is_damaged = True
             raise
         self._foreign_tensors.keep(leaves if begins else ())
 
-    def _check_weights(self) -> None:
+    def _check_loss_weights(self) -> None:
         """Raise UsageError if losses are means over targets, and their weights are not proportional to the targets."""
         targets = [None if count is None else (float(count), float(weight)) for count, weight in self._step.targets]
         by_rank: list[list[Any]] = all_gather_object(targets, self._world)
         if any(target is None for rank_targets in by_rank for target in rank_targets):
             return  # a different loss, or several: their weights cannot be checked
         ratios = [count / weight for rank_targets in by_rank for count, weight in rank_targets if weight]
-        if ratios and max(ratios) - min(ratios) > SAME_RATIO * max(ratios):
+        if ratios and max(ratios) - min(ratios) > WEIGHT_RATIO_TOLERANCE * max(ratios):
             counts = "; ".join(
                 f"rank {rank}: " + ", ".join(f"{count:g} (weight {weight:g})" for count, weight in rank_targets)
                 for rank, rank_targets in enumerate(by_rank)
             )
-            raise report_on_one_rank(COUNT.error(counts), self._world)
+            raise report_on_one_rank(LOSS_WEIGHTS.make_error(counts), self._world)
 
 
 class ForeignTensors:
@@ -194,13 +201,13 @@ class ForeignTensors:
         self._seen: dict[int, tuple[Any, int]] = {}  # by id: a weak reference and the version
         self._others: dict[int, Any] = {}  # all other leaves that require a gradient, at the end of the previous step
 
-    def compare(self, leaves: Sequence[Tensor]) -> None:
+    def check_unchanged(self, leaves: Sequence[Tensor]) -> None:
         """Raise UsageError for a leaf that was changed or replaced since `keep`."""
         for leaf in leaves:
             record, other_ref = self._seen.get(id(leaf)), self._others.get(id(leaf))
             is_changed = record is not None and record[0]() is leaf and record[1] != leaf._version  # pyright: ignore[reportPrivateUsage]
             if is_changed or (other_ref is not None and other_ref() is leaf):
-                raise PARAMETERS.error(
+                raise PREPARED_PARAMETERS.make_error(
                     f"the loss depends on a tensor of shape {tuple(leaf.shape)} that the loop itself updates. Make it "
                     "an nn.Parameter of a module, and prepare this module with an optimizer"
                 )

@@ -11,18 +11,18 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.collectives.control import raise_on_all_ranks
 from paceline.data.loader import Loading
 from paceline.data.plan import BatchPlan, LastBatch
-from paceline.data.streams import ENDLESS, StreamPlan, is_stream
+from paceline.data.streams import ENDLESS_NUM_SAMPLES, StreamPlan, is_stream
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.sessions.lifecycle import SessionRun
-from paceline.sessions.loader import Loader, Run, StreamLoader, check_taken, taken_over
-from paceline.sessions.order import covers_all, keeps_order, steps_of
+from paceline.sessions.loader import IterateLoader, Loader, StreamLoader, adopt_worker_settings, check_dataloader
+from paceline.sessions.order import covers_each_sample_once, dataloader_length, is_sequential
 from paceline.sessions.prepared import PreparedModel, PreparedOptimizer
 from paceline.sessions.session_step import SessionStep
 from paceline.sessions.sharded_tensors import invalidate_replaced_parameters
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.train.computing import in_precision
-from paceline.train.optimizer import checked_optimizer
+from paceline.train.compute_settings import apply_precision
+from paceline.train.optimizer import check_optimizer_type
 
 OptimizerLike = Optimizer | MakeOptimizer
 SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
@@ -30,7 +30,7 @@ SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 def make_loader(
     data: Dataset[Any] | DataLoader[Any] | Iterable[Any],
-    iterate: Run,
+    iterate: IterateLoader,
     run: SessionRun,
     split: bool,
     loading: Loading,
@@ -51,31 +51,33 @@ def make_loader(
     dataset: Any = data
     virtual_ranks, seed = run.virtual_ranks, run.definition["seed"]
     if isinstance(data, DataLoader):
-        check_taken(data)
+        check_dataloader(data)
         options = {"shuffle": shuffle, "num_workers": loading.num_workers or None, "collate": loading.collate,
                    "global_batch": global_batch, "batch_size": batch_size}  # fmt: skip
         if duplicates := [name for name, value in options.items() if value is not None]:
             raise UsageError(code="said-twice", option=duplicates[0])
         existing, dataset = data, data.dataset
-        loading = taken_over(data, loading)
+        loading = adopt_worker_settings(data, loading)
         if data.persistent_workers:
             note = "persistent_workers=True has no effect: a session starts the worker processes in each epoch"
             run.print(f"NOTE: {note}")
-        steps = 0 if is_stream(dataset) else steps_of(data)
+        steps = 0 if is_stream(dataset) else dataloader_length(data)
         batch = data.batch_size or max(len(dataset) // max(1, steps), 1)
         global_batch = batch * virtual_ranks * accumulation if per_rank else batch
         if per_rank and not is_stream(dataset):
-            if data.batch_size is None or not covers_all(data):
+            if data.batch_size is None or not covers_each_sample_once(data):
                 raise UsageError(code="loader-with-own-order")
-            existing, shuffle = None, not keeps_order(data)
-        last_batch = "drop" if data.drop_last or not (is_stream(dataset) or covers_all(data)) else last_batch
+            existing, shuffle = None, not is_sequential(data)
+        last_batch = (
+            "drop" if data.drop_last or not (is_stream(dataset) or covers_each_sample_once(data)) else last_batch
+        )
     if (global_batch is None) == (batch_size is None):
         raise UsageError(code="no-batch-size")
     batch = global_batch or (batch_size or 0) * virtual_ranks * accumulation
     if is_stream(dataset):
         _check_stream(dataset, shuffle, last_batch, loading.num_workers)
         parts = virtual_ranks if split else 1
-        plan = StreamPlan(ENDLESS, batch, virtual_ranks, accumulation, seed, False, last_batch, parts)
+        plan = StreamPlan(ENDLESS_NUM_SAMPLES, batch, virtual_ranks, accumulation, seed, False, last_batch, parts)
         return StreamLoader(iterate, dataset, plan, loading, run.world, run.print)
     if split:
         raise UsageError(code="samples-split")
@@ -117,7 +119,7 @@ def prepare_model(
             raise UsageError(code="optimizer-as-scheduler")
         make_optimizer = optimizer_factory(optimizer)
         model = model.to(world.device)
-        in_precision(precision, model, world.device)
+        apply_precision(precision, model, world.device)
     original_parameters = [*model.parameters()]
     replica = strategy(model, make_optimizer, world)
     with raise_on_all_ranks(world):
@@ -143,14 +145,14 @@ def optimizer_factory(optimizer: Any) -> Callable[[Iterable[nn.Parameter]], Opti
         UsageError: if it is neither, or the optimizer has already taken steps or needs closures.
     """
     if isinstance(optimizer, Optimizer):
-        checked_optimizer(optimizer)
+        check_optimizer_type(optimizer)
         if any(state and state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's starts at 0
             raise UsageError(code="optimizer-has-stepped")
         return lambda _: _on_device(optimizer)
     if not callable(optimizer):
         raise UsageError(code="not-optimizer", kind=type(optimizer).__name__)
 
-    return lambda parameters: checked_optimizer(optimizer(parameters))
+    return lambda parameters: check_optimizer_type(optimizer(parameters))
 
 
 def _on_device(optimizer: Optimizer) -> Optimizer:

@@ -30,7 +30,7 @@ class TensorContainer:
         self._restored(self.thing, state)
 
     @property
-    def is_left(self) -> bool:
+    def is_unreferenced(self) -> bool:
         """Whether only the session refers to the container or a tensor of it, so the loop can no longer change it."""
         parts = [*elements_of(self.thing)]
         if sys.getrefcount(self.thing) > 2:
@@ -54,7 +54,7 @@ class TensorContainer:
         if "tensor" in saved:
             tensor: Tensor = saved["tensor"]
             fits = isinstance(current, Tensor) and current.shape == tensor.shape and current.dtype == tensor.dtype
-            if fits and storage(current) not in self._models:
+            if fits and storage_address(current) not in self._models:
                 with torch.no_grad():
                     return current.copy_(distribute_like(tensor, like=current))
             if saved["cut"]:
@@ -78,7 +78,7 @@ class TensorContainer:
         return target
 
 
-class Generator:
+class GeneratorStateAdapter:
     """The state of a random generator."""
 
     def __init__(self, thing: Any) -> None:
@@ -100,12 +100,12 @@ def elements_of(container: Any) -> Iterable[Any]:
     return [*container] if issubclass(type(container), (list, tuple)) else []
 
 
-def storage(tensor: Tensor) -> int:
+def storage_address(tensor: Tensor) -> int:
     """The address of the tensor's storage: equal for all views of a tensor."""
     return local_shard(tensor.detach()).untyped_storage().data_ptr()
 
 
-def is_plain(value: Any) -> bool:
+def owns_storage(value: Any) -> bool:
     """Whether it is a tensor with its own storage, as an average has."""
     cls = type(value)
     if not issubclass(cls, Tensor) or not (cls in (Tensor, torch.nn.Parameter) or is_dtensor(value)):
@@ -113,9 +113,9 @@ def is_plain(value: Any) -> bool:
     return value.layout is torch.strided and not value.is_meta and value.numel() > 0
 
 
-def storages(tensors: Iterable[Tensor | None]) -> set[int]:
+def storage_addresses(tensors: Iterable[Tensor | None]) -> set[int]:
     """The storages of the plain tensors."""
-    return {storage(tensor) for tensor in tensors if is_plain(tensor) and tensor is not None}
+    return {storage_address(tensor) for tensor in tensors if owns_storage(tensor) and tensor is not None}
 
 
 def tensors_of(models: Iterable[torch.nn.Module]) -> Iterator[Tensor]:

@@ -9,29 +9,29 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from paceline.checkpoint.resume import find_resume_point, run_location
+from paceline.checkpoint.resume import find_resume_point, lock_run_folder
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import check_equal, raise_on_all_ranks, report_on_one_rank
 from paceline.compute.flops import Utilization
-from paceline.config.choices import steps_or_seconds, untested_torch
+from paceline.config.choices import steps_or_seconds, untested_torch_notice
 from paceline.config.definition import check_same
 from paceline.data.plan import ranks_share
-from paceline.data.workers import naming_lost_processes
+from paceline.data.workers import name_lost_workers
 from paceline.errors import PacelineError, UsageError
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Phase
 from paceline.rank.attach import attach, exit_worker, report_error
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.world import World, joined
-from paceline.sessions.arguments import SessionConfig, keyword, reword
+from paceline.sessions.arguments import SessionConfig, format_argument, use_argument_names
 from paceline.sessions.observer import current_observer
 from paceline.train.checkpointing import CheckpointPolicy
-from paceline.train.computing import session_precision, set_threads
-from paceline.train.determinism import DEFAULT_THREADS, deterministic
-from paceline.train.preemption import stop_signals
+from paceline.train.compute_settings import resolve_session_precision, set_threads
+from paceline.train.determinism import DEFAULT_THREADS, use_deterministic_kernels
+from paceline.train.preemption import record_stop_signals
 from paceline.train.progress import TrainingProgress
 
-UNSEEDED = 2**32  # torch seeds itself with a random number of 53 bits; users choose smaller ones
+MIN_RANDOM_SEED = 2**32  # torch seeds itself with a random number of 53 bits; users choose smaller ones
 
 
 class SessionRun:
@@ -42,40 +42,40 @@ class SessionRun:
         self.observer = current_observer()
         attach()
         self.pid = os.getpid()
-        self.guard = Guard.of_process()
+        self.guard = HangGuard.of_process()
         self.guard.detach_probes()
         self.guard.page.enter(Phase.INIT)
         self._stack = ExitStack()
         try:
             self._join(config)
         except BaseException as error:
-            reword(error)
-            self.leave(error)
+            use_argument_names(error)
+            self.close(error)
             raise
 
     def _join(self, config: SessionConfig) -> None:
         enter = self._stack.enter_context
         world = World.from_env(device=config.device, backend=config.backend)
         self.world = world = enter(joined(world, timeout_seconds=config.timeout))
-        enter(naming_lost_processes(self.guard.page, world.rank))
+        enter(name_lost_workers(self.guard.page, world.rank))
         place = None
         if config.run_dir is not None:
             folder = Path(config.run_dir)
-            place = enter(run_location(world, folder, config.name, resume=config.resume, trust=config.trust))
+            place = enter(lock_run_folder(world, folder, config.program_name, resume=config.resume, trust=config.trust))
         make_communicator()
-        enter(deterministic() if config.exact else nullcontext())
-        num_threads = config.threads or (DEFAULT_THREADS if config.exact else None)
-        notices = [] if WorkerSpec.here() else untested_torch()
-        notices += set_threads(num_threads, world, write=keyword)
-        self.precision, precision_notices = session_precision(config.precision, world)
+        enter(use_deterministic_kernels() if config.is_exact else nullcontext())
+        num_threads = config.threads or (DEFAULT_THREADS if config.is_exact else None)
+        notices = [] if WorkerSpec.from_environment() else untested_torch_notice()
+        notices += set_threads(num_threads, world, write=format_argument)
+        self.precision, precision_notices = resolve_session_precision(config.precision, world)
         """The precision of the models; None: as the script sets it."""
         notices += precision_notices
         origin = place and find_resume_point(place, world, resume=config.resume, trust=config.trust)
-        self.loop_state: dict[str, Any] = origin.content.loop if origin else {}
+        self.loop_state: dict[str, Any] = origin.trainer_state.loop if origin else {}
         """The values that `TrainingLoop` has saved in the checkpoint of a resume."""
-        saved = origin.content.definition if origin else {}
+        saved = origin.trainer_state.definition if origin else {}
         with raise_on_all_ranks(world):
-            check_same(saved, {"task": config.name}, (), origin.where if origin else "")
+            check_same(saved, {"task": config.program_name}, (), origin.location_text if origin else "")
         saved_ranks = saved.get("virtual_ranks")
         self.virtual_ranks = virtual_ranks = config.virtual_ranks or saved_ranks or world.size
         if virtual_ranks < world.size:
@@ -84,7 +84,7 @@ class SessionRun:
         self.share = ranks_share(virtual_ranks, world.rank, world.size)
         """The virtual ranks that this rank computes."""
         own = {"virtual_ranks": virtual_ranks, "seed": config.seed or 0, "strategy": config.strategy}
-        self.definition: dict[str, Any] = own | config.of_strategy
+        self.definition: dict[str, Any] = own | config.strategy_arguments
         """The arguments that define the result."""
         others = {"resume": config.resume, "threads": config.threads, "precision": config.precision}
         check_equal("session settings", self.definition | others, world)
@@ -95,7 +95,7 @@ class SessionRun:
         self.max_steps = self.progress.step + (self.observer or self.guard).max_steps
         """The step after which the training ends. An observer or `launch --check` limits it."""
         if place is not None:
-            self.progress.request = enter(stop_signals(announce=world.rank == 0))
+            self.progress.request = enter(record_stop_signals(announce=world.rank == 0))
         self._stack.callback(self.progress.close)
         for line in notices:
             self.progress.say(line)
@@ -107,7 +107,7 @@ class SessionRun:
         elif self.world.rank == 0:
             print(*words, flush=True)
 
-    def leave(self, error: BaseException | None) -> None:
+    def close(self, error: BaseException | None) -> None:
         """Close the records, and leave the run folder and the process group."""
         self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
@@ -121,7 +121,7 @@ def close_all(error: BaseException | None = None) -> None:
         open_sessions.pop().close(error)
 
 
-def install() -> None:
+def install_exit_hooks() -> None:
     """Close sessions at every end of the process, and let a PacelineError end it with the error's exit code."""
     if getattr(sys.excepthook, "of_paceline", False):
         return
@@ -132,7 +132,7 @@ def install() -> None:
         with suppress(Exception):
             error = next((explanation for session in open_sessions if (explanation := session.explained(error))), error)
             close_all(error)
-        reword(error)
+        use_argument_names(error)
         if isinstance(error, PacelineError):
             sys.stderr = sys.__stderr__
             exit_worker(report_error(error))

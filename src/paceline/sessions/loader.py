@@ -14,34 +14,34 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from paceline.collectives.control import all_gather_object, check_equal, report_on_one_rank
 from paceline.data.fingerprint import data_fingerprint, hash_of_probes
-from paceline.data.loader import Loading, MicroBatch, load_work
-from paceline.data.plan import BatchPlan, MicroBatchPlan, rank_work
+from paceline.data.loader import Loading, MicroBatch, load_planned_batches
+from paceline.data.plan import BatchPlan, MicroBatchPlan, plan_rank_micro_batches
 from paceline.data.streams import StreamPlan
 from paceline.errors import UsageError
 from paceline.rank.world import World
-from paceline.seeding import preserved_streams
-from paceline.sessions.assumptions import ORDER, RESUMED_ORDER
+from paceline.seeding import preserve_generator_states
+from paceline.sessions.assumptions import RESUMED_ORDER, SAMPLE_ORDER
 from paceline.sessions.order import (
-    DrawnPlan,
+    DataLoaderPlan,
     SampleOrder,
     SamplerState,
     check_not_sharded,
-    covers_all,
-    global_streams,
-    is_torchs,
-    keeps_order,
+    covers_each_sample_once,
+    dataloader_length,
+    global_random_states,
+    has_torch_sampler,
+    is_sequential,
     merge_small_batches,
-    put_global_streams,
-    steps_of,
+    restore_global_random_states,
 )
 from paceline.train.streaming import Stream
 
 MicroBatches = list[MicroBatch]
-Run = Callable[["Loader"], Iterator[Any]]
-COMPARED = 64  # batches of an evaluation whose order is compared before it begins
+IterateLoader = Callable[["Loader"], Iterator[Any]]
+COMPARED_BATCHES = 64  # batches of an evaluation whose order is compared before it begins
 Size = tuple[int, ...]
-MOST_TRIED = 1000  # samples to try until one is not None
-OF_CHECKPOINT = ("order", "drawn", "at_checkpoint")  # keys of a position; others are of the start of the epoch
+MAX_DUMMY_TRIES = 1000  # samples to try until one is not None
+CHECKPOINT_KEYS = ("order", "drawn", "at_checkpoint")  # keys of a position; others are of the start of the epoch
 SAME_ORDER = "orders of samples of this DataLoader"
 
 
@@ -54,7 +54,12 @@ class Loader:
     """
 
     def __init__(
-        self, run: Run, dataset: Dataset[Any], plan: BatchPlan, loading: Loading, existing: DataLoader[Any] | None
+        self,
+        run: IterateLoader,
+        dataset: Dataset[Any],
+        plan: BatchPlan,
+        loading: Loading,
+        existing: DataLoader[Any] | None,
     ) -> None:
         self._run, self.plan, self.loading, self.existing = run, plan, loading, existing
         self.dataset = dataset
@@ -63,7 +68,7 @@ class Loader:
         """the plan of the current training epoch; None for a stream"""
         self._streams: dict[str, Any] = {}  # random streams and state of the sampler at the start of the epoch
         self._sampler = None if existing is None else SamplerState(existing)
-        self._is_torchs = existing is not None and is_torchs(existing)
+        self._is_torchs = existing is not None and has_torch_sampler(existing)
         self.short_epoch: Callable[[BatchPlan], tuple[int, int]] | None = None
         """of an observer: plan -> number of whole global batches of an epoch, and samples of its last, short batch"""
 
@@ -95,12 +100,12 @@ class Loader:
         """A description of the data, which must be equal on all ranks."""
         return data_fingerprint(self.dataset, self.loading)
 
-    def probe(self) -> int:
+    def data_checksum(self) -> int:
         """A checksum of its length and a few samples. It changes if the loop changes the dataset."""
         return zlib.crc32(f"{len(self.dataset)} {hash_of_probes(self.dataset, self.loading)}".encode())  # pyright: ignore[reportArgumentType]
 
-    def drawn(
-        self, world: World, put_back: dict[str, Any] | None, start: int = 0, *, trains: bool = False
+    def draw_epoch_plan(
+        self, world: World, saved_position: dict[str, Any] | None, start: int = 0, *, is_training: bool = False
     ) -> BatchPlan:
         """The plan of the epoch that begins (a collective).
 
@@ -122,50 +127,52 @@ class Loader:
             self.dealt = self.plan if num_samples == size else replace(self.plan, num_samples=num_samples)
             return self.dealt
         assert self._sampler is not None
-        steps = steps_of(self.existing)
-        if put_back is None:
-            state = {**global_streams(), "sampler": self._sampler.now()}
+        steps = dataloader_length(self.existing)
+        if saved_position is None:
+            state = {**global_random_states(), "sampler": self._sampler.capture()}
             by_rank: list[tuple[int, dict[str, Any]]] = all_gather_object((steps, state), world)
             if len({length for length, _ in by_rank}) > 1:
                 lengths = ", ".join(f"{length} on rank {rank}" for rank, (length, _) in enumerate(by_rank))
                 raise report_on_one_rank(
-                    ORDER.error(f"the lengths of their DataLoaders differ: {lengths} batches"), world
+                    SAMPLE_ORDER.make_error(f"the lengths of their DataLoaders differ: {lengths} batches"), world
                 )
             attributes = [rank_state["sampler"]["attributes"] for _, rank_state in by_rank]
             if any(values != attributes[0] for values in attributes):
                 names = {name for values in attributes for name in values}
                 differing = min(name for name in names if len({str(values.get(name)) for values in attributes}) > 1)
-                raise report_on_one_rank(ORDER.error(f"the attribute {differing} differs between ranks"), world)
-            put_back = by_rank[0][1]
+                raise report_on_one_rank(
+                    SAMPLE_ORDER.make_error(f"the attribute {differing} differs between ranks"), world
+                )
+            saved_position = by_rank[0][1]
             if world.rank:
-                self._sampler.put_back_sources(put_back["sampler"])
+                self._sampler.restore_generators(saved_position["sampler"])
         else:
-            self._sampler.put_back(put_back.get("sampler", {}))
-        put_global_streams(put_back)
+            self._sampler.restore(saved_position.get("sampler", {}))
+        restore_global_random_states(saved_position)
         order = SampleOrder(self.existing, short)
-        if "at_checkpoint" in put_back:  # an evaluation in the epoch may have drawn from them
-            order.has(put_back["drawn"] - 1)
-            put_global_streams(put_back["at_checkpoint"])
-        if trains:
-            self._streams = {name: value for name, value in put_back.items() if name not in OF_CHECKPOINT}
+        if "at_checkpoint" in saved_position:  # an evaluation in the epoch may have drawn from them
+            order.has(saved_position["drawn"] - 1)
+            restore_global_random_states(saved_position["at_checkpoint"])
+        if is_training:
+            self._streams = {name: value for name, value in saved_position.items() if name not in CHECKPOINT_KEYS}
             self._order = order
-        if "order" in put_back and order.hash_at(start - 1) != put_back["order"]:
-            raise report_on_one_rank(RESUMED_ORDER.error(type(self.existing.sampler).__name__, batch=start), world)
-        if "at_checkpoint" in put_back:  # changes by the loop during the epoch
-            self._sampler.put_back(put_back["at_checkpoint"]["sampler"])
-        p, samples = self.plan, self.existing.batch_size or (len(order.batch(0)) if order.has(0) else 1)
-        plan = DrawnPlan(
+        if "order" in saved_position and order.hash_at(start - 1) != saved_position["order"]:
+            raise report_on_one_rank(RESUMED_ORDER.make_error(type(self.existing.sampler).__name__, batch=start), world)
+        if "at_checkpoint" in saved_position:  # changes by the loop during the epoch
+            self._sampler.restore(saved_position["at_checkpoint"]["sampler"])
+        p, samples = self.plan, self.existing.batch_size or (len(order.batch_indices(0)) if order.has(0) else 1)
+        plan = DataLoaderPlan(
             p.num_samples, samples, p.virtual_ranks, p.accumulation, p.seed, p.shuffle, p.last_batch, order, steps or 1
         )
-        if trains:
+        if is_training:
             self.dealt = plan
         return plan
 
-    def training(self, plan: BatchPlan, share: range, epoch: int, start: int) -> Generator[MicroBatches]:
+    def training_batches(self, plan: BatchPlan, share: range, epoch: int, start: int) -> Generator[MicroBatches]:
         """For each step of an epoch from `start` on: the micro-batches of this rank."""
         steps = takewhile(self._order.has, count(start)) if self._order else iter(range(start, len(self)))
-        work = (rank_work(plan, epoch, step, share) for step in steps)
-        with closing(load_work(self.dataset, work, plan.seed, self._counting())) as loaded:
+        work = (plan_rank_micro_batches(plan, epoch, step, share) for step in steps)
+        with closing(load_planned_batches(self.dataset, work, plan.seed, self._counting())) as loaded:
             for step in loaded:
                 if self._order:
                     self._order.forget(step[0][1].step - 1)
@@ -183,60 +190,62 @@ class Loader:
     @property
     def sampler_state(self) -> dict[str, Any] | None:
         """The state of the sampler between two epochs; None without a DataLoader."""
-        return None if self._sampler is None else self._sampler.now()
+        return None if self._sampler is None else self._sampler.capture()
 
-    def put_back_sampler(self, state: dict[str, Any]) -> None:
+    def restore_sampler(self, state: dict[str, Any]) -> None:
         """Restore the `sampler_state` of a checkpoint."""
         if self._sampler is not None:
-            self._sampler.put_back(state)
+            self._sampler.restore(state)
 
     @property
-    def draws_nothing(self) -> bool:
+    def uses_no_random_numbers(self) -> bool:
         """Whether no code of the user runs between two batches, so that nothing there draws random numbers."""
         existing, dataset = self.existing, self.dataset
-        if existing is not None and not (covers_all(existing) and getattr(existing.sampler, "generator", None) is None):
+        if existing is not None and not (
+            covers_each_sample_once(existing) and getattr(existing.sampler, "generator", None) is None
+        ):
             return False
         return type(dataset) is TensorDataset and self.loading.collate is None
 
     # a stream overrides these
 
-    coming = 0.0
+    next_batch_samples = 0.0
     """number of samples of the next batch on this rank; a vote"""
 
-    def samples(self, work: MicroBatchPlan) -> int:
+    def global_batch_samples(self, work: MicroBatchPlan) -> int:
         """Number of samples of the global batch to which `work` belongs."""
         return work.global_samples
 
-    def is_end(self, batch: int, coming: float) -> bool:
+    def is_last_batch(self, batch: int, next_batch_samples: float) -> bool:
         """Whether the epoch is known to end with `batch` (a collective for a stream).
 
-        `coming`: the sum of the votes. A custom sampler is not asked for the next batch early, so its end is not known.
+        `next_batch_samples`: the sum of the votes. A custom sampler is not asked early, so its end is not known.
         """
         if self._order is None:
             return batch + 1 == len(self)
         return self._is_torchs and not self._order.has(batch + 1)
 
-    def position(self, where: Mapping[str, int], world: World | None) -> Any:
+    def checkpoint_position(self, where: Mapping[str, int], world: World | None) -> Any:
         """The state of the order for a checkpoint, without the number of the batch (a collective with a `world`)."""
         if self._order is None:
             return None
         assert self._sampler is not None
-        order_hash, num_drawn = self._order.hash_at(where["batch"] - 1), self._order.drawn
-        current_state = {**global_streams(), "sampler": self._sampler.now()}
+        order_hash, num_drawn = self._order.hash_at(where["batch"] - 1), self._order.num_drawn
+        current_state = {**global_random_states(), "sampler": self._sampler.capture()}
         return {**self._streams, "order": order_hash, "drawn": num_drawn, "at_checkpoint": current_state}
 
     @staticmethod
-    def draw_ahead(plan: BatchPlan) -> None:
+    def draw_first_evaluation_batches(plan: BatchPlan) -> None:
         """Draw the first batches of an evaluation."""
-        if isinstance(plan, DrawnPlan) and plan.order is not None:
-            plan.order.has(COMPARED - 1)
+        if isinstance(plan, DataLoaderPlan) and plan.order is not None:
+            plan.order.has(COMPARED_BATCHES - 1)
 
-    def evaluation(self, plan: BatchPlan, world: World) -> Generator[tuple[Any, int]]:
+    def evaluation_batches(self, plan: BatchPlan, world: World) -> Generator[tuple[Any, int]]:
         """This rank's part of each batch, unless it is empty, with the size of the batch (a collective)."""
-        drawn_order = plan.order if isinstance(plan, DrawnPlan) else None
-        order = drawn_order if self.existing is not None and not keeps_order(self.existing) else None
+        drawn_order = plan.order if isinstance(plan, DataLoaderPlan) else None
+        order = drawn_order if self.existing is not None and not is_sequential(self.existing) else None
         if order is not None:
-            check_equal(SAME_ORDER, order.hash_at(COMPARED - 1), world)
+            check_equal(SAME_ORDER, order.hash_at(COMPARED_BATCHES - 1), world)
         steps = takewhile(drawn_order.has, count()) if drawn_order else iter(range(len(self)))
         sizes: dict[int, int] = {}
 
@@ -248,14 +257,16 @@ class Loader:
                 if len(rank_indices := batch[world.rank :: world.size]):
                     yield [MicroBatchPlan(0, step, 0, 0, rank_indices)]
 
-        with closing(load_work(self.dataset, work(), plan.seed, replace(self._counting(), evaluates=True))) as loaded:
+        with closing(
+            load_planned_batches(self.dataset, work(), plan.seed, replace(self._counting(), evaluates=True))
+        ) as loaded:
             for ((batch, batch_work),) in loaded:
                 size = sizes.pop(batch_work.step)
-                if not isinstance(batch, Counted):
+                if not isinstance(batch, CountedBatch):
                     yield batch, size
                 elif batch.samples:
                     yield batch.batch, size
-        if order is not None and order.has(COMPARED):
+        if order is not None and order.has(COMPARED_BATCHES):
             check_equal(SAME_ORDER, order.hash_at(10**12), world)
 
 
@@ -265,7 +276,13 @@ class StreamLoader(Stream, Loader):
     plan: StreamPlan  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
-        self, run: Run, stream: Any, plan: StreamPlan, loading: Loading, world: World, say: Callable[[str], None]
+        self,
+        run: IterateLoader,
+        stream: Any,
+        plan: StreamPlan,
+        loading: Loading,
+        world: World,
+        say: Callable[[str], None],
     ) -> None:
         Loader.__init__(self, run, stream, plan, loading, None)
         Stream.__init__(self, stream, plan, loading, world, say)
@@ -274,15 +291,15 @@ class StreamLoader(Stream, Loader):
         """Raises TypeError: the length is unknown."""
         raise TypeError("a stream has no length: count steps, and end the loop by `break` or at the end of the stream")
 
-    def drawn(
-        self, world: World, put_back: dict[str, Any] | None, start: int = 0, *, trains: bool = False
+    def draw_epoch_plan(
+        self, world: World, saved_position: dict[str, Any] | None, start: int = 0, *, is_training: bool = False
     ) -> BatchPlan:
         """The plan. The stream uses the state of a checkpoint when it is read."""
-        self.saved = put_back or {}
+        self.saved = saved_position or {}
         return self.plan
 
 
-def check_taken(loader: DataLoader[Any]) -> None:
+def check_dataloader(loader: DataLoader[Any]) -> None:
     """Check that a DataLoader can be used.
 
     Raises:
@@ -299,7 +316,7 @@ def check_taken(loader: DataLoader[Any]) -> None:
     check_not_sharded(loader)
 
 
-def taken_over(loader: DataLoader[Any], loading: Loading) -> Loading:
+def adopt_worker_settings(loader: DataLoader[Any], loading: Loading) -> Loading:
     """`loading` with the worker processes of a DataLoader, their settings, and its collate function."""
     return replace(
         loading,
@@ -310,14 +327,14 @@ def taken_over(loader: DataLoader[Any], loading: Loading) -> Loading:
 
 
 def _micro_batch(batch: Any, work: MicroBatchPlan, seed: int) -> MicroBatch:
-    if not isinstance(batch, Counted):
+    if not isinstance(batch, CountedBatch):
         return MicroBatch(batch, None, work, work.random_seed(seed))
     if not batch.samples:  # the collate function dropped all samples, so this is a dummy batch
         work = work._replace(is_counted=False)
     return MicroBatch(batch.batch, None, work, work.random_seed(seed), batch.samples)
 
 
-class Counted(NamedTuple):
+class CountedBatch(NamedTuple):
     """A batch of a collate function, and its number of samples; -1 if unknown."""
 
     batch: Any
@@ -331,7 +348,7 @@ class CountingCollate:
         self._collate, self._dataset = collate, dataset
         self._batch_is_later: bool | None = None  # whether the first dimension is not that of samples
 
-    def __call__(self, items: list[Any]) -> Counted:
+    def __call__(self, items: list[Any]) -> CountedBatch:
         """The batch, counted."""
         total, kept = len(items), [item for item in items if item is not None]
         ids = {id(item) for item in kept}
@@ -343,7 +360,9 @@ class CountingCollate:
             if (dummy := self._dummy_batch()) is None:
                 raise
             return dummy  # the function drops all of these samples, and fails on the empty rest
-        return Counted(batch, _samples_of(batch, total, len(kept), ids, partial(self._is_batch_later, batch, kept)))
+        return CountedBatch(
+            batch, _samples_of(batch, total, len(kept), ids, partial(self._is_batch_later, batch, kept))
+        )
 
     def _is_batch_later(self, batch: Any, items: list[Any]) -> bool | None:
         """Whether the batch dimension of the tensors is not their first; None if unknown.
@@ -351,7 +370,7 @@ class CountingCollate:
         Its length is that of `items`, and 1 in a batch of one item.
         """
         if self._batch_is_later is None:
-            with preserved_streams():  # the function may draw from them
+            with preserve_generator_states():  # the function may draw from them
                 batches = (self._alone(item) for item in items)
                 single = next((batch for batch in batches if batch is not None), None)
             pairs = [*zip(sizes := [*_sizes(batch, {len(items)})], alone := [*_sizes(single, {1})], strict=False)]
@@ -369,10 +388,10 @@ class CountingCollate:
         except Exception:
             return None
 
-    def _dummy_batch(self) -> Counted | None:
-        for number in range(min(len(self._dataset), MOST_TRIED)):
+    def _dummy_batch(self) -> CountedBatch | None:
+        for number in range(min(len(self._dataset), MAX_DUMMY_TRIES)):
             if (batch := self._alone(self._dataset[number])) is not None:
-                return Counted(batch, 0)
+                return CountedBatch(batch, 0)
         return None
 
 

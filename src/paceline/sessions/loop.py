@@ -14,10 +14,10 @@ from paceline.collectives.control import check_equal, raise_on_all_ranks
 from paceline.compute.flops import can_count
 from paceline.compute.phase_events import phase_events
 from paceline.config.choices import current_name
-from paceline.config.definition import BITS_ONLY, check_same
-from paceline.config.settings import dump_given
+from paceline.config.definition import EXACT_ONLY_SETTINGS, check_same
+from paceline.config.settings import dump_set_values
 from paceline.data.loader import MicroBatch
-from paceline.data.plan import BatchPlan, rank_work, ranks_share
+from paceline.data.plan import BatchPlan, plan_rank_micro_batches, ranks_share
 from paceline.errors import ExitCode, PacelineError, UsageError, plural
 from paceline.protocol.evidence import Phase
 from paceline.rank.attach import record_failure
@@ -25,22 +25,22 @@ from paceline.rank.world import World, device_name
 from paceline.runs import folder as run_folder
 from paceline.runs.progress import ProgressRecord, ProgressWriter
 from paceline.runs.summary import Summary
-from paceline.seeding import Streams, preserved_streams
-from paceline.sessions.arguments import SessionConfig, reword
+from paceline.seeding import GeneratorStates, preserve_generator_states
+from paceline.sessions.arguments import SessionConfig, use_argument_names
 from paceline.sessions.checks import LoopChecks, check_no_scaler
 from paceline.sessions.lifecycle import SessionRun
 from paceline.sessions.loader import Loader
-from paceline.sessions.order import global_streams, put_global_streams
-from paceline.sessions.session_step import POSITION, LoopPosition, SessionStep
+from paceline.sessions.order import global_random_states, restore_global_random_states
+from paceline.sessions.session_step import POSITION_KEYS, LoopPosition, SessionStep
 from paceline.sessions.state import SessionState, json_copy
-from paceline.stepping.totals import Votes
-from paceline.stepping.trained_model import loss_scale
+from paceline.stepping.totals import ControlFlags
+from paceline.stepping.trained_model import make_loss_scale
 from paceline.train.determinism import hardware_facts
 from paceline.train.fit import PhaseClock, StepRecord
 from paceline.train.wording import batch_line, report_hint
 
 TRACK_EVERY = 50  # steps between two reports of the loss
-CHANGED_DATA = (
+CHANGED_DATA_ADVICE = (
     "If the loop draws or changes its data, the data must be the same after a resume. Draw them from the number of the "
     "epoch, random.Random(epoch), or at the start of the epoch from torch's, Python's or numpy's global generator"
 )
@@ -61,11 +61,11 @@ class TrainingLoop:
         self._clock = PhaseClock(page.enter, on_device=on_device)
         self.step = SessionStep(
             run.world, run.virtual_ranks, self._clock, votes=self._votes, order=progress.order,
-            way_out='session(not_finite="skip")', may_skip=config.not_finite != "stop", exact=config.exact,
+            way_out='session(not_finite="skip")', may_skip=config.not_finite != "stop", exact=config.is_exact,
         )  # fmt: skip
         self.step.notes, self.step.saves, self.step.observer = state.notes, state.saves, run.observer
-        self.step.scale = loss_scale(run.precision)
-        self.position = LoopPosition(*(saved.get("where", {}).get(name, 0) for name in POSITION))
+        self.step.loss_scale = make_loss_scale(run.precision)
+        self.position = LoopPosition(*(saved.get("where", {}).get(name, 0) for name in POSITION_KEYS))
         self._resumed = replace(self.position) if progress.origin else None  # until the loop reaches this position
         self._resumed_streams: dict[str, Any] | None = saved.get("streams")
         self._epoch_streams: dict[str, str] | None = saved.get("epoch_streams")  # at the start of the current epoch
@@ -89,7 +89,7 @@ class TrainingLoop:
         self._clock(Phase.USER)
 
     @property
-    def moment(self) -> tuple[int, ...]:
+    def collective_position(self) -> tuple[int, ...]:
         """The position of the loop, which is equal on all ranks that call a collective."""
         return self._run.progress.step, self.position.epoch, int(self.in_epochs)
 
@@ -105,25 +105,28 @@ class TrainingLoop:
             self._was_left = False
             self._next_loop()
 
-    def check_collective(self) -> None:
+    def check_collective_allowed(self) -> None:
         """Raise UsageError in a loop body that ranks run different numbers of times."""
         micro_step, loader, size = self.step.micro_step, self._loader, self._run.world.size
         if size == 1 or micro_step is None or micro_step.is_last or loader is None:
             return
         plan, work = loader.dealt, micro_step.work
         shares = (ranks_share(self._run.virtual_ranks, rank, size) for rank in range(size))
-        if plan is not None and len({len(rank_work(plan, work.epoch, work.step, share)) for share in shares}) > 1:
+        if (
+            plan is not None
+            and len({len(plan_rank_micro_batches(plan, work.epoch, work.step, share)) for share in shares}) > 1
+        ):
             raise UsageError(code="collective-in-body")
 
     def epochs(self, count: int) -> Generator[int]:
         if count < 1:
             raise UsageError(code="no-epochs", value=count)
         position, phase, self._phases = self.position, self._phases, self._phases + 1
-        if self._resumed is not None and phase < self._resumed.phase:
+        if self._resumed is not None and phase < self._resumed.epochs_call:
             return
         self._epochs = count
         if self._resumed is None:
-            position.phase, position.epoch = phase, 0
+            position.epochs_call, position.epoch = phase, 0
         self.in_epochs = True
         try:
             for epoch in range(position.epoch, count):
@@ -131,10 +134,10 @@ class TrainingLoop:
                 if self._iterators:
                     raise UsageError(code="loader-still-open")
                 if self._resumed is None:
-                    position.epoch, position.epoch_loop, position.batch = epoch, 0, 0
-                    self._epoch_streams = global_streams() if self._state.saves else None
+                    position.epoch, position.loop_in_epoch, position.batch = epoch, 0, 0
+                    self._epoch_streams = global_random_states() if self._state.saves else None
                 elif self._epoch_streams is not None:
-                    put_global_streams(self._epoch_streams)
+                    restore_global_random_states(self._epoch_streams)
                 yield epoch
                 self._resumed = None
                 if self._run.progress.step >= self._run.max_steps:
@@ -147,24 +150,26 @@ class TrainingLoop:
         run, step, position, observer = self._run, self.step, self.position, self._run.observer
         if run.progress.step >= run.max_steps:
             raise SystemExit(0)
-        step.check_only_loop()
+        step.check_no_nested_loop()
         if self._resumed is not None and not self.in_epochs:  # for example to inspect a batch: s.backward raises here
-            for micro_batches in loader.training(loader.drawn(run.world, None), run.share, position.loop, 0):
+            for micro_batches in loader.training_batches(
+                loader.draw_epoch_plan(run.world, None), run.share, position.loop_in_run, 0
+            ):
                 yield from (batch.inputs for batch in micro_batches)
             return
         if (plan := self._begin_loop(loader)) is None:
             return
         self._iterators += 1
-        step.keeps_stream = observer is None and loader.draws_nothing
+        step.keeps_stream = observer is None and loader.uses_no_random_numbers
         one_each = plan.virtual_ranks == run.world.size and plan.accumulation == 1
         try:
             for part in self._state.models:
                 part.check_parameters()
             self._clock(Phase.DATA)
-            for micro_batches in loader.training(plan, run.share, position.loop, position.batch):
+            for micro_batches in loader.training_batches(plan, run.share, position.loop_in_run, position.batch):
                 if run.world.size > 1:
-                    self.checks.compare_place(loader)
-                for batch in step.run(position, micro_batches, one_each=one_each):
+                    self.checks.values_to_compare(loader)
+                for batch in step.run_bodies(position, micro_batches, one_each=one_each):
                     try:
                         yield batch.inputs if observer is None else observer.on_batch(batch.inputs, batch.work)
                     except GeneratorExit:
@@ -179,23 +184,25 @@ class TrainingLoop:
                     raise SystemExit(int(ExitCode.SAVED))
                 self._clock(Phase.DATA)
             if not self._at_end and position.batch:  # the end of the epoch was not known before
-                run.progress.after_step(Votes(), partial(self._numbers, run.world), save=True, wait=True)
+                run.progress.after_step(
+                    ControlFlags(), partial(self._checkpoint_values, run.world), save=True, wait=True
+                )
             self._next_loop()
         finally:
             self._iterators -= 1
-            self._leave_stream()
+            self._restore_random_streams()
             step.keeps_stream = False
 
     def _begin_loop(self, loader: Loader) -> BatchPlan | None:
         """Draw the epoch of the loop that begins. None: the loop had ended before the checkpoint of a resume."""
         resumed, streams, start = self._resumed, None, 0
         if resumed is not None:
-            if self._skipped < resumed.epoch_loop:
+            if self._skipped < resumed.loop_in_epoch:
                 self._skipped += 1
                 return None
             streams, start = self._resumed_streams, resumed.batch
-        plan = loader.drawn(self._run.world, streams, start, trains=True)
-        with preserved_streams():
+        plan = loader.draw_epoch_plan(self._run.world, streams, start, is_training=True)
+        with preserve_generator_states():
             self._open(loader, plan)
         self._resumed, self.position.batch, self._loader, self._at_end = None, start, loader, False
         return plan
@@ -203,10 +210,10 @@ class TrainingLoop:
     def _leave(self, loader: Loader, micro_batches: Sequence[MicroBatch], plan: BatchPlan) -> None:
         """The loop is left by break or return in a body. An error here is raised at the next call."""
         try:
-            if self.step.untouched:
+            if self.step.is_untouched:
                 self.step.give_up()
-            elif self.step.is_whole:
-                self.step.leave()  # after its last backward the step is complete
+            elif self.step.is_complete_after_body:
+                self.step.end_body()  # after its last backward the step is complete
                 self._end_step(loader, micro_batches, plan, was_left=True)
                 self._clock(Phase.USER)
             else:
@@ -218,10 +225,14 @@ class TrainingLoop:
 
     def _next_loop(self) -> None:
         position = self.position
-        position.epoch_loop, position.loop, position.batch = position.epoch_loop + 1, position.loop + 1, 0
+        position.loop_in_epoch, position.loop_in_run, position.batch = (
+            position.loop_in_epoch + 1,
+            position.loop_in_run + 1,
+            0,
+        )
         self._clock(Phase.USER)
 
-    def _leave_stream(self) -> None:
+    def _restore_random_streams(self) -> None:
         """Let random numbers come from the streams outside of micro-batches, if they do not yet."""
         if self.step.micro_step is None and not self.is_closed:
             self.step.stream.leave()
@@ -232,18 +243,18 @@ class TrainingLoop:
         if not state.models:
             raise UsageError(code="loop-without-model")
         batch = {"global_batch": plan.global_batch, "last_batch": plan.last_batch, "accumulation": plan.accumulation}
-        self._data = {**batch, "data": {"training data": self.checks.check_data(loader)}}
+        self._data = {**batch, "data": {"training data": self.checks.fingerprint_data(loader)}}
         if self.is_open:
             return
         self.is_open = True
         definition = self._definition()
         processes = f"{plural(run.world.size, 'process', 'processes')} on {device_name(run.world.device)}"
-        words = f"strategy {config.strategy}; {plan.size_words}; {batch_line(plan, run.world.size)}"
-        run.print(f"{config.name}: {processes}, {words}")
+        words = f"strategy {config.strategy}; {plan.size_text}; {batch_line(plan, run.world.size)}"
+        run.print(f"{config.program_name}: {processes}, {words}")
         models = [model for part in state.models for model in (part.replica.model, part.replica.module)]
-        if run.observer is None and progress.use.given and not config.exact and can_count(models):
-            self.step.flops = progress.use.count
-        state.check()
+        if run.observer is None and progress.use.given and not config.is_exact and can_count(models):
+            self.step.flop_counter = progress.use.count
+        state.check_saveable()
         is_sharded = any(part.replica.sharded for part in state.models)
         if run.precision == "fp16":
             check_no_scaler("loss-scaled-twice")
@@ -252,12 +263,12 @@ class TrainingLoop:
         if (place := progress.place) is not None:
             progress.place = replace(place, definition=definition)
             if place.attempt_dir is not None:
-                settings = {"task": config.name, **run.definition, **batch, "epochs": self._epochs or 1}
-                run_folder.shelve_summary(place.folder, place.attempt)
-                run_folder.write_settings(place.folder, dump_given(settings | config.not_in_definition))
-        progress.open(
+                settings = {"task": config.program_name, **run.definition, **batch, "epochs": self._epochs or 1}
+                run_folder.move_summary_to_attempt(place.folder, place.attempt)
+                run_folder.write_settings(place.folder, dump_set_values(settings | config.settings_outside_definition))
+        progress.open_run(
             state.models, plan, run.share, self._facts,
-            listed=plan.own_order, report_to=config.report_to, others=state.tensors,
+            listed=plan.own_order, report_to=config.report_to, others=state.registered_tensors,
         )  # fmt: skip
 
     def _definition(self) -> dict[str, Any]:
@@ -268,32 +279,38 @@ class TrainingLoop:
         """
         config, world, models, origin = self._config, self._run.world, self._state.models, self._run.progress.origin
         definition: dict[str, Any] = {
-            **self._run.definition, "task": config.name, **self._data, "batchnorm": "local",
+            **self._run.definition, "task": config.program_name, **self._data, "batchnorm": "local",
             "optimizer": [type(part.optimizer).__name__ for part in models], "hardware": hardware_facts(world.device),
-            "threads_per_rank": torch.get_num_threads() if config.exact else None,
+            "threads_per_rank": torch.get_num_threads() if config.is_exact else None,
             "precision": self._run.precision or "fp32",
         }  # fmt: skip
         if origin is not None and self._saved_data is not None:
             # the definition is that of the first loop; the interrupted loop may be a different one
             try:
-                check_same(self._saved_data, self._data, (), origin.where)
+                check_same(self._saved_data, self._data, (), origin.location_text)
             except UsageError as error:
-                raise UsageError.of(error, after=f" {CHANGED_DATA}") from None
-            saved = {current_name(name): value for name, value in origin.content.definition.items()}
+                raise UsageError.from_error(error, after=f" {CHANGED_DATA_ADVICE}") from None
+            saved = {current_name(name): value for name, value in origin.trainer_state.definition.items()}
             definition |= {name: saved[name] for name in self._data}
-        if config.exact:
-            check_equal("processors, libraries and threads", {name: definition[name] for name in BITS_ONLY}, world)
-        check_equal("data, optimizers and batches", {k: v for k, v in definition.items() if k not in BITS_ONLY}, world)
+        if config.is_exact:
+            check_equal(
+                "processors, libraries and threads", {name: definition[name] for name in EXACT_ONLY_SETTINGS}, world
+            )
+        check_equal(
+            "data, optimizers and batches", {k: v for k, v in definition.items() if k not in EXACT_ONLY_SETTINGS}, world
+        )
         if origin is not None:
             with raise_on_all_ranks(world):
-                check_same(origin.content.definition, definition, (), origin.where)
+                check_same(origin.trainer_state.definition, definition, (), origin.location_text)
                 if (num_saved := len(self._state.saved_models)) != len(models):
-                    raise UsageError(code="models-differ", where=origin.where, saved=num_saved, prepared=len(models))
+                    raise UsageError(
+                        code="models-differ", where=origin.location_text, saved=num_saved, prepared=len(models)
+                    )
         return definition
 
     def _facts(self) -> dict[str, Any]:
         metrics = self._run.progress.metrics
-        own = {"task": self._config.name, "strategy": self._config.strategy}
+        own = {"task": self._config.program_name, "strategy": self._config.strategy}
         return {**own, "test_metrics": metrics or None, "test_accuracy": metrics.get("accuracy")}
 
     def _end_step(
@@ -303,50 +320,54 @@ class TrainingLoop:
         self.checks.check_periodically(progress.step + 1)
         done = self.step.end()
         batch = position.batch
-        samples = loader.samples(micro_batches[0].work)
+        samples = loader.global_batch_samples(micro_batches[0].work)
         position.batch += 1
         lr = float(state.models[0].optimizer.param_groups[0]["lr"])
         record = StepRecord(progress.step + 1, done, lr, micro_batches, self._clock.take(), self._clock.borders)
         progress.record_step(record, samples, tracked=record.step % TRACK_EVERY == 0)
-        if done.skipped is not None:
+        if done.skip_cause is not None:
             progress.rollback_point(record)
         if self._run.observer is not None:
             self._run.observer.on_step(record)
-        if ProgressWriter.here is not None:
-            ProgressWriter.here.step(position.batch, plan.known_steps, lambda: self._report(plan, done.loss))
+        if ProgressWriter.of_process is not None:
+            ProgressWriter.of_process.write_step(
+                position.batch, plan.known_steps_per_epoch, lambda: self._report(plan, done.loss)
+            )
         self._stopped = done.votes.stop > 0
-        self._at_end = is_end = loader.is_end(batch, done.votes.coming) and not was_left
+        self._at_end = is_end = loader.is_last_batch(batch, done.votes.next_batch_samples) and not was_left
         for part in state.models:
-            part.stepped()
+            part.finish_step()
         if state.saves:
-            if state.unsaved.step_ended():
-                self._leave_stream()
-                state.search(again=True)
+            if state.unsaved.after_step():
+                self._restore_random_streams()
+                state.search_unsaved_state(only_known_containers=True)
             if state.values:
                 json_copy(state.values, strict=True)
         progress.after_step(
-            done.votes, partial(self._numbers, self._run.world), save=self._stopped or is_end, wait=is_end
+            done.votes, partial(self._checkpoint_values, self._run.world), save=self._stopped or is_end, wait=is_end
         )
 
     def _report(self, plan: BatchPlan, loss: float) -> ProgressRecord:
-        step, steps = self.position.batch, plan.known_steps
-        epoch = self.position.epoch if self._epochs else self.position.loop
+        step, steps = self.position.batch, plan.known_steps_per_epoch
+        epoch = self.position.epoch if self._epochs else self.position.loop_in_run
         remaining = max(0, steps - step) * plan.global_batch
-        rate, finite_loss = self._run.progress.throughput.recent(), loss if math.isfinite(loss) else None
+        rate, finite_loss = self._run.progress.throughput.recent_rate(), loss if math.isfinite(loss) else None
         return ProgressRecord(epoch, self._epochs, step, steps, finite_loss, rate, remaining)
 
     def _votes(self) -> Any:
-        return self._run.progress.votes(coming=0.0 if self._loader is None else self._loader.coming)
+        return self._run.progress.votes(
+            next_batch_samples=0.0 if self._loader is None else self._loader.next_batch_samples
+        )
 
-    def _numbers(self, world: World | None = None) -> dict[str, Any]:
+    def _checkpoint_values(self, world: World | None = None) -> dict[str, Any]:
         """The values of a checkpoint. With a `world` a collective; without, as far as this rank knows."""
-        self._leave_stream()
+        self._restore_random_streams()
         if world is not None:
-            self._state.search()
+            self._state.search_unsaved_state()
         where, loader = self.position.state_dict(), self._loader
         numbers = {"where": where, "epoch_streams": self._epoch_streams, "data": self._data}
-        numbers |= self._state.numbers(loader, world)
-        streams = None if loader is None else loader.position(where, world)
+        numbers |= self._state.json_state(loader, world)
+        streams = None if loader is None else loader.checkpoint_position(where, world)
         return numbers if streams is None else numbers | {"streams": streams}
 
     # the end
@@ -360,7 +381,7 @@ class TrainingLoop:
         """End the run, with an error if there is one."""
         run, progress, self.is_closed = self._run, self._run.progress, True
         self.checks.close()
-        reword(error)
+        use_argument_names(error)
         if error is None and self._exit is not None and self._exit[1] == progress.step:
             error = SystemExit(self._exit[0])
         in_loop = isinstance(error, SystemExit) and (self._iterators > 0 or self._exit is not None)
@@ -373,19 +394,19 @@ class TrainingLoop:
             elif self._stopped or self.is_complete:
                 if self.is_complete and not self._stopped and not in_loop:  # otherwise other ranks may still train
                     if (resumed := self._resumed) is not None and self._state.models:
-                        epoch, phase = resumed.epoch + 1, resumed.phase + 1
+                        epoch, phase = resumed.epoch + 1, resumed.epochs_call + 1
                         raise UsageError(code="resume-place-not-reached", epoch=epoch, phase=phase)
                     self._state.compare_replicas(progress.step)
                 run.guard.page.enter(Phase.CLOSE)
                 if progress.is_open:
                     progress.finish(self._stopped, self._result_lines)
         except BaseException as close_error:
-            reword(close_error)
+            use_argument_names(close_error)
             error = error or close_error
             record_failure(close_error, _exit_code(close_error), traceback=not isinstance(close_error, PacelineError))
             raise
         finally:
-            run.leave(error)
+            run.close(error)
 
     def _result_lines(self, summary: Summary) -> list[str]:
         if summary.exit == ExitCode.SAVED:
@@ -401,7 +422,7 @@ class TrainingLoop:
             if is_whole and self.step.in_step:
                 self.step.give_up()
         with suppress(Exception):
-            instead = progress.fail(error, self._numbers, whole=is_whole)
+            instead = progress.save_after_failure(error, self._checkpoint_values, is_state_consistent=is_whole)
             if isinstance(error, OSError) and instead is not None:
                 print(instead, file=sys.stderr, flush=True)
             code, place = _exit_code(error), progress.place
@@ -427,20 +448,24 @@ class EvaluationLoop:
     def batches(self, loader: Loader) -> Generator[Any]:
         """This rank's part of each batch of a loader (a collective)."""
         world, page, step, observer = self._run.world, self._run.guard.page, self._step, self._run.observer
-        if not step.is_over:
+        if not step.is_final_micro_batch:
             raise UsageError(code="evaluation-inside-step")
         in_body = step.micro_step is not None
         outside = step.stream.outside if in_body else None
-        restore = Streams().put_back if in_body else lambda: None
+        restore = GeneratorStates().put_back if in_body else lambda: None
         self.is_running = True
         try:
-            self._checks.check_data(loader)
-            with nullcontext() if outside is None else outside.current():  # as a loop without a session draws
-                plan = loader.drawn(world, None)
-                loader.draw_ahead(plan)
-            with self.merged_buffers(), self._run.guard.phase(Phase.EVALUATE), self._checks.watched_statistics():
-                for batch, self.samples in loader.evaluation(plan, world):
-                    step.check_evaluated(self.samples, world.size)
+            self._checks.fingerprint_data(loader)
+            with nullcontext() if outside is None else outside.use_states():  # as a loop without a session draws
+                plan = loader.draw_epoch_plan(world, None)
+                loader.draw_first_evaluation_batches(plan)
+            with (
+                self.merged_buffers(),
+                self._run.guard.enter_phase(Phase.EVALUATE),
+                self._checks.forbid_unprepared_batch_norm(),
+            ):
+                for batch, self.samples in loader.evaluation_batches(plan, world):
+                    step.check_enough_evaluation_samples(self.samples, world.size)
                     yield batch if observer is None else observer.on_batch(batch, None)
                     page.tick()
         finally:

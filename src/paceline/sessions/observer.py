@@ -10,11 +10,11 @@ from torch import Tensor
 from paceline.data.plan import MicroBatchPlan
 from paceline.sessions.loader import Loader
 from paceline.stepping.micro_step import MicroStep, Reduction
-from paceline.stepping.trained_model import TrainedModel
+from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies.base import Strategy
 from paceline.train.fit import StepRecord
 
-Apply = Callable[..., Strategy]  # a strategy whose options are known
+ApplyStrategy = Callable[..., Strategy]  # a strategy whose options are known
 
 
 class Observer:
@@ -27,10 +27,10 @@ class Observer:
     """arguments of `session()` that replace those of the loop"""
     max_steps: float = math.inf
     """number of steps after which training ends, while the script continues"""
-    parts: Sequence[TrainedModel] = ()
+    models: Sequence[ModelInTraining] = ()
     """the prepared models"""
 
-    def wrap_strategy(self, name: str, apply: Apply) -> Apply:
+    def wrap_strategy(self, name: str, apply: ApplyStrategy) -> ApplyStrategy:
         """s.prepare was called with a model. The returned function creates its replica."""
         return apply
 
@@ -55,7 +55,7 @@ class Observer:
     def on_gradients(self, micro_step: MicroStep | None) -> None:
         """s.backward returns. In the last body of a step .grad is the gradient of the global batch's mean."""
 
-    def on_update(self, part: TrainedModel) -> None:
+    def on_update(self, part: ModelInTraining) -> None:
         """An optimizer updates a model with the current gradients."""
 
     def on_step(self, record: StepRecord) -> None:
@@ -75,7 +75,7 @@ _observers: list[Observer] = []
 
 
 @contextmanager
-def observed_by(observer: Observer) -> Generator[None]:
+def use_observer(observer: Observer) -> Generator[None]:
     """Sessions that begin inside have this observer."""
     _observers.append(observer)
     try:

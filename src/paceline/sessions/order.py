@@ -22,12 +22,12 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 
 from paceline.data.plan import BatchPlan
 from paceline.errors import UsageError
-from paceline.train.numbers import as_json, from_json, restore_type
+from paceline.train.json_values import as_json, from_json, restore_type
 
-MOST_ITEMS = 10_000  # of a list in a sampler's state
+MAX_STATE_ITEMS = 10_000  # of a list in a sampler's state
 HASH_BITS = 48  # so that a float64 represents it exactly
-DEPTH = 4  # of nested objects in a sampler
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+MAX_SAMPLER_DEPTH = 4  # of nested objects in a sampler
+RANDOM_GENERATOR_TYPES = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _to_list = methodcaller("tolist")  # an array of a generator's state, for JSON
 
 
@@ -62,11 +62,11 @@ class SampleOrder:
         return batch < self._next
 
     @property
-    def drawn(self) -> int:
+    def num_drawn(self) -> int:
         """Number of batches requested from the sampler so far. At the end it is one more than the epoch has."""
         return self._next + self._is_over
 
-    def batch(self, batch: int) -> Tensor:
+    def batch_indices(self, batch: int) -> Tensor:
         """(n,) int64: the samples of a batch."""
         if batch >= self._next and not self.has(batch):
             raise IndexError(f"batch {batch} of an epoch of {self._next} batches")
@@ -87,13 +87,13 @@ class SampleOrder:
 def _batches(loader: DataLoader[Any]) -> Iterator[Tensor]:
     """The sample indices of each batch, (n,) int64. Nothing is drawn before the first batch."""
     batches: Any = loader.batch_sampler
-    if not covers_all(loader):
+    if not covers_each_sample_once(loader):
         yield from map(_indices, batches)
         return
     # torch draws the whole order for the first batch. Slices of one tensor are faster than a list for each batch.
     sampler: Any = loader.sampler
     samples, count, size = iter(sampler), len(sampler), batches.batch_size
-    order = torch.arange(count) if keeps_order(loader) else torch.tensor([*islice(samples, count)], dtype=torch.int64)
+    order = torch.arange(count) if is_sequential(loader) else torch.tensor([*islice(samples, count)], dtype=torch.int64)
     for start in range(0, count - count % size, size):
         yield order[start : start + size]
     next(samples, None)  # at its end RandomSampler draws once more from its generator
@@ -112,7 +112,7 @@ def _indices(batch: Any) -> Tensor:
 
 
 @dataclass(frozen=True)
-class DrawnPlan(BatchPlan):
+class DataLoaderPlan(BatchPlan):
     """The batches of one epoch in the order of the user's DataLoader, distributed over virtual ranks."""
 
     own_order = True
@@ -128,10 +128,10 @@ class DrawnPlan(BatchPlan):
         """(n,) int64: the samples of batch `step`. The plan is for one epoch."""
         del epoch
         assert self.order is not None
-        return self.order.batch(step)
+        return self.order.batch_indices(step)
 
 
-def steps_of(loader: DataLoader[Any]) -> int:
+def dataloader_length(loader: DataLoader[Any]) -> int:
     """The length of a DataLoader; 0 if it has none."""
     try:
         return len(loader)
@@ -139,22 +139,22 @@ def steps_of(loader: DataLoader[Any]) -> int:
         return 0
 
 
-def is_torchs(loader: DataLoader[Any]) -> bool:
+def has_torch_sampler(loader: DataLoader[Any]) -> bool:
     """Whether torch's samplers draw the order: then the length is correct, and drawing ahead is harmless."""
     from_torch = type(loader.sampler).__module__.startswith("torch.utils.data")
     return from_torch and type(loader.batch_sampler) is BatchSampler
 
 
-def keeps_order(loader: DataLoader[Any]) -> bool:
+def is_sequential(loader: DataLoader[Any]) -> bool:
     """Whether the samples are in the order of the dataset."""
-    return type(loader.sampler) is SequentialSampler and is_torchs(loader)
+    return type(loader.sampler) is SequentialSampler and has_torch_sampler(loader)
 
 
-def covers_all(loader: DataLoader[Any]) -> bool:
+def covers_each_sample_once(loader: DataLoader[Any]) -> bool:
     """Whether an epoch has each sample once, judging by the class of the sampler."""
     sampler = loader.sampler
     is_permutation = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(loader.dataset)  # pyright: ignore
-    return keeps_order(loader) or (is_permutation and is_torchs(loader))
+    return is_sequential(loader) or (is_permutation and has_torch_sampler(loader))
 
 
 def check_not_sharded(loader: DataLoader[Any]) -> None:
@@ -172,29 +172,29 @@ class SamplerState:
         self._loader = loader
         self._first = self._attributes()
 
-    def now(self) -> dict[str, Any]:
+    def capture(self) -> dict[str, Any]:
         """The state as JSON: of the samplers' generators, and of changed attributes."""
         sources: dict[str, Any] = {name: generator_state(source) for name, source in self._sources().items()}
         changed = {name: value for name, value in self._attributes().items() if value != self._first.get(name)}
         owners = {name: owner for name, owner in self._owners() if _has_state_dict(owner)}
-        states = {name: _without_tensors(owner.state_dict()) for name, owner in owners.items()}
+        states = {name: _encode_tensors(owner.state_dict()) for name, owner in owners.items()}
         return {"sources": sources, "attributes": {**changed, **states}}
 
-    def put_back_sources(self, state: Mapping[str, Any]) -> None:
+    def restore_generators(self, state: Mapping[str, Any]) -> None:
         """Restore the generators from the result of `now` on rank 0."""
         sources = self._sources()
         for name, value in state.get("sources", {}).items():
             if name in sources:
                 set_generator_state(sources[name], value)
 
-    def put_back(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `now` after a resume."""
-        self.put_back_sources(state)
+        self.restore_generators(state)
         owners = dict(self._owners())
         for name, owner in owners.items():
             saved = state.get("attributes", {}).get(name)
-            if saved is not None and _has_state_dict(owner) and _without_tensors(owner.state_dict()) != saved:
-                owner.load_state_dict(_with_tensors(saved))
+            if saved is not None and _has_state_dict(owner) and _encode_tensors(owner.state_dict()) != saved:
+                owner.load_state_dict(_decode_tensors(saved))
         for full_name, value in state.get("attributes", {}).items():
             owner, _, attribute = full_name.rpartition(".")
             # the initial value may be an attribute of the class
@@ -212,7 +212,7 @@ class SamplerState:
                 continue
             seen_ids.add(id(owner))
             yield name, owner
-            if depth < DEPTH and not _has_state_dict(owner):
+            if depth < MAX_SAMPLER_DEPTH and not _has_state_dict(owner):
                 for key, value in vars(owner).items():
                     package = type(value).__module__.partition(".")[0]
                     if isinstance(value, Sampler) or (
@@ -231,7 +231,7 @@ class SamplerState:
 
     def _sources(self) -> dict[str, Any]:
         generator = self._loader.generator
-        sources = {name: value for name, value in self._values() if isinstance(value, GENERATORS)}
+        sources = {name: value for name, value in self._values() if isinstance(value, RANDOM_GENERATOR_TYPES)}
         return sources if generator is None else {"generator": generator, **sources}
 
     def _attributes(self) -> dict[str, Any]:
@@ -242,10 +242,12 @@ class SamplerState:
 def _attribute(value: Any) -> Any:
     """An attribute as JSON: numbers, strings, lists and dicts of them, tensors, arrays. None for anything else."""
     if isinstance(value, Tensor):
-        return {"array": value.detach().tolist()} if value.numel() <= MOST_ITEMS and not value.is_complex() else None
+        return (
+            {"array": value.detach().tolist()} if value.numel() <= MAX_STATE_ITEMS and not value.is_complex() else None
+        )
     if isinstance(value, np.ndarray):
-        return {"array": value.tolist()} if value.size <= MOST_ITEMS and value.dtype.kind in "biuf" else None
-    if isinstance(value, (list, tuple, dict)) and len(value) > MOST_ITEMS:
+        return {"array": value.tolist()} if value.size <= MAX_STATE_ITEMS and value.dtype.kind in "biuf" else None
+    if isinstance(value, (list, tuple, dict)) and len(value) > MAX_STATE_ITEMS:
         return None
     try:
         return {"value": as_json(value)}
@@ -289,22 +291,22 @@ def generator_state(source: Any) -> Any:
     return json.dumps(state, default=_to_list)
 
 
-def _without_tensors(value: Any) -> Any:
+def _encode_tensors(value: Any) -> Any:
     if isinstance(value, Tensor):
         return {"tensor": str(value.dtype).removeprefix("torch."), "values": value.detach().tolist()}
     if isinstance(value, Mapping):
-        return {"table": [[as_json(key), _without_tensors(part)] for key, part in value.items()]}
+        return {"table": [[as_json(key), _encode_tensors(part)] for key, part in value.items()]}
     if isinstance(value, (list, tuple)):
-        return {"list": [_without_tensors(part) for part in value]}
+        return {"list": [_encode_tensors(part) for part in value]}
     return {"value": as_json(value, "sampler")}
 
 
-def _with_tensors(saved: Any) -> Any:
+def _decode_tensors(saved: Any) -> Any:
     if "tensor" in saved:
         return torch.tensor(saved["values"], dtype=getattr(torch, saved["tensor"]))
     if "table" in saved:
-        return {from_json(key): _with_tensors(part) for key, part in saved["table"]}
-    return [_with_tensors(part) for part in saved["list"]] if "list" in saved else from_json(saved["value"])
+        return {from_json(key): _decode_tensors(part) for key, part in saved["table"]}
+    return [_decode_tensors(part) for part in saved["list"]] if "list" in saved else from_json(saved["value"])
 
 
 def set_generator_state(source: Any, value: Any) -> None:
@@ -320,15 +322,15 @@ def set_generator_state(source: Any, value: Any) -> None:
         source.set_state(json.loads(value))
 
 
-def global_streams() -> dict[str, str]:
+def global_random_states() -> dict[str, str]:
     """The states of the global random streams of the process, as JSON."""
     numpy_state = json.dumps(np.random.get_state(legacy=False), default=_to_list)
     torch_state = generator_state(torch.default_generator)
     return {"torch": torch_state, "python": json.dumps(random.getstate()), "numpy": numpy_state}
 
 
-def put_global_streams(states: Mapping[str, str]) -> None:
-    """Restore the result of `global_streams`."""
+def restore_global_random_states(states: Mapping[str, str]) -> None:
+    """Restore the result of `global_random_states`."""
     set_generator_state(torch.default_generator, states["torch"])
     if "python" in states:
         version, internal_state, gauss = json.loads(states["python"])

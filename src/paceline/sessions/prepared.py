@@ -19,20 +19,27 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, needed
+from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, read_matching_tensor
 from paceline.collectives.buckets import is_present
 from paceline.collectives.control import Deferred, all_gather_object, report_on_one_rank
 from paceline.errors import UsageError
-from paceline.sessions.assumptions import BACKWARD, GRADIENTS, PARAMETERS
-from paceline.sessions.session_step import SessionStep, trains_otherwise
+from paceline.sessions.assumptions import GRADIENT_CHANGES, GRADIENTS_FROM_BACKWARD, PREPARED_PARAMETERS
+from paceline.sessions.session_step import SessionStep, is_mode_dependent
 from paceline.sessions.sharded_tensors import ShardedGradientPlaceholder, distribute_like, is_dtensor, local_shard
 from paceline.stepping.hooks import HiddenHooks, LastGradParameter
-from paceline.stepping.trained_model import TrainedModel
+from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies.base import Strategy
-from paceline.strategies.optimizer_state import hold_optimizer, load_states, saved_state
+from paceline.strategies.optimizer_state import load_states, optimizer_shards, saved_state
 from paceline.strategies.validation import check_optimizer_parameters
 from paceline.train.consistency import checksum
-from paceline.train.numbers import as_json, from_json, load_numbers, numbers_of, restore_type, settings_of
+from paceline.train.json_values import (
+    as_json,
+    from_json,
+    group_settings,
+    load_optimizer_json_state,
+    optimizer_json_state,
+    restore_type,
+)
 
 NO_OTHER_BACKWARD = (
     ". Or it was torch.autograd.grad, for example for a gradient penalty: strategy 'fsdp' gathers the weights only "
@@ -41,7 +48,7 @@ NO_OTHER_BACKWARD = (
 Grads = list[Tensor | None]
 _grad, _tensor_version, _requires_grad = attrgetter("grad"), attrgetter("_version"), attrgetter("requires_grad")
 """for `map`, which is faster than a loop: they run in each step over all parameters"""
-COMPARED = ("hooks", "trained", "gradients", "learning rates")
+COMPARED_VALUE_NAMES = ("hooks", "trained", "gradients", "learning rates")
 
 
 class PreparedOptimizer:
@@ -52,7 +59,7 @@ class PreparedOptimizer:
         self.part, self.optimizer, self.scheduler, self.number = part, optimizer, scheduler, number
         self._update, self._clear, self._add_group = optimizer.step, optimizer.zero_grad, optimizer.add_param_group
         optimizer.step, optimizer.zero_grad, optimizer.add_param_group = self._step, self._zero_grad, self._add
-        self._given = as_json(settings_of(optimizer))  # the settings of the script
+        self._given = as_json(group_settings(optimizer))  # the settings of the script
         self.groups: list[dict[str, Any]] = []  # groups of the checkpoint that the script has not added yet
         self._extra: list[str] = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
         if scheduler is not None:
@@ -63,13 +70,13 @@ class PreparedOptimizer:
         """The parameters that it trains."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def numbers(self) -> dict[str, Any]:
+    def json_state(self) -> dict[str, Any]:
         """Its state without tensors, as JSON: settings, additional entries, and the state of the scheduler."""
         state = self.optimizer.state_dict() if self._extra else {}
         extra = {key: as_json(state[key], "optimizer") for key in self._extra}
-        return {**numbers_of(self.optimizer, self.scheduler), "given": self._given, "extra": extra}
+        return {**optimizer_json_state(self.optimizer, self.scheduler), "given": self._given, "extra": extra}
 
-    def load_numbers(self, saved: Mapping[str, Any]) -> None:
+    def load_json_state(self, saved: Mapping[str, Any]) -> None:
         """Restore the result of `numbers`, and print the settings that the script has changed since."""
         saved_settings, groups = saved["given"], from_json(saved["groups"])
         num_groups = len(self.optimizer.param_groups)
@@ -82,7 +89,7 @@ class PreparedOptimizer:
         ]
         if num_groups > len(groups):
             raise UsageError(code="parameter-groups-differ", saved=len(groups), number=self.number + 1, have=num_groups)
-        load_numbers(self.optimizer, self.scheduler, {**saved, "groups": as_json(groups[:num_groups])})
+        load_optimizer_json_state(self.optimizer, self.scheduler, {**saved, "groups": as_json(groups[:num_groups])})
         if self._extra:
             extra = {key: from_json(value) for key, value in saved.get("extra", {}).items()}
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), **extra})
@@ -94,14 +101,14 @@ class PreparedOptimizer:
         self._add_group(group)
         added_group = self.optimizer.param_groups[-1]
         try:
-            self.part.check_added(added_group)
+            self.part.check_added_group(added_group)
         except UsageError:
             self.optimizer.param_groups.pop()
             raise
         if self.groups:
             for name, value in self.groups.pop(0).items():
                 added_group[name] = restore_type(added_group.get(name), value)
-        self.part.load_waiting(self.optimizer, added_group["params"])
+        self.part.load_pending_optimizer_state(self.optimizer, added_group["params"])
 
     def _step(self, closure: Any = None) -> Any:
         if closure is not None and not type(self.optimizer).__module__.startswith("torch.optim."):
@@ -112,7 +119,7 @@ class PreparedOptimizer:
         if gate.may_update(self.part, self.number):
             if gate.micro_step is not None:
                 gate.micro_step.has_failed = True  # until the end: an error here leaves an incomplete step
-            grads = self.part.shown()
+            grads = self.part.current_gradients()
             self.part.before_update(grads)
             if gate.observer is not None:
                 gate.observer.on_update(self.part)
@@ -127,7 +134,7 @@ class PreparedOptimizer:
     def _zero_grad(self, set_to_none: bool = True) -> None:
         # also before the last micro-batch, because it does not clear gradients that are put aside
         self._clear(set_to_none=set_to_none)
-        self.part.cleared(set_to_none=set_to_none)
+        self.part.after_zero_grad(set_to_none=set_to_none)
 
 
 class ForwardHook:
@@ -145,12 +152,12 @@ class ForwardHook:
         return ForwardHook, ()
 
 
-class PreparedModel(TrainedModel):
+class PreparedModel(ModelInTraining):
     """A model that was passed to `Session.prepare`, and the replica that the strategy made."""
 
     def __init__(self, replica: Strategy, scheduler: Any, number: int, gate: SessionStep) -> None:
         """`number` counts the models from 0; `gate` is the step of the session."""
-        super().__init__(replica, number, gate.scale)
+        super().__init__(replica, number, gate.loss_scale)
         self.gate = gate
         self._aside: Grads | None = None  # sums over the previous micro-batches of this step
         self._carried: Grads | None = None  # sums of earlier backwards, of this step or an older batch
@@ -181,18 +188,18 @@ class PreparedModel(TrainedModel):
 
         def on_forward(module: nn.Module) -> None:
             if replica.in_lockstep:
-                gate.check_forward()
-            if module is replica.model and module.training and gate.merged and is_mode_dependent:
+                gate.check_forward_allowed()
+            if module is replica.model and module.training and gate.merged and depends_on_mode:
                 gate.notes.once(
                     "a model is evaluated in training mode, with dropout or batch statistics. Call model.eval()"
                 )
             elif module is replica.model and not module.training and has_rank_buffers:
-                gate.check_evaluation()
+                gate.check_merged_buffers()
 
-        is_mode_dependent = trains_otherwise(replica.model)
+        depends_on_mode = is_mode_dependent(replica.model)
         has_float_buffers = any(buffer.is_floating_point() for buffer in replica.model.buffers())
         has_rank_buffers = replica.virtual_ranks > 1 and has_float_buffers
-        if is_mode_dependent or has_rank_buffers or replica.in_lockstep:
+        if depends_on_mode or has_rank_buffers or replica.in_lockstep:
             replica.model.register_forward_pre_hook(ForwardHook(on_forward))
         gate.parts.append(self)
 
@@ -208,24 +215,24 @@ class PreparedModel(TrainedModel):
             UsageError: the strategy does not support it, or two optimizers train the same parameter.
         """
         if self.optimizers:
-            if self.replica.sharded or self.replica.host is not None:
+            if self.replica.sharded or self.replica.local_step_node is not None:
                 raise UsageError(code="one-optimizer-only")
             check_optimizer_parameters(self.replica.model, optimizer)
             trained_ids = {id(p) for opt in self.optimizers for p in opt.parameters}
             if any(id(p) in trained_ids for group in optimizer.param_groups for p in group["params"]):
                 raise UsageError(code="parameters-trained-twice")
-        prepared = PreparedOptimizer(self, optimizer, scheduler, len(self.gate.optimizers))
-        self.gate.optimizers += (id(optimizer),)
+        prepared = PreparedOptimizer(self, optimizer, scheduler, len(self.gate.optimizer_ids))
+        self.gate.optimizer_ids += (id(optimizer),)
         self.optimizers.append(prepared)
         return prepared
 
     def has_stepped(self, numbers: Sequence[int]) -> bool:
         return any(opt.number in numbers for opt in self.optimizers)
 
-    def rates(self) -> list[float]:
+    def learning_rates(self) -> list[float]:
         return [group["lr"] for opt in self.optimizers for group in opt.optimizer.param_groups]
 
-    def stepped(self) -> None:
+    def finish_step(self) -> None:
         """End a step. After the first one, check that the state can be saved."""
         self._summed = None
         if self._was_looked_at:
@@ -236,14 +243,14 @@ class PreparedModel(TrainedModel):
         if self._waiting_state or any(opt.groups for opt in self.optimizers):
             raise UsageError(code="parameter-groups-missing")
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step."""
-        self._at_begin = self.shown() if self._waiting else None
+        self._at_begin = self.current_gradients() if self._waiting else None
         self.replica.keep_buffers()
 
-    def open(self, wanted: bool, watched: bool) -> None:
+    def before_backward(self, wanted: bool, watched: bool) -> None:
         """Before a backward: its gradients are added to those that are put aside, or dropped if not `wanted`."""
-        grads = self.shown()
+        grads = self.current_gradients()
         first = next(filter(is_present, grads), None)
         self._check_foreign_backward()
         if first is not None:
@@ -264,7 +271,7 @@ class PreparedModel(TrainedModel):
         self._before = [(p.grad, _version(p.grad)) for p in self._parameters] if watched else None
 
     @property
-    def reached(self) -> bool:
+    def has_received_gradients(self) -> bool:
         """After a backward: whether any parameter got a gradient; True if the backward was not watched."""
         if self._before is None:
             return True
@@ -274,15 +281,15 @@ class PreparedModel(TrainedModel):
             grad is not None and (grad is not before or version != then) for (grad, version), (before, then) in pairs
         )
 
-    def close(self, reached: bool) -> None:
+    def after_backward(self, reached: bool) -> None:
         """After a backward, except the last of the step. If it has not `reached` the model, .grad does not change."""
-        grads = self.shown()
+        grads = self.current_gradients()
         self._aside = grads if any(map(is_present, grads)) else None
         self._put(None)
         if not reached:
-            self.drop()
+            self.discard_backward()
 
-    def drop(self) -> None:
+    def discard_backward(self) -> None:
         """After a backward without gradients for this model: restore the gradients before it."""
         self._put(self._carried)
         self._carried = None
@@ -304,10 +311,12 @@ class PreparedModel(TrainedModel):
     def run_hooks(self, *, after_accumulation: bool) -> None:
         if self._hooked:
             super().run_hooks(after_accumulation=after_accumulation)
-        if after_accumulation and not self._is_plain:  # the last that happens to gradients before the loop sees them
-            grads = self.shown()
+        if (
+            after_accumulation and not self._is_single_rank_step
+        ):  # the last that happens to gradients before the loop sees them
+            grads = self.current_gradients()
             self._note_left(grads)
-            if self.replica.world.size > 1 and not (self.replica.sharded or self.replica.host is not None):
+            if self.replica.world.size > 1 and not (self.replica.sharded or self.replica.local_step_node is not None):
                 self._summed, self._versions = grads, _versions(grads)
 
     def hide_hooks(self, *, alone: bool, counted: bool = True) -> HiddenHooks:
@@ -319,14 +328,14 @@ class PreparedModel(TrainedModel):
             return super().hide_hooks(alone=alone, counted=counted)
         return []
 
-    def show_hooks(self, hidden: HiddenHooks) -> None:
+    def restore_hooks(self, hidden: HiddenHooks) -> None:
         if hidden:
-            super().show_hooks(hidden)
+            super().restore_hooks(hidden)
         self._last_grad.clear()
 
-    def note_gradients(self, shown: Grads | None = None) -> None:
-        if not self._is_plain:
-            self._note_left(self.shown() if shown is None else shown)
+    def remember_skipped_gradients(self, shown: Grads | None = None) -> None:
+        if not self._is_single_rank_step:
+            self._note_left(self.current_gradients() if shown is None else shown)
 
     def give_up(self) -> None:
         """End the step early: restore gradients and buffers."""
@@ -336,7 +345,7 @@ class PreparedModel(TrainedModel):
         super().give_up()
 
     @property
-    def has_aside(self) -> bool:
+    def has_pending_gradients(self) -> bool:
         """Whether gradients of this step wait for its last micro-batch."""
         return self._aside is not None
 
@@ -344,7 +353,7 @@ class PreparedModel(TrainedModel):
         """All tensors of its state, under names with `prefix`."""
         # gradients that the loop adds up over several batches
         gradients = self.replica.gradients() if self._waiting else ()
-        others = [shard for opt in self.optimizers[1:] for shard in hold_optimizer(self.replica.model, opt.optimizer)]
+        others = [shard for opt in self.optimizers[1:] for shard in optimizer_shards(self.replica.model, opt.optimizer)]
         gradient_shards = [replace(shard, name=f"{self.prefix}gradient/{shard.name}") for shard in gradients]
         return super().state() + [replace(shard, name=self.prefix + shard.name) for shard in others] + gradient_shards
 
@@ -354,32 +363,34 @@ class PreparedModel(TrainedModel):
         self.replica.load(source)
         for name, parameter in self.replica.model.named_parameters():
             if f"gradient/{name}" in source.names(f"gradient/{name}"):
-                parameter.grad = distribute_like(needed(source, f"gradient/{name}", parameter), like=parameter)
+                parameter.grad = distribute_like(
+                    read_matching_tensor(source, f"gradient/{name}", parameter), like=parameter
+                )
                 self._waiting = True
-        self._note_left(self.shown())
+        self._note_left(self.current_gradients())
         if not self.replica.sharded:
             trained = {id(p) for opt in self.optimizers for p in opt.parameters}
             for name, parameter in self.replica.model.named_parameters():
                 if id(parameter) not in trained and (state := saved_state(source, name)):
                     self._waiting_state[name] = state
 
-    def load_waiting(self, optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
+    def load_pending_optimizer_state(self, optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
         """Restore the state of a checkpoint for parameters that an optimizer trains from now on."""
         parameter_ids = {id(parameter) for parameter in parameters}
         named = {name: p for name, p in self.replica.model.named_parameters() if id(p) in parameter_ids}
         load_states(named, optimizer, {name: self._waiting_state.pop(name, {}) for name in named})
 
-    def numbers(self) -> dict[str, Any]:
+    def json_state(self) -> dict[str, Any]:
         """The rest of its state, as JSON: the state of its optimizers and schedulers without tensors."""
-        first, *others = (opt.numbers() for opt in self.optimizers)
+        first, *others = (opt.json_state() for opt in self.optimizers)
         frozen = [name for name, p in zip(self._names(), self._parameters, strict=True) if not p.requires_grad]
-        scale = self.scale.numbers() if self.scale else {}
+        scale = self.scale.json_state() if self.scale else {}
         return {**first, **({"others": others} if others else {}), **({"frozen": frozen} if frozen else {}), **scale}
 
-    def load_numbers(self, found: Mapping[str, Any], number: int = 0) -> None:
+    def load_json_state(self, found: Mapping[str, Any], number: int = 0) -> None:
         """Restore the result of `numbers` for one of its optimizers."""
         if self.scale is not None:
-            self.scale.take(found)
+            self.scale.load_json_state(found)
         frozen = {*found.get("frozen", ())}
         for name, parameter in zip(self._names(), self._parameters, strict=True):
             if name in frozen:  # the script froze it in a part that does not run again
@@ -387,18 +398,18 @@ class PreparedModel(TrainedModel):
         all_numbers = [found, *found.get("others", ())]
         if number >= len(all_numbers):
             raise UsageError(code="optimizer-too-many", saved=len(all_numbers))
-        self.optimizers[number].load_numbers(all_numbers[number])
+        self.optimizers[number].load_json_state(all_numbers[number])
 
     # called by its optimizers
 
-    def before_update(self, shown: Grads) -> None:
+    def before_update(self, gradients: Grads) -> None:
         """Before an update with these gradients: check that `s.backward` made them, and that ranks agree."""
         self._check_foreign_backward()
         self._updates += 1
         if self._summed is None:
             return
         changed: list[int] = []
-        if not all(map(is_, shown, self._summed)) or _versions(shown) != self._versions:
+        if not all(map(is_, gradients, self._summed)) or _versions(gradients) != self._versions:
             changed = self._changed_since()
         is_early = self._updates <= 2
         if is_early:  # also finds changes of p.grad.data, which do not change the version
@@ -411,25 +422,25 @@ class PreparedModel(TrainedModel):
         if indices or self._digests:
             self._digests = {i: _digest(self._parameters[i].grad) for i in indices}
             self._digest = hash(tuple(self._digests.items()))
-        if is_early and (differing := self.differing_gradients()):
-            raise report_on_one_rank(GRADIENTS.error(differing), self.replica.world)
+        if is_early and (differing := self.first_differing_gradient()):
+            raise report_on_one_rank(GRADIENT_CHANGES.make_error(differing), self.replica.world)
 
     def _changed_since(self) -> list[int]:
         """The numbers of the parameters whose gradients the loop has changed since the sum over ranks."""
         assert self._summed is not None
-        grads = self.shown()
+        grads = self.current_gradients()
         pairs = enumerate(zip(grads, _versions(grads), self._summed, self._versions, strict=True))
         return [i for i, (grad, version, before, then) in pairs if grad is not before or version != then]
 
-    def compared(self) -> tuple[int, ...]:
+    def values_to_compare(self) -> tuple[int, ...]:
         """Numbers that must be equal on all ranks in each step. `COMPARED` has their names.
 
         The number of hooks, the trained parameters, the gradients that the loop has changed, and the learning rates.
         """
         trained = hash(tuple(map(_requires_grad, self._parameters)))
-        return self.hooks, trained, self._digest, hash(tuple(map(float, self.rates())))
+        return self.hooks, trained, self._digest, hash(tuple(map(float, self.learning_rates())))
 
-    def differing_gradients(self) -> str:
+    def first_differing_gradient(self) -> str:
         """The first parameter whose changed gradient differs between ranks; empty if there is none (a collective)."""
         by_rank: list[dict[str, int]] = all_gather_object(
             {str(i): digest for i, digest in self._digests.items()}, self.replica.world
@@ -437,26 +448,26 @@ class PreparedModel(TrainedModel):
         differing = (i for digests in by_rank for i in digests if any(other.get(i) != digests[i] for other in by_rank))
         return next((self._names()[int(i)] for i in differing), "")
 
-    def shown(self) -> Grads:
+    def current_gradients(self) -> Grads:
         """The current gradients."""
         return [*map(_grad, self._parameters)]
 
-    def after_update(self, shown: Grads) -> None:
+    def after_update(self, gradients: Grads) -> None:
         """After an update. `shown`: the gradients before it, because a strategy may have released them."""
         if self._adds_to_used:
             self.gate.notes.once(
                 "optimizer.step() was called twice without zero_grad(): the gradients of older batches are added"
             )
-        if self.replica.sharded or self.replica.host is not None or self._changed:
-            self._put(shown)
+        if self.replica.sharded or self.replica.local_step_node is not None or self._changed:
+            self._put(gradients)
         # If later steps add to the gradients, a checkpoint contains them. After the first step this is not known yet.
         may_add = self._adds_to_used or self._updates == 1 or any(map(is_present, map(_grad, self._untrained())))
         self._waiting = may_add and not self.replica.sharded
-        first = next(filter(is_present, shown), None)
+        first = next(filter(is_present, gradients), None)
         if first is not None:
             self._used, self._used_version = weakref.ref(first), _version(first)
 
-    def cleared(self, *, set_to_none: bool) -> None:
+    def after_zero_grad(self, *, set_to_none: bool) -> None:
         """After an optimizer has cleared the gradients of its parameters, as torch does."""
         if self.replica.sharded:  # the optimizer has pieces of the parameters
             self.replica.model.zero_grad(set_to_none=set_to_none)
@@ -480,20 +491,24 @@ class PreparedModel(TrainedModel):
         """A module or parameter was added to `module`."""
         self.must_check = self.must_check or id(module) in self._modules
 
-    def check_added(self, group: Mapping[str, Any]) -> None:
+    def check_added_group(self, group: Mapping[str, Any]) -> None:
         """Raise UsageError if a group contains parameters of other models."""
         names = {id(parameter): name for name, parameter in self.replica.model.named_parameters()}
         if self.replica.sharded:
-            raise PARAMETERS.error("a group of parameters was added, and the strategy divides the optimizer's state")
+            raise PREPARED_PARAMETERS.make_error(
+                "a group of parameters was added, and the strategy divides the optimizer's state"
+            )
         for parameter in group["params"]:
             if id(parameter) in names and id(parameter) not in self._known:
-                raise PARAMETERS.error(
+                raise PREPARED_PARAMETERS.make_error(
                     f"optimizer.add_param_group was given {names[id(parameter)]}, which was frozen in s.prepare. Let "
                     "it require a gradient there, and freeze it after that"
                 )
             if id(parameter) not in names:
                 shape = tuple(parameter.shape)
-                raise PARAMETERS.error(f"optimizer.add_param_group was given a parameter of shape {shape} that is new")
+                raise PREPARED_PARAMETERS.make_error(
+                    f"optimizer.add_param_group was given a parameter of shape {shape} that is new"
+                )
 
     def check_parameters(self) -> None:
         """Raise UsageError if the model or its optimizers have other parameters than in `s.prepare`."""
@@ -503,33 +518,37 @@ class PreparedModel(TrainedModel):
         for name, parameter in model.named_parameters():
             is_new = parameter.requires_grad and id(parameter) not in self._known
             if is_new and not self.replica.in_lockstep:
-                raise PARAMETERS.error(f"{name} is new, or was frozen then")
+                raise PREPARED_PARAMETERS.make_error(f"{name} is new, or was frozen then")
         if self.replica.sharded:
             return
         parameter_ids = {id(parameter) for parameter in model.parameters()}
         for opt in self.optimizers:
             for parameter in opt.parameters:
                 if id(parameter) not in parameter_ids:
-                    raise PARAMETERS.error(f"optimizer {opt.number + 1} trains one of shape {tuple(parameter.shape)}")
+                    raise PREPARED_PARAMETERS.make_error(
+                        f"optimizer {opt.number + 1} trains one of shape {tuple(parameter.shape)}"
+                    )
 
     def _check_foreign_backward(self) -> None:
         if self._last_grad:
             parameter = self._last_grad.pop()
             named = self.replica.model.named_parameters()
             name = next((name for name, p in named if p is parameter), "of a model")
-            raise BACKWARD.error(f"loss.backward() or torch.autograd.backward() has reached parameter {name}")
+            raise GRADIENTS_FROM_BACKWARD.make_error(
+                f"loss.backward() or torch.autograd.backward() has reached parameter {name}"
+            )
 
-    def check_between(self) -> None:
+    def check_between_micro_batches(self) -> None:
         self._check_foreign_backward()
-        self._check_assigned(self.shown())
+        self._check_assigned(self.current_gradients())
 
     def _check_assigned(self, grads: Grads) -> None:
         """Raise UsageError for a gradient that does not come from a backward or a step of this session."""
-        if self._is_plain:
+        if self._is_single_rank_step:
             return
         for number, (grad, session_ref) in enumerate(zip(grads, self._left, strict=True)):
             if grad is not None and (session_ref is None or session_ref() is not grad):
-                raise BACKWARD.error(f"parameter {self._names()[number]} was given one by the loop")
+                raise GRADIENTS_FROM_BACKWARD.make_error(f"parameter {self._names()[number]} was given one by the loop")
 
     def _names(self) -> list[str]:
         names_by_id = {id(p): name for name, p in self.replica.model.named_parameters()}
@@ -538,11 +557,11 @@ class PreparedModel(TrainedModel):
     def _put(self, grads: Grads | None) -> None:
         for parameter, grad in zip(self._parameters, grads or [None] * len(self._parameters), strict=True):
             parameter.grad = grad
-        if grads is not None and not self._is_plain:
+        if grads is not None and not self._is_single_rank_step:
             self._note_left(grads)
 
     @property
-    def _is_plain(self) -> bool:
+    def _is_single_rank_step(self) -> bool:
         """Whether gradients equal those of a plain loop, also if the loop computes them with torch."""
         return self.replica.world.size == 1 and self.gate.phases.alone
 
@@ -562,7 +581,7 @@ def _held_back(scheduler: Any, gate: SessionStep) -> None:
     cls: Any = type(scheduler)
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return cls.step(self, *args, **kwargs) if gate.is_over else None
+        return cls.step(self, *args, **kwargs) if gate.is_final_micro_batch else None
 
     scheduler.__class__ = type(cls.__name__, (cls,), {"step": step, "__module__": cls.__module__})
 

@@ -31,23 +31,23 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.collectives.control import gather_tensors, raise_on_all_ranks, report_on_one_rank, sum_over_ranks
+from paceline.collectives.control import all_gather_tensors, raise_on_all_ranks, report_on_one_rank, sum_over_ranks
 from paceline.config.strategies import StrategyName
 from paceline.data.loader import Loading
 from paceline.data.plan import LastBatch
 from paceline.errors import UsageError
-from paceline.seeding import preserved_streams
+from paceline.seeding import preserve_generator_states
 from paceline.sessions.arguments import SessionConfig, checks_arguments
 from paceline.sessions.construction import OptimizerLike, SchedulerLike, make_loader, prepare_model, prepare_optimizer
-from paceline.sessions.lifecycle import UNSEEDED, SessionRun, install, open_sessions
+from paceline.sessions.lifecycle import MIN_RANDOM_SEED, SessionRun, install_exit_hooks, open_sessions
 from paceline.sessions.loader import Loader
 from paceline.sessions.loop import EvaluationLoop, TrainingLoop
-from paceline.sessions.observer import Apply, current_observer
+from paceline.sessions.observer import ApplyStrategy, current_observer
 from paceline.sessions.prepared import PreparedModel
 from paceline.sessions.state import SessionState
 from paceline.stepping.micro_step import Reduction
 from paceline.strategies import STRATEGIES
-from paceline.train.metrics import compute_over_ranks, gathered_order, sort_rows
+from paceline.train.metrics import compute_over_ranks, sort_rows, virtual_rank_order
 from paceline.train.weights import save
 
 
@@ -62,7 +62,10 @@ class Session:
         self._loop = TrainingLoop(config, self._run, self._state)
         self._steps = self._loop.step
         self._evaluation = EvaluationLoop(self._run, self._state, self._steps, self._loop.checks)
-        self.explained, self.note_exit = self._steps.explained, self._loop.note_exit  # for the hooks of `install`
+        self.explained, self.note_exit = (
+            self._steps.explain_gradient_error,
+            self._loop.note_exit,
+        )  # for the hooks of `install`
         open_sessions.append(self)
 
     @property
@@ -93,7 +96,7 @@ class Session:
     @property
     def last(self) -> bool:
         """Whether this is the last micro-batch of the step on this rank, for actions once per step."""
-        return self._steps.is_over
+        return self._steps.is_final_micro_batch
 
     @property
     def samples(self) -> int:
@@ -142,7 +145,9 @@ class Session:
         else:
             self._check_seed()
             factory = STRATEGIES[self._config.strategy]
-            apply: Apply = partial(factory, virtual_ranks=self._run.virtual_ranks, **self._config.strategy_options)
+            apply: ApplyStrategy = partial(
+                factory, virtual_ranks=self._run.virtual_ranks, **self._config.strategy_options
+            )
             if self._observer is not None:
                 apply = self._observer.wrap_strategy(self._config.strategy, apply)
             number = len(self._state.models)
@@ -150,14 +155,14 @@ class Session:
             part = prepare_model(model, optimizer, scheduler, apply, self.world, number, self._steps, precision)
             self._state.add_model(part)
             if self._observer is not None:
-                self._observer.parts = self._state.models
+                self._observer.models = self._state.models
             prepared = part.optimizers[0]
         result = (part.replica.module, prepared.optimizer)
         return result if prepared.scheduler is None else (*result, prepared.scheduler)
 
     def _check_seed(self) -> None:
-        is_unseeded = self._config.seed is None and torch.initial_seed() >= UNSEEDED
-        if self._config.exact and is_unseeded and self._progress.origin is None:
+        is_unseeded = self._config.seed is None and torch.initial_seed() >= MIN_RANDOM_SEED
+        if self._config.is_exact and is_unseeded and self._progress.origin is None:
             self._state.notes.once(
                 "the session has no seed, and torch was not seeded: the initial weights, and so the digest, differ "
                 "between runs. Set session(seed=...), or call torch.manual_seed before the model is created"
@@ -320,7 +325,7 @@ class Session:
             The known ones of samples_per_second, tokens_per_second, flops_per_second and mfu (docs/speed.md). Empty in
             the first steps, and under `paceline verify`.
         """
-        return {} if self._observer is not None else self._progress.use.speed(self._progress.throughput.recent())
+        return {} if self._observer is not None else self._progress.use.speed(self._progress.throughput.recent_rate())
 
     def weights(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """The state dict of the whole model, with buffers merged over virtual ranks (a collective)."""
@@ -356,7 +361,7 @@ class Session:
 
     def sum(self, *numbers: float | Tensor) -> Any:
         """The sum of a number over all ranks, as a float. For several numbers, a tuple of sums (a collective)."""
-        moment = self._checked_moment()
+        moment = self._check_collective_position()
         values = [float(number) for number in numbers]
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         sums: list[float] = sum_over_ranks(tensor, "numbers of the loop", where=moment).tolist()
@@ -381,24 +386,24 @@ class Session:
 
         In an evaluation loop, for one value per sample of the batch, the result is in the order of the batch.
         """
-        moment = self._checked_moment()
+        moment = self._check_collective_position()
         values = values.detach()
         with raise_on_all_ranks(self.world):
             if values.ndim == 0:
                 raise UsageError(code="gather-of-number")
-        parts: list[Tensor] = gather_tensors(values, self.world, "tensors of the loop", where=moment)
+        parts: list[Tensor] = all_gather_tensors(values, self.world, "tensors of the loop", where=moment)
         shapes = [([*part.shape], str(part.dtype)) for part in parts]
         if len({(tuple(shape[1:]), dtype) for shape, dtype in shapes}) > 1:
             raise report_on_one_rank(UsageError(code="gather-shapes-differ", shapes=shapes), self.world)
-        return sort_rows(parts, gathered_order(self._evaluation.samples, self.size))
+        return sort_rows(parts, virtual_rank_order(self._evaluation.samples, self.size))
 
-    def _checked_moment(self) -> tuple[int, ...]:
+    def _check_collective_position(self) -> tuple[int, ...]:
         """The position of the loop. Raises UsageError in the body of a loop that some ranks do not run."""
         samples = self._evaluation.samples
         if 0 < samples < self.size:
             raise UsageError(code="collective-in-evaluation", samples=samples, ranks=self.size)
-        self._loop.check_collective()
-        return self._loop.moment
+        self._loop.check_collective_allowed()
+        return self._loop.collective_position
 
     def compute(self, metric: Any) -> Any:
         """Compute a torchmetrics object or collection from the states of all ranks (a collective).
@@ -412,7 +417,7 @@ class Session:
         Raises:
             UsageError: for any other object, and if no rank has updated it.
         """
-        return compute_over_ranks(metric, self.world, self._loop.moment)
+        return compute_over_ranks(metric, self.world, self._loop.collective_position)
 
     def main(self, act: Callable[..., Any], *arguments: Any) -> Any:
         """Call `act` on rank 0 while the other ranks wait (a collective).
@@ -516,14 +521,14 @@ def session(
         if open_sessions[-1].size > 1:
             raise UsageError(code="session-open")
         open_sessions[-1].close()  # a notebook runs a cell again
-    install()
+    install_exit_hooks()
     if (observer := current_observer()) is not None:
         run_dir, arguments = None, {**arguments, **observer.options}
-    with preserved_streams():  # packages that are imported here may draw from them
+    with preserve_generator_states():  # packages that are imported here may draw from them
         new_session = Session(SessionConfig(run_dir, **arguments))
     if seed is not None:  # so that the script draws the same numbers in each run and on each rank
         torch.manual_seed(seed)
         random.seed(seed)
         numpy.random.seed(seed % 2**32)
-    install()  # again, because torch has installed its hook before ours, which delays output
+    install_exit_hooks()  # again, because torch has installed its hook before ours, which delays output
     return new_session

@@ -11,14 +11,14 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 from paceline.errors import PacelineError, UsageError
 from paceline.sessions.observer import Observer
 from paceline.stepping.step import Step
-from paceline.stepping.trained_model import LossScale, TrainedModel
+from paceline.stepping.trained_model import LossScale, ModelInTraining
 
-POSITION = ("phase", "epoch", "pass", "passes", "batch")  # names in checkpoints of the fields of LoopPosition
-NO_GRADIENT = (AttributeError, TypeError, RuntimeError)  # errors of code that reads None from .grad
-CLIPPING = "torch/nn/utils/clip_grad.py"  # its error for a None gradient does not contain "NoneType"
+POSITION_KEYS = ("phase", "epoch", "pass", "passes", "batch")  # names in checkpoints of the fields of LoopPosition
+NO_GRADIENT_ERRORS = (AttributeError, TypeError, RuntimeError)  # errors of code that reads None from .grad
+CLIP_GRAD_FILE = "torch/nn/utils/clip_grad.py"  # its error for a None gradient does not contain "NoneType"
 
 
-class Notes:
+class NotePrinter:
     """Prints each note once."""
 
     def __init__(self, say: Callable[[str], None] = print) -> None:
@@ -31,7 +31,7 @@ class Notes:
             self._say(f"NOTE: {text}")
 
 
-def trains_otherwise(model: nn.Module) -> bool:
+def is_mode_dependent(model: nn.Module) -> bool:
     """Whether the model has modules that differ between training and eval mode."""
     return any(isinstance(module, (_BatchNorm, _DropoutNd)) for module in model.modules())
 
@@ -40,15 +40,15 @@ def trains_otherwise(model: nn.Module) -> bool:
 class LoopPosition:
     """The position of a custom loop in its data. All numbers count from 0."""
 
-    phase: int = 0  # the call of s.epochs
+    epochs_call: int = 0  # the call of s.epochs
     epoch: int = 0  # in this call
-    epoch_loop: int = 0  # the loop over data, in this epoch
-    loop: int = 0  # the loop over data, in the run
+    loop_in_epoch: int = 0  # the loop over data, in this epoch
+    loop_in_run: int = 0  # the loop over data, in the run
     batch: int = 0  # the global batch, in this loop
 
     def state_dict(self) -> dict[str, int]:
         """The position in a checkpoint."""
-        return dict(zip(POSITION, astuple(self), strict=True))
+        return dict(zip(POSITION_KEYS, astuple(self), strict=True))
 
     def __str__(self) -> str:
         """The position, for messages."""
@@ -60,43 +60,43 @@ class SessionStep(Step):
 
     merged = False
     """whether models have the buffers of all virtual ranks"""
-    notes = Notes()
-    optimizers: tuple[int, ...] = ()
+    notes = NotePrinter()
+    optimizer_ids: tuple[int, ...] = ()
     """ids of the prepared optimizers"""
-    scale: LossScale | None = None
+    loss_scale: LossScale | None = None
     """of the losses, with precision fp16"""
     saves = False
     """whether the session writes checkpoints"""
     observer: Observer | None = None
 
     @property
-    def is_over(self) -> bool:
+    def is_final_micro_batch(self) -> bool:
         """Whether this is the last micro-batch of the last pass."""
         return self.micro_step is None or self.phases.is_final(self.micro_step)
 
     @property
-    def untouched(self) -> bool:
+    def is_untouched(self) -> bool:
         """Whether this rank has not yet computed anything of the step that other ranks may need."""
-        return self._first is None and (self.micro_step is None or self.micro_step.done == (0, ()))
+        return self._first is None and (self.micro_step is None or self.micro_step.completed_calls == (0, ()))
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete_after_body(self) -> bool:
         """Whether the current micro-batch is the last one, with the same backwards as the others of the step."""
         micro_step, usual = self.micro_step, self._usual
-        if micro_step is None or micro_step.has_failed or not self.is_over:
+        if micro_step is None or micro_step.has_failed or not self.is_final_micro_batch:
             return False
-        return bool(micro_step.weights) and usual in (None, micro_step.done)
+        return bool(micro_step.weights) and usual in (None, micro_step.completed_calls)
 
-    def may_update(self, part: TrainedModel, optimizer: int) -> bool:
+    def may_update(self, part: ModelInTraining, optimizer: int) -> bool:
         """Whether `step()` of the optimizer with this number updates the model now."""
         micro_step = self.micro_step
         if micro_step is None:
             return True
-        micro_step.stepped.append(optimizer)
+        micro_step.stepped_optimizers.append(optimizer)
         micro_step.has_stepped = True
         if not self.phases.alone:
             self.phases.keep_buffers(micro_step)
-            if not (micro_step.is_last and self.phases.counts(micro_step)):
+            if not (micro_step.is_last and self.phases.is_current_phase(micro_step)):
                 return False
         if self.is_skipped:
             return False
@@ -105,30 +105,30 @@ class SessionStep(Step):
         self.begin_update()
         return True
 
-    def check_only_loop(self) -> None:
+    def check_no_nested_loop(self) -> None:
         """Raise UsageError if a training loop begins in the body of a training loop."""
         if self.micro_step is not None:
             raise UsageError(code="two-loops-at-once")
 
-    def check_evaluation(self) -> None:
+    def check_merged_buffers(self) -> None:
         """Raise UsageError if a model is evaluated with the buffers of one virtual rank."""
         if not self.merged and self.micro_step is None:
             raise UsageError(code="evaluated-with-buffers-of-one")
 
-    def check_forward(self) -> None:
+    def check_forward_allowed(self) -> None:
         """Raise UsageError if not all ranks may call a model whose forward is a collective."""
         if not self.merged and self.micro_step is None:
             raise UsageError(code="sharded-model-outside-loop")
 
-    def check_evaluated(self, samples: int, ranks: int) -> None:
+    def check_enough_evaluation_samples(self, samples: int, ranks: int) -> None:
         """Raise UsageError if a rank without samples would not call a model whose forward is a collective."""
         if samples < ranks and any(part.replica.in_lockstep for part in self.parts):
             raise UsageError(code="too-few-samples-to-evaluate", samples=samples, ranks=ranks)
 
-    def explained(self, error: BaseException | None) -> UsageError | None:
+    def explain_gradient_error(self, error: BaseException | None) -> UsageError | None:
         """An explanation of an error that comes from sharded gradients, or from .grad before the last micro-batch."""
         micro_step = self.micro_step
-        if not isinstance(error, NO_GRADIENT) or isinstance(error, PacelineError):
+        if not isinstance(error, NO_GRADIENT_ERRORS) or isinstance(error, PacelineError):
             return None
         text, trace = f"{type(error).__name__}: {error}.", error.__traceback__
         if "mixed torch.Tensor and DTensor" in str(error):
@@ -137,6 +137,6 @@ class SessionStep(Step):
         if not is_early or any(part.has_gradients for part in self.parts):
             return None
         files = [frame.filename for frame in traceback.extract_tb(trace)]
-        if "NoneType" not in str(error) and not any(file.endswith(CLIPPING) for file in files):
+        if "NoneType" not in str(error) and not any(file.endswith(CLIP_GRAD_FILE) for file in files):
             return None
         return UsageError(code="gradient-not-complete", error=text).with_traceback(trace)

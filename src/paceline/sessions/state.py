@@ -10,23 +10,29 @@ from urllib.parse import quote
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.checkpoint.shards import layout
+from paceline.checkpoint.shards import make_shard_layout
 from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
 from paceline.errors import UsageError
 from paceline.rank.world import World
-from paceline.sessions.containers import Generator, TensorContainer, instances, storages, tensors_of
+from paceline.sessions.containers import (
+    GeneratorStateAdapter,
+    TensorContainer,
+    instances,
+    storage_addresses,
+    tensors_of,
+)
 from paceline.sessions.lifecycle import SessionRun
 from paceline.sessions.loader import Loader
-from paceline.sessions.order import GENERATORS
+from paceline.sessions.order import RANDOM_GENERATOR_TYPES
 from paceline.sessions.prepared import PreparedModel, PreparedOptimizer
-from paceline.sessions.session_step import Notes
+from paceline.sessions.session_step import NotePrinter
 from paceline.sessions.sharded_tensors import is_dtensor, local_shard
-from paceline.sessions.unsaved import UnsavedState
+from paceline.sessions.unsaved import UnsavedStateSearch
 from paceline.train.consistency import check_replicas
-from paceline.train.numbers import as_json, from_json
+from paceline.train.json_values import as_json, from_json
 
-TENSOR = "tensor of the state"
+TENSOR_KEY = "tensor of the state"
 
 
 class SessionState:
@@ -34,7 +40,7 @@ class SessionState:
 
     def __init__(self, run: SessionRun) -> None:
         self._world, self._origin, saved = run.world, run.progress.origin, run.loop_state
-        self.notes, self.saves = Notes(run.progress.say), run.progress.place is not None
+        self.notes, self.saves = NotePrinter(run.progress.say), run.progress.place is not None
         """The notes for the user; whether the run writes checkpoints."""
         self.values: dict[str, Any] = dict(saved.get("saved", {}))
         """`Session.saved`."""
@@ -47,7 +53,7 @@ class SessionState:
         self._saved_objects: dict[str, Any] = dict(saved.get("registered", {}))
         self._loaders: list[Loader] = []  # created before the first step, in order
         self._saved_loaders: dict[str, dict[str, Any]] = dict(saved.get("loaders", {}))  # states of samplers by number
-        self.unsaved = UnsavedState(self.notes.once)
+        self.unsaved = UnsavedStateSearch(self.notes.once)
         """The search for state that no checkpoint contains."""
         self.is_damaged = False
         """Whether the state must not be saved, because an update was wrong or a part of the state is missing."""
@@ -62,17 +68,17 @@ class SessionState:
             with raise_on_all_ranks(self._world):
                 if part.number >= len(self.saved_models):
                     saved = len(self.saved_models)
-                    raise UsageError(code="model-too-many", where=self._origin.where, saved=saved)
+                    raise UsageError(code="model-too-many", where=self._origin.location_text, saved=saved)
                 part.load(self._origin.source)
-                part.load_numbers(self.saved_models[part.number])
+                part.load_json_state(self.saved_models[part.number])
         self.models.append(part)
 
     def add_optimizer(self, part: PreparedModel, prepared: PreparedOptimizer) -> None:
         """Restore the last optimizer of a model that was added before (a collective)."""
         if self._origin is not None:
             with raise_on_all_ranks(self._world):
-                part.load_waiting(prepared.optimizer, prepared.parameters)
-                part.load_numbers(self.saved_models[part.number], len(part.optimizers) - 1)
+                part.load_pending_optimizer_state(prepared.optimizer, prepared.parameters)
+                part.load_json_state(self.saved_models[part.number], len(part.optimizers) - 1)
 
     def register(self, name: str, thing: Any, *, saved: bool) -> None:
         """See `Session.register` (a collective if `saved`)."""
@@ -85,7 +91,7 @@ class SessionState:
             self._registered[name] = registered = self._with_state(name, thing)
             if self._origin is not None:
                 if name not in self._saved_objects:
-                    where, known = self._origin.where, ", ".join(self._saved_objects) or "none"
+                    where, known = self._origin.location_text, ", ".join(self._saved_objects) or "none"
                     raise UsageError(code="register-not-in-checkpoint", name=name, where=where, known=known)
                 registered.load_state_dict(_joined(from_json(self._saved_objects[name]), self._origin.source))
 
@@ -97,10 +103,10 @@ class SessionState:
             raise UsageError(code="register-scheduler", name=name)
         methods = ("state_dict", "load_state_dict")
         missing = [method for method in methods if not callable(getattr(thing, method, None))]
-        if missing and isinstance(thing, GENERATORS):
-            thing = Generator(thing)
+        if missing and isinstance(thing, RANDOM_GENERATOR_TYPES):
+            thing = GeneratorStateAdapter(thing)
         elif missing and isinstance(thing, (dict, list)):
-            model_storages = storages(tensors_of(part.replica.model for part in self.models))
+            model_storages = storage_addresses(tensors_of(part.replica.model for part in self.models))
             thing = TensorContainer(thing, name, self._world.device, model_storages)  # pyright: ignore[reportUnknownArgumentType]
         elif missing:
             raise UsageError(code="register-no-state", name=name, kind=type(thing).__name__, method=missing[0])
@@ -110,10 +116,10 @@ class SessionState:
     def add_loader(self, loader: Loader) -> None:
         """Add a loader, in the same order in each start of the script."""
         if (state := self._saved_loaders.get(str(len(self._loaders)))) is not None:
-            loader.put_back_sampler(state)
+            loader.restore_sampler(state)
         self._loaders.append(loader)
 
-    def check(self) -> None:
+    def check_saveable(self) -> None:
         """Check at the first step that a checkpoint can store the state.
 
         Raises:
@@ -122,12 +128,12 @@ class SessionState:
         if lost := [name for name in self._saved_objects if name not in self._registered]:
             raise UsageError(code="register-lost", names=", ".join(lost), first=lost[0])
         for part in self.models:
-            part.numbers()
+            part.json_state()
         if self.saves:
-            self.search()
+            self.search_unsaved_state()
             self._check_schedulers()
             for part in self.models:
-                layout(part.state())
+                make_shard_layout(part.state())
 
     def _check_schedulers(self) -> None:
         """Raise UsageError for a learning rate scheduler that no checkpoint has."""
@@ -146,7 +152,7 @@ class SessionState:
         if has_unknown() and (gc.collect() or True) and has_unknown():  # the first may be garbage
             raise UsageError(code="scheduler-not-prepared")
 
-    def search(self, *, again: bool = False) -> None:
+    def search_unsaved_state(self, *, only_known_containers: bool = False) -> None:
         """Search for state that would be lost. `again`: only in the containers of the last search.
 
         Raises:
@@ -155,29 +161,29 @@ class SessionState:
         models = [part.replica.model for part in self.models]
         optimizers = [prepared.optimizer for part in self.models for prepared in part.optimizers]
         try:
-            is_done = self.unsaved.search(models, optimizers, self._known(), again)
+            is_done = self.unsaved.search(models, optimizers, self._known(), only_known_containers)
             for name, obj in self._registered.items() if is_done else ():
-                if isinstance(obj, TensorContainer) and obj.is_left:
+                if isinstance(obj, TensorContainer) and obj.is_unreferenced:
                     raise UsageError(code="registered-replaced", name=name, kind=type(obj.thing).__name__)
         except UsageError:
             self.is_damaged = True
             raise
 
     def _known(self) -> list[Any]:
-        adapters = (TensorContainer, Generator)
+        adapters = (TensorContainer, GeneratorStateAdapter)
         return self._not_saved + [obj.thing if isinstance(obj, adapters) else obj for obj in self._registered.values()]
 
     def compare_replicas(self, step: int) -> None:
         """Compare the models of all ranks bit by bit (a collective). `step`: the number of steps so far."""
-        if self._world.size > 1 and self.models and step and self.models[0].replica.host is None:
+        if self._world.size > 1 and self.models and step and self.models[0].replica.local_step_node is None:
             shards = [shard for part in self.models for shard in part.state()]
             check_replicas(shards, self._world, step, [part.replica.optimizer for part in self.models])
 
-    def tensors(self) -> list[TensorShard]:
+    def registered_tensors(self) -> list[TensorShard]:
         """The tensors of the registered objects."""
         return [shard for name, obj in self._registered.items() for shard in _split(obj.state_dict(), name)[1]]
 
-    def numbers(self, current: Loader | None, world: World | None) -> dict[str, Any]:
+    def json_state(self, current: Loader | None, world: World | None) -> dict[str, Any]:
         """The state without tensors, as JSON. `current`: the loader of the current loop, whose position is not in it.
 
         With a `world` it is a collective. Without, values that cannot be saved are omitted.
@@ -185,7 +191,7 @@ class SessionState:
         Raises:
             UsageError: a value cannot be saved, or registered objects differ between ranks.
         """
-        parts, saved = [part.numbers() for part in self.models], json_copy(self.values, strict=world is not None)
+        parts, saved = [part.json_state() for part in self.models], json_copy(self.values, strict=world is not None)
         states = {name: _split(obj.state_dict(), name)[0] for name, obj in self._registered.items()}
         if world is not None and states:
             by_rank = all_gather_object(states, world)
@@ -203,7 +209,7 @@ def _split(state: Any, name: str) -> tuple[Any, list[TensorShard]]:
     def without_tensors(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
             shards.extend(_held(path, value.detach()))
-            return {TENSOR: path}
+            return {TENSOR_KEY: path}
         if isinstance(value, Mapping):
             return {key: without_tensors(part, f"{path}/{quote(str(key), safe='')}") for key, part in value.items()}
         if isinstance(value, (list, tuple)):
@@ -225,8 +231,8 @@ def _held(path: str, tensor: Any) -> list[TensorShard]:
 
 def _joined(value: Any, source: Source) -> Any:
     if isinstance(value, Mapping):
-        if TENSOR in value:
-            tensor = source.tensor(value[TENSOR])
+        if TENSOR_KEY in value:
+            tensor = source.tensor(value[TENSOR_KEY])
             assert tensor is not None
             return tensor
         return {key: _joined(part, source) for key, part in value.items()}

@@ -19,45 +19,54 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from paceline.rank.sites import LIBRARY, USER, owner
-from paceline.sessions.assumptions import STATE
-from paceline.sessions.containers import elements_of, instances, is_plain, storage, storages, tensors_of
+from paceline.rank.sites import LIBRARY, USER, code_owner
+from paceline.sessions.assumptions import COMPLETE_STATE
+from paceline.sessions.containers import (
+    elements_of,
+    instances,
+    owns_storage,
+    storage_address,
+    storage_addresses,
+    tensors_of,
+)
 from paceline.sessions.sharded_tensors import local_shard
 from paceline.train.consistency import checksum
 
-DEPTH = 3  # of nested objects and containers, from a name in the user's code
+MAX_SEARCH_DEPTH = 3  # of nested objects and containers, from a name in the user's code
 MOST_PARTS, MOST_OBJECTS = 1000, 20_000  # that are searched: in one container, and in total
-FIRST_STEPS = 2
+ALWAYS_SEARCHED_STEPS = 2
 Shapes = list[tuple[tuple[int, ...], bool]]
 
 
 @dataclass
-class _Seen:
+class _SeenContainer:
     container: Any
     sums: list[int]
-    is_late: bool  # it was created during the training
+    is_created_in_training: bool  # it was created during the training
     is_new: bool = True  # it was found in one search only
 
 
-class UnsavedState:
+class UnsavedStateSearch:
     """The search for state of the training that no checkpoint contains, such as averages of a model."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         """`say` prints a note."""
         self._say = say
         self._modules: dict[int, tuple[Any, Any]] = {}  # by id: a weak reference and the fingerprint
-        self._containers: dict[int, _Seen] = {}  # that the last search has found
+        self._containers: dict[int, _SeenContainer] = {}  # that the last search has found
         self._step, self._last_look = 0, -1
         self._searches, self._next_search, self._has_warned = 0, 0.0, False
 
-    def step_ended(self) -> bool:
+    def after_step(self) -> bool:
         """Release containers that the loop no longer has. Returns whether to search `again`."""
         self._step += 1
         for key in [key for key, entry in self._containers.items() if sys.getrefcount(entry.container) <= 2]:
             del self._containers[key]
-        return self._step <= FIRST_STEPS or any(entry.is_new for entry in self._containers.values())
+        return self._step <= ALWAYS_SEARCHED_STEPS or any(entry.is_new for entry in self._containers.values())
 
-    def search(self, models: list[nn.Module], optimizers: list[Optimizer], known: list[Any], again: bool) -> bool:
+    def search(
+        self, models: list[nn.Module], optimizers: list[Optimizer], known: list[Any], only_known_containers: bool
+    ) -> bool:
         """Search at the first step and at checkpoints, in at most 1 % of the time, or check containers `again`.
 
         Returns:
@@ -68,15 +77,15 @@ class UnsavedState:
                 the `models` nor in a `known` object.
         """
         began = time.perf_counter()
-        if not again:
+        if not only_known_containers:
             if self._searches > 4 and began < self._next_search:
                 return False
             self._searches += 1
             self._search_modules(models, known)
-        self._search_containers(models, optimizers, known, again)
+        self._search_containers(models, optimizers, known, only_known_containers)
         spent = time.perf_counter() - began
-        self._next_search = (self._next_search if again else began + spent) + 100 * spent
-        return not again
+        self._next_search = (self._next_search if only_known_containers else began + spent) + 100 * spent
+        return not only_known_containers
 
     def _search_modules(self, roots: list[nn.Module], known: list[Any]) -> None:
         objects = [obj for obj in (*roots, *known) if isinstance(obj, nn.Module)]
@@ -87,10 +96,12 @@ class UnsavedState:
             fingerprint, previous = _fingerprint(other), self._modules.get(id(other))
             if previous is not None and previous[0]() is other:
                 if fingerprint and previous[1] != fingerprint:
-                    raise STATE.error(f"a module that is not in a prepared model, {_outermost(other, others)},")
+                    raise COMPLETE_STATE.make_error(
+                        f"a module that is not in a prepared model, {_outermost(other, others)},"
+                    )
             elif self._searches > 1:
                 if isinstance(other, AveragedModel) and int(other.n_averaged):
-                    raise STATE.error("an AveragedModel")
+                    raise COMPLETE_STATE.make_error("an AveragedModel")
                 if any(type(other) is type(root) and other is not root for root in roots) and not self._has_warned:
                     self._has_warned = True
                     self._say(
@@ -106,30 +117,32 @@ class UnsavedState:
         if self._last_look == self._step:
             return
         self._last_look = self._step
-        known_storages = storages([*tensors_of(models), *(p.grad for model in models for p in model.parameters())])
+        known_storages = storage_addresses(
+            [*tensors_of(models), *(p.grad for model in models for p in model.parameters())]
+        )
         states = [state for optimizer in optimizers for state in optimizer.state.values()]
-        known_storages |= storages(value for state in states for value in state.values())
+        known_storages |= storage_addresses(value for state in states for value in state.values())
         candidates = [
             shapes for model in models for shapes in _shapes_of(model) if len(shapes) > 1 or any(shapes[0][0])
         ]
         skip = {id(value) for _, value in _walk([("", root) for root in (*optimizers, *known)])}
-        containers: dict[int, _Seen] = {}
+        containers: dict[int, _SeenContainer] = {}
         for name, value in _walk(_names(sys._getframe()), skip):  # pyright: ignore[reportPrivateUsage]
             previous = self._containers.get(id(value))
             if previous is None and again and self._step > 1:
                 continue
             tensors = _tensors(value, max(map(len, candidates), default=0))
-            tensors = [tensor for tensor in tensors if storage(tensor) not in known_storages]
+            tensors = [tensor for tensor in tensors if storage_address(tensor) not in known_storages]
             if not tensors or _shapes(tensors) not in candidates:
                 continue
             sums = [int(checksum(local_shard(tensor))) for tensor in tensors]
             kind = type(value).__name__
             if previous is None:
-                containers[id(value)] = _Seen(value, sums, is_late=self._step > 0)
+                containers[id(value)] = _SeenContainer(value, sums, is_created_in_training=self._step > 0)
                 continue
             if previous.sums != sums:
-                raise STATE.error(f"a {kind} of tensors, {name},")
-            if previous.is_new and previous.is_late:
+                raise COMPLETE_STATE.make_error(f"a {kind} of tensors, {name},")
+            if previous.is_new and previous.is_created_in_training:
                 self._say(
                     f"the loop created a {kind} of tensors, {name}: no checkpoint has it, and it is missing after a "
                     "resume. To save it, put it into a dict that is registered with s.register before the loop"
@@ -141,7 +154,7 @@ class UnsavedState:
 def _names(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
     """The variables of the user's running functions, and the globals of their modules."""
     while frame is not None:
-        if owner(frame.f_code.co_filename) is USER:
+        if code_owner(frame.f_code.co_filename) is USER:
             variables: Any = frame.f_locals
             names = [*variables.items()]
             # before Python 3.13 it is a copy that the frame would keep, with objects such as a loss and its graph. It
@@ -165,7 +178,7 @@ def _walk(roots: Iterable[tuple[str, Any]], skip: Iterable[int] = ()) -> Iterato
             continue
         seen_ids.add(id(value))
         yield name, value
-        if depth < DEPTH and len(queue) < MOST_OBJECTS:
+        if depth < MAX_SEARCH_DEPTH and len(queue) < MOST_OBJECTS:
             queue += [(*part, depth + 1) for part in _parts(name, value)]
 
 
@@ -191,7 +204,7 @@ def _is_users_file(module: str) -> bool:
     if module == "__main__":
         return True
     file = getattr(sys.modules.get(module), "__file__", None)
-    return file is not None and owner(file) in (USER, LIBRARY)
+    return file is not None and code_owner(file) in (USER, LIBRARY)
 
 
 def _tensors(container: Any, limit: int) -> list[Tensor]:
@@ -199,7 +212,7 @@ def _tensors(container: Any, limit: int) -> list[Tensor]:
     parts = elements_of(container)
     tensors: list[Tensor] = []
     for part in parts if len([*parts]) <= MOST_PARTS + limit else ():
-        tensors += filter(is_plain, elements_of(part) or [part])
+        tensors += filter(owns_storage, elements_of(part) or [part])
         if len(tensors) > 4 * limit:
             return []
     return tensors

@@ -55,7 +55,7 @@ def hide_hooks(parameters: Iterable[nn.Parameter]) -> HiddenHooks:
     return hidden
 
 
-def show_hooks(hidden: HiddenHooks) -> None:
+def restore_hooks(hidden: HiddenHooks) -> None:
     """Restore them."""
     for parameter, before, after in hidden:
         if before:
@@ -65,7 +65,9 @@ def show_hooks(hidden: HiddenHooks) -> None:
 
 
 def _taken(hooks: Any) -> Hooks:
-    user_hooks = {number: hook for number, hook in (hooks or {}).items() if not (_is_ours(hook) or _is_joint(hook))}
+    user_hooks = {
+        number: hook for number, hook in (hooks or {}).items() if not (_is_framework_hook(hook) or _is_joint(hook))
+    }
     for number in user_hooks:
         del hooks[number]
     return user_hooks
@@ -81,38 +83,38 @@ def _is_joint(hook: Any) -> bool:
     return code is not None and code.co_filename == register_multi_grad_hook.__code__.co_filename
 
 
-def _is_ours(hook: Any) -> bool:
+def _is_framework_hook(hook: Any) -> bool:
     """Whether a hook belongs to paceline or torch: those of a reducer, of FSDP, and of dummy batches."""
     module = getattr(hook, "__module__", None) or type(getattr(hook, "__self__", None)).__module__
     return hook in (torch.zeros_like, torch.clone) or module.startswith(("paceline.", "torch.distributed."))
 
 
-def own_hooks(models: Iterable[nn.Module]) -> str:
+def describe_user_module_hook(models: Iterable[nn.Module]) -> str:
     """A description of a backward hook of the user on a module; empty if there is none.
 
     Hooks of installed packages count as linear.
     """
     everywhere = [*GLOBAL._global_backward_hooks.values(), *GLOBAL._global_backward_pre_hooks.values()]  # pyright: ignore
-    if any(_is_own(getattr(hook, "__module__", "")) for hook in everywhere):
+    if any(_is_user_module(getattr(hook, "__module__", "")) for hook in everywhere):
         return "a backward hook of all modules"
     for model in models:
         for name, module in model.named_modules():
             hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]  # pyright: ignore
-            if any(_is_own(getattr(hook, "__module__", "")) for hook in hooks):
+            if any(_is_user_module(getattr(hook, "__module__", "")) for hook in hooks):
                 return f"a backward hook of module {name or type(module).__name__}"
     return ""
 
 
-def own_functions(loss: Tensor) -> str:
+def describe_user_autograd_function(loss: Tensor) -> str:
     """A description of an autograd function of the user in the graph of `loss`; empty if there is none.
 
     The graph inside a reentrant checkpoint is not known. With such a checkpoint, any such function of the process
     counts.
     """
-    classes = {cls for cls in _kinds_of(torch.autograd.Function) if _is_own(cls.__module__)}
+    classes = {cls for cls in _kinds_of(torch.autograd.Function) if _is_user_module(cls.__module__)}
     if not classes:
         return ""
-    for node in nodes_of(loss):
+    for node in graph_nodes(loss):
         function = getattr(node, "_forward_cls", None)
         if function in classes:
             return f"the autograd function {function.__name__}"
@@ -127,7 +129,7 @@ def _kinds_of(cls: type) -> Iterator[type]:
         yield from _kinds_of(subclass)
 
 
-class TensorHooks:
+class TensorHookTracker:
     """Counts hooks on leaves, and records the user's hooks that change gradients of other tensors.
 
     Autograd does not list the hooks of a tensor, so this class replaces methods of `Tensor` until `remove`.
@@ -145,7 +147,7 @@ class TensorHooks:
 
         def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
             self.on_leaves += tensor.is_leaf
-            is_own = not tensor.is_leaf and _is_own(getattr(hook, "__module__", None) or "")
+            is_own = not tensor.is_leaf and _is_user_module(getattr(hook, "__module__", None) or "")
             return register(tensor, partial(self._note, hook) if is_own else hook)
 
         def register_hook_after(tensor: Tensor, hook: Callable[[Tensor], None]) -> Any:
@@ -175,10 +177,10 @@ class TensorHooks:
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
     """The tensors whose gradients a backward of `loss` accumulates."""
-    return (node.variable for node in nodes_of(loss) if hasattr(node, "variable"))
+    return (node.variable for node in graph_nodes(loss) if hasattr(node, "variable"))
 
 
-def nodes_of(loss: Tensor) -> Iterator[Any]:
+def graph_nodes(loss: Tensor) -> Iterator[Any]:
     """The nodes of its graph."""
     visited: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
@@ -191,7 +193,7 @@ def nodes_of(loss: Tensor) -> Iterator[Any]:
 
 
 @cache
-def _is_own(module: str) -> bool:
+def _is_user_module(module: str) -> bool:
     """Whether a module belongs to the user: not to an installed package, and not to paceline."""
     path = getattr(sys.modules.get(module), "__file__", None)
     if path is None or module.partition(".")[0] == "paceline":

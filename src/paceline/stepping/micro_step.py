@@ -12,7 +12,7 @@ from paceline.data.plan import MicroBatchPlan
 from paceline.errors import UsageError
 
 Reduction = Literal["mean", "sum"]
-MEAN = 1  # torch's number of reduction="mean"
+TORCH_MEAN_REDUCTION = 1  # torch's number of reduction="mean"
 
 
 class MicroStep(Struct):
@@ -23,13 +23,13 @@ class MicroStep(Struct):
     """its samples"""
     is_last: bool
     """of this rank's micro-batches, in one pass"""
-    rates: list[float]
+    learning_rates: list[float]
     """learning rates at its start, if it is not the last"""
     phase: int = 0
     """number of finished parts, each with backwards and optimizer steps"""
     weights: list[float | Tensor] = field(default_factory=list[float | Tensor])
     """of each backward"""
-    stepped: list[int] = field(default_factory=list[int])
+    stepped_optimizers: list[int] = field(default_factory=list[int])
     """numbers of the optimizers whose `step` was called, in order"""
     has_stepped: bool = False
     """whether an optimizer has stepped since the last backward"""
@@ -53,17 +53,17 @@ class MicroStep(Struct):
         return (self.work.indices.numel() if samples is None else samples) * self.work.is_counted
 
     @property
-    def done(self) -> tuple[int, tuple[int, ...]]:
+    def completed_calls(self) -> tuple[int, tuple[int, ...]]:
         """Number of backwards and the optimizers that stepped. They must be equal for all micro-batches of a step."""
-        return len(self.weights), tuple(self.stepped)
+        return len(self.weights), tuple(self.stepped_optimizers)
 
     @property
-    def words(self) -> str:
+    def completed_calls_text(self) -> str:
         """The same in words."""
-        return f"{len(self.weights)} backward and {len(self.stepped)} optimizer.step()"
+        return f"{len(self.weights)} backward and {len(self.stepped_optimizers)} optimizer.step()"
 
 
-def check_alike(micro_step: MicroStep, first: MicroStep | None, rates: list[float]) -> None:
+def check_same_calls(micro_step: MicroStep, first: MicroStep | None, rates: list[float]) -> None:
     """Compare a micro-batch with the first one of its step.
 
     Raises:
@@ -71,19 +71,22 @@ def check_alike(micro_step: MicroStep, first: MicroStep | None, rates: list[floa
     """
     if not micro_step.weights:
         raise UsageError(code="no-backward")
-    if first is not None and micro_step.done != first.done:
-        raise UsageError(code="bodies-differ", first=first.words, other=micro_step.words)
-    if rates != micro_step.rates:
+    if first is not None and micro_step.completed_calls != first.completed_calls:
+        raise UsageError(code="bodies-differ", first=first.completed_calls_text, other=micro_step.completed_calls_text)
+    if rates != micro_step.learning_rates:
         raise UsageError(code="learning-rate-in-step")
 
 
-def targets_of(loss: Tensor) -> Tensor | None:
+def averaged_target_count(loss: Tensor) -> Tensor | None:
     """The number of targets over which torch's cross_entropy or nll_loss averaged `loss`; None for all other losses.
 
     Targets that are ignored do not count. With class weights it is the sum of the weights of the targets.
     """
     node: Any = loss.grad_fn
-    if type(node).__name__ not in ("NllLossBackward0", "NllLoss2DBackward0") or node._saved_reduction != MEAN:
+    if (
+        type(node).__name__ not in ("NllLossBackward0", "NllLoss2DBackward0")
+        or node._saved_reduction != TORCH_MEAN_REDUCTION
+    ):
         return None
     return node._saved_total_weight
 
@@ -97,9 +100,9 @@ class WeightedLoss(Struct, frozen=True):
     """the weighted sum is `value` times `factor`"""
     weight: float | Tensor
     """the sum of the weights of all micro-batches divides the weighted sum"""
-    by_samples: bool = False
+    is_weight_num_samples: bool = False
     """whether the form of the loss implies that the weight is the number of samples, apart from dropped ones"""
-    one_for_each: bool = False
+    has_unit_sample_weights: bool = False
     """whether the form of the loss implies that each sample of the batch weighs 1"""
 
     def sum(self) -> float:
@@ -124,7 +127,9 @@ class WeightedLoss(Struct, frozen=True):
         return on_host and float(self.factor) == 0
 
 
-def weighted(loss: Tensor, weight: float | Tensor | None, reduction: Reduction, micro_step: MicroStep) -> WeightedLoss:
+def make_weighted_loss(
+    loss: Tensor, weight: float | Tensor | None, reduction: Reduction, micro_step: MicroStep
+) -> WeightedLoss:
     """The loss with its weight, in float32 at least."""
     if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(code="loss-not-a-tensor", kind=type(loss).__name__)
@@ -139,14 +144,14 @@ def weighted(loss: Tensor, weight: float | Tensor | None, reduction: Reduction, 
         if reduction == "sum":
             if weight is not None:
                 raise UsageError(code="weight-of-sum")
-            return WeightedLoss(loss, 1.0, micro_step.samples, by_samples=True, one_for_each=True)
+            return WeightedLoss(loss, 1.0, micro_step.samples, is_weight_num_samples=True, has_unit_sample_weights=True)
         weighed = micro_step.samples if weight is None else weight.detach() if isinstance(weight, Tensor) else weight
         if isinstance(weighed, Tensor) and weighed.ndim:
             raise UsageError(code="weight-of-mean", shape=tuple(weighed.shape))
         # zeros replace the gradients of a dummy batch, so its factor only has to be finite
         plain = weight is None
         factor, of_mean = (weighed, weighed) if counted else (1.0, 0)
-        return WeightedLoss(loss, factor, of_mean, by_samples=plain, one_for_each=plain)
+        return WeightedLoss(loss, factor, of_mean, is_weight_num_samples=plain, has_unit_sample_weights=plain)
     if isinstance(weight, Tensor) and weight.shape == loss.shape:
         weight = upcast(weight)
         return WeightedLoss((loss * weight).sum(), 1.0, weight.detach().sum() if counted else 0)
@@ -156,10 +161,10 @@ def weighted(loss: Tensor, weight: float | Tensor | None, reduction: Reduction, 
         raise UsageError(code="loss-shape", shape=tuple(loss.shape), samples=len(micro_step.work.indices))
     in_row, counts = loss.ndim == 1, loss.numel() if counted else 0
     one_for_each = in_row and len(loss) == len(micro_step.work.indices)
-    return WeightedLoss(loss.sum(), 1.0, counts, by_samples=in_row, one_for_each=one_for_each)
+    return WeightedLoss(loss.sum(), 1.0, counts, is_weight_num_samples=in_row, has_unit_sample_weights=one_for_each)
 
 
-def sum_of_nothing(model: nn.Module) -> Tensor:
+def zero_gradient_loss(model: nn.Module) -> Tensor:
     """A loss whose gradients are zeros for all parameters."""
     return torch.stack([p.sum().double() * 0 for p in model.parameters() if p.requires_grad]).sum()
 
@@ -169,6 +174,6 @@ def upcast(values: Tensor) -> Tensor:
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
-def same(a: float | Tensor, b: float | Tensor) -> bool:
+def equal_weights(a: float | Tensor, b: float | Tensor) -> bool:
     """Whether two weights are equal."""
     return a is b or bool(torch.as_tensor(a) == torch.as_tensor(b))

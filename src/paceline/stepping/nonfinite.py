@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.collectives.buckets import trainable
 from paceline.collectives.control import (
     Deferred,
-    Gather,
+    GatherFunction,
     are_finite,
     are_finite_here,
     is_async,
@@ -28,33 +28,36 @@ from paceline.collectives.control import (
 )
 from paceline.data.loader import MicroBatch
 from paceline.errors import ExitCode, TrainingError, first_few
-from paceline.nested import mapped
+from paceline.nested import map_tensors
 from paceline.rank.world import World
 from paceline.strategies.base import Strategy
 
-MAX_NAMED = 8  # samples of a rank in a message
+MAX_NAMED_SAMPLES = 8  # samples of a rank in a message
 MAX_PARAMETERS = 3
-MAX_RUNS = 64  # forward and backward passes in search of the samples of one micro-batch
+MAX_SEARCH_PASSES = 64  # forward and backward passes in search of the samples of one micro-batch
 
-MOST, OF_STEPS = 10, 200  # a bad sample occurs once per epoch; if more steps fail, training has diverged
+MAX_SKIPPED_STEPS, SKIP_WINDOW_STEPS = (
+    10,
+    200,
+)  # a bad sample occurs once per epoch; if more steps fail, training has diverged
 
-Policy = Literal["stop", "skip", "rollback"]
-Forward = Callable[[Any, Any], Tensor]
+NonFinitePolicy = Literal["stop", "skip", "rollback"]
+LossSumFunction = Callable[[Any, Any], Tensor]
 """(inputs, targets) -> the weighted sum of their losses"""
-UNCHANGED = " The parameters are still those before this step."
-Seen = list[tuple[MicroBatch, Tensor]]
+PARAMETERS_UNCHANGED_TEXT = " The parameters are still those before this step."
+BatchLosses = list[tuple[MicroBatch, Tensor]]
 """The counted micro-batches of this rank, each with its losses: one per sample, or one for the micro-batch."""
 
 
 @dataclass(frozen=True)
-class NotFinite:
+class NonFiniteCause:
     """The cause of a step that is not finite, the same on all ranks."""
 
-    words: str
+    message: str
     samples: list[int] = field(default_factory=list[int])
-    told_by: int = 0
+    first_rank: int = 0
     """the first rank that caused it"""
-    by_scale: bool = False
+    is_loss_scale_overflow: bool = False
     """whether only the loss scale was too large, which is expected in fp16"""
 
 
@@ -81,7 +84,7 @@ def gradients_are_finite(replica: Strategy) -> bool | Deferred[bool]:
     return over_ranks(finite.numbers).map(looked_at)
 
 
-def losses_not_finite(seen: Seen, where: str, gather: Gather) -> NotFinite:
+def find_nonfinite_losses(seen: BatchLosses, where: str, gather: GatherFunction) -> NonFiniteCause:
     """Find the ranks and samples whose losses are not finite (a collective of the ranks of `gather`)."""
     bad_indices: list[int] = []
     among = ""
@@ -95,17 +98,17 @@ def losses_not_finite(seen: Seen, where: str, gather: Gather) -> NotFinite:
     causes = {rank: report for rank, report in reports.items() if report[0]}
     culprits = "; ".join(f"rank {rank}: {among}{_samples(bad)}" for rank, (bad, among) in causes.items())
     message = f"the loss is not finite at {where}; {culprits or 'each loss is finite, but not their sum'}"
-    return NotFinite(message, [i for bad, _ in causes.values() for i in bad], min(causes or reports))
+    return NonFiniteCause(message, [i for bad, _ in causes.values() for i in bad], min(causes or reports))
 
 
-def gradients_not_finite(
+def find_nonfinite_gradients(
     replicas: Mapping[str, Strategy],
-    seen: Seen,
-    forward: Forward | None,
+    seen: BatchLosses,
+    forward: LossSumFunction | None,
     where: str,
     progress: Callable[[], object],
-    gather: Gather,
-) -> NotFinite:
+    gather: GatherFunction,
+) -> NonFiniteCause:
     """Find the samples that made the gradients non-finite (a collective of the ranks of `gather`).
 
     Args:
@@ -123,8 +126,8 @@ def gradients_not_finite(
         with replica.gathered():
             try:
                 for microbatch, _ in seen:
-                    search = _Search(replica, microbatch, forward, progress)
-                    mine["samples"] += microbatch.work.indices[search.bad()].tolist()
+                    search = _BadSampleSearch(replica, microbatch, forward, progress)
+                    mine["samples"] += microbatch.work.indices[search.find_bad_positions()].tolist()
             except Exception as error:  # the samples stay unknown; the rest is reported
                 mine["why"] = f"{type(error).__name__}: {error}"[:300]
     reports = gather(mine)
@@ -144,18 +147,18 @@ def gradients_not_finite(
             "or the network has failed"
         )
     text = f"the gradient of {_parameters([n for n in names if n in hit], len(names))} is not finite at {where}; {note}"
-    return NotFinite(text, [i for bad in causes.values() for i in bad], min(causes or reports))
+    return NonFiniteCause(text, [i for bad in causes.values() for i in bad], min(causes or reports))
 
 
-def stopped(cause: NotFinite, way_out: str, *, late: bool = False) -> TrainingError:
+def nonfinite_error(cause: NonFiniteCause, way_out: str, *, late: bool = False) -> TrainingError:
     """The error that ends a run. `way_out`: the option that skips such steps. `late`: the parameters have changed."""
     return TrainingError(
-        exit_code=ExitCode.NOT_FINITE, code="not-finite", what=cause.words, unchanged="" if late else UNCHANGED,
-        way_out=way_out,
+        exit_code=ExitCode.NOT_FINITE, code="not-finite", what=cause.message,
+        unchanged="" if late else PARAMETERS_UNCHANGED_TEXT, way_out=way_out,
     )  # fmt: skip
 
 
-class _Alone(TorchDispatchMode):
+class _ForbidCollectives(TorchDispatchMode):
     """Inside, a collective raises an error: the other ranks would never join it."""
 
     def __torch_dispatch__(
@@ -166,23 +169,23 @@ class _Alone(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Search:
+class _BadSampleSearch:
     """Finds the samples of a micro-batch without which its gradient would be finite."""
 
     def __init__(
-        self, replica: Strategy, microbatch: MicroBatch, forward: Forward, progress: Callable[[], object]
+        self, replica: Strategy, microbatch: MicroBatch, forward: LossSumFunction, progress: Callable[[], object]
     ) -> None:
         self._replica, self._batch, self._forward, self._progress = replica, microbatch, forward, progress
         self._parameters = trainable(replica.model)
         self._runs = 0
 
-    def bad(self) -> list[int]:
+    def find_bad_positions(self) -> list[int]:
         """Their positions in the micro-batch; a group if only the group is bad, or if the search is too long."""
         everything = [*range(len(self._batch.work.indices))]
         return self._bad_of(everything) if self._is_bad(everything) else []
 
     def _bad_of(self, positions: list[int]) -> list[int]:
-        if len(positions) == 1 or self._runs >= MAX_RUNS:
+        if len(positions) == 1 or self._runs >= MAX_SEARCH_PASSES:
             return positions
         half = len(positions) // 2
         bad = [part for part in (positions[:half], positions[half:]) if self._is_bad(part)]
@@ -191,20 +194,20 @@ class _Search:
     def _is_bad(self, positions: list[int]) -> bool:
         is_whole_batch = len(positions) == len(self._batch.work.indices)
         try:
-            return self._computed(None if is_whole_batch else positions)
+            return self._has_nonfinite_gradient(None if is_whole_batch else positions)
         except (ValueError, RuntimeError):
             if len(positions) > 1:
                 raise
-            return self._computed(positions * 2)  # batch norm needs two
+            return self._has_nonfinite_gradient(positions * 2)  # batch norm needs two
 
-    def _computed(self, positions: list[int] | None) -> bool:
+    def _has_nonfinite_gradient(self, positions: list[int] | None) -> bool:
         self._progress()
         self._runs += 1
         batch = self._batch
         size = len(batch.work.indices)
         inputs, targets = (p if positions is None else _only(p, positions, size) for p in (batch.inputs, batch.targets))
         # not .backward(), because hooks would send the gradients to the other ranks
-        with self._replica.alone(batch), _Alone():
+        with self._replica.alone(batch), _ForbidCollectives():
             loss_sum = self._forward(inputs, targets)
             # an unused parameter gets zeros
             gradients = torch.autograd.grad(loss_sum, self._parameters, allow_unused=True, materialize_grads=True)
@@ -212,11 +215,11 @@ class _Search:
 
 
 def _only(batch: Any, positions: list[int], size: int) -> Any:
-    return mapped(batch, lambda tensor: tensor[positions] if tensor.ndim and len(tensor) == size else tensor)
+    return map_tensors(batch, lambda tensor: tensor[positions] if tensor.ndim and len(tensor) == size else tensor)
 
 
 def _samples(indices: Sequence[int]) -> str:
-    return f"samples {first_few([*map(str, indices)], MAX_NAMED)}"
+    return f"samples {first_few([*map(str, indices)], MAX_NAMED_SAMPLES)}"
 
 
 def _parameters(names: Sequence[str], of: int) -> str:
@@ -224,19 +227,19 @@ def _parameters(names: Sequence[str], of: int) -> str:
     return f"all {of} parameters" if len(names) == of > 1 else first_few(names[::-1], MAX_PARAMETERS)
 
 
-def too_many(skipped: Collection[int], step: int) -> bool:
+def has_too_many_skipped(skipped: Collection[int], step: int) -> bool:
     """Whether more than MOST of the last OF_STEPS steps up to `step` were skipped."""
-    return sum(step - OF_STEPS < skipped_step <= step for skipped_step in skipped) > MOST
+    return sum(step - SKIP_WINDOW_STEPS < skipped_step <= step for skipped_step in skipped) > MAX_SKIPPED_STEPS
 
 
 class SkippedSteps:
     """The skipped steps, the same on all ranks."""
 
-    def __init__(self, policy: Policy, world: World, say: Callable[[str], None]) -> None:
+    def __init__(self, policy: NonFinitePolicy, world: World, say: Callable[[str], None]) -> None:
         self._policy, self._world, self._say = policy, world, say
         self._steps: set[int] = set()
 
-    def goes_back(self, step: int, cause: NotFinite) -> bool:
+    def record_skip(self, step: int, cause: NonFiniteCause) -> bool:
         """Record that `step` was skipped, and why; return whether to resume from an older state.
 
         A run returns once per step, because parameters or memory may have been damaged before it. If the step is not
@@ -245,16 +248,20 @@ class SkippedSteps:
         Raises:
             TrainingError: with NOT_FINITE, on one rank, if too many steps were skipped; ReportedByPeer on the others.
         """
-        if cause.by_scale:
-            self._say(f"step {step} is skipped: {cause.words}")
+        if cause.is_loss_scale_overflow:
+            self._say(f"step {step} is skipped: {cause.message}")
             return False
         again = step in self._steps
         self._steps.add(step)
-        if too_many(self._steps, step):
+        if has_too_many_skipped(self._steps, step):
             error = TrainingError(
-                code="too-many-not-finite", exit_code=ExitCode.NOT_FINITE, most=MOST, steps=OF_STEPS, what=cause.words
+                code="too-many-not-finite",
+                exit_code=ExitCode.NOT_FINITE,
+                most=MAX_SKIPPED_STEPS,
+                steps=SKIP_WINDOW_STEPS,
+                what=cause.message,
             )
-            raise report_on_one_rank(error, self._world, by=cause.told_by)
+            raise report_on_one_rank(error, self._world, by=cause.first_rank)
         back = self._policy == "rollback" and not again
-        self._say(f"step {step}: {cause.words}" if back else f"step {step} is skipped: {cause.words}")
+        self._say(f"step {step}: {cause.message}" if back else f"step {step} is skipped: {cause.message}")
         return back

@@ -21,12 +21,12 @@ from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.protocol.evidence import Op
 from paceline.protocol.marks import Mismatch, compare_orders, order_label
 from paceline.rank.world import World
-from paceline.stepping.nonfinite import UNCHANGED
+from paceline.stepping.nonfinite import PARAMETERS_UNCHANGED_TEXT
 
 HASH_BYTES = 6  # a float64 holds it exactly
 
 
-class CallOrder:
+class CollectiveOrderCheck:
     """The comparison on this rank. All ranks find, and ignore, the same lines."""
 
     def __init__(
@@ -82,9 +82,9 @@ class CallOrder:
         if isinstance(outcome, Mismatch):
             error = TrainingError(
                 code="collectives-differ", exit_code=ExitCode.MISMATCH, place=str(where), what=outcome.words,
-                unchanged="" if late else UNCHANGED,
+                unchanged="" if late else PARAMETERS_UNCHANGED_TEXT,
             )  # fmt: skip
-            raise report_on_one_rank(error, self._world, by=min(outcome.odd, default=0))
+            raise report_on_one_rank(error, self._world, by=min(outcome.minority_ranks, default=0))
         self._hashes_itself = True
         if new := outcome - self._local:
             self._notice(

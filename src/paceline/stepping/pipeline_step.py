@@ -10,12 +10,12 @@ from torch import Tensor
 from paceline.collectives.buckets import trainable
 from paceline.data.loader import MicroBatch
 from paceline.protocol.evidence import Phase
-from paceline.stepping.micro_step import MicroStep, weighted
+from paceline.stepping.micro_step import MicroStep, make_weighted_loss
 from paceline.stepping.step import Step
-from paceline.stepping.totals import Finish
-from paceline.strategies.buffers import uncounted
+from paceline.stepping.totals import AwaitTotals
+from paceline.strategies.buffers import ignore_batch
 
-LossOf = Callable[[Any, Any], tuple[Tensor, Tensor | None]]
+LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor | None]]
 """(what the model gives, targets) -> losses and their weights"""
 
 
@@ -26,7 +26,11 @@ class PipelineStep(Step):
     """
 
     def run_pipeline(
-        self, where: str, micro_batches: Sequence[MicroBatch], compute: Callable[[MicroBatch], Any], loss_of: LossOf
+        self,
+        where: str,
+        micro_batches: Sequence[MicroBatch],
+        compute: Callable[[MicroBatch], Any],
+        loss_of: LossFunction,
     ) -> None:
         """Compute a global batch, with the same micro-batches on all stages, except its `end`.
 
@@ -35,14 +39,16 @@ class PipelineStep(Step):
         (part,) = self.parts
         model, line = part.replica.model, part.replica.pipeline
         assert line is not None
-        part.begin()
+        part.begin_step()
         self._where, self.in_step = where, True
         self._begin_sums()
         line.enter = self._enter
-        self._sums.guess(micro_batches[0].work.global_samples)  # the same on all stages: only the last one has losses
+        self._sums.guess_loss_divisor(
+            micro_batches[0].work.global_samples
+        )  # the same on all stages: only the last one has losses
         runs: dict[int, Any] = {}
         losses: dict[int, Tensor] = {}
-        totals: Finish | None = None
+        totals: AwaitTotals | None = None
         for forward, number in line.actions(len(micro_batches)):
             batch, is_last = micro_batches[number], number == len(micro_batches) - 1
             if forward:
@@ -55,7 +61,7 @@ class PipelineStep(Step):
                 if is_last:  # all forwards are over
                     totals = self._sums.start()
                 self._enter(Phase.BACKWARD)
-                for_nothing = nullcontext() if batch.work.is_counted else uncounted(model, trainable(model))
+                for_nothing = nullcontext() if batch.work.is_counted else ignore_batch(model, trainable(model))
                 propagate = partial(part.backward, losses.pop(number)) if line.is_last else None
                 part.replica.begin_backward(batch.work, is_last)
                 try:
@@ -73,6 +79,6 @@ class PipelineStep(Step):
     def _counted(self, batch: MicroBatch, is_last: bool, losses: Tensor, weights: Tensor | None) -> Tensor:
         micro_step = MicroStep(batch, batch.work, is_last, [])
         self._sums.in_round = 0
-        weighed = weighted(losses, weights, "mean", micro_step)
-        self._sums.count(losses, weighed, "mean", micro_step, plain=False)
-        return weighed.value / self._sums.guess()
+        weighed = make_weighted_loss(losses, weights, "mean", micro_step)
+        self._sums.add_loss(losses, weighed, "mean", micro_step, plain=False)
+        return weighed.value / self._sums.guess_loss_divisor()

@@ -20,37 +20,50 @@ from torch import Tensor
 from paceline.collectives.control import (
     Deferred,
     Totals,
-    gather_on_host,
-    gather_over_all,
     is_async,
+    make_node_gather,
+    make_world_gather,
     raise_on_all_ranks,
     read_all,
     report_on_one_rank,
     resolve,
     to_device_async,
 )
-from paceline.collectives.hosts import Hosts
+from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.torch_collectives import name_collective
 from paceline.compute.flops import FlopCount
-from paceline.data.loader import MicroBatch, Prefetch
+from paceline.data.loader import MicroBatch, PrefetchTrigger
 from paceline.data.plan import ranks_share
 from paceline.errors import UsageError
 from paceline.protocol.evidence import Phase
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.seeding import SeededStream
 from paceline.stepping import nonfinite
-from paceline.stepping.hooks import HiddenHooks, TensorHooks, leaves_of, own_functions, own_hooks
-from paceline.stepping.micro_step import MicroStep, Reduction, check_alike, sum_of_nothing, targets_of, weighted
-from paceline.stepping.order import CallOrder
-from paceline.stepping.totals import Finish, StepResult, StepTotals, Votes
-from paceline.stepping.trained_model import TrainedModel, check_summed_once, reached_anywhere
+from paceline.stepping.hooks import (
+    HiddenHooks,
+    TensorHookTracker,
+    describe_user_autograd_function,
+    describe_user_module_hook,
+    leaves_of,
+)
+from paceline.stepping.micro_step import (
+    MicroStep,
+    Reduction,
+    averaged_target_count,
+    check_same_calls,
+    make_weighted_loss,
+    zero_gradient_loss,
+)
+from paceline.stepping.order import CollectiveOrderCheck
+from paceline.stepping.totals import AwaitTotals, ControlFlags, StepResult, StepTotals
+from paceline.stepping.trained_model import ModelInTraining, check_summed_once, models_reached_on_any_rank
 
 
 class Step:
     """The state of the current step."""
 
-    flops: FlopCount | None = None
+    flop_counter: FlopCount | None = None
     """counts the operations of the first micro-batch that counts"""
 
     def __init__(
@@ -59,27 +72,27 @@ class Step:
         virtual_ranks: int,
         enter: Callable[[Phase], object],
         *,
-        votes: Callable[[], Votes] = Votes,
-        order: CallOrder | None = None,
-        ahead: Prefetch | None = None,
+        votes: Callable[[], ControlFlags] = ControlFlags,
+        order: CollectiveOrderCheck | None = None,
+        ahead: PrefetchTrigger | None = None,
         may_skip: bool = False,
         way_out: str = "",
         exact: bool = False,
         max_norm: float | None = None,
-        forward: nonfinite.Forward | None = None,
+        forward: nonfinite.LossSumFunction | None = None,
     ) -> None:
         """The caller adds the models to `parts`. `votes` to `may_skip` are for tasks.
 
         `way_out`: the option that skips steps, for errors. `exact`: the order of additions does not depend on the
         world size. `max_norm`: for clipping. `forward`: of the plain model, if there is only one.
         """
-        self.parts: list[TrainedModel] = []
+        self.parts: list[ModelInTraining] = []
         self.phases = UpdatePasses(self.parts)
         self._is_entered = False  # whether a micro-batch has begun
         self._counting: AbstractContextManager[None] | None = None  # the operations of that micro-batch
         self._usual: tuple[int, tuple[int, ...]] | None = None  # `done` of micro-batches in the last step
         self._weight = 0.0  # of the previous step
-        self.tensor_hooks: TensorHooks | None = None  # of a session
+        self.tensor_hooks: TensorHookTracker | None = None  # of a session
         self._value: Tensor | None = None  # the last loss, with its graph
         self._own_code, self._linear_checks = "", 0  # a custom autograd function in graphs of earlier losses
         self.micro_step: MicroStep | None = None
@@ -96,22 +109,24 @@ class Step:
         """whether an update has begun, so that parameters may be between two steps"""
         self._world, self._virtual_ranks, self._enter, self._exact = world, virtual_ranks, enter, exact
         self._votes, self._order, self._way_out, self._may_skip = votes, order, way_out, may_skip
-        self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or Prefetch()
+        self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or PrefetchTrigger()
         self._on_device = is_async(world.device)  # whether the host would have to wait for numbers
-        self._guard, self._no_grad = Guard.of_process(), torch.no_grad()
+        self._guard, self._no_grad = HangGuard.of_process(), torch.no_grad()
 
-    def run(self, at: object, micro_batches: Sequence[MicroBatch], *, one_each: bool = False) -> Generator[MicroBatch]:
+    def run_bodies(
+        self, place: object, micro_batches: Sequence[MicroBatch], *, one_each: bool = False
+    ) -> Generator[MicroBatch]:
         """Compute the global batch that `str(at)` names, except `end`. `one_each`: every rank has one micro-batch.
 
         Yields this rank's micro-batches, with dummy batches if a forward is a collective, each after its `enter`.
         """
         in_lockstep = False
         for part in self.parts:
-            part.begin()
+            part.begin_step()
             in_lockstep = in_lockstep or part.replica.in_lockstep
         if in_lockstep:
-            micro_batches = as_many_as_any(micro_batches, self._world)
-        self._where, self.in_step, again, self._own_code = at, True, True, ""
+            micro_batches = pad_micro_batches(micro_batches, self._world)
+        self._where, self.in_step, again, self._own_code = place, True, True, ""
         self.targets = []
         self.phases.begin(len(micro_batches))
         self._begin_sums(one_each, alone=len(micro_batches) == 1)
@@ -122,12 +137,12 @@ class Step:
                 rates = [] if is_last else self._rates()
                 self.micro_step = MicroStep(batch, batch.work, is_last, rates, is_alone=self._sums.is_alone)
                 self._sums.in_round = 0
-                if self.flops is not None and not self.flops.samples and batch.work.is_counted:
-                    self._counting = self.flops.of(len(batch.work.indices))
+                if self.flop_counter is not None and not self.flop_counter.samples and batch.work.is_counted:
+                    self._counting = self.flop_counter.count_samples(len(batch.work.indices))
                     self._counting.__enter__()
                 yield batch
-                self.leave()
-            again = not self.phases.alone and self.phases.again()
+                self.end_body()
+            again = not self.phases.alone and self.phases.needs_another_pass()
 
     def _begin_sums(self, one_each: bool = False, *, alone: bool = False) -> None:
         self._sums = StepTotals(
@@ -136,9 +151,9 @@ class Step:
             same_bits=self._exact and self._virtual_ranks > 1,
         )  # fmt: skip
         # this host, if hosts step separately and a non-finite value ends the run: no other host is asked
-        self._host = None if self._may_skip or self.parts[0].scale else self.parts[0].replica.host
+        self._host = None if self._may_skip or self.parts[0].scale else self.parts[0].replica.local_step_node
         self._first: MicroStep | None = None
-        self._summed_up, self._result = list[TrainedModel](), self._sums.result
+        self._summed_up, self._result = list[ModelInTraining](), self._sums.result
 
     def _enter_batch(self, batch: MicroBatch, is_last: bool) -> None:
         self._enter(Phase.FORWARD)
@@ -164,23 +179,23 @@ class Step:
         if late is not None:
             raise late
 
-    def leave(self) -> None:
+    def end_body(self) -> None:
         """The loop body has ended. Raises UsageError if it differs from the other bodies of the step."""
         micro_step = self.micro_step
         assert micro_step is not None
         if not micro_step.is_last:
             for part in self.parts:
-                part.check_between()
+                part.check_between_micro_batches()
         self.micro_step = None
         self._leave_batch()
-        check_alike(micro_step, self._first, [] if micro_step.is_last else self._rates())
+        check_same_calls(micro_step, self._first, [] if micro_step.is_last else self._rates())
         self._first = self._first or micro_step
         self.phases.number = self._first.phase + 1
 
     @property
     def is_skipped(self) -> bool:
         """Whether the step changes no parameters."""
-        return self._result.skipped is not None
+        return self._result.skip_cause is not None
 
     def begin_update(self) -> None:
         """Begin the update. Raises StallError if the guard has unblocked this rank: then the sums are not valid."""
@@ -192,13 +207,13 @@ class Step:
         """End the step, after all micro-batches."""
         if self._host is not None:
             self._sums.await_totals(self._enter, self._way_out)
-        self._usual, self._weight = self._first.done if self._first else None, self._result.weight
+        self._usual, self._weight = self._first.completed_calls if self._first else None, self._result.total_weight
         self._first, self._sums.seen, self._value = None, [], None  # releases the batches
-        if self._result.skipped is not None:
+        if self._result.skip_cause is not None:
             for part in self.parts:
                 part.replica.put_back_buffers()
         elif self.parts[0].scale is not None:
-            self.parts[0].scale.good()
+            self.parts[0].scale.count_good_step()
         self.updating = self.in_step = False
         return self._result
 
@@ -215,7 +230,7 @@ class Step:
         weight: float | Tensor | None = None,
         reduction: Reduction = "mean",
         more: bool = False,
-        only: Sequence[TrainedModel] = (),
+        only: Sequence[ModelInTraining] = (),
         retain_graph: bool = False,
     ) -> None:
         micro_step = self.micro_step
@@ -224,38 +239,40 @@ class Step:
         micro_step.has_failed = True
         if self._host is not None:
             self._sums.await_totals(self._enter, self._way_out)
-        weighed = weighted(loss, weight, reduction, micro_step)
+        weighed = make_weighted_loss(loss, weight, reduction, micro_step)
         if micro_step.has_stepped:
             micro_step.phase, micro_step.has_stepped = micro_step.phase + 1, False
-        if not (self.phases.alone or self.phases.counts(micro_step)):
+        if not (self.phases.alone or self.phases.is_current_phase(micro_step)):
             micro_step.weights.append(weighed.weight)
             micro_step.has_failed = False
             return
         last, self._value = micro_step.is_last and not more, loss
         self.targets.append(
-            (targets_of(loss) if reduction == "mean" and not micro_step.weights else None, weighed.weight)
+            (averaged_target_count(loss) if reduction == "mean" and not micro_step.weights else None, weighed.weight)
         )
         # a mean; or the (B,) of a task, which was checked to have one value per sample
         plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
-        self._sums.count(loss, weighed, reduction, micro_step, plain=plain)
+        self._sums.add_loss(loss, weighed, reduction, micro_step, plain=plain)
         # a host that steps separately does not wait for weights of other hosts
-        scale = self._sums.scale_of(weighed, waits=last and self._host is None)
+        scale = self._sums.choose_loss_divisor(weighed, waits=last and self._host is None)
         finish = self._sums.start() if last else None  # travels during backward
         totals = None
         if scale is None:
             assert finish is not None
             totals = finish()
-            scale = self._sums.exact_scale(totals.weight)
-        if not last and (self._sums.is_guess or micro_step.batch.samples is not None):  # the last: see `_check_linear`
-            self._own_code = self._own_code or own_functions(weighed.value)
+            scale = self._sums.set_exact_loss_divisor(totals.total_weight)
+        if not last and (
+            self._sums.is_guess or micro_step.batch.samples is not None
+        ):  # the last: see `_check_no_custom_gradient_code`
+            self._own_code = self._own_code or describe_user_autograd_function(weighed.value)
         wanted = [part for part in self.parts if part in only] if only else self.parts
-        is_watched = len(self.parts) > 1 or bool(micro_step.stepped)
+        is_watched = len(self.parts) > 1 or bool(micro_step.stepped_optimizers)
         for part in self.parts:
-            part.open(part in wanted, is_watched)
+            part.before_backward(part in wanted, is_watched)
         self._enter(Phase.BACKWARD)
         self.in_backward = True
         hidden_hooks: list[HiddenHooks] = []
-        begun_parts: list[TrainedModel] = []
+        begun_parts: list[ModelInTraining] = []
         try:
             for part in self.parts:
                 hidden_hooks.append(part.hide_hooks(alone=self._sums.is_alone, counted=micro_step.work.is_counted))
@@ -279,12 +296,12 @@ class Step:
         finally:
             self.in_backward = False
             for part, hooks in zip(self.parts, hidden_hooks, strict=False):  # fewer if one of them has raised
-                part.show_hooks(hooks)
-        if self.flops is not None and self.flops.is_active:
-            self.flops.mark()
+                part.restore_hooks(hooks)
+        if self.flop_counter is not None and self.flop_counter.is_active:
+            self.flop_counter.mark_backward_end()
         for part in self.parts:
             if part not in wanted:
-                part.drop()
+                part.discard_backward()
         if finish is None:
             self._put_aside(wanted, micro_step)
         else:
@@ -295,14 +312,16 @@ class Step:
                 # a rank whose loss is constant has no such code in its graph, and would update
                 early = self._linear_checks <= 2 and self._host is None
                 with raise_on_all_ranks(self._world) if early else nullcontext():
-                    self._check_linear(weighed.value)
+                    self._check_no_custom_gradient_code(weighed.value)
         micro_step.has_failed = False
 
-    def _check_linear(self, loss: Tensor) -> None:
+    def _check_no_custom_gradient_code(self, loss: Tensor) -> None:
         """Raise UsageError for custom code in the gradient path: the weight was not known in backward."""
         models = [part.replica.model for part in self.parts]
         changed = "" if self.tensor_hooks is None else self.tensor_hooks.changed
-        custom_code = own_hooks(models) or self._own_code or own_functions(loss) or changed
+        custom_code = (
+            describe_user_module_hook(models) or self._own_code or describe_user_autograd_function(loss) or changed
+        )
         if custom_code:
             raise UsageError(code="hook-before-weight", what=custom_code)
 
@@ -315,7 +334,7 @@ class Step:
         replicas = [part.replica for part in self.parts]
         if len(replicas) == 1 and not replicas[0].in_lockstep and replicas[0].module is not replicas[0].model:
             # the DDP module waits for a gradient of each parameter
-            self.parts[0].backward(sum_of_nothing(replicas[0].model), retain_graph=retain_graph)
+            self.parts[0].backward(zero_gradient_loss(replicas[0].model), retain_graph=retain_graph)
             return
         if any(replica.in_lockstep or replica.module is not replica.model for replica in replicas):
             raise UsageError(code="loss-without-gradient")
@@ -327,32 +346,32 @@ class Step:
         return [] if self._value is None else [leaf for leaf in leaves_of(self._value) if id(leaf) not in parameter_ids]
 
     def _rates(self) -> list[float]:
-        return [rate for part in self.parts for rate in part.rates()]
+        return [rate for part in self.parts for rate in part.learning_rates()]
 
-    def _put_aside(self, wanted: Sequence[TrainedModel], micro_step: MicroStep) -> None:
+    def _put_aside(self, wanted: Sequence[ModelInTraining], micro_step: MicroStep) -> None:
         for part in wanted:
-            if (reached := part.reached) and not self.phases.alone and part.has_stepped(micro_step.stepped):
+            if (reached := part.reached) and not self.phases.alone and part.has_stepped(micro_step.stepped_optimizers):
                 raise UsageError(code="backward-after-step", number=part.number + 1)
-            part.close(reached)
+            part.after_backward(reached)
 
-    def _synchronise(self, wanted: Sequence[TrainedModel], finish: Finish) -> None:
+    def _synchronise(self, wanted: Sequence[ModelInTraining], finish: AwaitTotals) -> None:
         """Sum the gradients of all models that the backward has reached over ranks (a collective).
 
         The host waits for a GPU once, at the end. On the CPU errors are found before the exchange.
         """
         totals, host, loss = None, self._host, 0.0
-        if host is not None and self._sums.samples:  # does not wait for other hosts
-            rest = self._sums.put_off(finish)
+        if host is not None and self._sums.samples_if_weight:  # does not wait for other hosts
+            rest = self._sums.defer_wait(finish)
         else:
             summed = finish()
-            totals, rest = summed.totals, self._sums.rest(summed)
+            totals, rest = summed.totals, self._sums.remaining_divisor(summed)
             if isinstance(totals, Totals):
-                loss, rest = self._sums.take(totals), float(rest)  # a division by 1 is skipped
-        reached = reached_anywhere(wanted, self._world) if len(self.parts) > 1 else wanted  # one always is
+                loss, rest = self._sums.read_totals(totals), float(rest)  # a division by 1 is skipped
+        reached = models_reached_on_any_rank(wanted, self._world) if len(self.parts) > 1 else wanted  # one always is
         if self._exact or not self.phases.alone:
             check_summed_once(self._summed_up, reached)
         self._summed_up += reached
-        to_judge: list[TrainedModel] = []
+        to_judge: list[ModelInTraining] = []
         with self._no_grad:
             for part in reached:
                 if part.synchronise(rest, agreed=host is None) is not True or self._max_norm is not None:
@@ -365,27 +384,27 @@ class Step:
         if not finite:
             self._guard.check_unblocked()
             in_loss, self._result.grad_norm = not math.isfinite(loss), None
-            self._result.skipped = self._not_finite(reached, None if in_loss else host, in_loss=in_loss)
+            self._result.skip_cause = self._find_nonfinite_cause(reached, None if in_loss else host, in_loss=in_loss)
             for part in reached:
-                part.note_gradients()
+                part.remember_skipped_gradients()
 
     def _judged(
-        self, to_judge: Sequence[TrainedModel], loss: float, totals: Totals | Deferred[Totals] | None
+        self, to_judge: Sequence[ModelInTraining], loss: float, totals: Totals | Deferred[Totals] | None
     ) -> tuple[float, bool]:
         """The loss, and whether it and the gradients of `to_judge` are finite (a collective if they are sharded)."""
         if not self._on_device:
             finite = math.isfinite(loss)
             for part in to_judge:
                 if finite:
-                    finite = resolve(part.judged(self._max_norm))
+                    finite = resolve(part.clip_and_check_finite(self._max_norm))
                     self._result.grad_norm = part.norm
             return loss, finite
-        checks = [part.judged(self._max_norm) for part in to_judge]
+        checks = [part.clip_and_check_finite(self._max_norm) for part in to_judge]
         pending = [value for value in (totals, *checks) if isinstance(value, Deferred)]
-        self.ahead.begin()  # the device has work now
+        self.ahead.start_batches()  # the device has work now
         numbers_by_id = {id(value): numbers for value, numbers in zip(pending, read_all(pending), strict=True)}
         if isinstance(totals, Deferred):
-            loss = self._sums.take(totals.compute(numbers_by_id[id(totals)]))
+            loss = self._sums.read_totals(totals.compute(numbers_by_id[id(totals)]))
         finite = math.isfinite(loss)
         for part, check in zip(to_judge, checks, strict=True):
             if finite:
@@ -393,22 +412,24 @@ class Step:
                 self._result.grad_norm = part.norm
         return loss, finite
 
-    def _not_finite(self, reached: Sequence[TrainedModel], host: Hosts | None, *, in_loss: bool) -> nonfinite.NotFinite:
+    def _find_nonfinite_cause(
+        self, reached: Sequence[ModelInTraining], host: NodeTopology | None, *, in_loss: bool
+    ) -> nonfinite.NonFiniteCause:
         """Find the cause (a collective, of this `host` unless all ranks know; none if it is the loss scale)."""
-        if not in_loss and (cause := self.parts[0].overflowed(str(self._where))):
+        if not in_loss and (cause := self.parts[0].handle_overflow(str(self._where))):
             return cause
         if self._forward is not None:  # nothing follows in this body
             self._leave_batch()
             for part in self.parts:
                 part.replica.put_back_buffers()
         where = str(self._where)
-        seen, gather = self._sums.seen, gather_over_all(self._world) if host is None else gather_on_host(host)
-        cause = nonfinite.losses_not_finite(seen, where, gather) if in_loss or host is not None else None
+        seen, gather = self._sums.seen, make_world_gather(self._world) if host is None else make_node_gather(host)
+        cause = nonfinite.find_nonfinite_losses(seen, where, gather) if in_loss or host is not None else None
         if cause is None or not (in_loss or cause.samples):
             replicas, tick = {part.prefix: part.replica for part in reached}, partial(self._enter, Phase.BACKWARD)
-            cause = nonfinite.gradients_not_finite(replicas, seen, self._forward, where, tick, gather)
+            cause = nonfinite.find_nonfinite_gradients(replicas, seen, self._forward, where, tick, gather)
         if not self._may_skip:
-            raise report_on_one_rank(nonfinite.stopped(cause, self._way_out), self._world, by=cause.told_by)
+            raise report_on_one_rank(nonfinite.nonfinite_error(cause, self._way_out), self._world, by=cause.first_rank)
         return cause
 
 
@@ -424,7 +445,7 @@ class UpdatePasses:
     A task's body has one phase. In a step of a single micro-batch all phases count at once.
     """
 
-    def __init__(self, parts: Sequence[TrainedModel]) -> None:
+    def __init__(self, parts: Sequence[ModelInTraining]) -> None:
         self._parts = parts
         self.number = 1
         """of phases in a body, as far as known"""
@@ -436,12 +457,12 @@ class UpdatePasses:
         self.alone, self._pass = micro_batches == 1, 0
         self._buffers: dict[tuple[int, int, int], list[Tensor]] = {}
 
-    def again(self) -> bool:
+    def needs_another_pass(self) -> bool:
         """After a pass over several micro-batches: whether the next phase needs another pass."""
         self._pass += 1
         return self._pass < self.number
 
-    def counts(self, micro_step: MicroStep) -> bool:
+    def is_current_phase(self, micro_step: MicroStep) -> bool:
         """Whether this pass over several micro-batches is for the current phase of the body."""
         return micro_step.phase == self._pass
 
@@ -451,7 +472,7 @@ class UpdatePasses:
 
     def keep_buffers(self, micro_step: MicroStep) -> None:
         """At the end of a phase, in a step of several bodies: save the buffers in its pass, restore them later."""
-        key = (micro_step.work.virtual_rank, micro_step.work.micro_batch, len(micro_step.stepped))
+        key = (micro_step.work.virtual_rank, micro_step.work.micro_batch, len(micro_step.stepped_optimizers))
         buffers = [buffer for part in self._parts for buffer in part.replica.model.buffers()]
         if micro_step.phase == self._pass:
             self._buffers[key] = [buffer.clone() for buffer in buffers]
@@ -461,11 +482,11 @@ class UpdatePasses:
                     buffer.copy_(saved)
 
 
-Part = tuple[int | None, Tensor]
+EvaluationPart = tuple[int | None, Tensor]
 """A virtual rank, None for a dummy batch, and the samples that it evaluates."""
 
 
-def as_many_as_any(microbatches: Sequence[MicroBatch], world: World) -> Sequence[MicroBatch]:
+def pad_micro_batches(microbatches: Sequence[MicroBatch], world: World) -> Sequence[MicroBatch]:
     """This rank's micro-batches, then dummy batches: the same number on every rank (a collective)."""
     max_count = to_device_async([len(microbatches)], world.device)
     dist.all_reduce(name_collective(max_count, "number of micro-batches"), op=dist.ReduceOp.MAX)
@@ -474,7 +495,9 @@ def as_many_as_any(microbatches: Sequence[MicroBatch], world: World) -> Sequence
     return [*microbatches, *(first._replace(work=first.work._replace(is_counted=False)) for _ in range(missing))]
 
 
-def as_many_parts_as_any(parts: list[Part], samples: int, virtual_ranks: int, world: World, size: int) -> list[Part]:
+def pad_evaluation_batches(
+    parts: list[EvaluationPart], samples: int, virtual_ranks: int, world: World, size: int
+) -> list[EvaluationPart]:
     """The same for an evaluation in batches of `size`, without communication."""
 
     def number(rank: int) -> int:

@@ -12,33 +12,33 @@ from paceline.collectives.control import SummedTotals, Totals, is_async, report_
 from paceline.errors import ExitCode, ReportedByPeer, TrainingError, UsageError
 from paceline.protocol.evidence import Phase
 from paceline.rank.world import World
-from paceline.stepping.micro_step import MicroStep, Reduction, WeightedLoss, same
-from paceline.stepping.nonfinite import NotFinite, Seen, losses_not_finite, stopped
-from paceline.stepping.order import CallOrder
+from paceline.stepping.micro_step import MicroStep, Reduction, WeightedLoss, equal_weights
+from paceline.stepping.nonfinite import BatchLosses, NonFiniteCause, find_nonfinite_losses, nonfinite_error
+from paceline.stepping.order import CollectiveOrderCheck
 
 
-class Votes(Struct, frozen=True):
+class ControlFlags(Struct, frozen=True):
     """Each field is 1 or 0 on one rank. The sum over ranks counts the votes. The totals have them in this order."""
 
     stop: float = 0.0
     """the run must end"""
-    written: float = 0.0
+    shard_written: float = 0.0
     """this rank has written its shard of the pending checkpoint"""
-    failed: float = 0.0
+    shard_failed: float = 0.0
     """this rank could not write its shard"""
-    due: float = 0.0
+    checkpoint_due: float = 0.0
     """the time for a checkpoint has come; only rank 0 reads its clock"""
-    end: float = 0.0
+    ended_by_callback: float = 0.0
     """a callback has ended the training"""
     save: float = 0.0
     """a checkpoint must be saved now"""
-    coming: float = 0.0
+    next_batch_samples: float = 0.0
     """samples of a stream that this rank has for the next global batch; 0 if the data are not a stream"""
 
 
-NO_VOTES = Votes()
+NO_VOTES = ControlFlags()
 NUM_VOTES = len(astuple(NO_VOTES))
-Finish = Callable[[], SummedTotals]
+AwaitTotals = Callable[[], SummedTotals]
 """waits for the totals of all ranks; on a GPU the host has not read them yet"""
 
 
@@ -47,19 +47,19 @@ class StepResult(Struct):
 
     loss: float = 0.0
     """the mean of the global batch"""
-    weight: float = 0.0
+    total_weight: float = 0.0
     """the sum of all weights, by which the sum of losses is divided"""
     grad_norm: float | None = None
     """before clipping; None: not computed"""
-    votes: Votes = NO_VOTES
+    votes: ControlFlags = NO_VOTES
     """the sum over ranks"""
-    skipped: NotFinite | None = None
+    skip_cause: NonFiniteCause | None = None
     """the reason if the step did not change the parameters"""
 
     @property
     def loss_sum(self) -> float:
         """The weighted sum of the global batch's losses."""
-        return self.loss * self.weight
+        return self.loss * self.total_weight
 
 
 class StepTotals:
@@ -70,8 +70,8 @@ class StepTotals:
         world: World,
         virtual_ranks: int,
         where: object,
-        votes: Callable[[], Votes],
-        order: CallOrder | None,
+        votes: Callable[[], ControlFlags],
+        order: CollectiveOrderCheck | None,
         *,
         one_each: bool,
         alone: bool = False,
@@ -100,15 +100,15 @@ class StepTotals:
         """whether `scale` only approximates the weight of the global batch, which is not known yet"""
         self.was_scaled = True
         """whether the gradients of the last backward were those of the global batch's mean"""
-        self.seen: Seen = []
+        self.seen: BatchLosses = []
         self.without_gradient = False
         """whether a loss of this rank was constant or had weight 0"""
         self._samples, self._plain, self._by_samples, self._counts_all = 0, True, True, True
         self._reduction: Reduction | None = None
-        self._awaited: Finish | None = None
+        self._awaited: AwaitTotals | None = None
         self._said_scale = 0.0
 
-    def count(
+    def add_loss(
         self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *, plain: bool
     ) -> None:
         """Add a loss and its weight to the totals. Backwards with a common divisor must have the same weight.
@@ -120,13 +120,13 @@ class StepTotals:
             raise UsageError(code="reductions-differ")
         self._reduction = reduction
         self._samples, self._plain = micro_step.work.global_samples, self._plain and plain
-        self._by_samples = weighed.by_samples
-        self._counts_all = self._counts_all and weighed.one_for_each and micro_step.batch.samples is None
-        if is_shared and not same(weighed.weight, micro_step.weights[-1]):
+        self._by_samples = weighed.is_weight_num_samples
+        self._counts_all = self._counts_all and weighed.has_unit_sample_weights and micro_step.batch.samples is None
+        if is_shared and not equal_weights(weighed.weight, micro_step.weights[-1]):
             raise UsageError(code="weights-differ", first=float(micro_step.weights[-1]), other=float(weighed.weight))
         if self._is_counted:
             self._begin_round()
-        if micro_step.work.is_counted and self._world.leads:  # of several that compute the same
+        if micro_step.work.is_counted and self._world.is_leader:  # of several that compute the same
             is_weightless = weighed.is_weightless
             self._add(micro_step.work.virtual_rank, weighed, is_weightless)
             if not is_weightless:
@@ -134,12 +134,12 @@ class StepTotals:
         self.in_round += 1
         micro_step.weights.append(weighed.weight)
 
-    def scale_of(self, weighed: WeightedLoss, *, waits: bool) -> float | Tensor | None:
+    def choose_loss_divisor(self, weighed: WeightedLoss, *, waits: bool) -> float | Tensor | None:
         """The divisor of the loss before backward, which makes gradients inside backward those of the mean.
 
         It is the weight of the global batch if this is known: from the plan, or because this rank has all of it.
         Otherwise it is a power of two near the weight of the last step, which changes no bit of the sum, and the
-        gradients are divided by `rest` later. None: call `exact_scale` with the totals of all ranks.
+        gradients are divided by `rest` later. None: call `set_exact_loss_divisor` with the totals of all ranks.
         """
         if self.scale is None:
             if self._reduction == "sum":
@@ -152,26 +152,26 @@ class StepTotals:
             elif self._one_each and waits and not self._same_bits:
                 return None
             else:
-                self.guess(self._samples)
+                self.guess_loss_divisor(self._samples)
                 self.is_guess = True
         return self.scale
 
-    def guess(self, samples: int = 0) -> float:
+    def guess_loss_divisor(self, samples: int = 0) -> float:
         """Take a power of two near the weight of the global batch as the divisor before backward."""
         if self.scale is None:
             self.scale = nearest_power_of_two(self._guess or samples)
         return float(self.scale)
 
-    def exact_scale(self, weight: float | Tensor) -> float | Tensor:
+    def set_exact_loss_divisor(self, weight: float | Tensor) -> float | Tensor:
         """The weight of the global batch, from that in the totals over ranks."""
-        self.scale = scale = self.weight_of(torch.as_tensor(weight, dtype=torch.float64))
+        self.scale = scale = self.loss_sum_divisor(torch.as_tensor(weight, dtype=torch.float64))
         return scale
 
-    def rest(self, summed: SummedTotals) -> float | Tensor:
+    def remaining_divisor(self, summed: SummedTotals) -> float | Tensor:
         """The remaining divisor of the summed gradients, from the totals over ranks."""
         if isinstance(summed.weights, Tensor) and self.is_weight_known:
             return 1.0  # `_divide` compares
-        return self.weight_of(summed.weight) / (1.0 if self.scale is None else self.scale)
+        return self.loss_sum_divisor(summed.total_weight) / (1.0 if self.scale is None else self.scale)
 
     @property
     def is_weight_known(self) -> bool:
@@ -182,11 +182,11 @@ class StepTotals:
         return self._counts_all and not isinstance(self.scale, Tensor) and self.scale == self._samples
 
     @property
-    def samples(self) -> int:
+    def samples_if_weight(self) -> int:
         """Samples of the global batch, if they are its weight by the form of all losses so far; else 0."""
         return self._samples if self._plain and self.divisor is None else 0
 
-    def start(self) -> Finish:
+    def start(self) -> AwaitTotals:
         """Start the sum over ranks. The first one in a step includes the votes."""
         hashes = self._order.hashes() if self._order is not None and self.divisor is None else ()
         votes = [*astuple(self._votes()), *hashes] if self.divisor is None else []
@@ -195,13 +195,13 @@ class StepTotals:
             votes.append(self._said_scale)
         return start_totals(self._losses, self._weights, votes, self._world)
 
-    def put_off(self, finish: Finish) -> float:
+    def defer_wait(self, finish: AwaitTotals) -> float:
         """Leave the wait to `await_totals`. Returns the remaining divisor: 1, as each of the `samples` weighs 1."""
         self._awaited = finish
         return 1.0
 
     def await_totals(self, enter: Callable[[Phase], object], way_out: str) -> None:
-        """After the update, wait for the totals that `put_off` has left.
+        """After the update, wait for the totals that `defer_wait` has left.
 
         Raises:
             TrainingError: the weight was not the number of samples; ReportedByPeer if another rank reports the error.
@@ -209,40 +209,40 @@ class StepTotals:
         if self._awaited is None:
             return
         enter(Phase.SYNC)
-        wait, self._awaited, samples = self._awaited, None, self.samples
+        wait, self._awaited, samples = self._awaited, None, self.samples_if_weight
         is_finite_here = all(math.isfinite(float(loss)) for loss in self._losses)
         try:
-            if not math.isfinite(self.take(resolve(wait().totals), late=True)):
+            if not math.isfinite(self.read_totals(resolve(wait().totals), late=True)):
                 if is_finite_here:
                     raise ReportedByPeer("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
                 # other hosts may have left already: each rank reports for itself
-                cause = losses_not_finite(self.seen, str(self._where), lambda value: {self._world.rank: value})
-                raise stopped(cause, way_out, late=True)
-            if self.result.weight != samples:
+                cause = find_nonfinite_losses(self.seen, str(self._where), lambda value: {self._world.rank: value})
+                raise nonfinite_error(cause, way_out, late=True)
+            if self.result.total_weight != samples:
                 raise TrainingError(
-                    code="loss-weight-wrong", place=str(self._where), weight=self.result.weight, samples=samples
+                    code="loss-weight-wrong", place=str(self._where), weight=self.result.total_weight, samples=samples
                 )
         except BaseException:
             enter(Phase.OPTIMIZER)  # a reader of the phase must not think that the update has not begun
             raise
 
-    def take(self, totals: Totals, *, late: bool = False) -> float:
+    def read_totals(self, totals: Totals, *, late: bool = False) -> float:
         """Read the totals over ranks. Returns the mean loss. Raises an error if ranks disagree.
 
         `late`: the parameters have already changed.
         """
         *votes, scales = totals.votes if self._world.size > 1 else (*totals.votes, 0.0)
         if self.divisor is None:
-            self.result.votes = Votes(*votes[:NUM_VOTES])
+            self.result.votes = ControlFlags(*votes[:NUM_VOTES])
             if self._order is not None:
                 self._order.check(votes[NUM_VOTES:], self._where, late=late)
         if self._world.size > 1 and scales != self._said_scale * self._world.size:
             raise report_on_one_rank(UsageError(code="loss-forms-differ", place=str(self._where)), self._world)
-        loss, self.result.weight = self._divide(totals.sums)
+        loss, self.result.total_weight = self._divide(totals.sums)
         self.result.loss += loss
         return loss
 
-    def weight_of(self, weight: float | Tensor) -> float | Tensor:
+    def loss_sum_divisor(self, weight: float | Tensor) -> float | Tensor:
         """The divisor of the sums of losses, from the weight in the totals over ranks."""
         known_weight = 1.0 if self._reduction == "sum" else self._counted_before
         return weight if known_weight is None else known_weight

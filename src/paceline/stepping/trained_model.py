@@ -13,16 +13,16 @@ from paceline.collectives.buckets import trainable
 from paceline.collectives.control import Deferred, resolve, sum_over_ranks, to_device_async
 from paceline.errors import UsageError
 from paceline.rank.world import World
-from paceline.stepping.hooks import HiddenHooks, count_hooks, has_multi_grad_hook, hide_hooks, show_hooks
-from paceline.stepping.nonfinite import NotFinite, gradients_are_finite
+from paceline.stepping.hooks import HiddenHooks, count_hooks, has_multi_grad_hook, hide_hooks, restore_hooks
+from paceline.stepping.nonfinite import NonFiniteCause, gradients_are_finite
 from paceline.strategies.base import Strategy
 
-FIRST = 2.0**16
+INITIAL_LOSS_SCALE = 2.0**16
 LARGEST, SMALLEST = 2.0**24, 2.0**-14
 STEPS_UNTIL_DOUBLED = 2000
 
 
-def loss_scale(precision: str | None) -> "LossScale | None":
+def make_loss_scale(precision: str | None) -> "LossScale | None":
     """The initial scale; None if the precision needs none."""
     return LossScale() if precision == "fp16" else None
 
@@ -36,34 +36,34 @@ class LossScale:
     """
 
     def __init__(self) -> None:
-        self.value = FIRST
+        self.value = INITIAL_LOSS_SCALE
         self.skipped = 0
         """steps of the run that have overflowed"""
         self._good = 0  # steps since the last change of the scale
 
-    def overflow(self, where: str) -> str:
+    def halve_after_overflow(self, where: str) -> str:
         """Halve the scale after an overflow in the step `where`. Returns a message; empty at the smallest scale."""
         if self.value <= SMALLEST:
             return ""
         self.value, self._good, self.skipped = self.value / 2, 0, self.skipped + 1
         return f"a gradient is beyond fp16's range at {where}: the loss scale is now {self.value:g}"
 
-    def good(self) -> None:
+    def count_good_step(self) -> None:
         """A step had no overflow."""
         self._good += 1
         if self._good == STEPS_UNTIL_DOUBLED and self.value < LARGEST:
             self.value, self._good = self.value * 2, 0
 
-    def numbers(self) -> dict[str, Any]:
+    def json_state(self) -> dict[str, Any]:
         """The state, for `take`."""
         return {"loss_scale": [self.value, self._good, self.skipped]}
 
-    def take(self, saved: Mapping[str, Any]) -> None:
+    def load_json_state(self, saved: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint; it has none if it is of another precision."""
-        self.value, self._good, self.skipped = saved.get("loss_scale", (FIRST, 0, 0))
+        self.value, self._good, self.skipped = saved.get("loss_scale", (INITIAL_LOSS_SCALE, 0, 0))
 
 
-class TrainedModel:
+class ModelInTraining:
     """A model in training. Its gradients are summed in .grad over the micro-batches of a step."""
 
     has_aside = False
@@ -87,13 +87,13 @@ class TrainedModel:
         """Whether an optimizer of this model is among the optimizers with these numbers."""
         return self.number in numbers
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step: save the buffers, clear the gradients."""
         self.replica.keep_buffers()
         for parameter in self._parameters:  # not those of the optimizer: a sharded one has only its shards
             parameter.grad = None
 
-    def open(self, wanted: bool, watched: bool) -> None:
+    def before_backward(self, wanted: bool, watched: bool) -> None:
         """Before a backward: its gradients are dropped if not `wanted`; `watched`: sets `reached`."""
 
     def backward(self, loss: Tensor, *, factor: float | Tensor = 1.0, retain_graph: bool = False) -> None:
@@ -124,20 +124,20 @@ class TrainedModel:
         are_joint = has_multi_grad_hook(self._parameters)
         self._own_hooks = -1 if hidden or are_joint or not counted else count
         if are_joint and (not alone or self.replica.sharded):
-            show_hooks(hidden)
+            restore_hooks(hidden)
             raise UsageError(code="multi-grad-hook")
         if hidden and self.replica.sharded:
-            show_hooks(hidden)
+            restore_hooks(hidden)
             raise UsageError(code="gradient-hook")
         self._hooked = bool(hidden)
         return hidden
 
-    def show_hooks(self, hidden: HiddenHooks) -> None:
+    def restore_hooks(self, hidden: HiddenHooks) -> None:
         """Restore them after backward."""
         if hidden:
-            show_hooks(hidden)
+            restore_hooks(hidden)
 
-    def note_gradients(self) -> None:
+    def remember_skipped_gradients(self) -> None:
         """After a skipped step: remember that the loop did not write these gradients."""
 
     @property
@@ -150,7 +150,7 @@ class TrainedModel:
         if not self._hooked:
             return
         hidden = hide_hooks(self._parameters)
-        show_hooks(hidden)
+        restore_hooks(hidden)
         for parameter, before, after in hidden:
             if parameter.grad is None:
                 continue
@@ -160,18 +160,18 @@ class TrainedModel:
             for hook in after.values() if after_accumulation else ():
                 hook(parameter)
 
-    def overflowed(self, where: str) -> NotFinite | None:
+    def handle_overflow(self, where: str) -> NonFiniteCause | None:
         """Whether the loss scale made gradients of the step `where` non-finite; halves it."""
-        message = "" if self.scale is None else self.scale.overflow(where)
-        return NotFinite(message, by_scale=True) if message else None
+        message = "" if self.scale is None else self.scale.halve_after_overflow(where)
+        return NonFiniteCause(message, is_loss_scale_overflow=True) if message else None
 
-    def check_between(self) -> None:
+    def check_between_micro_batches(self) -> None:
         """Between two micro-batches of a step: raise UsageError for a gradient that is not the step's."""
 
-    def close(self, reached: bool) -> None:
+    def after_backward(self, reached: bool) -> None:
         """After a backward that is not the step's last."""
 
-    def drop(self) -> None:
+    def discard_backward(self) -> None:
         """After a backward without gradients for this model: drop those it may have."""
 
     def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Deferred[bool] | None:
@@ -180,14 +180,14 @@ class TrainedModel:
         `agreed`: hosts that step separately agree on the result. Returns the result of `Strategy.sync_gradients`.
         """
         self._found = self.replica.sync_gradients(divisor if self.scale is None else divisor * self.scale.value)
-        if agreed and self.replica.host is not None:
+        if agreed and self.replica.local_step_node is not None:
             self._found = self.replica.all_finite()
         if self._hooked:
             self.run_hooks(after_accumulation=False)
             self._found = None  # a hook may have changed the gradients
         return self._found
 
-    def judged(self, max_norm: float | None) -> bool | Deferred[bool]:
+    def clip_and_check_finite(self, max_norm: float | None) -> bool | Deferred[bool]:
         """After `synchronise`: clip gradients to `max_norm`, set `norm`, return whether all are finite."""
         finite, self._found = self._found, None  # it would hold the gradients until the next step
         self.norm = None
@@ -208,22 +208,22 @@ class TrainedModel:
         """All tensors of its state, under names with `prefix`."""
         return [replace(shard, name=self.prefix + shard.name) for shard in self.replica.state()]
 
-    def rates(self) -> list[float]:
+    def learning_rates(self) -> list[float]:
         """The current learning rates."""
         return [group["lr"] for group in self.replica.optimizer.param_groups]
 
 
-def reached_anywhere(wanted: Sequence[TrainedModel], world: World) -> list[TrainedModel]:
+def models_reached_on_any_rank(wanted: Sequence[ModelInTraining], world: World) -> list[ModelInTraining]:
     """The models with parameters that a watched backward has reached on any rank; closes the others (a collective)."""
     flags = to_device_async([float(part.reached) for part in wanted], world.device)
     rank_counts = sum_over_ranks(flags, "models reached by a backward").tolist()
     for part, ranks in zip(wanted, rank_counts, strict=True):
         if not ranks:
-            part.close(reached=False)
+            part.after_backward(reached=False)
     return [part for part, ranks in zip(wanted, rank_counts, strict=True) if ranks]
 
 
-def check_summed_once(before: Sequence[TrainedModel], now: Sequence[TrainedModel]) -> None:
+def check_summed_once(before: Sequence[ModelInTraining], now: Sequence[ModelInTraining]) -> None:
     """Raise UsageError if the gradients of one model are summed over ranks a second time in a step."""
     if any(part in before for part in now):
         raise UsageError(code="two-backwards")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.state import Source, TensorShard, load_into, whole_parameters
+from paceline.checkpoint.state import Source, TensorShard, load_into, unsharded_parameter_shards
 from paceline.collectives.buckets import trainable
 from paceline.collectives.communicator import print_notice
 from paceline.collectives.control import Deferred, multiply_gradients
@@ -21,16 +21,16 @@ from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
 from paceline.errors import UsageError
 from paceline.rank.world import World
-from paceline.seeding import random_stream
-from paceline.strategies.buffers import VirtualBuffers, uncounted
-from paceline.strategies.optimizer_state import hold_optimizer, load_mean, load_optimizer, mean_message
+from paceline.seeding import seeded_random_stream
+from paceline.strategies.buffers import VirtualRankBuffers, ignore_batch
+from paceline.strategies.optimizer_state import load_node_mean, load_optimizer, node_mean_message, optimizer_shards
 from paceline.strategies.validation import check_no_max_norm, check_optimizer_parameters
 
 if TYPE_CHECKING:
-    from paceline.collectives.hosts import Hosts
+    from paceline.collectives.hosts import NodeTopology
     from paceline.collectives.reducer import Reducer
     from paceline.parallel.pipeline import Pipeline
-    from paceline.strategies.model_parallel import ModelParallel
+    from paceline.strategies.model_parallel import ModelParallelAdapter
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -46,7 +46,7 @@ class WeightAverage(Protocol):
         """Restore the result of `state`; start from the weights if `source` has no average."""
         ...
 
-    def in_place(self) -> AbstractContextManager[None]:
+    def use_as_weights(self) -> AbstractContextManager[None]:
         """Inside, the model has the average as its weights."""
         ...
 
@@ -63,7 +63,7 @@ class Strategy:
     """whether each rank holds only a shard of the gradients"""
     in_lockstep = False
     """whether a forward is a collective. Then all ranks run the same number of forwards, some on dummy batches"""
-    host: "Hosts | None" = None
+    local_step_node: "NodeTopology | None" = None
     """this node, if nodes take local steps. Then only the ranks of this node hold these gradients"""
     pipeline: "Pipeline | None" = None
     """the pipeline, if this rank holds one stage of the model. Every forward runs through it"""
@@ -93,7 +93,7 @@ class Strategy:
         self.model, self.module, self.optimizer = model, model if module is None else module, optimizer
         self.world, self.reducer, self.virtual_ranks = world, reducer, virtual_ranks or world.size
         self.parameters = trainable(model)
-        self.parts: ModelParallel | None = None
+        self.parts: ModelParallelAdapter | None = None
         """set by `join`"""
         self.average: WeightAverage | None = None
         self._named = [*model.named_parameters()]
@@ -103,9 +103,9 @@ class Strategy:
             check_optimizer_parameters(model, optimizer)
         if self.virtual_ranks > 1:
             check_no_max_norm(model)
-        self.buffers = VirtualBuffers(model, world, self.virtual_ranks)
+        self.buffers = VirtualRankBuffers(model, world, self.virtual_ranks)
 
-    def join(self, parts: "ModelParallel", world: World) -> None:
+    def join(self, parts: "ModelParallelAdapter", world: World) -> None:
         """Train a part of a model whose other parts are on other ranks of `world`."""
         self.parts, self.world, self.sharded = parts, world, True
 
@@ -117,11 +117,11 @@ class Strategy:
         around = self._around(work, is_last)
         if around is not None or not work.is_counted:
             with ExitStack() as stack:
-                stack.enter_context(self.buffers.of(work))
+                stack.enter_context(self.buffers.micro_batch_context(work))
                 if around is not None:
                     stack.enter_context(around)
                 if not work.is_counted:
-                    stack.enter_context(uncounted(self.model, self.parameters))
+                    stack.enter_context(ignore_batch(self.model, self.parameters))
                 self._inside = stack.pop_all()
         elif not self.buffers.is_idle:
             self.buffers.enter(work)
@@ -140,18 +140,18 @@ class Strategy:
     @contextmanager
     def alone(self, batch: MicroBatch) -> Generator[None]:
         """Inside, a forward of the plain model has the random stream and the buffers of `batch`."""
-        with random_stream(batch.random_seed, self.world.device), self.buffers.of(batch.work):
+        with seeded_random_stream(batch.random_seed, self.world.device), self.buffers.micro_batch_context(batch.work):
             yield
 
     def begin_backward(self, work: MicroBatchPlan, is_last: bool) -> None:
         """Begin a backward inside a micro-batch. `is_last`: it is the last one of the step on this rank."""
         if self.reducer is not None:
-            self.reducer.enter(work.virtual_rank, is_last=is_last, counted=work.is_counted)
+            self.reducer.begin_backward(work.virtual_rank, is_last=is_last, counted=work.is_counted)
 
     def end_backward(self, error: BaseException | None = None) -> None:
         """End a backward. May raise an error that explains `error` better."""
         if self.reducer is not None:
-            self.reducer.leave(failed=error is not None)
+            self.reducer.end_backward(failed=error is not None)
 
     def on_gradient(self, act: Callable[[Tensor], None]) -> None:
         """Call `act` with a parameter in each backward that reaches the model, also in those of the loop."""
@@ -174,7 +174,7 @@ class Strategy:
                 raise UsageError(code="unfrozen-later", name=name)
         is_finite = self._reduce(divisor)
         if not self.buffers.is_idle:
-            self.buffers.check()  # after the gradient collectives: otherwise their order would differ between ranks
+            self.buffers.check_mergeable()  # after the gradient collectives: else their order differs between ranks
         return is_finite if self.parts is None else self.parts.after_reduction(is_finite)
 
     def _reduce(self, divisor: float | Tensor) -> bool | Deferred[bool] | None:
@@ -208,7 +208,7 @@ class Strategy:
         When it is read, all gradients are scaled so that the norm is at most `max_norm`, unless it is not finite.
         """
         tensors = [shard.tensor for shard in self._gradients()]
-        norm = self._gradient_norm(tensors) if self.parts is None else self.parts.norm(self.gradients())
+        norm = self._gradient_norm(tensors) if self.parts is None else self.parts.gradient_norm(self.gradients())
         return norm.map(lambda total_norm: scale_to_norm(tensors, total_norm, max_norm))
 
     def _gradient_norm(self, tensors: list[Tensor]) -> Deferred[float]:
@@ -230,17 +230,17 @@ class Strategy:
     @contextmanager
     def evaluated(self) -> Generator[None]:
         """Inside, the model is ready for evaluation: merged buffers, the average as weights (a collective)."""
-        with self.merged_buffers(), nullcontext() if self.average is None else self.average.in_place():
+        with self.merged_buffers(), nullcontext() if self.average is None else self.average.use_as_weights():
             yield
 
     def keep_buffers(self) -> None:
         """Save the buffers of this rank's virtual ranks, and everything else that a step changes before the update."""
         if not self.buffers.is_idle:
-            self.buffers.keep()
+            self.buffers.save_copies()
 
     def put_back_buffers(self) -> None:
         """Restore what `keep_buffers` has saved."""
-        self.buffers.put_back()
+        self.buffers.restore_copies()
 
     # state
 
@@ -263,26 +263,26 @@ class Strategy:
         return shards if self.average is None else [*shards, *self.average.state()]
 
     def _state(self) -> list[TensorShard]:
-        return [*self._hold_parameters(), *self.buffers.hold(), *self._hold_optimizer()]
+        return [*self._parameter_shards(), *self.buffers.buffer_shards(), *self._optimizer_shards()]
 
-    def _hold_parameters(self) -> list[TensorShard]:
-        return whole_parameters(self.model.named_parameters())
+    def _parameter_shards(self) -> list[TensorShard]:
+        return unsharded_parameter_shards(self.model.named_parameters())
 
-    def _hold_optimizer(self) -> list[TensorShard]:
-        return hold_optimizer(self.model, self.optimizer)
+    def _optimizer_shards(self) -> list[TensorShard]:
+        return optimizer_shards(self.model, self.optimizer)
 
     def load(self, source: Source) -> None:
         """Restore a state, which may come from any strategy and any number of ranks."""
-        self._load(source if self.parts is None else self.parts.source(source))
+        self._load(source if self.parts is None else self.parts.part_source(source))
         if self.average is not None:
             self.average.load(source)
 
     @torch.no_grad()
     def _load(self, source: Source) -> None:
-        for shard in self._hold_parameters():
+        for shard in self._parameter_shards():
             load_into(source, shard)
-        if self.host is None and (nodes := load_mean(source, self._hold_parameters())):
-            print_notice(mean_message(nodes, "and this run synchronises all nodes in each step"))
+        if self.local_step_node is None and (nodes := load_node_mean(source, self._parameter_shards())):
+            print_notice(node_mean_message(nodes, "and this run synchronises all nodes in each step"))
         self.buffers.load(source)
         self._load_optimizer(source)
 

@@ -8,7 +8,7 @@ from paceline.checkpoint.state import Source
 from paceline.collectives.buckets import grad_of
 from paceline.collectives.communicator import print_notice
 from paceline.collectives.control import Deferred
-from paceline.collectives.reducer import check_gradients, sum_by_rank
+from paceline.collectives.reducer import check_gradients, make_rank_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
@@ -51,7 +51,7 @@ class Bucketed(Strategy):
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
         is_alone = world.size == 1
-        reducer = None if is_alone else sum_by_rank(model, partition_of(world, world.size), world.group)
+        reducer = None if is_alone else make_rank_reducer(model, partition_of(world, world.size), world.group)
         optimizer = make_optimizer(model.parameters())
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer)
         self._names = {p: name for name, p in model.named_parameters()}

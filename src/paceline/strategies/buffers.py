@@ -6,7 +6,7 @@ read back after it.
 
 For evaluation and checkpoints the values of all virtual ranks are merged. A module declares the reductions of its
 buffers in `buffer_reductions`. The buffers of normalization layers are averaged. For all others see
-`paceline.checkpoint.reductions`.
+`paceline.checkpoint.buffer_reductions`.
 """
 
 import re
@@ -21,28 +21,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
-from paceline.checkpoint.reductions import (
-    OPEN,
+from paceline.checkpoint.buffer_reductions import (
+    UNDECLARED,
     BufferHistory,
-    RankValue,
+    BufferObservation,
     as_float64,
-    choices,
     digest_of,
     from_float64,
-    inferred,
+    infer_reduction,
+    infer_saved_reduction,
+    load_buffer_history,
     may_count_samples,
-    observed,
-    reduced,
-    saved_reduction,
-    saved_seen,
+    observe_buffer,
+    possible_reductions,
+    reduce_buffer,
 )
-from paceline.checkpoint.state import Source, TensorShard, needed
+from paceline.checkpoint.state import Source, TensorShard, read_matching_tensor
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.collectives.control import all_gather_object, report_on_one_rank
 from paceline.collectives.replicate import broadcast
-from paceline.collectives.torch_collectives import Exchange, name_collective
+from paceline.collectives.torch_collectives import TreeAllReduce, name_collective
 from paceline.collectives.tree import LeafPartition, add_optional
-from paceline.compute.forward import without_recording
+from paceline.compute.forward import disable_graph_recording
 from paceline.data.plan import MicroBatchPlan, ranks_share
 from paceline.errors import TrainingError, UsageError
 from paceline.rank.world import World
@@ -54,7 +54,7 @@ _SAVED_REDUCTION = re.compile(r"reduction/([a-z]+)/(.+)")
 _SAVED_OF_RANK = re.compile(r"buffers/([0-9]{1,9})/(.+)")
 
 
-class VirtualBuffers:
+class VirtualRankBuffers:
     """The buffers of this rank's virtual ranks, by virtual rank.
 
     Raises:
@@ -71,7 +71,7 @@ class VirtualBuffers:
         """declared or known reductions by buffer; `OPEN`: to be inferred"""
         self._decided = dict(self._reductions)
         self._custom = {n: slots[0] for n, slots in self._slots.items() if not _is_in_normalization(*slots[0])}
-        self._open = [name for name, reduction in self._reductions.items() if reduction == OPEN]
+        self._open = [name for name, reduction in self._reductions.items() if reduction == UNDECLARED]
         self._integers = [name for name in self._open if _is_integer(self._initial[name])]
         self._of: dict[int, _Buffers] = {}
         self._seen: dict[int, dict[str, BufferHistory]] = {}  # changes of the `_integers`, by virtual rank
@@ -96,9 +96,9 @@ class VirtualBuffers:
         self._copied: dict[tuple[int, str], tuple[Tensor, int]] = {}  # large buffers: the copied tensor and its version
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def save_copies(self) -> None:
         """Save copies of all buffers, for `put_back`."""
-        self._adopt()
+        self._apply_assigned_values()
         self._counted.clear()
         self._kept_seen = {virtual_rank: dict(histories) for virtual_rank, histories in self._seen.items()}
         self._kept = {virtual_rank: self._kept.get(virtual_rank, {}) for virtual_rank in self._of}
@@ -126,7 +126,7 @@ class VirtualBuffers:
         return last_copied is None or last_copied[0] is not buffer or last_copied[1] != version
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore_copies(self) -> None:
         """Restore all buffers from the last `keep`.
 
         A buffer stays in the same memory, unless the module has replaced it: a CUDA graph uses that memory.
@@ -141,7 +141,7 @@ class VirtualBuffers:
         self._put(next(iter(self._of.values()), {name: b.clone() for name, b in self._initial.items()}))
 
     @contextmanager
-    def of(self, work: MicroBatchPlan) -> Generator[None]:
+    def micro_batch_context(self, work: MicroBatchPlan) -> Generator[None]:
         """`enter` and `leave`, as a context manager."""
         self.enter(work)
         try:
@@ -159,7 +159,7 @@ class VirtualBuffers:
         """
         if self.is_idle:
             return
-        self._adopt()
+        self._apply_assigned_values()
         self._forwarded = True
         buffers = self._of.get(work.virtual_rank) or {name: buffer.clone() for name, buffer in self._initial.items()}
         if work.is_counted:
@@ -199,7 +199,7 @@ class VirtualBuffers:
         if work.is_counted or self._synchronised or work.virtual_rank in self._of:
             self._of[work.virtual_rank] = kept
 
-    def check(self) -> None:
+    def check_mergeable(self) -> None:
         """Before an update: check that buffers can be merged (a collective in two steps, if a reduction is open).
 
         Raises:
@@ -226,7 +226,7 @@ class VirtualBuffers:
         Raises:
             UsageError: if the reduction of a buffer cannot be inferred. Its module must declare it.
         """
-        self._adopt()
+        self._apply_assigned_values()
         before = self._in_module()
         self._put(self._merge())
         try:
@@ -234,7 +234,7 @@ class VirtualBuffers:
         finally:
             self._put(before)
 
-    def hold(self) -> list[TensorShard]:
+    def buffer_shards(self) -> list[TensorShard]:
         """All buffers of this rank's virtual ranks. Synchronised buffers are included once."""
         shards: list[TensorShard] = []
         for virtual_rank, buffers in self._of.items():
@@ -245,7 +245,7 @@ class VirtualBuffers:
             shards += [TensorShard(f"buffers/{name}", common[name]) for name in sorted(self._synchronised)]
         for name in self._custom:
             reduction, initial = self._reductions[name], self._initial[name]
-            needs_initial = reduction == "sum" or (reduction == OPEN and not _is_real(initial))
+            needs_initial = reduction == "sum" or (reduction == UNDECLARED and not _is_real(initial))
             value = initial if needs_initial else initial.new_empty(0)
             shards.append(TensorShard(f"reduction/{reduction}/{name}", value))
         for virtual_rank in self._of if self._integers else ():
@@ -268,7 +268,7 @@ class VirtualBuffers:
             if any(buffer is not None for buffer in buffers.values()):
                 initial = self._initial
                 self._of[virtual_rank] = {n: initial[n].clone() if b is None else b for n, b in buffers.items()}
-                self._seen[virtual_rank] = {n: saved_seen(source, virtual_rank, n) for n in self._integers}
+                self._seen[virtual_rank] = {n: load_buffer_history(source, virtual_rank, n) for n in self._integers}
         if self._custom and self._has_other_ranks(source):
             self._start_from(self._merged_in(source))
         self._put(next(iter(self._of.values()), self._initial))
@@ -278,10 +278,10 @@ class VirtualBuffers:
         for full in source.names("reduction/"):
             match = _SAVED_REDUCTION.fullmatch(full)
             if match and match[2] in self._custom and source.shape(full) == self._initial[match[2]].shape:
-                values[match[2]] = needed(source, full, self._initial[match[2]]).to(self._world.device)
+                values[match[2]] = read_matching_tensor(source, full, self._initial[match[2]]).to(self._world.device)
         for name in self._custom:  # loaded pretrained weights: equal for all virtual ranks
             if f"buffers/{name}" in source.names(f"buffers/{name}"):
-                values[name] = needed(source, f"buffers/{name}", self._initial[name], any_type=True)
+                values[name] = read_matching_tensor(source, f"buffers/{name}", self._initial[name], any_type=True)
                 values[name] = values[name].to(self._world.device)
         return values
 
@@ -298,16 +298,16 @@ class VirtualBuffers:
         for name, (owner, leaf) in self._custom.items():
             initial = self._initial[name]
             values = {
-                int(match[1]): needed(source, full, initial, any_type=True).to(self._world.device)
+                int(match[1]): read_matching_tensor(source, full, initial, any_type=True).to(self._world.device)
                 for full in source.names("buffers/")
                 if (match := _SAVED_OF_RANK.fullmatch(full)) and match[2] == name
             }
             reduction = self._reductions[name]
-            if values and reduction == OPEN:
-                reduction = saved_reduction(source, name, values, initial)
+            if values and reduction == UNDECLARED:
+                reduction = infer_saved_reduction(source, name, values, initial)
             if not reduction:
                 raise self._undeclared(name, owner, leaf)
-            merged[name] = reduced(values, reduction, initial, max(values) + 1) if values else initial
+            merged[name] = reduce_buffer(values, reduction, initial, max(values) + 1) if values else initial
         return merged
 
     def _start_from(self, values: _Buffers) -> None:
@@ -323,7 +323,7 @@ class VirtualBuffers:
             names.append(f"buffers/0/{name}")
         for full in names:
             if any(saved == full for saved in source.names(full)):
-                return needed(source, full, self._initial[name], any_type=True).to(self._world.device)
+                return read_matching_tensor(source, full, self._initial[name], any_type=True).to(self._world.device)
         return None
 
     def _merge(self) -> _Buffers:
@@ -367,11 +367,11 @@ class VirtualBuffers:
             flat = [as_float64(buffers[n]) - start[n] if n in differences else as_float64(buffers[n]) for n in names]
             sums.add(virtual_rank, torch.cat([*flat, zeros + 1, padding]))
         nothing = zeros.repeat(partition.padded(size))
-        exchange = Exchange(
+        exchange = TreeAllReduce(
             partition, [nothing.clone() if part is None else part for part in sums.finish()], self._world.group
         )
-        exchange.gather()
-        return exchange.end()[:size]
+        exchange.start_gather()
+        return exchange.wait()[:size]
 
     def _largest(self, largest: Sequence[str], smallest: Sequence[str], dtype: torch.dtype) -> _Buffers:
         """The maxima and minima over virtual ranks, compared as `dtype` (a collective, if there are any)."""
@@ -435,12 +435,12 @@ class VirtualBuffers:
                 raise report_on_one_rank(error, self._world)
         ranks: list[dict[str, Any]] = [values for _, by_virtual_rank in reports for values in by_virtual_rank.values()]
         for name in self._open:
-            values = [msgspec.convert(by_name[name], RankValue) for by_name in ranks]
+            values = [msgspec.convert(by_name[name], BufferObservation) for by_name in ranks]
             digests = {value.digest for value in values}
             if len(digests) > 1:
                 self._differed.add(name)
             by_chance = early or name in self._differed
-            self._decided[name] = inferred(self._initial[name], values, by_chance=by_chance)
+            self._decided[name] = infer_reduction(self._initial[name], values, by_chance=by_chance)
             if not self._decided[name]:
                 raise report_on_one_rank(
                     self._undeclared(name, *self._custom[name], equal=len(digests) == 1), self._world
@@ -449,15 +449,15 @@ class VirtualBuffers:
                 self._independent.add(name)
         return bool(ranks)
 
-    def _observe(self) -> dict[int, dict[str, RankValue]]:
+    def _observe(self) -> dict[int, dict[str, BufferObservation]]:
         pairs = [(v, name) for v in sorted(self._of) for name in self._open]
         different = [(self._of[v][name] != self._initial[name]).any() for v, name in pairs]
         changed = torch.stack(different).tolist() if different else []  # one wait for a GPU
-        values: dict[int, dict[str, RankValue]] = {v: {} for v in sorted(self._of)}
+        values: dict[int, dict[str, BufferObservation]] = {v: {} for v in sorted(self._of)}
         for (v, name), is_changed in zip(pairs, changed, strict=True):
             history = self._seen.get(v, {}).get(name, BufferHistory())
             older = self._kept.get(v, {}).get(name)
-            value = observed(self._of[v][name], self._initial[name], older, history, changed=is_changed)
+            value = observe_buffer(self._of[v][name], self._initial[name], older, history, changed=is_changed)
             values[v][name] = replace(value, by_samples=self._may_count_samples(v, name) if is_changed else None)
         return values
 
@@ -486,7 +486,7 @@ class VirtualBuffers:
                 history.replaced + (new is not old),
             )
 
-    def _adopt(self) -> None:
+    def _apply_assigned_values(self) -> None:
         """Apply a value that the script assigned to a buffer between steps to all virtual ranks.
 
         This covers all buffers before the first forward, and later all except those of normalization layers, whose
@@ -538,7 +538,7 @@ class VirtualBuffers:
                 code="buffer-changed-in-body", leaf=leaf, module=_described(self._model, owner),
                 virtual_ranks=self._virtual_ranks,
             )  # fmt: skip
-        fitting, *others = choices(self._initial[name])
+        fitting, *others = possible_reductions(self._initial[name])
         code = "buffer-count-unclear" if name in self._integers else "buffer-change-unclear" if equal else ""
         return UsageError(
             code=code or "buffer-not-merged", leaf=leaf, module=_described(self._model, owner),
@@ -603,7 +603,7 @@ def _reductions(model: nn.Module, slots: Mapping[str, Sequence[tuple[nn.Module, 
         declared = {d for owner, leaf in places if (d := _declared(owner).get(leaf)) is not None}
         if len(declared) > 1:
             raise UsageError(code="buffer-declared-differently", name=name, declared=" and ".join(sorted(declared)))
-        reductions[name] = declared.pop() if declared else _known(*places[0])
+        reductions[name] = declared.pop() if declared else _builtin_reduction(*places[0])
     return reductions
 
 
@@ -622,14 +622,14 @@ def _check_declaration(model: nn.Module, owner: nn.Module) -> None:
             buffer_names = ", ".join(buffers) or "none"
             raise UsageError(code="buffer-unknown", whose=owner_label, leaf=leaf, known=buffer_names)
         buffer = buffers[leaf]
-        if buffer is not None and reduction not in (fitting := choices(buffer)):
+        if buffer is not None and reduction not in (fitting := possible_reductions(buffer)):
             raise UsageError(
                 code="buffer-reduction-does-not-fit", whose=owner_label, leaf=leaf, dtype=buffer.dtype, value=reduction,
                 allowed=[*fitting],
             )  # fmt: skip
 
 
-def _known(owner: nn.Module, leaf: str) -> str:
+def _builtin_reduction(owner: nn.Module, leaf: str) -> str:
     """The reduction of a buffer of a torch module; `OPEN` for any other."""
     if _is_in_normalization(owner, leaf):
         return _IN_NORMALIZATION[leaf]
@@ -639,7 +639,7 @@ def _known(owner: nn.Module, leaf: str) -> str:
     # the vectors of spectral norm: each forward updates them from the weight only
     parametrized = bases[0] == "_SpectralNorm" and leaf in ("_u", "_v")
     hooked = leaf[-2:] in ("_u", "_v") and f"{leaf[:-2]}_orig" in owner._parameters  # pyright: ignore[reportPrivateUsage]
-    return "first" if parametrized or hooked else OPEN
+    return "first" if parametrized or hooked else UNDECLARED
 
 
 def _is_in_normalization(owner: nn.Module, leaf: str) -> bool:
@@ -673,7 +673,7 @@ def _negated(values: Tensor) -> Tensor:
 
 
 @contextmanager
-def uncounted(model: nn.Module, parameters: list[nn.Parameter]) -> Generator[None]:
+def ignore_batch(model: nn.Module, parameters: list[nn.Parameter]) -> Generator[None]:
     """Inside, backward gives zero gradients, and synchronised batch norm ignores the batch (for dummy batches).
 
     Gradients are replaced, not multiplied by zero: 0 x inf would be NaN on every rank.
@@ -683,7 +683,7 @@ def uncounted(model: nn.Module, parameters: list[nn.Parameter]) -> Generator[Non
     for module in synchronised:
         module.counted = False
     try:
-        with without_recording():
+        with disable_graph_recording():
             yield
     finally:
         for module in synchronised:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from paceline.collectives.buckets import trainable
 from paceline.collectives.control import Deferred
 from paceline.collectives.norm import ShardedNorm, split_evenly
-from paceline.collectives.reducer import sum_by_leaf
+from paceline.collectives.reducer import make_leaf_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
@@ -31,7 +31,7 @@ class Exact(Strategy):
         check_no_lazy_parameters(model)
         check_no_sparse_gradients(model, "exact")
         broadcast_module(model)
-        reducer = sum_by_leaf(model, partition_of(world, virtual_ranks or world.size))
+        reducer = make_leaf_reducer(model, partition_of(world, virtual_ranks or world.size))
         # every rank holds all gradients, so each one computes the norm of a part of them only
         sizes = [parameter.numel() for parameter in trainable(model)]
         shares = split_evenly(sizes, world.size)

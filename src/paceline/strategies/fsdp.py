@@ -21,21 +21,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.checkpoint.shards import full_state
-from paceline.checkpoint.state import Source, TensorShard, whole_parameters
-from paceline.collectives.buckets import divide_each, sparse_gradient
+from paceline.checkpoint.state import Source, TensorShard, unsharded_parameter_shards
+from paceline.collectives.buckets import divide_each, sparse_gradient_error
 from paceline.collectives.communicator import communicator
 from paceline.collectives.control import Deferred, sum_over_ranks, to_device_async
 from paceline.collectives.replicate import broadcast_module
-from paceline.collectives.shards import Piece, check_assigned
-from paceline.compute.blocks import gathered, on_backward, shard_blocks
-from paceline.compute.precision import rounded_by_autocast
+from paceline.collectives.shards import LocalShard, check_assigned
+from paceline.compute.blocks import gather_parameters, register_backward_callback, shard_blocks
+from paceline.compute.precision import autocast_rounded_weights
 from paceline.data.plan import MicroBatchPlan
 from paceline.errors import UsageError
-from paceline.protocol.evidence import BLOCK
+from paceline.protocol.evidence import BLOCK_PREFIX
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.model_parallel import global_norm
-from paceline.strategies.optimizer_state import hold_pieces, load_pieces
+from paceline.strategies.optimizer_state import load_piece_optimizer, piece_optimizer_shards
 from paceline.strategies.validation import (
     check_element_wise,
     check_no_gradient_hooks,
@@ -47,7 +47,9 @@ from paceline.strategies.validation import (
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
     from torch.distributed.fsdp import FSDPModule
 
-MAX_NAME = 33  # characters of a block's name, from its end, in the names of its collectives: the page keeps 40
+MAX_COLLECTIVE_NAME_CHARS = (
+    33  # characters of a block's name, from its end, in the names of its collectives: the page keeps 40
+)
 
 
 class FSDP(Strategy):
@@ -97,14 +99,14 @@ class FSDP(Strategy):
         check_optimizer_parameters(model, optimizer)
         names = {parameter: name for name, parameter in model.named_parameters()}
         groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-        self._blocks = shard_blocks(model, wrap, world, flag="fsdp_wrap", rounded=rounded_by_autocast(model))
+        self._blocks = shard_blocks(model, wrap, world, flag="fsdp_wrap", rounded=autocast_rounded_weights(model))
         for name, block in self._blocks.items():
             custom: Any = block  # the argument types are in a private module of torch
             custom.set_custom_all_gather(_AllGather(name))
             custom.set_custom_reduce_scatter(_ReduceScatter(name))
         self._shards = shards = _LocalShards(model, world)
         for group, members in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = [p for name in members if (p := shards.trained(name)) is not None]
+            group["params"] = [p for name in members if (p := shards.trained_parameter(name)) is not None]
         optimizer.register_step_pre_hook(shards.take_gradients)
         optimizer.register_step_post_hook(shards.release_gradients)
         self._used, self._reduced_among = _UsedParameters(model, self._blocks, shards.unsharded), world
@@ -117,7 +119,7 @@ class FSDP(Strategy):
         self._used.begin_backward()
 
     def on_gradient(self, act: Callable[[Tensor], None]) -> None:
-        on_backward(self._blocks, partial(act, self.parameters[0]))
+        register_backward_callback(self._blocks, partial(act, self.parameters[0]))
 
     def _reduce(self, divisor: float | Tensor) -> None:
         self._used.reduce(self.model, self._reduced_among)
@@ -130,20 +132,20 @@ class FSDP(Strategy):
         return self._shards.gradient_norm()
 
     def gathered(self) -> AbstractContextManager[None]:
-        return gathered(self._blocks)
+        return gather_parameters(self._blocks)
 
     def _weights(self) -> Mapping[str, Tensor]:
         return self._shards.weights()
 
-    def _hold_parameters(self) -> list[TensorShard]:
+    def _parameter_shards(self) -> list[TensorShard]:
         return self._shards.parameters()
 
-    def _hold_optimizer(self) -> list[TensorShard]:
+    def _optimizer_shards(self) -> list[TensorShard]:
         shards = self._shards
-        return shards.mark_spare(hold_pieces(shards.pieces, self.optimizer, shards.unsharded))
+        return shards.mark_duplicates(piece_optimizer_shards(shards.pieces, self.optimizer, shards.unsharded))
 
     def _load_optimizer(self, source: Source) -> None:
-        load_pieces(self._shards.pieces, self.optimizer, source, self._shards.unsharded)
+        load_piece_optimizer(self._shards.pieces, self.optimizer, source, self._shards.unsharded)
 
 
 class _Collective:
@@ -155,7 +157,7 @@ class _Collective:
     """
 
     def __init__(self, name: str) -> None:
-        self._name = f"{BLOCK}{name[-MAX_NAME:] or 'the rest of the model'}"
+        self._name = f"{BLOCK_PREFIX}{name[-MAX_COLLECTIVE_NAME_CHARS:] or 'the rest of the model'}"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -185,7 +187,7 @@ class _LocalShards:
         is_hybrid = world.along("data").size > 1 and world.along("shard").size > 1
         shard_world = world.along("shard") if is_hybrid else world
         self._is_copy = is_hybrid and world.along("data").rank > 0  # a different rank holds the same shards
-        self.pieces: dict[str, Piece] = {}
+        self.pieces: dict[str, LocalShard] = {}
         self.unsharded: dict[str, nn.Parameter] = {}
         self._sharded: dict[str, Any] = {}
         for name, parameter in model.named_parameters():
@@ -197,11 +199,11 @@ class _LocalShards:
             first = min(shard_world.rank * -(-shape[0] // shard_world.size), shape[0]) * (shape.numel() // shape[0])
             if local.numel():
                 elements = nn.Parameter(local.detach().view(-1))
-                self.pieces[name] = Piece(first, first + local.numel(), elements, shape)
+                self.pieces[name] = LocalShard(first, first + local.numel(), elements, shape)
                 self._sharded[name] = parameter
-            _keep_in_place(name, parameter)
+            _redirect_data_writes(name, parameter)
 
-    def trained(self, name: str) -> nn.Parameter | None:
+    def trained_parameter(self, name: str) -> nn.Parameter | None:
         return self.pieces[name].parameter if name in self.pieces else self.unsharded.get(name)
 
     def take_gradients(self, *_: object) -> None:
@@ -222,22 +224,22 @@ class _LocalShards:
         shards = [TensorShard(name, p.grad) for name, p in self.unsharded.items() if p.grad is not None]
         for name, piece in self.pieces.items():
             if (gradient := self._gradient(name)) is not None:
-                shards.append(TensorShard(name, gradient, piece.whole, piece.start, replicated=False))
-        return self.mark_spare(shards)
+                shards.append(TensorShard(name, gradient, piece.full_shape, piece.start, replicated=False))
+        return self.mark_duplicates(shards)
 
-    def mark_spare(self, held: list[TensorShard]) -> list[TensorShard]:
+    def mark_duplicates(self, held: list[TensorShard]) -> list[TensorShard]:
         """Mark pieces that the first rank along data also holds: that rank saves them."""
-        return [replace(shard, spare=not shard.replicated) for shard in held] if self._is_copy else held
+        return [replace(shard, is_saved_elsewhere=not shard.replicated) for shard in held] if self._is_copy else held
 
     def gradient_norm(self) -> Deferred[float]:
         return global_norm(self.gradients(), self._world)
 
     def parameters(self) -> list[TensorShard]:
-        shards = whole_parameters(self.unsharded.items())
+        shards = unsharded_parameter_shards(self.unsharded.items())
         for name, piece in self.pieces.items():
             values = piece.parameter.detach()
-            shards.append(TensorShard(f"model/{name}", values, piece.whole, piece.start, replicated=False))
-        return self.mark_spare(shards)
+            shards.append(TensorShard(f"model/{name}", values, piece.full_shape, piece.start, replicated=False))
+        return self.mark_duplicates(shards)
 
     def weights(self) -> dict[str, Tensor]:
         """See Strategy. The weights are on the CPU, because they may not fit on the device."""
@@ -249,7 +251,7 @@ class _LocalShards:
         return state
 
 
-def _keep_in_place(name: str, parameter: Any) -> None:
+def _redirect_data_writes(name: str, parameter: Any) -> None:
     """Let `parameter.data = values` write into this rank's shard, which the optimizer and torch's all-gathers use.
 
     torch would drop the values without an error. They may be sharded, or whole and equal on all ranks.
@@ -363,7 +365,7 @@ class _UsedParameters:
     def _watch(self, name: str, parameter: nn.Parameter) -> None:
         def hook(gradient: Tensor) -> Tensor | None:
             if gradient.layout is not torch.strided:
-                raise sparse_gradient(f"the gradient of {name} has the layout {gradient.layout}")
+                raise sparse_gradient_error(f"the gradient of {name} has the layout {gradient.layout}")
             if self._counted:
                 self._used.add(name)
             return torch.zeros_like(gradient) if self._counted is False else None

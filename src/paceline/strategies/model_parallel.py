@@ -12,13 +12,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.shards import ShardedParameter, ShardedSource, full_state, sharded_as
+from paceline.checkpoint.shards import ShardedParameter, ShardedSource, find_sharded_parameter, full_state
 from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.control import Deferred, sum_over_ranks
 from paceline.rank.world import World
 
 
-class ModelParallel:
+class ModelParallelAdapter:
     """Results of all parts of a model, for the strategy of one part; see `Strategy.parts`."""
 
     def __init__(
@@ -34,26 +34,31 @@ class ModelParallel:
         self._copy = (
             world.along("tensor").rank + world.along("context").rank
         )  # of unsharded tensors; 0 is the first copy
-        self._in_stages = world.mesh.of("pipeline") > 1
+        self._in_stages = world.mesh.size_of("pipeline") > 1
 
     def as_shards_of_whole(self, held: Sequence[TensorShard]) -> list[TensorShard]:
         """The tensors of this rank's part, as shards of the whole model's tensors."""
         shards: list[TensorShard] = []
         for tensor in held:
-            sharded = sharded_as(tensor.name, self._shards)
+            sharded = find_sharded_parameter(tensor.name, self._shards)
             # the ranks along data also hold it
             is_spare = (
-                tensor.spare or self._is_elsewhere(tensor.name) or (tensor.replicated and self._world.data.rank > 0)
+                tensor.is_saved_elsewhere
+                or self._is_elsewhere(tensor.name)
+                or (tensor.replicated and self._world.data.rank > 0)
             )
-            if sharded is not None and tensor.shape == sharded.shape:
-                shards += [replace(piece, replicated=False, spare=is_spare) for piece in sharded.held(tensor)]
+            if sharded is not None and tensor.full_shape == sharded.shape:
+                shards += [
+                    replace(piece, replicated=False, is_saved_elsewhere=is_spare)
+                    for piece in sharded.split_into_full_ranges(tensor)
+                ]
             elif tensor.replicated and not self._in_stages:
                 shards.append(tensor)
             else:
-                shards.append(replace(tensor, replicated=False, spare=is_spare or self._copy > 0))
+                shards.append(replace(tensor, replicated=False, is_saved_elsewhere=is_spare or self._copy > 0))
         return shards
 
-    def norm(self, gradients: Iterable[TensorShard]) -> Deferred[float]:
+    def gradient_norm(self, gradients: Iterable[TensorShard]) -> Deferred[float]:
         """The norm of the whole model's gradients (a collective)."""
         return global_norm(gradients, self._world)
 
@@ -76,7 +81,7 @@ class ModelParallel:
                 all_weights[name] = full_tensors[first[id(parameter)]]
         return all_weights
 
-    def source(self, source: Source) -> Source:
+    def part_source(self, source: Source) -> Source:
         """A view of a saved state of the whole model as the state of this part."""
         return ShardedSource(source, self._shards)
 
@@ -85,6 +90,6 @@ def global_norm(gradients: Iterable[TensorShard], world: World) -> Deferred[floa
     """The norm of the gradients of all ranks, with each element counted once (a collective)."""
     total = torch.zeros(1, dtype=torch.float64, device=world.device)
     for shard in gradients:
-        if not (shard.spare or (shard.replicated and world.rank > 0)):
+        if not (shard.is_saved_elsewhere or (shard.replicated and world.rank > 0)):
             total += shard.tensor.double().square().sum()
     return Deferred(sum_over_ranks(total, "norm of the gradients", world.group), lambda squares: math.sqrt(squares[0]))

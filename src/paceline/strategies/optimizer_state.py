@@ -8,24 +8,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, load_into
-from paceline.collectives.shards import Piece
+from paceline.collectives.shards import LocalShard
 from paceline.errors import UsageError
 
-ITEM = ".item"  # suffix of the name of a plain number
+NUMBER_SUFFIX = ".item"  # suffix of the name of a plain number
 
 
-def hold_optimizer(model: nn.Module, optimizer: Optimizer) -> list[TensorShard]:
+def optimizer_shards(model: nn.Module, optimizer: Optimizer) -> list[TensorShard]:
     """The whole state of `optimizer`. None values are skipped, because the optimizer creates them again."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     shards: list[TensorShard] = []
     for parameter, state in optimizer.state.items():
         if parameter not in names:
             raise UsageError(code="foreign-parameter-state", shape=tuple(parameter.shape))
-        shards += [TensorShard(name, tensor) for name, tensor in named_state(names[parameter], state)]
+        shards += [TensorShard(name, tensor) for name, tensor in optimizer_state_tensors(names[parameter], state)]
     return shards
 
 
-def named_state(name: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def optimizer_state_tensors(name: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """The optimizer state of parameter `name` as tensors; plain numbers become tensors of one element.
 
     Raises:
@@ -36,7 +36,7 @@ def named_state(name: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tens
         if isinstance(value, Tensor):
             yield full, value.detach()
         elif isinstance(value, (bool, int, float)):
-            yield full + ITEM, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+            yield full + NUMBER_SUFFIX, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
         elif value is not None:
             raise UsageError(code="optimizer-keeps-object", kind=type(value).__name__, key=key, name=name)
 
@@ -65,24 +65,27 @@ def saved_keys(source: Source, name: str) -> Iterator[tuple[str, str]]:
             yield key, full
 
 
-def hold_pieces(
-    pieces: Mapping[str, Piece], optimizer: Optimizer, unsharded: Mapping[str, nn.Parameter] | None = None
+def piece_optimizer_shards(
+    pieces: Mapping[str, LocalShard], optimizer: Optimizer, unsharded: Mapping[str, nn.Parameter] | None = None
 ) -> list[TensorShard]:
-    """As `hold_optimizer`, for an optimizer of `pieces` of parameters, by name, and of `unsharded` ones."""
+    """As `optimizer_shards`, for an optimizer of `pieces` of parameters, by name, and of `unsharded` ones."""
     shards: list[TensorShard] = []
     for name, parameter in (unsharded or {}).items():
-        shards += [TensorShard(full, tensor) for full, tensor in named_state(name, optimizer.state.get(parameter, {}))]
+        shards += [
+            TensorShard(full, tensor)
+            for full, tensor in optimizer_state_tensors(name, optimizer.state.get(parameter, {}))
+        ]
     for name, piece in pieces.items():
-        for full, tensor in named_state(name, optimizer.state.get(piece.parameter, {})):
+        for full, tensor in optimizer_state_tensors(name, optimizer.state.get(piece.parameter, {})):
             if tensor.shape == piece.parameter.shape:
-                shards.append(TensorShard(full, tensor, piece.whole, piece.start, replicated=False))
+                shards.append(TensorShard(full, tensor, piece.full_shape, piece.start, replicated=False))
             elif piece.start == 0:  # a counter: one of the ranks that have it saves it
                 shards.append(TensorShard(full, tensor, replicated=False))
     return shards
 
 
-def load_pieces(
-    pieces: Mapping[str, Piece],
+def load_piece_optimizer(
+    pieces: Mapping[str, LocalShard],
     optimizer: Optimizer,
     source: Source,
     unsharded: Mapping[str, nn.Parameter] | None = None,
@@ -97,14 +100,14 @@ def load_pieces(
             optimizer.state[piece.parameter] = _on_device(optimizer, piece.parameter, state)
 
 
-def saved_state(source: Source, name: str, piece: Piece | None = None) -> dict[str, Any]:
+def saved_state(source: Source, name: str, piece: LocalShard | None = None) -> dict[str, Any]:
     """The saved state of parameter `name`, by key: whole tensors, or one piece of them. Counters are always whole."""
     state: dict[str, Any] = {}
     for key, full in saved_keys(source, name):
-        if piece is None or key.endswith(ITEM) or key == "step" or source.shape(full) != piece.whole:
+        if piece is None or key.endswith(NUMBER_SUFFIX) or key == "step" or source.shape(full) != piece.full_shape:
             value = source.tensor(full)
             assert value is not None
-            state[key.removesuffix(ITEM)] = value.item() if key.endswith(ITEM) else value
+            state[key.removesuffix(NUMBER_SUFFIX)] = value.item() if key.endswith(NUMBER_SUFFIX) else value
         else:
             state[key] = source.tensor(full, piece.start, piece.stop)
     return state
@@ -129,7 +132,7 @@ def _with_strides_of(parameter: nn.Parameter, value: Any) -> Any:
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def load_mean(source: Source, parameters: Sequence[TensorShard]) -> int:
+def load_node_mean(source: Source, parameters: Sequence[TensorShard]) -> int:
     """Load the mean over nodes into trainable parameters, if the state was saved between two outer steps.
 
     Returns:
@@ -149,7 +152,7 @@ def load_mean(source: Source, parameters: Sequence[TensorShard]) -> int:
     return len(hosts)
 
 
-def mean_message(saved: int, now: str) -> str:
+def node_mean_message(saved: int, now: str) -> str:
     """The message of a resume from local steps of `saved` nodes; `now` describes this run."""
     mean = "training resumes from the mean of their parameters"
     return f"the checkpoint was saved by {saved} nodes that took local steps, {now}: {mean}"

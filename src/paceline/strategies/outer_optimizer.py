@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, load_into, whole_parameters
-from paceline.collectives.across import InterHostSum
+from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, load_into, unsharded_parameter_shards
 from paceline.collectives.buckets import trainable
 from paceline.collectives.communicator import print_notice
 from paceline.collectives.control import sum_over_ranks
-from paceline.collectives.hosts import Hosts
-from paceline.strategies.optimizer_state import hold_optimizer, load_mean, load_optimizer, mean_message
+from paceline.collectives.hosts import NodeTopology
+from paceline.collectives.inter_node import InterNodeSum
+from paceline.strategies.optimizer_state import load_node_mean, load_optimizer, node_mean_message, optimizer_shards
 from paceline.strategies.validation import check_optimizer_parameters
 
 
@@ -45,7 +45,12 @@ class OuterOptimizer:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, hosts: Hosts, options: InterNodeOptions, across: InterHostSum
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        hosts: NodeTopology,
+        options: InterNodeOptions,
+        across: InterNodeSum,
     ) -> None:
         """`across` sums the changes of the parameters over nodes."""
         check_optimizer_parameters(model, optimizer)
@@ -53,12 +58,12 @@ class OuterOptimizer:
         self._every, self._lr = options.get("local_steps"), options.get("outer_lr") or 1.0
         self._momentum = options.get("outer_momentum") or 0.0
         self._parameters = trainable(model)
-        self._whole = InterHostSum(self._parameters, hosts)
+        self._whole = InterNodeSum(self._parameters, hosts)
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._common = [p.detach().clone() for p in self._parameters]
         self._velocity = [torch.zeros_like(values) for values in self._common] if self._momentum else []
         self._steps = torch.zeros(1, dtype=torch.int64)  # local steps since the last outer step
-        optimizer.register_step_post_hook(self._stepped)
+        optimizer.register_step_post_hook(self._after_local_step)
 
     def all_finite(self) -> bool:
         """Whether the gradients of all nodes are finite (a collective).
@@ -76,14 +81,14 @@ class OuterOptimizer:
         return not any(counts)
 
     @torch.no_grad()
-    def _stepped(self, *_: object) -> None:
+    def _after_local_step(self, *_: object) -> None:
         self._steps += 1
         if int(self._steps) != self._every:
             return
         changes = self._across.sum([old - new for old, new in zip(self._common, self._parameters, strict=True)])
         for i, (common, change) in enumerate(zip(self._common, changes, strict=True)):
             assert change is not None
-            mean = change.div_(self._hosts.count)
+            mean = change.div_(self._hosts.node_count)
             if self._velocity:
                 mean = mean.add_(self._velocity[i].mul_(self._momentum).add_(mean), alpha=self._momentum)
             common.sub_(mean, alpha=self._lr)
@@ -95,12 +100,12 @@ class OuterOptimizer:
             parameter.detach().copy_(value)
 
     @contextmanager
-    def averaged(self, merged_buffers: Callable[[], AbstractContextManager[None]]) -> Generator[None]:
+    def use_averaged_parameters(self, merged_buffers: Callable[[], AbstractContextManager[None]]) -> Generator[None]:
         """Inside, all nodes have the mean of their parameters, and merged buffers (a collective)."""
         local = [p.detach().clone() for p in self._parameters]
         if int(self._steps):
             self._set_parameters(
-                [total / self._hosts.count for total in self._whole.sum([*local]) if total is not None]
+                [total / self._hosts.node_count for total in self._whole.sum([*local]) if total is not None]
             )
         try:
             with merged_buffers():
@@ -108,23 +113,25 @@ class OuterOptimizer:
         finally:
             self._set_parameters(local)
 
-    def hold_parameters(self) -> list[TensorShard]:
+    def common_parameter_shards(self) -> list[TensorShard]:
         """The last common parameters of the nodes."""
         common = dict(zip(map(id, self._parameters), self._common, strict=True))
-        return whole_parameters((name, common.get(id(p), p)) for name, p in self._model.named_parameters())
+        return unsharded_parameter_shards((name, common.get(id(p), p)) for name, p in self._model.named_parameters())
 
-    def hold(self) -> list[TensorShard]:
+    def state_shards(self) -> list[TensorShard]:
         """The state of this node, distributed over its ranks, and the state of the outer optimizer."""
         hosts, names = self._hosts, [self._names[id(p)] for p in self._parameters]
-        local = whole_parameters(zip(names, self._parameters, strict=True))
-        prefix = f"hosts/{hosts.number}/"
+        local = unsharded_parameter_shards(zip(names, self._parameters, strict=True))
+        prefix = f"hosts/{hosts.node_index}/"
         shards = [replace(shard, name=prefix + shard.name) for shard in local] if int(self._steps) else []
-        of_optimizer = hold_optimizer(self._model, self._optimizer)
-        shards += [replace(shard, name=prefix + shard.name) for shard in of_optimizer] if hosts.number else of_optimizer
+        of_optimizer = optimizer_shards(self._model, self._optimizer)
+        shards += (
+            [replace(shard, name=prefix + shard.name) for shard in of_optimizer] if hosts.node_index else of_optimizer
+        )
         own_shards = [replace(shard, replicated=False) for shard in shards[hosts.memory.rank :: hosts.memory.size]]
         velocity = zip(names, self._velocity, strict=bool(self._velocity))
         momentum = [TensorShard(f"outer/momentum/{name}", tensor) for name, tensor in velocity]
-        counts = TensorShard("outer/steps", self._steps), TensorShard("outer/hosts", torch.tensor([hosts.count]))
+        counts = TensorShard("outer/steps", self._steps), TensorShard("outer/hosts", torch.tensor([hosts.node_count]))
         return [*own_shards, *counts, *momentum]
 
     def load(self, source: Source) -> None:
@@ -132,16 +139,16 @@ class OuterOptimizer:
         self._steps.zero_()
         for velocity in self._velocity:
             velocity.zero_()
-        for shard in self.hold():
+        for shard in self.state_shards():
             if shard.name.startswith("outer/momentum/") and [*source.names(shard.name)]:
                 load_into(source, shard)
-        saved, prefix = source.tensor("outer/hosts"), f"hosts/{self._hosts.number}/"
+        saved, prefix = source.tensor("outer/hosts"), f"hosts/{self._hosts.node_index}/"
         has_state = any(True for _ in source.names(prefix + "optimizer/"))
         load_optimizer(self._model, self._optimizer, PrefixedSource(source, prefix) if has_state else source)
-        if saved is None or int(saved) != self._hosts.count:
-            load_mean(source, self.hold_parameters())
+        if saved is None or int(saved) != self._hosts.node_count:
+            load_node_mean(source, self.common_parameter_shards())
             if saved is not None:
-                print_notice(mean_message(int(saved), f"now there are {self._hosts.count}") + _NEW_NODES)
+                print_notice(node_mean_message(int(saved), f"now there are {self._hosts.node_count}") + _NEW_NODES)
             self._set_parameters(self._common)
             return
         self._set_parameters(self._common)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from paceline.checkpoint.export import state_names
+from paceline.checkpoint.export import state_dict_aliases
 from paceline.checkpoint.shards import full_state, parameter_of
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import pack, unpack
@@ -25,7 +25,7 @@ from paceline.parallel.partition import Chain, Layers, best_splits
 from paceline.parallel.pipeline import Pipeline, Schedule, SplitPoint
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.model_parallel import ModelParallel
+from paceline.strategies.model_parallel import ModelParallelAdapter
 
 
 class StagePlan(msgspec.Struct, frozen=True):
@@ -40,19 +40,19 @@ class StagePlan(msgspec.Struct, frozen=True):
         return [self.chain.points[end] for end in self.ends]
 
     @property
-    def stages(self) -> list[Layers]:
+    def stage_costs(self) -> list[Layers]:
         """The sums over the layers of each stage."""
         bounds = [0, *(end + 1 for end in self.ends), len(self.chain.layers)]
         return [sum(self.chain.layers[a:b], Layers()) for a, b in pairwise(bounds)]
 
     @property
-    def users(self) -> dict[str, tuple[int, ...]]:
+    def stages_by_tensor(self) -> dict[str, tuple[int, ...]]:
         """By name of each parameter and buffer, the stages that use it."""
         stage_of = [sum(end < number for end in self.ends) for number in range(len(self.chain.layers))]
         return {name: tuple(sorted({stage_of[number] for number in used})) for name, used in self.chain.users.items()}
 
 
-def plan_stages(make: Callable[[], Chain], stages: int, names: Sequence[str], world: World) -> StagePlan:
+def plan_stages(make_chain: Callable[[], Chain], stages: int, names: Sequence[str], world: World) -> StagePlan:
     """The stages that rank 0 chooses (a collective). `names`: see `best_splits`.
 
     Raises:
@@ -61,12 +61,12 @@ def plan_stages(make: Callable[[], Chain], stages: int, names: Sequence[str], wo
     plan = None
     with raise_on_all_ranks(world):
         if world.rank == 0:
-            chain = make()
+            chain = make_chain()
             plan = msgspec.to_builtins(StagePlan(chain, best_splits(chain, stages, names)))
     return msgspec.convert(all_gather_object(plan, world)[0], StagePlan)
 
 
-def pipelined(
+def make_pipeline_stage(
     strategy: Callable[..., Strategy],
     model: nn.Module,
     make_optimizer: MakeOptimizer,
@@ -94,9 +94,9 @@ def pipelined(
     Raises:
         UsageError: for an optimizer that needs all parameters at once (LBFGS).
     """
-    points, users = plan.split_points, plan.users
+    points, users = plan.split_points, plan.stages_by_tensor
     number = world.along("pipeline").rank
-    names, called = state_names(model), _saved_names(model)
+    names, called = state_dict_aliases(model), _saved_names(model)
     _move_to_meta(model, {name for name, stages in users.items() if number not in stages})
     pipeline = Pipeline(world, model, points, draws=plan.chain.draws, schedule=schedule, names=names, called=called)
     if number:
@@ -120,7 +120,7 @@ def pipelined(
     return replica
 
 
-class _Stage(ModelParallel):
+class _Stage(ModelParallelAdapter):
     """A stage. The gradient of a parameter in several stages is the sum over these stages."""
 
     def __init__(
@@ -147,7 +147,7 @@ class _Stage(ModelParallel):
         shards = [shard for shard in self.as_shards_of_whole(state()) if shard.name.startswith("model/")]
         for name, buffer in self._model.named_buffers():
             is_spare = self._world.data.rank > 0 or self._is_elsewhere(name)
-            shards.append(TensorShard(f"model/{name}", buffer, replicated=False, spare=is_spare))
+            shards.append(TensorShard(f"model/{name}", buffer, replicated=False, is_saved_elsewhere=is_spare))
         full_tensors = full_state(shards, self._world)
         return {name: full_tensors[f"model/{first}"] for name, first in self._called.items()}
 

@@ -5,13 +5,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from paceline.collectives.batchnorm import SyncBatchNorm
-from paceline.collectives.buckets import sparse_gradient
-from paceline.config.strategies import FOR_SEVERAL
+from paceline.collectives.buckets import sparse_gradient_error
+from paceline.config.strategies import MULTI_PROCESS_STRATEGIES
 from paceline.errors import UsageError
 from paceline.rank.world import World
 
 # Each element's update depends only on the gradient and the history of that element.
-ELEMENT_WISE = (
+ELEMENT_WISE_OPTIMIZERS = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.RMSprop,
     optim.Rprop, optim.ASGD,
 )  # fmt: skip
@@ -24,7 +24,9 @@ def check_single_process(name: str, world: World) -> None:
         UsageError: if `world` has more than one rank.
     """
     if world.size > 1:
-        raise UsageError(code="strategy-of-one-process", value=name, processes=world.size, allowed=[*FOR_SEVERAL])
+        raise UsageError(
+            code="strategy-of-one-process", value=name, processes=world.size, allowed=[*MULTI_PROCESS_STRATEGIES]
+        )
 
 
 def check_no_lazy_parameters(model: nn.Module) -> None:
@@ -47,7 +49,9 @@ def check_no_sparse_gradients(model: nn.Module, strategy: str) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
-            raise sparse_gradient(f"{name or 'the model'} ({type(module).__name__}) has sparse=True", f"{strategy!r}")
+            raise sparse_gradient_error(
+                f"{name or 'the model'} ({type(module).__name__}) has sparse=True", f"{strategy!r}"
+            )
 
 
 def check_no_max_norm(model: nn.Module) -> None:
@@ -101,6 +105,6 @@ def check_element_wise(strategy: str, optimizer: Optimizer) -> None:
     Raises:
         UsageError: for any other optimizer.
     """
-    if type(optimizer) not in ELEMENT_WISE:
-        names, class_name = [supported.__name__ for supported in ELEMENT_WISE], type(optimizer).__name__
+    if type(optimizer) not in ELEMENT_WISE_OPTIMIZERS:
+        names, class_name = [supported.__name__ for supported in ELEMENT_WISE_OPTIMIZERS], type(optimizer).__name__
         raise UsageError(code="optimizer-not-element-wise", strategy=strategy, kind=class_name, known=names)

@@ -6,13 +6,13 @@ from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.buckets import trainable
 from paceline.collectives.control import Deferred
 from paceline.collectives.norm import ShardedNorm
-from paceline.collectives.reducer import sum_to_shards
+from paceline.collectives.reducer import make_shard_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import Shards
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import partition_of
-from paceline.strategies.optimizer_state import hold_pieces, load_pieces
+from paceline.strategies.optimizer_state import load_piece_optimizer, piece_optimizer_shards
 from paceline.strategies.validation import (
     check_element_wise,
     check_no_lazy_parameters,
@@ -47,9 +47,9 @@ class Zero(Strategy):
         check_optimizer_parameters(model, optimizer)
         parameters = trainable(model)
         shards = Shards(model, world.rank, world.size)
-        shards.shard(optimizer)
-        reducer = sum_to_shards(shards, partition_of(world, virtual_ranks or world.size))
-        sizes, shares = [p.numel() for p in parameters], shards.shares(parameters)
+        shards.shard_optimizer(optimizer)
+        reducer = make_shard_reducer(shards, partition_of(world, virtual_ranks or world.size))
+        sizes, shares = [p.numel() for p in parameters], shards.ranges_by_rank(parameters)
         self._norm = ShardedNorm(sizes, shares, world.rank, world.device)
         self._pieces = {name: shards.pieces[p] for name, p in model.named_parameters() if p in shards.pieces}
         self._by_number = {i: shards.pieces[p].parameter for i, p in enumerate(parameters) if p in shards.pieces}
@@ -59,13 +59,13 @@ class Zero(Strategy):
 
     def _gradients(self) -> list[TensorShard]:
         shards = [(name, piece, piece.parameter.grad) for name, piece in self._pieces.items()]
-        return [TensorShard(n, g, p.whole, p.start, replicated=False) for n, p, g in shards if g is not None]
+        return [TensorShard(n, g, p.full_shape, p.start, replicated=False) for n, p, g in shards if g is not None]
 
     def _gradient_norm(self, tensors: list[Tensor]) -> Deferred[float]:
         return self._norm({i: p.grad for i, p in self._by_number.items() if p.grad is not None})
 
-    def _hold_optimizer(self) -> list[TensorShard]:
-        return hold_pieces(self._pieces, self.optimizer)
+    def _optimizer_shards(self) -> list[TensorShard]:
+        return piece_optimizer_shards(self._pieces, self.optimizer)
 
     def _load_optimizer(self, source: Source) -> None:
-        load_pieces(self._pieces, self.optimizer, source)
+        load_piece_optimizer(self._pieces, self.optimizer, source)

@@ -13,13 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError, UsageError, unknown
+from paceline.errors import PacelineError, UsageError, unknown_name_error
 from paceline.runs.owners import other_writers
 
 MAX_FILES = 1000  # of a folder that are checked
 NONE_FOUND = "(none found)"
 # a file that contains one of these can define names dynamically
-DYNAMIC = ("sys.modules", "globals()", "locals()", "vars()", "exec(", "setattr(")
+DYNAMIC_NAME_MARKERS = ("sys.modules", "globals()", "locals()", "vars()", "exec(", "setattr(")
 
 
 def check_reference(kind: str, name: str) -> None:
@@ -54,14 +54,14 @@ def import_object(name: str) -> Any:
 def check_defined(kind: str, name: str) -> None:
     """Raise UsageError if the file of `module:name` certainly does not define the name at its top level."""
     module_name, _, attribute = name.rpartition(":")
-    tree = source_of(kind, name)
-    names = None if tree is None else names_in(tree)
+    tree = parse_source(kind, name)
+    names = None if tree is None else top_level_names(tree)
     if names is not None and attribute not in names:
-        choices = tasks_in(tree) if kind == "task" else sorted(n for n in names if not n.startswith("_"))
-        raise unknown(f"{kind} in {module_name}", attribute, choices or [NONE_FOUND])
+        choices = task_names(tree) if kind == "task" else sorted(n for n in names if not n.startswith("_"))
+        raise unknown_name_error(f"{kind} in {module_name}", attribute, choices or [NONE_FOUND])
 
 
-def source_of(kind: str, name: str) -> ast.Module | None:
+def parse_source(kind: str, name: str) -> ast.Module | None:
     """The syntax tree of the file of `module:name`; None if it cannot be read, or `name` has no module."""
     if ":" not in name:
         return None
@@ -71,7 +71,7 @@ def source_of(kind: str, name: str) -> ast.Module | None:
     return None
 
 
-def names_in(tree: ast.Module) -> set[str] | None:
+def top_level_names(tree: ast.Module) -> set[str] | None:
     """The names that a module defines at its top level; None if only an import can tell."""
     names = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
     nodes: list[ast.AST] = [*tree.body]
@@ -85,10 +85,10 @@ def names_in(tree: ast.Module) -> set[str] | None:
             names.add(node.asname or node.name.partition(".")[0])
         nodes += ast.iter_child_nodes(node)
     text = ast.unparse(tree)
-    return None if names & {"*", "__getattr__"} or any(pattern in text for pattern in DYNAMIC) else names
+    return None if names & {"*", "__getattr__"} or any(pattern in text for pattern in DYNAMIC_NAME_MARKERS) else names
 
 
-def tasks_in(tree: ast.Module | None) -> list[str]:
+def task_names(tree: ast.Module | None) -> list[str]:
     """The names of the Tasks in a module, and of functions that return one, as far as its source shows."""
     names: list[str] = []
     for node in tree.body if tree else ():
@@ -102,7 +102,7 @@ def tasks_in(tree: ast.Module | None) -> list[str]:
     return names
 
 
-def trains_at_import(tree: ast.Module, function: str) -> int | None:
+def line_that_trains_at_import(tree: ast.Module, function: str) -> int | None:
     """The line at which an import of the file would train with paceline.session(); None if it would not train.
 
     Calls of functions in the file count; code under `if __name__ == "__main__"` does not. If the file does not define
@@ -190,12 +190,12 @@ def import_module(module_name: str) -> Any:
         folder, module_name = _split_folder(module_name)
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
-        return import_checked(module_name, folder.resolve())
+        return import_with_user_errors(module_name, folder.resolve())
     path = Path(module_name).resolve()
     # Use its real module name, with its folder in the path, so that loader workers and pickle can import it again.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    module = import_checked(path.stem, path.parent)
+    module = import_with_user_errors(path.stem, path.parent)
     if module.__file__ is None or Path(module.__file__).resolve() != path:
         raise UsageError(code="module-name-taken", path=path, name=path.stem, file=module.__file__)
     return module
@@ -210,7 +210,7 @@ def check_syntax(path: Path) -> None:
         raise UsageError(code="syntax-error", line=line, reason=error.msg) from None
 
 
-def import_checked(module_name: str, folder: Path) -> Any:
+def import_with_user_errors(module_name: str, folder: Path) -> Any:
     """Import a module.
 
     Raises:

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.data.mnist import check_mnist
-from paceline.errors import UsageError, unknown
+from paceline.errors import UsageError, unknown_name_error
 from paceline.tasks import finding
-from paceline.tasks.finding import NONE_FOUND, check_reference, import_module, source_of, tasks_in
-from paceline.tasks.settings import convert_settings, settings_in, settings_of
+from paceline.tasks.finding import NONE_FOUND, check_reference, import_module, parse_source, task_names
+from paceline.tasks.settings import convert_settings, function_settings, parse_task_settings
 
 if TYPE_CHECKING:
     from paceline.tasks.task import Task
 
 
 @dataclass(frozen=True)
-class BuiltIn:
+class BuiltInTask:
     """The function of a built-in task, and the options that it accepts."""
 
     reference: str
@@ -32,12 +32,12 @@ class BuiltIn:
 
 
 TASKS = {
-    "mnist-cnn": BuiltIn("paceline.tasks.mnist:cnn", ("data_dir",)),
-    "mnist-resnet18": BuiltIn("paceline.tasks.mnist:resnet18", ("data_dir", "stem")),
+    "mnist-cnn": BuiltInTask("paceline.tasks.mnist:cnn", ("data_dir",)),
+    "mnist-resnet18": BuiltInTask("paceline.tasks.mnist:resnet18", ("data_dir", "stem")),
 }
 
 
-def is_script(name: str) -> bool:
+def is_session_script(name: str) -> bool:
     """Whether the task of a run is the file name of a script with a session."""
     return name not in TASKS and ":" not in name
 
@@ -57,13 +57,13 @@ def check_task(name: str | None, options: Mapping[str, Any]) -> None:
                 raise UsageError(code="task-option", name=name, option=option.replace("_", "-"), takes=takes)
         check_mnist(options.get("data_dir"))
         return
-    if is_script(name):
+    if is_session_script(name):
         if name.endswith(".py") and Path(name).is_file():
-            names = tasks_in(source_of("task", f"{name}:NAME")) or ["NAME"]
+            names = task_names(parse_source("task", f"{name}:NAME")) or ["NAME"]
             raise UsageError(code="task-is-a-file", value=name, tasks=" or ".join(f"{name}:{task}" for task in names))
-        raise unknown("task", name, TASKS, more=", or a custom one as module:name or file.py:name")
+        raise unknown_name_error("task", name, TASKS, more=", or a custom one as module:name or file.py:name")
     check_reference("task", name)
-    convert_settings(name, settings_in(name), options)
+    convert_settings(name, parse_task_settings(name), options)
 
 
 def check_optimizer(name: str) -> None:
@@ -90,15 +90,15 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
     module = importlib.import_module(module_name) if name in TASKS else import_module(module_name)
     target = getattr(module, attribute, None)
     if target is None:
-        in_source = tasks_in(source_of("task", reference))
+        in_source = task_names(parse_source("task", reference))
         choices = [n for n, value in vars(module).items() if isinstance(value, Task) or n in in_source]
-        raise unknown(f"task in {module_name}", attribute, choices or [NONE_FOUND])
+        raise unknown_name_error(f"task in {module_name}", attribute, choices or [NONE_FOUND])
     if isinstance(target, Task):
         if options:
             raise UsageError(code="task-takes-no-settings", name=name, options=[*options])
         return target
     if callable(target):
-        options = convert_settings(name, settings_of(target), options)
+        options = convert_settings(name, function_settings(target), options)
         try:
             signature(target).bind(**options)
         except TypeError as error:
@@ -111,9 +111,9 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
     return task
 
 
-def is_loop(name: str) -> bool:
+def is_training_loop(name: str) -> bool:
     """Whether `name` is a training loop: in its file, which is not imported, it uses a session and makes no Task."""
-    tree = None if name in TASKS else source_of("loop", name)
+    tree = None if name in TASKS else parse_source("loop", name)
     if tree is None or "session(" not in ast.unparse(tree):
         return False
     functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name.rpartition(":")[2]]
@@ -128,8 +128,8 @@ def check_no_training_at_import(name: str) -> None:
     """
     script, colon, function = name.rpartition(":")
     script = script if colon else name
-    tree = source_of("loop", f"{script}:main") if Path(script).is_file() and script.endswith(".py") else None
-    if tree is not None and (line := finding.trains_at_import(tree, function)) is not None:
+    tree = parse_source("loop", f"{script}:main") if Path(script).is_file() and script.endswith(".py") else None
+    if tree is not None and (line := finding.line_that_trains_at_import(tree, function)) is not None:
         raise UsageError(code="session-at-import", script=script, line=line)
     if tree is not None and colon and "session(" in ast.unparse(tree):
         finding.check_defined("loop", name)

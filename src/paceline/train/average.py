@@ -48,7 +48,7 @@ class WeightAverage:
             load_into(source, shard)
 
     @contextmanager
-    def in_place(self) -> Generator[None]:
+    def use_as_weights(self) -> Generator[None]:
         """Use the average as the weights of the model inside the `with` block."""
         weights = [tensor.clone() for tensor in self._weights]
         _copy(self._average, self._weights)

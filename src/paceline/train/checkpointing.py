@@ -21,47 +21,47 @@ import msgspec
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.format import FORMAT, Manifest, ShardFile, shard_name
-from paceline.checkpoint.manager import Checkpoints, Claim, Report
+from paceline.checkpoint.format import FORMAT_VERSION, Manifest, ShardFile, shard_name
+from paceline.checkpoint.manager import Checkpoints, Claim, MessageCallback
 from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState, newest_state
-from paceline.checkpoint.shards import ShardLayout, fill, layout, rank_part
-from paceline.checkpoint.snapshots import OtherHosts, SnapshotWriter, inherited
+from paceline.checkpoint.shards import ShardLayout, make_shard_layout, select_shards_to_save, write_shard_file
+from paceline.checkpoint.snapshots import InterNodeExchange, SnapshotWriter, inherited_memory_files
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.protocol.evidence import Phase
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs import events
 from paceline.runs.folder import CHECKPOINTS
 from paceline.runs.writers import EventWriter
 from paceline.runs.writing import write_new
-from paceline.stepping.totals import Votes
-from paceline.stepping.trained_model import TrainedModel
+from paceline.stepping.totals import ControlFlags
+from paceline.stepping.trained_model import ModelInTraining
 from paceline.train.consistency import check_replicas
 
 BAD_STATE_CODES = (ExitCode.DIVERGED,)  # after these errors the state itself is wrong
-NO_CULPRIT = '{"causes": []}'  # the guard's message if no rank caused the hang
+NO_CAUSE_MESSAGE = '{"causes": []}'  # the guard's message if no rank caused the hang
 
 
 @dataclass(frozen=True)
-class StateCollection:
+class CheckpointedModels:
     """All models of a training, saved as one state."""
 
-    parts: Sequence[TrainedModel]
+    models: Sequence[ModelInTraining]
     world: World
     virtual_ranks: int
-    others: Callable[[], list[TensorShard]] = list
+    extra_shards: Callable[[], list[TensorShard]] = list
     """Returns the tensors to save in addition to the models. They are equal on all ranks."""
 
     @property
-    def sharded(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether a rank holds only a shard of any model."""
-        return any(part.replica.sharded for part in self.parts)
+        return any(part.replica.sharded for part in self.models)
 
     def state(self) -> list[TensorShard]:
         """The tensors of all models, followed by the others."""
-        return [*(shard for part in self.parts for shard in part.state()), *self.others()]
+        return [*(shard for part in self.models for shard in part.state()), *self.extra_shards()]
 
 
 # ---- write a checkpoint
@@ -81,24 +81,24 @@ class _Writing:
     failure: str = ""
 
 
-class _Release(msgspec.Struct, frozen=True):
+class _UnblockMessage(msgspec.Struct, frozen=True):
     """The field that is needed here of the agent's message to the ranks that it has unblocked."""
 
     causes: tuple[int, ...] | None = None
 
 
-def is_writer(message: str, rank: int, world_size: int) -> bool:
+def must_save_alone(message: str, rank: int, world_size: int) -> bool:
     """Whether `rank` must save alone, according to the agent's `message` to all unblocked ranks."""
     try:
-        causes = msgspec.json.decode(message, type=_Release).causes
+        causes = msgspec.json.decode(message, type=_UnblockMessage).causes
     except msgspec.MsgspecError:
         return False
     return causes is not None and rank == min(set(range(world_size)) - {*causes}, default=None)
 
 
 def save_alone(
-    holder: StateCollection, step: int, content: TrainerState, checkpoints: Checkpoints, claim: Claim, *,
-    keep: int, say: Report,
+    holder: CheckpointedModels, step: int, content: TrainerState, checkpoints: Checkpoints, claim: Claim, *,
+    keep: int, say: MessageCallback,
 ) -> Path:  # fmt: skip
     """Write and publish the state after `step` without any collective. Return the checkpoint's folder.
 
@@ -108,21 +108,21 @@ def save_alone(
     """
     shards, world = holder.state(), holder.world
     elsewhere = next((f" (this one has only a part, e.g. {part.name})" for part in shards if not part.replicated), None)
-    if holder.sharded and elsewhere is None:  # a rank can hold no shard at all of a small model
+    if holder.is_sharded and elsewhere is None:  # a rank can hold no shard at all of a small model
         elsewhere = ""
     if elsewhere is not None and world.size > 1:
         raise TrainingError(code="state-on-other-ranks", elsewhere=elsewhere)
-    shard = layout(shards)
+    shard = make_shard_layout(shards)
     buffer = torch.empty(shard.total_bytes, dtype=torch.uint8)
     _fill(buffer, shard, step, content, 0, 1)
-    folder = checkpoints.begin_alone(step, claim, world.rank)
+    folder = checkpoints.begin_single_rank_checkpoint(step, claim, world.rank)
     file = _write_shard(folder, buffer, shard, 0, 1)
     return checkpoints.commit(folder, _manifest(step, content, claim, holder.virtual_ranks, file), keep, say)
 
 
 def _fill(buffer: Tensor, shard: ShardLayout, step: int, content: TrainerState, rank: int, world_size: int) -> None:
     meta = {"step": step, "rank": rank, "world_size": world_size, "samples_seen": content.samples_seen}
-    fill(buffer, shard, meta)
+    write_shard_file(buffer, shard, meta)
 
 
 def _write_shard(folder: Path, buffer: Tensor, shard: ShardLayout, rank: int, world_size: int) -> ShardFile:
@@ -134,7 +134,7 @@ def _write_shard(folder: Path, buffer: Tensor, shard: ShardLayout, rank: int, wo
 def _manifest(step: int, content: TrainerState, claim: Claim, virtual_ranks: int, *files: ShardFile) -> Manifest:
     optional = {"names": content.names, "loop": content.loop}
     return Manifest(
-        format=FORMAT, step=step, attempt=claim.attempt, generation=claim.generation, world_size=len(files),
+        format=FORMAT_VERSION, step=step, attempt=claim.attempt, generation=claim.generation, world_size=len(files),
         virtual_ranks=virtual_ranks, definition=content.definition, metrics=content.metrics,
         samples_seen=content.samples_seen, files=files,
         scalars={"evaluated": content.evaluated} | {name: value for name, value in optional.items() if value},
@@ -146,7 +146,7 @@ class CheckpointWriter:
 
     def __init__(
         self, checkpoints: Checkpoints, world: World, virtual_ranks: int, claim: Claim, *,
-        keep: int, flush_events: Callable[[], None], say: Report,
+        keep: int, flush_events: Callable[[], None], say: MessageCallback,
     ) -> None:  # fmt: skip
         self._checkpoints, self._world, self._virtual_ranks, self._claim = checkpoints, world, virtual_ranks, claim
         self._keep, self._flush_events, self._say = keep, flush_events, say
@@ -167,7 +167,7 @@ class CheckpointWriter:
         began = time.perf_counter()
         self.wait()
         world = self._world
-        shard = layout(rank_part(shards, world.rank, world.size))
+        shard = make_shard_layout(select_shards_to_save(shards, world.rank, world.size))
         size_bytes = sum(all_gather_object(shard.total_bytes, world))
         folder, failure = all_gather_object(self._prepare(step, size_bytes) if world.rank == 0 else None, world)[0]
         if failure:
@@ -185,9 +185,9 @@ class CheckpointWriter:
         )
         writing.thread.start()
 
-    def publish_if_written(self, votes: Votes) -> None:
+    def publish_if_written(self, votes: ControlFlags) -> None:
         """Publish the pending checkpoint if all ranks have voted that their shards are done (collective)."""
-        if self._writing is not None and votes.written + votes.failed == self._world.size:
+        if self._writing is not None and votes.shard_written + votes.shard_failed == self._world.size:
             self._publish()
 
     def wait(self) -> None:
@@ -212,7 +212,7 @@ class CheckpointWriter:
 
     def _prepare(self, step: int, size_bytes: int) -> tuple[str, str]:
         try:
-            failure = self._checkpoints.room_for(size_bytes)
+            failure = self._checkpoints.find_space_shortage(size_bytes)
             return ("", failure) if failure else (str(self._checkpoints.begin(step)), "")
         except (OSError, PacelineError) as error:
             return "", str(error)
@@ -276,8 +276,8 @@ class CheckpointManager:
     """Compares replicas, takes snapshots and saves checkpoints. All ranks make all calls at the same steps."""
 
     def __init__(
-        self, holder: StateCollection, place: RunLocation, origin: ResumePoint | None, policy: CheckpointPolicy, *,
-        writer: EventWriter, say: Report, enter: Callable[[Phase], object],
+        self, holder: CheckpointedModels, place: RunLocation, origin: ResumePoint | None, policy: CheckpointPolicy, *,
+        writer: EventWriter, say: MessageCallback, enter: Callable[[Phase], object],
     ) -> None:  # fmt: skip
         """Claim the folder of checkpoints for this start of the run (collective).
 
@@ -292,21 +292,27 @@ class CheckpointManager:
             if self._world.rank == 0:
                 # Needed even if the policy saves nothing: a signal can request a checkpoint before the run stops, and a
                 # process of an older generation must not publish one.
-                self._checkpoints.claim(*self._claim, place.notices.append)
-                if origin is not None and origin.files and (unwritten := self._unwritten(origin.step)):
+                self._checkpoints.claim_publishing(*self._claim, place.notices.append)
+                if (
+                    origin is not None
+                    and origin.memory_file_descriptors
+                    and (unwritten := self._ranks_missing_step(origin.step))
+                ):
                     writer.write(events.UnloggedStep(origin.step, unwritten))  # on behalf of the previous start
         self._checkpoint_writer = CheckpointWriter(
             self._checkpoints, self._world, holder.virtual_ranks, self._claim,
             keep=policy.keep, flush_events=writer.flush, say=say,
         )  # fmt: skip
         self._snapshot_writer: SnapshotWriter | None = None
-        files, local_rank = inherited(), self._world.local_rank
+        files, local_rank = inherited_memory_files(), self._world.local_rank
         if local_rank < len(files):  # never overwrite the snapshot from which this start has resumed
-            spared = next((file for file in files[local_rank] if origin and file in origin.files), None)
+            spared = next(
+                (file for file in files[local_rank] if origin and file in origin.memory_file_descriptors), None
+            )
             size = self._world.local_size
             self._snapshot_writer = SnapshotWriter(files[local_rank], local_rank, size, place.generation, spared=spared)
         self._takes_snapshots = all(all_gather_object(self._snapshot_writer is not None, self._world))
-        self._other_hosts: OtherHosts | None = None
+        self._other_hosts: InterNodeExchange | None = None
         self._snapshots, self._snapshot_seconds, self._snapshot_bytes = 0, 0.0, 0
         self._saved_at = time.monotonic()
         self.failed = ""
@@ -319,7 +325,7 @@ class CheckpointManager:
         is_due = seconds is not None and not self._world.rank and time.monotonic() - self._saved_at >= seconds
         return *self._checkpoint_writer.write_status(), float(is_due)
 
-    def after_step(self, step: int, votes: Votes, content: Callable[[], TrainerState], *, save: bool) -> float:
+    def after_step(self, step: int, votes: ControlFlags, content: Callable[[], TrainerState], *, save: bool) -> float:
         """Compare, snapshot or save as the policy requires after `step` (collective). `save`: save in any case.
 
         Returns:
@@ -332,7 +338,7 @@ class CheckpointManager:
         policy = self._policy
         self._enter(Phase.CHECKPOINT)
         self._checkpoint_writer.publish_if_written(votes)
-        save = save or votes.due > 0 or bool(policy.checkpoint_every and step % policy.checkpoint_every == 0)
+        save = save or votes.checkpoint_due > 0 or bool(policy.checkpoint_every and step % policy.checkpoint_every == 0)
         snapshot = self._takes_snapshots and step % policy.snapshot_every == 0
         compare = step % policy.compare_every == 0
         if not (save or snapshot or compare):
@@ -341,7 +347,7 @@ class CheckpointManager:
         shards = self._holder.state()
         if save or compare:  # never save a damaged state
             try:
-                check_replicas(shards, self._world, step, [part.replica.optimizer for part in self._holder.parts])
+                check_replicas(shards, self._world, step, [part.replica.optimizer for part in self._holder.models])
             except PacelineError:
                 self._checkpoint_writer.wait()  # the pending checkpoint was copied before the damage
                 raise
@@ -375,12 +381,12 @@ class CheckpointManager:
         policy = self._policy
         return bool(policy.checkpoint_every or policy.checkpoint_seconds or self._takes_snapshots)
 
-    def newest(self) -> ResumePoint | None:
+    def newest_resume_point(self) -> ResumePoint | None:
         """The newest snapshot or checkpoint (collective)."""
         self.wait()
         return newest_state(self._checkpoints, self._world, self._say, memory=True)
 
-    def save_after(self, error: BaseException, step: int, content: Callable[[], TrainerState]) -> None:
+    def save_after_error(self, error: BaseException, step: int, content: Callable[[], TrainerState]) -> None:
         """Save the state after `step` when an error ends the run, unless the error is that the state is wrong.
 
         Only one rank saves. If the guard has unblocked the ranks, its message names the ranks to exclude. There is no
@@ -388,13 +394,13 @@ class CheckpointManager:
         """
         if getattr(error, "exit_code", None) in BAD_STATE_CODES:
             return
-        world, message, trainer_state = self._world, Guard.of_process().released(), content()
+        world, message, trainer_state = self._world, HangGuard.of_process().release_reason(), content()
         is_saved = any(saved_step == step for saved_step, _ in self._checkpoints.entries())
-        if is_saved or not is_writer(message or NO_CULPRIT, world.rank, world.size):
+        if is_saved or not must_save_alone(message or NO_CAUSE_MESSAGE, world.rank, world.size):
             return
         self._enter(Phase.CHECKPOINT)  # the agent does not kill a rank that makes progress
         try:
-            if unwritten := self._unwritten(step):
+            if unwritten := self._ranks_missing_step(step):
                 self._writer.write(events.UnloggedStep(step, unwritten))
             self._writer.flush()
             path = save_alone(
@@ -405,7 +411,7 @@ class CheckpointManager:
             result = f"the state after step {step} cannot be saved: {error}"
         print(f"rank {world.rank}: {result}", file=sys.stderr, flush=True)
 
-    def _unwritten(self, step: int) -> list[int]:
+    def _ranks_missing_step(self, step: int) -> list[int]:
         """The ranks whose event files lack `step`, although this rank's state includes their part of the step."""
         unwritten_ranks: set[int] = set()
         with suppress(OSError):
@@ -425,11 +431,11 @@ class CheckpointManager:
         began, world = time.perf_counter(), self._world
         if world.local_size < world.size:  # each node also needs the shards that only other nodes hold
             if self._other_hosts is None:
-                self._other_hosts = OtherHosts(shards, world)
+                self._other_hosts = InterNodeExchange(shards, world)
                 if why := self._other_hosts.why_not:
                     self._takes_snapshots = False
                     self._say(f"no snapshots in memory: {why}. A restart resumes from a checkpoint on disk")
-            others = self._other_hosts.receive(shards) if self._takes_snapshots else None
+            others = self._other_hosts.exchange_missing_shards(shards) if self._takes_snapshots else None
             if others is None:
                 return
             shards = [*shards, *others]

@@ -16,11 +16,11 @@ from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import all_gather_object, report_on_one_rank
 from paceline.errors import ExitCode, TrainingError, UsageError, first_few
 from paceline.rank.world import World
-from paceline.train.numbers import settings_of
+from paceline.train.json_values import group_settings
 
 MAX_NAMED = 3
 MAX_MODULES = 5
-REGISTERED = "registered/"
+REGISTERED_PREFIX = "registered/"
 
 
 def check_replicas(state: Sequence[TensorShard], world: World, step: int, optimizers: Iterable[Optimizer] = ()) -> None:
@@ -50,11 +50,11 @@ def check_replicas(state: Sequence[TensorShard], world: World, step: int, optimi
     different = {name: values for name, values in checksums.items() if len({*values.values()}) > 1}
     if not different:
         return
-    if all(name.startswith(REGISTERED) for name in different):
-        named = first_few([name.removeprefix(REGISTERED) for name in different], MAX_NAMED)
+    if all(name.startswith(REGISTERED_PREFIX) for name in different):
+        named = first_few([name.removeprefix(REGISTERED_PREFIX) for name in different], MAX_NAMED)
         raise report_on_one_rank(UsageError(code="registered-differs-between-ranks", named=named), world)
     names, where = first_few([*different], MAX_NAMED), _minority_text(different)
-    groups = [group for optimizer in optimizers for group in settings_of(optimizer)]
+    groups = [group for optimizer in optimizers for group in group_settings(optimizer)]
     local_settings = [f"{name}={value}" for group in groups for name, value in group.items()]
     by_rank: list[list[str]] = all_gather_object(local_settings, world)
     settings = next((", ".join(values) for values in zip(*by_rank, strict=False) if len({*values}) > 1), "")
@@ -91,7 +91,7 @@ def _minority_text(different: dict[str, dict[int, int]]) -> str:
     return f"on rank {', '.join(map(str, sorted(minority)))}, against the majority of {len(holders)} ranks"
 
 
-def check_code(world: World) -> None:
+def check_user_code(world: World) -> None:
     """Compare the user's code on all ranks (collective): nodes without a shared folder can have different versions.
 
     Only modules that several ranks have imported are compared, because a rank may import more than others.

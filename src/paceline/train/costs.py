@@ -9,7 +9,7 @@ from torch import Tensor
 from paceline.collectives.control import all_gather_object
 from paceline.compute.resources import peak_memory
 from paceline.data.arrays import batch_gatherer
-from paceline.data.workers import asks_for_batches
+from paceline.data.workers import has_batched_getitems
 from paceline.host.cgroup import usable_cores
 from paceline.protocol.evidence import Phase
 from paceline.rank.world import World
@@ -30,7 +30,7 @@ class DataWait:
         self._warm_up = [0.0, 0.0]  # [seconds of waiting for data, seconds in total]
         self._later = [0.0, 0.0]
 
-    def step(self, phase_seconds: Mapping[str, float]) -> None:
+    def add_step(self, phase_seconds: Mapping[str, float]) -> None:
         """Add a step, with the seconds of its phases by name."""
         self._steps += 1
         sums = self._warm_up if self._steps <= WARM_UP_STEPS else self._later
@@ -44,7 +44,7 @@ class DataWait:
         return data_seconds / seconds if seconds else None
 
 
-def all_costs(data_wait: DataWait, world: World) -> tuple[dict[str, Any], int]:
+def max_costs_over_ranks(data_wait: DataWait, world: World) -> tuple[dict[str, Any], int]:
     """The maximum of each cost over all ranks, and the rank that waited most for its data (collective)."""
     gpu = torch.accelerator.max_memory_allocated(world.device) if world.device.type != "cpu" else 0
     local = [data_wait.fraction() or 0.0, peak_memory(), gpu]
@@ -55,7 +55,7 @@ def all_costs(data_wait: DataWait, world: World) -> tuple[dict[str, Any], int]:
     return {"data_share": data_share, **costs}, fractions.index(largest)
 
 
-def held_bytes(tensors: Iterable[Any]) -> int:
+def storage_bytes(tensors: Iterable[Any]) -> int:
     """The bytes of the storages of these tensors, each storage once. Only this rank's part of a DTensor counts."""
     storages: dict[int, int] = {}
     for value in tensors:
@@ -66,7 +66,7 @@ def held_bytes(tensors: Iterable[Any]) -> int:
     return sum(storages.values())
 
 
-def data_lines(summary: Summary, rank: int, parts: "TrainingComponents") -> list[str]:
+def data_wait_lines(summary: Summary, rank: int, parts: "TrainingComponents") -> list[str]:
     """One line about the time that `rank` waited for data, with possible remedies; none if the time is short."""
     if summary.data_share is None or summary.data_share < REPORTED_FROM:
         return []
@@ -78,7 +78,7 @@ def data_lines(summary: Summary, rank: int, parts: "TrainingComponents") -> list
     spare_cores = usable_cores() - world.local_size * (num_workers + 1)
     if batch_gatherer(dataset) is not None:
         return [f"{message}. It gathers whole batches, so the time is spent in the transform"]
-    batched = "" if asks_for_batches(dataset) else "add __getitems__ to the dataset, to load a whole batch at once"
+    batched = "" if has_batched_getitems(dataset) else "add __getitems__ to the dataset, to load a whole batch at once"
     workers = f"--num-workers {max(1, 2 * num_workers)}" if spare_cores > 0 or world.device.type != "cpu" else ""
     remedies = [r for r in (workers, batched, "use an ArrayDataset, if the data fit into memory") if r]
     return [f"{message}. Try: {', or '.join(remedies)} (docs/speed.md)"]

@@ -16,8 +16,8 @@ from paceline.train.streaming import Stream
 class DataProgress:
     """The position in a map-style dataset. It follows from the number of the step."""
 
-    coming = 0.0
-    """The `coming` field of Votes; only streams need it."""
+    next_batch_samples = 0.0
+    """The `next_batch_samples` field of ControlFlags; only streams need it."""
 
     def __init__(self, parts: TrainingComponents, page: StatusPage) -> None:
         self._parts, self._plan, self._total = parts, parts.plan, parts.total_steps
@@ -27,22 +27,22 @@ class DataProgress:
         """Yield the micro-batches of this rank for each step from `start` to the last."""
         parts = self._parts
         return load_steps(
-            parts.train_set, parts.plan, parts.share, self._loading,
+            parts.train_set, parts.plan, parts.local_virtual_ranks, self._loading,
             start=start, stop=self._total, merged=parts.config.model.batchnorm == "sync",
         )  # fmt: skip
 
-    def samples(self, record: StepRecord) -> int:
+    def global_batch_samples(self, record: StepRecord) -> int:
         """The number of samples in the global batch of a step."""
         return record.microbatches[0].work.global_samples
 
     def advance(self, record: StepRecord) -> None:
         """Advance past the batch of a step (collective)."""
 
-    def at_end(self, step: int) -> bool:
+    def is_epoch_end(self, step: int) -> bool:
         """Whether `step` is the last step of an epoch."""
         return step % self._plan.steps_per_epoch == 0
 
-    def is_over(self, step: int) -> bool:
+    def is_last_step(self, step: int) -> bool:
         """Whether `step` is the last step of the run."""
         return step >= self._total
 
@@ -50,7 +50,7 @@ class DataProgress:
         """The epoch of `step`, from 0."""
         return max(0, step - 1) // self._plan.steps_per_epoch
 
-    def numbers(self, world: World | None) -> dict[str, Any]:
+    def json_state(self, world: World | None) -> dict[str, Any]:
         """The position in a checkpoint. Collective if `world` is given; otherwise that of this rank."""
         return {}
 
@@ -67,47 +67,49 @@ class StreamProgress(DataProgress):
         self.load({})
 
     @property
-    def coming(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def next_batch_samples(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The samples that this rank has for the next batch."""
-        return self._stream.coming
+        return self._stream.next_batch_samples
 
     def batches(self, start: int) -> Generator[list[MicroBatch]]:
         where, step = self._where, start
-        while not self.is_over(step):
+        while not self.is_last_step(step):
             if where["ended"]:
                 where |= {"passes": where["passes"] + 1, "batch": 0, "ended": 0}
                 self._stream.saved = {}
-            epoch_steps = self._stream.training(self._plan, self._parts.share, where["passes"], where["batch"])
+            epoch_steps = self._stream.training_batches(
+                self._plan, self._parts.local_virtual_ranks, where["passes"], where["batch"]
+            )
             with closing(epoch_steps):
                 for micro_batches in epoch_steps:
                     step += 1
                     pairs = ((batch, *as_pair(batch.inputs)) for batch in micro_batches)
                     yield [batch._replace(inputs=inputs, targets=targets) for batch, inputs, targets in pairs]
-                    if self.is_over(step):
+                    if self.is_last_step(step):
                         return
             where["ended"] = 1  # also if the epoch was already over in the checkpoint
 
-    def samples(self, record: StepRecord) -> int:
-        return self._stream.samples()
+    def global_batch_samples(self, record: StepRecord) -> int:
+        return self._stream.global_batch_samples()
 
     def advance(self, record: StepRecord) -> None:
         where = self._where
-        where["ended"] = int(self._stream.is_end(where["batch"], record.result.votes.coming))
+        where["ended"] = int(self._stream.is_last_batch(where["batch"], record.result.votes.next_batch_samples))
         where["batch"] += 1
 
-    def at_end(self, step: int) -> bool:
+    def is_epoch_end(self, step: int) -> bool:
         return bool(self._where["ended"])
 
-    def is_over(self, step: int) -> bool:
+    def is_last_step(self, step: int) -> bool:
         if self._total:
             return step >= self._total
-        return self.at_end(step) and self._where["passes"] + 1 >= self._parts.config.run.epochs
+        return self.is_epoch_end(step) and self._where["passes"] + 1 >= self._parts.config.run.epochs
 
     def epoch(self, step: int) -> int:
         return self._where["passes"]
 
-    def numbers(self, world: World | None) -> dict[str, Any]:
-        return {"where": dict(self._where), "streams": self._stream.position(self._where, world)}
+    def json_state(self, world: World | None) -> dict[str, Any]:
+        return {"where": dict(self._where), "streams": self._stream.checkpoint_position(self._where, world)}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         self._where: dict[str, int] = {"passes": 0, "batch": 0, "ended": 0, **saved.get("where", {})}

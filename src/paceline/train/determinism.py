@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 from paceline.compute.resources import cpu_model
-from paceline.config.strategies import DEFAULT
+from paceline.config.strategies import DEFAULT_STRATEGY
 from paceline.errors import PacelineError, TrainingError
 from paceline.rank.imports import when_imported
 from paceline.rank.world import device_name
@@ -29,7 +29,7 @@ DEFAULT_THREADS = 1  # the largest number that is possible at every world size
 
 
 @contextmanager
-def deterministic() -> Generator[None]:
+def use_deterministic_kernels() -> Generator[None]:
     """Make torch use deterministic kernels only. An operation without such a kernel raises an error with advice."""
     mode_before = torch.get_deterministic_debug_mode()
     options: Any = torch.utils.deterministic  # type checkers do not see the properties of this module
@@ -68,7 +68,7 @@ def explain_missing_kernel(raised: type[PacelineError]) -> Generator[None]:
         match = re.search(r"(\S+) does not have a deterministic implementation", str(error))
         if match is None:
             raise
-        raise raised(code="no-deterministic-kernel", operation=match[1], default=DEFAULT) from error
+        raise raised(code="no-deterministic-kernel", operation=match[1], default=DEFAULT_STRATEGY) from error
 
 
 def hardware_facts(device: torch.device) -> dict[str, Any]:

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from paceline.collectives.control import gather_tensors
-from paceline.data.fingerprint import probes
-from paceline.data.loader import Loading, fetch
+from paceline.collectives.control import all_gather_tensors
+from paceline.data.fingerprint import probe_indices
+from paceline.data.loader import Loading, fetch_pairs
 from paceline.data.plan import ranks_share
-from paceline.stepping.step import Part, as_many_parts_as_any
+from paceline.stepping.step import EvaluationPart, pad_evaluation_batches
 from paceline.strategies.base import Strategy
 from paceline.tasks.metric import AnyMetric
-from paceline.tasks.task import Loss, call
+from paceline.tasks.task import Loss, call_model
 from paceline.train.metrics import compute_metrics, make_accumulators, states_of
 
 
@@ -34,22 +34,24 @@ def evaluate(
     world, virtual_ranks, pipeline = replica.world, replica.virtual_ranks, replica.pipeline
     share = ranks_share(virtual_ranks, world.data.rank, world.data.size)
     samples = {v: torch.arange(len(dataset))[v::virtual_ranks] for v in share}  # pyright: ignore[reportArgumentType]
-    work: list[Part] = [(v, indices) for v in share for indices in samples[v].split(batch_size) if len(indices)]
+    work: list[EvaluationPart] = [
+        (v, indices) for v in share for indices in samples[v].split(batch_size) if len(indices)
+    ]
     if replica.in_lockstep:
-        work = as_many_parts_as_any(work, len(dataset), virtual_ranks, world.data, batch_size)  # pyright: ignore[reportArgumentType]
+        work = pad_evaluation_batches(work, len(dataset), virtual_ranks, world.data, batch_size)  # pyright: ignore[reportArgumentType]
     accumulators = make_accumulators(loss, metrics, world.device)
     requests = ((0, indices) for _, indices in work)
-    with replica.evaluated(), evaluating(replica.model), closing(fetch(dataset, requests, 0, loading)) as batches:
+    with replica.evaluated(), eval_mode(replica.model), closing(fetch_pairs(dataset, requests, 0, loading)) as batches:
         for (virtual_rank, _), (inputs, targets) in zip(work, batches, strict=True):
-            forward = partial(call, replica.model, inputs)
+            forward = partial(call_model, replica.model, inputs)
             outputs = forward() if pipeline is None else pipeline.stage.forward(forward).result
-            if virtual_rank is not None and world.leads:
+            if virtual_rank is not None and world.is_leader:
                 for accumulator in accumulators.values():
                     accumulator.add(virtual_rank, outputs, targets)
             tick()
         if pipeline is not None:
             pipeline.wait_for_sends()
-    by_rank = gather_tensors(states_of(accumulators), world, "states of metrics")
+    by_rank = all_gather_tensors(states_of(accumulators), world, "states of metrics")
     return compute_metrics(accumulators, by_rank, len(dataset), virtual_ranks)  # pyright: ignore[reportArgumentType]
 
 
@@ -58,18 +60,18 @@ def try_evaluation(
 ) -> None:
     """Evaluate a few samples, divided over two virtual ranks, on this rank alone."""
     accumulators = make_accumulators(loss, metrics, loading.device)
-    indices = torch.tensor(probes(len(dataset)))  # pyright: ignore[reportArgumentType]
+    indices = torch.tensor(probe_indices(len(dataset)))  # pyright: ignore[reportArgumentType]
     halves = [indices[v::2] for v in range(min(2, len(indices)))]
-    with evaluating(model):
-        for v, (inputs, targets) in enumerate(fetch(dataset, ((0, half) for half in halves), 0, loading)):
-            outputs = call(model, inputs)
+    with eval_mode(model):
+        for v, (inputs, targets) in enumerate(fetch_pairs(dataset, ((0, half) for half in halves), 0, loading)):
+            outputs = call_model(model, inputs)
             for accumulator in accumulators.values():
                 accumulator.add(v, outputs, targets)
         compute_metrics(accumulators, [states_of(accumulators)], len(indices), 2)
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Generator[None]:
+def eval_mode(model: nn.Module) -> Generator[None]:
     """Switch the model to eval mode, without gradients. Afterwards restore the mode of each module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

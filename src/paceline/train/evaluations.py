@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.collectives.control import raise_on_all_ranks
-from paceline.errors import unknown
+from paceline.errors import unknown_name_error
 from paceline.protocol.evidence import Phase
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.runs.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS
 from paceline.runs.summary import finite
 from paceline.tasks.task import Callback, Moment, Split
@@ -37,7 +37,7 @@ class BestEvaluation:
         self.keeps, self._patience = keep is not None, patience
         direction, _, self.name = (keep or "loss").rpartition(":")
         if direction not in ("", "min", "max") or self.name.partition("/")[0] not in names:
-            raise unknown("metric", keep or "loss", [*names, *(f"max:{name}" for name in names)])
+            raise unknown_name_error("metric", keep or "loss", [*names, *(f"max:{name}" for name in names)])
         less_is_better = any(word in LESS_IS_BETTER for word in self.name.lower().replace("/", "_").split("_"))
         self._sign = -1.0 if (direction or ("min" if less_is_better else "max")) == "min" else 1.0
         self.step: int = saved.get("step", 0)
@@ -52,7 +52,7 @@ class BestEvaluation:
             UsageError: if `metrics` lacks the metric to compare.
         """
         if self.name not in metrics:
-            raise unknown("metric", self.name, metrics)
+            raise unknown_name_error("metric", self.name, metrics)
         value = metrics[self.name]
         is_better = math.isfinite(value) and (self.value is None or self._sign * (value - self.value) > 0)
         if is_better:
@@ -62,12 +62,12 @@ class BestEvaluation:
         return is_better
 
     @property
-    def is_over(self) -> bool:
+    def is_patience_exhausted(self) -> bool:
         """Whether --patience is exhausted."""
         return self._patience is not None and self.since >= self._patience
 
     @property
-    def reason(self) -> str:
+    def early_stop_reason(self) -> str:
         """Why the run ends early."""
         return f"no better {self.name} in {self.since} evaluations: the best was {self.value} after step {self.step}"
 
@@ -90,7 +90,7 @@ class Evaluator:
         self._tracked, *self._at_end_only = parts.eval_sets
         self._at_end: dict[Split, dict[str, float]] = {}
         with raise_on_all_ranks(self._world):
-            self.load(progress.origin.content.loop if progress.origin else {})
+            self.load(progress.origin.trainer_state.loop if progress.origin else {})
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Restore the `content` of a checkpoint."""
@@ -99,11 +99,11 @@ class Evaluator:
         self.ended_early: str = saved.get("ended_early", "")
         """Why the training ends before its last step; empty if it does not."""
 
-    def content(self) -> dict[str, Any]:
+    def checkpoint_values(self) -> dict[str, Any]:
         """The values that a checkpoint contains, in addition to the metrics."""
         return {"best": self.best.as_json()} | ({"ended_early": self.ended_early} if self.ended_early else {})
 
-    def summary(self) -> dict[str, Any]:
+    def summary_fields(self) -> dict[str, Any]:
         """The fields of the run's summary."""
         best, results = self.best, {self._tracked: finite(self._progress.metrics), **self._at_end}
         test = finite(results.get("test", {}))
@@ -118,9 +118,9 @@ class Evaluator:
     def is_due(self) -> bool:
         """Whether an evaluation is due: after the last step of each epoch, and every `--eval-every` steps."""
         every, step = self._run.eval_every, self._progress.step
-        return self._data_progress.at_end(step) or (every is not None and step % every == 0)
+        return self._data_progress.is_epoch_end(step) or (every is not None and step % every == 0)
 
-    def after_step(self, record: StepRecord) -> None:
+    def call_on_step(self, record: StepRecord) -> None:
         """Call the `on_step` callback."""
         self._record = record
         self.call(self._parts.task.on_step)
@@ -131,18 +131,18 @@ class Evaluator:
         progress.metrics, progress.evaluated = self._evaluate(self._tracked), progress.step
         if self.best.update(progress.step, progress.metrics) and self.best.keeps:
             self._save(BEST_WEIGHTS)
-        if self.best.is_over and not self._data_progress.is_over(progress.step):
-            self.ended_early = self.best.reason
+        if self.best.is_patience_exhausted and not self._data_progress.is_last_step(progress.step):
+            self.ended_early = self.best.early_stop_reason
             progress.say(f"ends after step {progress.step}: {self.ended_early}")
         self.call(self._parts.task.on_evaluation)
-        progress.throughput.pause(time.perf_counter() - began)
+        progress.throughput.exclude_pause(time.perf_counter() - began)
 
     def evaluate_at_end(self) -> None:
         """Evaluate the splits that the training itself does not use, e.g. to choose weights (collective)."""
         self._at_end = {split: self._evaluate(split) for split in self._at_end_only}
 
     def _evaluate(self, split: Split) -> dict[str, float]:
-        parts, began, page = self._parts, time.perf_counter(), Guard.of_process().page
+        parts, began, page = self._parts, time.perf_counter(), HangGuard.of_process().page
         previous = page.enter(Phase.EVALUATE)  # not restored after an error: `TrainingProgress.fail` reads the phase
         metrics = evaluate(
             parts.replica, parts.eval_sets[split], parts.task.loss, parts.task.metrics,
@@ -154,7 +154,7 @@ class Evaluator:
 
     def end(self) -> None:
         """Save the weight average and call the `on_end` callback (collective)."""
-        if self._parts.average is not None:
+        if self._parts.weight_average is not None:
             self._save(AVERAGE_WEIGHTS)
         self.call(self._parts.task.on_end)
 

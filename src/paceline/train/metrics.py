@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.collectives.control import gather_tensors, raise_on_all_ranks
+from paceline.collectives.control import all_gather_tensors, raise_on_all_ranks
 from paceline.collectives.tree import tree_sum
 from paceline.errors import UsageError
-from paceline.nested import mapped
+from paceline.nested import map_tensors
 from paceline.rank.world import World
-from paceline.tasks.metric import AnyMetric, Metric, PerSample, is_torchmetric, make_metric, metric_members
+from paceline.tasks.metric import AnyMetric, Metric, PerSample, is_torchmetric, metric_members, resolve_metric
 from paceline.tasks.task import Loss
 from paceline.train.step import weighted_losses
 
-States = dict[str, list[Any]]
+StatesByMetric = dict[str, list[Any]]
 """By metric, the pairs [virtual rank, state] of the virtual ranks that have samples on this rank."""
 
 
@@ -31,7 +31,7 @@ def make_accumulators(loss: Loss, metrics: Mapping[str, AnyMetric], device: torc
     """By result name, the accumulators of the loss and of each metric. torchmetrics objects are copied."""
     accumulators: dict[str, Accumulator] = {"loss": MetricAccumulator(_loss_metric(loss))}
     for name, metric in metrics.items():
-        for part, member in metric_members(make_metric(name, metric)).items():
+        for part, member in metric_members(resolve_metric(name, metric)).items():
             full_name = f"{name}/{part}" if part else name
             if is_torchmetric(member):
                 accumulators[full_name] = TorchmetricsAccumulator(deepcopy(member).to(device))
@@ -41,20 +41,20 @@ def make_accumulators(loss: Loss, metrics: Mapping[str, AnyMetric], device: torc
     return accumulators
 
 
-def states_of(accumulators: Mapping[str, Accumulator]) -> States:
+def states_of(accumulators: Mapping[str, Accumulator]) -> StatesByMetric:
     """The states that this rank has accumulated."""
     return {name: [[v, state] for v, state in a.states.items()] for name, a in accumulators.items()}
 
 
 def compute_metrics(
-    accumulators: Mapping[str, Accumulator], by_rank: Sequence[States], samples: int, virtual_ranks: int
+    accumulators: Mapping[str, Accumulator], by_rank: Sequence[StatesByMetric], samples: int, virtual_ranks: int
 ) -> dict[str, float]:
     """Compute the results, by name, from the states of all ranks on a dataset of `samples` samples.
 
     Raises:
         UsageError: if a result is not a number.
     """
-    order = gathered_order(samples, virtual_ranks)
+    order = virtual_rank_order(samples, virtual_ranks)
     numbers: dict[str, float] = {}
     for name, accumulator in accumulators.items():
         states = {v: state for rank_states in by_rank for v, state in rank_states[name]}
@@ -128,7 +128,7 @@ class MetricAccumulator:
         total = tree_sum({(v, v + 1): state for v, state in enumerate(states)}, self._joined, len(states))
         if self._metric.combine == "concatenate":
             total = _each(partial(sort_rows, order=order), total)
-        return self._metric.compute(mapped(total, Tensor.cpu))
+        return self._metric.compute(map_tensors(total, Tensor.cpu))
 
     def _joined(self, left: Any, right: Any) -> Any:
         return right if left is None else left if right is None else self._combine(left, right)
@@ -145,7 +145,7 @@ def _listed(rows: Tensor) -> list[Tensor]:
     return [torch.atleast_1d(rows)]
 
 
-def gathered_order(samples: int, virtual_ranks: int) -> Tensor:
+def virtual_rank_order(samples: int, virtual_ranks: int) -> Tensor:
     """(samples,) int64: the sample indices in the order of virtual ranks; rank v has v, v + V, v + 2V, ..."""
     return torch.cat([torch.arange(samples)[v::virtual_ranks] for v in range(virtual_ranks)])
 
@@ -171,13 +171,13 @@ class TorchmetricsAccumulator:
         if virtual_rank not in self.states:
             self._metric.reset()
         self._metric.update(outputs, targets)
-        self.states[virtual_rank] = state_of(self._metric)
+        self.states[virtual_rank] = torchmetrics_state(self._metric)
 
     def result(self, states: Sequence[Any], order: Tensor) -> Any:
-        return result_of(self._metric, [state for state in states if state is not None], order)
+        return torchmetrics_result(self._metric, [state for state in states if state is not None], order)
 
 
-def state_of(metric: nn.Module) -> dict[str, Any]:
+def torchmetrics_state(metric: nn.Module) -> dict[str, Any]:
     """The states and update counts of a torchmetrics object and of the metrics in it, by path."""
     return {
         path: {"updates": part.update_count, "states": {k: _copied(v) for k, v in part.metric_state.items()}}
@@ -185,7 +185,7 @@ def state_of(metric: nn.Module) -> dict[str, Any]:
     }
 
 
-def result_of(metric: nn.Module, states: Sequence[dict[str, Any]], order: Tensor | None = None) -> Any:
+def torchmetrics_result(metric: nn.Module, states: Sequence[dict[str, Any]], order: Tensor | None = None) -> Any:
     """Compute `metric` from several states, which its `dist_reduce_fx` combines. The object does not change.
 
     Raises:
@@ -211,10 +211,12 @@ def compute_over_ranks(metric: Any, world: World, where: tuple[int, ...] = ()) -
         if not is_torchmetric(metric):
             raise UsageError(code="compute-not-torchmetrics", kind=type(metric).__name__)
     members = metric_members(metric)
-    states = {name: state_of(member) for name, member in members.items()}
-    states_by_rank = gather_tensors(states, world, "states of metrics", where=where)
+    states = {name: torchmetrics_state(member) for name, member in members.items()}
+    states_by_rank = all_gather_tensors(states, world, "states of metrics", where=where)
     with raise_on_all_ranks(world, prepares=False):
-        results = {name: result_of(m, [state[name] for state in states_by_rank]) for name, m in members.items()}
+        results = {
+            name: torchmetrics_result(m, [state[name] for state in states_by_rank]) for name, m in members.items()
+        }
     return results.get("", results)
 
 

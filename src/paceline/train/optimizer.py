@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.errors import UsageError
 from paceline.strategies.base import MakeOptimizer
-from paceline.train.numbers import load_numbers, numbers_of, settings_of
+from paceline.train.json_values import group_settings, load_optimizer_json_state, optimizer_json_state
 
 if TYPE_CHECKING:
     from paceline.config.settings import OptimizerConfig
@@ -41,7 +41,7 @@ def optimizer_maker(
     return make
 
 
-def maker_for(config: OptimizerConfig, lr: float, task: Task, model: nn.Module) -> MakeOptimizer:
+def configured_optimizer_maker(config: OptimizerConfig, lr: float, task: Task, model: nn.Module) -> MakeOptimizer:
     """Return a function that makes the optimizer, as the task or the settings define it, with peak rate `lr`.
 
     Raises:
@@ -51,14 +51,14 @@ def maker_for(config: OptimizerConfig, lr: float, task: Task, model: nn.Module) 
         _refuse(config, SCHEDULE_SETTINGS, "the task defines the schedule (Task.make_schedule)")
     if task.make_optimizer is not None:
         _refuse(config, OPTIMIZER_SETTINGS, "the task defines the optimizer (Task.make_optimizer)")
-        optimizer = checked_optimizer(task.make_optimizer(model))
+        optimizer = check_optimizer_type(task.make_optimizer(model))
         return lambda _: optimizer
     if config.optimizer == "adamw" or config.optimizer == "sgd":
         return optimizer_maker(config.optimizer, lr=lr, weight_decay=config.weight_decay, momentum=config.momentum)
     return _imported_maker(config, lr)
 
 
-def checked_optimizer(optimizer: Any) -> Optimizer:
+def check_optimizer_type(optimizer: Any) -> Optimizer:
     """Return `optimizer`, the result of a user's function.
 
     Raises:
@@ -71,9 +71,9 @@ def checked_optimizer(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def described(optimizer: Optimizer) -> dict[str, Any]:
+def describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     """Describe an optimizer as readable JSON: its class, and the settings and size of each parameter group."""
-    groups = [{name: _plain(value) for name, value in settings.items()} for settings in settings_of(optimizer)]
+    groups = [{name: _plain(value) for name, value in settings.items()} for settings in group_settings(optimizer)]
     counts = [{"parameters": len(group["params"])} for group in optimizer.param_groups]
     return {"class": _full_name(optimizer), "groups": [{**a, **b} for a, b in zip(counts, groups, strict=True)]}
 
@@ -112,7 +112,7 @@ def _imported_maker(config: OptimizerConfig, lr: float) -> MakeOptimizer:
     _refuse(config, {"momentum", "weight_decay"} - arguments.keys(), f"paceline does not pass it to {config.optimizer}")
 
     def make_checked(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        optimizer = checked_optimizer(make(parameters, **arguments))
+        optimizer = check_optimizer_type(make(parameters, **arguments))
         if any(group["lr"] != lr for group in optimizer.param_groups):
             raise UsageError(code="optimizer-sets-lr", value=config.optimizer)
         return optimizer
@@ -141,14 +141,14 @@ class Schedule:
             return self.peak_lr * (1 - progress)
         return self.peak_lr * (1 + math.cos(math.pi * progress)) / 2
 
-    def set(self, optimizer: Optimizer, step: int) -> float:
+    def set_lr(self, optimizer: Optimizer, step: int) -> float:
         """Set the optimizer's rate for step 0, 1, 2, ... and return it."""
         lr = self.lr(step)
         for group in optimizer.param_groups:
             group["lr"] = lr
         return lr
 
-    def numbers(self) -> dict[str, Any]:
+    def json_state(self) -> dict[str, Any]:
         """The state in a checkpoint: empty, because the rate depends on the step only."""
         return {}
 
@@ -171,17 +171,17 @@ class TaskSchedule:
         """A description as JSON; None without a scheduler."""
         if scheduler is not None:
             optimizer.register_step_post_hook(lambda *_: scheduler.step())
-        self.numbers()  # raises an error now, not at the first checkpoint, if a value cannot be saved
+        self.json_state()  # raises an error now, not at the first checkpoint, if a value cannot be saved
 
-    def set(self, optimizer: Optimizer, step: int) -> float:
+    def set_lr(self, optimizer: Optimizer, step: int) -> float:
         """Return the rate of the first parameter group. The scheduler has already set all rates."""
         return float(optimizer.param_groups[0]["lr"])
 
-    def numbers(self) -> dict[str, Any]:
-        return numbers_of(self._optimizer, self._scheduler)
+    def json_state(self) -> dict[str, Any]:
+        return optimizer_json_state(self._optimizer, self._scheduler)
 
     def load(self, numbers: Mapping[str, Any]) -> None:
-        load_numbers(self._optimizer, self._scheduler, numbers)
+        load_optimizer_json_state(self._optimizer, self._scheduler, numbers)
 
 
 LRSchedule = Schedule | TaskSchedule

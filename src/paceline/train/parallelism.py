@@ -13,24 +13,24 @@ from torch.utils.data import Dataset
 from paceline.checkpoint.shards import ShardedParameter
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
 from paceline.collectives.replicate import broadcast_module
-from paceline.config.mesh import OF_MODEL
-from paceline.data.loader import Loading, fetch
+from paceline.config.mesh import MODEL_DIMENSIONS
+from paceline.data.loader import Loading, fetch_pairs
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError, plural
-from paceline.parallel.partition import survey
+from paceline.parallel.partition import profile_chain
 from paceline.parallel.pipeline import Schedule, idle_fractions
 from paceline.rank.world import World
-from paceline.seeding import random_stream
+from paceline.seeding import seeded_random_stream
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.model_parallel import ModelParallel
-from paceline.strategies.pipelined import StagePlan, pipelined, plan_stages
-from paceline.tasks.task import Task, call
-from paceline.train.evaluate import evaluating
+from paceline.strategies.model_parallel import ModelParallelAdapter
+from paceline.strategies.pipelined import StagePlan, make_pipeline_stage, plan_stages
+from paceline.tasks.task import Task, call_model
+from paceline.train.evaluate import eval_mode
 from paceline.train.step import weighted_losses
 
 LOSS_TOLERANCE = 1e-2  # relative; without a backward graph torch can use different kernels, which shows in bf16
 TRIAL_SAMPLES = 2
-LONG_IDLE = 0.3  # of a step, for stages of equal duration
+LONG_IDLE_FRACTION = 0.3  # of a step, for stages of equal duration
 Trial = Callable[[], tuple[Callable[[], Any], Any, Callable[[Any], Tensor]]]
 """Returns, for the first samples: a function that calls the model, its inputs, and a function (output) -> loss."""
 
@@ -42,7 +42,7 @@ class ParallelConfig:
     strategy: str | None = None
     stages_at: str = ""
     schedule: Schedule = "1f1b"
-    sequence: bool = False
+    sequence_parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ParallelPlan:
     schedule: Schedule = "1f1b"
     notices: Sequence[str] = ()
     """Lines for the user, before the first step."""
-    check: Callable[[Strategy], None] = lambda _: None
+    check_trial_loss: Callable[[Strategy], None] = lambda _: None
     """Raises UsageError if the divided model does not give the loss of the full model."""
 
     def apply(
@@ -64,15 +64,15 @@ class ParallelPlan:
         """Apply `strategy` to this rank's part of the model (collective)."""
         if self.stage_plan is None:
             part = strategy(model, maker, world.data, virtual_ranks=virtual_ranks)
-            if world.mesh is None or not world.mesh.shares_model:
+            if world.mesh is None or not world.mesh.has_model_parallelism:
                 part.world = world
             else:
-                part.join(ModelParallel(model, world, self.shards), world)
+                part.join(ModelParallelAdapter(model, world, self.shards), world)
             return part
-        replica = pipelined(
+        replica = make_pipeline_stage(
             strategy, model, maker, world, self.stage_plan, schedule=self.schedule, virtual_ranks=virtual_ranks
         )  # fmt: skip
-        self.check(replica)
+        self.check_trial_loss(replica)
         return replica
 
 
@@ -88,7 +88,11 @@ def parallelize_model(
     Raises:
         UsageError: on one rank, if the model cannot be divided; ReportedByPeer on the others.
     """
-    if world.backend == "gloo" and world.device.type == "cuda" and any(world.along(n).size > 1 for n in OF_MODEL):
+    if (
+        world.backend == "gloo"
+        and world.device.type == "cuda"
+        and any(world.along(n).size > 1 for n in MODEL_DIMENSIONS)
+    ):
         raise report_on_one_rank(UsageError(code="mesh-over-gloo", mesh=world.mesh), world)
     trial = partial(_first_samples, task, model, dataset, loading)
     if world.along("tensor").size > 1:
@@ -101,10 +105,10 @@ def parallelize_model(
     if (stages := world.along("pipeline").size) > 1:
         names, schedule = [name for name in config.stages_at.split(",") if name], config.schedule
         broadcast_module(model)  # so that the stages of all ranks belong to one model
-        division = plan_stages(lambda: survey(model, *trial()), stages, names, world)
+        division = plan_stages(lambda: profile_chain(model, *trial()), stages, names, world)
         check = partial(_check_loss, _trial_loss(model, trial), trial)
-        lines = division_lines(division, schedule, plan, world)
-        return ParallelPlan(stage_plan=division, schedule=schedule, notices=lines, check=check)
+        lines = stage_lines(division, schedule, plan, world)
+        return ParallelPlan(stage_plan=division, schedule=schedule, notices=lines, check_trial_loss=check)
     return NO_PARALLELISM
 
 
@@ -119,7 +123,7 @@ def _shard_layers(
     """
     from paceline.parallel.tensor import shard_along_tensor  # imports DTensor
 
-    sharding = shard_along_tensor(model, world, task.parallelize, loss, sequence=config.sequence)
+    sharding = shard_along_tensor(model, world, task.parallelize, loss, sequence=config.sequence_parallel)
     if config.strategy == "fsdp" and sharding.used_elsewhere:  # fsdp replaces these parameters by other tensors
         reason = f"{sharding.used_elsewhere[0]} is sharded, and the model uses it outside its layer"
         advice = "Set it to 'whole' in Task(parallelize=...), or use a different strategy"
@@ -141,18 +145,18 @@ def _first_samples(
     task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading
 ) -> tuple[Callable[[], Any], Any, Callable[[Any], Tensor]]:
     indices = torch.arange(min(TRIAL_SAMPLES, len(dataset)))  # pyright: ignore[reportArgumentType]
-    ((inputs, targets),) = fetch(dataset, [(0, indices)], 0, loading)
+    ((inputs, targets),) = fetch_pairs(dataset, [(0, indices)], 0, loading)
 
     def loss(outputs: Any) -> Tensor:
         losses, weights = weighted_losses(task.loss, outputs, targets)
         return losses.sum() if weights is None else (losses * weights).sum()
 
-    return partial(call, model, inputs), inputs, loss
+    return partial(call_model, model, inputs), inputs, loss
 
 
 def _trial_loss(model: nn.Module, trial: Trial) -> float:
     """The loss of the first samples in eval mode, with a graph as in a step. Some models use random numbers in it."""
-    with random_stream(0, next(model.parameters()).device), evaluating(model), torch.enable_grad():
+    with seeded_random_stream(0, next(model.parameters()).device), eval_mode(model), torch.enable_grad():
         forward, _, loss = trial()
         return float(loss(forward()).detach())
 
@@ -160,7 +164,7 @@ def _trial_loss(model: nn.Module, trial: Trial) -> float:
 def _check_loss(expected: float, trial: Trial, replica: Strategy) -> None:
     pipeline, world, actual = replica.pipeline, replica.world, expected
     assert pipeline is not None
-    with random_stream(0, world.device), evaluating(replica.model):
+    with seeded_random_stream(0, world.device), eval_mode(replica.model):
         forward, _, loss = trial()
         run = pipeline.stage.forward(forward)
         pipeline.wait_for_sends()
@@ -171,9 +175,9 @@ def _check_loss(expected: float, trial: Trial, replica: Strategy) -> None:
             raise UsageError(code="stages-change-loss", stages=pipeline.stages, got=actual, expected=expected)
 
 
-def division_lines(division: StagePlan, schedule: Schedule, plan: BatchPlan, world: World) -> list[str]:
+def stage_lines(division: StagePlan, schedule: Schedule, plan: BatchPlan, world: World) -> list[str]:
     """Lines that show each stage: its first module, its memory, and its expected idle time."""
-    stages = division.stages
+    stages = division.stage_costs
     micro_batches = len(ranks_share(plan.virtual_ranks, 0, world.data.size)) * plan.accumulation
     waits = idle_fractions(
         schedule, [(stage.forward_seconds, stage.backward_seconds) for stage in stages], micro_batches
@@ -187,12 +191,12 @@ def division_lines(division: StagePlan, schedule: Schedule, plan: BatchPlan, wor
         portion = f"{stage.seconds / total:.0%} of the time" if total else "no time"
         state = f"{stage.state_bytes / 2**20:,.1f} MiB of weights, gradients and optimizer state"
         lines.append(f"  {begin}: {portion}, {state}; will wait {wait:.0%} of a step")
-    if (len(stages) - 1) / (micro_batches + len(stages) - 1) > LONG_IDLE:
+    if (len(stages) - 1) / (micro_batches + len(stages) - 1) > LONG_IDLE_FRACTION:
         lines[0] += ". WARNING: too few micro-batches to keep all stages busy. Increase --accumulation"
     return lines
 
 
-def waited_line(seconds: Sequence[float], world: World) -> str:
+def stage_wait_line(seconds: Sequence[float], world: World) -> str:
     """A line with the waiting time of each stage (collective). `seconds` of this rank: (waiting, in total)."""
     by_stage: dict[int, list[float]] = {}
     for stage, waited, total in all_gather_object([world.along("pipeline").rank, *seconds], world):

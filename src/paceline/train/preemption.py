@@ -11,7 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
@@ -42,7 +42,7 @@ class StopRequest:
 
 
 @contextmanager
-def stop_signals(*, announce: bool = False) -> Generator[StopRequest]:
+def record_stop_signals(*, announce: bool = False) -> Generator[StopRequest]:
     """Record signals that request a stop, instead of ending the process. Ignored signals (nohup) stay ignored.
 
     In a thread other than the main thread it does nothing, because Python handles signals in the main thread only.
@@ -52,11 +52,11 @@ def stop_signals(*, announce: bool = False) -> Generator[StopRequest]:
         yield request
         return
     handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    handlers, page = {number: signal.signal(number, request.handle) for number in handled}, Guard.of_process().page
-    page.note_stops(True)  # from now on the agent sends SIGTERM for any stop signal that the launcher receives
+    handlers, page = {number: signal.signal(number, request.handle) for number in handled}, HangGuard.of_process().page
+    page.set_notes_stops(True)  # from now on the agent sends SIGTERM for any stop signal that the launcher receives
     try:
         yield request
     finally:
-        page.note_stops(False)
+        page.set_notes_stops(False)
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -12,43 +12,43 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from paceline.checkpoint.resume import ResumePoint
-from paceline.collectives.batchnorm import convert
+from paceline.collectives.batchnorm import convert_sync_batchnorm
 from paceline.collectives.control import check_equal, new_group, raise_on_all_ranks, report_on_one_rank
 from paceline.compute.flops import FlopCount
 from paceline.config.settings import (
-    BatchShape,
+    BatchSizes,
     TrainConfig,
-    batch_shape,
     default_strategy,
+    resolve_batch_sizes,
     strategy_options,
     task_options,
 )
-from paceline.config.strategies import STRATEGY_INFO, options_of_others
+from paceline.config.strategies import STRATEGY_INFO, unsupported_settings
 from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint, hash_of
-from paceline.data.loader import Loading, fetch
+from paceline.data.loader import Loading, fetch_pairs
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.streams import is_stream
-from paceline.data.workers import LoaderLoad, check_shared_memory
+from paceline.data.workers import SharedMemoryDemand, check_shared_memory
 from paceline.errors import UsageError
 from paceline.rank.world import World
-from paceline.seeding import derive, preserved_streams, random_stream
+from paceline.seeding import derive_seed, preserve_generator_states, seeded_random_stream
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.base import MakeOptimizer
 from paceline.tasks.registry import load_task
 from paceline.tasks.settings import all_settings
-from paceline.tasks.task import SPLITS, Split, Task, call
+from paceline.tasks.task import SPLITS, Split, Task, call_model
 from paceline.train.average import WeightAverage
-from paceline.train.computing import STATE_COPIES, ResolvedCompute, resolve_compute
+from paceline.train.compute_settings import STATE_COPIES, ResolvedCompute, resolve_compute
 from paceline.train.determinism import explain_missing_kernel
-from paceline.train.evaluate import evaluating, try_evaluation
-from paceline.train.optimizer import LRSchedule, described, maker_for, scaled_lr, schedule_for
+from paceline.train.evaluate import eval_mode, try_evaluation
+from paceline.train.optimizer import LRSchedule, configured_optimizer_maker, describe_optimizer, scaled_lr, schedule_for
 from paceline.train.parallelism import NO_PARALLELISM, ParallelConfig, ParallelPlan, parallelize_model
 from paceline.train.step import weighted_losses
-from paceline.train.stream_task import stream_of
+from paceline.train.stream_task import make_stream
 from paceline.train.streaming import Stream
 
-NAMES = {"train": "training data", "validation": "validation data", "test": "test data"}
+SPLIT_LABELS = {"train": "training data", "validation": "validation data", "test": "test data"}
 
 
 @dataclass(frozen=True)
@@ -62,26 +62,26 @@ class TrainingComponents:
     """First the split that is evaluated during training, then those that are evaluated at the end only."""
     replica: Strategy
     plan: BatchPlan
-    share: range
+    local_virtual_ranks: range
     schedule: LRSchedule
     loading: Loading
     total_steps: int
     """0 if unknown: epochs over a stream."""
-    data: dict[str, Any]
+    data_fingerprints: dict[str, Any]
     """A fingerprint of the data of each split."""
     compute: ResolvedCompute = field(default_factory=ResolvedCompute)
     task_settings: dict[str, Any] = field(default_factory=dict[str, Any])
     """The task's arguments, optimizer and schedule, for the definition of the run."""
-    average: WeightAverage | None = None
+    weight_average: WeightAverage | None = None
     stream: Stream | None = None
     """The training data, if they are a stream. `train_set` then has its first samples."""
-    count: FlopCount | None = None
+    flop_count: FlopCount | None = None
     """The FLOPs of two samples in the full model."""
 
     def load(self, origin: ResumePoint) -> None:
         """Load the state of a checkpoint or snapshot."""
         self.replica.load(origin.source)
-        self.schedule.load(origin.content.loop)
+        self.schedule.load(origin.trainer_state.loop)
 
 
 def prepare(config: TrainConfig, world: World) -> TrainingComponents:
@@ -92,32 +92,32 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
             ReportedByPeer on the others.
     """
     with raise_on_all_ranks(world):  # without collectives, because this block calls the user's code
-        shape = batch_shape(config.data, world.data.size)
+        shape = resolve_batch_sizes(config.data, world.data.size)
         share = ranks_share(shape.virtual_ranks, world.data.rank, world.data.size)
         largest = math.ceil(shape.global_batch / (shape.virtual_ranks * shape.accumulation))
         task = load_task(str(config.task), task_options(config))
         sets: dict[Split, Dataset[Any]] = {split: task.make_dataset(split) for split in SPLITS if split in task.splits}
         loading = Loading(world.device, config.data.num_workers, task.collate)
-        stream = stream_of(config, task, sets["train"], shape, loading, world) if is_stream(sets["train"]) else None
+        stream = make_stream(config, task, sets["train"], shape, loading, world) if is_stream(sets["train"]) else None
         if stream is not None:
             if world.data is not world:
                 raise UsageError(code="stream-on-mesh")
-            sets["train"] = cast("Any", stream.head(largest if config.compute.precision == "auto" else 2))
+            sets["train"] = cast("Any", stream.first_samples(largest if config.compute.precision == "auto" else 2))
         for split, dataset in sets.items():
             if is_stream(dataset):
-                raise UsageError(code="evaluation-of-stream", data=NAMES[split])
+                raise UsageError(code="evaluation-of-stream", data=SPLIT_LABELS[split])
             if len(dataset) == 0:  # pyright: ignore[reportArgumentType]
-                raise UsageError(code="no-samples", data=NAMES[split])
+                raise UsageError(code="no-samples", data=SPLIT_LABELS[split])
         train_set = sets["train"]
         plan = make_plan(config, shape, len(train_set)) if stream is None else stream.plan  # pyright: ignore[reportArgumentType]
-        data = {NAMES[split]: data_fingerprint(dataset, loading) for split, dataset in sets.items()}
+        data = {SPLIT_LABELS[split]: data_fingerprint(dataset, loading) for split, dataset in sets.items()}
         if stream is not None:
-            data[NAMES["train"]] = {"first samples of a stream": hash_of(cast("Any", train_set)[:2])}
+            data[SPLIT_LABELS["train"]] = {"first samples of a stream": hash_of(cast("Any", train_set)[:2])}
         model = make_model(task, config.run.seed, world)
         o = config.optimizer
         peak_lr = scaled_lr(o.lr, o.lr_scaling, shape.global_batch, o.lr_base_batch)
-        maker = maker_for(o, peak_lr, task, model)
-        optimizer_text = None if task.make_optimizer is None else described(maker(model.parameters()))
+        maker = configured_optimizer_maker(o, peak_lr, task, model)
+        optimizer_text = None if task.make_optimizer is None else describe_optimizer(maker(model.parameters()))
         in_process = replace(loading, num_workers=0)
         count = None if config.compute.peak_tflops == 0 else FlopCount()
         if count is not None and config.compute.compile:  # the counter cannot see the operations of compiled code
@@ -125,9 +125,9 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     compute = resolve_compute(config.compute, model, task, train_set, loading, largest, world)
     config = replace(config, compute=replace(config.compute, precision=compute.precision))
     with raise_on_all_ranks(world):
-        load = LoaderLoad(largest, config.data.num_workers, world.local_size)
+        load = SharedMemoryDemand(largest, config.data.num_workers, world.local_size)
         sample_bytes = check_loss(task, model, train_set, in_process, load, None if config.compute.compile else count)
-        with preserved_streams():  # an error in the evaluation must not appear only after the first epoch
+        with preserve_generator_states():  # an error in the evaluation must not appear only after the first epoch
             for split in list(sets)[1:]:
                 try_evaluation(model, sets[split], task.loss, task.metrics, in_process)
         if config.data.data_on_device == "auto":
@@ -139,7 +139,7 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     parallelism = parallelize_model(task, model, train_set, in_process, plan, world, parallel_config(config))
     compute = replace(compute, notices=[*compute.notices, *parallelism.notices])
     replica = make_replica(config, maker, model, world, shape.virtual_ranks, parallelism)
-    total_steps = config.run.steps or config.run.epochs * plan.known_steps
+    total_steps = config.run.steps or config.run.epochs * plan.known_steps_per_epoch
     with raise_on_all_ranks(world):
         schedule = schedule_for(o, peak_lr, task, replica.optimizer, total_steps)
     task_settings = {"make_optimizer": optimizer_text, "make_schedule": schedule.described}
@@ -162,7 +162,7 @@ def parallel_config(config: TrainConfig) -> ParallelConfig:
 
 def make_model(task: Task, seed: int, world: World) -> nn.Module:
     """Make the task's model on the device of this rank, with initial weights from `seed`."""
-    with random_stream(derive(seed, "model"), torch.device("cpu")):
+    with seeded_random_stream(derive_seed(seed, "model"), torch.device("cpu")):
         model = task.make_model()
     if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
         raise UsageError(code="lazy-layers")
@@ -174,7 +174,7 @@ def make_model(task: Task, seed: int, world: World) -> nn.Module:
     return model.to(world.device)
 
 
-def make_plan(config: TrainConfig, shape: BatchShape, num_samples: int) -> BatchPlan:
+def make_plan(config: TrainConfig, shape: BatchSizes, num_samples: int) -> BatchPlan:
     """The plan that distributes `num_samples` samples to the ranks."""
     return BatchPlan(
         num_samples=num_samples,
@@ -195,9 +195,9 @@ def make_replica(
         if config.model.batchnorm == "sync":
             # A separate group, because the order of its collectives relative to those of gradient buckets depends on
             # the backward of each rank. In one group they could be matched wrongly.
-            model = convert(model, new_group())
+            model = convert_sync_batchnorm(model, new_group())
         name, options = default_strategy(config, world.size), strategy_options(config)
-        for setting, owner in options_of_others(name).items():
+        for setting, owner in unsupported_settings(name).items():
             if setting in options:
                 flag = setting.replace("_", "-")
                 raise report_on_one_rank(
@@ -210,7 +210,7 @@ def make_replica(
 
 
 def check_loss(
-    task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading, load: LoaderLoad | None = None,
+    task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading, load: SharedMemoryDemand | None = None,
     count: FlopCount | None = None,
 ) -> int:  # fmt: skip
     """Run forward, loss and backward on the first two samples, so that errors appear before the first step.
@@ -227,16 +227,16 @@ def check_loss(
     indices = torch.arange(min(2, len(dataset)))  # pyright: ignore[reportArgumentType]
     # eval mode: no update of batch statistics and no dropout
     buffers_before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with preserved_streams(), evaluating(model), explain_missing_kernel(UsageError), torch.enable_grad():
-        for inputs, targets in fetch(dataset, [(0, indices)], 0, loading):
+    with preserve_generator_states(), eval_mode(model), explain_missing_kernel(UsageError), torch.enable_grad():
+        for inputs, targets in fetch_pairs(dataset, [(0, indices)], 0, loading):
             if load is not None and batch_gatherer(dataset) is None:  # gathering needs no worker processes
                 check_shared_memory((inputs, targets), len(indices), load)
-            with nullcontext() if count is None else count.of(len(indices)):
-                losses, _ = weighted_losses(task.loss, call(model, inputs), targets)
+            with nullcontext() if count is None else count.count_samples(len(indices)):
+                losses, _ = weighted_losses(task.loss, call_model(model, inputs), targets)
                 if losses.requires_grad:  # some models disable gradients in eval mode
                     losses.sum().backward()
                     if count is not None:
-                        count.mark()
+                        count.mark_backward_end()
     model.zero_grad(set_to_none=True)
     for name, buffer in model.named_buffers():
         if name not in buffers_before:

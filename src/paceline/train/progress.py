@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.export import state_names
+from paceline.checkpoint.export import state_dict_aliases
 from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState
 from paceline.checkpoint.shards import sha256_of
 from paceline.checkpoint.state import TensorShard
@@ -20,25 +20,25 @@ from paceline.compute.flops import Utilization
 from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.protocol.evidence import Phase
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs import events
 from paceline.runs.folder import WEIGHTS
 from paceline.runs.progress import Throughput
 from paceline.runs.summary import Summary, finite, write_summary
 from paceline.runs.utilization import goodput
-from paceline.stepping.nonfinite import Policy, SkippedSteps
-from paceline.stepping.order import CallOrder
-from paceline.stepping.totals import Votes
-from paceline.stepping.trained_model import TrainedModel
-from paceline.train.checkpointing import CheckpointManager, CheckpointPolicy, StateCollection
-from paceline.train.costs import DataWait, all_costs
+from paceline.stepping.nonfinite import NonFinitePolicy, SkippedSteps
+from paceline.stepping.order import CollectiveOrderCheck
+from paceline.stepping.totals import ControlFlags
+from paceline.stepping.trained_model import ModelInTraining
+from paceline.train.checkpointing import CheckpointedModels, CheckpointManager, CheckpointPolicy
+from paceline.train.costs import DataWait, max_costs_over_ranks
 from paceline.train.fit import StepRecord
 from paceline.train.preemption import StopRequest
 from paceline.train.records import RunRecorder, StepTraces
 from paceline.train.weights import rescue, rescue_alone, save
 
-Numbers = Callable[[], dict[str, Any]]
+CheckpointValues = Callable[[], dict[str, Any]]
 """Returns the values that a checkpoint contains in addition to tensors, metrics and the definition."""
 USER_PHASES = (Phase.USER, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATE)  # these run the user's code
 
@@ -48,13 +48,15 @@ class TrainingProgress(RunRecorder):
 
     def __init__(
         self, place: RunLocation | None, origin: ResumePoint | None, world: World, policy: CheckpointPolicy,
-        not_finite: Policy, show: Callable[[str], None],
+        not_finite: NonFinitePolicy, show: Callable[[str], None],
     ) -> None:  # fmt: skip
         """Start at `origin`, or at step 0. `show` prints a line on rank 0."""
         super().__init__(place, world, show)
         self.origin, self._checkpoint_policy = origin, policy
-        self._guard = Guard.of_process()
-        self.order = CallOrder(world, self._guard.ledger.take_order, self._guard.ledger.taken, self.say)
+        self._guard = HangGuard.of_process()
+        self.order = CollectiveOrderCheck(
+            world, self._guard.ledger.take_order_hash, self._guard.ledger.last_ordered_calls, self.say
+        )
         self.request: StopRequest | None = None
         self._skipped, self._not_finite = SkippedSteps(not_finite, world, self.say), not_finite
         self.throughput, self._data_wait, self._traces = Throughput(), DataWait(), StepTraces(self._guard.page)
@@ -68,12 +70,12 @@ class TrainingProgress(RunRecorder):
         self.start = self.step
 
     def _restore(self, origin: ResumePoint | None) -> None:
-        content = origin.content if origin else TrainerState(0, {}, {})
+        content = origin.trainer_state if origin else TrainerState(0, {}, {})
         self.step, self.samples = origin.step if origin else 0, content.samples_seen
         self.metrics, self.evaluated = dict(content.metrics), content.evaluated
 
-    def open(
-        self, parts: Sequence[TrainedModel], plan: BatchPlan, share: range, facts: Callable[[], dict[str, Any]],
+    def open_run(
+        self, parts: Sequence[ModelInTraining], plan: BatchPlan, share: range, facts: Callable[[], dict[str, Any]],
         lines: Iterable[str] = (), *, of: str = "", listed: bool = False, report_to: str | None = None,
         others: Callable[[], list[TensorShard]] = list,
     ) -> None:  # fmt: skip
@@ -91,8 +93,8 @@ class TrainingProgress(RunRecorder):
         self._replicas = [part.replica for part in parts]
         if (location := self.place) is None:
             return
-        self._names = [r.pipeline.names if r.pipeline else state_names(r.model) for r in self._replicas]
-        holder = StateCollection(parts, self._world, plan.virtual_ranks, others)
+        self._names = [r.pipeline.names if r.pipeline else state_dict_aliases(r.model) for r in self._replicas]
+        holder = CheckpointedModels(parts, self._world, plan.virtual_ranks, others)
         self._checkpoints = CheckpointManager(
             holder, location, self.origin, self._checkpoint_policy,
             writer=self.begin(location, report_to), say=self.say, enter=self._guard.page.enter,
@@ -104,31 +106,32 @@ class TrainingProgress(RunRecorder):
             self.say("WARNING: --not-finite rollback has no older state to return to. Add --checkpoint-every STEPS")
         self.is_open = True
         if self.origin:
-            self.say(f"resumes after step {self.step}{of}, from {self.origin.where}")
+            self.say(f"resumes after step {self.step}{of}, from {self.origin.location_text}")
 
     # between steps
 
-    def votes(self, *, end: float = 0.0, coming: float = 0.0) -> Votes:
+    def votes(self, *, end: float = 0.0, next_batch_samples: float = 0.0) -> ControlFlags:
         """This rank's votes in the next step: on the pending checkpoint, on a stop, and on a requested save."""
-        requested, checkpoints = self._guard.page.asked, self._checkpoints
+        requested, checkpoints = self._guard.page.get_request, self._checkpoints
         self._saves_seen = requested("saves_asked")
         stop = float((self.request is not None and bool(self.request.by)) or requested("regroups") > 0)
         written, failed, due = (0.0, 0.0, 0.0) if checkpoints is None else checkpoints.votes()
-        return Votes(stop, written, failed, due, end, float(self._saves_seen > self._saves_done), coming)
+        save = float(self._saves_seen > self._saves_done)
+        return ControlFlags(stop, written, failed, due, end, save, next_batch_samples)
 
     def record_step(self, record: StepRecord, samples: int, *, tracked: bool) -> None:
         """Record a finished step on a global batch of `samples` samples; with `tracked`, also in trackers."""
         self._guard.page.enter(Phase.CHECKPOINT)  # from here on the step is complete, even if an error follows
         self.step, self.samples = record.step, self.samples + samples
         self._guard.page.set_step(self.step)
-        self.throughput.step(samples)
-        self.use.add(record.consumed)
-        self._data_wait.step(record.phase_seconds)
+        self.throughput.count_step(samples)
+        self.use.add(record.num_tokens_and_samples)
+        self._data_wait.add_step(record.phase_seconds)
         self.log_step(record, samples, self._share, listed=self._listed, tracked=tracked)
         if self.is_open:
-            self.write_optional(self._traces.of(record, self._replicas if self.step == self.start + 1 else ()))
+            self.write_optional(self._traces.take_due(record, self._replicas if self.step == self.start + 1 else ()))
             if self._world.rank == 0 and self.step == self.start + 1 and (flops := self.use.count.per_sample):
-                self.write_optional([events.Counted(flops, self.use.devices, self.use.peak_tflops())])
+                self.write_optional([events.FlopsCounted(flops, self.use.devices, self.use.peak_tflops())])
 
     def rollback_point(self, record: StepRecord) -> ResumePoint | None:
         """The older state to restore if the step was skipped and the policy is `rollback` (then collective).
@@ -136,10 +139,10 @@ class TrainingProgress(RunRecorder):
         Raises:
             TrainingError: if too many steps were skipped.
         """
-        skipped = record.result.skipped
-        if skipped is None or not self._skipped.goes_back(self.step, skipped) or record.result.votes.stop:
+        skipped = record.result.skip_cause
+        if skipped is None or not self._skipped.record_skip(self.step, skipped) or record.result.votes.stop:
             return None
-        if self._checkpoints is None or (origin := self._checkpoints.newest()) is None:
+        if self._checkpoints is None or (origin := self._checkpoints.newest_resume_point()) is None:
             self.say(f"step {self.step} is skipped: no older state exists yet")
             return None
         return origin
@@ -147,27 +150,29 @@ class TrainingProgress(RunRecorder):
     def roll_back(self, origin: ResumePoint) -> None:
         """Continue from `origin`, whose state the models have now."""
         self.write(events.RolledBack(self.step, origin.step))
-        self.say(f"rolls back from step {self.step} to {origin.where}")
+        self.say(f"rolls back from step {self.step} to {origin.location_text}")
         self._restore(origin)
         self._guard.page.set_step(self.step)
 
-    def after_step(self, votes: Votes, numbers: Numbers, *, save: bool, wait: bool) -> None:
+    def after_step(self, votes: ControlFlags, numbers: CheckpointValues, *, save: bool, wait: bool) -> None:
         """Compare, snapshot and save as due; with `wait`, return when the checkpoint is on disk (collective)."""
         if self._checkpoints is not None:
             if votes.save > 0:
                 self._saves_done, save = self._saves_seen, True
             content = partial(self._content, numbers)
-            self.throughput.pause(self._checkpoints.after_step(self.step, votes, content, save=save))
+            self.throughput.exclude_pause(self._checkpoints.after_step(self.step, votes, content, save=save))
             if wait:
-                self.throughput.pause(self._checkpoints.wait())
+                self.throughput.exclude_pause(self._checkpoints.wait())
 
-    def _content(self, numbers: Numbers) -> TrainerState:
+    def _content(self, numbers: CheckpointValues) -> TrainerState:
         definition = self.place.definition if self.place else {}
         return TrainerState(self.samples, finite(self.metrics), definition, self.evaluated, numbers(), self._names)
 
     # the end
 
-    def fail(self, error: BaseException, numbers: Numbers, *, whole: bool) -> PacelineError | None:
+    def save_after_failure(
+        self, error: BaseException, numbers: CheckpointValues, *, is_state_consistent: bool
+    ) -> PacelineError | None:
         """Save the state after the last step when `error` ends the run, without any collective.
 
         Nothing is saved unless the state is `whole`, i.e. not in the middle of an update.
@@ -178,10 +183,10 @@ class TrainingProgress(RunRecorder):
         """
         phase, has_steps = self._guard.page.get("phase"), self.step > self.start
         stall_error = None if isinstance(error, PacelineError) else self._guard.stall_error(error)
-        if self._checkpoints is None or self.place is None or not whole:
+        if self._checkpoints is None or self.place is None or not is_state_consistent:
             return stall_error
         if has_steps and phase != Phase.CLOSE:
-            self._checkpoints.save_after(error, self.step, partial(self._content, numbers))
+            self._checkpoints.save_after_error(error, self.step, partial(self._content, numbers))
         if stall_error is not None or not isinstance(error, OSError) or phase in USER_PHASES:
             return stall_error
         where = rescue_alone(self._replicas[0], self.place.folder) if has_steps else "nothing was trained yet"
@@ -200,7 +205,7 @@ class TrainingProgress(RunRecorder):
         assert self._checkpoints is not None
         assert self.place is not None
         self._checkpoints.end()
-        self._costs, self.slowest_data_rank = all_costs(self._data_wait, self._world)
+        self._costs, self.slowest_data_rank = max_costs_over_ranks(self._data_wait, self._world)
         self.write(events.Ended(self.step, time.time()))
         self._guard.page.enter(Phase.CLOSE)
         failure, is_first_rank = self._checkpoints.failed, self._world.rank == 0
@@ -213,9 +218,9 @@ class TrainingProgress(RunRecorder):
             fields = {"weights_sha256": self._save_weights(self.place), "seconds": time.perf_counter() - self._began}
             saved()
             if is_first_rank:  # no other rank waits for this rank any more
-                self.use.peak_tflops(measure=True, samples_per_second=self.throughput.overall())
+                self.use.peak_tflops(measure=True, samples_per_second=self.throughput.overall_rate())
         code = ExitCode.SAVED if stopped else ExitCode.DONE
-        regroups = stopped and self._guard.page.asked("regroups")  # the launcher restarts the run immediately
+        regroups = stopped and self._guard.page.get_request("regroups")  # the launcher restarts the run immediately
         if is_first_rank and not regroups:
             for line in lines(self.summarise(code, **fields)):
                 self.show(line)
@@ -237,13 +242,13 @@ class TrainingProgress(RunRecorder):
     def summarise(self, code: int, **known: Any) -> Summary:
         """Write the summary with the additional fields `known`. Only rank 0 calls it."""
         assert self.place is not None
-        plan, use, speed = self._plan, self.use, dict[str, Any](self.use.speed(self.throughput.overall()))
+        plan, use, speed = self._plan, self.use, dict[str, Any](self.use.speed(self.throughput.overall_rate()))
         if flops := use.count.per_sample:
             speed |= {"flops_per_sample": flops, "devices": use.devices, "peak_tflops": use.peak_tflops() or None}
         summary = Summary(
             exit=int(code), world_size=self._world.size, virtual_ranks=plan.virtual_ranks, steps=self.step,
-            global_batch=plan.global_batch, epochs=self.step / plan.known_steps if plan.known_steps else None,
-            samples_seen=self.samples, goodput=goodput(self.place.folder, time.time()),
+            epochs=self.step / plan.known_steps_per_epoch if plan.known_steps_per_epoch else None,
+            samples_seen=self.samples, goodput=goodput(self.place.folder, time.time()), global_batch=plan.global_batch,
             threads_per_rank=torch.get_num_threads(), **speed, **self._costs, **self._facts(), **known,
         )  # fmt: skip
         write_summary(self.place.folder, summary)
@@ -254,5 +259,5 @@ class TrainingProgress(RunRecorder):
         if self._checkpoints is not None:
             self._checkpoints.abandon()
         if self.is_open:
-            self.write_optional(self._traces.rest())
+            self.write_optional(self._traces.take_remaining())
         super().close()

@@ -19,17 +19,17 @@ from paceline.protocol.control import WorkerSpec
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.world import World
 from paceline.runs import events
-from paceline.runs.events import Event, MemoryBreakdown, Traced
+from paceline.runs.events import Event, MemoryBreakdown, TracedStep
 from paceline.runs.summary import finite, scores_line
-from paceline.runs.trackers import Tracking, tracker_names
+from paceline.runs.trackers import TrackerQueue, tracker_names
 from paceline.runs.writers import EventWriter
 from paceline.strategies.base import Strategy
-from paceline.train.costs import held_bytes
+from paceline.train.costs import storage_bytes
 from paceline.train.fit import PhaseStart, StepRecord
 
-LAST = 8  # the last steps of a run are always traced
-WHOLE_BITS = 6  # the first 2**6 - 1 steps are all traced
-MOST_PARAMETERS = 4096
+NUM_LAST_TRACED_STEPS = 8  # the last steps of a run are always traced
+FULLY_TRACED_STEP_BITS = 6  # the first 2**6 - 1 steps are all traced
+MAX_LISTED_PARAMETERS = 4096
 
 
 class RunRecorder:
@@ -39,7 +39,7 @@ class RunRecorder:
         """`show` prints a line on rank 0."""
         self.place, self.show, self._world = place, show, world
         self._writer: EventWriter | None = None
-        self._tracking = Tracking([], Path(), {}, self.say)
+        self._tracking = TrackerQueue([], Path(), {}, self.say)
         self._machine: MachineLog | None = None
 
     def begin(self, place: RunLocation, report_to: str | None) -> EventWriter:
@@ -49,7 +49,7 @@ class RunRecorder:
             UsageError: if a tracker is not installed, or another user could have written the file.
         """
         self._writer = EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
-        self._tracking = Tracking(
+        self._tracking = TrackerQueue(
             tracker_names(report_to) if self._world.rank == 0 else [], place.folder, place.definition, self.say
         )
         return self._writer
@@ -57,7 +57,7 @@ class RunRecorder:
     def _watch_machine(self) -> None:
         """Record the load of this node from its first rank, if no agent of paceline does so (collective)."""
         assert self.place is not None
-        spec, world = WorkerSpec.here(), self._world
+        spec, world = WorkerSpec.from_environment(), self._world
         if spec is not None and Path(spec.attempt_dir).resolve().parent == self.place.folder:
             return
         node = int(os.environ.get("GROUP_RANK", world.rank // world.local_size))  # torchrun's
@@ -96,7 +96,7 @@ class RunRecorder:
         self.write(events.Started(
             attempt=place.attempt, rank=world.rank, world_size=world.size, host=socket.gethostname(), pid=os.getpid(),
             device=str(world.device), unix_time=time.time(), generation=place.generation, start_step=start,
-            num_samples=0 if plan.parts_of_stream else plan.num_samples, steps_per_epoch=plan.known_steps,
+            num_samples=0 if plan.parts_of_stream else plan.num_samples, steps_per_epoch=plan.known_steps_per_epoch,
             own_order=plan.own_order, stream_parts=plan.parts_of_stream,
         ))  # fmt: skip
 
@@ -109,21 +109,21 @@ class RunRecorder:
         if self._writer is None:
             return
         epoch = record.microbatches[0].work.epoch
-        reports_samples = self._world.leads  # one of several ranks that have used the same samples
+        reports_samples = self._world.is_leader  # one of several ranks that have used the same samples
         used = [batch.work for batch in record.microbatches if batch.work.is_counted and reports_samples]
-        tokens, consumed = record.consumed if reports_samples else (0, 0)
+        tokens, consumed = record.num_tokens_and_samples if reports_samples else (0, 0)
         for work in used if listed else ():
             indices: list[int] = work.indices.tolist()
             self.write(events.Samples(record.step, epoch, work.virtual_rank, work.micro_batch, indices))
-        if result.skipped is not None:
-            self.write(events.Skipped(record.step, result.skipped.words, result.skipped.samples))
+        if result.skip_cause is not None:
+            self.write(events.Skipped(record.step, result.skip_cause.message, result.skip_cause.samples))
         self.write(events.Step(  # after the samples: the record of a step confirms that its samples are complete
             step=record.step, epoch=epoch, samples=samples, lr=record.lr, grad_norm=result.grad_norm,
             loss=result.loss if math.isfinite(result.loss) else 0.0,  # JSON has no NaN or infinity
             seconds=record.seconds, data_seconds=record.data_seconds, unix_time=time.time(),
             share=(share.start, share.stop) if reports_samples else (0, 0), consumed=consumed,
             fingerprint=f"{combine_fingerprints(*(fingerprint(work.indices) for work in used)):016x}",
-            skipped=result.skipped is not None,
+            skipped=result.skip_cause is not None,
             phase_seconds={phase: round(seconds, 7) for phase, seconds in record.phase_seconds.items()},
             tokens=tokens,
         ))  # fmt: skip
@@ -143,46 +143,46 @@ class StepTraces:
     """Traces of some steps, for `paceline trace` and `paceline report`: fewer as the run gets longer, plus the last."""
 
     def __init__(self, page: StatusPage) -> None:
-        self._page, self._last = page, deque[tuple[int, Sequence[PhaseStart]]](maxlen=LAST)
+        self._page, self._last = page, deque[tuple[int, Sequence[PhaseStart]]](maxlen=NUM_LAST_TRACED_STEPS)
 
-    def of(self, record: StepRecord, new: Sequence[Strategy]) -> list[Event]:
+    def take_due(self, record: StepRecord, new: Sequence[Strategy]) -> list[Event]:
         """The trace of the step, if it is due, preceded by the memory of the `new` replicas."""
         traces: list[Event] = [memory_breakdown(new)] if new else []
-        if record.borders and is_due(record.step):
+        if record.phase_starts and is_traced_step(record.step):
             self._last.clear()  # earlier steps are no longer among the last ones
-            traces.append(self._traced(record.step, record.borders))
-        elif record.borders:
-            self._last.append((record.step, record.borders))
+            traces.append(self._traced(record.step, record.phase_starts))
+        elif record.phase_starts:
+            self._last.append((record.step, record.phase_starts))
         return traces
 
-    def rest(self) -> list[Traced]:
+    def take_remaining(self) -> list[TracedStep]:
         """The traces of the last steps that are not written yet."""
         traces = [self._traced(step, borders) for step, borders in self._last]
         self._last.clear()
         return traces
 
-    def _traced(self, step: int, borders: Sequence[PhaseStart]) -> Traced:
+    def _traced(self, step: int, borders: Sequence[PhaseStart]) -> TracedStep:
         began, ended = borders[0][1], borders[-1][1]
         pairs = pairwise(borders)
         calls = [
-            (op.name or op.kind, round(at / 1e9 - began, 7), round(seconds, 7), size_of(op.shape, op.dtype))
+            (op.name or op.kind, round(at / 1e9 - began, 7), round(seconds, 7), collective_bytes(op.shape, op.dtype))
             for at, seconds, op in self._page.calls_since(int(began * 1e9))
             if at / 1e9 <= ended
         ]
         phases = [(phase, round(at - began, 7), round(until - at, 7)) for (phase, at), (_, until) in pairs]
-        return Traced(step=step, unix_time=time.time() - (time.monotonic() - began), phases=phases, calls=calls)
+        return TracedStep(step=step, unix_time=time.time() - (time.monotonic() - began), phases=phases, calls=calls)
 
 
-def is_due(step: int) -> bool:
+def is_traced_step(step: int) -> bool:
     """Whether this step, counted from 1, is traced. The result is the same on all ranks.
 
     The first 63 steps are traced, then every second step up to 127, every fourth up to 255, and so on. That is 32 per
     doubling, so even a long run has few traces and a small file.
     """
-    return step % (1 << max(0, step.bit_length() - WHOLE_BITS)) == 0
+    return step % (1 << max(0, step.bit_length() - FULLY_TRACED_STEP_BITS)) == 0
 
 
-def size_of(shapes: str, dtypes: str) -> int:
+def collective_bytes(shapes: str, dtypes: str) -> int:
     """Bytes of a collective's tensors, from the guard's texts, e.g. '[10, 3] [4]' and 'float32'; 0 if unknown."""
     width = max((int("".join(filter(str.isdigit, name)) or 0) // 8 for name in dtypes.split(", ")), default=0)
     shape_texts = shapes.removeprefix("[").removesuffix("]").split("] [") if shapes else []
@@ -198,8 +198,9 @@ def memory_breakdown(replicas: Sequence[Strategy]) -> MemoryBreakdown:
     gradients = [shard.tensor for replica in replicas for shard in replica.gradients()]
     states = [state for replica in replicas for state in replica.optimizer.state.values()]
     return MemoryBreakdown(
-        parameters=[(name, [*p.shape], p.numel() * p.element_size()) for name, p in named[:MOST_PARAMETERS]],
-        weight_bytes=held_bytes(p for _, p in named), gradient_bytes=held_bytes(gradients) or held_bytes(trained),
-        optimizer_bytes=held_bytes(value for state in states for value in state.values()),
-        buffer_bytes=held_bytes(buffer for replica in replicas for buffer in replica.model.buffers()),
+        parameters=[(name, [*p.shape], p.numel() * p.element_size()) for name, p in named[:MAX_LISTED_PARAMETERS]],
+        weight_bytes=storage_bytes(p for _, p in named),
+        gradient_bytes=storage_bytes(gradients) or storage_bytes(trained),
+        optimizer_bytes=storage_bytes(value for state in states for value in state.values()),
+        buffer_bytes=storage_bytes(buffer for replica in replicas for buffer in replica.model.buffers()),
     )  # fmt: skip

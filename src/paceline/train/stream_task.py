@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from paceline.data.loader import Loading
-from paceline.data.streams import ENDLESS, StreamPlan
+from paceline.data.streams import ENDLESS_NUM_SAMPLES, StreamPlan
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.tasks.task import Task
 from paceline.train.streaming import Stream
 
 if TYPE_CHECKING:
-    from paceline.config.settings import BatchShape, TrainConfig
+    from paceline.config.settings import BatchSizes, TrainConfig
 
 
 def check_stream(config: TrainConfig, data: Any) -> None:
@@ -38,7 +38,9 @@ def check_stream(config: TrainConfig, data: Any) -> None:
         raise UsageError(code="stream-with-sync-batchnorm")
 
 
-def stream_of(config: TrainConfig, task: Task, data: Any, shape: BatchShape, loading: Loading, world: World) -> Stream:
+def make_stream(
+    config: TrainConfig, task: Task, data: Any, shape: BatchSizes, loading: Loading, world: World
+) -> Stream:
     """Make the Stream that yields the global batches of `data`.
 
     Raises:
@@ -52,5 +54,5 @@ def stream_of(config: TrainConfig, task: Task, data: Any, shape: BatchShape, loa
         if schedule != "constant" and task.make_optimizer is None:
             raise UsageError(code="stream-schedule-without-steps", value=schedule)
     batch, virtual_ranks, last_batch = shape.global_batch, shape.virtual_ranks, config.data.last_batch
-    plan = StreamPlan(ENDLESS, batch, virtual_ranks, shape.accumulation, config.run.seed, False, last_batch)
+    plan = StreamPlan(ENDLESS_NUM_SAMPLES, batch, virtual_ranks, shape.accumulation, config.run.seed, False, last_batch)
     return Stream(data, plan, loading, world, print)

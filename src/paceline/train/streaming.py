@@ -12,8 +12,8 @@ from paceline.data.plan import MicroBatchPlan
 from paceline.data.streams import ChunkReader, StreamBatch, StreamChunk, StreamPart, StreamPlan, part_of, read_chunks
 from paceline.errors import PacelineError, TrainingError, UsageError
 from paceline.rank.world import World
-from paceline.seeding import preserved_streams
-from paceline.train.numbers import as_json, from_json
+from paceline.seeding import preserve_generator_states
+from paceline.train.json_values import as_json, from_json
 
 
 class Stream:
@@ -24,8 +24,8 @@ class Stream:
     batch that was read ahead is not consumed yet: a checkpoint contains the position before it.
     """
 
-    coming = 0.0
-    """The `coming` field of Votes: the samples that this rank has for the next batch."""
+    next_batch_samples = 0.0
+    """The `next_batch_samples` field of ControlFlags: the samples that this rank has for the next batch."""
 
     def __init__(
         self, dataset: Any, plan: StreamPlan, loading: Loading, world: World, say: Callable[[str], None]
@@ -44,7 +44,7 @@ class Stream:
         """The number of parts. The samples are compared later, when they are read."""
         return {"parts of a stream": self.plan.parts_of_stream}
 
-    def head(self, count: int) -> list[Any]:
+    def first_samples(self, count: int) -> list[Any]:
         """The first samples, at most `count`.
 
         Raises:
@@ -52,7 +52,7 @@ class Stream:
         """
         readings: list[list[Any]] = []
         for _ in range(2):
-            with preserved_streams():
+            with preserve_generator_states():
                 self._whole.begin(0, 0, None)
                 readings.append([sample for _, sample in self._whole.take(count)])
         if not readings[0]:
@@ -61,21 +61,21 @@ class Stream:
             raise UsageError(code="stream-not-repeatable")
         return readings[0]
 
-    def samples(self, work: object = None) -> int:
+    def global_batch_samples(self, work: object = None) -> int:
         """The number of samples in the current batch, over all ranks."""
         return self._total
 
-    def is_end(self, batch: int, coming: float) -> bool:
+    def is_last_batch(self, batch: int, next_batch_samples: float) -> bool:
         """Whether `batch` is the last batch of the epoch (collective).
 
-        `coming` is the sum of the `coming` votes, i.e. the size of the next batch. If that batch is incomplete, the
+        `next_batch_samples` is the sum of the votes, i.e. the size of the next batch. If that batch is incomplete, the
         ranks check that the stream has ended at the same sample on all of them.
         """
-        self._total = int(coming)
+        self._total = int(next_batch_samples)
         ends, self._incomplete = not self._continues, self._incomplete + (0 < self._total < self.plan.global_batch)
         if self._total < self.plan.global_batch and not self._is_split:
             ahead = self._ahead
-            num_seen = ahead.seen if isinstance(ahead, StreamChunk) else None
+            num_seen = ahead.num_samples_seen if isinstance(ahead, StreamChunk) else None
             check_equal("numbers of samples in the stream", num_seen, self._world, error=TrainingError)
         if ends and self._total:
             self.say(f"the stream has ended: its last {self._total} samples do not fill a batch and are dropped")
@@ -83,19 +83,19 @@ class Stream:
             self.say(f"{self._incomplete} batches were incomplete: the parts of the stream have different lengths")
         return ends
 
-    def position(self, where: Mapping[str, int], world: World | None) -> Any:
+    def checkpoint_position(self, where: Mapping[str, int], world: World | None) -> Any:
         """The position before a batch: a hash of the batch, and the state of each part that has one."""
         chunk = self._chunks.get((where["passes"], where["batch"]))
         if not isinstance(chunk, StreamChunk):
             return None
-        states = {str(number): as_json(state) for number, state in chunk.before.items() if state is not None}
+        states = {str(number): as_json(state) for number, state in chunk.states_before.items() if state is not None}
         if world is not None and self._is_split:
             states = {
                 number: state for gathered in all_gather_object(states, world) for number, state in gathered.items()
             }
-        return {"probe": chunk.probe, "states": states}
+        return {"probe": chunk.probe_hash, "states": states}
 
-    def training(self, plan: object, share: range, epoch: int, start: int) -> Generator[list[MicroBatch]]:
+    def training_batches(self, plan: object, share: range, epoch: int, start: int) -> Generator[list[MicroBatch]]:
         """Yield the micro-batches of this rank for each step of an epoch from `start` on (its start is collective)."""
         first, chunks = self._open(share, epoch, start)
         current: StreamChunk | Exception
@@ -107,30 +107,35 @@ class Stream:
                     raise current
                 try:
                     self._ahead: StreamChunk | Exception = next(chunks)
-                    self.coming = float(self._ahead.local_samples)
+                    self.next_batch_samples = float(self._ahead.local_samples)
                 except Exception as error:  # raised with the next step, because the current batch is complete
-                    self._ahead, self.coming = error, float(sum(self._quota(v) for v in share))
+                    self._ahead, self.next_batch_samples = error, float(sum(self._quota(v) for v in share))
                 self._chunks = {(epoch, step): current, (epoch, step + 1): self._ahead}
                 self._trained = True
                 yield [self._micro_batch(batch, epoch, step) for batch in current.micro_batches]
                 step, current = step + 1, self._ahead
 
-    def evaluation(self, plan: object, world: World) -> Generator[tuple[Any, int]]:
+    def evaluation_batches(self, plan: object, world: World) -> Generator[tuple[Any, int]]:
         """Yield (this rank's portion of a batch, samples of the batch on all ranks) over the unsplit stream."""
         by_rank = replace(self.plan, virtual_ranks=world.size, accumulation=1, parts_of_stream=1)
         reader = ChunkReader(
-            [self._whole], by_rank, range(world.rank, world.rank + 1), 0, least=world.size, collate=self.loading.collate
+            [self._whole],
+            by_rank,
+            range(world.rank, world.rank + 1),
+            0,
+            min_last_batch=world.size,
+            collate=self.loading.collate,
         )
         num_seen = 0
         with closing(self._read(reader)) as chunks:
             for chunk in chunks:
                 if not num_seen:
-                    self._check_equal(all_gather_object(chunk.probe, world))
-                if chunk.seen == num_seen:
+                    self._check_equal(all_gather_object(chunk.probe_hash, world))
+                if chunk.num_samples_seen == num_seen:
                     return
                 if chunk.local_samples:
-                    yield chunk.micro_batches[0].batch, chunk.seen - num_seen
-                num_seen = chunk.seen
+                    yield chunk.micro_batches[0].batch, chunk.num_samples_seen - num_seen
+                num_seen = chunk.num_samples_seen
 
     @property
     def _continues(self) -> bool:
@@ -140,7 +145,7 @@ class Stream:
         return len(range(virtual_rank, self.plan.global_batch, self.plan.virtual_ranks))
 
     def _micro_batch(self, batch: StreamBatch, epoch: int, step: int) -> MicroBatch:
-        work = MicroBatchPlan(epoch, step, batch.virtual_rank, batch.part, batch.indices, batch.counted)
+        work = MicroBatchPlan(epoch, step, batch.virtual_rank, batch.micro_batch, batch.indices, batch.counted)
         return MicroBatch(batch.batch, None, work, work.random_seed(self.plan.seed))
 
     def _open(self, share: range, epoch: int, start: int) -> tuple[StreamChunk, Generator[StreamChunk]]:
@@ -163,9 +168,9 @@ class Stream:
         """Return the first chunk, after a comparison over all ranks; None if it differs from the checkpoint."""
         with nullcontext() if self._trained else raise_on_all_ranks(self._world):
             first = next(chunks)
-            as_json(list(first.before.values()), "stream")  # raises an error now, not at the first checkpoint
-        is_saved = self.saved.get("probe") in (None, first.probe)
-        local = [first.local_samples, bool(first.micro_batches), first.probe, is_saved]
+            as_json(list(first.states_before.values()), "stream")  # raises an error now, not at the first checkpoint
+        is_saved = self.saved.get("probe") in (None, first.probe_hash)
+        local = [first.local_samples, bool(first.micro_batches), first.probe_hash, is_saved]
         samples, has_data, probes, saved = zip(*all_gather_object(local, self._world), strict=True)
         if not saved[0]:
             return None

@@ -10,23 +10,23 @@ from paceline.checkpoint.resume import ResumePoint, RunLocation
 from paceline.compute.flops import Utilization
 from paceline.compute.phase_events import phase_events
 from paceline.config.choices import steps_or_seconds
-from paceline.config.strategies import EXACT
-from paceline.data.workers import naming_lost_processes
+from paceline.config.strategies import EXACT_STRATEGIES
+from paceline.data.workers import name_lost_workers
 from paceline.errors import ExitCode, plural
 from paceline.protocol.evidence import Phase
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
-from paceline.runs.progress import Display
+from paceline.runs.progress import ProgressDisplay
 from paceline.runs.summary import Summary
-from paceline.stepping.totals import Votes
-from paceline.stepping.trained_model import TrainedModel, loss_scale
+from paceline.stepping.totals import ControlFlags
+from paceline.stepping.trained_model import ModelInTraining, make_loss_scale
 from paceline.train.checkpointing import CheckpointPolicy
-from paceline.train.costs import data_lines
+from paceline.train.costs import data_wait_lines
 from paceline.train.data_progress import DataProgress, StreamProgress
 from paceline.train.evaluations import Evaluator
 from paceline.train.fit import StepRecord, fit
-from paceline.train.parallelism import waited_line
-from paceline.train.preemption import stop_signals
+from paceline.train.parallelism import stage_wait_line
+from paceline.train.preemption import record_stop_signals
 from paceline.train.prepare import TrainingComponents
 from paceline.train.progress import TrainingProgress
 from paceline.train.wording import closing_lines, opening_lines, stopped_line, summary_facts
@@ -39,21 +39,21 @@ class TaskTrainer:
         """Raise UsageError if a metric or tracker does not exist (collective)."""
         self._parts, self._place = parts, place
         self._world, self._config = parts.replica.world, parts.config
-        self._page = Guard.of_process().page
+        self._page = HangGuard.of_process().page
         self._page.on_device = self._on_device = phase_events(self._world.device)
         interval, is_shown = self._config.run.log_interval, self._world.rank == 0
-        self._display = Display(total_steps=parts.total_steps, interval=interval, shown=is_shown)
+        self._display = ProgressDisplay(total_steps=parts.total_steps, interval=interval, shown=is_shown)
         c, not_finite = self._config.checkpoint, self._config.guard.not_finite
         every = steps_or_seconds(c.checkpoint_every)
         policy = CheckpointPolicy(c.check_replicas_every, c.snapshot_every, *every, keep=c.keep_checkpoints)
         self._progress = TrainingProgress(place, origin, self._world, policy, not_finite, self._display.say)
         compute = self._config.compute
-        self._progress.use = Utilization(self._world, compute.peak_tflops, parts.count, compute.precision)
+        self._progress.use = Utilization(self._world, compute.peak_tflops, parts.flop_count, compute.precision)
         stream, say = parts.stream, self._progress.say
         self._data = (
             DataProgress(parts, self._page) if stream is None else StreamProgress(parts, stream, self._page, say)
         )
-        self._scale = loss_scale(self._config.compute.precision)
+        self._scale = make_loss_scale(self._config.compute.precision)
         self._waited_seconds = [0.0, 0.0]  # waiting for other ranks; in total
         self._stage_lines = list[str]()
         if origin is not None:
@@ -63,24 +63,28 @@ class TaskTrainer:
     def run(self) -> ExitCode:
         """Train, evaluate, save and summarise. Return SAVED if the run stopped on request and its state is saved."""
         parts, progress, run = self._parts, self._progress, self._config.run
-        with stop_signals(announce=self._world.rank == 0) as progress.request, closing(progress), self._display:
+        with record_stop_signals(announce=self._world.rank == 0) as progress.request, closing(progress), self._display:
             try:
-                progress.open(
-                    [TrainedModel(parts.replica)], parts.plan, parts.share,
-                    lambda: summary_facts(parts, self._place) | self._evaluator.summary(), opening_lines(parts),
+                progress.open_run(
+                    [ModelInTraining(parts.replica)], parts.plan, parts.local_virtual_ranks,
+                    lambda: summary_facts(parts, self._place) | self._evaluator.summary_fields(), opening_lines(parts),
                     of=f" of {parts.total_steps}" if parts.total_steps else "", report_to=run.report_to,
                     listed=run.record_samples or parts.plan.own_order,
                 )  # fmt: skip
-                with naming_lost_processes(self._page, self._world.rank):
+                with name_lost_workers(self._page, self._world.rank):
                     stopped = self._loop()
                     if not stopped:
                         self._evaluator.evaluate_at_end()
                     if parts.replica.pipeline is not None:
-                        self._stage_lines = [waited_line(self._waited_seconds, self._world)]
+                        self._stage_lines = [stage_wait_line(self._waited_seconds, self._world)]
                 return progress.finish(stopped, self._closing, self._evaluator.end)
             except Exception as error:
                 is_whole = self._page.get("phase") != Phase.OPTIMIZER
-                if (instead := progress.fail(error, partial(self._numbers, None), whole=is_whole)) is not None:
+                if (
+                    instead := progress.save_after_failure(
+                        error, partial(self._numbers, None), is_state_consistent=is_whole
+                    )
+                ) is not None:
                     raise instead from error
                 raise
 
@@ -89,13 +93,13 @@ class TaskTrainer:
         if summary.exit == ExitCode.SAVED:
             return [stopped_line(progress.step, parts.total_steps, folder)]
         scale_lines = [f"fp16: {plural(self._scale.skipped, 'step')} skipped after overflows"] if self._scale else []
-        costs = data_lines(summary, progress.slowest_data_rank, parts)
+        costs = data_wait_lines(summary, progress.slowest_data_rank, parts)
         return [*scale_lines, *self._stage_lines, *costs, *closing_lines(summary, folder)]
 
     def _loop(self) -> bool:
         """Take all remaining steps. Return whether a stop was requested before the last step."""
         evaluator, start = self._evaluator, self._progress.start
-        is_over = self._data.is_over(start) or evaluator.ended_early
+        is_over = self._data.is_last_step(start) or evaluator.ended_early
         if is_over or (start and evaluator.is_due() and self._progress.evaluated != start):
             evaluator.evaluate()  # a run that stops on request at this step does not evaluate before it ends
         while not evaluator.ended_early:
@@ -104,7 +108,7 @@ class TaskTrainer:
             self._parts.load(outcome)
             self._progress.roll_back(outcome)
             self._load(outcome)
-            evaluator.load(outcome.content.loop)
+            evaluator.load(outcome.trainer_state.loop)
         return False
 
     def _take_steps(self) -> bool | ResumePoint:
@@ -113,7 +117,7 @@ class TaskTrainer:
         batches = self._data.batches(progress.step)
         # exact strategies must scale each loss in the same way at every world size
         one_each = parts.plan.virtual_ranks == self._world.data.size and parts.plan.accumulation == 1
-        one_each = one_each and self._config.strategy not in EXACT
+        one_each = one_each and self._config.strategy not in EXACT_STRATEGIES
         records = fit(
             parts.replica, batches, parts.task.loss, parts.schedule,
             start=progress.step, max_norm=self._config.optimizer.clip_norm, votes=self._votes,
@@ -124,8 +128,8 @@ class TaskTrainer:
         with closing(batches), closing(records):  # also ends the loader processes if a step fails
             for record in records:
                 self._record_step(record)
-                if record.result.skipped is None and parts.average is not None:
-                    parts.average.update()
+                if record.result.skip_cause is None and parts.weight_average is not None:
+                    parts.weight_average.update()
                 if (origin := progress.rollback_point(record)) is not None:
                     return origin
                 self._data.advance(record)
@@ -134,9 +138,9 @@ class TaskTrainer:
         return False
 
     def _load(self, origin: ResumePoint) -> None:
-        self._data.load(origin.content.loop)
+        self._data.load(origin.trainer_state.loop)
         if self._scale is not None:
-            self._scale.take(origin.content.loop)
+            self._scale.load_json_state(origin.trainer_state.loop)
 
     def _record_step(self, record: StepRecord) -> None:
         progress, total = self._progress, self._parts.total_steps
@@ -144,25 +148,25 @@ class TaskTrainer:
         waited += record.phase_seconds.get(Phase.SYNC.word, 0.0)
         self._waited_seconds = [waited, total_seconds + record.seconds]
         tracked = record.step % self._config.run.log_interval == 0 or record.step == total
-        progress.record_step(record, self._data.samples(record), tracked=tracked)
-        self._display.step(
+        progress.record_step(record, self._data.global_batch_samples(record), tracked=tracked)
+        self._display.show_step(
             record.step, epoch=self._data.epoch(record.step), loss=record.result.loss, lr=record.lr,
-            rate=progress.throughput.recent(),
+            rate=progress.throughput.recent_rate(),
             samples_left=(total - record.step) * self._parts.plan.global_batch if total else None,
         )  # fmt: skip
 
-    def _votes(self) -> Votes:
-        return self._progress.votes(end=self._evaluator.end_vote, coming=self._data.coming)
+    def _votes(self) -> ControlFlags:
+        return self._progress.votes(end=self._evaluator.end_vote, next_batch_samples=self._data.next_batch_samples)
 
     def _after_step(self, record: StepRecord) -> bool:
         """Save and evaluate as due after this step. Return whether all ranks stop here on request."""
         config, votes, evaluator, step = self._config.checkpoint, record.result.votes, self._evaluator, record.step
-        evaluator.after_step(record)
-        is_last = self._data.is_over(step)
-        if votes.end and not is_last:
+        evaluator.call_on_step(record)
+        is_last = self._data.is_last_step(step)
+        if votes.ended_by_callback and not is_last:
             is_last, evaluator.ended_early = True, "a callback of the task has stopped it"
         stops = votes.stop > 0 and not is_last
-        at_end = is_last or self._data.at_end(step)
+        at_end = is_last or self._data.is_epoch_end(step)
         save = stops or (at_end and (config.checkpoint_epochs or (is_last and config.checkpoint_every is not None)))
         # wait for the checkpoint of an epoch, so that an error in the evaluation cannot lose it
         wait = at_end and not stops
@@ -174,5 +178,10 @@ class TaskTrainer:
         return stops
 
     def _numbers(self, world: World | None) -> dict[str, Any]:
-        scale = self._scale.numbers() if self._scale else {}
-        return self._evaluator.content() | self._parts.schedule.numbers() | self._data.numbers(world) | scale
+        scale = self._scale.json_state() if self._scale else {}
+        return (
+            self._evaluator.checkpoint_values()
+            | self._parts.schedule.json_state()
+            | self._data.json_state(world)
+            | scale
+        )

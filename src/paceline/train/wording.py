@@ -25,7 +25,7 @@ def opening_lines(parts: "TrainingComponents") -> list[str]:
         f"{config.strategy}{f' on {world.mesh}' if world.mesh else ''}, "
         f"{plural(torch.get_num_threads(), 'CPU thread')} each",
         batch_line(plan, world.size),
-        f"{plan.size_words}; {_length(parts)}",
+        f"{plan.size_text}; {_length(parts)}",
     ]
     if line := _compute_line(parts):
         lines.append(line)

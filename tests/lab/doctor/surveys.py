@@ -9,8 +9,8 @@ import msgspec
 
 from paceline.host.facts import Address, Facts, Limit
 from paceline.host.gpus import Gpu
-from paceline.lab.doctor.messages import Done, Examined, Link
-from paceline.lab.doctor.survey import Survey, Wanted
+from paceline.lab.doctor.messages import ExamineAnswer, FolderProbeAnswer, Link
+from paceline.lab.doctor.survey import PlannedUse, Survey
 
 HOSTS = ("n1", "n2", "n3")
 
@@ -57,17 +57,17 @@ def survey(**changes: Any) -> Survey:
     disks: dict[str, int] = changes.pop("free", {})
     wanted: dict[str, Any] = {"hosts": HOSTS, "workers": (2, 2, 2), "run_dir": "/shared/run"}
     hosts = {
-        host: Examined(facts(host, **spoiled.get(host, {})), 40000, "/shared", disks.get(host, 1 << 40), 1 << 41)
+        host: ExamineAnswer(facts(host, **spoiled.get(host, {})), 40000, "/shared", disks.get(host, 1 << 40), 1 << 41)
         for host in HOSTS
     }
     pairs = list(permutations(HOSTS, 2))
     content: dict[str, Any] = {
-        "wanted": Wanted(**wanted | changes.pop("wanted", {})),
+        "wanted": PlannedUse(**wanted | changes.pop("wanted", {})),
         "lost": {},
         "hosts": hosts,
         "clock_offsets": {"n1": 0.001, "n2": -0.001, "n3": 0.0},
         "reach": {(a, b): {one.address: Link("", 1e-4) for one in hosts[b].facts.addresses} for a, b in pairs},
-        "folder": {host: Done() for host in HOSTS},
+        "folder": {host: FolderProbeAnswer() for host in HOSTS},
         "links": {pair: Link("", 1e-4, 1.2e9) for pair in (("n1", "n2"), ("n2", "n3"), ("n3", "n1"))},
         "seconds": 1.0,
     }

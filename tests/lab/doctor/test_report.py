@@ -11,8 +11,8 @@ from tests.rendered import rendered
 
 from paceline.host.facts import Address, Limit, compare_hosts
 from paceline.host.gpus import Gpu
-from paceline.lab.doctor.messages import Done, Link
-from paceline.lab.doctor.report import RULES, bandwidth, hosts_of, run_checks
+from paceline.lab.doctor.messages import FolderProbeAnswer, Link
+from paceline.lab.doctor.report import RULES, hosts_of, run_checks, worst_link_values
 
 PAIRS = list(permutations(HOSTS, 2))
 ADDRESS = {host: f"10.77.0.{host[1:]}" for host in HOSTS}
@@ -84,10 +84,10 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     "a clock ahead": ({"clock_offsets": {"n1": 0.0, "n2": 9.0, "n3": 0.0}}, ("clocks", "warning", "n2")),
     "a clock behind": ({"clock_offsets": {"n1": 0.0, "n2": -9.0, "n3": 0.0}}, ("clocks", "warning", "n2")),
     "an unshared folder": (
-        {"folder": {"n1": Done(), "n2": Done("No such file"), "n3": Done()}},
+        {"folder": {"n1": FolderProbeAnswer(), "n2": FolderProbeAnswer("No such file"), "n3": FolderProbeAnswer()}},
         ("run folder", "error", "n2"),
     ),
-    "a read-only folder": ({"folder": {"n1": Done("read-only")}}, ("run folder", "error", "n1")),
+    "a read-only folder": ({"folder": {"n1": FolderProbeAnswer("read-only")}}, ("run folder", "error", "n1")),
     "a full disk": ({"free": {"n3": 1 << 20}}, ("disk", "error", "n3")),
     "a nearly full disk": ({"free": {"n3": 1 << 29}}, ("disk", "warning", "n3")),
     "a slow link": (
@@ -135,16 +135,20 @@ def test_the_figures_are_those_of_the_slowest_link_and_the_longest_round_trip() 
         ("n1", "n2"): {"a": Link("", 3e-4), "b": Link("", 2e-4), "c": Link("closed")},
         ("n2", "n1"): {"d": Link("", 1e-4)},
     }
-    assert bandwidth(survey(links=links, reach=trips)) == (1.5e9, 2e-4)
+    assert worst_link_values(survey(links=links, reach=trips)) == (1.5e9, 2e-4)
 
 
 def test_the_address_that_the_hosts_name_means_is_preferred() -> None:
     second = (Address("eth0", "10.77.0.2", 24), Address("ib0", "10.88.0.2", 24))
     changed = survey(facts={"n2": {"addresses": second, "own_addresses": ("10.88.0.2",)}})
-    assert [usable.interface for host in hosts_of(changed) if (usable := host.usable())] == ["eth0", "ib0", "eth0"]
-    closed = dict(changed.reach) | {("n1", "n2"): {"10.77.0.2": Link(), "10.88.0.2": Link("refused")}}
+    assert [usable.interface for host in hosts_of(changed) if (usable := host.usable_address())] == [
+        "eth0",
+        "ib0",
+        "eth0",
+    ]
+    closed = dict(changed.links_by_address) | {("n1", "n2"): {"10.77.0.2": Link(), "10.88.0.2": Link("refused")}}
     changed = survey(facts={"n2": {"addresses": second, "own_addresses": ("10.88.0.2",)}}, reach=closed)
-    assert [usable.interface for host in hosts_of(changed) if (usable := host.usable())] == ["eth0"] * 3
+    assert [usable.interface for host in hosts_of(changed) if (usable := host.usable_address())] == ["eth0"] * 3
 
 
 def test_of_hosts_that_differ_without_a_majority_all_are_named() -> None:

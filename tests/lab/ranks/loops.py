@@ -26,7 +26,7 @@ import paceline
 from paceline.data import plan as order_module
 from paceline.sessions.prepared import PreparedModel
 from paceline.stepping import step as steps_module
-from paceline.stepping.trained_model import TrainedModel
+from paceline.stepping.trained_model import ModelInTraining
 
 Loop = Callable[[], object]
 
@@ -570,41 +570,41 @@ def gradient_normalized_by_a_hook() -> None:
 
 @bug("[scale]", "planted in the step: sums are back-propagated, and divided afterwards")
 def sum_back_propagated() -> None:
-    backward, synchronise = TrainedModel.backward, TrainedModel.synchronise
+    backward, synchronise = ModelInTraining.backward, ModelInTraining.synchronise
 
-    def larger(self: TrainedModel, loss: Tensor, **options: Any) -> None:
+    def larger(self: ModelInTraining, loss: Tensor, **options: Any) -> None:
         backward(self, loss * 16, **options)
 
-    def divided(self: TrainedModel, divisor: Tensor, **options: Any) -> Any:
+    def divided(self: ModelInTraining, divisor: Tensor, **options: Any) -> Any:
         return synchronise(self, divisor * 16, **options)
 
-    with patch.object(TrainedModel, "backward", larger), patch.object(TrainedModel, "synchronise", divided):
+    with patch.object(ModelInTraining, "backward", larger), patch.object(ModelInTraining, "synchronise", divided):
         right_with_a_clamp()
 
 
 @bug("[scale]", "planted in the step: hooks on parameters run before the sum over ranks")
 def hooks_before_the_sum() -> None:
-    with patch.object(TrainedModel, "hide_hooks", lambda self, alone, counted=True: []):
+    with patch.object(ModelInTraining, "hide_hooks", lambda self, alone, counted=True: []):
         right_with_parameter_hooks()
 
 
 @bug("every gradient is 2 x", "planted in the step: accumulated losses that are not divided")
 def gradient_doubled() -> None:
-    synchronise = TrainedModel.synchronise
+    synchronise = ModelInTraining.synchronise
 
-    def halved(self: TrainedModel, divisor: Tensor, **options: Any) -> Any:
+    def halved(self: ModelInTraining, divisor: Tensor, **options: Any) -> Any:
         return synchronise(self, divisor / 2, **options)
 
-    with patch.object(TrainedModel, "synchronise", halved), paceline.session() as s:
+    with patch.object(ModelInTraining, "synchronise", halved), paceline.session() as s:
         trained(s, usual(s))
 
 
 @bug("[order]", "planted in the plan: each rank draws the order from a seed of its own")
 def order_seeded_by_rank() -> None:
     with paceline.session() as s:
-        original = order_module._listed
+        original = order_module._shuffled_order
         own = lambda samples, seed, epoch: original(samples, seed + s.rank, epoch)  # noqa: E731
-        with patch.object(order_module, "_listed", own):
+        with patch.object(order_module, "_shuffled_order", own):
             trained(s, usual(s))
 
 

@@ -21,7 +21,7 @@ from tests.run_ranks import run_ranks
 from paceline.collectives import memory_sum
 from paceline.collectives.communicator import make_communicator
 from paceline.lab.ranks.verify import collect_bits, verify
-from paceline.lab.verify import Case, Diagnosis, Result, Spec
+from paceline.lab.verify import Case, Diagnosis, Result, VerifySpec
 from paceline.protocol.control import SHARED_MEMORY
 from paceline.rank.world import World
 
@@ -45,7 +45,7 @@ def findings_in_memory(rank: int, world_size: int, names: Sequence[str]) -> dict
     """The same for bugs in shared memory; the control, too, goes through it."""
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     assert make_communicator("shared", bulk_bytes=BULK_BYTES).memory is not None
-    with planted((memory_sum, "DIRECT_BYTES", 0)):  # as gradients of any size that matters
+    with planted((memory_sum, "MAX_DIRECT_SUM_BYTES", 0)):  # as gradients of any size that matters
         return {
             m.name: (_bits_of if m is OTHER_ORDER else _verified)(m, world) for m in THROUGH_MEMORY if m.name in names
         }
@@ -79,9 +79,9 @@ def _bits_of(mutation: Mutation, world: World) -> list[Result]:
     return [Result(case, {}, [], 0.0, Diagnosis(0, "bits", name, "other bits") if differ else None)]
 
 
-def _spec(mutation: Mutation, virtual_ranks: int) -> Spec:
-    return Spec(f"{TASKS}:{mutation.task}", {}, list(mutation.strategies), ["sgd"], virtual_ranks, 2, 4, 0, CLIP_NORM,
-                short_tail=True)  # fmt: skip
+def _spec(mutation: Mutation, virtual_ranks: int) -> VerifySpec:
+    return VerifySpec(f"{TASKS}:{mutation.task}", {}, list(mutation.strategies), ["sgd"], virtual_ranks, 2, 4, 0,
+                CLIP_NORM, short_tail=True)  # fmt: skip
 
 
 def judge(mutation: Mutation, results: Sequence[Result]) -> str:

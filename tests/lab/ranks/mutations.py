@@ -34,7 +34,7 @@ from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, MicroBatchPlan
 from paceline.seeding import SeededStream
 from paceline.stepping import totals as summing_module
-from paceline.stepping.trained_model import TrainedModel
+from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies import base
 from paceline.strategies import bucketed as bucketed_module
 from paceline.strategies import ddp as ddp_module
@@ -42,7 +42,7 @@ from paceline.strategies import manual as manual_module
 from paceline.strategies.base import Strategy
 from paceline.strategies.base import scale_gradients as scaled_on
 from paceline.strategies.bucketed import Bucketed
-from paceline.strategies.buffers import VirtualBuffers
+from paceline.strategies.buffers import VirtualRankBuffers
 from paceline.strategies.ddp import DDP
 from paceline.strategies.manual import Manual, all_reduce_gradients
 from paceline.train import step as step_module
@@ -201,24 +201,24 @@ def padding() -> AbstractContextManager[None]:
 
 
 def no_reshuffle() -> AbstractContextManager[None]:
-    original = shuffle_module._listed
-    return planted((shuffle_module, "_listed", lambda n, seed, epoch: original(n, seed, 0)))
+    original = shuffle_module._shuffled_order
+    return planted((shuffle_module, "_shuffled_order", lambda n, seed, epoch: original(n, seed, 0)))
 
 
 def seed_plus_epoch() -> AbstractContextManager[None]:
     def order(num_samples: int, seed: int, epoch: int) -> Tensor:
         return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed + epoch))
 
-    return planted((shuffle_module, "_listed", order))
+    return planted((shuffle_module, "_shuffled_order", order))
 
 
 def order_of_each_rank() -> AbstractContextManager[None]:
-    original = shuffle_module._listed
+    original = shuffle_module._shuffled_order
 
     def order(num_samples: int, seed: int, epoch: int) -> Tensor:
         return original(num_samples, seed + dist.get_rank(), epoch)
 
-    return planted((shuffle_module, "_listed", order))
+    return planted((shuffle_module, "_shuffled_order", order))
 
 
 def tail_dropped() -> AbstractContextManager[None]:
@@ -555,7 +555,7 @@ def mean_of_each_microbatch_back_propagated() -> AbstractContextManager[None]:
 
 
 def hooks_before_the_sum() -> AbstractContextManager[None]:
-    return planted((TrainedModel, "hide_hooks", lambda self, alone, counted=True: []))
+    return planted((ModelInTraining, "hide_hooks", lambda self, alone, counted=True: []))
 
 
 def in_backward(factor: Callable[[MicroBatchPlan], float]) -> AbstractContextManager[None]:
@@ -569,9 +569,9 @@ def in_backward(factor: Callable[[MicroBatchPlan], float]) -> AbstractContextMan
 
         changed(right, enter=enter)
 
-    original = TrainedModel.backward
+    original = ModelInTraining.backward
 
-    def backward(self: TrainedModel, loss: Tensor, **options: Any) -> None:
+    def backward(self: ModelInTraining, loss: Tensor, **options: Any) -> None:
         by = factor(entered[0])
         parameters = trainable(self.replica.model)
         before = [p.grad for p in parameters]
@@ -585,7 +585,7 @@ def in_backward(factor: Callable[[MicroBatchPlan], float]) -> AbstractContextMan
             else:
                 parameter.grad = old
 
-    return planted(*strategies(change, Manual), (TrainedModel, "backward", backward))
+    return planted(*strategies(change, Manual), (ModelInTraining, "backward", backward))
 
 
 # ---- clipping ----------------------------------------------------------------------------------------------------
@@ -742,23 +742,23 @@ def not_seeded() -> AbstractContextManager[None]:
 
 
 def buffers_of_rank_0() -> AbstractContextManager[None]:
-    def merge(self: VirtualBuffers) -> dict[str, Tensor]:
+    def merge(self: VirtualRankBuffers) -> dict[str, Tensor]:
         own = self._of[min(self._of)] if self._of else self._initial
         taken = {name: own[name].clone() for name in self._initial}
         for buffer in taken.values():
             dist.broadcast(buffer, src=0)
         return taken
 
-    return planted((VirtualBuffers, "_merge", merge))
+    return planted((VirtualRankBuffers, "_merge", merge))
 
 
 def buffers_of_each_rank() -> AbstractContextManager[None]:
-    return planted((VirtualBuffers, "merged", lambda self: nullcontext()))
+    return planted((VirtualRankBuffers, "merged", lambda self: nullcontext()))
 
 
 def stand_in_moves_buffers() -> AbstractContextManager[None]:
-    original = VirtualBuffers.enter
-    return planted((VirtualBuffers, "enter", lambda self, work: original(self, work._replace(is_counted=True))))
+    original = VirtualRankBuffers.enter
+    return planted((VirtualRankBuffers, "enter", lambda self, work: original(self, work._replace(is_counted=True))))
 
 
 def statistics_not_synchronised() -> AbstractContextManager[None]:
@@ -767,7 +767,7 @@ def statistics_not_synchronised() -> AbstractContextManager[None]:
 
 def statistics_unweighted() -> AbstractContextManager[None]:
     def union(self: SyncBatchNorm, own: Moments) -> Moments:
-        packed = torch.cat([own.size.reshape(1), own.mean, own.m2])
+        packed = torch.cat([own.count.reshape(1), own.mean, own.m2])
         gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(gathered, packed, group=self.group)
         filled = torch.stack([each for each in gathered if each[0] > 0])  # (ranks with samples, 1 + 2C)
@@ -789,8 +789,8 @@ def biased_running_variance() -> AbstractContextManager[None]:
 
     def statistics(self: SyncBatchNorm, union: Moments, own_count: int) -> tuple[Tensor, Tensor]:
         result = original(self, union, own_count)
-        if self.running_var is not None and self.momentum is not None and union.size > 1:
-            too_much = union.m2 / (union.size - 1) - union.m2 / union.size
+        if self.running_var is not None and self.momentum is not None and union.count > 1:
+            too_much = union.m2 / (union.count - 1) - union.m2 / union.count
             self.running_var.sub_((self.momentum * too_much).to(self.running_var.dtype))
         return result
 
@@ -814,7 +814,7 @@ def own_loss_reported() -> AbstractContextManager[None]:
         def mine() -> SummedTotals:
             right = wait()
             assert isinstance(right.totals, Totals)  # a rank without samples has no loss of its own
-            return SummedTotals(Totals(own, right.totals.votes), right.weight) if own[1] > 0 else right
+            return SummedTotals(Totals(own, right.totals.votes), right.total_weight) if own[1] > 0 else right
 
         return mine
 
@@ -834,8 +834,10 @@ def loss_averages() -> AbstractContextManager[None]:
 
 
 def pause_forgotten() -> AbstractContextManager[None]:
-    original = Reducer.enter
-    return planted((Reducer, "enter", lambda self, virtual_rank, **_: original(self, virtual_rank, is_last=True)))
+    original = Reducer.begin_backward
+    return planted(
+        (Reducer, "begin_backward", lambda self, virtual_rank, **_: original(self, virtual_rank, is_last=True))
+    )
 
 
 # ---- the list ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from paceline import ArrayDataset, Task
 from paceline.collectives import tree
 from paceline.collectives.reducer import Reducer
 from paceline.lab.ranks.verify import collect_bits
-from paceline.lab.verify import BitsReport, Spec, print_bits
+from paceline.lab.verify import BitsReport, VerifySpec, print_bits
 from paceline.rank.world import World
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(270)]
@@ -33,7 +33,7 @@ def data(split: str) -> ArrayDataset:
 
 
 task = Task(lambda: Zeros(20, 1), data, lambda outputs, targets: (outputs[:, 0] - targets).square())
-SPEC = Spec(
+SPEC = VerifySpec(
     task=f"{Path(__file__).resolve()}:task", options={}, strategies=["exact"], optimizers=["sgd"], virtual_ranks=4,
     accumulation=2, steps=3, seed=0, clip_norm=1.0,
 )  # fmt: skip
@@ -64,9 +64,9 @@ def measured(rank: int, size: int) -> list[bytes]:
     """The report as it should be, with another order of additions, and with a rank that goes its own way."""
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
     found = [collect_bits(SPEC, world)]
-    balanced, tree.middle = tree.middle, lambda node: node[0] + 1  # as if that depended on the world size
+    balanced, tree.split_leaf = tree.split_leaf, lambda node: node[0] + 1  # as if that depended on the world size
     found.append(collect_bits(SPEC, world))
-    tree.middle = balanced
+    tree.split_leaf = balanced
     if rank == 1:
         whole = Reducer.finish
 

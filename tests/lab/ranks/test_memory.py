@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from tests.run_ranks import run_ranks
 from torch import nn
 
-from paceline.lab.ranks.memory import levels
-from paceline.train.costs import held_bytes
+from paceline.lab.ranks.memory import compute_memory_levels
+from paceline.train.costs import storage_bytes
 
 WIDTH, DEPTH, BATCH = 512, 4, 64
 
 
 def test_a_piece_of_memory_counts_once_however_many_tensors_lie_in_it() -> None:
     flat = torch.zeros(1000)
-    assert held_bytes([flat, flat[:10], flat.view(10, 100), None, "no tensor"]) == 4000
-    assert held_bytes([torch.zeros(10), torch.zeros(10, dtype=torch.float64)]) == 120
+    assert storage_bytes([flat, flat[:10], flat.view(10, 100), None, "no tensor"]) == 4000
+    assert storage_bytes([torch.zeros(10), torch.zeros(10, dtype=torch.float64)]) == 120
 
 
 def test_levels_are_those_of_the_last_step_and_the_peak_of_all() -> None:
@@ -39,12 +39,12 @@ def test_levels_are_those_of_the_last_step_and_the_peak_of_all() -> None:
         "optimizer",
         -100,
     ]  # 50 of the step before
-    assert levels([*first, *last], known=350) == (90, 120, 600)
+    assert compute_memory_levels([*first, *last], known=350) == (90, 120, 600)
 
 
 @given(st.lists(st.integers(-1000, 1000) | st.sampled_from(["data", "forward", "backward", "sync", "optimizer"])))
 def test_no_allocations_however_odd_make_a_level_below_nothing(events: list[int | str]) -> None:
-    activations, exchange, peak = levels(events, known=100)
+    activations, exchange, peak = compute_memory_levels(events, known=100)
     assert min(activations, exchange, peak) >= 0
     assert exchange <= peak
 
@@ -55,14 +55,16 @@ def looked_at(rank: int, world_size: int, folder: str) -> dict[str, dict[str, ob
 
     from paceline.collectives.communicator import make_communicator
     from paceline.config.settings import TrainConfig
-    from paceline.lab.measurement import CHUNKS, NO_EXCHANGE, Candidate, Measurement, MeasureOrder
+    from paceline.lab.measurement import CHUNKS, NO_EXCHANGE, Candidate, Measurement, MeasurementRequest
     from paceline.lab.ranks import measure
     from paceline.lab.ranks.measure import Workload
     from paceline.rank.world import World
 
-    measure.ask_gpus = lambda pids, *, wait_seconds: dict.fromkeys(pids, "GPU 0: at its power limit") if rank else {}
+    measure.query_gpu_problems = lambda pids, *, wait_seconds: (
+        dict.fromkeys(pids, "GPU 0: at its power limit") if rank else {}
+    )
     names = [NO_EXCHANGE, "manual", "bucketed", "ddp", "exact", "zero"]
-    order = MeasureOrder([Candidate(name, name, BATCH, 1) for name in names], 3, 2, folder, 0.0, memory=True)
+    order = MeasurementRequest([Candidate(name, name, BATCH, 1) for name in names], 3, 2, folder, 0.0, memory=True)
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     make_communicator()
     measure.measure_candidates(order, Workload(TrainConfig(task="none"), task(), task().make_dataset("train"), world))

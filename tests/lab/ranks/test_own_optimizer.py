@@ -16,14 +16,14 @@ from tests.run_ranks import run_ranks
 
 from paceline.lab.ranks import trial
 from paceline.lab.ranks.verify import collect_bits, verify
-from paceline.lab.verify import Result, Spec
+from paceline.lab.verify import Result, VerifySpec
 from paceline.rank.world import World
 
 TASKS = Path(tasks_under_test.__file__)
 
 
-def spec(task: str, strategies: Sequence[str] = ("bucketed",), optimizers: Sequence[str] = ()) -> Spec:
-    return Spec(
+def spec(task: str, strategies: Sequence[str] = ("bucketed",), optimizers: Sequence[str] = ()) -> VerifySpec:
+    return VerifySpec(
         task=f"{TASKS}:{task}", options={}, strategies=[*strategies], optimizers=[*optimizers], virtual_ranks=2,
         accumulation=2, steps=4, seed=0, clip_norm=0.1,
     )  # fmt: skip
@@ -33,7 +33,7 @@ def planted_into_ranks(**changes: Any) -> Any:
     """The ranks train another task than the one process."""
     real = trial.apply_strategy
 
-    def other(setting: trial.Setting, *rest: Any) -> Any:
+    def other(setting: trial.VerificationSetup, *rest: Any) -> Any:
         return real(replace(setting, task=replace(setting.task, **changes)), *rest)
 
     return planted((trial, "apply_strategy", other))
@@ -115,7 +115,7 @@ def test_what_is_no_optimizer_for_it_is_refused(monkeypatch: pytest.MonkeyPatch)
         asked = spec(name, optimizers=optimizers)
         task = trial.task_of(asked)
         with raises(code):
-            trial.optimizers_of(asked, task, trial.build(task, 0, torch.device("cpu")))
+            trial.optimizers_of(asked, task, trial.build_float64_model(task, 0, torch.device("cpu")))
     task = trial.task_of(spec("dropout"))
-    made = trial.optimizers_of(spec("dropout"), task, trial.build(task, 0, torch.device("cpu")))
+    made = trial.optimizers_of(spec("dropout"), task, trial.build_float64_model(task, 0, torch.device("cpu")))
     assert [*made] == ["sgd", "adamw"]

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import Subset, default_collate
 
-from paceline.lab.ranks.reference import Reference, at_probes
-from paceline.lab.ranks.trial import build
-from paceline.lab.verify import Spec
+from paceline.lab.ranks.reference import Reference, sample_gradient
+from paceline.lab.ranks.trial import build_float64_model
+from paceline.lab.verify import VerifySpec
 from paceline.tasks.task import Task
 
 SAMPLES = 17
@@ -22,10 +22,10 @@ NOT_LINEAR = {
 
 
 def reference_of(task: Task, virtual_ranks: int, accumulation: int, *, union: bool = False) -> Reference:
-    spec = Spec("", {}, [], ["sgd"], virtual_ranks, accumulation, 1, 0, 1e9)
-    model = without_dropout(build(task, 0, torch.device("cpu")))
+    spec = VerifySpec("", {}, [], ["sgd"], virtual_ranks, accumulation, 1, 0, 1e9)
+    model = without_dropout(build_float64_model(task, 0, torch.device("cpu")))
     data = Subset(task.make_dataset("train"), range(SAMPLES))
-    return Reference(task, model, SGD(model.parameters(), lr=0.1), None, data, SAMPLES, spec, union=union)
+    return Reference(task, model, SGD(model.parameters(), lr=0.1), None, data, SAMPLES, spec, joins_virtual_ranks=union)
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
@@ -37,7 +37,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 def plain(task: Task) -> dict[str, Tensor]:
     """As a single-process script writes it."""
-    model = without_dropout(build(task, 0, torch.device("cpu")))
+    model = without_dropout(build_float64_model(task, 0, torch.device("cpu")))
     data = task.make_dataset("train")
     inputs, targets = default_collate([data[i] for i in range(SAMPLES)])
     found = task.loss(model(inputs), targets)
@@ -68,7 +68,7 @@ def test_a_step_can_be_taken_apart_afterwards_and_nothing_is_changed_by_it(union
     parts = one.gradient_parts([[key] for key in one.weights], [2.0**k for k in range(len(one.weights))])
     assert parts.shape[1] == (2 if union else 6)
     (probes,) = {len(column) for column in parts.T}
-    whole = at_probes(seen.gradients, dict(one.model.named_parameters()))
+    whole = sample_gradient(seen.gradients, dict(one.model.named_parameters()))
     assert len(whole) == probes
     assert float((parts.sum(1) - whole).abs().max()) < 1e-13 * float(whole.abs().max())
     want = other.step(0)

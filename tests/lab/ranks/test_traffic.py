@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.lab.ranks.memory import volume
+from paceline.lab.ranks.memory import collective_sent_bytes
 
 
 @pytest.mark.parametrize(
@@ -15,10 +15,12 @@ from paceline.lab.ranks.memory import volume
     ],
 )  # fmt: skip
 def test_the_volume_is_that_of_a_ring(kind: str, ranks: int, sent: float) -> None:
-    assert volume(kind, 100, ranks) == sent
+    assert collective_sent_bytes(kind, 100, ranks) == sent
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(2, 1000), (3, 999), (8, 64)])
 def test_a_reduce_scatter_and_an_all_gather_of_the_shares_are_an_all_reduce(ranks: int, size: int) -> None:
-    both = volume("reduce_scatter", size, ranks) + volume("all_gather", size // ranks, ranks)
-    assert both == pytest.approx(volume("all_reduce", size, ranks))
+    both = collective_sent_bytes("reduce_scatter", size, ranks) + collective_sent_bytes(
+        "all_gather", size // ranks, ranks
+    )
+    assert both == pytest.approx(collective_sent_bytes("all_reduce", size, ranks))

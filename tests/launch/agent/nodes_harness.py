@@ -15,7 +15,7 @@ import msgspec
 from tests import warm
 from tests.launch.launch_harness import PRELUDE
 
-from paceline.protocol.job import NodePlan, Windows
+from paceline.protocol.job import HangTimeout, NodePlan
 
 PRELOADED = Path(__file__).with_name("preloaded.py")
 
@@ -43,7 +43,7 @@ class Nodes:
             "run_dir": str(self.run_dir),
             "join_seconds": 20.0,
             **settings,
-            "hang_timeout": Windows.parse(settings.get("hang_timeout", "auto")),
+            "hang_timeout": HangTimeout.parse(settings.get("hang_timeout", "auto")),
         }
         self.preload = bool(plan.get("preload"))
         self.plan_file = folder / "plan.json"

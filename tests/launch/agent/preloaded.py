@@ -4,11 +4,11 @@ import sys
 
 from paceline.protocol.control import WorkerSpec
 
-if (spec := WorkerSpec.here()) is not None and spec.preload >= 0:
+if (spec := WorkerSpec.from_environment()) is not None and spec.preload >= 0:
     from paceline.rank.imports import import_without_gc
-    from paceline.rank.preload import serve
+    from paceline.rank.preload import serve_fork_orders
 
-    serve(spec, lambda: import_without_gc(["torch.distributed"]))
+    serve_fork_orders(spec, lambda: import_without_gc(["torch.distributed"]))
 
 from paceline.rank.bootstrap import main
 

@@ -51,7 +51,7 @@ def test_a_rank_says_how_it_ends_and_one_that_its_launcher_ends_is_a_victim() ->
         while workers.samples()[1].code is None:
             workers.wait(30.0, [])
         assert workers.samples()[1].code == 7 and ranks[1].poll() is None  # it waits until that has been heard
-        workers.release_leaving()
+        workers.release_departing_ranks()
         assert ranks[1].wait(30) == 7
         ranks[0].send_signal(signal.SIGTERM)
         while (samples := workers.samples())[0].code is None:

@@ -13,7 +13,17 @@ import pytest
 from benchmarks.faults.reading import said_by_paceline
 
 from paceline.launch.agent import channel
-from paceline.launch.agent.channel import Alive, Handshake, Link, Message, Ordered, RunOver, StartReply, Stop, introduce
+from paceline.launch.agent.channel import (
+    CoordinatorHeartbeat,
+    Handshake,
+    Link,
+    Message,
+    RunOver,
+    StartReply,
+    StopOrder,
+    StopSignalNotice,
+    authenticate_to_coordinator,
+)
 
 SECRET = b"s" * 32
 
@@ -24,10 +34,10 @@ def met(head_secret: bytes = SECRET, node_secret: bytes = SECRET) -> tuple[Link 
         near = socket.create_connection(door.getsockname())
         knock = Handshake(door.accept()[0], head_secret)
     found: list[Link | str] = []
-    node = threading.Thread(target=lambda: found.append(introduce(near, node_secret)))
+    node = threading.Thread(target=lambda: found.append(authenticate_to_coordinator(near, node_secret)))
     node.start()
     link = None
-    while not knock.closed and (link := knock.answer()) is None:
+    while not knock.closed and (link := knock.try_complete()) is None:
         time.sleep(0.001)
     node.join()
     return link, found[0]
@@ -72,9 +82,9 @@ def test_messages_arrive_in_order_in_both_directions(pair: tuple[Link, Link]) ->
     head, node = pair
     for code in range(300):
         head.send(RunOver(code))
-    node.send(Ordered(15))
+    node.send(StopSignalNotice(15))
     assert heard(node, 300) == [RunOver(code) for code in range(300)]
-    assert heard(head) == [Ordered(15)]
+    assert heard(head) == [StopSignalNotice(15)]
 
 
 def test_a_long_message_arrives_whole(pair: tuple[Link, Link]) -> None:
@@ -107,31 +117,31 @@ def test_a_false_head_is_not_believed_and_a_program_of_another_kind_told_apart(g
         far = door.accept()[0]
     with closing(far):
         far.sendall(greets)
-        answer = introduce(near, SECRET)
+        answer = authenticate_to_coordinator(near, SECRET)
     assert isinstance(answer, str) and told in answer
 
 
 def test_a_stranger_who_says_nothing_is_shown_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "MEET_SECONDS", 0.2)
+    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as door, closing(socket.create_connection(door.getsockname())):
         knock = Handshake(door.accept()[0], SECRET)
-        assert knock.answer() is None and not knock.closed
+        assert knock.try_complete() is None and not knock.closed
         time.sleep(0.3)
-        assert knock.answer() is None and knock.closed
+        assert knock.try_complete() is None and knock.closed
 
 
 @pytest.mark.parametrize("place", ["length", "mac", "payload"])
 def test_a_changed_byte_ends_the_connection_and_nothing_of_it_is_believed(pair: tuple[Link, Link], place: str) -> None:
     head, node = pair
-    frame = bytearray(recorded(head, Stop(3.0)))
-    frame[{"length": 3, "mac": channel.LENGTH.size, "payload": -2}[place]] ^= 1
+    frame = bytearray(recorded(head, StopOrder(3.0)))
+    frame[{"length": 3, "mac": channel.LENGTH_FORMAT.size, "payload": -2}[place]] ^= 1
     head._socket.send(bytes(frame) + bytes(8))
     assert heard(node, seconds=0.5) == []
     assert "not signed" in node.ended
 
 
 def swapped(head: Link) -> bytes:
-    first, second = recorded(head, Alive()), recorded(head, RunOver(0))
+    first, second = recorded(head, CoordinatorHeartbeat()), recorded(head, RunOver(0))
     return second + first
 
 
@@ -146,13 +156,13 @@ def of_another_connection(_: Link) -> bytes:
 
 def of_another_version(head: Link) -> bytes:
     payload = b'{"type": "Unheard"}'
-    return channel.LENGTH.pack(len(payload)) + head._mac(b"coordinator", 0, payload) + payload
+    return channel.LENGTH_FORMAT.pack(len(payload)) + head._mac(b"coordinator", 0, payload) + payload
 
 
-TOO_LONG = channel.LENGTH.pack(channel.MAX_MESSAGE_BYTES + 1) + bytes(channel.MAC_BYTES)
+TOO_LONG = channel.LENGTH_FORMAT.pack(channel.MAX_MESSAGE_BYTES + 1) + bytes(channel.MAC_BYTES)
 # name -> (the bytes that the head sends, what the node believes of them, a part of the reason for which it ends)
 ATTACKS: dict[str, tuple[Callable[[Link], bytes], list[Message], str]] = {
-    "repeated": (lambda head: 2 * recorded(head, Ordered(15)), [Ordered(15)], "not signed"),
+    "repeated": (lambda head: 2 * recorded(head, StopSignalNotice(15)), [StopSignalNotice(15)], "not signed"),
     "in another order": (swapped, [], "not signed"),
     "of another connection": (of_another_connection, [], "not signed"),
     "too long": (lambda _: TOO_LONG, [], "too long"),
@@ -179,7 +189,7 @@ def test_the_end_of_the_other_side_is_seen(pair: tuple[Link, Link]) -> None:
     head.end("over")
     heard(node)
     assert "closed" in node.ended
-    node.send(Alive())  # no error: `ended` has the reason
+    node.send(CoordinatorHeartbeat())  # no error: `ended` has the reason
 
 
 def test_a_side_that_reads_nothing_is_taken_for_lost_in_words_that_the_score_of_faults_knows(

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 from tests.errors import raises
 
-from paceline.launch.agent.cluster import Cluster
-from paceline.launch.agent.store import LOOPBACK, STORE_ADDRESS, StoreGate, own_store, remote_store_gate
-from paceline.protocol.control import Orders, signal_wakeup
+from paceline.launch.agent.cluster import RemoteNodes
+from paceline.launch.agent.store import LOOPBACK, STORE_ADDRESS, StoreProxy, open_node0_store, remote_store_proxy
+from paceline.protocol.control import StopOrders, signal_wakeup
 from paceline.protocol.job import NodePlan
 
 SECRET = "5e" * 32
@@ -54,13 +54,13 @@ def answered(port: int, data: bytes) -> bytes:
 
 
 @pytest.fixture
-def head() -> Iterator[tuple[int, StoreGate]]:
+def head() -> Iterator[tuple[int, StoreProxy]]:
     """Node 0's agent with its gate: the port of its door, and the gate."""
     plan = NodePlan(("true",), nproc=1, nodes=2, node0_ports=(0,), secret=SECRET)
-    store, gate = own_store(0)
+    store, gate = open_node0_store(0)
     serve(store)
     with signal_wakeup(()) as wakeup:
-        cluster, over = Cluster(plan, Orders(wakeup, lifeline=False)), threading.Event()
+        cluster, over = RemoteNodes(plan, StopOrders(wakeup, lifeline=False)), threading.Event()
         cluster.gate = gate
 
         def wait() -> None:
@@ -80,9 +80,9 @@ def head() -> Iterator[tuple[int, StoreGate]]:
             store.close()
 
 
-def test_workers_of_both_nodes_reach_the_store_and_no_byte_is_lost(head: tuple[int, StoreGate]) -> None:
+def test_workers_of_both_nodes_reach_the_store_and_no_byte_is_lost(head: tuple[int, StoreProxy]) -> None:
     door, gate = head
-    far = remote_store_gate(LOOPBACK, door, bytes.fromhex(SECRET))
+    far = remote_store_proxy(LOOPBACK, door, bytes.fromhex(SECRET))
     try:
         for size in (1, 5000, 3 << 20):  # more than buffers hold: it has to wait, and go on
             data = secrets.token_bytes(size)
@@ -92,15 +92,15 @@ def test_workers_of_both_nodes_reach_the_store_and_no_byte_is_lost(head: tuple[i
         far.close()
 
 
-def test_an_agent_without_the_secret_is_given_no_way_to_the_store(head: tuple[int, StoreGate]) -> None:
-    far = remote_store_gate(LOOPBACK, head[0], b"x" * 32)
+def test_an_agent_without_the_secret_is_given_no_way_to_the_store(head: tuple[int, StoreProxy]) -> None:
+    far = remote_store_proxy(LOOPBACK, head[0], b"x" * 32)
     try:
         assert answered(far.port, b"anybody there?") == b""
     finally:
         far.close()
 
 
-def test_the_stores_own_port_answers_nobody_who_has_not_the_key(head: tuple[int, StoreGate]) -> None:
+def test_the_stores_own_port_answers_nobody_who_has_not_the_key(head: tuple[int, StoreProxy]) -> None:
     with socket.socket() as one:
         one.settimeout(1.5)
         with pytest.raises(OSError, match="timed out"):
@@ -108,15 +108,15 @@ def test_the_stores_own_port_answers_nobody_who_has_not_the_key(head: tuple[int,
 
 
 def test_another_users_process_is_shut_out_at_the_loopback(
-    head: tuple[int, StoreGate], monkeypatch: pytest.MonkeyPatch
+    head: tuple[int, StoreProxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.launch.agent.store.tcp_owner", lambda *_: 12345)
     assert answered(head[1].port, b"anybody there?") == b""
 
 
-def test_when_a_generation_ends_its_gate_lets_nobody_through(head: tuple[int, StoreGate]) -> None:
+def test_when_a_generation_ends_its_gate_lets_nobody_through(head: tuple[int, StoreProxy]) -> None:
     door, gate = head
-    far = remote_store_gate(LOOPBACK, door, bytes.fromhex(SECRET))
+    far = remote_store_proxy(LOOPBACK, door, bytes.fromhex(SECRET))
     with socket.create_connection((LOOPBACK, far.port), timeout=60.0) as held:
         held.sendall(b"here")
         assert held.recv(10) == b"here"
@@ -135,8 +135,8 @@ def test_when_a_generation_ends_its_gate_lets_nobody_through(head: tuple[int, St
 
 
 def test_a_port_that_is_taken_is_named() -> None:
-    store, gate = own_store(0)
+    store, gate = open_node0_store(0)
     with raises("port-taken", port=f"port {gate.port}"):
-        own_store(gate.port)
+        open_node0_store(gate.port)
     gate.close()
     store.close()

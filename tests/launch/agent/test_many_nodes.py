@@ -20,19 +20,26 @@ from tests.guard.test_guard_judge import BEFORE, WAITS, op, rank
 
 from paceline.guard.detectors import Alarm
 from paceline.guard.judge import judge
-from paceline.guard.report import MAX_KEPT, select_ranks
-from paceline.guard.waits import reachable, waiting_alike, waiting_graph
-from paceline.host.facts import gather
-from paceline.host.procfs import allow_files
-from paceline.launch.agent.channel import MAX_HANDSHAKES, Beat, Hello, Link, Listener, introduce
-from paceline.launch.agent.cluster import Cluster, Generation
-from paceline.launch.agent.joining import ALL_PAIRS, partners
+from paceline.guard.report import MAX_RANK_FILES, select_ranks
+from paceline.guard.waits import group_by_waits, reachable, waiting_graph
+from paceline.host.facts import gather_facts
+from paceline.host.procfs import raise_open_file_limit
+from paceline.launch.agent.channel import (
+    MAX_HANDSHAKES,
+    Hello,
+    Link,
+    Listener,
+    NodeHeartbeat,
+    authenticate_to_coordinator,
+)
+from paceline.launch.agent.cluster import Generation, RemoteNodes
+from paceline.launch.agent.joining import MAX_ALL_PAIRS_NODES, probe_partners
 from paceline.launch.agent.monitor import Monitor
 from paceline.launch.agent.workers import Workers
 from paceline.launch.plan import Command
 from paceline.launch.ssh.sessions import Sessions
-from paceline.protocol.control import Orders, signal_wakeup
-from paceline.protocol.evidence import Diagnosis, Sample, StopKind
+from paceline.protocol.control import StopOrders, signal_wakeup
+from paceline.protocol.evidence import Diagnosis, StopKind, WorkerSample
 from paceline.protocol.job import NodePlan, NodeRanks
 
 SECRET = "5e" * 32
@@ -40,15 +47,17 @@ NODES = 100
 
 
 @contextmanager
-def crew_of(nodes: int) -> Generator[tuple[Cluster, list[Link]]]:
+def crew_of(nodes: int) -> Generator[tuple[RemoteNodes, list[Link]]]:
     """A head's cluster, and the other ends of its links."""
     plan = NodePlan(("true",), nproc=1, nodes=nodes, node0_ports=(0,), secret=SECRET)
     with signal_wakeup(()) as wakeup:
-        cluster, facts, links = Cluster(plan, Orders(wakeup, lifeline=False)), gather(), list[Link]()
+        cluster, facts, links = RemoteNodes(plan, StopOrders(wakeup, lifeline=False)), gather_facts(), list[Link]()
 
         def come() -> None:
             for node in range(1, nodes):
-                link = introduce(socket.create_connection(("127.0.0.1", cluster.port)), bytes.fromhex(SECRET))
+                link = authenticate_to_coordinator(
+                    socket.create_connection(("127.0.0.1", cluster.port)), bytes.fromhex(SECRET)
+                )
                 assert isinstance(link, Link)
                 link.send(Hello(node, nodes, 1, 0, replace(facts, host=f"n{node}"), (node,)))
                 links.append(link)
@@ -67,8 +76,8 @@ def crew_of(nodes: int) -> Generator[tuple[Cluster, list[Link]]]:
             cluster.end(0)
 
 
-def beat(node: int, step: int, code: int | None = None) -> Beat:
-    return Beat(0, (Sample(node, f"n{node}", 1, node, code, step=step),))
+def beat(node: int, step: int, code: int | None = None) -> NodeHeartbeat:
+    return NodeHeartbeat(0, (WorkerSample(node, f"n{node}", 1, node, code, step=step),))
 
 
 def test_only_links_that_have_said_something_are_read_and_signs_of_life_wake_nobody(
@@ -77,7 +86,7 @@ def test_only_links_that_have_said_something_are_read_and_signs_of_life_wake_nob
     read: Counter[Link] = Counter()
     receive = Link.receive
     with crew_of(NODES) as (cluster, links):
-        assert len(cluster.here) == NODES - 1
+        assert len(cluster.present_nodes) == NODES - 1
         cluster.wait(0.1)
         monkeypatch.setattr(Link, "receive", lambda link: (read.update([link]), receive(link))[1])
         monkeypatch.setattr("paceline.launch.agent.channel.BEAT_SECONDS", 3600.0)  # else all are looked at, once a beat
@@ -121,7 +130,7 @@ def test_a_link_that_has_got_a_closed_ones_descriptor_is_heard() -> None:
         deadline = time.monotonic() + 20.0
         while not cluster.members[1].lost and time.monotonic() < deadline:
             cluster.wait(0.2)
-        assert [member.hello.node for member in cluster.here] == [2]
+        assert [member.hello.node for member in cluster.present_nodes] == [2]
         links[1].send(beat(2, 9))
         cluster.wait(20.0)
         assert cluster.members[2].samples()[0].step == 9
@@ -131,7 +140,7 @@ def test_an_agent_waits_for_descriptors_that_select_does_not_know() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with signal_wakeup(()) as wakeup:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, limits[1]))
-        allow_files(1500)
+        raise_open_file_limit(1500)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(1500, limits[1])
         reader, writer = os.pipe()
         high = 1400
@@ -140,20 +149,20 @@ def test_an_agent_waits_for_descriptors_that_select_does_not_know() -> None:
             select.select([high], [], [], 0.0)
         os.write(writer, b"x")
         pipe = os.fdopen(high, "rb")
-        assert Orders(wakeup, lifeline=False).wait(20.0, [pipe]) is False
+        assert StopOrders(wakeup, lifeline=False).wait(20.0, [pipe]) is False
         pipe.close()
         os.close(reader)
         os.close(writer)
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-@pytest.mark.parametrize("count", [2, 3, ALL_PAIRS, ALL_PAIRS + 1, 100, 1000])
+@pytest.mark.parametrize("count", [2, 3, MAX_ALL_PAIRS_NODES, MAX_ALL_PAIRS_NODES + 1, 100, 1000])
 def test_each_node_tries_few_others_and_no_split_of_the_nodes_goes_unseen(count: int) -> None:
-    tries = {node: partners(node, count) for node in range(count)}
+    tries = {node: probe_partners(node, count) for node in range(count)}
     assert all(node not in others and len(others) == len({*others}) for node, others in tries.items())
-    if count <= ALL_PAIRS:
+    if count <= MAX_ALL_PAIRS_NODES:
         assert all(len(others) == count - 1 for others in tries.values())
-    assert all(len(others) <= 2 * (count - 1).bit_length() or count <= ALL_PAIRS for others in tries.values())
+    assert all(len(others) <= 2 * (count - 1).bit_length() or count <= MAX_ALL_PAIRS_NODES for others in tries.values())
     assert min(Counter(other for others in tries.values() for other in others).values()) >= min(count - 1, 8)
     assert reachable([0], tries) == {*range(count)}
 
@@ -161,14 +170,14 @@ def test_each_node_tries_few_others_and_no_split_of_the_nodes_goes_unseen(count:
 def test_strangers_who_hold_the_door_do_not_keep_a_node_out() -> None:
     door = Listener((0,), bytes.fromhex(SECRET))
     strangers = [socket.create_connection(("127.0.0.1", door.port)) for _ in range(MAX_HANDSHAKES + 20)]
-    assert door.arrived() == [] and door.arrived() == []
+    assert door.take_new_links() == [] and door.take_new_links() == []
     assert len(door.sockets()) <= 1 + MAX_HANDSHAKES
     near = socket.create_connection(("127.0.0.1", door.port))
     found: list[object] = []
-    thread = Thread(target=lambda: found.append(introduce(near, bytes.fromhex(SECRET))))
+    thread = Thread(target=lambda: found.append(authenticate_to_coordinator(near, bytes.fromhex(SECRET))))
     thread.start()
     while thread.is_alive():
-        door.arrived()
+        door.take_new_links()
         time.sleep(0.005)
     (link,) = found
     assert isinstance(link, Link), link
@@ -181,7 +190,7 @@ def test_strangers_who_hold_the_door_do_not_keep_a_node_out() -> None:
 def test_ranks_that_wait_for_the_same_share_one_list_of_those() -> None:
     ranks = [rank(n, BEFORE, *([WAITS] if n % 2 else []), groups={"0": ()}) for n in range(400)]
     graph = waiting_graph(ranks)
-    assert len(waiting_alike(graph)) == 2
+    assert len(group_by_waits(graph)) == 2
     diagnosis = judge(ranks)
     assert diagnosis.causes == tuple(range(0, 400, 2))
     apart = judge([rank(n, BEFORE, op(9, shape="[4]") if n % 2 else WAITS, groups={"0": ()}) for n in range(400)])
@@ -192,8 +201,8 @@ def test_of_thousands_of_ranks_a_diagnosis_keeps_the_blamed_and_one_of_each_kind
     odd, causes = 700, 1999
     ranks = [rank(n, BEFORE, *([] if n == causes else [WAITS]), state="R" if n == odd else "S") for n in range(2000)]
     kept = [one.rank for one in select_ranks(Diagnosis(StopKind.BEHIND, (causes,)), ranks)]
-    assert len(kept) == MAX_KEPT and {0, odd, causes} <= {*kept} and kept == sorted(kept)
-    assert len(select_ranks(Diagnosis(StopKind.UNKNOWN), ranks[:MAX_KEPT])) == MAX_KEPT
+    assert len(kept) == MAX_RANK_FILES and {0, odd, causes} <= {*kept} and kept == sorted(kept)
+    assert len(select_ranks(Diagnosis(StopKind.UNKNOWN), ranks[:MAX_RANK_FILES])) == MAX_RANK_FILES
 
 
 def test_ssh_sessions_log_in_a_few_at_a_time_and_all_of_them_in_the_end(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.errors import codes
 from tests.launch.agent.nodes_harness import Nodes, several
 
 from paceline.protocol.job import Host
-from paceline.runs.machine import ClockAhead, decode_record
+from paceline.runs.machine import ClockOffset, decode_record
 
 pytestmark = pytest.mark.sample(3)
 
@@ -270,7 +270,7 @@ def test_a_clock_that_is_a_minute_behind_is_told_and_does_no_harm(nodes) -> None
     assert re.search(r" clock is -(59\.[5-9]|60\.[0-5]) s ", run.said(0)), run.said(0)
     assert len(list((run.run_dir / "attempt-1").glob("world-4-*"))) == 4
     records = map(decode_record, (run.run_dir / "machine-0.jsonl").read_bytes().splitlines())
-    clocks = [record for record in records if isinstance(record, ClockAhead)]
+    clocks = [record for record in records if isinstance(record, ClockOffset)]
     assert clocks and {one.node for one in clocks} == {1}
     assert all(abs(one.ahead_seconds + 60.0) <= one.error_seconds < 1.0 for one in clocks), clocks
 

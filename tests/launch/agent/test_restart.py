@@ -9,20 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.guard.deaths import RankEnd
-from paceline.launch.agent.coordinator import FailedGeneration, Restart, decide
+from paceline.launch.agent.coordinator import FailedGeneration, Restart, decide_restart
 from paceline.protocol.evidence import Diagnosis, Op, StopKind
 
 KILLED = FailedGeneration(RankEnd.SIGNAL, rank=1, exit_code=137, exception="", step=40, nproc=4)
 RAISED = FailedGeneration(RankEnd.EXCEPTION, rank=1, exit_code=1, exception="ValueError", step=40, nproc=4)
 ENDED = FailedGeneration(RankEnd.EXIT, rank=1, exit_code=3, exception="", step=40, nproc=4)
-APART = FailedGeneration.of(Diagnosis(StopKind.MISMATCH, (1,)), [], 4, step=40, nproc=4)
+APART = FailedGeneration.from_diagnosis(Diagnosis(StopKind.MISMATCH, (1,)), [], 4, step=40, nproc=4)
 LOST = FailedGeneration(RankEnd.VICTIM, rank=0, exit_code=1, exception="DistNetworkError", step=40, nproc=4)
 
 
 def stalled(seq: int, causes: tuple[int, ...] = (1,)) -> FailedGeneration:
     """In a script, whose steps nobody counts."""
     diagnosis = Diagnosis(StopKind.BEHIND, causes, op=Op("0", seq, "all_reduce"))
-    return FailedGeneration.of(diagnosis, [], 3, step=0, nproc=4)
+    return FailedGeneration.from_diagnosis(diagnosis, [], 3, step=0, nproc=4)
 
 
 def later(failed: FailedGeneration, steps: int = 1) -> FailedGeneration:
@@ -42,9 +42,9 @@ ROWS = {
     "an exception for a killed loader worker": ([replace(RAISED, loader_killed=True)], 0, 3, 4),
     "an exit code": ([ENDED], 0, 3, "ended with exit code 3"),
     "wrong use": ([replace(LOST, exit_code=2)], 0, 3, "wrong use"),
-    "lost a rank that ended early": ([replace(LOST, ended_well=frozenset({0}))], 0, 3, "ended while others ran"),
-    "killed while another was done": ([replace(KILLED, ended_well=frozenset({0}))], 0, 3, 4),
-    "killed after another had saved": ([replace(KILLED, ended_well=frozenset({75}))], 0, 3, "had saved its state"),
+    "lost a rank that ended early": ([replace(LOST, good_exit_codes=frozenset({0}))], 0, 3, "ended while others ran"),
+    "killed while another was done": ([replace(KILLED, good_exit_codes=frozenset({0}))], 0, 3, 4),
+    "killed after another had saved": ([replace(KILLED, good_exit_codes=frozenset({75}))], 0, 3, "had saved its state"),
     "an exception after a restart": ([KILLED, RAISED], 0, 3, "ValueError"),
     "progress": ([KILLED, later(KILLED)], 0, 3, 4),
     "a script's progress": ([stalled(5), stalled(10)], 0, 3, 4),
@@ -56,7 +56,7 @@ ROWS = {
     "not even so far": ([KILLED, later(KILLED, -9)], 0, 3, "after step 31"),
     "another rank": ([KILLED, replace(KILLED, rank=2)], 0, 3, 4),
     "another signal": ([KILLED, replace(KILLED, exit_code=139)], 0, 3, 4),
-    "another kind": ([KILLED, replace(KILLED, end=RankEnd.VICTIM)], 0, 3, 4),
+    "another kind": ([KILLED, replace(KILLED, rank_end=RankEnd.VICTIM)], 0, 3, 4),
     "twice, but not in a row": ([KILLED, LOST, KILLED], 0, 3, 4),
     "one rank fewer": ([KILLED, KILLED], 3, 3, 3),
     "fewer counts as a restart": ([KILLED, KILLED], 3, 1, "used up"),
@@ -70,7 +70,7 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_decision(name: str) -> None:
     history, min_nproc, max_restarts, expected = ROWS[name]
-    decision = decide(history, nproc=history[0].nproc, min_nproc=min_nproc, max_restarts=max_restarts)
+    decision = decide_restart(history, nproc=history[0].nproc, min_nproc=min_nproc, max_restarts=max_restarts)
     if isinstance(expected, int):
         assert decision == Restart(expected)
     else:
@@ -97,7 +97,7 @@ def test_never_more_restarts_and_never_fewer_ranks_than_asked(
     ranks, restarts = nproc, 0
     for failed in coming:
         history.append(of(failed, ranks))
-        decision = decide(history, nproc=nproc, min_nproc=min_nproc, max_restarts=max_restarts)
+        decision = decide_restart(history, nproc=nproc, min_nproc=min_nproc, max_restarts=max_restarts)
         if isinstance(decision, str):
             break
         restarts += 1

@@ -9,15 +9,15 @@ from paceline.guard.sentences import format_ranks
 from paceline.lab.check.findings import (
     Finding,
     Loaders,
-    all_differ,
+    are_samples_mostly_equal,
     differs,
+    do_all_tensors_differ,
     group_loaders,
-    mostly_equal,
-    overlap,
-    same_data,
+    is_same_dataset,
+    largest_index_overlap,
 )
 from paceline.lab.check.step_rules import averages_gradients, joint_steps_by_optimizer
-from paceline.protocol.facts import EPOCHS, OWN_GENERATORS, Pass, ScriptFacts, SeenLoader, SeenStep
+from paceline.protocol.facts import OWN_GENERATORS, RECORDED_EPOCHS, LoaderPass, ScriptFacts, SeenLoader, SeenStep
 
 MIN_SAMPLES, MAX_LISTED = 8, 6  # samples that are compared to detect an order; samples in a message
 MAX_OVERLAP = 0.1  # fraction of a rank's samples that other ranks may have; padding adds at most one batch to it
@@ -28,7 +28,7 @@ MIN_COST, MIN_COST_SECONDS = 0.2, 1.0  # of an evaluation on one rank: a fractio
 TOLERANCE = 0.05  # relative difference between ranks of the counts that losses and metrics are divided by
 MIN_RATES, ROUNDING = 3, 1e-3  # this many fractions are not fractions by chance
 MIN_STEPS = 8  # below it the rules about most steps do not apply
-RANK_SUBSET = "Subset(data, range(rank, len(data), world_size))"
+RANK_SUBSET_CODE = "Subset(data, range(rank, len(data), world_size))"
 
 
 def data_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
@@ -42,28 +42,28 @@ def data_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     for loaders in group_loaders(ranks):
         if all(loader.local_only for loader in loaders.values()):
             continue
-        if len(loaders) > 1 and all(loader.training for loader in loaders.values()):
+        if len(loaders) > 1 and all(loader.training_passes for loader in loaders.values()):
             has_training = True
-            sharding = [*_sharding(loaders)]
+            sharding = [*_sharding_findings(loaders)]
             yield from sharding
             if not any(finding.level == "wrong" for finding in sharding):
-                yield from _augmentation(ranks, loaders)
-            yield from _order(loaders)
-            yield from _batch_size(loaders)
+                yield from _augmentation_findings(ranks, loaders)
+            yield from _order_findings(loaders)
+            yield from _batch_size_findings(loaders)
             if not uses_join:
-                yield from _lengths(loaders, means=averages_gradients(ranks))
-        elif not any(loader.training for loader in loaders.values()):
+                yield from _length_findings(loaders, means=averages_gradients(ranks))
+        elif not any(loader.training_passes for loader in loaders.values()):
             yield from evaluation_findings(ranks, loaders)
     if not has_training and not any(facts.loaders for facts in ranks):
-        yield from _inputs(ranks)
+        yield from _input_findings(ranks)
     yield from padding_findings(ranks)
 
 
-def _first_epochs(loaders: Loaders) -> dict[int, Pass]:
-    return {rank: loader.training[0] for rank, loader in loaders.items()}
+def _first_epochs(loaders: Loaders) -> dict[int, LoaderPass]:
+    return {rank: loader.training_passes[0] for rank, loader in loaders.items()}
 
 
-def _sharding(loaders: Loaders) -> Iterator[Finding]:
+def _sharding_findings(loaders: Loaders) -> Iterator[Finding]:
     loader, passes = next(iter(loaders.values())), _first_epochs(loaders)
     distributed = "istributed" in loader.sampler
     splits = distributed or loader.sampler.startswith("BatchSamplerShard")  # Accelerate's, also used by the Trainer
@@ -74,12 +74,14 @@ def _sharding(loaders: Loaders) -> Iterator[Finding]:
     indexed = all(index_lists) and all(loader.probes for loader in loaders.values())
     text, evidence = "all ranks train on the same batches", "the contents of the batches are equal"
     if not indexed:
-        if all(len(p.leaves) > 1 for p in passes.values()) and mostly_equal(p.leaves for p in passes.values()):
+        if all(len(p.leaves) > 1 for p in passes.values()) and are_samples_mostly_equal(
+            p.leaves for p in passes.values()
+        ):
             fix = "read a different part on each rank: itertools.islice(samples, rank, None, world_size)"
             yield Finding("same batches", "wrong", text, loader.constructed_at, fix, evidence)
         return
-    if not same_data(loaders):
-        differ = all_differ(loader.probes for loader in loaders.values())
+    if not is_same_dataset(loaders):
+        differ = do_all_tensors_differ(loader.probes for loader in loaders.values())
         if splits and differ and all(_draws_part(loaders[rank], p) for rank, p in passes.items()):
             fix = "pass the whole data on all ranks, without splitting them first; random_split(..., generator=) with "
             fix += "the same seed on all ranks"
@@ -89,7 +91,7 @@ def _sharding(loaders: Loaders) -> Iterator[Finding]:
         else:
             yield Finding("same batches", "right", "each rank has different data", loader.constructed_at)
         return
-    common = overlap([*passes.values()])
+    common = largest_index_overlap([*passes.values()])
     repeats = max(1 - len(set(indices)) / len(indices) for indices in index_lists)
     allowed = MAX_OVERLAP + len(loaders) * max(1, loader.batch_size) / max(1, loader.samples)
     first_samples = ", ".join(map(str, index_lists[0][:MAX_LISTED]))
@@ -104,7 +106,7 @@ def _sharding(loaders: Loaders) -> Iterator[Finding]:
         yield Finding("same batches", "right", "each rank has different samples of the data", loader.constructed_at)
 
 
-def _draws_part(loader: SeenLoader, epoch_pass: Pass) -> bool:
+def _draws_part(loader: SeenLoader, epoch_pass: LoaderPass) -> bool:
     """Whether the sampler draws only a part of the data, even if the script does not leave its loop early."""
     return max(epoch_pass.drawn, loader.batches * loader.batch_size) < loader.samples
 
@@ -126,15 +128,15 @@ def _sharding_fix(loader: SeenLoader) -> str:
     return "\n".join(["before each epoch", *lines, f"loader = DataLoader(data, {argument}=drawn[rank::world_size])"])
 
 
-def _order(loaders: Loaders) -> Iterator[Finding]:
+def _order_findings(loaders: Loaders) -> Iterator[Finding]:
     loader = next(iter(loaders.values()))
-    first, second = [*loader.training, Pass(), Pass()][:2]
+    first, second = [*loader.training_passes, LoaderPass(), LoaderPass()][:2]
     length = min(len(first.indices), len(second.indices))
     if length < MIN_SAMPLES or loader.shuffles is False:
         return
     if first.cut_off and not loader.plain:
         return  # the sampler may count its epochs after its last index, which was not drawn
-    later_orders = (p.indices[:length] for p in loader.training[2:] if len(p.indices) >= MIN_SAMPLES)
+    later_orders = (p.indices[:length] for p in loader.training_passes[2:] if len(p.indices) >= MIN_SAMPLES)
     differ = first.indices[:length] != second.indices[:length]
     if differ or any(order != first.indices[: len(order)] for order in later_orders):  # the script may repeat an epoch
         yield Finding("same order", "right", "each epoch has a different order", loader.site)
@@ -144,7 +146,7 @@ def _order(loaders: Loaders) -> Iterator[Finding]:
         yield Finding("same order", "wrong", "every epoch has the same order", loader.site, fix, evidence)
 
 
-def _batch_size(loaders: Loaders) -> Iterator[Finding]:
+def _batch_size_findings(loaders: Loaders) -> Iterator[Finding]:
     loader, world_size = next(iter(loaders.values())), len(loaders)
     if loader.divided:
         size = loader.batch_size
@@ -155,7 +157,7 @@ def _batch_size(loaders: Loaders) -> Iterator[Finding]:
         yield Finding("batch shrinks", "note", text, loader.constructed_at, fix, evidence)
 
 
-def _augmentation(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Finding]:
+def _augmentation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Finding]:
     first = next(iter(loaders.values()))
     if first.batches < 0:
         return  # the ranks of a stream may draw the same numbers on purpose, and each use a part of them
@@ -175,7 +177,7 @@ def _augmentation(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Fi
         yield Finding("same augmentation", "right", text, first.site)
 
 
-def _lengths(loaders: Loaders, *, means: bool) -> Iterator[Finding]:
+def _length_findings(loaders: Loaders, *, means: bool) -> Iterator[Finding]:
     """Whether ranks have the same number of batches, of the same sizes if ranks average (`means`)."""
     first, passes = next(iter(loaders.values())), _first_epochs(loaders)
     counts = ", ".join(f"rank {rank}: {loader.batches}" for rank, loader in loaders.items())
@@ -195,9 +197,13 @@ def _lengths(loaders: Loaders, *, means: bool) -> Iterator[Finding]:
         yield Finding("unequal shares", "wrong", text, first.constructed_at, fix, f"samples in batch {batch}: {counts}")
 
 
-def _inputs(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
+def _input_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     inputs_by_rank = [facts.replicas[0].inputs for facts in ranks if facts.replicas]
-    if len(inputs_by_rank) > 1 and all(len(inputs) > 1 for inputs in inputs_by_rank) and mostly_equal(inputs_by_rank):
+    if (
+        len(inputs_by_rank) > 1
+        and all(len(inputs) > 1 for inputs in inputs_by_rank)
+        and are_samples_mostly_equal(inputs_by_rank)
+    ):
         site = ranks[0].steps[0].backward_site if ranks[0].steps else ranks[0].replicas[0].site
         fix = "give each rank a different part: x[rank::world_size]"
         text = "all ranks train on the same batches"
@@ -208,31 +214,33 @@ def _inputs(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
 
 def padding_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     """The losses and metrics that count padding, or divide by the number of unpadded elements of one rank."""
-    masked_losses = [*_masked_losses(ranks)]
-    yield from masked_losses or _local_counts(ranks)
-    yield from _padded_metrics(ranks[0])
+    masked_losses = [*_masked_loss_findings(ranks)]
+    yield from masked_losses or _local_count_findings(ranks)
+    yield from _padded_metric_findings(ranks[0])
 
 
 def evaluation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Finding]:
     """The findings about one loader that no rank trains on."""
     loader = next(iter(loaders.values()))
-    passes_by_rank = {rank: loader.passes[:EPOCHS] for rank, loader in loaders.items() if loader.passes}
+    passes_by_rank = {rank: loader.passes[:RECORDED_EPOCHS] for rank, loader in loaders.items() if loader.passes}
     if len(passes_by_rank) == 1 and len(ranks) > 1:
-        training = [loader for loader in ranks[0].loaders if loader.training and loader.training[0].seconds]
+        training = [
+            loader for loader in ranks[0].loaders if loader.training_passes and loader.training_passes[0].seconds
+        ]
         evaluation_seconds = _epoch_seconds(next(iter(passes_by_rank.values()))[0], loader.batches)
-        epoch_seconds = sum(_epoch_seconds(loader.training[0], loader.batches) for loader in training)
+        epoch_seconds = sum(_epoch_seconds(loader.training_passes[0], loader.batches) for loader in training)
         text = f"only {format_ranks(passes_by_rank)} evaluates"
         if training and evaluation_seconds >= MIN_COST_SECONDS and evaluation_seconds >= MIN_COST * epoch_seconds:
             evidence = f"the other ranks wait about {evaluation_seconds:.1f} s; an epoch takes {epoch_seconds:.1f} s"
-            fix = f"DataLoader({RANK_SUBSET}, ...) on all ranks, and dist.all_reduce of the counts"
+            fix = f"DataLoader({RANK_SUBSET_CODE}, ...) on all ranks, and dist.all_reduce of the counts"
             yield Finding("evaluation alone", "costs", text + ", and the other ranks wait", loader.site, fix, evidence)
         elif training:
             yield Finding("evaluation alone", "right", text + ", which takes little time", loader.site)
     if len(passes_by_rank) < 2 or loader.samples < 0 or not loader.probes:
         return
-    has_same_data = same_data(loaders)
+    has_same_data = is_same_dataset(loaders)
     drawn_samples = sum(passes[0].drawn for passes in passes_by_rank.values())
-    if has_same_data and overlap([passes[0] for passes in passes_by_rank.values()]) > 1 / 2:
+    if has_same_data and largest_index_overlap([passes[0] for passes in passes_by_rank.values()]) > 1 / 2:
         yield Finding("evaluation shared", "note", "each rank evaluates all of the data", loader.site)
     elif not any(p.summed for passes in passes_by_rank.values() for p in passes):
         printing_ranks = [rank for rank, passes in passes_by_rank.items() if any(p.printed for p in passes)]
@@ -243,7 +251,7 @@ def evaluation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Itera
             yield Finding("score of a share", "wrong", text, loader.site, fix, evidence)
     elif has_same_data and drawn_samples > loader.samples and not any(facts.gathers_for_metrics for facts in ranks):
         text = "the metric counts samples twice: the sampler pads the parts of the ranks to the same length"
-        fix = f"DataLoader({RANK_SUBSET}, ...), which does not pad"
+        fix = f"DataLoader({RANK_SUBSET_CODE}, ...), which does not pad"
         evidence = f"ranks evaluate {drawn_samples} samples, but the data have {loader.samples}"
         yield Finding("padded score", "wrong", text, loader.constructed_at, fix, evidence)
     elif _averages_rates([*passes_by_rank.values()]):
@@ -256,7 +264,7 @@ def evaluation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Itera
         yield Finding("padded score", "right", "evaluation counts each sample once", loader.constructed_at)
 
 
-def _averages_rates(passes_by_rank: Sequence[Sequence[Pass]]) -> bool:
+def _averages_rates(passes_by_rank: Sequence[Sequence[LoaderPass]]) -> bool:
     """Whether ranks with different numbers of samples summed fractions of these (7/32, 12/45), without counts."""
     drawn_counts = [passes[0].drawn for passes in passes_by_rank]
     if max(drawn_counts) - min(drawn_counts) <= TOLERANCE * max(drawn_counts):
@@ -268,23 +276,23 @@ def _averages_rates(passes_by_rank: Sequence[Sequence[Pass]]) -> bool:
         if tuple(counts) in columns:
             return False  # the script weights the rates
         for column in columns:
-            if all(map(_is_part, column, counts)):
-                rate_count += sum(not _is_part(value, 1) for value in column)
+            if all(map(_is_fraction_of_count, column, counts)):
+                rate_count += sum(not _is_fraction_of_count(value, 1) for value in column)
                 is_unweighted = is_unweighted or not all(
-                    _is_part(value, sum(counts)) for value in column
+                    _is_fraction_of_count(value, sum(counts)) for value in column
                 )  # or weighted before the sum
     return is_unweighted and rate_count >= MIN_RATES
 
 
-def _is_part(value: float, count: int) -> bool:
+def _is_fraction_of_count(value: float, count: int) -> bool:
     return math.isfinite(value) and abs(value * count - round(value * count)) < ROUNDING
 
 
-def _epoch_seconds(epoch_pass: Pass, batches: int) -> float:
+def _epoch_seconds(epoch_pass: LoaderPass, batches: int) -> float:
     return epoch_pass.seconds * max(1.0, batches / max(1, len(epoch_pass.sizes)))
 
 
-def _masked_losses(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
+def _masked_loss_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     """The losses of torch that ignore padding, and so divide by different counts."""
     for loss in ranks[0].losses:
         losses = [other for facts in ranks for other in facts.losses if other.site == loss.site]
@@ -299,7 +307,7 @@ def _masked_losses(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
             yield Finding("mean over padding", "wrong", text, loss.site, fix, f"counted elements by rank {by_rank}")
 
 
-def _local_counts(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
+def _local_count_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     """The losses that each rank divides by a local count, for example the number of unmasked tokens."""
     rows = [*zip(*(next(iter(joint_steps_by_optimizer(facts)), []) for facts in ranks), strict=False)]
     counts = [*filter(None, map(_divisors, rows))]
@@ -324,7 +332,7 @@ def _is_count(factor: float) -> bool:
     return 0 < factor <= 1 / 2 and abs(1 / factor - round(1 / factor)) < ROUNDING
 
 
-def _padded_metrics(facts: ScriptFacts) -> Iterator[Finding]:
+def _padded_metric_findings(facts: ScriptFacts) -> Iterator[Finding]:
     for metric in facts.metrics:
         if not metric.name:
             text = "metrics do not change if padding is added"

@@ -8,9 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from paceline.protocol.facts import Pass, ScriptFacts, SeenLoader
+from paceline.protocol.facts import LoaderPass, ScriptFacts, SeenLoader
 
-MISSING = "-"  # in place of a digest, if the batch of a different rank has more tensors
+MISSING_DIGEST = "-"  # in place of a digest, if the batch of a different rank has more tensors
 Level = Literal["wrong", "costs", "note", "right"]
 LEVELS: tuple[Level, ...] = ("wrong", "costs", "note", "right")
 
@@ -44,14 +44,14 @@ def group_loaders(ranks: Sequence[ScriptFacts]) -> list[Loaders]:
     return [*groups.values()]
 
 
-def mostly_equal(of_ranks: Iterable[Sequence[Sequence[str]]]) -> bool:
+def are_samples_mostly_equal(digests_by_rank: Iterable[Sequence[Sequence[str]]]) -> bool:
     """Whether all known tensors of most samples or batches are the same on all ranks."""
-    return _mostly_same([*filter(_known, batch)] for batch in zip(*_columns(of_ranks), strict=True))
+    return _mostly_same([*filter(_known, batch)] for batch in zip(*_columns(digests_by_rank), strict=True))
 
 
-def all_differ(of_ranks: Iterable[Sequence[Sequence[str]]]) -> bool:
+def do_all_tensors_differ(digests_by_rank: Iterable[Sequence[Sequence[str]]]) -> bool:
     """Whether the ranks' samples differ in every tensor. Some labels are equal by chance. Inputs are not."""
-    columns = [[*filter(_known, column)] for column in _columns(of_ranks)]
+    columns = [[*filter(_known, column)] for column in _columns(digests_by_rank)]
     return bool(columns) and not any(map(_same_tensor, columns))
 
 
@@ -67,7 +67,7 @@ def _columns(batches_by_rank: Iterable[Sequence[Sequence[str]]]) -> list[list[tu
     """
     batches = [*zip(*batches_by_rank, strict=False)]
     width = max((len(leaves) for batch in batches for leaves in batch), default=0)
-    padding = [MISSING] * width
+    padding = [MISSING_DIGEST] * width
     columns = [[tuple([*leaves, *padding][n] for leaves in batch) for batch in batches] for n in range(width)]
     return [column for column in columns if _distinguishes(column)]
 
@@ -78,7 +78,7 @@ def _distinguishes(column: Sequence[tuple[str, ...]]) -> bool:
 
 
 def _known(digests: Sequence[str]) -> bool:
-    return all(digests) and {*digests} != {MISSING}
+    return all(digests) and {*digests} != {MISSING_DIGEST}
 
 
 def _mostly_same(batches: Iterable[Sequence[Sequence[str]]]) -> bool:
@@ -86,15 +86,15 @@ def _mostly_same(batches: Iterable[Sequence[Sequence[str]]]) -> bool:
     return 2 * sum(are_same) > len(are_same)
 
 
-def overlap(passes: Sequence[Pass]) -> float:
+def largest_index_overlap(passes: Sequence[LoaderPass]) -> float:
     """The largest fraction of a rank's indices that a different rank has also drawn."""
     sets = [set(p.indices) for p in passes]
     return max((len(a & b) / max(1, min(len(a), len(b))) for n, a in enumerate(sets) for b in sets[:n]), default=0.0)
 
 
-def same_data(loaders: Loaders) -> bool:
+def is_same_dataset(loaders: Loaders) -> bool:
     """Whether an index means the same sample on all ranks."""
-    return mostly_equal(loader.probes for loader in loaders.values())
+    return are_samples_mostly_equal(loader.probes for loader in loaders.values())
 
 
 def differs(values: Iterable[object]) -> bool:

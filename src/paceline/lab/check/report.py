@@ -47,7 +47,7 @@ NOTICE_RULES = {
     "left": NoticeRule("note"),
     "round-off": NoticeRule("note"),
 }
-UNKNOWN_NOTICE = NoticeRule("wrong")
+DEFAULT_NOTICE_RULE = NoticeRule("wrong")
 
 
 def check_findings(ranks: Sequence[ScriptFacts], notices: Sequence[ScriptNotice] = ()) -> list[Finding]:
@@ -75,7 +75,7 @@ def _notice_findings(notices: Sequence[ScriptNotice], wrong_rules: AbstractSet[s
     for notice in notices:
         if not notice.kind:
             continue
-        rule = NOTICE_RULES.get(notice.kind, UNKNOWN_NOTICE)
+        rule = NOTICE_RULES.get(notice.kind, DEFAULT_NOTICE_RULE)
         level = "note" if rule.explained_by & reported else rule.level
         yield Finding(notice.kind, level, notice.words, "", rule.fix if level == "wrong" else "")
 

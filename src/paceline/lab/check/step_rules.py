@@ -12,34 +12,34 @@ from msgspec.structs import replace
 
 from paceline.guard.sentences import format_ranks
 from paceline.lab.check.findings import Finding, differs
-from paceline.protocol.facts import EPOCHS, PlacedFile, ScriptFacts, SeenLoader, SeenStep
+from paceline.protocol.facts import RECORDED_EPOCHS, FileAccess, ScriptFacts, SeenLoader, SeenStep
 
 TOLERANCE = 1e-3  # relative; the order of summation changes the rounding
 MIN_STEPS = 4  # of an optimizer, to use the majority of its steps
-BYPASSED_DDP = {
+BYPASSED_DDP_FIELDS = {
     "rule": "gradients",
     "words": "gradients are not averaged: the script calls the inner model instead of the DDP model",
     "type_instead": "call the DDP model: ddp(x), not ddp.module(x) or a method of ddp.module",
 }
 MIN_OBSERVED = 8  # steps or forwards, before a rule makes a statement about all of them
 MIN_LENGTH_RATIO = 1.5  # of a schedule for one process to the steps of a rank
-Rows = list[list[SeenStep]]  # the same step of each rank
+StepRows = list[list[SeenStep]]  # the same step of each rank
 
 
 def step_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     """All findings about steps."""
     if len(ranks) > 1:
         yield from gradient_findings(ranks)
-        yield from _step_counts(ranks)
-        yield from _buffers(ranks)
-        yield from _files(ranks)
-        yield from _loads(ranks)
-    cleared_findings = [*_cleared_gradients(ranks[0])]
-    yield from cleared_findings or _windows(ranks[0])
-    yield from _unused_parameters(ranks)
-    yield from _threads(ranks[0])
-    yield from _learning_rate(ranks[0])
-    yield from _schedule(ranks[0])
+        yield from _step_count_findings(ranks)
+        yield from _buffer_findings(ranks)
+        yield from _file_findings(ranks)
+        yield from _file_load_findings(ranks)
+    cleared_findings = [*_cleared_gradient_findings(ranks[0])]
+    yield from cleared_findings or _accumulation_window_findings(ranks[0])
+    yield from _unused_parameter_findings(ranks)
+    yield from _thread_findings(ranks[0])
+    yield from _learning_rate_findings(ranks[0])
+    yield from _schedule_findings(ranks[0])
 
 
 def session_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
@@ -47,10 +47,10 @@ def session_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     text = "the script trains in a paceline.session(), which checks samples, gradients and weights while it trains"
     fix = "paceline verify FILE.py:FUNCTION, to compare the loop with one process"
     yield Finding("session", "note", text, ranks[0].steps[0].site if ranks[0].steps else "", fix)
-    yield from (*_files(ranks), *_loads(ranks), *_threads(ranks[0]))
+    yield from (*_file_findings(ranks), *_file_load_findings(ranks), *_thread_findings(ranks[0]))
 
 
-def _step_counts(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
+def _step_count_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     uses_join = any(replica.joined for facts in ranks for replica in facts.replicas)
     counts = [len(next(iter(joint_steps_by_optimizer(facts)), [])) for facts in ranks]
     if all(facts.ended for facts in ranks) and differs(counts) and not uses_join and all(counts):
@@ -60,10 +60,10 @@ def _step_counts(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
         yield Finding("uneven steps", "wrong", "ranks take different numbers of steps", site, fix, by_rank)
 
 
-def _cleared_gradients(facts: ScriptFacts) -> Iterator[Finding]:
+def _cleared_gradient_findings(facts: ScriptFacts) -> Iterator[Finding]:
     """Accumulated gradients that are cleared before most steps, not only now and then, as after an overflow."""
     for steps in joint_steps_by_optimizer(facts):
-        early_steps = [step for step in steps if step.loader < 0 or step.epoch <= EPOCHS]
+        early_steps = [step for step in steps if step.loader < 0 or step.epoch <= RECORDED_EPOCHS]
         affected = [step for step in early_steps if step.lost and (step.loader >= 0 or _divides(step))]
         if len(affected) < 2 or len(affected) <= len(early_steps) / 2:
             continue
@@ -80,11 +80,11 @@ def _divides(step: SeenStep) -> bool:
     return any(round(factor * step.backwards, 3) == 1 for factor in step.factors)
 
 
-def _windows(facts: ScriptFacts) -> Iterator[Finding]:
+def _accumulation_window_findings(facts: ScriptFacts) -> Iterator[Finding]:
     optimizers = joint_steps_by_optimizer(facts)
     if not optimizers or differs(tuple(step.backwards for step in steps) for steps in optimizers):
         return  # optimizers that alternate, as in a GAN, have no common window
-    steps = [step for step in optimizers[0] if step.epoch <= EPOCHS and step.loader >= 0]
+    steps = [step for step in optimizers[0] if step.epoch <= RECORDED_EPOCHS and step.loader >= 0]
     window = Counter(step.backwards for step in steps).most_common(1)[0][0] if steps else 0
     if window < 2:
         return
@@ -104,7 +104,13 @@ def _windows(facts: ScriptFacts) -> Iterator[Finding]:
             evidence = f"its gradient has {step.backwards}/{window} of the right size"
             yield Finding("last window", "wrong", text, site, fix, evidence)
     for dropped in facts.dropped:
-        if rest and dropped.epoch <= EPOCHS and dropped.backwards == rest and dropped.optimizer == 0 and is_clean:
+        if (
+            rest
+            and dropped.epoch <= RECORDED_EPOCHS
+            and dropped.backwards == rest
+            and dropped.optimizer == 0
+            and is_clean
+        ):
             is_clean = False
             outcome = "are never used" if dropped.cleared else "are added to the first step of the next epoch"
             text = f"the gradients of the last {dropped.backwards} micro-batches of an epoch {outcome}"
@@ -119,7 +125,7 @@ def _factor(step: SeenStep) -> float:
     return math.prod(step.factors) * step.scaled
 
 
-def _buffers(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
+def _buffer_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     for replicas in zip(*(facts.replicas for facts in ranks), strict=False):
         buffer_rows = [*zip(*(replica.buffers for replica in replicas), strict=False)]
         site = replicas[0].evaluation_site
@@ -131,8 +137,8 @@ def _buffers(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
             yield Finding("batch norm", "right", "buffers are equal on all ranks when evaluation begins", site)
 
 
-def _files(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
-    writers = _by_place(ranks, "saved_files")
+def _file_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
+    writers = _files_by_path(ranks, "saved_files")
     shared: defaultdict[str, list[tuple[str, list[int]]]] = defaultdict(list)
     for (_, path), places in writers.items():
         if len(places) > 1:
@@ -150,16 +156,16 @@ def _files(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
         yield Finding("one file", "right", "no two ranks write the same file")
 
 
-def _by_place(ranks: Sequence[ScriptFacts], attribute: str) -> dict[tuple[str, str], dict[int, PlacedFile]]:
-    by_place: dict[tuple[str, str], dict[int, PlacedFile]] = {}
+def _files_by_path(ranks: Sequence[ScriptFacts], attribute: str) -> dict[tuple[str, str], dict[int, FileAccess]]:
+    by_place: dict[tuple[str, str], dict[int, FileAccess]] = {}
     for facts in ranks:
         for file in getattr(facts, attribute):
             by_place.setdefault((facts.host, file.path), {})[facts.rank] = file
     return by_place
 
 
-def _loads(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
-    for (_, path), places in _by_place(ranks, "loaded_files").items():
+def _file_load_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
+    for (_, path), places in _files_by_path(ranks, "loaded_files").items():
         wrong_device = [rank for rank, file in places.items() if set(file.devices) - {file.own_device}]
         if wrong_device and not differs(tuple(file.devices) for file in places.values()):
             file = places[wrong_device[0]]
@@ -168,7 +174,7 @@ def _loads(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
             yield Finding("one GPU", "costs", text, file.site, fix, f"{format_ranks(wrong_device)}: {path}")
 
 
-def _unused_parameters(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
+def _unused_parameter_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     for replicas in zip(*(facts.replicas for facts in ranks), strict=False):
         first, is_observed = replicas[0], min(replica.looked for replica in replicas) >= MIN_OBSERVED
         if first.find_unused and is_observed and not max(replica.unused for replica in replicas):
@@ -178,7 +184,7 @@ def _unused_parameters(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
             yield Finding("unused parameters", "note" if first.by_library else "costs", text, first.site, fix, evidence)
 
 
-def _threads(facts: ScriptFacts) -> Iterator[Finding]:
+def _thread_findings(facts: ScriptFacts) -> Iterator[Finding]:
     per_rank = max(1, facts.cores // max(1, facts.local_world))
     if facts.threads > per_rank:
         call = "session(threads={})" if facts.session else "torch.set_num_threads({})"
@@ -191,14 +197,14 @@ def _threads(facts: ScriptFacts) -> Iterator[Finding]:
 
 
 def _training_loader(facts: ScriptFacts) -> SeenLoader | None:
-    return next((loader for loader in facts.loaders if loader.training and not loader.local_only), None)
+    return next((loader for loader in facts.loaders if loader.training_passes and not loader.local_only), None)
 
 
-def _learning_rate(facts: ScriptFacts) -> Iterator[Finding]:
+def _learning_rate_findings(facts: ScriptFacts) -> Iterator[Finding]:
     loader, steps = _training_loader(facts), joint_steps(facts)
-    if loader is None or not steps or not loader.training[0].sizes or facts.world // facts.split < 2:
+    if loader is None or not steps or not loader.training_passes[0].sizes or facts.world // facts.split < 2:
         return
-    batch = loader.training[0].sizes[0]
+    batch = loader.training_passes[0].sizes[0]
     rate = max(step.learning_rate for step in steps)  # a warm-up begins with 0
     replicas = facts.world // facts.split
     text = f"{replicas} ranks x batch {batch} = {replicas * batch} samples, learning rate {rate:g}"
@@ -206,12 +212,12 @@ def _learning_rate(facts: ScriptFacts) -> Iterator[Finding]:
     yield Finding("learning rate", "note", text, loader.constructed_at, fix)
 
 
-def _schedule(facts: ScriptFacts) -> Iterator[Finding]:
+def _schedule_findings(facts: ScriptFacts) -> Iterator[Finding]:
     """A schedule that steps with each batch, and is exactly as long as a training on one process."""
     loader = _training_loader(facts)
     if loader is None or not facts.ended or loader.batch_size < 1 or loader.samples < 1 or loader.batches < 1:
         return
-    epochs, steps = len(loader.training), len(joint_steps(facts))
+    epochs, steps = len(loader.training_passes), len(joint_steps(facts))
     lengths = {epochs * -(-loader.samples // loader.batch_size), epochs * (loader.samples // loader.batch_size)}
     for schedule in facts.schedules:
         per_batch = schedule.steps == steps == sum(len(p.sizes) for p in loader.passes)
@@ -226,19 +232,19 @@ def gradient_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     """All findings about gradients and the weights of replicas."""
     findings = [*_optimizer_findings(ranks)]
     has_mistake = any(finding.level == "wrong" for finding in findings)
-    first = next((step for facts in ranks for step in _steps_past_ddp(facts)), None)
+    first = next((step for facts in ranks for step in _steps_bypassing_ddp(facts)), None)
     if first is not None and has_mistake:  # between steps through DDP
         site = next((ddp.past_site for facts in ranks for ddp in facts.replicas if ddp.past_site), first.site)
-        findings = [replace(f, **BYPASSED_DDP, site=site) if f.rule == "replicas" else f for f in findings]
+        findings = [replace(f, **BYPASSED_DDP_FIELDS, site=site) if f.rule == "replicas" else f for f in findings]
     elif first is not None:
-        outside = [facts.rank for facts in ranks if any(_steps_past_ddp(facts))]
+        outside = [facts.rank for facts in ranks if any(_steps_bypassing_ddp(facts))]
         text = f"{format_ranks(outside)} {'continues' if len(outside) == 1 else 'continue'} to train alone, outside DDP"
         fix = "ddp(x), not ddp.module(x), if this is not intended"
         findings.append(Finding("past DDP", "note", text, first.backward_site, fix, "after steps through DDP"))
     yield from findings
 
 
-def _steps_past_ddp(facts: ScriptFacts) -> Iterator[SeenStep]:
+def _steps_bypassing_ddp(facts: ScriptFacts) -> Iterator[SeenStep]:
     """The steps without a forward of the DDP model, except a first one that used a different optimizer's forward."""
     by_optimizer: defaultdict[int, list[SeenStep]] = defaultdict(list)
     for step in facts.steps:
@@ -261,7 +267,9 @@ def _optimizer_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
         first, measured = rows[0][0], [row for row in rows if all(step.local for step in row)]
         if unequal:
             when = f"at {len(unequal)} of {len(rows)} steps"
-            finding = _local_sgd(rows) or _why_not_averaged(ranks[0], unequal[0][0], when, start_differs=start_differs)
+            finding = _local_sgd_note(rows) or _unaveraged_gradient_finding(
+                ranks[0], unequal[0][0], when, start_differs=start_differs
+            )
             if finding.words not in reported:
                 yield finding
             reported.add(finding.words)
@@ -271,8 +279,8 @@ def _optimizer_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
             yield Finding("gradients", "wrong", text, first.site, fix, f"at {len(measured)} of {len(rows)} steps")
         else:
             yield Finding("gradients", "right", f"gradients are equal on all ranks at {len(rows)} steps", first.site)
-            yield from _clips(rows)
-            if not start_differs and (drift := _drift(ranks[0], rows)) is not None:
+            yield from _clipping_findings(rows)
+            if not start_differs and (drift := _drift_finding(ranks[0], rows)) is not None:
                 yield drift
         if start_differs and (ranks[0].replicas or not unequal):
             site = ranks[0].replicas[0].site if ranks[0].replicas else first.site
@@ -283,7 +291,7 @@ def _optimizer_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
             yield Finding("different start", "right", "all ranks start from the same weights", first.site)
 
 
-def _without_private_parameters(rows: Rows, *, replicas: bool) -> tuple[Rows, Finding | None]:
+def _without_private_parameters(rows: StepRows, *, replicas: bool) -> tuple[StepRows, Finding | None]:
     """The steps without the private parameters of each rank, and a note about these.
 
     Private parameters are shards of a classifier or of a table, or experts. They belong to no replica, and their
@@ -315,7 +323,7 @@ def _of_parameters(step: SeenStep, indices: Sequence[int]) -> SeenStep:
     return replace(step, gradients=gradients, parameters=before, after=after, shapes="", strangers=0)
 
 
-def _joint_rows(steps_by_rank: Sequence[Sequence[SeenStep]]) -> Rows:
+def _joint_rows(steps_by_rank: Sequence[Sequence[SeenStep]]) -> StepRows:
     """The first, second, ... step of each epoch on all ranks, without the extra steps of some ranks with Join."""
     rows: defaultdict[tuple[int, int], list[SeenStep]] = defaultdict(list)
     for steps in steps_by_rank:
@@ -345,7 +353,7 @@ def _is_mean(row: Sequence[SeenStep]) -> bool:
     return abs(row[0].applied - mean) < TOLERANCE * size
 
 
-def _local_sgd(rows: Sequence[Sequence[SeenStep]]) -> Finding | None:
+def _local_sgd_note(rows: Sequence[Sequence[SeenStep]]) -> Finding | None:
     """A note if weights become equal again after steps with different gradients, which is the purpose of local SGD."""
     apart = [differs(step.gradients for step in row) for row in rows]
     start_weights = rows[apart.index(True)][0].parameters
@@ -362,7 +370,7 @@ def _local_sgd(rows: Sequence[Sequence[SeenStep]]) -> Finding | None:
     return Finding("gradients", "note", text, rows[0][0].site, fix, seen)
 
 
-def _clips(rows: Sequence[Sequence[SeenStep]]) -> Iterator[Finding]:
+def _clipping_findings(rows: Sequence[Sequence[SeenStep]]) -> Iterator[Finding]:
     """Gradients that differ when they are clipped, but are equal at the step, are averaged after the clipping."""
     for row in rows:
         norms = [step.norm for step in row]
@@ -374,7 +382,7 @@ def _clips(rows: Sequence[Sequence[SeenStep]]) -> Iterator[Finding]:
             return
 
 
-def _drift(facts: ScriptFacts, rows: Sequence[Sequence[SeenStep]]) -> Finding | None:
+def _drift_finding(facts: ScriptFacts, rows: Sequence[Sequence[SeenStep]]) -> Finding | None:
     """The point at which equal weights of replicas become different, although all gradients are equal."""
     previous: Sequence[SeenStep] = ()
     for number, row in enumerate(rows, 1):
@@ -385,12 +393,12 @@ def _drift(facts: ScriptFacts, rows: Sequence[Sequence[SeenStep]]) -> Finding | 
             evidence = f"{format_ranks(changed)}: between steps {number - 1} and {number}"
             return Finding("replicas", "wrong", text, row[0].site, fix, evidence)
         if differs(step.after for step in row):
-            return _unequal_step(facts, row, number)
+            return _unequal_step_finding(facts, row, number)
         previous = row
     return None
 
 
-def _unequal_step(facts: ScriptFacts, row: Sequence[SeenStep], number: int) -> Finding:
+def _unequal_step_finding(facts: ScriptFacts, row: Sequence[SeenStep], number: int) -> Finding:
     site, evidence = row[0].site, f"at step {number}"
     plateau = next((schedule for schedule in facts.schedules if schedule.name == "ReduceLROnPlateau"), None)
     if differs(step.learning_rate for step in row):
@@ -409,14 +417,14 @@ def _unequal_step(facts: ScriptFacts, row: Sequence[SeenStep], number: int) -> F
     return Finding("replicas", "wrong", text, site, fix, evidence)
 
 
-def _why_not_averaged(facts: ScriptFacts, step: SeenStep, when: str, *, start_differs: bool) -> Finding:
+def _unaveraged_gradient_finding(facts: ScriptFacts, step: SeenStep, when: str, *, start_differs: bool) -> Finding:
     replica = facts.replicas[0] if facts.replicas else None
     if replica is None:
         suffix = ", and ranks start from different weights" if start_differs else ""
         text = f"gradients are never averaged over ranks: no model is wrapped{suffix}"
         fix, site = "model = DistributedDataParallel(model), before you create the optimizer", step.site
     elif not step.forwards and replica.past_site:
-        text, fix, site = BYPASSED_DDP["words"], BYPASSED_DDP["type_instead"], replica.past_site
+        text, fix, site = BYPASSED_DDP_FIELDS["words"], BYPASSED_DDP_FIELDS["type_instead"], replica.past_site
     elif step.synced < step.forwards and replica.no_sync_site:
         text = "gradients are not averaged: the last micro-batch before a step is also inside no_sync()"
         fix, site = "run the last micro-batch of each window outside no_sync()", replica.no_sync_site

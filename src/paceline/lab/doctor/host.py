@@ -22,10 +22,10 @@ from typing import Any
 
 import msgspec
 
-from paceline.host.facts import gather
+from paceline.host.facts import gather_facts
 from paceline.lab.doctor import messages as m
 
-TOKEN = re.compile(r"[0-9a-f]{32}")
+TOKEN_PATTERN = re.compile(r"[0-9a-f]{32}")
 TOKEN_BYTES = 32
 CHUNK_BYTES = 1 << 18
 ROUND_TRIPS = 12
@@ -44,16 +44,16 @@ ERRORS = {
 }
 
 
-def _examine(request: m.Examine) -> m.Examined:
-    folder = _existing(request.folder)
+def _examine(request: m.Examine) -> m.ExamineAnswer:
+    folder = _nearest_existing_folder(request.folder)
     usage = shutil.disk_usage(folder)
-    return m.Examined(gather(), _listen(request.token.encode()), str(folder), usage.free, usage.total)
+    return m.ExamineAnswer(gather_facts(), _listen(request.token.encode()), str(folder), usage.free, usage.total)
 
 
-def _probe(request: m.Probe) -> m.Done:
-    if not TOKEN.fullmatch(request.token):  # it becomes a part of a file name
+def _probe(request: m.Probe) -> m.FolderProbeAnswer:
+    if not TOKEN_PATTERN.fullmatch(request.token):  # it becomes a part of a file name
         raise ValueError(f"a token is 32 hex digits, got {request.token[:40]!r}")
-    folder = _existing(request.folder)
+    folder = _nearest_existing_folder(request.folder)
     path, token = folder / f".paceline-doctor-{request.token}", request.token.encode()
     if request.act == "write":
         try:
@@ -64,21 +64,21 @@ def _probe(request: m.Probe) -> m.Done:
         except OSError as error:
             if not isinstance(error, FileExistsError):
                 path.unlink(missing_ok=True)
-            return m.Done(f"{folder} is not writable: {error.strerror}")
+            return m.FolderProbeAnswer(f"{folder} is not writable: {error.strerror}")
     elif request.act == "read":
         try:
             os.scandir(folder).close()  # refreshes the cache of NFS
             if path.read_bytes()[:64] != token:
-                return m.Done("the file has different content here")
+                return m.FolderProbeAnswer("the file has different content here")
         except OSError as error:
-            return m.Done(error.strerror or str(error))
+            return m.FolderProbeAnswer(error.strerror or str(error))
     else:
         with suppress(OSError):
             path.unlink()
-    return m.Done()
+    return m.FolderProbeAnswer()
 
 
-def _existing(folder: str) -> Path:
+def _nearest_existing_folder(folder: str) -> Path:
     """The folder, or its nearest parent that exists."""
     path = Path(folder).absolute()
     while not path.is_dir() and path != path.parent:
@@ -127,13 +127,13 @@ def _answer(connection: socket.socket, token: bytes) -> None:
             return
 
 
-def try_targets(targets: tuple[m.Target, ...], seconds: float, measure_seconds: float = 0.0) -> m.Connected:
+def measure_links(targets: tuple[m.Target, ...], seconds: float, measure_seconds: float = 0.0) -> m.ConnectAnswer:
     """Connect to all targets in parallel, each for `seconds` at most, and measure their links."""
     with ThreadPoolExecutor(max(1, min(64, len(targets)))) as pool:
-        return m.Connected(tuple(pool.map(lambda target: _try(target, seconds, measure_seconds), targets)))
+        return m.ConnectAnswer(tuple(pool.map(lambda target: _measure_link(target, seconds, measure_seconds), targets)))
 
 
-def _try(target: m.Target, seconds: float, measure_seconds: float) -> m.Link:
+def _measure_link(target: m.Target, seconds: float, measure_seconds: float) -> m.Link:
     try:
         with socket.create_connection((target.address, target.port), timeout=seconds) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -178,10 +178,10 @@ def _read(connection: socket.socket, count: int) -> bytes:
     return data
 
 
-ANSWERS: Mapping[type[m.Request], Callable[[Any], object]] = {
+REQUEST_HANDLERS: Mapping[type[m.Request], Callable[[Any], object]] = {
     m.Examine: _examine,
     m.AskTime: lambda _: m.Time(time.time()),
-    m.Connect: lambda request: try_targets(request.targets, request.seconds, request.measure_seconds),
+    m.Connect: lambda request: measure_links(request.targets, request.seconds, request.measure_seconds),
     m.Probe: _probe,
 }
 
@@ -195,9 +195,9 @@ def main() -> int:
             if len(line) > m.MAX_LINE_BYTES or not line.endswith(b"\n"):
                 raise ValueError(f"line longer than {m.MAX_LINE_BYTES} bytes, or incomplete: {line[:60]!r}")
             request = decoder.decode(line)
-            reply = ANSWERS[type(request)](request)
+            reply = REQUEST_HANDLERS[type(request)](request)
         except (msgspec.MsgspecError, ValueError, OSError) as error:
-            reply = m.Refused(str(error)[:1000])
+            reply = m.RequestRefusal(str(error)[:1000])
         try:
             sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
             sys.stdout.buffer.flush()

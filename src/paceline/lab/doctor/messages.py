@@ -57,7 +57,7 @@ class Probe(_Request, frozen=True):
 Request = Examine | AskTime | Connect | Probe
 
 
-class Examined(msgspec.Struct, frozen=True):
+class ExamineAnswer(msgspec.Struct, frozen=True):
     """The facts, the port at which the host listens, and the disk of the run folder or its nearest parent."""
 
     facts: Facts
@@ -81,19 +81,19 @@ class Link(msgspec.Struct, frozen=True):
     bytes_per_second: float = 0.0
 
 
-class Connected(msgspec.Struct, frozen=True):
+class ConnectAnswer(msgspec.Struct, frozen=True):
     """A link for each target, in their order."""
 
     links: tuple[Link, ...]
 
 
-class Done(msgspec.Struct, frozen=True):
+class FolderProbeAnswer(msgspec.Struct, frozen=True):
     """The error; empty if there was none."""
 
     error: str = ""
 
 
-class Refused(msgspec.Struct, frozen=True):
+class RequestRefusal(msgspec.Struct, frozen=True):
     """The answer to a request that is invalid or failed."""
 
     refused: str

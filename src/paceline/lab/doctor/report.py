@@ -11,15 +11,15 @@ from rich.text import Text
 
 from paceline.errors import plural
 from paceline.guard.report import printable
-from paceline.host.facts import NODE_RULES, Address, Facts, Finding, Node, Rule, differences, itself
+from paceline.host.facts import NODE_RULES, Address, Facts, Finding, Node, Rule, find_differences, node_as_fact
 from paceline.host.reach import is_loopback
-from paceline.lab.doctor.messages import Examined
+from paceline.lab.doctor.messages import ExamineAnswer
 from paceline.lab.doctor.survey import Survey
 
 MAX_CLOCK_OFFSET_SECONDS = 2.0
 BUSY_BYTES = 1 << 30  # of a GPU's memory in use: more than a driver and a desktop need
 LOW_SPACE_BYTES, NO_SPACE_BYTES = 1 << 30, 64 << 20
-FREE_SPACE = "delete unneeded files, or choose a different --run-dir"
+FREE_SPACE_ADVICE = "delete unneeded files, or choose a different --run-dir"
 SLOW_BYTES_PER_SECOND = 500e6 / 8  # half of a 1 Gbit/s network
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "-": "dim"}
 
@@ -39,23 +39,23 @@ class Host(Node):
 
     survey: Survey
 
-    def usable(self) -> Address | None:
+    def usable_address(self) -> Address | None:
         """The first of its addresses that all others reach, preferably one that its host name resolves to."""
-        incoming = [links for (_, target), links in self.survey.reach.items() if target == self.name]
+        incoming = [links for (_, target), links in self.survey.links_by_address.items() if target == self.name]
         usable = [a for a in self.facts.addresses
                   if all(a.address in links and not links[a.address].error for links in incoming)]  # fmt: skip
         return min(usable, key=lambda a: a.address not in self.facts.own_addresses, default=None)
 
-    def closed(self) -> Iterator[tuple[list[str], str]]:
+    def unreachable_sources(self) -> Iterator[tuple[list[str], str]]:
         """The hosts that reach none of its addresses, and why."""
         errors: dict[str, list[str]] = {}
-        for (source, target), links in self.survey.reach.items():
+        for (source, target), links in self.survey.links_by_address.items():
             if target == self.name and all(link.error for link in links.values()):
                 reason = "; ".join(f"{address}: {link.error}" for address, link in links.items()) or "it has no address"
                 errors.setdefault(reason, []).append(source)
         yield from ((sources, reason) for reason, sources in errors.items())
 
-    def clock(self) -> list[float]:
+    def offsets_from_median_clock(self) -> list[float]:
         """The seconds by which its clock is ahead of the median of all clocks, including this machine's."""
         offsets = self.survey.clock_offsets
         return [offset - median([*offsets.values(), 0.0]) for name, offset in offsets.items() if name == self.name]
@@ -63,15 +63,17 @@ class Host(Node):
     def folder(self) -> list[tuple[str, str]]:
         """The run folder, and the error of this host's access to it."""
         run_dir = self.survey.wanted.run_dir
-        return [(run_dir, done.error) for name, done in self.survey.folder.items() if name == self.name]
+        return [(run_dir, done.error) for name, done in self.survey.folder_access.items() if name == self.name]
 
-    def disk(self) -> tuple[Examined]:
+    def disk(self) -> tuple[ExamineAnswer]:
         """The disk of the run folder."""
         return (self.survey.hosts[self.name],)
 
-    def speed(self) -> list[tuple[str, float]]:
+    def next_link_speed(self) -> list[tuple[str, float]]:
         """The next host, and the bytes per second that arrived there."""
-        return [(to, link.bytes_per_second) for (name, to), link in self.survey.links.items() if name == self.name]
+        return [
+            (to, link.bytes_per_second) for (name, to), link in self.survey.measured_links.items() if name == self.name
+        ]
 
 
 def hosts_of(survey: Survey) -> list[Host]:
@@ -89,13 +91,13 @@ def _rate(bytes_per_second: float) -> str:
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
-def _free_space(disk: Examined) -> str:
+def _free_space(disk: ExamineAnswer) -> str:
     return f"only {disk.disk_free / 1e9:.3g} GB free of {disk.disk_size / 1e9:.3g} GB at {disk.disk_path}"
 
 
 RULES: tuple[Rule[Any], ...] = (
     *NODE_RULES,
-    Rule("gpus", "error", itself, lambda h: 0 < len(h.facts.gpus) < h.workers,
+    Rule("gpus", "error", node_as_fact, lambda h: 0 < len(h.facts.gpus) < h.workers,
          lambda h: f"{h.workers} workers, but {len(h.facts.gpus)} GPUs",
          lambda h: f"use --nproc {len(h.facts.gpus)}, or --backend gloo or --device cpu when you train"),
     Rule("gpus", "error", lambda h: h.facts.gpus, lambda gpu: gpu.lost,
@@ -109,24 +111,24 @@ RULES: tuple[Rule[Any], ...] = (
          lambda gpu: f"GPU {gpu.index} is in use by {', '.join(f'pid {pid}' for pid in gpu.processes) or 'others'}: "
          f"{gpu.memory_used >> 20} of {gpu.memory >> 20} MiB",
          "wait for it, or choose others with CUDA_VISIBLE_DEVICES"),
-    Rule("names", "warning", itself, lambda h: is_loopback(next(iter(h.facts.own_addresses), "")),
+    Rule("names", "warning", node_as_fact, lambda h: is_loopback(next(iter(h.facts.own_addresses), "")),
          lambda h: f"its name {h.facts.host} resolves to {h.facts.own_addresses[0]}, which no other host can reach",
          lambda h: f"in its /etc/hosts write {h.facts.addresses[0].address if h.facts.addresses else 'its address'} "
          f"{h.facts.host}, and remove {h.facts.host} from the 127.x line"),
-    Rule("ports", "error", Host.closed, bool,
+    Rule("ports", "error", Host.unreachable_sources, bool,
          lambda closed: f"cannot be reached from {', '.join(closed[0])} at {closed[1]}",
          lambda closed: f"allow connections from {', '.join(closed[0])} to all its TCP ports, because ranks use any "
          "ports: check `nft list ruleset` and `ip route get` on both sides"),
-    Rule("clocks", "warning", Host.clock, lambda ahead: abs(ahead) > MAX_CLOCK_OFFSET_SECONDS,
+    Rule("clocks", "warning", Host.offsets_from_median_clock, lambda ahead: abs(ahead) > MAX_CLOCK_OFFSET_SECONDS,
          lambda ahead: f"its clock is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}: log times are wrong, "
          "and the rendezvous of torchrun can start only a part of a job",
          "synchronise it: timedatectl set-ntp true, or chronyc makestep"),
     Rule("run folder", "error", Host.folder, lambda access: access[1], "{0[0]}: {0[1]}".format,
          "choose a writable --run-dir on a file system that all hosts mount (NFS, Lustre)"),
-    Rule("disk", "error", Host.disk, lambda disk: disk.disk_free < NO_SPACE_BYTES, _free_space, FREE_SPACE),
+    Rule("disk", "error", Host.disk, lambda disk: disk.disk_free < NO_SPACE_BYTES, _free_space, FREE_SPACE_ADVICE),
     Rule("disk", "warning", Host.disk, lambda disk: NO_SPACE_BYTES <= disk.disk_free < LOW_SPACE_BYTES, _free_space,
-         FREE_SPACE),
-    Rule("bandwidth", "warning", Host.speed, lambda link: link[1] < SLOW_BYTES_PER_SECOND,
+         FREE_SPACE_ADVICE),
+    Rule("bandwidth", "warning", Host.next_link_speed, lambda link: link[1] < SLOW_BYTES_PER_SECOND,
          lambda link: f"sends {_rate(link[1])} to {link[0]}; {_rate(SLOW_BYTES_PER_SECOND)} is needed",
          "check the negotiated speed (ethtool), cable and switch port of both; all ranks wait for the slowest link"),
 )  # fmt: skip
@@ -134,7 +136,7 @@ RULES: tuple[Rule[Any], ...] = (
 
 def run_checks(survey: Survey) -> list[Check]:
     """All checks of the survey, in the order of the report; in each check errors first."""
-    by_check = {"software": [*differences({name: host.facts for name, host in survey.hosts.items()})]}
+    by_check = {"software": [*find_differences({name: host.facts for name, host in survey.hosts.items()})]}
     by_check["hosts"] = [Finding("error", *lost, "fix that, or remove this host") for lost in survey.lost.items()]
     for host in hosts_of(survey):
         for rule in RULES:
@@ -150,10 +152,13 @@ def run_checks(survey: Survey) -> list[Check]:
     return checks
 
 
-def bandwidth(survey: Survey) -> tuple[float, float]:
+def worst_link_values(survey: Survey) -> tuple[float, float]:
     """The slowest link's bytes per second, and the longest round trip in seconds; 0 if not measured."""
-    trips = [[link.round_trip_seconds for link in links.values() if not link.error] for links in survey.reach.values()]
-    slowest = min((link.bytes_per_second for link in survey.links.values()), default=0.0)
+    trips = [
+        [link.round_trip_seconds for link in links.values() if not link.error]
+        for links in survey.links_by_address.values()
+    ]
+    slowest = min((link.bytes_per_second for link in survey.measured_links.values()), default=0.0)
     return slowest, max((min(trip) for trip in trips if trip), default=0.0)
 
 
@@ -162,17 +167,21 @@ def _versions(facts: Facts) -> str:
 
 
 def _ports(survey: Survey) -> str:
-    addresses = [f"{host.name} {a.address} ({a.interface})" for host in hosts_of(survey) if (a := host.usable())]
-    return f"all {len(survey.reach)} connections between {len(survey.hosts)} hosts are open: {', '.join(addresses)}"
+    addresses = ", ".join(
+        f"{host.name} {a.address} ({a.interface})" for host in hosts_of(survey) if (a := host.usable_address())
+    )
+    return f"all {len(survey.links_by_address)} connections between {len(survey.hosts)} hosts are open: {addresses}"
 
 
 def _bandwidth(survey: Survey) -> str:
     if survey.wanted.quick:
         return ""
-    slowest, round_trip = bandwidth(survey)
-    if not survey.links:
+    slowest, round_trip = worst_link_values(survey)
+    if not survey.measured_links:
         return "not measured: no connection is open"
-    return f"{_rate(slowest)} on the slowest of {len(survey.links)} links, round trip {1e3 * round_trip:.2g} ms"
+    return (
+        f"{_rate(slowest)} on the slowest of {len(survey.measured_links)} links, round trip {1e3 * round_trip:.2g} ms"
+    )
 
 
 SUMMARIES: dict[str, tuple[bool, Callable[[Survey], str]]] = {
@@ -187,7 +196,7 @@ SUMMARIES: dict[str, tuple[bool, Callable[[Survey], str]]] = {
     "names": (True, lambda _: "each host name resolves to that host, on all hosts"),
     "ports": (True, _ports),
     "clocks": (True, lambda s: f"all within {max(map(abs, s.clock_offsets.values()), default=0):.2g} s"),
-    "run folder": (False, lambda s: f"{s.wanted.run_dir} is writable; visible on {', '.join(s.folder)}"),
+    "run folder": (False, lambda s: f"{s.wanted.run_dir} is writable; visible on {', '.join(s.folder_access)}"),
     "disk": (False, lambda s: f"at least {min(host.disk_free for host in s.hosts.values()) / 1e9:.3g} GB free"),
     "bandwidth": (True, _bandwidth),
 }  # fmt: skip
@@ -213,8 +222,8 @@ def as_json(survey: Survey, checks: Sequence[Check]) -> bytes:
         "checks": checks,
         "seconds": survey.seconds,
         "clock_offset_seconds": survey.clock_offsets,
-        "ports": [{"from": a, "to": b, "addresses": links} for (a, b), links in survey.reach.items()],
-        "bandwidth": dict(zip(("bytes_per_second", "round_trip_seconds"), bandwidth(survey), strict=True)),
+        "ports": [{"from": a, "to": b, "addresses": links} for (a, b), links in survey.links_by_address.items()],
+        "bandwidth": dict(zip(("bytes_per_second", "round_trip_seconds"), worst_link_values(survey), strict=True)),
         "facts": {name: host.facts for name, host in survey.hosts.items()},
     }
     return msgspec.json.format(msgspec.json.encode(report), indent=2)

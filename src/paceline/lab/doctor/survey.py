@@ -21,9 +21,9 @@ T = TypeVar("T")
 PROGRAM = ("-P", "-m", "paceline.lab.doctor.host")
 MAX_NOISE_LINES = 1000  # of a login shell's start-up files, before the first answer
 MAX_STDERR_BYTES = 1 << 16  # the last of them are read
-END_SECONDS = 2.0
-FIRST_SECONDS = 20.0  # to log in and start Python, perhaps from a slow file system
-SECONDS = 10.0
+EXIT_TIMEOUT_SECONDS = 2.0
+FIRST_ANSWER_TIMEOUT_SECONDS = 20.0  # to log in and start Python, perhaps from a slow file system
+ANSWER_TIMEOUT_SECONDS = 10.0
 CONNECT_SECONDS = 1.3  # a lost SYN is sent again after 1 s
 MEASURE_SECONDS = 0.3
 MAX_ADDRESSES = 16  # of one host
@@ -31,7 +31,7 @@ Pair = tuple[str, str]  # (from, to)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlannedUse:
     """The planned use of the hosts."""
 
     hosts: tuple[str, ...]
@@ -45,13 +45,15 @@ class Wanted:
 class Survey:
     """All answers. A host in `lost` is missing from all later answers."""
 
-    wanted: Wanted
+    wanted: PlannedUse
     lost: Mapping[str, str]
-    hosts: Mapping[str, m.Examined]
+    hosts: Mapping[str, m.ExamineAnswer]
     clock_offsets: Mapping[str, float]  # seconds that a host's clock is ahead of this machine's
-    reach: Mapping[Pair, Mapping[str, m.Link]]  # by address of the target
-    folder: Mapping[str, m.Done]  # each host's access to the probe file; only the writer's if it could not write
-    links: Mapping[Pair, m.Link]  # measured, from each host to the next one
+    links_by_address: Mapping[Pair, Mapping[str, m.Link]]  # by address of the target
+    folder_access: Mapping[
+        str, m.FolderProbeAnswer
+    ]  # each host's access to the probe file; only the writer's if it could not write
+    measured_links: Mapping[Pair, m.Link]  # measured, from each host to the next one
     seconds: float
 
 
@@ -83,7 +85,7 @@ class HostProbe:
             self._process.stdin.write(msgspec.json.encode(request) + b"\n")
             self._process.stdin.flush()
         except OSError:
-            self.lost = self._why(ended=True)
+            self.lost = self._no_answer_reason(ended=True)
 
     def read(self, answer_type: type[T], deadline: float) -> T | None:
         """The answer to the request; None if the host is lost, or has not answered by `deadline`."""
@@ -108,9 +110,9 @@ class HostProbe:
         poll.register(self._process.stdout, select.POLLIN)
         while b"\n" not in self._buffer and not self.lost:
             if not poll.poll(max(0.0, 1e3 * (deadline - time.monotonic()))):
-                self.lost = self._why(ended=False)
+                self.lost = self._no_answer_reason(ended=False)
             elif not (data := os.read(self._process.stdout.fileno(), 1 << 16)) or len(self._buffer) > m.MAX_LINE_BYTES:
-                self.lost = self._why(ended=True)
+                self.lost = self._no_answer_reason(ended=True)
             else:
                 self._buffer += data
         return not self.lost
@@ -122,14 +124,14 @@ class HostProbe:
             with suppress(OSError):
                 self._process.stdin.close()
             try:
-                self._process.wait(END_SECONDS if not self.lost else 0.2)
+                self._process.wait(EXIT_TIMEOUT_SECONDS if not self.lost else 0.2)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
             self._process.stdout.close()
         self._errors.close()
 
-    def _why(self, *, ended: bool) -> str:
+    def _no_answer_reason(self, *, ended: bool) -> str:
         """The reason why there is no answer: the message of ssh, or after the login the end of the program's stderr."""
         code = None
         if ended and self._process is not None:
@@ -171,12 +173,12 @@ def ask_hosts(
     return {name: answer for name, answer in answers.items() if answer is not None}
 
 
-def survey(wanted: Wanted, programs: Sequence[HostProbe]) -> Survey:
+def survey(wanted: PlannedUse, programs: Sequence[HostProbe]) -> Survey:
     """Send all requests. Each has a time limit. A host that does not answer in time is `lost`."""
     start = time.monotonic()
     tokens = {name: secrets.token_hex(16) for name in wanted.hosts}
     requests = {name: m.Examine(token, wanted.run_dir) for name, token in tokens.items()}
-    hosts = ask_hosts(programs, requests, m.Examined, FIRST_SECONDS)
+    hosts = ask_hosts(programs, requests, m.ExamineAnswer, FIRST_ANSWER_TIMEOUT_SECONDS)
     targets = {
         name: [m.Target(a.address, host.port, tokens[name]) for a in host.facts.addresses[:MAX_ADDRESSES]]
         for name, host in hosts.items()
@@ -204,7 +206,9 @@ def _connect(
         name: m.Connect(tuple(target for _, target in attempts), CONNECT_SECONDS, measure_seconds)
         for name, attempts in attempts_by_host.items()
     }
-    answers = ask_hosts(programs, requests, m.Connected, SECONDS + CONNECT_SECONDS * len(attempts_by_host))
+    answers = ask_hosts(
+        programs, requests, m.ConnectAnswer, ANSWER_TIMEOUT_SECONDS + CONNECT_SECONDS * len(attempts_by_host)
+    )
     links = {pair: dict[str, m.Link]() for pair in pairs if pair[0] in answers}
     for name, answer in answers.items():
         for (pair, target), link in zip(attempts_by_host[name], answer.links, strict=True):
@@ -212,14 +216,20 @@ def _connect(
     return links
 
 
-def _probe_folder(programs: Sequence[HostProbe], names: Sequence[str], folder: str) -> dict[str, m.Done]:
+def _probe_folder(programs: Sequence[HostProbe], names: Sequence[str], folder: str) -> dict[str, m.FolderProbeAnswer]:
     """Let the first host write a file, and all hosts read it. Returns the result of each host."""
     token, writer = secrets.token_hex(16), names[:1]
-    write_results = ask_hosts(programs, dict.fromkeys(writer, m.Probe("write", folder, token)), m.Done, SECONDS)
+    write_results = ask_hosts(
+        programs, dict.fromkeys(writer, m.Probe("write", folder, token)), m.FolderProbeAnswer, ANSWER_TIMEOUT_SECONDS
+    )
     if any(done.error for done in write_results.values()):
         return write_results
-    read_results = ask_hosts(programs, dict.fromkeys(names, m.Probe("read", folder, token)), m.Done, SECONDS)
-    ask_hosts(programs, dict.fromkeys(writer, m.Probe("remove", folder, token)), m.Done, SECONDS)
+    read_results = ask_hosts(
+        programs, dict.fromkeys(names, m.Probe("read", folder, token)), m.FolderProbeAnswer, ANSWER_TIMEOUT_SECONDS
+    )
+    ask_hosts(
+        programs, dict.fromkeys(writer, m.Probe("remove", folder, token)), m.FolderProbeAnswer, ANSWER_TIMEOUT_SECONDS
+    )
     return read_results
 
 
@@ -228,6 +238,6 @@ def _clock_offsets(programs: Sequence[HostProbe], names: Sequence[str]) -> dict[
     offsets: dict[str, float] = {}
     for name in names:
         alloc_time, start = time.time(), time.monotonic()
-        for answer in ask_hosts(programs, {name: m.AskTime()}, m.Time, SECONDS).values():
+        for answer in ask_hosts(programs, {name: m.AskTime()}, m.Time, ANSWER_TIMEOUT_SECONDS).values():
             offsets[name] = answer.wall_seconds - (alloc_time + (time.monotonic() - start) / 2)
     return offsets

@@ -15,14 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.lab.ranks.reference import Named, Observed, Reference, at_probes, has_batch_norm
+from paceline.lab.ranks.reference import NamedTensors, Reference, StepValues, has_batch_norm, sample_gradient
 from paceline.lab.verify import ADAPTIVE_TOLERANCE, TOLERANCES, Case, Diagnosis, Result
 
 CLIPPED = "clipped gradient"  # reported as a gradient
 ROUND_OFF = 1e-11  # a gradient below this fraction of the largest is 0 except for rounding
 NORM = "gradient norm"
 LINEARITY_FACTOR = 2.0**20  # multiplies a loss, to test whether its gradient path is linear
-SAME = 1e-6  # tolerance for equal coefficients of the least squares
+COEFFICIENT_TOLERANCE = 1e-6  # tolerance for equal coefficients of the least squares
 Explanation = tuple[str, str, str]
 """(a key of CAUSES or LOOP_CAUSES in lab/verify.py, the tensor that shows it, details)"""
 
@@ -46,13 +46,13 @@ class Comparison:
 
     adaptive: bool
     precision: str = "float64"  # a key of TOLERANCES
-    moved: float = 0.0
+    max_rounding_move: float = 0.0
     """The distance by which an adaptive optimizer may have moved a parameter so far because of rounding."""
     errors: dict[str, float] = field(default_factory=dict[str, float])
-    round_off: set[str] = field(default_factory=set[str])
+    round_off_parameters: set[str] = field(default_factory=set[str])
     round_off_error: float = 0.0
 
-    def add(self, got: Observed, want: Observed) -> list[TensorDifference]:
+    def add(self, got: StepValues, want: StepValues) -> list[TensorDifference]:
         """Compare one step."""
         differences: list[TensorDifference] = []
         tolerance = self.tolerance
@@ -61,15 +61,17 @@ class Comparison:
             self._record(differences, "loss", name, error, tolerance)
         scale = _largest(want.gradients)
         if self.adaptive and self.precision == "float64":
-            self.round_off |= {n for n, g in want.gradients.items() if g is not None and _size(g) < ROUND_OFF * scale}
+            self.round_off_parameters |= {
+                n for n, g in want.gradients.items() if g is not None and _max_abs(g) < ROUND_OFF * scale
+            }
         loose_tolerance = max(tolerance, ADAPTIVE_TOLERANCE) if self.adaptive else tolerance
         self._compare(differences, "gradient", got.gradients, want.gradients, tolerance)
-        self._compare(differences, CLIPPED, got.stepped, want.stepped, tolerance)
+        self._compare(differences, CLIPPED, got.applied_gradients, want.applied_gradients, tolerance)
         self._compare(differences, "optimizer state", got.state, want.state, loose_tolerance)
-        allowed_move = self.moved / max(_largest(want.parameters), 1e-300)
+        allowed_move = self.max_rounding_move / max(_largest(want.parameters), 1e-300)
         self._compare(differences, "parameter", got.parameters, want.parameters, loose_tolerance + allowed_move)
         # a bias with a round-off gradient moves only the running mean of the next batch norm
-        loose_tolerance = ADAPTIVE_TOLERANCE if self.round_off else tolerance
+        loose_tolerance = ADAPTIVE_TOLERANCE if self.round_off_parameters else tolerance
         self._compare(differences, "buffer", got.buffers, want.buffers, loose_tolerance)
         return differences
 
@@ -80,9 +82,11 @@ class Comparison:
 
     def result(self, case: Case, finding: Diagnosis | None) -> Result:
         """The result of all steps so far."""
-        return Result(case, self.errors, sorted(self.round_off), self.round_off_error, finding)
+        return Result(case, self.errors, sorted(self.round_off_parameters), self.round_off_error, finding)
 
-    def _compare(self, diffs: list[TensorDifference], kind: str, got: Named, want: Named, tolerance: float) -> None:
+    def _compare(
+        self, diffs: list[TensorDifference], kind: str, got: NamedTensors, want: NamedTensors, tolerance: float
+    ) -> None:
         scale = max(_largest(want), 1e-300)
         for name in {**want, **got}:
             a, b = got.get(name), want.get(name)
@@ -91,8 +95,8 @@ class Comparison:
             if a is None or b is None or a.shape != b.shape:
                 self._record(diffs, kind, name, float("inf"), tolerance)
                 continue
-            absolute = _size(a.double() - b.double())
-            if kind == "parameter" and name in self.round_off:
+            absolute = _max_abs(a.double() - b.double())
+            if kind == "parameter" and name in self.round_off_parameters:
                 self.round_off_error = max(self.round_off_error, absolute)
                 if not absolute <= ADAPTIVE_TOLERANCE:
                     diffs.append(TensorDifference(kind, name, absolute))
@@ -107,38 +111,42 @@ class Comparison:
             diffs.append(TensorDifference(kind, name, error))
 
 
-def _size(tensor: Tensor) -> float:
+def _max_abs(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _largest(tensors: Named) -> float:
-    return max((_size(t) for t in tensors.values() if t is not None and t.is_floating_point()), default=0.0)
+def _largest(tensors: NamedTensors) -> float:
+    return max((_max_abs(t) for t in tensors.values() if t is not None and t.is_floating_point()), default=0.0)
 
 
 class RankDifferences(NamedTuple):
     """The first tensors that differ between ranks; None if there is none."""
 
-    start_differs: str | None  # between ranks or from one process, before the step
-    gradients_differ: str | None  # after synchronisation
-    after_differs: str | None  # a parameter or merged buffer, after the step
+    first_start_difference: str | None  # between ranks or from one process, before the step
+    first_gradient_difference: str | None  # after synchronisation
+    first_difference_after_step: str | None  # a parameter or merged buffer, after the step
 
 
 def explain(
-    got: Observed, want: Observed, differences: Sequence[TensorDifference], ranks: RankDifferences, reference: Reference
+    got: StepValues,
+    want: StepValues,
+    differences: Sequence[TensorDifference],
+    ranks: RankDifferences,
+    reference: Reference,
 ) -> Explanation:
     """The cause of the first wrong step."""
     kinds = {d.kind: d for d in reversed(differences)}
     loss, clipped = kinds.get("loss"), kinds.get(CLIPPED)
     if got.samples != want.samples:
         return "samples", "samples", sample_difference(got.samples, want.samples)
-    if ranks.start_differs:
-        return "start", ranks.start_differs, "differs before the step; was the model broadcast?"
-    if got.streams != want.streams:
+    if ranks.first_start_difference:
+        return "start", ranks.first_start_difference, "differs before the step; was the model broadcast?"
+    if got.stream_fingerprints != want.stream_fingerprints:
         return "random", "random stream", _stream_difference(got, want)
     if loss and loss.tensor != NORM:  # although samples, weights and random numbers are right
         return _explain_loss(got, want, loss, reference)
-    if ranks.gradients_differ:
-        return "sync", ranks.gradients_differ, "its gradient differs between ranks after synchronisation"
+    if ranks.first_gradient_difference:
+        return "sync", ranks.first_gradient_difference, "its gradient differs between ranks after synchronisation"
     if "gradient" in kinds:
         return _explain_gradient(got, want, kinds["gradient"], reference)
     if loss:
@@ -150,25 +158,28 @@ def explain(
             return "optimizer", kinds[kind].tensor, f"off by {kinds[kind].error:.1e}, although the gradients are right"
     if "buffer" in kinds:
         return "buffers", kinds["buffer"].tensor, f"off by {kinds['buffer'].error:.1e}"
-    tensor = str(ranks.after_differs)
+    tensor = str(ranks.first_difference_after_step)
     cause = "optimizer" if tensor in want.parameters else "buffers"  # gradients were equal on all ranks
     return cause, tensor, "differs between ranks after the step"
 
 
-def _explain_loss(got: Observed, want: Observed, loss: TensorDifference, reference: Reference) -> Explanation:
+def _explain_loss(got: StepValues, want: StepValues, loss: TensorDifference, reference: Reference) -> Explanation:
     ratio = got.scalars[loss.tensor] / want.scalars[loss.tensor]
     batch_norm = loss.tensor == "loss" and has_batch_norm(reference.model) and not _is_factor(ratio)
     return "buffers" if batch_norm else "loss", loss.tensor, _off(got.scalars, want.scalars, loss.tensor)
 
 
-def _explain_gradient(got: Observed, want: Observed, first: TensorDifference, ref: Reference) -> Explanation:
+def _explain_gradient(got: StepValues, want: StepValues, first: TensorDifference, ref: Reference) -> Explanation:
     mismatched = [n for n, g in want.gradients.items() if (g is None) != (got.gradients.get(n) is None)]
     if mismatched:
         expectation = "None" if want.gradients[mismatched[0]] is None else "a tensor"
         return "none", mismatched[0], f"one process has {expectation}"
     keys = list(ref.weights)
     present = {n: g for n, g in want.gradients.items() if g is not None}
-    values, expected = at_probes({n: got.gradients.get(n) for n in present}, present), at_probes(present, present)
+    values, expected = (
+        sample_gradient({n: got.gradients.get(n) for n in present}, present),
+        sample_gradient(present, present),
+    )
     scale = float(values.abs().max()) or 1.0
     if (factor := factor_between(values, expected)) is not None:
         return "mean", first.tensor, f"every gradient is {format_ratio(factor)} the right value"
@@ -183,7 +194,9 @@ def _explain_gradient(got: Observed, want: Observed, first: TensorDifference, re
         if scaled := _other_scale(values, ref):
             return "scale", first.tensor, scaled
         return "gradient", first.tensor, f"{details}. The gradient path is not linear{_hooked(ref)}"
-    if all(abs(m - 1) < SAME for m in coefficients.tolist()):  # but the parts do not add up to the whole gradient
+    if all(
+        abs(m - 1) < COEFFICIENT_TOLERANCE for m in coefficients.tolist()
+    ):  # but the parts do not add up to the whole gradient
         return "scale", first.tensor, f"the part of each micro-batch is right, but not their sum{_hooked(ref)}"
     parts = ", ".join(f"{k}: {format_ratio(float(m))}" for k, m in zip(keys, coefficients, strict=True))
     cause = _cause_of_coefficients(dict(zip(keys, coefficients.tolist(), strict=True)), want, ref)
@@ -228,26 +241,26 @@ def _other_scale(values: Tensor, ref: Reference) -> str:
 
 
 def _hooked(ref: Reference) -> str:
-    return f"; hooks on {', '.join(ref.hooked[:3])}" if ref.hooked else ""
+    return f"; hooks on {', '.join(ref.hooked_parameters[:3])}" if ref.hooked_parameters else ""
 
 
-def _cause_of_coefficients(coefficients: dict[str, float], want: Observed, ref: Reference) -> str:
+def _cause_of_coefficients(coefficients: dict[str, float], want: StepValues, ref: Reference) -> str:
     """The cause of these factors of the micro-batches, which are not all equal."""
     by_rank: dict[str, list[float]] = {}
     for key, factor in coefficients.items():
         by_rank.setdefault(key.split(".")[0], []).append(factor)
-    if any(abs(f) < SAME or abs(f - 2) < SAME for f in coefficients.values()):
+    if any(abs(f) < COEFFICIENT_TOLERANCE or abs(f - 2) < COEFFICIENT_TOLERANCE for f in coefficients.values()):
         return "accumulation"
-    if any(max(factors) - min(factors) > SAME for factors in by_rank.values()):
+    if any(max(factors) - min(factors) > COEFFICIENT_TOLERANCE for factors in by_rank.values()):
         by_part: dict[str, list[float]] = {}
         for key, factor in coefficients.items():
             by_part.setdefault(key.split(".")[1], []).append(factor)
         # the same on every rank, but not for every micro-batch
-        return "accumulation" if all(max(f) - min(f) < SAME for f in by_part.values()) else "shares"
+        return "accumulation" if all(max(f) - min(f) < COEFFICIENT_TOLERANCE for f in by_part.values()) else "shares"
     # One factor per rank: 1 / samples for a mean of means, 1 / norm if each rank clips its gradients.
     weights = {v: sum(w for k, w in ref.weights.items() if k.split(".")[0] == v) for v in by_rank}
     products = [factors[0] * weights[v] for v, factors in by_rank.items()]
-    is_averaged = max(products) - min(products) < SAME * max(map(abs, products))
+    is_averaged = max(products) - min(products) < COEFFICIENT_TOLERANCE * max(map(abs, products))
     return "shares" if is_averaged or want.scalars[NORM] <= ref.spec.clip_norm else "clipping"
 
 
@@ -264,8 +277,12 @@ def sample_difference(got: Sequence[int], want: Sequence[int]) -> str:
     )
 
 
-def _stream_difference(got: Observed, want: Observed) -> str:
-    wrong_keys = [key for key in {**want.streams, **got.streams} if got.streams.get(key) != want.streams.get(key)]
+def _stream_difference(got: StepValues, want: StepValues) -> str:
+    wrong_keys = [
+        key
+        for key in {**want.stream_fingerprints, **got.stream_fingerprints}
+        if got.stream_fingerprints.get(key) != want.stream_fingerprints.get(key)
+    ]
     return f"virtual rank.micro-batch {', '.join(sorted(wrong_keys)[:6])} starts from different random numbers"
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.data.plan import BatchPlan, LastBatch, combine_fingerprints, fingerprint
-from paceline.data.streams import ENDLESS
+from paceline.data.streams import ENDLESS_NUM_SAMPLES
 from paceline.errors import UsageError, plural
 from paceline.runs.events import Ended, RolledBack, Samples, Started, Step, UnloggedStep, event_files, read_events
 
@@ -37,43 +37,43 @@ class RankLog:
     started: Started
     steps: dict[int, list[Step]] = field(default_factory=dict[int, list[Step]])  # by last step, see Step.steps
     samples: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> indices, if recorded
-    ended: int = -1  # the last step, if the rank recorded its end
-    undone: int = 0  # number of steps that were rolled back
+    end_step: int = -1  # the last step, if the rank recorded its end
+    rolled_back_steps: int = 0  # number of steps that were rolled back
     unlogged: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> ranks, see UnloggedStep
 
     def roll_back(self, to: int) -> None:
         """Forget the steps after `to`, because the run repeats them."""
         for step in [step for step in self.steps if step > to]:
-            self.undone += len(covered(self.steps.pop(step)[0]))
+            self.rolled_back_steps += len(covered_steps(self.steps.pop(step)[0]))
             self.samples.pop(step, None)
 
     @property
-    def reached(self) -> int:
+    def last_complete_step(self) -> int:
         """The last complete step: a rank may be killed between the record of a step and that of its samples."""
         last = max(self.steps, default=self.started.start_step)
-        if self.ended >= 0:
-            return max(last, self.ended)
+        if self.end_step >= 0:
+            return max(last, self.end_step)
         if self.samples and last in self.steps and len(self.samples.get(last, ())) < self.steps[last][0].consumed:
             return last - 1
         return last
 
 
 @dataclass(frozen=True)
-class RunStart:
+class GenerationLogs:
     """The logs of all ranks of one (attempt, generation), sorted by rank; at least one."""
 
     logs: list[RankLog]
 
     @property
-    def first(self) -> Started:
+    def start_event(self) -> Started:
         """The `Started` event of the lowest rank. Those of the other ranks should agree."""
         return self.logs[0].started
 
     @property
     def name(self) -> str:
         """The name of the start in messages."""
-        generation = f", generation {self.first.generation}" if self.first.generation else ""
-        return f"attempt {self.first.attempt}{generation}"
+        generation = f", generation {self.start_event.generation}" if self.start_event.generation else ""
+        return f"attempt {self.start_event.attempt}{generation}"
 
     def records(self) -> Iterator[Step]:
         """The step records of all ranks."""
@@ -81,11 +81,13 @@ class RunStart:
 
     def steps(self) -> list[int]:
         """All steps that at least one rank logged, sorted."""
-        return sorted({step for record in self.records() for step in covered(record)})
+        return sorted({step for record in self.records() for step in covered_steps(record)})
 
     def spans(self, counts: range) -> Iterator[range]:
         """Split `counts` into spans so that each record is in one span. Most spans are single steps."""
-        long_spans = deque(sorted((covered(record)[0], record.step) for record in self.records() if record.steps > 1))
+        long_spans = deque(
+            sorted((covered_steps(record)[0], record.step) for record in self.records() if record.steps > 1)
+        )
         begin = counts.start
         while begin < counts.stop:
             while long_spans and long_spans[0][1] < begin:
@@ -99,7 +101,7 @@ class RunStart:
 
 
 @dataclass(frozen=True)
-class Incarnation:
+class GenerationSummary:
     """One (attempt, generation): it logged `first_step` to `last_step` (0: none), from the state after `start_step`."""
 
     attempt: int
@@ -114,7 +116,7 @@ class Incarnation:
 
 
 @dataclass(frozen=True)
-class Epoch:
+class EpochUse:
     """The number of samples that one epoch (from 0) used once, never or repeatedly; None if unknown."""
 
     epoch: int
@@ -131,8 +133,8 @@ class Audit:
     num_samples: int
     steps_per_epoch: int
     last_batch: LastBatch
-    incarnations: list[Incarnation]
-    epochs: list[Epoch] = field(default_factory=list[Epoch])
+    incarnations: list[GenerationSummary]
+    epochs: list[EpochUse] = field(default_factory=list[EpochUse])
     left_out: list[int] = field(default_factory=list[int])
     """The skipped steps: they count, but their samples did not change the parameters."""
     notes: list[str] = field(default_factory=list[str])
@@ -165,10 +167,10 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
     starts = _read_starts(run_dir)
     if not starts:
         raise UsageError(code="ledger-no-events", run_dir=run_dir)
-    ranges = _counting(starts)
+    ranges = _counted_step_ranges(starts)
     _check_plausible(starts, ranges)
-    parts = starts[0].first.stream_parts
-    plan = make_plan(ENDLESS if parts else max(1, starts[0].first.num_samples))
+    parts = starts[0].start_event.stream_parts
+    plan = make_plan(ENDLESS_NUM_SAMPLES if parts else max(1, starts[0].start_event.num_samples))
     unlogged = [note for start in starts for note in _add_unlogged_steps(start, plan)]
     incarnations = [_incarnation(start, counts) for start, counts in zip(starts, ranges, strict=True)]
     result = Audit(plan.num_samples, plan.steps_per_epoch, plan.last_batch, incarnations, is_stream=parts > 0)
@@ -182,10 +184,11 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
         return result
     result.findings.extend(text for start in starts for text in _disagreements(start, plan))
     faults = [
-        (range(step, step + 1), f"{start.name} logged it, although it started after step {start.first.start_step}")
-        for start in starts for step in start.steps() if step <= start.first.start_step
+        (range(step, step + 1), f"{start.name} logged it, although it started after step "
+         f"{start.start_event.start_step}")
+        for start in starts for step in start.steps() if step <= start.start_event.start_step
     ]  # fmt: skip
-    begin = min(start.first.start_step for start in starts)
+    begin = min(start.start_event.start_step for start in starts)
     faults += [(range(1, begin + 1), "missing: every attempt started after it")] if begin else []
     spans = ((span, start) for start, counts in zip(starts, ranges, strict=True) for span in start.spans(counts))
     checked_steps = (_check_step(span, start, plan) for span, start in spans)
@@ -207,7 +210,7 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
     return result
 
 
-def _read_starts(run_dir: Path) -> list[RunStart]:
+def _read_starts(run_dir: Path) -> list[GenerationLogs]:
     logs: list[RankLog] = []
     for path in event_files(run_dir).values():
         log = None
@@ -225,49 +228,49 @@ def _read_starts(run_dir: Path) -> list[RunStart]:
             elif isinstance(event, UnloggedStep):
                 log.unlogged[event.step] = event.ranks
             elif isinstance(event, Ended):
-                log.ended = max(log.ended, event.step)
+                log.end_step = max(log.end_step, event.step)
     logs.sort(key=lambda log: (*_order(log), log.started.rank))
-    return [RunStart(list(group)) for _, group in groupby(logs, _order)]
+    return [GenerationLogs(list(group)) for _, group in groupby(logs, _order)]
 
 
 def _order(log: RankLog) -> tuple[int, int]:
     return log.started.attempt, log.started.generation
 
 
-def _counting(starts: Sequence[RunStart]) -> list[range]:
+def _counted_step_ranges(starts: Sequence[GenerationLogs]) -> list[range]:
     """For each start the steps that count, which are those that no later start repeats. They have no gap.
 
     In the last start, the steps count that all ranks have logged: no checkpoint can contain later steps.
     """
-    end = max(starts[-1].first.start_step, min(log.reached for log in starts[-1].logs))
+    end = max(starts[-1].start_event.start_step, min(log.last_complete_step for log in starts[-1].logs))
     ranges: list[range] = []
     for start in reversed(starts):
-        begin = start.first.start_step
+        begin = start.start_event.start_step
         ranges.append(range(begin + 1, max(begin, end) + 1))
         end = min(begin, end)
     return ranges[::-1]
 
 
-def _skipped_steps(starts: Sequence[RunStart], ranges: Sequence[range]) -> list[int]:
+def _skipped_steps(starts: Sequence[GenerationLogs], ranges: Sequence[range]) -> list[int]:
     logs = ((log, counts) for start, counts in zip(starts, ranges, strict=True) for log in start.logs)
     return sorted({s for log, counts in logs for s, lines in log.steps.items() if s in counts and lines[0].skipped})
 
 
-def _check_plausible(starts: Sequence[RunStart], ranges: Sequence[range]) -> None:
+def _check_plausible(starts: Sequence[GenerationLogs], ranges: Sequence[range]) -> None:
     """Raise a UsageError for implausible numbers, which no run has written and which would take forever to check."""
     records = [record for start in starts for record in start.records()]
-    steps, samples = max(counts.stop for counts in ranges), starts[0].first.num_samples
+    steps, samples = max(counts.stop for counts in ranges), starts[0].start_event.num_samples
     if steps > MAX_UNLOGGED_STEPS + 10 * sum(min(record.steps, MAX_STEPS_PER_RECORD) for record in records):
         raise UsageError(code="ledger-steps-implausible", steps=steps, logged=len(records))
-    epochs = 1 + steps // max(1, starts[0].first.steps_per_epoch)
+    epochs = 1 + steps // max(1, starts[0].start_event.steps_per_epoch)
     limit = MAX_SAMPLES + SAMPLES_PER_RECORD * len(records)
     if samples > limit or epochs * samples > 10 * limit:
         raise UsageError(code="ledger-samples-implausible", samples=samples, epochs=epochs, logged=len(records))
 
 
-def _incarnation(start: RunStart, counts: range) -> Incarnation:
-    first, steps = start.first, start.steps()
-    return Incarnation(
+def _incarnation(start: GenerationLogs, counts: range) -> GenerationSummary:
+    first, steps = start.start_event, start.steps()
+    return GenerationSummary(
         first.attempt,
         first.generation,
         first.world_size,
@@ -276,30 +279,32 @@ def _incarnation(start: RunStart, counts: range) -> Incarnation:
         first_step=min(steps, default=0),
         last_step=max(steps, default=0),
         counted=sum(step in counts for step in steps),
-        thrown_away=sum(step >= counts.stop for step in steps) + max(log.undone for log in start.logs),
+        thrown_away=sum(step >= counts.stop for step in steps) + max(log.rolled_back_steps for log in start.logs),
     )
 
 
-def _disagreements(start: RunStart, plan: BatchPlan) -> Iterator[str]:
+def _disagreements(start: GenerationLogs, plan: BatchPlan) -> Iterator[str]:
     ranks = [log.started.rank for log in start.logs]
     for rank in sorted({rank for rank in ranks if ranks.count(rank) > 1}):
         yield f"{start.name}: rank {rank} started twice"
     for name in ("world_size", "start_step", "num_samples", "steps_per_epoch", "stream_parts"):
         values = sorted({getattr(log.started, name) for log in start.logs})
-        planned = None if start.first.stream_parts else getattr(plan, name, None)
+        planned = None if start.start_event.stream_parts else getattr(plan, name, None)
         if len(values) > 1:
             yield f"{start.name}: ranks disagree about {name}: {', '.join(map(str, values))}"
         elif planned is not None and values != [planned]:
             yield f"{start.name}: {name} is {values[0]}, but {planned} according to config.toml and the first attempt"
 
 
-def _add_unlogged_steps(start: RunStart, plan: BatchPlan) -> Iterator[str]:
+def _add_unlogged_steps(start: GenerationLogs, plan: BatchPlan) -> Iterator[str]:
     """Complete the logs of ranks that ended before they recorded a step. A different rank reports that they took it.
 
     Such a rank used its usual portion of the plan, if that is known, otherwise the portion of no other rank. Yields a
     note for each such step.
     """
-    for step in sorted({step for log in start.logs for step in log.unlogged}) if not start.first.own_order else ():
+    for step in (
+        sorted({step for log in start.logs for step in log.unlogged}) if not start.start_event.own_order else ()
+    ):
         reported = {rank for log in start.logs for rank in log.unlogged.get(step, ())}
         incomplete = [
             log for log in start.logs
@@ -327,7 +332,7 @@ def _add_unlogged_steps(start: RunStart, plan: BatchPlan) -> Iterator[str]:
         )
 
 
-def _add_step(log: RankLog, step: int, portion: tuple[int, int], start: RunStart, plan: BatchPlan) -> None:
+def _add_step(log: RankLog, step: int, portion: tuple[int, int], start: GenerationLogs, plan: BatchPlan) -> None:
     used = _portion_samples(portion, range(step, step + 1), plan) if portion[1] else torch.empty(0, dtype=torch.int64)
     epoch, digest = (step - 1) // plan.steps_per_epoch, f"{fingerprint(used):016x}"
     skipped = any(record.skipped for other in start.logs for record in other.steps.get(step, ()))
@@ -336,10 +341,10 @@ def _add_step(log: RankLog, step: int, portion: tuple[int, int], start: RunStart
         log.samples[step] = used.tolist()
 
 
-def _check_step(span: range, start: RunStart, plan: BatchPlan) -> _CheckedStep:
+def _check_step(span: range, start: GenerationLogs, plan: BatchPlan) -> _CheckedStep:
     logs = [log for log in start.logs if any(step in log.steps for step in span)]
     records = [record for log in logs for record in _records(span, log)]
-    planned = None if start.first.own_order else torch.cat([_planned(step, plan) for step in span])
+    planned = None if start.start_event.own_order else torch.cat([_planned(step, plan) for step in span])
     consumed = sum(record.consumed for record in records)
     faults = list(_faults(span, start, logs, plan)) if logs else [f"missing: {start.name} did not log it"]
     if planned is not None and logs and consumed != len(planned):
@@ -352,7 +357,7 @@ def _check_step(span: range, start: RunStart, plan: BatchPlan) -> _CheckedStep:
     return _CheckedStep(span, faults, indices, consumed, combine_fingerprints(*map(_fingerprint, records)), epoch)
 
 
-def covered(record: Step) -> range:
+def covered_steps(record: Step) -> range:
     """The steps that a record covers."""
     return range(record.step - record.steps + 1, record.step + 1)
 
@@ -374,8 +379,8 @@ def _planned(step: int, plan: BatchPlan) -> Tensor:
     return plan.global_indices(*divmod(step - 1, plan.steps_per_epoch))
 
 
-def _faults(span: range, start: RunStart, logs: Sequence[RankLog], plan: BatchPlan) -> Iterator[str]:
-    ranks, size = [log.started.rank for log in logs], start.first.world_size
+def _faults(span: range, start: GenerationLogs, logs: Sequence[RankLog], plan: BatchPlan) -> Iterator[str]:
+    ranks, size = [log.started.rank for log in logs], start.start_event.world_size
     by_rank = [_records(span, log) for log in logs]
     if ranks != list(range(size)):
         yield f"logged by ranks {', '.join(map(str, ranks))} of {size} only"
@@ -396,13 +401,15 @@ def _rank_faults(span: range, log: RankLog, plan: BatchPlan) -> Iterator[str]:
     records = _records(span, log)
     if log.started.own_order:
         for record in records:
-            recorded = torch.tensor([i for s in covered(record) for i in log.samples.get(s, [])], dtype=torch.int64)
+            recorded = torch.tensor(
+                [i for s in covered_steps(record) for i in log.samples.get(s, [])], dtype=torch.int64
+            )
             if record.consumed != len(recorded) or _fingerprint(record) != fingerprint(recorded):
                 yield f"recorded different samples from those it used: {len(recorded)} instead of {record.consumed}"
         return
     if len(span) == 1 and len(records) > 1:
         yield f"logged it {len(records)} times"
-    elif len(span) > 1 and [step for record in records for step in covered(record)] != [*span]:
+    elif len(span) > 1 and [step for record in records for step in covered_steps(record)] != [*span]:
         yield "logged them together with others, or not all of them once: the used samples are unknown"
         return
     for record in records[:1] if len(span) == 1 else records:
@@ -416,7 +423,7 @@ def _record_faults(record: Step, log: RankLog, plan: BatchPlan) -> Iterator[str]
     a, b = record.share or (0, 0)
     if not 0 <= a < b <= plan.virtual_ranks:
         return  # reported with the portions of all ranks
-    expected = _portion_samples((a, b), covered(record), plan)
+    expected = _portion_samples((a, b), covered_steps(record), plan)
     if record.consumed != len(expected) or _fingerprint(record) != fingerprint(expected):
         yield f"did not use the samples of the plan: {record.consumed} samples instead of {len(expected)}"
     if log.samples and record.steps == 1 and sorted(log.samples.get(record.step, [])) != sorted(expected.tolist()):
@@ -430,7 +437,7 @@ def _fingerprint(record: Step) -> int:
         return -1  # no samples have this fingerprint
 
 
-def _epoch(epoch: int, steps: Sequence[_CheckedStep], num_samples: int, parts: int) -> Epoch:
+def _epoch(epoch: int, steps: Sequence[_CheckedStep], num_samples: int, parts: int) -> EpochUse:
     """The use of `num_samples` samples, or of a stream in parts, each of which is read from its first sample.
 
     Sample n * parts + v is the n-th sample of part v.
@@ -438,13 +445,13 @@ def _epoch(epoch: int, steps: Sequence[_CheckedStep], num_samples: int, parts: i
     indices = [step.indices for step in steps if step.indices is not None]
     count = sum(len(step.span) for step in steps)
     if len(indices) < len(steps) and not parts:
-        return Epoch(epoch, count, None, None, None)
+        return EpochUse(epoch, count, None, None, None)
     values, counts = torch.cat([*indices, torch.empty(0, dtype=torch.int64)]).unique(return_counts=True)
     if parts:
         values_by_part = [values[values % parts == v] for v in range(parts)]
         num_samples = sum(int(part_values.max()) // parts + 1 for part_values in values_by_part if len(part_values))
     once = int((counts == 1).sum())
-    return Epoch(epoch, count, once, num_samples - len(values), len(values) - once)
+    return EpochUse(epoch, count, once, num_samples - len(values), len(values) - once)
 
 
 def _check_epoch(epoch: int, steps: Sequence[_CheckedStep], num_samples: int) -> Iterator[str]:
@@ -474,7 +481,7 @@ def _name_steps(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def _notes(result: Audit, last: RunStart, counts: range) -> Iterator[str]:
+def _notes(result: Audit, last: GenerationLogs, counts: range) -> Iterator[str]:
     if result.left_out:
         shown = ", ".join(map(str, result.left_out[:MAX_NAMED])) + (", ..." if len(result.left_out) > MAX_NAMED else "")
         yield (
@@ -486,7 +493,7 @@ def _notes(result: Audit, last: RunStart, counts: range) -> Iterator[str]:
             yield f"epoch {result.epochs[-1].epoch} is unfinished: {done} of {result.steps_per_epoch} steps"
         if result.last_batch != "keep":
             yield f"last batch '{result.last_batch}': checked only with the plan, which does not use each sample once"
-    if logs_ahead := [log for log in last.logs if log.reached >= counts.stop]:
-        steps = _name_steps(counts.stop, max(log.reached for log in logs_ahead))
+    if logs_ahead := [log for log in last.logs if log.last_complete_step >= counts.stop]:
+        steps = _name_steps(counts.stop, max(log.last_complete_step for log in logs_ahead))
         ranks = ", ".join(str(log.started.rank) for log in logs_ahead)
-        yield f"the last {steps}: logged only by ranks {ranks} of {last.first.world_size}: the run ended there"
+        yield f"the last {steps}: logged only by ranks {ranks} of {last.start_event.world_size}: the run ended there"

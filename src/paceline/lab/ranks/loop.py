@@ -24,39 +24,41 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 from paceline.checkpoint.shards import sha256_of
 from paceline.data.plan import BatchPlan, MicroBatchPlan
 from paceline.errors import PacelineError
-from paceline.lab.ranks.reference import Observed, cast_to_float64, has_batch_norm, to_double
-from paceline.lab.ranks.trial import digests_of, fingerprints, gradients_of, parameters_of, world_on
+from paceline.lab.ranks.reference import StepValues, cast_to_float64, has_batch_norm, to_double
+from paceline.lab.ranks.trial import digests_of, fingerprints, gradients_of, make_world, parameters_of
 from paceline.lab.verify import TOLERANCES, LoopCase, LoopSpec, StepBits
-from paceline.nested import mapped, tensors
+from paceline.nested import map_tensors, tensors
 from paceline.protocol.evidence import is_victim
 from paceline.rank.world import World
-from paceline.seeding import derive, seed_streams, stream_states
-from paceline.sessions.lifecycle import UNSEEDED, close_all
+from paceline.seeding import derive_seed, generator_states, seed_streams
+from paceline.sessions.lifecycle import MIN_RANDOM_SEED, close_all
 from paceline.sessions.loader import Loader
-from paceline.sessions.observer import Apply, Observer, observed_by
-from paceline.stepping.hooks import nodes_of, own_functions, own_hooks
+from paceline.sessions.observer import ApplyStrategy, Observer, use_observer
+from paceline.stepping.hooks import describe_user_autograd_function, describe_user_module_hook, graph_nodes
 from paceline.stepping.micro_step import MicroStep, Reduction
-from paceline.stepping.trained_model import TrainedModel
+from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.tasks.registry import load_function
 from paceline.train.fit import StepRecord
 
-PROBES = 4096  # recorded values per tensor, evenly spaced
+MAX_RECORDED_VALUES = 4096  # recorded values per tensor, evenly spaced
 
 
 @dataclass
-class LoopStep(Observed):
+class LoopStep(StepValues):
     """The record of one step on one rank: the samples of this rank, and some values of each tensor."""
 
     epoch: int = 0
     micro_batches: int = 0
     rates: list[float] = field(default_factory=list[float])  # learning rates
-    input: float = 0.0  # a sum over the inputs of the models
-    output: float = 0.0
-    values: float = 0.0  # the number of values in these sums, which depends on the padding of a micro-batch
+    input_sum: float = 0.0  # a sum over the inputs of the models
+    output_sum: float = 0.0
+    num_summed_values: float = 0.0  # the number of values in these sums, which depends on the padding of a micro-batch
     updates: bool = False  # whether an optimizer has updated a model
-    beside: list[str] = field(default_factory=list[str])  # parameters whose .grad changed before s.backward
-    between: bool = False  # whether a gradient changed between two s.backward calls
+    externally_changed_grads: list[str] = field(
+        default_factory=list[str]
+    )  # parameters whose .grad changed before s.backward
+    has_change_between_backwards: bool = False  # whether a gradient changed between two s.backward calls
 
 
 @dataclass
@@ -67,10 +69,14 @@ class LoopRun:
     optimizer: str = "-"
     steps: list[LoopStep] = field(default_factory=list[LoopStep])
     notes: list[str] = field(default_factory=list[str])  # the session's notes about the loop
-    path: list[str] = field(default_factory=list[str])  # hooks and custom autograd functions on the gradient path
+    gradient_path_hooks: list[str] = field(
+        default_factory=list[str]
+    )  # hooks and custom autograd functions on the gradient path
     bits: list[StepBits] = field(default_factory=list[StepBits])  # instead of tensors, if the case is exact
-    start: dict[str, Any] = field(default_factory=dict[str, Any])  # fingerprints of the models before the first step
-    draws: bool = False  # whether the loop draws random numbers
+    start_fingerprints: dict[str, Any] = field(
+        default_factory=dict[str, Any]
+    )  # fingerprints of the models before the first step
+    draws_random_numbers: bool = False  # whether the loop draws random numbers
     precision: str = "float64"  # the least precise type in the graphs of its losses
     digests: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # of weights and state, at the end
     error: str = ""
@@ -90,7 +96,7 @@ class _Recorder(Observer):
     """By micro-batch, sums over the inputs and outputs of its forwards."""
     _passes: int = 1
     _streams: Tensor = field(default_factory=Tensor)
-    _summed: dict[int, dict[str, Tensor]] = field(default_factory=dict[int, dict[str, Tensor]])
+    _reduced_gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict[int, dict[str, Tensor]])
     """Gradients after s.backward, by the number of the model. They are recorded when an update uses them."""
     _last_grads: dict[str, tuple[Tensor | None, int]] = field(default_factory=dict[str, tuple[Tensor | None, int]])
     """By parameter, its gradient and version after the last backward."""
@@ -98,12 +104,12 @@ class _Recorder(Observer):
     _unhook: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        world, overrides = world_on(self.spec.device), {"strategy": self.case.strategy} if self.case.strategy else {}
+        world, overrides = make_world(self.spec.device), {"strategy": self.case.strategy} if self.case.strategy else {}
         self.options = {"device": world.device.type, "backend": world.backend, "threads": 1, "resume": False}
         self.options |= {"report_to": None, "precision": None, "virtual_ranks": self.case.virtual_ranks, **overrides}
         self.max_steps = self.spec.steps
 
-    def wrap_strategy(self, name: str, apply: Apply) -> Apply:
+    def wrap_strategy(self, name: str, apply: ApplyStrategy) -> ApplyStrategy:
         """In float64, turn off dropout and the updates of batch norm, which depend on the split of a batch."""
         self.run.strategy = name
 
@@ -113,7 +119,7 @@ class _Recorder(Observer):
                     if isinstance(module, (_BatchNorm, _DropoutNd)):
                         vars(module.eval())["train"] = partial(_keep_mode, module)
             hooks = (f"a hook on {name}" for name, p in model.named_parameters() if p._backward_hooks)  # pyright: ignore
-            self.run.path += [*hooks, *filter(None, [own_hooks([model])])]
+            self.run.gradient_path_hooks += [*hooks, *filter(None, [describe_user_module_hook([model])])]
             replica = apply(model, make_optimizer, world)
             if self.case.plain:
                 vars(replica)["sync_gradients"] = partial(_sync_without_division, replica.sync_gradients)
@@ -123,7 +129,7 @@ class _Recorder(Observer):
                     self._on_forward(*values)
 
             model.register_forward_hook(after_forward, with_kwargs=True)
-            self.run.start |= _constants(model) | fingerprints(parameters_of(replica))
+            self.run.start_fingerprints |= _constants(model) | fingerprints(parameters_of(replica))
             self.run.optimizer = type(replica.optimizer).__name__
             return replica
 
@@ -145,7 +151,9 @@ class _Recorder(Observer):
         """Some whole global batches, and a last one that is uneven, or too small for some virtual ranks."""
         size = self.spec.virtual_ranks
         # batch norm needs more than one value for its statistics
-        tail_size = 2 * size + 1 if any(has_batch_norm(part.replica.model) for part in self.parts) else max(1, size - 1)
+        tail_size = (
+            2 * size + 1 if any(has_batch_norm(part.replica.model) for part in self.models) else max(1, size - 1)
+        )
         last_size = plan.global_batch if plan.last_batch == "drop" else min(tail_size, plan.global_batch)
         return max(2, self.spec.steps // 2), last_size
 
@@ -154,12 +162,14 @@ class _Recorder(Observer):
             self._work, key = work, (work.virtual_rank, work.micro_batch)
             self._passes += key in self._sums
             self._sums[key] = {}  # a later pass over the same micro-batch replaces the first
-            self._streams = stream_states(self.parts[0].replica.world.device)
-        return inputs if self.case.exact else mapped(inputs, to_double)
+            self._streams = generator_states(self.models[0].replica.world.device)
+        return inputs if self.case.exact else map_tensors(inputs, to_double)
 
     def on_batch_end(self) -> None:
         self._work = None
-        self.run.draws |= not torch.equal(self._streams, stream_states(self.parts[0].replica.world.device))
+        self.run.draws_random_numbers |= not torch.equal(
+            self._streams, generator_states(self.models[0].replica.world.device)
+        )
 
     def _on_forward(self, *values: Any) -> None:
         """Add up the inputs and the outputs. Zero padding adds nothing."""
@@ -180,19 +190,23 @@ class _Recorder(Observer):
     ) -> None:
         """Record the gradients that the loop changed since the last backward, except to zero or None."""
         last_micro_step, step_count = self._last_backward
-        is_repeated = micro_step is not None and micro_step is last_micro_step and len(micro_step.stepped) == step_count
+        is_repeated = (
+            micro_step is not None
+            and micro_step is last_micro_step
+            and len(micro_step.stepped_optimizers) == step_count
+        )
         for name, p in self._named():
             if p.grad is (last_grad := self._last_grads.get(name, (None, -1)))[0] and _version(p.grad) == last_grad[1]:
                 continue
-            self._step.between |= is_repeated
+            self._step.has_change_between_backwards |= is_repeated
             if p.grad is not None and bool(p.grad.any()):
-                self._step.beside.append(name)
+                self._step.externally_changed_grads.append(name)
         if not isinstance(loss, Tensor) or not loss.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
             return
         if not self._last_grads:
-            self.run.path += filter(None, [own_functions(loss)])
+            self.run.gradient_path_hooks += filter(None, [describe_user_autograd_function(loss)])
         if not self.case.exact:
-            dtypes = (str(metadata.dtype) for node in nodes_of(loss) for metadata in node._input_metadata)
+            dtypes = (str(metadata.dtype) for node in graph_nodes(loss) for metadata in node._input_metadata)
             self.run.precision = least_precise([self.run.precision, *dtypes])
         if self.case.plain:
             gradient = _gradient_of_mean(loss, weight, reduction)
@@ -200,46 +214,49 @@ class _Recorder(Observer):
 
     def on_gradients(self, micro_step: MicroStep | None) -> None:
         self._unhook()
-        for part in self.parts if micro_step is not None and micro_step.is_last else ():
-            self._summed[part.number] = self._values(part, gradients_of(part.replica))
+        for part in self.models if micro_step is not None and micro_step.is_last else ():
+            self._reduced_gradients[part.number] = self._values(part, gradients_of(part.replica))
         self._last_grads = {name: (p.grad, _version(p.grad)) for name, p in self._named() if p.grad is not None}
-        self._last_backward = micro_step, len(micro_step.stepped) if micro_step is not None else 0
+        self._last_backward = micro_step, len(micro_step.stepped_optimizers) if micro_step is not None else 0
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
-        unsharded = [part for part in self.parts if not part.replica.sharded]
+        unsharded = [part for part in self.models if not part.replica.sharded]
         named_parameters = [(part.prefix, part.replica.model.named_parameters()) for part in unsharded]
         return [(prefix + name, p) for prefix, parameters in named_parameters for name, p in parameters]
 
-    def _values(self, part: TrainedModel, tensors_by_name: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _values(self, part: ModelInTraining, tensors_by_name: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of the tensors: all values if the case is exact, otherwise some, evenly spaced."""
         values: dict[str, Tensor] = {}
         for name, tensor in tensors_by_name.items():
-            stride = 1 if self.case.exact else max(1, -(-tensor.numel() // PROBES))
+            stride = 1 if self.case.exact else max(1, -(-tensor.numel() // MAX_RECORDED_VALUES))
             values[part.prefix + name] = tensor.detach().reshape(-1)[::stride].to("cpu", copy=True)
         return values
 
-    def on_update(self, part: TrainedModel) -> None:
-        self._step.gradients = {**self._step.gradients, **self._summed.pop(part.number, {})}
-        self._step.stepped = {**self._step.stepped, **self._values(part, gradients_of(part.replica))}
+    def on_update(self, part: ModelInTraining) -> None:
+        self._step.gradients = {**self._step.gradients, **self._reduced_gradients.pop(part.number, {})}
+        self._step.applied_gradients = {
+            **self._step.applied_gradients,
+            **self._values(part, gradients_of(part.replica)),
+        }
         self._step.updates = True
 
     def on_step(self, record: StepRecord) -> None:
         batches, step = record.microbatches, self._step
         step.samples = sorted(i for batch in batches if batch.work.is_counted for i in batch.work.indices.tolist())
         step.scalars = {"loss": record.result.loss}
-        step.rates = [rate for part in self.parts for rate in part.rates()]
+        step.rates = [rate for part in self.models for rate in part.learning_rates()]
         step.epoch, step.micro_batches = batches[0].work.epoch, len(batches)
-        step.input = sum(sums.get("input", 0.0) for sums in self._sums.values())
-        step.values = sum(sums.get("values", 0.0) for sums in self._sums.values())
+        step.input_sum = sum(sums.get("input", 0.0) for sums in self._sums.values())
+        step.num_summed_values = sum(sums.get("values", 0.0) for sums in self._sums.values())
         if self._passes == 1:  # otherwise a later pass recomputed them, after a model had stepped
-            step.output = sum(sums.get("output", 0.0) for sums in self._sums.values())
-        for part in self.parts:
+            step.output_sum = sum(sums.get("output", 0.0) for sums in self._sums.values())
+        for part in self.models:
             step.parameters = {**step.parameters, **self._values(part, parameters_of(part.replica))}
         if self.case.exact:
             tensor_sets = (step.gradients, step.parameters)
             digests = [sha256_of({n: t for n, t in by_name.items() if t is not None}) for by_name in tensor_sets]
             self.run.bits.append(StepBits(record.result.loss.hex(), "", *digests))
-            step.gradients = step.stepped = step.parameters = {}
+            step.gradients = step.applied_gradients = step.parameters = {}
         self.run.steps.append(step)
         self._step, self._sums, self._passes = LoopStep(), {}, 1
 
@@ -253,7 +270,7 @@ class _Recorder(Observer):
             self.run.notes.append(str(words[0]).removeprefix("NOTE: "))
 
     def on_end(self) -> None:
-        self.run.digests = [digests_of(part.replica) for part in self.parts]
+        self.run.digests = [digests_of(part.replica) for part in self.models]
 
 
 def least_precise(dtypes: Iterable[str]) -> str:
@@ -284,10 +301,12 @@ def read_run(folder: Path, size: int, number: int) -> list[LoopRun]:
 def _run_case(spec: LoopSpec, case: LoopCase, rank: int) -> LoopRun:
     run = LoopRun(case.strategy)
     torch.set_default_dtype(torch.float32 if case.exact else torch.float64)
-    seed_streams(derive(spec.seed, "loop", rank) % UNSEEDED)  # per rank: only a broadcast makes models equal
+    seed_streams(
+        derive_seed(spec.seed, "loop", rank) % MIN_RANDOM_SEED
+    )  # per rank: only a broadcast makes models equal
     modules_before, folder = set(sys.modules), Path(spec.target.rpartition(":")[0]).resolve().parent
     try:
-        with observed_by(_Recorder(spec, case, run)), nullcontext() if case.exact else _without_dropout():
+        with use_observer(_Recorder(spec, case, run)), nullcontext() if case.exact else _without_dropout():
             load_function(spec.target)()
             close_all()
     except BaseException as error:

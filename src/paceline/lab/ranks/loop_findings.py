@@ -16,15 +16,15 @@ from paceline.lab.ranks.causes import (
     sample_difference,
 )
 from paceline.lab.ranks.loop import LoopRun, LoopStep, least_precise, read_run
-from paceline.lab.ranks.reference import Named
-from paceline.lab.verify import Bits, BitsReport, Case, Diagnosis, LoopCase, LoopSpec, Result, VerifyReport
+from paceline.lab.ranks.reference import NamedTensors
+from paceline.lab.verify import BitsReport, Case, Diagnosis, LoopCase, LoopSpec, Result, StrategyBits, VerifyReport
 
 Run = Sequence[LoopRun]  # by rank
 Steps = Sequence[LoopStep]
 Differences = Sequence[Sequence[TensorDifference]]
 
 
-def findings(
+def make_loop_reports(
     folder: Path, spec: LoopSpec, ranks: Sequence[int], ended: Mapping[int, str]
 ) -> tuple[VerifyReport, list[BitsReport]]:
     """The results of all runs. There are no bits if a run did not finish.
@@ -37,7 +37,7 @@ def findings(
     if reference and not (reference[0].error or any(step.updates for step in reference[0].steps)):
         raise UsageError(code="verify-no-step", target=spec.target, batches=len(reference[0].steps))
     notes = {note for run in runs.values() for rank_run in run for note in rank_run.notes}
-    has_draws = any(rank_run.draws for rank_run in reference)
+    has_draws = any(rank_run.draws_random_numbers for rank_run in reference)
     if has_draws:
         notes.add(
             "the loop draws random numbers, which depend on the virtual ranks: the reference process computes all "
@@ -74,23 +74,23 @@ def _compared(run: Run, reference: Run, case: LoopCase, precision: str, size: in
     return comparison.result(Case(first.strategy, size, "none", first.optimizer), finding)
 
 
-def _bits_of(run: Run) -> Bits:
+def _bits_of(run: Run) -> StrategyBits:
     """The exact results of a run, without the numbers that the loop logs: they depend on the number of ranks."""
     first = run[0]
     weights, state = (" ".join(digests) for digests in zip(*(first.digests or [("", "")]), strict=True))
     agree = all((rank_run.digests, rank_run.bits) == (first.digests, first.bits) for rank_run in run)
-    return Bits(first.strategy, first.optimizer, weights, state, first.bits, agree)
+    return StrategyBits(first.strategy, first.optimizer, weights, state, first.bits, agree)
 
 
 def _compare(run: Run, reference: Run, comparison: Comparison, size: int, ended: str) -> Diagnosis | None:
     steps = list(zip(*(rank_run.steps for rank_run in run), strict=False)) if len(run) == size else []
-    for name in run[0].start if len(run) == size else ():
-        values = [rank_run.start.get(name) for rank_run in run]
+    for name in run[0].start_fingerprints if len(run) == size else ():
+        values = [rank_run.start_fingerprints.get(name) for rank_run in run]
         if len({str(value) for value in values}) > 1:
             return Diagnosis(0, "start", name, f"it is {', '.join(map(str, values))} on ranks 0 to {size - 1}")
     for number, (ranks, want) in enumerate(zip(steps, reference[0].steps, strict=False)):
         if comparison.adaptive and comparison.precision != "float64":  # a round-off gradient can cause a full step
-            comparison.moved += 2 * max(map(float, want.rates), default=0.0)
+            comparison.max_rounding_move += 2 * max(map(float, want.rates), default=0.0)
         differences = [comparison.add(rank, want) for rank in ranks]
         samples = sorted(index for rank in ranks for index in rank.samples)
         numbers = [(rank.rates, rank.scalars) for rank in ranks]
@@ -101,7 +101,7 @@ def _compare(run: Run, reference: Run, comparison: Comparison, size: int, ended:
             orders_differ = size > 1 and _has_repeats(run, want.epoch) and not _has_repeats(reference, want.epoch)
             cause = "order" if orders_differ else "samples"
             return Diagnosis(number, cause, "", sample_difference(samples, want.samples))
-        path = list(dict.fromkeys(hook for rank_run in [*reference, *run] for hook in rank_run.path))
+        path = list(dict.fromkeys(hook for rank_run in [*reference, *run] for hook in rank_run.gradient_path_hooks))
         return Diagnosis(number, *_explain(ranks, want, differences, path, comparison.tolerance))
     if failure := _failure(run, size, ended):
         return failure
@@ -133,7 +133,9 @@ def _explain(
     if any(rank.rates != want.rates for rank in ranks):
         rates = ", ".join(str(rank.rates[0]) for rank in ranks)
         return "settings", "", f"learning rates {rates}; one process {want.rates[0]}"
-    is_padded = sum(rank.values for rank in ranks) != want.values  # differently in each micro-batch, so sums differ
+    is_padded = (
+        sum(rank.num_summed_values for rank in ranks) != want.num_summed_values
+    )  # differently in each micro-batch, so sums differ
     for name in () if is_padded else ("input", "output"):
         total, expected = sum(getattr(rank, name) for rank in ranks), getattr(want, name)
         if not abs(total - expected) <= max(1e-8, tolerance) * max(1.0, abs(expected)):  # also if NaN
@@ -153,7 +155,9 @@ def _explain(
         text = f"{description} differs{' between ranks' if ranks_differ else ''}"
         if kind == "gradient":
             return _explain_gradient(ranks, want, first.tensor, text, path, tolerance, ranks_differ=ranks_differ)
-        is_scaled = all(_factor(rank.stepped, rank.gradients) is not None for rank in ranks)  # as clipping does
+        is_scaled = all(
+            _factor(rank.applied_gradients, rank.gradients) is not None for rank in ranks
+        )  # as clipping does
         return "outside" if kind == "parameter" else "changed" if is_scaled else "beside", first.tensor, text
     logged, wanted = got.scalars, want.scalars
     if any(rank.scalars != logged for rank in ranks):
@@ -167,8 +171,8 @@ def _explain_gradient(
     ranks: Steps, want: LoopStep, tensor: str, text: str, path: Sequence[str], tolerance: float, *, ranks_differ: bool
 ) -> Explanation:
     """The cause of a wrong gradient after s.backward, if samples and losses are right."""
-    changed = sorted({name for rank in ranks for name in rank.beside})
-    if max(rank.micro_batches for rank in ranks) > 1 and any(rank.between for rank in ranks):
+    changed = sorted({name for rank in ranks for name in rank.externally_changed_grads})
+    if max(rank.micro_batches for rank in ranks) > 1 and any(rank.has_change_between_backwards for rank in ranks):
         return "between", tensor, text
     if changed:
         return "beside", tensor, f"{text}; .grad changed before s.backward: {', '.join(changed[:4])}"
@@ -181,7 +185,7 @@ def _explain_gradient(
     return "gradient", tensor, text
 
 
-def _factor(got: Named, want: Named, tolerance: float = 1e-9) -> float | None:
+def _factor(got: NamedTensors, want: NamedTensors, tolerance: float = 1e-9) -> float | None:
     pairs = [(a, b) for name, a in got.items() if a is not None and (b := want.get(name)) is not None]
     if got.keys() != want.keys() or not pairs:
         return None

@@ -20,44 +20,44 @@ from torch.utils.data import Dataset
 
 from paceline.checkpoint.resume import RunLocation
 from paceline.checkpoint.shards import full_state, sha256_of
-from paceline.collectives.across import DEFAULT_RANK, LowRank
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks
+from paceline.collectives.inter_node import DEFAULT_RANK, PowerSgdCodec
 from paceline.compute.flops import FlopCount, Utilization
 from paceline.config import settings as configuration
-from paceline.config.mesh import OF_MODEL, mesh_of, strategy_on
-from paceline.config.settings import TrainConfig, batch_shape, task_options
-from paceline.config.strategies import EXACT, options_of_others
+from paceline.config.mesh import MODEL_DIMENSIONS, format_strategy, mesh_of
+from paceline.config.settings import TrainConfig, resolve_batch_sizes, task_options
+from paceline.config.strategies import EXACT_STRATEGIES, unsupported_settings
 from paceline.data.arrays import on_device
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import ranks_share
 from paceline.data.streams import first_of, is_stream
 from paceline.errors import PacelineError, UsageError, plural
-from paceline.host.machine_log import ask_gpus
+from paceline.host.machine_log import query_gpu_problems
 from paceline.lab import measurement as m
-from paceline.lab.measurement import NO_EXCHANGE, Candidate, Measurement, MeasureOrder
-from paceline.lab.ranks.memory import Traffic, inspected
+from paceline.lab.measurement import NO_EXCHANGE, Candidate, Measurement, MeasurementRequest
+from paceline.lab.ranks.memory import TrafficCounter, inspect_memory
 from paceline.protocol.evidence import Phase
 from paceline.rank.attach import run_worker
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.world import World, create_mesh_groups, device_name, joined
 from paceline.runs.utilization import explain_mfu
-from paceline.stepping.trained_model import loss_scale
+from paceline.stepping.trained_model import make_loss_scale
 from paceline.strategies import Strategy
 from paceline.strategies.base import MakeOptimizer
 from paceline.tasks.registry import load_task
 from paceline.tasks.task import Task
-from paceline.train.computing import check_precision, resolve_compute
-from paceline.train.determinism import deterministic
+from paceline.train.compute_settings import check_precision, resolve_compute
+from paceline.train.determinism import use_deterministic_kernels
 from paceline.train.fit import StepRecord, fit
-from paceline.train.optimizer import maker_for, schedule_for
+from paceline.train.optimizer import configured_optimizer_maker, schedule_for
 from paceline.train.parallelism import parallelize_model
 from paceline.train.prepare import check_loss, make_model, make_plan, make_replica, parallel_config
 from paceline.train.records import RunRecorder
-from paceline.train.step import ignore
+from paceline.train.step import ignore_phase
 from paceline.train.stream_task import check_stream
 
-DRIVER_SECONDS = 2.0  # for the driver to report why a GPU is slow
+GPU_DRIVER_WAIT_SECONDS = 2.0  # for the driver to report why a GPU is slow
 MAX_STREAM_SAMPLES = 4096  # read from a stream, and then repeated
 
 
@@ -82,7 +82,7 @@ def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: W
     check_precision(config.compute.precision, world.device)
     task = load_task(str(config.task), task_options(config))
     data, notes = task.make_dataset("train"), ()
-    largest = max(batch_shape(_configured(config, c).data, world.size).global_batch for c in candidates)
+    largest = max(resolve_batch_sizes(_configured(config, c).data, world.size).global_batch for c in candidates)
     if is_stream(data):
         check_stream(config, data)
         data = first_of(data, max(MAX_STREAM_SAMPLES, largest))
@@ -121,7 +121,7 @@ class CandidateTraining:
         self.sync_seconds = 0.0  # the time that the last chunk of steps waited for other ranks
         task, dataset, world, data = workload.task, workload.dataset, workload.world, workload.world.data
         config = _configured(workload.config, candidate)
-        shape = batch_shape(config.data, data.size)
+        shape = resolve_batch_sizes(config.data, data.size)
         samples: int = len(dataset)  # pyright: ignore[reportArgumentType]
         self.plan = make_plan(replace(config, data=replace(config.data, last_batch="drop")), shape, samples)
         self._share = ranks_share(shape.virtual_ranks, data.rank, data.size)
@@ -131,11 +131,11 @@ class CandidateTraining:
         compute = resolve_compute(config.compute, model, task, dataset, loading, candidate.batch_size, world)
         self.use = Utilization(world, config.compute.peak_tflops, workload.count, compute.precision)
         optimizer = replace(config.optimizer, schedule="constant", warmup_steps=0)
-        maker = maker_for(optimizer, optimizer.lr, task, model)
+        maker = configured_optimizer_maker(optimizer, optimizer.lr, task, model)
         inline_loading = replace(loading, num_workers=0)
         sharing = parallelize_model(task, model, dataset, inline_loading, self.plan, world, parallel_config(config))
         lines = sharing.notices if sharing.stage_plan else ()  # the stages; a table of split layers is too long
-        self.notes = tuple(f"{strategy_on(candidate.strategy, candidate.mesh)}: {line.strip()}" for line in lines)
+        self.notes = tuple(f"{format_strategy(candidate.strategy, candidate.mesh)}: {line.strip()}" for line in lines)
         if candidate.strategy == NO_EXCHANGE:
             self.replica = sharing.apply(_without_exchange, model, maker, world, shape.virtual_ranks)
         else:
@@ -150,11 +150,11 @@ class CandidateTraining:
         self._open.enter_context(closing(batches))
         taken = fit(
             self.replica, batches, task.loss, schedule, max_norm=config.optimizer.clip_norm, enter=enter,
-            ahead=loading.ahead, scale=loss_scale(compute.precision),
+            ahead=loading.ahead, scale=make_loss_scale(compute.precision),
         )  # fmt: skip
         self._taken = self._open.enter_context(closing(taken))
 
-    def take(self, steps: int) -> int:
+    def take_steps(self, steps: int) -> int:
         """Take `steps` steps (a collective). Return their number of samples, over all ranks."""
         self.sync_seconds = 0.0
         return sum(self._record(next(self._taken)) for _ in range(steps))
@@ -166,7 +166,7 @@ class CandidateTraining:
         return record.microbatches
 
     def _record(self, record: StepRecord) -> int:
-        self.use.add(record.consumed)
+        self.use.add(record.num_tokens_and_samples)
         self.sync_seconds += record.phase_seconds.get(Phase.SYNC.word, 0.0)
         samples = len(self.plan.global_indices(*divmod(record.step - 1, self.plan.steps_per_epoch)))
         self._records.log_step(record, samples, self._share, listed=self._lists_samples)
@@ -186,7 +186,7 @@ def _configured(config: TrainConfig, candidate: Candidate) -> TrainConfig:
     config = replace(config, launch=launch, data=data)
     if candidate.strategy == NO_EXCHANGE:
         return config
-    other_options = dict.fromkeys(options_of_others(candidate.strategy))
+    other_options = dict.fromkeys(unsupported_settings(candidate.strategy))
     model = replace(config.model, **{name: None for name in other_options if hasattr(config.model, name)})
     network = replace(config.network, **{name: None for name in other_options if hasattr(config.network, name)})
     return replace(config, model=model, network=network, strategy=candidate.strategy)
@@ -197,10 +197,10 @@ def _without_exchange(model: torch.nn.Module, maker: MakeOptimizer, world: World
     return Strategy(model, maker(model.parameters()), world, virtual_ranks=virtual_ranks)
 
 
-def measure_candidates(order: MeasureOrder, workload: Workload) -> None:
+def measure_candidates(order: MeasurementRequest, workload: Workload) -> None:
     """Measure all candidates (a collective). Rank 0 writes the measurements."""
     folder, world, compute = Path(order.folder), workload.world, workload.config.compute
-    _import_lazily(world)
+    _trigger_lazy_imports(world)
     launch_seconds = time.time() - order.started_unix
     for candidate in order.candidates:
         mesh_world = create_mesh_groups(world, mesh_of(candidate.mesh or None, world.size))
@@ -209,7 +209,7 @@ def measure_candidates(order: MeasureOrder, workload: Workload) -> None:
         torch.set_num_threads(candidate.threads)
         if world.rank == 0 and compute.precision != "auto":  # the others wait in `_measure`
             Utilization(world, compute.peak_tflops, workload.count, compute.precision).peak_tflops(measure=True)
-        with deterministic() if candidate.strategy in EXACT else nullcontext():
+        with use_deterministic_kernels() if candidate.strategy in EXACT_STRATEGIES else nullcontext():
             measured = _measure(order, replace(workload, world=mesh_world), candidate, launch_seconds)
         if world.rank == 0:
             with (folder / m.CHUNKS).open("ab") as file:
@@ -217,42 +217,46 @@ def measure_candidates(order: MeasureOrder, workload: Workload) -> None:
         gc.collect()  # hooks and closures keep models in reference cycles
 
 
-def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, launch_seconds: float) -> Measurement:
+def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate, launch_seconds: float) -> Measurement:
     """Apply one candidate to a new model, and take the inspected, the warm-up and the measured steps."""
-    world, status_page = workload.world, Guard.of_process().page
+    world, status_page = workload.world, HangGuard.of_process().page
     folder, last = Path(order.folder) / candidate.name, order.warmup + order.steps
-    with inspected(world.device) if order.memory else nullcontext() as inspection:
+    with inspect_memory(world.device) if order.memory else nullcontext() as inspection:
         all_gather_object(0, world)
         start = time.perf_counter()
-        training = CandidateTraining(workload, candidate, folder, last, inspection.enter if inspection else ignore)
+        training = CandidateTraining(
+            workload, candidate, folder, last, inspection.enter if inspection else ignore_phase
+        )
         replica = training.replica
         if inspection:
             inspection.watch(replica)
-        training.take(1)
+        training.take_steps(1)
         first = time.perf_counter() - start
-        training.take(1)  # DDP rebuilds its buckets in the second step; the third is like all later ones
-        traffic = Traffic(status_page, replica.world, replica.pipeline)
+        training.take_steps(1)  # DDP rebuilds its buckets in the second step; the third is like all later ones
+        traffic = TrafficCounter(status_page, replica.world, replica.pipeline)
         microbatches = training.take_one()
-        sent = traffic.sent()
+        sent = traffic.take_sent_bytes()
         if inspection:
-            inspection.batch(microbatches)
+            inspection.count_batch(microbatches)
     with training:
-        training.take(order.warmup - m.INSPECTED_STEPS)
+        training.take_steps(order.warmup - m.INSPECTED_STEPS)
         all_gather_object(0, world)
         start, cpu_base = time.perf_counter(), sum(os.times()[:2])
-        samples = training.take(order.steps)
+        samples = training.take_steps(order.steps)
         local: dict[str, Any] = {
             "seconds": time.perf_counter() - start, "cpu": sum(os.times()[:2]) - cpu_base, "first": first, "sent": sent,
             "memory": msgspec.to_builtins(inspection.found) if inspection else None,
             "sync": training.sync_seconds,
         }  # fmt: skip
-        local["gpu"] = ask_gpus([os.getpid()], wait_seconds=DRIVER_SECONDS).get(os.getpid(), "")  # before it cools down
+        local["gpu"] = query_gpu_problems([os.getpid()], wait_seconds=GPU_DRIVER_WAIT_SECONDS).get(
+            os.getpid(), ""
+        )  # before it cools down
         weights = [shard for shard in replica.state() if shard.name.startswith("model/")]
         digest = sha256_of(full_state(weights, world))
     trained = [p for p in replica.model.parameters() if p.requires_grad]
     local["weights"] = sum(p.numel() * p.element_size() for p in trained)
     results = all_gather_object(local, world)
-    one_copy = replica.world.mesh.peers(0, OF_MODEL) if replica.world.mesh else (0,)
+    one_copy = replica.world.mesh.peers(0, MODEL_DIMENSIONS) if replica.world.mesh else (0,)
     seconds = max(result["seconds"] for result in results)
     memory = None
     if inspection:
@@ -273,7 +277,7 @@ def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, laun
         launch_seconds=launch_seconds,
         digest=digest,
         weight_bytes=sum(results[rank]["weights"] for rank in one_copy),
-        low_rank_bytes=4 * LowRank([p.shape for p in trained], torch.float32, DEFAULT_RANK).sent,
+        low_rank_bytes=4 * PowerSgdCodec([p.shape for p in trained], torch.float32, DEFAULT_RANK).sent,
         sent_bytes=_most(result["sent"] for result in results),
         memory=memory,
         device=device_name(world.device),
@@ -286,7 +290,7 @@ def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, laun
     )
 
 
-def _import_lazily(world: World) -> None:
+def _trigger_lazy_imports(world: World) -> None:
     """Take a step with a dummy optimizer, so that torch imports its modules before the first candidate."""
     parameter = torch.nn.Parameter(torch.zeros(1, device=world.device))
     parameter.grad = torch.zeros_like(parameter)
@@ -301,8 +305,8 @@ def _most(values: Iterable[Any]) -> Any:
 def main(arguments: Sequence[str]) -> int:
     """Carry out the order in folder `arguments[0]`."""
     folder = Path(arguments[0])
-    order = msgspec.json.decode((folder / m.ORDER).read_bytes(), type=MeasureOrder)
-    config = configuration.load(folder.resolve() / m.CONFIG, ours=True)
+    order = msgspec.json.decode((folder / m.ORDER).read_bytes(), type=MeasurementRequest)
+    config = configuration.load(folder.resolve() / m.CONFIG, must_own=True)
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout):
         make_communicator(config.launch.collectives)

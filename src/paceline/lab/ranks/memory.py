@@ -28,8 +28,8 @@ from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import RECORDS, StatusPage
 from paceline.rank.world import World
 from paceline.strategies import Strategy
-from paceline.train.costs import held_bytes
-from paceline.train.records import size_of
+from paceline.train.costs import storage_bytes
+from paceline.train.records import collective_bytes
 
 MARK = "paceline: "
 SHARED = "shared"  # the name of the shared-memory group in the recorder's ring
@@ -55,12 +55,12 @@ class Inspection:
                 updated = [p for group in replica.optimizer.param_groups for p in group["params"]]  # or shards
                 parameters = [*replica.model.parameters(), *updated]
                 gradients = [shard.tensor for shard in replica.gradients()]
-                self._gradients = held_bytes([*gradients, *(p.grad for p in parameters)])
-                self._weights = held_bytes([*replica.model.parameters(), *replica.model.buffers()])
+                self._gradients = storage_bytes([*gradients, *(p.grad for p in parameters)])
+                self._weights = storage_bytes([*replica.model.parameters(), *replica.model.buffers()])
 
         def after(*_: object) -> None:
             if self._open:
-                self._optimizer = held_bytes(v for s in replica.optimizer.state.values() for v in s.values())
+                self._optimizer = storage_bytes(v for s in replica.optimizer.state.values() for v in s.values())
 
         self._in_stages = replica.pipeline is not None
         replica.optimizer.register_step_pre_hook(before)
@@ -72,9 +72,9 @@ class Inspection:
             with record_function(MARK + phase.word):
                 pass
 
-    def batch(self, microbatches: Sequence[MicroBatch]) -> None:
+    def count_batch(self, microbatches: Sequence[MicroBatch]) -> None:
         """Count the data of the step, which belong to no purpose."""
-        self._batch = held_bytes(t for m in microbatches for t in tensors((m.inputs, m.targets)))
+        self._batch = storage_bytes(t for m in microbatches for t in tensors((m.inputs, m.targets)))
 
     def close(self, profiler: profile) -> None:
         """End the observation; `found` is its result."""
@@ -82,23 +82,25 @@ class Inspection:
         sizes = (self._weights, self._gradients, self._optimizer)
         events = _timeline(profiler, self._device)
         has_allocations = any(isinstance(event, int) for event in events)
-        activations, exchange, peak = levels(events, sum(sizes) + self._batch) if has_allocations else (None,) * 3
+        activations, exchange, peak = (
+            compute_memory_levels(events, sum(sizes) + self._batch) if has_allocations else (None,) * 3
+        )
         if self._in_stages:  # forwards and backwards alternate, so there is no moment to measure these
             activations = exchange = None
         self.found = Memory(*sizes, activations, exchange, peak, peak_memory() or None)
 
 
 @contextmanager
-def inspected(device: torch.device) -> Generator[Inspection]:
+def inspect_memory(device: torch.device) -> Generator[Inspection]:
     """Record allocations inside the block; afterwards `found` has the memory by purpose."""
     inspection = Inspection(device)
-    tidy()
+    release_free_memory()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         yield inspection
     inspection.close(profiler)
 
 
-def levels(events: Sequence[int | str], known: int) -> tuple[int, int, int]:
+def compute_memory_levels(events: Sequence[int | str], known: int) -> tuple[int, int, int]:
     """(activations, exchange, peak) in bytes, from allocations (bytes, negative when released) and names of phases.
 
     Activations: the memory that the largest forward of the last step left for backward. Exchange: the maximum in the
@@ -124,7 +126,7 @@ def levels(events: Sequence[int | str], known: int) -> tuple[int, int, int]:
     return activations, exchange, peak
 
 
-def tidy() -> None:
+def release_free_memory() -> None:
     """Return free memory to the system, and reset the process's peak (both Linux with glibc)."""
     gc.collect()
     with suppress(OSError, AttributeError):
@@ -146,7 +148,7 @@ def _timeline(profiler: profile, device: torch.device) -> list[int | str]:
     return [event for _, event in sorted(events, key=lambda pair: pair[0])]
 
 
-class Traffic:
+class TrafficCounter:
     """Counts the bytes that this rank sends, from its creation or the last call of `sent`."""
 
     def __init__(self, page: StatusPage, world: World, pipeline: Pipeline | None) -> None:
@@ -158,7 +160,7 @@ class Traffic:
         self._calls, self._since_ns = self._page.get("ops"), time.monotonic_ns()
         self._messages = self._line.sent_bytes if self._line else 0
 
-    def sent(self) -> float | None:
+    def take_sent_bytes(self) -> float | None:
         """Bytes that this rank has sent; None if the records are incomplete."""
         entries = [entry for entry in _entries() if entry["record_id"] > self._last and not entry["is_p2p"]]
         shared = [op for began_ns, op in self._page.recent_ops() if began_ns >= self._since_ns and op.group == SHARED]
@@ -167,11 +169,15 @@ class Traffic:
         self._begin()
         if is_incomplete or not (entries or shared or messages):
             return 0.0 if self._world.size == 1 else None
-        sizes = [volume(entry["profiling_name"], _bytes(entry), self._ranks(entry)) for entry in entries]
-        sizes += [volume(op.kind, size_of(op.shape, op.dtype), self._world.data.size) for op in shared]
+        sizes = [
+            collective_sent_bytes(entry["profiling_name"], _bytes(entry), self._group_size(entry)) for entry in entries
+        ]
+        sizes += [
+            collective_sent_bytes(op.kind, collective_bytes(op.shape, op.dtype), self._world.data.size) for op in shared
+        ]
         return sum(sizes) + messages
 
-    def _ranks(self, entry: dict[str, Any]) -> int:
+    def _group_size(self, entry: dict[str, Any]) -> int:
         """The size of the collective's group. Each dimension of a mesh has a separate group."""
         resolve: Any = distributed_c10d._resolve_process_group  # pyright: ignore
         with suppress(LookupError, RuntimeError, ValueError):  # the group was destroyed
@@ -179,7 +185,7 @@ class Traffic:
         return self._world.size
 
 
-def volume(kind: str, size: int, ranks: int) -> float:
+def collective_sent_bytes(kind: str, size: int, ranks: int) -> float:
     """Bytes that each of `ranks` sends in a collective whose input has `size` bytes on each rank.
 
     The bytes are those of a ring, the minimum of all algorithms: 2 (n-1)/n of the input of an all-reduce, (n-1) times

@@ -18,30 +18,30 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
-from paceline.lab.verify import Spec
-from paceline.nested import mapped
-from paceline.seeding import derive
-from paceline.tasks.task import Task, call
+from paceline.lab.verify import VerifySpec
+from paceline.nested import map_tensors
+from paceline.seeding import derive_seed
+from paceline.tasks.task import Task, call_model
 
-Named = Mapping[str, Tensor | None]
-PROBES = 2048  # coordinates of the gradient that are used to explain a difference
+NamedTensors = Mapping[str, Tensor | None]
+NUM_GRADIENT_PROBES = 2048  # coordinates of the gradient that are used to explain a difference
 
 
 @dataclass
-class Observed:
+class StepValues:
     """The values of one step, on one process or on several. Most are not copies: compare them before the next step."""
 
     samples: list[int] = field(default_factory=list[int])
-    streams: dict[str, str] = field(default_factory=dict[str, str])
+    stream_fingerprints: dict[str, str] = field(default_factory=dict[str, str])
     """By virtual rank and micro-batch, a fingerprint of the random number stream at its start."""
     scalars: dict[str, float] = field(default_factory=dict[str, float])
-    gradients: Named = field(default_factory=dict[str, "Tensor | None"])
+    gradients: NamedTensors = field(default_factory=dict[str, "Tensor | None"])
     """The gradients of the mean over the global batch, before clipping."""
-    stepped: Named = field(default_factory=dict[str, "Tensor | None"])
+    applied_gradients: NamedTensors = field(default_factory=dict[str, "Tensor | None"])
     """The gradients that the optimizer used, after clipping."""
-    parameters: Named = field(default_factory=dict[str, "Tensor | None"])
-    buffers: Named = field(default_factory=dict[str, "Tensor | None"])
-    state: Named = field(default_factory=dict[str, "Tensor | None"])
+    parameters: NamedTensors = field(default_factory=dict[str, "Tensor | None"])
+    buffers: NamedTensors = field(default_factory=dict[str, "Tensor | None"])
+    state: NamedTensors = field(default_factory=dict[str, "Tensor | None"])
 
 
 @dataclass
@@ -58,39 +58,39 @@ class Reference:
     scheduler: Any  # a scheduler of torch, stepped after the optimizer; or None
     dataset: Dataset[Any]
     global_batch: int
-    spec: Spec
-    union: bool
+    spec: VerifySpec
+    joins_virtual_ranks: bool
     weights: dict[str, float] = field(default_factory=dict[str, float])
     """The sum of the loss weights in the last step, by 'virtual rank.part'."""
     _buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict[int, dict[str, Tensor]])
     _initial: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    _before: "_StepStart | None" = None
+    _step_start: "_StepStart | None" = None
 
     def __post_init__(self) -> None:
         self._initial = {name: b.clone() for name, b in self.model.named_buffers()}
         self._names = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def step(self, number: int) -> Observed:
+    def step(self, number: int) -> StepValues:
         """Take step `number` (from 0). Return its values."""
         steps_per_epoch = -(-len(self.dataset) // self.global_batch)  # pyright: ignore[reportArgumentType]
         epoch, step = divmod(number, steps_per_epoch)
         order = torch.randperm(
             len(self.dataset),  # pyright: ignore[reportArgumentType]
-            generator=torch.Generator().manual_seed(derive(self.spec.seed, "order", epoch)),
+            generator=torch.Generator().manual_seed(derive_seed(self.spec.seed, "order", epoch)),
         )
         batch = order[step * self.global_batch : (step + 1) * self.global_batch]
         # _forward makes new buffers and never changes these
         parameters = {n: p.detach().clone() for n, p in self._names.items()}
-        self._before = _StepStart(parameters, dict(self._buffers), batch, epoch, step)
+        self._step_start = _StepStart(parameters, dict(self._buffers), batch, epoch, step)
         self.model.train()
         self.model.zero_grad(set_to_none=True)
         losses, streams = dict[str, Tensor](), dict[str, str]()
         self.weights = {}
         for virtual_rank, part, indices in self._microbatches(batch):
             key = f"{virtual_rank}.{part}"
-            torch.manual_seed(derive(self.spec.seed, "forward", epoch, step, virtual_rank, part))
-            if not self.union:
-                streams[key] = stream_fingerprint()
+            torch.manual_seed(derive_seed(self.spec.seed, "forward", epoch, step, virtual_rank, part))
+            if not self.joins_virtual_ranks:
+                streams[key] = random_stream_fingerprint()
             losses[key], self.weights[key] = self._forward(virtual_rank, indices)
         weight = sum(self.weights.values())
         loss = torch.stack([*losses.values()]).sum() / weight
@@ -101,12 +101,12 @@ class Reference:
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-        return Observed(
+        return StepValues(
             samples=sorted(batch.tolist()),
-            streams=streams,
+            stream_fingerprints=streams,
             scalars={"loss": float(loss.detach()), "weight": weight, "gradient norm": norm},
             gradients=gradients,
-            stepped=clipped_gradients,
+            applied_gradients=clipped_gradients,
             parameters={n: p.detach() for n, p in self.model.named_parameters()},
             buffers=self._mean_buffers(),
             state=optimizer_state(self.optimizer, self.model),
@@ -116,7 +116,7 @@ class Reference:
         portions = [batch[v :: self.spec.virtual_ranks] for v in range(self.spec.virtual_ranks)]
         count = min(self.spec.accumulation, max(len(portion) for portion in portions))
         parts = [portion.tensor_split(count) for portion in portions]
-        if self.union:
+        if self.joins_virtual_ranks:
             return [(0, part, torch.cat([rank_parts[part] for rank_parts in parts])) for part in range(count)]
         microbatches = [(v, part, parts[v][part]) for v in range(self.spec.virtual_ranks) for part in range(count)]
         return [(v, part, indices) for v, part, indices in microbatches if len(indices)]
@@ -126,9 +126,9 @@ class Reference:
         self._load_buffers(virtual_rank)
         samples = [self.dataset[i] for i in indices.tolist()]
         batch = (self.task.collate or default_collate)(samples)
-        batch = mapped(batch, lambda tensor: tensor.to(next(self.model.parameters()).device))
+        batch = map_tensors(batch, lambda tensor: tensor.to(next(self.model.parameters()).device))
         inputs, targets = (batch, batch) if isinstance(batch, Mapping) else batch
-        result = self.task.loss(call(self.model, inputs), targets)
+        result = self.task.loss(call_model(self.model, inputs), targets)
         losses, weights = result if isinstance(result, tuple) else (result, torch.ones_like(result))
         self._buffers[virtual_rank] = {n: b.clone() for n, b in self.model.named_buffers()}
         return (losses * weights).sum(), float(weights.detach().sum())
@@ -155,7 +155,7 @@ class Reference:
         its factor before backward. Afterwards the gradient is divided by the factor. If the gradient path is linear,
         the columns add up to the gradient of the step for any groups and factors.
         """
-        step_start = self._before
+        step_start = self._step_start
         assert step_start is not None
         parts = {f"{v}.{part}": (v, part, indices) for v, part, indices in self._microbatches(step_start.batch)}
         columns: list[Tensor] = []
@@ -163,12 +163,12 @@ class Reference:
             for keys, factor in zip(groups, factors, strict=True):
                 losses: list[Tensor] = []
                 for virtual_rank, part, indices in (parts[key] for key in keys):
-                    seed = derive(self.spec.seed, "forward", step_start.epoch, step_start.step, virtual_rank, part)
+                    seed = derive_seed(self.spec.seed, "forward", step_start.epoch, step_start.step, virtual_rank, part)
                     torch.manual_seed(seed)
                     losses.append(self._forward(virtual_rank, indices)[0])
                 loss = torch.stack(losses).sum() * (factor / sum(self.weights.values()))
                 gradients = torch.autograd.grad(loss, [*self._names.values()], allow_unused=True)
-                columns.append(at_probes(dict(zip(self._names, gradients, strict=True)), self._names) / factor)
+                columns.append(sample_gradient(dict(zip(self._names, gradients, strict=True)), self._names) / factor)
         return torch.stack(columns, 1)
 
     @contextmanager
@@ -186,7 +186,7 @@ class Reference:
         self._buffers = dict(buffers)
 
     @property
-    def hooked(self) -> list[str]:
+    def hooked_parameters(self) -> list[str]:
         """The parameters that have a hook on their gradient."""
         return [name for name, p in self._names.items() if p._backward_hooks]  # pyright: ignore[reportPrivateUsage]
 
@@ -204,7 +204,7 @@ class _StepStart:
 
 def cast_to_float64(model: nn.Module) -> nn.Module:
     """Cast `model`, and all its later inputs, to float64."""
-    model.double().register_forward_pre_hook(lambda _, *inputs: mapped(inputs, to_double), with_kwargs=True)
+    model.double().register_forward_pre_hook(lambda _, *inputs: map_tensors(inputs, to_double), with_kwargs=True)
     return model
 
 
@@ -223,9 +223,9 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
     return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 
 
-def at_probes(gradients: Named, like: Mapping[str, Tensor]) -> Tensor:
+def sample_gradient(gradients: NamedTensors, like: Mapping[str, Tensor]) -> Tensor:
     """(n,) values of a gradient at evenly spaced coordinates; None counts as zeros."""
-    per_tensor = max(1, PROBES // max(1, len(gradients)))
+    per_tensor = max(1, NUM_GRADIENT_PROBES // max(1, len(gradients)))
     values: list[Tensor] = []
     for name, gradient in gradients.items():
         flat = (torch.zeros_like(like[name]) if gradient is None else gradient).detach().reshape(-1)
@@ -233,7 +233,7 @@ def at_probes(gradients: Named, like: Mapping[str, Tensor]) -> Tensor:
     return torch.cat(values)
 
 
-def stream_fingerprint() -> str:
+def random_stream_fingerprint() -> str:
     """The next number of the CPU's random number generator, without changing its state."""
     state = torch.get_rng_state()
     number = torch.rand(1, dtype=torch.float64)

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import Dataset, Subset
 
 from paceline.checkpoint.shards import full_state, sha256_of
-from paceline.collectives.batchnorm import convert
+from paceline.collectives.batchnorm import convert_sync_batchnorm
 from paceline.collectives.control import Deferred, all_gather_object, new_group, raise_on_all_ranks
 from paceline.compute.forward import recompute
 from paceline.data.arrays import ArrayDataset
@@ -23,16 +23,16 @@ from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.streams import first_of
 from paceline.errors import UsageError
 from paceline.lab.ranks.causes import Comparison, RankDifferences
-from paceline.lab.ranks.reference import Observed, Reference, cast_to_float64, stream_fingerprint
-from paceline.lab.verify import OWN, Case, Diagnosis, Policy, Spec
+from paceline.lab.ranks.reference import Reference, StepValues, cast_to_float64, random_stream_fingerprint
+from paceline.lab.verify import TASK_OPTIMIZER, BatchNormPolicy, Case, Diagnosis, VerifySpec
 from paceline.rank.world import World
-from paceline.seeding import derive
+from paceline.seeding import derive_seed
 from paceline.stepping.totals import StepResult
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.base import MakeOptimizer
 from paceline.tasks.registry import load_task
 from paceline.tasks.task import Task
-from paceline.train.optimizer import TaskSchedule, checked_optimizer
+from paceline.train.optimizer import TaskSchedule, check_optimizer_type
 from paceline.train.parallelism import ParallelConfig, parallelize_model
 
 PARAMETER = "model/"  # prefix of parameters in a state
@@ -45,32 +45,32 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 @dataclass(frozen=True)
-class Setting:
+class VerificationSetup:
     """The task, data and plan of all strategies with one batch norm policy."""
 
-    spec: Spec
+    spec: VerifySpec
     task: Task
-    policy: Policy
+    batch_norm_policy: BatchNormPolicy
     dataset: Dataset[Any]
     plan: BatchPlan
     world: World
 
 
-def task_of(spec: Spec) -> Task:
+def task_of(spec: VerifySpec) -> Task:
     """Load the task with its options."""
     return load_task(spec.task, {k: Path(v) if k == "data_dir" else v for k, v in spec.options.items()})
 
 
-def optimizers_of(spec: Spec, task: Task, model: nn.Module) -> dict[str, type[Optimizer]]:
+def optimizers_of(spec: VerifySpec, task: Task, model: nn.Module) -> dict[str, type[Optimizer]]:
     """The types of the verified optimizers, by name. Each is created once for `model`, with its schedule.
 
     Raises:
         UsageError: if the task creates no optimizer, or an unsuitable one.
     """
     by_task = task.make_optimizer is not None
-    names = spec.optimizers or ([OWN] if by_task else [*OPTIMIZERS])
-    if OWN in names and not by_task:
-        raise UsageError(code="verify-task-without-optimizer", value=OWN, allowed=[*OPTIMIZERS])
+    names = spec.optimizers or ([TASK_OPTIMIZER] if by_task else [*OPTIMIZERS])
+    if TASK_OPTIMIZER in names and not by_task:
+        raise UsageError(code="verify-task-without-optimizer", value=TASK_OPTIMIZER, allowed=[*OPTIMIZERS])
     optimizers = {name: optimizer_factory(name, task, model)(model.parameters()) for name in names}
     for name, optimizer in optimizers.items():
         _add_schedule(name, task, optimizer, spec.steps)
@@ -79,15 +79,15 @@ def optimizers_of(spec: Spec, task: Task, model: nn.Module) -> dict[str, type[Op
 
 def optimizer_factory(name: str, task: Task, model: nn.Module) -> MakeOptimizer:
     """The function that creates the optimizer of `model`."""
-    if name != OWN or task.make_optimizer is None:
+    if name != TASK_OPTIMIZER or task.make_optimizer is None:
         return OPTIMIZERS[name]
-    optimizer = checked_optimizer(task.make_optimizer(model))
+    optimizer = check_optimizer_type(task.make_optimizer(model))
     return lambda _: optimizer
 
 
 def has_schedule(name: str, task: Task) -> bool:
     """Whether the task's schedule applies to this optimizer."""
-    return task.make_schedule is not None and (name == OWN or task.make_optimizer is None)
+    return task.make_schedule is not None and (name == TASK_OPTIMIZER or task.make_optimizer is None)
 
 
 def _add_schedule(name: str, task: Task, optimizer: Optimizer, steps: int) -> None:
@@ -95,16 +95,16 @@ def _add_schedule(name: str, task: Task, optimizer: Optimizer, steps: int) -> No
         TaskSchedule(optimizer, task.make_schedule(optimizer, steps), steps)
 
 
-def make_setting(spec: Spec, task: Task, policy: Policy, world: World) -> Setting:
+def make_setup(spec: VerifySpec, task: Task, policy: BatchNormPolicy, world: World) -> VerificationSetup:
     """Select the samples, and plan the batches (a collective)."""
     with raise_on_all_ranks(world):
-        dataset, global_batch = _uneven_data(task, spec, policy)
+        dataset, global_batch = _uneven_dataset_and_batch(task, spec, policy)
     samples: int = len(dataset)  # pyright: ignore[reportArgumentType]
     plan = BatchPlan(samples, global_batch, spec.virtual_ranks, spec.accumulation, spec.seed)
-    return Setting(spec, task, policy, dataset, plan, world)
+    return VerificationSetup(spec, task, policy, dataset, plan, world)
 
 
-def _uneven_data(task: Task, spec: Spec, policy: Policy) -> tuple[Dataset[Any], int]:
+def _uneven_dataset_and_batch(task: Task, spec: VerifySpec, policy: BatchNormPolicy) -> tuple[Dataset[Any], int]:
     """The first samples of the training data, and the size of the global batch, which is uneven on purpose.
 
     An epoch has two global batches whose portions differ by one sample, and a last, smaller one.
@@ -125,24 +125,24 @@ def _uneven_data(task: Task, spec: Spec, policy: Policy) -> tuple[Dataset[Any], 
     return Subset(dataset, range(needed)), global_batch
 
 
-def build(task: Task, seed: int, device: torch.device) -> nn.Module:
+def build_float64_model(task: Task, seed: int, device: torch.device) -> nn.Module:
     """The task's model in float64 on `device`. It casts its inputs."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(seed, "verify"))
+        torch.manual_seed(derive_seed(seed, "verify"))
         return cast_to_float64(task.make_model()).to(device)
 
 
-def _model(setting: Setting, seed: int) -> nn.Module:
+def _model(setting: VerificationSetup, seed: int) -> nn.Module:
     """Build the model. With synchronised batch norm it has no dropout: the masks would depend on the world size."""
-    model = build(setting.task, seed, setting.world.device)
-    for module in model.modules() if setting.policy == "sync" else ():
+    model = build_float64_model(setting.task, seed, setting.world.device)
+    for module in model.modules() if setting.batch_norm_policy == "sync" else ():
         if isinstance(module, _DropoutNd):
             module.p = 0.0
     return model
 
 
 def apply_strategy(
-    setting: Setting, strategy: str, optimizer: str, model: nn.Module
+    setting: VerificationSetup, strategy: str, optimizer: str, model: nn.Module
 ) -> tuple[Strategy, Iterator[list[MicroBatch]]]:
     """This rank's replica of `model`, and its batches (a collective).
 
@@ -152,12 +152,12 @@ def apply_strategy(
     spec, world, maker = setting.spec, setting.world, optimizer_factory(optimizer, setting.task, model)
     if spec.checkpoint_activations:
         recompute(model, spec.checkpoint_activations)
-    merged = setting.policy == "sync"
+    merged = setting.batch_norm_policy == "sync"
     if merged:
-        model = convert(model, new_group())
+        model = convert_sync_batchnorm(model, new_group())
     loading, data = Loading(world.device, 0, setting.task.collate), world.data
     model.train()
-    config = ParallelConfig(strategy, schedule=spec.schedule_pipeline, sequence=spec.sequence_parallel)
+    config = ParallelConfig(strategy, schedule=spec.schedule_pipeline, sequence_parallel=spec.sequence_parallel)
     sharing = parallelize_model(setting.task, model, setting.dataset, loading, setting.plan, world, config)
     replica = sharing.apply(STRATEGIES[strategy], model, maker, world, spec.virtual_ranks)
     _add_schedule(optimizer, setting.task, replica.optimizer, spec.steps)
@@ -172,7 +172,7 @@ def has_dropout(model: nn.Module) -> bool:
     return any(isinstance(m, _DropoutNd) and m.p > 0 for m in model.modules())
 
 
-def world_on(device: str) -> World:
+def make_world(device: str) -> World:
     """The world of this rank, with gloo if several ranks use the same GPU."""
     world = World.from_env(device=device, backend="gloo")
     needs_gloo = world.device.type == "cpu" or world.local_size > torch.accelerator.device_count()
@@ -187,38 +187,40 @@ class Trial:
     replica: Strategy
     batches: Iterator[list[MicroBatch]]
     comparison: Comparison
-    start_differs: str | None = None
+    first_start_difference: str | None = None
     """A parameter that differs between ranks, or from one process, before the first step."""
-    seen: Observed = field(default_factory=Observed)
+    step_values: StepValues = field(default_factory=StepValues)
     """The record of the current step: random streams, and on rank 0 the gradients before and after clipping."""
     gradient_fingerprints: dict[str, int] = field(default_factory=dict[str, int])
     finding: Diagnosis | None = None
-    whole: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    unsharded_tensors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """The parameters and buffers of the unsharded model, on the meta device."""
 
 
-def make_trial(case: Case, setting: Setting, optimizer: type[Optimizer]) -> Trial:
+def make_trial(case: Case, setting: VerificationSetup, optimizer: type[Optimizer]) -> Trial:
     """Build the model, apply the strategy and prepare its batches (a collective)."""
     model = _model(setting, setting.spec.seed + setting.world.rank)
     tensors = (*model.named_parameters(), *model.named_buffers())
     shapes = {name: torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for name, t in tensors}
     replica, batches = apply_strategy(setting, case.strategy, case.optimizer, model)
-    trial = Trial(case, replica, batches, Comparison(adaptive=not issubclass(optimizer, SGD)), whole=shapes)
-    _observe(trial)
+    trial = Trial(case, replica, batches, Comparison(adaptive=not issubclass(optimizer, SGD)), unsharded_tensors=shapes)
+    _install_observers(trial)
     return trial
 
 
-def make_reference(setting: Setting, optimizer: str) -> Reference:
+def make_reference(setting: VerificationSetup, optimizer: str) -> Reference:
     """The single process to compare the strategies with."""
     task, spec = setting.task, setting.spec
     model = _model(setting, spec.seed)
     optim = optimizer_factory(optimizer, task, model)(model.parameters())
     schedule = task.make_schedule(optim, spec.steps) if task.make_schedule and has_schedule(optimizer, task) else None
-    union = setting.policy == "sync"
-    return Reference(task, model, optim, schedule, setting.dataset, setting.plan.global_batch, spec, union=union)
+    union = setting.batch_norm_policy == "sync"
+    return Reference(
+        task, model, optim, schedule, setting.dataset, setting.plan.global_batch, spec, joins_virtual_ranks=union
+    )
 
 
-def _observe(trial: Trial) -> None:
+def _install_observers(trial: Trial) -> None:
     """Record each random stream, and the gradients before clipping."""
     inner = trial.replica
     right_enter, right_clip = inner.enter, inner.clip_grad_norm
@@ -227,18 +229,20 @@ def _observe(trial: Trial) -> None:
         right_enter(batch, is_last)
         # with "sync" one forward computes all virtual ranks of a rank, and draws no random number
         if batch.work.is_counted and trial.case.batchnorm != "sync":
-            trial.seen.streams[f"{batch.work.virtual_rank}.{batch.work.micro_batch}"] = stream_fingerprint()
+            trial.step_values.stream_fingerprints[f"{batch.work.virtual_rank}.{batch.work.micro_batch}"] = (
+                random_stream_fingerprint()
+            )
 
     def clip_grad_norm(max_norm: float) -> Deferred[float]:
         # not in sync_gradients: hooks on parameters run after it
         gradients = gradients_of(inner)
         trial.gradient_fingerprints = fingerprints(gradients)
         if inner.world.rank == 0:
-            trial.seen.gradients = {n: g.clone() for n, g in gradients.items()}
+            trial.step_values.gradients = {n: g.clone() for n, g in gradients.items()}
         return right_clip(max_norm)
 
     def before_step(*_: object) -> None:
-        trial.seen.stepped = gradients_of(inner)
+        trial.step_values.applied_gradients = gradients_of(inner)
 
     inner.optimizer.register_step_pre_hook(before_step)
     vars(inner).update(enter=enter, clip_grad_norm=clip_grad_norm)
@@ -247,33 +251,37 @@ def _observe(trial: Trial) -> None:
 def compare_starts(trial: Trial, reference: Reference | None) -> None:
     """Compare the parameters before the first step, over ranks and on rank 0 with one process (a collective)."""
     world, parameters = trial.replica.world, parameters_of(trial.replica)
-    trial.start_differs = _first_difference(fingerprints(parameters), world)
-    if trial.start_differs is None:
+    trial.first_start_difference = _first_difference(fingerprints(parameters), world)
+    if trial.first_start_difference is None:
         want = dict(reference.model.named_parameters()) if reference else {}
         unequal = [name for name, value in parameters.items() if name in want and not torch.equal(value, want[name])]
-        trial.start_differs = next(iter(all_gather_object(unequal[:1], world)[0]), None)
+        trial.first_start_difference = next(iter(all_gather_object(unequal[:1], world)[0]), None)
 
 
-def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]) -> tuple[Observed, RankDifferences]:
+def collect_step_values(
+    trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]
+) -> tuple[StepValues, RankDifferences]:
     """The values of the trial's last step, over all ranks (a collective)."""
-    replica, world, got, trial.seen = trial.replica, trial.replica.world, trial.seen, Observed()
+    replica, world, got, trial.step_values = trial.replica, trial.replica.world, trial.step_values, StepValues()
     # the ranks of one model copy have the same samples: only its first rank counts
-    works = [b.work for b in microbatches if b.work.is_counted and world.leads]
+    works = [b.work for b in microbatches if b.work.is_counted and world.is_leader]
     samples = [i for work in works for i in work.indices.tolist()]
     got.samples = sorted(i for rank_samples in all_gather_object(samples, world) for i in rank_samples)
-    got.streams = {k: v for part in all_gather_object(got.streams, world) for k, v in part.items()}
-    got.scalars = {"loss": result.loss, "weight": result.weight, "gradient norm": result.grad_norm or 0.0}
+    got.stream_fingerprints = {
+        k: v for part in all_gather_object(got.stream_fingerprints, world) for k, v in part.items()
+    }
+    got.scalars = {"loss": result.loss, "weight": result.total_weight, "gradient norm": result.grad_norm or 0.0}
     got.parameters = parameters = parameters_of(replica)
     with replica.merged_buffers():
         got.buffers = buffers = {n: b.detach() for n, b in replica.model.named_buffers()}
         if replica.pipeline is not None:  # the model has only the buffers of this stage
             got.buffers = buffers = {
-                n: t for n, t in replica.weights().items() if n in trial.whole and n not in parameters
+                n: t for n, t in replica.weights().items() if n in trial.unsharded_tensors and n not in parameters
             }
-    got.state = _optimizer_state(replica, trial.whole)
+    got.state = _optimizer_state(replica, trial.unsharded_tensors)
     gradients_differ = _first_difference(trial.gradient_fingerprints, world)
     after_differs = _first_difference(fingerprints({**parameters, **buffers}), world)
-    return got, RankDifferences(trial.start_differs, gradients_differ, after_differs)
+    return got, RankDifferences(trial.first_start_difference, gradients_differ, after_differs)
 
 
 def _optimizer_state(replica: Strategy, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.shards import sha256_of
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks
-from paceline.config.choices import lacks_torch
+from paceline.config.choices import torch_unsupported_reason
 from paceline.config.mesh import mesh_of
 from paceline.config.strategies import STRATEGY_INFO
 from paceline.data.loader import MicroBatch
@@ -24,47 +24,49 @@ from paceline.errors import ReportedByPeer, UsageError
 from paceline.lab.ranks import trial as trials
 from paceline.lab.ranks.causes import explain
 from paceline.lab.ranks.loop import run_loop
-from paceline.lab.ranks.reference import Observed, Reference, has_batch_norm
-from paceline.lab.ranks.trial import Setting, Trial
+from paceline.lab.ranks.reference import Reference, StepValues, has_batch_norm
+from paceline.lab.ranks.trial import Trial, VerificationSetup
 from paceline.lab.verify import (
-    OWN,
-    Bits,
+    TASK_OPTIMIZER,
+    BatchNormPolicy,
     BitsReport,
     Case,
     Diagnosis,
     LoopSpec,
-    Policy,
     Result,
-    Spec,
     StepBits,
+    StrategyBits,
     VerifyReport,
+    VerifySpec,
 )
 from paceline.rank.attach import run_worker
 from paceline.rank.world import World, create_mesh_groups, joined
-from paceline.strategies.validation import ELEMENT_WISE
-from paceline.train.determinism import DEFAULT_THREADS, deterministic, hardware_facts
+from paceline.strategies.validation import ELEMENT_WISE_OPTIMIZERS
+from paceline.train.determinism import DEFAULT_THREADS, hardware_facts, use_deterministic_kernels
 from paceline.train.prepare import make_model
 from paceline.train.step import train_step
 
 
-def verify(spec: Spec, world: World) -> VerifyReport:
+def verify(spec: VerifySpec, world: World) -> VerifyReport:
     """Run all cases of `spec` on this world (a collective). Use the report of rank 0."""
     world = create_mesh_groups(world, mesh_of(spec.mesh or None, world.size))
     with raise_on_all_ranks(world):
         task = trials.task_of(spec)
-        model = trials.build(task, spec.seed, world.device)
+        model = trials.build_float64_model(task, spec.seed, world.device)
         optimizers = trials.optimizers_of(spec, task, model)
-    policies: list[Policy] = ["local", "sync"] if has_batch_norm(model) else ["none"]
+    policies: list[BatchNormPolicy] = ["local", "sync"] if has_batch_norm(model) else ["none"]
     if spec.mesh:
         policies = policies[:1]  # synchronised statistics would mix different parts of a model
     notes: list[str] = []
     if len(policies) == 2 and trials.has_dropout(model):
         notes.append("dropout is off with synchronised batch norm: its masks would depend on the world size")
-    if OWN in optimizers:
+    if TASK_OPTIMIZER in optimizers:
         schedule = ", with the task's schedule over these steps" if task.make_schedule else ""
-        notes.append(f"optimizer {OWN}: {optimizers[OWN].__name__}, created by the task{schedule}")
+        notes.append(
+            f"optimizer {TASK_OPTIMIZER}: {optimizers[TASK_OPTIMIZER].__name__}, created by the task{schedule}"
+        )
     results: list[Result] = []
-    settings = [trials.make_setting(spec, task, policy, world) for policy in policies]
+    settings = [trials.make_setup(spec, task, policy, world) for policy in policies]
     for setting in settings:
         for optimizer, optimizer_type in optimizers.items():
             gc.collect()  # hooks and closures keep the last models in reference cycles, which may have gigabytes
@@ -73,8 +75,8 @@ def verify(spec: Spec, world: World) -> VerifyReport:
     return VerifyReport(world.size, plan.global_batch, plan.num_samples, results, notes)
 
 
-def _verify_strategies(setting: Setting, optimizer: str, optimizer_type: type[Optimizer]) -> list[Result]:
-    spec, world, policy = setting.spec, setting.world, setting.policy
+def _verify_strategies(setting: VerificationSetup, optimizer: str, optimizer_type: type[Optimizer]) -> list[Result]:
+    spec, world, policy = setting.spec, setting.world, setting.batch_norm_policy
     reference = trials.make_reference(setting, optimizer) if world.rank == 0 else None
     results: list[Result] = []
     running: list[Trial] = []
@@ -95,7 +97,9 @@ def _verify_strategies(setting: Setting, optimizer: str, optimizer_type: type[Op
     return [*results, *(trial.comparison.result(trial.case, trial.finding) for trial in running)]
 
 
-def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, reference: Reference | None) -> None:
+def _step(
+    trial: Trial, number: int, setting: VerificationSetup, want: StepValues | None, reference: Reference | None
+) -> None:
     """Take a step with one strategy, compare it on rank 0, and send the finding to all ranks."""
     world, error, result, microbatches = setting.world, "", None, list[MicroBatch]()
     try:
@@ -111,47 +115,47 @@ def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, re
         finding = Diagnosis(number, "error", "", message.strip().splitlines()[-2 if "Traceback" in message else -1])
     else:
         assert result is not None
-        got, ranks = trials.observe(trial, result, microbatches)
+        got, ranks = trials.collect_step_values(trial, result, microbatches)
         if want is not None and reference is not None:
             differences = trial.comparison.add(got, want)
-            is_wrong = differences or got.samples != want.samples or got.streams != want.streams
+            is_wrong = differences or got.samples != want.samples or got.stream_fingerprints != want.stream_fingerprints
             if is_wrong or any(ranks):
                 finding = Diagnosis(number, *explain(got, want, differences, ranks, reference))
     trial.finding = msgspec.convert(all_gather_object(msgspec.to_builtins(finding), world)[0], Diagnosis | None)
 
 
-def _skip_reason(strategy: str, policy: Policy, world: World, optimizer: type[Optimizer]) -> str | None:
+def _skip_reason(strategy: str, policy: BatchNormPolicy, world: World, optimizer: type[Optimizer]) -> str | None:
     info = STRATEGY_INFO[strategy]
-    if reason := lacks_torch(strategy):
+    if reason := torch_unsupported_reason(strategy):
         return reason.removeprefix(f"strategy {strategy} ")
     if info.exact and policy == "sync":
         return "has local batch norm only"
-    if info.sharded and optimizer not in ELEMENT_WISE:
+    if info.sharded and optimizer not in ELEMENT_WISE_OPTIMIZERS:
         return f"shards parameters, but {optimizer.__name__} may need unsharded ones"
     if world.mesh is not None and not info.supports_mesh:
         return "does not support parts of a model"
     if info.single_process and world.data.size > 1:
         return "is single-process"
-    if info.multi_gpu and torch.cuda.device_count() < 2:
+    if info.splits_over_gpus and torch.cuda.device_count() < 2:
         return "needs two GPUs; on one device it only calls the module"
     return None
 
 
-def collect_bits(spec: Spec, world: World) -> BitsReport:
+def collect_bits(spec: VerifySpec, world: World) -> BitsReport:
     """Train each strategy with each optimizer, deterministically (a collective). Use the report of rank 0."""
     with raise_on_all_ranks(world):
         task = trials.task_of(spec)
         model = make_model(task, spec.seed, world)
         optimizers = trials.optimizers_of(spec, task, model)
         policy = "local" if has_batch_norm(model) else "none"
-    setting = trials.make_setting(spec, task, policy, world)
+    setting = trials.make_setup(spec, task, policy, world)
     bits = [_bits_of(setting, strategy, optimizer) for strategy in spec.strategies for optimizer in optimizers]
     return BitsReport(
         world.size, setting.plan.global_batch, setting.plan.num_samples, bits, hardware_facts(world.device)
     )
 
 
-def _bits_of(setting: Setting, strategy: str, optimizer: str) -> Bits:
+def _bits_of(setting: VerificationSetup, strategy: str, optimizer: str) -> StrategyBits:
     gc.collect()
     spec, world = setting.spec, setting.world
     replica, batches = trials.apply_strategy(
@@ -165,19 +169,19 @@ def _bits_of(setting: Setting, strategy: str, optimizer: str) -> Bits:
         steps.append(StepBits(result.loss.hex(), norm, gradients, parameters))
     weights, state = trials.digests_of(replica)
     by_rank = all_gather_object([weights, [msgspec.to_builtins(step) for step in steps]], world)
-    return Bits(strategy, optimizer, weights, state, steps, all(digests == by_rank[0] for digests in by_rank))
+    return StrategyBits(strategy, optimizer, weights, state, steps, all(digests == by_rank[0] for digests in by_rank))
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the spec in file `arguments[0]`. Rank 0 writes the report to file `arguments[1]`."""
-    spec = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=Spec | LoopSpec)
-    world, report = trials.world_on(spec.device), Path(arguments[1])
+    spec = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=VerifySpec | LoopSpec)
+    world, report = trials.make_world(spec.device), Path(arguments[1])
     if isinstance(spec, LoopSpec):
         run_loop(spec, report.parent, world)
         return 0
     torch.set_num_threads(DEFAULT_THREADS)
     with joined(world, timeout_seconds=300 if spec.bitwise else 120):
-        result = deterministic()(collect_bits)(spec, world) if spec.bitwise else verify(spec, world)
+        result = use_deterministic_kernels()(collect_bits)(spec, world) if spec.bitwise else verify(spec, world)
         if world.rank == 0:
             report.write_bytes(msgspec.json.encode(result))
     return 0

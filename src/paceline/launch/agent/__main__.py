@@ -26,15 +26,21 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
-from paceline.host.facts import gather as gather_facts
+from paceline.host.facts import gather_facts as gather_facts
 from paceline.host.shell_environment import environment_after
 from paceline.host.sweep import start_janitor
 from paceline.launch.agent.preload import start_preloader
-from paceline.launch.agent.workers import InheritedResources, make_snapshots, worker_environment
-from paceline.protocol.control import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_wakeup
+from paceline.launch.agent.workers import InheritedResources, create_snapshot_files, worker_environment
+from paceline.protocol.control import (
+    LIFELINE_DESCRIPTOR,
+    STOP_SIGNALS,
+    StopOrders,
+    hold_standard_descriptors,
+    signal_wakeup,
+)
 from paceline.protocol.job import NodePlan
 from paceline.runs import writing
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 from paceline.runs.folder import create_attempt_dir, lock_run_dir
 from paceline.runs.reading import read
 
@@ -72,7 +78,7 @@ def _first_line() -> bytes:
     line = b""
     while not line.endswith(b"\n") and len(line) < MAX_PLAN_BYTES:
         # one byte at a time, without the buffer of sys.stdin: orders that follow the plan must stay in the pipe
-        byte = os.read(LIFELINE, 1)
+        byte = os.read(LIFELINE_DESCRIPTOR, 1)
         if not byte:
             return b""
         line += byte
@@ -108,7 +114,7 @@ def detach(log: Path) -> Callable[[], None]:
             return
         sys.stdout.flush()
         sys.stderr.flush()
-        descriptor = writing.keep(log, append=True)
+        descriptor = writing.open_or_create(log, append=True)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.close(descriptor)
@@ -119,7 +125,7 @@ def detach(log: Path) -> Callable[[], None]:
     return on_started
 
 
-def enter(plan: NodePlan) -> NodePlan:
+def prepare_environment(plan: NodePlan) -> NodePlan:
     """Change to the working folder of the workers, and set up their environment.
 
     Raises:
@@ -139,7 +145,7 @@ def enter(plan: NodePlan) -> NodePlan:
     return replace(plan, threads=plan.threads or threads_per_rank(usable_cores(), plan.nproc))
 
 
-def take_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
+def prepare_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
     """On node 0 of a run that no launcher has prepared: lock the run folder, and create the folder of the attempt.
 
     Returns:
@@ -158,19 +164,19 @@ def take_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
 def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
     """Run the agent of `plan` to its end; return the exit code."""
     if plan.attach >= 0:
-        from paceline.launch.agent.attach import watch_over
+        from paceline.launch.agent.attach import run_attached_agent
 
-        return watch_over(plan)
+        return run_attached_agent(plan)
     on_started = detach(Path(plan.run_dir) / f"agent-{plan.node}.log") if plan.detached else lambda: None
-    plan = enter(plan)
+    plan = prepare_environment(plan)
     with TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as temporary:
         not_kept = [number for number in (*plan.keep_open, plan.stdin) if number >= 0]
         janitor = start_janitor(not_kept=not_kept, temporary=temporary)
         # start it first: it imports torch while the agent checks folders and ports
         preloader = start_preloader(plan.argv, worker_environment(plan, 0, 0)) if plan.preload else None
         try:
-            plan, locks = take_run_dir(plan)
-            pairs = make_snapshots(plan.nproc) if plan.max_restarts or plan.elastic else ()
+            plan, locks = prepare_run_dir(plan)
+            pairs = create_snapshot_files(plan.nproc) if plan.max_restarts or plan.elastic else ()
             inherited = InheritedResources(pairs, (*plan.keep_open, *locks), janitor, temporary, preloader)
             return _serve(plan, inherited, on_started, lifeline=lifeline)
         finally:
@@ -183,7 +189,7 @@ def _serve(plan: NodePlan, inherited: InheritedResources, on_started: Callable[[
     from paceline.launch.agent.follower import Follower  # while the preloader imports torch
 
     with signal_wakeup((*STOP_SIGNALS, signal.SIGCHLD)) as wakeup:
-        orders = Orders(wakeup, lifeline=lifeline and not plan.detached, silence_seconds=plan.silence_seconds)
+        orders = StopOrders(wakeup, lifeline=lifeline and not plan.detached, silence_seconds=plan.silence_seconds)
         if inherited.preloader is not None:
             inherited.preloader.wait_ready(orders)
         if plan.node == 0:
@@ -214,10 +220,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if plan is not None:
             code = run_agent(plan, lifeline=options.plan is None)
     except PacelineError as error:
-        say(error.shown)
+        print_to_stderr(error.message_with_code)
         code = error.exit_code
     except OSError as error:
-        say(f"cannot start the workers: {error}")
+        print_to_stderr(f"cannot start the workers: {error}")
         code = ExitCode.USAGE
     # The exit code is final: a scheduler that signals all tasks after the first failure must not change it
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

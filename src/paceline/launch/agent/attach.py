@@ -21,12 +21,12 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError
-from paceline.guard.deaths import due_seconds, first_to_fail
-from paceline.guard.sentences import clause, format_ranks
+from paceline.guard.deaths import diagnosis_due_seconds, first_to_fail
+from paceline.guard.sentences import format_clause, format_ranks
 from paceline.host.procfs import PROC, processes, read_process
-from paceline.host.sweep import Member
+from paceline.host.sweep import RosterWorker
 from paceline.launch.agent.channel import Link, StartOrder, StartReply
-from paceline.launch.agent.cluster import Cluster, Generation
+from paceline.launch.agent.cluster import Generation, RemoteNodes
 from paceline.launch.agent.coordinator import POLL_FAILING_SECONDS
 from paceline.launch.agent.follower import Follower
 from paceline.launch.agent.monitor import Monitor, StopReport
@@ -37,27 +37,27 @@ from paceline.protocol.control import (
     Goodbye,
     Hello,
     Message,
-    Orders,
     Readable,
     Rendezvous,
+    StopOrders,
     peer_pid,
     receive,
     send,
     wait_readable,
 )
-from paceline.protocol.evidence import GOOD_ENDS, Failure, Sample
+from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Failure, WorkerSample
 from paceline.protocol.job import NodePlan
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 
 ARRIVAL_SECONDS = 60.0  # for all ranks of a node to attach
 LATE_SECONDS = 1.0  # for one more rank, if all attached ranks have ended
 LINGER_SECONDS = 30.0  # how long the agent of node 0 serves the others after its ranks have ended
-MEET_SECONDS = 3.0  # for the other nodes to connect, if a failure comes first
-MOVED_SECONDS = 1.0
-QUESTION_SECONDS = 5.0
+NODE_CONNECT_SECONDS = 3.0  # for the other nodes to connect, if a failure comes first
+PROGRESS_TOLERANCE_SECONDS = 1.0
+LAST_QUESTION_SECONDS = 5.0
 KILL_SECONDS = 2.0
 IN_SLURM, FAREWELL_SECONDS = "SLURM_PROCID", 1.0  # srun ends the agent with the last rank, so a failed rank waits
-LAUNCHER_SECONDS = 1.0  # between two checks whether the launcher runs
+LAUNCHER_CHECK_SECONDS = 1.0  # between two checks whether the launcher runs
 PIDFD_INFO_BYTES, PIDFD_INFO_EXIT = 64, 1 << 3  # linux/pidfd.h
 PIDFD_GET_INFO = 3 << 30 | PIDFD_INFO_BYTES << 16 | 0xFF << 8 | 11  # _IOWR(0xFF, 11, struct pidfd_info)
 
@@ -85,7 +85,7 @@ class ForeignProcess:
     def __init__(self, pid: int) -> None:
         self.pid, self.pidfd = pid, os.pidfd_open(pid)
         process = read_process(pid)
-        self.start, self.parent = (process.start, process.parent) if process else (0, 0)
+        self.start, self.parent = (process.start_ticks, process.parent) if process else (0, 0)
         self.code: int | None = None  # its exit code, or the code that it has announced
 
     @property
@@ -149,8 +149,8 @@ class AttachedWorkers(Workers):
     # ---- messages of the ranks ----
 
     def wait(self, seconds: float, also: Sequence[Readable]) -> bool:
-        """As `Orders.wait`: wait up to `seconds`; return True earlier if a rank attaches, sends a message or ends."""
-        self.release_leaving()
+        """As `StopOrders.wait`: wait up to `seconds`; return True early if a rank attaches, sends a message or ends."""
+        self.release_departing_ranks()
         running = self.running
         readables = [*running, *self._connections, *([] if self.all_here else [self._listener])]
         ready = wait_readable([*readables, *also], seconds)
@@ -184,7 +184,7 @@ class AttachedWorkers(Workers):
                 for process in self.running:
                     if process.pid == pid:
                         process.code = code
-                must_wait = code not in GOOD_ENDS and IN_SLURM in os.environ
+                must_wait = code not in SUCCESS_EXIT_CODES and IN_SLURM in os.environ
                 self._goodbyes[connection] = time.monotonic() + (FAREWELL_SECONDS if must_wait else 0.0)
                 del self._connections[connection]
             case _:
@@ -202,19 +202,19 @@ class AttachedWorkers(Workers):
         except OSError:  # it has ended already
             return False
         status_page, record = descriptors
-        member = Member(rank, pid, process.start)
+        member = RosterWorker(rank, pid, process.start)
         self._processes.append(process)
         self._workers.append(Worker(member, process, Path(os.devnull), 0, (), record, status_page))
         self._workers.sort(key=lambda worker: worker.rank)
         return True
 
-    def release_leaving(self, *, all_of_them: bool = False) -> None:
+    def release_departing_ranks(self, *, all_of_them: bool = False) -> None:
         """Let ranks end that have sent Goodbye, once their time to wait is over, or all of them."""
         for connection in [at for at, due in self._goodbyes.items() if all_of_them or time.monotonic() >= due]:
             del self._goodbyes[connection]
             connection.close()
 
-    def send_to_rank_0(self, meeting: Rendezvous) -> None:
+    def send_address_to_rank_0(self, meeting: Rendezvous) -> None:
         """Send the address of this agent to rank 0, which passes it to the other nodes."""
         if self._first is not None:
             with suppress(OSError):
@@ -222,7 +222,7 @@ class AttachedWorkers(Workers):
 
     # ---- overridden methods of Workers ----
 
-    def _sample(self, worker: Worker) -> Sample:
+    def _sample(self, worker: Worker) -> WorkerSample:
         """The sample. A rank that its launcher has ended is a victim in it."""
         sample = super()._sample(worker)
         if sample.failure is not None or sample.code is None or sample.code >= 0:
@@ -255,7 +255,7 @@ class AttachedWorkers(Workers):
             for process in self.running:
                 process.wait(max(0.0, deadline - time.monotonic()))
             for pid, start in self._started.items():
-                if (child := read_process(pid)) is not None and child.runs and child.start == start:
+                if (child := read_process(pid)) is not None and child.runs and child.start_ticks == start:
                     with suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, signal.SIGKILL)
         self.left = [process.pid for process in self.running if process.poll() is None]
@@ -272,12 +272,14 @@ class AttachedWorkers(Workers):
 
 def _descendants(pids: Collection[int]) -> dict[int, int]:
     procs, starts = [*processes()], dict[int, int]()
-    while added := {p.pid: p.start for p in procs if p.pid not in starts and (p.parent in pids or p.parent in starts)}:
+    while added := {
+        p.pid: p.start_ticks for p in procs if p.pid not in starts and (p.parent in pids or p.parent in starts)
+    }:
         starts |= added
     return starts
 
 
-class AttachOrders(Orders):
+class AttachOrders(StopOrders):
     """Orders to an agent of attached ranks. The only order is the end of the launcher, if the agent may end the ranks.
 
     Signals are not orders: they reach all processes of a job, and the ranks handle them.
@@ -290,13 +292,15 @@ class AttachOrders(Orders):
     def wait(self, seconds: float, also: Sequence[Readable] = ()) -> bool:
         """Wait up to `seconds`, until a rank attaches, sends a message or ends, or one of `also` is readable."""
         is_woken = self._workers.wait(seconds, also)
-        if self._reported or time.monotonic() < self._looked_seconds + LAUNCHER_SECONDS:
+        if self._reported or time.monotonic() < self._looked_seconds + LAUNCHER_CHECK_SECONDS:
             return is_woken
         self._looked_seconds = time.monotonic()
         if pids := [process.pid for process in self._workers.running if process.is_orphan]:
             self._reported, self.launcher_gone = True, self._workers.plan.may_end
             remedy = "stopping them" if self.launcher_gone else f"to end them: kill {' '.join(map(str, pids))}"
-            say(f"the launcher of the ranks on {os.uname().nodename} has ended, but the ranks still run; {remedy}")
+            print_to_stderr(
+                f"the launcher of the ranks on {os.uname().nodename} has ended, but the ranks still run; {remedy}"
+            )
             return True
         return is_woken
 
@@ -304,7 +308,7 @@ class AttachOrders(Orders):
 class AttachedFollower(Follower):
     """The agent of a node other than node 0. It follows the agent of node 0 and starts no ranks."""
 
-    def __init__(self, plan: NodePlan, orders: Orders, attached: AttachedWorkers) -> None:
+    def __init__(self, plan: NodePlan, orders: StopOrders, attached: AttachedWorkers) -> None:
         super().__init__(plan, orders, InheritedResources(), lambda: None)
         self._ranks, self._attached, self._over_seconds = attached.ranks, attached, 0.0
 
@@ -315,24 +319,26 @@ class AttachedFollower(Follower):
     def _coordinator_lost(self, link: Link) -> str:
         if not self._attached.running:  # the agent of node 0 may still query them
             self._over_seconds = self._over_seconds or time.monotonic()
-            if time.monotonic() > self._over_seconds + QUESTION_SECONDS:
+            if time.monotonic() > self._over_seconds + LAST_QUESTION_SECONDS:
                 return "all its ranks have ended"
         return super()._coordinator_lost(link)
 
-    def _alone(self, reason: str) -> int:
+    def _stop_without_coordinator(self, reason: str) -> int:
         if not self._attached.running or self._attached.stopping:
             return ExitCode.DONE
-        say(f"cannot detect hangs between this node and others any more: the agent of node 0 is lost: {reason}")
+        print_to_stderr(
+            f"cannot detect hangs between this node and others any more: the agent of node 0 is lost: {reason}"
+        )
         return ExitCode.FAILED
 
 
-class AttachedHead:
+class AttachedCoordinator:
     """Watches the ranks of one node, or on node 0 those of all nodes, until the last rank has ended."""
 
     def __init__(self, workers: AttachedWorkers) -> None:
         self.plan, self.workers, self.orders = workers.plan, workers, AttachOrders(workers)
         plan, self.is_head = self.plan, self.plan.ranks.first == 0 and self.plan.nodes > 1
-        self.cluster = Cluster(plan if self.is_head else replace(plan, nodes=1), self.orders)
+        self.cluster = RemoteNodes(plan if self.is_head else replace(plan, nodes=1), self.orders)
         self._generation = Generation(plan, workers, self.cluster)
         self._stall_seconds: float | None = None  # time of the report of a stall that still lasts
         self._has_reported = False  # it has reported a failure
@@ -355,15 +361,17 @@ class AttachedHead:
             self.orders.wait(min(remaining, 0.25))
         if not self.workers.all_here and self.workers.running:
             attached = format_ranks(self.workers.ranks)
-            say(f"watchover watches only {attached} of the {self.plan.nproc} on this node: the others did not attach")
+            print_to_stderr(
+                f"watchover watches only {attached} of the {self.plan.nproc} on this node: the others did not attach"
+            )
 
     def _watch(self) -> None:
         if self.is_head:
             addresses = tuple(dict.fromkeys((*self.plan.node0, os.uname().nodename)))
-            self.workers.send_to_rank_0(Rendezvous(addresses, self.cluster.port, self.plan.secret))
+            self.workers.send_address_to_rank_0(Rendezvous(addresses, self.cluster.port, self.plan.secret))
         monitor = Monitor(self._generation)
         while self._continues():
-            is_failing = due_seconds(self._generation.samples()) is not None and not self._has_reported
+            is_failing = diagnosis_due_seconds(self._generation.samples()) is not None and not self._has_reported
             self.cluster.wait(POLL_FAILING_SECONDS if is_failing else monitor.look_seconds)
             if self.workers.meeting is not None and not self.is_head and not self._is_apart:
                 self._follow(self.workers.meeting)
@@ -379,10 +387,10 @@ class AttachedHead:
         if self.workers.running:
             return True
         samples = self._generation.samples()
-        if due_seconds(samples) is not None and not self._has_reported:
+        if diagnosis_due_seconds(samples) is not None and not self._has_reported:
             return True
         self._over_seconds = self._over_seconds or time.monotonic()
-        return any(sample.runs for sample in samples) and time.monotonic() < self._over_seconds + LINGER_SECONDS
+        return any(sample.is_running for sample in samples) and time.monotonic() < self._over_seconds + LINGER_SECONDS
 
     # ---- several nodes ----
 
@@ -393,7 +401,7 @@ class AttachedHead:
     def _accept_nodes(self) -> bool:
         """Accept the agents of other nodes that have connected; return whether the set of nodes has changed."""
         old_members = [*self._generation.members]
-        for member in self.cluster.here:
+        for member in self.cluster.present_nodes:
             if member not in old_members:
                 member.start(StartOrder(0, self.plan.ranks, "", ""))
         self._generation.members = [*self.cluster.members.values()]
@@ -408,50 +416,54 @@ class AttachedHead:
             # the agent of node 0 prints the reports, unless it is lost
             self._has_reported = AttachedFollower(plan, self.orders, self.workers).run() == ExitCode.DONE
         except PacelineError as error:
-            say(f"cannot detect hangs between this node and others: {error}")
+            print_to_stderr(f"cannot detect hangs between this node and others: {error}")
         self._is_apart = True
 
     # ---- detection ----
 
-    def _judge(self, monitor: Monitor, samples: Sequence[Sample]) -> None:
+    def _judge(self, monitor: Monitor, samples: Sequence[WorkerSample]) -> None:
         """Run the detectors that are due, and report a finding once."""
         now = time.monotonic()
-        if (due := due_seconds(samples)) is not None:
+        if (due := diagnosis_due_seconds(samples)) is not None:
             # only the samples of all ranks show which ranks are victims of a failure on a different node
-            if now >= due + (0.0 if self._has_all_ranks or self._is_apart or self.plan.nodes == 1 else MEET_SECONDS):
+            if now >= due + (
+                0.0 if self._has_all_ranks or self._is_apart or self.plan.nodes == 1 else NODE_CONNECT_SECONDS
+            ):
                 self._report_failure(monitor, samples)
             return
         if self._stall_seconds is not None:
-            stall_age = now - self._stall_seconds - MOVED_SECONDS
-            moving_ranks = [sample.rank for sample in samples if sample.runs and sample.still_seconds < stall_age]
+            stall_age = now - self._stall_seconds - PROGRESS_TOLERANCE_SECONDS
+            moving_ranks = [sample.rank for sample in samples if sample.is_running and sample.still_seconds < stall_age]
             if not moving_ranks:
                 return
             self._stall_seconds = None
-            say(f"{clause(moving_ranks, 'is', 'are')} making progress again; the stall is over")
-        if (stop := monitor.look()) is not None:
+            print_to_stderr(f"{format_clause(moving_ranks, 'is', 'are')} making progress again; the stall is over")
+        if (stop := monitor.check()) is not None:
             self._stall_seconds = time.monotonic()
             self._report_stall(stop, len(samples))
 
     def _report_stall(self, stop: StopReport, count: int) -> None:
         if not self._has_all_ranks and not 0 < len(stop.diagnosis.causes) < count:  # the cause is on another node
             details = "".join(f"\n  {sentence}" for sentence in stop.diagnosis.sentences)
-            return say(f"no progress on {os.uname().nodename}, which is not connected to the other nodes:{details}")
-        say(stop.page())
+            return print_to_stderr(
+                f"no progress on {os.uname().nodename}, which is not connected to the other nodes:{details}"
+            )
+        print_to_stderr(stop.screen_text())
         if not self.plan.may_end:
-            return say("watchover does not stop jobs. Stop it yourself, or rerun with --end")
-        self._generation.unblock(stop.unblocked, stop.word)
+            return print_to_stderr("watchover does not stop jobs. Stop it yourself, or rerun with --end")
+        self._generation.unblock(stop.ranks_to_unblock, stop.unblock_message)
         return self._end_all(self.plan.grace_seconds)
 
-    def _report_failure(self, monitor: Monitor, samples: Sequence[Sample]) -> None:
+    def _report_failure(self, monitor: Monitor, samples: Sequence[WorkerSample]) -> None:
         self._has_reported = True
         first = first_to_fail(samples)
         if first is not None and first.failure is not None and -(first.code or 0) in STOP_SIGNALS:
-            return say(f"another process ended the ranks ({first.failure.type})")
-        page = changed(monitor.judge_failure(samples), attempt_dir="").page(self._generation.oom_kills())
+            return print_to_stderr(f"another process ended the ranks ({first.failure.type})")
+        page = changed(monitor.judge_failure(samples), attempt_dir="").screen_text(self._generation.oom_kills())
         is_complete = self._has_all_ranks or self.plan.nodes == 1
         note = f"\nthis is the view of {os.uname().nodename}, which is not connected to all other nodes"
-        say(page + ("" if is_complete else note))
-        self.workers.release_leaving(all_of_them=True)
+        print_to_stderr(page + ("" if is_complete else note))
+        self.workers.release_departing_ranks(all_of_them=True)
         if self.plan.may_end:
             self._end_all(self.plan.grace_seconds)
         return None
@@ -461,15 +473,17 @@ class AttachedHead:
         self._generation.stop(grace_seconds)
 
 
-def watch_over(plan: NodePlan) -> int:
+def run_attached_agent(plan: NodePlan) -> int:
     """Run the agent of the ranks that attach at `plan.attach`. The exit code has no meaning."""
     for number in STOP_SIGNALS:  # they reach all processes of a job; the ranks decide how to react
         signal.signal(number, signal.SIG_IGN)
     workers = AttachedWorkers(replace(plan, secret=secrets.token_hex(32), node0_ports=(0,)))
     try:
-        AttachedHead(workers).run()
+        AttachedCoordinator(workers).run()
     except Exception as error:  # the ranks continue
-        say(f"warning: watchover has crashed; the ranks continue unwatched: {type(error).__name__}: {error}")
+        print_to_stderr(
+            f"warning: watchover has crashed; the ranks continue unwatched: {type(error).__name__}: {error}"
+        )
     finally:
         workers.close()
     return ExitCode.DONE

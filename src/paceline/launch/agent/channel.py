@@ -31,13 +31,13 @@ from paceline.errors import UsageError
 from paceline.host.facts import Facts
 from paceline.host.procfs import port_holder
 from paceline.protocol.control import Readable
-from paceline.protocol.evidence import Evidence, Sample
+from paceline.protocol.evidence import Evidence, WorkerSample
 from paceline.protocol.job import NodeRanks
-from paceline.runs.machine import ClockAhead
+from paceline.runs.machine import ClockOffset
 
 BEAT_SECONDS = 2.0  # between two heartbeats, in both directions
 SILENCE_SECONDS = 15.0  # without a message; then the other side is lost. TCP resends lost packets in a shorter time
-PROOF = ".shared"  # the file in the attempt's folder that all nodes must see
+PROOF_FILE = ".shared"  # the file in the attempt's folder that all nodes must see
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -51,8 +51,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     ranks: tuple[int, ...] = ()  # if another launcher has assigned the ranks: see attach.py
 
 
-class ToStore(msgspec.Struct, frozen=True, tag=True):
-    """Node to coordinator, the first message of a separate link, which relays traffic to the store after an `Alive`."""
+class StoreConnectionRequest(msgspec.Struct, frozen=True, tag=True):
+    """Node to coordinator, first on a separate link, which relays store traffic after a `CoordinatorHeartbeat`."""
 
 
 class PeerAddress(msgspec.Struct, frozen=True):
@@ -63,13 +63,13 @@ class PeerAddress(msgspec.Struct, frozen=True):
     port: int
 
 
-class Reach(msgspec.Struct, frozen=True, tag=True):
+class ReachabilityRequest(msgspec.Struct, frozen=True, tag=True):
     """Coordinator to node: try to connect to all these peers."""
 
     peers: tuple[PeerAddress, ...]
 
 
-class Reached(msgspec.Struct, frozen=True, tag=True):
+class ReachabilityReply(msgspec.Struct, frozen=True, tag=True):
     """Node to coordinator: the unreachable peers, each with the reason."""
 
     unreachable: tuple[str, ...]
@@ -84,7 +84,7 @@ class StartOrder(msgspec.Struct, frozen=True, tag=True):
     proof: str  # content of the file `.shared` in the attempt folder; empty if nodes need not share the folder
 
 
-class Enter(msgspec.Struct, frozen=True, tag=True):
+class JoinOrder(msgspec.Struct, frozen=True, tag=True):
     """Coordinator to a node that joins a running run: take this node number, from the next generation on.
 
     The node checks that it sees the attempt's folder (see `StartOrder.proof`), and answers with a `StartReply` of
@@ -103,53 +103,55 @@ class StartReply(msgspec.Struct, frozen=True, tag=True):
     refusal: str = ""
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True):
+class NodeHeartbeat(msgspec.Struct, frozen=True, tag=True):
     """Node to coordinator, a heartbeat: the state of the workers, at each sample and when a worker ends."""
 
     generation: int
-    workers: tuple[Sample, ...] = ()  # with ages instead of times
+    workers: tuple[WorkerSample, ...] = ()  # with ages instead of times
     oom_kills: int = 0
     stopped: bool = False  # the generation has been stopped, and all its processes except `left` have ended
     left: tuple[int, ...] = ()  # pids of processes that SIGKILL has not ended
     unix_time: float | None = None  # send time, by the node's clock
-    alive_took_seconds: float | None = None  # of the last `Alive`: receive time (here) - send time (coordinator)
+    alive_took_seconds: float | None = (
+        None  # of the last `CoordinatorHeartbeat`: receive time (here) - send time (coordinator)
+    )
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
+class EvidenceRequest(msgspec.Struct, frozen=True, tag=True):
     """Coordinator to node: report details of each worker's state. Wait for their answers at most `patience_seconds`."""
 
     question: int
     patience_seconds: float
 
 
-class Shown(msgspec.Struct, frozen=True, tag=True):
+class EvidenceReply(msgspec.Struct, frozen=True, tag=True):
     """Node to coordinator: the details of one worker, because they can be large; None at the end."""
 
     question: int
     evidence: Evidence | None
 
 
-class Release(msgspec.Struct, frozen=True, tag=True):
+class UnblockOrder(msgspec.Struct, frozen=True, tag=True):
     """Coordinator to node: abort the collective in which these ranks wait, with the message `StopReport.word`."""
 
     ranks: tuple[int, ...]
     word: str
 
 
-class Ordered(msgspec.Struct, frozen=True, tag=True):
+class StopSignalNotice(msgspec.Struct, frozen=True, tag=True):
     """Node to coordinator: the agent has received this stop signal; 0: its launcher has ended."""
 
     signal: int
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class StopOrder(msgspec.Struct, frozen=True, tag=True):
     """Coordinator to node: stop the generation. The workers get a signal and this time. Later orders can shorten it."""
 
     grace_seconds: float
     signal: int = signal.SIGTERM  # a worker gets each signal only once
 
 
-class Alive(msgspec.Struct, frozen=True, tag=True):
+class CoordinatorHeartbeat(msgspec.Struct, frozen=True, tag=True):
     """Coordinator to node, a heartbeat: at the beginning and then every two seconds."""
 
     unix_time: float | None = None  # send time, by the coordinator's clock
@@ -163,8 +165,9 @@ class RunOver(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = (
-    Hello | ToStore | Enter | Reach | Reached | StartOrder | StartReply | Beat | Ask | Shown | Release | Ordered
-    | Stop | Alive | RunOver
+    Hello | StoreConnectionRequest | JoinOrder | ReachabilityRequest | ReachabilityReply | StartOrder
+    | StartReply | NodeHeartbeat | EvidenceRequest | EvidenceReply | UnblockOrder | StopSignalNotice | StopOrder
+    | CoordinatorHeartbeat | RunOver
 )  # fmt: skip
 
 
@@ -172,10 +175,10 @@ MAGIC = b"paceline agent 1"
 NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_MESSAGE_BYTES = 4 << 20  # enough for a node of 64 ranks that all end with a long traceback
-MEET_SECONDS = 5.0  # for the whole handshake, to limit the resources of unauthenticated peers
+HANDSHAKE_SECONDS = 5.0  # for the whole handshake, to limit the resources of unauthenticated peers
 SEND_SECONDS = 5.0  # a peer whose buffers stay full for this time is lost
-LENGTH = struct.Struct("!I")
-NUMBER = struct.Struct("!Q")
+LENGTH_FORMAT = struct.Struct("!I")
+MESSAGE_NUMBER_FORMAT = struct.Struct("!Q")
 
 _decoder = msgspec.json.Decoder(Message)
 
@@ -191,8 +194,8 @@ class Link:
         self.heard_seconds = time.monotonic()  # time of the last data from the other side
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.own_address = plain(connection.getsockname()[0])
-        self.peer_address = plain(connection.getpeername()[0])
+        self.own_address = unmap_ipv4_address(connection.getsockname()[0])
+        self.peer_address = unmap_ipv4_address(connection.getpeername()[0])
         self.peer_port: int = connection.getpeername()[1]
 
     def fileno(self) -> int:
@@ -204,7 +207,7 @@ class Link:
         payload = msgspec.json.encode(message)
         mac = self._mac(self._mine, self._sent, payload)
         self._sent += 1
-        data = memoryview(LENGTH.pack(len(payload)) + mac + payload)
+        data = memoryview(LENGTH_FORMAT.pack(len(payload)) + mac + payload)
         deadline = time.monotonic() + SEND_SECONDS
         while data and not self.ended:
             try:
@@ -240,15 +243,15 @@ class Link:
         return list(self._messages())
 
     def _messages(self) -> Iterator[Message]:
-        header = LENGTH.size + MAC_BYTES
+        header = LENGTH_FORMAT.size + MAC_BYTES
         while len(self._buffer) >= header:
-            (size,) = LENGTH.unpack_from(self._buffer)
+            (size,) = LENGTH_FORMAT.unpack_from(self._buffer)
             if size > MAX_MESSAGE_BYTES:
                 self._distrust("a message that is too long")
                 return
             if len(self._buffer) < header + size:
                 return
-            mac, payload = bytes(self._buffer[LENGTH.size : header]), bytes(self._buffer[header : header + size])
+            mac, payload = bytes(self._buffer[LENGTH_FORMAT.size : header]), bytes(self._buffer[header : header + size])
             del self._buffer[: header + size]
             if not hmac.compare_digest(mac, self._mac(self._theirs, self._received, payload)):
                 self._distrust("a message that was not signed with the job's secret")
@@ -265,7 +268,7 @@ class Link:
         self.end(f"it sent {description}")
 
     def _mac(self, direction: bytes, number: int, payload: bytes) -> bytes:
-        return hmac.digest(self._key, direction + NUMBER.pack(number) + payload, "sha256")
+        return hmac.digest(self._key, direction + MESSAGE_NUMBER_FORMAT.pack(number) + payload, "sha256")
 
     def detach(self) -> socket.socket:
         """Return the connection for a different use, and end the link. The caller must have received all messages."""
@@ -293,7 +296,7 @@ class Handshake:
         """The descriptor for select."""
         return self._socket.fileno()
 
-    def answer(self) -> Link | None:
+    def try_complete(self) -> Link | None:
         """The link, once the peer is authenticated. If authentication fails, the connection is `closed`."""
         missing = NONCE_BYTES + MAC_BYTES - len(self._buffer)
         try:
@@ -302,7 +305,7 @@ class Handshake:
             data = None
         except OSError:
             data = b""
-        if data == b"" or time.monotonic() > self.since_seconds + MEET_SECONDS:
+        if data == b"" or time.monotonic() > self.since_seconds + HANDSHAKE_SECONDS:
             self.refuse()
             return None
         self._buffer += data or b""
@@ -331,9 +334,9 @@ class Handshake:
             self._socket.close()
 
 
-def introduce(connection: socket.socket, secret: bytes) -> Link | str:
+def authenticate_to_coordinator(connection: socket.socket, secret: bytes) -> Link | str:
     """A node's side of the handshake. Returns the link, or why the peer is not the coordinator of this job."""
-    connection.settimeout(MEET_SECONDS)
+    connection.settimeout(HANDSHAKE_SECONDS)
     try:
         greeting = _exactly(connection, len(MAGIC) + NONCE_BYTES)
         if not greeting.startswith(MAGIC):
@@ -363,7 +366,7 @@ def _proof(secret: bytes, role: bytes, nonces: bytes) -> bytes:
     return hmac.digest(secret, role + nonces, "sha256")
 
 
-def plain(address: str) -> str:
+def unmap_ipv4_address(address: str) -> str:
     """An address without the prefix of IPv4-mapped IPv6 addresses."""
     return address.removeprefix("::ffff:") if "." in address else address
 
@@ -382,7 +385,7 @@ class Poller:
         """The descriptor for select."""
         return self._kernel.fileno()
 
-    def attend(self, links: Iterable[Link]) -> None:
+    def set_links(self, links: Iterable[Link]) -> None:
         """Poll these links, and no others."""
         open_links = {link.fileno(): link for link in links if not link.ended}
         for number in self._links.keys() - open_links.keys():
@@ -393,7 +396,7 @@ class Poller:
                 self._kernel.register(number, select.EPOLLIN)
                 self._links[number] = link
 
-    def readable(self) -> list[Link]:
+    def readable_links(self) -> list[Link]:
         """The links that can be read now. Never waits."""
         return [self._links[number] for number, _ in self._kernel.poll(0, max(1, len(self._links)))]
 
@@ -422,13 +425,13 @@ class Listener:
         """The sockets to wait for."""
         return [self._socket, *self._handshakes, *self._authenticated]
 
-    def arrived(self) -> list[tuple[Link, list[Message]]]:
+    def take_new_links(self) -> list[tuple[Link, list[Message]]]:
         """The new authenticated links since the last call, each with at least one message."""
         with suppress(BlockingIOError):
             for _ in range(MAX_HANDSHAKES):
                 self._handshakes.append(Handshake(self._socket.accept()[0], self._secret))
         for handshake in list(self._handshakes):
-            link = None if handshake.closed else handshake.answer()
+            link = None if handshake.closed else handshake.try_complete()
             if link is not None:
                 self._authenticated.append(link)
             if link is not None or handshake.closed:
@@ -472,7 +475,7 @@ def _listen(ports: Sequence[int]) -> socket.socket:
 # ---- the clocks of two nodes ----
 
 DRIFT = 1e-4  # largest drift between two clocks, in seconds per second; the tolerance of a quartz is 5e-5
-AGAIN_SECONDS = 60.0  # between two records without an improvement
+CLOCK_RECORD_SECONDS = 60.0  # between two records without an improvement
 
 
 class ClockBounds:
@@ -499,7 +502,7 @@ class ClockBounds:
         """The most likely difference."""
         return self.least_seconds + self.error_seconds
 
-    def see(self, now_seconds: float, *, least_seconds: float = -math.inf, most_seconds: float = math.inf) -> None:
+    def narrow(self, now_seconds: float, *, least_seconds: float = -math.inf, most_seconds: float = math.inf) -> None:
         """Narrow the bounds by a message that was received at `now_seconds` (monotonic)."""
         drift = DRIFT * max(0.0, now_seconds - self._at_seconds)  # the uncertainty of the bounds grows with time
         lower, upper = max(self.least_seconds - drift, least_seconds), min(self.most_seconds + drift, most_seconds)
@@ -508,11 +511,11 @@ class ClockBounds:
             self._written_error_seconds = math.inf
         self.least_seconds, self.most_seconds, self._at_seconds = lower, upper, now_seconds
 
-    def due(self, node: int, now_seconds: float) -> ClockAhead | None:
+    def due_record(self, node: int, now_seconds: float) -> ClockOffset | None:
         """The record to write now: the first one, one with half the error of the last one, or one per minute."""
         error = self.error_seconds
-        late = now_seconds >= self._written_seconds + AGAIN_SECONDS
+        late = now_seconds >= self._written_seconds + CLOCK_RECORD_SECONDS
         if math.isinf(error) or not (error <= self._written_error_seconds / 2 or late):
             return None
         self._written_seconds, self._written_error_seconds = now_seconds, error
-        return ClockAhead(round(time.time(), 3), node, round(self.ahead_seconds, 6), round(error, 6))
+        return ClockOffset(round(time.time(), 3), node, round(self.ahead_seconds, 6), round(error, 6))

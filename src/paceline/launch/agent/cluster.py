@@ -1,6 +1,6 @@
 """The coordinator's view of the other nodes, and a generation of workers on all nodes.
 
-The coordinator waits only in `Cluster.wait`: until a timeout, an order, a message of another node or the end of a
+The coordinator waits only in `RemoteNodes.wait`: until a timeout, an order, a message of another node or the end of a
 child. A `Generation` consists of all workers of one start. It starts, observes, queries, unblocks and stops them.
 """
 
@@ -17,17 +17,17 @@ from typing import Self
 from msgspec.structs import replace
 
 from paceline.errors import PacelineError, UsageError
-from paceline.guard.collect import ADVANCE_SECONDS, NATIVE_SECONDS
-from paceline.guard.deaths import due_seconds
-from paceline.host.procfs import allow_files
+from paceline.guard.collect import ADVANCE_INTERVAL_SECONDS, NATIVE_STACK_SECONDS
+from paceline.guard.deaths import diagnosis_due_seconds
+from paceline.host.procfs import raise_open_file_limit
 from paceline.launch.agent import channel
-from paceline.launch.agent.store import StoreGate
+from paceline.launch.agent.store import StoreProxy
 from paceline.launch.agent.workers import InheritedResources, Workers
-from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, Orders
-from paceline.protocol.evidence import Evidence, Sample
+from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, StopOrders
+from paceline.protocol.evidence import Evidence, WorkerSample
 from paceline.protocol.job import NodePlan
 from paceline.runs import writing
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 
 
 class RemoteNode:
@@ -38,14 +38,16 @@ class RemoteNode:
         self.clock_ahead_seconds = hello.facts.wall_seconds - time.time()  # too small by the network latency
         self.clock = channel.ClockBounds()  # the same, more exact with every beat
         self.ranks: Sequence[int] = hello.ranks  # in this generation
-        self.beat = channel.Beat(-1)
+        self.beat = channel.NodeHeartbeat(-1)
         self._ends: tuple[object, ...] = ()  # ends of workers and of their generation in the last beat
         self.asked = 0  # number of the last question
         self.shown: list[Evidence] | None = None  # the answer, once it is complete
         self._partial_answer: list[Evidence] = []
-        self._samples: dict[int, Sample] = {}  # by rank
-        self._cached: tuple[object, str, Sequence[Sample]] | None = None  # (`_samples`, `lost`, result of `samples()`)
-        self.reached: channel.Reached | None = None
+        self._samples: dict[int, WorkerSample] = {}  # by rank
+        self._cached: tuple[object, str, Sequence[WorkerSample]] | None = (
+            None  # (`_samples`, `lost`, result of `samples()`)
+        )
+        self.reached: channel.ReachabilityReply | None = None
         self.started: channel.StartReply | None = None
         self.lost = ""  # why it no longer takes part; empty while it does
         self.leaves = ""  # why it wants to leave, which is possible between steps
@@ -64,23 +66,23 @@ class RemoteNode:
     def start(self, start: channel.StartOrder) -> None:
         """Order the node to start its workers of a generation."""
         self.ranks = self.hello.ranks or range(start.ranks.first, start.ranks.first + self.hello.nproc)
-        self.beat, self._samples, self.started = channel.Beat(start.generation), {}, None
+        self.beat, self._samples, self.started = channel.NodeHeartbeat(start.generation), {}, None
         self.link.send(start)
 
-    def samples(self) -> Sequence[Sample]:
+    def samples(self) -> Sequence[WorkerSample]:
         """The last state of its workers in this generation, also if the node is lost."""
         if self._cached is None or self._cached[0] is not self._samples or self._cached[1] != self.lost:
             self._cached = self._samples, self.lost, [self._sample(rank) for rank in self.ranks]
         return self._cached[2]
 
-    def _sample(self, rank: int) -> Sample:
-        sample = self._samples.get(rank) or Sample(rank, self.hello.facts.host, 0, self.hello.node)
+    def _sample(self, rank: int) -> WorkerSample:
+        sample = self._samples.get(rank) or WorkerSample(rank, self.hello.facts.host, 0, self.hello.node)
         if not self.lost or sample.code is not None:
             return sample
         lost = f"{self.name} is lost: {self.lost}"
         return replace(sample, lost_reason=lost, ended_seconds=self.link.heard_seconds, failure=None, error_text="")
 
-    def ask(self, question: channel.Ask) -> None:
+    def request_evidence(self, question: channel.EvidenceRequest) -> None:
         """Request details of the state of its workers."""
         self.asked, self.shown, self._partial_answer = question.question, None, []
         self.link.send(question)
@@ -88,58 +90,60 @@ class RemoteNode:
     def process(self, message: channel.Message) -> bool:
         """Process a message; return False for a heartbeat that changes nothing."""
         match message:
-            case channel.Beat():
+            case channel.NodeHeartbeat():
                 return self._process_beat(message)
-            case channel.Shown():
+            case channel.EvidenceReply():
                 self._process_answer(message)
                 return False  # the caller of `ask` polls ten times a second
             case channel.StartReply():
                 self.started = message
-            case channel.Reached():
+            case channel.ReachabilityReply():
                 self.reached = message
             case _:
                 self.link.end("it sent a message that only a coordinator sends")
         return True
 
-    def _process_beat(self, beat: channel.Beat) -> bool:
+    def _process_beat(self, beat: channel.NodeHeartbeat) -> bool:
         now, previous_ends = time.monotonic(), self._ends
         if beat.unix_time is not None:
-            self.clock.see(now, least_seconds=beat.unix_time - time.time())
+            self.clock.narrow(now, least_seconds=beat.unix_time - time.time())
         if beat.alive_took_seconds is not None:
-            self.clock.see(now, most_seconds=beat.alive_took_seconds)
+            self.clock.narrow(now, most_seconds=beat.alive_took_seconds)
         if beat.generation >= self.beat.generation:  # otherwise it was sent before the present generation started
             self.beat = beat
             codes = ((worker.code, worker.failure is None) for worker in beat.workers)
             self._ends = beat.generation, beat.stopped, beat.left, *codes
             if beat.workers:
-                self._samples = {worker.rank: worker.turned(now) for worker in beat.workers}
+                self._samples = {worker.rank: worker.with_converted_times(now) for worker in beat.workers}
         return self._ends != previous_ends
 
-    def _process_answer(self, answer: channel.Shown) -> None:
+    def _process_answer(self, answer: channel.EvidenceReply) -> None:
         if answer.question == self.asked and answer.evidence is None:
             self.shown = self._partial_answer
         elif answer.question == self.asked and answer.evidence and len(self._partial_answer) < self.hello.nproc:
-            self._partial_answer.append(answer.evidence.turned(time.monotonic()))
+            self._partial_answer.append(answer.evidence.with_converted_times(time.monotonic()))
 
 
-FAREWELL_SECONDS = 3.0
-FILES = 1024  # open files besides the links
-BATCH_SECONDS = 1e-4  # heartbeats are collected for this time per node: a tenth of a second for a thousand nodes
+NODE_END_SECONDS = 3.0
+NUM_OTHER_OPEN_FILES = 1024  # open files besides the links
+HEARTBEAT_BATCH_SECONDS = (
+    1e-4  # heartbeats are collected for this time per node: a tenth of a second for a thousand nodes
+)
 MAX_DISMISSED = 16
 SILENT_SECONDS = 3 * channel.BEAT_SECONDS
 
 
-class Cluster:
+class RemoteNodes:
     """All nodes except the coordinator's, and all orders, to any of the agents."""
 
-    def __init__(self, plan: NodePlan, orders: Orders) -> None:
+    def __init__(self, plan: NodePlan, orders: StopOrders) -> None:
         self.members: dict[int, RemoteNode] = {}
-        self.gate: StoreGate | None = None  # to the store of the present generation
+        self.gate: StoreProxy | None = None  # to the store of the present generation
         self.waiting: list[RemoteNode] = []  # nodes that came while the run is running, and are not members yet
         self.place_for: Callable[[RemoteNode], object] | None = None  # assigns a number to such a node; see `JoinQueue`
         self.wrong: list[str] = []  # errors of nodes that have the secret but cannot be accepted
         self._plan, self._orders = plan, orders
-        allow_files(FILES + plan.nodes)
+        raise_open_file_limit(NUM_OTHER_OPEN_FILES + plan.nodes)
         self._listener = channel.Listener(plan.node0_ports, bytes.fromhex(plan.secret)) if plan.nodes > 1 else None
         self._orders_by_node: dict[int, list[int]] = {}  # node -> its stop signals; 0: its launcher has ended
         self._beat_seconds = 0.0
@@ -153,7 +157,7 @@ class Cluster:
         return self._listener.port if self._listener else 0
 
     @property
-    def here(self) -> list[RemoteNode]:
+    def present_nodes(self) -> list[RemoteNode]:
         """The nodes that take part, by number."""
         return [member for _, member in sorted(self.members.items()) if not member.lost]
 
@@ -169,7 +173,7 @@ class Cluster:
         return max([self._orders.signals, *others], key=len)
 
     @property
-    def ordered(self) -> bool:
+    def is_stop_ordered(self) -> bool:
         """Whether there is an order to stop."""
         return self.launcher_gone or bool(self.signals)
 
@@ -180,42 +184,44 @@ class Cluster:
             return
         deadline = time.monotonic() + min(seconds, channel.BEAT_SECONDS)
         while True:
-            self._poller.attend(node.link for node in (*self.here, *self.waiting))
+            self._poller.set_links(node.link for node in (*self.present_nodes, *self.waiting))
             sockets = [*self._listener.sockets(), self._poller]
             has_news = self._orders.wait(deadline - time.monotonic(), sockets)
-            for link, messages in self._listener.arrived():
+            for link, messages in self._listener.take_new_links():
                 self._welcome(link, messages)
                 has_news = True
             if self._receive() or has_news or time.monotonic() >= deadline:
                 return
             # Only heartbeats: a thousand nodes send one each millisecond, so process many of them together
-            time.sleep(BATCH_SECONDS * len(self.members))
+            time.sleep(HEARTBEAT_BATCH_SECONDS * len(self.members))
 
     def _receive(self) -> bool:
         """Process messages of nodes, and send heartbeats if they are due; return whether there is news."""
-        readable, has_news = {*self._poller.readable()}, False
+        readable, has_news = {*self._poller.readable_links()}, False
         beat_due = time.monotonic() > self._beat_seconds + channel.BEAT_SECONDS
-        for member in (*self.here, *self.waiting) if readable or beat_due else ():
+        for member in (*self.present_nodes, *self.waiting) if readable or beat_due else ():
             if beat_due or member.link in readable:  # with each heartbeat check all nodes, to detect silent ones
                 has_news = self._process(member, member.link.receive()) or has_news
                 member.lost = member.link.ended
                 has_news = has_news or bool(member.lost)
             if beat_due:
-                member.link.send(channel.Alive(time.time()))  # read the clock for each node: a send may wait
+                member.link.send(
+                    channel.CoordinatorHeartbeat(time.time())
+                )  # read the clock for each node: a send may wait
         if beat_due:
             self._beat_seconds = now = time.monotonic()
-            silence = max((now - member.link.heard_seconds for member in self.here), default=0.0)
+            silence = max((now - member.link.heard_seconds for member in self.present_nodes), default=0.0)
             if silence > SILENT_SECONDS:  # TCP retries with doubling pauses, up to the length of the interruption
                 self.settled_seconds = now + silence + channel.BEAT_SECONDS
         return has_news
 
     def _welcome(self, link: channel.Link, messages: Sequence[channel.Message]) -> None:
         hello = messages[0]
-        if isinstance(hello, channel.ToStore):
+        if isinstance(hello, channel.StoreConnectionRequest):
             if self.gate is None:
                 return link.end("there is no store")
-            link.send(channel.Alive())
-            return self.gate.adopt(link.detach())
+            link.send(channel.CoordinatorHeartbeat())
+            return self.gate.relay_connection(link.detach())
         if not isinstance(hello, channel.Hello):
             return link.end("its first message was not Hello")
         if self.place_for is not None:
@@ -228,7 +234,9 @@ class Cluster:
             self.wrong.append(f"{sender} has connected, but {rival.host}, pid {rival.pid}, already has its number")
         else:
             member = self.members[hello.node] = RemoteNode(hello, link)
-            link.send(channel.Alive(time.time()))  # immediately, so that even a short run knows the clocks
+            link.send(
+                channel.CoordinatorHeartbeat(time.time())
+            )  # immediately, so that even a short run knows the clocks
             self._process(member, messages[1:])
             return None
         link.send(channel.RunOver(2))
@@ -243,10 +251,10 @@ class Cluster:
         try:
             place_for(node)
         except PacelineError as error:
-            say(f"{facts.host} (pid {facts.pid}) cannot join: {error.shown}")
-            return self.dismiss(node, error.exit_code, f"{facts.host} cannot join: {error.shown}")
+            print_to_stderr(f"{facts.host} (pid {facts.pid}) cannot join: {error.message_with_code}")
+            return self.dismiss(node, error.exit_code, f"{facts.host} cannot join: {error.message_with_code}")
         self.waiting.append(node)
-        node.link.send(channel.Alive(time.time()))
+        node.link.send(channel.CoordinatorHeartbeat(time.time()))
         self._process(node, messages)
         return None
 
@@ -260,7 +268,7 @@ class Cluster:
     def _process(self, member: RemoteNode, messages: Sequence[channel.Message]) -> bool:
         has_news = False
         for message in messages:
-            if not isinstance(message, channel.Ordered):
+            if not isinstance(message, channel.StopSignalNotice):
                 has_news = member.process(message) or has_news
                 continue
             has_news = True
@@ -273,22 +281,24 @@ class Cluster:
 
     def send(self, message: channel.Message) -> None:
         """Send a message to all nodes that take part."""
-        for member in self.here:
+        for member in self.present_nodes:
             member.link.send(message)
 
     def stopped(self) -> bool:
         """Whether all workers have ended, on the nodes that are not lost."""
-        return all(member.beat.stopped for member in self.here)
+        return all(member.beat.stopped for member in self.present_nodes)
 
     def end(self, code: int) -> None:
         """Order all nodes to end, and wait some seconds for them, since they must end before the coordinator."""
-        for member in (*self.here, *self.waiting):
+        for member in (*self.present_nodes, *self.waiting):
             member.link.send(channel.RunOver(code))
-        deadline = time.monotonic() + FAREWELL_SECONDS
-        while (links := [node.link for node in self.here if not node.link.ended]) and time.monotonic() < deadline:
-            self._poller.attend(links)
+        deadline = time.monotonic() + NODE_END_SECONDS
+        while (
+            links := [node.link for node in self.present_nodes if not node.link.ended]
+        ) and time.monotonic() < deadline:
+            self._poller.set_links(links)
             select.select([self._poller], [], [], max(0.0, deadline - time.monotonic()))
-            for link in self._poller.readable():
+            for link in self._poller.readable_links():
                 link.receive()
         for link in (*(member.link for member in (*self.members.values(), *self.waiting)), *self._dismissed):
             link.end("the run is over")
@@ -301,8 +311,8 @@ class Cluster:
 
 START_SECONDS = 30.0  # for other nodes to start their processes
 START_LOOK_SECONDS = 1.0
-NETWORK_SECONDS = 3.0  # for the answers of other nodes, beyond the time that the nodes need
-REACTION_SECONDS = 5.0  # an unblocked rank without progress after this time is blocked in a different place
+NETWORK_ANSWER_SECONDS = 3.0  # for the answers of other nodes, beyond the time that the nodes need
+UNBLOCKED_PROGRESS_SECONDS = 5.0  # an unblocked rank without progress after this time is blocked in a different place
 UNBLOCKED_LOOK_SECONDS = 0.1
 SWEEP_MARGIN_SECONDS = 5.0  # for other nodes to kill the remaining processes and to report it
 SHOW_CURSOR = b"\x1b[?25h"
@@ -315,21 +325,21 @@ class Generation:
     other nodes of `cluster` have been ordered to start their workers.
     """
 
-    def __init__(self, plan: NodePlan, own: Workers, cluster: Cluster, proof: str = "") -> None:
+    def __init__(self, plan: NodePlan, own: Workers, cluster: RemoteNodes, proof: str = "") -> None:
         self.plan, self.own, self.cluster, self.proof = plan, own, cluster, proof
         self.regroups = False  # the ranks have been asked to save and end, because hosts join or leave
-        self.members: Sequence[RemoteNode] = cluster.here  # some may be lost later
+        self.members: Sequence[RemoteNode] = cluster.present_nodes  # some may be lost later
         self._question = 0
 
     @classmethod
-    def start(cls, plan: NodePlan, number: int, cluster: Cluster, inherited: InheritedResources) -> Self:
+    def start(cls, plan: NodePlan, number: int, cluster: RemoteNodes, inherited: InheritedResources) -> Self:
         """Start a generation on all present nodes. `plan` is that of the coordinator, with the ranks on its node.
 
         Raises:
             UsageError: a port is in use. No worker was started then.
             OSError: the workers of this node cannot be started. No worker was started then.
         """
-        members = cluster.here
+        members = cluster.present_nodes
         total = plan.nproc + sum(member.hello.nproc for member in members)
         ranks = replace(plan.ranks, world_size=total, groups=1 + len(members))
         plan = replace(plan, ranks=ranks)
@@ -346,13 +356,15 @@ class Generation:
     def wait_started(self) -> bool:
         """Wait until all other nodes have started their workers; return False if an order comes first."""
         deadline = time.monotonic() + START_SECONDS
-        while waiting := [member for member in self.cluster.here if member.started is None]:
+        while waiting := [member for member in self.cluster.present_nodes if member.started is None]:
             if time.monotonic() > deadline:
                 raise UsageError(code="node-starts-slowly", node=waiting[0].name, seconds=START_SECONDS)
             self.cluster.wait(START_LOOK_SECONDS)
-            if self.cluster.ordered:
+            if self.cluster.is_stop_ordered:
                 return False
-        refusals = [m.started.refusal for m in self.cluster.here if m.started is not None and m.started.refusal]
+        refusals = [
+            m.started.refusal for m in self.cluster.present_nodes if m.started is not None and m.started.refusal
+        ]
         if refusals:
             raise UsageError(code="node-not-started", reasons="\n".join(refusals))
         return True
@@ -367,7 +379,7 @@ class Generation:
 
     # ---- its state ----
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[WorkerSample]:
         """The present state of all workers, including those of a lost node."""
         samples = self.own.samples()
         for member in self.members:
@@ -377,36 +389,36 @@ class Generation:
     @property
     def interrupted(self) -> bool:
         """Whether an order to stop or a failure has come, which is more urgent than a question."""
-        return self.cluster.ordered or due_seconds(self.samples()) is not None
+        return self.cluster.is_stop_ordered or diagnosis_due_seconds(self.samples()) is not None
 
-    def running(self) -> list[Sample]:
+    def running(self) -> list[WorkerSample]:
         """The state of the workers that have not ended."""
-        return [sample for sample in self.samples() if sample.runs]
+        return [sample for sample in self.samples() if sample.is_running]
 
     def oom_kills(self) -> int:
         """The number of processes that the kernels have killed for lack of memory."""
-        return self.own.oom_kills() + sum(member.beat.oom_kills for member in self.cluster.here)
+        return self.own.oom_kills() + sum(member.beat.oom_kills for member in self.cluster.present_nodes)
 
-    def left(self) -> list[int]:
+    def surviving_pids(self) -> list[int]:
         """The pids of processes that SIGKILL has not ended."""
-        return [*self.own.left, *(pid for member in self.cluster.here for pid in member.beat.left)]
+        return [*self.own.left, *(pid for member in self.cluster.present_nodes for pid in member.beat.left)]
 
-    def ask(self, patience_seconds: float, *, to_its_end: bool = False) -> list[Evidence]:
+    def collect_evidence(self, patience_seconds: float, *, to_its_end: bool = False) -> list[Evidence]:
         """Details of the state of each rank, sorted by rank. A worker may take `patience_seconds` to answer.
 
         An order or a failure ends the collection early, unless `to_its_end`.
         """
         self._question += 1
-        collection = self.own.collect(self._question, patience_seconds)
-        for member in self.cluster.here:
-            member.ask(channel.Ask(self._question, patience_seconds))
-        deadline = time.monotonic() + patience_seconds + NATIVE_SECONDS + NETWORK_SECONDS
-        while not collection.advance() or any(m.shown is None for m in self.cluster.here):
-            self.cluster.wait(ADVANCE_SECONDS / 2)
+        collection = self.own.collect_evidence(self._question, patience_seconds)
+        for member in self.cluster.present_nodes:
+            member.request_evidence(channel.EvidenceRequest(self._question, patience_seconds))
+        deadline = time.monotonic() + patience_seconds + NATIVE_STACK_SECONDS + NETWORK_ANSWER_SECONDS
+        while not collection.advance() or any(m.shown is None for m in self.cluster.present_nodes):
+            self.cluster.wait(ADVANCE_INTERVAL_SECONDS / 2)
             if time.monotonic() > deadline or (self.interrupted and not to_its_end):
                 break
         by_rank = {evidence.rank: evidence for evidence in collection.evidence(self.own.samples())}
-        by_rank |= {evidence.rank: evidence for member in self.cluster.here for evidence in member.shown or ()}
+        by_rank |= {evidence.rank: evidence for member in self.cluster.present_nodes for evidence in member.shown or ()}
         samples = sorted(self.samples(), key=lambda sample: sample.rank)
         return [_complete(sample, by_rank.get(sample.rank)) for sample in samples]
 
@@ -414,8 +426,8 @@ class Generation:
         """Record the clock differences of other nodes, if their bounds have become narrower."""
         if (machine := self.own.machine) is None:
             return
-        for member in self.cluster.here:
-            if (record := member.clock.due(member.hello.node, time.monotonic())) is not None:
+        for member in self.cluster.present_nodes:
+            if (record := member.clock.due_record(member.hello.node, time.monotonic())) is not None:
                 machine.write(record)
 
     # ---- its end ----
@@ -431,13 +443,13 @@ class Generation:
 
         Returns when they have ended, make no progress, or have used the whole grace.
         """
-        self.own.release(ranks, word.encode())
-        self.cluster.send(channel.Release(tuple(ranks), word))
+        self.own.unblock(ranks, word.encode())
+        self.cluster.send(channel.UnblockOrder(tuple(ranks), word))
         start, grace_seconds = time.monotonic(), self.plan.grace_period_seconds
-        while (waited_seconds := time.monotonic() - start) < grace_seconds and not self.cluster.ordered:
+        while (waited_seconds := time.monotonic() - start) < grace_seconds and not self.cluster.is_stop_ordered:
             running = [sample for sample in self.running() if sample.rank in ranks]
             has_progress = any(sample.still_seconds < waited_seconds for sample in running)
-            if not running or (waited_seconds > REACTION_SECONDS and not has_progress):
+            if not running or (waited_seconds > UNBLOCKED_PROGRESS_SECONDS and not has_progress):
                 return
             self.cluster.wait(UNBLOCKED_LOOK_SECONDS)
 
@@ -454,7 +466,7 @@ class Generation:
         self._await_end(grace_seconds, last_seconds, number, signals_heard)
         if last_seconds:
             self._await_end(last_seconds, 0.0, signal.SIGTERM, len(self.cluster.signals))
-        self.cluster.send(channel.Stop(0.0))
+        self.cluster.send(channel.StopOrder(0.0))
         self.own.sweep()
         deadline = time.monotonic() + SWEEP_MARGIN_SECONDS
         while not self.cluster.stopped() and time.monotonic() < deadline:
@@ -467,7 +479,9 @@ class Generation:
         """Signal all workers and wait for them to end. The nodes kill them only after a further `more_seconds`."""
         self._ask_to_stop(grace_seconds + more_seconds, number)
         deadline, launcher_gone = time.monotonic() + grace_seconds, self.cluster.launcher_gone
-        while (self.own.seconds_left or not self.cluster.stopped()) and len(self.cluster.signals) <= signals_heard:
+        while (self.own.seconds_until_kill or not self.cluster.stopped()) and len(
+            self.cluster.signals
+        ) <= signals_heard:
             now = time.monotonic()
             if now >= deadline:
                 break
@@ -477,10 +491,10 @@ class Generation:
             if self.cluster.launcher_gone and not launcher_gone:
                 launcher_gone, deadline = True, min(deadline, now + LIFELINE_GRACE_SECONDS)
                 self._ask_to_stop(deadline - now, signal.SIGTERM)
-            self.cluster.wait(min(deadline - now, self.own.seconds_left or channel.BEAT_SECONDS))
+            self.cluster.wait(min(deadline - now, self.own.seconds_until_kill or channel.BEAT_SECONDS))
 
     def _ask_to_stop(self, grace_seconds: float, number: int) -> None:
-        self.cluster.send(channel.Stop(grace_seconds, number))
+        self.cluster.send(channel.StopOrder(grace_seconds, number))
         self.own.stop(grace_seconds, number)
 
 
@@ -489,12 +503,12 @@ def _proof(plan: NodePlan) -> str:
     if plan.nodes == 1 or not plan.run_dir or plan.plain_store:
         return ""
     proof = secrets.token_hex(8)
-    writing.replace(Path(plan.attempt_dir) / channel.PROOF, proof.encode(), sync=True)
+    writing.replace_file(Path(plan.attempt_dir) / channel.PROOF_FILE, proof.encode(), sync=True)
     return proof
 
 
-def _complete(sample: Sample, found: Evidence | None) -> Evidence:
+def _complete(sample: WorkerSample, found: Evidence | None) -> Evidence:
     """The evidence of a rank, completed from its sample. Without evidence, the sample alone."""
     if found is None:
-        return Evidence.of(sample)
+        return Evidence.from_sample(sample)
     return replace(found, failure=sample.failure or found.failure, error_text=sample.error_text or found.error_text)

@@ -14,20 +14,20 @@ from typing import Self
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, UsageError, plural
-from paceline.guard.deaths import RankEnd, due_seconds, first_to_fail, rank_end
+from paceline.guard.deaths import RankEnd, diagnosis_due_seconds, first_to_fail, rank_end
 from paceline.guard.judge import judge_samples
 from paceline.guard.report import format_failure, same_diagnosis
-from paceline.launch.agent.cluster import Cluster, Generation, RemoteNode
-from paceline.launch.agent.joining import JoinQueue, gather_nodes, reachable
+from paceline.launch.agent.cluster import Generation, RemoteNode, RemoteNodes
+from paceline.launch.agent.joining import JoinQueue, gather_nodes, use_reachable_address
 from paceline.launch.agent.monitor import LiveStatus, Monitor, StopReport
 from paceline.launch.agent.workers import InheritedResources
-from paceline.protocol.control import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, Orders
-from paceline.protocol.evidence import GOOD_ENDS, LOADER_KILLED, Diagnosis, Evidence, Sample, StopKind
+from paceline.protocol.control import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, StopOrders
+from paceline.protocol.evidence import LOADER_KILLED, SUCCESS_EXIT_CODES, Diagnosis, Evidence, StopKind, WorkerSample
 from paceline.protocol.job import NodePlan
-from paceline.runs.attempt import Ended, write_ended
-from paceline.runs.console import say
+from paceline.runs.attempt import AttemptEnd, write_ended
+from paceline.runs.console import print_to_stderr
 
-TRIAL_SECONDS = 600.0  # a generation that fails in this time without a step fails because of the nodes that joined
+JOIN_TRIAL_SECONDS = 600.0  # a generation that fails in this time without a step fails because of the nodes that joined
 POLL_FAILING_SECONDS = 0.05  # between checks for failure records after a failure; otherwise the guard sets the interval
 
 
@@ -38,7 +38,7 @@ POLL_FAILING_SECONDS = 0.05  # between checks for failure records after a failur
 class FailedGeneration:
     """The first failure of a generation, and the progress of the generation."""
 
-    end: RankEnd | None  # of the rank that failed first; None: ranks made no progress or disagreed
+    rank_end: RankEnd | None  # of the rank that failed first; None: ranks made no progress or disagreed
     rank: int
     exit_code: int
     exception: str  # name of the exception's type; empty without a failure record
@@ -46,10 +46,12 @@ class FailedGeneration:
     nproc: int
     loader_killed: bool = False  # a DataLoader worker was killed, for example because memory ran out
     diagnosis: Diagnosis | None = None  # of the hang guard, if it has ended the generation
-    ended_well: frozenset[int] = frozenset()  # exit codes of ranks that had ended without a failure before
+    good_exit_codes: frozenset[int] = frozenset()  # exit codes of ranks that had ended without a failure before
 
     @classmethod
-    def of(cls, diagnosis: Diagnosis, ranks: Sequence[Sample], exit_code: int, *, step: int, nproc: int) -> Self:
+    def from_diagnosis(
+        cls, diagnosis: Diagnosis, ranks: Sequence[WorkerSample], exit_code: int, *, step: int, nproc: int
+    ) -> Self:
         """Create the record of a generation that ended with this diagnosis."""
         first = next((sample for sample in ranks if sample.rank == diagnosis.failed), None)
         if first is None:
@@ -57,14 +59,14 @@ class FailedGeneration:
             return cls(None, rank, exit_code, "", step, nproc, diagnosis=diagnosis)
         failure = first.failure
         return cls(
-            end=rank_end(first),
+            rank_end=rank_end(first),
             rank=first.rank,
             exit_code=exit_code,
             exception=failure.type if failure else "",
             step=step,
             nproc=nproc,
             loader_killed=bool(failure and LOADER_KILLED.search(failure.message)),
-            ended_well=frozenset(r.code for r in ranks if r.code is not None and not r.ended_badly),
+            good_exit_codes=frozenset(r.code for r in ranks if r.code is not None and not r.ended_badly),
         )
 
     @property
@@ -77,7 +79,7 @@ class FailedGeneration:
         """Whether the two failures are the same."""
         if self.diagnosis is not None and other.diagnosis is not None:
             return same_diagnosis(self.diagnosis, other.diagnosis)
-        return (self.end, self.rank, self.exit_code) == (other.end, other.rank, other.exit_code)
+        return (self.rank_end, self.rank, self.exit_code) == (other.rank_end, other.rank, other.exit_code)
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,9 @@ def _restart_message(ranks: int, nodes: int, number: str, *, joined: int, lost: 
     return f"continuing {' and '.join(changes)}: {rank_count} on {plural(nodes, 'node')}"
 
 
-def decide(history: Sequence[FailedGeneration], *, nproc: int, min_nproc: int, max_restarts: int) -> Restart | str:
+def decide_restart(
+    history: Sequence[FailedGeneration], *, nproc: int, min_nproc: int, max_restarts: int
+) -> Restart | str:
     """The restart after the last failure, or why there is none; the reason is empty if `max_restarts` is 0.
 
     `history` has one failure per generation, the oldest first. `nproc` is the number of ranks of the first generation.
@@ -132,7 +136,7 @@ def _is_repeated(history: Sequence[FailedGeneration]) -> bool:
 
 def _not_worth_it(last: FailedGeneration) -> str:
     """Why a restart would fail again; empty if it may help."""
-    if ExitCode.SAVED in last.ended_well:
+    if ExitCode.SAVED in last.good_exit_codes:
         return "a rank had saved its state and stopped, so a stop was requested"
     if last.exit_code == ExitCode.USAGE:
         return "a restart cannot fix wrong use"
@@ -141,11 +145,11 @@ def _not_worth_it(last: FailedGeneration) -> str:
     if last.exit_code in (ExitCode.NOT_FINITE, ExitCode.DIVERGED):
         return "wrong results are an error of the program or of a machine, and a restart would repeat it"
     has_left = last.diagnosis is not None and last.diagnosis.kind is StopKind.LEFT
-    if has_left or (last.end is RankEnd.VICTIM and last.ended_well):
+    if has_left or (last.rank_end is RankEnd.VICTIM and last.good_exit_codes):
         return "a rank ended while others ran, which is an error of the program"
-    if last.end is RankEnd.EXCEPTION and not last.loader_killed:
+    if last.rank_end is RankEnd.EXCEPTION and not last.loader_killed:
         return f"{last.exception} is an error of the program, and a restart would repeat it"
-    if last.end is RankEnd.EXIT:
+    if last.rank_end is RankEnd.EXIT:
         return f"the program ended with exit code {last.exit_code}, and a restart would repeat it"
     return ""
 
@@ -157,9 +161,9 @@ class Coordinator:
     """The whole run, from the first start to the last end."""
 
     def __init__(
-        self, plan: NodePlan, orders: Orders, inherited: InheritedResources, on_started: Callable[[], None]
+        self, plan: NodePlan, orders: StopOrders, inherited: InheritedResources, on_started: Callable[[], None]
     ) -> None:
-        self.plan, self.cluster = plan, Cluster(plan, orders)
+        self.plan, self.cluster = plan, RemoteNodes(plan, orders)
         self._inherited = inherited
         self._on_started = on_started  # called when all nodes have started their workers
         self._number = 0  # of the generation
@@ -177,21 +181,24 @@ class Coordinator:
             if self._number == 0:  # no worker has run: it is wrong use
                 code = ExitCode.USAGE
                 raise
-            reason = error.shown if isinstance(error, UsageError) else error
-            say(f"cannot restart the workers: {reason}")
+            reason = error.message_with_code if isinstance(error, UsageError) else error
+            print_to_stderr(f"cannot restart the workers: {reason}")
         finally:  # also after a bug in paceline
             self.cluster.end(code)
             self._queue.withdraw(self.plan.attempt_dir)
             if self.plan.attempt_dir:
-                write_ended(Path(self.plan.attempt_dir), Ended(int(code), self._cause if code not in GOOD_ENDS else ""))
+                write_ended(
+                    Path(self.plan.attempt_dir),
+                    AttemptEnd(int(code), self._cause if code not in SUCCESS_EXIT_CODES else ""),
+                )
         return code
 
     def _run(self) -> int:
-        self.plan = reachable(gather_nodes(self.plan, self.cluster), self.cluster)
+        self.plan = use_reachable_address(gather_nodes(self.plan, self.cluster), self.cluster)
         self._queue.invite(self.plan)
         nproc = self.plan.nproc
-        while not self.cluster.ordered:
-            self.plan = reachable(self.plan, self.cluster)
+        while not self.cluster.is_stop_ordered:
+            self.plan = use_reachable_address(self.plan, self.cluster)
             ranks = replace(self.plan.ranks, restarts=len(self._failures))
             plan = replace(self.plan, nproc=nproc, ranks=ranks)
             with Generation.start(plan, self._number, self.cluster, self._inherited) as generation:
@@ -217,7 +224,7 @@ class Coordinator:
         self._on_started()
         self._began_seconds = time.monotonic()
         outcome = self._watch(generation)
-        if outcome == ExitCode.SAVED and generation.regroups and not self.cluster.ordered:
+        if outcome == ExitCode.SAVED and generation.regroups and not self.cluster.is_stop_ordered:
             generation.stop(self.plan.grace_seconds)  # all ranks have saved and ended, because nodes join or leave
             return self._continue(generation, self._with_remaining_nodes(), ExitCode.SAVED)
         return outcome if isinstance(outcome, int) else self._decide_restart(generation, self._end(generation, outcome))
@@ -227,24 +234,24 @@ class Coordinator:
         monitor, status = Monitor(generation), LiveStatus(generation)
         while True:
             ranks = generation.samples()
-            status.look(ranks)
+            status.update(ranks)
             generation.write_clocks()
-            if all(sample.code in GOOD_ENDS for sample in ranks):
-                return monitor.look_last() or good_code(ranks)
-            due = due_seconds(ranks)
+            if all(sample.code in SUCCESS_EXIT_CODES for sample in ranks):
+                return monitor.check_at_end() or success_exit_code(ranks)
+            due = diagnosis_due_seconds(ranks)
             if due is not None and time.monotonic() >= due:
                 return monitor.judge_failure(ranks)
             save_times = [sample.ended_seconds for sample in ranks if sample.code == ExitCode.SAVED]
             if save_times and due is None and time.monotonic() >= min(save_times) + self.plan.grace_period_seconds:
                 return self._end_late(generation, ranks)
-            if due is None and not save_times and (stall := monitor.look()) is not None:
+            if due is None and not save_times and (stall := monitor.check()) is not None:
                 return stall
             if due is None:
-                self._queue.look(self.plan.attempt_dir, generation.proof)
-                if self._queue.wanted:
+                self._queue.check_waiting_nodes(self.plan.attempt_dir, generation.proof)
+                if self._queue.is_regroup_wanted:
                     generation.regroup()
             self.cluster.wait(monitor.look_seconds if due is None else POLL_FAILING_SECONDS)
-            if self.cluster.ordered:
+            if self.cluster.is_stop_ordered:
                 return self._obey(generation)
 
     def _obey(self, generation: Generation) -> int:
@@ -256,29 +263,31 @@ class Coordinator:
         generation.stop(self.plan.grace_period_seconds, number, signals_heard=1)
         return self._stopped_by_signal(generation.samples())
 
-    def _stopped_by_signal(self, ranks: Sequence[Sample]) -> int:
-        if ranks and all(sample.code in GOOD_ENDS for sample in ranks):
-            return good_code(ranks)
+    def _stopped_by_signal(self, ranks: Sequence[WorkerSample]) -> int:
+        if ranks and all(sample.code in SUCCESS_EXIT_CODES for sample in ranks):
+            return success_exit_code(ranks)
         if lost_members := [member for member in self.cluster.members.values() if member.lost]:
             # the loss is the cause: a scheduler signals all tasks of a step when one of them is lost
             for member in lost_members:
-                say(f"{member.name} is lost: {member.lost}")
+                print_to_stderr(f"{member.name} is lost: {member.lost}")
             return ExitCode.FAILED
         number = signal.Signals(self.cluster.signals[0])
         first = first_to_fail(ranks)
         if first is not None and rank_end(first) is RankEnd.EXCEPTION:  # it could not save, for example
-            evidence = [Evidence.of(sample) for sample in ranks]
-            say(format_failure(judge_samples(ranks), evidence, oom_kills=0, attempt_dir=self.plan.attempt_dir))
-        say(f"stopped by {number.name}")
+            evidence = [Evidence.from_sample(sample) for sample in ranks]
+            print_to_stderr(
+                format_failure(judge_samples(ranks), evidence, oom_kills=0, attempt_dir=self.plan.attempt_dir)
+            )
+        print_to_stderr(f"stopped by {number.name}")
         return 128 + number
 
-    def _end_late(self, generation: Generation, ranks: Sequence[Sample]) -> int:
+    def _end_late(self, generation: Generation, ranks: Sequence[WorkerSample]) -> int:
         """Stop ranks that still run long after another rank has saved. The run is saved if rank 0 has saved it."""
         late = ", ".join(str(sample.rank) for sample in ranks if sample.code is None)
         generation.stop(self.plan.grace_seconds)
         if generation.own.samples()[0].code == ExitCode.SAVED:
             return ExitCode.SAVED
-        say(
+        print_to_stderr(
             f"rank {late} still ran {self.plan.grace_period_seconds:g} s after another rank had saved its state and "
             f"stopped (exit code {int(ExitCode.SAVED)}), and rank 0 has not saved: stopping all ranks"
         )
@@ -288,12 +297,12 @@ class Coordinator:
         """End the generation and print the diagnosis. Ranks that only wait are unblocked first, so that they save."""
         is_stall, self._cause = stop.waited_seconds > 0, stop.line
         if is_stall:
-            say(stop.page())
-            generation.unblock(stop.unblocked, stop.word)
+            print_to_stderr(stop.screen_text())
+            generation.unblock(stop.ranks_to_unblock, stop.unblock_message)
         generation.stop(self.plan.grace_seconds)
         if not is_stall:  # after the last output of the ranks, so that the diagnosis is at the end of the screen
-            say(stop.page(generation.oom_kills()))
-        return FailedGeneration.of(
+            print_to_stderr(stop.screen_text(generation.oom_kills()))
+        return FailedGeneration.from_diagnosis(
             stop.diagnosis,
             stop.evidence,
             stop.exit_code,
@@ -305,8 +314,8 @@ class Coordinator:
         """Decide on a restart after a failure, and print the decision: the restart, or the exit code."""
         plan = self.plan
         # a node may also be lost while the others are being stopped
-        is_lost = failed.end is RankEnd.LOST or len(self.cluster.here) < len(generation.members)
-        is_trial = failed.step == 0 and time.monotonic() < self._began_seconds + TRIAL_SECONDS
+        is_lost = failed.rank_end is RankEnd.LOST or len(self.cluster.present_nodes) < len(generation.members)
+        is_trial = failed.step == 0 and time.monotonic() < self._began_seconds + JOIN_TRIAL_SECONDS
         new_nodes = [node for node in self._entered if is_trial and not is_lost]
         for member in new_nodes:  # the run made progress without them, and no step with them
             self._queue.dismiss(member, self._cause)
@@ -314,14 +323,14 @@ class Coordinator:
             decision = self._with_remaining_nodes()
         else:
             self._failures.append(failed)
-            decision = decide(
+            decision = decide_restart(
                 self._failures, nproc=plan.nproc, min_nproc=plan.min_nproc, max_restarts=plan.max_restarts
             )
         return self._continue(generation, decision, failed.exit_code)
 
     def _with_remaining_nodes(self) -> Restart | str:
         """Decide on a start with the remaining nodes. It does not count as a restart after a failure."""
-        plan, count = self.plan, 1 + sum(not member.leaves for member in self.cluster.here) + self._queue.count
+        plan, count = self.plan, 1 + sum(not member.leaves for member in self.cluster.present_nodes) + self._queue.count
         if plan.elastic and count >= plan.min_nodes:
             return Restart(plan.nproc)
         option = f"--nodes {plan.min_nodes}:{plan.nodes}" if plan.elastic else f"--nodes {plan.nodes}"
@@ -332,18 +341,18 @@ class Coordinator:
     def _continue(self, generation: Generation, decision: Restart | str, code: int) -> Restart | int:
         if isinstance(decision, str):
             if decision:
-                say(decision)
+                print_to_stderr(decision)
             return code
         self.cluster.wait(0.0)
-        if self.cluster.ordered:
+        if self.cluster.is_stop_ordered:
             return self._obey(generation)
-        if left_pids := generation.left():
+        if left_pids := generation.surviving_pids():
             # such a process may still write to files that the next generation reads
             pids = ", ".join(f"pid {pid}" for pid in left_pids)
-            say(f"Not restarting: {pids} did not exit after SIGKILL (stuck in the kernel?)")
+            print_to_stderr(f"Not restarting: {pids} did not exit after SIGKILL (stuck in the kernel?)")
             return code
         self._entered = self._queue.admit()
-        members, joined = self.cluster.here, len(self._entered)
+        members, joined = self.cluster.present_nodes, len(self._entered)
         message = _restart_message(
             decision.nproc + sum(member.hello.nproc for member in members),
             1 + len(members),
@@ -353,15 +362,15 @@ class Coordinator:
             fewer=generation.plan.nproc > decision.nproc,
         )
         origin = "" if self.plan.plain_store else ", from the newest snapshot or checkpoint"
-        say(f"{message} as generation {self._number + 1}{origin}")
+        print_to_stderr(f"{message} as generation {self._number + 1}{origin}")
         return decision
 
 
 def _launcher_gone() -> ExitCode:
-    say("the launcher has ended: stopping its workers")
+    print_to_stderr("the launcher has ended: stopping its workers")
     return ExitCode.FAILED
 
 
-def good_code(ranks: Sequence[Sample]) -> ExitCode:
+def success_exit_code(ranks: Sequence[WorkerSample]) -> ExitCode:
     """The exit code if no worker has failed: SAVED if one has saved (resumable), otherwise DONE."""
     return ExitCode.SAVED if any(sample.code == ExitCode.SAVED for sample in ranks) else ExitCode.DONE

@@ -9,16 +9,16 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, UsageError
-from paceline.guard.collect import ADVANCE_SECONDS, Collection
-from paceline.guard.detectors import heartbeat_seconds, sample_seconds
-from paceline.host.facts import gather as gather_facts
+from paceline.guard.collect import ADVANCE_INTERVAL_SECONDS, EvidenceCollection
+from paceline.guard.detectors import heartbeat_interval_seconds, sample_interval_seconds
+from paceline.host.facts import gather_facts as gather_facts
 from paceline.launch.agent import channel
 from paceline.launch.agent.joining import interface_of, join, try_to_reach
 from paceline.launch.agent.workers import InheritedResources, Workers
-from paceline.protocol.control import REMOTE_GRACE_SECONDS, Orders
+from paceline.protocol.control import REMOTE_GRACE_SECONDS, StopOrders
 from paceline.protocol.job import NodePlan
 from paceline.runs import writing
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 from paceline.runs.reading import read
 
 COORDINATOR_STOP_SECONDS = 20.0  # beyond the grace: within it the coordinator ends the run after an order
@@ -28,12 +28,14 @@ class Follower:
     """A node of a run. The coordinator is on a different node."""
 
     def __init__(
-        self, plan: NodePlan, orders: Orders, inherited: InheritedResources, on_started: Callable[[], None]
+        self, plan: NodePlan, orders: StopOrders, inherited: InheritedResources, on_started: Callable[[], None]
     ) -> None:
         self.plan, self.orders = plan, orders
         self._inherited = inherited
-        self._collection: Collection | None = None  # details that the coordinator has requested from the workers
-        self._sample_seconds = sample_seconds(plan.hang_timeout)
+        self._collection: EvidenceCollection | None = (
+            None  # details that the coordinator has requested from the workers
+        )
+        self._sample_seconds = sample_interval_seconds(plan.hang_timeout)
         self._on_started = on_started  # called when the workers have been started
         self._code: int | None = None
         self._forwarded = 0  # number of stop signals that the coordinator knows
@@ -69,50 +71,52 @@ class Follower:
         with socket.create_server(("", 0)) as probe:  # open until the end of the run: others may test it later
             link.send(channel.Hello(plan.node, plan.nodes, plan.nproc, probe.getsockname()[1], facts, self._ranks))
             while self._code is None:
-                self.orders.wait(ADVANCE_SECONDS if self._collection is not None else self._sample_seconds, [link])
+                self.orders.wait(
+                    ADVANCE_INTERVAL_SECONDS if self._collection is not None else self._sample_seconds, [link]
+                )
                 for message in link.receive():
                     self._execute(message, link)
                 self._forward_orders(link)
                 if workers := self._workers:
-                    if workers.stopping and not workers.swept and not workers.seconds_left:
+                    if workers.stopping and not workers.swept and not workers.seconds_until_kill:
                         workers.sweep()
                     self._answer(link, workers)
                 self._report(link)
                 if self._code is None and (reason := self._coordinator_lost(link)):
-                    return self._alone(reason)
+                    return self._stop_without_coordinator(reason)
         return self._code
 
     def _execute(self, message: channel.Message, link: channel.Link) -> None:
         match message:
-            case channel.Reach(peers):
-                link.send(channel.Reached(tuple(try_to_reach(os.uname().nodename, peers))))
-            case channel.Enter():
+            case channel.ReachabilityRequest(peers):
+                link.send(channel.ReachabilityReply(tuple(try_to_reach(os.uname().nodename, peers))))
+            case channel.JoinOrder():
                 link.send(self._enter(message))
             case channel.StartOrder():
                 link.send(self._start(message))
-            case channel.Ask() | channel.Release():
+            case channel.EvidenceRequest() | channel.UnblockOrder():
                 if self._workers is not None:
                     self._answer(link, self._workers, message)
-            case channel.Stop(grace_seconds, number):
+            case channel.StopOrder(grace_seconds, number):
                 if self._workers is not None:
                     self._workers.stop(grace_seconds, number)
             case channel.RunOver(code, words):
                 self._code = code
                 if words:
-                    say(words)
-            case channel.Alive(unix_time):
+                    print_to_stderr(words)
+            case channel.CoordinatorHeartbeat(unix_time):
                 self._alive_took_seconds = None if unix_time is None else time.time() - unix_time
             case _:
                 link.end("it sent a message that only a node sends")
 
-    def _enter(self, order: channel.Enter) -> channel.StartReply:
+    def _enter(self, order: channel.JoinOrder) -> channel.StartReply:
         """Join a running run with the node number that the coordinator has assigned."""
         self.plan = replace(self.plan, node=order.node)
         try:
             self._find_folder(Path(order.attempt_dir).resolve(), order.proof)
         except (UsageError, OSError) as error:
             return channel.StartReply(-1, str(error))
-        say(f"node {order.node} ({os.uname().nodename}) has found the run, and joins after its next step")
+        print_to_stderr(f"node {order.node} ({os.uname().nodename}) has found the run, and joins after its next step")
         return channel.StartReply(-1)
 
     def _start(self, start: channel.StartOrder) -> channel.StartReply:
@@ -143,48 +147,57 @@ class Follower:
             time.sleep(0.1)
 
     def _answer(
-        self, link: channel.Link, workers: Workers, message: channel.Ask | channel.Release | None = None
+        self,
+        link: channel.Link,
+        workers: Workers,
+        message: channel.EvidenceRequest | channel.UnblockOrder | None = None,
     ) -> None:
         """Process a request of the guard, or send the answer to the last request if it is complete. Never waits."""
         try:
             match message:
-                case channel.Ask(question, patience_seconds):
-                    self._collection = workers.collect(question, patience_seconds)
-                case channel.Release(ranks, word):
-                    workers.release(ranks, word.encode())
+                case channel.EvidenceRequest(question, patience_seconds):
+                    self._collection = workers.collect_evidence(question, patience_seconds)
+                case channel.UnblockOrder(ranks, word):
+                    workers.unblock(ranks, word.encode())
                 case None:
                     if (collection := self._collection) is not None and collection.advance():
                         self._collection, now = None, time.monotonic()
                         for evidence in collection.evidence(workers.samples()):
-                            link.send(channel.Shown(collection.question, evidence.turned(now)))
-                        link.send(channel.Shown(collection.question, None))
+                            link.send(channel.EvidenceReply(collection.question, evidence.with_converted_times(now)))
+                        link.send(channel.EvidenceReply(collection.question, None))
         except Exception as error:  # an error of the guard must not end the run
             self._collection = None
-            say(f"warning: the hang guard of this node crashed and is disabled: {type(error).__name__}: {error}")
+            print_to_stderr(
+                f"warning: the hang guard of this node crashed and is disabled: {type(error).__name__}: {error}"
+            )
 
     def _forward_orders(self, link: channel.Link) -> None:
         """Forward stop orders of this agent to the coordinator. If the run does not end in time, this node ends."""
         new_signals = self.orders.signals[self._forwarded :]
         self._forwarded += len(new_signals)
         for number in new_signals:
-            link.send(channel.Ordered(int(number)))
+            link.send(channel.StopSignalNotice(int(number)))
         if self.orders.launcher_gone and not self._reported_launcher_gone:
             self._reported_launcher_gone = True
-            link.send(channel.Ordered(0))
-        if self.orders.given and self._deadline_seconds == float("inf"):
+            link.send(channel.StopSignalNotice(0))
+        if self.orders.has_order and self._deadline_seconds == float("inf"):
             grace = REMOTE_GRACE_SECONDS if self.orders.launcher_gone else self.plan.grace_period_seconds
             self._deadline_seconds = time.monotonic() + grace + COORDINATOR_STOP_SECONDS
 
     def _report(self, link: channel.Link) -> None:
         """Send a heartbeat if it is due, or immediately if a worker or the generation has ended."""
         now = time.monotonic()
-        beat = channel.Beat(self._number, stopped=True)
+        beat = channel.NodeHeartbeat(self._number, stopped=True)
         if workers := self._workers:
-            samples = tuple(sample.turned(now) for sample in workers.samples())
-            beat = channel.Beat(workers.number, samples, workers.oom_kills(), workers.swept, tuple(workers.left))
+            samples = tuple(sample.with_converted_times(now) for sample in workers.samples())
+            beat = channel.NodeHeartbeat(
+                workers.number, samples, workers.oom_kills(), workers.swept, tuple(workers.left)
+            )
         news = [(beat.generation, beat.stopped), *((worker.code, worker.failure is None) for worker in beat.workers)]
         is_guarded = self._workers is not None and not self.plan.hang_timeout.off
-        interval = heartbeat_seconds(self.plan.hang_timeout, self.plan.nodes, beat.workers) - self._sample_seconds / 2
+        interval = (
+            heartbeat_interval_seconds(self.plan.hang_timeout, self.plan.nodes, beat.workers) - self._sample_seconds / 2
+        )
         is_due = now >= self._sent_seconds + (interval if is_guarded else channel.BEAT_SECONDS)
         if is_due or news != self._news or self._alive_took_seconds is not None:
             link.send(replace(beat, unix_time=time.time(), alive_took_seconds=self._alive_took_seconds))
@@ -195,15 +208,15 @@ class Follower:
         is_late = time.monotonic() > self._deadline_seconds
         return link.ended or ("it did not end the run after a stop order" if is_late else "")
 
-    def _alone(self, reason: str) -> int:
+    def _stop_without_coordinator(self, reason: str) -> int:
         """Stop the workers of this node after the coordinator is lost; return the exit code."""
         if workers := self._workers:
             workers.stop(self.plan.grace_seconds)
-            while seconds := workers.seconds_left:
+            while seconds := workers.seconds_until_kill:
                 self.orders.wait(seconds)
             workers.sweep()
         resume = f". To resume: paceline train --resume auto --run-dir {self.plan.run_dir}"
-        say(
+        print_to_stderr(
             f"node {self.plan.node} ({os.uname().nodename}) has lost node 0 ({self.plan.node0[0]}): {reason}. It has "
             f"stopped its workers{resume if self.plan.run_dir and not self.plan.plain_store else ''}"
         )
@@ -212,6 +225,6 @@ class Follower:
 
 def _has_proof(attempt_dir: Path, proof: str) -> bool:
     try:
-        return read(attempt_dir / channel.PROOF, limit_bytes=100, ours=True) == proof.encode()
+        return read(attempt_dir / channel.PROOF_FILE, limit_bytes=100, ours=True) == proof.encode()
     except OSError:  # does not exist yet
         return False

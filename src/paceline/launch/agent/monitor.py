@@ -22,34 +22,38 @@ from paceline.guard import detectors
 from paceline.guard.collect import ANSWER_SECONDS
 from paceline.guard.judge import is_deadlocked, judge, judge_samples
 from paceline.guard.report import EXIT_CODES, format_failure, format_report, format_warning, summarize, write_diagnosis
-from paceline.guard.sentences import clause
-from paceline.guard.silent import SilentFaultDetector, calls_of
+from paceline.guard.sentences import format_clause
+from paceline.guard.silent import SilentFaultDetector, ops_by_call_hash
 from paceline.launch.agent.cluster import Generation
-from paceline.launch.agent.joining import unreachable
+from paceline.launch.agent.joining import find_unreachable_nodes
 from paceline.protocol.evidence import (
     CHECKPOINT_ASK,
     LIVE,
-    WATCHED,
+    WATCHED_FILE,
     Diagnosis,
     Evidence,
-    Live,
     LiveRank,
-    Sample,
+    LiveState,
     StopKind,
+    WorkerSample,
 )
 from paceline.runs import writing
 from paceline.runs.attempt import ScriptNotice, write_notice
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 
-HURRIED_SECONDS = 0.3  # for answers after a failure
-WARNING_SECONDS = 0.5  # for answers that only decide on a warning
-LEFT_SECONDS = 5.0  # after this time, the diagnosis is certain if a rank has ended and all others wait
-REACH_SECONDS = 6.0
-PATIENCE_SECONDS = 0.5  # for the calls behind a silent fault
-ASK_SECONDS = 1.0
-MAX_ASKS = 8  # requests of `paceline hang` that are answered at a time
-ASK = re.compile(r"ask-[0-9]{1,10}-([0-9A-Za-z_-]{1,64})")
-EARLY = (StopKind.LEFT, StopKind.NOT_MET, StopKind.STOPPED)  # diagnoses that are possible before the timeout
+FAILURE_ANSWER_SECONDS = 0.3  # for answers after a failure
+WARNING_ANSWER_SECONDS = 0.5  # for answers that only decide on a warning
+LEFT_RANK_SECONDS = 5.0  # after this time, the diagnosis is certain if a rank has ended and all others wait
+REACHABILITY_TEST_SECONDS = 6.0
+WAITING_CALLS_TIMEOUT_SECONDS = 0.5  # for the calls behind a silent fault
+REQUEST_POLL_SECONDS = 1.0
+MAX_HANG_REQUESTS = 8  # requests of `paceline hang` that are answered at a time
+HANG_REQUEST_PATTERN = re.compile(r"ask-[0-9]{1,10}-([0-9A-Za-z_-]{1,64})")
+EARLY_DIAGNOSIS_KINDS = (
+    StopKind.LEFT,
+    StopKind.NOT_MET,
+    StopKind.STOPPED,
+)  # diagnoses that are possible before the timeout
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class StopReport:
     report: str = ""  # the text for the screen, unless the failure of a rank is the whole diagnosis
 
     @property
-    def unblocked(self) -> tuple[int, ...]:
+    def ranks_to_unblock(self) -> tuple[int, ...]:
         """The ranks that only wait for other ranks."""
         return detectors.ranks_to_interrupt(self.diagnosis, self.evidence)
 
@@ -74,9 +78,9 @@ class StopReport:
         return EXIT_CODES.get(self.diagnosis.kind, ExitCode.STALLED) if failed is None else failed.shell_exit_code
 
     @property
-    def word(self) -> str:
+    def unblock_message(self) -> str:
         """The message to the unblocked ranks, as JSON."""
-        message = {"kind": self.diagnosis.kind.name, "page": self.page(), "exit_code": int(self.exit_code)}
+        message = {"kind": self.diagnosis.kind.name, "page": self.screen_text(), "exit_code": int(self.exit_code)}
         return msgspec.json.encode(message | {"causes": self.diagnosis.causes}).decode()
 
     @property
@@ -84,7 +88,7 @@ class StopReport:
         """The cause in one line."""
         return self.report.partition("\n")[0] or summarize(self.diagnosis, self.evidence, self.waited_seconds)
 
-    def page(self, oom_kills: int = 0) -> str:
+    def screen_text(self, oom_kills: int = 0) -> str:
         """The report for the screen. `oom_kills` is the number of processes that the kernel killed for memory."""
         if self.report:
             return self.report
@@ -99,15 +103,17 @@ class Monitor:
         self._windows = self._plan.hang_timeout
         self._stalls = detectors.StallDetector(self._windows)
         self._stragglers = detectors.StragglerDetector({sample.rank: sample.host for sample in generation.samples()})
-        self.look_seconds = detectors.sample_seconds(self._windows)  # interval between two samples
+        self.look_seconds = detectors.sample_interval_seconds(self._windows)  # interval between two samples
         self._looked_seconds = self._asked_seconds = self._early_seconds = 0.0
         self._silent = SilentFaultDetector(
-            self._plan.ranks.world_size, generation.own.names, lambda: calls_of(generation.ask(PATIENCE_SECONDS))
+            self._plan.ranks.world_size,
+            generation.own.tensor_names,
+            lambda: ops_by_call_hash(generation.collect_evidence(WAITING_CALLS_TIMEOUT_SECONDS)),
         )
         self._sleep, self._unmet = detectors.SleepDetector(self._windows), detectors.DeadlockDetector(self._windows)
         self._off = self._windows.off
 
-    def look(self) -> StopReport | None:
+    def check(self) -> StopReport | None:
         """Run the detectors that are due; a diagnosis if the run is to be ended."""
         if self._off or time.monotonic() < self._looked_seconds + self.look_seconds / 2:
             return None
@@ -117,57 +123,61 @@ class Monitor:
         except Exception as error:
             return self._give_up(error)
 
-    def look_last(self) -> StopReport | None:
+    def check_at_end(self) -> StopReport | None:
         """Look for silent faults after all ranks have ended without a failure."""
         try:
             return None if self._off else self._look_for_silent_faults(last=True)
         except Exception as error:
             return self._give_up(error)
 
-    def judge_failure(self, samples: Sequence[Sample]) -> StopReport:
+    def judge_failure(self, samples: Sequence[WorkerSample]) -> StopReport:
         """Diagnose a generation with failed ranks."""
         if not self._off:
             try:
-                evidence = self._generation.ask(HURRIED_SECONDS, to_its_end=True)
-                return self._judged(judge(evidence), evidence, 0.0)
+                evidence = self._generation.collect_evidence(FAILURE_ANSWER_SECONDS, to_its_end=True)
+                return self._make_stop_report(judge(evidence), evidence, 0.0)
             except Exception as error:
                 self._give_up(error)
-        return StopReport(judge_samples(samples), [Evidence.of(sample) for sample in samples], self._plan.attempt_dir)
+        return StopReport(
+            judge_samples(samples), [Evidence.from_sample(sample) for sample in samples], self._plan.attempt_dir
+        )
 
     def _give_up(self, error: Exception) -> None:
         self._off = True
         reason = f"{type(error).__name__}: {error}"
-        say(f"warning: the hang guard crashed and is disabled; training continues without hang detection: {reason}")
+        print_to_stderr(
+            f"warning: the hang guard crashed and is disabled; training continues without hang detection: {reason}"
+        )
 
     def _look(self) -> StopReport | None:
         running = self._generation.running()
-        self.look_seconds = detectors.heartbeat_seconds(self._windows, self._plan.nodes, running)
-        alarm = self._stalls.see(time.monotonic(), detectors.assume_waiting(running, self._plan.ranks.world_size))
-        for kind, notice in (("", self._stalls.notice), ("slow", self._slow(running))):
+        self.look_seconds = detectors.heartbeat_interval_seconds(self._windows, self._plan.nodes, running)
+        alarm = self._stalls.update(time.monotonic(), detectors.assume_waiting(running, self._plan.ranks.world_size))
+        for kind, notice in (("", self._stalls.notice), ("slow", self._straggler_warning(running))):
             if notice:
                 self._notify(notice, kind=kind)
         self._stalls.notice = ""
         if stop := self._look_for_silent_faults():
             return stop
         self._answer_asks()
-        if stop := self._never_meeting(running):
+        if stop := self._diagnose_deadlock(running):
             return stop
         alarm = alarm or self._early_alarm(running)
         if alarm is None:
             return None
         is_warning = alarm.kind == "warn"
-        evidence = self._generation.ask(WARNING_SECONDS if is_warning else ANSWER_SECONDS)
+        evidence = self._generation.collect_evidence(WARNING_ANSWER_SECONDS if is_warning else ANSWER_SECONDS)
         if unwatched_ranks := [rank.rank for rank in evidence if not rank.watched]:
             self._off = True  # the guard cannot inspect the new program
-            ranks = f"{clause(unwatched_ranks, 'has', 'have')}"
-            say(f"warning: the hang guard is off: {ranks} started a different program (exec)")
+            ranks = f"{format_clause(unwatched_ranks, 'has', 'have')}"
+            print_to_stderr(f"warning: the hang guard is off: {ranks} started a different program (exec)")
             return None
         if self._generation.interrupted or not detectors.is_stalled(evidence, alarm, self._windows):
             return None
         if not is_warning:
             return self._stall(evidence, alarm)
-        ranks = [replace(rank, waiting=detectors.is_waiting(rank)) for rank in evidence if rank.runs]
-        say(format_warning(ranks, still_seconds=alarm.still_seconds, window_seconds=alarm.window_seconds))
+        ranks = [replace(rank, waiting=detectors.is_waiting(rank)) for rank in evidence if rank.is_running]
+        print_to_stderr(format_warning(ranks, still_seconds=alarm.still_seconds, window_seconds=alarm.window_seconds))
         return None
 
     def _look_for_silent_faults(self, *, last: bool = False) -> StopReport | None:
@@ -185,37 +195,43 @@ class Monitor:
             message = f"{name}{f' at step {fault.step}' if fault.step else ''}: {'; '.join(fault.sentences)}"
             # if the fault ends the run, its report follows on the screen
             self._notify(message, fault.step or step, kind=name.lower(), on_screen=not stops_run)
-        return self._judged(faults[0], self._generation.ask(PATIENCE_SECONDS), 0.0) if stops_run and faults else None
+        return (
+            self._make_stop_report(faults[0], self._generation.collect_evidence(WAITING_CALLS_TIMEOUT_SECONDS), 0.0)
+            if stops_run and faults
+            else None
+        )
 
     def _notify(self, message: str, step: int = 0, *, kind: str = "", on_screen: bool = True) -> None:
         """Record a message in the attempt's folder, and print it if `on_screen`."""
         if on_screen:
-            say(message)
+            print_to_stderr(message)
         if self._plan.attempt_dir:
             write_notice(Path(self._plan.attempt_dir), ScriptNotice(round(time.time(), 3), message, step, kind))
 
-    def _slow(self, running: Sequence[Sample]) -> str:
+    def _straggler_warning(self, running: Sequence[WorkerSample]) -> str:
         """The warning of a slow rank, with the state of its GPU; empty if there is none."""
-        warning_text = self._stragglers.see(running)
+        warning_text = self._stragglers.update(running)
         if warning_text and self._stragglers.rank is not None:
-            evidence = self._generation.ask(WARNING_SECONDS)
+            evidence = self._generation.collect_evidence(WARNING_ANSWER_SECONDS)
             gpus = [rank.gpu for rank in evidence if rank.rank == self._stragglers.rank and rank.gpu]
             warning_text += "".join(f". {gpu}" for gpu in gpus)
         return warning_text
 
-    def _never_meeting(self, running: Sequence[Sample]) -> StopReport | None:
+    def _diagnose_deadlock(self, running: Sequence[WorkerSample]) -> StopReport | None:
         """A diagnosis of ranks that wait in collectives which can never complete, before the timeout."""
-        if not self._unmet.due(time.monotonic(), running):
+        if not self._unmet.should_collect(time.monotonic(), running):
             return None
-        evidence = self._generation.ask(WARNING_SECONDS)
+        evidence = self._generation.collect_evidence(WARNING_ANSWER_SECONDS)
         if self._generation.interrupted or not is_deadlocked(evidence):
             return None
         diagnosis = judge(evidence)
         if diagnosis.kind not in (StopKind.MISMATCH, StopKind.DEADLOCK):
             return None
-        return self._judged(diagnosis, evidence, max(rank.still_seconds for rank in evidence if rank.runs))
+        return self._make_stop_report(
+            diagnosis, evidence, max(rank.still_seconds for rank in evidence if rank.is_running)
+        )
 
-    def _early_alarm(self, running: Sequence[Sample]) -> detectors.Alarm | None:
+    def _early_alarm(self, running: Sequence[WorkerSample]) -> detectors.Alarm | None:
         """An alarm before the timeout, if waiting longer would give no further information.
 
         This is the case if a rank has ended with code 0 and all others wait; or if ranks have not completed the
@@ -227,8 +243,8 @@ class Monitor:
         timeout_seconds, has_met = self._windows.seconds, any(sample.met for sample in running)
         several = self._plan.ranks.world_size > 1
         not_met = several and not has_met and timeout_seconds is not None and still_seconds >= timeout_seconds
-        all_wait = still_seconds >= LEFT_SECONDS and all(sample.waiting for sample in running)
-        if self._sleep.due(running):
+        all_wait = still_seconds >= LEFT_RANK_SECONDS and all(sample.waiting for sample in running)
+        if self._sleep.should_collect(running):
             return detectors.Alarm("stall", still_seconds, 0.0)
         has_left = any(sample.code == ExitCode.DONE for sample in self._generation.samples())
         if not not_met and not (all_wait and has_left):
@@ -238,17 +254,21 @@ class Monitor:
 
     def _stall(self, evidence: Sequence[Evidence], alarm: detectors.Alarm) -> StopReport | None:
         diagnosis = judge(evidence)
-        proof = self._sleep.proves(diagnosis, evidence)
-        if not alarm.window_seconds and not (diagnosis.kind in EARLY if proof is None else proof):
+        proof = self._sleep.proves_sleep(diagnosis, evidence)
+        if not alarm.window_seconds and not (diagnosis.kind in EARLY_DIAGNOSIS_KINDS if proof is None else proof):
             return None
         if diagnosis.kind is StopKind.NETWORK:
-            failures = unreachable(self._generation.cluster, REACH_SECONDS, lambda: self._generation.interrupted)
+            failures = find_unreachable_nodes(
+                self._generation.cluster, REACHABILITY_TEST_SECONDS, lambda: self._generation.interrupted
+            )
             diagnosis = replace(diagnosis, sentences=(*diagnosis.sentences, *failures[:8]))
             if self._generation.interrupted or time.monotonic() < self._generation.cluster.settled_seconds:
                 return None  # after a network interruption, connections recover with a delay
-        return self._judged(diagnosis, evidence, max(rank.still_seconds for rank in evidence))
+        return self._make_stop_report(diagnosis, evidence, max(rank.still_seconds for rank in evidence))
 
-    def _judged(self, diagnosis: Diagnosis, evidence: Sequence[Evidence], waited_seconds: float) -> StopReport:
+    def _make_stop_report(
+        self, diagnosis: Diagnosis, evidence: Sequence[Evidence], waited_seconds: float
+    ) -> StopReport:
         """Create the report of the stop. Write the diagnosis into a folder, unless it is only a failure of a rank."""
         if diagnosis.failed is not None:
             return StopReport(diagnosis, evidence, self._plan.attempt_dir)
@@ -266,15 +286,15 @@ class Monitor:
 
     def _answer_asks(self) -> None:
         """Answer `paceline hang`, which creates a file in the attempt's folder and waits for a diagnosis."""
-        if time.monotonic() < self._asked_seconds + ASK_SECONDS or not self._plan.attempt_dir:
+        if time.monotonic() < self._asked_seconds + REQUEST_POLL_SECONDS or not self._plan.attempt_dir:
             return
         self._asked_seconds = time.monotonic()
         folder = Path(self._plan.attempt_dir)
         nonces: list[str] = []
         with suppress(OSError):  # requests that were taken before the error get an answer
-            nonces.extend(take_requests(folder, ASK))
-        for nonce in nonces[:MAX_ASKS]:
-            evidence = self._generation.ask(ANSWER_SECONDS)
+            nonces.extend(take_requests(folder, HANG_REQUEST_PATTERN))
+        for nonce in nonces[:MAX_HANG_REQUESTS]:
+            evidence = self._generation.collect_evidence(ANSWER_SECONDS)
             waited_seconds = min((rank.still_seconds for rank in evidence if rank.code is None), default=0.0)
             with suppress(OSError):
                 answer = folder / f"diagnosis-live-{nonce}"
@@ -290,9 +310,9 @@ def _short(path: Path) -> str:
 
 # ---- `paceline watch` ----
 
-LOOK_SECONDS = 0.9  # the coordinator calls `look` about once a second
-WATCHED_SECONDS = 15.0  # since `paceline watch` last touched its file
-CHECKPOINT = re.compile(f"{CHECKPOINT_ASK}(.*)", re.DOTALL)
+STATUS_INTERVAL_SECONDS = 0.9  # the coordinator calls `look` about once a second
+WATCH_TIMEOUT_SECONDS = 15.0  # since `paceline watch` last touched its file
+CHECKPOINT_REQUEST_PATTERN = re.compile(f"{CHECKPOINT_ASK}(.*)", re.DOTALL)
 
 
 class LiveStatus:
@@ -305,31 +325,35 @@ class LiveStatus:
         self._touched, self._touched_seconds = 0, float("-inf")  # time of the file, and time when it was read
         self._off = not generation.plan.attempt_dir
 
-    def look(self, ranks: Sequence[Sample]) -> None:
+    def update(self, ranks: Sequence[WorkerSample]) -> None:
         """Write the state and forward requests for a checkpoint, once a second."""
         now = time.monotonic()
-        if self._off or now < self._looked_seconds + LOOK_SECONDS:
+        if self._off or now < self._looked_seconds + STATUS_INTERVAL_SECONDS:
             return
         self._looked_seconds = now
         try:
             if self._is_watched(now):
-                live = Live(round(time.time(), 3), self._generation.own.number, tuple(LiveRank.of(r) for r in ranks))
-                writing.replace(self._folder / LIVE, msgspec.json.encode(live))
-            if [*take_requests(self._folder, CHECKPOINT)]:
+                live = LiveState(
+                    round(time.time(), 3), self._generation.own.number, tuple(LiveRank.from_sample(r) for r in ranks)
+                )
+                writing.replace_file(self._folder / LIVE, msgspec.json.encode(live))
+            if [*take_requests(self._folder, CHECKPOINT_REQUEST_PATTERN)]:
                 self._generation.own.ask_to_save()  # rank 0 runs on this node, and its vote counts for all ranks
         except Exception as error:
             self._off = True
-            say(f"warning: `paceline watch` gets no further updates of this run: {type(error).__name__}: {error}")
+            print_to_stderr(
+                f"warning: `paceline watch` gets no further updates of this run: {type(error).__name__}: {error}"
+            )
 
     def _is_watched(self, now_seconds: float) -> bool:
         """Whether the time of the file has changed recently. This does not compare the clocks of two machines."""
         try:
-            touched = (self._folder / WATCHED).lstat().st_mtime_ns
+            touched = (self._folder / WATCHED_FILE).lstat().st_mtime_ns
         except FileNotFoundError:
             return False
         if touched != self._touched:
             self._touched, self._touched_seconds = touched, now_seconds
-        return now_seconds < self._touched_seconds + WATCHED_SECONDS
+        return now_seconds < self._touched_seconds + WATCH_TIMEOUT_SECONDS
 
 
 def take_requests(folder: Path, pattern: re.Pattern[str]) -> Iterator[str]:

@@ -19,18 +19,18 @@ from contextlib import suppress
 import msgspec
 
 from paceline.host.procfs import read_process
-from paceline.host.sweep import mark_of
+from paceline.host.sweep import agent_mark
 from paceline.protocol.control import (
     AGENT_MARK,
-    MAX_ORDER_BYTES,
+    MAX_FORK_REQUEST_BYTES,
     READY,
-    ForkOrder,
-    Orders,
+    ForkRequest,
+    StopOrders,
     WorkerSpec,
     as_bytes,
-    at_import,
+    import_time_variables,
 )
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 
 PR_SET_CHILD_SUBREAPER = 36
 READY_SECONDS = 60.0  # for importing torch from a slow disk; after this, each worker imports torch itself
@@ -79,10 +79,10 @@ class Preloader:
         self._ready = self._gone = False
         channel.settimeout(ANSWER_SECONDS)
 
-    def wait_ready(self, orders: Orders) -> None:
+    def wait_ready(self, orders: StopOrders) -> None:
         """Wait until the imports are done, have failed, or an order has come; give up after a minute."""
         deadline = time.monotonic() + READY_SECONDS
-        while not (self._ready or self._gone or orders.given):
+        while not (self._ready or self._gone or orders.has_order):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return self.give_up(f"has not imported everything within {READY_SECONDS:g} s")
@@ -93,7 +93,7 @@ class Preloader:
 
     def _receive_ready(self) -> None:
         try:
-            message = self._channel.recv(MAX_ORDER_BYTES)
+            message = self._channel.recv(MAX_FORK_REQUEST_BYTES)
         except OSError as error:
             return self.give_up(f"does not answer: {error}")
         self._ready = message == READY
@@ -112,16 +112,16 @@ class Preloader:
         """
         if not self._ready or self._gone:
             return None
-        if at_import(env) != self._env:
+        if import_time_variables(env) != self._env:
             self.give_up("was started with a different environment")
             return None
         start_reader, start_writer = os.pipe()
         try:
             _set_subreaper(True)  # only during the fork: the agent must not inherit orphans of the workers
             blocked = tuple(int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, []))
-            order = msgspec.msgpack.encode(ForkOrder(as_bytes(env), tuple(descriptors), blocked))
+            order = msgspec.msgpack.encode(ForkRequest(as_bytes(env), tuple(descriptors), blocked))
             socket.send_fds(self._channel, [order], [start_reader, *descriptors.values()])
-            answer = self._channel.recv(MAX_ORDER_BYTES).decode(errors="replace")
+            answer = self._channel.recv(MAX_FORK_REQUEST_BYTES).decode(errors="replace")
             if not answer.isdecimal():
                 raise OSError(answer or "it has died")
             worker = read_process(int(answer))
@@ -142,7 +142,7 @@ class Preloader:
         """Print why workers are no longer forked, and end the preloader."""
         if not self._gone:
             slower = "each worker imports torch itself, so startup is slower"
-            say(f"Preloading disabled (the preloader {why}); {slower}")
+            print_to_stderr(f"Preloading disabled (the preloader {why}); {slower}")
         self.close()
 
     def close(self) -> None:
@@ -162,14 +162,14 @@ def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | 
     agent = read_process(os.getpid())
     if sys.platform != "linux" or agent is None:
         return None
-    import_env = at_import(env)
+    import_env = import_time_variables(env)
     agent_socket, preloader_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # The output of the imports is kept in memory: each worker prints it, as if it had imported torch itself
     output = os.memfd_create("paceline-preload-stdout"), os.memfd_create("paceline-preload-stderr")
     preload_env = {
-        **WorkerSpec(agent_pid=os.getpid(), preload=preloader_socket.fileno()).variable(),
+        **WorkerSpec(agent_pid=os.getpid(), preload=preloader_socket.fileno()).to_environment(),
         # the mark is as long as that of a worker, which overwrites it
-        AGENT_MARK: mark_of(agent.pid, agent.start) + "preloader-",
+        AGENT_MARK: agent_mark(agent.pid, agent.start_ticks) + "preloader-",
     }
     try:
         process = subprocess.Popen(

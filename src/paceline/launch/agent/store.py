@@ -23,19 +23,25 @@ from typing import Self
 
 from paceline.errors import UsageError
 from paceline.host.procfs import port_holder, tcp_owner
-from paceline.host.reach import sign
-from paceline.launch.agent.channel import MEET_SECONDS, Alive, Link, ToStore, introduce
+from paceline.host.reach import sign_tcp_packets
+from paceline.launch.agent.channel import (
+    HANDSHAKE_SECONDS,
+    CoordinatorHeartbeat,
+    Link,
+    StoreConnectionRequest,
+    authenticate_to_coordinator,
+)
 from paceline.protocol.job import NodePlan
 
 LOOPBACK, STORE_ADDRESS = "127.0.0.1", "127.0.0.2"
 KEY_BYTES = 16
 PIECE_BYTES = 1 << 16
-TRIES = 20  # to find a port that is free on both addresses
+PORT_TRIES = 20  # to find a port that is free on both addresses
 
 Connect = Callable[[], socket.socket]
 
 
-class StoreGate:
+class StoreProxy:
     """The relay of one node. Its workers reach the store at `port` of the loopback.
 
     `connect` opens a connection to the store, or raises OSError. One thread accepts connections, and may wait for a
@@ -51,7 +57,7 @@ class StoreGate:
         for target in (self._accept, self._relay):
             threading.Thread(target=target, daemon=True, name=f"paceline{target.__name__}").start()
 
-    def adopt(self, client: socket.socket) -> None:
+    def relay_connection(self, client: socket.socket) -> None:
         """Relay a connection to the store."""
         try:
             self._new.append((client, self._connect()))
@@ -79,7 +85,7 @@ class StoreGate:
             if tcp_owner(address, client.getsockname()) not in (None, os.geteuid()):
                 client.close()
                 continue
-            self.adopt(client)
+            self.relay_connection(client)
 
     def _relay(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -154,13 +160,13 @@ class _Pipe:
                 end.close()
 
 
-def own_store(port: int) -> tuple[socket.socket, StoreGate]:
+def open_node0_store(port: int) -> tuple[socket.socket, StoreProxy]:
     """On node 0: the socket for rank 0's store, and the gate to it, at the same port of two loopback addresses.
 
     Raises:
         UsageError: the port (0: any port) is in use.
     """
-    for _ in range(TRIES):
+    for _ in range(PORT_TRIES):
         store, listener, key = socket.socket(), socket.socket(), os.urandom(KEY_BYTES)
         try:
             for server in (store, listener):
@@ -168,20 +174,20 @@ def own_store(port: int) -> tuple[socket.socket, StoreGate]:
             store.bind((STORE_ADDRESS, port))
             store_port: int = store.getsockname()[1]
             listener.bind((LOOPBACK, store_port))
-            is_signed = sign(store, key)
+            is_signed = sign_tcp_packets(store, key)
             store.listen(1024)
             listener.listen(1024)
         except OSError as error:
             store.close()
             listener.close()
             if port:
-                raise port_taken(f"port {port}", port, error) from error
+                raise port_taken_error(f"port {port}", port, error) from error
             continue
-        return store, StoreGate(listener, partial(_to_rank_0, store_port, key if is_signed else b""))
+        return store, StoreProxy(listener, partial(_to_rank_0, store_port, key if is_signed else b""))
     raise UsageError(code="no-free-port")
 
 
-def port_taken(name: str, port: int, error: OSError) -> UsageError:
+def port_taken_error(name: str, port: int, error: OSError) -> UsageError:
     """The error for a port that is in use, with the process that listens there."""
     holder = port_holder(port)
     holder_text = f" by {holder}" if holder else ""
@@ -191,8 +197,8 @@ def port_taken(name: str, port: int, error: OSError) -> UsageError:
 def _to_rank_0(port: int, key: bytes) -> socket.socket:
     connection = socket.socket()
     if key:
-        sign(connection, key)
-    connection.settimeout(MEET_SECONDS)
+        sign_tcp_packets(connection, key)
+    connection.settimeout(HANDSHAKE_SECONDS)
     try:
         connection.connect((STORE_ADDRESS, port))
     except OSError:
@@ -201,23 +207,23 @@ def _to_rank_0(port: int, key: bytes) -> socket.socket:
     return connection
 
 
-def remote_store_gate(node0: str, port: int, secret: bytes) -> StoreGate:
+def remote_store_proxy(node0: str, port: int, secret: bytes) -> StoreProxy:
     """On the other nodes: the gate to node 0's store, through the agent of node 0."""
     listener = socket.create_server((LOOPBACK, 0), backlog=1024)
-    return StoreGate(listener, partial(_to_node0, node0, port, secret))
+    return StoreProxy(listener, partial(_to_node0, node0, port, secret))
 
 
 def _to_node0(node0: str, port: int, secret: bytes) -> socket.socket:
-    link = introduce(socket.create_connection((node0, port), timeout=MEET_SECONDS), secret)
+    link = authenticate_to_coordinator(socket.create_connection((node0, port), timeout=HANDSHAKE_SECONDS), secret)
     if not isinstance(link, Link):
         raise ConnectionRefusedError(link)
-    link.send(ToStore())
-    deadline = time.monotonic() + MEET_SECONDS
+    link.send(StoreConnectionRequest())
+    deadline = time.monotonic() + HANDSHAKE_SECONDS
     while not (answer := link.receive()) and not link.ended:
         if time.monotonic() > deadline:
             link.end("it did not answer")
         time.sleep(0.001)
-    if link.ended or not answer or not isinstance(answer[0], Alive):
+    if link.ended or not answer or not isinstance(answer[0], CoordinatorHeartbeat):
         link.end("it has no store")
         raise ConnectionRefusedError(link.ended)
     return link.detach()
@@ -235,9 +241,9 @@ class Store:
     not assign it to another process that asks for any free port, and the script can still bind it with SO_REUSEADDR.
     """
 
-    port: socket.socket | None
-    memory: int = -1
-    gate: StoreGate | None = None
+    listening_socket: socket.socket | None
+    memory_fd: int = -1
+    proxy: StoreProxy | None = None
 
     @classmethod
     def make(cls, plan: NodePlan) -> Self:
@@ -249,33 +255,33 @@ class Store:
         if plan.nodes > 1 and not plan.plain_store:
             if plan.node:
                 port, secret = plan.node0_ports[0], bytes.fromhex(plan.secret)
-                return cls(None, gate=remote_store_gate(plan.master_addr, port, secret))
-            store, gate = own_store(plan.ranks.master_port)
-            return cls(store, gate=gate)
+                return cls(None, proxy=remote_store_proxy(plan.master_addr, port, secret))
+            store, gate = open_node0_store(plan.ranks.master_port)
+            return cls(store, proxy=gate)
         return cls(_bound(plan), os.memfd_create("paceline-store") if plan.nodes == 1 else -1)
 
-    def inherited(self, rank: int, *, plain: bool) -> int:
+    def inherited_fd(self, rank: int, *, plain: bool) -> int:
         """The descriptor of the store that this rank inherits; -1 if the rank connects instead."""
-        if self.memory >= 0:
-            return self.memory
-        return self.port.fileno() if rank == 0 and self.port is not None and not plain else -1
+        if self.memory_fd >= 0:
+            return self.memory_fd
+        return self.listening_socket.fileno() if rank == 0 and self.listening_socket is not None and not plain else -1
 
     def port_number(self, plan: NodePlan) -> int:
         """MASTER_PORT of the ranks."""
-        if self.gate is not None:
-            return self.gate.port
-        return self.port.getsockname()[1] if self.port is not None else plan.ranks.master_port
+        if self.proxy is not None:
+            return self.proxy.port
+        return self.listening_socket.getsockname()[1] if self.listening_socket is not None else plan.ranks.master_port
 
     def address(self, plan: NodePlan) -> str:
         """MASTER_ADDR of the ranks."""
-        return plan.master_addr if self.gate is None else LOOPBACK
+        return plan.master_addr if self.proxy is None else LOOPBACK
 
     def close(self) -> None:
         """Close the agent's descriptors. With its socket open, connections to an ended rank 0 would not be refused."""
-        if self.port is not None:
-            self.port.close()
-        if self.memory >= 0:
-            os.close(self.memory)
+        if self.listening_socket is not None:
+            self.listening_socket.close()
+        if self.memory_fd >= 0:
+            os.close(self.memory_fd)
 
 
 def _bound(plan: NodePlan) -> socket.socket | None:
@@ -288,5 +294,5 @@ def _bound(plan: NodePlan) -> socket.socket | None:
         store.bind(("" if plan.plain_store else plan.master_addr, port))
     except OSError as error:
         store.close()
-        raise port_taken(f"port {port} on {plan.master_addr}", port, error) from error
+        raise port_taken_error(f"port {port} on {plan.master_addr}", port, error) from error
     return store

@@ -18,16 +18,16 @@ from typing import Protocol, Self
 
 import msgspec
 
-from paceline.guard.collect import Collection, IdleClock
+from paceline.guard.collect import EvidenceCollection, IdleClock
 from paceline.host.cgroup import oom_kills
 from paceline.host.machine_log import MachineLog
 from paceline.host.procfs import read_process
-from paceline.host.sweep import Member, Roster, mark_of, roster_path, sweep
+from paceline.host.sweep import Roster, RosterWorker, agent_mark, roster_path, sweep
 from paceline.launch.agent.preload import ForkedProcess, Preloader
-from paceline.launch.agent.store import Store, StoreGate
+from paceline.launch.agent.store import Store, StoreProxy
 from paceline.launch.output import relay_output
-from paceline.protocol.control import AGENT_MARK, ROOM, RUN_ID, SHARED_MEMORY, WorkerSpec
-from paceline.protocol.evidence import GOOD_ENDS, Failure, Sample
+from paceline.protocol.control import AGENT_MARK, RANK_PACKAGE, RUN_ID, SHARED_MEMORY, WorkerSpec
+from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Failure, WorkerSample
 from paceline.protocol.job import NodePlan
 from paceline.protocol.marks import read_names
 from paceline.protocol.status_page import (
@@ -35,13 +35,13 @@ from paceline.protocol.status_page import (
     ask_to_save,
     make_status_page,
     read_counters,
-    release,
+    release_from_collective,
     takes_signal,
 )
 from paceline.runs import writing
-from paceline.runs.attempt import TimesWriter
+from paceline.runs.attempt import LogTimesWriter
 
-OURS = "PACELINE_"
+VARIABLE_PREFIX = "PACELINE_"
 USER_VARIABLES = (SHARED_MEMORY,)  # variables with our prefix that the user sets for a run
 
 
@@ -52,19 +52,19 @@ class InheritedResources:
     A descriptor has the same number in all workers.
     """
 
-    snapshots: tuple[tuple[int, int], ...] = ()  # two memory files for each local rank, which writes and reads them
+    snapshot_fds: tuple[tuple[int, int], ...] = ()  # two memory files for each local rank, which writes and reads them
     keep_open: tuple[int, ...] = ()  # e.g. a lock that must last until the last worker has ended
-    janitor: int = -1  # not inherited: descriptor on which the janitor reads the attempt's folder
-    temporary: str = ""  # a folder that is deleted when the agent ends, for any reason
+    janitor_fd: int = -1  # not inherited: descriptor on which the janitor reads the attempt's folder
+    temporary_folder: str = ""  # a folder that is deleted when the agent ends, for any reason
     preloader: Preloader | None = None  # not inherited: the process from which workers are forked
 
     @property
     def descriptors(self) -> list[int]:
         """All inherited descriptors."""
-        return [*(descriptor for pair in self.snapshots for descriptor in pair), *self.keep_open]
+        return [*(descriptor for pair in self.snapshot_fds for descriptor in pair), *self.keep_open]
 
 
-def make_snapshots(nproc: int) -> tuple[tuple[int, int], ...]:
+def create_snapshot_files(nproc: int) -> tuple[tuple[int, int], ...]:
     """Two empty memory files for each rank of the first generation: one stays complete while the other is written."""
     return tuple(
         (os.memfd_create(f"paceline-snapshot-{rank}-0"), os.memfd_create(f"paceline-snapshot-{rank}-1"))
@@ -91,13 +91,13 @@ class Process(Protocol):
 class Worker:
     """One worker, its memory files that the agent reads, and the threads that relay its output."""
 
-    member: Member
+    member: RosterWorker
     process: Process
     log: Path
     log_start: int  # offset of its first byte in the log; earlier generations wrote the bytes before it
     relays: Sequence[threading.Thread]
-    record: int  # memory file with its failure record
-    status_page: int  # memory file with its status page
+    failure_record_fd: int  # memory file with its failure record
+    status_page_fd: int  # memory file with its status page
 
     @property
     def rank(self) -> int:
@@ -125,7 +125,11 @@ def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: i
     """The environment of a worker: torchrun's variables and paceline's."""
     ranks, rank = plan.ranks, plan.ranks.first + local_rank
     suffix = f"-{generation}" if generation else ""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(OURS) or name in USER_VARIABLES}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(VARIABLE_PREFIX) or name in USER_VARIABLES
+    }
     env |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks.world_size),
@@ -184,7 +188,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
         status_page = make_status_page(rank)
         is_shown = rank == 0 or plan.show == "all"
         is_direct = rank == max(0, plan.stdin_rank) and is_shown and os.isatty(1)  # its stdout is the terminal itself
-        store_descriptor = store.inherited(rank, plain=plan.plain_store)
+        store_descriptor = store.inherited_fd(rank, plain=plan.plain_store)
         spec = WorkerSpec(
             agent_pid=os.getpid(),
             attempt_dir=plan.attempt_dir,
@@ -192,15 +196,15 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             record=record,
             page=status_page,
             store=store_descriptor,
-            snapshots=inherited.snapshots,
-            temporary=inherited.temporary,
+            snapshots=inherited.snapshot_fds,
+            temporary=inherited.temporary_folder,
             guarded=not plan.hang_timeout.off,
             shares_gradients=plan.collectives == "shared",
         )
-        env = worker_environment(plan, local_rank, store.port_number(plan), generation) | spec.variable()
+        env = worker_environment(plan, local_rank, store.port_number(plan), generation) | spec.to_environment()
         env["MASTER_ADDR"] = store.address(plan)
         if agent is not None:
-            env[AGENT_MARK] = mark_of(agent.pid, agent.start, generation)
+            env[AGENT_MARK] = agent_mark(agent.pid, agent.start_ticks, generation)
         pipes = [(*os.pipe(), screen) for screen in ((2,) if is_direct else (1, 2)) if is_shown]
         writers = {screen: writer for _, writer, screen in pipes}
         stdin = plan.stdin if plan.stdin_rank in (-1, rank) else -1
@@ -223,7 +227,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
         relays = [relay_output(os.fdopen(reader, "rb"), os.dup(log), screen=s, prefix=prefix) for reader, _, s in pipes]
         os.close(log)
         status = read_process(process.pid)
-        member = Member(rank, process.pid, status.start if status else 0)
+        member = RosterWorker(rank, process.pid, status.start_ticks if status else 0)
         yield Worker(member, process, path, log_start, relays, record, status_page)
     if inherited.preloader is not None and not plan.max_restarts and plan.min_nodes == plan.nodes:
         inherited.preloader.close()  # no restart is possible
@@ -250,7 +254,7 @@ def _start(
 
 
 def _open_log(path: Path, generation: int) -> int:
-    log = writing.keep(path, append=True)
+    log = writing.open_or_create(path, append=True)
     if generation:
         with suppress(OSError):  # a full disk must not stop the run
             os.write(log, f"---- generation {generation} ----\n".encode())
@@ -259,7 +263,7 @@ def _open_log(path: Path, generation: int) -> int:
 
 MAX_RECORD_BYTES = 1 << 20
 LOG_TAIL_BYTES = 8192
-LAST_WORDS_SECONDS = 0.2
+LAST_OUTPUT_SECONDS = 0.2
 
 
 class Workers:
@@ -276,7 +280,7 @@ class Workers:
         """During a stop, a failed worker does not shorten the time of the others: a script may save on one rank."""
         self._sent: set[tuple[int, int]] = set()  # rank, signal
         self._workers: list[Worker] = []
-        self._times: list[TimesWriter] = []
+        self._times: list[LogTimesWriter] = []
         self._deadline_seconds = math.inf
         self._ended: dict[int, tuple[int, float]] = {}  # rank -> (exit code, time of the sample)
         self._drained: set[int] = set()  # ranks with complete last output
@@ -284,7 +288,7 @@ class Workers:
         self._idle_clock, self._saves_asked = IdleClock(), 0
         self.machine: MachineLog | None = None
         """Log of the use of this machine in the run folder; None for a run without a folder."""
-        self.gate: StoreGate | None = None
+        self.gate: StoreProxy | None = None
         """Relays the workers' connections to the store, for several hosts."""
 
     @classmethod
@@ -295,15 +299,15 @@ class Workers:
             UsageError: the port is in use.
             OSError: the command cannot be started, or a log file cannot be opened.
         """
-        if inherited.janitor >= 0:
-            os.write(inherited.janitor, os.fsencode(plan.attempt_dir) + b"\0")  # the folder of the roster
+        if inherited.janitor_fd >= 0:
+            os.write(inherited.janitor_fd, os.fsencode(plan.attempt_dir) + b"\0")  # the folder of the roster
         store = Store.make(plan)
         workers = cls(plan, number, store.port_number(plan))
-        workers.gate = store.gate
+        workers.gate = store.proxy
         try:
             for worker in start_workers(plan, store, number, inherited):
                 workers._workers.append(worker)
-                workers._times.append(TimesWriter(worker.log))
+                workers._times.append(LogTimesWriter(worker.log))
                 workers._write_roster()  # after each worker: the launcher kills the processes in the roster
         except BaseException:
             workers.sweep()
@@ -323,8 +327,8 @@ class Workers:
     def _write_roster(self) -> None:
         agent = read_process(os.getpid())
         members = tuple(w.member for w in self._workers)
-        roster = Roster(os.uname().nodename, os.getpid(), members, agent.start if agent else 0)
-        writing.replace(roster_path(Path(self.plan.attempt_dir), self.plan.node), msgspec.json.encode(roster))
+        roster = Roster(os.uname().nodename, os.getpid(), members, agent.start_ticks if agent else 0)
+        writing.replace_file(roster_path(Path(self.plan.attempt_dir), self.plan.node), msgspec.json.encode(roster))
 
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM) -> None:
         """Send this signal to the workers and give them this time to end. A later call can only shorten the time.
@@ -346,7 +350,7 @@ class Workers:
         a terminal: other signals would kill the DataLoader workers of a trainer that still saves. A program that is not
         Python gets all signals together with its child processes.
         """
-        process, is_program = worker.process, not any(arg.startswith(ROOM) for arg in self.plan.argv)
+        process, is_program = worker.process, not any(arg.startswith(RANK_PACKAGE) for arg in self.plan.argv)
         to_group = self.plan.plain_store and (is_program or number == signal.SIGINT)
         is_handled = is_program or number == signal.SIGINT or takes_signal(process.pid, number, ignoring=True)
         if not self.plan.plain_store or self._handles_stops(worker) or not is_handled:
@@ -363,15 +367,18 @@ class Workers:
 
     @staticmethod
     def _handles_stops(worker: Worker) -> bool:
-        return read_counters(worker.status_page).notes_stops
+        return read_counters(worker.status_page_fd).notes_stops
 
     @property
-    def seconds_left(self) -> float:
+    def seconds_until_kill(self) -> float:
         """The time until running workers are killed; 0 if none runs, or the time is over."""
         codes = self._codes()
         if None not in codes:
             return 0.0
-        if not self.patient and not {*codes} <= {None, *GOOD_ENDS}:  # a worker failed: the others cannot save together
+        if not self.patient and not {*codes} <= {
+            None,
+            *SUCCESS_EXIT_CODES,
+        }:  # a worker failed: the others cannot save together
             self.stop(self.plan.grace_seconds)
         return max(0.0, self._deadline_seconds - time.monotonic())
 
@@ -379,39 +386,39 @@ class Workers:
         """The exit code of each worker; None while it runs, -n if signal n killed it."""
         return [worker.process.poll() for worker in self._workers]
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[WorkerSample]:
         """The present state of each worker."""
         now = time.monotonic()
         for worker, code in zip(self._workers, self._codes(), strict=True):
             if code is not None:
                 self._ended.setdefault(worker.rank, (code, now))
         for times in self._times:
-            times.look()
-        return [self._idle_clock.read(self._sample(worker), worker.status_page, now) for worker in self._workers]
+            times.record_growth()
+        return [self._idle_clock.read(self._sample(worker), worker.status_page_fd, now) for worker in self._workers]
 
-    def _sample(self, worker: Worker) -> Sample:
+    def _sample(self, worker: Worker) -> WorkerSample:
         code, ended_seconds = self._ended.get(worker.rank, (None, 0.0))
-        failure = None if code in GOOD_ENDS else read_record(worker.record)
+        failure = None if code in SUCCESS_EXIT_CODES else read_failure_record(worker.failure_record_fd)
         words = f"{failure.type}: {failure.message}" if failure is not None else ""
         if code and failure is None:  # wait only once: child processes may keep the pipe open
-            wait_seconds = 0.0 if worker.rank in self._drained else LAST_WORDS_SECONDS
+            wait_seconds = 0.0 if worker.rank in self._drained else LAST_OUTPUT_SECONDS
             self._drained.add(worker.rank)
             words = worker.log_tail(LOG_TAIL_BYTES, wait_seconds=wait_seconds)
-        return Sample(
+        return WorkerSample(
             rank=worker.rank, host=os.uname().nodename, pid=worker.process.pid, node=self.plan.node, code=code,
             ended_seconds=ended_seconds, failure=failure, error_text=words,
         )  # fmt: skip
 
-    def collect(self, question: int, patience_seconds: float) -> Collection:
-        """Begin to collect details of the state of all workers; see `Collection`."""
-        status_pages = {worker.rank: worker.status_page for worker in self._workers}
-        return Collection(self.samples(), status_pages, question, patience_seconds=patience_seconds)
+    def collect_evidence(self, question: int, patience_seconds: float) -> EvidenceCollection:
+        """Begin to collect details of the state of all workers; see `EvidenceCollection`."""
+        status_pages = {worker.rank: worker.status_page_fd for worker in self._workers}
+        return EvidenceCollection(self.samples(), status_pages, question, patience_seconds=patience_seconds)
 
-    def release(self, ranks: Sequence[int], word: bytes) -> None:
+    def unblock(self, ranks: Sequence[int], word: bytes) -> None:
         """Raise an exception with the message `word` in the collective in which workers with these ranks wait."""
         for worker in self._workers:
             if worker.rank in ranks:
-                release(worker.status_page, word)
+                release_from_collective(worker.status_page_fd, word)
 
     def ask_to_save(self) -> None:
         """Have the first worker vote for a checkpoint after its next step. A script does not react.
@@ -419,15 +426,15 @@ class Workers:
         Only the first worker is asked: two workers that vote at different steps would save twice.
         """
         self._saves_asked += 1
-        ask_to_save(self._workers[0].status_page, self._saves_asked)
+        ask_to_save(self._workers[0].status_page_fd, self._saves_asked)
 
     def ask_to_regroup(self) -> None:
         """Have all ranks save and end after their next step, by a vote of the first worker. A script does not react."""
-        ask_to_regroup(self._workers[0].status_page)
+        ask_to_regroup(self._workers[0].status_page_fd)
 
-    def names(self) -> Mapping[str, Sequence[str]]:
+    def tensor_names(self) -> Mapping[str, Sequence[str]]:
         """The names of the tensors of a script, by layout."""
-        return read_names(self._workers[0].status_page).tensors
+        return read_names(self._workers[0].status_page_fd).tensors
 
     def oom_kills(self) -> int:
         """The number of processes that the kernel has killed for lack of memory since the start of this generation."""
@@ -440,28 +447,28 @@ class Workers:
         if self.machine is not None:
             self.machine.close()
         agent = read_process(os.getpid())
-        mark = mark_of(os.getpid(), agent.start, self.number) if agent else ""  # spares the next generation
+        mark = agent_mark(os.getpid(), agent.start_ticks, self.number) if agent else ""  # spares the next generation
         self.left = sweep([worker.member for worker in self._workers], mark)
         for worker in self._workers:
             with suppress(subprocess.TimeoutExpired):  # SIGKILL does not end an uninterruptible system call
                 worker.process.wait(1.0)
             worker.finish()
         for times in self._times:
-            times.look(last=True)
+            times.record_growth(last=True)
         self.swept = True
 
     def close(self) -> None:
         """Close all descriptors, after `sweep`."""
         for worker in self._workers:
-            os.close(worker.record)
-            os.close(worker.status_page)
+            os.close(worker.failure_record_fd)
+            os.close(worker.status_page_fd)
         for times in self._times:
             times.close()
         if self.gate is not None:
             self.gate.close()
 
 
-def read_record(descriptor: int) -> Failure | None:
+def read_failure_record(descriptor: int) -> Failure | None:
     """The failure that a worker has recorded; None if there is none."""
     try:
         return msgspec.json.decode(os.pread(descriptor, MAX_RECORD_BYTES, 0), type=Failure)

@@ -13,18 +13,18 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from paceline.errors import UsageError, plural
-from paceline.launch.plan import Command, Plan, as_file, node_plan
+from paceline.launch.plan import Command, Plan, format_plan_file, node_plan
 from paceline.protocol.job import JobSpec
 
-SIGNAL_SECONDS = 60  # Slurm may send the signal before the time limit too early by this time
+SIGNAL_MARGIN_SECONDS = 60  # Slurm may send the signal before the time limit too early by this time
 LONGEST_WARNING_SECONDS = 65535  # limit of sbatch --signal
 
-SCRIPT = "job.sbatch"
-PLAN = "plan.json"
-OUTPUT = "slurm-%j.out"
-CONDA = "conda:"
+SCRIPT_FILE = "job.sbatch"
+PLAN_FILE = "plan.json"
+OUTPUT_FILE_PATTERN = "slurm-%j.out"
+CONDA_PREFIX = "conda:"
 
-OURS = {  # option of sbatch that paceline sets -> remedy or reason
+RESERVED_OPTIONS = {  # option of sbatch that paceline sets -> remedy or reason
     "nodes": "use --nodes",
     **dict.fromkeys(
         ("ntasks", "ntasks-per-node", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket"),
@@ -53,7 +53,7 @@ OURS = {  # option of sbatch that paceline sets -> remedy or reason
 }
 
 
-def slurm(job: JobSpec) -> Plan:
+def plan_slurm(job: JobSpec) -> Plan:
     """The plan for a Slurm cluster: a batch script, and the plan of the agents.
 
     Raises:
@@ -62,8 +62,8 @@ def slurm(job: JobSpec) -> Plan:
     _check(job)
     # The script loads modules and activates the environment itself. Slurm tells each agent the number of its node
     plan = node_plan(replace(job, modules=(), activate=""), node=-1)
-    command = Command("sbatch", ("sbatch", "--parsable", f"{job.submit_dir}/{SCRIPT}"))
-    return Plan(submit=command, files={SCRIPT: batch_script(job), PLAN: as_file(plan)})
+    command = Command("sbatch", ("sbatch", "--parsable", f"{job.submit_dir}/{SCRIPT_FILE}"))
+    return Plan(submit_command=command, files={SCRIPT_FILE: batch_script(job), PLAN_FILE: format_plan_file(plan)})
 
 
 def _check(job: JobSpec) -> None:
@@ -76,9 +76,9 @@ def _check(job: JobSpec) -> None:
         raise UsageError(code="time-too-short", value=alloc.minutes)
     if not 0 <= alloc.save_seconds <= LONGEST_WARNING_SECONDS:
         raise UsageError(code="save-before-out-of-range", most=LONGEST_WARNING_SECONDS, value=alloc.save_seconds)
-    if alloc.minutes and alloc.save_seconds and alloc.minutes * 60 <= alloc.save_seconds + SIGNAL_SECONDS:
+    if alloc.minutes and alloc.save_seconds and alloc.minutes * 60 <= alloc.save_seconds + SIGNAL_MARGIN_SECONDS:
         raise UsageError(
-            code="no-time-left", minutes=alloc.minutes, seconds=alloc.save_seconds, early=SIGNAL_SECONDS,
+            code="no-time-left", minutes=alloc.minutes, seconds=alloc.save_seconds, early=SIGNAL_MARGIN_SECONDS,
             total=alloc.minutes * 60,
         )  # fmt: skip
     for option in alloc.options:
@@ -86,7 +86,7 @@ def _check(job: JobSpec) -> None:
     texts = {"working folder": job.cwd, "run folder": job.submit_dir, "--partition": alloc.partition}
     texts |= {"--python": job.python, "--activate": job.activate, "--module": "".join(job.modules)}
     for name, text in texts.items():
-        check_text(name, text)
+        check_no_control_characters(name, text)
     if re.search(r"[\s()]", Path(job.python).name):
         raise UsageError(code="python-with-spaces", value=job.python)
     if "\\" in job.submit_dir:
@@ -96,16 +96,18 @@ def _check(job: JobSpec) -> None:
 def check_option(option: str) -> None:
     """Raise UsageError for an option of sbatch that paceline sets. sbatch accepts abbreviations, so they count."""
     key, _, value = option.partition("=")
-    check_text("--sbatch", option)
+    check_no_control_characters("--sbatch", option)
     if not re.fullmatch(r"[a-z][a-z-]*", key):
         raise UsageError(code="sbatch-not-key-value", value=option)
-    matches = [name for name in OURS if name == key] or [name for name in OURS if name.startswith(key)]
+    matches = [name for name in RESERVED_OPTIONS if name == key] or [
+        name for name in RESERVED_OPTIONS if name.startswith(key)
+    ]
     if not matches or (matches == ["gres"] and not re.search(r"(?:^|,)(?:gres:)?gpu(?:$|[:,=])", value)):
         return
-    raise UsageError(code="sbatch-option-is-ours", value=option, option=matches[0], reason=OURS[matches[0]])
+    raise UsageError(code="sbatch-option-is-ours", value=option, option=matches[0], reason=RESERVED_OPTIONS[matches[0]])
 
 
-def check_text(name: str, text: str) -> None:
+def check_no_control_characters(name: str, text: str) -> None:
     """Raise UsageError for control characters, which could end a line. All other characters can be quoted."""
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
         raise UsageError(code="control-characters", name=name, value=text)
@@ -122,7 +124,7 @@ def batch_script(job: JobSpec) -> str:
         nodes=job.nodes,
         cpus=job.nproc * job.slurm.cpus_per_rank,
         python=q(job.python),
-        plan=q(f"{folder}/{PLAN}"),
+        plan=q(f"{folder}/{PLAN_FILE}"),
         requeue=_REQUEUE,
     )
 
@@ -140,7 +142,7 @@ def _options(job: JobSpec) -> Iterator[str]:
         yield f"time={alloc.minutes}"
     if alloc.partition:
         yield f"partition={_sbatch_quote(alloc.partition)}"
-    yield f"output={_sbatch_quote(job.submit_dir.replace('%', '%%') + '/' + OUTPUT)}"
+    yield f"output={_sbatch_quote(job.submit_dir.replace('%', '%%') + '/' + OUTPUT_FILE_PATTERN)}"
     yield "open-mode=append"
     yield "requeue"
     if alloc.save_seconds:
@@ -164,9 +166,9 @@ def _environment(job: JobSpec) -> Iterator[str]:
     if job.modules:
         yield _FIND_MODULE
         yield from (f"module load {q(name)} || exit 2" for name in job.modules)
-    if job.activate.startswith(CONDA):
+    if job.activate.startswith(CONDA_PREFIX):
         yield _CONDA
-        yield f"conda activate {q(job.activate.removeprefix(CONDA))} || exit 2"
+        yield f"conda activate {q(job.activate.removeprefix(CONDA_PREFIX))} || exit 2"
     elif job.activate:
         path = job.activate if "/" in job.activate else f"./{job.activate}"  # without a slash, bash searches PATH
         yield f"[ -r {q(path)} ] || {{ echo {q(f'--activate {path}: no such file')} >&2; exit 2; }}"

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.errors import ExitCode, PacelineError, UsageError, plural, unknown
+from paceline.errors import ExitCode, PacelineError, UsageError, plural, unknown_name_error
 from paceline.host.procfs import PR_SET_PDEATHSIG
 from paceline.launch.output import Tail
 from paceline.launch.plan import Plan
-from paceline.launch.slurm.plan import SCRIPT
+from paceline.launch.slurm.plan import SCRIPT_FILE
 from paceline.protocol.control import STOP_SIGNALS, read_stop_signals, signal_wakeup
 from paceline.protocol.job import JobSpec
 
@@ -27,15 +27,15 @@ ANSWER_SECONDS = 60.0  # a controller with thousands of jobs may take that long
 POLL_SECONDS = 1.0
 SECOND_SIGNAL_SECONDS = 0.5  # a sooner one would count as the same request
 INTERRUPTED = 130  # 128 + SIGINT
-LIVING = (
+ACTIVE_JOB_STATES = (
     "PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "COMPLETING", "STAGE_OUT",
     "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "REVOKED",
 )  # fmt: skip
-STUCK = re.compile(  # reasons for which a job never starts
+STUCK_REASON_PATTERN = re.compile(  # reasons for which a job never starts
     r"DependencyNeverSatisfied|BadConstraints|PartitionNodeLimit|PartitionTimeLimit|AccountNotAllowed|QOSNotAllowed"
     r"|InvalidAccount|InvalidQOS|JobHeld(?:User|Admin)|(?:Assoc|QOS)Max\w*PerJob\w*Limit"
 )
-OVERRIDES = re.compile(  # variables that override options in the batch script
+OVERRIDE_VARIABLE_PATTERN = re.compile(  # variables that override options in the batch script
     r"SBATCH_(?:ARRAY_INX|CPUS_PER_GPU|ERROR|GPUS|GPUS_PER_NODE|GPUS_PER_TASK|JOB_NAME|NO_REQUEUE|OPEN_MODE|OUTPUT"
     r"|REQUEUE|SIGNAL|WAIT|EXPORT)"
 )
@@ -48,12 +48,12 @@ class JobState(NamedTuple):
     reason: str = ""  # why it waits or has ended; empty: none
     nodes: str = ""  # its nodes in Slurm's notation: n[1-2]
     code: int = 0  # exit code of the batch script, 128 + n if signal n ended it
-    turn: int = 1  # number of starts, including the present one
+    start_count: int = 1  # number of starts, including the present one
 
     @property
     def lives(self) -> bool:
         """Whether the job waits or runs."""
-        return self.state in LIVING
+        return self.state in ACTIVE_JOB_STATES
 
     @property
     def exit_code(self) -> int:
@@ -61,10 +61,14 @@ class JobState(NamedTuple):
         return self.code or (ExitCode.DONE if self.state == "COMPLETED" else ExitCode.FAILED)
 
     def __str__(self) -> str:
-        hint = ". It cannot start with these options" if self.state == "PENDING" and STUCK.search(self.reason) else ""
+        hint = (
+            ". It cannot start with these options"
+            if self.state == "PENDING" and STUCK_REASON_PATTERN.search(self.reason)
+            else ""
+        )
         reason = f" ({self.reason}){hint}" if self.reason else ""
         nodes = f" on {self.nodes}" if self.nodes and self.state != "PENDING" else ""
-        turn = f", start {self.turn}" if self.turn > 1 else ""
+        turn = f", start {self.start_count}" if self.start_count > 1 else ""
         return f"{self.state}{reason}{nodes}{turn}"
 
 
@@ -93,7 +97,11 @@ def slurm_error(done: subprocess.CompletedProcess[str]) -> str:
 def without_script_overrides(env: Mapping[str, str], *, partition: bool, minutes: bool) -> dict[str, str]:
     """`env` without the variables that would override the batch script."""
     in_script = [name for name, is_set in (("SBATCH_PARTITION", partition), ("SBATCH_TIMELIMIT", minutes)) if is_set]
-    return {name: value for name, value in env.items() if not OVERRIDES.fullmatch(name) and name not in in_script}
+    return {
+        name: value
+        for name, value in env.items()
+        if not OVERRIDE_VARIABLE_PATTERN.fullmatch(name) and name not in in_script
+    }
 
 
 def submit(plan: Plan, env: Mapping[str, str]) -> str:
@@ -102,18 +110,18 @@ def submit(plan: Plan, env: Mapping[str, str]) -> str:
     Raises:
         UsageError: Slurm rejects the job.
     """
-    assert plan.submit is not None
-    script = plan.files[SCRIPT]
+    assert plan.submit_command is not None
+    script = plan.files[SCRIPT_FILE]
     env = without_script_overrides(env, partition="#SBATCH --partition=" in script, minutes="#SBATCH --time=" in script)
-    result = run_slurm(plan.submit.argv[0], "--test-only", *plan.submit.argv[2:], env=env)
+    result = run_slurm(plan.submit_command.argv[0], "--test-only", *plan.submit_command.argv[2:], env=env)
     if result.returncode == 0:
-        result = run_slurm(*plan.submit.argv, env=env)
+        result = run_slurm(*plan.submit_command.argv, env=env)
     if result.returncode != 0:
         raise UsageError(code="job-refused", reason=slurm_error(result))
     return result.stdout.strip().split(";")[0]  # ID;CLUSTER
 
 
-def state(job_id: str) -> JobState | None:
+def query_job_state(job_id: str) -> JobState | None:
     """The state of a job; None if Slurm has no record of it any more.
 
     Raises:
@@ -150,7 +158,7 @@ def parse_job(text: str) -> JobState:
 
     return JobState(
         state=value("JobState") or "UNKNOWN", reason=value("Reason"), nodes=value("NodeList"),
-        code=_code(value("ExitCode")), turn=int(value("Restarts") or 0) + 1,
+        code=_code(value("ExitCode")), start_count=int(value("Restarts") or 0) + 1,
     )  # fmt: skip
 
 
@@ -181,7 +189,7 @@ def cancel(job_id: str, *, now: bool = False) -> None:
     Raises:
         PacelineError: Slurm rejects the command.
     """
-    job = state(job_id) if now else None
+    job = query_job_state(job_id) if now else None
     for _ in range(2 if job is not None and job.state == "RUNNING" else 0):  # scancel --signal waits for pending jobs
         run_slurm("scancel", "--signal=TERM", job_id)
         time.sleep(SECOND_SIGNAL_SECONDS)
@@ -222,7 +230,7 @@ def _watch(job_id: str, tail: Tail, say: Callable[[str], None], show: Callable[[
     while True:
         job_state, has_ended = None, False
         try:
-            job_state = state(job_id)
+            job_state = query_job_state(job_id)
             line = f"job {job_id}: {job_state or 'Slurm has no record of it any more'}"
             has_ended = job_state is None or not job_state.lives
         except UsageError:
@@ -241,21 +249,21 @@ def _watch(job_id: str, tail: Tail, say: Callable[[str], None], show: Callable[[
 
 # ---- partitions and allocations ----
 
-FORMAT = "%P|%D|%c|%G|%l|%a"
-LONGEST_LISTED = 20
+SINFO_FORMAT = "%P|%D|%c|%G|%l|%a"
+MAX_LISTED_NODE_SETS = 20
 
 INTERACTIVE_STEP = "4294967290"  # the shell that salloc starts on a node at some sites; it is not a step of srun
 
 
 @dataclass(frozen=True)
-class Nodes:
+class NodeSet:
     """Nodes of a partition with equal resources."""
 
     partition: str
     count: int
     cpus: int
     gpus: int
-    minutes: float  # the partition's time limit; infinity: none
+    time_limit_minutes: float  # the partition's time limit; infinity: none
     up: bool
     default: bool
 
@@ -272,14 +280,14 @@ def check_fits(job: JobSpec, env: Mapping[str, str]) -> None:
         raise UsageError(code="no-default-partition", partitions=_choices(all_nodes))
     for name in names.split(","):
         if name not in {n.partition for n in all_nodes}:
-            raise unknown("partition", name, sorted({n.partition for n in all_nodes}))
+            raise unknown_name_error("partition", name, sorted({n.partition for n in all_nodes}))
     reasons = [misfit(name, [n for n in all_nodes if n.partition == name], job) for name in names.split(",")]
     if all(reasons):
         raise UsageError(code="slurm-does-not-fit", found="; ".join(reasons), partitions=_choices(all_nodes))
 
 
-def _partitions(job: JobSpec, env: Mapping[str, str]) -> tuple[list[Nodes], str]:
-    done = run_slurm("sinfo", "-h", "-e", "-o", FORMAT)
+def _partitions(job: JobSpec, env: Mapping[str, str]) -> tuple[list[NodeSet], str]:
+    done = run_slurm("sinfo", "-h", "-e", "-o", SINFO_FORMAT)
     if done.returncode != 0:
         raise PacelineError(code="slurm-partitions", reason=slurm_error(done))
     nodes = parse_sinfo(done.stdout)
@@ -287,12 +295,12 @@ def _partitions(job: JobSpec, env: Mapping[str, str]) -> tuple[list[Nodes], str]
     return nodes, job.slurm.partition or env.get("SBATCH_PARTITION", "") or default
 
 
-def misfit(name: str, nodes: Sequence[Nodes], job: JobSpec) -> str:
+def misfit(name: str, nodes: Sequence[NodeSet], job: JobSpec) -> str:
     """Why a job cannot run in a partition; empty if it can."""
     alloc, cpus = job.slurm, job.nproc * job.slurm.cpus_per_rank
     if not any(n.up for n in nodes):
         return f"partition {name} is down"
-    if alloc.minutes and alloc.minutes > (limit := max(n.minutes for n in nodes)):
+    if alloc.minutes and alloc.minutes > (limit := max(n.time_limit_minutes for n in nodes)):
         return f"--time {alloc.minutes} is more than the {limit:.0f} minutes that partition {name} allows"
     total = sum(n.count for n in nodes)
     if job.nodes > total:
@@ -311,9 +319,9 @@ def misfit(name: str, nodes: Sequence[Nodes], job: JobSpec) -> str:
     return ""
 
 
-def parse_sinfo(text: str) -> list[Nodes]:
+def parse_sinfo(text: str) -> list[NodeSet]:
     """Parse the output of `sinfo -h -e -o FORMAT`. Ignores lines in a different format: sbatch checks again."""
-    nodes: list[Nodes] = []
+    nodes: list[NodeSet] = []
     for line in text.splitlines():
         fields = line.split("|")
         if len(fields) != 6 or not fields[1].isdecimal():
@@ -321,7 +329,7 @@ def parse_sinfo(text: str) -> list[Nodes]:
         name, count, cpus, gres, limit, up = fields
         gpus = sum(int(number) for number in re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", gres))
         nodes.append(
-            Nodes(name.rstrip("*"), int(count), int(cpus.rstrip("+")), gpus, _minutes(limit), up == "up", "*" in name)
+            NodeSet(name.rstrip("*"), int(count), int(cpus.rstrip("+")), gpus, _minutes(limit), up == "up", "*" in name)
         )
     return nodes
 
@@ -335,13 +343,16 @@ def _minutes(text: str) -> float:
     return days * 1440 + hours * 60 + minutes + seconds / 60
 
 
-def _choices(nodes: Sequence[Nodes]) -> str:
+def _choices(nodes: Sequence[NodeSet]) -> str:
     choices = [
-        f"{n.partition} ({plural(n.count, 'node')} with {n.cpus} CPUs, {n.gpus} GPUs, {n.minutes:.0f} minutes)"
+        f"{n.partition} ({plural(n.count, 'node')} with {n.cpus} CPUs, {n.gpus} GPUs, "
+        f"{n.time_limit_minutes:.0f} minutes)"
         for n in nodes
     ]
-    remainder = f", and {len(choices) - LONGEST_LISTED} more: see sinfo" if len(choices) > LONGEST_LISTED else ""
-    return f"This cluster has {', '.join(choices[:LONGEST_LISTED])}{remainder}"
+    remainder = (
+        f", and {len(choices) - MAX_LISTED_NODE_SETS} more: see sinfo" if len(choices) > MAX_LISTED_NODE_SETS else ""
+    )
+    return f"This cluster has {', '.join(choices[:MAX_LISTED_NODE_SETS])}{remainder}"
 
 
 class HeldAllocation(NamedTuple):
@@ -354,7 +365,7 @@ class HeldAllocation(NamedTuple):
     partition: str
 
 
-def in_allocation(env: Mapping[str, str]) -> HeldAllocation | None:
+def current_allocation(env: Mapping[str, str]) -> HeldAllocation | None:
     """The allocation of this shell or batch script; None outside of one, and for a task of srun, which is a worker."""
     job_id = env.get("SLURM_JOB_ID")
     if not job_id or env.get("SLURM_STEP_ID", INTERACTIVE_STEP) != INTERACTIVE_STEP:
@@ -410,7 +421,7 @@ def check_allocation(allocation: HeldAllocation, job: JobSpec) -> None:
         raise UsageError(code="option-within-job", options=" and ".join(options), where=where)
 
 
-def run_here(script: Path) -> int:
+def run_in_allocation(script: Path) -> int:
     """Run a batch script inside the allocation to its end; return its exit code. Main thread only.
 
     A stop signal makes the run save its state and end. A second one ends the run without saving.

@@ -17,7 +17,7 @@ CONNECT_SECONDS = 10
 # No terminal (-T), since it would change the data between the agent and the launcher. No prompts, since the user cannot
 # answer them in N sessions. No forwardings and commands from the user's configuration, which may be for interactive
 # use. No new master connection, since it would outlive this session (ssh uses an existing one).
-OPTIONS = (
+SSH_OPTIONS = (
     "-T",
     "-x",
     *("-o", "BatchMode=yes"),
@@ -29,12 +29,12 @@ OPTIONS = (
     *("-o", "RemoteCommand=none"),
 )
 
-EXCLUDED = (".git", ".venv", "/runs", "__pycache__")  # `/runs`: only in the folder itself, not in its subfolders
+RSYNC_EXCLUDES = (".git", ".venv", "/runs", "__pycache__")  # `/runs`: only in the folder itself, not in its subfolders
 SYNC_SECONDS = 3600.0
 MAX_ERROR_LINES = 2  # of rsync's output, which begins with the reason
 
 
-def ssh(job: JobSpec) -> Plan:
+def plan_ssh(job: JobSpec) -> Plan:
     """The plan for `job.hosts`. Pure: it looks up and starts nothing.
 
     Every user of a host can read command lines, so they contain only the path of Python. The command of the workers,
@@ -51,24 +51,24 @@ def ssh(job: JobSpec) -> Plan:
     node0 = (plain_name(job.hosts[0]),)  # its addresses are added once its agent has announced them
     return Plan(
         # -P: see launch.plan.local
-        agents=sessions(job.ssh, job.hosts, job.python, "-P", "-m", "paceline.launch.agent", "--announce"),
+        agents=session_commands(job.ssh, job.hosts, job.python, "-P", "-m", "paceline.launch.agent", "--announce"),
         nodes=tuple(node_plan(job, node, nproc=host.slots or 0, node0=node0) for node, host in enumerate(job.hosts)),
     )
 
 
-def sessions(ssh: Sequence[str], hosts: tuple[Host, ...], python: str, *arguments: str) -> tuple[Command, ...]:
+def session_commands(ssh: Sequence[str], hosts: tuple[Host, ...], python: str, *arguments: str) -> tuple[Command, ...]:
     """The ssh commands that run `python` with these arguments on each host."""
     remote = "exec " + shlex.join([python, *arguments])  # exec: no shell stays between the session and the program
     return tuple(
-        Command(label, (*client(ssh, host), "--", destination(host), remote))
+        Command(label, (*client_command(ssh, host), "--", destination(host), remote))
         for label, host in zip(labels(hosts), hosts, strict=True)
     )
 
 
-def client(command: Sequence[str], host: Host) -> tuple[str, ...]:
+def client_command(command: Sequence[str], host: Host) -> tuple[str, ...]:
     """The ssh command with its options, up to the `--` before the host."""
     port = () if host.port is None else ("-p", str(host.port))
-    return (*command, *OPTIONS, *port)
+    return (*command, *SSH_OPTIONS, *port)
 
 
 def destination(host: Host) -> str:
@@ -88,14 +88,19 @@ def rsync_commands(job: JobSpec) -> list[Command]:
     if not job.cwd.startswith("/"):
         raise UsageError(code="sync-relative-folder", value=job.cwd)
     folder = job.cwd.rstrip("/") + "/"
-    rsync = ("rsync", "-a", "--protect-args", *(f"--exclude={name}" for name in EXCLUDED))  # no shell sees the paths
+    rsync = (
+        "rsync",
+        "-a",
+        "--protect-args",
+        *(f"--exclude={name}" for name in RSYNC_EXCLUDES),
+    )  # no shell sees the paths
     return [
-        Command(label, (*rsync, "-e", shlex.join(client(job.ssh, host)), "--", folder, f"{host.name}:{folder}"))
+        Command(label, (*rsync, "-e", shlex.join(client_command(job.ssh, host)), "--", folder, f"{host.name}:{folder}"))
         for label, host in zip(labels(job.hosts), job.hosts, strict=True)
     ]
 
 
-def sync(commands: Sequence[Command]) -> None:
+def run_rsync(commands: Sequence[Command]) -> None:
     """Run all rsync commands in parallel.
 
     Raises:

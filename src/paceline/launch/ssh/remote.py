@@ -21,7 +21,7 @@ from paceline.host.facts import Facts
 from paceline.launch.output import HostRelay, Screen
 from paceline.launch.plan import Plan
 from paceline.launch.ssh.sessions import (
-    SSH_FAILED,
+    SSH_FAILED_EXIT_CODE,
     HostSession,
     Output,
     Sessions,
@@ -31,19 +31,19 @@ from paceline.launch.ssh.sessions import (
     why_lost,
 )
 from paceline.protocol.control import GRACE_SECONDS, STOP_SIGNALS, signal_wakeup
-from paceline.protocol.evidence import GOOD_ENDS
-from paceline.runs.console import say
+from paceline.protocol.evidence import SUCCESS_EXIT_CODES
+from paceline.runs.console import print_to_stderr
 
-HEAD_SECONDS = 5.0  # beyond the grace: the agent of node 0 has more information, and reports the failure itself
-LAST_SECONDS = 5.0  # for the other agents, which end at the same time as that of node 0
+NODE0_REPORT_SECONDS = 5.0  # beyond the grace: the agent of node 0 has more information, and reports the failure itself
+OTHER_AGENTS_END_SECONDS = 5.0  # for the other agents, which end at the same time as that of node 0
 STOP_MARGIN_SECONDS = 4.0  # beyond the workers' grace: the agents end, and their last output arrives
 CLOSING_SECONDS = min(2.0, GRACE_SECONDS) + 2.0  # for the agents to end after their lifelines are closed
 SAME_REQUEST_SECONDS = 0.1  # timeout(1), for example, sends each signal twice: to its child and to the child's group
-PAUSE_SECONDS = 0.1  # between checks whether the queue of the screen has room
-DETACHED = b'{"detached"'  # beginning of an agent's second line: the agent continues without the launcher
+SCREEN_POLL_SECONDS = 0.1  # between checks whether the queue of the screen has room
+DETACHED_LINE_PREFIX = b'{"detached"'  # beginning of an agent's second line: the agent continues without the launcher
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, GROWTH = 2.0, 60.0, 1.5  # between two tries to reconnect
 GIVE_UP_SECONDS = 4 * 3600.0  # without an answer
-STEADY_SECONDS = 60.0  # a host that was back for this time begins with the first pause again
+STABLE_CONNECTION_SECONDS = 60.0  # a host that was back for this time begins with the first pause again
 
 
 def run_remote(plan: Plan) -> int:
@@ -57,7 +57,7 @@ def run_remote(plan: Plan) -> int:
         announces = any(command.argv[-1].endswith("--announce") for command in plan.agents)
         facts = await_agents(sessions, seconds=plan.nodes[0].join_seconds) if announces else []
         if isinstance(facts, signal.Signals):
-            say(f"stopped by {facts.name} before anything was started")
+            print_to_stderr(f"stopped by {facts.name} before anything was started")
             return 128 + facts
         remote_run = _RemoteRun(plan, sessions, facts)
         try:
@@ -96,7 +96,7 @@ class _RemoteRun:
         """
         for session in self._sessions.all:
             self._send_plan(session)
-        while not self._head.ended:
+        while not self._head.is_drained:
             if time.monotonic() >= self._deadline:
                 self._explain()
                 if self._reason:
@@ -105,15 +105,15 @@ class _RemoteRun:
             self._pump(self._deadline)
         self._reconnector.stop()
         code = self._head.code
-        if code < 0 or code == SSH_FAILED:
+        if code < 0 or code == SSH_FAILED_EXIT_CODE:
             reason = why_lost(code, self._head.stderr)
             self._relay.say(
                 f"node 0 ({self._head.name}) is lost, its ssh session has ended ({reason}): stopping the run on all "
                 "nodes. Start it again to resume from its newest checkpoint"
             )
             return ExitCode.FAILED
-        deadline = time.monotonic() + LAST_SECONDS
-        while not all(session.ended for session in self._sessions.all) and time.monotonic() < deadline:
+        deadline = time.monotonic() + OTHER_AGENTS_END_SECONDS
+        while not all(session.is_drained for session in self._sessions.all) and time.monotonic() < deadline:
             self._pump(deadline)
             if self._interrupted:
                 break
@@ -124,21 +124,25 @@ class _RemoteRun:
         """Close the lifelines, wait for the agents to end, and show all output."""
         self._sessions.close_lifelines()
         deadline = time.monotonic() + CLOSING_SECONDS
-        while not all(session.ended for session in self._sessions.all) and time.monotonic() < deadline:
+        while not all(session.is_drained for session in self._sessions.all) and time.monotonic() < deadline:
             self._pump(deadline)
         self._sessions.kill()
         self._pump(0.0)
         self._relay.finish()
         self._screen.close()
-        while not self._screen.closed(PAUSE_SECONDS):  # a pager may block it without limit; a signal ends the wait
+        while not self._screen.wait_closed(
+            SCREEN_POLL_SECONDS
+        ):  # a pager may block it without limit; a signal ends the wait
             if self._sessions.wait(0.0, read=False)[1]:
                 return
 
     def _pump(self, deadline: float) -> None:
         """Wait for the next event, at most until the time `deadline`, and process it."""
-        seconds = min(deadline - time.monotonic(), self._relay.flush(), self._reconnector.try_again())
+        seconds = min(deadline - time.monotonic(), self._relay.flush(), self._reconnector.start_due_sessions())
         is_full = self._screen.full
-        pieces, signals = self._sessions.wait(min(seconds, PAUSE_SECONDS) if is_full else seconds, read=not is_full)
+        pieces, signals = self._sessions.wait(
+            min(seconds, SCREEN_POLL_SECONDS) if is_full else seconds, read=not is_full
+        )
         ended_sessions, last_pieces = self._sessions.reap()
         for piece in (*pieces, *last_pieces):
             if not self._reconnector.process(piece):
@@ -147,14 +151,16 @@ class _RemoteRun:
             self._obey(number)
         for session in ended_sessions:
             self._relay.end(session.node)
-            if session is not self._head and not self._reconnector.failed(session):
+            if session is not self._head and not self._reconnector.retry_if_failed(session):
                 self._follower_ended(session)
 
     def _show(self, piece: Output) -> None:
         data = piece.data
-        if self._plan.nodes[0].detached and piece.descriptor == 1 and DETACHED in data:
+        if self._plan.nodes[0].detached and piece.descriptor == 1 and DETACHED_LINE_PREFIX in data:
             self._detached.add(piece.session.node)
-            data = b"".join(line for line in data.splitlines(keepends=True) if not line.startswith(DETACHED))
+            data = b"".join(
+                line for line in data.splitlines(keepends=True) if not line.startswith(DETACHED_LINE_PREFIX)
+            )
         if data:
             self._relay.put(piece.session.node, piece.descriptor, data)
 
@@ -174,9 +180,9 @@ class _RemoteRun:
 
     def _follower_ended(self, session: HostSession) -> None:
         code = session.code
-        if code in GOOD_ENDS or self._interrupted or not session.has_plan:
+        if code in SUCCESS_EXIT_CODES or self._interrupted or not session.has_plan:
             return
-        if code < 0 or code == SSH_FAILED:
+        if code < 0 or code == SSH_FAILED_EXIT_CODE:
             self._relay.say(
                 f"node {session.node} ({session.name}) is lost: its ssh session has ended "
                 f"({why_lost(code, session.stderr)})"
@@ -186,19 +192,19 @@ class _RemoteRun:
         if self._stopped_seconds != math.inf:
             return
         first = self._plan.nodes[0]
-        present = sum(session.has_plan and not session.ended for session in self._sessions.all)
+        present = sum(session.has_plan and not session.is_drained for session in self._sessions.all)
         if first.elastic:
-            self._reconnector.lost(session, for_good=code == ExitCode.USAGE)
+            self._reconnector.handle_lost(session, for_good=code == ExitCode.USAGE)
         if present >= min(first.min_nodes, first.nodes) and (
             code != ExitCode.USAGE or self._reconnector.has_returned(session)
         ):
             self._explain()
             return
-        due = time.monotonic() + first.grace_seconds + HEAD_SECONDS
+        due = time.monotonic() + first.grace_seconds + NODE0_REPORT_SECONDS
         if due < self._deadline:
             self._deadline, self._code = due, ExitCode.USAGE if code == ExitCode.USAGE else ExitCode.FAILED
             self._reason = (
-                f"node 0 ({self._head.name}) still ran {first.grace_seconds + HEAD_SECONDS:g} s after that: "
+                f"node 0 ({self._head.name}) still ran {first.grace_seconds + NODE0_REPORT_SECONDS:g} s after that: "
                 "stopping the run on all nodes"
             )
 
@@ -224,12 +230,12 @@ class _LostHost:
     pause_seconds: float = FIRST_PAUSE_SECONDS
     due_seconds: float = 0.0
     is_connecting: bool = False  # the reconnector has opened its session, and no agent has answered yet
-    back_seconds: float = math.inf  # when it came back
+    returned_at_seconds: float = math.inf  # when it came back
     received: bytes = b""
 
-    def wait(self) -> None:
+    def schedule_retry(self) -> None:
         """Schedule the next try. The pause grows each time."""
-        self.is_connecting, self.back_seconds, self.received = False, math.inf, b""
+        self.is_connecting, self.returned_at_seconds, self.received = False, math.inf, b""
         self.due_seconds = time.monotonic() + self.pause_seconds
         self.pause_seconds = min(LAST_PAUSE_SECONDS, self.pause_seconds * GROWTH)
 
@@ -248,27 +254,29 @@ class Reconnector:
         self._returned: set[int] = set()
         self._over = False
 
-    def lost(self, session: HostSession, *, for_good: bool) -> None:
+    def handle_lost(self, session: HostSession, *, for_good: bool) -> None:
         """Handle the end of an agent. If `for_good`, do not reconnect to its host."""
         if for_good or self._over:
             self._lost.pop(session.node, None)
             return
         now = time.monotonic()
         host = self._lost.get(session.node)
-        if host is None or now > host.back_seconds + STEADY_SECONDS:
+        if host is None or now > host.returned_at_seconds + STABLE_CONNECTION_SECONDS:
             host = self._lost[session.node] = _LostHost(session, now)
             self._say(f"reconnecting to node {session.node} ({session.name}); it rejoins the run when it answers")
         host.session, host.since_seconds = session, now
-        host.wait()
+        host.schedule_retry()
 
     def has_returned(self, session: HostSession) -> bool:
         """Whether the host was lost and has returned. The run does not depend on it."""
         return session.node in self._returned
 
-    def try_again(self) -> float:
+    def start_due_sessions(self) -> float:
         """Start the sessions that are due; return the seconds until the next one is due."""
         now = time.monotonic()
-        waiting = [host for host in self._lost.values() if not host.is_connecting and host.back_seconds == math.inf]
+        waiting = [
+            host for host in self._lost.values() if not host.is_connecting and host.returned_at_seconds == math.inf
+        ]
         for host in waiting:
             if now < host.due_seconds:
                 continue
@@ -292,18 +300,18 @@ class Reconnector:
         if isinstance(answer, str):
             self._give_up(host, answer)
         elif answer is not None:
-            host.is_connecting, host.back_seconds = False, time.monotonic()
+            host.is_connecting, host.returned_at_seconds = False, time.monotonic()
             self._returned.add(piece.session.node)
             self._say(f"node {piece.session.node} ({piece.session.name}) answers again")
             self._send_plan(piece.session)
         return True
 
-    def failed(self, session: HostSession) -> bool:
+    def retry_if_failed(self, session: HostSession) -> bool:
         """Whether a session has ended without an agent. If so, schedule the next try."""
         host = self._lost.get(session.node)
         if host is None or not host.is_connecting:
             return False
-        host.wait()
+        host.schedule_retry()
         return True
 
     def _give_up(self, host: _LostHost, reason: str) -> None:

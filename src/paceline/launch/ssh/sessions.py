@@ -21,13 +21,15 @@ import msgspec
 
 from paceline.errors import UsageError, first_few
 from paceline.host.facts import Facts
-from paceline.host.procfs import allow_files
-from paceline.launch.output import cleaned
+from paceline.host.procfs import raise_open_file_limit
+from paceline.launch.output import sanitize_line
 from paceline.launch.plan import Command
 from paceline.protocol.control import read_stop_signals
-from paceline.runs.console import MAX_NAMES, say
+from paceline.runs.console import MAX_NAMES, print_to_stderr
 
-FAN_OUT = 64  # clients that log in at the same time: each login costs this machine about 50 ms of CPU time
+MAX_CONCURRENT_LOGINS = (
+    64  # clients that log in at the same time: each login costs this machine about 50 ms of CPU time
+)
 FILES, FILES_PER_SESSION = 256, 3
 HEARTBEAT_SECONDS = 2.0  # between heartbeats; the agents allow NodePlan.silence_seconds without one
 KEPT_STDERR_BYTES = 8192  # the end of each session's stderr, which contains the reason of a failure
@@ -46,7 +48,7 @@ class HostSession:
     has_plan: bool = False  # the plan was sent: from now on the session gets heartbeats
     unsent: bytes = b""
     stderr: bytes = b""  # the end of its stderr
-    ended: bool = False  # it has ended, and its output was read to the end
+    is_drained: bool = False  # it has ended, and its output was read to the end
     pipes: dict[IO[bytes], int] = field(default_factory=dict[IO[bytes], int])  # open pipe -> 1 (stdout) or 2 (stderr)
 
     @property
@@ -90,7 +92,9 @@ class Output:
 class Sessions:
     """The sessions of all hosts, node 0 first. At most FAN_OUT of them log in at the same time."""
 
-    def __init__(self, commands: Sequence[Command], wakeup: socket.socket, fan_out: int = FAN_OUT) -> None:
+    def __init__(
+        self, commands: Sequence[Command], wakeup: socket.socket, fan_out: int = MAX_CONCURRENT_LOGINS
+    ) -> None:
         self.all = [HostSession(node, command) for node, command in enumerate(commands)]
         self._queue, self._fan_out = list(reversed(self.all)), fan_out
         self._wakeup = wakeup
@@ -147,7 +151,7 @@ class Sessions:
             poll.register(stdin, select.POLLOUT)
         until_heartbeat = self._heartbeat_seconds + HEARTBEAT_SECONDS - time.monotonic()
         self._poll_processes()
-        ending = any(session.has_ended and not session.ended for session in self.all)
+        ending = any(session.has_ended and not session.is_drained for session in self.all)
         ready = poll.poll(0 if ending else 1000 * max(0.0, min(seconds, until_heartbeat)))
         signals = read_stop_signals(self._wakeup)
         for stdin in full_stdins:
@@ -168,10 +172,10 @@ class Sessions:
     def reap(self) -> tuple[list[HostSession], list[Output]]:
         """The sessions that have ended since the last call, and their last output."""
         self._poll_processes()
-        ended_sessions = [session for session in self.all if session.has_ended and not session.ended]
+        ended_sessions = [session for session in self.all if session.has_ended and not session.is_drained]
         pieces: list[Output] = []
         for session in ended_sessions:
-            session.ended = session.answered = True
+            session.is_drained = session.answered = True
             for pipe in list(session.pipes):
                 size = 0
                 while size < LAST_OUTPUT_BYTES and (new_pieces := self._read(session, pipe)):
@@ -268,7 +272,7 @@ def open_sessions(commands: Sequence[Command], wakeup: socket.socket) -> Generat
     Raises:
         UsageError: the program does not exist.
     """
-    allow_files(FILES + FILES_PER_SESSION * len(commands))
+    raise_open_file_limit(FILES + FILES_PER_SESSION * len(commands))
     sessions = Sessions(commands, wakeup)
     try:
         sessions.start_more()
@@ -283,7 +287,7 @@ FIRST_MESSAGE_SECONDS = 12.0  # ssh itself gives up after 10 s without an answer
 NEXT_MESSAGE_SECONDS = 30.0
 MAX_GREETING_BYTES = 1 << 16  # of the output of a login profile and of the announcement
 MAX_QUOTE_CHARS = 80
-SSH_FAILED = 255  # exit code of ssh's failures; other codes are those of the remote command
+SSH_FAILED_EXIT_CODE = 255  # exit code of ssh's failures; other codes are those of the remote command
 MAX_REASON_CHARS = 200
 
 # Output of ssh -> cause and remedy. {ssh} is the user's ssh command with the host, {host} the name of the host. The
@@ -347,7 +351,9 @@ def await_agents(sessions: Sessions, *, seconds: float) -> list[Facts] | signal.
         if time.monotonic() >= next_message:
             next_message += NEXT_MESSAGE_SECONDS
             silent = first_few([session.name for session in sessions.all if session.node not in answers], MAX_NAMES)
-            say(f"no answer from the agent on {silent} after {time.monotonic() - start:.0f} s: a slow disk?")
+            print_to_stderr(
+                f"no answer from the agent on {silent} after {time.monotonic() - start:.0f} s: a slow disk?"
+            )
         ended, last_pieces = sessions.reap()
         for piece in (*pieces, *last_pieces):
             node = piece.session.node
@@ -382,7 +388,7 @@ def parse_announcement(name: str, received: bytes) -> Facts | str | None:
         except msgspec.MsgspecError as error:
             return f"its agent uses a different protocol ({error}). Install the same version of paceline"
         if number:
-            say(
+            print_to_stderr(
                 f"{name}: its login profile writes to stdout ({_quote(lines[0])}). paceline ignores this output; the "
                 "profile should write only in interactive shells"
             )
@@ -396,7 +402,7 @@ def parse_announcement(name: str, received: bytes) -> Facts | str | None:
 
 
 def _quote(line: bytes) -> str:
-    return repr(cleaned(line)[:MAX_QUOTE_CHARS])
+    return repr(sanitize_line(line)[:MAX_QUOTE_CHARS])
 
 
 def why_no_agent(argv: Sequence[str], code: int | None, stderr: bytes) -> str:
@@ -407,7 +413,7 @@ def why_no_agent(argv: Sequence[str], code: int | None, stderr: bytes) -> str:
         code: the exit code of the session; None if it still ran at the timeout.
         stderr: the output of the session.
     """
-    text = "\n".join(cleaned(line) for line in stderr.split(b"\n"))
+    text = "\n".join(sanitize_line(line) for line in stderr.split(b"\n"))
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     quote = f" ({lines[-1][:MAX_REASON_CHARS]})" if lines else ""
     if code is None:
@@ -415,7 +421,7 @@ def why_no_agent(argv: Sequence[str], code: int | None, stderr: bytes) -> str:
             f"no agent has answered in time{quote}. Check that `{_test_command(argv)} true` ends immediately: its "
             "login profile may wait for input, or its disk may be slow"
         )
-    if code == SSH_FAILED:
+    if code == SSH_FAILED_EXIT_CODE:
         for pattern, sentence in _SSH_ERRORS:
             if match := re.search(f".*(?:{pattern}).*", text):
                 cause = sentence.format(ssh=_test_command(argv), host=argv[-2] if len(argv) > 1 else "")
@@ -436,7 +442,7 @@ def why_lost(code: int, stderr: bytes) -> str:
     """Why a session with an agent is lost."""
     if code < 0:
         return f"the ssh client on this machine was killed by signal {-code}"
-    messages = _LOST.findall("\n".join(cleaned(line) for line in stderr.split(b"\n")))
+    messages = _LOST.findall("\n".join(sanitize_line(line) for line in stderr.split(b"\n")))
     if not messages:
         return "ssh has printed no reason; its session may have been killed on the host"
     return f"ssh: {messages[-1].strip().removeprefix('ssh: ')[:MAX_REASON_CHARS]}"

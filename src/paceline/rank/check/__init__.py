@@ -24,46 +24,46 @@ from paceline.protocol.evidence import Frame
 from paceline.protocol.facts import (
     MAX_DIGESTS,
     MAX_STEPS,
+    FileAccess,
+    LoaderPass,
     MeanLoss,
     PaddedMetric,
-    Pass,
-    PlacedFile,
     ScriptFacts,
     SeenSchedule,
     facts_file,
-    finite,
+    finite_or_default,
 )
 from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.check.steps import StepWatch
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.imports import when_imported
 from paceline.rank.probes import ScriptListener, wrap_function
-from paceline.rank.probes.steps import JointOptimizers
-from paceline.rank.sites import short, site_words, user_site
+from paceline.rank.probes.steps import JointOptimizerDetector
+from paceline.rank.sites import format_frame, short_filename, user_site
 from paceline.runs import writing
 
 EVERY_SECONDS = 2.0  # interval of writes, because a script may be killed
 MAX_FILES, MAX_SCORES = 200, 16
 FAR, ROUNDING = 1 << 24, 1e-12
-COMBINING = ("reduce", "gather", "all_to_all", "send", "recv")
+COMBINING_OP_NAMES = ("reduce", "gather", "all_to_all", "send", "recv")
 IGNORED_PATHS = ("/dev/", "/proc/", "/sys/", "/__pycache__/", "/.cache/", "-packages/")
 
 
-class SideWatch(ScriptListener):
+class ScriptFactsRecorder(ScriptListener):
     """Records facts of a process except those of loaders, replicas and optimizers."""
 
     def __init__(self, facts: ScriptFacts, own_folder: str) -> None:
         self._facts, self._own, self._pid = facts, own_folder, os.getpid()
         self._losses: dict[str, MeanLoss] = {}
-        self._passes: list[tuple[Pass, int, int]] = []  # evaluations: start time, and number of prints before
+        self._passes: list[tuple[LoaderPass, int, int]] = []  # evaluations: start time, and number of prints before
         self._printed = 0
         self._schedules: dict[int, tuple[Any, str, str]] = {}  # by id: the lines that made and last stepped it
 
-        sys.addaudithook(self._audited)
+        sys.addaudithook(self._on_audit_event)
         for stream in (sys.stdout, sys.stderr):
-            stream.write = self._counted(stream.write)
-        when_imported("accelerate.accelerator", self._in_accelerate)
-        when_imported("transformers.trainer", self._in_trainer)
+            stream.write = self._wrap_stream_write(stream.write)
+        when_imported("accelerate.accelerator", self._hook_accelerate)
+        when_imported("transformers.trainer", self._hook_trainer)
 
     def on_torch_imported(self) -> None:
         torch: Any = sys.modules["torch"]
@@ -71,19 +71,19 @@ class SideWatch(ScriptListener):
         serialization: Any = sys.modules["torch.serialization"]
         distributed: Any = sys.modules["torch.distributed"]
         wrap_torch = partial(wrap_function, torch)
-        wrap_torch("manual_seed", before=lambda *_, **__: self._seeded("torch"))
-        wrap_torch("set_num_threads", before=self._threads_set)
-        wrap_torch("save", before=self._saves)
-        wrap_torch("load", after=self._loads)
+        wrap_torch("manual_seed", before=lambda *_, **__: self._on_seed("torch"))
+        wrap_torch("set_num_threads", before=self._on_set_num_threads)
+        wrap_torch("save", before=self._on_torch_save)
+        wrap_torch("load", after=self._on_torch_load)
         serialization.save, serialization.load = torch.save, torch.load
         schedulers: Any = sys.modules["torch.optim.lr_scheduler"]
         for scheduler in (schedulers.LRScheduler, schedulers.ReduceLROnPlateau):  # the latter overrides `step`
-            wrap_function(scheduler, "step", before=self._schedule_steps)
-        wrap_function(distributed, "all_reduce", before=self._reduces)
+            wrap_function(scheduler, "step", before=self._on_schedule_step)
+        wrap_function(distributed, "all_reduce", before=self._on_all_reduce)
         collectives: Any = sys.modules["torch.distributed.distributed_c10d"]
         collectives.all_reduce = distributed.all_reduce
         for name in ("cross_entropy", "nll_loss"):
-            wrap_function(functional, name, after=self._counts)
+            wrap_function(functional, name, after=self._record_mean_loss)
 
     def on_epoch_begin(self, batches: Any) -> None:
         number = next((n for n, x in enumerate(self._facts.loaders) if x.passes and not x.passes[-1].sizes), -1)
@@ -91,51 +91,53 @@ class SideWatch(ScriptListener):
             self._passes.append((self._facts.loaders[number].passes[-1], time.monotonic_ns(), self._printed))
 
     def on_backward_begin(self, losses: Any) -> None:
-        self._close()
+        self._finish_passes()
 
     def finish(self) -> None:
         """Record the facts that are complete only at the end."""
-        self._close()
+        self._finish_passes()
         torch: Any = sys.modules.get("torch")
         self._facts.threads = torch.get_num_threads() if torch is not None else 0
         for schedule, origin, site in self._schedules.values():
             with suppress(Exception):  # from a function of the script
                 name = type(schedule).__name__
-                self._facts.schedules.append(SeenSchedule(site, origin, schedule.last_epoch, length_of(schedule), name))
+                self._facts.schedules.append(
+                    SeenSchedule(site, origin, schedule.last_epoch, schedule_end_step(schedule), name)
+                )
 
-    def _close(self) -> None:
+    def _finish_passes(self) -> None:
         for loader_pass, began_ns, prints_before in self._passes:
-            calls = Guard.of_process().page.calls_since(began_ns)
-            loader_pass.summed = any(word in op.kind for _, _, op in calls for word in COMBINING)
+            calls = HangGuard.of_process().page.calls_since(began_ns)
+            loader_pass.summed = any(word in op.kind for _, _, op in calls for word in COMBINING_OP_NAMES)
             loader_pass.printed = self._printed > prints_before
         self._passes.clear()
 
-    def _audited(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _on_audit_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event not in ("open", "os.rename") or os.getpid() != self._pid:
             return
         path, _, flags = arguments if event == "open" else (arguments[1], "", os.O_TRUNC)
         if isinstance(path, (str, bytes)) and isinstance(flags, int) and flags & os.O_TRUNC and not flags & os.O_EXCL:
-            self._writes(os.fsdecode(path))
+            self._record_written_file(os.fsdecode(path))
 
-    def _writes(self, path: str) -> None:
+    def _record_written_file(self, path: str) -> None:
         path = os.path.realpath(path)
         if path.startswith(self._own) or any(part in path for part in IGNORED_PATHS):
             return
         if len(self._facts.saved_files) < MAX_FILES and not any(file.path == path for file in self._facts.saved_files):
-            self._facts.saved_files.append(PlacedFile(path, user_site()))
+            self._facts.saved_files.append(FileAccess(path, user_site()))
 
-    def _saves(self, state: Any, file: Any = None, *_: Any) -> None:
+    def _on_torch_save(self, state: Any, file: Any = None, *_: Any) -> None:
         if isinstance(file, (str, os.PathLike)):
-            self._writes(os.fspath(file))  # pyright: ignore[reportUnknownArgumentType]
+            self._record_written_file(os.fspath(file))  # pyright: ignore[reportUnknownArgumentType]
 
-    def _loads(self, loaded: Any, file: Any, *_: Any, **__: Any) -> None:
-        devices = sorted(_gpus(loaded))
+    def _on_torch_load(self, loaded: Any, file: Any, *_: Any, **__: Any) -> None:
+        devices = sorted(_gpu_indices_of_state(loaded))
         if devices and isinstance(file, (str, os.PathLike)):
             path = os.path.realpath(os.fspath(file))  # pyright: ignore[reportUnknownArgumentType]
             cuda: Any = sys.modules["torch.cuda"]
-            self._facts.loaded_files.append(PlacedFile(path, user_site(), devices, cuda.current_device()))
+            self._facts.loaded_files.append(FileAccess(path, user_site(), devices, cuda.current_device()))
 
-    def _counts(self, result: Any, predicted: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+    def _record_mean_loss(self, result: Any, predicted: Any, target: Any, *args: Any, **kwargs: Any) -> None:
         if not result.requires_grad or target.is_floating_point() or result.dim():
             return
         if kwargs.get("reduction", args[4] if len(args) > 4 else "mean") == "mean":
@@ -149,34 +151,34 @@ class SideWatch(ScriptListener):
                 record.counts.append(int((target != ignore_index).sum()))
                 record.sizes.append(target.numel())
 
-    def _reduces(self, tensor: Any, op: Any = None, *_: Any, **__: Any) -> None:
+    def _on_all_reduce(self, tensor: Any, op: Any = None, *_: Any, **__: Any) -> None:
         if not self._passes or tensor.numel() > MAX_SCORES or tensor.is_complex():
             return
         reduce_op = sys.modules["torch.distributed"].ReduceOp
         if op in (None, reduce_op.SUM, reduce_op.AVG):
             for loader_pass, *_when in self._passes:
                 if len(loader_pass.reduced) < MAX_DIGESTS:
-                    loader_pass.reduced += [finite(value) for value in tensor.detach().reshape(-1).tolist()]
+                    loader_pass.reduced += [finite_or_default(value) for value in tensor.detach().reshape(-1).tolist()]
                     loader_pass.reduced_site = loader_pass.reduced_site or user_site()
 
-    def _schedule_steps(self, schedule: Any, *_: Any, **__: Any) -> None:
+    def _on_schedule_step(self, schedule: Any, *_: Any, **__: Any) -> None:
         site = user_site()
         self._schedules[id(schedule)] = schedule, self._schedules.get(id(schedule), ("", site))[1], site
 
-    def _seeded(self, generator: str) -> None:
+    def _on_seed(self, generator: str) -> None:
         self._facts.seeds[generator] = user_site()
 
-    def _threads_set(self, *_: Any) -> None:
+    def _on_set_num_threads(self, *_: Any) -> None:
         self._facts.threads_site = user_site()
 
-    def _counted(self, write: Callable[[str], int]) -> Callable[[str], int]:
+    def _wrap_stream_write(self, write: Callable[[str], int]) -> Callable[[str], int]:
         def wrote(text: str) -> int:
             self._printed += bool(text.strip())
             return write(text)
 
         return wrote
 
-    def _in_accelerate(self, *, late: bool) -> None:
+    def _hook_accelerate(self, *, late: bool) -> None:
         accelerator: Any = sys.modules["accelerate.accelerator"].Accelerator
 
         def gathers(*_: Any, **__: Any) -> None:
@@ -184,7 +186,7 @@ class SideWatch(ScriptListener):
 
         wrap_function(accelerator, "gather_for_metrics", before=gathers)
 
-    def _in_trainer(self, *, late: bool) -> None:
+    def _hook_trainer(self, *, late: bool) -> None:
         """Call each `compute_metrics` again with more padding. Its arguments are numpy arrays with -100 as padding."""
 
         def made(_: Any, trainer: Any, *__: Any, **___: Any) -> None:
@@ -193,15 +195,17 @@ class SideWatch(ScriptListener):
                 return
             code: Any = getattr(metrics, "__code__", None)
             file, line = (code.co_filename, code.co_firstlineno) if code is not None else ("?", 0)
-            site = site_words(Frame(short(file), line, getattr(metrics, "__name__", "compute_metrics")))
+            site = format_frame(Frame(short_filename(file), line, getattr(metrics, "__name__", "compute_metrics")))
 
             def computed(predictions: Any) -> Any:
                 nonlocal asked
                 scores = metrics(predictions)
-                if not asked and (padded := padded_more(predictions)) is not None:
+                if not asked and (padded := add_padding_column(predictions)) is not None:
                     asked = True
                     with suppress(Exception):  # the function accepts only one width
-                        self._facts.metrics.append(with_padding(site, scores, metrics(predictions), metrics(padded)))
+                        self._facts.metrics.append(
+                            find_padding_sensitive_score(site, scores, metrics(predictions), metrics(padded))
+                        )
                 return scores
 
             trainer.compute_metrics = computed
@@ -209,15 +213,15 @@ class SideWatch(ScriptListener):
         wrap_function(sys.modules["transformers.trainer"].Trainer, "__init__", after=made)
 
 
-def with_padding(site: str, scores: Any, again: Any, padded: Any) -> PaddedMetric:
+def find_padding_sensitive_score(site: str, scores: Any, again: Any, padded: Any) -> PaddedMetric:
     """The first score that changes with more padding, but not in a repeated call."""
     for name, value in scores.items():
         if value == again[name] and value != padded[name]:
-            return PaddedMetric(site, name, finite(value), finite(padded[name]))
+            return PaddedMetric(site, name, finite_or_default(value), finite_or_default(padded[name]))
     return PaddedMetric(site)
 
 
-def padded_more(prediction: Any) -> Any:
+def add_padding_column(prediction: Any) -> Any:
     """An `EvalPrediction` with one more column of padding; None if it has no padding."""
     numpy: Any = sys.modules["numpy"]
     labels, predicted = prediction.label_ids, prediction.predictions
@@ -231,7 +235,7 @@ def padded_more(prediction: Any) -> Any:
     return type(prediction)(predictions=predicted, label_ids=labels, inputs=prediction.inputs, losses=prediction.losses)
 
 
-def length_of(schedule: Any) -> int:
+def schedule_end_step(schedule: Any) -> int:
     """The step from which a schedule's rate is constant; -1: unknown."""
     for name in ("total_steps", "T_max", "total_iters"):
         if isinstance(steps := getattr(schedule, name, None), int):
@@ -242,14 +246,14 @@ def length_of(schedule: Any) -> int:
     return 1 + bisect_left(range(1, FAR), True, key=lambda step: abs(factor(step) - factor(FAR)) < ROUNDING)
 
 
-def _gpus(state: Any, depth: int = 0) -> set[int]:
+def _gpu_indices_of_state(state: Any, depth: int = 0) -> set[int]:
     if getattr(getattr(state, "device", None), "type", "") == "cuda":
         return {int(state.device.index or 0)}
     inner = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
-    return {gpu for value in inner for gpu in _gpus(value, depth + 1)} if depth < 5 else set()
+    return {gpu for value in inner for gpu in _gpu_indices_of_state(value, depth + 1)} if depth < 5 else set()
 
 
-class Writing(ScriptListener):
+class FactsWriter(ScriptListener):
     """Writes the facts every few seconds and at the end."""
 
     def __init__(self, facts: ScriptFacts, folder: Path) -> None:
@@ -263,10 +267,10 @@ class Writing(ScriptListener):
     def write(self) -> None:
         """Write the facts."""
         with suppress(OSError):  # a full disk, which the script itself reports
-            writing.replace(self._path, msgspec.json.encode(self._facts))
+            writing.replace_file(self._path, msgspec.json.encode(self._facts))
         self._last = time.monotonic()
 
-    def finish(self, *watches: SideWatch | LoaderWatch) -> None:
+    def finish(self, *watches: ScriptFactsRecorder | LoaderWatch) -> None:
         """Write the facts at the end."""
         if os.getpid() != self._pid:
             return
@@ -279,7 +283,7 @@ class Writing(ScriptListener):
         self.write()
 
 
-def watch(folder: Path) -> tuple[ScriptListener, ...]:
+def create_facts_listeners(folder: Path) -> tuple[ScriptListener, ...]:
     """The listeners that record the facts of this process."""
     facts = ScriptFacts(
         rank=int(os.environ["RANK"]),
@@ -288,8 +292,12 @@ def watch(folder: Path) -> tuple[ScriptListener, ...]:
         host=socket.gethostname(),
         cores=len(os.sched_getaffinity(0)),
     )
-    loader_watch, side_watch, writer = LoaderWatch(facts), SideWatch(facts, str(folder)), Writing(facts, folder)
+    loader_watch, side_watch, writer = (
+        LoaderWatch(facts),
+        ScriptFactsRecorder(facts, str(folder)),
+        FactsWriter(facts, folder),
+    )
     atexit.register(writer.finish, side_watch, loader_watch)
-    guard = Guard.of_process()
-    guard.max_steps, joint = MAX_STEPS, JointOptimizers(lambda: guard.page.get("ops"))
+    guard = HangGuard.of_process()
+    guard.max_steps, joint = MAX_STEPS, JointOptimizerDetector(lambda: guard.page.get("ops"))
     return joint, loader_watch, StepWatch(facts, loader_watch, joint), side_watch, writer

@@ -22,37 +22,37 @@ from types import FrameType
 from typing import Any
 
 from paceline.protocol.facts import (
-    EPOCHS,
     MAX_DIGESTS,
     MAX_INDICES,
     OWN_GENERATORS,
-    Pass,
+    RECORDED_EPOCHS,
+    LoaderPass,
     ScriptFacts,
     SeenLoader,
-    kept_batches,
+    shortened_epoch_length,
 )
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.imports import hide_from_warnings, when_imported
 from paceline.rank.probes import ScriptListener, leaf_digests, sample_count, short_hash, wrap_function
-from paceline.rank.sites import USER, call_site, owner, user_site
+from paceline.rank.sites import USER, call_site, code_owner, user_site
 
-MAX_PASSED_OVER = 100_000  # skipped batches to reach the last one
+MAX_SKIPPED_BATCHES = 100_000  # skipped batches to reach the last one
 MAX_SECONDS, LATER_SECONDS = 5.0, 1.0  # time limit for skipping, in a recorded epoch and in a later one
 MAX_PASSES = 20  # a longer script is ended
-MAX_ALONE = 200  # the same while there is no evidence that the rank trains with others in these passes
-PROBES = 6
+MAX_UNJOINED_PASSES = 200  # the same while there is no evidence that the rank trains with others in these passes
+NUM_PROBED_SAMPLES = 6
 SLOTS, DIGEST_BYTES = 64, 16
-NAMES = ("torch", "random", "numpy", OWN_GENERATORS)
-SETTERS = {  # functions that set the global generators, by module
+GENERATOR_NAMES = ("torch", "random", "numpy", OWN_GENERATORS)
+GENERATOR_STATE_SETTERS = {  # functions that set the global generators, by module
     "torch": ("torch", ("manual_seed", "set_rng_state")),
     "torch.random": ("torch", ("manual_seed", "set_rng_state")),
     "random": ("random", ("seed", "setstate")),
     "numpy.random": ("numpy", ("seed", "set_state")),
 }
-CHUNK = 10_000  # objects whose references fit into the cache
-LOOKS = range(2, 5)  # the inspected batches of a loader; the first batch may still create generators
-MAX_NAMES = 4  # assignments that are followed backwards
-RANKS = re.compile(r"world|num_processes|num_replicas|n_?gpus|nproc", re.IGNORECASE)
+GC_CHUNK_OBJECTS = 10_000  # objects whose references fit into the cache
+INSPECTED_BATCHES = range(2, 5)  # the inspected batches of a loader; the first batch may still create generators
+MAX_ASSIGNMENTS_FOLLOWED = 4  # assignments that are followed backwards
+WORLD_SIZE_PATTERN = re.compile(r"world|num_processes|num_replicas|n_?gpus|nproc", re.IGNORECASE)
 
 
 class TruncatedSampler:
@@ -62,7 +62,9 @@ class TruncatedSampler:
     index. A sampler that returns the same number of draws again counts as infinite.
     """
 
-    def __init__(self, draws: Iterator[Any], batches: int, kept: int, seen: Pass, seconds: float = MAX_SECONDS) -> None:
+    def __init__(
+        self, draws: Iterator[Any], batches: int, kept: int, seen: LoaderPass, seconds: float = MAX_SECONDS
+    ) -> None:
         self._draws, self._left, self._batches, self._over, self._seen = draws, kept, batches, batches - kept, seen
         self._seconds = seconds
         self._ended = False
@@ -76,21 +78,21 @@ class TruncatedSampler:
             raise StopIteration
         drawn = self._draw()
         self._left -= 1
-        return drawn if self._left else self._skip(self._over, drawn)
+        return drawn if self._left else self._skip_to_last(self._over, drawn)
 
     def _exhaust(self) -> None:
         if self._ended or self._seen.cut_off:
             return
         before, count = self._seen.drawn, len(self._seen.indices)
         with suppress(Exception):  # from a sampler that cannot continue
-            self._skip(self._batches + 1, None)
+            self._skip_to_last(self._batches + 1, None)
         if not self._ended:
             self._seen.cut_off, self._seen.drawn = True, before
             del self._seen.indices[count:]
 
-    def _skip(self, batches: int, drawn: Any) -> Any:
-        began_ns, page = time.monotonic_ns(), Guard.of_process().page
-        for _ in range(min(batches, MAX_PASSED_OVER)):
+    def _skip_to_last(self, batches: int, drawn: Any) -> Any:
+        began_ns, page = time.monotonic_ns(), HangGuard.of_process().page
+        for _ in range(min(batches, MAX_SKIPPED_BATCHES)):
             if time.monotonic_ns() - began_ns > self._seconds * 1e9 and not page.calls_since(began_ns):
                 self._seen.cut_off = True
                 break
@@ -99,7 +101,7 @@ class TruncatedSampler:
             except StopIteration:
                 self._ended = True
                 break
-        self._seen.cut_off |= batches > MAX_PASSED_OVER and not self._ended
+        self._seen.cut_off |= batches > MAX_SKIPPED_BATCHES and not self._ended
         return drawn
 
     def _draw(self) -> Any:
@@ -119,14 +121,14 @@ class LoaderWatch(ScriptListener):
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._live: dict[int, Any] = {}  # data sets, by the numbers of their loaders
         self._began: dict[int, float] = {}
-        self._fetched = Fetched()
-        self._generators: Generators | None = None
+        self._fetched = LoaderRngRecorder()
+        self._generators: RngSnapshots | None = None
         self.joint = set[int]()  # loaders whose batches the ranks have used in joint training
         self.fed = -1
         self.given = 0  # number of batches of all loaders
 
     def on_torch_imported(self) -> None:
-        watch_setters()
+        wrap_generator_setters()
         dataloader: Any = sys.modules["torch.utils.data.dataloader"]
         fetchers: Any = sys.modules["torch.utils.data._utils.fetch"]
         loader = dataloader.DataLoader
@@ -134,47 +136,47 @@ class LoaderWatch(ScriptListener):
 
         def shortened(self: Any) -> int:
             is_cut = self._dataset_kind == map_style and not facts.session
-            return kept_batches(length(self)) if is_cut else length(self)
+            return shortened_epoch_length(length(self)) if is_cut else length(self)
 
         def made(_: Any, loader: Any, *__: Any, **___: Any) -> None:
             loader.made_at = user_site()
-            loader.divided = divided_by_world(call_site(sys._getframe(1)).frame, "batch_size", 1)  # pyright: ignore[reportPrivateUsage]
+            loader.divided = find_division_by_world_size(call_site(sys._getframe(1)).frame, "batch_size", 1)  # pyright: ignore[reportPrivateUsage]
 
         loader.__len__, loader.whole_length = shortened, length
         wrap_function(loader, "__init__", after=made)
-        wrap_function(dataloader._BaseDataLoaderIter, "_next_index", before=partial(self._shorten, map_style))
+        wrap_function(dataloader._BaseDataLoaderIter, "_next_index", before=partial(self._truncate_sampler, map_style))
         for fetcher in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):
-            fetcher.fetch = self._fetched.watched(fetcher.fetch, self._number_of_data)
+            fetcher.fetch = self._fetched.wrap_fetch(fetcher.fetch, self._loader_number_of_data)
 
-    def _number_of_data(self, data: Any) -> int:
+    def _loader_number_of_data(self, data: Any) -> int:
         return next((number for number, dataset in self._live.items() if dataset is data), -1)
 
-    def _shorten(self, map_style: Any, batches: Any) -> None:
-        number = _number_of(batches)
+    def _truncate_sampler(self, map_style: Any, batches: Any) -> None:
+        number = _loader_number_of(batches)
         if number < 0 or isinstance(batches._sampler_iter, TruncatedSampler) or batches._dataset_kind != map_style:
             return
         record = self._facts.loaders[number]
         if (length := record.batches) >= 0 and not self._facts.session:
-            is_recorded = len(record.passes) <= EPOCHS
-            kept = kept_batches(length) if is_recorded else min(1, length)
+            is_recorded = len(record.passes) <= RECORDED_EPOCHS
+            kept = shortened_epoch_length(length) if is_recorded else min(1, length)
             seconds = MAX_SECONDS if is_recorded else LATER_SECONDS
             batches._sampler_iter = TruncatedSampler(batches._sampler_iter, length, kept, record.passes[-1], seconds)
 
     def on_epoch_begin(self, batches: Any) -> None:
         loader = batches.of_loader()
         if loader not in self._numbers:
-            self._numbers[loader] = self._number(loader)
+            self._numbers[loader] = self._loader_number(loader)
         number = batches.loader_number = self._numbers[loader]  # stored, because the loader may be deleted in the loop
         record = self._facts.loaders[number]
-        max_passes = MAX_PASSES if number in self.joint else MAX_ALONE
-        if record.training and len(record.passes) >= max_passes:
+        max_passes = MAX_PASSES if number in self.joint else MAX_UNJOINED_PASSES
+        if record.training_passes and len(record.passes) >= max_passes:
             raise SystemExit(0)
-        record.passes.append(Pass())
+        record.passes.append(LoaderPass())
         self._began[number] = time.monotonic()
 
-    def _number(self, loader: Any) -> int:
+    def _loader_number(self, loader: Any) -> int:
         """The number of a loader's record, which may be that of an earlier loader of this data at the same lines."""
-        record = seen_loader(loader)
+        record = describe_loader(loader)
         for number, data in self._live.items():
             known = self._facts.loaders[number]
             if data is loader.dataset and (known.site, known.constructed_at) == (record.site, record.constructed_at):
@@ -185,27 +187,27 @@ class LoaderWatch(ScriptListener):
 
     def on_batch_received(self, batches: Any, batch: Any) -> None:
         self._generators = None
-        self.fed = _number_of(batches)
+        self.fed = _loader_number_of(batches)
         self.given += 1
         if self.fed < 0:
             return
         loader_pass = self._facts.loaders[self.fed].passes[-1]
         loader_pass.sizes.append(sample_count(batch))
-        if len(loader_pass.leaves) < MAX_DIGESTS and len(self._facts.loaders[self.fed].passes) <= EPOCHS:
+        if len(loader_pass.leaves) < MAX_DIGESTS and len(self._facts.loaders[self.fed].passes) <= RECORDED_EPOCHS:
             loader_pass.leaves.append(leaf_digests(batch))
-        if len(self._facts.loaders[self.fed].passes) == 1 and len(loader_pass.sizes) in LOOKS:
-            self._generators = Generators()
+        if len(self._facts.loaders[self.fed].passes) == 1 and len(loader_pass.sizes) in INSPECTED_BATCHES:
+            self._generators = RngSnapshots()
 
     def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if self._generators is None:
             return
         record = self._facts.loaders[self.fed]
-        for name, state in self._generators.used(record.passes[-1].sizes[-1]).items():
+        for name, state in self._generators.used_since(record.passes[-1].sizes[-1]).items():
             record.random.setdefault(f"{name}, in the loop", state)
         self._generators = None
 
     def on_epoch_end(self, batches: Any) -> None:
-        number = _number_of(batches)
+        number = _loader_number_of(batches)
         if number < 0:
             return
         loader_pass = self._facts.loaders[number].passes[-1]
@@ -217,17 +219,17 @@ class LoaderWatch(ScriptListener):
             record = self._facts.loaders[number]
             try:
                 if record.batches >= 0 and not record.probes:
-                    record.probes = _probed(data, record.samples)
+                    record.probes = _probe_samples(data, record.samples)
             except Exception:  # data of the user may raise any error; they are not compared then
                 record.probes = []
-            record.random |= self._fetched.of(number)
+            record.random |= self._fetched.states_before_use(number)
 
 
-def _number_of(batches: Any) -> int:
+def _loader_number_of(batches: Any) -> int:
     return getattr(batches, "loader_number", -1)
 
 
-def seen_loader(loader: Any) -> SeenLoader:
+def describe_loader(loader: Any) -> SeenLoader:
     """The record of a loader, without passes."""
     # with a custom batch sampler, the loader does not use its default sampler
     first_sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
@@ -261,13 +263,15 @@ def _length(function: Any, *args: Any) -> int:
         return -1
 
 
-def _probed(data: Any, samples: int) -> list[list[str]]:
+def _probe_samples(data: Any, samples: int) -> list[list[str]]:
     """Digests of a few samples, with random generators in a fixed state, which is restored afterwards."""
-    from paceline.seeding import preserved_streams, seed_streams  # imports torch, which the script may not use
+    from paceline.seeding import preserve_generator_states, seed_streams  # imports torch, which the script may not use
 
-    with preserved_streams():
+    with preserve_generator_states():
         digests: list[list[str]] = []
-        for index in sorted({samples * k // PROBES for k in range(PROBES)}) if samples > 0 else ():
+        for index in (
+            sorted({samples * k // NUM_PROBED_SAMPLES for k in range(NUM_PROBED_SAMPLES)}) if samples > 0 else ()
+        ):
             looks: list[list[str]] = []
             for _ in range(2):
                 seed_streams(0)
@@ -276,7 +280,7 @@ def _probed(data: Any, samples: int) -> list[list[str]]:
         return digests
 
 
-class Fetched:
+class LoaderRngRecorder:
     """The random generators that are used to fetch samples of each loader, also in processes of the loader.
 
     A script may have more generators of numpy, Python and torch than the global ones. The garbage collector finds them,
@@ -286,10 +290,12 @@ class Fetched:
     """
 
     def __init__(self) -> None:
-        self._states = mmap.mmap(-1, SLOTS * len(NAMES) * DIGEST_BYTES)  # common memory with forked loader processes
+        self._states = mmap.mmap(
+            -1, SLOTS * len(GENERATOR_NAMES) * DIGEST_BYTES
+        )  # common memory with forked loader processes
         self._count: defaultdict[int, int] = defaultdict(int)
 
-    def watched(self, fetch: Any, number_of: Callable[[Any], int]) -> Any:
+    def wrap_fetch(self, fetch: Any, number_of: Callable[[Any], int]) -> Any:
         """Wrap `fetch` to record generators. `number_of` returns the number of a data set's loader, or -1."""
 
         @hide_from_warnings
@@ -300,43 +306,43 @@ class Fetched:
             if not 0 <= number < SLOTS or (worker is not None and worker.id):
                 return fetch(fetcher, indices)
             self._count[number] += 1
-            if self._count[number] not in LOOKS:
+            if self._count[number] not in INSPECTED_BATCHES:
                 return fetch(fetcher, indices)
-            generators = Generators()
+            generators = RngSnapshots()
             batch = fetch(fetcher, indices)
-            for name, state in generators.used(len(indices) if isinstance(indices, list) else 1).items():
-                at = self._place(number, name)
+            for name, state in generators.used_since(len(indices) if isinstance(indices, list) else 1).items():
+                at = self._state_offset(number, name)
                 if not self._states[at]:
                     self._states[at : at + DIGEST_BYTES] = state.encode()
             return batch
 
         return fetched
 
-    def of(self, number: int) -> dict[str, str]:
+    def states_before_use(self, number: int) -> dict[str, str]:
         """The states before their first use, by name."""
         states: dict[str, str] = {}
-        for name in NAMES if number < SLOTS else ():
-            at = self._place(number, name)
+        for name in GENERATOR_NAMES if number < SLOTS else ():
+            at = self._state_offset(number, name)
             if state := self._states[at : at + DIGEST_BYTES].strip(b"\0"):
                 states[name] = state.decode()
         return states
 
-    def _place(self, number: int, name: str) -> int:
-        return (number * len(NAMES) + NAMES.index(name)) * DIGEST_BYTES
+    def _state_offset(self, number: int, name: str) -> int:
+        return (number * len(GENERATOR_NAMES) + GENERATOR_NAMES.index(name)) * DIGEST_BYTES
 
 
-class Generators:
+class RngSnapshots:
     """The existing generators with a copy of their current states."""
 
     def __init__(self) -> None:
-        self._before = [(name, rng, copied) for name, rng in _alive() if (copied := _copy(rng)) is not None]
-        _LOOKED_AT.add(self)
+        self._before = [(name, rng, copied) for name, rng in _find_rngs() if (copied := _copy(rng)) is not None]
+        _LIVE_SNAPSHOTS.add(self)
 
-    def was_set(self, which: str) -> None:
+    def update_copy(self, which: str) -> None:
         """Update the copy of a global generator that has got a new state."""
         self._before = [(name, rng, _copy(rng) if name == which else before) for name, rng, before in self._before]
 
-    def used(self, samples: int) -> dict[str, str]:
+    def used_since(self, samples: int) -> dict[str, str]:
         """The generators that were used since for this number of samples: name -> digest of their earlier states."""
         states_by_name: defaultdict[str, list[str]] = defaultdict(list)
         for name, rng, before in self._before:
@@ -345,29 +351,29 @@ class Generators:
         return {name: short_hash("".join(sorted(states)).encode()) for name, states in states_by_name.items()}
 
 
-_LOOKED_AT: weakref.WeakSet[Generators] = weakref.WeakSet()
+_LIVE_SNAPSHOTS: weakref.WeakSet[RngSnapshots] = weakref.WeakSet()
 
 
-def watch_setters() -> None:
+def wrap_generator_setters() -> None:
     """Record from now on when a global generator gets a new state."""
-    for module in SETTERS:
-        when_imported(module, partial(_watch_setters, module))
+    for module in GENERATOR_STATE_SETTERS:
+        when_imported(module, partial(_wrap_setters_of_module, module))
 
 
-def _watch_setters(module: str, *, late: bool) -> None:
-    generator, names = SETTERS[module]
+def _wrap_setters_of_module(module: str, *, late: bool) -> None:
+    generator, names = GENERATOR_STATE_SETTERS[module]
     for name in names:
-        wrap_function(sys.modules[module], name, after=partial(_was_set, generator))
+        wrap_function(sys.modules[module], name, after=partial(_on_generator_set, generator))
         setter = getattr(sys.modules[module], name)
         setter.__module__, setter.__qualname__ = module, name  # by which it is pickled
 
 
-def _was_set(generator_name: str, *_: Any, **__: Any) -> None:
-    for generators in [*_LOOKED_AT]:
-        generators.was_set(generator_name)
+def _on_generator_set(generator_name: str, *_: Any, **__: Any) -> None:
+    for generators in [*_LIVE_SNAPSHOTS]:
+        generators.update_copy(generator_name)
 
 
-def _alive() -> Iterator[tuple[str, Any]]:
+def _find_rngs() -> Iterator[tuple[str, Any]]:
     numpy: Any = sys.modules.get("numpy.random")
     torch: Any = sys.modules["torch"]
     kinds: set[type] = {random.Random, torch.Generator}
@@ -377,18 +383,18 @@ def _alive() -> Iterator[tuple[str, Any]]:
         global_generators["numpy"] = numpy.mtrand._rand
     yield from global_generators.items()
     seen_ids = {id(rng) for rng in global_generators.values()}
-    for rng in (*_of_kinds(kinds), *_locals(sys._getframe(1))):  # pyright: ignore[reportPrivateUsage]
+    for rng in (*_find_instances(kinds), *_user_frame_locals(sys._getframe(1))):  # pyright: ignore[reportPrivateUsage]
         if type(rng) in kinds and id(rng) not in seen_ids:
             seen_ids.add(id(rng))
             yield OWN_GENERATORS, rng
 
 
-def _of_kinds(kinds: set[type]) -> list[Any]:
+def _find_instances(kinds: set[type]) -> list[Any]:
     """All instances of these classes, at least once each; also those that only untracked objects reference."""
     instances: list[Any] = []
     tracked_objects: list[Any] = gc.get_objects()
-    for at in range(0, len(tracked_objects), CHUNK):
-        chunk = tracked_objects[at : at + CHUNK]
+    for at in range(0, len(tracked_objects), GC_CHUNK_OBJECTS):
+        chunk = tracked_objects[at : at + GC_CHUNK_OBJECTS]
         referents = gc.get_referents(*chunk)
         untracked = [obj for obj in referents if type(obj) is dict and not gc.is_tracked(obj)]
         for candidates in (chunk, referents, gc.get_referents(*untracked)):
@@ -397,9 +403,9 @@ def _of_kinds(kinds: set[type]) -> list[Any]:
     return instances
 
 
-def _locals(frame: FrameType | None) -> Iterator[Any]:
+def _user_frame_locals(frame: FrameType | None) -> Iterator[Any]:
     while frame is not None:
-        if owner(frame.f_code.co_filename) is USER:
+        if code_owner(frame.f_code.co_filename) is USER:
             yield from frame.f_locals.values()
         frame = frame.f_back
 
@@ -419,11 +425,11 @@ def _state(rng: Any) -> str:
         return repr(rng.getstate()[1])
     if hasattr(rng, "device"):
         return short_hash(rng.get_state().numpy().tobytes())
-    inner = _bits(rng).state["state"]
+    inner = _bit_generator_of(rng).state["state"]
     return repr({name: value.tobytes() if hasattr(value, "tobytes") else value for name, value in inner.items()})
 
 
-def _bits(rng: Any) -> Any:
+def _bit_generator_of(rng: Any) -> Any:
     return rng.bit_generator if hasattr(rng, "bit_generator") else rng._bit_generator
 
 
@@ -443,10 +449,10 @@ def _draw(rng: Any) -> None:
     elif hasattr(rng, "device"):
         sys.modules["torch"].rand(1, generator=rng)
     else:
-        _bits(rng).random_raw()
+        _bit_generator_of(rng).random_raw()
 
 
-def divided_by_world(frame: FrameType | None, argument: str, place: int) -> str:
+def find_division_by_world_size(frame: FrameType | None, argument: str, place: int) -> str:
     """The expression that divides an argument of this frame's current call by the number of ranks; empty if none."""
     if frame is None:
         return ""
@@ -464,16 +470,16 @@ def divided_by_world(frame: FrameType | None, argument: str, place: int) -> str:
     )
     assigned = {ast.unparse(target): n.value for n in assignments for target in n.targets}  # the last value counts
     values = [*[kw.value for kw in call.keywords if kw.arg == argument], *call.args[place : place + 1]][:1]
-    for _ in range(MAX_NAMES):
+    for _ in range(MAX_ASSIGNMENTS_FOLLOWED):
         parts = [part for value in values for part in ast.walk(value)]
-        if divided := next(filter(_by_ranks, parts), None):
+        if divided := next(filter(_is_division_by_ranks, parts), None):
             return ast.unparse(divided)
         names = {ast.unparse(part) for part in parts if isinstance(part, (ast.Name, ast.Attribute))}
         values = [assigned[name] for name in names if name in assigned]
     return ""
 
 
-def _by_ranks(node: ast.AST) -> bool:
+def _is_division_by_ranks(node: ast.AST) -> bool:
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div | ast.FloorDiv):
         return False
-    return RANKS.search(ast.unparse(node.right)) is not None
+    return WORLD_SIZE_PATTERN.search(ast.unparse(node.right)) is not None

@@ -12,44 +12,52 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from paceline.protocol.facts import MAX_DIGESTS, MAX_STEPS, Dropped, ScriptFacts, SeenReplica, SeenStep, finite
+from paceline.protocol.facts import (
+    MAX_DIGESTS,
+    MAX_STEPS,
+    Dropped,
+    ScriptFacts,
+    SeenReplica,
+    SeenStep,
+    finite_or_default,
+)
 from paceline.rank.check.loaders import LoaderWatch
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.imports import hide_from_warnings, when_imported
 from paceline.rank.probes import MAX_ELEMENTS, ScriptListener, digest_of, leaf_digests, short_hash, wrap_function
-from paceline.rank.probes.steps import JointOptimizers, is_sharded
-from paceline.rank.sites import Owner, call_site, frame_of, owner, site_words, user_site
+from paceline.rank.probes.steps import JointOptimizerDetector, is_sharded
+from paceline.rank.sites import CodeOwner, call_site, code_owner, format_frame, frame_record, user_site
 
-MAX_ALONE = 1000  # replaces MAX_STEPS while there is no evidence that the rank trains with others
+MAX_UNJOINED_STEPS = 1000  # replaces MAX_STEPS while there is no evidence that the rank trains with others
 MAX_RECORDS, MAX_PRIVATE = 400, 100
-MAX_EACH = 20_000  # digests of single parameters, in an optimizer's first steps
-NUMBERS = ("", "[]", "[1]")  # shapes of scalars in collectives
-PARTS = ("all_to_all", "all_gather", "reduce_scatter", "send", "recv")  # shapes may differ between ranks
-LOOKS = 16
-PACKAGE = "torch.distributed.fsdp"
-OFFERED_BY = (f"{PACKAGE}._fully_shard._fully_shard", f"{PACKAGE}._fully_shard", PACKAGE)
+MAX_PARAMETER_DIGESTS = 20_000  # digests of single parameters, in an optimizer's first steps
+SCALAR_SHAPES = ("", "[]", "[1]")  # shapes of scalars in collectives
+VARYING_SHAPE_OPS = ("all_to_all", "all_gather", "reduce_scatter", "send", "recv")  # shapes may differ between ranks
+MAX_UNUSED_CHECKS = 16
+FSDP_PACKAGE = "torch.distributed.fsdp"
+FULLY_SHARD_MODULES = (f"{FSDP_PACKAGE}._fully_shard._fully_shard", f"{FSDP_PACKAGE}._fully_shard", FSDP_PACKAGE)
 MAX_FACTORS = 4
 
 
 @dataclass
-class Window:
+class GradientWindow:
     """The gradients of one optimizer since its last step."""
 
     optimizer: Any
-    held: int = 0  # backwards whose gradients no step of any optimizer has followed yet
-    batch: int = 0  # the number of the last batch of these backwards
+    pending_backwards: int = 0  # backwards whose gradients no step of any optimizer has followed yet
+    last_batch_number: int = 0  # the number of the last batch of these backwards
     loader_and_pass: tuple[int, int] = (-1, -1)  # of that batch
-    filled: bool = False  # whether gradients were nonzero after the last backward
-    lost: int = 0  # backwards of earlier batches whose gradients were cleared
+    has_nonzero_gradients: bool = False  # whether gradients were nonzero after the last backward
+    lost_backwards: int = 0  # backwards of earlier batches whose gradients were cleared
     clear_site: str = ""
 
 
 class StepWatch(ScriptListener):
     """Records facts about the replicas, backwards and steps of a process."""
 
-    def __init__(self, facts: ScriptFacts, loading: LoaderWatch, joint: JointOptimizers | None = None) -> None:
-        self._facts, self._loading, self._joint = facts, loading, joint or JointOptimizers(lambda: 0)
-        self._meshes = Meshes()
+    def __init__(self, facts: ScriptFacts, loading: LoaderWatch, joint: JointOptimizerDetector | None = None) -> None:
+        self._facts, self._loading, self._joint = facts, loading, joint or JointOptimizerDetector(lambda: 0)
+        self._meshes = ModelParallelDetector()
         self._taken: defaultdict[int, int] = defaultdict(int)  # steps with others, by optimizer
         self._looked: defaultdict[int, int] = defaultdict(int)  # number of digests of single gradients
         self._records: Counter[str] = Counter()
@@ -64,7 +72,7 @@ class StepWatch(ScriptListener):
         self._step: SeenStep | None = None  # the current step, if its parameters are compared
         self._depth = 0  # of nested steps: a step may call another one, or run backward in a closure
         self._inside = 0  # replicas in their forward
-        self._windows: dict[int, Window] = {}  # by id of the optimizer
+        self._windows: dict[int, GradientWindow] = {}  # by id of the optimizer
         self._clear_site, self._backwards = "", 0
         self._pending: defaultdict[int, int] = defaultdict(int)  # backwards, by optimizer, since its last step
         self._forwards, self._synced = 0, 0  # since any step
@@ -75,39 +83,39 @@ class StepWatch(ScriptListener):
         self._clipped = set[int](), 0.0, 0.0, ""  # since any step: ids, norm, limit, line
 
     def on_torch_imported(self) -> None:
-        self._meshes.watch()
-        sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(self._called)
+        self._meshes.wrap_fully_shard()
+        sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(self._on_module_forward)
         wrap_function(
-            sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel, "no_sync", before=self._unsynced
+            sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel, "no_sync", before=self._on_no_sync
         )
         modules: Any = sys.modules["torch.nn.modules.module"]
-        wrap_function(sys.modules["torch.optim.optimizer"].Optimizer, "zero_grad", before=self._clears)
-        wrap_function(modules.Module, "zero_grad", before=lambda *_, **__: self._clears(None))
+        wrap_function(sys.modules["torch.optim.optimizer"].Optimizer, "zero_grad", before=self._on_zero_grad)
+        wrap_function(modules.Module, "zero_grad", before=lambda *_, **__: self._on_zero_grad(None))
         clipping: Any = sys.modules["torch.nn.utils.clip_grad"]
         nn_utils: Any = sys.modules["torch.nn.utils"]
-        scale = self.clipping(clipping._clip_grads_with_norm_)  # clip_grad_norm_ also calls it
+        scale = self.wrap_clip(clipping._clip_grads_with_norm_)  # clip_grad_norm_ also calls it
         clipping._clip_grads_with_norm_ = nn_utils.clip_grads_with_norm_ = scale
 
     def on_session_begin(self) -> None:
         self._facts.session = True
 
-    def _unsynced(self, ddp: Any) -> None:
+    def _on_no_sync(self, ddp: Any) -> None:
         if id(ddp) in self._replicas:
             self._replicas[id(ddp)].no_sync_site = user_site()
 
-    def _clears(self, optimizer: Any, *_: Any, **__: Any) -> None:
+    def _on_zero_grad(self, optimizer: Any, *_: Any, **__: Any) -> None:
         if not self._depth:
             self._clear_site = user_site()
             if optimizer is not None:
-                self._window(optimizer)
+                self._gradient_window(optimizer)
 
-    def _window(self, optimizer: Any) -> Window | None:
+    def _gradient_window(self, optimizer: Any) -> GradientWindow | None:
         window = self._windows.get(id(optimizer))
         if window is None and not any(is_sharded(p) for p in _parameters(optimizer)):
-            window = self._windows[id(optimizer)] = Window(optimizer)
+            window = self._windows[id(optimizer)] = GradientWindow(optimizer)
         return window
 
-    def clipping(self, clip: Any) -> Any:
+    def wrap_clip(self, clip: Any) -> Any:
         """Wrap `clip_grads_with_norm_` to record the norm for the next step."""
 
         @hide_from_warnings
@@ -115,11 +123,16 @@ class StepWatch(ScriptListener):
         def clipped(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
             parameter_list = [parameters] if hasattr(parameters, "grad") else list(parameters)  # may be an iterator
             if not self._depth and not self._unclipped:
-                self._unclipped = [_total(optimizer) for optimizer in self._optimizers]
+                self._unclipped = [_weighted_gradient_sum(optimizer) for optimizer in self._optimizers]
             clip(parameter_list, max_norm, total_norm, *args, **kwargs)
             compiling = sys.modules["torch.compiler"].is_compiling()
             if not self._depth and not compiling and not any(map(is_sharded, parameter_list)):
-                self._clipped = {id(p) for p in parameter_list}, finite(total_norm), finite(max_norm), user_site()
+                self._clipped = (
+                    {id(p) for p in parameter_list},
+                    finite_or_default(total_norm),
+                    finite_or_default(max_norm),
+                    user_site(),
+                )
 
         return clipped
 
@@ -129,7 +142,7 @@ class StepWatch(ScriptListener):
             caller = caller.f_back
         record = SeenReplica(
             site=user_site(),
-            by_library=owner(caller.f_code.co_filename) is Owner.LIBRARY,
+            by_library=code_owner(caller.f_code.co_filename) is CodeOwner.LIBRARY,
             find_unused=bool(ddp.find_unused_parameters),
         )
         self._replicas[id(ddp)] = record
@@ -138,7 +151,7 @@ class StepWatch(ScriptListener):
         self._inner[id(ddp.module)] = weakref.ref(ddp.module), record
         self._parts |= {id(part): (weakref.ref(part), record) for part in ddp.module.modules()}
 
-    def _called(self, module: Any, _: Any) -> None:
+    def _on_module_forward(self, module: Any, _: Any) -> None:
         """A module runs forward: possibly that of a replica, either bypassing DDP or for an evaluation."""
         if self._stepped:
             self._stepped, self._exchanged, self._called_ns = False, 0, time.monotonic_ns()
@@ -147,7 +160,7 @@ class StepWatch(ScriptListener):
             return
         if module.training:
             if sys.modules["torch"].is_grad_enabled() and not self._inside:
-                record.past_site = record.past_site or self._outside()
+                record.past_site = record.past_site or self._site_outside_model()
             return
         if id(module) not in self._inner:
             return
@@ -158,14 +171,14 @@ class StepWatch(ScriptListener):
             record.buffers.append(digest_of(buffers))
             record.evaluation_site = user_site()
 
-    def _outside(self) -> str:
+    def _site_outside_model(self) -> str:
         """The line outside of a replica's model that called the model or one of its methods."""
         frame = call_site(sys._getframe(1)).frame  # pyright: ignore[reportPrivateUsage]
         outer = frame
         while outer is not None and id(outer.f_locals.get("self")) in self._parts:
             outer = call_site(outer.f_back).frame
         frame = outer or frame
-        return site_words(frame_of(frame)) if frame is not None else ""
+        return format_frame(frame_record(frame)) if frame is not None else ""
 
     def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._inside += 1
@@ -182,9 +195,9 @@ class StepWatch(ScriptListener):
     def on_forward_end(self, ddp: Any, output: Any) -> None:
         self._inside -= 1
         record = self._replicas.get(id(ddp))
-        if record is None or not record.find_unused or record.looked >= LOOKS or not ddp.training:
+        if record is None or not record.find_unused or record.looked >= MAX_UNUSED_CHECKS or not ddp.training:
             return
-        used_ids = parameters_reached(roots_of(output))
+        used_ids = parameters_reached(grad_fns_of(output))
         if used_ids:
             # DDP reduces the parameters from its construction, not later replacements
             num_unused = sum(p.requires_grad and id(p) not in used_ids for p in ddp._module_parameters)
@@ -204,9 +217,9 @@ class StepWatch(ScriptListener):
         if self._depth:  # in a closure, which may run backward any number of times
             self._at = at
             return
-        self._look_for_lost(at)
+        self._find_lost_gradients(at)
         self._backward_site = user_site()
-        self._factors = factors_of(losses)
+        self._factors = loss_factors(losses)
         for number, optimizer in enumerate(self._optimizers):
             if at != self._at and self._at[0] == loader_number and self._pending[number]:
                 cleared = not any(p.grad is not None and bool(p.grad.any()) for p in _parameters(optimizer))
@@ -217,7 +230,7 @@ class StepWatch(ScriptListener):
         self._pending[-1] += 1  # for an optimizer that has not stepped yet
         self._at = at
 
-    def _look_for_lost(self, at: tuple[int, int]) -> None:
+    def _find_lost_gradients(self, at: tuple[int, int]) -> None:
         """Find gradients of earlier batches that were cleared although no optimizer has stepped with them.
 
         Several backwards of one batch are not accumulation, but an adversarial example or a GAN, for example. Remaining
@@ -226,23 +239,32 @@ class StepWatch(ScriptListener):
         self._backwards += 1
         batch = self._loading.given or self._backwards  # without a loader, each backward counts as a batch
         for window in self._windows.values():
-            other_batch = window.held and window.filled and batch > window.batch
+            other_batch = window.pending_backwards and window.has_nonzero_gradients and batch > window.last_batch_number
             if other_batch and not any(map(_has_gradient, _parameters(window.optimizer))):
                 if window.loader_and_pass == at:
-                    window.lost, window.clear_site = window.lost + window.held, self._clear_site
-                window.held = 0
-            window.held, window.batch, window.loader_and_pass = window.held + 1, batch, at
+                    window.lost_backwards, window.clear_site = (
+                        window.lost_backwards + window.pending_backwards,
+                        self._clear_site,
+                    )
+                window.pending_backwards = 0
+            window.pending_backwards, window.last_batch_number, window.loader_and_pass = (
+                window.pending_backwards + 1,
+                batch,
+                at,
+            )
 
     def on_backward_end(self) -> None:
         if self._facts.session:
             return
-        if self._called_ns and self._joint.called:
-            calls = Guard.of_process().page.calls_since(self._called_ns)
-            self._exchanged = sum(op.kind.startswith(PARTS) or op.shape not in NUMBERS for _, _, op in calls)
+        if self._called_ns and self._joint.has_called_collective:
+            calls = HangGuard.of_process().page.calls_since(self._called_ns)
+            self._exchanged = sum(
+                op.kind.startswith(VARYING_SHAPE_OPS) or op.shape not in SCALAR_SHAPES for _, _, op in calls
+            )
         if not self._depth:
             for window in self._windows.values():
-                window.filled = any(map(_has_gradient, _parameters(window.optimizer)))
-            self._local = [_total(optimizer) for optimizer in self._optimizers]
+                window.has_nonzero_gradients = any(map(_has_gradient, _parameters(window.optimizer)))
+            self._local = [_weighted_gradient_sum(optimizer) for optimizer in self._optimizers]
 
     def on_step_begin(self, optimizer: Any) -> None:
         self._depth += 1
@@ -255,17 +277,17 @@ class StepWatch(ScriptListener):
         if self._facts.session:
             self._facts.steps.append(SeenStep(number, user_site()))
             return
-        history, private = self._joint.of(optimizer), self._joint.private(optimizer)
-        self._note_loader(private=private)
+        history, private = self._joint.history_of(optimizer), self._joint.is_private(optimizer)
+        self._mark_loader_joint(private=private)
         self._taken[number] += not private
-        kind = "private" if private else "joint" if self._joint.level else "unknown"
+        kind = "private" if private else "joint" if self._joint.highest_evidence_level else "unknown"
         self._records[kind] += 1
         if self._records[kind] > (MAX_PRIVATE if private else MAX_RECORDS):
             return
         parameters = _parameters(optimizer)
         unsharded = not any(is_sharded(p) for p in parameters)
         if not unsharded and index is None:
-            split = self._meshes.split(parameters)
+            split = self._meshes.model_parallel_position(parameters)
             self._facts.split, self._facts.split_rank = max(split, (self._facts.split, self._facts.split_rank))
         step = SeenStep(
             optimizer=number,
@@ -273,21 +295,21 @@ class StepWatch(ScriptListener):
             loader=self._at[0],
             epoch=self._at[1],
             gradients=digest_of(p.grad for p in parameters) if unsharded else "",
-            lost=window.lost if (window := self._window(optimizer)) else 0,
+            lost=window.lost_backwards if (window := self._gradient_window(optimizer)) else 0,
             clear_site=window.clear_site if window else "",
             backwards=self._pending.pop(-1, 0) if index is None else self._pending[number],
             backward_site=self._backward_site,
             factors=self._factors,
             forwards=self._forwards,
             synced=self._synced,
-            learning_rate=finite(optimizer.param_groups[0].get("lr", 0.0)),
-            settings=_settings(optimizer),
+            learning_rate=finite_or_default(optimizer.param_groups[0].get("lr", 0.0)),
+            settings=_settings_hash(optimizer),
             parameters=digest_of(parameters) if unsharded else "",
-            own=history.own,
-            past=history.past,
+            own=history.has_shared_parameters,
+            past=history.bypasses_ddp,
             exchanged=self._exchanged,
         )
-        if unsharded and self._looked[number] + len(parameters) <= MAX_EACH:
+        if unsharded and self._looked[number] + len(parameters) <= MAX_PARAMETER_DIGESTS:
             self._looked[number] += len(parameters)
             step.outside = [n for n, p in enumerate(parameters) if id(p) not in self._averaged]
             step.each = [digest_of([p.grad]) for p in parameters]
@@ -298,19 +320,21 @@ class StepWatch(ScriptListener):
         if not clipped_ids.isdisjoint(map(id, parameters)):
             step.norm, step.limit, step.clip_site = norm, limit, clip_site
         if unsharded and index is not None and index < len(self._local):
-            local, applied = self._local[index], _total(optimizer)
+            local, applied = self._local[index], _weighted_gradient_sum(optimizer)
             if not self._replicas:
                 step.local, step.applied = local, applied
             elif local:
-                step.scaled = finite((self._unclipped[index] if index < len(self._unclipped) else applied) / local, 1.0)
+                step.scaled = finite_or_default(
+                    (self._unclipped[index] if index < len(self._unclipped) else applied) / local, 1.0
+                )
         step.shapes = digest_of([]) if not unsharded else str(hash(tuple(tuple(p.shape) for p in parameters)))
         self._facts.steps.append(step)
         self._step = step if unsharded else None
         self._pending[number] = 0
         for each_window in self._windows.values():
-            each_window.held = 0
+            each_window.pending_backwards = 0
         if window is not None:
-            window.lost = 0
+            window.lost_backwards = 0
 
     def on_step_end(self, optimizer: Any) -> None:
         self._depth -= 1
@@ -319,20 +343,24 @@ class StepWatch(ScriptListener):
         self._stepped = True
         if self._step is not None:
             parameters = _parameters(optimizer)
-            self._step.after, self._step.met = digest_of(parameters), self._joint.of(optimizer).has_met
+            self._step.after, self._step.met = digest_of(parameters), self._joint.history_of(optimizer).has_communicated
             if self._step.each:
                 self._step.each_after = [digest_of([p]) for p in parameters]
             self._step = None
         self._forwards = self._synced = 0
         self._clipped, self._unclipped = (set(), 0.0, 0.0, ""), []
-        shortened = any(loader.training and loader.batches >= 0 for loader in self._facts.loaders)
-        max_steps = MAX_STEPS if self._joint.level else MAX_ALONE
-        if not shortened and not self._joint.private(optimizer) and max(self._taken.values(), default=0) >= max_steps:
+        shortened = any(loader.training_passes and loader.batches >= 0 for loader in self._facts.loaders)
+        max_steps = MAX_STEPS if self._joint.highest_evidence_level else MAX_UNJOINED_STEPS
+        if (
+            not shortened
+            and not self._joint.is_private(optimizer)
+            and max(self._taken.values(), default=0) >= max_steps
+        ):
             raise SystemExit(0)
 
-    def _note_loader(self, *, private: bool) -> None:
+    def _mark_loader_joint(self, *, private: bool) -> None:
         number = self._at[0]
-        if number < 0 or not self._joint.level:
+        if number < 0 or not self._joint.highest_evidence_level:
             return
         if not private:
             self._loading.joint.add(number)
@@ -348,7 +376,7 @@ def _has_gradient(parameter: Any) -> bool:
     return gradient is not None and (gradient.is_sparse or bool(gradient.any()))
 
 
-def _settings(optimizer: Any) -> str:
+def _settings_hash(optimizer: Any) -> str:
     settings: list[tuple[str, object]] = []
     for group in optimizer.param_groups:
         for name, value in sorted(group.items()):
@@ -359,7 +387,7 @@ def _settings(optimizer: Any) -> str:
     return short_hash(repr(settings).encode())
 
 
-def _total(optimizer: Any) -> float:
+def _weighted_gradient_sum(optimizer: Any) -> float:
     """A weighted sum of the gradients, which is linear in them; plain sums of gradients are often 0."""
     torch: Any = sys.modules["torch"]
     total = 0.0
@@ -367,10 +395,10 @@ def _total(optimizer: Any) -> float:
         if parameter.grad is not None and not is_sharded(parameter):
             values = parameter.grad.detach().reshape(-1)[:MAX_ELEMENTS].double().cpu()
             total += float(values @ torch.arange(values.numel(), dtype=torch.float64).cos())
-    return finite(total)
+    return finite_or_default(total)
 
 
-class Meshes:
+class ModelParallelDetector:
     """Finds the ranks that hold parts of the same layers (tensor parallel) and therefore get the same batches.
 
     A DTensor is split along the dimensions of its mesh. The dimensions along which `fully_shard` sharded a model are
@@ -380,23 +408,23 @@ class Meshes:
     def __init__(self) -> None:
         self._fsdp_ranks = set[int]()
 
-    def watch(self) -> None:
+    def wrap_fully_shard(self) -> None:
         """Record each call of `fully_shard` from now on."""
-        when_imported(OFFERED_BY[0], self._watch)
+        when_imported(FULLY_SHARD_MODULES[0], self._wrap_after_import)
 
-    def _watch(self, *, late: bool) -> None:
-        first: Any = sys.modules[OFFERED_BY[0]]
+    def _wrap_after_import(self, *, late: bool) -> None:
+        first: Any = sys.modules[FULLY_SHARD_MODULES[0]]
         original = first.fully_shard
-        wrap_function(first, "fully_shard", before=self._record)
-        for module in (sys.modules.get(name) for name in OFFERED_BY[1:]):
+        wrap_function(first, "fully_shard", before=self._record_fsdp_ranks)
+        for module in (sys.modules.get(name) for name in FULLY_SHARD_MODULES[1:]):
             if getattr(module, "fully_shard", None) is original:
                 vars(module)["fully_shard"] = first.fully_shard
 
-    def _record(self, *_: Any, mesh: Any = None, **__: Any) -> None:
+    def _record_fsdp_ranks(self, *_: Any, mesh: Any = None, **__: Any) -> None:
         world_size = sys.modules["torch.distributed"].get_world_size
         self._fsdp_ranks.update(range(world_size()) if mesh is None else mesh.mesh.flatten().tolist())
 
-    def split(self, parameters: Iterable[Any]) -> tuple[int, int]:
+    def model_parallel_position(self, parameters: Iterable[Any]) -> tuple[int, int]:
         """The number of ranks among which layers are split, and the index of this rank among them."""
         count, number = 1, 0
         for parameter in parameters:
@@ -411,7 +439,7 @@ class Meshes:
         return count, number
 
 
-def factors_of(losses: Any) -> list[float]:
+def loss_factors(losses: Any) -> list[float]:
     """The constants by which a loss was multiplied last; for divisions their reciprocals."""
     factors: list[float] = []
     node = getattr(losses, "grad_fn", None)
@@ -427,12 +455,12 @@ def factors_of(losses: Any) -> list[float]:
     return factors
 
 
-def roots_of(output: Any, depth: int = 0) -> list[Any]:
+def grad_fns_of(output: Any, depth: int = 0) -> list[Any]:
     """The autograd nodes that computed the tensors of an output."""
     if getattr(output, "grad_fn", None) is not None:
         return [output.grad_fn]
     inner = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
-    return [root for value in inner for root in roots_of(value, depth + 1)] if depth < 4 else []
+    return [root for value in inner for root in grad_fns_of(value, depth + 1)] if depth < 4 else []
 
 
 def parameters_reached(nodes: list[Any]) -> set[int]:

@@ -30,8 +30,8 @@ from typing import Any, Self
 from paceline.protocol.facts import MAX_DIGESTS
 from paceline.rank.imports import hide_from_warnings, when_imported
 
-Then = Callable[..., None]
-MOST_BETWEEN = 12  # frames between two of torch's wrappers of an optimizer's step
+HookCallback = Callable[..., None]
+MAX_WRAPPER_FRAMES = 12  # frames between two of torch's wrappers of an optimizer's step
 MAX_PENDING = 64  # reads in flight
 MAX_ELEMENTS = 1 << 16  # elements that are read of a tensor; sufficient to find differences
 MAX_DEPTH = 5
@@ -53,14 +53,14 @@ class DeferredReads:
         event.record()
         self._pending.append((event, copy, then))
 
-    def look(self) -> None:
+    def deliver_arrived(self) -> None:
         """Handle the values that have arrived."""
         while self._pending and self._pending[0][0].query():
             _, copy, then = self._pending.popleft()
             then(copy.tolist())
 
 
-def may_compute(tensor: Any) -> bool:
+def can_run_kernels(tensor: Any) -> bool:
     """Whether kernels may run on this tensor now: not while a CUDA graph is captured."""
     return not tensor.is_cuda or not sys.modules["torch"].cuda.is_current_stream_capturing()
 
@@ -70,7 +70,7 @@ def short_hash(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def some_of(tensor: Any, most: int = MAX_ELEMENTS) -> Any:
+def sample_elements(tensor: Any, most: int = MAX_ELEMENTS) -> Any:
     """At most `most` elements of a tensor, evenly spaced."""
     flat = tensor.detach().reshape(-1)
     return flat[:: -(-flat.numel() // most) or 1]
@@ -79,7 +79,7 @@ def some_of(tensor: Any, most: int = MAX_ELEMENTS) -> Any:
 def digest_of(tensors: Iterable[Any], most: int = MAX_ELEMENTS) -> str:
     """One digest of several tensors, which may be None."""
     torch: Any = sys.modules["torch"]
-    samples = (None if t is None else some_of(t, most).cpu().contiguous().view(torch.uint8) for t in tensors)
+    samples = (None if t is None else sample_elements(t, most).cpu().contiguous().view(torch.uint8) for t in tensors)
     return short_hash(b"".join(b"-" if t is None else bytes(t.numpy()) for t in samples))
 
 
@@ -90,7 +90,7 @@ def leaf_digests(batch: Any, depth: int = 0, most: int = MAX_ELEMENTS, *, consta
     """
     torch: Any = sys.modules["torch"]
     if isinstance(batch, torch.Tensor):
-        elements = some_of(batch, most)
+        elements = sample_elements(batch, most)
         if not constants and batch.dim() and elements.numel() and bool((elements == elements[0]).all()):
             return [""]
         return [("f:" if batch.is_floating_point() else "") + digest_of([elements], most)]
@@ -179,30 +179,30 @@ class Hooks:
     """The hooks of a process."""
 
     def __init__(self, warn_once: Callable[[BaseException], None]) -> None:
-        self._listeners: dict[str, list[Then]] = {}
+        self._listeners: dict[str, list[HookCallback]] = {}
         self._warn_once = warn_once
         os.register_at_fork(after_in_child=self._listeners.clear)
 
-    def listen(self, *listeners: ScriptListener) -> Self:
+    def add_listeners(self, *listeners: ScriptListener) -> Self:
         """Add listeners, which are called in this order."""
         for name in vars(ScriptListener):
             added = [getattr(x, name) for x in listeners if getattr(type(x), name) is not getattr(ScriptListener, name)]
             self._listeners[name] = [*self._listeners.get(name, ()), *added]
         return self
 
-    def dismiss(self, *listeners: ScriptListener) -> None:
+    def remove_listeners(self, *listeners: ScriptListener) -> None:
         """Remove these listeners, and report to the others that a session begins."""
         for name, methods in self._listeners.items():
             self._listeners[name] = [method for method in methods if getattr(method, "__self__", None) not in listeners]
         self._tell("on_session_begin")
 
-    def end(self) -> None:
+    def report_success(self) -> None:
         """Report that the script has ended with exit code 0."""
         self._tell("on_script_succeeded")
 
     def install(self) -> Self:
         """Install the hooks now, or when the import of torch completes."""
-        when_imported("torch", self._install)
+        when_imported("torch", self._wrap_torch)
         previous_hook = threading.excepthook
 
         def ended(args: threading.ExceptHookArgs) -> None:
@@ -220,7 +220,7 @@ class Hooks:
             except Exception as error:
                 self._warn_once(error)
 
-    def _install(self, *, late: bool) -> None:
+    def _wrap_torch(self, *, late: bool) -> None:
         tell = self._tell
         try:
             self._wrap_loaders(sys.modules["torch.utils.data.dataloader"]._BaseDataLoaderIter)
@@ -258,7 +258,7 @@ class Hooks:
         if not callable(closure) or not self._listeners.get("on_step_begin"):
             self._tell("on_step_begin", optimizer)
             return None
-        watched = Closure(
+        watched = ObservedClosure(
             closure, partial(self._tell, "on_step_begin", optimizer), partial(self._tell, "on_closure_end", optimizer)
         )
         return (args, named | {"closure": watched}) if "closure" in named else ((args[0], watched, *args[2:]), named)
@@ -267,8 +267,8 @@ class Hooks:
         if _is_nested_step(optimizer):
             return
         closure = _closure(args, named)
-        if isinstance(closure, Closure):
-            closure.begin()  # if the optimizer has not called it
+        if isinstance(closure, ObservedClosure):
+            closure.notify_first_call()  # if the optimizer has not called it
         self._tell("on_step_end", optimizer)
 
     def _wrap_loaders(self, base: Any) -> None:
@@ -294,7 +294,7 @@ class Hooks:
         wrap_next(after=lambda batch, batches: tell("on_batch_received", batches, batch))
 
 
-class Closure:
+class ObservedClosure:
     """The closure of an optimizer's step. Calls `first` after its first call, and `later` after each further one."""
 
     def __init__(self, closure: Callable[..., Any], first: Callable[[], None], later: Callable[[], None]) -> None:
@@ -307,10 +307,10 @@ class Closure:
         result = self._closure(*args, **named)
         if self._begun:
             self._later()
-        self.begin()
+        self.notify_first_call()
         return result
 
-    def begin(self) -> None:
+    def notify_first_call(self) -> None:
         """Call `first`, once."""
         if not self._begun:
             self._begun = True
@@ -321,7 +321,7 @@ def _is_nested_step(optimizer: Any) -> bool:
     """Whether the step of a subclass has called the step of its base: torch calls the hooks for both."""
     frame: Any = sys._getframe(2)  # pyright: ignore[reportPrivateUsage] - torch's wrapper of the method
     wrapper, args = frame.f_code, frame.f_code.co_varnames[0]
-    for _ in range(MOST_BETWEEN):
+    for _ in range(MAX_WRAPPER_FRAMES):
         frame = frame.f_back
         if frame is None:
             return False
@@ -335,7 +335,12 @@ def _closure(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 
 def wrap_function(
-    owner: Any, name: str, *, before: Then | None = None, after: Then | None = None, failed: Then | None = None
+    owner: Any,
+    name: str,
+    *,
+    before: HookCallback | None = None,
+    after: HookCallback | None = None,
+    failed: HookCallback | None = None,
 ) -> None:
     """Wrap function `name` of a module or class of torch with hooks.
 
@@ -345,7 +350,7 @@ def wrap_function(
     function = getattr(owner, name)
     compiles = sys.modules["torch.compiler"].is_compiling
 
-    def tell(then: Then | None, *arguments: Any, **named: Any) -> None:
+    def tell(then: HookCallback | None, *arguments: Any, **named: Any) -> None:
         if then is not None:
             try:
                 then(*arguments, **named)

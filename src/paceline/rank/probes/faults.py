@@ -1,7 +1,7 @@
 """Probes for faults that a rank finds in its script, in every run: not finite, swallowed, stale.
 
-`NonFiniteGradients` finds the rank, the step and the batch that made the gradients of a step NaN or infinite. A NaN
-propagates back to the parameters near the input, so one small parameter there is sufficient. The probe checks its
+`NonFiniteGradientDetector` finds the rank, the step and the batch that made the gradients of a step NaN or infinite. A
+NaN propagates back to the parameters near the input, so one small parameter there is sufficient. The probe checks its
 gradient twice: on this rank, before DDP sums over ranks, and as the optimizer gets it. Only applied gradients count:
 code that finds the NaN and skips the step, as GradScaler does, is correct. Code that replaces the numbers and steps is
 wrong, because the results of the forward pass, for example statistics of a batch norm, are not finite.
@@ -23,17 +23,19 @@ from msgspec.structs import replace
 from paceline.protocol.evidence import ScriptFinding, is_victim
 from paceline.protocol.marks import put_finding
 from paceline.protocol.status_page import StatusPage
-from paceline.rank.probes import DeferredReads, ScriptListener, leaf_digests, may_compute
-from paceline.rank.probes.steps import USUAL_STEPS, StepCounter
-from paceline.rank.recorder import distributed
-from paceline.rank.sites import Owner, frame_of, owner, site_words, user_site
+from paceline.rank.flight_recorder import loaded_c10d_module
+from paceline.rank.probes import DeferredReads, ScriptListener, can_run_kernels, leaf_digests
+from paceline.rank.probes.steps import USUAL_STEP_WINDOW, StepCounter
+from paceline.rank.sites import CodeOwner, code_owner, format_frame, frame_record, user_site
 
-SMALL = 16384  # elements that are checked: of a smaller parameter, or of the first one
-MOST_NAMED = 8  # samples
-ONE_AHEAD = "/accelerate/data_loader.py"  # the Trainer also uses its loaders
-PREFETCHER = "_PrefetchDataFetcher"  # Lightning's, which fetches one ahead if the number of batches is unknown
-TRANSPORT = "gloo/transport/"  # a source file in the error messages of gloo
-PAST_STEPS = 3  # consecutive steps without DDP before a report
+MAX_CHECKED_ELEMENTS = 16384  # elements that are checked: of a smaller parameter, or of the first one
+MAX_NAMED_SAMPLES = 8  # samples
+ACCELERATE_LOADER_FILE = "/accelerate/data_loader.py"  # the Trainer also uses its loaders
+LIGHTNING_PREFETCHER = (
+    "_PrefetchDataFetcher"  # Lightning's, which fetches one ahead if the number of batches is unknown
+)
+GLOO_TRANSPORT_FILE = "gloo/transport/"  # a source file in the error messages of gloo
+MIN_STEPS_PAST_DDP = 3  # consecutive steps without DDP before a report
 MOST_SWALLOWED, MOST_CHARS, MOST_NAME = 3, 300, 40
 PAIR_EVERY, PAIRS, FEW_ELEMENTS = 8, 2, 256  # the inputs of PAIRS pairs of steps must be equal
 
@@ -55,8 +57,8 @@ class BatchTracker(ScriptListener):
         self._number[batches] = 0
         frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         while frame is not None and not self._ahead.get(batches, False):
-            prefetches = type(frame.f_locals.get("self")).__name__ == PREFETCHER and not _is_sized(loader())
-            self._ahead[batches] = prefetches or frame.f_code.co_filename.endswith(ONE_AHEAD)
+            prefetches = type(frame.f_locals.get("self")).__name__ == LIGHTNING_PREFETCHER and not _is_sized(loader())
+            self._ahead[batches] = prefetches or frame.f_code.co_filename.endswith(ACCELERATE_LOADER_FILE)
             frame = frame.f_back
 
     def on_indices_drawn(self, batches: Any, indices: Any) -> None:
@@ -74,18 +76,20 @@ class BatchTracker(ScriptListener):
         if self._next is not None:
             self._last = self._next
 
-    def last(self) -> str:
+    def current_batch_text(self) -> str:
         """The current batch of the script, as text."""
         if self._last is None:
             return ""
         number, epoch, indices = self._last
         drawn_indices: list[Any] = [*indices] if isinstance(indices, Iterable) else [indices]
         samples = [index for index in drawn_indices if index is not None]  # a stream has no indices
-        shown = ", ".join(str(index) for index in samples[:MOST_NAMED]) + (", ..." if len(samples) > MOST_NAMED else "")
+        shown = ", ".join(str(index) for index in samples[:MAX_NAMED_SAMPLES]) + (
+            ", ..." if len(samples) > MAX_NAMED_SAMPLES else ""
+        )
         return f", batch {number} of epoch {epoch}" + (f", samples {shown}" if samples else "")
 
 
-class NonFiniteGradients(ScriptListener):
+class NonFiniteGradientDetector(ScriptListener):
     """Finds optimizer steps with gradients that are NaN or infinite."""
 
     def __init__(self, page: StatusPage, steps: StepCounter, batches: BatchTracker) -> None:
@@ -102,16 +106,16 @@ class NonFiniteGradients(ScriptListener):
     def on_replica_created(self, ddp: Any) -> None:
         named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
         if named:
-            name, sensor = next((pair for pair in named[:8] if pair[1].numel() <= SMALL), named[0])
-            self._hook(sensor, name)
+            name, sensor = next((pair for pair in named[:8] if pair[1].numel() <= MAX_CHECKED_ELEMENTS), named[0])
+            self._hook_sensor(sensor, name)
 
     def on_backward_begin(self, losses: Any) -> None:
-        self._later.look()
+        self._later.deliver_arrived()
         loss = losses if hasattr(losses, "numel") else next(iter(losses), None)
         self._follows = False
-        if loss is None or loss.numel() != 1 or not may_compute(loss):
+        if loss is None or loss.numel() != 1 or not can_run_kernels(loss):
             return
-        step, batch, site = self._steps.done + 1, self._batches.last(), user_site()
+        step, batch, site = self._steps.done + 1, self._batches.current_batch_text(), user_site()
         at = f" at {site}" if site else ""
 
         def look(values: list[float]) -> None:
@@ -124,17 +128,17 @@ class NonFiniteGradients(ScriptListener):
         torch = sys.modules["torch"]
         sensors: list[Any] = [ref() for ref in self._hooked.values()]
         same_device = (p for p in sensors if type(p) is torch.nn.Parameter and p.device == loss.device)
-        not_finite = [_not_finite(p).double() for p in same_device]
+        not_finite = [_is_not_finite(p).double() for p in same_device]
         self._later.read(torch.cat([loss.detach().reshape(1).double(), *not_finite]), look)
 
     def on_step_begin(self, optimizer: Any) -> None:
         if self._reported or getattr(optimizer, "found_inf", None) is not None:  # GradScaler has checked already
             return
-        sensor = self._sensors[optimizer] if optimizer in self._sensors else self._chosen(optimizer)
-        if sensor is None or sensor.grad is None or sensor.grad.is_sparse or not may_compute(sensor.grad):
+        sensor = self._sensors[optimizer] if optimizer in self._sensors else self._choose_sensor(optimizer)
+        if sensor is None or sensor.grad is None or sensor.grad.is_sparse or not can_run_kernels(sensor.grad):
             return
         step = self._steps.done + 1
-        self._own, self._lost = _since(step - 4, self._own), _since(step - 4, self._lost)
+        self._own, self._lost = _keep_since(step - 4, self._own), _keep_since(step - 4, self._lost)
 
         def look(values: list[bool]) -> None:
             if values[0] and not self._reported:
@@ -143,7 +147,7 @@ class NonFiniteGradients(ScriptListener):
                 self._hidden_reported = True
                 put_finding(self._page, ScriptFinding("swallowed", step, lost))
 
-        self._later.read(_not_finite(sensor.grad), look)
+        self._later.read(_is_not_finite(sensor.grad), look)
 
     def on_closure_end(self, optimizer: Any) -> None:
         self._again.add(optimizer)
@@ -151,7 +155,7 @@ class NonFiniteGradients(ScriptListener):
     def on_step_end(self, optimizer: Any) -> None:
         """Check the new parameters after repeated closures: a line search may discard a point that is not finite."""
         sensor = self._sensors.get(optimizer)
-        if self._reported or optimizer not in self._again or sensor is None or not may_compute(sensor):
+        if self._reported or optimizer not in self._again or sensor is None or not can_run_kernels(sensor):
             return
         self._again.discard(optimizer)
         step = self._steps.done + 1
@@ -160,49 +164,49 @@ class NonFiniteGradients(ScriptListener):
             if values[0] and not self._reported:
                 self._report(step)
 
-        self._later.read(_not_finite(sensor), look)
+        self._later.read(_is_not_finite(sensor), look)
 
     def _report(self, step: int) -> None:
         self._reported, local = True, self._own.get(step)
         put_finding(self._page, ScriptFinding("not finite", step, local or "", own=local is not None))
 
-    def _chosen(self, optimizer: Any) -> Any:
+    def _choose_sensor(self, optimizer: Any) -> Any:
         """A small parameter among the first ones, which are near the input."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         sensor = next((p for p in parameters if (ref := self._hooked.get(id(p))) and ref() is p), None)
         if parameters and sensor is None:
-            sensor = next((p for p in parameters[:8] if p.numel() <= SMALL), parameters[0])
-            self._hook(sensor, "a parameter")
+            sensor = next((p for p in parameters[:8] if p.numel() <= MAX_CHECKED_ELEMENTS), parameters[0])
+            self._hook_sensor(sensor, "a parameter")
         self._sensors[optimizer] = sensor
         return sensor
 
-    def _hook(self, sensor: Any, name: str) -> None:
+    def _hook_sensor(self, sensor: Any, name: str) -> None:
         def seen(gradient: Any) -> None:
-            if gradient.is_sparse or not may_compute(gradient):
+            if gradient.is_sparse or not can_run_kernels(gradient):
                 return
-            step, batch = self._steps.done + 1, self._batches.last
+            step, batch = self._steps.done + 1, self._batches.current_batch_text
 
             def look(values: list[bool]) -> None:
                 if values[0] and not self._follows:
                     self._own.setdefault(step, f"its local gradient of {name} was not finite{batch()}")
 
-            self._later.read(_not_finite(gradient), look)
+            self._later.read(_is_not_finite(gradient), look)
 
         self._hooked[id(sensor)] = weakref.ref(sensor)
         sensor.register_hook(seen)
 
 
-def _since(step: int, texts: dict[int, str]) -> dict[int, str]:
+def _keep_since(step: int, texts: dict[int, str]) -> dict[int, str]:
     return {at: text for at, text in texts.items() if at >= step}
 
 
-def _not_finite(gradient: Any) -> Any:
-    return _few(gradient).sum().isfinite().logical_not().reshape(1)
+def _is_not_finite(gradient: Any) -> Any:
+    return _first_elements(gradient).sum().isfinite().logical_not().reshape(1)
 
 
-def _few(tensor: Any) -> Any:
+def _first_elements(tensor: Any) -> Any:
     tensor = getattr(tensor, "_local_tensor", tensor).detach()  # the sum of a DTensor would be a collective
-    return tensor if tensor.numel() <= SMALL else tensor.flatten()[:SMALL]
+    return tensor if tensor.numel() <= MAX_CHECKED_ELEMENTS else tensor.flatten()[:MAX_CHECKED_ELEMENTS]
 
 
 def _is_sized(loader: Any) -> bool:
@@ -212,7 +216,7 @@ def _is_sized(loader: Any) -> bool:
         return False
 
 
-class SwallowedExceptions(ScriptListener):
+class SwallowedExceptionDetector(ScriptListener):
     """Finds exceptions after which the script takes another step, and exceptions that end a thread."""
 
     def __init__(self, page: StatusPage, steps: StepCounter) -> None:
@@ -225,13 +229,13 @@ class SwallowedExceptions(ScriptListener):
     def on_exception(self, where: str, error: BaseException) -> None:
         if not isinstance(error, Exception):
             return
-        world_ref = _world() if collective_failed(error) else None
+        world_ref = _default_group_ref() if is_collective_failure(error) else None
         if where != "collective" or world_ref is not None:  # else it did not begin: not supported by the backend
-            line, name = _line_of(error), type(error).__name__
+            line, name = _user_line_of(error), type(error).__name__
             self._raised[f"{name} {line}"] = f"{name} in its {where}, at {line}: {str(error)[:MOST_CHARS]}", world_ref
 
     def on_thread_failed(self, name: str, error: BaseException) -> None:
-        key, message = f"{type(error).__name__} at {_line_of(error)}", str(error)[:MOST_CHARS]
+        key, message = f"{type(error).__name__} at {_user_line_of(error)}", str(error)[:MOST_CHARS]
         if key not in self._reported and len(self._reported) < MOST_SWALLOWED:
             self._reported.add(key)
             predicate = f"its thread {name[:MOST_NAME]} ended with {key}: {message}"
@@ -247,7 +251,7 @@ class SwallowedExceptions(ScriptListener):
         exceptions, self._raised = self._raised, {}
         for key, (predicate, world_ref) in exceptions.items():
             if world_ref is not None:
-                world = _world()()
+                world = _default_group_ref()()
                 # a script that has made a new default group since has handled the error
                 if not self._collective_reported and (world is None or world is world_ref()):
                     self._collective_reported = True
@@ -257,7 +261,7 @@ class SwallowedExceptions(ScriptListener):
                 put_finding(self._page, ScriptFinding("swallowed", step, predicate, last=last))
 
 
-class StaleGradients(ScriptListener):
+class StaleGradientDetector(ScriptListener):
     """Finds a step without new gradients, a skipped step or batch, a repeated batch, and an optimizer that leaves DDP.
 
     Each of these may be intended, so the agent reports a finding only if other ranks do not have it.
@@ -295,19 +299,19 @@ class StaleGradients(ScriptListener):
             return
         self._before_step = self._backwards
         if self._given:
-            self._compare_given()
+            self._check_batches_per_step()
         backwards, usual, times = self._stepped.get(optimizer, (-1, 0, 0))
         new = self._backwards_of(optimizer) - backwards
-        if new == 0 < usual and times >= USUAL_STEPS:
+        if new == 0 < usual and times >= USUAL_STEP_WINDOW:
             self._report("made a step without backward(), for the first time: a skipped batch or a swallowed error")
-        elif new > usual and times >= USUAL_STEPS:
+        elif new > usual and times >= USUAL_STEP_WINDOW:
             self._report("skipped a step after backward(), for the first time: a swallowed error or a skipped batch")
         self._stepped[optimizer] = self._backwards_of(optimizer), new, times + 1 if new == usual else 0
 
-    def _compare_given(self) -> None:
+    def _check_batches_per_step(self) -> None:
         num_batches, self._given = self._given, 0
         batches = self._batches and self._batches()
-        usual_batches, is_usual = self._usual_given, self._times_given >= USUAL_STEPS
+        usual_batches, is_usual = self._usual_given, self._times_given >= USUAL_STEP_WINDOW
         if batches in self._begun:
             self._begun.discard(batches)
             usual_batches = self._most_at_first or num_batches
@@ -325,15 +329,15 @@ class StaleGradients(ScriptListener):
 
     def _backwards_of(self, optimizer: Any) -> int:
         """The number of backwards so far that may have given it gradients; with a replica, only those through DDP."""
-        return self._backwards if self._joint.of(optimizer).replica is None else self._joint.through
+        return self._backwards if self._joint.history_of(optimizer).replica is None else self._joint.through
 
     def _is_private(self, optimizer: Any) -> bool:
-        past = self._joint.of(optimizer).past
-        if past or not self._joint.private(optimizer):
+        past = self._joint.history_of(optimizer).bypasses_ddp
+        if past or not self._joint.is_private(optimizer):
             self._past = self._past + 1 if past else 0
-        if self._past == PAST_STEPS and past:
+        if self._past == MIN_STEPS_PAST_DDP and past:
             put_finding(self._page, ScriptFinding("left", self._steps.done, "trains on past DDP"))
-        return self._joint.private(optimizer)
+        return self._joint.is_private(optimizer)
 
     def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         step = self._steps.done
@@ -357,21 +361,25 @@ class StaleGradients(ScriptListener):
             put_finding(self._page, ScriptFinding("stale", self._steps.done + 1, predicate))
 
 
-def collective_failed(error: BaseException) -> bool:
+def is_collective_failure(error: BaseException) -> bool:
     """Whether an error shows that a collective began and failed: a lost peer, a timeout, a wrong size."""
     names = {base.__name__ for base in type(error).__mro__}
-    return is_victim(error) or "DistBackendError" in names or ("RuntimeError" in names and TRANSPORT in str(error))
+    return (
+        is_victim(error)
+        or "DistBackendError" in names
+        or ("RuntimeError" in names and GLOO_TRANSPORT_FILE in str(error))
+    )
 
 
-def _world() -> Callable[[], Any]:
-    module: Any = distributed()
+def _default_group_ref() -> Callable[[], Any]:
+    module: Any = loaded_c10d_module()
     world = None if module is None else module._world.default_pg
     return (lambda: None) if world is None else weakref.ref(world)
 
 
-def _line_of(error: BaseException) -> str:
+def _user_line_of(error: BaseException) -> str:
     """The innermost line of the user in the traceback of an exception; else the line that called."""
     for frame, line in reversed([*walk_tb(error.__traceback__)]):
-        if owner(frame.f_code.co_filename) is Owner.USER:
-            return site_words(replace(frame_of(frame), line=line))
+        if code_owner(frame.f_code.co_filename) is CodeOwner.USER:
+            return format_frame(replace(frame_record(frame), line=line))
     return user_site() or "an unknown line"

@@ -23,18 +23,18 @@ from weakref import WeakKeyDictionary
 
 from paceline.protocol.marks import BY_DDP, PARTS, SETTINGS, SUMMED, TABLES, Names, ReplicaFingerprint, put_fingerprint
 from paceline.protocol.status_page import StatusPage
-from paceline.rank.probes import DeferredReads, ScriptListener, may_compute
-from paceline.rank.probes.steps import JointOptimizers, OptimizerHistory, kept_equal
+from paceline.rank.probes import DeferredReads, ScriptListener, can_run_kernels
+from paceline.rank.probes.steps import JointOptimizerDetector, OptimizerHistory, synced_parameters
 
 LEAST_ELEMENTS, SHARE = 4096, 64  # a step sums at least LEAST_ELEMENTS elements, and 1/SHARE of all
-IN_TURN = PARTS - 1  # pieces per step, except the last piece
-ALONE_STEPS = 2  # consecutive steps without gradients of others, which are then intended
-LOCAL_HOOKS = ("post_localSGD_hook", "noop_hook")
-NONE = 0xFFFFFFFF
+ROTATING_PIECES = PARTS - 1  # pieces per step, except the last piece
+MAX_UNSYNCED_STEPS = 2  # consecutive steps without gradients of others, which are then intended
+LOCAL_COMM_HOOKS = ("post_localSGD_hook", "noop_hook")
+UINT32_MAX = 0xFFFFFFFF
 
 
 @dataclass
-class Slice:
+class ParameterSlice:
     """Some elements of one parameter, as integers."""
 
     name: str
@@ -42,41 +42,41 @@ class Slice:
     start: int
     stop: int
     address: int = 0
-    bits: Any = None
+    integer_view: Any = None
 
-    def view(self) -> Any:
+    def as_integers(self) -> Any:
         """A view of the parameter's current memory."""
-        if self.bits is None or self.address != self.parameter.data_ptr():
+        if self.integer_view is None or self.address != self.parameter.data_ptr():
             torch = sys.modules["torch"]
             integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
             tensor = self.parameter.detach()
             flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
             self.address = self.parameter.data_ptr()
-            self.bits = flat[self.start : self.stop].view(integers[tensor.element_size()])
-        return self.bits
+            self.integer_view = flat[self.start : self.stop].view(integers[tensor.element_size()])
+        return self.integer_view
 
 
 @dataclass
 class WatchedOptimizer:
     """One optimizer's parameters."""
 
-    table: int
-    own: bool  # whether it belongs to a replica
+    table_index: int
+    has_replica: bool  # whether it belongs to a replica
     count: int = 0
     version: object = None
-    layout: int = 0
+    layout_hash: int = 0
     flags: int = 0
-    pieces: list[Slice] = field(default_factory=list[Slice])
+    pieces: list[ParameterSlice] = field(default_factory=list[ParameterSlice])
     replica: weakref.ref[Any] | None = None
-    alone: int = 0  # consecutive steps without gradients of others
+    unsynced_steps: int = 0  # consecutive steps without gradients of others
 
 
-class Fingerprints(ScriptListener):
+class FingerprintWriter(ScriptListener):
     """Writes fingerprints after the steps of at most four optimizers at a time."""
 
-    def __init__(self, page: StatusPage, names: Names, joint: JointOptimizers | None = None) -> None:
+    def __init__(self, page: StatusPage, names: Names, joint: JointOptimizerDetector | None = None) -> None:
         self._page, self._names, self._later = page, names, DeferredReads()
-        self._joint = joint or JointOptimizers(lambda: page.get("ops"))
+        self._joint = joint or JointOptimizerDetector(lambda: page.get("ops"))
         self._watched: WeakKeyDictionary[Any, WatchedOptimizer] = WeakKeyDictionary()
         # number of optimizers, and the last step in each table: [without a replica, with a replica]
         self._known, self._numbers = [0, 0], ([0] * TABLES, [0] * TABLES)
@@ -84,23 +84,23 @@ class Fingerprints(ScriptListener):
         self._several_hosts = os.environ.get("LOCAL_WORLD_SIZE", "") != str(self._size)
 
     def on_step_end(self, optimizer: Any) -> None:
-        self._later.look()
-        history = self._joint.of(optimizer)
-        if self._size == 1 or self._page.get("uneven") or history.past:
+        self._later.deliver_arrived()
+        history = self._joint.history_of(optimizer)
+        if self._size == 1 or self._page.get("uneven") or history.bypasses_ddp:
             return
         watched = self._watched.get(optimizer)
-        if watched is None or (history.own and not watched.own):
-            watched = self._watched[optimizer] = self._next_table(own=history.own)
-        if watched.table >= TABLES:
+        if watched is None or (history.has_shared_parameters and not watched.has_replica):
+            watched = self._watched[optimizer] = self._next_table(own=history.has_shared_parameters)
+        if watched.table_index >= TABLES:
             return
         watched.count += 1
-        self._numbers[watched.own][watched.table] = watched.count
-        version = [self._joint.version, *(len(group["params"]) for group in optimizer.param_groups)]
+        self._numbers[watched.has_replica][watched.table_index] = watched.count
+        version = [self._joint.replicas_version, *(len(group["params"]) for group in optimizer.param_groups)]
         if watched.version != version:
             watched.version = version
-            self._lay_out(watched, optimizer)
-        if watched.pieces and self._meets_others(watched, history):
-            self._mark(watched, tuple(sum(_numbers(optimizer, name)) for name in SETTINGS))
+            self._plan_pieces(watched, optimizer)
+        if watched.pieces and self._is_synced(watched, history):
+            self._write_fingerprint(watched, tuple(sum(_setting_values(optimizer, name)) for name in SETTINGS))
 
     def _next_table(self, *, own: bool) -> WatchedOptimizer:
         """Assign the next table, in the same order on all ranks. A later optimizer continues the count of the others.
@@ -111,28 +111,34 @@ class Fingerprints(ScriptListener):
         numbers, table = self._numbers[own], self._known[own] % TABLES
         self._known[own] += 1
         for other in self._watched.values():
-            if other.table == table and (own <= other.own):
+            if other.table_index == table and (own <= other.has_replica):
                 return WatchedOptimizer(TABLES, own)
-            if other.table == table:
-                other.table = TABLES
+            if other.table_index == table:
+                other.table_index = TABLES
         return WatchedOptimizer(table, own, max(numbers[table], max(numbers) - 1))
 
-    def _meets_others(self, watched: WatchedOptimizer, history: OptimizerHistory) -> bool:
+    def _is_synced(self, watched: WatchedOptimizer, history: OptimizerHistory) -> bool:
         ddp = watched.replica and watched.replica()
         if ddp is None:
             return True
         # without any forward, the script called the module without DDP, which is an error
-        synced = history.since is None or not history.since.forwards or history.since.synced > 0
-        if watched.alone < ALONE_STEPS:
-            watched.alone = 0 if synced else watched.alone + 1
+        synced = (
+            history.counts_since_step is None
+            or not history.counts_since_step.forwards
+            or history.counts_since_step.synced_forwards > 0
+        )
+        if watched.unsynced_steps < MAX_UNSYNCED_STEPS:
+            watched.unsynced_steps = 0 if synced else watched.unsynced_steps + 1
         hooks = getattr(ddp, "_comm_hooks", ())
-        return not watched.alone and not any(getattr(hook, "__name__", "") in LOCAL_HOOKS for hook, _ in hooks)
+        return not watched.unsynced_steps and not any(
+            getattr(hook, "__name__", "") in LOCAL_COMM_HOOKS for hook, _ in hooks
+        )
 
-    def _lay_out(self, watched: WatchedOptimizer, optimizer: Any) -> None:
+    def _plan_pieces(self, watched: WatchedOptimizer, optimizer: Any) -> None:
         """Determine the parameters to compare, and the ranks on which they must be equal."""
         watched.pieces, watched.replica = [], None
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.numel()]
-        kept_by_id = {id(p): (name, ddp) for ddp in self._joint.replicas for name, p in kept_equal(ddp)}
+        kept_by_id = {id(p): (name, ddp) for ddp in self._joint.replicas for name, p in synced_parameters(ddp)}
         of_ddp = [p for p in parameters if id(p) in kept_by_id]
         torch = sys.modules["torch"]
         plain = all(type(p) in (torch.nn.Parameter, torch.Tensor) and _dense(p) for p in of_ddp or parameters)
@@ -146,27 +152,29 @@ class Fingerprints(ScriptListener):
         if self._several_hosts or any(p.is_cuda for p in parameters):
             flags |= SUMMED
         named = [(kept_by_id[id(p)][0] if of_ddp else f"parameter {n}", p) for n, p in enumerate(of_ddp or parameters)]
-        watched.pieces = [*_pieces(named)]
-        watched.flags = watched.table | flags | len(members) << 16
+        watched.pieces = [*_split_into_pieces(named)]
+        watched.flags = watched.table_index | flags | len(members) << 16
         layout = repr(([(name, [*p.shape], str(p.dtype)) for name, p in named], [*members], bool(of_ddp)))
-        watched.layout = zlib.crc32(layout.encode())
-        self._names.of_tensors(watched.layout, [piece.name for piece in watched.pieces])
+        watched.layout_hash = zlib.crc32(layout.encode())
+        self._names.set_tensor_names(watched.layout_hash, [piece.name for piece in watched.pieces])
 
-    def _mark(self, watched: WatchedOptimizer, settings: tuple[float, ...]) -> None:
+    def _write_fingerprint(self, watched: WatchedOptimizer, settings: tuple[float, ...]) -> None:
         pieces, number = watched.pieces, watched.count
-        if not may_compute(pieces[0].parameter):
+        if not can_run_kernels(pieces[0].parameter):
             return
         last = len(pieces) - 1
-        indices = [(number * IN_TURN + n) % last for n in range(min(IN_TURN, last))] + [last]
-        sums = [pieces[at].view().sum() for at in indices]
+        indices = [(number * ROTATING_PIECES + n) % last for n in range(min(ROTATING_PIECES, last))] + [last]
+        sums = [pieces[at].as_integers().sum() for at in indices]
         if watched.flags & SUMMED:
-            sums += [_floats(pieces[at]) for at in indices]
+            sums += [_float_sum_bits(pieces[at]) for at in indices]
 
         def put(values: list[int]) -> None:
-            hashes = [value & NONE for value in values[: len(indices)]]
+            hashes = [value & UINT32_MAX for value in values[: len(indices)]]
             totals = [struct.unpack("d", struct.pack("q", value))[0] for value in values[len(indices) :]]
-            parts = _four(indices, NONE), _four(hashes), _four(totals)
-            put_fingerprint(self._page, ReplicaFingerprint(number, watched.layout, watched.flags, *parts, settings))
+            parts = _pad_to_parts(indices, UINT32_MAX), _pad_to_parts(hashes), _pad_to_parts(totals)
+            put_fingerprint(
+                self._page, ReplicaFingerprint(number, watched.layout_hash, watched.flags, *parts, settings)
+            )
 
         if sums[0].is_cuda:
             self._later.read(sys.modules["torch"].stack(sums), put)
@@ -174,7 +182,7 @@ class Fingerprints(ScriptListener):
             put([total.item() for total in sums])
 
 
-def _numbers(optimizer: Any, name: str) -> Iterator[float]:
+def _setting_values(optimizer: Any, name: str) -> Iterator[float]:
     """The value of a setting in each parameter group; of betas the first. Tensors count as 0: they may be on a GPU."""
     for group in optimizer.param_groups:
         value = group.get(name)
@@ -182,7 +190,7 @@ def _numbers(optimizer: Any, name: str) -> Iterator[float]:
         yield value if isinstance(value, (int, float)) else 0.0
 
 
-def _four(values: Sequence[Any], filling: int = 0) -> tuple[Any, ...]:
+def _pad_to_parts(values: Sequence[Any], filling: int = 0) -> tuple[Any, ...]:
     return (*values, *[filling] * PARTS)[:PARTS]
 
 
@@ -193,14 +201,14 @@ def _dense(tensor: Any) -> bool:
     return last + 1 == tensor.numel()
 
 
-def _pieces(named: list[tuple[str, Any]]) -> Iterator[Slice]:
+def _split_into_pieces(named: list[tuple[str, Any]]) -> Iterator[ParameterSlice]:
     """Split all elements into pieces, of which an odd number take turns.
 
     With an odd number, the fingerprints that the page keeps longest (of multiples of powers of 2) cover all pieces.
     """
     piece_size = max(LEAST_ELEMENTS, sum(parameter.numel() for _, parameter in named) // SHARE) // PARTS
     pieces = [
-        Slice(name, parameter, start, min(start + piece_size, parameter.numel()))
+        ParameterSlice(name, parameter, start, min(start + piece_size, parameter.numel()))
         for name, parameter in named
         for start in range(0, parameter.numel(), piece_size)
     ]
@@ -209,6 +217,6 @@ def _pieces(named: list[tuple[str, Any]]) -> Iterator[Slice]:
     yield from pieces
 
 
-def _floats(piece: Slice) -> Any:
-    torch, bits = sys.modules["torch"], piece.view()
+def _float_sum_bits(piece: ParameterSlice) -> Any:
+    torch, bits = sys.modules["torch"], piece.as_integers()
     return bits.view(piece.parameter.dtype).sum(dtype=torch.float64).view(torch.int64)

@@ -27,12 +27,12 @@ from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.probes import ScriptListener, wrap_function
 
-LEAST_STEPS = 4  # of an optimizer, before they classify it
+MIN_CLASSIFIED_STEPS = 4  # of an optimizer, before they classify it
 PRIVATE, BY_HAND, KEPT_EQUAL = range(3)  # evidence that an optimizer is joint
-SHARDED = ("_fsdp_flattened", "_is_flat_param", "device_mesh")
-USUAL_STEPS = 15  # recent steps that define the usual step
+SHARDED_MARKER_ATTRIBUTES = ("_fsdp_flattened", "_is_flat_param", "device_mesh")
+USUAL_STEP_WINDOW = 15  # recent steps that define the usual step
 UNUSUAL_FACTOR, UNUSUAL_NS = 3, 10_000_000
-ASIDE: Sequence[Phase] = (Phase.USER, Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
+CORRECTED_PHASES: Sequence[Phase] = (Phase.USER, Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
 
 
 @dataclass
@@ -41,33 +41,33 @@ class StepCounts:
 
     backwards: int = 0
     forwards: int = 0  # of the optimizer's replica
-    synced: int = 0  # forwards after which gradients are reduced
-    met: int = 0  # collectives, and forwards of any replica with a reduction
+    synced_forwards: int = 0  # forwards after which gradients are reduced
+    communications: int = 0  # collectives, and forwards of any replica with a reduction
 
 
 @dataclass
 class OptimizerHistory:
     """An optimizer, and the events since its last step."""
 
-    own: bool = False  # whether it has parameters of a replica, or sharded ones
+    has_shared_parameters: bool = False  # whether it has parameters of a replica, or sharded ones
     replica: weakref.ref[Any] | None = None
-    model: int = 0  # id of the model in the replica; 0: no replica
+    model_id: int = 0  # id of the model in the replica; 0: no replica
     steps: int = 0
-    met: int = 0  # steps before which the rank communicated with others
-    has_met: bool = False  # whether the last step was such a step
-    since: StepCounts | None = None  # counts between the last two steps; None: unknown
-    past: bool = False
-    before: StepCounts | None = None
+    communicated_steps: int = 0  # steps before which the rank communicated with others
+    has_communicated: bool = False  # whether the last step was such a step
+    counts_since_step: StepCounts | None = None  # counts between the last two steps; None: unknown
+    bypasses_ddp: bool = False
+    counts_at_last_step: StepCounts | None = None
     version: object = None
 
     @property
-    def level(self) -> int:
+    def evidence_level(self) -> int:
         """The evidence that it is joint: PRIVATE, BY_HAND or KEPT_EQUAL."""
-        usually_met = self.steps >= LEAST_STEPS and 2 * self.met > self.steps
-        return KEPT_EQUAL if self.own else BY_HAND if usually_met else PRIVATE
+        usually_met = self.steps >= MIN_CLASSIFIED_STEPS and 2 * self.communicated_steps > self.steps
+        return KEPT_EQUAL if self.has_shared_parameters else BY_HAND if usually_met else PRIVATE
 
 
-class JointOptimizers(ScriptListener):
+class JointOptimizerDetector(ScriptListener):
     """Finds the joint optimizers of this process. It must listen before the listeners that use it."""
 
     def __init__(self, calls: Callable[[], int]) -> None:
@@ -92,28 +92,32 @@ class JointOptimizers(ScriptListener):
         return iter(self._replicas)
 
     @property
-    def called(self) -> bool:
+    def has_called_collective(self) -> bool:
         """Whether the process has called a collective."""
         return self._calls() > 0
 
     @property
-    def version(self) -> object:
+    def replicas_version(self) -> object:
         """A value that changes with the replicas."""
         return self._made, len(self._replicas)
 
-    def of(self, optimizer: Any) -> OptimizerHistory:
+    def history_of(self, optimizer: Any) -> OptimizerHistory:
         """The history of an optimizer."""
         return (self._turns.get(optimizer) if self._turns else None) or OptimizerHistory()
 
-    def private(self, optimizer: Any) -> bool:
+    def is_private(self, optimizer: Any) -> bool:
         """Whether its last step is private to the rank: another optimizer is joint, or it has left its replica."""
-        history = self.of(optimizer)
-        return history.past or history.level < self.level
+        history = self.history_of(optimizer)
+        return history.bypasses_ddp or history.evidence_level < self.highest_evidence_level
 
     @property
-    def level(self) -> int:
+    def highest_evidence_level(self) -> int:
         """The highest level of all optimizers."""
-        return KEPT_EQUAL if self._own else max((history.level for history in self._turns.values()), default=PRIVATE)
+        return (
+            KEPT_EQUAL
+            if self._own
+            else max((history.evidence_level for history in self._turns.values()), default=PRIVATE)
+        )
 
     def on_replica_created(self, ddp: Any) -> None:
         self._replicas.add(ddp)
@@ -134,56 +138,64 @@ class JointOptimizers(ScriptListener):
 
     def on_step_begin(self, optimizer: Any) -> None:
         history = self._turns.setdefault(optimizer, OptimizerHistory())
-        self._look_whose(history, optimizer)
-        now, before = self._seen(history), history.before or StepCounts()
-        history.since = new = StepCounts(
-            now.backwards - max(before.backwards, self._taken(history)),
+        self._find_replica(history, optimizer)
+        now, before = self._current_counts(history), history.counts_at_last_step or StepCounts()
+        history.counts_since_step = new = StepCounts(
+            now.backwards - max(before.backwards, self._backwards_of_other_models(history)),
             max(0, now.forwards - before.forwards),  # a deleted replica has no count
-            max(0, now.synced - before.synced),
+            max(0, now.synced_forwards - before.synced_forwards),
         )
         replica = history.replica and history.replica()
         is_deleted = history.replica is not None and replica is None
         bypasses_ddp = new.backwards > 0 and not new.forwards
-        history.past = bypasses_ddp and (is_deleted or (replica is not None and replica.module in self._trained))
+        history.bypasses_ddp = bypasses_ddp and (
+            is_deleted or (replica is not None and replica.module in self._trained)
+        )
         if replica is not None and new.forwards:
             self._trained.add(replica.module)
 
     def on_step_end(self, optimizer: Any) -> None:
         history = self._turns.setdefault(optimizer, OptimizerHistory())
-        now = self._seen(history)
+        now = self._current_counts(history)
         history.steps += 1
-        history.has_met = now.met > (history.before or StepCounts()).met
-        history.met += history.has_met
-        history.before = now
-        self._taken_by[history.model] = now.backwards
+        history.has_communicated = now.communications > (history.counts_at_last_step or StepCounts()).communications
+        history.communicated_steps += history.has_communicated
+        history.counts_at_last_step = now
+        self._taken_by[history.model_id] = now.backwards
         replica = history.replica and history.replica()
         if replica is not None:
             self._stepped[replica] = now
-        self._own = self._own or history.own
+        self._own = self._own or history.has_shared_parameters
 
-    def _taken(self, history: OptimizerHistory) -> int:
+    def _backwards_of_other_models(self, history: OptimizerHistory) -> int:
         """Backwards until the last step of an optimizer of another model, which belong to that optimizer."""
-        return max((count for model, count in self._taken_by.items() if model != history.model), default=0)
+        return max((count for model, count in self._taken_by.items() if model != history.model_id), default=0)
 
-    def _seen(self, history: OptimizerHistory) -> StepCounts:
+    def _current_counts(self, history: OptimizerHistory) -> StepCounts:
         replica = history.replica and history.replica()
         forwards, synced = (0, 0) if replica is None else self._forwards.get(replica, (0, 0))
         return StepCounts(self._backwards, forwards, synced, self._calls() + self._synced)
 
-    def _look_whose(self, history: OptimizerHistory, optimizer: Any) -> None:
-        version = self.version, [len(group["params"]) for group in optimizer.param_groups]
+    def _find_replica(self, history: OptimizerHistory, optimizer: Any) -> None:
+        version = self.replicas_version, [len(group["params"]) for group in optimizer.param_groups]
         if history.version == version:
             return
         history.version = version
         parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        replica = next((ddp for ddp in self._replicas if any(id(p) in parameters for _, p in kept_equal(ddp))), None)
+        replica = next(
+            (ddp for ddp in self._replicas if any(id(p) in parameters for _, p in synced_parameters(ddp))), None
+        )
         if replica is not None and (history.replica is None or history.replica() is not replica):
-            history.replica, history.model = weakref.ref(replica), id(replica.module)
-            history.before = self._stepped.get(replica, StepCounts(history.before.backwards if history.before else 0))
-        history.own = history.own or replica is not None or any(map(is_sharded, parameters.values()))
+            history.replica, history.model_id = weakref.ref(replica), id(replica.module)
+            history.counts_at_last_step = self._stepped.get(
+                replica, StepCounts(history.counts_at_last_step.backwards if history.counts_at_last_step else 0)
+            )
+        history.has_shared_parameters = (
+            history.has_shared_parameters or replica is not None or any(map(is_sharded, parameters.values()))
+        )
 
 
-def kept_equal(ddp: Any) -> Iterator[tuple[str, Any]]:
+def synced_parameters(ddp: Any) -> Iterator[tuple[str, Any]]:
     """The parameters that DDP keeps equal, with their names."""
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
     return ((name, p) for name, p in ddp.module.named_parameters() if name not in ignored)
@@ -191,28 +203,28 @@ def kept_equal(ddp: Any) -> Iterator[tuple[str, Any]]:
 
 def is_sharded(parameter: Any) -> bool:
     """Whether each rank holds a different part: FSDP, or a DTensor."""
-    return any(hasattr(parameter, name) for name in SHARDED)
+    return any(hasattr(parameter, name) for name in SHARDED_MARKER_ATTRIBUTES)
 
 
 class StepCounter(ScriptListener):
     """Counts steps. With the guard off, it is the only probe."""
 
-    def __init__(self, page: StatusPage, joint: JointOptimizers | None = None) -> None:
-        self._page, self.joint = page, joint or JointOptimizers(lambda: 0)
+    def __init__(self, page: StatusPage, joint: JointOptimizerDetector | None = None) -> None:
+        self._page, self.joint = page, joint or JointOptimizerDetector(lambda: 0)
         self._counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._level = self._alone = 0
         self.done = 0
 
     def on_step_end(self, optimizer: Any) -> None:
-        history = self.joint.of(optimizer)
-        if history.past:
+        history = self.joint.history_of(optimizer)
+        if history.bypasses_ddp:
             return
         before = max(0, self.done - self._alone - 1)  # a later optimizer steps along with the others, or after them
         self._counts[optimizer] = count = self._counts.get(optimizer, before) + 1
-        if self.joint.private(optimizer):
+        if self.joint.is_private(optimizer):
             return
-        if self.joint.level > self._level:  # the rank took the steps so far alone
-            self._level, self._counts[optimizer] = self.joint.level, (count := history.steps)
+        if self.joint.highest_evidence_level > self._level:  # the rank took the steps so far alone
+            self._level, self._counts[optimizer] = self.joint.highest_evidence_level, (count := history.steps)
             self._alone = max(0, self.done + 1 - count)
             self._page.put("alone", self._alone)
         if count + self._alone > self.done:
@@ -220,25 +232,25 @@ class StepCounter(ScriptListener):
             self._page.set_step(self.done)
 
 
-class ScriptPhases(StepCounter):
+class PhaseTracker(StepCounter):
     """A step counter that also sets the phase on the status page."""
 
-    def __init__(self, page: StatusPage, joint: JointOptimizers | None = None) -> None:
+    def __init__(self, page: StatusPage, joint: JointOptimizerDetector | None = None) -> None:
         super().__init__(page, joint)
-        self._steps_ns = {phase: deque[int](maxlen=USUAL_STEPS) for phase in ASIDE}
-        self._seen_ns = dict.fromkeys(ASIDE, 0)
+        self._steps_ns = {phase: deque[int](maxlen=USUAL_STEP_WINDOW) for phase in CORRECTED_PHASES}
+        self._seen_ns = dict.fromkeys(CORRECTED_PHASES, 0)
 
     def on_batch_requested(self, batches: Any) -> None:
         self._page.enter(Phase.DATA)
 
-    def own_code(self, *_: Any, **__: Any) -> None:
+    def enter_user_phase(self, *_: Any, **__: Any) -> None:
         self._page.enter(Phase.USER)
 
-    on_batch_received = on_epoch_end = on_forward_end = on_backward_end = own_code
+    on_batch_received = on_epoch_end = on_forward_end = on_backward_end = enter_user_phase
 
     def on_exception(self, where: str, error: BaseException) -> None:
         if not self._page.get("released"):  # an error from the guard itself is not progress
-            self.own_code()
+            self.enter_user_phase()
 
     def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._page.enter(Phase.FORWARD)
@@ -262,13 +274,13 @@ class ScriptPhases(StepCounter):
         before = self.done
         super().on_step_end(optimizer)
         if self.done > before:
-            self._put_aside()
+            self._reassign_unusual_time()
 
-    def _put_aside(self) -> None:
+    def _reassign_unusual_time(self) -> None:
         """Move the time of evaluations, checkpoints and other work between steps to phase EVALUATE."""
         for phase, steps_ns in self._steps_ns.items():
             spent_ns = self._page.spent_ns[phase] - self._seen_ns[phase]
-            if len(steps_ns) >= LEAST_STEPS:
+            if len(steps_ns) >= MIN_CLASSIFIED_STEPS:
                 usual_ns = UNUSUAL_FACTOR * int(median(steps_ns)) + UNUSUAL_NS
                 if spent_ns > usual_ns:
                     self._page.move_time(phase, Phase.EVALUATE, spent_ns - usual_ns)
@@ -276,7 +288,7 @@ class ScriptPhases(StepCounter):
             self._seen_ns[phase] = self._page.spent_ns[phase]
 
 
-class JoinContexts(ScriptListener):
+class JoinContextDetector(ScriptListener):
     """Sets `uneven` when a script enters torch's Join: ranks may then take different numbers of steps."""
 
     def __init__(self, page: StatusPage) -> None:

@@ -24,34 +24,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.collectives.buckets import assign_balanced, numels_and_dtypes
-from paceline.collectives.communicator import MemoryTransport
-from paceline.collectives.hosts import Hosts
+from paceline.collectives.communicator import SharedMemoryBucketReduction
+from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.memory_sum import TreeSum
-from paceline.collectives.torch_collectives import name_collective, start_gather, start_sum, when_done
+from paceline.collectives.torch_collectives import name_collective, start_all_gather, start_all_reduce, wait_for_result
 from paceline.collectives.tree import Grads, LeafPartition, round_up
 
-State = Mapping[str, Tensor]
+CodecState = Mapping[str, Tensor]
 BLOCK = 512  # elements with one scale: 0.8 % more bytes
-LARGEST = 127
-TINY = 1e-30  # a block with a smaller scale stays in the residual
+INT8_MAX = 127
+MIN_SCALE = 1e-30  # a block with a smaller scale stays in the residual
 DEFAULT_RANK = 4
-NAME = "between hosts"
+COLLECTIVE_NAME = "between hosts"
 
 
-class Uncompressed:
+class UncompressedCodec:
     """Sums lists of tensors of these shapes over the ranks of a group, one on each host, without compression."""
 
     def __init__(self, shapes: Sequence[torch.Size]) -> None:
         self._shapes = shapes
 
-    def begin(self) -> State:
+    def initial_state(self) -> CodecState:
         """The state before the first sum."""
         return {}
 
-    def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
+    def sum(
+        self, tensors: Sequence[Tensor], state: CodecState, group: dist.ProcessGroup
+    ) -> tuple[list[Tensor], CodecState]:
         """The sums, new and contiguous, and the next state (a collective). Does not change its arguments."""
-        flat = name_collective(flattened(tensors), NAME)
-        return split(when_done(dist.all_reduce(flat, group=group, async_op=True), flat), self._shapes), state
+        flat = name_collective(flattened(tensors), COLLECTIVE_NAME)
+        return split(wait_for_result(dist.all_reduce(flat, group=group, async_op=True), flat), self._shapes), state
 
 
 class Bf16:
@@ -71,9 +73,9 @@ class Int8:
 
     def pack(self, values: Tensor) -> Tensor:
         blocks = values.view(len(values), -1, BLOCK)
-        scales = (blocks.abs().amax(-1) / LARGEST).float()
-        factors = torch.where(scales > TINY, 1 / scales, 0).to(values.dtype)
-        numbers = (blocks * factors[..., None]).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
+        scales = (blocks.abs().amax(-1) / INT8_MAX).float()
+        factors = torch.where(scales > MIN_SCALE, 1 / scales, 0).to(values.dtype)
+        numbers = (blocks * factors[..., None]).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
         return torch.cat([scales.view(torch.uint8), numbers.flatten(1).view(torch.uint8)], 1)
 
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -83,7 +85,7 @@ class Int8:
         return (numbers.to(dtype) * scales[..., None]).flatten(1)
 
 
-class Quantized:
+class QuantizedCodec:
     """Each host adds up one shard: it receives the rounded shards of all hosts, and sends its rounded sum to all.
 
     With H hosts, a host therefore sends 2 (H - 1) / H numbers for each value, like an all-reduce.
@@ -94,30 +96,32 @@ class Quantized:
         self._size = sum(shape.numel() for shape in shapes)
         self._shard_size = round_up(self._size, BLOCK * hosts) // hosts
 
-    def begin(self) -> State:
+    def initial_state(self) -> CodecState:
         """See Uncompressed. The residuals: `held` of the values of this host, `owed` of the sum that it sends."""
         size = self._shard_size
         return {"held": torch.zeros(self._hosts * size, dtype=self._dtype), "owed": torch.zeros(size).to(self._dtype)}
 
-    def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
+    def sum(
+        self, tensors: Sequence[Tensor], state: CodecState, group: dist.ProcessGroup
+    ) -> tuple[list[Tensor], CodecState]:
         code, values = self._code, state["held"].clone()
         values[: self._size] += flattened(tensors)
         packed = code.pack(values.view(self._hosts, -1))
         received = torch.empty_like(packed)
-        work = dist.all_to_all_single(received, name_collective(packed, NAME), group=group, async_op=True)
+        work = dist.all_to_all_single(received, name_collective(packed, COLLECTIVE_NAME), group=group, async_op=True)
         held = values.sub_(code.unpack(packed, self._dtype).flatten())  # during the transfer
-        when_done(work, received)
+        wait_for_result(work, received)
         total = state["owed"].clone()
         for part in code.unpack(received, self._dtype):  # in the order of hosts
             total += part
         packed_total = code.pack(total[None])
-        gathered = start_gather(packed_total.flatten(), NAME, group)
+        gathered = start_all_gather(packed_total.flatten(), COLLECTIVE_NAME, group)
         owed = total.sub_(code.unpack(packed_total, self._dtype)[0])
         sums = code.unpack(gathered(), self._dtype).flatten()[: self._size]
         return split(sums, self._shapes), {"held": held, "owed": owed}
 
 
-class LowRank:
+class PowerSgdCodec:
     """PowerSGD: sends M Q (m, r) of a matrix M (m, n), and then P' M (r, n).
 
     P is an orthonormal basis of the sum of M Q. P P' M is the projection of M to the space of P, and the residual is
@@ -135,7 +139,7 @@ class LowRank:
         )
         """The number of values that one sum sends."""
 
-    def begin(self) -> State:
+    def initial_state(self) -> CodecState:
         """See Uncompressed. `held/i`: the residual of matrix i; `basis/i`: its Q."""
         state: dict[str, Tensor] = {}
         for i, (m, n) in self._matrices.items():
@@ -144,20 +148,24 @@ class LowRank:
             state[f"basis/{i}"] = torch.randn(n, self._rank, dtype=self._dtype, generator=generator)
         return state
 
-    def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
+    def sum(
+        self, tensors: Sequence[Tensor], state: CodecState, group: dist.ProcessGroup
+    ) -> tuple[list[Tensor], CodecState]:
         after: dict[str, Tensor] = {}
         values = {i: state[f"held/{i}"] + tensors[i].reshape(size) for i, size in self._matrices.items()}
         left = [value @ state[f"basis/{i}"] for i, value in values.items()]
         others = [tensors[i] for i in self._whole]
         shapes = [t.shape for t in (*left, *others)]
-        sums = split(start_sum(flattened([*left, *others]), NAME, group)(), shapes)
+        sums = split(start_all_reduce(flattened([*left, *others]), COLLECTIVE_NAME, group)(), shapes)
         bases: list[Tensor] = [torch.linalg.qr(total)[0] for total in sums[: len(left)]]
         right = [value.T @ base for value, base in zip(values.values(), bases, strict=True)]
         for (i, value), base, factor in zip(values.items(), bases, right, strict=True):
             after[f"held/{i}"] = value - base @ factor.T
         results = dict(zip(self._whole, sums[len(left) :], strict=True))
         if right:
-            totals = split(start_sum(flattened(right), NAME, group)(), [factor.shape for factor in right])
+            totals = split(
+                start_all_reduce(flattened(right), COLLECTIVE_NAME, group)(), [factor.shape for factor in right]
+            )
             for i, base, total in zip(values, bases, totals, strict=True):
                 after[f"basis/{i}"] = total.clone()
                 results[i] = (base @ total.T).view(self._shapes[i])
@@ -166,13 +174,13 @@ class LowRank:
 
 def make_codec(
     compress: str | None, rank: int | None, shapes: Sequence[torch.Size], dtype: torch.dtype, hosts: int
-) -> Uncompressed | LowRank | Quantized:
+) -> UncompressedCodec | PowerSgdCodec | QuantizedCodec:
     """The codec for a compression. `rank`: of powersgd. `dtype`: of the computation, float32 or float64."""
     if compress is None:
-        return Uncompressed(shapes)
+        return UncompressedCodec(shapes)
     if compress == "powersgd":
-        return LowRank(shapes, dtype, rank or DEFAULT_RANK)
-    return Quantized(shapes, dtype, hosts, Int8() if compress == "int8" else Bf16())
+        return PowerSgdCodec(shapes, dtype, rank or DEFAULT_RANK)
+    return QuantizedCodec(shapes, dtype, hosts, Int8() if compress == "int8" else Bf16())
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
@@ -186,11 +194,15 @@ def split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-class InterHostSum:
+class InterNodeSum:
     """Sums tensors with the shapes of these parameters over hosts. Its state contains the residual."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], hosts: Hosts, compress: str | None = None, rank: int | None = None
+        self,
+        parameters: Sequence[nn.Parameter],
+        hosts: NodeTopology,
+        compress: str | None = None,
+        rank: int | None = None,
     ) -> None:
         """`compress` and `rank`: see `make_codec`."""
         self._parameters, self._hosts = parameters, hosts
@@ -198,10 +210,12 @@ class InterHostSum:
         self._carried = sorted(assign_balanced([p.numel() for p in parameters], memory.size)[memory.rank])
         double = any(p.dtype == torch.float64 for p in parameters)
         self._dtype = torch.float64 if double else torch.float32
-        self._codec = make_codec(compress, rank, [parameters[i].shape for i in self._carried], self._dtype, hosts.count)
-        specs, partition = numels_and_dtypes(parameters), LeafPartition.of_ranks(memory.size, memory.rank)
-        self._exchange = TreeSum(memory, *specs, partition, NAME) if memory.size > 1 else None
-        self.forget()
+        self._codec = make_codec(
+            compress, rank, [parameters[i].shape for i in self._carried], self._dtype, hosts.node_count
+        )
+        specs, partition = numels_and_dtypes(parameters), LeafPartition.one_leaf_per_rank(memory.size, memory.rank)
+        self._exchange = TreeSum(memory, *specs, partition, COLLECTIVE_NAME) if memory.size > 1 else None
+        self.reset_residual()
 
     def sum(self, tensors: Grads) -> Grads:
         """The sums over all hosts, new tensors (a collective).
@@ -212,8 +226,10 @@ class InterHostSum:
         Returns:
             One for each parameter. None if no host has ever had a tensor for it: otherwise a residual must be sent.
         """
-        group = self._hosts.across()
-        present = start_gather(torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8), NAME, group)
+        group = self._hosts.inter_node_group()
+        present = start_all_gather(
+            torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8), COLLECTIVE_NAME, group
+        )
         results: Grads = [None] * len(tensors)
         if self._carried:
             mine = [self._values(i, tensors[i]) for i in self._carried]
@@ -231,24 +247,27 @@ class InterHostSum:
             for total, p, flag in zip(results, self._parameters, used.tolist(), strict=True)
         ]
 
-    def keep(self) -> None:
+    def save_state(self) -> None:
         """Save the state for `put_back`."""
         self._kept = self._state
 
-    def put_back(self) -> None:
+    def restore_state(self) -> None:
         """Restore the state of `keep`, because the sums since then were not used."""
         self._state = self._kept
 
-    def forget(self) -> None:
+    def reset_residual(self) -> None:
         """Discard the residual."""
-        self._state: tuple[State, Tensor] = (self._codec.begin(), torch.zeros(len(self._parameters), dtype=torch.uint8))
+        self._state: tuple[CodecState, Tensor] = (
+            self._codec.initial_state(),
+            torch.zeros(len(self._parameters), dtype=torch.uint8),
+        )
         self._kept = self._state
 
     def state(self) -> dict[str, Tensor]:
         """The state for a checkpoint; see `load`."""
         return {**self._state[0], "used": self._state[1]}
 
-    def load(self, state: State) -> None:
+    def load(self, state: CodecState) -> None:
         """Restore the result of `state`."""
         self._state = {name: tensor for name, tensor in state.items() if name != "used"}, state["used"]
         self._kept = self._state
@@ -258,31 +277,34 @@ class InterHostSum:
         return torch.zeros(shape, dtype=self._dtype) if tensor is None else tensor.detach().to(self._dtype)
 
 
-class PerHostTransport:
+class TwoLevelBucketReduction:
     """A transport of one bucket: sums in memory on each host, divides, and sums over hosts with `across`."""
 
-    early = False
+    overlaps_backward = False
 
-    def __init__(self, parameters: Sequence[nn.Parameter], hosts: Hosts, across: InterHostSum | None) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], hosts: NodeTopology, across: InterNodeSum | None) -> None:
         """A collective."""
         self.buckets: Sequence[Sequence[nn.Parameter]] = [parameters]
         self._parameters, self._across = parameters, across
         memory = hosts.memory
-        partition, shared = LeafPartition.of_ranks(memory.size, memory.rank), memory if memory.size > 1 else None
-        self._inside = MemoryTransport(parameters, shared, partition, ranks=hosts.size)
+        partition, shared = (
+            LeafPartition.one_leaf_per_rank(memory.size, memory.rank),
+            memory if memory.size > 1 else None,
+        )
+        self._inside = SharedMemoryBucketReduction(parameters, shared, partition, ranks=hosts.size)
 
-    def begin(self, number: int, partials: list[Grads | None]) -> None:
-        self._inside.begin(number, partials)
+    def start_bucket(self, number: int, partials: list[Grads | None]) -> None:
+        self._inside.start_bucket(number, partials)
 
-    def end(self, divisor: float | Tensor | None) -> bool:
-        """See communicator.Transport. Without `across`, the sums are those of this host."""
-        finite = self._inside.end(divisor)
+    def finish_buckets(self, divisor: float | Tensor | None) -> bool:
+        """See communicator.BucketReduction. Without `across`, the sums are those of this host."""
+        finite = self._inside.finish_buckets(divisor)
         if self._across is None:
             return finite
         # Divide first: a residual is part of a mean, and must not depend on the weight of the step that sends it.
         sums = self._across.sum([None if divisor is None else p.grad for p in self._parameters])
         if divisor is None:
-            self._across.put_back()
+            self._across.restore_state()
             return False
         for parameter, total in zip(self._parameters, sums, strict=True):
             if total is not None and parameter.grad is None:
@@ -291,5 +313,5 @@ class PerHostTransport:
                 parameter.grad.copy_(total)
         return False
 
-    def forget(self) -> None:
-        self._inside.forget()
+    def discard_sums(self) -> None:
+        self._inside.discard_sums()

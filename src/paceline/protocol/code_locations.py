@@ -15,7 +15,7 @@ from paceline.protocol.evidence import Evidence, Frame, Op
 
 _NATIVE_FRAME = re.compile(r'^\s+File "([^"\n]*)", line (\d+) in (.*)$')
 _NATIVE_THREAD = re.compile(r"^(?:Current thread|Thread|Stack) .*most recent call first")
-_PYTHON = re.compile(r"(?:^|/)python3(?:\.\d+t?)?/(?!.*(?:site|dist)-packages/)|^<frozen ")
+_STANDARD_LIBRARY_PATTERN = re.compile(r"(?:^|/)python3(?:\.\d+t?)?/(?!.*(?:site|dist)-packages/)|^<frozen ")
 MAX_NATIVE_LINES = 5000
 SITE_CHARS, BY = 72, ", by "
 
@@ -75,7 +75,7 @@ def _is_library(frame: Frame) -> bool:
     return (frame.library or "-packages/" in frame.file) and not (_is_torch(frame) or _is_ours(frame))
 
 
-def frames(evidence: Evidence) -> Sequence[Frame]:
+def main_thread_frames(evidence: Evidence) -> Sequence[Frame]:
     """The main thread's stack, the innermost frame first; from faulthandler if the interpreter did not answer."""
     return evidence.stacks[0].frames if evidence.stacks else native_frames(evidence.native)
 
@@ -91,14 +91,14 @@ def native_frames(text: str) -> list[Frame]:
     return stack
 
 
-def shown_site(evidence: Evidence) -> str:
+def format_rank_location(evidence: Evidence) -> str:
     """The location of a rank: "train.py:40 in main, by transformers/trainer.py:3700"; empty without a frame."""
-    return shown_site_of(frames(evidence))
+    return format_stack_location(main_thread_frames(evidence))
 
 
-def shown_site_of(stack: Sequence[Frame]) -> str:
-    """The location of a stack, as `shown_site`."""
-    return called_at(*visible_frames(stack))
+def format_stack_location(stack: Sequence[Frame]) -> str:
+    """The location of a stack, as `format_rank_location`."""
+    return format_call_site(*visible_frames(stack))
 
 
 def visible_frames(stack: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
@@ -111,7 +111,7 @@ def visible_frames(stack: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
         if _is_library(frame):
             if library is None or _package(frame) != _package(library):
                 library = frame
-        elif not (_is_torch(frame) or _is_ours(frame) or _PYTHON.search(frame.file)):
+        elif not (_is_torch(frame) or _is_ours(frame) or _STANDARD_LIBRARY_PATTERN.search(frame.file)):
             return frame, library
     libraries = (frame for frame in stack if _is_library(frame))
     ours = (frame for frame in stack if _is_ours(frame) and activity_of(frame.file) is not Activity.GUARD)
@@ -127,12 +127,12 @@ def waits_for_ranks(evidence: Evidence) -> bool | None:
 
     Torch's backward is unknown: it may compute, or wait in C++ for DDP's buckets.
     """
-    stack = frames(evidence)
+    stack = main_thread_frames(evidence)
     if not stack:
         return None
     if imports_torch(stack):
         return False
-    activities = (activity_of(frame.file) for frame in stack if not _PYTHON.search(frame.file))
+    activities = (activity_of(frame.file) for frame in stack if not _STANDARD_LIBRARY_PATTERN.search(frame.file))
     activity = next((activity for activity in activities if activity is not Activity.GUARD), Activity.OTHER)
     return None if activity is Activity.UNKNOWN else activity in (Activity.WAITS, Activity.WRAPS)
 
@@ -142,11 +142,11 @@ def imports_torch(stack: Sequence[Frame]) -> bool:
     return any(frame.function == "<module>" and _is_torch(frame) for frame in stack)
 
 
-def stands_at(evidence: Evidence, op: Op) -> bool:
+def is_calling(evidence: Evidence, op: Op) -> bool:
     """Whether the line that called `op` is still on the stack."""
     caller, _, library_line = op.site.partition(BY)
     lines = {caller.partition(" ")[0], *([library_line] if library_line else [])}
-    return bool(caller) and lines <= {line_of(frame) for frame in frames(evidence)}
+    return bool(caller) and lines <= {line_of(frame) for frame in main_thread_frames(evidence)}
 
 
 @lru_cache(1 << 12)  # thousands of ranks are at few lines
@@ -168,7 +168,7 @@ def library_suffix(library: Frame | None) -> str:
     return f"{BY}{line_of(library)}" if library is not None else ""
 
 
-def called_at(frame: Frame | None, library: Frame | None) -> str:
+def format_call_site(frame: Frame | None, library: Frame | None) -> str:
     """A user's line and the line of the library that it called, limited to SITE_CHARS."""
     suffix = library_suffix(library)
     return site(frame)[: SITE_CHARS - len(suffix)] + suffix

@@ -1,8 +1,8 @@
 """Records the collectives of this process and their call sites, with thin wrappers around torch's functions.
 
 Each call adds a record to the ring in the status page, which outlives the process. Each call also goes into a hash, by
-which ranks compare the order of their calls (`take_order`). A wrapper never raises an error, never changes a result,
-and costs microseconds.
+which ranks compare the order of their calls (`take_order_hash`). A wrapper never raises an error, never changes a
+result, and costs microseconds.
 """
 
 from __future__ import annotations
@@ -25,92 +25,96 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from paceline.protocol.evidence import Op, Phase
-from paceline.protocol.marks import GROUPS, ROOTED, Names, Order, put_call
-from paceline.protocol.status_page import NO_PEER, RECORDS, StatusPage, ring_text
+from paceline.protocol.marks import GROUPS, ROOTED, CallHistory, Names, put_call
+from paceline.protocol.status_page import NO_PEER, RECORDS, StatusPage, encode_op
 from paceline.rank.imports import hide_from_warnings
 from paceline.rank.sites import Site, call_site
 
 _SOURCE, _TARGET = ("src", "group_src"), ("dst", "group_dst")
-SAME = {  # functions that count as the same call, because they differ only in name or in waiting
+CANONICAL_OPS = {  # functions that count as the same call, because they differ only in name or in waiting
     "all_gather_into_tensor": "all_gather_single",
     "reduce_scatter_tensor": "reduce_scatter_single",
     "isend": "send",
     "irecv": "recv",
 }
-MODULE = "torch.distributed.distributed_c10d"
+C10D_MODULE = "torch.distributed.distributed_c10d"
 MAX_TAKEN, MAX_CACHED = 256, 4096
-NAME = "collective"  # a key in a tensor's __dict__, with which a caller names the collective: "bucket 3"
+COLLECTIVE_NAME_KEY = "collective"  # a key in a tensor's __dict__, with which a caller names the collective: "bucket 3"
 
 
 @dataclass(frozen=True)
-class ReadingRule:
+class CallArgumentRule:
     """How to read a function's arguments. The ledger keeps only values that must be equal on all ranks."""
 
-    tensor: str = ""  # the argument with the shape and type: a tensor, or a list of tensors
-    shape: bool = True  # False if ranks may pass different sizes
-    peer: tuple[str, str] | None = None  # arguments with the peer or root: its rank in the world, and in the group
-    message: bool = False  # a point-to-point message, not a collective
-    single: bool = True  # whether it raises torch's number by one; else the increment depends on the backend
+    tensor_parameter: str = ""  # the argument with the shape and type: a tensor, or a list of tensors
+    records_shape: bool = True  # False if ranks may pass different sizes
+    peer_parameters: tuple[str, str] | None = (
+        None  # arguments with the peer or root: its rank in the world, and in the group
+    )
+    is_message: bool = False  # a point-to-point message, not a collective
+    is_counted_once: bool = True  # whether it raises torch's number by one; else the increment depends on the backend
 
 
-KINDS: Mapping[str, ReadingRule] = {
-    "all_reduce": ReadingRule("tensor"),
-    "all_reduce_coalesced": ReadingRule("tensors"),
-    "broadcast": ReadingRule("tensor", peer=_SOURCE),
-    "reduce": ReadingRule("tensor", peer=_TARGET),
-    "all_gather": ReadingRule("tensor", shape=False),
-    "all_gather_coalesced": ReadingRule("input_tensor_list", shape=False, single=False),
-    "all_gather_single": ReadingRule("input_tensor"),
-    "all_gather_into_tensor": ReadingRule("input_tensor"),
-    "gather": ReadingRule("tensor", peer=_TARGET),
-    "scatter": ReadingRule("tensor", peer=_SOURCE),
-    "reduce_scatter": ReadingRule("output", shape=False, single=False),
-    "reduce_scatter_single": ReadingRule("output"),
-    "reduce_scatter_tensor": ReadingRule("output"),
-    "all_to_all": ReadingRule("output_tensor_list", shape=False),
-    "all_to_all_single": ReadingRule("input", shape=False),
-    "barrier": ReadingRule(),
-    "monitored_barrier": ReadingRule(single=False),
-    "send": ReadingRule("tensor", peer=_TARGET, message=True),
-    "recv": ReadingRule("tensor", peer=_SOURCE, message=True),
-    "isend": ReadingRule("tensor", peer=_TARGET, message=True),
-    "irecv": ReadingRule("tensor", peer=_SOURCE, message=True),
+ARGUMENT_RULES: Mapping[str, CallArgumentRule] = {
+    "all_reduce": CallArgumentRule("tensor"),
+    "all_reduce_coalesced": CallArgumentRule("tensors"),
+    "broadcast": CallArgumentRule("tensor", peer_parameters=_SOURCE),
+    "reduce": CallArgumentRule("tensor", peer_parameters=_TARGET),
+    "all_gather": CallArgumentRule("tensor", records_shape=False),
+    "all_gather_coalesced": CallArgumentRule("input_tensor_list", records_shape=False, is_counted_once=False),
+    "all_gather_single": CallArgumentRule("input_tensor"),
+    "all_gather_into_tensor": CallArgumentRule("input_tensor"),
+    "gather": CallArgumentRule("tensor", peer_parameters=_TARGET),
+    "scatter": CallArgumentRule("tensor", peer_parameters=_SOURCE),
+    "reduce_scatter": CallArgumentRule("output", records_shape=False, is_counted_once=False),
+    "reduce_scatter_single": CallArgumentRule("output"),
+    "reduce_scatter_tensor": CallArgumentRule("output"),
+    "all_to_all": CallArgumentRule("output_tensor_list", records_shape=False),
+    "all_to_all_single": CallArgumentRule("input", records_shape=False),
+    "barrier": CallArgumentRule(),
+    "monitored_barrier": CallArgumentRule(is_counted_once=False),
+    "send": CallArgumentRule("tensor", peer_parameters=_TARGET, is_message=True),
+    "recv": CallArgumentRule("tensor", peer_parameters=_SOURCE, is_message=True),
+    "isend": CallArgumentRule("tensor", peer_parameters=_TARGET, is_message=True),
+    "irecv": CallArgumentRule("tensor", peer_parameters=_SOURCE, is_message=True),
 }
 
 
 @dataclass
-class Group:
+class GroupRecord:
     """The calls over one process group.
 
     Collectives are numbered per group, from 1, and a call counts once. Torch's numbers also rise with messages to a
-    peer, and rise by several for calls that torch composes of others (`Group.own`).
+    peer, and rise by several for calls that torch composes of others (`GroupRecord.own`).
     """
 
     name: str
-    of_all: bool  # whether all ranks of the world are members
+    has_all_ranks: bool  # whether all ranks of the world are members
     members: tuple[int, ...]
-    polled: bool  # whether `is_completed` may be called on a work at any time
-    still_there: weakref.ref[Any]
-    spans: deque[tuple[int, float, int]] = field(default_factory=lambda: deque[tuple[int, float, int]](maxlen=512))
+    can_poll: bool  # whether `is_completed` may be called on a work at any time
+    group_ref: weakref.ref[Any]
+    composed_spans: deque[tuple[int, float, int]] = field(
+        default_factory=lambda: deque[tuple[int, float, int]](maxlen=512)
+    )
     """Calls that raise torch's numbers more than ours: (number before, number after, total difference so far)."""
-    ahead: int = 0
-    calls: int = 0  # for backends that do not count
-    messages: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
-    pending: deque[tuple[int, weakref.ref[Any]]] = field(
+    number_offset: int = 0
+    call_count: int = 0  # for backends that do not count
+    message_counts: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
+    pending_works: deque[tuple[int, weakref.ref[Any]]] = field(
         default_factory=lambda: deque[tuple[int, weakref.ref[Any]]](maxlen=RECORDS)
     )
-    enqueued: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
+    enqueued_calls: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
     """Record and number of NCCL calls that may be in flight: NCCL returns as soon as the GPU has queued the call."""
-    sent: int = 0  # number of sent and received messages
-    checksum: int = 0
-    count: int = 0
+    message_total: int = 0  # number of sent and received messages
+    order_checksum: int = 0
+    ordered_count: int = 0
 
-    def own(self, number: int) -> int | None:
+    def to_own_number(self, number: int) -> int | None:
         """Our number for torch's number; None inside a composed call, or if the call is too old."""
-        if len(self.spans) == self.spans.maxlen and number <= self.spans[0][0]:
+        if len(self.composed_spans) == self.composed_spans.maxlen and number <= self.composed_spans[0][0]:
             return None
         ahead = 0
-        for before, after, total in self.spans:
+        for before, after, total in self.composed_spans:
             if number <= before:
                 break
             if number <= after:
@@ -118,42 +122,42 @@ class Group:
             ahead = total
         return number - ahead
 
-    def count_ahead(self, begun: StartedCall) -> None:
+    def update_number_offset(self, begun: StartedCall) -> None:
         """Record by how much a call that has returned raised torch's number more than ours."""
         after = torch_number(begun.backend, self)
-        self.ahead += after - begun.before - begun.counts
-        if begun.counts:
-            self.spans.pop()  # the open span
-        if after > begun.before:
-            self.spans.append((begun.before, after, self.ahead))
+        self.number_offset += after - begun.number_before - begun.count_increment
+        if begun.count_increment:
+            self.composed_spans.pop()  # the open span
+        if after > begun.number_before:
+            self.composed_spans.append((begun.number_before, after, self.number_offset))
 
-    def returned(self, begun: StartedCall, result: Any, page: StatusPage) -> None:
+    def end_returned_call(self, begun: StartedCall, result: Any, page: StatusPage) -> None:
         """End the record of a call that has returned, unless it may still be in flight (with a `Work`)."""
-        if self.polled and hasattr(result, "is_completed"):
-            self.pending.append((begun.record, weakref.ref(result)))
+        if self.can_poll and hasattr(result, "is_completed"):
+            self.pending_works.append((begun.record, weakref.ref(result)))
             return
-        if self.polled:
+        if self.can_poll:
             page.end(begun.record)
             return
-        self.enqueued.append((begun.record, begun.number))
-        if len(self.enqueued) > RECORDS // 2:  # old enough to count as completed
-            page.end(self.enqueued.popleft()[0])
+        self.enqueued_calls.append((begun.record, begun.number))
+        if len(self.enqueued_calls) > RECORDS // 2:  # old enough to count as completed
+            page.end(self.enqueued_calls.popleft()[0])
 
     def end_enqueued(self, pending: Collection[tuple[str, int]], page: StatusPage) -> None:
         """End the records of all enqueued calls except `pending` ones (group and number)."""
-        for entry in [*self.enqueued]:
+        for entry in [*self.enqueued_calls]:
             if (self.name, entry[1]) not in pending:
                 with suppress(ValueError):  # removed meanwhile by the main thread
-                    self.enqueued.remove(entry)
+                    self.enqueued_calls.remove(entry)
                 page.end(entry[0])
 
-    def sweep(self, page: StatusPage) -> None:
+    def end_completed_calls(self, page: StatusPage) -> None:
         """End the records of completed asynchronous calls, up to the first that is still in flight."""
-        while self.pending:
-            entry = self.pending.popleft()
+        while self.pending_works:
+            entry = self.pending_works.popleft()
             work = entry[1]()
             if work is not None and not work.is_completed():  # None: no code can wait for it
-                self.pending.appendleft(entry)
+                self.pending_works.appendleft(entry)
                 return
             page.end(entry[0])
 
@@ -163,43 +167,43 @@ class CachedCall:
     """The description of a call at one line with one set of arguments, which is made once."""
 
     code: CodeType  # keeps this and the next object alive, so that no other code gets the same id
-    inner: CodeType
+    library_code: CodeType
     op: Op
     text: bytes
-    order: int = 0  # a hash of the parts that are equal on all ranks, for the order of calls
+    order_hash: int = 0  # a hash of the parts that are equal on all ranks, for the order of calls
 
 
 class StartedCall(Struct, frozen=True):  # made at every call; a dataclass costs several times the time
     """A call in flight."""
 
     record: int
-    group: Group
+    group: GroupRecord
     backend: Any
-    before: int  # torch's number
-    single: bool  # whether the call raises torch's number by one
-    counts: int  # 1 for a collective, 0 for a message
+    number_before: int  # torch's number
+    is_counted_once: bool  # whether the call raises torch's number by one
+    count_increment: int  # 1 for a collective, 0 for a message
     number: int  # our number; for messages -1, -2, ... in the order of this process's messages over the group
 
 
-def torch_number(backend: Any, group: Group) -> int:
+def torch_number(backend: Any, group: GroupRecord) -> int:
     """The number of collectives of this group, by torch's count."""
     try:
         return backend._get_sequence_number_for_group()
     except RuntimeError:  # MPI, and groups of two backends
-        return group.calls
+        return group.call_count
 
 
-def peer_of(asked: list[Any], group: Group, kind: ReadingRule) -> int:
+def peer_of(asked: list[Any], group: GroupRecord, kind: CallArgumentRule) -> int:
     """The peer or root of a call as a rank of the world, from the arguments that may contain it."""
     world_rank, group_rank = [*asked, None][:2]
     if world_rank is not None:
         return world_rank
     if group_rank is not None:
         return group.members[group_rank]
-    return NO_PEER if kind.message else 0  # recv from any rank; torch's default root
+    return NO_PEER if kind.is_message else 0  # recv from any rank; torch's default root
 
 
-def leave_untraced(code: CodeType) -> None:
+def skip_in_torch_compile(code: CodeType) -> None:
     """Have torch.compile skip frames of this code and their calls, without importing the compiler."""
     frames: Any = sys.modules.get("torch._C._dynamo.eval_frame")
     with suppress(AttributeError, TypeError):  # a torch with different names traces the code, which is slower
@@ -207,17 +211,19 @@ def leave_untraced(code: CodeType) -> None:
         frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action, action))
 
 
-class Ledger:
+class CollectiveRecorder:
     """The collectives of this process. A process has one ledger, because torch's functions can be wrapped only once."""
 
     def __init__(self, page: StatusPage, warn_once: Callable[[BaseException], None]) -> None:
         """`warn_once` receives internal errors of the ledger, which do not affect the calls."""
         self.active = True
-        self.marker: OrderMarks | None = None  # for a script: records the order of calls, and shows waits as phases
+        self.marker: CollectiveOrderRecorder | None = (
+            None  # for a script: records the order of calls, and shows waits as phases
+        )
         self.failed: Callable[[BaseException], None] | None = None
         """Called with the errors of a script's collectives, and of its waits for a `Work`."""
-        self.groups: dict[int, Group] = {}
-        self._gone: list[Group] = []  # destroyed since the last `take_order`
+        self.groups: dict[int, GroupRecord] = {}
+        self._gone: list[GroupRecord] = []  # destroyed since the last `take_order_hash`
         self._page, self._warn_once = page, warn_once
         self._torch: Any = None
         self._inside: set[int] = set()  # threads inside a wrapped call; nested calls are part of it
@@ -228,9 +234,9 @@ class Ledger:
         self._taken: list[tuple[CachedCall, int]] = []
 
     @property
-    def waiting(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether a call, or a work that is still referenced, is in flight."""
-        in_flight = any(group.pending or group.enqueued for group in [*self.groups.values()])
+        in_flight = any(group.pending_works or group.enqueued_calls for group in [*self.groups.values()])
         return bool(self._inside) or self._own > 0 or in_flight
 
     def install(self, distributed: ModuleType, *others: ModuleType, late: bool = False) -> None:
@@ -242,88 +248,96 @@ class Ledger:
         if self._torch is not None:
             return
         self._torch = distributed
-        for name, rule in KINDS.items():
+        for name, rule in ARGUMENT_RULES.items():
             call = getattr(distributed, name, None)
             if call is None or (late and name in ("isend", "irecv")):  # None: a different version of torch
                 continue
-            wrapper = self._wrapped(call, SAME.get(name, name), rule)
+            wrapper = self._wrapped(call, CANONICAL_OPS.get(name, name), rule)
             for module in (distributed, *others):
                 if getattr(module, name, None) is call:
                     setattr(module, name, wrapper)
         self._wrap_wait(distributed.Work)
 
-    def take_order(self) -> int:
-        """A hash, 0 <= n < 2**52, of the calls over all ranks since the last `take_order`; equal on ranks that agree.
+    def take_order_hash(self) -> int:
+        """A hash, 0 <= n < 2**52, of the calls over all ranks since the last `take_order_hash`; equal if ranks agree.
 
         It depends on the order within each group, not between groups. It covers kind, name, type, line, and the shape
         if all ranks must pass the same shape.
         """
         parts: list[tuple[str, int, int]] = []
         for group in (*self._gone, *self.groups.values()):
-            if group.count:
-                parts.append((group.name, group.checksum, group.count))
-            group.checksum = group.count = 0
+            if group.ordered_count:
+                parts.append((group.name, group.order_checksum, group.ordered_count))
+            group.order_checksum = group.ordered_count = 0
         self._gone.clear()
         self._taken = [*self._current]
         self._current.clear()
         digest = hashlib.blake2b(repr(sorted(parts)).encode(), digest_size=7).digest()
         return int.from_bytes(digest, "little") >> 4
 
-    def taken(self) -> list[Op]:
-        """The calls in the last `take_order`, the oldest first; at most the last 256."""
+    def last_ordered_calls(self) -> list[Op]:
+        """The calls in the last `take_order_hash`, the oldest first; at most the last 256."""
         return [replace(call.op, seq=seq, done=True) for call, seq in self._taken]
 
-    def begin_own(self, owner: object, ranks: tuple[int, ...], op: Op, *, of_all: bool = True) -> StartedCall | None:
-        """Record the start of an operation of paceline, for `end_own`; None if nothing is recorded. Never raises.
+    def begin_internal_op(
+        self, owner: object, ranks: tuple[int, ...], op: Op, *, of_all: bool = True
+    ) -> StartedCall | None:
+        """Record the start of a paceline operation, for `end_internal_op`; None if nothing is recorded. Never raises.
 
         `owner` takes the role of a process group for its `ranks` of the world: numbers rise during its lifetime. `op`
-        has no number and no line yet. `of_all`: these are all ranks of the world.
+        has no number and no line yet. `has_all_ranks`: these are all ranks of the world.
         """
         if not self.active:
             return None
         try:
             group = self.groups.get(id(owner))
-            if group is None or group.still_there() is not owner:
+            if group is None or group.group_ref() is not owner:
                 if group is not None:
                     self._gone.append(group)
-                group = self.groups[id(owner)] = Group(op.group, of_all, ranks, True, weakref.ref(owner))
+                group = self.groups[id(owner)] = GroupRecord(op.group, of_all, ranks, True, weakref.ref(owner))
             caller_site = call_site(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
-            call = self._known_at(caller_site, (op,), lambda site: replace(op, site=site))
-            group.calls += 1
+            call = self._cached_call_at(caller_site, (op,), lambda site: replace(op, site=site))
+            group.call_count += 1
             self._own += 1
-            return self._note(call, group, group.calls, NO_PEER if op.peer is None else op.peer)
+            return self._record_start(call, group, group.call_count, NO_PEER if op.peer is None else op.peer)
         except Exception as error:
             self._warn_once(error)
             return None
 
-    def end_own(self, begun: StartedCall | None, work: Any = None, *, failed: bool = False) -> None:
+    def end_internal_op(self, begun: StartedCall | None, work: Any = None, *, failed: bool = False) -> None:
         """Record the end of an operation; with a `work`, it ends when `work.is_completed()`."""
         if begun is not None:
             self._own -= 1
             self._end(begun, work, failed=failed)
 
-    def group_of(self, backend: Any) -> Group | None:
+    def group_of(self, backend: Any) -> GroupRecord | None:
         """The record of a process group; None if this rank is not a member."""
         group = self.groups.get(id(backend))
-        if group is not None and group.still_there() is backend:
+        if group is not None and group.group_ref() is backend:
             return group
         world = self._torch._world
         if backend not in world.pg_names:
             return None
         for key, group in [*self.groups.items()]:
-            if group.still_there() is None:  # its calls still count, because ranks drop a group at different moments
+            if group.group_ref() is None:  # its calls still count, because ranks drop a group at different moments
                 self._gone.append(self.groups.pop(key))
         members = tuple(sorted(world.pg_group_ranks[backend]))
         of_all = len(members) == world.default_pg.size()
         # querying NCCL during the capture of a CUDA graph would invalidate the graph
         polled = "nccl" not in str(world.pg_backend_config[backend])
-        group = self.groups[id(backend)] = Group(world.pg_names[backend], of_all, members, polled, weakref.ref(backend))
+        group = self.groups[id(backend)] = GroupRecord(
+            world.pg_names[backend], of_all, members, polled, weakref.ref(backend)
+        )
         return group
 
-    def _wrapped(self, call: Callable[..., Any], name: str, rule: ReadingRule) -> Callable[..., Any]:
+    def _wrapped(self, call: Callable[..., Any], name: str, rule: CallArgumentRule) -> Callable[..., Any]:
         positions = {parameter: at for at, parameter in enumerate(signature(call).parameters)}
-        tensor_at, group_at, tensor_name = positions.get(rule.tensor, 99), positions["group"], rule.tensor
-        peers = [(positions[peer], peer) for peer in rule.peer or () if peer in positions]
+        tensor_at, group_at, tensor_name = (
+            positions.get(rule.tensor_parameter, 99),
+            positions["group"],
+            rule.tensor_parameter,
+        )
+        peers = [(positions[peer], peer) for peer in rule.peer_parameters or () if peer in positions]
         inside = self._inside
 
         @hide_from_warnings
@@ -362,7 +376,7 @@ class Ledger:
 
         untyped_wrapper: Any = wrapper
         untyped_wrapper._torchdynamo_disable = True  # compiled code calls it untraced, as torch's functions
-        leave_untraced(untyped_wrapper.__code__)
+        skip_in_torch_compile(untyped_wrapper.__code__)
         return wrapper
 
     def _wrap_wait(self, work: Any) -> None:
@@ -381,7 +395,7 @@ class Ledger:
 
         untyped_wait: Any = wait
         untyped_wait._torchdynamo_disable = True
-        leave_untraced(untyped_wait.__code__)
+        skip_in_torch_compile(untyped_wait.__code__)
         work.wait = wait
 
     def _report(self, error: BaseException) -> None:
@@ -391,46 +405,57 @@ class Ledger:
             except Exception as internal_error:
                 self._warn_once(internal_error)
 
-    def _begin(self, name: str, rule: ReadingRule, tensor_arg: Any, group: Any, peers: list[Any]) -> StartedCall | None:
+    def _begin(
+        self, name: str, rule: CallArgumentRule, tensor_arg: Any, group: Any, peers: list[Any]
+    ) -> StartedCall | None:
         backend = self._torch._world.default_pg if group is None else group
         group_record = None if backend is None else self.group_of(backend)
         if group_record is None:
             return None  # torch raises an error or does nothing
-        call = self._recall(name, rule, tensor_arg, group_record.name)
+        call = self._describe_call(name, rule, tensor_arg, group_record.name)
         before = torch_number(backend, group_record)
         peer = peer_of(peers, group_record, rule) if peers else NO_PEER
-        if rule.message:
-            seq = group_record.messages[name, peer] = group_record.messages.get((name, peer), 0) + 1
+        if rule.is_message:
+            seq = group_record.message_counts[name, peer] = group_record.message_counts.get((name, peer), 0) + 1
         else:
-            seq = before + 1 - group_record.ahead
-            group_record.calls += 1
-        if not rule.single:
-            group_record.spans.append((before, float("inf"), group_record.ahead))  # open until the call returns
-        started_call = self._note(call, group_record, seq, peer, message=rule.message)
-        if rule.message:
-            group_record.sent += 1
-            started_call = replace(started_call, number=-group_record.sent)
-        return replace(started_call, backend=backend, before=before, single=rule.single and not rule.message)
+            seq = before + 1 - group_record.number_offset
+            group_record.call_count += 1
+        if not rule.is_counted_once:
+            group_record.composed_spans.append(
+                (before, float("inf"), group_record.number_offset)
+            )  # open until the call returns
+        started_call = self._record_start(call, group_record, seq, peer, message=rule.is_message)
+        if rule.is_message:
+            group_record.message_total += 1
+            started_call = replace(started_call, number=-group_record.message_total)
+        return replace(
+            started_call,
+            backend=backend,
+            number_before=before,
+            is_counted_once=rule.is_counted_once and not rule.is_message,
+        )
 
-    def _note(self, call: CachedCall, group: Group, seq: int, peer: int, *, message: bool = False) -> StartedCall:
-        if group.pending:
-            group.sweep(self._page)
-        if group.of_all and not message:
-            group.checksum = zlib.crc32(call.text, group.checksum)
-            group.count += 1
+    def _record_start(
+        self, call: CachedCall, group: GroupRecord, seq: int, peer: int, *, message: bool = False
+    ) -> StartedCall:
+        if group.pending_works:
+            group.end_completed_calls(self._page)
+        if group.has_all_ranks and not message:
+            group.order_checksum = zlib.crc32(call.text, group.order_checksum)
+            group.ordered_count += 1
             self._current.append((call, seq))
             if self.marker is not None:
-                self.marker.note(group.name, len(group.members), call.order, call.text)
+                self.marker.record_call(group.name, len(group.members), call.order_hash, call.text)
         return StartedCall(self._page.begin_text(seq, peer, call.text), group, None, 0, True, 0 if message else 1, seq)
 
-    def _recall(self, name: str, rule: ReadingRule, tensor_arg: Any, group: str) -> CachedCall:
+    def _describe_call(self, name: str, rule: CallArgumentRule, tensor_arg: Any, group: str) -> CachedCall:
         caller_site = call_site(sys._getframe(3))  # pyright: ignore[reportPrivateUsage]
         shape = dtype = None
         label, is_sequence = "", isinstance(tensor_arg, list | tuple)
         if tensor_arg is not None and not (is_sequence and not tensor_arg):
             first = tensor_arg[0] if is_sequence else tensor_arg
-            dtype, label = first.dtype, first.__dict__.get(NAME, "")
-            if rule.shape:
+            dtype, label = first.dtype, first.__dict__.get(COLLECTIVE_NAME_KEY, "")
+            if rule.records_shape:
                 shape = tuple([tensor.shape for tensor in tensor_arg]) if is_sequence else first.shape
 
         def made(site: str) -> Op:
@@ -438,18 +463,18 @@ class Ledger:
             shapes_text = " ".join(str([*size]) for size in shapes)
             return Op(group, 0, name, str(label), shapes_text, str(dtype).removeprefix("torch.") if dtype else "", site)
 
-        return self._known_at(caller_site, (name, shape, dtype, label, group), made)
+        return self._cached_call_at(caller_site, (name, shape, dtype, label, group), made)
 
-    def _known_at(self, site: Site, key_parts: tuple[object, ...], make_op: Callable[[str], Op]) -> CachedCall:
+    def _cached_call_at(self, site: Site, key_parts: tuple[object, ...], make_op: Callable[[str], Op]) -> CachedCall:
         frame, library = site.frame, site.library
         code = sys._getframe().f_code if frame is None else frame.f_code  # pyright: ignore[reportPrivateUsage]
         inner = code if library is None else library.f_code
         key = (id(code), -1 if frame is None else frame.f_lasti, id(inner), library and library.f_lasti, *key_parts)
         call = self._known.get(key)
-        if call is not None and call.code is code and call.inner is inner:
+        if call is not None and call.code is code and call.library_code is inner:
             return call
-        op = make_op(site.words())
-        call = CachedCall(code, inner, op, ring_text(op), order_hash(op))
+        op = make_op(site.describe())
+        call = CachedCall(code, inner, op, encode_op(op), order_hash(op))
         if len(self._known) >= MAX_CACHED:  # varying shapes fill the cache
             self._known.clear()
         self._known[key] = call
@@ -457,33 +482,33 @@ class Ledger:
 
     def _end(self, started_call: StartedCall, result: Any, *, failed: bool = False) -> None:
         try:
-            if not started_call.single:
-                started_call.group.count_ahead(started_call)
+            if not started_call.is_counted_once:
+                started_call.group.update_number_offset(started_call)
             if not failed:  # the record of a failed call stays in flight
-                started_call.group.returned(started_call, result, self._page)
+                started_call.group.end_returned_call(started_call, result, self._page)
         except Exception as error:
             self._warn_once(error)
 
 
 def order_hash(op: Op) -> int:
     """A hash of the parts of a call that must be equal on all ranks, without the line of rooted and named calls."""
-    return zlib.crc32(ring_text(replace(op, site="") if op.name or op.kind in ROOTED else op))
+    return zlib.crc32(encode_op(replace(op, site="") if op.name or op.kind in ROOTED else op))
 
 
-class OrderMarks:
+class CollectiveOrderRecorder:
     """Records the order of a script's collectives over the first groups of all ranks; agents compare the orders."""
 
     def __init__(self, page: StatusPage, names: Names) -> None:
         self._page, self._names = page, names
-        self._groups: dict[str, tuple[int, Order]] = {}
+        self._groups: dict[str, tuple[int, CallHistory]] = {}
 
-    def note(self, group: str, members: int, call: int, text: bytes) -> None:
+    def record_call(self, group: str, members: int, call: int, text: bytes) -> None:
         """Record a call: its hash and its text."""
         if group not in self._groups:
-            self._groups[group] = len(self._groups), Order(zlib.crc32(group.encode()), members, 0, ())
+            self._groups[group] = len(self._groups), CallHistory(zlib.crc32(group.encode()), members, 0, ())
             self._page.put("marks", self._page.get("marks") + 1)
         table, order = self._groups[group]
         if table < GROUPS:
-            self._names.of_call(call, text)
+            self._names.set_call(call, text)
             put_call(self._page, table, order, call)
-            self._groups[group] = table, order._replace(made=order.made + 1)
+            self._groups[group] = table, order._replace(num_calls=order.num_calls + 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.checkpoint.state import Source
 from paceline.collectives.tree import LeafPartition, add_optional
 
-OPEN = "open"  # not declared: inferred at each merge
+UNDECLARED = "open"  # not declared: inferred at each merge
 UNCHANGED = "unchanged"  # all virtual ranks still have the initial value
 MAX_CALLS = 3  # of one module in one micro-batch, if its writes cannot be counted
 
@@ -33,7 +33,7 @@ class BufferHistory:
 
 
 @dataclass(frozen=True)
-class RankValue:
+class BufferObservation:
     """Facts about the value of an undeclared buffer on one virtual rank, for the inference of its reduction."""
 
     digest: str  # of the bytes; empty if the buffer still has its initial value
@@ -44,7 +44,7 @@ class RankValue:
     by_samples: bool | None = None  # floating-point and complex buffers: `may_count_samples` of the last step
 
 
-def choices(buffer: Tensor) -> tuple[str, ...]:
+def possible_reductions(buffer: Tensor) -> tuple[str, ...]:
     """The reductions that a buffer of this type can have."""
     if buffer.is_complex():
         return ("sum", "mean", "first")
@@ -53,18 +53,20 @@ def choices(buffer: Tensor) -> tuple[str, ...]:
     return ("max", "min", "first") if buffer.dtype == torch.bool else ("sum", "max", "min", "first")
 
 
-def observed(own: Tensor, initial: Tensor, before: Tensor | None, seen: BufferHistory, *, changed: bool) -> RankValue:
+def observe_buffer(
+    own: Tensor, initial: Tensor, before: Tensor | None, seen: BufferHistory, *, changed: bool
+) -> BufferObservation:
     """The facts about one value. `before` is an older value; `changed`: whether it differs from `initial`."""
     if not changed:
-        return RankValue("", 0, False, seen)
+        return BufferObservation("", 0, False, seen)
     digest = digest_of(own)
     if own.is_floating_point() or own.is_complex():
-        return RankValue(digest, None, False, seen)
+        return BufferObservation(digest, None, False, seen)
     values, initial_values = own.long(), initial.long()
     differences = (values - initial_values)[values != initial_values].unique().tolist()
     older = initial_values if before is None else before.long()
     decreased = differences[0] < 0 or bool((values < older).any())
-    return RankValue(digest, differences[0] if len(differences) == 1 else None, decreased, seen)
+    return BufferObservation(digest, differences[0] if len(differences) == 1 else None, decreased, seen)
 
 
 def digest_of(tensor: Tensor) -> str:
@@ -72,22 +74,24 @@ def digest_of(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
-def saved_seen(source: Source, virtual_rank: int, name: str) -> BufferHistory:
+def load_buffer_history(source: Source, virtual_rank: int, name: str) -> BufferHistory:
     """The saved history of a buffer on a virtual rank."""
     saved = source.tensor(f"seen/{virtual_rank}/{name}")
     return BufferHistory() if saved is None else BufferHistory(*saved.tolist())
 
 
-def saved_reduction(source: Source, name: str, values: Mapping[int, Tensor], initial: Tensor) -> str:
+def infer_saved_reduction(source: Source, name: str, values: Mapping[int, Tensor], initial: Tensor) -> str:
     """The reduction of an undeclared buffer, inferred from its saved values, by virtual rank; see `inferred`."""
-    ranks: list[RankValue] = []
+    ranks: list[BufferObservation] = []
     for virtual_rank, value in values.items():
         is_changed = initial.shape != value.shape or bool((value != initial).any())
-        ranks.append(observed(value, initial, None, saved_seen(source, virtual_rank, name), changed=is_changed))
-    return inferred(initial, ranks)
+        ranks.append(
+            observe_buffer(value, initial, None, load_buffer_history(source, virtual_rank, name), changed=is_changed)
+        )
+    return infer_reduction(initial, ranks)
 
 
-def inferred(like: Tensor, ranks: Sequence[RankValue], *, by_chance: bool = False) -> str:
+def infer_reduction(like: Tensor, ranks: Sequence[BufferObservation], *, by_chance: bool = False) -> str:
     """The reduction of an undeclared buffer, from the values of all virtual ranks; empty if it cannot be inferred.
 
     `like`: a value, for its type. `by_chance`: whether integers that are equal now may differ at other times.
@@ -113,7 +117,7 @@ def inferred(like: Tensor, ranks: Sequence[RankValue], *, by_chance: bool = Fals
     return "sum"
 
 
-def _counts_calls(ranks: Sequence[RankValue]) -> bool:
+def _counts_calls(ranks: Sequence[BufferObservation]) -> bool:
     """Whether each call of the module has changed the buffer by one, for any number of samples."""
     if any(value.step is None for value in ranks):
         return False
@@ -125,7 +129,7 @@ def _counts_calls(ranks: Sequence[RankValue]) -> bool:
     return any(all(step == calls * history.micro_batches for step, history in steps) for calls in call_counts)
 
 
-def _called_unevenly(ranks: Sequence[RankValue]) -> bool:
+def _called_unevenly(ranks: Sequence[BufferObservation]) -> bool:
     """Whether some virtual ranks have changed the buffer in more of their micro-batches than others."""
     steps = {abs(value.step or 0) for value in ranks}
     return len(steps) > 1 and (0 in steps or len({value.seen.micro_batches for value in ranks}) == 1)
@@ -146,7 +150,7 @@ def may_count_samples(now: Tensor, before: Tensor, micro_batches: int, samples: 
     return len(changes) == 1 and bool((new.abs() > old.abs()).any())
 
 
-def _counts_samples(ranks: Sequence[RankValue]) -> bool:
+def _counts_samples(ranks: Sequence[BufferObservation]) -> bool:
     """Whether each sample has changed the buffer by the same number."""
     if any(not value.step or value.step < 0 or not value.seen.samples for value in ranks):
         return False
@@ -166,8 +170,8 @@ def from_float64(flat: Tensor, like: Tensor) -> Tensor:
     return torch.view_as_complex(flat.reshape(*like.shape, 2).contiguous()).to(like.dtype)
 
 
-def reduced(of_ranks: Mapping[int, Tensor], reduction: str, initial: Tensor, virtual_ranks: int) -> Tensor:
-    """The value of one buffer, computed in one process with the same bits as in `VirtualBuffers.merged`."""
+def reduce_buffer(of_ranks: Mapping[int, Tensor], reduction: str, initial: Tensor, virtual_ranks: int) -> Tensor:
+    """The value of one buffer, computed in one process with the same bits as in `VirtualRankBuffers.merged`."""
     first = of_ranks[min(of_ranks)]
     if reduction == UNCHANGED:
         return initial

@@ -47,19 +47,19 @@ def restore_type(current: Any, saved: Any) -> Any:
     return cls(saved) if isinstance(current, (tuple, Mapping)) and saved is not None else saved
 
 
-def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The settings of each parameter group, e.g. its learning rate and weight decay."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-def numbers_of(optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
+def optimizer_json_state(optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
     """The settings of the optimizer's parameter groups and the state of the scheduler, for `load_numbers`."""
     state = None if scheduler is None else scheduler.state_dict()
-    return {"groups": as_json(settings_of(optimizer)), "scheduler": as_json(state)}
+    return {"groups": as_json(group_settings(optimizer)), "scheduler": as_json(state)}
 
 
-def load_numbers(optimizer: Optimizer, scheduler: Any, numbers: Mapping[str, Any]) -> None:
-    """Restore the result of `numbers_of`."""
+def load_optimizer_json_state(optimizer: Optimizer, scheduler: Any, numbers: Mapping[str, Any]) -> None:
+    """Restore the result of `optimizer_json_state`."""
     for group, saved in zip(optimizer.param_groups, from_json(numbers["groups"]), strict=True):
         for name, value in saved.items():
             group[name] = restore_type(group.get(name), value)

@@ -18,27 +18,29 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from paceline.protocol.code_locations import Activity, activity_of, format_stack_location
 from paceline.protocol.evidence import Op, Stack
-from paceline.protocol.places import Activity, activity_of, shown_site_of
-from paceline.protocol.status_page import of_this_life
-from paceline.rank.ledger import KINDS, MODULE, SAME, Group
-from paceline.rank.sites import frame_of
+from paceline.protocol.status_page import drop_stale_calls
+from paceline.rank.collective_recorder import ARGUMENT_RULES, C10D_MODULE, CANONICAL_OPS, GroupRecord
+from paceline.rank.sites import frame_record
 
-capturing = threading.Event()
+graph_capture = threading.Event()
 """Set while a CUDA graph is captured. NCCL's recorder queries the GPU, which would invalidate the graph."""
 MAX_OPS, MAX_FRAMES, MAX_THREADS = 64, 96, 24
-UNTITLED = ("", "undefined", "default_pg")
+DEFAULT_GROUP_TITLES = ("", "undefined", "default_pg")
 """Torch's titles of groups without a title."""
-Dated = tuple[int, Op]  # start in ns of CLOCK_MONOTONIC, operation
+TimedOp = tuple[int, Op]  # start in ns of CLOCK_MONOTONIC, operation
 
 
-def distributed() -> ModuleType | None:
+def loaded_c10d_module() -> ModuleType | None:
     """Torch's module of collectives, if its import is complete."""
-    module = sys.modules.get(MODULE)
+    module = sys.modules.get(C10D_MODULE)
     return None if module is None or getattr(module.__spec__, "_initializing", False) else module
 
 
-def merged(ring: Sequence[Dated], groups: Mapping[str, Group], stack: Stack | None = None) -> list[Op]:
+def merge_recent_ops(
+    ring: Sequence[TimedOp], groups: Mapping[str, GroupRecord], stack: Stack | None = None
+) -> list[Op]:
     """The last 64 operations of this process, the oldest first: those in the `ring`, and torch's calls in `groups`.
 
     If the main thread's `stack` is in torch, it provides the line of an operation in flight that torch itself called.
@@ -47,17 +49,17 @@ def merged(ring: Sequence[Dated], groups: Mapping[str, Group], stack: Stack | No
     """
     frames = stack.frames if stack is not None else ()
     inner = next((frame for frame in frames if activity_of(frame.file) is not Activity.GUARD), None)
-    line = shown_site_of(frames) if inner is not None and inner.file.startswith("torch/") else ""
-    from_ring = of_this_life(ring)
+    line = format_stack_location(frames) if inner is not None and inner.file.startswith("torch/") else ""
+    from_ring = drop_stale_calls(ring)
     dated_by_seq = {(op.group, op.seq): (at, op) for at, op in from_ring if not op.is_message}
-    for at, op in of_this_life(_recorded(groups)):
+    for at, op in drop_stale_calls(_flight_recorder_ops(groups)):
         ours = dated_by_seq.get((op.group, op.seq))
         # torch's state `done` is also right for operations without a wait
         merged_op = replace(op, site="" if op.done else line) if ours is None else replace(ours[1], done=op.done)
         dated_by_seq[op.group, op.seq] = (at if ours is None else ours[0], merged_op)
     everything = [*(dated for dated in from_ring if dated[1].is_message), *dated_by_seq.values()]
     ops = [op for _, op in sorted(everything, key=lambda dated: dated[0])]
-    return _without_queued(ops, {name for name, group in groups.items() if not group.polled})[-MAX_OPS:]
+    return _without_queued(ops, {name for name, group in groups.items() if not group.can_poll})[-MAX_OPS:]
 
 
 def _without_queued(ops: Sequence[Op], enqueuing: Collection[str]) -> list[Op]:
@@ -73,13 +75,13 @@ def _without_queued(ops: Sequence[Op], enqueuing: Collection[str]) -> list[Op]:
 
 
 def _groups() -> list[tuple[Any, str]]:
-    module: Any = distributed()
+    module: Any = loaded_c10d_module()
     return [] if module is None else [*module._world.pg_names.items()]
 
 
 def group_members() -> dict[str, tuple[int, ...]]:
     """The ranks of the world in each process group of this process; empty for a group of all ranks."""
-    groups = {name: sys.modules[MODULE]._world.pg_group_ranks[group] for group, name in _groups()}
+    groups = {name: sys.modules[C10D_MODULE]._world.pg_group_ranks[group] for group, name in _groups()}
     world_size = max(map(len, groups.values()), default=0)  # size of the default group
     return {name: tuple(sorted(ranks)) if len(ranks) < world_size else () for name, ranks in groups.items()}
 
@@ -87,7 +89,7 @@ def group_members() -> dict[str, tuple[int, ...]]:
 def group_titles() -> dict[str, str]:
     """The titles of process groups, by name."""
     titles = {name: getattr(group, "group_desc", "") for group, name in _groups()}
-    return {name: title for name, title in titles.items() if title not in UNTITLED}
+    return {name: title for name, title in titles.items() if title not in DEFAULT_GROUP_TITLES}
 
 
 def sequence_numbers() -> dict[str, int]:
@@ -99,20 +101,22 @@ def sequence_numbers() -> dict[str, int]:
     return numbers
 
 
-def in_flight() -> bool:
+def has_op_in_flight() -> bool:
     """Whether torch has an operation in flight, by the flight recorder. May be True although there is none.
 
     If gloo's threads complete two operations in reverse order, the count is late until the next one completes.
     """
-    statuses = [status for dump in _dumps(collectives=False) for status in dump.get("pg_status", {}).values()]
+    statuses = [
+        status for dump in _flight_recorder_dumps(collectives=False) for status in dump.get("pg_status", {}).values()
+    ]
     return any(status["last_enqueued_collective"] > status["last_completed_collective"] for status in statuses)
 
 
-def pending(groups: Mapping[str, Group]) -> set[tuple[str, int]]:
+def pending_ops(groups: Mapping[str, GroupRecord]) -> set[tuple[str, int]]:
     """The operations of torch in flight, by group and number. Messages have NCCL's numbers, negated: -1, -2, ..."""
-    entries = [entry for dump in _dumps(collectives=True) for entry in dump.get("entries", ())]
+    entries = [entry for dump in _flight_recorder_dumps(collectives=True) for entry in dump.get("entries", ())]
     messages = {(e["process_group"][0], -e["p2p_seq_id"]) for e in entries if e["is_p2p"] and not e["retired"]}
-    return messages | {(op.group, op.seq) for _, op in _recorded(groups) if not op.done}
+    return messages | {(op.group, op.seq) for _, op in _flight_recorder_ops(groups) if not op.done}
 
 
 def stacks(main: int) -> tuple[Stack, ...]:
@@ -122,30 +126,30 @@ def stacks(main: int) -> tuple[Stack, ...]:
     idents = sorted((ident for ident in running if ident != threading.get_ident()), key=lambda ident: ident != main)
     collected: list[Stack] = []
     for ident in idents[:MAX_THREADS]:
-        frames = tuple(frame_of(frame) for frame, _ in islice(walk_stack(running[ident]), MAX_FRAMES))
+        frames = tuple(frame_record(frame) for frame, _ in islice(walk_stack(running[ident]), MAX_FRAMES))
         collected.append(Stack("main" if ident == main else str(names.get(ident, ident))[:64], frames))
     return tuple(collected)
 
 
-def _dumps(*, collectives: bool) -> list[dict[str, Any]]:
+def _flight_recorder_dumps(*, collectives: bool) -> list[dict[str, Any]]:
     binding = sys.modules.get("torch._C._distributed_c10d")
-    names = ["_dump_fr_trace"] if capturing.is_set() else ["_dump_fr_trace", "_dump_nccl_trace"]
+    names = ["_dump_fr_trace"] if graph_capture.is_set() else ["_dump_fr_trace", "_dump_nccl_trace"]
     dumps = [getattr(binding, name, None) for name in names]
-    if distributed() is None:
+    if loaded_c10d_module() is None:
         return []
     # safe to unpickle: the data comes from the memory of this process
     return [pickle.loads(dump(collectives, False, False)) for dump in dumps if dump]  # without stacks: see `merged`
 
 
-def _recorded(groups: Mapping[str, Group]) -> list[Dated]:
+def _flight_recorder_ops(groups: Mapping[str, GroupRecord]) -> list[TimedOp]:
     to_monotonic = time.monotonic_ns() - time.time_ns()
     newest_numbers = sequence_numbers()
-    recorded: list[Dated] = []
-    for entry in [entry for dump in _dumps(collectives=True) for entry in dump.get("entries", ())]:
+    recorded: list[TimedOp] = []
+    for entry in [entry for dump in _flight_recorder_dumps(collectives=True) for entry in dump.get("entries", ())]:
         group, is_gloo = entry["process_group"][0], entry["profiling_name"].startswith("gloo:")
         # gloo counts messages with collectives, but does not record them; NCCL counts them separately
         number = entry["op_id"] if is_gloo else entry["collective_seq_id"]
-        our_number = groups[group].own(number) if group in groups else number
+        our_number = groups[group].to_own_number(number) if group in groups else number
         of_earlier_group = number > newest_numbers.get(group, number)
         if not (entry["is_p2p"] or our_number is None or of_earlier_group):
             recorded.append((entry["time_created_ns"] + to_monotonic, _op(entry, group, our_number)))
@@ -155,8 +159,8 @@ def _recorded(groups: Mapping[str, Group]) -> list[Dated]:
 def _op(entry: Mapping[str, Any], group: str, number: int) -> Op:
     kind = entry["profiling_name"].rpartition(":")[2]
     side = "output" if kind in ("scatter", "reduce_scatter") else "input"  # equal on all ranks
-    rule = KINDS.get(SAME.get(kind, kind))
-    shapes = entry[f"{side}_sizes"] if rule is None or rule.shape else ()
+    rule = ARGUMENT_RULES.get(CANONICAL_OPS.get(kind, kind))
+    shapes = entry[f"{side}_sizes"] if rule is None or rule.records_shape else ()
     types: list[str] = entry[f"{side}_dtypes"]
     return Op(
         group, number, kind,

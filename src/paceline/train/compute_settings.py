@@ -16,23 +16,23 @@ from paceline.collectives.control import all_gather_object, raise_on_all_ranks
 from paceline.compute.compiling import compile_model, graph_model
 from paceline.compute.forward import recompute
 from paceline.compute.precision import (
-    GAIN,
-    compared,
+    MIN_BF16_SPEEDUP,
+    bf16_unsupported_reason,
     half_precision_forward,
     in_bf16,
     in_fp16,
-    lacks_bf16,
-    lacks_tf32,
     set_float32_mode,
+    tf32_unsupported_reason,
+    time_alternatives,
 )
 from paceline.compute.resources import CpuAllocation, current_cpu_allocation, keep_memory, thread_warnings, threads_for
-from paceline.data.loader import Loading, fetch
-from paceline.errors import UsageError, Write, flag
+from paceline.data.loader import Loading, fetch_pairs
+from paceline.errors import OptionRenderer, UsageError, format_option
 from paceline.host.cgroup import free_memory
 from paceline.rank.world import World
-from paceline.seeding import preserved_streams
-from paceline.tasks.task import Task, call
-from paceline.train.evaluate import evaluating
+from paceline.seeding import preserve_generator_states
+from paceline.tasks.task import Task, call_model
+from paceline.train.evaluate import eval_mode
 from paceline.train.step import weighted_losses
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class ResolvedCompute:
     """Lines for the user."""
 
 
-def set_threads(requested: int | None, world: World, *, write: Write = flag) -> list[str]:
+def set_threads(requested: int | None, world: World, *, write: OptionRenderer = format_option) -> list[str]:
     """Set the number of CPU threads of this rank (collective). Return warnings about the number.
 
     `requested` (`--threads-per-rank`) and OMP_NUM_THREADS take precedence. Otherwise the ranks of a node divide its
@@ -89,7 +89,7 @@ def resolve_compute(
     why_no_bf16 = ""
     set_precision(config.precision, world)
     with raise_on_all_ranks(world):
-        why_no_bf16 = lacks_bf16(world.device) if config.precision == "auto" else ""
+        why_no_bf16 = bf16_unsupported_reason(world.device) if config.precision == "auto" else ""
         if config.checkpoint_activations:
             recompute(model, config.checkpoint_activations)
         if config.precision == "auto" and not why_no_bf16:
@@ -101,7 +101,7 @@ def resolve_compute(
     else:
         precision = config.precision
     with raise_on_all_ranks(world):
-        in_precision(precision, model, world.device)
+        apply_precision(precision, model, world.device)
         if config.cuda_graphs:
             graph_model(model, world.device)
         if config.compile:
@@ -117,7 +117,7 @@ def set_precision(precision: str, world: World) -> None:
         set_float32_mode(precision, world.device)
 
 
-def session_precision(precision: str | None, world: World) -> tuple[str | None, list[str]]:
+def resolve_session_precision(precision: str | None, world: World) -> tuple[str | None, list[str]]:
     """The precision of a session, and messages (a collective). "auto" is bf16 if all ranks support it, else fp32.
 
     bf16 is allowed without support, because scripts for GPUs are tested on CPUs.
@@ -130,7 +130,7 @@ def session_precision(precision: str | None, world: World) -> tuple[str | None, 
     set_precision("fp32" if precision == "bf16" else precision, world)
     if precision not in ("auto", "bf16"):
         return precision, []
-    by_rank = enumerate(all_gather_object(lacks_bf16(world.device), world))
+    by_rank = enumerate(all_gather_object(bf16_unsupported_reason(world.device), world))
     lacking = next((f"on rank {rank} {why}" for rank, why in by_rank if why), "")
     if precision == "bf16":
         return "bf16", [f'precision="bf16" is slow here: {lacking}'] if lacking else []
@@ -139,7 +139,7 @@ def session_precision(precision: str | None, world: World) -> tuple[str | None, 
     return "bf16", ['precision="auto": bf16, which all ranks support. It rounds differently']
 
 
-def in_precision(precision: str | None, model: nn.Module, device: torch.device) -> None:
+def apply_precision(precision: str | None, model: nn.Module, device: torch.device) -> None:
     """Run the forward of `model` in bf16 or fp16, if that is the precision."""
     if precision == "bf16":
         in_bf16(model, device)
@@ -149,7 +149,13 @@ def in_precision(precision: str | None, model: nn.Module, device: torch.device) 
 
 def check_precision(precision: str, device: torch.device) -> None:
     """Raise UsageError if `device` does not support `precision`."""
-    why = lacks_bf16(device) if precision == "bf16" else lacks_tf32(device) if precision == "tf32" else ""
+    why = (
+        bf16_unsupported_reason(device)
+        if precision == "bf16"
+        else tf32_unsupported_reason(device)
+        if precision == "tf32"
+        else ""
+    )
     if why:
         raise UsageError(code="precision-not-there", value=precision, why=why)
 
@@ -161,7 +167,7 @@ def _choose_precision(measured: list[Any]) -> tuple[Precision, str]:
         return "fp32", f"--precision auto: fp32, because {lacking}"
     slowest = {name: max(seconds[name] for _, seconds in measured) for name in ("fp32", "bf16")}
     gain = slowest["fp32"] / slowest["bf16"]
-    chosen: Precision = "bf16" if gain >= GAIN else "fp32"
+    chosen: Precision = "bf16" if gain >= MIN_BF16_SPEEDUP else "fp32"
     rounding = "; it rounds differently" if chosen == "bf16" else ""
     return chosen, f"--precision auto: {chosen}. A step in bf16 is {gain:.2f} times as fast as in fp32{rounding}"
 
@@ -172,20 +178,20 @@ def _measure_precisions(
     """Seconds of forward and backward on the first `samples` samples, by precision. The model does not change."""
     indices = torch.arange(min(samples, len(dataset)))  # pyright: ignore[reportArgumentType]
     forward_in_bf16 = half_precision_forward(model, loading.device, torch.bfloat16)
-    with preserved_streams(), evaluating(model), torch.enable_grad():
-        (batch,) = fetch(dataset, [(0, indices)], 0, replace(loading, num_workers=0))
+    with preserve_generator_states(), eval_mode(model), torch.enable_grad():
+        (batch,) = fetch_pairs(dataset, [(0, indices)], 0, replace(loading, num_workers=0))
 
         def in_bf16_once(*args: Any, **kwargs: Any) -> Any:
             return forward_in_bf16(model, args, kwargs)
 
         def step(bf16: bool) -> None:
-            outputs = call(model, batch[0], in_bf16_once if bf16 else None)
+            outputs = call_model(model, batch[0], in_bf16_once if bf16 else None)
             losses, _ = weighted_losses(task.loss, outputs, batch[1])
             if losses.requires_grad:
                 losses.sum().backward()
             model.zero_grad(set_to_none=True)
 
-        return compared({"fp32": partial(step, False), "bf16": partial(step, True)}, loading.device)
+        return time_alternatives({"fp32": partial(step, False), "bf16": partial(step, True)}, loading.device)
 
 
 def _set_allocator(

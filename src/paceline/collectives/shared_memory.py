@@ -53,14 +53,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.collectives.torch_collectives import gather_over_torch
+from paceline.collectives.torch_collectives import all_gather_json
 from paceline.errors import ExitCode, TrainingError
 from paceline.host.cgroup import usable_cores
 from paceline.host.procfs import read_process
 from paceline.protocol.control import SHARED_MEMORY
 from paceline.protocol.evidence import SHARED_GROUP, Op
-from paceline.rank.guard import Guard
-from paceline.rank.ledger import StartedCall
+from paceline.rank.collective_recorder import StartedCall
+from paceline.rank.guard import HangGuard
 
 SPINS = 1000  # polls of about 50 ns each
 YIELD_SECONDS = 2e-4
@@ -114,7 +114,7 @@ class Channel:
         self.tick, self.spins = 0, spins
         self.data_bytes = len(self._data[0][0])
 
-    def typed(self, dtype: torch.dtype) -> Slots:
+    def slots_as(self, dtype: torch.dtype) -> Slots:
         """The data of all slots, as elements of `dtype`."""
         if dtype not in self._typed:
             self._typed[dtype] = [[torch.frombuffer(data, dtype=dtype) for data in of_tick] for of_tick in self._data]
@@ -122,9 +122,9 @@ class Channel:
 
     def _view(self, dtype: torch.dtype, slot: int, rank: int, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a slot of a rank."""
-        return self.typed(dtype)[slot][rank][start:stop]
+        return self.slots_as(dtype)[slot][rank][start:stop]
 
-    def write(self) -> int:
+    def begin_tick(self) -> int:
         """Begin a tick; return the slot, 0 or 1, that may be written now."""
         wait_for(
             self._others, self._at, self.tick, self._check_wait, spins=self.spins
@@ -178,7 +178,7 @@ class Channel:
         stop = _TEXT_BYTES + (count + 7) // 8
         return [int.from_bytes(header[_TEXT_BYTES:stop], "little") for header in self._headers[self.tick & 1]]
 
-    def arrived(self, tick: int) -> bool:
+    def have_all_published(self, tick: int) -> bool:
         """Whether all ranks have published this tick."""
         return all(counter[self._at] >= tick for counter in self._others)
 
@@ -215,7 +215,7 @@ def _sleep_until(lines: Sequence[memoryview], at: int, value: int, check_wait: C
                 time.sleep(min(LONGEST_SLEEP_SECONDS, max(SHORTEST_SLEEP_SECONDS, waited_seconds * SLEEP_FRACTION)))
 
 
-GROUP = SHARED_GROUP  # the name of a group of all ranks of the world; see `hosts.group_name`
+GROUP_NAME = SHARED_GROUP  # the name of a group of all ranks of the world; see `hosts.group_name`
 PAGE, LINE = 4096, 64
 TOKEN_BYTES = 16
 _SMALL_BYTES = 64 << 10
@@ -231,26 +231,26 @@ class MemoryLayout:
     bulk_bytes: int = BULK_BYTES
 
     @property
-    def channels(self) -> tuple[int, ...]:
+    def channel_slot_bytes(self) -> tuple[int, ...]:
         """The data bytes in a slot of each channel: totals, bulk."""
         return _SMALL_BYTES, self.bulk_bytes
 
     @property
-    def counters_at(self) -> int:
+    def counters_offset(self) -> int:
         """The offset of the counters: the first page after the tokens."""
         return -(-(TOKEN_BYTES * (1 + self.ranks)) // PAGE) * PAGE
 
-    def slot(self, channel: int, number: int) -> tuple[int, int]:
+    def slot_range(self, channel: int, number: int) -> tuple[int, int]:
         """The start and end of slot 0 or 1 of a channel."""
-        before = sum(2 * (HEADER_BYTES + size) for size in self.channels[:channel])
-        size = HEADER_BYTES + self.channels[channel]
-        start = self.counters_at + PAGE + before + number * size
+        before = sum(2 * (HEADER_BYTES + size) for size in self.channel_slot_bytes[:channel])
+        size = HEADER_BYTES + self.channel_slot_bytes[channel]
+        start = self.counters_offset + PAGE + before + number * size
         return start, start + size
 
     @property
     def total_bytes(self) -> int:
         """The size of one rank's memory."""
-        return self.slot(len(self.channels) - 1, 1)[1]
+        return self.slot_range(len(self.channel_slot_bytes) - 1, 1)[1]
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ class MemoryPeer:
 
     rank: int  # of the world
     pid: int
-    start: int  # see `procfs.Process`
+    process_start_time: int  # see `procfs.Process`
     memory: memoryview
 
 
@@ -287,28 +287,28 @@ class SharedMemory:
         layout: MemoryLayout,
         timeout_seconds: float,
         *,
-        group: str = GROUP,
+        group: str = GROUP_NAME,
     ) -> None:
         """`rank` is the index of this rank in `peers`. `group` is their name; GROUP means all ranks of the world."""
         self.rank, self.size, self.timeout_seconds = rank, len(peers), timeout_seconds
-        self.running: Any = None  # the `StartedSum` whose result has not been read yet
+        self.running: Any = None  # the `AsyncAllReduce` whose result has not been read yet
         self._group, self._pid = group, os.getpid()
         self._others = [(index, peer) for index, peer in enumerate(peers) if index != rank]
-        at = layout.counters_at
+        at = layout.counters_offset
         counters = [peer.memory[at : at + PAGE].cast("Q") for peer in peers]
-        self._left = [counter[len(layout.channels) * LINE // 8 :] for counter in counters]
+        self._left = [counter[len(layout.channel_slot_bytes) * LINE // 8 :] for counter in counters]
         self._checked_seconds = 0.0
         self._ranks = tuple(peer.rank for peer in peers)
         self.describe_call = lru_cache(256)(self._describe_call)
         self._call = self.describe_call("", "")
-        self.guard = Guard.of_process()
+        self.guard = HangGuard.of_process()
         spins = 0 if self.size > usable_cores() else SPINS
 
         def channel(number: int) -> Channel:
-            slots = [[peer.memory[slice(*layout.slot(number, slot))] for peer in peers] for slot in (0, 1)]
+            slots = [[peer.memory[slice(*layout.slot_range(number, slot))] for peer in peers] for slot in (0, 1)]
             return Channel(number * LINE // 8, rank, counters, slots, self._check_wait, self._ranks, spins)
 
-        self.totals, self.bulk = map(channel, range(len(layout.channels)))
+        self.totals, self.bulk = map(channel, range(len(layout.channel_slot_bytes)))
 
     def _describe_call(self, kind: str, name: str, shape: str = "", dtype: torch.dtype | str = "") -> MemoryCall:
         """The description of a collective."""
@@ -321,7 +321,7 @@ class SharedMemory:
         if self._left[self.rank][0]:
             raise RuntimeError(f"{call.text}: this rank has left the shared memory after an error or at its end")
         self._call = call
-        return self.guard.ledger.begin_own(self, self._ranks, call.op, of_all=self._group == GROUP)
+        return self.guard.ledger.begin_internal_op(self, self._ranks, call.op, of_all=self._group == GROUP_NAME)
 
     def leave(self) -> None:
         """Mark this rank as gone, so that waiting ranks raise an error. May be called more than once."""
@@ -329,7 +329,7 @@ class SharedMemory:
             self._left[self.rank][0] = 1
 
     def _check_wait(self, missing: Callable[[], list[int]], waited_seconds: float) -> None:
-        if self.guard.released():
+        if self.guard.release_reason():
             names = self._names(missing())
             raise RuntimeError(f"{self._call.text}: connection closed by peer: unblocked from the wait for {names}")
         gone = [index for index in missing() if self._left[self._others[index][0]][0]]
@@ -367,13 +367,13 @@ class MemoryOperation:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._memory.leave()  # otherwise the others would wait for the remaining ticks
-        self._memory.guard.ledger.end_own(self._begun, None if kind else self._work, failed=kind is not None)
+        self._memory.guard.ledger.end_internal_op(self._begun, None if kind else self._work, failed=kind is not None)
 
 
 def _is_alive(peer: MemoryPeer) -> bool:
     process = read_process(peer.pid)
     if process is not None:
-        return process.runs and process.start == peer.start
+        return process.runs and process.start_ticks == peer.process_start_time
     try:  # /proc needs a free descriptor, and this process may have none
         os.kill(peer.pid, 0)
     except OSError as error:
@@ -381,21 +381,21 @@ def _is_alive(peer: MemoryPeer) -> bool:
     return True
 
 
-MACHINES = ("x86_64", "AMD64", "i686")  # their memory order is that of the protocol
+SUPPORTED_ARCHITECTURES = ("x86_64", "AMD64", "i686")  # their memory order is that of the protocol
 ADD_SEALS, NO_SHRINKING = 1033, 0x2  # Linux's F_ADD_SEALS, F_SEAL_SHRINK: reading a shrunk file kills the process
 
 
-class Refusal(Exception):  # noqa: N818 - not an error: the ranks use torch.distributed
+class SharingRefusal(Exception):  # noqa: N818 - not an error: the ranks use torch.distributed
     """The reason why ranks do not share memory."""
 
 
 @dataclass(frozen=True)
-class HostMembers:
+class NodeMembers:
     """The ranks of this rank's host, in order."""
 
     peers: list[MemoryPeer]
-    host: int  # of this rank, from 0
-    hosts: int
+    node_index: int  # of this rank, from 0
+    node_count: int
 
 
 class _Handshake:
@@ -406,18 +406,18 @@ class _Handshake:
 
     def offer(self, *, wanted: bool) -> dict[str, Any]:
         if not wanted or os.environ.get(SHARED_MEMORY, "auto") == "off":
-            raise Refusal("switched off")
-        if sys.platform != "linux" or platform.machine() not in MACHINES:
-            raise Refusal(f"{platform.system()} on {platform.machine()} does not keep stores to memory in order")
+            raise SharingRefusal("switched off")
+        if sys.platform != "linux" or platform.machine() not in SUPPORTED_ARCHITECTURES:
+            raise SharingRefusal(f"{platform.system()} on {platform.machine()} does not keep stores to memory in order")
         process = read_process(os.getpid())
         if process is None:
-            raise Refusal("/proc is missing")
+            raise SharingRefusal("/proc is missing")
         self._descriptor = os.memfd_create(f"paceline-shared-{self._rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.posix_fallocate(self._descriptor, 0, self._layout.total_bytes)  # fails now, not at the first write
         fcntl.fcntl(self._descriptor, ADD_SEALS, NO_SHRINKING)
         self._memory = _map(self._descriptor, self._layout)
         self._memory[:TOKEN_BYTES] = self._token
-        location = {"host": host_key(), "pid": process.pid, "start": process.start}
+        location = {"host": host_key(), "pid": process.pid, "start": process.start_ticks}
         return location | {"descriptor": self._descriptor, "token": self._token.hex()}
 
     def open_peers(self, ranks: range, offers: list[dict[str, Any]]) -> None:
@@ -427,14 +427,14 @@ class _Handshake:
             if rank != self._rank:
                 memory = _open(offer, self._layout)
                 if bytes(memory[:TOKEN_BYTES]) != bytes.fromhex(offer["token"]):
-                    raise Refusal(f"the memory of process {offer['pid']} does not have the token of rank {rank}")
+                    raise SharingRefusal(f"the memory of process {offer['pid']} does not have the token of rank {rank}")
                 memory[_token_slice(self._rank)] = self._token
             self.peers.append(MemoryPeer(rank, offer["pid"], offer["start"], memory))
 
     def check_tokens(self, ranks: range, offers: list[dict[str, Any]]) -> None:
         for rank in ranks:
             if rank != self._rank and bytes(self._memory[_token_slice(rank)]) != bytes.fromhex(offers[rank]["token"]):
-                raise Refusal(f"rank {rank} has opened different memory")
+                raise SharingRefusal(f"rank {rank} has opened different memory")
 
     def close(self) -> None:
         """Close the descriptor; the memory stays mapped."""
@@ -442,7 +442,7 @@ class _Handshake:
             os.close(self._descriptor)
 
 
-def connect_memory(rank: int, layout: MemoryLayout, *, wanted: bool = True) -> HostMembers:
+def connect_memory(rank: int, layout: MemoryLayout, *, wanted: bool = True) -> NodeMembers:
     """Map the memories of all ranks of this host (a collective over torch.distributed's default group).
 
     Ranks test whether they share memory, and trust no environment variable. Each rank creates its memory, and sends the
@@ -469,7 +469,7 @@ def connect_memory(rank: int, layout: MemoryLayout, *, wanted: bool = True) -> H
         _run_on_all(layout.ranks, lambda: handshake.check_tokens(hosts[host], offers))
     finally:
         handshake.close()
-    return HostMembers(handshake.peers, host, len(hosts))
+    return NodeMembers(handshake.peers, host, len(hosts))
 
 
 def host_key() -> str:
@@ -487,26 +487,26 @@ def _run_on_all(size: int, phase: Callable[[], Any]) -> list[Any]:
     result, why = None, ""
     try:
         result = phase()
-    except Refusal as refusal:
+    except SharingRefusal as refusal:
         why = str(refusal)
     except Exception as error:  # the other ranks wait for the result of a failed rank
         why = f"{type(error).__name__}: {error}"
-    outcomes = gather_over_torch([result, why], size)
+    outcomes = all_gather_json([result, why], size)
     for rank, (_, why) in enumerate(outcomes):
         if why:
-            raise Refusal(f"rank {rank}: {why}")
+            raise SharingRefusal(f"rank {rank}: {why}")
     return [result for result, _ in outcomes]
 
 
 def _ranks_of_hosts(keys: list[str]) -> list[range]:
-    runs, hosts = runs_of_hosts(keys), len(set(keys))
+    runs, hosts = consecutive_ranks_by_node(keys), len(set(keys))
     if hosts == len(keys):
-        raise Refusal(f"the ranks are on {hosts} hosts")
+        raise SharingRefusal(f"the ranks are on {hosts} hosts")
     if not runs:
-        raise Refusal(f"the ranks are on {hosts} hosts, and the ranks of one host are not consecutive")
+        raise SharingRefusal(f"the ranks are on {hosts} hosts, and the ranks of one host are not consecutive")
     sizes = list(map(len, runs))
     if len(set(sizes)) > 1:
-        raise Refusal(f"the {hosts} hosts have different numbers of ranks: {', '.join(map(str, sizes))}")
+        raise SharingRefusal(f"the {hosts} hosts have different numbers of ranks: {', '.join(map(str, sizes))}")
     return runs
 
 
@@ -518,7 +518,7 @@ def _open(offer: dict[str, Any], layout: MemoryLayout) -> memoryview:
     descriptor = os.open(f"/proc/{offer['pid']}/fd/{offer['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(descriptor).st_size != layout.total_bytes:
-            raise Refusal(f"the memory of process {offer['pid']} has a different size")
+            raise SharingRefusal(f"the memory of process {offer['pid']} has a different size")
         return _map(descriptor, layout)
     finally:
         with suppress(OSError):
@@ -529,7 +529,7 @@ def _map(descriptor: int, layout: MemoryLayout) -> memoryview:
     return memoryview(mmap.mmap(descriptor, layout.total_bytes))
 
 
-def runs_of_hosts(keys: Sequence[str]) -> list[range]:
+def consecutive_ranks_by_node(keys: Sequence[str]) -> list[range]:
     """The ranks of each host, from the key of each rank's host; empty if the ranks of one key are not consecutive.
 
     runs_of_hosts(["a", "a", "b"]) == [range(0, 2), range(2, 3)]; runs_of_hosts(["a", "b", "a"]) == []
