@@ -22,7 +22,7 @@ import torch, torch.distributed as dist
 from paceline.protocol.control import WorkerSpec
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-rank, folder = dist.get_rank(), Path(WorkerSpec.here().attempt_dir)
+rank, folder = dist.get_rank(), Path(WorkerSpec.from_environment().attempt_dir)
 for step in range(2000):
     if step == 20:
         (folder / f"running-{rank}").touch()

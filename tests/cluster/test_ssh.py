@@ -28,17 +28,17 @@ import json, sys
 from paceline.protocol.job import JobSpec
 from paceline.errors import PacelineError
 from paceline.launch.plan import parse_hosts
-from paceline.launch.ssh.plan import ssh
+from paceline.launch.ssh.plan import plan_ssh
 from paceline.launch.supervise import run
-from paceline.launch.ssh.plan import rsync_commands, sync
+from paceline.launch.ssh.plan import rsync_commands, run_rsync
 told = json.loads(sys.argv[1])
-told |= {"ssh": tuple(told["ssh"]), "argv": tuple(told["argv"]), "hosts": parse_hosts(told["hosts"])}
-copied = told.pop("sync", False)
+told |= {"plan_ssh": tuple(told["plan_ssh"]), "argv": tuple(told["argv"]), "hosts": parse_hosts(told["hosts"])}
+copied = told.pop("run_rsync", False)
 job = JobSpec(run_id="5f", threads=1, secret="5ec4" * 16, python=sys.executable, **told)
 try:
     if copied:
-        sync(rsync_commands(job))
-    sys.exit(run(ssh(job)))
+        run_rsync(rsync_commands(job))
+    sys.exit(run(plan_ssh(job)))
 except PacelineError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
@@ -273,12 +273,12 @@ def test_our_agents_commands_typed_on_two_hosts_are_one_run(lab: Lab, tmp_path: 
 STEPS = """
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.status_page import StatusPage
-spec = WorkerSpec.here()
-box = StatusPage.inherited(spec.page)
+spec = WorkerSpec.from_environment()
+box = StatusPage.from_descriptor(spec.page)
 (here / f"ready-{spec.generation}-{rank}-on-{host}").touch()
 while not (here / "enough").exists():
     box.set_step(1)
-    if rank == 0 and box.asked("regroups"):
+    if rank == 0 and box.get_request("regroups"):
         (here / f"saved-{spec.generation}").touch()
     if (here / f"saved-{spec.generation}").exists():
         sys.exit(75)

@@ -21,36 +21,36 @@ HANGS = f"""{TORCH}
 from paceline.collectives import shared_memory as handshake
 handshake.host_key = lambda: str(rank // 2)
 from paceline.collectives.buckets import buckets_of, trainable
-from paceline.collectives.hosts import by_leaf
+from paceline.collectives.hosts import make_leaf_order_plan
 from paceline.collectives.reducer import Reducer
 from paceline.collectives.communicator import make_communicator
-from paceline.collectives.communicator import HierarchicalTransport
+from paceline.collectives.communicator import HierarchicalBucketReduction
 from paceline.collectives.tree import LeafPartition
 model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
-hosts, partition = make_communicator().hosts(), LeafPartition.of_ranks(4, rank)
+hosts, partition = make_communicator().node_topology(), LeafPartition.one_leaf_per_rank(4, rank)
 buckets = buckets_of(trainable(model), 1000)
-sums = Reducer(partition, HierarchicalTransport(buckets, hosts, by_leaf(partition, 2)))
+sums = Reducer(partition, HierarchicalBucketReduction(buckets, hosts, make_leaf_order_plan(partition, 2)))
 def late(gradient):
     if rank == 3 and number == 5:
         time.sleep(600)  # FAULT
 model[0].bias.register_hook(late)
 for number in range(100):
-    sums.enter(rank, is_last=True)
+    sums.begin_backward(rank, is_last=True)
     model(torch.ones(1, 300)).sum().backward()
-    sums.leave()
+    sums.end_backward()
     sums.finish(4.0)
 """
 STEPS = f"""{TORCH}
 from paceline.collectives import shared_memory as handshake
 handshake.host_key = lambda: str(rank // 2)
-from paceline.collectives.reducer import sum_by_leaf
+from paceline.collectives.reducer import make_leaf_reducer
 from paceline.collectives.tree import LeafPartition
 model = torch.nn.Linear(300, 300)
-sums = sum_by_leaf(model, LeafPartition.of_ranks(4, rank))
+sums = make_leaf_reducer(model, LeafPartition.one_leaf_per_rank(4, rank))
 def step():
-    sums.enter(rank, is_last=True)
+    sums.begin_backward(rank, is_last=True)
     model(torch.ones(1, 300)).sum().backward()
-    sums.leave()
+    sums.end_backward()
     sums.finish(4.0)
 step()
 ready()

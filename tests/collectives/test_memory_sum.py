@@ -90,7 +90,7 @@ def check_sums(world, leaves, sizes, dtypes, absent, divisor, direct):
         for _ in range(2):  # the second time every slot has been used
             own = [
                 [node_sum(node, i, n, d, absent) for i, (n, d) in enumerate(zip(sizes, dtypes, strict=True))]
-                for node in partition.nodes()[memory.rank]
+                for node in partition.subtrees_by_rank()[memory.rank]
             ]
             own = [None if all(part is None for part in flat) else flat for flat in own]
             found.append(total.run(own, divisor))
@@ -144,7 +144,7 @@ def test_shares_of_the_sum_are_pieces_of_the_whole_and_gather_to_it(world, more,
 
     def act(memory):
         partition = partitions(world, leaves)[memory.rank]
-        own = [node_sum(node, 0, world * share, dtype, set()) for node in partition.nodes()[memory.rank]]
+        own = [node_sum(node, 0, world * share, dtype, set()) for node in partition.subtrees_by_rank()[memory.rank]]
         mine = reduce_scatter(memory, own, partition, torch.empty(share, dtype=dtype), 3.0)
         out = torch.empty(world * share, dtype=dtype)
         all_gather(memory, mine, out)

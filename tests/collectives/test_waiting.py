@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ranks
 WAITS = f"""{TORCH}
 from paceline.collectives.memory_sum import barrier
 from paceline.collectives.communicator import make_communicator
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 memory = make_communicator().memory
 barrier(memory)
 ready()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from paceline.data.arrays import ArrayDataset, SampleDraws, batch_gatherer, on_device
+from paceline.data.arrays import ArrayDataset, SampleRandomNumbers, batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan
@@ -64,7 +64,7 @@ def test_a_subset_of_held_data_is_gathered_too():
     inner = ArrayDataset(ROWS, LABELS, lambda x: x * 2)
     subset = Subset(Subset(inner, [22, 5, 7, 9, 1]), [4, 0, 1])
     gather = batch_gatherer(subset)
-    inputs, targets = gather(torch.tensor([1, 0]), SampleDraws(0, 0))
+    inputs, targets = gather(torch.tensor([1, 0]), SampleRandomNumbers(0, 0))
     assert targets.tolist() == [22, 1] and torch.equal(inputs[0], torch.from_numpy(ROWS[22]) * 2)
 
     class Own(TensorDataset):
@@ -87,10 +87,10 @@ def test_equal_data_have_equal_fingerprints_however_they_are_held(tmp_path):
 
 
 def test_draws_are_uniform_and_independent():
-    numbers = SampleDraws(5, 2).of(torch.arange(20_000), CPU)(3)
-    draw = SampleDraws(5, 2).of(torch.arange(20_000), CPU)
+    numbers = SampleRandomNumbers(5, 2).make_draw_function(torch.arange(20_000), CPU)(3)
+    draw = SampleRandomNumbers(5, 2).make_draw_function(torch.arange(20_000), CPU)
     assert torch.equal(torch.cat([draw(2), draw(1)], 1), numbers)  # each call goes on
-    more = SampleDraws(5, 3).of(torch.arange(20_000), CPU)(3)
+    more = SampleRandomNumbers(5, 3).make_draw_function(torch.arange(20_000), CPU)(3)
     columns = torch.cat([numbers, more], 1)
     assert numbers.dtype == torch.float32 and numbers.shape == (20_000, 3)
     assert float(columns.min()) >= 0 and float(columns.max()) < 1

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from paceline.data.fingerprint import CHANGING, data_fingerprint
+from paceline.data.fingerprint import UNSTABLE_DATASET_TEXT, data_fingerprint
 from paceline.data.loader import Loading
 
 LOADING = Loading(torch.device("cpu"), num_workers=2)
@@ -33,7 +33,7 @@ class Augmented(list):
 
 def test_seeded_augmentation_is_alike_and_unseeded_is_no_difference():
     seeded = data_fingerprint(Augmented(lambda: float(torch.rand(()))), LOADING)
-    assert CHANGING not in seeded.values()
+    assert UNSTABLE_DATASET_TEXT not in seeded.values()
     assert seeded == data_fingerprint(Augmented(lambda: float(torch.rand(()))), LOADING)
     unseeded = data_fingerprint(Augmented(lambda: list(os.urandom(8))), LOADING)
-    assert CHANGING in unseeded.values()
+    assert UNSTABLE_DATASET_TEXT in unseeded.values()

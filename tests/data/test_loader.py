@@ -23,9 +23,9 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline.data.arrays import ArrayDataset
-from paceline.data.loader import Loading, Prefetch, load_steps, move_to_device, prefetch, prefetch_to_device
+from paceline.data.loader import Loading, PrefetchTrigger, load_steps, move_to_device, prefetch, prefetch_to_device
 from paceline.data.plan import BatchPlan, ranks_share
-from paceline.data.workers import SLOTS_OF_A_LOADER, SeededSamples, naming_lost_processes
+from paceline.data.workers import SLOTS_OF_A_LOADER, SeededSampleDataset, name_lost_workers
 from paceline.errors import TrainingError
 from paceline.protocol.evidence import LOADER_KILLED
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters, read_loaders
@@ -213,23 +213,23 @@ def test_a_process_that_dies_while_its_batch_is_fetched_is_named(monkeypatch):
         if next(looks) == 2:
             raise RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed. ")
 
-    with pytest.raises(ConnectionResetError), naming_lost_processes(StatusPage(make_status_page(0)), 3):
+    with pytest.raises(ConnectionResetError), name_lost_workers(StatusPage(make_status_page(0)), 3):
         raise ConnectionResetError("of something else")
     monkeypatch.setattr(torch._C, "_error_if_any_worker_fails", lost)
     with (
         raises("loader-process-lost", raised=TrainingError, rank=3, pid=5),
-        naming_lost_processes(StatusPage(make_status_page(0)), 3),
+        name_lost_workers(StatusPage(make_status_page(0)), 3),
     ):
         raise ConnectionResetError("104")
 
 
 def test_an_error_that_is_none_of_a_process_passes():
-    with pytest.raises(RuntimeError, match="mine"), naming_lost_processes(StatusPage(make_status_page(0)), 0):
+    with pytest.raises(RuntimeError, match="mine"), name_lost_workers(StatusPage(make_status_page(0)), 0):
         raise RuntimeError("mine")
 
 
 def test_samples_go_to_spawned_processes_without_the_box(page):
-    samples = pickle.loads(pickle.dumps(SeededSamples(Noisy(), 0, page)))
+    samples = pickle.loads(pickle.dumps(SeededSampleDataset(Noisy(), 0, page)))
     assert samples[0, 5][1] == 5
 
 
@@ -315,18 +315,18 @@ def test_on_the_cpu_a_batch_is_made_when_it_is_asked_for():
 
 
 def test_a_step_says_when_as_many_are_begun_as_it_had():
-    log, ahead = [], Prefetch()
+    log, ahead = [], PrefetchTrigger()
     things = counting(7, log)
     items = prefetch(lambda: next(things), int, ahead)
     assert [next(items), next(items)] == [0, 1] and len(log) == 2  # not before the step is launched
-    ahead.begin()
+    ahead.start_batches()
     assert log[2:] == ["begin 2", "begin 3"]
-    ahead.begin()  # nothing was handed out since
+    ahead.start_batches()  # nothing was handed out since
     assert len(log) == 4
     assert [next(items) for _ in range(3)] == [2, 3, 4] and len(log) == 5
-    ahead.begin()
+    ahead.start_batches()
     assert log[5:] == ["begin 5", "begin 6"] and list(items) == [5, 6]
-    ahead.begin()  # of data that have ended
+    ahead.start_batches()  # of data that have ended
 
 
 def test_what_goes_wrong_in_a_step_ahead_is_raised_when_it_is_due():
@@ -334,21 +334,21 @@ def test_what_goes_wrong_in_a_step_ahead_is_raised_when_it_is_due():
         yield from (1, 2)
         raise OSError("disk")
 
-    things, ahead = source(), Prefetch()
+    things, ahead = source(), PrefetchTrigger()
     items = prefetch(lambda: next(things), int, ahead)
     assert [next(items), next(items)] == [1, 2]
-    ahead.begin()  # the step that is under way is not disturbed
+    ahead.start_batches()  # the step that is under way is not disturbed
     with pytest.raises(OSError, match="disk"):
         next(items)
 
 
 def test_data_that_are_left_are_not_loaded_any_more():
-    log, ahead = [], Prefetch()
+    log, ahead = [], PrefetchTrigger()
     things = counting(5, log)
     items = prefetch(lambda: next(things), int, ahead)
     assert next(items) == 0
     items.close()
-    ahead.begin()
+    ahead.start_batches()
     assert log == ["begin 0"]
 
 

@@ -16,7 +16,7 @@ from paceline.data.plan import (
     combine_fingerprints,
     fingerprint,
     permute,
-    rank_work,
+    plan_rank_micro_batches,
     ranks_share,
     shuffled_indices,
 )
@@ -35,7 +35,9 @@ def epoch_of(plan: BatchPlan, epoch: int, world_size: int, *, merged: bool = Fal
     seen: Counter[int] = Counter()
     for step in range(plan.steps_per_epoch):
         for rank in range(world_size):
-            for work in rank_work(plan, epoch, step, ranks_share(plan.virtual_ranks, rank, world_size), merged=merged):
+            for work in plan_rank_micro_batches(
+                plan, epoch, step, ranks_share(plan.virtual_ranks, rank, world_size), merged=merged
+            ):
                 seen.update(work.indices.tolist() if work.is_counted else [])
     return seen
 
@@ -72,8 +74,8 @@ def test_every_rank_works_in_every_step_and_merged_ranks_equally_often(plan, wor
     step = data.draw(st.integers(0, plan.steps_per_epoch - 1))
     world_size = min(world_size, plan.virtual_ranks)
     shares = [ranks_share(plan.virtual_ranks, rank, world_size) for rank in range(world_size)]
-    assert all(rank_work(plan, 0, step, share) for share in shares)
-    assert len({len(rank_work(plan, 0, step, share, merged=True)) for share in shares}) == 1
+    assert all(plan_rank_micro_batches(plan, 0, step, share) for share in shares)
+    assert len({len(plan_rank_micro_batches(plan, 0, step, share, merged=True)) for share in shares}) == 1
 
 
 @given(plans, st.data())
@@ -84,7 +86,7 @@ def test_random_streams_belong_to_the_work_not_to_the_rank(plan, data):
         works = [
             work
             for rank in range(world_size)
-            for work in rank_work(plan, 1, step, ranks_share(plan.virtual_ranks, rank, world_size))
+            for work in plan_rank_micro_batches(plan, 1, step, ranks_share(plan.virtual_ranks, rank, world_size))
         ]
         return {(w.virtual_rank, w.micro_batch): w.random_seed(plan.seed) for w in works if w.is_counted}
 
@@ -198,7 +200,7 @@ def test_places_neighbours_and_epochs_are_independent(size: int) -> None:
 def test_few_samples_keep_the_order_that_they_always_had(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = BatchPlan(num_samples=10, global_batch=4, seed=0)
     assert [plan.global_indices(0, step).tolist() for step in range(3)] == [[7, 0, 4, 8], [9, 2, 5, 6], [1, 3]]
-    monkeypatch.setattr(plan_module, "MAX_LISTED_SAMPLES", 5)
+    monkeypatch.setattr(plan_module, "LISTED", 5)
     assert sorted(shuffled_indices(torch.arange(10), 10, 0, 0).tolist()) == [*range(10)]
 
 

@@ -13,7 +13,7 @@ from paceline.rank import guard
 
 SCRIPT = """
 import torch, torch.distributed as dist
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from tests.doubles import nccl
 torch.set_num_threads(1)
 nccl.register()
@@ -30,7 +30,7 @@ if rank == 0:
     tensor.tolist()
     (folder / "freed").touch()
     try:
-        Guard.of_process().check_unblocked()
+        HangGuard.of_process().check_unblocked()
     except Exception as error:
         (folder / "error").write_text(type(error).__name__)
 time.sleep(60)

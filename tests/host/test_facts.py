@@ -18,8 +18,8 @@ from paceline.host.facts import SOURCE_ROOT, Limit, gather_facts, resolve_host, 
 CODE = """
 import sys, time
 start = time.perf_counter()
-from paceline.host.facts import gather
-facts = gather()
+from paceline.host.facts import gather_facts
+facts = gather_facts()
 print(time.perf_counter() - start, "torch" in sys.modules)
 """
 

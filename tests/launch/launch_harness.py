@@ -22,18 +22,18 @@ HARD_LIMIT_SECONDS = 90.0
 LAUNCHER = """
 import fcntl, json, os, sys
 from paceline.protocol.job import JobSpec
-from paceline.protocol.job import Windows
-from paceline.launch.plan import local
+from paceline.protocol.job import HangTimeout
+from paceline.launch.plan import plan_local
 from paceline.launch.supervise import run
 settings = json.loads(sys.argv[1])
 lock = settings.pop("lock", None)
-settings["hang_timeout"] = Windows.parse(settings.get("hang_timeout", "auto"))
+settings["hang_timeout"] = HangTimeout.parse(settings.get("hang_timeout", "auto"))
 job = JobSpec(tuple(settings.pop("argv")), run_id="test", threads=1, **settings)
 keep_open = []
 if lock:
     keep_open.append(os.open(lock, os.O_RDWR | os.O_CREAT))
     fcntl.flock(keep_open[0], fcntl.LOCK_EX)
-sys.exit(run(local(job), keep_open=keep_open))
+sys.exit(run(plan_local(job), keep_open=keep_open))
 """
 
 PRELUDE = """
@@ -42,7 +42,7 @@ from pathlib import Path
 from paceline.protocol.control import WorkerSpec
 from paceline.rank.attach import attach, record_failure
 attach()
-spec = WorkerSpec.here()
+spec = WorkerSpec.from_environment()
 rank, generation, folder = int(os.environ["RANK"]), spec.generation, Path(spec.attempt_dir)
 
 class DistNetworkError(RuntimeError): ...

@@ -26,11 +26,11 @@ BECOMES = """
 import os, sys
 {before}
 from paceline.protocol.control import WorkerSpec
-if (spec := WorkerSpec.here()).preload >= 0:
+if (spec := WorkerSpec.from_environment()).preload >= 0:
     {first}
     from paceline.rank.imports import import_without_gc
-    from paceline.rank.preload import serve
-    serve(spec, lambda: import_without_gc({modules!r}))
+    from paceline.rank.preload import serve_fork_orders
+    serve_fork_orders(spec, lambda: import_without_gc({modules!r}))
 forked = b'"preload":' in open("/proc/self/environ", "rb").read()
 """
 TELLS_FORKED = "(folder / f'forked-{generation}-{rank}').write_text(str(forked))\n"
@@ -261,7 +261,7 @@ def test_the_guard_sees_collectives_through_whatever_an_import_has_kept(preloade
         "dist.init_process_group('gloo')\n"
         "dist.P2POp(dist.isend, __import__('torch').ones(1), 1 - rank)\n"
         "keeper.all_reduce(__import__('torch').ones(1))\n"
-        "from paceline.rank.guard import Guard\n"
+        "from paceline.rank.guard import HangGuard\n"
         "Guard.of_process().ledger.take_order()\n"
         "assert [op.kind for op in Guard.of_process().ledger.taken()] == ['all_reduce']\n"
         "dist.destroy_process_group()",
@@ -283,7 +283,7 @@ from paceline.tasks.mnist import cnn as built_in
 def tell(moment):  # after the last step and its evaluation
     forked = b'"preload":' in Path("/proc/self/environ").read_bytes()
     told = f"{forked} {'paceline.launch' in sys.modules}"
-    (Path(WorkerSpec.here().attempt_dir) / f"forked-{os.environ['RANK']}").write_text(told)
+    (Path(WorkerSpec.from_environment().attempt_dir) / f"forked-{os.environ['RANK']}").write_text(told)
 
 def cnn(data_dir):
     return replace(built_in(data_dir=data_dir), on_end=tell)

@@ -67,7 +67,7 @@ def announcement(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What an agent says of its host."""
     path = tmp_path_factory.mktemp("facts") / "announcement"
     code = (
-        "import sys, msgspec; from paceline.host.facts import gather\n"
+        "import sys, msgspec; from paceline.host.facts import gather_facts\n"
         "sys.stdout.buffer.write(msgspec.json.encode(gather()))"
     )
     path.write_bytes(subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=90, check=True).stdout)
@@ -278,7 +278,7 @@ def test_a_reader_that_pauses_does_not_stop_the_signs_of_life(remote) -> None:
 def test_a_detached_agent_on_this_machine_need_not_announce_itself(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from paceline.protocol.job import *\n"
-        "from paceline.launch.plan import local; from paceline.launch.supervise import run\n"
+        "from paceline.launch.plan import plan_local; from paceline.launch.supervise import run\n"
         f"folder = Path({str(tmp_path)!r})\n"
         "job = JobSpec(('sh', '-c', f'echo ran > {folder}/ran'), 1, 'x', 1, run_dir=str(folder), detached=True)\n"
         "sys.exit(run(local(job)))"

@@ -33,7 +33,7 @@ HEAD = """
 import os, sys, time
 from pathlib import Path
 from paceline.protocol.control import WorkerSpec
-spec = WorkerSpec.here()
+spec = WorkerSpec.from_environment()
 rank, folder = int(os.environ["RANK"]), Path(spec.attempt_dir)
 def ready(): (folder / f"ready-{rank}").touch()
 """

@@ -160,7 +160,7 @@ def record():
 LATE = """
 import atexit, os
 from paceline.protocol.control import WorkerSpec
-atexit.register(lambda: print("recorded before:", os.fstat(WorkerSpec.here().record).st_size > 0))
+atexit.register(lambda: print("recorded before:", os.fstat(WorkerSpec.from_environment().record).st_size > 0))
 """
 
 
@@ -194,7 +194,7 @@ def test_a_forked_childs_failure_is_not_the_ranks(tmp_path: Path, record: int) -
 AGENT = """
 import os, subprocess, sys, time
 from paceline.protocol.control import WorkerSpec
-worker = subprocess.Popen(sys.argv[1:], env={**os.environ, **WorkerSpec(os.getpid()).variable()})
+worker = subprocess.Popen(sys.argv[1:], env={**os.environ, **WorkerSpec(os.getpid()).to_environment()})
 print(worker.pid, flush=True)
 time.sleep(60)
 """

@@ -245,8 +245,8 @@ def test_the_users_own_signals_are_the_users(tmp_path: Path) -> None:
 FORKS = f"""{TORCH}
 import threading
 from paceline.protocol.evidence import Phase
-from paceline.rank.guard import Guard
-box = Guard.of_process().page
+from paceline.rank.guard import HangGuard
+box = HangGuard.of_process().page
 dist.all_reduce(torch.ones(2))
 box.set_step(7); box.enter(Phase.DATA)
 if os.fork() == 0:
@@ -280,7 +280,7 @@ def test_a_forked_child_says_what_it_loads_and_nothing_in_its_parents_name(tmp_p
 
 def test_off_leaves_the_count_of_steps_only(tmp_path: Path) -> None:
     script = TORCH + (
-        "from paceline.rank.guard import Guard\n"
+        "from paceline.rank.guard import HangGuard\n"
         "from paceline.protocol.evidence import Phase\n"
         "guard = Guard.of_process()\n"
         "guard.page.enter(Phase.DATA); guard.page.set_step(5); dist.all_reduce(torch.ones(2))\n"

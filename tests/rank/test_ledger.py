@@ -202,8 +202,8 @@ def test_our_own_collectives_have_names(tmp_path: Path) -> None:
 
 COMPILED = """
 import torch
-from paceline.rank.guard import Guard
-guard = Guard.of_process().watch_torch()
+from paceline.rank.guard import HangGuard
+guard = HangGuard.of_process().watch_torch()
 import torch.distributed as dist, torch.distributed.nn
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 def whole(x):

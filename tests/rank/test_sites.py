@@ -89,13 +89,13 @@ TWICE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch, torch.distributed as dist
-from paceline.rank.guard import Guard
-guard = Guard.of_process().watch_torch()
+from paceline.rank.guard import HangGuard
+guard = HangGuard.of_process().watch_torch()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 from framework import train
 for swapped in (False, True, False):
     train(swapped)
-    print(guard.ledger.take_order(), *[op.site.partition(", ")[2] for op in guard.ledger.taken()], sep="|")
+    print(guard.ledger.take_order_hash(), *[op.site.partition(", ")[2] for op in guard.ledger.last_ordered_calls()], sep="|")
 dist.destroy_process_group()
 """
 FRAMEWORK = """

@@ -9,7 +9,7 @@ from tests import warm
 
 LOOP = """
 import json, torch, paceline
-from paceline.sessions.observer import Observer, observed_by
+from paceline.sessions.observer import Observer, use_observer
 
 class Told(Observer):
     options, max_steps, said = {"virtual_ranks": 2}, 3, []
@@ -22,7 +22,7 @@ class Told(Observer):
     def on_loader(self, loader, *, per_virtual_rank):
         loader.short_epoch = lambda plan: (1, 3)
 
-with observed_by(Told()), paceline.session("run", checkpoint_every=1) as s:
+with use_observer(Told()), paceline.session("run", checkpoint_every=1) as s:
     model, optimizer = s.prepare(torch.nn.Linear(2, 1), lambda p: torch.optim.SGD(p, lr=0.1))
     train, batches = s.loader(torch.ones(40, 2), global_batch=4), []
     for epoch in s.epochs(9):

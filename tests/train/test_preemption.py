@@ -26,8 +26,8 @@ PATIENCE_SECONDS = 50.0
 # Says what it has noted after each signal that it gets; a second one ends it.
 NOTING = """
 import signal, sys
-from paceline.train.preemption import stop_signals
-with stop_signals() as request:
+from paceline.train.preemption import record_stop_signals
+with record_stop_signals() as request:
     print("ready", flush=True)
     for _ in sys.stdin:
         print(request.by, flush=True)

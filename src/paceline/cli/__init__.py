@@ -42,7 +42,7 @@ GROUPS = {
             config_help="TOML file with settings, e.g. the config.toml of a run; options override it",
         ),
         "launch": Command(
-            "start any script that torchrun could, on one machine or many", "launch.LaunchScript", "",
+            "start any script that torchrun could, on one machine or many", "launch.ScriptLaunchConfig", "",
             ("--nproc 2 train.py --epochs 5", "--nproc 2 --check train.py --epochs 5"),
             common_options="nproc show run-dir max-restarts hang-timeout on-drift check on nodes hosts env dry-run "
             "detach", usage_suffix="SCRIPT [ARGUMENTS]",

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 torch.set_num_threads(1)
 from paceline.protocol.control import WorkerSpec
-spec = WorkerSpec.here()
+spec = WorkerSpec.from_environment()
 folder, generation = Path(spec.attempt_dir), spec.generation
 dist.init_process_group("gloo")
 rank, batch = dist.get_rank(), torch.ones(8)

@@ -17,7 +17,7 @@ from paceline.protocol.evidence import StopKind
 
 RANKS = """
 import torch, torch.distributed as dist
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 batch = torch.ones(8)
@@ -28,7 +28,7 @@ for step in range(400):
         dist.all_reduce(batch)
     except RuntimeError:
         time.sleep(1)  # the others may have been freed a little earlier
-        (folder / f"word-{rank}").write_text(Guard.of_process().released())
+        (folder / f"word-{rank}").write_text(HangGuard.of_process().release_reason())
         raise
     time.sleep(0.02)
 """

@@ -29,7 +29,7 @@ from paceline.runs.attempt import read_nodes
 STEPS = """
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.status_page import StatusPage
-box, world = StatusPage.inherited(WorkerSpec.here().page), os.environ["WORLD_SIZE"]
+box, world = StatusPage.from_descriptor(WorkerSpec.from_environment().page), os.environ["WORLD_SIZE"]
 (folder / f"world-{world}-rank-{rank}-generation-{generation}").touch()
 if (folder / "broken").exists() and rank >= 4:
     fail(ValueError("other data here"), 2)
@@ -38,7 +38,7 @@ while not (folder / "enough").exists():
     step += 1
     if not (folder / "broken").exists():
         box.set_step(step)
-    if rank == 0 and box.asked("regroups"):
+    if rank == 0 and box.get_request("regroups"):
         (folder / f"saved-{generation}").touch()
     if (folder / f"saved-{generation}").exists():
         sys.exit(75)
