@@ -146,7 +146,8 @@ def test_zeros_and_what_is_too_small_for_a_scale_are_zeros(code: Int8 | Bf16) ->
 
 
 def test_a_matrix_that_is_hardly_smaller_in_factors_is_sent_whole() -> None:
-    state = PowerSgdCodec([torch.Size(s) for s in ((40, 30), (9, 9), (100,), (64, 3, 3, 3))], torch.float32, 4).begin()
+    shapes = [torch.Size(s) for s in ((40, 30), (9, 9), (100,), (64, 3, 3, 3))]
+    state = PowerSgdCodec(shapes, torch.float32, 4).initial_state()
     assert {name: tuple(tensor.shape) for name, tensor in state.items()} == {
         "held/0": (40, 30), "basis/0": (30, 4), "held/3": (64, 27), "basis/3": (27, 4)
     }  # fmt: skip

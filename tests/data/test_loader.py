@@ -187,7 +187,7 @@ from paceline.errors import TrainingError
 
 box = here.StatusPage(here.make_status_page(0))
 try:
-    with here.naming_lost_processes(box, 3):
+    with here.name_lost_workers(box, 3):
         here.once(here.Odd(), box)
 except TrainingError as error:
     lost = next(worker for worker in here.read_loaders(box.descriptor) if worker.item == 13)

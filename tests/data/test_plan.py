@@ -200,7 +200,7 @@ def test_places_neighbours_and_epochs_are_independent(size: int) -> None:
 def test_few_samples_keep_the_order_that_they_always_had(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = BatchPlan(num_samples=10, global_batch=4, seed=0)
     assert [plan.global_indices(0, step).tolist() for step in range(3)] == [[7, 0, 4, 8], [9, 2, 5, 6], [1, 3]]
-    monkeypatch.setattr(plan_module, "LISTED", 5)
+    monkeypatch.setattr(plan_module, "MAX_LISTED_SAMPLES", 5)
     assert sorted(shuffled_indices(torch.arange(10), 10, 0, 0).tolist()) == [*range(10)]
 
 

@@ -165,9 +165,9 @@ def test_a_rank_without_a_share_has_a_stand_in_and_a_few_last_ones_join_the_batc
     assert [(share.sample_numbers, share.counted) for share in last.micro_batches] == [
         ([8], False)
     ] and last.local_samples == 0
-    joined = chunks([part], of, range(2, 3), least=3)
+    joined = chunks([part], of, range(2, 3), min_last_batch=3)
     assert [share.sample_numbers for chunk in joined for share in chunk.micro_batches] == [[2, 5, 8]]
-    exact = chunks([StreamPart(Numbers([*range(11)]), 7)], of, range(2, 3), least=3)
+    exact = chunks([StreamPart(Numbers([*range(11)]), 7)], of, range(2, 3), min_last_batch=3)
     assert [share.sample_numbers for chunk in exact for share in chunk.micro_batches] == [[2, 5], [10]]
 
 

@@ -144,7 +144,7 @@ def test_without_loader_processes_or_where_nobody_knows_the_room_nothing_is_refu
 
 
 def test_where_there_is_none_at_all_loader_processes_are_refused(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(workers, "SHARED_MEMORY", str(tmp_path / "none"))
+    monkeypatch.setattr(workers, "SHARED_MEMORY_FOLDER", str(tmp_path / "none"))
     check_shared_memory(BATCH, 2, SharedMemoryDemand(largest_batch=64, num_workers=0, local_ranks=4))
     with raises("no-shared-memory", setting="num_workers"):
         check_shared_memory(BATCH, 2, SharedMemoryDemand(largest_batch=64, num_workers=1, local_ranks=1))

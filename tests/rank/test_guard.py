@@ -165,9 +165,8 @@ def connects(port: int) -> bool:
 def test_a_door_is_shut_to_new_ones_and_who_is_in_stays(listening: socket.socket, monkeypatch, way) -> None:
     if os.geteuid() != 0 and way == "filter":
         pytest.skip("needs root: newer kernels let nobody else filter")
-    monkeypatch.setattr(
-        guard, *(("_attach_drop_filter", lambda _: False) if way == "signatures" else ("sign", lambda *_: False))
-    )
+    unavailable = "_attach_drop_filter" if way == "signatures" else "sign_tcp_packets"
+    monkeypatch.setattr(guard, unavailable, lambda *_: False)
     port = listening.getsockname()[1]
     with socket.create_connection(("127.0.0.1", port)) as early:
         assert guard.block_new_connections([listening.fileno(), early.fileno()])
@@ -181,7 +180,7 @@ def test_a_door_is_shut_to_new_ones_and_who_is_in_stays(listening: socket.socket
 
 
 def test_what_cannot_be_shut_is_said(listening: socket.socket, monkeypatch) -> None:
-    for way in ("sign", "_attach_drop_filter"):
+    for way in ("sign_tcp_packets", "_attach_drop_filter"):
         monkeypatch.setattr(guard, way, lambda *_: False)
     assert not guard.block_new_connections([listening.fileno()])
     assert guard.block_new_connections([]) and connects(listening.getsockname()[1])

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.sample(2)]
 RANK = """
 import sys
 import paceline.rank.rendezvous as meeting
-meeting.FIRST_WORD_SECONDS = meeting.NEXT_WORD_SECONDS = 0.5  # 10 s and 30 s for people
+meeting.FIRST_NOTICE_SECONDS = meeting.NOTICE_INTERVAL_SECONDS = 0.5  # 10 s and 30 s for people
 from paceline.rank.attach import exit_worker, report_error
 from paceline.rank.world import World, joined
 try:

@@ -71,9 +71,9 @@ def convert_settings(task: str, settings: list[Setting] | None, values: Mapping[
 def all_settings(task: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """All settings of a task, including those with default values, in the form of a run's definition."""
     settings = parse_task_settings(task)
-    values = {s.name: _literal(s.default) for s in settings or () if s.default is not None}
-    values |= convert_settings(task, settings, values)
-    plain = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    defaults = {s.name: _literal(s.default) for s in settings or () if s.default is not None}
+    complete = defaults | convert_settings(task, settings, values)
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in complete.items()}
     return {f"task_arg.{name}": value for name, value in plain.items() if name not in SETTINGS_WITH_FLAGS}
 
 

@@ -77,7 +77,7 @@ def test_a_rank_that_fails_twice_alike_is_left_out(launch) -> None:
 def test_the_same_failure_at_the_same_step_twice_ends_the_run(launch) -> None:
     one = launch(
         "from paceline.protocol.status_page import StatusPage\n"
-        "box = StatusPage.inherited(spec.page)\n"
+        "box = StatusPage.from_descriptor(spec.page)\n"
         "box.set_step(7 + rank)\n"
         f"ready(); {KILL} if rank == 0 else forever()",
         nproc=1,
@@ -93,7 +93,7 @@ def test_failures_at_later_steps_are_forgiven_until_the_restarts_are_used_up(lau
     """The step is the largest of all ranks: rank 0's alone would say that nothing moves."""
     one = launch(
         "from paceline.protocol.status_page import StatusPage\n"
-        "StatusPage.inherited(spec.page).set_step(generation * rank)\nready()\n"
+        "StatusPage.from_descriptor(spec.page).set_step(generation * rank)\nready()\n"
         "while not (folder / 'ready-1').exists(): time.sleep(0.01)\n"
         f"{KILL} if rank == 0 else forever()",
         nproc=2,
@@ -150,7 +150,7 @@ def test_without_restarts_nobody_pays_for_snapshots(launch) -> None:
 def test_restarts_use_up_no_descriptors_of_the_agent(launch) -> None:
     one = launch(
         "from paceline.protocol.status_page import StatusPage\n"
-        "StatusPage.inherited(spec.page).set_step(generation)\n"
+        "StatusPage.from_descriptor(spec.page).set_step(generation)\n"
         "time.sleep(0.1)\n"  # until the agent has closed the store
         "print(len(os.listdir(f'/proc/{os.getppid()}/fd')), flush=True)\n"
         f"if generation < 3: {KILL}",
