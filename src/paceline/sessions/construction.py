@@ -1,14 +1,16 @@
 """Creates loaders, prepared models and optimizers from the arguments of `Session.loader` and `Session.prepare`."""
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.collectives.control import raise_on_all_ranks
+from paceline.collectives.control import all_gather_object, raise_on_all_ranks
 from paceline.data.loader import Loading
 from paceline.data.plan import BatchPlan, LastBatch
 from paceline.data.streams import ENDLESS, StreamPlan, is_stream
@@ -21,6 +23,7 @@ from paceline.sessions.prepared import PreparedModel, PreparedOptimizer
 from paceline.sessions.session_step import SessionStep
 from paceline.sessions.sharded_tensors import invalidate_replaced_parameters
 from paceline.strategies.base import MakeOptimizer, Strategy
+from paceline.train.adapters import Adapters
 from paceline.train.computing import in_precision
 from paceline.train.optimizer import checked_optimizer
 
@@ -116,15 +119,18 @@ def prepare_model(
         if isinstance(scheduler, Optimizer):
             raise UsageError(code="optimizer-as-scheduler")
         make_optimizer = optimizer_factory(optimizer)
+        adapters = Adapters.of(model) if world.rank == 0 else None  # rank 0's weights are those of all ranks
         model = model.to(world.device)
         in_precision(precision, model, world.device)
+    if "peft" in sys.modules:
+        adapters = msgspec.convert(all_gather_object(msgspec.to_builtins(adapters), world)[0], Adapters | None)
     original_parameters = [*model.parameters()]
     replica = strategy(model, make_optimizer, world)
     with raise_on_all_ranks(world):
         invalidate_replaced_parameters(original_parameters, model)
         if callable(scheduler) and not hasattr(scheduler, "state_dict"):
             scheduler = scheduler(replica.optimizer)
-        return PreparedModel(replica, scheduler, number, gate)
+        return PreparedModel(replica, scheduler, number, gate, adapters)
 
 
 def prepare_optimizer(part: PreparedModel, optimizer: Any, scheduler: Any, world: World) -> PreparedOptimizer:
