@@ -118,7 +118,9 @@ def main() -> None:
         s.save(model, f"{RUN}-adapter" if adapter else f"{RUN}-whole.safetensors", adapter=adapter)
         facts["saved adapter" if adapter else "saved model"] = sent(since)
     weights: dict[str, Any] = s.weights(model)
+    since = time.monotonic_ns()
     s.close()
+    facts["closed"] = sent(since)
     if s.rank == 0:
         facts["weights"] = farthest(weights, plain())
         with torch.no_grad():

@@ -20,7 +20,7 @@ from paceline.cli.options import check_out_file, check_positive
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few, plural, unknown
 from paceline.runs import writing
 from paceline.runs.console import clock, table_console
-from paceline.runs.folder import BEST_WEIGHTS, CHECKPOINTS, CONFIG, WEIGHTS
+from paceline.runs.folder import ADAPTER, BEST_WEIGHTS, CHECKPOINTS, CONFIG, WEIGHTS
 from paceline.runs.owners import check_ours, warn_if_shared
 from paceline.runs.reading import is_file, is_folder, names, real_path
 from paceline.runs.summary import read_summary
@@ -221,9 +221,11 @@ def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
     summary = read_summary(run_dir)
     if config.step == "best":
         return _saved_weights(config, run_dir, BEST_WEIGHTS), f"the best weights of {run_dir.name}"
-    if config.step is None and summary is not None and summary.exit == ExitCode.DONE:
+    adapter = run_dir / (ADAPTER if config.model == 1 else f"{ADAPTER}-{config.model}")
+    final = summary if config.step is None and summary is not None and summary.exit == ExitCode.DONE else None
+    if final is not None and not is_folder(adapter):
         name = WEIGHTS if config.model == 1 else f"model-{config.model}.safetensors"
-        sha256 = summary.weights_sha256 if config.model == 1 else None
+        sha256 = final.weights_sha256 if config.model == 1 else None
         return _saved_weights(config, run_dir, name, sha256), f"the final weights of {run_dir.name}"
     checkpoints = Checkpoints(run_dir / CHECKPOINTS, trust=config.trust)
     steps = {str(entry.step): entry.path for entry in reversed(checkpoints.entries())}
@@ -238,7 +240,11 @@ def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
             raise UsageError(code="nothing-to-export", run_dir=run_dir)
         from paceline.checkpoint.export import export_checkpoint
 
-        return export_checkpoint(*newest, config.model), f"step {newest[1].step} of {run_dir.name}"
+        weights = export_checkpoint(*newest, config.model)
+        if final is not None:  # the training has changed nothing but the adapter
+            trained = _adapters(config, run_dir).read(adapter, ours=not config.trust)
+            return {**weights, **trained}, f"the final weights of {run_dir.name}"
+        return weights, f"step {newest[1].step} of {run_dir.name}"
     except Damaged as error:
         prefix = "" if config.step is None else f"the checkpoint of step {config.step} is damaged: "
         raise UsageError(code="step-not-exported", which=prefix, reason=str(error), run_dir=run_dir) from None

@@ -16,7 +16,7 @@ from paceline.report.outcome import find_bottleneck
 from paceline.report.run import whole_run
 from paceline.runs.console import clean, clock
 from paceline.runs.events import event_files
-from paceline.runs.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS, WEIGHTS
+from paceline.runs.folder import ADAPTER, AVERAGE_WEIGHTS, BEST_WEIGHTS, WEIGHTS
 from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import folders, is_folder, real_path
 from paceline.runs.summary import LIVE, RunState, scores_line
@@ -82,7 +82,7 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
 
 def _saved(state: RunState) -> str:
     folder = Path(state.run_dir)
-    weights = [name for name in (WEIGHTS, BEST_WEIGHTS, AVERAGE_WEIGHTS) if os.path.lexists(folder / name)]
+    weights = [name for name in (WEIGHTS, ADAPTER, BEST_WEIGHTS, AVERAGE_WEIGHTS) if os.path.lexists(folder / name)]
     steps = [] if state.checkpoint_step is None else [f"checkpoint of step {state.checkpoint_step}"]
     return ", ".join([*weights, *steps]) or ("nothing yet" if state.state in LIVE else "nothing")
 

@@ -30,6 +30,7 @@ CONFIG = "config.toml"
 SUMMARY = "summary.json"
 WEIGHTS = "model.safetensors"
 BEST_WEIGHTS, AVERAGE_WEIGHTS = "model-best.safetensors", "model-ema.safetensors"
+ADAPTER = "adapter"  # a folder: replaces the weights of a model whose training changes only an adapter of peft
 CHECKPOINTS = "checkpoints"
 INVITATION = "join.json"  # in an attempt: read by `paceline join`, with the secret of the run
 LAUNCHED = "launch.txt"  # in an attempt of a session that has a separate folder under `paceline launch`
@@ -93,7 +94,7 @@ def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
 
 def move_aside(run_dir: Path) -> None:
     """Rename a run's checkpoints and weights before a restart. The caller holds the folder's lock."""
-    for name in (CHECKPOINTS, WEIGHTS):
+    for name in (CHECKPOINTS, WEIGHTS, ADAPTER):
         if os.path.lexists(run_dir / name):
             stem = name.partition(".")[0]
             aside = (run_dir / name.replace(stem, f"{stem}-before-restart-{n}") for n in range(1, 10000))
@@ -106,7 +107,7 @@ def check_not_finished(run_dir: Path) -> None:
     Raises:
         UsageError: it would.
     """
-    if os.path.lexists(run_dir / WEIGHTS):
+    if any(os.path.lexists(run_dir / name) for name in (WEIGHTS, ADAPTER)):
         raise UsageError(code="run-has-ended", run_dir=run_dir)
 
 

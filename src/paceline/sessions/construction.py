@@ -28,6 +28,8 @@ from paceline.train.computing import in_precision
 from paceline.train.optimizer import checked_optimizer
 
 OptimizerLike = Optimizer | MakeOptimizer
+NEEDS_WHOLE = {"ADALORA"}
+"""Adapters of peft that compute with weights outside the forward of their layers, where `fsdp` has only shards."""
 SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 
@@ -127,6 +129,8 @@ def prepare_model(
     original_parameters = [*model.parameters()]
     replica = strategy(model, make_optimizer, world)
     with raise_on_all_ranks(world):
+        if adapters is not None and replica.in_lockstep and (odd := adapters.kinds & NEEDS_WHOLE):
+            raise UsageError(code="adapter-needs-whole-weights", kind=odd.pop())
         invalidate_replaced_parameters(original_parameters, model)
         if callable(scheduler) and not hasattr(scheduler, "state_dict"):
             scheduler = scheduler(replica.optimizer)

@@ -390,15 +390,11 @@ class PreparedModel(TrainedModel):
             if name in frozen:  # the script froze it in a part that does not run again
                 parameter.requires_grad_(False)
         if self.adapters is not None and "adapters" in found and number == 0:
-            saved = msgspec.convert(found["adapters"], Adapters)
-            if saved.base_sha256 != self.adapters.base_sha256:
+            self.adapters, is_same = self.adapters.resumed(msgspec.convert(found["adapters"], Adapters))
+            if not is_same:
                 self.gate.notes.once(
-                    "the base weights of the adapter differ from those of the saved run. The checkpoint restores the "
-                    f"saved ones, {saved.base_sha256[:16]}..."
+                    "the base weights of the adapter differ from those of the saved run, which the checkpoint restores"
                 )
-            self.adapters = msgspec.structs.replace(
-                self.adapters, base_sha256=saved.base_sha256, buffers_sha256=saved.buffers_sha256
-            )
         all_numbers = [found, *found.get("others", ())]
         if number >= len(all_numbers):
             raise UsageError(code="optimizer-too-many", saved=len(all_numbers))

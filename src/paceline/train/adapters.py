@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from paceline.checkpoint.shards import sha256_of
 from paceline.errors import UsageError, first_few
 from paceline.runs import writing
-from paceline.train.weights import save
+from paceline.runs.reading import is_file
+from paceline.train.weights import load, save
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # the names that peft reads
 BASE = "paceline.base_sha256"
@@ -28,17 +29,17 @@ MAX_NAMES = 5  # in a message
 
 
 class AdapterFiles(msgspec.Struct, frozen=True):
-    """The content of the files of one adapter."""
+    """The content of the files of one adapter, and the digest of its base weights before the training."""
 
     config: dict[str, Any]
     tensors: dict[str, str]  # name in the file: name in the state_dict of the model
+    base_sha256: str
 
 
 class Adapters(msgspec.Struct, frozen=True):
     """The adapters of a model before its training. A checkpoint contains it."""
 
     files: dict[str, AdapterFiles]  # by the name of the adapter, as in peft
-    base_sha256: str
     outside: list[str]
     """Trained parameters that the files do not contain."""
     buffers: list[str]
@@ -48,28 +49,41 @@ class Adapters(msgspec.Struct, frozen=True):
     def of(cls, model: nn.Module) -> Self | None:
         """The adapters of a model that is, or contains, a PeftModel; None for any other model."""
         peft = sys.modules.get("peft")  # a script that has not imported it has no such model
-        found = [] if peft is None else [(n, m) for n, m in model.named_modules() if isinstance(m, peft.PeftModel)]
+        modules: list[tuple[str, Any]] = [] if peft is None else [*model.named_modules()]
+        found = [(name, module) for name, module in modules if isinstance(module, peft.PeftModel)]  # pyright: ignore
         if not found:
             return None
         name, peft_model = found[0]
-        prefix, state = f"{name}." if name else "", peft_model.state_dict()
-        files = {adapter: _files(peft_model, adapter, state, prefix) for adapter in peft_model.peft_config}
+        files = {adapter: _files(peft_model, adapter, f"{name}." if name else "") for adapter in peft_model.peft_config}
         saved = {full for file in files.values() for full in file.tensors.values()}
-        # peft's names of tensors of an adapter contain its name. `original_module` is replaced by a trained copy
-        replaced = {*files, "original_module"}
-        base = {key: tensor for key, tensor in state.items() if prefix + key not in saved and isinstance(tensor, Tensor)}
-        base = {key: tensor for key, tensor in base.items() if replaced.isdisjoint(key.split("."))}
-        trained = [key for key, parameter in model.named_parameters() if parameter.requires_grad]
-        parameters = {key for key, _ in model.named_parameters(remove_duplicate=False)}
-        buffers = {key: t for key, t in model.state_dict().items() if key not in parameters | saved}
-        buffers = {key: t for key, t in buffers.items() if isinstance(t, Tensor)}
-        outside = [key for key in trained if key not in saved]
-        return cls(files, sha256_of(base), outside, [*buffers], sha256_of(buffers))
+        parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied one has several names
+        saved_ids = {id(parameter) for key, parameter in parameters.items() if key in saved}
+        outside = [key for key, p in model.named_parameters() if p.requires_grad and id(p) not in saved_ids]
+        known = saved | parameters.keys()
+        buffers = {key: t for key, t in model.state_dict().items() if key not in known and isinstance(t, Tensor)}
+        return cls(files, outside, [*buffers], sha256_of(buffers))
+
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of the adapters, as peft names them, for example LORA."""
+        return {str(file.config["peft_type"]) for file in self.files.values()}
 
     @property
     def names(self) -> list[str]:
         """The tensors in the state_dict of the model that `write` needs."""
         return [name for file in self.files.values() for name in file.tensors.values()] + self.buffers
+
+    def resumed(self, saved: Self) -> tuple[Self, bool]:
+        """(These adapters with the digests of a checkpoint, which restores the base; whether the digests are equal)."""
+        old = {name: file.base_sha256 for name, file in saved.files.items()}
+        files = {n: msgspec.structs.replace(f, base_sha256=old.get(n, f.base_sha256)) for n, f in self.files.items()}
+        resumed = msgspec.structs.replace(self, files=files, buffers_sha256=saved.buffers_sha256)
+        return resumed, resumed == self
+
+    def missing(self, weights: Mapping[str, Tensor]) -> list[str]:
+        """The tensors that the training has changed, and the files do not contain. `weights`: see `write`."""
+        is_changed = sha256_of({name: weights[name] for name in self.buffers}) != self.buffers_sha256
+        return self.outside + self.buffers * is_changed
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Write the files of the adapters into `folder`, as `PeftModel.save_pretrained` does.
@@ -85,8 +99,7 @@ class Adapters(msgspec.Struct, frozen=True):
             UsageError: if the files would not contain all that the training has changed.
             OSError: if a file cannot be written.
         """
-        changed = sha256_of({name: weights[name] for name in self.buffers}) != self.buffers_sha256
-        if missing := self.outside + self.buffers * changed:
+        if missing := self.missing(weights):
             raise UsageError(code="adapter-incomplete", names=first_few(missing, MAX_NAMES))
         written: dict[str, Tensor] = {}
         for adapter, file in self.files.items():
@@ -96,27 +109,51 @@ class Adapters(msgspec.Struct, frozen=True):
             writing.replace(target / CONFIG_FILE, json.dumps(file.config, indent=2, sort_keys=True).encode())
             # a copy, because safetensors has no tensors that share memory
             copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-            save(copies, target / WEIGHTS_FILE, metadata={BASE: self.base_sha256})
+            save(copies, target / WEIGHTS_FILE, metadata={BASE: file.base_sha256})
             written |= {name if adapter == "default" else f"{adapter}/{name}": t for name, t in copies.items()}
         return written
 
+    def read(self, folder: Path, *, ours: bool) -> dict[str, Tensor]:
+        """The tensors that `write` has written, by their names in the model.
 
-def _files(model: Any, adapter: str, state: Mapping[str, Any], prefix: str) -> AdapterFiles:
+        Raises:
+            OSError: if a file is missing or damaged, or with `ours` if another user could have written it.
+        """
+        weights: dict[str, Tensor] = {}
+        for adapter, file in self.files.items():
+            tensors = load(folder / ("" if adapter == "default" else adapter) / WEIGHTS_FILE, ours=ours)
+            weights |= {full: tensors[name] for name, full in file.tensors.items()}
+        return weights
+
+
+def _files(model: Any, adapter: str, prefix: str) -> AdapterFiles:
     from peft import get_peft_model_state_dict
 
+    state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     full_names = {id(tensor): prefix + name for name, tensor in state.items()}
     # without embeddings of the base: their digest is compared, and peft would search the Hub for their original size
     selected = get_peft_model_state_dict(model, state, adapter_name=adapter, save_embedding_layers=False)
     tensors = {name: full_names[id(tensor)] for name, tensor in selected.items() if id(tensor) in full_names}
-    config, base = model.peft_config[adapter], model.get_base_model()
+    # a name of a tensor of an adapter contains the name of the adapter
+    base = {
+        _plain(name): tensor for name, tensor in state.items() if model.peft_config.keys().isdisjoint(name.split("."))
+    }
+    replaced = {*map(_plain, tensors)}
+    digest = sha256_of({name: tensor for name, tensor in base.items() if name not in replaced})
+    config, base_model = model.peft_config[adapter], model.get_base_model()
     kind = None
     if config.task_type is None:  # as peft does, for AutoPeftModel
-        kind = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+        kind = {"base_model_class": type(base_model).__name__, "parent_library": type(base_model).__module__}
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder, auto_mapping_dict=kind)
         written = json.loads(Path(folder, CONFIG_FILE).read_bytes())
-    path = written.get("base_model_name_or_path") or getattr(base, "name_or_path", None) or None
-    return AdapterFiles({**written, "inference_mode": True, "base_model_name_or_path": path}, tensors)
+    path = written.get("base_model_name_or_path") or getattr(base_model, "name_or_path", None) or None
+    return AdapterFiles({**written, "inference_mode": True, "base_model_name_or_path": path}, tensors, digest)
+
+
+def _plain(name: str) -> str:
+    """The name of a tensor of the base, whether or not an adapter wraps its module."""
+    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
 
 
 def load_adapter(model: nn.Module, folder: str | os.PathLike[str], **options: Any) -> nn.Module:
@@ -137,10 +174,12 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str], **options: An
     from peft import PeftModel
 
     loaded: Any = PeftModel.from_pretrained(model, os.fspath(folder), **options)
-    with safe_open(Path(folder, WEIGHTS_FILE), "pt") as file:
-        expected = (file.metadata() or {}).get(BASE)
-    adapters = Adapters.of(loaded)
+    expected = None
+    if is_file(path := Path(folder, WEIGHTS_FILE)):  # else it is a name on the Hub
+        with safe_open(path, "pt") as file:
+            expected = (file.metadata() or {}).get(BASE)
+    adapter, adapters = loaded.active_adapter, Adapters.of(loaded)
     assert adapters is not None
-    if expected not in (None, adapters.base_sha256):
-        raise UsageError(code="adapter-of-another-base", folder=folder, saved=expected, found=adapters.base_sha256)
+    if expected not in (None, found := adapters.files[adapter].base_sha256):
+        raise UsageError(code="adapter-of-another-base", folder=folder, saved=expected, found=found)
     return loaded
