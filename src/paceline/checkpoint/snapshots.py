@@ -35,11 +35,13 @@ from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import all_gather_object, is_async
 from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import gather_over_torch, start_gather
+from paceline.collectives.tree import round_up
 from paceline.host.cgroup import free_memory
 from paceline.protocol.control import WorkerSpec
 from paceline.rank.world import World
 
 Pair = tuple[int, int]
+ROOM_BYTES = 1 << 16  # the header grows by this size, for the values of the state other than tensors
 SENT_BYTES = 1 << 26  # in one message between hosts
 MAX_TIME_FRACTION = 0.05  # of training time: on a slow network some snapshots are skipped
 COPIES = 2.5  # of the full state: two snapshots, and one in transfer
@@ -91,9 +93,11 @@ class SnapshotWriter:
             OSError: if there is not enough memory. The previous snapshot is still available.
         """
         descriptor, other = self._files
-        shard = layout(rank_part(shards, self._part, self._parts), room_bytes=65536)
-        buffer = self._buffer(descriptor, shard.total_bytes, any(is_async(entry.tensor.device) for entry in shard.part))
         meta = SnapshotMeta(self._generation, step, self._part, self._parts, content)
+        # a multiple, so that the size stays equal; twice, because quotes are escaped
+        room_bytes = round_up(2 * len(msgspec.json.encode(meta)) + ROOM_BYTES // 2, ROOM_BYTES)
+        shard = layout(rank_part(shards, self._part, self._parts), room_bytes=room_bytes)
+        buffer = self._buffer(descriptor, shard.total_bytes, any(is_async(entry.tensor.device) for entry in shard.part))
         fill(buffer, shard, msgspec.to_builtins(meta))
         self._files = other, descriptor
         return shard.total_bytes

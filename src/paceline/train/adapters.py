@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import quote
 
 import msgspec
 from safetensors import safe_open
@@ -103,7 +104,7 @@ class Adapters(msgspec.Struct, frozen=True):
             raise UsageError(code="adapter-incomplete", names=first_few(missing, MAX_NAMES))
         written: dict[str, Tensor] = {}
         for adapter, file in self.files.items():
-            target = folder if adapter == "default" else folder / adapter
+            target = _folder(folder, adapter)
             tensors = {name: weights[full] for name, full in file.tensors.items()}
             writing.make_folder(target, exist_ok=True)
             writing.replace(target / CONFIG_FILE, json.dumps(file.config, indent=2, sort_keys=True).encode())
@@ -121,7 +122,7 @@ class Adapters(msgspec.Struct, frozen=True):
         """
         weights: dict[str, Tensor] = {}
         for adapter, file in self.files.items():
-            tensors = load(folder / ("" if adapter == "default" else adapter) / WEIGHTS_FILE, ours=ours)
+            tensors = load(_folder(folder, adapter) / WEIGHTS_FILE, ours=ours)
             weights |= {full: tensors[name] for name, full in file.tensors.items()}
         return weights
 
@@ -149,6 +150,11 @@ def _files(model: Any, adapter: str, prefix: str) -> AdapterFiles:
         written = json.loads(Path(folder, CONFIG_FILE).read_bytes())
     path = written.get("base_model_name_or_path") or getattr(base_model, "name_or_path", None) or None
     return AdapterFiles({**written, "inference_mode": True, "base_model_name_or_path": path}, tensors, digest)
+
+
+def _folder(folder: Path, adapter: str) -> Path:
+    """The folder of one adapter, as peft chooses it. The name may be that of a foreign run, and stays inside."""
+    return folder if adapter == "default" else folder / quote(adapter, safe="").replace(".", "%2E")
 
 
 def _plain(name: str) -> str:
