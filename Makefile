@@ -126,6 +126,10 @@ soak-sessions: $(STAMP)  ## the six scripts of examples/classic: equal to their 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
 	PYTHONPATH=. $(BIN)/python tests/sessions/soak_classic.py --out benchmarks/results/classic.json
 
+soak-lora: $(STAMP)  ## LoRA on GPT-2, Llama and BERT, four strategies, 1 to 3 ranks, each killed and resumed (30 minutes)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
+	PYTHONPATH=. $(BIN)/python tests/sessions/soak_lora.py --out benchmarks/results/lora.json
+
 soak-loops: $(STAMP)  ## 2,000 training loops drawn from a seed, each against the plain loop of one process (two hours; repeat to continue)
 	for part in 0 1; do \
 		PYTHONPATH=. $(BIN)/python tests/sessions/soak_loops.py --count 2000 --part $$part 2 \

@@ -1,7 +1,7 @@
 """Adapters of peft: the tensors of a model that belong to them, their files, and a digest of the base weights.
 
-An adapter is useless on other base weights, and peft does not notice them. Therefore its files contain a digest of the
-base, and `load_adapter` compares it.
+An adapter gives wrong outputs on other base weights, and peft does not compare them. Therefore its files
+contain a digest of the base, which `load_adapter` compares.
 """
 
 import json
