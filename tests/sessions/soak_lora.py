@@ -40,13 +40,13 @@ def problems(facts: dict[str, Any], strategy: str, ranks: int) -> list[str]:
     trained, frozen = facts["trained_bytes"], facts["frozen_bytes"]
     step, adapter, closed = (sum(facts[moment].values()) for moment in ("step", "saved adapter", "closed"))
     reduced = sum(size for kind, size in facts["step"].items() if kind != "all_gather")
-    slack = 4096  # numbers of the step, checksums of replicas, padding
+    slack = 4096  # numbers of the step, checksums of replicas
     wrong = {
         "the weights differ from a plain loop's": facts["weights"] > 1e-12,
         "the adapter is not that of the checkpoint": facts["restored"] != 0,
         "the adapter had its values before the restore": facts["initial"] == 0,
         "the adapter that peft loads has other logits": facts["logits"] != 0,
-        "frozen weights are reduced": reduced > trained + slack,
+        "frozen weights are reduced": reduced > 2 * trained + slack,  # shards of few rows are padded
         "frozen weights are sent in a step": strategy != "fsdp" and step > 2 * trained + slack,
         "frozen weights are gathered for the adapter": adapter > trained + slack,
         "frozen weights are gathered at the end": closed > trained + slack,

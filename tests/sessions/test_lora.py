@@ -39,8 +39,9 @@ def test_a_killed_run_restores_the_whole_adapter_and_sends_no_frozen_weights(
     assert problems(facts, strategy, ranks) == [], facts
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.needs("peft")
+@pytest.mark.needs("transformers", "peft")
 def test_an_adapter_is_saved_alone_if_it_is_complete_and_loaded_onto_its_base_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
