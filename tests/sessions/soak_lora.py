@@ -3,7 +3,7 @@
     PYTHONPATH=. python tests/sessions/soak_lora.py --out benchmarks/results/lora.json
 
 Each case is `lora.py` twice: its last rank kills itself after step 3 of 5, then the run resumes. `problems` says what a
-case must fulfil; the tests of the suite use it for three cases. The exit code is 1 if a case has a problem.
+case must fulfil; the tests of the suite use it for three cases. The exit code is 1 if a case has a problem. Repeat it to continue.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
@@ -59,19 +60,20 @@ def problems(facts: dict[str, Any], strategy: str, ranks: int) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="write the results to this file: JSON")
-    out, began, cases = parser.parse_args().out, time.monotonic(), dict[str, Any]()
+    parser.add_argument("--out", type=Path, required=True, help="write the results to this file, or continue it: JSON")
+    out = parser.parse_args().out
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, cwd=LORA.parent)
+    cases: dict[str, Any] = json.loads(out.read_text())["cases"] if out.exists() else {}
     for model, strategy, ranks in product(MODELS, STRATEGIES, RANKS):
-        with tempfile.TemporaryDirectory() as folder:
-            facts = killed_and_resumed(model, strategy, ranks, Path(folder, "run"))
-        name, wrong = f"{model} {strategy} {ranks}", problems(facts, strategy, ranks)
-        cases[name] = {"problems": wrong, **facts}
-        print(name, wrong or "good", flush=True)
-        record = {
-            "commit": commit.stdout.strip(), "date": datetime.now(UTC).date().isoformat(),
-            "seconds": round(time.monotonic() - began), "cases": cases,
-        }  # fmt: skip
+        name, began = f"{model} {strategy} {ranks}", time.monotonic()
+        if name not in cases:
+            with tempfile.TemporaryDirectory() as folder:
+                facts = killed_and_resumed(model, strategy, ranks, Path(folder, "run"))
+            cases[name] = {"commit": commit.stdout.strip(), "seconds": round(time.monotonic() - began), **facts}
+        cases[name]["problems"] = problems(cases[name], strategy, ranks)
+        print(name, cases[name]["problems"] or "good", flush=True)
+        commits = Counter(case["commit"] for case in cases.values())
+        record = {"date": datetime.now(UTC).date().isoformat(), "commits": commits, "cases": cases}
         out.write_text(json.dumps(record, indent=1) + "\n")
     return 1 if any(case["problems"] for case in cases.values()) else 0
 
