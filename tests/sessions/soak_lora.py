@@ -3,8 +3,8 @@
     PYTHONPATH=. python tests/sessions/soak_lora.py --out benchmarks/results/lora.json
 
 Each case is `lora.py` twice: its last rank kills itself after step 3 of 5, then the run resumes. `problems` says what a
-case must fulfil; the tests of the suite use it for three cases. The exit code is 1 if a case has a problem. Repeat it to
-continue.
+case must fulfil; the tests of the suite use it for three cases. The exit code is 1 if a case has a problem. Repeat
+it to continue.
 """
 
 from __future__ import annotations
