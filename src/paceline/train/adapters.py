@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -144,14 +143,15 @@ def _files(model: Any, adapter: str, prefix: str) -> AdapterFiles:
     replaced = {*map(_plain, tensors)}
     digest = _digest({name: tensor for name, tensor in base.items() if name not in replaced})
     config, base_model = model.peft_config[adapter], model.get_base_model()
-    kind = None
+    values = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
+    values["inference_mode"] = True
+    values["base_model_name_or_path"] = (
+        config.base_model_name_or_path or getattr(base_model, "name_or_path", "") or None
+    )
     if config.task_type is None:  # as peft does, for AutoPeftModel
-        kind = {"base_model_class": type(base_model).__name__, "parent_library": type(base_model).__module__}
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder, auto_mapping_dict=kind)
-        written = json.loads(Path(folder, CONFIG_FILE).read_bytes())
-    path = written.get("base_model_name_or_path") or getattr(base_model, "name_or_path", None) or None
-    return AdapterFiles({**written, "inference_mode": True, "base_model_name_or_path": path}, tensors, digest)
+        kind = type(base_model)
+        values["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+    return AdapterFiles(json.loads(json.dumps(values)), tensors, digest)
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
