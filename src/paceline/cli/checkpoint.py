@@ -239,11 +239,16 @@ def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
         if newest is None:
             raise UsageError(code="nothing-to-export", run_dir=run_dir)
         from paceline.checkpoint.export import export_checkpoint
+        from paceline.checkpoint.shards import sha256_of
 
         weights = export_checkpoint(*newest, config.model)
         if final is not None:  # the training has changed nothing but the adapter
-            trained = _adapters(config, run_dir).read(adapter, ours=not config.trust)
-            return {**weights, **trained}, f"the final weights of {run_dir.name}"
+            adapters = _adapters(config, run_dir)
+            weights |= adapters.read(adapter, ours=not config.trust)
+            sha256 = final.weights_sha256 if config.model == 1 else None
+            if sha256 is not None and sha256_of({name: weights[name] for name in adapters.names}) != sha256:
+                raise UsageError(code="weights-damaged", name=adapter.name)
+            return weights, f"the final weights of {run_dir.name}"
         return weights, f"step {newest[1].step} of {run_dir.name}"
     except Damaged as error:
         prefix = "" if config.step is None else f"the checkpoint of step {config.step} is damaged: "

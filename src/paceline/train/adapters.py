@@ -155,7 +155,7 @@ def _files(model: Any, adapter: str, prefix: str) -> AdapterFiles:
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """The SHA-256 of the SHA-256 of each tensor. Threads share the work, because one needs minutes for 100 GB."""
+    """The SHA-256 of the SHA-256 of each tensor, in several threads: one needs minutes for 100 GB."""
     with ThreadPoolExecutor() as pool:
         digests = [*pool.map(lambda item: sha256_of(dict([item])), sorted(tensors.items()))]
     return hashlib.sha256("".join(digests).encode()).hexdigest()

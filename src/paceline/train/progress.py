@@ -4,6 +4,7 @@
 values other than tensors that a checkpoint must contain (`numbers`).
 """
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from paceline.runs.folder import ADAPTER, WEIGHTS
 from paceline.runs.progress import Throughput
 from paceline.runs.summary import Summary, finite, write_summary
 from paceline.runs.utilization import goodput
+from paceline.runs.writing import remove
 from paceline.stepping.nonfinite import Policy, SkippedSteps
 from paceline.stepping.order import CallOrder
 from paceline.stepping.totals import Votes
@@ -232,10 +234,12 @@ class TrainingProgress(RunRecorder):
                     adapters, weights = None, replica.weights()
                 digests.append(sha256_of(weights))
                 check_equal("final weights", digests[-1], self._world, error=TrainingError)
-                if self._world.rank == 0 and adapters is not None:
-                    adapters.write(location.folder / (f"{ADAPTER}-{number}" if number > 1 else ADAPTER), weights)
-                elif self._world.rank == 0:
-                    save(weights, location.folder / (f"model-{number}.safetensors" if number > 1 else WEIGHTS))
+                file = location.folder / (f"model-{number}.safetensors" if number > 1 else WEIGHTS)
+                folder = location.folder / (f"{ADAPTER}-{number}" if number > 1 else ADAPTER)
+                if self._world.rank == 0:
+                    save(weights, file) if adapters is None else adapters.write(folder, weights)
+                    if os.path.lexists(old := folder if adapters is None else file):
+                        remove(old)  # of an earlier end of this run
         return digests[0]
 
     def summarise(self, code: int, **known: Any) -> Summary:
