@@ -241,13 +241,13 @@ def compile_cache() -> Path:
     Raises:
         UsageError: it cannot be created, or other users can write to it.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()).absolute() / "paceline/inductor"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "paceline", "inductor")
     try:
         lines = Path("/proc/cpuinfo").read_bytes().partition(b"\n\n")[0].splitlines()  # of the first core
         kind = sorted(line for line in lines if line.startswith((b"model name", b"flags", b"Features", b"CPU p")))
-        folder = folder.resolve() / sha256(b"\n".join(kind)).hexdigest()[:16]
+        folder = folder.expanduser().resolve() / sha256(b"\n".join(kind)).hexdigest()[:16]
         writing.make_folder(folder, exist_ok=True)
-    except (OSError, RuntimeError) as error:
+        check_ours(folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         raise UsageError(code="compile-no-folder", folder=folder, strerror=error) from None
-    check_ours(folder)
     return folder
