@@ -90,7 +90,10 @@ INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 CACHED = """
 import torch
 from torch._dynamo.utils import counters
-torch.compile(torch.nn.Linear(3, 5))(torch.ones(2, 3)).sum().backward()
+@torch.compile
+def loss(x):
+    return torch.nn.functional.gelu(x @ x.T).sum()
+loss(torch.ones(3, 3, requires_grad=True)).backward()
 print({key: counters["inductor"][f"fxgraph_cache_{key}"] for key in ("hit", "miss")})
 """
 
