@@ -271,7 +271,6 @@ class Evidence(Sample, frozen=True, omit_defaults=True):
     state: str = ""  # process state from /proc: R running, S sleeping, D in I/O, T stopped, Z; empty: ended
     cpu_seconds: float = 0.0  # CPU seconds used in the last second without progress
     sleep: int = -1  # the number of a sleep from which no other thread wakes the main thread; -1: none
-    reads_input: bool = False  # whether it waits for standard input
     watched: bool = True  # False: it has become a different program (exec), which the agent cannot inspect
     answered: bool = False  # whether the interpreter answered; False: GIL held, stopped, or ended
     ops: tuple[Op, ...] = ()  # the last operations, the oldest first

@@ -222,6 +222,8 @@ def _report_failure(error: BaseException, *, is_worker: bool) -> int:
         if getattr(sys.excepthook, "of_paceline", False):  # the hook of a session, which ends first
             sys.excepthook(type(error), error, trace)
         return report_error(error)
+    if isinstance(error, getattr(sys.modules.get("bdb"), "BdbQuit", ())):  # a user has entered `q`
+        return _exit_code(SystemExit("ended in the debugger"), is_worker=is_worker)
     interrupted = isinstance(error, KeyboardInterrupt)
     if is_worker and not interrupted:
         unblocked = bool(Guard.of_process().released())  # the agent has unblocked this rank in a collective

@@ -19,6 +19,7 @@ import os
 import re
 import time
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
 from paceline.errors import TrainingError, UsageError
@@ -230,3 +231,24 @@ def _make(folder: Path, *, exist_ok: bool) -> None:
         probe.unlink()
     except OSError as error:
         raise UsageError(code="run-dir-not-writable", folder=folder, strerror=error.strerror) from None
+
+
+def compile_cache() -> Path:
+    """The folder for code that torch and Triton compile, for all runs of this user. Creates it.
+
+    torch compiles C++ for the processor of this machine, but its keys do not contain the processor. Several
+    machines may have one home folder, so each kind of processor has a folder.
+
+    Raises:
+        UsageError: it cannot be created, or other users can write to it.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "paceline", "inductor")
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().partition(b"\n\n")[0].splitlines()  # of the first core
+        kind = sorted(line for line in lines if line.startswith((b"model name", b"flags", b"Features", b"CPU p")))
+        folder = folder.expanduser().resolve() / sha256(b"\n".join(kind)).hexdigest()[:16]
+        writing.make_folder(folder, exist_ok=True)
+        check_ours(folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
+        raise UsageError(code="compile-no-folder", folder=folder, strerror=error) from None
+    return folder

@@ -4,30 +4,39 @@ A restart may help after an external cause, such as a killed process, a lack of 
 error of the program the run ends, since the error would happen again.
 """
 
+import os
 import signal
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Literal, Self
 
+import msgspec
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.guard.deaths import RankEnd, due_seconds, first_to_fail, rank_end
 from paceline.guard.judge import judge_samples
-from paceline.guard.report import format_failure, same_diagnosis
+from paceline.guard.report import RunEvent, same_diagnosis
+from paceline.host.procfs import read_process
+from paceline.host.sweep import mark_of
 from paceline.launch.agent.cluster import Cluster, Generation, RemoteNode
 from paceline.launch.agent.joining import JoinQueue, gather_nodes, reachable
 from paceline.launch.agent.monitor import LiveStatus, Monitor, StopReport
 from paceline.launch.agent.workers import InheritedResources
-from paceline.protocol.control import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, Orders
+from paceline.protocol.control import AGENT_MARK, LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, Orders
 from paceline.protocol.evidence import GOOD_ENDS, LOADER_KILLED, Diagnosis, Evidence, Sample, StopKind
-from paceline.protocol.job import NodePlan
+from paceline.protocol.job import EVENT_SECONDS, NodePlan
+from paceline.runs import writing
 from paceline.runs.attempt import Ended, write_ended
 from paceline.runs.console import say
 
 TRIAL_SECONDS = 600.0  # a generation that fails in this time without a step fails because of the nodes that joined
+EVENT_LOG, SCONTROL_SECONDS = "on-event.log", 3.0
 POLL_FAILING_SECONDS = 0.05  # between checks for failure records after a failure; otherwise the guard sets the interval
 
 
@@ -150,6 +159,77 @@ def _not_worth_it(last: FailedGeneration) -> str:
     return ""
 
 
+# ---- the command of --on-event ----
+
+
+class EventCommand:
+    """Runs the command of --on-event for each event of an attempt, with the event as JSON on its standard input.
+
+    A command neither delays nor fails the run. It runs in a thread and a new process group, after the commands of
+    earlier events, and is killed after EVENT_SECONDS. The first failure is reported.
+    """
+
+    def __init__(self, plan: NodePlan) -> None:
+        self._plan, self._log = plan, Path(plan.attempt_dir) / EVENT_LOG
+        self._last: threading.Thread | None = None
+        self._reported = False
+
+    @property
+    def running(self) -> bool:
+        """Whether a command runs or waits for an earlier one."""
+        return self._last is not None and self._last.is_alive()
+
+    def send(self, kind: Literal["diagnosis", "restart", "requeue", "end"], generation: int, **fields: Any) -> None:
+        """Start the command for an event, and return without waiting. `fields` are those of RunEvent."""
+        if not self._plan.on_event:
+            return
+        event = RunEvent(
+            kind, round(time.time(), 3), self._plan.name, self._plan.run_dir, self._plan.attempt_dir,
+            os.uname().nodename, generation, **fields,
+        )  # fmt: skip
+        self._last = threading.Thread(target=self._run, args=(event, self._last), daemon=True)
+        self._last.start()
+
+    def _run(self, event: RunEvent, previous: threading.Thread | None) -> None:
+        if previous is not None:
+            previous.join()
+        try:
+            reason = self._failure(msgspec.json.encode(event) + b"\n")
+        except Exception as error:  # otherwise the thread would print a traceback
+            reason = str(error)
+        if reason and not self._reported:
+            self._reported = True
+            say(f"warning: the command of --on-event failed at the event {event.kind}: {reason}. Output: {self._log}")
+
+    def _failure(self, data: bytes) -> str:
+        """Run the command. Returns why it failed; empty if it did not."""
+        agent = read_process(os.getpid())
+        # with the mark, the janitor ends the command if this agent is killed. The sweep of a generation spares -1
+        env = os.environ | {AGENT_MARK: mark_of(os.getpid(), agent.start if agent else 0, -1)}
+        shell, pipe = ("/bin/sh", "-c", self._plan.on_event), subprocess.PIPE
+        with os.fdopen(writing.keep(self._log, append=True), "ab", 0) as log:
+            process = subprocess.Popen(shell, env=env, stdin=pipe, stdout=log, stderr=log, start_new_session=True)
+            try:
+                process.communicate(data, timeout=EVENT_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                return f"it was killed after {EVENT_SECONDS:g} s"
+        return f"exit code {process.returncode}" if process.returncode else ""
+
+
+def is_queued_again(plan: NodePlan, signals: Sequence[int]) -> bool:
+    """Whether the batch script queues a saved job again. It follows `_REQUEUE` in launch/slurm/plan.py."""
+    last = signals[-1] if signals and plan.queues_again else 0
+    if last != signal.SIGTERM:
+        return last == signal.SIGUSR1  # the time limit
+    command = ("scontrol", "--oneliner", "show", "job", os.environ.get("SLURM_JOB_ID", ""))
+    with suppress(OSError, subprocess.SubprocessError):
+        shown = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=SCONTROL_SECONDS)
+        return b" PreemptTime=2" in shown  # a date; None without a preemption
+    return False
+
+
 # ---- the run ----
 
 
@@ -165,6 +245,7 @@ class Coordinator:
         self._number = 0  # of the generation
         self._cause = ""  # cause of the last failure, in one line
         self._failures: list[FailedGeneration] = []
+        self._events = EventCommand(plan)
         self._queue, self._began_seconds = JoinQueue(plan, self.cluster), 0.0
         self._entered: Sequence[RemoteNode] = ()  # nodes that joined with the present generation
 
@@ -180,11 +261,21 @@ class Coordinator:
             reason = error.shown if isinstance(error, UsageError) else error
             say(f"cannot restart the workers: {reason}")
         finally:  # also after a bug in paceline
+            with suppress(Exception):  # an event never changes the end of the run
+                self._send_end(code)
             self.cluster.end(code)
             self._queue.withdraw(self.plan.attempt_dir)
             if self.plan.attempt_dir:
                 write_ended(Path(self.plan.attempt_dir), Ended(int(code), self._cause if code not in GOOD_ENDS else ""))
         return code
+
+    def _send_end(self, code: int) -> None:
+        """Send the last event, and wait for its command. Other nodes end after it, so that an ssh launcher waits."""
+        kind = "requeue" if code == ExitCode.SAVED and is_queued_again(self.plan, self.cluster.signals) else "end"
+        self._events.send(kind, self._number, exit=int(code), words=self._cause if code not in GOOD_ENDS else "")
+        deadline = time.monotonic() + self.plan.event_seconds
+        while self._events.running and time.monotonic() < deadline:
+            self.cluster.wait(POLL_FAILING_SECONDS)
 
     def _run(self) -> int:
         self.plan = reachable(gather_nodes(self.plan, self.cluster), self.cluster)
@@ -268,7 +359,7 @@ class Coordinator:
         first = first_to_fail(ranks)
         if first is not None and rank_end(first) is RankEnd.EXCEPTION:  # it could not save, for example
             evidence = [Evidence.of(sample) for sample in ranks]
-            say(format_failure(judge_samples(ranks), evidence, oom_kills=0, attempt_dir=self.plan.attempt_dir))
+            self._report(StopReport(judge_samples(ranks), evidence, self.plan.attempt_dir))
         say(f"stopped by {number.name}")
         return 128 + number
 
@@ -288,11 +379,11 @@ class Coordinator:
         """End the generation and print the diagnosis. Ranks that only wait are unblocked first, so that they save."""
         is_stall, self._cause = stop.waited_seconds > 0, stop.line
         if is_stall:
-            say(stop.page())
+            self._report(stop)
             generation.unblock(stop.unblocked, stop.word)
         generation.stop(self.plan.grace_seconds)
         if not is_stall:  # after the last output of the ranks, so that the diagnosis is at the end of the screen
-            say(stop.page(generation.oom_kills()))
+            self._report(stop, generation.oom_kills())
         return FailedGeneration.of(
             stop.diagnosis,
             stop.evidence,
@@ -300,6 +391,12 @@ class Coordinator:
             step=max(sample.step for sample in generation.samples()),  # includes ranks that have ended
             nproc=generation.plan.nproc,
         )
+
+    def _report(self, stop: StopReport, oom_kills: int = 0) -> None:
+        """Print the diagnosis, and send it to the command of --on-event."""
+        page = stop.page(oom_kills)
+        say(page)
+        self._events.send("diagnosis", self._number, words=stop.line, report=page, diagnosis=stop.diagnosis)
 
     def _decide_restart(self, generation: Generation, failed: FailedGeneration) -> Restart | int:
         """Decide on a restart after a failure, and print the decision: the restart, or the exit code."""
@@ -353,7 +450,9 @@ class Coordinator:
             fewer=generation.plan.nproc > decision.nproc,
         )
         origin = "" if self.plan.plain_store else ", from the newest snapshot or checkpoint"
-        say(f"{message} as generation {self._number + 1}{origin}")
+        message = f"{message} as generation {self._number + 1}{origin}"
+        say(message)
+        self._events.send("restart", self._number + 1, words=message)
         return decision
 
 

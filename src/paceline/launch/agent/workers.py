@@ -18,6 +18,7 @@ from typing import Protocol, Self
 
 import msgspec
 
+from paceline.errors import UsageError
 from paceline.guard.collect import Collection, IdleClock
 from paceline.host.cgroup import oom_kills
 from paceline.host.machine_log import MachineLog
@@ -40,6 +41,7 @@ from paceline.protocol.status_page import (
 )
 from paceline.runs import writing
 from paceline.runs.attempt import TimesWriter
+from paceline.runs.folder import compile_cache
 
 OURS = "PACELINE_"
 USER_VARIABLES = (SHARED_MEMORY,)  # variables with our prefix that the user sets for a run
@@ -155,6 +157,10 @@ def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: i
         env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     env.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # otherwise two groups on one GPU can deadlock
     env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product
+    if "TORCHINDUCTOR_CACHE_DIR" not in env:  # torch's default, in /tmp, is lost with the node or the job
+        with suppress(UsageError):  # there is no private folder, and a script may compile nothing
+            env["TORCHINDUCTOR_CACHE_DIR"] = str(cache := compile_cache())
+            env.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
     if plan.master_addr == "127.0.0.1" and sys.platform == "linux":
         # One host: gradients stay on the loopback, even if the name of the host cannot be resolved
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -204,6 +210,8 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
         pipes = [(*os.pipe(), screen) for screen in ((2,) if is_direct else (1, 2)) if is_shown]
         writers = {screen: writer for _, writer, screen in pipes}
         stdin = plan.stdin if plan.stdin_rank in (-1, rank) else -1
+        if plan.stdin_rank not in (-1, rank):  # `breakpoint()` would read the end of the file, and end the run
+            env.setdefault("PYTHONBREAKPOINT", "0")
         streams = {
             0: stdin if stdin >= 0 else subprocess.DEVNULL,
             1: writers.get(1, 1 if is_direct else log),
