@@ -244,6 +244,7 @@ class Coordinator:
                 if self._queue.wanted:
                     generation.regroup()
             self.cluster.wait(monitor.look_seconds if due is None else POLL_FAILING_SECONDS)
+            self.cluster.note_signals(ranks)
             if self.cluster.ordered:
                 return self._obey(generation)
 
@@ -253,7 +254,7 @@ class Coordinator:
             generation.stop(REMOTE_GRACE_SECONDS if self.plan.silence_seconds else LIFELINE_GRACE_SECONDS)
             return _launcher_gone()
         number = self.cluster.signals[0] if self.plan.plain_store else signal.SIGTERM
-        generation.stop(self.plan.grace_period_seconds, number, signals_heard=1)
+        generation.save_and_stop(number)
         return self._stopped_by_signal(generation.samples())
 
     def _stopped_by_signal(self, ranks: Sequence[Sample]) -> int:

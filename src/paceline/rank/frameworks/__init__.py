@@ -1,0 +1,1 @@
+"""Stops and resumes the trainers of frameworks: one module for each framework."""
