@@ -4,7 +4,8 @@ A framework's hook (rank/frameworks/) reports each step after which the script c
 
     stops.begin()                    # from now on, a stop request takes effect after a step
     if stops.end_step(): ...         # all ranks get True for the same step: save, then
-    stops.exit_saved(folder, step)   # record the stop, and end with exit code 75
+    stops.record(folder, step)       # the same command will resume
+    stops.exit_saved("in ...")       # end with exit code 75
 
 A rank that is asked to stop waits after its next step until the coordinator has chosen the last step
 (launch/agent/cluster.py). Without a request, a step costs a few memory accesses and no message.
@@ -21,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,9 @@ from paceline.runs.console import say
 
 FRAMEWORKS = {  # module that is imported -> module with its hook
     "transformers.trainer": "paceline.rank.frameworks.trainer",
+    "accelerate.accelerator": "paceline.rank.frameworks.accelerated",
+    "lightning.pytorch.trainer.trainer": "paceline.rank.frameworks.lit",
+    "pytorch_lightning.trainer.trainer": "paceline.rank.frameworks.lit",
 }
 RECORD = "paceline-stopped.json"
 SLURM_JOB = "SLURM_JOB_ID"
@@ -51,6 +55,7 @@ class StopRecord(msgspec.Struct, frozen=True):
     argv: tuple[str, ...]
     step: int
     world_size: int
+    files: tuple[str, ...] = ()  # files beside the record that only a resume needs
 
 
 class StepStops:
@@ -59,33 +64,41 @@ class StepStops:
     def __init__(self, page: StatusPage, arguments: Sequence[str]) -> None:
         """`arguments`: the script and its arguments."""
         self._page, self._argv = page, tuple(arguments)
-        self._pid, self._steps, self._fence = os.getpid(), 0, threading.Lock()
+        self.rank, self._pid = int(os.environ["RANK"]), os.getpid()
+        self._steps, self._fence = 0, threading.Lock()
         self._begun = False
-        self._folders: dict[Path, None] = {}  # with a record of this command
+        self._found: dict[Path, StopRecord] = {}  # records of this command, by folder
 
     def watch_frameworks(self) -> Self:
         """Stop and resume the frameworks that the script imports."""
         for name, module in FRAMEWORKS.items():
-            when_imported(name, partial(self._install, module))
+            when_imported(name, partial(self._install, name, module))
         return self
 
-    def _install(self, module: str, *, late: bool) -> None:
+    def _install(self, name: str, module: str, *, late: bool) -> None:
         del late
-        importlib.import_module(module).install(self)
+        try:
+            importlib.import_module(module).install(self, name)
+        except Exception as error:  # a version with different names
+            self.say(f"warning: stop requests end this script without a checkpoint: {error!r}")
 
     # ---- the step ----
 
+    @property
+    def can_begin(self) -> bool:
+        """Whether stop requests can take effect after a step: not if the script handles a stop signal itself."""
+        handlers = {signal.getsignal(number) for number in SIGNALS}
+        is_main = threading.current_thread() is threading.main_thread()
+        return self._begun or (is_main and handlers <= {signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler})
+
     def begin(self) -> None:
-        """From now on, let a stop request take effect after a step. Does nothing if the script handles SIGTERM."""
-        if self._begun or threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-            return
-        self._begun = True
-        for number in SIGNALS:
-            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # others are the script's
-                signal.signal(number, self._on_signal)
-        self._page.put_stops("stops_by_step", 1)
+        """From now on, let a stop request take effect after a step."""
+        if not self._begun:
+            self._begun = True
+            for number in SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, self._on_signal)
+            self._page.put_stops("stops_by_step", 1)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Report the first signal to the agent. The second one ends the process, as does the first in a child."""
@@ -97,9 +110,10 @@ class StepStops:
         os.kill(os.getpid(), number)
 
     def end_step(self) -> bool:
-        """Count a step after which the script can save and end; return whether it must. Waits for the agents' choice.
+        """Count a step after which the script can save and end; return whether it must.
 
-        The wait ends, because the agent ends this process when the grace period is over.
+        It waits until the coordinator has chosen the last step. If the coordinator cannot choose one, the agent ends
+        this process when the grace period is over.
         """
         self._steps += 1
         self._page.put_stops("steps_ended", self._steps)
@@ -109,12 +123,17 @@ class StepStops:
             time.sleep(WAIT_SECONDS)
         return 0 < self._page.asked("stop_step") <= self._steps
 
-    def exit_saved(self, folder: Path, step: int) -> NoReturn:
-        """End this rank after it has saved. Rank 0 records the stop in `folder`, which has the checkpoint."""
-        if os.environ["RANK"] == "0":
-            record = StopRecord(self._argv, step, int(os.environ["WORLD_SIZE"]))
+    def record(self, folder: Path, step: int, files: Sequence[str] = ()) -> None:
+        """Record that this command has saved this step in `folder`, to resume. `files`: see StopRecord."""
+        if self.rank == 0:
+            before = reading.decode_if_readable(folder / RECORD, StopRecord)
+            record = StopRecord(self._argv, step, int(os.environ["WORLD_SIZE"]), tuple(files))
             writing.replace(folder / RECORD, msgspec.json.encode(record), sync=True)
-        self.say(f"stopped after step {step}, and saved it in {folder}; the same command resumes")
+            _remove(folder, {*before.files} - {*files} if before is not None else ())
+
+    def exit_saved(self, where: str) -> NoReturn:
+        """End this rank after it has saved."""
+        self.say(f"stopped and saved {where}; the same command resumes")
         raise SystemExit(int(ExitCode.SAVED))
 
     # ---- the next start ----
@@ -138,21 +157,26 @@ class StepStops:
             if any(other != record for other in records):
                 raise UsageError(code="stop-record-not-shared", folder=folder)
         if record is not None:
-            self._folders[folder] = None
+            self._found[folder] = record
         return record
 
     def succeed(self) -> None:
         """Remove the records of this command, which has succeeded."""
-        for folder in self._folders if os.environ["RANK"] == "0" else ():
-            with suppress(OSError):
-                writing.remove(folder / RECORD)
+        for folder, record in self._found.items() if self.rank == 0 else ():
+            _remove(folder, (RECORD, *record.files))
 
     def say(self, text: str) -> None:
         """Print a message of rank 0."""
-        if os.environ["RANK"] == "0":
+        if self.rank == 0:
             say(f"paceline: {text}")
 
     def warn(self, reason: str) -> None:
         """Report at the start that a stop loses the progress, if the run has a time limit and is queued again."""
         if SLURM_JOB in os.environ:
             self.say(f"a stop at the time limit loses the progress of this script: {reason}")
+
+
+def _remove(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        with suppress(OSError):
+            writing.remove(folder / Path(name).name)

@@ -150,7 +150,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class StopStep(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator to node: ranks of an unmodified script stop after this number of steps. 0: they wait for the number."""
+    """Coordinator to node: ranks of an unmodified script stop after this number of steps; 0: wait for the number."""
 
     step: int = 0
 

@@ -260,6 +260,8 @@ class Coordinator:
     def _stopped_by_signal(self, ranks: Sequence[Sample]) -> int:
         if ranks and all(sample.code in GOOD_ENDS for sample in ranks):
             return good_code(ranks)
+        if _only_first_saves(ranks) and ranks[0].code == ExitCode.SAVED:
+            return ExitCode.SAVED  # its end ends the other ranks
         if lost_members := [member for member in self.cluster.members.values() if member.lost]:
             # the loss is the cause: a scheduler signals all tasks of a step when one of them is lost
             for member in lost_members:
@@ -361,6 +363,11 @@ class Coordinator:
 def _launcher_gone() -> ExitCode:
     say("the launcher has ended: stopping its workers")
     return ExitCode.FAILED
+
+
+def _only_first_saves(ranks: Sequence[Sample]) -> bool:
+    """Whether only rank 0 of this script reports steps after which it can stop."""
+    return [sample.rank for sample in ranks if sample.steps_ended] == [0]
 
 
 def good_code(ranks: Sequence[Sample]) -> ExitCode:

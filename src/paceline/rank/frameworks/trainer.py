@@ -19,16 +19,17 @@ from paceline.runs.reading import numbered_files
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
-def install(stops: StepStops) -> None:
-    """Change `Trainer.train`. Call it after the import of transformers.trainer."""
-    trainer_class: Any = sys.modules["transformers.trainer"].Trainer
+def install(stops: StepStops, module: str) -> None:
+    """Change `Trainer.train`. Call it after the import of `module`, which has the class."""
+    trainer_class: Any = sys.modules[module].Trainer
     original = trainer_class.train
 
     @hide_from_warnings
     @wraps(original)
     def train(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         arguments = trainer.args
-        if args or kwargs.get("trial") is not None:  # a search for hyperparameters trains many times
+        is_search = bool(args) or kwargs.get("trial") is not None  # for hyperparameters: it trains many times
+        if is_search or not stops.can_begin:
             return original(trainer, resume_from_checkpoint, *args, **kwargs)
         if getattr(arguments, "save_only_model", False):
             stops.warn("save_only_model=True leaves the optimizer out of its checkpoints")
@@ -96,6 +97,7 @@ def _make_callback(stops: StepStops, trainer: Any, folder: Path) -> Any:
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if self.is_stopping:
                 trainer.callback_handler.on_train_end(args, state, control)
-                stops.exit_saved(folder, state.global_step)
+                stops.record(folder, state.global_step)
+                stops.exit_saved(f"in {folder} after step {state.global_step}")
 
     return StopAfterStep()
