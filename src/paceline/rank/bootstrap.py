@@ -60,7 +60,7 @@ from paceline.rank.probes import Hooks, ScriptListener
 from paceline.rank.probes.faults import BatchTracker, NonFiniteGradients, StaleGradients, SwallowedExceptions
 from paceline.rank.probes.replicas import Fingerprints
 from paceline.rank.probes.steps import JoinContexts, JointOptimizers, ScriptPhases, StepCounter
-from paceline.rank.stops import StepStops
+from paceline.rank.stops import StepStops, UnsavedSteps
 from paceline.runs.console import say
 
 if TYPE_CHECKING:
@@ -158,8 +158,8 @@ def run_script(arguments: Sequence[str], *also: ScriptListener) -> NoReturn:
     if (spec := WorkerSpec.here()) is not None:
         if os.isatty(0):
             ask_in_turn(spec.temporary)
-        report_end = watch_script(Guard.of_process(), *also)
         stops = StepStops(Guard.of_process().page, arguments).watch_frameworks()
+        report_end = watch_script(Guard.of_process(), UnsavedSteps(stops), *also)
     try:
         _run(arguments)
     except SystemExit as end:

@@ -34,6 +34,7 @@ import msgspec
 from paceline.errors import ExitCode, UsageError
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.imports import when_imported
+from paceline.rank.probes import ScriptListener
 from paceline.runs import reading, writing
 from paceline.runs.console import say
 
@@ -66,7 +67,7 @@ class StepStops:
         self._page, self._argv = page, tuple(arguments)
         self.rank, self._pid = int(os.environ["RANK"]), os.getpid()
         self._steps, self._fence = 0, threading.Lock()
-        self._begun = False
+        self.begun = self._warned = False
         self._found: dict[Path, StopRecord] = {}  # records of this command, by folder
 
     def watch_frameworks(self) -> Self:
@@ -89,12 +90,12 @@ class StepStops:
         """Whether stop requests can take effect after a step: not if the script handles a stop signal itself."""
         handlers = {signal.getsignal(number) for number in SIGNALS}
         is_main = threading.current_thread() is threading.main_thread()
-        return self._begun or (is_main and handlers <= {signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler})
+        return self.begun or (is_main and handlers <= {signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler})
 
     def begin(self) -> None:
         """From now on, let a stop request take effect after a step."""
-        if not self._begun:
-            self._begun = True
+        if not self.begun:
+            self.begun = True
             for number in SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     signal.signal(number, self._on_signal)
@@ -171,9 +172,30 @@ class StepStops:
             say(f"paceline: {text}")
 
     def warn(self, reason: str) -> None:
-        """Report at the start that a stop loses the progress, if the run has a time limit and is queued again."""
-        if SLURM_JOB in os.environ:
-            self.say(f"a stop at the time limit loses the progress of this script: {reason}")
+        """Report once that a stop loses the progress, if the run has a time limit and is queued again."""
+        if SLURM_JOB in os.environ and not self._warned:
+            self._warned = True
+            self.say(f"warning: a stop at the time limit loses the progress of this script: {reason}")
+
+
+class UnsavedSteps(ScriptListener):
+    """Warns at the first step of a script that paceline cannot stop and resume, and that handles no stop signal."""
+
+    def __init__(self, stops: StepStops) -> None:
+        self._stops, self._looks = stops, True
+
+    def on_step_end(self, optimizer: Any) -> None:
+        """Warn, at the first step."""
+        if self._looks and not self._stops.begun and self._stops.can_begin:
+            self._stops.warn(
+                "paceline stops and resumes Trainer, Lightning, scripts with save_state and load_state of Accelerate, "
+                "and paceline.session"
+            )
+        self._looks = False
+
+    def on_session_begin(self) -> None:
+        """A session saves and resumes by itself."""
+        self._looks = False
 
 
 def _remove(folder: Path, names: Iterable[str]) -> None:
