@@ -1,16 +1,16 @@
 """Stops all ranks of an unmodified script after the same step, and resumes the script.
 
-A framework's hook (rank/frameworks/) reports each step after which the script can save and end:
+The hook of a framework (rank/frameworks.py) reports each step after which the script can save and end:
 
     stops.begin()                    # from now on, a stop request takes effect after a step
     if stops.end_step(): ...         # all ranks get True for the same step: save, then
     stops.record(folder, step)       # the same command will resume
     stops.exit_saved("in ...")       # end with exit code 75
 
-A rank that is asked to stop waits after its next step until the coordinator has chosen the last step
+After a stop request, a rank waits after its next step until the coordinator has chosen the last step
 (launch/agent/cluster.py). Without a request, a step costs a few memory accesses and no message.
 
-The record of a stop lies beside the checkpoints. It makes the same command resume, and is removed when the command has
+The record of a stop is in the folder of the checkpoints. It makes the same command resume, and is removed when the command has
 succeeded.
 """
 
@@ -38,11 +38,12 @@ from paceline.rank.probes import ScriptListener
 from paceline.runs import reading, writing
 from paceline.runs.console import say
 
-FRAMEWORKS = {  # module that is imported -> module with its hook
-    "transformers.trainer": "paceline.rank.frameworks.trainer",
-    "accelerate.accelerator": "paceline.rank.frameworks.accelerated",
-    "lightning.pytorch.trainer.trainer": "paceline.rank.frameworks.lit",
-    "pytorch_lightning.trainer.trainer": "paceline.rank.frameworks.lit",
+HOOKS = "paceline.rank.frameworks"
+FRAMEWORKS = {  # module that is imported -> function of HOOKS
+    "transformers.trainer": "install_trainer",
+    "accelerate.accelerator": "install_accelerate",
+    "lightning.pytorch.trainer.trainer": "install_lightning",
+    "pytorch_lightning.trainer.trainer": "install_lightning",
 }
 RECORD = "paceline-stopped.json"
 SLURM_JOB = "SLURM_JOB_ID"
@@ -51,12 +52,12 @@ WAIT_SECONDS = 0.01
 
 
 class StopRecord(msgspec.Struct, frozen=True):
-    """Where a command was stopped."""
+    """The last step of a stopped command."""
 
     argv: tuple[str, ...]
     step: int
     world_size: int
-    files: tuple[str, ...] = ()  # files beside the record that only a resume needs
+    files: tuple[str, ...] = ()  # files in the folder of the record that only a resume needs
 
 
 class StepStops:
@@ -65,21 +66,21 @@ class StepStops:
     def __init__(self, page: StatusPage, arguments: Sequence[str]) -> None:
         """`arguments`: the script and its arguments."""
         self._page, self._argv = page, tuple(arguments)
-        self.rank, self._pid = int(os.environ["RANK"]), os.getpid()
+        self.rank, self._pid = int(os.environ.get("RANK", "0")), os.getpid()
         self._steps, self._fence = 0, threading.Lock()
         self.begun = self._warned = False
         self._found: dict[Path, StopRecord] = {}  # records of this command, by folder
 
     def watch_frameworks(self) -> Self:
         """Stop and resume the frameworks that the script imports."""
-        for name, module in FRAMEWORKS.items():
-            when_imported(name, partial(self._install, name, module))
+        for module, hook in FRAMEWORKS.items():
+            when_imported(module, partial(self._install, module, hook))
         return self
 
-    def _install(self, name: str, module: str, *, late: bool) -> None:
+    def _install(self, module: str, hook: str, *, late: bool) -> None:
         del late
         try:
-            importlib.import_module(module).install(self, name)
+            getattr(importlib.import_module(HOOKS), hook)(self, module)
         except Exception as error:  # a version with different names
             self.say(f"warning: stop requests end this script without a checkpoint: {error!r}")
 

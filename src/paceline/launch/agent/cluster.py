@@ -492,7 +492,7 @@ class Generation:
             self.cluster.wait(min(deadline - now, self.own.seconds_left or channel.BEAT_SECONDS))
 
     def _choose_last_step(self) -> None:
-        """Choose the last step of an unmodified script, once all of its ranks have been asked to stop.
+        """Choose the last step of an unmodified script, once all of its ranks have a stop request.
 
         After its next step, each of these ranks waits for the choice. A rank publishes the number of a step before it
         looks whether it must wait. So no rank has passed the step after the newest published one.

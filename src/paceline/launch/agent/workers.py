@@ -345,8 +345,8 @@ class Workers:
         A training and a session always get SIGTERM. A script gets SIGTERM instead of a signal that it does not handle,
         since the default action would not save. Only SIGINT reaches the child processes of a script, as Ctrl-C does in
         a terminal: other signals would kill the DataLoader workers of a trainer that still saves. A program that is not
-        Python gets all signals together with its child processes. A rank that was asked to stop after a step gets no
-        signal before the grace is over.
+        Python gets all signals together with its child processes. A rank with a request to stop after a step gets
+        no signal before the grace is over.
         """
         if not any(rank == worker.rank for rank, _ in self._sent) and read_counters(worker.status_page).stop_asked:
             self._sent.add((worker.rank, number))

@@ -1,1 +1,0 @@
-"""Stops and resumes the trainers of frameworks: one module for each framework."""
