@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 from tests import warm
-from tests.stops.soak_stops import SCRIPTS, Stop, finished, stopped
+from tests.stops.soak_stops import SCRIPTS, Stop, finished, moments, stopped
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "stops.json"
 MODULES = {"trainer": "transformers", "lit": "lightning", "accelerated": "accelerate"}
+STEPS = {"trainer": {"step", "evaluate", "save"}, "lit": {"step"}, "accelerated": {"step"}}  # one for each step
+
+
+def steps(script: str, folder: Path) -> int:
+    """The steps of all starts in this folder."""
+    return sum(moment in STEPS[script] for output in folder.glob("output-*") for moment in moments(output))
 
 
 @pytest.mark.ranks
@@ -25,6 +31,7 @@ def test_the_same_command_resumes_to_the_same_weights(script: str, tmp_path: Pat
     assert len(records) == (script != "accelerated")
     assert finished(script, cut, warm.with_ranks) == finished(script, whole, warm.with_ranks)
     assert not [*cut.rglob("paceline-stopped.json")]
+    assert steps(script, cut) == steps(script, whole)
 
 
 def test_each_repeat_of_the_record_is_right() -> None:

@@ -10,8 +10,8 @@ The hook of a framework (rank/frameworks.py) reports each step after which the s
 After a stop request, a rank waits after its next step until the coordinator has chosen the last step
 (launch/agent/cluster.py). Without a request, a step costs a few memory accesses and no message.
 
-The record of a stop is in the folder of the checkpoints. It makes the same command resume, and is removed when the command has
-succeeded.
+The record of a stop is in the folder of the checkpoints. It makes the same command resume. The command removes it when
+it succeeds.
 """
 
 from __future__ import annotations
