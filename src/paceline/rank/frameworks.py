@@ -243,7 +243,7 @@ def _lightning_callback(stops: StepStops, package: str) -> Any:
             call_hook(trainer, "on_train_batch_end", *args)  # Lightning calls the hook of the module after callbacks
             writing.make_folder(self.folder, exist_ok=True)
             writing.replace(self._state_file, _random_state(module.device))
-            trainer.save_lightning_checkpoint(self.folder / _lightning_checkpoint(self._step))
+            trainer.save_checkpoint(self.folder / _lightning_checkpoint(self._step))
             self.step_saved = self._step
             for logger in trainer.loggers:
                 logger.finalize("success")
