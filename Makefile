@@ -136,6 +136,10 @@ soak-loops: $(STAMP)  ## 2,000 training loops drawn from a seed, each against th
 			--out benchmarks/results/loops.json || failed=1; \
 	done; exit $${failed:-0}
 
+soak-stops: $(PEERS)  ## stop Trainer, Lightning and Accelerate scripts at 100 random moments; resume to equal weights (an hour; repeat to continue)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]' lightning==2.6.6
+	PYTHONPATH=. $(BIN)/python tests/stops/soak_stops.py --count 100 --out benchmarks/results/stops.json
+
 soak-frameworks: $(PEERS)  ## Trainer, Accelerate, Lightning, Ignite: check that the line of the user's script is named (15 minutes; repeat to continue)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]' \
 		lightning==2.6.6 pytorch-lightning==2.6.6

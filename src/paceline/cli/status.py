@@ -84,7 +84,8 @@ def _saved(state: RunState) -> str:
     folder = Path(state.run_dir)
     weights = [name for name in (WEIGHTS, ADAPTER, BEST_WEIGHTS, AVERAGE_WEIGHTS) if os.path.lexists(folder / name)]
     steps = [] if state.checkpoint_step is None else [f"checkpoint of step {state.checkpoint_step}"]
-    return ", ".join([*weights, *steps]) or ("nothing yet" if state.state in LIVE else "nothing")
+    otherwise = "nothing yet" if state.state in LIVE else "by the script" if state.state == "saved" else "nothing"
+    return ", ".join([*weights, *steps]) or otherwise
 
 
 def _time_spent(run_dir: Path) -> str:
@@ -102,8 +103,8 @@ def _hint(state: RunState) -> str:
         case "queued" | "running":
             return f"paceline logs {run} --follow, or paceline cancel {run}"
         case "saved" | "lost" | "failed" | "cancelled":
-            again = f"; to resume: {command}" if (command := resume_command(Path(state.run_dir))) else ""
-            return f"paceline logs {run}{again}"
+            command = resume_command(Path(state.run_dir)) or ("the same command" if state.state == "saved" else "")
+            return f"paceline logs {run}{f'; to resume: {command}' if command else ''}"
         case "done":
             return f"paceline report {run}"
         case _:

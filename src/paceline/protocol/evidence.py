@@ -216,6 +216,9 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     orders: bytes = b""  # the order of its collectives
     findings: tuple[ScriptFinding, ...] = ()
     queued_seconds: float = 0.0  # total time that its main thread has waited for a core
+    stop_signal: int = 0  # number of a stop signal that it received itself; 0: none
+    stop_asked: bool = False  # whether it waits after its next step for the number of the last one
+    steps_ended: int = 0  # number of steps after which it could stop
 
     @property
     def joint_steps(self) -> int:

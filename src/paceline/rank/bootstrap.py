@@ -60,6 +60,7 @@ from paceline.rank.probes import Hooks, ScriptListener
 from paceline.rank.probes.faults import BatchTracker, NonFiniteGradients, StaleGradients, SwallowedExceptions
 from paceline.rank.probes.replicas import Fingerprints
 from paceline.rank.probes.steps import JoinContexts, JointOptimizers, ScriptPhases, StepCounter
+from paceline.rank.stops import StepStops, UnsavedSteps
 from paceline.runs.console import say
 
 if TYPE_CHECKING:
@@ -153,10 +154,12 @@ def run_script(arguments: Sequence[str], *also: ScriptListener) -> NoReturn:
         print(f"usage: python -m {BOOTSTRAP} SCRIPT ARGS | -m MODULE ARGS", file=sys.stderr)
         sys.exit(ExitCode.USAGE)
     report_end: Callable[[], None] | None = None
+    stops: StepStops | None = None
     if (spec := WorkerSpec.here()) is not None:
         if os.isatty(0):
             ask_in_turn(spec.temporary)
-        report_end = watch_script(Guard.of_process(), *also)
+        stops = StepStops(Guard.of_process().page, arguments).watch_frameworks()
+        report_end = watch_script(Guard.of_process(), UnsavedSteps(stops), *also)
     try:
         _run(arguments)
     except SystemExit as end:
@@ -167,6 +170,8 @@ def run_script(arguments: Sequence[str], *also: ScriptListener) -> NoReturn:
         code = 0
     if code == 0 and report_end is not None:
         report_end()
+    if code == 0 and stops is not None:
+        stops.succeed()
     if code >= 0 and "torch" not in sys.modules:  # with torch, `exit_worker` skips its static destructors
         Guard.of_process().leave(code)
         sys.exit(code)

@@ -149,6 +149,12 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     signal: int = signal.SIGTERM  # a worker gets each signal only once
 
 
+class StopStep(msgspec.Struct, frozen=True, tag=True):
+    """Coordinator to node: ranks of an unmodified script stop after this number of steps; 0: wait for the number."""
+
+    step: int = 0
+
+
 class Alive(msgspec.Struct, frozen=True, tag=True):
     """Coordinator to node, a heartbeat: at the beginning and then every two seconds."""
 
@@ -164,7 +170,7 @@ class RunOver(msgspec.Struct, frozen=True, tag=True):
 
 Message = (
     Hello | ToStore | Enter | Reach | Reached | StartOrder | StartReply | Beat | Ask | Shown | Release | Ordered
-    | Stop | Alive | RunOver
+    | Stop | StopStep | Alive | RunOver
 )  # fmt: skip
 
 

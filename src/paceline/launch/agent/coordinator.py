@@ -335,6 +335,7 @@ class Coordinator:
                 if self._queue.wanted:
                     generation.regroup()
             self.cluster.wait(monitor.look_seconds if due is None else POLL_FAILING_SECONDS)
+            self.cluster.note_signals(ranks)
             if self.cluster.ordered:
                 return self._obey(generation)
 
@@ -344,12 +345,14 @@ class Coordinator:
             generation.stop(REMOTE_GRACE_SECONDS if self.plan.silence_seconds else LIFELINE_GRACE_SECONDS)
             return _launcher_gone()
         number = self.cluster.signals[0] if self.plan.plain_store else signal.SIGTERM
-        generation.stop(self.plan.grace_period_seconds, number, signals_heard=1)
+        generation.save_and_stop(number)
         return self._stopped_by_signal(generation.samples())
 
     def _stopped_by_signal(self, ranks: Sequence[Sample]) -> int:
         if ranks and all(sample.code in GOOD_ENDS for sample in ranks):
             return good_code(ranks)
+        if _only_first_saves(ranks) and ranks[0].code == ExitCode.SAVED:
+            return ExitCode.SAVED  # its end ends the other ranks
         if lost_members := [member for member in self.cluster.members.values() if member.lost]:
             # the loss is the cause: a scheduler signals all tasks of a step when one of them is lost
             for member in lost_members:
@@ -459,6 +462,11 @@ class Coordinator:
 def _launcher_gone() -> ExitCode:
     say("the launcher has ended: stopping its workers")
     return ExitCode.FAILED
+
+
+def _only_first_saves(ranks: Sequence[Sample]) -> bool:
+    """Whether only rank 0 of this script reports steps after which it can stop."""
+    return [sample.rank for sample in ranks if sample.steps_ended] == [0]
 
 
 def good_code(ranks: Sequence[Sample]) -> ExitCode:

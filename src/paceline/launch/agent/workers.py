@@ -34,6 +34,7 @@ from paceline.protocol.marks import read_names
 from paceline.protocol.status_page import (
     ask_to_regroup,
     ask_to_save,
+    ask_to_stop,
     make_status_page,
     read_counters,
     release,
@@ -352,8 +353,12 @@ class Workers:
         A training and a session always get SIGTERM. A script gets SIGTERM instead of a signal that it does not handle,
         since the default action would not save. Only SIGINT reaches the child processes of a script, as Ctrl-C does in
         a terminal: other signals would kill the DataLoader workers of a trainer that still saves. A program that is not
-        Python gets all signals together with its child processes.
+        Python gets all signals together with its child processes. A rank with a request to stop after a step gets
+        no signal before the grace is over.
         """
+        if not any(rank == worker.rank for rank, _ in self._sent) and read_counters(worker.status_page).stop_asked:
+            self._sent.add((worker.rank, number))
+            return
         process, is_program = worker.process, not any(arg.startswith(ROOM) for arg in self.plan.argv)
         to_group = self.plan.plain_store and (is_program or number == signal.SIGINT)
         is_handled = is_program or number == signal.SIGINT or takes_signal(process.pid, number, ignoring=True)
@@ -369,9 +374,16 @@ class Workers:
             process.send_signal(number)  # without effect if it has ended
         process.send_signal(signal.SIGCONT)  # afterwards: a suspended process continues with the signal pending
 
+    def ask_to_stop_after(self, step: int) -> None:
+        """Have each rank that stops by step stop after this number of steps; 0: have it wait for the number."""
+        for worker in self._workers:
+            if read_counters(worker.status_page).stops_by_step:
+                ask_to_stop(worker.status_page, step)
+
     @staticmethod
     def _handles_stops(worker: Worker) -> bool:
-        return read_counters(worker.status_page).notes_stops
+        counters = read_counters(worker.status_page)
+        return counters.notes_stops or counters.stops_by_step
 
     @property
     def seconds_left(self) -> float:
