@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bdb import BdbQuit
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -90,10 +91,13 @@ def main(arguments: Sequence[str]) -> int:
     from paceline.lab.ranks.replay import Source, replay_script, replay_task
 
     source = Source(run_dir, trained, logged, environment, config.trust)
-    if config.script is None:
-        result = replay_task(source, request)
-    else:
-        result = replay_script(source, request, config.script, arguments[separator + 1 :])
+    try:
+        if config.script is None:
+            result = replay_task(source, request)
+        else:
+            result = replay_script(source, request, config.script, arguments[separator + 1 :])
+    except BdbQuit:  # the user has ended the debugger
+        return ExitCode.DONE
     if config.json:
         write_json(config.json, result)
     print_replay(result, config.top)

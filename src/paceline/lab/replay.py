@@ -40,6 +40,8 @@ class Logged(msgspec.Struct, frozen=True):
     """of the samples on all ranks; None: not known"""
     why_not: str = ""
     """why `loss` is not known"""
+    skipped: bool = False
+    """whether the step changed no parameters"""
 
 
 class SampleLoss(msgspec.Struct, frozen=True):
@@ -76,8 +78,8 @@ class Replayed(msgspec.Struct):
     failure: str = ""
     """why the step changed no parameters"""
     without: list[int] = []
-    other_samples: bool = False
-    """whether the run has used other samples in this step"""
+    contradiction: str = ""
+    """a difference from the log other than that of the loss"""
     checkpoint: int | None = None
     """the step of the checkpoint with which the state was compared"""
     digest: str = ""
@@ -90,10 +92,10 @@ class Replayed(msgspec.Struct):
         """Whether nothing differs more than expected."""
         if self.without:
             return True
-        if self.other_samples or (self.differing and not self.expected):
+        if self.contradiction or self.differing:
             return False
         if self.logged is None or self.loss is None:
-            return True
+            return self.logged is None
         return self.loss == self.logged or abs(self.loss - self.logged) <= self.expected * abs(self.logged)
 
 
@@ -127,9 +129,8 @@ def read_log(run_dir: Path, step: int, *, ended: bool) -> Logged:
     steps = [event for _, event in by_rank.values()]
     is_known = len(steps) == started.world_size and all(event.fingerprint for event in steps)
     samples = sum(int(event.fingerprint, 16) for event in steps) % 2**64 if is_known else None
-    if logged.skipped and not logged.loss:
-        return Logged(started.attempt, started.world_size, None, samples, "the run has skipped it: it was not finite")
-    return Logged(started.attempt, started.world_size, logged.loss, samples)
+    known = (started.attempt, started.world_size, None if logged.skipped else logged.loss, samples)
+    return Logged(*known, "the run has skipped it" if logged.skipped else "", logged.skipped)
 
 
 def print_replay(result: Replayed, top: int) -> None:
@@ -169,15 +170,15 @@ def _verdict(result: Replayed) -> list[str]:
     if result.without:
         before = "" if result.logged is None else f"; with them {result.logged!r}"
         return [f"loss without {plural(len(result.without), 'sample')}: {loss}{before}"]
-    if result.other_samples:
-        lines.append("the run has used other samples in this step: their order is random and has no seed")
+    if result.contradiction:
+        lines.append(result.contradiction)
     if result.reasons:
         lines.append(f"the bits are not guaranteed: {'; '.join(result.reasons)}")
         lines.append(f"expected: a relative difference of the loss up to {result.expected:g}")
     if result.loss is not None and result.logged is not None:
         lines.append(f"loss {loss}, logged {result.logged!r}: {_difference(result.loss, result.logged)}")
     else:
-        lines.append(f"loss {loss}; there is no logged loss to compare it with")
+        lines.append(f"loss {loss}, logged: {'none' if result.logged is None else repr(result.logged)}")
     if result.checkpoint is not None and result.differing:
         named = first_few(result.differing, MAX_NAMED)
         lines.append(f"the state after step {result.checkpoint} differs from its checkpoint in {named}")

@@ -51,6 +51,8 @@ from paceline.train.weights import load_initial_weights
 if TYPE_CHECKING:
     from paceline.config.settings import TrainConfig
 
+OTHER_SAMPLES = "the run has used other samples in this step: their order is random and has no seed, or the data differ"
+
 
 @dataclass(frozen=True)
 class Source:
@@ -146,7 +148,7 @@ class Watch:
                 "model and optimizer are variables; c continues, q ends"
             )
             pdb.Pdb(nosigint=True).set_trace()
-            model.training  # noqa: B018 - the line at which the debugger stops
+            return  # here the debugger stops
 
     def thin(self, work: list[MicroBatchPlan]) -> list[MicroBatchPlan]:
         """The work of a step without the samples to leave out."""
@@ -215,9 +217,12 @@ class Watch:
             used = [batch.work for batch in record.microbatches if batch.work.is_counted]
             samples = combine_fingerprints(*(fingerprint(work.indices) for work in used))
             logged = self.source.logged.fingerprint
-            result.other_samples = not request.without and logged is not None and samples != logged
             result.loss, result.grad_norm = record.result.loss, record.result.grad_norm
             result.failure = "" if record.result.skipped is None else record.result.skipped.words
+            if not request.without and logged is not None and samples != logged:
+                result.contradiction = OTHER_SAMPLES
+            elif self.source.logged.skipped != bool(result.failure):
+                result.contradiction = "one of the run and this replay has skipped the step"
         self.is_on = step + 1 == request.step
         return step >= self.until
 
