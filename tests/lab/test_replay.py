@@ -1,4 +1,4 @@
-"""`paceline replay` finds planted faults, reproduces the bits of a step, and changes nothing. tests/soak_replay.py has more."""
+"""`paceline replay` finds planted faults and reproduces the bits of a step. tests/soak_replay.py has more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests import warm
-from tests.errors import codes, raises
+from tests.errors import ended_with, raises
 from tests.lab.loop_to_replay import BAD as BAD_LABEL
 from tests.lab.tasks_to_replay import BAD
 from tests.run_script import run_script
@@ -82,14 +82,15 @@ def test_a_damaged_sample_is_the_first_value_that_is_not_finite(runs) -> None:
     code, output, result = replayed(runs("sample"), last + 1, "--find-nonfinite")
     assert code == 0, output
     assert (result["samples"][0]["index"], result["samples"][0]["loss"]) == (BAD, None)
-    assert "the output of 0 (Linear)" in result["nonfinite"] and "its input is not finite" in result["nonfinite"]
+    found = result["nonfinite"]
+    assert (found["module"], found["samples"], found["cause"]) == ("0", [BAD], "input")
 
 
 def test_a_layer_that_divides_by_zero_is_named(runs) -> None:
     last = max((int(e.step) for e in _steps(runs("layer"))), default=0)
     _, output, result = replayed(runs("layer"), last + 1, "--find-nonfinite")
-    assert "the output of 3 (Divides)" in result["nonfinite"], output
-    assert "its input and its parameters are finite" in result["nonfinite"]
+    found = result["nonfinite"]
+    assert (found["module"], found["kind"], found["cause"], len(found["samples"])) == ("3", "Divides", "", 1), output
 
 
 def test_the_debugger_has_batch_model_and_optimizer_and_its_draws_change_nothing(runs, tmp_path: Path) -> None:
@@ -139,11 +140,9 @@ def test_a_session_is_repeated_by_its_script(runs) -> None:
     ("session", ["--step", 5, TASKS], "replay-other-script"),
     ("unseeded", ["--step", 2, LOOP, "--", "--unseeded"], "replay-unseeded"),
 ])  # fmt: skip
-def test_what_cannot_be_repeated_is_an_error_before_the_first_step(
-    runs, fault: str, more: list[object], code: str
-) -> None:
+def test_what_cannot_be_repeated_is_an_error(runs, fault: str, more: list[object], code: str) -> None:
     done = warm.run(["-m", "paceline", "replay", runs(fault), *more], cwd=runs(fault).parent)
-    assert (done.returncode, codes(done.stderr)) == (2, [code]), done.stdout + done.stderr
+    ended_with(done, code)
 
 
 def test_the_code_of_the_run_must_exist(runs, tmp_path: Path) -> None:
@@ -151,7 +150,7 @@ def test_the_code_of_the_run_must_exist(runs, tmp_path: Path) -> None:
     for path in copy.rglob("config.toml"):
         path.write_text(path.read_text().replace(str(TASKS), str(tmp_path / "moved.py")))
     done = warm.run(["-m", "paceline", "replay", copy, "--step", 5], cwd=tmp_path)
-    assert (done.returncode, codes(done.stderr)) == (2, ["no-such-task-file"]), done.stderr
+    ended_with(done, "no-such-task-file")
 
 
 def test_the_log_of_a_step_is_that_of_the_last_attempt_and_merged_steps_have_no_loss(tmp_path: Path) -> None:

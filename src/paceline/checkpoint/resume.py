@@ -1,6 +1,5 @@
 """The location of a run, and the state that it resumes from: a snapshot in memory, or the newest intact checkpoint."""
 
-import math
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -79,10 +78,8 @@ def newest_state(checkpoints: Checkpoints, world: World, report: Report, *, memo
     return ResumePoint(step, content, snapshot.source, f"the snapshot of step {step}", frozenset(snapshot.files))
 
 
-def newest_on_disk(
-    checkpoints: Checkpoints, world: World, report: Report, *, after: int = -1, until: float = math.inf
-) -> ResumePoint | None:
-    """The newest intact checkpoint after step `after`, and up to `until` (a collective). The ranks share the hashing.
+def newest_on_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: int = -1) -> ResumePoint | None:
+    """The newest intact checkpoint after step `after` (a collective). The ranks split the work of hashing.
 
     For each newer, damaged checkpoint, rank 0 calls `report` with the damage.
 
@@ -90,7 +87,7 @@ def newest_on_disk(
         UsageError: on rank 0, if all checkpoints are damaged and there is no older state (`after` is -1).
         ReportedByPeer: on the other ranks.
     """
-    candidates = [str(path) for step, path in checkpoints.entries() if after < step <= until]
+    candidates = [str(path) for step, path in checkpoints.entries() if step > after]
     paths: list[str] = all_gather_object(candidates, world)[0]
     complaints: list[str] = []
     for path in map(Path, paths):

@@ -81,9 +81,9 @@ def main(arguments: Sequence[str]) -> int:
         check_ours(run_dir)
     summary = read_summary(run_dir)
     logged = read_log(run_dir, config.step, ended=summary is not None and summary.exit == ExitCode.DONE)
-    trained = _settings(run_dir, logged.attempt, config)
-    _check_code(trained, config, run_dir, arguments[separator + 1 :])
     environment: dict[str, Any] = decode_if_readable(run_dir / "environment.json", dict[str, Any]) or {}
+    trained = _settings(run_dir, logged.attempt, config, environment)
+    _check_code(trained, config, run_dir, arguments[separator + 1 :])
 
     from paceline.rank.imports import TRAINING, import_without_gc
 
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
         return ExitCode.DONE
     if config.json:
         write_json(config.json, result)
-    print_replay(result, config.top)
+    print_replay(result, config.top, find_nonfinite=config.find_nonfinite)
     return ExitCode.DONE if result.agrees else ExitCode.FAILED
 
 
@@ -111,7 +111,7 @@ def _indices(texts: Sequence[str]) -> frozenset[int]:
     return frozenset(map(int, parts))
 
 
-def _settings(run_dir: Path, attempt: int, config: ReplayConfig) -> TrainConfig:
+def _settings(run_dir: Path, attempt: int, config: ReplayConfig, environment: dict[str, Any]) -> TrainConfig:
     """The settings of an attempt of the run, for one process.
 
     Raises:
@@ -123,9 +123,8 @@ def _settings(run_dir: Path, attempt: int, config: ReplayConfig) -> TrainConfig:
     if trained.network != NetworkConfig():
         raise UsageError(code="replay-slow-network")
     launch, compute = trained.launch, trained.compute
-    launch = LaunchConfig(
-        device=config.device or launch.device, threads_per_rank=launch.threads_per_rank, mesh=launch.mesh
-    )
+    threads = launch.threads_per_rank or environment.get("threads_per_rank")
+    launch = LaunchConfig(device=config.device or launch.device, threads_per_rank=threads, mesh=launch.mesh)
     if config.find_nonfinite:  # hooks of modules do not run in compiled code
         compute = replace(compute, compile=False, cuda_graphs=False)
     trained = replace(trained, launch=launch, compute=replace(compute, peak_tflops=0.0))
@@ -134,7 +133,7 @@ def _settings(run_dir: Path, attempt: int, config: ReplayConfig) -> TrainConfig:
 
 
 def _check_code(trained: TrainConfig, config: ReplayConfig, run_dir: Path, arguments: Sequence[str]) -> None:
-    """Raise UsageError if the code of the run does not exist, or the wrong code is named."""
+    """Raise UsageError if the code of the run does not exist, or `config` names different code."""
     task = str(trained.task)
     if not is_script(task):
         if config.script is not None or arguments:

@@ -84,8 +84,7 @@ class Loading:
     """In training, a step calls it when the batches of the next step can be started."""
     workers: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Settings of torch's DataLoader that need worker processes: timeout, prefetch_factor, ..."""
-    thin: Callable[[list[MicroBatchPlan]], list[MicroBatchPlan]] | None = None
-    """Removes samples from the work of a training step; for `paceline replay`."""
+    thin: Callable[[list[MicroBatchPlan]], list[MicroBatchPlan]] | None = None  # removes samples from a training step
 
 
 def load_steps(

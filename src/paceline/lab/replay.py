@@ -53,6 +53,30 @@ class SampleLoss(msgspec.Struct, frozen=True):
     micro_batch: int
 
 
+class NonFinite(msgspec.Struct, frozen=True):
+    """The first value that is not finite."""
+
+    module: str
+    """the module that has computed it; "loss" for the loss function"""
+    kind: str
+    """the class of the module"""
+    gradient_of: str = ""
+    """the module whose output has this gradient; empty if the value is an output"""
+    virtual_rank: int = 0
+    samples: tuple[int, ...] = ()
+    cause: str = ""
+    """"input", or the name of a parameter of the module, that is not finite either; else empty"""
+
+    def __str__(self) -> str:
+        where = f"virtual rank {self.virtual_rank}, samples {first_few([*map(str, self.samples)], MAX_NAMED)}"
+        if self.gradient_of:
+            return f"first value that is not finite: the gradient of the output of {self.gradient_of}, {where}; " + (
+                f"the backward of {self.module} has computed it"
+            )
+        cause = f"its {self.cause} is not finite either" if self.cause else "its input and its parameters are finite"
+        return f"first value that is not finite: the output of {self.module} ({self.kind}), {where}; {cause}"
+
+
 class Replayed(msgspec.Struct):
     """The result of a replay. JSON has null for a number that is not finite."""
 
@@ -73,8 +97,7 @@ class Replayed(msgspec.Struct):
     """why the losses of samples are not known"""
     layers: dict[str, float] = {}
     """the gradient norm of each layer, before clipping"""
-    nonfinite: str = ""
-    """the first module with a value that is not finite"""
+    nonfinite: NonFinite | None = None
     failure: str = ""
     """why the step changed no parameters"""
     without: list[int] = []
@@ -133,7 +156,7 @@ def read_log(run_dir: Path, step: int, *, ended: bool) -> Logged:
     return Logged(*known, "the run has skipped it" if logged.skipped else "", logged.skipped)
 
 
-def print_replay(result: Replayed, top: int) -> None:
+def print_replay(result: Replayed, top: int, *, find_nonfinite: bool) -> None:
     """Print the report of a replay, with the `top` worst samples."""
     console = table_console()
 
@@ -159,7 +182,9 @@ def print_replay(result: Replayed, top: int) -> None:
             table.add_row(Text(clean(name)), f"{norm:.6g}", style="" if math.isfinite(norm) else "bold")
         console.print(table)
     for line in filter(None, (result.failure, result.nonfinite)):
-        say(line, "bold")
+        say(str(line), "bold")
+    if find_nonfinite and result.nonfinite is None:
+        say("all outputs of modules, all losses and all gradients of outputs are finite")
     for line in _verdict(result):
         say(line, "" if result.agrees else "bold")
 

@@ -33,7 +33,7 @@ class Observer:
     """the prepared models"""
 
     def resume_point(self, world: World) -> ResumePoint | None:
-        """The session joins the ranks of `world`. Returns the state from which it resumes."""
+        """The session has joined the ranks of `world`. Returns the state to resume from."""
 
     def wrap_strategy(self, name: str, apply: Apply) -> Apply:
         """s.prepare was called with a model. The returned function creates its replica."""

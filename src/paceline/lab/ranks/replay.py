@@ -4,6 +4,7 @@ The loops are those of the training, of `train.training` for a task and of the u
 instruments replace methods of the strategy and add hooks. They observe only the micro-batches of the requested step.
 """
 
+import math
 import pdb
 import runpy
 import sys
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.checkpoint.manager import Checkpoints
+from paceline.checkpoint.manager import Checkpoints, Entry
 from paceline.checkpoint.resume import ResumePoint, RunLocation, newest_on_disk
 from paceline.checkpoint.shards import ShardFiles, full_state, sha256_of
 from paceline.collectives.communicator import make_communicator
@@ -29,7 +30,7 @@ from paceline.config.strategies import EXACT
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan, combine_fingerprints, fingerprint
 from paceline.errors import PacelineError, UsageError, first_few
-from paceline.lab.replay import EXPECTED, MAX_NAMED, Logged, Replayed, Request, SampleLoss
+from paceline.lab.replay import EXPECTED, Logged, NonFinite, Replayed, Request, SampleLoss
 from paceline.nested import tensors
 from paceline.rank.world import World, joined
 from paceline.runs.console import say
@@ -51,12 +52,13 @@ from paceline.train.weights import load_initial_weights
 if TYPE_CHECKING:
     from paceline.config.settings import TrainConfig
 
-OTHER_SAMPLES = "the run has used other samples in this step: their order is random and has no seed, or the data differ"
+SAME_LOSS = 1e-2  # relative difference of a loss and the mean over samples, which bf16 can round
+OTHER_SAMPLES = "the run has used different samples in this step: their order has no seed, or the data differ"
 
 
 @dataclass(frozen=True)
 class Source:
-    """The run to repeat: its folder, its settings, and what it has logged of the step."""
+    """The run to repeat: its folder, its settings, and its log of the step."""
 
     run_dir: Path
     config: "TrainConfig"
@@ -72,7 +74,7 @@ class Source:
 
     def origin(self, step: int, world: World) -> ResumePoint | None:
         """The newest intact checkpoint before `step`; None: the replay begins at the start of the run."""
-        return newest_on_disk(self.checkpoints, world, say, until=step - 1)
+        return newest_on_disk(_Earlier(self.checkpoints.root, step, trust=self.trust), world, say)
 
     def next_checkpoint(self, request: Request) -> int | None:
         """The step of the checkpoint to compare the state with.
@@ -86,9 +88,20 @@ class Source:
         return min(later, default=None) if request.check or request.step in later else None
 
 
+class _Earlier(Checkpoints):
+    """The checkpoints before a step."""
+
+    def __init__(self, root: Path, step: int, *, trust: bool) -> None:
+        super().__init__(root, trust=trust)
+        self.step = step
+
+    def entries(self) -> list[Entry]:
+        return [entry for entry in super().entries() if entry.step < self.step]
+
+
 @dataclass
 class Watch:
-    """Observes the requested step, and writes what it has seen into `result`."""
+    """Observes the requested step, and fills `result`."""
 
     request: Request
     source: Source
@@ -102,7 +115,7 @@ class Watch:
     owners: dict[int, int] = field(default_factory=dict[int, int])
     """the virtual rank of each sample, if one micro-batch has samples of several"""
     samples: dict[tuple[int, int], list[SampleLoss]] = field(default_factory=dict[tuple[int, int], list[SampleLoss]])
-    _finite_gradient: str = "the loss"
+    _finite_gradient: tuple[str, str] = "loss", "the loss function"
 
     def __post_init__(self) -> None:
         self.result = Replayed(self.request.step, 0, self.source.logged.loss, without=sorted(self.request.without))
@@ -122,6 +135,7 @@ class Watch:
             enter(batch, is_last)
             if self.is_on:
                 self.work = batch.work if batch.work.is_counted else None
+                self._finite_gradient = "loss", "the loss function"
                 if self.request.pdb and len(self.replicas) == 1:
                     self._stop(batch, replica.model, replica.optimizer)
 
@@ -181,33 +195,22 @@ class Watch:
             return
         for tensor in tensors(output):
             if not is_finite(tensor):
-                bad = [key for key, parameter in module.named_parameters() if not is_finite(parameter)]
-                cause = "its input and its parameters are finite"
-                if bad:
-                    cause = f"its parameter {bad[0]} is not finite"
-                elif not all(map(is_finite, tensors(inputs))):
-                    cause = "its input is not finite either"
-                rows = ~tensor.isfinite().reshape(len(tensor), -1).all(1) if tensor.ndim else torch.ones(1)
+                causes = [name for name, parameter in module.named_parameters() if not is_finite(parameter)]
+                causes += [] if all(map(is_finite, tensors(inputs))) else ["input"]
+                rows = ~tensor.isfinite().reshape(len(tensor), -1).all(1) if tensor.ndim else torch.tensor([True])
                 indices = work.indices[rows.cpu()] if len(rows) == len(work.indices) else work.indices
-                named = first_few([*map(str, indices.tolist())], MAX_NAMED)
-                self.result.nonfinite = (
-                    f"first value that is not finite: the output of {name} ({type(module).__name__}), for samples "
-                    f"{named} of virtual rank {work.virtual_rank}; {cause}"
-                )
+                kind, samples = type(module).__name__, tuple(indices.tolist())
+                self.result.nonfinite = NonFinite(name, kind, "", work.virtual_rank, samples, (*causes, "")[0])
                 return
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._on_gradient, name, work))
+                tensor.register_hook(partial(self._on_gradient, name, type(module).__name__, work))
 
-    def _on_gradient(self, name: str, work: MicroBatchPlan, gradient: Tensor) -> None:
-        if self.result.nonfinite:
-            return
-        if is_finite(gradient):
-            self._finite_gradient = name
-            return
-        self.result.nonfinite = (
-            f"first value that is not finite: the gradient of the output of {name}, on virtual rank "
-            f"{work.virtual_rank}; the backward of {self._finite_gradient} computes it. All outputs are finite"
-        )
+    def _on_gradient(self, name: str, kind: str, work: MicroBatchPlan, gradient: Tensor) -> None:
+        if self.result.nonfinite is None and is_finite(gradient):
+            self._finite_gradient = name, kind
+        elif self.result.nonfinite is None:
+            samples = tuple(work.indices.tolist())
+            self.result.nonfinite = NonFinite(*self._finite_gradient, name, work.virtual_rank, samples)
 
     def note_step(self, record: StepRecord) -> bool:
         """A step has ended. Returns whether it was the last one to repeat."""
@@ -243,16 +246,15 @@ class Watch:
 
     def finish(self, error: PacelineError | None = None) -> Replayed:
         """The result. `error`: of the requested step, as in the run."""
-        result = self.result
+        result, found = self.result, self.result.nonfinite
         if error is not None:
             result.failure = str(error)
         losses = [sample for part in self.samples.values() for sample in part]
         result.samples = sorted(losses, key=lambda sample: (sample.loss == sample.loss, -sample.loss))  # NaN first
-        if self.request.find_nonfinite and not result.nonfinite:
-            bad_loss = any(not torch.tensor(sample.loss).isfinite() for sample in losses)
-            result.nonfinite = "all outputs of modules are finite" + (
-                ", but a loss is not: the loss function computes it" if bad_loss else ", and their gradients too"
-            )
+        bad = [sample for sample in losses if not math.isfinite(sample.loss)]
+        if self.request.find_nonfinite and bad and (found is None or found.gradient_of):
+            samples = tuple(sample.index for sample in bad if sample.virtual_rank == bad[0].virtual_rank)
+            result.nonfinite = NonFinite("loss", "the loss function", "", bad[0].virtual_rank, samples)
         why_not = self.source.logged.why_not
         result.failure = result.failure or (f"no logged loss: {why_not}" if why_not else "")
         return result
@@ -400,7 +402,7 @@ class _SessionReplay(Observer):
             "strategy": config.strategy, "virtual_ranks": config.data.virtual_ranks, "resume": False, "report_to": None,
             "checkpoint_every": None, "device": config.launch.device, "backend": "auto",
         }  # fmt: skip
-        self._inside = ExitStack()
+        self.inside = ExitStack()
         self.world: World | None = None
 
     def resume_point(self, world: World) -> ResumePoint | None:
@@ -432,30 +434,36 @@ class _SessionReplay(Observer):
 
     def on_batch(self, inputs: Any, work: MicroBatchPlan | None) -> Any:
         if work is not None and self._watch.is_on:
-            self._inside.enter_context(_LossFunctions(self._watch))
+            self.inside.enter_context(_LossFunctions(self._watch))
         return inputs
 
     def on_batch_end(self) -> None:
-        self._inside.close()
+        self.inside.close()
 
     def on_backward(
         self, loss: Tensor, weight: float | Tensor | None, reduction: Reduction, micro_step: MicroStep | None
     ) -> None:
-        if self._watch.is_on and isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            self._watch.note_losses(loss, weight if isinstance(weight, Tensor) and weight.ndim else None)
+        watch = self._watch
+        if not watch.is_on or watch.work is None or not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            return
+        key = watch.work.virtual_rank, watch.work.micro_batch
+        noted = [sample.loss for sample in watch.samples.get(key, [])]
+        total = sum(noted) / (1 if reduction == "sum" else len(noted) or 1)
+        if watch.note_losses(loss, weight if isinstance(weight, Tensor) and weight.ndim else None):
+            return
+        value = float(loss) if loss.numel() == 1 else math.nan
+        is_same = math.isclose(total, value, rel_tol=SAME_LOSS, abs_tol=1e-6) or not math.isfinite(total + value)
+        if noted and not is_same:
+            del watch.samples[key]  # only a part of the loss, or weighted
 
     def on_step(self, record: StepRecord) -> None:
         if self._watch.note_step(record):
-            assert self.world is not None
-            self._watch.compare_state(self.world)
+            if record.step == self._watch.until and self.world is not None:
+                self._watch.compare_state(self.world)
             raise SystemExit(0)
 
     def on_print(self, words: Sequence[Any]) -> None:
         print(*words)
-
-    def close(self) -> None:
-        """End the observation of an interrupted loop body."""
-        self._inside.close()
 
 
 class _LossFunctions(TorchFunctionMode):
@@ -499,25 +507,20 @@ def replay_script(source: Source, request: Request, script: Path, arguments: Seq
     watch = Watch(request, source)
     observer = _SessionReplay(source, watch)
     try:
-        with observed_by(observer), _as_program(script, arguments):
+        with observed_by(observer), observer.inside, _as_program(script, arguments):
             runpy.run_path(str(script), run_name="__main__")
     except SystemExit as end:
         close_all(end)
-    except PacelineError as error:
-        observer.close()
+    except BaseException as error:
         close_all(error)
-        if not watch.is_on or isinstance(error, UsageError):
+        if not watch.is_on or isinstance(error, UsageError) or not isinstance(error, PacelineError):
             raise
         return watch.finish(error)
-    except BaseException as error:
-        observer.close()
-        close_all(error)
-        raise
     if watch.result.loss is None:
         close_all()
         raise UsageError(code="replay-step-not-reached", value=request.step, script=script)
     if not watch.samples:
-        watch.result.unknown_losses = "not known. Pass one loss per sample to s.backward, or use a loss of torch"
+        watch.result.unknown_losses = "not known. Pass one loss per sample to s.backward, or only a loss of torch"
     return watch.finish()
 
 
