@@ -45,7 +45,7 @@ class ReplayConfig:
     step: int = field(kw_only=True)
     """the step to repeat, from 1"""
     without: tuple[str, ...] = ()
-    """INDEX, a sample of the dataset to leave out of the step; several with commas. Repeatable"""
+    """indices in the dataset of samples to leave out of the step. Repeatable"""
     find_nonfinite: bool = False
     """name the first module with an output or a gradient that is NaN or infinite"""
     pdb: bool = False
