@@ -46,11 +46,11 @@ METAVARS = {  # placeholder of a value -> names of options; other options have a
     "DIR": "data-dir run-dir folder", "FILE": "config out", "PATH": "init-from python",
     "SECONDS": "timeout grace-period hang-timeout join-timeout save-before", "MINUTES": "time",
     "HOSTS": "hosts", "COMMAND": "ssh", "N|MIN:MAX": "nodes", "NAME=VALUE": "task-arg env", "KEY=VALUE": "sbatch",
-    "N,N": "ranks batch-sizes without", "NAME,NAME": "strategies optimizers report-to allow-change", "MESH": "mesh meshes",
+    "N,N": "ranks batch-sizes without", "NAME,NAME": "strategies optimizers report-to allow-change",
     "NAME": "optimizer partition module", "MODULES": "fsdp-wrap checkpoint-activations stages-at",
     "FILE|conda:NAME": "activate", "METRIC": "keep-best", "RANK": "rank stdin", "REGEX": "grep", "WHEN": "since",
     "RATE,LATENCY": "network", "X": "lr weight-decay momentum ema clip-norm outer-lr outer-momentum",
-    "N|TIME": "checkpoint-every", "SCRIPT": "script",
+    "N|TIME": "checkpoint-every", "SCRIPT": "script", "MESH": "mesh meshes",
 }  # fmt: skip
 FAMILIAR = {  # our option -> options of other frameworks with the same meaning
     "--lr": "learning-rate",
