@@ -56,6 +56,7 @@ def digest_of(run_dir: Path, step: int) -> str:
 def replayed(run_dir: Path, step: int, *more: object) -> tuple[int, str, dict[str, Any]]:
     """`paceline replay RUN --step STEP`: its exit code, its output and its result."""
     out = run_dir.with_suffix(".json")
+    out.unlink(missing_ok=True)
     command = ["-m", "paceline", "replay", run_dir, "--step", step, "--json", out, *more]
     done = warm.run(command, cwd=run_dir.parent)
     return done.returncode, done.stdout + done.stderr, json.loads(out.read_bytes()) if out.is_file() else {}

@@ -14,7 +14,7 @@ class Divides(nn.Module):
     """Divides by zero if an input is large."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x / (x - x.amax()) if self.training and float(x.amax()) > 4 else x
+        return x / (x - x.amax()) if self.training and float(x.amax()) > 2.4 else x
 
 
 def planted(fault: str = "") -> Task:

@@ -250,7 +250,7 @@ class Watch:
         if error is not None:
             result.failure = str(error)
         losses = [sample for part in self.samples.values() for sample in part]
-        result.samples = sorted(losses, key=lambda sample: (sample.loss == sample.loss, -sample.loss))  # NaN first
+        result.samples = sorted(losses, key=lambda s: -math.inf if math.isnan(s.loss) else -s.loss)
         bad = [sample for sample in losses if not math.isfinite(sample.loss)]
         if self.request.find_nonfinite and bad and (found is None or found.gradient_of):
             samples = tuple(sample.index for sample in bad if sample.virtual_rank == bad[0].virtual_rank)
