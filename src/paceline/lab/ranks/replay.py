@@ -451,7 +451,7 @@ class _SessionReplay(Observer):
         total = sum(noted) / (1 if reduction == "sum" else len(noted) or 1)
         if watch.note_losses(loss, weight if isinstance(weight, Tensor) and weight.ndim else None):
             return
-        value = float(loss) if loss.numel() == 1 else math.nan
+        value = float(loss.detach()) if loss.numel() == 1 else math.nan
         is_same = math.isclose(total, value, rel_tol=SAME_LOSS, abs_tol=1e-6) or not math.isfinite(total + value)
         if noted and not is_same:
             del watch.samples[key]  # only a part of the loss, or weighted
