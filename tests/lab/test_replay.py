@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -27,9 +26,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
     """Trains a task with a fault, or a session, on two ranks of three virtual ranks, and returns its folder."""
     folder = tmp_path_factory.mktemp("runs")
 
-    @cache
-    def run_dir(fault: str = "", strategy: str = "exact") -> Path:
-        run_dir = folder / f"{fault or 'run'}-{strategy}"
+    def run_dir(fault: str, strategy: str = "exact") -> Path:
+        run_dir = folder / f"{fault}-{strategy}"
+        if run_dir.exists():
+            return run_dir
         if fault in ("session", "unseeded"):
             flags = ["--unseeded"] if fault == "unseeded" else []
             done = run_script(2, LOOP, "--run", run_dir, "--strategy", strategy, *flags, cwd=folder)
