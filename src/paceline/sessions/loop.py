@@ -286,7 +286,7 @@ class TrainingLoop:
         check_equal("data, optimizers and batches", {k: v for k, v in definition.items() if k not in BITS_ONLY}, world)
         if origin is not None:
             with raise_on_all_ranks(world):
-                check_same(origin.content.definition, definition, (), origin.where)
+                check_same(origin.content.definition, definition, BITS_ONLY if self._run.observer else (), origin.where)
                 if (num_saved := len(self._state.saved_models)) != len(models):
                     raise UsageError(code="models-differ", where=origin.where, saved=num_saved, prepared=len(models))
         return definition
