@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.collectives.communicator import communicator, make_communicator
-from paceline.collectives.memory import BULK_BYTES, SharedMemory
 from paceline.collectives.memory_sum import TreeSum, barrier
+from paceline.collectives.shared_memory import BULK_BYTES, SharedMemory
 from paceline.collectives.tree import LeafPartition
 from race.quiet import FOREIGN_SHARE, foreign_share, look, wait_until_idle
 
@@ -69,7 +69,7 @@ def _count(memory: SharedMemory, call: Callable[[], object]) -> int:
     began = time.perf_counter()
     for _ in range(3):
         call()
-    seconds = max(communicator().gather(time.perf_counter() - began, "words")) / 3
+    seconds = max(communicator().all_gather_object(time.perf_counter() - began, "words")) / 3
     return max(2, int(CHUNK_SECONDS / seconds))
 
 
@@ -82,9 +82,9 @@ def _chunk(memory: SharedMemory, call: Callable[[], object], count: int) -> tupl
         call()
     microseconds = (time.perf_counter() - began) / count * 1e6
     cpu_seconds = time.process_time() - cpu_before
-    told = communicator().gather([microseconds, cpu_seconds], "words")
+    told = communicator().all_gather_object([microseconds, cpu_seconds], "words")
     foreign = foreign_share(before, look(), sum(cpu for _, cpu in told))
-    quiet = communicator().gather(foreign <= FOREIGN_SHARE, "words")[0]
+    quiet = communicator().all_gather_object(foreign <= FOREIGN_SHARE, "words")[0]
     return max(each for each, _ in told), quiet
 
 

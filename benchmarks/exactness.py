@@ -44,7 +44,7 @@ from paceline.tasks.mnist import cnn, cross_entropy, dataset, resnet18
 from paceline.tasks.task import Task
 from paceline.train.checkpointing import CheckpointWriter
 from paceline.train.consistency import check_replicas
-from paceline.train.determinism import deterministic, hardware_facts
+from paceline.train.determinism import hardware_facts, use_deterministic_kernels
 from paceline.train.fit import StepRecord, fit
 from paceline.train.optimizer import Schedule, optimizer_maker
 from paceline.train.prepare import make_model
@@ -135,9 +135,9 @@ def variants(run: Run) -> dict[str, Variant]:
         "ddp again": (ddp, nullcontext),
         "no exchange": (no_exchange, nullcontext),
         "bucketed": (STRATEGIES["bucketed"], nullcontext),
-        "exact": (exact, deterministic),
+        "exact": (exact, use_deterministic_kernels),
         "exact, any kernels": (exact, nullcontext),
-        "zero": (STRATEGIES["zero"], deterministic),
+        "zero": (STRATEGIES["zero"], use_deterministic_kernels),
     }
     made: dict[str, Variant] = {}
     for name, (strategy, kernels) in chosen.items():
@@ -234,7 +234,7 @@ def disk_costs(run: Run, variant: Variant, rounds: int, steps: int, folder: Path
         during, votes = list[float](), Votes()
         with variant.kernels():
             saver.begin(variant.replica.state(), number, TrainerState(0, {}, {}))
-            while votes.written + votes.failed < world.size:  # until all ranks have written
+            while votes.shard_written + votes.shard_failed < world.size:  # until all ranks have written
                 record = next(voting.records)
                 votes = record.result.votes
                 during.append(1000 * record.seconds)

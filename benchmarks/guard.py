@@ -28,7 +28,7 @@ from torch import nn
 from paceline import Task
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage, make_status_page
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.tasks.mnist import cross_entropy, dataset
 
 WARM_UP_STEPS = 20
@@ -80,7 +80,7 @@ def parts() -> dict[str, float]:
     try:
         tensor = torch.ones(1)
         plain = each(lambda: dist.all_reduce(tensor), 2000)
-        guard = Guard.of_process().watch_torch()
+        guard = HangGuard.of_process().watch_torch()
         wrapped = each(lambda: dist.all_reduce(tensor), 2000)
         return {
             "a phase entered": each(lambda: page.enter(Phase.FORWARD)),

@@ -35,7 +35,7 @@ from paceline.config.mesh import mesh_of
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan
 from paceline.lab.ranks.memory import Traffic
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.world import create_mesh_groups
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.train.parallelism import ParallelConfig, parallelize_model
@@ -157,7 +157,7 @@ def ours(model: Model, words: Tensor, mesh: str, base: World) -> tuple[Side, Str
     replica.model.train()
     (batch,) = load_steps(data, plan, range(1), loading, start=0, stop=1)
     steps = TaskSteps(replica, task.loss)
-    return Side(lambda: steps.take(batch), replica.model, replica.optimizer), replica, list(sharing.notices)
+    return Side(lambda: steps.take_step(batch), replica.model, replica.optimizer), replica, list(sharing.notices)
 
 
 def arithmetic(model: Model, mesh: str, asked: argparse.Namespace) -> tuple[float, float]:
@@ -177,7 +177,7 @@ def rank(number: int, store: str, asked: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     os.environ["TORCH_FR_BUFFER_SIZE"] = "4096"
 
-    guard = Guard.of_process()
+    guard = HangGuard.of_process()
     guard.watch_torch()
     dist.init_process_group("gloo", store=FileStore(store, RANKS), rank=number, world_size=RANKS)
     base = World(number, RANKS, number, RANKS, torch.device("cpu"), "gloo")
@@ -203,7 +203,7 @@ def rank(number: int, store: str, asked: argparse.Namespace) -> None:
         traffic = Traffic(guard.page, replica.world, replica.pipeline)
         mine.step()
         gathered = [None] * RANKS
-        dist.all_gather_object(gathered, (mine.held(), sides["by hand"].held(), traffic.sent() or 0.0))
+        dist.all_gather_object(gathered, (mine.held(), sides["by hand"].held(), traffic.take_sent_bytes() or 0.0))
         held, hand, sent = zip(*gathered, strict=True)
         ratios = sorted(turn["by hand"] / turn["paceline"] for turn in turns)
         state, volume = arithmetic(whole, mesh, asked)

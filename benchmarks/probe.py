@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.probes import Hooks
 from race.samples import for_peers
 from race.works import WORKS, mean_loss
@@ -39,7 +39,7 @@ def loop(name: str, steps: int, out: str) -> None:
     """A script as people write it; but for the switch."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    work, guard = WORKS[name], Guard.of_process()
+    work, guard = WORKS[name], HangGuard.of_process()
     model = DistributedDataParallel(work.make_model())
     optimizer = work.make_optimizer(model.parameters())
     data = for_peers(work, dist.get_rank(), dist.get_world_size())

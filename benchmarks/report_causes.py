@@ -40,12 +40,12 @@ LINK = "the exchange between"
 def judged(folder: Path, wanted: str) -> dict[str, Any]:
     """What is said of a run, and whether it is right: the wanted cause is the first that is named."""
     found = find_bottleneck(whole_run(folder))
-    causes = found.first.partition("; ")[2]
-    first = found.first if "compete" in wanted else causes.split(",")[0].split(" and ")[0]
-    total = sum(share for cause, share in found.shares.items() if cause != "not explained")
+    causes = found.summary.partition("; ")[2]
+    first = found.summary if "compete" in wanted else causes.split(",")[0].split(" and ")[0]
+    total = sum(share for cause, share in found.cause_fractions.items() if cause != "not explained")
     return {
-        "named": wanted in first and abs(total - 1) <= ALLOWED_SUM, "sum": round(total, 3), "said": found.first,
-        "shares": {cause: round(share, 3) for cause, share in found.shares.items()},
+        "named": wanted in first and abs(total - 1) <= ALLOWED_SUM, "sum": round(total, 3), "said": found.summary,
+        "shares": {cause: round(share, 3) for cause, share in found.cause_fractions.items()},
     }  # fmt: skip
 
 

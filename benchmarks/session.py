@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline import STRATEGIES, BatchPlan, Loading, Schedule, fit, load_steps, ranks_share
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.stepping.order import CallOrder
 from paceline.stepping.totals import Votes
 from paceline.tasks.mnist import CNN
@@ -46,8 +46,8 @@ def measure(work: str) -> dict[str, list[float]]:
         replica = STRATEGIES["bucketed"](make(), partial(torch.optim.AdamW, fused=True), s.world)
         plan = BatchPlan(len(data), batch * s.size, s.size)
         mine = ranks_share(s.size, s.rank, s.size)
-        guard = Guard.of_process()
-        order = CallOrder(s.world, guard.ledger.take_order, guard.ledger.taken, print)
+        guard = HangGuard.of_process()
+        order = CallOrder(s.world, guard.ledger.take_order, guard.ledger.last_ordered_calls, print)
 
         def by_session() -> Generator[None]:
             for x, y in train:

@@ -34,14 +34,14 @@ from msgspec.structs import replace
 import paceline.launch.agent.cluster as cluster_module
 import paceline.launch.agent.follower as follower_module
 import paceline.launch.agent.joining as joining_module
-from paceline.host.facts import Facts, gather
+from paceline.host.facts import Facts, gather_facts
 from paceline.launch.agent.coordinator import Coordinator
 from paceline.launch.agent.follower import Follower
 from paceline.launch.agent.workers import InheritedResources
 from paceline.launch.plan import Command
 from paceline.launch.ssh.sessions import await_agents, open_sessions
-from paceline.protocol.control import STOP_SIGNALS, Orders, signal_wakeup
-from paceline.protocol.evidence import Evidence, Frame, Op, Phase, Sample, Stack
+from paceline.protocol.control import STOP_SIGNALS, StopOrders, signal_wakeup
+from paceline.protocol.evidence import Evidence, Frame, Op, Phase, Stack, WorkerSample
 from paceline.protocol.job import NodePlan
 
 NODES = (2, 10, 30, 100, 300, 1000)
@@ -71,7 +71,7 @@ class StandIns:
     def start(cls, plan: NodePlan, number: int, inherited: InheritedResources) -> Self:
         return cls(plan, number)
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[WorkerSample]:
         now = time.monotonic()
         hangs = BOARD[HANGS] or float("inf")
         step = int((min(now, hangs) - BOARD[BEGAN]) / STEP_SECONDS)
@@ -79,9 +79,9 @@ class StandIns:
         first = self.plan.ranks.first
         return [self._sample(first + n, step, now - since, now >= hangs) for n in range(self.plan.nproc)]
 
-    def _sample(self, rank: int, step: int, still_seconds: float, hanging: bool) -> Sample:
+    def _sample(self, rank: int, step: int, still_seconds: float, hanging: bool) -> WorkerSample:
         is_cause = hanging and rank == self.plan.ranks.world_size - 1
-        return Sample(
+        return WorkerSample(
             rank, f"n{self.plan.node}", 1000 + rank, self.plan.node, self._code, step=step, still_seconds=still_seconds,
             phase=Phase.FORWARD if is_cause else Phase.SYNC, phase_seconds=tuple(step * 0.01 for _ in Phase),
             waiting=hanging and not is_cause, met=True, fingerprints=b"",
@@ -119,17 +119,17 @@ class Answers:
     def advance(self) -> bool:
         return True
 
-    def evidence(self, workers: Sequence[Sample]) -> list[Evidence]:
+    def evidence(self, workers: Sequence[WorkerSample]) -> list[Evidence]:
         return [self._of(one) for one in workers]
 
-    def _of(self, one: Sample) -> Evidence:
+    def _of(self, one: WorkerSample) -> Evidence:
         waits = one.rank != self._world_size - 1
         what = "[25000000]", "float32", "train.py:97 in step"
         ops = [
             Op("0", 100 + n, "all_reduce", f"bucket {n}", *what, done=n < 7 or not waits)
             for n in range(8 if waits else 7)
         ]
-        return replace(Evidence.of(one), state="S", answered=True, ops=tuple(ops), stacks=STACKS)
+        return replace(Evidence.from_sample(one), state="S", answered=True, ops=tuple(ops), stacks=STACKS)
 
 
 def stand_in(facts: Facts, node: int) -> Callable[[], Facts]:
@@ -148,7 +148,7 @@ def be_agent(plan: NodePlan, facts: Facts, output: Path) -> int:
     for module in (follower_module, cluster_module):
         setattr(module, "Workers", StandIns)  # noqa: B010
     with signal_wakeup((*STOP_SIGNALS, signal.SIGCHLD)) as wakeup:
-        orders = Orders(wakeup, lifeline=False)
+        orders = StopOrders(wakeup, lifeline=False)
         if plan.node:
             return Follower(plan, orders, InheritedResources(), lambda: None).run()
         return Coordinator(
@@ -295,7 +295,7 @@ def main() -> int:
     parser.add_argument("--quiet-seconds", type=float, default=QUIET_SECONDS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    facts = replace(gather(), cores=64)
+    facts = replace(gather_facts(), cores=64)
     gc.collect()
     gc.freeze()  # what the children share with us is not copied because a collector has looked at it
     before = json.loads(options.out.read_text())["rows"] if options.out and options.out.exists() else []

@@ -14,12 +14,12 @@ import pytest
 from tests.errors import raises
 
 from paceline.cli.train import parse
-from paceline.errors import MESSAGES, TrainingError, UsageError, texts
+from paceline.errors import MESSAGES, TrainingError, UsageError, message_templates
 from paceline.sessions.arguments import OF_LAUNCHERS, keyword
 
 SOURCE = MESSAGES.parent
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
-ALL = {code: text for code, text in texts().items() if code != "session"}
+ALL = {code: text for code, text in message_templates().items() if code != "session"}
 TREES = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 
 
@@ -46,7 +46,7 @@ def test_each_error_has_a_text_and_the_fields_that_it_names() -> None:
     for code, names, where in raised():
         assert code in ALL, (code, where)
         if names is not None:
-            for text in filter(None, (ALL[code], texts()["session"].get(code))):
+            for text in filter(None, (ALL[code], message_templates()["session"].get(code))):
                 assert fields_of(text) <= names, (code, where)
 
 
@@ -55,7 +55,7 @@ def test_each_text_is_used_and_stands_in_one_file() -> None:
     assert set(ALL) <= words
     tables = [tomllib.loads(path.read_text()) for path in MESSAGES.glob("*.toml")]
     assert sum(len(table.keys() - {"session"}) for table in tables) == len(ALL)
-    assert set(texts()["session"]) <= set(ALL)
+    assert set(message_templates()["session"]) <= set(ALL)
 
 
 @pytest.mark.parametrize("file", sorted(path.name for path in MESSAGES.glob("*.toml")))
@@ -69,10 +69,10 @@ def test_a_file_is_sorted(file: str) -> None:
 @pytest.mark.parametrize("code", ALL)
 def test_a_text_names_no_option_as_one_front_end_writes_it(code: str) -> None:
     assert not FLAG.search(re.sub(r"\{--[^}]*\}", "", ALL[code]))
-    names = fields_of(ALL[code] + texts()["session"].get(code, ""))
+    names = fields_of(ALL[code] + message_templates()["session"].get(code, ""))
     error = UsageError(code=code, **{**dict.fromkeys(names, 1), "setting": "lr"})
     assert str(error)
-    error.front_end, error.write = "session", keyword
+    error.front_end, error.render_option = "session", keyword
     shown = re.sub(f"--({'|'.join(OF_LAUNCHERS).replace('_', '-')})", "", str(error))
     assert not FLAG.search(shown)
 
@@ -80,9 +80,9 @@ def test_a_text_names_no_option_as_one_front_end_writes_it(code: str) -> None:
 def test_a_front_end_renders_options_and_its_own_texts() -> None:
     fields: dict[str, Any] = {"where": "step-4", "differences": "lr: 1, 2", "never": "", "allow": "lr"}
     error = UsageError(code="another-run", **fields)
-    assert error.setting == "allow_change" and error.shown == f"{error} [another-run]"
+    assert error.setting == "allow_change" and error.message_with_code == f"{error} [another-run]"
     assert str(error).endswith("--allow-change lr")
-    error.front_end, error.write = "session", keyword
+    error.front_end, error.render_option = "session", keyword
     assert str(error).endswith("session('another folder')")
 
 
@@ -106,6 +106,6 @@ def test_what_another_process_has_rendered_keeps_its_code() -> None:
 
 
 def test_wrong_use_can_say_where_it_was_found() -> None:
-    found = UsageError.of(UsageError(code="no-epochs", value=0), before="run.toml: ", after=" (on rank 1 of 2)")
+    found = UsageError.from_error(UsageError(code="no-epochs", value=0), before="run.toml: ", after=" (on rank 1 of 2)")
     assert (found.code, found.fields) == ("no-epochs", {"value": 0})
     assert str(found).startswith("run.toml: ") and str(found).endswith(" (on rank 1 of 2)")

@@ -84,7 +84,9 @@ def commands() -> str:
         for _, group, _ in found:
             users.setdefault(group, []).append(name)
     shared = {group for group, names in users.items() if len(names) > 1}
-    index = "\n".join(f"- [`paceline {name}`](#paceline-{name}): {command.line}" for name, command in COMMANDS.items())
+    index = "\n".join(
+        f"- [`paceline {name}`](#paceline-{name}): {command.help_line}" for name, command in COMMANDS.items()
+    )
     parts = [HEAD.format(index=index)]
     for name, line in lines.items():
         about, *more = paragraphs(line.settings)
@@ -108,7 +110,7 @@ def rows(kind: str, options: list[Option]) -> str:
     """Options, or arguments, as a table."""
     found = list[tuple[str, ...]]()
     for one in options:
-        shown = re.sub(",(?=[^{}]*})", ", ", one.shown)
+        shown = re.sub(",(?=[^{}]*})", ", ", one.usage_form)
         default = f"`{one.default_shown}`" if one.default_shown else ""
         found.append((f"`{shown}`", _plain(one.text), default))
     return table((kind, "meaning", "default"), found) + "\n" if found else ""

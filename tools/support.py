@@ -38,7 +38,7 @@ from paceline.cli.train import check_training
 from paceline.config.settings import TrainConfig, check_values
 from paceline.config.strategies import STRATEGY_INFO
 from paceline.errors import ExitCode, PacelineError, ReportedByPeer
-from paceline.rank.imports import TRAINING, import_without_gc
+from paceline.rank.imports import TRAINING_MODULES, import_without_gc
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "support.md"
@@ -414,7 +414,7 @@ def told(page: str, kind: str) -> dict[tuple[str, str], Found]:
 
 def imported() -> None:
     """All that ranks need, once."""
-    import_without_gc([*TRAINING, "paceline.sessions", "paceline.strategies.fsdp", "paceline.strategies.ddp"])
+    import_without_gc([*TRAINING_MODULES, "paceline.sessions", "paceline.strategies.fsdp", "paceline.strategies.ddp"])
 
 
 def main(words: list[str]) -> int:

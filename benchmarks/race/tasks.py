@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline import ArrayDataset, Task
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from race.gate import Gate
 from race.works import WORKS, Work, losses
 
@@ -22,7 +22,7 @@ PROBED = 2  # samples at most that are looked at before the first step
 
 def _task(work: Work) -> Task:
     # A rank that stands at the gate is no hang: it says once a second that it lives.
-    gate = Gate(tick=Guard.of_process().page.tick)
+    gate = Gate(tick=HangGuard.of_process().page.tick)
     at_data = os.environ.get("RACE_GATE") == "data"
 
     def make_dataset(split: str) -> ArrayDataset:

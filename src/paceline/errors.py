@@ -43,12 +43,12 @@ class ExitCode(IntEnum):
 
 
 MESSAGES = Path(__file__).with_name("messages")
-Write = Callable[[str, Any], str]
+OptionRenderer = Callable[[str, Any], str]
 """Renders (name of an option, its value or None) for a front end."""
 
 
 @cache
-def texts() -> dict[str, Any]:
+def message_templates() -> dict[str, Any]:
     """The texts of all errors, by code. The table `session` has the texts for sessions."""
     by_code: dict[str, Any] = {"session": {}}
     for path in sorted(MESSAGES.glob("*.toml")):
@@ -66,7 +66,7 @@ def flag(name: str, value: Any = None) -> str:
 class _Fields(dict[str, Any]):
     """The fields of an error, for str.format. A key that begins with -- is an option, which `write` renders."""
 
-    def __init__(self, fields: dict[str, Any], write: Write) -> None:
+    def __init__(self, fields: dict[str, Any], write: OptionRenderer) -> None:
         super().__init__(fields)
         self.write, self.options = write, list[str]()
 
@@ -88,11 +88,11 @@ class PacelineError(Exception):
     exit_code: ExitCode = ExitCode.FAILED
     code: str = ""
     """Identifies the error, in kebab-case."""
-    write: Write = staticmethod(flag)
+    render_option: OptionRenderer = staticmethod(flag)
     """Renders an option for the front end that shows this error."""
     front_end: str = ""
-    before: str = ""
-    after: str = ""
+    prefix: str = ""
+    suffix: str = ""
 
     def __init__(self, text: str = "", *, code: str = "", **fields: Any) -> None:
         """Takes a code and fields (`value`: the wrong value, `allowed`: the valid choices), or a text.
@@ -103,13 +103,13 @@ class PacelineError(Exception):
         self.code, self.fields = code, fields
 
     def __str__(self) -> str:
-        return f"{self.before}{self._rendered()[0]}{self.after}"
+        return f"{self.prefix}{self._rendered()[0]}{self.suffix}"
 
     def _rendered(self) -> tuple[str, list[str]]:
         text = super().__str__()
         if not self.code or text != self.code:
             return text, []
-        fields, templates = _Fields(self.fields, self.write), texts()
+        fields, templates = _Fields(self.fields, self.render_option), message_templates()
         text = templates.get(self.front_end, {}).get(self.code) or templates[self.code]
         return text.format_map(fields), fields.options
 
@@ -119,7 +119,7 @@ class PacelineError(Exception):
         return next(iter(self._rendered()[1]), "")
 
     @property
-    def shown(self) -> str:
+    def message_with_code(self) -> str:
         """The message with its code, for a terminal or a log."""
         return f"{self} [{self.code}]" if self.code else str(self)
 
@@ -130,12 +130,12 @@ class UsageError(PacelineError):
     exit_code = ExitCode.USAGE
 
     @classmethod
-    def of(cls, error: PacelineError, *, before: str = "", after: str = "") -> "UsageError":
+    def from_error(cls, error: PacelineError, *, before: str = "", after: str = "") -> "UsageError":
         """Convert `error` to a UsageError, with a text `before` or `after` its message."""
         if not error.code:
             return cls(f"{before}{error}{after}")
         usage_error = cls(code=error.code, **error.fields)
-        usage_error.before, usage_error.after = before + error.before, error.after + after
+        usage_error.prefix, usage_error.suffix = before + error.prefix, error.suffix + after
         return usage_error
 
 

@@ -96,7 +96,7 @@ class Streams:
         _NUMPY.put_back(self._numpy)
 
     @contextmanager
-    def current(self) -> Generator[None]:
+    def use_states(self) -> Generator[None]:
         """Draws continue from the saved states. At the end, save the new states and restore the previous ones."""
         before = Streams()
         self.put_back()
@@ -108,7 +108,7 @@ class Streams:
 
 
 @contextmanager
-def preserved_streams() -> Generator[Streams]:
+def preserve_generator_states() -> Generator[Streams]:
     """Restore the generators of torch (CPU), `random` and numpy at the end of the context."""
     streams = Streams()
     try:
@@ -117,7 +117,7 @@ def preserved_streams() -> Generator[Streams]:
         streams.put_back()
 
 
-def stream_states(device: torch.device) -> torch.Tensor:
+def generator_states(device: torch.device) -> torch.Tensor:
     """The states of torch's (CPU, `device`), `random`'s and numpy's generators: (n,) uint8, for `put_stream_states`."""
     (_, words, gauss), numpy_random = random.getstate(), _numpy_random()
     numbers = [*map(float, words), math.nan if gauss is None else gauss]
@@ -129,7 +129,7 @@ def stream_states(device: torch.device) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def put_stream_states(state: torch.Tensor, device: torch.device) -> None:
+def restore_generator_states(state: torch.Tensor, device: torch.device) -> None:
     """Restore `state`, which `stream_states` has returned in this or a different process."""
     torch_bytes, python_bytes = len(torch.get_rng_state()), 8 * (626 + 627)
     on_cpu, python, on_device = state.cpu().split([torch_bytes, python_bytes, len(state) - torch_bytes - python_bytes])

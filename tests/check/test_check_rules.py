@@ -15,9 +15,9 @@ from paceline.lab.check.findings import Finding, all_differ, mostly_equal
 from paceline.lab.check.report import check_findings, count_mistakes, render_report
 from paceline.protocol.facts import (
     Dropped,
+    LoaderPass,
     MeanLoss,
     PaddedMetric,
-    Pass,
     PlacedFile,
     ScriptFacts,
     SeenLoader,
@@ -33,9 +33,9 @@ AGAIN = ([*range(6, 80, 2), 0, 2, 4], [*range(7, 80, 2), 1, 3, 5])
 PROBES = [["f:a", "1"], ["f:b", "2"], ["f:c", "1"]]
 
 
-def epoch(indices: list[int], **more: Any) -> Pass:
+def epoch(indices: list[int], **more: Any) -> LoaderPass:
     told: dict[str, Any] = {"drawn": len(indices), "sizes": [4] * 10, "trains": True, "seconds": 10.0, "ended": True}
-    return Pass(indices=indices, **(told | more))
+    return LoaderPass(indices=indices, **(told | more))
 
 
 def trained(rank: int, **more: Any) -> SeenLoader:

@@ -23,7 +23,7 @@ from tests.run_ranks import run_ranks
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from paceline.protocol.facts import OWN_GENERATORS, Pass, ScriptFacts
+from paceline.protocol.facts import OWN_GENERATORS, LoaderPass, ScriptFacts
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.check import length_of, padded_more
 from paceline.rank.check.loaders import (
@@ -48,7 +48,7 @@ class Stream(IterableDataset[int]):
 
 
 def test_a_cut_epoch_has_its_first_batches_and_its_last_and_knows_all_indices() -> None:
-    seen = Pass()
+    seen = LoaderPass()
     drawn = [*TruncatedSampler(iter([[0, 1], [2, 3], [4, 5], [6]]), 4, 2, seen)]
     assert drawn == [[0, 1], [6]]
     assert seen.indices == [*range(7)]
@@ -56,8 +56,8 @@ def test_a_cut_epoch_has_its_first_batches_and_its_last_and_knows_all_indices() 
 
 
 def test_a_sampler_that_ends_early_ends_the_epoch() -> None:
-    assert [*TruncatedSampler(iter([[0], [1]]), 5, 3, Pass())] == [[0], [1]]
-    assert [*TruncatedSampler(iter([[0], [1], [2]]), 5, 3, Pass())] == [[0], [1], [2]]
+    assert [*TruncatedSampler(iter([[0], [1]]), 5, 3, LoaderPass())] == [[0], [1]]
+    assert [*TruncatedSampler(iter([[0], [1], [2]]), 5, 3, LoaderPass())] == [[0], [1], [2]]
 
 
 class Counting:
@@ -81,7 +81,7 @@ class Counting:
 @pytest.mark.parametrize("batches", [10, 12])
 def test_a_sampler_is_drawn_to_its_end_however_few_batches_are_loaded(kept: int, batches: int) -> None:
     """Its length may be more or less than what it gives."""
-    sampler, passes = Counting(10), [Pass() for _ in range(3)]
+    sampler, passes = Counting(10), [LoaderPass() for _ in range(3)]
     for number, seen in enumerate(passes):
         drawn = [*TruncatedSampler(iter(sampler), batches, min(kept, batches), seen)]
         assert len(drawn) == kept and drawn[-1] == [number * 1000 + 9]
@@ -91,14 +91,14 @@ def test_a_sampler_is_drawn_to_its_end_however_few_batches_are_loaded(kept: int,
 
 def test_who_leaves_its_loop_has_drawn_no_more_than_it_took() -> None:
     sampler = Counting(10)
-    cut = TruncatedSampler(iter(sampler), 10, 4, Pass())
+    cut = TruncatedSampler(iter(sampler), 10, 4, LoaderPass())
     for _ in range(3):
         next(cut)
     assert (sampler.drawn, sampler.epoch) == (3, 0)
 
 
 def test_an_endless_sampler_is_drawn_as_long_again_and_then_nothing_is_known_of_its_end() -> None:
-    seen, drawn = Pass(), Counting(1 << 60)
+    seen, drawn = LoaderPass(), Counting(1 << 60)
     assert len([*TruncatedSampler(iter(drawn), 30, 24, seen)]) == 24
     assert seen.cut_off and drawn.drawn <= 62
     assert (seen.drawn, seen.indices) == (30, [*range(30)])  # indices beyond its length do not belong to the epoch
@@ -109,17 +109,17 @@ def test_a_sampler_that_cannot_be_drawn_beyond_its_length_fails_nobody() -> None
         yield [0]
         raise ValueError("no more")
 
-    assert [*TruncatedSampler(draws(), 1, 1, seen := Pass())] == [[0]] and seen.cut_off
+    assert [*TruncatedSampler(draws(), 1, 1, seen := LoaderPass())] == [[0]] and seen.cut_off
 
 
 def test_a_slow_sampler_takes_a_bounded_time_unless_ranks_meet_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     meets = False
     monkeypatch.setattr(StatusPage, "calls_since", lambda _, began_ns: meets)
     slow = Counting(400, seconds=0.005)
-    assert len([*TruncatedSampler(iter(slow), 400, 24, seen := Pass(), 0.05)]) == 24
+    assert len([*TruncatedSampler(iter(slow), 400, 24, seen := LoaderPass(), 0.05)]) == 24
     assert seen.cut_off and slow.drawn < 100 and slow.epoch == 0
     meets = True
-    assert len([*TruncatedSampler(iter(slow), 400, 24, seen := Pass(), 0.05)]) == 24
+    assert len([*TruncatedSampler(iter(slow), 400, 24, seen := LoaderPass(), 0.05)]) == 24
     assert not seen.cut_off and slow.epoch == 1
 
 
@@ -246,7 +246,7 @@ def test_a_method_of_a_replica_s_model_is_called_past_it_at_the_line_outside_of_
 def clipping_by(seeing: StepWatch, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """torch's clip_grad_norm_, as it is once what it is made of is watched."""
     name = "torch.nn.utils.clip_grad._clip_grads_with_norm_"
-    monkeypatch.setattr(name, seeing.clipping(torch.nn.utils.clip_grads_with_norm_))
+    monkeypatch.setattr(name, seeing.wrap_clip(torch.nn.utils.clip_grads_with_norm_))
     return torch.nn.utils.clip_grad_norm_
 
 
@@ -398,12 +398,12 @@ def test_a_generator_of_a_script_s_own_counts_if_it_draws_for_each_sample(name: 
     }
     draw, generators = draws[name], Generators()
     draw()
-    assert generators.used(8) == {}  # one number for eight samples
+    assert generators.used_since(8) == {}  # one number for eight samples
     for _ in range(7):
         draw()
     torch.rand(8)
-    assert {*generators.used(8)} == {OWN_GENERATORS, "torch"}
-    assert generators.used(8) == generators.used(8) and Generators().used(8) == {}
+    assert {*generators.used_since(8)} == {OWN_GENERATORS, "torch"}
+    assert generators.used_since(8) == generators.used_since(8) and Generators().used_since(8) == {}
 
 
 @pytest.mark.parametrize("name", ["torch", "numpy", "random"])
@@ -427,10 +427,10 @@ def test_a_generator_that_is_put_into_another_state_has_drawn_nothing_yet(
         draw()
         generators = Generators()
         setter(5 if "seed" in setter.__name__ else state)
-        assert generators.used(8) == {}
+        assert generators.used_since(8) == {}
         from_here = Generators()
         draw()
-        assert [*generators.used(8)] == [name] and generators.used(8) == from_here.used(8)
+        assert [*generators.used_since(8)] == [name] and generators.used_since(8) == from_here.used_since(8)
         assert setter is pickle.loads(pickle.dumps(setter))  # a loader may use it as worker_init_fn
 
 
@@ -441,20 +441,20 @@ def test_layers_are_split_along_those_dimensions_of_a_mesh_that_fsdp_does_not_ha
     for module in modules:
         monkeypatch.setattr(module, "fully_shard", lambda *_, **__: None)
     meshes, ranks = Meshes(), torch.arange(4).view(2, 2)
-    meshes.watch()
+    meshes.wrap_fully_shard()
 
     def parameter(*placements: Any, rank: int) -> Any:
         mesh = SimpleNamespace(mesh=ranks, size=lambda _: 2, get_coordinate=lambda: [*divmod(rank, 2)])
         return SimpleNamespace(device_mesh=mesh, placements=placements)
 
     both = parameter(Shard(0), Shard(0), rank=1), torch.ones(2)
-    assert meshes.split([parameter(Replicate(), Shard(1), rank=1)]) == (2, 1)
-    assert meshes.split(both) == (4, 1)
+    assert meshes.model_parallel_position([parameter(Replicate(), Shard(1), rank=1)]) == (2, 1)
+    assert meshes.model_parallel_position(both) == (4, 1)
     modules[0].fully_shard(torch.nn.Linear(1, 1), mesh=SimpleNamespace(mesh=ranks[:, 1]))
-    assert meshes.split(both) == (2, 1)  # FSDP on one dimension, split layers on the other
-    assert meshes.split([parameter(Shard(0), Replicate(), rank=1)]) == (1, 0)
+    assert meshes.model_parallel_position(both) == (2, 1)  # FSDP on one dimension, split layers on the other
+    assert meshes.model_parallel_position([parameter(Shard(0), Replicate(), rank=1)]) == (1, 0)
     modules[0].fully_shard(torch.nn.Linear(1, 1), mesh=SimpleNamespace(mesh=ranks))
-    assert meshes.split(both) == (1, 0)
+    assert meshes.model_parallel_position(both) == (1, 0)
 
 
 def test_who_shuffles_is_the_sampler_within_a_batch_sampler_that_was_given() -> None:

@@ -12,7 +12,7 @@ from tests.run_ranks import run_ranks
 from torch import Tensor
 
 from paceline.checkpoint import snapshots
-from paceline.checkpoint.snapshots import OtherHosts, SnapshotWriter, newest
+from paceline.checkpoint.snapshots import OtherHosts, SnapshotWriter, newest_snapshot
 from paceline.checkpoint.state import TensorShard
 from paceline.rank.world import World
 
@@ -37,14 +37,14 @@ def state(rank: int, step: int) -> list[TensorShard]:
         TensorShard("optimizer/weight/empty", whole["optimizer/weight/empty"]),
         TensorShard("optimizer/weight/exp_avg", average.reshape(-1)[10 * rank : 10 * rank + 10].clone(), average.shape,
              10 * rank, replicated=False),
-        TensorShard("optimizer/weight/columns", mine, columns.shape, 2 * rank, replicated=False, count=4, apart=8),
+        TensorShard("optimizer/weight/columns", mine, columns.shape, 2 * rank, replicated=False, count=4, range_stride=8),
         TensorShard(f"buffers/{rank}/mean", torch.full((2, 3), float(rank + step)), replicated=False),
         TensorShard("model/again", torch.ones(4), replicated=False, spare=True),
     ]  # fmt: skip
 
 
 def values(files: list[tuple[int, int]]) -> dict[str, Tensor]:
-    found = newest(files)
+    found = newest_snapshot(files)
     assert found is not None
     told = {name: found.source.tensor(name) for name in found.source.names("")}
     step = {"step": torch.tensor(found.meta.step)}

@@ -16,7 +16,7 @@ import pytest
 from tests.checkpoint.checkpoint_harness import newest, saved, sealed, shard_name
 from tests.checkpoint.damage import kill_trial, trial
 
-from paceline.checkpoint.format import Damaged
+from paceline.checkpoint.format import DamagedCheckpoint
 from paceline.checkpoint.manager import Checkpoints
 from paceline.runs.owners import user_name
 
@@ -76,10 +76,10 @@ def test_ranks_share_the_hashing_and_each_compares_all_sizes(tmp_path):
     path = tmp_path / "step-00000001"
     (path / shard_name(1, 2)).write_bytes(b"x" * 3128)
     checkpoints.check(path, files=[shard_name(0, 2)])
-    with pytest.raises(Damaged, match="shard-1-of-2"):
+    with pytest.raises(DamagedCheckpoint, match="shard-1-of-2"):
         checkpoints.check(path, files=[shard_name(1, 2)])
     (path / shard_name(1, 2)).write_bytes(b"x" * 3127)
-    with pytest.raises(Damaged, match=r"shard-1-of-2\.safetensors has 3,127 bytes instead of 3,128"):
+    with pytest.raises(DamagedCheckpoint, match=r"shard-1-of-2\.safetensors has 3,127 bytes instead of 3,128"):
         checkpoints.check(path, files=[shard_name(0, 2)])
     with pytest.raises(ValueError, match="no file"):
         checkpoints.check(path, files=["shard-7-of-8.safetensors"])
@@ -167,7 +167,7 @@ def test_a_newer_format_is_told_before_its_hash_and_its_fields(tmp_path):
     saved(tmp_path, 1)
     path = tmp_path / "step-00000001"
     (path / "manifest.json").write_bytes(sealed({"format": 2, "cipher": "new"}, sha256="blake3:0"))
-    with pytest.raises(Damaged, match=r"manifest\.json format 2 is newer than this paceline's 1"):
+    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json format 2 is newer than this paceline's 1"):
         Checkpoints(tmp_path).check(path)
 
 
@@ -178,7 +178,7 @@ def test_what_is_no_manifest_at_all_is_told_in_words(tmp_path, data):
     saved(tmp_path, 1)
     path = tmp_path / "step-00000001"
     (path / "manifest.json").write_bytes(data)
-    with pytest.raises(Damaged, match=r"manifest\.json is") as caught:
+    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is") as caught:
         Checkpoints(tmp_path).check(path)
     assert len(str(caught.value)) < 600
 
@@ -241,5 +241,5 @@ def test_a_manifest_too_large_to_be_true_is_not_read(tmp_path):
     saved(tmp_path, 1)
     path = tmp_path / "step-00000001"
     os.truncate(path / "manifest.json", 1 << 40)  # sparse
-    with pytest.raises(Damaged, match=r"manifest\.json has 1,099,511,627,776 bytes"):
+    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json has 1,099,511,627,776 bytes"):
         Checkpoints(tmp_path).check(path)

@@ -23,8 +23,8 @@ from tests.checkpoint.checkpoint_harness import (
 )
 from tests.errors import raises
 
-from paceline.checkpoint.format import Damaged
-from paceline.checkpoint.manager import Checkpoints, Entry
+from paceline.checkpoint.format import DamagedCheckpoint
+from paceline.checkpoint.manager import CheckpointFolder, Checkpoints
 
 
 def spoil(root: Path, step: int) -> None:
@@ -52,7 +52,7 @@ def test_entries_are_the_newest_first_and_other_names_are_ignored(tmp_path):
     for name in ("step-1", "step-000000009", "step-0000000x", "xstep-00000001", ".tmp-1-1-0", "step-00000011~"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-100000000").mkdir()
-    found = [Entry(step, tmp_path / f"step-{step:08d}") for step in (100000000, 10, 9)]
+    found = [CheckpointFolder(step, tmp_path / f"step-{step:08d}") for step in (100000000, 10, 9)]
     assert checkpoints.entries() == found
     assert Checkpoints(tmp_path / "nowhere").entries() == []
     assert Checkpoints(tmp_path / "nowhere").newest_valid(print) is None
@@ -69,7 +69,9 @@ def test_a_checkpoint_that_could_not_be_loaded_is_never_published(tmp_path, spoi
         os.truncate(tmp / shard_name(1, 2), 10)
     else:
         manifest = msgspec.structs.replace(manifest, files=manifest.files[:1])
-    with pytest.raises(Damaged, match="has no piece|pieces have 3000" if spoiled == "gap" else shard_name(1, 2)):
+    with pytest.raises(
+        DamagedCheckpoint, match="has no piece|pieces have 3000" if spoiled == "gap" else shard_name(1, 2)
+    ):
         checkpoints.commit(tmp, manifest, keep=2)
     assert steps_in(tmp_path) == [1]
 

@@ -12,15 +12,15 @@ from tests.run_ranks import run_ranks
 from paceline.checkpoint.format import FORMAT, Manifest, ShardFile
 from paceline.checkpoint.manager import Checkpoints
 from paceline.checkpoint.resume import ResumePoint, RunLocation, newest_on_disk, newest_state
-from paceline.checkpoint.shards import fill, layout, rank_part
-from paceline.checkpoint.snapshots import SnapshotWriter, inherited
+from paceline.checkpoint.shards import fill, make_shard_layout, select_shards_to_save
+from paceline.checkpoint.snapshots import SnapshotWriter, inherited_memory_files
 from paceline.checkpoint.state import TensorShard
 from paceline.config.settings import CheckpointConfig, TrainConfig
 from paceline.errors import PacelineError
 from paceline.protocol.control import WorkerSpec
 from paceline.rank.world import World
 from paceline.runs.writing import write_new
-from paceline.train.run import _origin
+from paceline.train.run import _find_resume_point
 
 CONTENT: dict[str, Any] = {"samples_seen": 7, "metrics": {"loss": 0.25}, "definition": {"seed": 0}}
 
@@ -35,7 +35,7 @@ def state(step: int) -> list[TensorShard]:
 def save(checkpoints: Checkpoints, step: int, world_size: int = 2) -> Path:
     tmp, files = checkpoints.begin(step), []
     for rank in range(world_size):
-        places = layout(rank_part(state(step), rank, world_size))
+        places = make_shard_layout(select_shards_to_save(state(step), rank, world_size))
         buffer = torch.empty(places.total_bytes, dtype=torch.uint8)
         fill(buffer, places, {})
         name = f"shard-{rank}-of-{world_size}.safetensors"
@@ -73,7 +73,7 @@ def told_by(origin: ResumePoint | None) -> tuple[int, float] | None:
         return None
     tensor = origin.source.tensor("model/w")
     assert tensor is not None and bool((tensor == tensor[0]).all())
-    assert (origin.content.samples_seen, origin.content.metrics) == (7, {"loss": 0.25})
+    assert (origin.trainer_state.samples_seen, origin.trainer_state.metrics) == (7, {"loss": 0.25})
     return origin.step, float(tensor[0])
 
 
@@ -109,7 +109,7 @@ def remembered(rank: int, size: int, root: Path) -> dict[str, Any]:
         pairs.append((first, second))
     WorkerSpec._here = WorkerSpec(os.getpid(), snapshots=tuple(pairs))
     found: dict[str, Any] = {"nothing": told_by(snapshot_only(world))}
-    writer = SnapshotWriter(inherited()[rank], rank, size, 0, spared=None)
+    writer = SnapshotWriter(inherited_memory_files()[rank], rank, size, 0, spared=None)
     for step in (5, 6):
         writer.write(state(step), step, CONTENT)
     torch.distributed.barrier()
@@ -117,9 +117,9 @@ def remembered(rank: int, size: int, root: Path) -> dict[str, Any]:
     config = TrainConfig(checkpoint=CheckpointConfig(resume="no"))
     for name in ("older", "newer", "newer but damaged", "none"):
         place = RunLocation(root / name, attempt=1, generation=1, attempt_dir=None, definition={"seed": 0})
-        found[name] = told_by(_origin(config, place, world)), place.notices
+        found[name] = told_by(_find_resume_point(config, place, world)), place.notices
     first_start = RunLocation(root / "older", attempt=1, generation=0, attempt_dir=None, definition={"seed": 0})
-    found["no restart"] = told_by(_origin(config, first_start, world))
+    found["no restart"] = told_by(_find_resume_point(config, first_start, world))
     if rank == size - 1:  # is another process's file after all
         WorkerSpec._here = None
     found["unequal"] = told_by(snapshot_only(world)) if size > 1 else None
@@ -136,7 +136,7 @@ def hosts_memory(rank: int, size: int) -> tuple[Any, ...]:
     for step in (5, 6)[: size if rank == size - 1 else rank]:
         writer.write(state(step), step, CONTENT)
     one, two = (snapshot_only(world) for _ in range(2))
-    own = bool(one and one.files <= {*files})
+    own = bool(one and one.memory_file_descriptors <= {*files})
     told, again = told_by(one), told_by(two)
     before = len([*Path("/proc/self/fd").iterdir()])
     del one, two

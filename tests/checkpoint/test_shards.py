@@ -21,15 +21,23 @@ from safetensors.torch import load_file
 from tests.errors import raises
 from torch import Tensor
 
-from paceline.checkpoint.format import Damaged, Piece
-from paceline.checkpoint.shards import DTYPE_NAMES, OURS, ShardFiles, fill, layout, rank_part, read_meta
+from paceline.checkpoint.format import DamagedCheckpoint, Piece
+from paceline.checkpoint.shards import (
+    DTYPE_NAMES,
+    OURS,
+    ShardFileSource,
+    fill,
+    make_shard_layout,
+    read_meta,
+    select_shards_to_save,
+)
 from paceline.checkpoint.state import TensorShard
 
 META = {"step": 7, "words": "Grüße"}
 
 
 def written(path: Path, part: list[TensorShard], meta: dict[str, Any] | None = None) -> tuple[Path, tuple[Piece, ...]]:
-    places = layout(part)
+    places = make_shard_layout(part)
     buffer = torch.full((places.total_bytes,), 255, dtype=torch.uint8)  # what was in the memory before
     fill(buffer, places, META if meta is None else meta)
     path.write_bytes(buffer.numpy().tobytes())
@@ -58,7 +66,7 @@ def test_all_types_come_back_and_plain_safetensors_reads_them_too(tmp_path: Path
     tensors = tensors_of_all_types()
     path, pieces = written(tmp_path / "file", [TensorShard(name, tensor) for name, tensor in tensors.items()])
     assert read_meta(path) == (META, pieces)
-    shards, plain = ShardFiles([(path, pieces)]), load_file(path)
+    shards, plain = ShardFileSource([(path, pieces)]), load_file(path)
     assert shards.names("") == sorted(tensors) and shards.names("F64/") == sorted(n for n in tensors if n[:4] == "F64/")
     assert plain.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -70,7 +78,7 @@ def test_all_types_come_back_and_plain_safetensors_reads_them_too(tmp_path: Path
 
 
 def test_what_is_read_is_a_copy(tmp_path: Path) -> None:
-    shards = ShardFiles([written(tmp_path / "file", [TensorShard("a", torch.ones(3))])])
+    shards = ShardFileSource([written(tmp_path / "file", [TensorShard("a", torch.ones(3))])])
     first = shards.tensor("a")
     assert first is not None
     first.zero_()
@@ -94,7 +102,7 @@ def test_any_slice_of_a_tensor_in_pieces_is_right(
         other = TensorShard(f"other/{number}", torch.ones(number, dtype=torch.float64))
         held = TensorShard("x", run, torch.Size(shape), start, replicated=False)
         files.append(written(folder / str(number), data.draw(st.permutations([held, other]))))
-    shards = ShardFiles(data.draw(st.permutations(files)))
+    shards = ShardFileSource(data.draw(st.permutations(files)))
     assert same(shards.tensor("x"), whole)
     for _ in range(4):
         start, stop = sorted(data.draw(st.tuples(st.integers(0, total), st.integers(0, total))))
@@ -107,11 +115,11 @@ def test_a_tensor_with_a_part_missing_is_damaged_and_never_filled_with_anything(
         return written(tmp_path / f"{start}-{stop}", [held])
 
     for files in ([run(0, 4)], [run(4, 10)], [run(0, 4), run(6, 10)], [run(0, 4), run(0, 6)]):
-        with pytest.raises(Damaged, match="x"):
-            ShardFiles(files).tensor("x")
-    assert same(ShardFiles([run(0, 4), run(6, 10)]).tensor("x", 7, 9), torch.ones(2))  # what is there can be had
-    with pytest.raises(Damaged, match="x"):
-        ShardFiles([run(0, 4), run(4, 10)]).tensor("x", 5, 11)  # more than the tensor has
+        with pytest.raises(DamagedCheckpoint, match="x"):
+            ShardFileSource(files).tensor("x")
+    assert same(ShardFileSource([run(0, 4), run(6, 10)]).tensor("x", 7, 9), torch.ones(2))  # what is there can be had
+    with pytest.raises(DamagedCheckpoint, match="x"):
+        ShardFileSource([run(0, 4), run(4, 10)]).tensor("x", 5, 11)  # more than the tensor has
 
 
 # ---- who saves what
@@ -126,7 +134,7 @@ def test_each_replicated_tensor_has_one_rank_and_loads_are_even(sizes: list[int]
         own = TensorShard(f"own/{rank}", torch.empty(rank), replicated=False)
         seen = [*state, own]
         random.shuffle(seen)  # no rank's order matters
-        parts.append(rank_part(seen, rank, world_size))
+        parts.append(select_shards_to_save(seen, rank, world_size))
         assert [h.name for h in parts[-1] if not h.replicated] == [own.name]
     saved = [h.name for part in parts for h in part if h.replicated]
     assert sorted(saved) == sorted(h.name for h in state)
@@ -142,7 +150,7 @@ def test_a_writer_that_is_stopped_at_any_moment_leaves_nothing_that_is_taken_for
         [TensorShard("a", torch.ones(50)), TensorShard("b", torch.ones(3))],
         [TensorShard("a", torch.zeros(50)), TensorShard("b", torch.ones(3))],
     )
-    places = layout(old)
+    places = make_shard_layout(old)
     buffer = torch.empty(places.total_bytes, dtype=torch.uint8)
     fill(buffer, places, {"step": 1})
     before = buffer.numpy().tobytes()
@@ -157,7 +165,7 @@ def test_a_writer_that_is_stopped_at_any_moment_leaves_nothing_that_is_taken_for
     code = inspect.unwrap(fill).__code__  # behind torch.no_grad
     try:
         sys.settrace(trace)
-        fill(buffer, layout(new), {"step": 2})
+        fill(buffer, make_shard_layout(new), {"step": 2})
     finally:
         sys.settrace(None)
     after = buffer.numpy().tobytes()
@@ -181,25 +189,25 @@ def test_a_file_that_is_cut_anywhere_is_refused(tmp_path: Path) -> None:
     for length in {*range(0, len(data), 97), 0, 7, 8, 9, len(data) - 1}:
         path.write_bytes(data[:length])
         assert read_meta(path) is None
-        with pytest.raises(Damaged):
-            ShardFiles([(path, pieces)]).tensor("a")
+        with pytest.raises(DamagedCheckpoint):
+            ShardFileSource([(path, pieces)]).tensor("a")
     path.unlink()
     assert read_meta(path) is None
-    with pytest.raises(Damaged, match="file"):
-        ShardFiles([(path, pieces)]).tensor("a")
+    with pytest.raises(DamagedCheckpoint, match="file"):
+        ShardFileSource([(path, pieces)]).tensor("a")
     assert read_meta(tmp_path) is None  # a folder
 
 
 def test_more_words_than_there_is_room_for_are_an_error_with_numbers(tmp_path: Path) -> None:
     part = [TensorShard("a", torch.ones(3))]
-    places = layout(part, room_bytes=100)
+    places = make_shard_layout(part, room_bytes=100)
     buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
     with raises("description-too-long"):
         fill(buffer, places, {"much": "x" * 5000})
     path = tmp_path / "file"
     path.write_bytes(buffer.numpy().tobytes())
     assert read_meta(path) is None
-    places = layout(part, room_bytes=6000)
+    places = make_shard_layout(part, room_bytes=6000)
     fill(torch.zeros(places.total_bytes, dtype=torch.uint8), places, {"much": "ü" * 400})
 
 
@@ -207,14 +215,14 @@ def test_the_room_is_enough_for_many_long_names() -> None:
     part = [
         TensorShard("optimizer/" + 'ä"\\' * 40 + str(i), torch.ones(2), torch.Size([10**9]), 10**8) for i in range(300)
     ]
-    places = layout(part)
+    places = make_shard_layout(part)
     fill(torch.zeros(places.total_bytes, dtype=torch.uint8), places, META)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn])
 def test_a_type_that_cannot_be_kept_is_named_with_its_tensor(dtype: torch.dtype) -> None:
     with raises("type-not-saved", name="model/odd", dtype=dtype):
-        layout([TensorShard("fine", torch.ones(2)), TensorShard("model/odd", torch.zeros(2, dtype=dtype))])
+        make_shard_layout([TensorShard("fine", torch.ones(2)), TensorShard("model/odd", torch.zeros(2, dtype=dtype))])
 
 
 # ---- files that somebody else has made
@@ -269,8 +277,8 @@ def test_a_hostile_file_is_refused(case: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(HOSTILE[case])
     assert read_meta(path) is None
-    with pytest.raises(Damaged, match="file"):
-        ShardFiles([(path, [PIECE])]).tensor("a")
+    with pytest.raises(DamagedCheckpoint, match="file"):
+        ShardFileSource([(path, [PIECE])]).tensor("a")
 
 
 @pytest.mark.parametrize("case", NOT_OURS)
@@ -296,9 +304,9 @@ def test_a_file_that_is_no_more_what_its_description_says_is_damaged(tmp_path: P
         msgspec.structs.replace(piece, shape=(2**32, 2**32)),
         msgspec.structs.replace(piece, shape=()),
     ):
-        with pytest.raises(Damaged):
-            ShardFiles([(path, [wrong])]).tensor("a")
+        with pytest.raises(DamagedCheckpoint):
+            ShardFileSource([(path, [wrong])]).tensor("a")
     other = written(tmp_path / "other", [TensorShard("a", torch.ones(3, dtype=torch.int64), torch.Size([6]), 3)])
     half = written(tmp_path / "half", [TensorShard("a", torch.ones(3), torch.Size([6]), 0)])
-    with pytest.raises(Damaged):  # two halves of different types
-        ShardFiles([half, other]).tensor("a")
+    with pytest.raises(DamagedCheckpoint):  # two halves of different types
+        ShardFileSource([half, other]).tensor("a")

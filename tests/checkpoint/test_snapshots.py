@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.shards import ShardFiles
-from paceline.checkpoint.snapshots import Pair, SnapshotWriter, inherited, newest
+from paceline.checkpoint.shards import ShardFileSource
+from paceline.checkpoint.snapshots import Pair, SnapshotWriter, inherited_memory_files, newest_snapshot
 from paceline.checkpoint.state import TensorShard
 from paceline.protocol.control import WorkerSpec
 
@@ -33,7 +33,7 @@ def make_files(monkeypatch: pytest.MonkeyPatch) -> Generator[MakeFiles]:
         pairs = [(os.memfd_create("first"), os.memfd_create("second")) for _ in range(ranks)]
         made.extend(fd for pair in pairs for fd in pair)
         monkeypatch.setattr(WorkerSpec, "_here", WorkerSpec(os.getpid(), snapshots=tuple(pairs)))
-        assert inherited() == pairs
+        assert inherited_memory_files() == pairs
         return pairs
 
     yield make
@@ -66,16 +66,16 @@ def keep(all_writers: list[SnapshotWriter], step: int, *, size: int = 50, ranks:
 
 def found(step: int, world_size: int, *, size: int = 50) -> set[int]:
     """Check that the newest snapshot is the complete one of `step`. Returns its files."""
-    snapshot = newest(inherited())
+    snapshot = newest_snapshot(inherited_memory_files())
     assert snapshot is not None
     assert (snapshot.meta.step, snapshot.meta.content) == (step, {"seen": 10 * step})
-    assert len(snapshot.files) == world_size
+    assert len(snapshot.memory_file_descriptors) == world_size
     wanted = {held.name: held.tensor for rank in range(world_size) for held in state(step, rank, size=size)}
     assert snapshot.source.names("") == sorted(wanted)
     for name, tensor in wanted.items():
         value = snapshot.source.tensor(name)
         assert value is not None and value.dtype == tensor.dtype and torch.equal(value, tensor), name
-    return {*snapshot.files}
+    return {*snapshot.memory_file_descriptors}
 
 
 def test_the_header_has_room_for_long_values(make_files: MakeFiles) -> None:
@@ -83,17 +83,17 @@ def test_the_header_has_room_for_long_values(make_files: MakeFiles) -> None:
     (writer,) = writers(make_files(1))
     content = {"names": [f'"{number}"' for number in range(20_000)]}
     writer.write(state(1, 0), 1, content)
-    snapshot = newest(inherited())
+    snapshot = newest_snapshot(inherited_memory_files())
     assert snapshot is not None and snapshot.meta.content == content
 
 
 def test_without_an_agent_there_are_no_files_and_no_snapshot() -> None:
-    assert inherited() == [] and newest(inherited()) is None
+    assert inherited_memory_files() == [] and newest_snapshot(inherited_memory_files()) is None
 
 
 def test_the_two_files_of_a_rank_are_written_in_turn_and_the_newest_is_taken(make_files: MakeFiles) -> None:
     pairs = make_files(2)
-    assert newest(pairs) is None  # nothing written
+    assert newest_snapshot(pairs) is None  # nothing written
     group, seen = writers(pairs), []
     for step in (3, 6, 9, 12):
         keep(group, step)
@@ -104,7 +104,7 @@ def test_the_two_files_of_a_rank_are_written_in_turn_and_the_newest_is_taken(mak
 def test_only_a_set_of_all_ranks_is_taken(make_files: MakeFiles) -> None:
     group = writers(make_files(3))
     keep(group, 4, ranks=2)
-    assert newest(inherited()) is None
+    assert newest_snapshot(inherited_memory_files()) is None
     group[2].write(state(4, 2), 4, {"seen": 40})
     first = found(4, 3)
     for ranks in (1, 2):  # one after the other arrives at step 8
@@ -170,7 +170,7 @@ def test_a_writer_killed_at_any_time_leaves_a_whole_snapshot_not_older_than_it_s
                 time.sleep(pause_seconds)
                 writer.send_signal(signal.SIGSTOP)  # as good as dead, and can be looked at many times
                 os.waitpid(writer.pid, os.WUNTRACED)
-                there = newest([pair])
+                there = newest_snapshot([pair])
                 assert there is not None
                 step = there.meta.step
                 for i in range(4):
@@ -180,7 +180,7 @@ def test_a_writer_killed_at_any_time_leaves_a_whole_snapshot_not_older_than_it_s
         finally:
             writer.kill()
         said = [int(line) for line in writer.stdout.read().split("\n")[:-1]]
-    last = newest([pair])
+    last = newest_snapshot([pair])
     assert last is not None and last.meta.step >= max(said, default=0)
 
 
@@ -219,9 +219,9 @@ def test_sets_of_two_generations_or_world_sizes_are_never_mixed(make_files: Make
     pairs = make_files(2)
     SnapshotWriter(pairs[0], 0, 2, 0, spared=None).write(state(5, 0), 5, {"seen": 50})
     SnapshotWriter(pairs[1], 1, 2, 1, spared=None).write(state(5, 1), 5, {"seen": 50})
-    assert newest(pairs) is None
+    assert newest_snapshot(pairs) is None
     SnapshotWriter(pairs[1], 1, 3, 0, spared=None).write(state(5, 1), 5, {"seen": 50})
-    assert newest(pairs) is None
+    assert newest_snapshot(pairs) is None
     SnapshotWriter(pairs[1], 1, 2, 0, spared=pairs[1][0]).write(state(5, 1), 5, {"seen": 50})
     found(5, 2)
 
@@ -238,7 +238,7 @@ def test_foreign_bytes_in_a_memory_file_are_no_snapshot(make_files: MakeFiles) -
     for foreign in (b"x" * 8, b"x" * 500, bytes(500), (8).to_bytes(8, "little") + b"{}      "):
         os.ftruncate(pairs[0][0], 0)
         os.pwrite(pairs[0][0], foreign, 0)
-        assert newest(pairs) is None
+        assert newest_snapshot(pairs) is None
     keep(writers(pairs), 3)
     found(3, 1)
 
@@ -246,8 +246,8 @@ def test_foreign_bytes_in_a_memory_file_are_no_snapshot(make_files: MakeFiles) -
 def test_what_was_taken_over_stays_readable_when_its_file_is_written_again(make_files: MakeFiles) -> None:
     group = writers(make_files(1))
     keep(group, 1)
-    there = newest(inherited())
-    assert there is not None and isinstance(there.source, ShardFiles)
+    there = newest_snapshot(inherited_memory_files())
+    assert there is not None and isinstance(there.source, ShardFileSource)
     value = there.source.tensor("model/weight")
     keep(group, 2)
     keep(group, 3)

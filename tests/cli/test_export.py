@@ -18,7 +18,7 @@ from tests.sessions.test_resume import start
 
 from paceline.cli.checkpoint import export
 from paceline.errors import UsageError
-from paceline.runs.reading import names
+from paceline.runs.reading import entry_names
 from paceline.runs.summary import Summary, read_summary, write_summary
 from paceline.train.weights import load, save
 
@@ -75,7 +75,7 @@ def test_a_damaged_one_is_passed_over_and_told_and_refused_where_it_is_named(
     assert "step 2 of run" in shown.out and re.search("step-00000003 .*: shard-0-of-2", shown.err)
     with raises("step-not-exported", which="the checkpoint of step 3 is damaged: "):
         export([str(run), "--step", "3", "-o", str(tmp_path / "other.pt")])
-    assert names(tmp_path) == ["run", "w.pt"]
+    assert entry_names(tmp_path) == ["run", "w.pt"]
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
@@ -138,10 +138,10 @@ def test_what_cannot_be_is_told_and_nothing_is_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.pt").write_text("precious")
-    before = names(tmp_path)
+    before = entry_names(tmp_path)
     with raises(code, **fields):
         export(words.split())
-    assert names(tmp_path) == before and (tmp_path / "there.pt").read_text() == "precious"
+    assert entry_names(tmp_path) == before and (tmp_path / "there.pt").read_text() == "precious"
 
 
 def test_a_file_is_replaced_when_that_is_asked_for(run: Path, tmp_path: Path) -> None:
@@ -176,7 +176,11 @@ def test_the_last_checkpoint_gives_the_bits_that_the_run_has_written(
     assert done.returncode == 0, done.stderr
     run, out = tmp_path / "run", tmp_path / "w.safetensors"
     assert export([str(run), "--step", "4", "-o", str(out)]) == 0
-    summary, final, found = read_summary(run), load(run / "model.safetensors", ours=True), load_file(out)
+    summary, final, found = (
+        read_summary(run),
+        load(run / "model.safetensors", require_trusted_owner=True),
+        load_file(out),
+    )
     assert summary is not None and digest(capsys.readouterr().out) == summary.weights_sha256
     assert final.keys() == found.keys() and all(torch.equal(final[name], found[name]) for name in final)
     Odd().load_state_dict(found, strict=True)
@@ -193,7 +197,7 @@ def test_each_model_of_a_session_is_exported(tmp_path: Path, capsys: pytest.Capt
     assert "step 13 of run: 2 " in capsys.readouterr().out
     assert start(2, run).returncode == 0
     for number, name in ((1, "model.safetensors"), (2, "model-2.safetensors")):
-        final = load(run / name, ours=True)
+        final = load(run / name, require_trusted_owner=True)
         for words in ([], ["--step", "24"]):
             out = tmp_path / f"{number}-{len(words)}.safetensors"
             assert export([str(run), "--model", str(number), "-o", str(out), *words]) == 0
@@ -221,7 +225,7 @@ def test_hugging_face_reads_what_was_exported_for_it(
 
     model, found = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(found.values())
-    final = load(run / "model.safetensors", ours=True)
+    final = load(run / "model.safetensors", require_trusted_owner=True)
     state = model.state_dict()
     assert {f"lm.{name}" for name in state} == final.keys() - {"scale"}
     assert all(torch.equal(tensor, final[f"lm.{name}"]) for name, tensor in state.items())

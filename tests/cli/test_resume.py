@@ -232,7 +232,7 @@ def old(tmp_path: Path) -> Path:
 
 
 def test_a_run_with_the_former_names_of_settings_resumes(paceline, old: Path) -> None:
-    former = load(old / "run/config.toml", ours=False)
+    former = load(old / "run/config.toml", must_own=False)
     assert (former.data.last_batch, former.run.report_to, former.task_arg) == ("drop", "tensorboard", ("width=5",))
     words = ("train", "mine.py:task", "--resume=auto", "--run-dir=run", "--allow-change=task", "--report-to=")
     changed = paceline(*words, "--task-arg", "width=6", "--last-batch", "keep", command=("-c", WITHOUT_TORCH))
@@ -249,7 +249,7 @@ def test_a_run_with_the_former_names_of_settings_resumes(paceline, old: Path) ->
 def test_a_file_with_both_names_of_a_setting_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "both.toml").write_text("[data]\ntail = 'drop'\nlast_batch = 'keep'\n")
     with raises("renamed", value="tail", current="last_batch"):
-        load(tmp_path / "both.toml", ours=False)
+        load(tmp_path / "both.toml", must_own=False)
 
 
 def test_a_session_with_the_former_names_of_settings_resumes(old: Path) -> None:

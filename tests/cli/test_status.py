@@ -88,7 +88,7 @@ def agent(run: Path) -> Iterator[subprocess.Popen[str]]:
 
 def write_roster(run: Path, pid: int, host: str = os.uname().nodename, **changes: Any) -> None:
     found = read_process(pid)
-    roster = Roster(host, pid, (), **{"agent_started": found.start if found else 0, **changes})
+    roster = Roster(host, pid, (), **{"agent_started": found.start_ticks if found else 0, **changes})
     (run / "attempt-1" / "agent-0.json").write_bytes(msgspec.json.encode(roster))
 
 

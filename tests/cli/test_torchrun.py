@@ -53,7 +53,7 @@ def test_every_option_of_torchruns_own_parser_is_in_the_table() -> None:
 )
 def test_torchruns_words_become_ours(line: str, own: str, script: str) -> None:
     found = typed(line)
-    assert (" ".join(found.ours), " ".join(found.script)) == (own, script)
+    assert (" ".join(found.paceline_arguments), " ".join(found.script)) == (own, script)
     assert not found.need_torchrun
 
 
@@ -66,10 +66,10 @@ def test_torchruns_variables_count_as_its_options_which_win() -> None:
         "PET_RDZV_CONF": "x",
     }
     found = typed("train.py", environ)
-    assert found.ours == ["--nproc=4"] and found.script == ("train.py",)
-    assert not found.need_torchrun and found.ignored.startswith("PET_RDZV_CONF: ")
-    assert typed("--nproc 2 train.py", environ).ours == ["--nproc", "2"]
-    assert typed("--nproc_per_node=3 a.py", environ).ours == ["--nproc=3"]
+    assert found.paceline_arguments == ["--nproc=4"] and found.script == ("train.py",)
+    assert not found.need_torchrun and found.ignored_options_text.startswith("PET_RDZV_CONF: ")
+    assert typed("--nproc 2 train.py", environ).paceline_arguments == ["--nproc", "2"]
+    assert typed("--nproc_per_node=3 a.py", environ).paceline_arguments == ["--nproc=3"]
     assert typed("--nnodes 2 train.py", environ).need_torchrun
 
 
@@ -83,7 +83,7 @@ def test_torchruns_variables_count_as_its_options_which_win() -> None:
     ],
 )  # fmt: skip
 def test_options_without_effect_are_listed_with_reasons_in_one_line(line: str, names: list[str]) -> None:
-    assert re.findall(r"(?:^|; )(--[^:]+): ", typed(line).ignored) == names
+    assert re.findall(r"(?:^|; )(--[^:]+): ", typed(line).ignored_options_text) == names
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_what_contradicts_or_means_nothing_is_refused(line: str, code: str, fiel
     with raises(code, **fields):
         found = typed(line)
         assert found.script
-        found.torchrun_command("python") if found.need_torchrun else found.ours
+        found.torchrun_command("python") if found.need_torchrun else found.paceline_arguments
 
 
 @pytest.mark.parametrize(

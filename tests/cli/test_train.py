@@ -97,7 +97,7 @@ def test_two_processes_leave_a_whole_run_folder(paceline, small_mnist, tmp_path)
     assert seen == Counter(range(600))  # each sample once, no more
     losses = [[e.loss for e in rank if isinstance(e, Step)] for rank in events]
     assert losses[0] == losses[1]  # the loss is global
-    assert load(run_dir / "config.toml", ours=True).data.global_batch == 64
+    assert load(run_dir / "config.toml", must_own=True).data.global_batch == 64
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.launch.plan import Submission, next_submit_dir, write_files, write_submission
-from paceline.launch.slurm.plan import slurm
+from paceline.launch.slurm.plan import plan_slurm
 from paceline.launch.slurm.queue import check_allocation, check_fits, follow, in_allocation, run_here, submit
 from paceline.protocol.job import Allocation, JobSpec
 
@@ -31,7 +31,7 @@ def main(run: str, seconds: str, code: str, how: str = "", nodes: str = "2", **a
     held = in_allocation(os.environ)
     if held is not None:
         check_allocation(held, job)
-    plan = slurm(job)
+    plan = plan_slurm(job)
     write_files(submit_dir, plan.files)
     if held is not None:
         return run_here(submit_dir / "job.sbatch")

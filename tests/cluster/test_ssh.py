@@ -19,7 +19,7 @@ from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
 from tests.errors import codes
 
-from paceline.launch.by_hand import by_hand, typed
+from paceline.launch.by_hand import by_hand, format_commands
 from paceline.launch.plan import parse_hosts
 from paceline.protocol.job import Host, JobSpec
 
@@ -244,7 +244,7 @@ def test_the_printed_commands_typed_on_two_hosts_are_one_run(lab: Lab, tmp_path:
     script.write_text(ALL_REDUCE)
     hosts = (Host("n1"), Host("n2", None, 2))
     job = JobSpec((sys.executable, str(script)), 1, "5f", 1, nodes=2, min_nodes=2, hosts=hosts)
-    lines = [line for line in typed(by_hand(job)).splitlines() if line.startswith("PACELINE_RUN_ID")]
+    lines = [line for line in format_commands(by_hand(job)).splitlines() if line.startswith("PACELINE_RUN_ID")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     nodes = [lab.popen(host, "sh", "-c", line, **pipes) for host, line in zip(("n1", "n2"), lines, strict=True)]
     texts = [node.communicate(timeout=150)[0] for node in nodes]
@@ -262,7 +262,7 @@ def test_our_agents_commands_typed_on_two_hosts_are_one_run(lab: Lab, tmp_path: 
     plan = by_hand(JobSpec(argv, 2, "5f", 1, **told, **folders))
     (tmp_path / "plan.json").write_text(plan.files["plan.json"])
     (tmp_path / "plan.json").chmod(0o600)
-    lines = [line for line in typed(plan).splitlines() if line and not line.startswith("#")]
+    lines = [line for line in format_commands(plan).splitlines() if line and not line.startswith("#")]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     nodes = [lab.popen(host, "sh", "-c", line, **pipes) for host, line in zip(("n1", "n2"), lines, strict=True)]
     texts = [node.communicate(timeout=150)[0] for node in nodes]

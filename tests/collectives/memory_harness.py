@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from paceline.collectives.memory import MemoryLayout, MemoryPeer, SharedMemory
+from paceline.collectives.shared_memory import MemoryLayout, MemoryPeer, SharedMemory
 from paceline.host.procfs import read_process
 
 
@@ -18,7 +18,8 @@ def in_threads(size: int, act: Callable[[SharedMemory], Any], *, bulk_bytes: int
     mine = read_process(os.getpid())
     assert mine is not None
     peers = [
-        MemoryPeer(rank, mine.pid, mine.start, memoryview(mmap.mmap(-1, layout.total_bytes))) for rank in range(size)
+        MemoryPeer(rank, mine.pid, mine.start_ticks, memoryview(mmap.mmap(-1, layout.total_bytes)))
+        for rank in range(size)
     ]
     results: list[Any] = [None] * size
     errors: list[BaseException] = []

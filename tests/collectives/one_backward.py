@@ -8,10 +8,10 @@ from paceline.collectives.reducer import Reducer
 
 @contextmanager
 def one_backward(reducer: Reducer, virtual_rank: int, *, is_last: bool, counted: bool = True) -> Generator[None]:
-    reducer.enter(virtual_rank, is_last=is_last, counted=counted)
+    reducer.begin_backward(virtual_rank, is_last=is_last, counted=counted)
     try:
         yield
     except BaseException:
-        reducer.leave(failed=True)
+        reducer.end_backward(failed=True)
         raise
-    reducer.leave()
+    reducer.end_backward()

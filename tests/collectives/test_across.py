@@ -14,8 +14,8 @@ from tests.collectives.test_hosts import put_on
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
-from paceline.collectives.across import BLOCK, Bf16, Int8, InterHostSum, LowRank
 from paceline.collectives.communicator import make_communicator
+from paceline.collectives.inter_node import BLOCK, Bf16, Int8, InterHostSum, LowRank
 
 SHAPES = ((40, 30), (7,), (3, 50, 20), (), (600,))
 OF_NOBODY, OF_ONE_HOST = 1, 4  # which tensor
@@ -48,24 +48,29 @@ def summed(rank: int, world_size: int, folder: Path) -> dict[object, tuple[list[
     found: dict[object, tuple[list[Tensor], dict[str, Tensor], list[int]]] = {}
     for size in SIZES:
         put_on(rank // size, rank, world_size, folder)
-        place = make_communicator().hosts()
+        place = make_communicator().node_topology()
         assert place is not None
-        assert (place.rank, place.count, place.number, place.memory.size) == (rank, 4 // size, rank // size, size)
+        assert (place.rank, place.node_count, place.node_index, place.memory.size) == (
+            rank,
+            4 // size,
+            rank // size,
+            size,
+        )
         for way in WAYS:
             again: list[list[Tensor]] = []
             for _ in range(2):
                 across, sums = InterHostSum(parameters(), place, way), list[Tensor]()
                 for step in range(STEPS):
-                    across.keep()
-                    across.sum(made(place.number, 99))  # of a step that is left out
+                    across.save_state()
+                    across.sum(made(place.node_index, 99))  # of a step that is left out
                     across.put_back()
-                    one = across.sum(made(place.number, step))
+                    one = across.sum(made(place.node_index, step))
                     # sent whole, in the step in which it is; what is held back of it still comes
                     assert [i for i, tensor in enumerate(one) if tensor is None] == [OF_NOBODY]
                     sums.append(flat(one))
                 again.append(sums)
             assert all(torch.equal(a, b) for a, b in zip(*again, strict=True)), way
-            found[size, way] = again[0], {**across.state(), "host": torch.tensor(place.number)}, across._carried
+            found[size, way] = again[0], {**across.state(), "host": torch.tensor(place.node_index)}, across._carried
     return found
 
 

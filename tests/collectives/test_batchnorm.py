@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
-from paceline.collectives.batchnorm import Moments, SyncBatchNorm, convert, merge_moments
+from paceline.collectives.batchnorm import Moments, SyncBatchNorm, convert_sync_batchnorm, merge_moments
 
 CHANNELS = 3
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
@@ -55,7 +55,7 @@ def layers(case: Case, group: dist.ProcessGroup | None, dtype: torch.dtype) -> t
     if case.affine:
         nn.init.normal_(plain.weight)
         nn.init.normal_(plain.bias)
-    ours = convert(copy.deepcopy(plain), group)
+    ours = convert_sync_batchnorm(copy.deepcopy(plain), group)
     assert isinstance(ours, SyncBatchNorm)
     return plain, ours
 
@@ -155,7 +155,7 @@ def smaller_types(rank: int, group: dist.ProcessGroup) -> None:
     for dtype, mean, tolerance in ((torch.float32, 3000.0, 1e-3), (torch.bfloat16, 2.0, 0.01)):
         union = (mean + torch.randn(sum(counts), CHANNELS, 4, 4)).to(dtype)
         plain = nn.BatchNorm2d(CHANNELS, dtype=torch.float64)
-        ours = convert(nn.BatchNorm2d(CHANNELS), group)  # weights stay float32, as under mixed precision
+        ours = convert_sync_batchnorm(nn.BatchNorm2d(CHANNELS), group)  # weights stay float32, as under mixed precision
         whole, part = union.double().requires_grad_(), union[mine].clone().requires_grad_()
         upstream = torch.randn_like(whole).to(dtype)
         wanted, output = plain(whole), ours(part)
@@ -181,7 +181,7 @@ def eval_is_alone(rank: int, group: dist.ProcessGroup) -> None:
 
 def beside_buckets(rank: int, group: dist.ProcessGroup) -> None:
     """A separate group keeps messages of batch norms and buckets apart, in any order of the two on each rank."""
-    ours = convert(nn.BatchNorm1d(CHANNELS), group)
+    ours = convert_sync_batchnorm(nn.BatchNorm1d(CHANNELS), group)
     mine = torch.full((1, CHANNELS), float(rank))
     if rank == 0:
         first = dist.all_reduce(big := torch.ones(7), async_op=True)
@@ -235,7 +235,7 @@ def test_moments_combine_to_those_of_the_union(sets: list[list[float]]) -> None:
 
 def test_without_a_process_group_it_is_torchs_to_the_bit() -> None:
     plain = nn.BatchNorm2d(2)
-    ours = convert(copy.deepcopy(plain))
+    ours = convert_sync_batchnorm(copy.deepcopy(plain))
     images = torch.randn(3, 2, 4, 4)
     assert torch.equal(ours(images), plain(images))
     assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), plain.buffers(), strict=True))
@@ -247,7 +247,7 @@ def test_convert_changes_the_class_and_nothing_else() -> None:
     model.eval()
     before = dict(model.named_parameters()) | dict(model.named_buffers())
     keys = list(model.state_dict())
-    assert convert(model) is model
+    assert convert_sync_batchnorm(model) is model
     after = dict(model.named_parameters()) | dict(model.named_buffers())
     assert list(model.state_dict()) == keys
     assert all(after[name] is tensor for name, tensor in before.items()) and len(after) == len(before)
@@ -256,7 +256,7 @@ def test_convert_changes_the_class_and_nothing_else() -> None:
     assert isinstance(model[1], SyncBatchNorm) and model[1].counted and not model[1].training
     assert (model[1].eps, model[1].momentum) == (0.1, None)
     model.load_state_dict(model.state_dict())
-    assert convert(model) is model  # a second time does nothing
+    assert convert_sync_batchnorm(model) is model  # a second time does nothing
 
 
 def test_convert_refuses_what_it_cannot_keep_right() -> None:
@@ -265,7 +265,7 @@ def test_convert_refuses_what_it_cannot_keep_right() -> None:
 
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(Special(3)))
     with pytest.raises(TypeError, match=r"'1\.0', a Special"):
-        convert(model)
+        convert_sync_batchnorm(model)
     assert type(model[0]) is nn.BatchNorm1d
 
 

@@ -14,7 +14,7 @@ from tests.collectives.memory_harness import in_threads
 from tests.run_ranks import run_ranks
 
 from paceline.collectives import torch_collectives as gather
-from paceline.collectives.control import LOOP_NUMBERS, NAME, sum_over_ranks
+from paceline.collectives.control import LOOP_NUMBERS, TOTALS_NAME, sum_over_ranks
 from paceline.collectives.memory_sum import StartedSum
 from paceline.collectives.torch_collectives import MOST_BYTES, start_sum
 from paceline.errors import ExitCode, PacelineError
@@ -35,7 +35,7 @@ def wanted(world: int, number: int) -> list[float]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_sums_that_are_begun_before_others_have_ended_mix_up_nothing(world):
     def act(memory):
-        begun = [StartedSum(memory, values(memory.rank, number), NAME) for number in range(7)]
+        begun = [StartedSum(memory, values(memory.rank, number), TOTALS_NAME) for number in range(7)]
         assert all(one.is_completed() for one in begun[:-1])
         order = reversed(begun) if memory.rank else begun
         first = {id(one): one.finish().tolist() for one in order}
@@ -50,7 +50,7 @@ def test_a_sum_that_has_failed_gives_no_number_later():
         if memory.rank == 1:
             memory.leave()
             return
-        begun = StartedSum(memory, values(0, 0), NAME)
+        begun = StartedSum(memory, values(0, 0), TOTALS_NAME)
         with pytest.raises(RuntimeError, match=r"totals of the step.*rank 1 \(pid \d+\) has left"):
             begun.finish()
         assert begun.is_completed()  # nobody waits for it any more

@@ -17,10 +17,10 @@ from tests import warm
 from tests.errors import ended_with
 from tests.run_ranks import run_ranks
 
-from paceline.collectives import memory as handshake
+from paceline.collectives import shared_memory as handshake
 from paceline.collectives.communicator import communicator, make_communicator
 from paceline.collectives.control import all_gather_object, resolve, start_totals
-from paceline.collectives.memory import MemoryLayout, Refusal, connect_memory
+from paceline.collectives.shared_memory import MemoryLayout, Refusal, connect_memory
 from paceline.protocol.control import SHARED_MEMORY
 from paceline.rank.world import World
 

@@ -23,22 +23,22 @@ from torch import nn
 
 from paceline.collectives import communicator as communicators
 from paceline.collectives import hosts as hosts_module
-from paceline.collectives import memory as handshake
+from paceline.collectives import shared_memory as handshake
 from paceline.collectives.buckets import buckets_of, trainable
 from paceline.collectives.communicator import HierarchicalTransport, make_communicator
 from paceline.collectives.communicator import communicator as exchange
 from paceline.collectives.control import all_gather_object, resolve, start_totals
 from paceline.collectives.hosts import Hosts
-from paceline.collectives.memory import MemoryLayout, Refusal, connect_memory, runs_of_hosts
 from paceline.collectives.reducer import Reducer, sum_by_leaf, sum_by_rank
 from paceline.collectives.replicate import broadcast_module
+from paceline.collectives.shared_memory import MemoryLayout, Refusal, connect_memory, runs_of_hosts
 from paceline.collectives.tree import LeafPartition, add_each, tree_sum
 from paceline.data.plan import ranks_share
 from paceline.lab.ranks.memory import Traffic
 from paceline.lab.ranks.verify import verify
 from paceline.lab.verify import Spec
 from paceline.protocol.control import SHARED_MEMORY
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 
 ranks = pytest.mark.ranks
@@ -63,18 +63,20 @@ def test_the_sums_of_hosts_are_parts_of_the_one_tree_whatever_its_leaves_and_ran
     for number in range(hosts):
         partition = LeafPartition([*pairwise(cuts)], number * size)
         plan = hosts_module.by_leaf(partition, size)
-        nodes = partition.nodes()
+        nodes = partition.subtrees_by_rank()
         assert plan.lanes == max(map(len, nodes))
-        for node, subtree in zip(plan.across.nodes()[number], plan.within, strict=True):
-            own = {at: whole(nodes[number * size + rank][lane]) for at, (rank, lane) in subtree.parts.items()}
-            parts[node] = tree_sum(own, plus, subtree.leaves)
+        for node, subtree in zip(plan.across.subtrees_by_rank()[number], plan.node_subtrees, strict=True):
+            own = {at: whole(nodes[number * size + rank][lane]) for at, (rank, lane) in subtree.lane_by_part.items()}
+            parts[node] = tree_sum(own, plus, subtree.leaf_count)
     assert tree_sum(parts, plus, world + more) == whole((0, world + more))
 
 
 def test_over_ranks_each_host_has_one_sum_of_all_its_ranks():
-    plan = hosts_module.by_rank(LeafPartition.of_ranks(12, 7), 3)
-    assert (plan.across.rank, plan.across.leaves, plan.lanes) == (2, 4, 1)
-    assert [(one.leaves, [*one.parts.values()]) for one in plan.within] == [(3, [(0, 0), (1, 0), (2, 0)])]
+    plan = hosts_module.make_rank_order_plan(LeafPartition.of_ranks(12, 7), 3)
+    assert (plan.across.rank, plan.across.leaf_count, plan.lanes) == (2, 4, 1)
+    assert [(one.leaf_count, [*one.lane_by_part.values()]) for one in plan.node_subtrees] == [
+        (3, [(0, 0), (1, 0), (2, 0)])
+    ]
 
 
 def test_hosts_are_runs_of_ranks():
@@ -115,8 +117,12 @@ def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, lis
     compared = 0
     for size, leaves in cases:
         put_on(rank // size, rank, world_size, folder)
-        place = make_communicator(bulk_bytes=64 << 10).hosts()
-        assert isinstance(place, Hosts) and (place.rank, place.number, place.memory.size) == (rank, rank // size, size)
+        place = make_communicator(bulk_bytes=64 << 10).node_topology()
+        assert isinstance(place, Hosts) and (place.rank, place.node_index, place.memory.size) == (
+            rank,
+            rank // size,
+            size,
+        )
         for virtual_ranks in leaves:
             shares = [ranks_share(virtual_ranks, number, world_size) for number in range(world_size)]
             partition = LeafPartition([(share.start, share.stop) for share in shares], rank)
@@ -140,7 +146,7 @@ def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, lis
                 with one_backward(sums, rank, is_last=part == 1):
                     model(rank + 100 * part).backward()
             sums.finish(3.0)
-            assert grads(model) == grads(in_order(Odd(), place.count, size))
+            assert grads(model) == grads(in_order(Odd(), place.node_count, size))
         compared += 1
     return compared
 
@@ -174,8 +180,8 @@ def meets(rank: int, world_size: int) -> list[str]:
                 found.append(str(refusal))
             else:
                 assert [peer.rank for peer in met.peers] == [rank // 2 * 2, rank // 2 * 2 + 1]
-                assert met.host == rank // 2
-                found.append(f"{met.hosts} hosts")
+                assert met.node_index == rank // 2
+                found.append(f"{met.node_count} hosts")
     return found
 
 
@@ -190,7 +196,7 @@ def said(act) -> str:
 
 
 def sends(rank: int, world_size: int, folder: Path) -> list[object]:
-    Guard.of_process().watch_torch()
+    HangGuard.of_process().watch_torch()
     put_on(rank // 2, rank, world_size, folder)
     words = said(lambda: (make_communicator("shared"), make_communicator()))
     assert exchange().memory is None and exchange().kind == "hosts"
@@ -207,11 +213,11 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
         sums = make(model, partition)
         assert isinstance(sums._transport, HierarchicalTransport)
         model.zero_grad(set_to_none=True)
-        counted = Traffic(Guard.of_process().page, world, None)
+        counted = Traffic(HangGuard.of_process().page, world, None)
         with one_backward(sums, rank, is_last=True):
             (model.weight.sum() + model.bias.sum()).mul(rank + 1).backward()
         sums.finish(2.0)
-        sent.append(counted.sent())
+        sent.append(counted.take_sent_bytes())
         assert model.weight.grad is not None and torch.equal(model.weight.grad, torch.full((1000, 999), 5.0))
     put_on(rank, rank, world_size, folder)
     assert said(make_communicator) == "" and exchange().kind == "torch"
@@ -226,7 +232,7 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
 def again(rank: int, world_size: int, folder: Path) -> list[float]:
     put_on(rank // 2, rank, world_size, folder)
     model, partition = nn.Linear(2, 1), LeafPartition.of_ranks(4, rank)
-    place = make_communicator().hosts()
+    place = make_communicator().node_topology()
     assert isinstance(place, Hosts)
     buckets = buckets_of(trainable(model), 4)
     sums = Reducer(partition, HierarchicalTransport(buckets, place, hosts_module.by_leaf(partition, 2)))

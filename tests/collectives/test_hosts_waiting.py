@@ -18,7 +18,7 @@ from paceline.rank.bootstrap import worker_command
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # soak: what `test_a_run_on_two_hosts...` sees from outside
 
 HANGS = f"""{TORCH}
-from paceline.collectives import memory as handshake
+from paceline.collectives import shared_memory as handshake
 handshake.host_key = lambda: str(rank // 2)
 from paceline.collectives.buckets import buckets_of, trainable
 from paceline.collectives.hosts import by_leaf
@@ -41,7 +41,7 @@ for number in range(100):
     sums.finish(4.0)
 """
 STEPS = f"""{TORCH}
-from paceline.collectives import memory as handshake
+from paceline.collectives import shared_memory as handshake
 handshake.host_key = lambda: str(rank // 2)
 from paceline.collectives.reducer import sum_by_leaf
 from paceline.collectives.tree import LeafPartition

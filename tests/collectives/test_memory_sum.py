@@ -22,7 +22,7 @@ from paceline.collectives.memory_sum import (
     spare_count,
     split_into_chunks,
 )
-from paceline.collectives.tree import LeafPartition, add_optional, middle, tree_sum
+from paceline.collectives.tree import LeafPartition, add_optional, split_leaf, tree_sum
 from paceline.errors import ExitCode, TrainingError
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -48,7 +48,7 @@ def leaf(number: int, tensor: int, size: int, dtype: torch.dtype, absent: set) -
 def node_sum(node, tensor, size, dtype, absent):
     if node[1] - node[0] == 1:
         return leaf(node[0], tensor, size, dtype, absent)
-    cut = middle(node)
+    cut = split_leaf(node)
     return add_optional(
         node_sum((node[0], cut), tensor, size, dtype, absent), node_sum((cut, node[1]), tensor, size, dtype, absent)
     )
@@ -127,7 +127,7 @@ def test_what_is_known_to_be_finite_is_finite_and_known_by_all(world, bad):
 @pytest.mark.parametrize(("leaves", "world"), [(v, w) for w in range(2, 17) for v in range(w, 41)])
 def test_no_more_sums_wait_than_there_is_room_for_and_all_the_room_is_used(leaves, world):
     partition = partitions(world, leaves)[0]
-    nodes = [node for of_rank in partition.nodes() for node in of_rank]
+    nodes = [node for of_rank in partition.subtrees_by_rank() for node in of_rank]
     parts = {node: torch.randn(3) for node in nodes}
     wanted = tree_sum({node: part.clone() for node, part in parts.items()}, torch.add, leaves)
     spare = [torch.full((3,), torch.nan) for _ in range(spare_count(nodes, leaves))]
@@ -166,7 +166,9 @@ def test_a_broadcast_carries_every_type_and_words_of_any_length():
         mine = [tensor.clone() if memory.rank == 1 else torch.zeros_like(tensor) for tensor in wanted]
         barrier(memory)
         broadcast_in_memory(memory, mine, src=1)
-        words = memory_communicator(memory).gather({"rank": memory.rank, "text": "ä" * 90_000 * memory.rank}, "words")
+        words = memory_communicator(memory).all_gather_object(
+            {"rank": memory.rank, "text": "ä" * 90_000 * memory.rank}, "words"
+        )
         return mine, [(one["rank"], len(one["text"])) for one in words]
 
     for found, words in in_threads(3, act):
@@ -210,10 +212,10 @@ def test_each_element_is_in_one_chunk_that_fits_and_holds_one_type(sizes, units,
     for chunk in split_into_chunks(sizes, dtypes, rooms):
         assert 0 < chunk.size <= rooms[chunk.dtype]
         for piece in chunk.segments:
-            assert dtypes[piece.tensor] == chunk.dtype
+            assert dtypes[piece.tensor_index] == chunk.dtype
             assert piece.start % ALIGNED == 0
             for at in range(piece.start, piece.stop):
-                seen[piece.tensor][at] += 1
+                seen[piece.tensor_index][at] += 1
     assert all(count == 1 for tensor in seen for count in tensor)
 
 

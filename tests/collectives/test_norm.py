@@ -45,7 +45,7 @@ def test_the_root_is_the_same_however_the_blocks_are_held(blocks: int, cuts: lis
     tree = BlockTree([blocks * BLOCK])
     handed_on: dict[Node, float] = {}
     for first, stop in pairwise(sorted({0, blocks, *(cut for cut in cuts if cut < blocks)})):
-        places, sums = tree.nodes((first, stop)), tree.sums((first, stop), values[first:stop])
+        places, sums = tree.subtrees_to_send((first, stop)), tree.sums((first, stop), values[first:stop])
         assert len(places) == len(sums) <= 2 * math.ceil(math.log2(blocks) + 1)
         assert not handed_on.keys() & {*places}
         assert sorted(places) == subtrees((first, stop), blocks)
@@ -72,7 +72,7 @@ def test_a_block_has_the_same_sum_in_any_company(dtype: torch.dtype, size: int, 
 
 def test_a_share_that_begins_within_a_block_is_refused() -> None:
     with pytest.raises(ValueError, match="begins at element 10, within a block"):
-        BlockTree([100]).run(0, 10, 100)
+        BlockTree([100]).block_range(0, 10, 100)
 
 
 def test_neighbouring_runs_become_one() -> None:

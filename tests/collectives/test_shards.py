@@ -49,7 +49,7 @@ def test_every_element_has_exactly_one_rank(
         before = list(module.parameters())
         shards = Shards(module, rank, world_size, bucket_bytes=bucket_bytes)
         pieces = shards.pieces
-        everybody = shards.shares([p for p in module.parameters() if p.requires_grad])
+        everybody = shards.ranges_by_rank([p for p in module.parameters() if p.requires_grad])
         assert len(everybody[rank]) == len(pieces)
         for position, start, stop in everybody[rank]:  # what the others think that we have
             piece = pieces[[p for p in module.parameters() if p.requires_grad][position]]
@@ -154,7 +154,7 @@ def trained(make: Make, options: dict[str, Any], place: Callable[[Model], Shards
     model = Model()
     optimizer = make(groups(model, **({k: v for k, v in options.items() if k == "weight_decay"})), **options)
     if shards := place(model):
-        shards.shard(optimizer)
+        shards.shard_optimizer(optimizer)
     schedule = StepLR(optimizer, 2, 0.3)
     for step in range(STEPS):
         # torch's fused updates read memory in order, whatever a gradient's strides say
@@ -277,4 +277,4 @@ def test_shares_have_the_bits_of_the_whole_sum_and_leave_no_more_behind(tmp_path
 
 def test_a_world_of_one_sends_nothing() -> None:
     own = [torch.arange(64.0)]
-    assert AllToAll(LeafPartition([(0, 4)], 0), own).end() is own[0]
+    assert AllToAll(LeafPartition([(0, 4)], 0), own).wait_and_sum_copy() is own[0]

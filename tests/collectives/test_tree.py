@@ -27,7 +27,7 @@ from paceline.collectives.tree import (
     add_each,
     add_optional,
     is_node,
-    middle,
+    split_leaf,
     subtrees,
     tree_sum,
 )
@@ -70,7 +70,7 @@ def cuts(draw: st.DrawFn, most: int = 24) -> list[Node]:
 
 
 def test_the_docstrings_examples() -> None:
-    assert [middle(node) for node in ((0, 6), (0, 4), (4, 6))] == [4, 2, 5]
+    assert [split_leaf(node) for node in ((0, 6), (0, 4), (4, 6))] == [4, 2, 5]
     assert subtrees((0, 3), 6) == [(0, 2), (2, 3)]
     assert subtrees((3, 6), 6) == [(3, 4), (4, 6)]
     words = {(i, i + 1): letter for i, letter in enumerate("abcdef")}
@@ -249,7 +249,7 @@ def take_step(model: Mixed, reducer: Reducer, partition: LeafPartition, salt: in
     """Two backwards for each virtual rank of this rank with samples; a dummy batch if none has samples."""
     order = -1 if partition.rank % 2 else 1
     share = range(*partition.ranges[partition.rank])
-    mine = [v for v in share if v not in empty(partition.leaves, salt)]
+    mine = [v for v in share if v not in empty(partition.leaf_count, salt)]
     for v in mine:
         with one_backward(reducer, v, is_last=False):
             model.backward(values_of(v, salt), order)

@@ -31,11 +31,11 @@ WORLD = World(0, 2, 0, 2, CPU, "gloo")
 
 def counted(model: nn.Module, inputs: Tensor, targets: Tensor | None = None) -> FlopCount:
     count = FlopCount()
-    with count.of(len(inputs)):
+    with count.count_samples(len(inputs)):
         outputs = model(inputs)
         losses = outputs.square() if targets is None else F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
         losses.mean().backward()
-        count.mark()
+        count.mark_backward_end()
     return count
 
 
@@ -105,9 +105,9 @@ def trained(*, counts: bool) -> tuple[list[Tensor], list[float]]:
     """Weights, buffers and gradients after a backward, and the next number of each random stream."""
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
     model, count, x = Model(), FlopCount(), torch.randn(64, 8)
-    with count.of(64) if counts else nullcontext():
+    with count.count_samples(64) if counts else nullcontext():
         model(x).square().mean().backward()
-        count.mark()
+        count.mark_backward_end()
     assert (count.flops > 0) == counts
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return [*model.state_dict().values(), *gradients], [float(torch.rand(1)), random.random(), np.random.rand()]
@@ -120,15 +120,15 @@ def test_a_count_changes_no_bit_and_draws_nothing() -> None:
 
 def test_what_follows_the_last_backward_does_not_count_and_an_error_leaves_no_count() -> None:
     a, count = torch.randn(4, 4, requires_grad=True), FlopCount()
-    with count.of(1):
+    with count.count_samples(1):
         (a @ a).sum().backward()
-        count.mark()
+        count.mark_backward_end()
         a.detach() @ a.detach()  # an optimizer's
     assert count.per_sample == 3 * 2 * 4**3
     assert not count.is_active
 
     failed = FlopCount()
-    with pytest.raises(RuntimeError), failed.of(1):
+    with pytest.raises(RuntimeError), failed.count_samples(1):
         a @ torch.ones(5)
     assert failed.per_sample == 0
 
@@ -137,11 +137,11 @@ def test_an_operation_without_a_formula_or_with_odd_arguments_counts_as_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     count = FlopCount()
-    with count.of(1):
+    with count.count_samples(1):
         a = torch.ones(3, 3).cumsum(0)
         count._formulas = {torch.ops.aten.mm: lambda *_, **__: 1 // 0}
         assert float((a @ a).sum()) > 0
-        count.mark()
+        count.mark_backward_end()
     assert count.per_sample == 0
 
 

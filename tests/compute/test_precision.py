@@ -8,8 +8,8 @@ from tests.compute.models import Convolutions
 from tests.errors import raises
 from torch import nn
 
-from paceline.compute.precision import compared, in_bf16, in_fp16, lacks_tf32, set_float32_mode
-from paceline.train.computing import check_precision
+from paceline.compute.precision import in_bf16, in_fp16, lacks_tf32, set_float32_mode, time_alternatives
+from paceline.train.compute_settings import check_precision
 
 CPU = torch.device("cpu")
 
@@ -72,7 +72,7 @@ def test_the_shortest_time_of_each_counts_and_the_first_try_does_not():
         time.sleep(10 * seconds if name not in turns else seconds)  # the first is slow: kernels are chosen
         turns.append(name)
 
-    found = compared({"slow": lambda: step("slow", 0.04), "fast": lambda: step("fast", 0.001)}, CPU)
+    found = time_alternatives({"slow": lambda: step("slow", 0.04), "fast": lambda: step("fast", 0.001)}, CPU)
     assert 0.001 < found["fast"] < found["slow"] < 0.4
     assert turns[:4] == ["slow", "fast"] * 2 and turns.count("slow") == turns.count("fast")
 

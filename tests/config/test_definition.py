@@ -6,11 +6,19 @@ from dataclasses import replace
 import pytest
 from tests.errors import check, raises
 
-from paceline.config.definition import ADDED, BITS_ONLY, CHANGEABLE, FIXED, allowed_changes, check_same, settings
+from paceline.config.definition import (
+    ADDED,
+    CHANGEABLE_SETTINGS,
+    EXACT_ONLY_SETTINGS,
+    FIXED,
+    allowed_changes,
+    check_same,
+    settings,
+)
 from paceline.config.settings import TrainConfig, with_defaults
 from paceline.errors import PacelineError, UsageError
 
-SAVED = {name: f"old-{name}" for name in (*FIXED, *CHANGEABLE)} | {"strategy": "exact"}
+SAVED = {name: f"old-{name}" for name in (*FIXED, *CHANGEABLE_SETTINGS)} | {"strategy": "exact"}
 WHERE = "run/checkpoints/step-00000007"
 
 
@@ -33,14 +41,14 @@ def test_what_is_fixed_is_refused_with_both_values_and_the_reason(name):
     assert str(refusal(name, allowed=("lr",))) == str(error)
 
 
-@pytest.mark.parametrize("name", CHANGEABLE)
+@pytest.mark.parametrize("name", CHANGEABLE_SETTINGS)
 def test_what_may_change_is_refused_with_the_flag_that_allows_it(name):
     error, code = refusal(name), "another-task" if name == "task" else "another-run"
     check(error, code, saved={name: f"old-{name}"}, now={name: f"new-{name}"}, allow=name, never="")
     assert str(error).endswith(f" --allow-change {name}")
 
 
-@pytest.mark.parametrize("name", CHANGEABLE)
+@pytest.mark.parametrize("name", CHANGEABLE_SETTINGS)
 def test_an_allowed_change_is_told_in_words(name):
     assert allowed_changes(name) == [name]
     [told] = check_same(SAVED, changed(name), [name], WHERE)
@@ -55,7 +63,7 @@ def test_several_differences_are_told_at_once_and_the_flag_keeps_what_was_allowe
     assert FIXED["seed"] in error.fields["never"]
 
 
-@pytest.mark.parametrize("name", BITS_ONLY)
+@pytest.mark.parametrize("name", EXACT_ONLY_SETTINGS)
 @pytest.mark.parametrize(
     ("before", "now", "compared"),
     [
@@ -117,7 +125,7 @@ def test_what_is_fixed_cannot_be_allowed(name):
 
 @pytest.mark.parametrize(("wrong", "meant"), [("epoch", "epochs"), ("wait_decay", "weight_decay"), ("LR", None)])
 def test_a_setting_that_does_not_exist_is_told_with_the_nearest_one_and_all(wrong, meant):
-    with raises("unknown-name", kind="setting to change", value=wrong, allowed=[*CHANGEABLE]) as caught:
+    with raises("unknown-name", kind="setting to change", value=wrong, allowed=[*CHANGEABLE_SETTINGS]) as caught:
         allowed_changes(wrong)
     assert (repr(meant) in caught.value.fields["meant"]) if meant else not caught.value.fields["meant"]
 
@@ -189,7 +197,7 @@ def test_every_setting_of_the_definition_has_a_rule():
     """A name that is written down, but compared by nobody, would be a promise that nobody keeps."""
     assert set(settings(TrainConfig())) | {"data", "hardware", "make_optimizer", "make_schedule"} == {
         *FIXED,
-        *CHANGEABLE,
+        *CHANGEABLE_SETTINGS,
         "strategy",
     }
 

@@ -23,17 +23,17 @@ def test_ranks_along_tensor_are_neighbours_and_those_along_data_far_apart() -> N
     assert (mesh.size, mesh.replicas, mesh.shares_model) == (6, 3, True)
     assert mesh.peers(3, ["tensor"]) == (2, 3)
     assert mesh.peers(3, ["data"]) == mesh.peers(3, ["data", "shard"]) == (1, 3, 5)
-    assert mesh.place(3) == {"pipeline": 0, "data": 1, "shard": 0, "context": 0, "tensor": 1}
+    assert mesh.coordinates_of(3) == {"pipeline": 0, "data": 1, "shard": 0, "context": 0, "tensor": 1}
 
 
 def test_each_rank_has_its_own_place_and_is_in_one_group_along_each_dimension() -> None:
     mesh = Mesh.parse("pipeline=2,data=2,shard=3,tensor=2")
-    places = [tuple(mesh.place(rank).values()) for rank in range(mesh.size)]
+    places = [tuple(mesh.coordinates_of(rank).values()) for rank in range(mesh.size)]
     assert places == sorted(set(places))
     for name in DIMENSIONS:
         groups = {mesh.peers(rank, [name]) for rank in range(mesh.size)}
         assert sorted(rank for group in groups for rank in group) == [*range(mesh.size)]
-        assert {len(group) for group in groups} == {mesh.of(name)}
+        assert {len(group) for group in groups} == {mesh.size_of(name)}
 
 
 @pytest.mark.parametrize(
@@ -101,5 +101,5 @@ def test_what_a_mesh_cannot_do_is_refused_before_any_process_is_started(given: A
 def test_all_meshes_of_a_world_are_such_as_a_training_takes(ranks: int, meshes: str) -> None:
     assert " ".join(map(str, meshes_of(ranks))) == meshes
     for mesh in meshes_of(ranks):
-        strategy = "fsdp" if mesh.of("shard") > 1 else "bucketed"
+        strategy = "fsdp" if mesh.size_of("shard") > 1 else "bucketed"
         check_values(TrainConfig(strategy=strategy, launch=LaunchConfig(mesh=str(mesh))))

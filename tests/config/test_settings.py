@@ -44,15 +44,15 @@ configs = st.builds(
 def test_what_is_written_is_read_back(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("config") / "config.toml"
     path.write_text(dump(config))
-    assert load(path, ours=True) == config
+    assert load(path, must_own=True) == config
     check_values(config)
-    assert strategy_options(load(path, ours=True)) == strategy_options(config)  # where nothing was set, too
+    assert strategy_options(load(path, must_own=True)) == strategy_options(config)  # where nothing was set, too
 
 
 def read(tmp_path, text: str) -> TrainConfig:
     path = tmp_path / "run.toml"
     path.write_text(text)
-    return load(path, ours=True)
+    return load(path, must_own=True)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_wrong_files_say_what_is_wrong(tmp_path, text, code, words):
 
 def test_a_missing_file():
     with raises("config-unreadable", strerror="No such file or directory"):
-        load(Path("/nowhere/run.toml"), ours=True)
+        load(Path("/nowhere/run.toml"), must_own=True)
 
 
 @pytest.mark.parametrize(

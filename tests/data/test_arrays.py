@@ -87,10 +87,10 @@ def test_equal_data_have_equal_fingerprints_however_they_are_held(tmp_path):
 
 
 def test_draws_are_uniform_and_independent():
-    numbers = SampleDraws(5, 2).of(torch.arange(20_000), CPU)(3)
-    draw = SampleDraws(5, 2).of(torch.arange(20_000), CPU)
+    numbers = SampleDraws(5, 2).make_draw_function(torch.arange(20_000), CPU)(3)
+    draw = SampleDraws(5, 2).make_draw_function(torch.arange(20_000), CPU)
     assert torch.equal(torch.cat([draw(2), draw(1)], 1), numbers)  # each call goes on
-    more = SampleDraws(5, 3).of(torch.arange(20_000), CPU)(3)
+    more = SampleDraws(5, 3).make_draw_function(torch.arange(20_000), CPU)(3)
     columns = torch.cat([numbers, more], 1)
     assert numbers.dtype == torch.float32 and numbers.shape == (20_000, 3)
     assert float(columns.min()) >= 0 and float(columns.max()) < 1

@@ -319,14 +319,14 @@ def test_a_step_says_when_as_many_are_begun_as_it_had():
     things = counting(7, log)
     items = prefetch(lambda: next(things), int, ahead)
     assert [next(items), next(items)] == [0, 1] and len(log) == 2  # not before the step is launched
-    ahead.begin()
+    ahead.start_batches()
     assert log[2:] == ["begin 2", "begin 3"]
-    ahead.begin()  # nothing was handed out since
+    ahead.start_batches()  # nothing was handed out since
     assert len(log) == 4
     assert [next(items) for _ in range(3)] == [2, 3, 4] and len(log) == 5
-    ahead.begin()
+    ahead.start_batches()
     assert log[5:] == ["begin 5", "begin 6"] and list(items) == [5, 6]
-    ahead.begin()  # of data that have ended
+    ahead.start_batches()  # of data that have ended
 
 
 def test_what_goes_wrong_in_a_step_ahead_is_raised_when_it_is_due():
@@ -337,7 +337,7 @@ def test_what_goes_wrong_in_a_step_ahead_is_raised_when_it_is_due():
     things, ahead = source(), Prefetch()
     items = prefetch(lambda: next(things), int, ahead)
     assert [next(items), next(items)] == [1, 2]
-    ahead.begin()  # the step that is under way is not disturbed
+    ahead.start_batches()  # the step that is under way is not disturbed
     with pytest.raises(OSError, match="disk"):
         next(items)
 
@@ -348,7 +348,7 @@ def test_data_that_are_left_are_not_loaded_any_more():
     items = prefetch(lambda: next(things), int, ahead)
     assert next(items) == 0
     items.close()
-    ahead.begin()
+    ahead.start_batches()
     assert log == ["begin 0"]
 
 

@@ -59,7 +59,7 @@ def chunks(parts: list[StreamPart], of: StreamPlan, share: range, **how: Any) ->
 def dealt(found: list[list[StreamChunk]]) -> dict[tuple[int, int, int], tuple[list[int], list[float]]]:
     """(step, virtual rank, micro-batch) -> its samples' numbers, and what was drawn for each."""
     return {
-        (step, share.virtual_rank, share.part): (share.numbers, share.batch[1].tolist())
+        (step, share.virtual_rank, share.micro_batch): (share.sample_numbers, share.batch[1].tolist())
         for of_rank in found
         for step, chunk in enumerate(of_rank)
         for share in chunk.micro_batches
@@ -148,19 +148,19 @@ def test_a_stream_of_webdataset_that_refuses_several_ranks_says_what_to_give(mon
 def test_a_process_that_reads_ahead_gives_what_this_one_does() -> None:
     part, of, ahead = StreamPart(Numbers([*range(21)]), 7), plan(2), Loading(CPU.device, 1)
     here, there = (chunks([part], of, range(2), loading=loading) for loading in (CPU, ahead))
-    assert dealt([here]) == dealt([there]) and [c.before for c in here] == [c.before for c in there]
+    assert dealt([here]) == dealt([there]) and [c.states_before for c in here] == [c.states_before for c in there]
 
 
 def test_a_rank_without_a_share_has_a_stand_in_and_a_few_last_ones_join_the_batch_before() -> None:
     part, of = StreamPart(Numbers([*range(9)]), 7), plan(3)
     last = chunks([part], of, range(2, 3))[-1]
-    assert [(share.numbers, share.counted) for share in last.micro_batches] == [
+    assert [(share.sample_numbers, share.counted) for share in last.micro_batches] == [
         ([8], False)
     ] and last.local_samples == 0
     joined = chunks([part], of, range(2, 3), least=3)
-    assert [share.numbers for chunk in joined for share in chunk.micro_batches] == [[2, 5, 8]]
+    assert [share.sample_numbers for chunk in joined for share in chunk.micro_batches] == [[2, 5, 8]]
     exact = chunks([StreamPart(Numbers([*range(11)]), 7)], of, range(2, 3), least=3)
-    assert [share.numbers for chunk in exact for share in chunk.micro_batches] == [[2, 5], [10]]
+    assert [share.sample_numbers for chunk in exact for share in chunk.micro_batches] == [[2, 5], [10]]
 
 
 def test_reading_draws_nothing_from_the_streams_outside() -> None:

@@ -19,16 +19,16 @@ from paceline import Strategy, World
 from paceline.collectives.control import are_finite
 from paceline.data.loader import Prefetch
 from paceline.errors import PacelineError, StallError
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.stepping import totals
 from paceline.train.step import TaskSteps
 
 
 def trained(world: World, name: str, clip: float | None) -> tuple[Strategy, list[float | None]]:
     replica = made(name, world, 2)
-    take = TaskSteps(replica, good, max_norm=clip).take
+    take = TaskSteps(replica, good, max_norm=clip).take_step
     results = [take(step) for step in batches(world, 2, batch=8)]
-    return replica, [number for one in results for number in (one.loss, one.weight, one.grad_norm)]
+    return replica, [number for one in results for number in (one.loss, one.total_weight, one.grad_norm)]
 
 
 def of_strategies(rank: int, size: int) -> dict[str, bool]:
@@ -79,10 +79,10 @@ def test_what_is_wrong_changes_nothing(world: World, loss: Callable[..., Any], w
     told: list[str] = []
     for around in (nullcontext, on_the_cpu):
         replica = made("exact", world, 2)
-        TaskSteps(replica, good).take(step)  # so that buffers and moments are there
+        TaskSteps(replica, good).take_step(step)  # so that buffers and moments are there
         before = bits(replica)
         with around(), pytest.raises(PacelineError, match=words) as caught:
-            TaskSteps(replica, loss, max_norm=clip).take(step)
+            TaskSteps(replica, loss, max_norm=clip).take_step(step)
         assert bits(replica) == before
         told.append(str(caught.value))
     assert told[0] == told[1]
@@ -92,16 +92,16 @@ def test_what_is_wrong_changes_nothing(world: World, loss: Callable[..., Any], w
 def test_a_freed_rank_believes_nothing_that_it_has_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     (step,) = batches(world, 2)
     replica = made("exact", world, 2)
-    TaskSteps(replica, good).take(step)
+    TaskSteps(replica, good).take_step(step)
     before, heard = bits(replica), list[str]()
 
-    def freed(guard: Guard) -> None:
+    def freed(guard: HangGuard) -> None:
         raise StallError("freed")
 
-    monkeypatch.setattr(Guard, "check_unblocked", freed)
-    monkeypatch.setattr("paceline.stepping.totals.StepTotals.take", lambda self, totals: heard.append("totals"))
+    monkeypatch.setattr(HangGuard, "check_unblocked", freed)
+    monkeypatch.setattr("paceline.stepping.totals.StepTotals.read_totals", lambda self, totals: heard.append("totals"))
     with on_the_cpu(), pytest.raises(StallError):
-        TaskSteps(replica, good, max_norm=1.0).take(step)
+        TaskSteps(replica, good, max_norm=1.0).take_step(step)
     assert bits(replica) == before
     assert not heard
 
@@ -123,8 +123,8 @@ def test_the_next_batches_are_begun_while_the_device_is_busy_with_the_step(
     (step,), said, ahead = batches(world, 2), list[str](), Prefetch()
     replica = made("exact", world, 2)
     ahead.more = lambda: said.append("begin")
-    freed, start = Guard.check_unblocked, totals.start_totals
-    monkeypatch.setattr(Guard, "check_unblocked", lambda self: (said.append("read"), freed(self)))
+    freed, start = HangGuard.check_unblocked, totals.start_totals
+    monkeypatch.setattr(HangGuard, "check_unblocked", lambda self: (said.append("read"), freed(self)))
     monkeypatch.setattr(totals, "start_totals", lambda *args: (said.append("last backward"), start(*args))[1])
     replica.optimizer.register_step_pre_hook(lambda *_: said.append("update"))
     for around, wanted in (
@@ -133,6 +133,6 @@ def test_the_next_batches_are_begun_while_the_device_is_busy_with_the_step(
     ):
         ahead.taken = 2
         with around():
-            TaskSteps(replica, good, ahead=ahead).take(step)
+            TaskSteps(replica, good, ahead=ahead).take_step(step)
         assert [*said] == wanted
         said.clear()

@@ -76,7 +76,7 @@ def beyond_a_plain_loop(rank: int, world_size: int, strategy: str, ranks: int) -
         work = MicroBatchPlan(0, step, 0, 0, torch.arange(SAMPLES), global_samples=1)
         batch = MicroBatch(torch.empty(SAMPLES, 8, device=META), torch.empty(SAMPLES, 4, device=META), work, 5)
         with Operations(ones=min(2, ranks)) as counter:  # a rank alone knows the weight
-            steps.take([batch])
+            steps.take_step([batch])
     plain = of_a_plain_loop()
     return counter.found.total() - plain.total(), dict(counter.found - plain)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.doubles.syncs import HostReads, on_the_cpu
 
-from paceline.checkpoint.snapshots import SnapshotWriter, newest
+from paceline.checkpoint.snapshots import SnapshotWriter, newest_snapshot
 from paceline.checkpoint.state import TensorShard
 
 
@@ -102,7 +102,7 @@ def test_its_memory_is_page_locked_as_long_as_it_is_there(
     assert refuses or all(cudart.locked[writer._buffers[one].data_ptr()] == len(writer._buffers[one]) for one in files)
     assert len(before) == len(cudart.locked)
     assert kernels == ["cuda"] * (4 if refuses else 0)  # no later kernel is blamed for it
-    found = newest([files])
+    found = newest_snapshot([files])
     assert found is not None and found.meta.step == 5
 
 

@@ -28,7 +28,7 @@ def consumed(recorder: Recorder, ahead: Prefetch | None) -> list[float]:
         total = batch["inputs"].sum() + batch["targets"].sum()
         found.append(float(total))
         if ahead is not None:
-            ahead.begin()
+            ahead.start_batches()
         del batch
     return found
 

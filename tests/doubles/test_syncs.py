@@ -65,7 +65,7 @@ def of_a_step(rank: int, world_size: int, strategy: str, clip: float | None, mic
         replica,
         lambda outputs, targets: functional.mse_loss(outputs, targets, reduction="none").mean(1),
         max_norm=clip,
-        votes=lambda: Votes(written=1),
+        votes=lambda: Votes(shard_written=1),
         order=CallOrder(world, lambda: 0, list, print),
     )
     counter = syncs.HostReads()
@@ -76,7 +76,7 @@ def of_a_step(rank: int, world_size: int, strategy: str, clip: float | None, mic
         ]
         counter.lines.clear()
         with counter:
-            steps.take(batches)
+            steps.take_step(batches)
     return dict(counter.lines)
 
 

@@ -18,7 +18,7 @@ from paceline.guard.deaths import (
     rank_end,
 )
 from paceline.guard.judge import judge, judge_samples
-from paceline.protocol.evidence import Evidence, Failure, Sample
+from paceline.protocol.evidence import Evidence, Failure, WorkerSample
 
 GLOO = "[rank0]: RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5120\n"
 
@@ -27,11 +27,13 @@ def record(rank: int, at: float, *, victim: bool = False, code: int = 1) -> Fail
     return Failure(rank, "host", 100 + rank, code, "ValueError", "bad sample", "", victim, at)
 
 
-def ended(rank: int, code: int | None, at: float = 10.0, *, failure: Failure | None = None, log: str = "") -> Sample:
-    return Sample(rank, "host", 100 + rank, code=code, ended_seconds=at, failure=failure, error_text=log)
+def ended(
+    rank: int, code: int | None, at: float = 10.0, *, failure: Failure | None = None, log: str = ""
+) -> WorkerSample:
+    return WorkerSample(rank, "host", 100 + rank, code=code, ended_seconds=at, failure=failure, error_text=log)
 
 
-def victim(rank: int, at: float) -> Sample:
+def victim(rank: int, at: float) -> WorkerSample:
     return ended(rank, 1, at, failure=record(rank, at, victim=True))
 
 
@@ -87,8 +89,8 @@ times = st.floats(0, 100)
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> list[Sample]:
-    def one(rank: int) -> Sample:
+def worlds(draw: st.DrawFn) -> list[WorkerSample]:
+    def one(rank: int) -> WorkerSample:
         code = draw(st.sampled_from([None, 0, 1, 3, -6, -9, -11]))
         failure = draw(st.none() | st.builds(record, st.just(rank), times, victim=st.booleans()))
         if code == 0:
@@ -99,9 +101,9 @@ def worlds(draw: st.DrawFn) -> list[Sample]:
 
 
 @given(worlds(), st.randoms(use_true_random=False))
-def test_the_choice_is_the_best_kind_then_the_oldest_in_any_order(world: list[Sample], random) -> None:
+def test_the_choice_is_the_best_kind_then_the_oldest_in_any_order(world: list[WorkerSample], random) -> None:
     primary = first_to_fail(world)
-    failed = [one for one in world if one.ended_badly or (one.runs and one.failure)]
+    failed = [one for one in world if one.ended_badly or (one.is_running and one.failure)]
     assert (primary is None) == (not failed)
     if primary is None:
         return
@@ -113,7 +115,7 @@ def test_the_choice_is_the_best_kind_then_the_oldest_in_any_order(world: list[Sa
 
 
 @given(worlds())
-def test_more_victims_never_take_the_blame(world: list[Sample]) -> None:
+def test_more_victims_never_take_the_blame(world: list[WorkerSample]) -> None:
     primary = first_to_fail(world)
     crowd = [*world, *(victim(rank, -1.0) for rank in (90, 91))]
     if primary is not None and rank_end(primary) is not RankEnd.VICTIM:
@@ -121,7 +123,7 @@ def test_more_victims_never_take_the_blame(world: list[Sample]) -> None:
 
 
 @given(worlds())
-def test_a_failure_is_always_told_some_time(world: list[Sample]) -> None:
+def test_a_failure_is_always_told_some_time(world: list[WorkerSample]) -> None:
     due = due_seconds(world)
     assert (due is None) == (first_to_fail(world) is None)
     if due is not None:
@@ -129,8 +131,8 @@ def test_a_failure_is_always_told_some_time(world: list[Sample]) -> None:
 
 
 @given(worlds())
-def test_the_judge_of_hangs_names_the_same_rank_where_samples_are_all_it_has(world: list[Sample]) -> None:
-    diagnosis, first = judge([Evidence.of(one) for one in world]), first_to_fail(world)
+def test_the_judge_of_hangs_names_the_same_rank_where_samples_are_all_it_has(world: list[WorkerSample]) -> None:
+    diagnosis, first = judge([Evidence.from_sample(one) for one in world]), first_to_fail(world)
     assert diagnosis.failed == judge_samples(world).failed == (None if first is None else first.rank)
     if first is not None and rank_end(first).is_primary:
         assert diagnosis.causes[:1] == (first.rank,)

@@ -10,7 +10,7 @@ from tests.guard.judge_world import STRUCTURAL, make_case
 
 from paceline.guard.detectors import MAX_DEADLOCK_SECONDS, DeadlockDetector
 from paceline.guard.judge import DEADLOCK_SECONDS, is_deadlocked
-from paceline.protocol.evidence import Evidence, Frame, Op, Sample, Stack
+from paceline.protocol.evidence import Evidence, Frame, Op, Stack, WorkerSample
 from paceline.protocol.job import Windows
 
 WAITS = Frame("torch/distributed/distributed_c10d.py", 3000, "all_reduce")
@@ -91,28 +91,28 @@ def test_over_random_programs_no_rank_that_only_hangs_or_ends_is_taken_for_a_mis
     assert found["structural"] > 50
 
 
-def waiting(now_seconds: float, **since_seconds: float) -> list[Sample]:
+def waiting(now_seconds: float, **since_seconds: float) -> list[WorkerSample]:
     ages = {int(name[1:]): now_seconds - since for name, since in since_seconds.items()}
-    return [Sample(n, "n1", 100 + n, waiting=True, still_seconds=age) for n, age in ages.items()]
+    return [WorkerSample(n, "n1", 100 + n, waiting=True, still_seconds=age) for n, age in ages.items()]
 
 
 def test_ranks_are_asked_once_when_two_have_waited_and_again_when_another_has_come() -> None:
     unmet = DeadlockDetector(Windows())
-    assert not unmet.due(11.0, waiting(11.0, r0=0.0)), "one alone"
-    assert not unmet.due(11.0, waiting(11.0, r0=0.0, r1=10.0))  # the second has just begun to wait
-    assert unmet.due(12.5, waiting(12.5, r0=0.0, r1=10.0))
-    assert not any(unmet.due(now, waiting(now, r0=0.0, r1=10.0)) for now in map(float, range(13, 60)))
-    assert not unmet.due(63.0, waiting(63.0, r0=0.0, r1=10.0, r2=60.0))  # the required time has doubled
-    assert unmet.due(65.0, waiting(65.0, r0=0.0, r1=10.0, r2=60.0))
+    assert not unmet.should_collect(11.0, waiting(11.0, r0=0.0)), "one alone"
+    assert not unmet.should_collect(11.0, waiting(11.0, r0=0.0, r1=10.0))  # the second has just begun to wait
+    assert unmet.should_collect(12.5, waiting(12.5, r0=0.0, r1=10.0))
+    assert not any(unmet.should_collect(now, waiting(now, r0=0.0, r1=10.0)) for now in map(float, range(13, 60)))
+    assert not unmet.should_collect(63.0, waiting(63.0, r0=0.0, r1=10.0, r2=60.0))  # the required time has doubled
+    assert unmet.should_collect(65.0, waiting(65.0, r0=0.0, r1=10.0, r2=60.0))
 
 
 def test_however_often_waiting_was_nothing_a_new_wait_is_looked_at_after_some_seconds() -> None:
     unmet, asked = DeadlockDetector(Windows()), 0
     for start in range(0, 1000, 20):
         waits = waiting(start + MAX_DEADLOCK_SECONDS + 0.5, r0=float(start), r1=float(start))
-        asked += unmet.due(start + MAX_DEADLOCK_SECONDS + 0.5, waits)
+        asked += unmet.should_collect(start + MAX_DEADLOCK_SECONDS + 0.5, waits)
     assert asked == 50
 
 
 def test_without_the_guard_nobody_is_asked() -> None:
-    assert not DeadlockDetector(Windows.parse("off")).due(60.0, waiting(60.0, r0=0.0, r1=0.0))
+    assert not DeadlockDetector(Windows.parse("off")).should_collect(60.0, waiting(60.0, r0=0.0, r1=0.0))

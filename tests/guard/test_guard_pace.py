@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 from tests.errors import raises
 
 from paceline.guard.detectors import Alarm, StallDetector
-from paceline.protocol.evidence import Phase, Sample
+from paceline.protocol.evidence import Phase, WorkerSample
 from paceline.protocol.job import Windows
 
 
-def rank(number: int, still_seconds: float, phase: Phase, step: int, *, waiting: bool, stepped: bool) -> Sample:
+def rank(number: int, still_seconds: float, phase: Phase, step: int, *, waiting: bool, stepped: bool) -> WorkerSample:
     spent = tuple(float(stepped and one is Phase.OPTIMIZER) for one in Phase)
-    return Sample(
+    return WorkerSample(
         number, "n1", 7, step=step, phase=phase, phase_seconds=spent, still_seconds=still_seconds, waiting=waiting
     )
 
 
 def ranks(
     still_seconds: float, *, step: int = 50, phases: Iterable[Phase] = (Phase.SYNC, Phase.FORWARD), waiting: bool = True
-) -> list[Sample]:
+) -> list[WorkerSample]:
     """The last of `phases` is that of the rank for which the others wait."""
     phases = list(phases)
     return [
@@ -47,7 +47,7 @@ class Clock:
         """Stand still; the first alarm, and after how long. `warned`: warnings are no matter."""
         began = self.now
         while self.now < began + seconds:
-            alarm = self.pace.see(self.now, ranks(self.now - began, **settings))  # type: ignore[arg-type]
+            alarm = self.pace.update(self.now, ranks(self.now - began, **settings))  # type: ignore[arg-type]
             if alarm is not None and not (warned and alarm.kind == "warn"):
                 return alarm, self.now - began
             self.now += 0.5
@@ -112,7 +112,7 @@ def test_who_looks_seldom_takes_the_time_between_two_looks_for_no_gap() -> None:
     """The head of a thousand nodes looks every three seconds at ranks that all move."""
     clock = Clock()
     for look in range(40):
-        assert clock.pace.see(clock.now, ranks(0.1, step=look)) is None
+        assert clock.pace.update(clock.now, ranks(0.1, step=look)) is None
         clock.now += 3.0
     found = clock.stand(100.0, warned=True)
     assert found is not None and found[0].window_seconds == 10.0
@@ -124,7 +124,7 @@ def test_a_warning_comes_once_at_half_of_the_window_and_the_alarm_again_after_ea
     alarms: list[tuple[str, float]] = []
     began = clock.now
     while clock.now < began + 25:
-        if alarm := clock.pace.see(clock.now, ranks(clock.now - began)):
+        if alarm := clock.pace.update(clock.now, ranks(clock.now - began)):
             alarms.append((alarm.kind, clock.now - began))
         clock.now += 0.5
     assert alarms == [("warn", 4.0), ("stall", 8.0), ("stall", 16.0), ("stall", 24.0)]
@@ -152,7 +152,7 @@ def test_the_first_step_of_a_resumed_run_may_compile_too() -> None:
     for second in range(50):
         waits = rank(0, float(second), Phase.SYNC, 1000, waiting=True, stepped=False)
         compiles = rank(1, float(second), Phase.BACKWARD, 1000, waiting=False, stepped=False)
-        assert pace.see(float(second), [waits, compiles]) in (None, Alarm("warn", 30.0, 60.0))
+        assert pace.update(float(second), [waits, compiles]) in (None, Alarm("warn", 30.0, 60.0))
 
 
 def test_a_script_in_which_nobody_waits_is_left_alone() -> None:
@@ -166,7 +166,7 @@ def test_one_rank_that_moves_is_enough() -> None:
             rank(0, float(second), Phase.SYNC, 9, waiting=True, stepped=True),
             rank(1, 0.2, Phase.FORWARD, 9, waiting=False, stepped=True),
         ]
-        assert pace.see(float(second), moving) is None
+        assert pace.update(float(second), moving) is None
 
 
 def test_off_says_nothing() -> None:
@@ -181,7 +181,7 @@ def test_who_was_suspended_begins_to_count_anew() -> None:
     clock.now += suspended_seconds
     began = clock.now
     while clock.now < began + 3.5:  # ages that count the sleep, too
-        assert clock.pace.see(clock.now, ranks(clock.now - began + suspended_seconds)) is None
+        assert clock.pace.update(clock.now, ranks(clock.now - began + suspended_seconds)) is None
         clock.now += 0.5
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.guard.collect import IdleClock
 from paceline.guard.detectors import sample_seconds
-from paceline.protocol.evidence import Phase, Sample
+from paceline.protocol.evidence import Phase, WorkerSample
 from paceline.protocol.job import Windows
 from paceline.protocol.status_page import PAGE_BYTES, StatusPage, make_status_page
 
@@ -28,8 +28,8 @@ def worker(page: int) -> Iterator[StatusPage]:
     mine.close()
 
 
-def read(stillness: IdleClock, page: int, now_seconds: float, rank: int = 0) -> Sample:
-    return stillness.read(Sample(rank, "here", 1), page, now_seconds)
+def read(stillness: IdleClock, page: int, now_seconds: float, rank: int = 0) -> WorkerSample:
+    return stillness.read(WorkerSample(rank, "here", 1), page, now_seconds)
 
 
 def test_an_age_grows_until_anything_moves(page: int, worker: StatusPage) -> None:

@@ -11,7 +11,7 @@ from tests.rendered import rendered
 from paceline.guard.detectors import SleepDetector
 from paceline.guard.judge import judge
 from paceline.guard.silent import Notice, SilentFaultDetector
-from paceline.protocol.evidence import Diagnosis, Evidence, Op, Phase, Sample, ScriptFinding, StopKind
+from paceline.protocol.evidence import Diagnosis, Evidence, Op, Phase, ScriptFinding, StopKind, WorkerSample
 from paceline.protocol.job import Windows
 from paceline.protocol.marks import BY_DDP, LAST_CALLS, MARK, ORDER, SUMMED, ReplicaFingerprint
 
@@ -20,7 +20,7 @@ CALLS = {n: Op("0", 0, "all_reduce", shape="[]", dtype="float32", site=f"train.p
 
 
 def marks(*found: ReplicaFingerprint) -> bytes:
-    fields = [(*m[:3], *m.parts, *m.hashes, *m.sums, *m.settings, m.number) for m in found]
+    fields = [(*m[:3], *m.tensor_indices, *m.hashes, *m.sums, *m.settings, m.optimizer_step) for m in found]
     return b"".join(MARK.pack(*one) for one in fields)
 
 
@@ -35,9 +35,9 @@ def calls(*hashes: int, before: int = 0) -> bytes:
     return ORDER.pack(before + len(hashes), 9, 3) + struct.pack(f"@{LAST_CALLS}I", *ring)
 
 
-def rank(number: int, *found: ReplicaFingerprint, **known: object) -> Sample:
+def rank(number: int, *found: ReplicaFingerprint, **known: object) -> WorkerSample:
     known = {"step": 5, "script": True, **known}
-    return Sample(number, "n1", 7, fingerprints=marks(*found), **known)  # type: ignore[arg-type]
+    return WorkerSample(number, "n1", 7, fingerprints=marks(*found), **known)  # type: ignore[arg-type]
 
 
 def silent(known: Mapping[int, Op] = CALLS) -> SilentFaultDetector:
@@ -49,7 +49,7 @@ def first(found: Sequence[Diagnosis]) -> Diagnosis | None:
     return found[0] if found else None
 
 
-def seen(*samples: Sample, last: bool = False) -> Diagnosis | None:
+def seen(*samples: WorkerSample, last: bool = False) -> Diagnosis | None:
     return first(silent().update(samples, last=last))
 
 
@@ -145,7 +145,7 @@ def test_the_rank_whose_own_loss_was_not_finite_is_named_once_all_have_told() ->
 
 
 def test_the_rank_that_made_the_sum_not_finite_is_named_by_its_step() -> None:
-    def told(number: int, step: int) -> Sample:
+    def told(number: int, step: int) -> WorkerSample:
         return rank(number, findings=(ScriptFinding("not finite", step, "", own=False),))
 
     found = seen(told(0, 6), told(1, 5), told(2, 6))
@@ -226,7 +226,7 @@ def test_a_thread_that_ended_is_told_and_again_when_its_rank_hangs() -> None:
     assert [(told.kind, told.rank, told.step) for told in one.notices] == [("thread", 1, 5)]
     assert ended.text in one.notices[0].words
     waits = Op("0", 7, "all_reduce", shape="[3]")
-    hung = [Evidence.of(samples[0]), Evidence.of(samples[1])]
+    hung = [Evidence.from_sample(samples[0]), Evidence.from_sample(samples[1])]
     found = judge([replace(hung[0], ops=(waits,), answered=True), replace(hung[1], answered=True)])
     assert found.causes == (1,) and ended.text in found.sentences
 
@@ -303,7 +303,7 @@ def asleep(still_seconds: float, *sleeps: int, kind: StopKind = StopKind.BEHIND)
 def test_who_sleeps_one_sleep_for_45_seconds_is_proven_to_and_nobody_else() -> None:
     def proven(*looks: tuple[Diagnosis, list[Evidence]], windows: str = "auto") -> list[bool | None]:
         one = SleepDetector(Windows.parse(windows))
-        return [one.proves(*look) if one.due(look[1]) else None for look in looks]
+        return [one.proves(*look) if one.should_collect(look[1]) else None for look in looks]
 
     assert proven(asleep(19, -1, 5), asleep(21, -1, 5), asleep(30, -1, 5), asleep(46, -1, 5)) == [
         None,

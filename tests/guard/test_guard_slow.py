@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.rendered import rendered
 
 from paceline.guard.detectors import Straggler, StragglerDetector, median_without, slow_network, slow_rank, slow_script
-from paceline.protocol.evidence import Phase, Sample
+from paceline.protocol.evidence import Phase, WorkerSample
 
 HOSTS = {0: "n1", 1: "n2", 2: "n3", 3: "n4"}
 
@@ -37,12 +37,12 @@ class Ranks:
             self.step += 1
             for rank, more in enumerate(per_step):
                 self.spent[rank] = tuple(a + b for a, b in zip(self.spent[rank], more, strict=True))
-            words.append(slowness.see(self.samples()))
+            words.append(slowness.update(self.samples()))
         return [sentence for sentence in words if sentence]
 
-    def samples(self, phase: Phase = Phase.SYNC) -> list[Sample]:
+    def samples(self, phase: Phase = Phase.SYNC) -> list[WorkerSample]:
         return [
-            Sample(rank, HOSTS[rank], 7, step=self.step, phase=phase, phase_seconds=spent, script=self.of_script,
+            WorkerSample(rank, HOSTS[rank], 7, step=self.step, phase=phase, phase_seconds=spent, script=self.of_script,
                    queued_seconds=self.step * self.queued.get(rank, 0.0))
             for rank, spent in self.spent.items()
         ]  # fmt: skip
@@ -54,7 +54,7 @@ def test_a_rank_whose_data_comes_late_is_named_with_host_and_phase() -> None:
     found = slow_rank({0: waiting, 1: late, 2: waiting}, HOSTS)
     own_code = slow_script({0: script(waits=0.5), 1: script(own=0.5)}, HOSTS)
     assert found is not None and (found.rank, found.phase) == (1, Phase.DATA) and own_code is not None
-    rendered([found.words, own_code.words])
+    rendered([found.warning_text, own_code.warning_text])
 
 
 def test_a_late_rank_is_named_where_the_others_wait_within_their_backward_pass() -> None:
@@ -92,7 +92,7 @@ def test_it_is_said_once_and_again_only_when_it_has_become_half_as_bad_again() -
 
 def test_the_first_steps_of_a_start_do_not_count() -> None:
     ranks, slowness = Ranks(2, step=1000), StragglerDetector(HOSTS)
-    slowness.see(ranks.samples(Phase.INIT))
+    slowness.update(ranks.samples(Phase.INIT))
     assert not ranks.said(slowness, [HEALTHY, times(data=30.0)], steps=5)  # compiles
     assert not ranks.said(slowness, [HEALTHY, HEALTHY])
 
@@ -101,7 +101,7 @@ def test_scripts_which_say_no_phases_are_not_judged() -> None:
     ranks, slowness = Ranks(2), StragglerDetector(HOSTS)
     for _ in range(100):
         ranks.said(StragglerDetector(HOSTS), [HEALTHY, times(data=1.0)], steps=1)
-        assert slowness.see(ranks.samples(Phase.USER)) == ""
+        assert slowness.update(ranks.samples(Phase.USER)) == ""
 
 
 def test_one_rank_alone_is_never_slow() -> None:
@@ -115,7 +115,12 @@ def script(*, own: float = 0.0, data: float = 0.01, waits: float = 0.0, sync: fl
 def slow_of(*per_step: tuple[float, ...], judge: Callable[..., Straggler | None] = slow_script) -> object:
     """The slow rank, its own time, the others' time, the phase."""
     found = judge(dict(enumerate(per_step)), HOSTS)
-    return found and (found.rank, pytest.approx(found.seconds), pytest.approx(found.usual_seconds), found.phase)
+    return found and (
+        found.rank,
+        pytest.approx(found.seconds_per_step),
+        pytest.approx(found.usual_seconds),
+        found.phase,
+    )
 
 
 def test_a_slow_rank_of_a_script_is_named_where_the_others_wait_for_it_as_long() -> None:

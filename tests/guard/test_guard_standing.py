@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.guard.detectors import Alarm, StallDetector, assume_waiting, is_stalled, ranks_to_interrupt
-from paceline.protocol.evidence import Diagnosis, Evidence, Frame, Op, Phase, Sample, Stack, StopKind
+from paceline.protocol.evidence import Diagnosis, Evidence, Frame, Op, Phase, Stack, StopKind, WorkerSample
 from paceline.protocol.job import Windows
 
 ALARM = Alarm("stall", 5.0, 5.0)
@@ -82,8 +82,8 @@ def test_importing_a_part_of_torch_is_no_waiting_wherever_it_lies() -> None:
     assert is_stalled([rank(0, stacks=(waiting,)), rank(1, state="S")], ALARM, FIVE)
 
 
-def sample(phase: Phase, *, met: bool) -> Sample:
-    return Sample(0, "n1", 100, phase=phase, phase_seconds=(0.0,) * len(Phase), still_seconds=3.0, met=met)
+def sample(phase: Phase, *, met: bool) -> WorkerSample:
+    return WorkerSample(0, "n1", 100, phase=phase, phase_seconds=(0.0,) * len(Phase), still_seconds=3.0, met=met)
 
 
 def test_scripts_may_wait_where_nothing_shows_it_but_a_script_alone_for_whom() -> None:
@@ -115,8 +115,8 @@ def test_a_script_that_is_seen_from_outside_is_judged_as_one_that_says_nothing()
     pace = StallDetector(auto)
     for now_seconds, step, still_seconds in ((996.0, 1, 0.0), (1000.0, 50, 200.0)):
         samples = [
-            Sample(n, "n1", 7, step=step, met=True, script=True, phase=Phase.FORWARD, still_seconds=still_seconds)
+            WorkerSample(n, "n1", 7, step=step, met=True, script=True, phase=Phase.FORWARD, still_seconds=still_seconds)
             for n in (0, 1)
         ]
-        found = pace.see(now_seconds, assume_waiting(samples, 2))
+        found = pace.update(now_seconds, assume_waiting(samples, 2))
     assert found is not None and (found.kind, found.window_seconds) == ("warn", 300.0)

@@ -16,7 +16,17 @@ from paceline.guard import report
 from paceline.guard.judge import judge
 from paceline.guard.report import describe_rank, format_report, format_warning, read_diagnosis, same_diagnosis
 from paceline.guard.sentences import format_ranks
-from paceline.protocol.evidence import Diagnosis, Evidence, Frame, LoaderWorker, Op, Phase, Sample, Stack, StopKind
+from paceline.protocol.evidence import (
+    Diagnosis,
+    Evidence,
+    Frame,
+    LoaderWorker,
+    Op,
+    Phase,
+    Stack,
+    StopKind,
+    WorkerSample,
+)
 
 OP = Op("0", 9876, "all_reduce", "bucket 3", "[1732]", "float32", "train.py:97 in step")
 ESCAPES = "\x1b[2Jpwned\x1b]0;title\x07\r\n\x9b31m\u202e"
@@ -84,8 +94,8 @@ def test_ranks_are_listed_in_runs() -> None:
 
 
 def test_a_warning_names_those_for_whom_the_others_wait_and_nobody_if_all_wait() -> None:
-    all_wait = [Sample(n, "n1", 7, phase=Phase.SYNC, step=1234 * (n == 1), waiting=True) for n in range(4)]
-    loads = [*all_wait[:2], Sample(2, "n1", 7, phase=Phase.DATA), all_wait[3]]
+    all_wait = [WorkerSample(n, "n1", 7, phase=Phase.SYNC, step=1234 * (n == 1), waiting=True) for n in range(4)]
+    loads = [*all_wait[:2], WorkerSample(2, "n1", 7, phase=Phase.DATA), all_wait[3]]
     rendered(format_warning(ranks, still_seconds=6.2, window_seconds=12.4) for ranks in (loads, all_wait, all_wait[2:]))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.host.facts import SOURCE_ROOT, Limit, gather, resolve_host, source_digest
+from paceline.host.facts import SOURCE_ROOT, Limit, gather_facts, resolve_host, source_digest
 
 CODE = """
 import sys, time
@@ -25,7 +25,7 @@ print(time.perf_counter() - start, "torch" in sys.modules)
 
 
 def test_they_are_of_this_machine_and_process() -> None:
-    facts = gather()
+    facts = gather_facts()
     assert (facts.host, facts.pid) == (os.uname().nodename, os.getpid())
     assert facts.packages["torch"] == version("torch")
     assert facts.python == ".".join(map(str, sys.version_info[:3]))

@@ -198,7 +198,7 @@ def test_no_process_that_stands_in_a_folder_is_signalled(users: Users, shared: P
         found = read_process(bystander.pid)
         assert found is not None
         evil = run_folder(shared / "evil")
-        write_roster(evil, bystander.pid, started=found.start)
+        write_roster(evil, bystander.pid, started=found.start_ticks)
         prepared(users, evil, by=users.mallory)
         done = me.paceline("cancel", evil)
         assert done.returncode == 2 and BELONGS.format(users.mallory.name, me.name) in done.stderr

@@ -40,7 +40,7 @@ from paceline.lab.scale import (
     parts_of,
     read_run,
 )
-from paceline.report.step_parts import PhaseSeconds, Run, StepParts, backward_per_forward, split_step
+from paceline.report.step_parts import PhaseSeconds, RecordedSteps, StepParts, backward_per_forward, split_step
 from paceline.runs.events import Evaluated, Event, Started, Step
 from paceline.runs.writers import EventWriter
 
@@ -60,7 +60,7 @@ class Rank:
 def lockstep(
     ranks: Sequence[Rank], *, exchange: float = 0.0, in_backward: bool = False, steps: int = 60, seed: int = 0,
     hidden: float = 0.0,
-) -> Run:  # fmt: skip
+) -> RecordedSteps:  # fmt: skip
     """A run in which everybody waits for the slowest, and then `exchange` seconds for the sums.
 
     Args:
@@ -85,7 +85,7 @@ def lockstep(
                 each["data"], each["forward"], backward, sync, each["optimizer"], end + hidden, each["between"]
             )
         found.append(step)
-    return Run(found, 64.0 * len(ranks), dict.fromkeys(range(len(ranks)), "here"))
+    return RecordedSteps(found, 64.0 * len(ranks), dict.fromkeys(range(len(ranks)), "here"))
 
 
 def _drawn(rank: Rank, chance: random.Random) -> dict[str, float]:
@@ -102,7 +102,7 @@ BASE = lockstep([Rank()])
 RATIO = backward_per_forward(BASE)
 
 
-def weak(run: Run) -> list[LossCause]:
+def weak(run: RecordedSteps) -> list[LossCause]:
     return lost_shares(split_step(BASE), split_step(run, RATIO))
 
 
@@ -202,7 +202,7 @@ def test_what_is_waited_for_is_the_exchange_or_the_slowest_and_never_less_than_n
 ROOMY, NARROW = Machine(64, 1, 1_000_000), Machine(2, 2, 1_000_000)
 
 
-def loss(run: Run, machine: Machine = ROOMY) -> Lost:
+def loss(run: RecordedSteps, machine: Machine = ROOMY) -> Lost:
     """What a run of made-up ranks loses against one of them alone."""
     at = At(run.world_size, 64)
     runs: Runs = {At(1, 64): [BASE] * 3, at: [run] * 3}
@@ -258,7 +258,7 @@ def test_steps_are_read_by_rank_without_the_warm_up_and_with_what_lies_between_t
         steps = [step(number, number * (0.2 + rank / 10)) for number in range(1, 7)]
         write(tmp_path, rank, started(rank), *steps[:4], Evaluated(4, {}, 9.0), *steps[4:])
     run = read_run(tmp_path, skip=2)
-    assert (run.world_size, run.samples, run.hosts) == (2, 64, {0: "n0", 1: "n1"})
+    assert (run.world_size, run.mean_global_batch, run.hosts) == (2, 64, {0: "n0", 1: "n1"})
     assert len(run.steps) == 4
     assert run.steps[0][0].between == pytest.approx(0.05)
     assert run.steps[0][1].between == pytest.approx(0.15)

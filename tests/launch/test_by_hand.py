@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from tests.errors import raises
 
-from paceline.launch.by_hand import by_hand, typed
+from paceline.launch.by_hand import by_hand, format_commands
 from paceline.launch.plan import describe, parse_hosts
 from paceline.protocol.job import Host, JobSpec, NodePlan
 
@@ -48,25 +48,27 @@ def job(**settings: object) -> JobSpec:
 def test_the_printed_text() -> None:
     hosts = (Host("me@n1"), Host("n2", 2222, 3))
     env = {"DATA": "/my data", "HF_TOKEN": "hunter2"}
-    assert typed(by_hand(job(hosts=hosts, port=29500, cwd="/work", env=env))) == GOLDEN
+    assert format_commands(by_hand(job(hosts=hosts, port=29500, cwd="/work", env=env))) == GOLDEN
 
 
 def test_without_hosts_the_place_of_node_0_is_marked() -> None:
     plan = by_hand(job())
     assert all("--master-addr=NODE0" in command.argv for command in plan.by_hand)
     assert "NODE0" in plan.notes[0]
-    assert typed(plan) == typed(by_hand(job()))  # no port or id that changes from one print to the next
+    assert format_commands(plan) == format_commands(
+        by_hand(job())
+    )  # no port or id that changes from one print to the next
 
 
 def test_our_own_agent_reads_a_private_plan(tmp_path: Path) -> None:
     plan = by_hand(job(torchrun=False, hosts=parse_hosts("n1,n2"), secret="ab" * 32, min_nodes=1, max_restarts=2))
     agent = "/env/bin/python -P -m paceline.launch.agent --plan /runs/a/submit-1/plan.json"
-    lines = typed(plan).splitlines()
+    lines = format_commands(plan).splitlines()
     assert lines[1] == f"{agent} --node 0 --node0 n1" and lines[4] == f"{agent} --node 1 --node0 n1"
     told = msgspec.json.decode(plan.files["plan.json"], type=NodePlan)
     assert (told.node, told.nodes, told.min_nodes, told.node0, told.secret) == (-1, 2, 1, ("n1",), "ab" * 32)
     assert told.max_restarts == 2 and told.silence_seconds == 0 and len(told.node0_ports) == 8
-    assert "abab" not in typed(plan) and "abab" not in describe(plan)
+    assert "abab" not in format_commands(plan) and "abab" not in describe(plan)
     assert json.loads(plan.files["plan.json"])["hosts"] == [{"name": "n1"}, {"name": "n2"}]
 
 
@@ -75,13 +77,13 @@ def test_what_torchrun_cannot_do_is_refused_or_said() -> None:
         by_hand(job(min_nodes=1))
     with raises("nodes-and-hosts-differ", value=2, count=3):
         by_hand(job(hosts=parse_hosts("n1,n2,n3")))
-    assert "--agent paceline" in typed(by_hand(job(max_restarts=1)))
+    assert "--agent paceline" in format_commands(by_hand(job(max_restarts=1)))
 
 
 def test_modules_and_environments_are_said_before(tmp_path: Path) -> None:
-    text = typed(by_hand(job(modules=("cuda/12",), activate="conda:my env")))
+    text = format_commands(by_hand(job(modules=("cuda/12",), activate="conda:my env")))
     assert "cuda/12 && conda activate 'my env'" in text
-    assert "&& source /x/activate" in typed(by_hand(job(modules=("a",), activate="/x/activate")))
+    assert "&& source /x/activate" in format_commands(by_hand(job(modules=("a",), activate="/x/activate")))
 
 
 def test_a_line_can_be_pasted_whatever_is_in_it(tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_a_line_can_be_pasted_whatever_is_in_it(tmp_path: Path) -> None:
     stub.write_text(f"#!{sys.executable}\nimport os, sys\nprint([os.environ['X'], *sys.argv[1:]])\n")
     stub.chmod(0o755)
     hostile = "a b'; echo $HOME `id`\n\\"
-    line = typed(by_hand(job(python=str(stub), env={"X": hostile}, argv=("python", "my script.py", hostile))))
+    line = format_commands(by_hand(job(python=str(stub), env={"X": hostile}, argv=("python", "my script.py", hostile))))
     command = line.split("\n", 1)[1].split("\n\n# node 1")[0]
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=10, check=True)
     words = eval(done.stdout)

@@ -11,11 +11,11 @@ import pytest
 from tests.errors import raises
 from tests.launch.launch_harness import Launch
 
-from paceline.cli.jobs import placed_job
+from paceline.cli.jobs import make_job_spec
 from paceline.config.settings import ClusterConfig
 from paceline.guard.report import RunEvent
 from paceline.launch.agent.coordinator import EVENT_LOG, is_queued_again
-from paceline.launch.slurm.plan import slurm
+from paceline.launch.slurm.plan import plan_slurm
 from paceline.protocol.evidence import StopKind
 from paceline.protocol.job import JobSpec, NodePlan
 
@@ -79,7 +79,7 @@ def test_when_slurm_queues_the_run_again(
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    plan = slurm(JobSpec(("true",), 1, submit_dir=str(tmp_path), run_dir=str(tmp_path))).files["plan.json"]
+    plan = plan_slurm(JobSpec(("true",), 1, submit_dir=str(tmp_path), run_dir=str(tmp_path))).files["plan.json"]
     assert is_queued_again(msgspec.json.decode(plan, type=NodePlan), signals) is is_requeued
     assert not is_queued_again(NodePlan(("true",), 1), signals)
 
@@ -87,4 +87,4 @@ def test_when_slurm_queues_the_run_again(
 @pytest.mark.parametrize("cluster", [ClusterConfig(on_event=" "), ClusterConfig(on="print", nodes="2", on_event="cat")])
 def test_a_command_that_nothing_would_run(cluster: ClusterConfig) -> None:
     with raises("on-event-not-run", value=cluster.on_event):
-        placed_job(cluster, 1)
+        make_job_spec(cluster, 1)

@@ -50,10 +50,10 @@ def test_a_bar_that_stands_still_is_told_and_not_again_at_its_end(clock: list[fl
     lines = LineSplitter()
     assert lines.feed(b"\r 40%|") == [] and lines.wait_seconds == 10
     clock[0] += 11
-    assert lines.due() == [LinePart(b" 40%|\n", is_bar=True)]
+    assert lines.take_due_bar() == [LinePart(b" 40%|\n", is_bar=True)]
     assert lines.wait_seconds is None
     clock[0] += 11
-    assert lines.due() == [] and lines.end() == []
+    assert lines.take_due_bar() == [] and lines.end() == []
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ class Shown:
         """All that was shown, once no more comes."""
         self.relay.finish()
         self.screen.close()
-        assert self.screen.closed(10)
+        assert self.screen.wait_closed(10)
         os.close(self.writer)
         with os.fdopen(self.reader, "rb") as file:
             return file.read().decode()
@@ -237,15 +237,15 @@ def test_a_screen_that_nobody_reads_says_that_it_is_full() -> None:
         for _ in range(40):
             screen.put(writer, b"x" * 65536)
         screen.close()
-        assert screen.full and not screen.closed(0.1)
+        assert screen.full and not screen.wait_closed(0.1)
         os.set_blocking(reader, False)
         deadline = time.monotonic() + 10
-        while not screen.closed(0.0) and time.monotonic() < deadline:
+        while not screen.wait_closed(0.0) and time.monotonic() < deadline:
             try:
                 os.read(reader, 1 << 20)
             except BlockingIOError:
                 time.sleep(0.001)
-        assert screen.closed(0.0) and not screen.full
+        assert screen.wait_closed(0.0) and not screen.full
     finally:
         os.close(writer)
         os.close(reader)

@@ -18,11 +18,11 @@ from msgspec.structs import replace
 from tests.errors import raises
 
 from paceline.launch.slurm import queue
-from paceline.launch.slurm.plan import batch_script, slurm
+from paceline.launch.slurm.plan import batch_script, plan_slurm
 from paceline.launch.slurm.queue import (
     HeldAllocation,
     JobState,
-    Nodes,
+    NodeSet,
     check_allocation,
     in_allocation,
     misfit,
@@ -62,9 +62,9 @@ def test_the_batch_script_is_this_text() -> None:
 
 
 def test_the_plan_is_complete_and_keeps_secrets_out_of_the_script() -> None:
-    plan = slurm(JOB)
-    assert plan.submit is not None
-    assert plan.submit.argv == ("sbatch", "--parsable", f"{JOB.submit_dir}/job.sbatch")
+    plan = plan_slurm(JOB)
+    assert plan.submit_command is not None
+    assert plan.submit_command.argv == ("sbatch", "--parsable", f"{JOB.submit_dir}/job.sbatch")
     node = msgspec.json.decode(plan.files["plan.json"], type=NodePlan)
     assert (node.node, node.nodes, node.nproc, node.argv, node.secret) == (-1, 2, 2, JOB.argv, JOB.secret)
     assert (node.run_dir, node.cwd, node.env, node.threads) == ("/runs/a", JOB.cwd, {"TOKEN": "hf_1234"}, 0)
@@ -137,7 +137,7 @@ def test_no_text_of_a_user_becomes_a_line_or_a_command(
             JOB, name=name, python=python, cwd=str(folder / cwd), submit_dir=str(folder / run), modules=(module,),
             activate=activate, slurm=asked,
         )  # fmt: skip
-        slurm(job)  # is not refused
+        plan_slurm(job)  # is not refused
         text = batch_script(job)
         harmless = batch_script(replace(JOB, activate="x", slurm=replace(asked, options=("comment=x",))))
         assert len(text.split("\n")) == len(harmless.split("\n"))
@@ -162,7 +162,7 @@ def test_what_would_end_a_line_is_refused(field: str, bad: str) -> None:
     values = {"modules": (bad,)}
     job = replace(JOB, slurm=asked[field]) if field in asked else replace(JOB, **{field: values.get(field, bad)})
     with raises("control-characters"):
-        slurm(job)
+        plan_slurm(job)
 
 
 def test_a_module_or_activation_that_fails_ends_the_script(tmp_path: Path) -> None:
@@ -222,13 +222,13 @@ def test_conda_is_found_where_it_is_only_a_function_of_interactive_shells(tmp_pa
 )
 def test_an_option_that_paceline_sets_is_refused_with_what_to_say_instead(option: str, instead: str) -> None:
     with raises("sbatch-not-key-value" if instead == "long name" else "sbatch-option-is-ours", value=option) as caught:
-        slurm(replace(JOB, slurm=replace(JOB.slurm, options=(option,))))
+        plan_slurm(replace(JOB, slurm=replace(JOB.slurm, options=(option,))))
     assert instead in str(caught.value)
 
 
 @pytest.mark.parametrize("option", ["mem=16G", "account=x", "gres=lustre:1", "exclusive", "qos=gpu", "constraint=a&b"])
 def test_any_other_option_of_sbatch_stands_in_the_script(option: str) -> None:
-    text = slurm(replace(JOB, slurm=replace(JOB.slurm, options=(option,)))).files["job.sbatch"]
+    text = plan_slurm(replace(JOB, slurm=replace(JOB.slurm, options=(option,)))).files["job.sbatch"]
     assert [f"--{option}"] in [shlex.split(line[8:]) for line in text.splitlines() if line.startswith("#SBATCH")]
 
 
@@ -248,7 +248,7 @@ def test_a_contradiction_is_refused_before_it_queues(
     change: dict[str, object], code: str, fields: dict[str, object]
 ) -> None:
     with raises(code, **fields):
-        slurm(replace(JOB, **change))  # type: ignore[arg-type]
+        plan_slurm(replace(JOB, **change))  # type: ignore[arg-type]
 
 
 CLUSTER = """\
@@ -262,10 +262,10 @@ nonsense
 
 def test_sinfo_is_understood() -> None:
     assert parse_sinfo(CLUSTER) == [
-        Nodes("main", 4, 2, 0, 60, up=True, default=True),
-        Nodes("gpu", 2, 64, 8, 2880, up=True, default=False),
-        Nodes("gpu", 6, 32, 4, 2880, up=True, default=False),
-        Nodes("old", 9, 8, 0, float("inf"), up=False, default=False),
+        NodeSet("main", 4, 2, 0, 60, up=True, default=True),
+        NodeSet("gpu", 2, 64, 8, 2880, up=True, default=False),
+        NodeSet("gpu", 6, 32, 4, 2880, up=True, default=False),
+        NodeSet("old", 9, 8, 0, float("inf"), up=False, default=False),
     ]
 
 

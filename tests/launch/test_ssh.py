@@ -13,7 +13,7 @@ from tests.errors import raises
 
 from paceline.errors import UsageError
 from paceline.launch.plan import describe, parse_hosts
-from paceline.launch.ssh.plan import rsync_commands, ssh, sync
+from paceline.launch.ssh.plan import plan_ssh, rsync_commands, run_rsync
 from paceline.launch.ssh.sessions import why_lost, why_no_agent
 from paceline.protocol.job import Host, JobSpec, node0_ports
 
@@ -30,7 +30,7 @@ def job_on(names: str, **settings: object) -> JobSpec:
 
 
 def test_the_command_lines_of_two_hosts() -> None:
-    plan = ssh(job_on("me@n1,n2:2222", ssh=("ssh", "-F", "my config")))
+    plan = plan_ssh(job_on("me@n1,n2:2222", ssh=("ssh", "-F", "my config")))
     remote = "exec /env/bin/python -P -m paceline.launch.agent --announce"
     assert [shlex.join(command.argv) for command in plan.agents] == [
         f"ssh -F 'my config' {OPTIONS} -- me@n1 '{remote}'",
@@ -41,7 +41,7 @@ def test_the_command_lines_of_two_hosts() -> None:
 
 def test_each_node_is_told_who_it_is_and_where_node_0_is() -> None:
     hosts = (Host("me@n1"), Host("n2", None, 5))
-    plan = ssh(job_on("n1,n2", hosts=hosts, run_dir="/runs/a", min_nodes=1, secret="ab" * 32))
+    plan = plan_ssh(job_on("n1,n2", hosts=hosts, run_dir="/runs/a", min_nodes=1, secret="ab" * 32))
     first, second = plan.nodes
     assert (first.node, first.nproc, second.node, second.nproc) == (0, 2, 1, 5)
     for node in plan.nodes:
@@ -51,7 +51,7 @@ def test_each_node_is_told_who_it_is_and_where_node_0_is() -> None:
 
 def test_nothing_secret_is_on_a_command_line_or_in_the_description() -> None:
     job = job_on("n1,n2", secret="5ec4e7" * 8, env={"HF_TOKEN": 'hunter"2', "PLAIN": "seen"}, argv=("python", "hidden"))
-    plan = ssh(job)
+    plan = plan_ssh(job)
     lines = " ".join(word for command in plan.agents for word in (*command.argv, *command.env.values()))
     assert not any(word in lines for word in ("5ec4e7", "hunter", "seen", "hidden"))
     text = describe(plan)
@@ -59,10 +59,14 @@ def test_nothing_secret_is_on_a_command_line_or_in_the_description() -> None:
 
 
 def test_ports_of_node_0_are_the_asked_one_or_eight_of_the_run() -> None:
-    assert ssh(job_on("n1,n2", port=29500)).nodes[0].node0_ports == (29500,)
-    ports = ssh(job_on("n1,n2")).nodes[1].node0_ports
+    assert plan_ssh(job_on("n1,n2", port=29500)).nodes[0].node0_ports == (29500,)
+    ports = plan_ssh(job_on("n1,n2")).nodes[1].node0_ports
     assert len(set(ports)) == 8 and all(20000 <= port <= 29999 for port in ports)
-    assert ports == ssh(job_on("n3,n4")).nodes[0].node0_ports != ssh(job_on("n1,n2", run_id="60")).nodes[0].node0_ports
+    assert (
+        ports
+        == plan_ssh(job_on("n3,n4")).nodes[0].node0_ports
+        != plan_ssh(job_on("n1,n2", run_id="60")).nodes[0].node0_ports
+    )
 
 
 @given(st.text(max_size=30))
@@ -73,10 +77,10 @@ def test_ports_are_eight_for_every_run(run_id: str) -> None:
 
 def test_hosts_and_nodes_that_contradict_are_refused() -> None:
     with raises("nodes-and-hosts-differ", value=3, count=2):
-        ssh(job_on("n1,n2", nodes=3, min_nodes=3))
-    assert len(ssh(job_on("n1,n2", nodes=3, min_nodes=1)).agents) == 2  # a third one may join
+        plan_ssh(job_on("n1,n2", nodes=3, min_nodes=3))
+    assert len(plan_ssh(job_on("n1,n2", nodes=3, min_nodes=1)).agents) == 2  # a third one may join
     with raises("ssh-without-hosts"):
-        ssh(job_on("n1", hosts=()))
+        plan_ssh(job_on("n1", hosts=()))
 
 
 HOSTILE = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=30)
@@ -89,7 +93,7 @@ def test_no_path_of_python_can_inject_a_command(name: str) -> None:
         stub = Path(folder, name)
         stub.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
         stub.chmod(0o755)
-        line = ssh(job_on("n1", python=str(stub))).agents[0].argv[-1]
+        line = plan_ssh(job_on("n1", python=str(stub))).agents[0].argv[-1]
         done = subprocess.run(["sh", "-c", line], capture_output=True, timeout=10, check=True)
         assert done.stdout.split(b"\0") == [b"-P", b"-m", b"paceline.launch.agent", b"--announce", b""]
         assert [path.name for path in Path(folder).iterdir()] == [name] and done.stderr == b""
@@ -97,12 +101,12 @@ def test_no_path_of_python_can_inject_a_command(name: str) -> None:
 
 @given(HOSTILE)
 def test_the_host_is_one_word_after_the_options(name: str) -> None:
-    argv = ssh(job_on("n1", hosts=(Host(name),))).agents[0].argv
+    argv = plan_ssh(job_on("n1", hosts=(Host(name),))).agents[0].argv
     assert argv[-3] == "--" and len(argv) == len(shlex.split(OPTIONS)) + 4
 
 
 def test_ipv6_goes_to_ssh_without_brackets() -> None:
-    assert ssh(job_on("me@[fe80::1]:22")).agents[0].argv[-2] == "me@fe80::1"
+    assert plan_ssh(job_on("me@[fe80::1]:22")).agents[0].argv[-2] == "me@fe80::1"
 
 
 # ---- --sync ------------------------------------------------------------------------------------------------------
@@ -132,7 +136,7 @@ def test_the_working_folder_reaches_the_host_and_nothing_there_is_deleted(tmp_pa
     )
     assert command.argv[-1] == f"n1:{here}/" and "--delete" not in command.argv
     redirected = (*command.argv[:-1], f"n1:{there}/")  # both ends are on this machine
-    sync([type(command)(command.name, redirected)])
+    run_rsync([type(command)(command.name, redirected)])
     found = sorted(str(path.relative_to(there)) for path in there.rglob("*") if path.is_file())
     assert found == ["sub/runs/kept", "theirs", "train.py"]
     told = eval(log.read_text().splitlines()[0])
@@ -143,10 +147,10 @@ def test_every_host_that_cannot_be_copied_to_is_named() -> None:
     commands = rsync_commands(job_on("n1,n2", cwd="/work"))
     wrong = [type(c)(c.name, ("sh", "-c", f"echo no space on {c.name} >&2; exit 11")) for c in commands]
     with pytest.raises(UsageError) as caught:
-        sync(wrong)
+        run_rsync(wrong)
     assert "n1: no space on n1" in str(caught.value) and "n2: no space on n2" in str(caught.value)
     with raises("no-rsync"):
-        sync([type(commands[0])("n1", ("/no/such/rsync",))])
+        run_rsync([type(commands[0])("n1", ("/no/such/rsync",))])
     with raises("sync-relative-folder"):
         rsync_commands(job_on("n1", cwd=""))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline.errors import TrainingError
 from paceline.parallel.partition import Chain, Layers, best_splits, survey
 from paceline.parallel.pipeline import ModelStage, Schedule, SplitPoint, _ShapesOnly, actions, idle_fractions
-from paceline.seeding import put_stream_states, seed_streams, stream_states
+from paceline.seeding import generator_states, restore_generator_states, seed_streams
 
 CPU = torch.device("cpu")
 
@@ -172,10 +172,10 @@ def test_random_streams_travel_as_bytes():
     seed_streams(3)
     random.gauss()
     numpy.random.randn()
-    there = stream_states(CPU)
+    there = generator_states(CPU)
     want = random.gauss(), random.random(), numpy.random.randn(3).tolist(), torch.rand(2).tolist()
     seed_streams(4)
-    put_stream_states(there, CPU)
+    restore_generator_states(there, CPU)
     assert want == (random.gauss(), random.random(), numpy.random.randn(3).tolist(), torch.rand(2).tolist())
 
 

@@ -14,7 +14,14 @@ from tests.run_ranks import run_ranks
 from torch import Tensor, optim
 
 from paceline import BatchPlan, Loading, World, load_steps, train_step
-from paceline.checkpoint.shards import ShardFiles, fill, full_state, layout, rank_part, read_meta
+from paceline.checkpoint.shards import (
+    ShardFileSource,
+    fill,
+    full_state,
+    make_shard_layout,
+    read_meta,
+    select_shards_to_save,
+)
 from paceline.config.mesh import Mesh
 from paceline.data.plan import ranks_share
 from paceline.rank.world import create_mesh_groups
@@ -60,7 +67,7 @@ def train(replica: Strategy, start: int, stop: int) -> None:
 def saved(replica: Strategy, folder: str, name: str) -> list[tuple[Path, Any]]:
     """As a run saves it: a file of each rank."""
     world = replica.world
-    places = layout(rank_part(replica.state(), world.rank, world.size))
+    places = make_shard_layout(select_shards_to_save(replica.state(), world.rank, world.size))
     buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
     fill(buffer, places, {})
     Path(folder, f"{name}-{world.rank}").write_bytes(buffer.numpy().tobytes())
@@ -85,7 +92,7 @@ def go_on(rank: int, size: int, folder: str, pairs: Sequence[tuple[str, str]]) -
             train(replica, 0, SAVED_AT)
             files[first] = saved(replica, folder, first)
         replica = prepared(second, world, 99)
-        replica.load(ShardFiles(files[first]))
+        replica.load(ShardFileSource(files[first]))
         train(replica, SAVED_AT, STEPS)
         got = full_state(replica.state(), world)
         assert got.keys() == wanted.keys()

@@ -14,7 +14,14 @@ from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline import World
-from paceline.checkpoint.shards import ShardFiles, fill, full_state, layout, rank_part, read_meta
+from paceline.checkpoint.shards import (
+    ShardFileSource,
+    fill,
+    full_state,
+    make_shard_layout,
+    read_meta,
+    select_shards_to_save,
+)
 from paceline.config.mesh import Mesh
 from paceline.errors import UsageError
 from paceline.parallel.tensor_plan import find_plan, shards_of
@@ -87,7 +94,7 @@ def differences(rank: int, size: int, names: list[str]) -> dict[str, Any]:
         model.train()(words)
         shards = sharding.shards
         found[name] = (
-            *compare(got, want, lambda n, g: shards[n].part(g) if n in shards else g),  # noqa: B023 - called here
+            *compare(got, want, lambda n, g: shards[n].extract_shard(g) if n in shards else g),  # noqa: B023 - called here
             sum(p.numel() for p in model.parameters()),
             sorted({layer.way for layer in sharding.plan.values()}),
             expected / (sum(sharding.sent.values()) - before),
@@ -191,8 +198,12 @@ def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
     files: list[tuple[Path, Any]] = []
     cuts = [shards_of(model, find_plan(model, 2), World(rank, 2, rank, 2, CPU, "gloo")) for rank in range(2)]
     for rank, own in enumerate(cuts):
-        held = [piece for name, cut in own.items() for piece in cut.held(TensorShard(name, cut.part(wanted[name])))]
-        places = layout(held)
+        held = [
+            piece
+            for name, cut in own.items()
+            for piece in cut.split_into_full_ranges(TensorShard(name, cut.extract_shard(wanted[name])))
+        ]
+        places = make_shard_layout(held)
         buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
         fill(buffer, places, {})
         path = tmp_path / str(rank)
@@ -200,7 +211,7 @@ def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
         meta = read_meta(path)
         assert meta is not None
         files.append((path, meta[1]))
-    source = ShardFiles(files)
+    source = ShardFileSource(files)
     assert any(piece.count > 1 for _, pieces in files for piece in pieces)
     for name, cut in cuts[1].items():
         tensor = source.tensor(name)
@@ -211,7 +222,7 @@ def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
         assert torch.equal(middle, wanted[name].flatten()[3:11])
         part = ShardedSource(source, cuts[1]).tensor(name)
         assert part is not None
-        assert torch.equal(part, cut.part(wanted[name]))
+        assert torch.equal(part, cut.extract_shard(wanted[name]))
 
 
 def state_of_parts(rank: int, size: int) -> Any:
@@ -232,7 +243,7 @@ def state_of_parts(rank: int, size: int) -> Any:
         weights = replica.weights()
         same = all(torch.equal(weights[name], value) for name, value in wanted.items())
         same &= all(torch.equal(together[f"model/{name}"], wanted[name]) for name, _ in GPT().named_parameters())
-        found.append((same, sum(one.tensor.numel() for one in rank_part(held, rank, size))))
+        found.append((same, sum(one.tensor.numel() for one in select_shards_to_save(held, rank, size))))
     return found
 
 

@@ -49,7 +49,7 @@ def page(descriptor: int) -> Iterator[StatusPage]:
 
 def test_the_agent_reads_what_the_worker_has_written_last(descriptor: int) -> None:
     assert status_page.read_counters(descriptor).step == 0
-    page = StatusPage.inherited(descriptor)
+    page = StatusPage.from_descriptor(descriptor)
     assert page is not None
     for step in (1, 2**40 + 3, 7):
         page.set_step(step)
@@ -60,7 +60,7 @@ def test_the_agent_reads_what_the_worker_has_written_last(descriptor: int) -> No
 
 
 def test_a_second_look_finds_the_same_box(descriptor: int) -> None:
-    one, other = StatusPage.inherited(descriptor), StatusPage.inherited(descriptor)
+    one, other = StatusPage.from_descriptor(descriptor), StatusPage.from_descriptor(descriptor)
     assert one is not None and other is not None
     one.set_step(5)
     one.close()
@@ -72,11 +72,11 @@ def test_a_second_look_finds_the_same_box(descriptor: int) -> None:
 
 def test_a_number_of_no_open_file_or_of_another_file_is_no_status_page(tmp_path: Path) -> None:
     """A program that a worker starts may know the number, but not the descriptor."""
-    assert StatusPage.inherited(-1) is None and StatusPage.inherited(99999) is None
+    assert StatusPage.from_descriptor(-1) is None and StatusPage.from_descriptor(99999) is None
     path = tmp_path / "precious"
     path.write_bytes(b"x" * PAGE_BYTES)
     with path.open("r+b") as file:
-        assert StatusPage.inherited(file.fileno()) is None
+        assert StatusPage.from_descriptor(file.fileno()) is None
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -139,7 +139,7 @@ def test_time_goes_to_the_phase_that_was(descriptor: int, page: StatusPage) -> N
     seen = status_page.read_counters(descriptor)
     assert seen.phase == Phase.FORWARD and 0.05 <= seen.phase_seconds[Phase.DATA] < 30
     page.tick()
-    assert status_page.read_counters(descriptor).moved != seen.moved
+    assert status_page.read_counters(descriptor).progress_values != seen.progress_values
 
 
 def test_only_a_process_that_catches_the_signal_takes_it() -> None:
@@ -162,7 +162,7 @@ def test_a_muted_box_keeps_what_it_may_say(descriptor: int) -> None:
     steps.set_loader(0, epoch=0, item=1, busy=True)
     loads.set_loader(1, epoch=0, item=2, busy=True)
     seen = status_page.read_counters(descriptor)
-    assert (seen.step, seen.phase, seen.met, seen.moved) == (5, Phase.USER, False, (5, 0, 0, 0, 0))
+    assert (seen.step, seen.phase, seen.met, seen.progress_values) == (5, Phase.USER, False, (5, 0, 0, 0, 0))
     assert [loader.item for loader in status_page.read_loaders(descriptor)] == [1, 2]
 
 
@@ -172,7 +172,7 @@ def writing(descriptor: int) -> Generator[None]:
     with warm.Popen(["-c", WRITER, str(descriptor)], torch=False, pass_fds=[descriptor]) as writer:
         try:
             until = time.monotonic() + 30
-            while not any(status_page.read_counters(descriptor).moved):
+            while not any(status_page.read_counters(descriptor).progress_values):
                 assert writer.poll() is None and time.monotonic() < until
                 time.sleep(0.01)
             yield
@@ -222,7 +222,7 @@ def test_a_reader_never_takes_a_part_of_a_record_for_a_record(descriptor: int, p
         page.begin(Op("0", seq, "send", peer=seq))
     new = Op("1", 1 + RECORDS, "recv", peer=1 + RECORDS)
     mixed = reads(descriptor, status_page.RING_AT, status_page.RECORD.size, lambda: page.begin(new))
-    found = [op for data in mixed for _, op in status_page.records(data)]
+    found = [op for data in mixed for _, op in status_page.decode_ring(data)]
     assert all(op in (Op("0", 1, "send", peer=1), new) for op in found) and new in found
     old, mark = (marks.ReplicaFingerprint(n, n, 0, (n,) * 4, (n,) * 4, (float(n),) * 4) for n in (1, 17))
     marks.put_fingerprint(page, old)

@@ -22,15 +22,15 @@ from paceline.protocol import status_page
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage, make_status_page
 from paceline.rank import guard
-from paceline.rank.guard import Guard
-from paceline.rank.sites import Owner, owner, short
+from paceline.rank.guard import HangGuard
+from paceline.rank.sites import Owner, owner, short_filename
 
 LOST_PEER = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:4711")
 
 
 @dataclass(frozen=True)
 class Mine:
-    guard: Guard
+    guard: HangGuard
     descriptor: int
 
 
@@ -38,7 +38,7 @@ class Mine:
 def mine() -> Iterator[Mine]:
     descriptor = make_status_page(0)
     page = StatusPage(descriptor)
-    yield Mine(Guard(page, on=True), descriptor)
+    yield Mine(HangGuard(page, on=True), descriptor)
     page.close()
     os.close(descriptor)
 
@@ -132,7 +132,7 @@ PACKAGE = Path(status_page.__file__).parents[1]
     ],
 )
 def test_files_have_owners_and_the_same_names_everywhere(file: str, expected_owner: Owner, name: str) -> None:
-    assert (owner(file), short(file)) == (expected_owner, name)
+    assert (owner(file), short_filename(file)) == (expected_owner, name)
 
 
 NEIGHBOUR = """

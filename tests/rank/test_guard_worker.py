@@ -269,7 +269,7 @@ def test_a_forked_child_says_what_it_loads_and_nothing_in_its_parents_name(tmp_p
             assert loader.pid != one.process.pid
             time.sleep(0.3)
             seen = status_page.read_counters(one.page)
-            assert (seen.step, seen.phase, seen.moved[3]) == (7, Phase.DATA, 1)
+            assert (seen.step, seen.phase, seen.progress_values[3]) == (7, Phase.DATA, 1)
             assert (tmp_path / "threads").read_text() == "['MainThread']"
             assert one.ask() is not None
         finally:
@@ -289,7 +289,7 @@ def test_off_leaves_the_count_of_steps_only(tmp_path: Path) -> None:
         one.wait_ready()
         assert one.ask(seconds=0.6) is None
         assert status_page.read_counters(one.page) == status_page.Counters(
-            step=5, phase=Phase.USER, ready=0, answered=0, beat_ns=0, met=False, moved=(5, 0, 0, 0, 0),
+            step=5, phase=Phase.USER, ready=0, answered=0, beat_ns=0, met=False, progress_values=(5, 0, 0, 0, 0),
             phase_seconds=(0.0,) * len(Phase), waiting=False,
         )  # fmt: skip
         assert not status_page.takes_signal(one.process.pid)

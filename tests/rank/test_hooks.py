@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.rank.probes import Hooks, ScriptListener, wrap_function
-from paceline.rank.sites import Owner, owner, short
+from paceline.rank.sites import Owner, owner, short_filename
 
 
 class Heard(ScriptListener):
@@ -150,4 +150,4 @@ def test_its_lines_are_still_ours() -> None:
     code = Hooks.install.__code__.co_filename
     wrap_function(Old, "step")
     file = Old.step.__code__.co_filename
-    assert file != code and (short(file), owner(file)) == (short(code), Owner.NOBODY)
+    assert file != code and (short_filename(file), owner(file)) == (short_filename(code), Owner.NOBODY)

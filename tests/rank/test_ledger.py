@@ -21,13 +21,13 @@ from tests.run_ranks import run_ranks
 from torch import nn
 
 from paceline.collectives.tree import LeafPartition
-from paceline.rank.guard import Guard
-from paceline.rank.ledger import Group
+from paceline.rank.collective_recorder import Group
+from paceline.rank.guard import HangGuard
 
 
 def asymmetric(rank: int, world_size: int) -> None:
     """Everything in which ranks may rightly differ, and a difference between the orders of two groups."""
-    guard = Guard.of_process()
+    guard = HangGuard.of_process()
     x = torch.ones(4)
     dist.broadcast(x, src=1)
     dist.gather(x, [torch.empty(4) for _ in range(world_size)] if rank == 0 else None)
@@ -45,11 +45,11 @@ def asymmetric(rank: int, world_size: int) -> None:
     else:
         dist.recv(x, 0)
     dist.all_reduce(x)
-    assert guard.ledger.taken() == []
+    assert guard.ledger.last_ordered_calls() == []
 
 
 def orders(rank: int, world_size: int) -> dict[str, int]:
-    guard = Guard.of_process().watch_torch()
+    guard = HangGuard.of_process().watch_torch()
     every, one = dist.new_group(), dist.new_group([0])
     found = {"nothing": guard.ledger.take_order()}
     asymmetric(rank, world_size)
@@ -71,14 +71,14 @@ def orders(rank: int, world_size: int) -> dict[str, int]:
     if rank == 0:
         dist.all_reduce(torch.ones(3), group=one)
     found["a group of some"] = guard.ledger.take_order()
-    assert guard.ledger.taken() == []
+    assert guard.ledger.last_ordered_calls() == []
     named = [torch.ones(3), torch.ones(3)]
     for name, tensor in zip(("loss", "accuracy"), named, strict=True):
         tensor.__dict__["collective"] = name
     for tensor in reversed(named) if rank else named:
         dist.all_reduce(tensor)
     found["swapped"] = guard.ledger.take_order()
-    found["swapped, in words"] = calls(guard.ledger.taken())  # type: ignore[assignment]
+    found["swapped, in words"] = calls(guard.ledger.last_ordered_calls())  # type: ignore[assignment]
     if rank:
         dist.all_reduce(torch.ones(2))
     else:
@@ -87,7 +87,7 @@ def orders(rank: int, world_size: int) -> dict[str, int]:
     for _ in range(300):
         dist.all_reduce(torch.ones(1))
     found["many"] = guard.ledger.take_order()
-    assert len(guard.ledger.taken()) == 256 and guard.ledger.taken()[-1].done
+    assert len(guard.ledger.last_ordered_calls()) == 256 and guard.ledger.last_ordered_calls()[-1].done
     return found
 
 
@@ -122,7 +122,7 @@ def wrapped_and_plain(rank: int, world_size: int) -> dict[str, list[str]]:
         return [_error(call) for call in wrong]
 
     before, early = errors(), dist.isend
-    guard = Guard.of_process().watch_torch()
+    guard = HangGuard.of_process().watch_torch()
     for name, function in plain.items():
         now = getattr(dist, name)
         assert now is not function and now is getattr(dist.distributed_c10d, name)
@@ -168,12 +168,12 @@ def test_wrappers_change_neither_signature_nor_result_nor_error(tmp_path: Path) 
 
 
 def names(rank: int, world_size: int) -> dict[str, list[str]]:
-    guard = Guard.of_process().watch_torch()
+    guard = HangGuard.of_process().watch_torch()
     found: dict[str, list[str]] = {}
 
     def taken() -> list[str]:
         guard.ledger.take_order()
-        return [f"{op.kind} {op.name}" for op in guard.ledger.taken()]
+        return [f"{op.kind} {op.name}" for op in guard.ledger.last_ordered_calls()]
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     reducer = over_torch(model, LeafPartition([(0, 1), (1, 2)], rank), bucket_bytes=50, in_order=False)
@@ -234,11 +234,11 @@ def test_compiled_code_calls_collectives_as_without_the_wrappers() -> None:
 def test_messages_and_calls_of_several_parts_do_not_count_among_the_collectives() -> None:
     group = Group("0", True, (0, 1), True, lambda: None)  # type: ignore[arg-type]
     group.spans.extend([(3, 4, 1), (6, 8, 2)])  # a message was torch's 4; 7 and 8 were one call
-    assert [group.own(number) for number in range(1, 11)] == [1, 2, 3, None, 4, 5, None, None, 7, 8]
+    assert [group.to_own_number(number) for number in range(1, 11)] == [1, 2, 3, None, 4, 5, None, None, 7, 8]
 
 
 def test_what_is_too_long_ago_has_no_number() -> None:
     group = Group("0", True, (0, 1), True, lambda: None)  # type: ignore[arg-type]
     group.spans.extend((2 * n, 2 * n + 1, n) for n in range(1, 600))
     first = group.spans[0][0]
-    assert group.own(first) is None and group.own(first + 2) == first + 2 - (first // 2)
+    assert group.to_own_number(first) is None and group.to_own_number(first + 2) == first + 2 - (first // 2)

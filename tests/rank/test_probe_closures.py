@@ -349,7 +349,7 @@ def taken(rank: int, size: int, data: Dataset[Any], ahead: bool) -> list[str]:
             following = next(fetched, None)
         else:
             next(fetched)
-        had.append(batches.last())
+        had.append(batches.current_batch_text())
     assert following is None
     return had
 

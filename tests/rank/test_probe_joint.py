@@ -59,12 +59,12 @@ class Rank:
     def counts(self) -> tuple[int, int]:
         """Steps that are compared, and those before them."""
         read = read_counters(self.page.descriptor)
-        return read.step - read.alone, read.alone
+        return read.step - read.solo_steps, read.solo_steps
 
     @property
     def marked(self) -> set[tuple[int, int]]:
         """Tables and numbers."""
-        return {(one.table, one.number) for one in fingerprints_of(read_marks(self.page.descriptor))}
+        return {(one.table, one.optimizer_step) for one in fingerprints_of(read_marks(self.page.descriptor))}
 
 
 @pytest.fixture
@@ -170,7 +170,9 @@ def test_optimizers_of_replicas_have_the_same_tables_and_numbers_with_and_withou
                 for _ in range(40):
                     one.step(probe)
         replicas = {
-            (mark.table, mark.number) for mark in fingerprints_of(read_marks(page.descriptor)) if mark.flags & 1 << 8
+            (mark.table, mark.optimizer_step)
+            for mark in fingerprints_of(read_marks(page.descriptor))
+            if mark.flags & 1 << 8
         }
         page.close()
         return replicas

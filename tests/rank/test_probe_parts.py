@@ -86,9 +86,9 @@ def test_an_exception_by_which_a_rank_is_freed_is_no_progress(page: StatusPage) 
     phases = ScriptPhases(page)
     phases.on_backward_begin(None)
     page.put("released", 1)
-    before = read_counters(page.descriptor).moved
+    before = read_counters(page.descriptor).progress_values
     phases.on_exception("backward", LOST)
-    assert read_counters(page.descriptor).moved == before
+    assert read_counters(page.descriptor).progress_values == before
 
 
 def test_optimizers_that_follow_each_other_are_all_marked_and_their_steps_go_on(page: StatusPage) -> None:
@@ -99,8 +99,8 @@ def test_optimizers_that_follow_each_other_are_all_marked_and_their_steps_go_on(
             prints.on_step_end(optimizer)
         del optimizer
         gc.collect()
-    assert {one.number for one in marked(page) if not one.table} > {1, 2, 3}
-    assert max(one.number for one in marked(page)) == 3 * (TABLES + 1) - TABLES
+    assert {one.optimizer_step for one in marked(page) if not one.table} > {1, 2, 3}
+    assert max(one.optimizer_step for one in marked(page)) == 3 * (TABLES + 1) - TABLES
     assert {one.table for one in marked(page)} == {*range(TABLES)}
 
 
@@ -112,14 +112,19 @@ def test_every_element_is_marked_within_some_steps_and_one_bit_makes_another_mar
         prints.on_step_end(optimizer)
     first = marked(page)
     names = read_names(page.descriptor).tensors[str(first[0].layout)]
-    assert {part for mark in first for part in mark.parts} == {*range(len(names))}
+    assert {part for mark in first for part in mark.tensor_indices} == {*range(len(names))}
     assert set(names) == {f"parameter {n}" for n in range(4)}
-    assert all(names[mark.parts[-1]] == "parameter 3" for mark in first)  # the last part is in each
-    usual = dict(itertools.chain.from_iterable(zip(mark.parts, mark.hashes, strict=True) for mark in first))
+    assert all(names[mark.tensor_indices[-1]] == "parameter 3" for mark in first)  # the last part is in each
+    usual = dict(itertools.chain.from_iterable(zip(mark.tensor_indices, mark.hashes, strict=True) for mark in first))
     model[1].weight.data.view(torch.int32)[89, 79] ^= 1
     for _ in range(40):
         prints.on_step_end(optimizer)
-    found = [pair for mark in marked(page) if mark.number > 40 for pair in zip(mark.parts, mark.hashes, strict=True)]
+    found = [
+        pair
+        for mark in marked(page)
+        if mark.optimizer_step > 40
+        for pair in zip(mark.tensor_indices, mark.hashes, strict=True)
+    ]
     assert {names[part] for part, value in found if value != usual[part]} == {"parameter 2"}
 
 

@@ -11,8 +11,8 @@ import pytest
 from tests import warm
 
 from paceline.guard.sentences import format_position
+from paceline.protocol.code_locations import BY, native_frames, shown_site_of, stands_at
 from paceline.protocol.evidence import Evidence, Frame, Op, Stack
-from paceline.protocol.places import BY, native_frames, shown_site_of, stands_at
 from paceline.rank.sites import SITE_CHARS, call_site, frame_of, line_of
 
 PACKAGES = "/x/lib/python3.11/site-packages/"
@@ -51,7 +51,7 @@ def test_the_line_is_the_users_and_beside_it_that_of_a_library(lines: list[str],
 
     def told() -> list[str]:
         frame, stack = sys._getframe(1), list[Frame]()
-        site = call_site(frame).words()
+        site = call_site(frame).describe()
         while len(stack) < len(lines):
             assert frame is not None
             stack.append(frame_of(frame))

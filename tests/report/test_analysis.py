@@ -114,13 +114,13 @@ def test_a_script_under_launch_has_the_times_that_its_agent_noted(
         for number, loss in enumerate(LOSSES):
             file.write(classic(1, number, loss) + "\n")
             file.flush()
-            writer.look(last=True)
+            writer.record_growth(last=True)
             now += 2.0
         now += 60.0
         for number in range(9):  # another epoch: no samples are counted in between
             file.write(classic(2, 100 + number, 1.0) + "\n")
             file.flush()
-            writer.look(last=True)
+            writer.record_growth(last=True)
             now += 2.0
     writer.close()
     rates = logs.analyzed(str(run)).values["samples/s (counted)"]

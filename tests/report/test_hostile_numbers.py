@@ -99,11 +99,13 @@ def test_of_what_a_hostile_run_holds_only_so_much_is_kept(tmp_path: Path, monkey
         notice = json.dumps({"kind": "notice", "text": "x" * 100_000})
         file.write(f"{notice}\n" * 10)
     run = whole_run(folder)
-    assert run.first is not None
-    assert len(run.first.started) < 2500 and not any(len(str(event)) > 50_000 for _, event in run.first.events)
+    assert run.first_rank_log is not None
+    assert len(run.first_rank_log.start_events) < 2500 and not any(
+        len(str(event)) > 50_000 for _, event in run.first_rank_log.events
+    )
     monkeypatch.setattr(reading, "MAX_BYTES", 2000)
     run = whole_run(folder)
-    assert any(one.startswith("events-0.jsonl:") for one in run.missing)
+    assert any(one.startswith("events-0.jsonl:") for one in run.unreadable_parts)
 
 
 @pytest.mark.parametrize("command", [report, trace])

@@ -11,7 +11,7 @@ from tests.errors import raises
 
 from paceline.cli import logs
 from paceline.report.logs import FOLD_SECONDS, MAX_BATCH, LineFilter, RankLine, RankLogs, fold_lines
-from paceline.runs.attempt import RECORD, LogTimes, TimesWriter, times_path
+from paceline.runs.attempt import TIME_RECORD, LogTimes, TimesWriter, times_path
 from paceline.runs.folder import create_attempt_dir
 
 NOW = 1_780_000_000.0
@@ -27,7 +27,7 @@ def write(log: Path, *lines: tuple[float, str]) -> None:
     for seconds, line in lines:
         text += f"{line}\n".encode()
         with times_path(log).open("ab") as file:
-            file.write(RECORD.pack(len(text), NOW + seconds))
+            file.write(TIME_RECORD.pack(len(text), NOW + seconds))
     log.write_bytes(text)
 
 
@@ -125,16 +125,16 @@ def test_the_agents_notes_say_when_a_byte_was_written(tmp_path: Path, monkeypatc
         with log.open("a") as file:
             file.write("ten bytes\n")
         monkeypatch.setattr(time, "time", lambda number=number: NOW + number)
-        writer.look(last=True)
-        writer.look(last=True)  # nothing has come: nothing is noted
+        writer.record_growth(last=True)
+        writer.record_growth(last=True)  # nothing has come: nothing is noted
         if number == 50:  # a full disk may tear a record: the next one is written over it
             with times_path(log).open("ab") as file:
                 file.write(b"torn")
-    writer.look()
+    writer.record_growth()
     writer.close()
-    assert times_path(log).stat().st_size == 100 * RECORD.size
+    assert times_path(log).stat().st_size == 100 * TIME_RECORD.size
     times = LogTimes(log)
-    assert [times.at(10 * number + 9) for number in (3, 99, 50, 0)] == [NOW + number for number in (3, 99, 50, 0)]
+    assert [times.time_at(10 * number + 9) for number in (3, 99, 50, 0)] == [NOW + number for number in (3, 99, 50, 0)]
     assert [times.offset(NOW + number - 0.5) for number in (0, 50)] == [0, 500]
-    times_path(log).write_bytes(RECORD.pack(5, float("nan")) * 3)  # written by others
-    assert LogTimes(log).at(0) == 0.0
+    times_path(log).write_bytes(TIME_RECORD.pack(5, float("nan")) * 3)  # written by others
+    assert LogTimes(log).time_at(0) == 0.0

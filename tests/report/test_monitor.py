@@ -23,7 +23,7 @@ def test_the_machine_and_the_rank_that_is_busy_are_seen() -> None:
             monitor = Monitor()
             found = None
             while found is None or not found.cores:
-                now = monitor.look()
+                now = monitor.sample()
                 found = next((one for one in now.processes if one.pid == busy.pid), None)
         finally:
             busy.kill()

@@ -46,7 +46,10 @@ def test_restarts_are_told(tmp_path: Path) -> None:
         writer.write(Step(31, 0, 1.0, 64, 1e-3, 0.1, 0.0, 2001.0))
     run = whole_run(folder)
     rendered(restart_summary(run))
-    assert run.first is not None and (run.first.discarded, len(run.first.rows)) == (10, 31)
+    assert run.first_rank_log is not None and (run.first_rank_log.discarded, len(run.first_rank_log.valid_rows)) == (
+        10,
+        31,
+    )
     assert restart_summary(run) in report_page([run], "x")
 
 
@@ -83,32 +86,34 @@ CAUSES: dict[str, tuple[dict[str, Any], str, int | None, str]] = {
 def test_the_first_cause_is_the_one_that_was_injected(cause: str, tmp_path: Path) -> None:
     asked, wanted, rank, phase = CAUSES[cause]
     found = find_bottleneck(whole_run(make_run(tmp_path / "run", **asked)))
-    lost = {one: share for one, share in found.shares.items() if one != COMPUTING}
+    lost = {one: share for one, share in found.cause_fractions.items() if one != COMPUTING}
     assert max(lost, key=lambda one: lost[one]) == wanted
     assert wanted != WAITING or (found.slowest, found.slow_phase) == (rank, phase)
-    rendered(found.first)
-    assert sum(share for cause, share in found.shares.items() if cause != "not explained") == pytest.approx(1, abs=0.05)
+    rendered(found.summary)
+    assert sum(share for cause, share in found.cause_fractions.items() if cause != "not explained") == pytest.approx(
+        1, abs=0.05
+    )
     assert found.advice
 
 
 def test_more_threads_than_cores_come_first(tmp_path: Path) -> None:
     found = find_bottleneck(whole_run(make_run(tmp_path / "run", threads=4, cores=2)))
     assert "--threads-per-rank" in found.advice[0]
-    assert "compete" not in find_bottleneck(whole_run(make_run(tmp_path / "fine", threads=1, cores=2))).first
-    more_ranks = find_bottleneck(whole_run(make_run(tmp_path / "more", ranks=3, threads=1, cores=2))).first
-    rendered([found.first, more_ranks])  # that there are more ranks is not what a rank can change, so not the first
+    assert "compete" not in find_bottleneck(whole_run(make_run(tmp_path / "fine", threads=1, cores=2))).summary
+    more_ranks = find_bottleneck(whole_run(make_run(tmp_path / "more", ranks=3, threads=1, cores=2))).summary
+    rendered([found.summary, more_ranks])  # that there are more ranks is not what a rank can change, so not the first
 
 
 def test_a_run_that_nothing_held_up_says_so(tmp_path: Path) -> None:
     found = find_bottleneck(
         whole_run(make_run(tmp_path / "run", slow={0: {"data": 0.0}, 1: {"data": 0.0}}, exchange=0.0))
     )
-    assert found.shares[COMPUTING] == pytest.approx(1) and not found.advice
-    rendered(found.first)
+    assert found.cause_fractions[COMPUTING] == pytest.approx(1) and not found.advice
+    rendered(found.summary)
 
 
 def test_who_waited_for_whom(tmp_path: Path) -> None:
-    waits = find_bottleneck(whole_run(make_run(tmp_path / "run", ranks=3, slow={1: {"data": 0.03}}))).waits
+    waits = find_bottleneck(whole_run(make_run(tmp_path / "run", ranks=3, slow={1: {"data": 0.03}}))).wait_seconds
     assert {rank: [*of] for rank, of in waits.items()} == {0: [1], 2: [1]}
     assert waits[0][1] == pytest.approx(waits[2][1])
 
@@ -119,5 +124,5 @@ def test_too_little_is_said_to_be_too_little(tmp_path: Path) -> None:
     for rank in (1, 0):
         (tmp_path / "run" / f"events-{rank}.jsonl").unlink()
         found.append(find_bottleneck(whole_run(tmp_path / "run")))
-    assert not any(one.shares for one in found)
-    rendered(one.first for one in found)
+    assert not any(one.cause_fractions for one in found)
+    rendered(one.summary for one in found)

@@ -78,7 +78,7 @@ def test_the_agents_word_counts_while_it_is_new_and_the_slow_rank_is_named(run: 
     assert now.live
     assert [one.slowest for one in now.ranks] == [False, True, False]
     assert "rank 1 (n1) is slow" in now.slow_rank
-    assert [round(one.waits or 0, 2) for one in now.ranks] == [0.8, 0.2, 0.8]
+    assert [round(one.waiting_fraction or 0, 2) for one in now.ranks] == [0.8, 0.2, 0.8]
     assert now.ranks[1].work_seconds[-1] == pytest.approx(0.4)
     assert (attempt / WATCHED).exists()
 
@@ -106,25 +106,25 @@ def test_only_what_is_new_is_read_and_of_a_long_file_the_end(tmp_path: Path) -> 
     path = tmp_path / "events-0.jsonl"
     path.write_bytes(b"".join(b"%07d\n" % number for number in range(100_000)))
     file = GrowingFile(path)
-    first = file.lines()
+    first = file.read_new_lines()
     assert len(first) < 10_000
     assert first[-1] == b"0099999"
     with path.open("ab") as more:
         more.write(b"one\ntw")
-    assert [*file.lines()] == [b"one"]
+    assert [*file.read_new_lines()] == [b"one"]
     with path.open("ab") as more:
         more.write(b"o\n" + b"x" * (3 << 20))
-    file.lines()
+    file.read_new_lines()
     with path.open("ab") as more:
         more.write(b"\nlast\n")
-    assert file.lines()[-1] == b"last"  # a line of megabytes hides nothing after it
+    assert file.read_new_lines()[-1] == b"last"  # a line of megabytes hides nothing after it
     (tmp_path / "thinned").write_bytes(b"old\n" * 3)
     (tmp_path / "thinned").rename(path)
-    assert [*file.lines()] == []  # as a writer leaves it that puts old records together: they were seen before
+    assert [*file.read_new_lines()] == []  # as a writer leaves it that puts old records together: they were seen before
     with path.open("ab") as more:
         more.write(b"new\n")
-    assert [*file.lines()] == [b"new"]
-    assert [*GrowingFile(tmp_path / "none").lines()] == []
+    assert [*file.read_new_lines()] == [b"new"]
+    assert [*GrowingFile(tmp_path / "none").read_new_lines()] == []
 
 
 def test_a_rank_has_its_share_of_its_machine(run: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_rank_has_its_share_of_its_machine(run: Path) -> None:
     (run / file_name(0)).write_bytes(msgspec.json.encode(use) + b"\n")
     reader = LiveReader(run, may_ask=False)
     (one,) = reader.read(None).ranks
-    assert (one.use, one.gpu) == (RankUse(1.5, 1 << 30), gpu)
+    assert (one.resource_use, one.gpu) == (RankUse(1.5, 1 << 30), gpu)
 
 
 def many(count: int, tick: int = 0) -> RunSnapshot:
@@ -282,7 +282,7 @@ def test_a_real_run_is_seen_live_saves_when_asked_shows_its_stack_and_stops(trai
     while not (training / "events-1.jsonl").exists():
         time.sleep(0.05)
     watched = command._Run(training, Access(("ssh",), may_query_slurm=False))
-    told = Actions(watched.look, watched.stack, watched.log, watched.save, watched.stop)
+    told = Actions(watched.read_view, watched.stack, watched.log, watched.save, watched.stop)
 
     async def until(pilot: Any, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(90):  # else a key without effect is a test without an end
@@ -296,7 +296,7 @@ def test_a_real_run_is_seen_live_saves_when_asked_shows_its_stack_and_stops(trai
                 app.seen
                 and app.seen[0].live
                 and app.seen[0].step
-                and app.seen[0].ranks[1].use
+                and app.seen[0].ranks[1].resource_use
                 and app.seen[1].world_size
             ),
         )  # which rank 0 writes down in its own time

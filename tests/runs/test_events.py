@@ -83,7 +83,7 @@ def test_files_of_an_older_paceline_are_read(tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "keep", lambda path, append: os.open("/dev/full", os.O_RDWR))
+    monkeypatch.setattr(writing, "open_or_create", lambda path, append: os.open("/dev/full", os.O_RDWR))
     with EventWriter(tmp_path / "events-0.jsonl") as writer, pytest.raises(OSError, match="No space left"):
         writer.write(EVENTS[0])
 

@@ -12,7 +12,7 @@ import pytest
 from tests.errors import raises
 
 from paceline.errors import UsageError
-from paceline.runs.owners import NotOwned, Unreadable, check_ours, open_file, other_writers
+from paceline.runs.owners import NotOwned, Unreadable, check_owned_by_us, open_file, other_writers
 
 OTHER = 65432  # a user without a name
 
@@ -57,7 +57,7 @@ def test_what_belongs_to_others_is_theirs_and_roots_folders_count_for_nothing(pl
     os.chown(run, OTHER, OTHER)
     assert f"{run} belongs to user {OTHER}, " in other_writers(run)
     with raises("run-of-others"):
-        check_ours(run)
+        check_owned_by_us(run)
     os.chown(run, 0, 0)
     os.chown(run.parent, OTHER, OTHER)
     assert f"{run.parent} belongs to user {OTHER}" in other_writers(run)
@@ -68,10 +68,10 @@ def test_what_belongs_to_others_is_theirs_and_roots_folders_count_for_nothing(pl
 def test_what_others_could_write_in_a_folder_of_ours_makes_it_theirs(place: Path) -> None:
     run = run_in(place, 0o755)
     (run / "attempt-1").mkdir()
-    check_ours(run)
+    check_owned_by_us(run)
     (run / "attempt-1").chmod(0o777)
     with pytest.raises(UsageError, match="attempt-1 can be written by all users"):
-        check_ours(run)
+        check_owned_by_us(run)
 
 
 @pytest.mark.root
@@ -99,7 +99,7 @@ def test_a_file_is_judged_as_it_is_opened(place: Path) -> None:
     file = place / "config.toml"
     file.write_text("")
     with open_file(file, ours=True) as it:
-        assert stat.S_ISREG(it.found.st_mode) and it.strangers == ""
+        assert stat.S_ISREG(it.status.st_mode) and it.strangers == ""
     file.chmod(0o666)
     with pytest.raises(NotOwned, match="can be written by all users"), open_file(file, ours=True):
         pass

@@ -23,7 +23,7 @@ def shown(*, terminal: bool, visible: bool = True, interval: int = 2) -> str:
         display.say(SAID)
         for step in range(1, 6):
             rate = None if step < 3 else 123_456.0
-            display.step(step, epoch=0, loss=2.5, lr=1e-3, rate=rate, samples_left=9 * 10**8)
+            display.show_step(step, epoch=0, loss=2.5, lr=1e-3, rate=rate, samples_left=9 * 10**8)
     return text.getvalue()
 
 
@@ -72,17 +72,17 @@ def test_what_ranks_print_stays_above_the_line(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("COLUMNS", "100")
     stream = Terminal()
     reporter, shown = ProgressWriter(tmp_path / "progress"), ProgressLine(tmp_path / "progress", stream)
-    shown.look()  # nothing is there yet
-    reporter.step(40, 80, lambda: EARLY)
-    shown.look()
+    shown.refresh()  # nothing is there yet
+    reporter.write_step(40, 80, lambda: EARLY)
+    shown.refresh()
     assert screen(stream.getvalue()) == [str(EARLY)]
     shown.show("after step 40: acc")
     assert screen(stream.getvalue()) == ["after step 40: acc"]  # an incomplete line is not overwritten
     shown.show("uracy 0.9\n")
     assert screen(stream.getvalue()) == ["after step 40: accuracy 0.9", str(EARLY)]
-    reporter.step(80, 80, lambda: LATE)
+    reporter.write_step(80, 80, lambda: LATE)
     monkeypatch.setenv("COLUMNS", "31")
-    shown.look()
+    shown.refresh()
     assert screen(stream.getvalue())[-1] == str(LATE)[:30]  # a wrapped line cannot be overwritten
     monkeypatch.setenv("COLUMNS", "100")
     shown.show("done\n")
@@ -98,8 +98,8 @@ def test_where_no_line_can_be_drawn_anew_there_are_few(tmp_path: Path, monkeypat
     written = []
     for second in range(25):
         clock[0] = float(second)
-        reporter.step(second, 80, lambda step=second + 1: ProgressRecord(0, 1, step, 80, 0.5, None, 320))
-        shown.look()
+        reporter.write_step(second, 80, lambda step=second + 1: ProgressRecord(0, 1, step, 80, 0.5, None, 320))
+        shown.refresh()
         written.append(stream.getvalue().count("\n"))
     assert (written[0], written[9], written[10], written[24]) == (1, 1, 2, 3) and "\r" not in stream.getvalue()
     shown.end()
@@ -122,6 +122,6 @@ def test_a_training_writes_a_few_times_a_second_and_at_the_end(tmp_path: Path, m
         (80, progress.REPORT_SECONDS),
     ):
         clock[0] = now
-        reporter.step(step, 80, report)
+        reporter.write_step(step, 80, report)
     assert reports == [0.0, progress.REPORT_SECONDS, progress.REPORT_SECONDS]
-    ProgressWriter(tmp_path / "gone" / "progress").step(1, 80, report)  # nobody looks any more: no error
+    ProgressWriter(tmp_path / "gone" / "progress").write_step(1, 80, report)  # nobody looks any more: no error

@@ -14,10 +14,10 @@ from paceline.runs.owners import Unreadable
 from paceline.runs.reading import (
     decode,
     decode_toml,
+    entry_names,
     folders,
     is_file,
     is_folder,
-    names,
     read,
     read_lines,
     real_path,
@@ -101,17 +101,17 @@ def test_a_line_that_is_too_long_ends_the_reading(tmp_path: Path, monkeypatch) -
 
 
 def test_a_folder_with_too_much_in_it_is_no_run(tmp_path: Path, monkeypatch) -> None:
-    assert names(tmp_path / "none") == []
+    assert entry_names(tmp_path / "none") == []
     for name in ("b", "a", "c"):
         (tmp_path / name).touch()
     (tmp_path / "d").symlink_to("a")
     (tmp_path / "e").mkdir()
-    assert names(tmp_path) == ["a", "b", "c", "d", "e"]
+    assert entry_names(tmp_path) == ["a", "b", "c", "d", "e"]
     assert symlinks(tmp_path) == ["d"] and folders(tmp_path) == ["e"]
     assert symlinks(tmp_path / "none") == folders(tmp_path / "none") == []
     monkeypatch.setattr(reading, "MAX_ENTRIES", 3)
     with pytest.raises(Unreadable, match="has more than 3 files"):
-        names(tmp_path)
+        entry_names(tmp_path)
 
 
 def test_a_file_that_is_mostly_holes_is_no_log_of_events(tmp_path: Path) -> None:

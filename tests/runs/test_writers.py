@@ -171,7 +171,7 @@ def test_a_disk_without_room_for_a_second_file_ends_nothing(tmp_path: Path, monk
 
     path = tmp_path / "events-0.jsonl"
     with EventWriter(path, limit_bytes=5_000) as writer:
-        monkeypatch.setattr(writing, "replace", full)
+        monkeypatch.setattr(writing, "replace_file", full)
         for number in range(1, 101):
             writer.write(step(number))
     assert covered(list(read_events(path))) == [*range(1, 101)]

@@ -28,8 +28,8 @@ def mode(path: Path) -> int:
 def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: None) -> None:
     writing.make_folder(tmp_path / "a" / "b")
     os.close(writing.create(tmp_path / "a" / "new"))
-    os.close(writing.keep(tmp_path / "a" / "log", append=True))
-    writing.replace(tmp_path / "a" / "whole", b"x")
+    os.close(writing.open_or_create(tmp_path / "a" / "log", append=True))
+    writing.replace_file(tmp_path / "a" / "whole", b"x")
     assert {mode(tmp_path / "a" / name) for name in ("new", "log", "whole")} == {0o600}
     assert mode(tmp_path / "a") == mode(tmp_path / "a" / "b") == 0o700
 
@@ -37,7 +37,7 @@ def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: None) -> None:
 def test_a_file_that_was_open_to_others_is_closed_to_them(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("old\n")
     (tmp_path / "log").chmod(0o666)
-    descriptor = writing.keep(tmp_path / "log", append=True)
+    descriptor = writing.open_or_create(tmp_path / "log", append=True)
     os.write(descriptor, b"new\n")
     os.close(descriptor)
     assert (tmp_path / "log").read_text() == "old\nnew\n" and mode(tmp_path / "log") == 0o600
@@ -55,7 +55,7 @@ def test_what_is_there_is_not_made_again(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         writing.create(tmp_path / "file")
     with pytest.raises(FileNotFoundError):
-        writing.keep(tmp_path / "none", make=False)
+        writing.open_or_create(tmp_path / "none", make=False)
 
 
 def test_no_link_is_followed(tmp_path: Path) -> None:
@@ -64,13 +64,13 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
     (tmp_path / "to-file").symlink_to("precious")
     (tmp_path / "to-folder").symlink_to("folder")
     (tmp_path / "to-nothing").symlink_to("new")
-    for open_ in (writing.create, writing.keep):
+    for open_ in (writing.create, writing.open_or_create):
         for name in ("to-file", "to-nothing"):
             with pytest.raises(OSError):
                 open_(tmp_path / name)
     with pytest.raises(FileExistsError):
         writing.make_folder(tmp_path / "to-folder", exist_ok=True)
-    writing.replace(tmp_path / "to-file", b"mine")  # the link itself is what is replaced
+    writing.replace_file(tmp_path / "to-file", b"mine")  # the link itself is what is replaced
     assert (tmp_path / "precious").read_text() == "thesis" and not (tmp_path / "to-file").is_symlink()
     assert not (tmp_path / "new").exists()
 
@@ -84,8 +84,8 @@ def test_a_folder_that_was_exchanged_for_a_link_leads_nowhere(tmp_path: Path) ->
     (tmp_path / "mine").symlink_to("other")
     path = tmp_path / "mine" / "weights"
     for write in (
-        lambda: writing.replace(path, b"new"),
-        lambda: writing.keep(path),
+        lambda: writing.replace_file(path, b"new"),
+        lambda: writing.open_or_create(path),
         lambda: writing.create(tmp_path / "mine" / "new"),
         lambda: writing.remove(path),
         lambda: writing.rename(path, tmp_path / "mine" / "gone"),
@@ -100,7 +100,7 @@ def test_a_file_with_a_second_name_is_not_written(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("thesis")
     (tmp_path / "log").hardlink_to(tmp_path / "precious")
     with pytest.raises(Unreadable, match="hard link"):
-        writing.keep(tmp_path / "log", append=True)
+        writing.open_or_create(tmp_path / "log", append=True)
 
 
 def test_a_file_and_a_folder_are_removed_and_a_link_only_itself(tmp_path: Path) -> None:
@@ -117,14 +117,14 @@ def test_a_file_and_a_folder_are_removed_and_a_link_only_itself(tmp_path: Path) 
 def test_a_pipe_is_no_log(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "log")
     with pytest.raises(Unreadable, match="is not a plain file"):
-        writing.keep(tmp_path / "log", append=True)
+        writing.open_or_create(tmp_path / "log", append=True)
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> None:
-    writing.replace(tmp_path / "a", b"old")
+    writing.replace_file(tmp_path / "a", b"old")
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(OSError, match="No space left"):
-        writing.replace(tmp_path / "a", b"new", sync=True)
+        writing.replace_file(tmp_path / "a", b"new", sync=True)
     assert (tmp_path / "a").read_bytes() == b"old" and [path.name for path in tmp_path.iterdir()] == ["a"]
 
 

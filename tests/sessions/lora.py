@@ -21,10 +21,10 @@ from torch.utils.data import TensorDataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import paceline
-from paceline.checkpoint.export import export_checkpoint
+from paceline.checkpoint.export import state_dict_from_checkpoint
 from paceline.checkpoint.manager import Checkpoints
-from paceline.rank.guard import Guard
-from paceline.train.records import size_of
+from paceline.rank.guard import HangGuard
+from paceline.train.records import collective_bytes
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 torch.set_default_dtype(torch.float64)
@@ -84,9 +84,9 @@ def farthest(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> 
 def sent(since: int) -> dict[str, int]:
     """Bytes of tensors in collectives of this rank since then, by kind. Messages of ranks (JSON) are not counted."""
     by_kind: dict[str, int] = {}
-    for _, _, op in Guard.of_process().page.calls_since(since):
+    for _, _, op in HangGuard.of_process().page.calls_since(since):
         if not op.name.startswith("messages"):
-            by_kind[op.kind] = by_kind.get(op.kind, 0) + size_of(op.shape, op.dtype)
+            by_kind[op.kind] = by_kind.get(op.kind, 0) + collective_bytes(op.shape, op.dtype)
     return by_kind
 
 
@@ -101,7 +101,7 @@ def main() -> None:
     facts["frozen_bytes"] = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     model, optimizer = s.prepare(model, adamw(model))
     if newest is not None:
-        saved, restored = export_checkpoint(*newest), s.weights(model)
+        saved, restored = state_dict_from_checkpoint(*newest), s.weights(model)
         facts["restored"] = farthest({n: saved[n] for n in trained}, {n: restored[n] for n in trained})
         facts["initial"] = min(float((with_adapter(99).state_dict()[n] - saved[n]).abs().max()) for n in trained)
     for _ in s.epochs(1):

@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.train import computing
+from paceline.train import compute_settings
 
 KIND, PRECISION, STRATEGY = (*sys.argv[1:], "bucketed")[:3]
 OVERFLOWS, ENDS = 3, 5  # steps
 SCALER = torch.amp.GradScaler("cpu", enabled=KIND == "scaler")
 if PRECISION == "auto":  # some processors have bf16
-    computing.lacks_bf16 = lambda device: f"a {device.type} has none"
+    compute_settings.lacks_bf16 = lambda device: f"a {device.type} has none"
 
 
 def model_and_data() -> tuple[nn.Module, TensorDataset]:

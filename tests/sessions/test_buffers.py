@@ -33,7 +33,7 @@ def test_they_are_those_of_the_plain_loop_after_a_resume_on_other_ranks(tmp_path
         right = {line.split()[0] for line in done.stdout.splitlines() if line.endswith(" right")}
         assert right == BUFFERS | {"w"} if complex_too else BUFFERS, done.stdout
         digests.append(digest(run))
-        weights = load(run / WEIGHTS, ours=True)
+        weights = load(run / WEIGHTS, require_trusted_owner=True)
         assert weights.keys() == right and int(weights["seen"]) == 96 and int(weights["steps"]) == 12
         assert weights["mean"].dtype == torch.complex128
         # what is exported from the last checkpoint is the same

@@ -11,7 +11,7 @@ from tests.errors import ended_with
 
 from paceline.cli import logs, status
 from paceline.cli.hang import _newest_diagnosis
-from paceline.cli.run_state import attempts, home, run_state
+from paceline.cli.run_state import agent_run_folder, attempts, run_state
 from paceline.errors import ExitCode
 from paceline.report.outcome import failures
 from paceline.report.page import repeat_command
@@ -70,7 +70,7 @@ def test_both_folders_lead_to_the_rank_that_failed_first(
     ]
     assert logs.main([str(run), "--rank", "1", "--grep", "4711"]) == status.main([str(run)]) == 0
     assert capsys.readouterr().out.count("bad sample 4711") >= 2
-    assert home(run) == failed[0] / "launched"
+    assert agent_run_folder(run) == failed[0] / "launched"
 
 
 @pytest.mark.ranks

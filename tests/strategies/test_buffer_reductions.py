@@ -86,13 +86,15 @@ class Nested(nn.Module):
 
 def forwards(buffers: VirtualBuffers, model: nn.Module, share: range, steps: range, check: bool = True) -> None:
     for step in steps:
-        buffers.keep()
+        buffers.save_copies()
         batch = DATA[step * BATCH : (step + 1) * BATCH]
         for virtual_rank in share:
-            with buffers.of(MicroBatchPlan(0, step, virtual_rank, 0, torch.arange(BATCH)[virtual_rank::V])):
+            with buffers.micro_batch_context(
+                MicroBatchPlan(0, step, virtual_rank, 0, torch.arange(BATCH)[virtual_rank::V])
+            ):
                 model(batch[virtual_rank::V])
                 if check and virtual_rank == share[-1]:
-                    buffers.check()
+                    buffers.check_mergeable()
 
 
 def values(model: nn.Module) -> dict[str, Any]:
@@ -161,13 +163,13 @@ def test_calls_and_samples_cannot_be_told_apart_with_one_sample_for_each_virtual
         model = Steps()
         buffers = VirtualBuffers(model, ALONE, 2)
         for virtual_rank in range(2):
-            with buffers.of(MicroBatchPlan(0, 0, virtual_rank, 0, torch.arange(samples))):
+            with buffers.micro_batch_context(MicroBatchPlan(0, 0, virtual_rank, 0, torch.arange(samples))):
                 model(DATA[:samples])
         if wrong:
             with raises("buffer-count-unclear", fitting="sum"):
-                buffers.check()
+                buffers.check_mergeable()
         else:
-            buffers.check()
+            buffers.check_mergeable()
             with buffers.merged():
                 assert int(model.get_buffer("n")) == 1
 
@@ -305,9 +307,9 @@ def test_the_vectors_of_spectral_norm_are_those_of_the_first_also_where_virtual_
         model.double().train()
         buffers = VirtualBuffers(model, ALONE, 2)
         for virtual_rank in (0, 1, 0):
-            with buffers.of(MicroBatchPlan(0, 0, virtual_rank, 0, torch.arange(2))):
+            with buffers.micro_batch_context(MicroBatchPlan(0, 0, virtual_rank, 0, torch.arange(2))):
                 model(DATA[:2])
-        buffers.check()
+        buffers.check_mergeable()
         with buffers.merged():
             pass
 
@@ -332,7 +334,7 @@ def test_observers_keep_the_smallest_and_the_largest():
 def test_another_shape_or_type_is_an_error_in_the_forward_that_made_it(virtual_ranks: int, write: Any):
     model = nn.Sequential(Writes(torch.zeros(0, 3).double(), write))
     buffers = VirtualBuffers(model, ALONE, virtual_ranks)
-    inside = buffers.of(MicroBatchPlan(0, 0, 0, 0, torch.arange(2)))
+    inside = buffers.micro_batch_context(MicroBatchPlan(0, 0, 0, 0, torch.arange(2)))
     with raises("buffer-changes-shape", leaf="own", shape=(0, 3), dtype=torch.float64), inside:
         model(DATA[:2])
 
@@ -359,7 +361,7 @@ def test_what_the_script_assigns_between_steps_is_that_of_all_virtual_ranks():
     assert found["codes"] == last.codes.tolist() and found["total"] == pytest.approx(float(last.get_buffer("total")))
     model.get_buffer("total").mul_(0.5)  # of which value?
     with raises("buffer-changed-between-steps"):
-        buffers.keep()
+        buffers.save_copies()
 
 
 def test_a_step_that_is_left_out_counts_nothing():
@@ -397,11 +399,11 @@ def summed_beside_norm(rank: int, size: int, folder: str, begin: int, end: int) 
         buffers.load(opened(sorted(Path(folder, f"{begin}").iterdir())))
     share = ranks_share(V, rank, size)
     for step in range(begin, end):
-        buffers.keep()
+        buffers.save_copies()
         batch = torch.cat([DATA[step * BATCH + v : (step + 1) * BATCH : V] for v in share])
-        with buffers.of(MicroBatchPlan(0, step, share.start, 0, torch.arange(len(batch)))):
+        with buffers.micro_batch_context(MicroBatchPlan(0, step, share.start, 0, torch.arange(len(batch)))):
             model(batch)
-            buffers.check()
+            buffers.check_mergeable()
     save(buffers.hold(), Path(folder, f"{end}", f"{rank}"), rank, size)
     with buffers.merged():
         return float(model.get_buffer("total"))

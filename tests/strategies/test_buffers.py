@@ -38,7 +38,7 @@ def work(virtual_rank: int) -> MicroBatchPlan:
 
 
 def forward(buffers: VirtualBuffers, model: nn.Module, virtual_rank: int, seed: int) -> None:
-    with buffers.of(work(virtual_rank)):
+    with buffers.micro_batch_context(work(virtual_rank)):
         model(torch.randn(4, 2, generator=torch.Generator().manual_seed(seed)))
 
 
@@ -51,7 +51,7 @@ def test_put_back_is_what_was_kept_and_what_follows_is_as_if_nothing_had_been():
     buffers, others = VirtualBuffers(model, WORLD, 2), VirtualBuffers(never, WORLD, 2)
     for one, of in ((buffers, model), (others, never)):
         forward(one, of, 0, seed=0)
-    buffers.keep()
+    buffers.save_copies()
     before = values(buffers)
     forward(buffers, model, 0, seed=1)
     forward(buffers, model, 1, seed=2)  # had none before
@@ -69,7 +69,7 @@ def test_what_was_put_back_can_be_kept_again():
     buffers = VirtualBuffers(model, WORLD, 1)
     for seed in range(3):
         forward(buffers, model, 0, seed)
-        buffers.keep()
+        buffers.save_copies()
         before = values(buffers)
         for _ in range(2):
             forward(buffers, model, 0, seed=9)
@@ -81,7 +81,7 @@ def test_put_back_writes_into_the_buffers_own_memory_but_not_into_what_has_repla
     model = Odd()
     buffers = VirtualBuffers(model, WORLD, 1)
     forward(buffers, model, 0, seed=0)
-    buffers.keep()
+    buffers.save_copies()
     mean, last = model.norm.running_mean, model.last
     forward(buffers, model, 0, seed=1)
     replaced = model.last
@@ -109,11 +109,11 @@ def test_large_tables_are_copied_only_when_they_change(monkeypatch, change):
     buffers = VirtualBuffers(model, WORLD, 1)
     forward(buffers, model, 0, seed=0)
     for _ in range(4):
-        buffers.keep()
+        buffers.save_copies()
         forward(buffers, model, 0, seed=1)
     assert sum(copied) <= 1
     change(model.table)
-    buffers.keep()
+    buffers.save_copies()
     changed = values(buffers)
     model.table.zero_()
     buffers.put_back()
@@ -134,7 +134,7 @@ class Counters(nn.Module):
 def merged(rank: int, size: int) -> list[int]:
     model = Counters(rank)
     buffers = VirtualBuffers(model, World(rank, size, rank, size, torch.device("cpu"), "gloo"), size)
-    with buffers.of(work(rank)):
+    with buffers.micro_batch_context(work(rank)):
         pass
     with buffers.merged():
         return [int(buffer) for buffer in model.buffers()]

@@ -14,7 +14,7 @@ from torch.optim import AdamW
 
 from paceline import BatchPlan, Loading, load_steps, train_step
 from paceline.checkpoint.export import export_state, state_names
-from paceline.checkpoint.format import Damaged
+from paceline.checkpoint.format import DamagedCheckpoint
 from paceline.data.arrays import ArrayDataset
 from paceline.strategies import STRATEGIES
 
@@ -55,5 +55,5 @@ def test_names_are_noted_where_the_state_dict_has_others():
 def test_what_a_model_puts_into_its_state_dict_and_nobody_saves_is_told():
     model = nn.Linear(2, 2)
     model.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({"norm": torch.ones(1)}))
-    with pytest.raises(Damaged, match="norm of the model's state_dict is not a parameter or buffer"):
+    with pytest.raises(DamagedCheckpoint, match="norm of the model's state_dict is not a parameter or buffer"):
         export_state(Kept([]), state_names(model), 1)

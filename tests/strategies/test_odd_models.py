@@ -37,7 +37,7 @@ class Kept:
     """A state as a checkpoint gives it back: copies, contiguous, on the CPU."""
 
     def __init__(self, held: list[TensorShard]) -> None:
-        self.whole = {h.name: h.tensor.clone(memory_format=torch.contiguous_format).reshape(h.shape) for h in held}
+        self.whole = {h.name: h.tensor.clone(memory_format=torch.contiguous_format).reshape(h.full_shape) for h in held}
 
     def names(self, prefix):
         return [name for name in self.whole if name.startswith(prefix)]

@@ -330,9 +330,9 @@ def what_one_rank_sees_all_know(rank: int, size: int) -> None:
         before = sha256_of(full_state(replica.state(), replica.world))
         for max_norm in (None, 1.0):
             (step,) = load_steps(data(), plan, share, Loading(CPU), start=0, stop=1)
-            found = train_step(replica, step, squared, max_norm=max_norm, may_skip=True).skipped
+            found = train_step(replica, step, squared, max_norm=max_norm, may_skip=True).skip_cause
             assert found is not None and len(found.samples) == 10, (name, found)
-            assert "gradient of odd" in found.words and "loss is finite" in found.words, (name, found)
+            assert "gradient of odd" in found.message and "loss is finite" in found.message, (name, found)
             assert sha256_of(full_state(replica.state(), replica.world)) == before
 
 

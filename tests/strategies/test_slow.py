@@ -1,6 +1,6 @@
 """Hosts on a slow network: local steps are those written out by hand, and every state goes on as if nothing had been.
 
-One host is made several by what each rank says of its own (`memory.host_key`).
+One host is made several by what each rank says of its own (`shared_memory.host_key`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def train(trained: Strategy, start: int, stop: int, dataset: ArrayDataset | None
     """Which steps were left out."""
     share = ranks_share(VIRTUAL, trained.world.rank, RANKS)
     steps = load_steps(dataset or data(), PLAN, share, Loading(CPU), start=start, stop=stop)
-    return [train_step(trained, step, squared, **options).skipped is not None for step in steps]
+    return [train_step(trained, step, squared, **options).skip_cause is not None for step in steps]
 
 
 def weights(trained: Strategy) -> Tensor:
@@ -315,7 +315,7 @@ def alone(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         try:
             train_step(trained, step, losses.get(fault, squared))
         except PacelineError as raised:
-            error = f"{type(raised).__name__}: {raised.shown}"
+            error = f"{type(raised).__name__}: {raised.message_with_code}"
         found[fault] = [error, torch.equal(before, own_weights(trained))]
         dist.barrier()
     found["forms"] = [
@@ -352,7 +352,7 @@ def told_of(rank: int, samples: int, loss: Any, bad: int | None) -> str:
         for step in load_steps(dataset, plan, ranks_share(VIRTUAL, rank, RANKS), Loading(CPU), start=0, stop=3):
             train_step(trained, step, loss)
     except PacelineError as raised:
-        error = f"{type(raised).__name__}: {raised.shown}"
+        error = f"{type(raised).__name__}: {raised.message_with_code}"
     dist.barrier()
     return error
 
@@ -391,8 +391,8 @@ def test_of_hosts_that_step_by_themselves_the_one_with_the_fault_tells(tmp_path:
 
 EACH_A_HOST = """
 import os
-from paceline.collectives import memory
-memory.host_key = lambda: os.environ["RANK"]  # each rank is on a host of its own
+from paceline.collectives import shared_memory
+shared_memory.host_key = lambda: os.environ["RANK"]  # each rank is on a host of its own
 """
 POISON = """
 import torch

@@ -16,7 +16,14 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
-from paceline.checkpoint.shards import ShardFiles, fill, full_state, layout, rank_part, read_meta
+from paceline.checkpoint.shards import (
+    ShardFileSource,
+    fill,
+    full_state,
+    make_shard_layout,
+    read_meta,
+    select_shards_to_save,
+)
 from paceline.checkpoint.state import TensorShard
 from paceline.data.plan import ranks_share
 from paceline.strategies import STRATEGIES, Strategy
@@ -80,15 +87,15 @@ def train(replica: Strategy, start: int, stop: int) -> None:
 
 def save(held: list[TensorShard], path: Path, rank: int = 0, world_size: int = 1) -> None:
     """As `train.checkpointing` does: this rank's part as a file of its own."""
-    places = layout(rank_part(held, rank, world_size))
+    places = make_shard_layout(select_shards_to_save(held, rank, world_size))
     buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
     fill(buffer, places, {})
     path.write_bytes(buffer.numpy().tobytes())
 
 
-def opened(paths: Iterable[Path]) -> ShardFiles:
+def opened(paths: Iterable[Path]) -> ShardFileSource:
     files = [(path, read_meta(path)) for path in paths]
-    return ShardFiles([(path, meta[1]) for path, meta in files if meta])
+    return ShardFileSource([(path, meta[1]) for path, meta in files if meta])
 
 
 def path_of(folder: str, name: str, optimizer: str, rank: int, size: int) -> Path:

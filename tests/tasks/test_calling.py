@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline.compute.forward import wrap_forward
 from paceline.compute.precision import in_bf16, lacks_bf16
 from paceline.data.loader import Loading, fetch
-from paceline.tasks.task import call
+from paceline.tasks.task import call_model
 
 BATCH = {"x": torch.ones(2), "mask": torch.zeros(2), "label": torch.ones(2)}
 
@@ -67,18 +67,18 @@ def in_16_bits() -> nn.Module:
     ],
 )
 def test_a_forward_gets_what_it_names(make: Any, taken: list[str] | None, inputs: Any) -> None:
-    found = call(make(), inputs)
+    found = call_model(make(), inputs)
     assert found is inputs if taken is None else [*found] == taken
 
 
 def test_a_wrapper_is_called_with_what_the_model_names() -> None:
-    got = call(Named(), BATCH, lambda *args, **kwargs: (args, kwargs))
+    got = call_model(Named(), BATCH, lambda *args, **kwargs: (args, kwargs))
     assert got == ((), {"x": BATCH["x"], "mask": BATCH["mask"]})
 
 
 def test_a_tensor_and_a_pair_are_given_as_they_are() -> None:
-    assert call(Whole(), BATCH["x"]) is BATCH["x"]
-    assert call(Whole(), (1, 2)) == (1, 2)
+    assert call_model(Whole(), BATCH["x"]) is BATCH["x"]
+    assert call_model(Whole(), (1, 2)) == (1, 2)
 
 
 def test_a_dict_is_inputs_and_targets_and_a_triple_is_refused() -> None:

@@ -139,10 +139,10 @@ def test_a_file_holds_them_as_a_table(tmp_path, texts):
     config = TrainConfig(task="mnist-cnn", task_arg=texts)
     path = tmp_path / "config.toml"
     path.write_text(dump(config))
-    assert load(path, ours=False) == config
+    assert load(path, must_own=False) == config
     assert ("[task_arg]" in path.read_text()) == bool(texts)
     path.write_text("[task_arg]\nn_layer = 4\ndeep = true\nact = 'gelu'\n")
-    assert load(path, ours=False).task_arg == ("n_layer=4", "deep=true", "act=gelu")
+    assert load(path, must_own=False).task_arg == ("n_layer=4", "deep=true", "act=gelu")
 
 
 @pytest.mark.slow

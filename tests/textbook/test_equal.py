@@ -184,7 +184,7 @@ def zero(rank: int, size: int) -> None:
     sharded = ShardedOptimizer(mine, lambda share: torch.optim.AdamW(share, lr=0.1))
     optimizer = torch.optim.AdamW(products.parameters(), lr=0.1)
     shards = Shards(products, rank, size)
-    shards.shard(optimizer)
+    shards.shard_optimizer(optimizer)
     reducer = sum_to_shards(shards, of_ranks(rank, size))
     for step in range(3):
         loss(mine, rank + 10 * step).backward()

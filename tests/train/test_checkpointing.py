@@ -18,7 +18,7 @@ from tests.worlds import world_of
 
 from paceline.checkpoint.manager import Checkpoints, Claim
 from paceline.checkpoint.resume import TrainerState
-from paceline.checkpoint.shards import ShardFiles
+from paceline.checkpoint.shards import ShardFileSource
 from paceline.checkpoint.state import TensorShard
 from paceline.rank.world import World
 from paceline.runs.events import Checkpointed, Step, read_events
@@ -50,7 +50,7 @@ class Rank:
         votes = torch.tensor(self.saver.write_status())
         torch.distributed.all_reduce(votes)
         written, failed = votes.tolist()
-        return Votes(written=written, failed=failed)
+        return Votes(shard_written=written, shard_failed=failed)
 
     def begin(self, step: int) -> None:
         self.saver.begin(self.held(), step, CONTENT)
@@ -76,7 +76,7 @@ def published(root: Path) -> dict[int, dict[str, float]]:
     checkpoints = Checkpoints(root)
     for step, path in checkpoints.entries():
         manifest = checkpoints.check(path)
-        source = ShardFiles.of(path, manifest)
+        source = ShardFileSource.from_checkpoint(path, manifest)
         values = {name: source.tensor(name) for name in source.names("")}
         assert all(v is not None and bool((v == v[0]).all()) for v in values.values()), "torn"
         found[step] = {name: round(float(v[0]), 1) for name, v in values.items() if v is not None}
@@ -99,7 +99,7 @@ def protocol(rank: int, size: int, root: Path) -> Any:
         votes = this.step(number)
         this.saver.publish_if_written(votes)
         on_its_way = this.saver._writing is not None
-        assert on_its_way == (votes != Votes(written=float(size)))  # on all ranks at the same step
+        assert on_its_way == (votes != Votes(shard_written=float(size)))  # on all ranks at the same step
     assert this.saver.write_status() == (0.0, 0.0)
     for step in (20, 21):  # what is on its way is ended first
         this.step(step)
@@ -173,11 +173,11 @@ def test_a_rank_that_cannot_write_is_named_and_the_next_checkpoint_succeeds(two_
     root = root / "failing"
     for step, reason in ((1, "the disk is broken"), (3, "File too large")):
         votes, [(failed_step, failure)], failed = told[step]
-        assert votes == Votes(written=1.0, failed=1.0)
+        assert votes == Votes(shard_written=1.0, shard_failed=1.0)
         assert failed_step == step and failure == failed
         assert failure.startswith("rank 1: OSError: ") and reason in failure
     for step in (2, 4):
-        assert told[step] == (Votes(written=2.0), [(step, "")], "")
+        assert told[step] == (Votes(shard_written=2.0), [(step, "")], "")
     assert [found[1:] for found in silent.values()] == [([], "")] * 4  # rank 0 tells
     assert list(published(root)) == [4, 2]
     Checkpoints(root).claim(2, 0)  # the next start removes what was never published

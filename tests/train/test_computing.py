@@ -14,7 +14,7 @@ from paceline.compute.precision import lacks_bf16
 from paceline.compute.resources import current_cpu_allocation, thread_warnings
 from paceline.config.settings import ComputeConfig, LaunchConfig, TrainConfig, check_values
 from paceline.rank.world import World
-from paceline.train.computing import _choose_precision, set_threads
+from paceline.train.compute_settings import _choose_precision, set_threads
 from paceline.train.costs import WARM_UP_STEPS, DataWait
 
 CPU = torch.device("cpu")
@@ -85,10 +85,10 @@ def test_the_share_of_waiting_leaves_out_the_first_steps_unless_there_are_few():
     waiting = DataWait()
     assert waiting.fraction() is None
     for _ in range(WARM_UP_STEPS):
-        waiting.step({"data": 9.0, "forward": 1.0})
+        waiting.add_step({"data": 9.0, "forward": 1.0})
     assert waiting.fraction() == 0.9
     for _ in range(WARM_UP_STEPS + 1):
-        waiting.step({"data": 1.0, "forward": 9.0})
+        waiting.add_step({"data": 1.0, "forward": 9.0})
     assert waiting.fraction() == pytest.approx(0.1)
 
 

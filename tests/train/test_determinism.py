@@ -10,7 +10,7 @@ from tests.errors import raises
 
 from paceline.errors import PacelineError, TrainingError, UsageError
 from paceline.train import determinism
-from paceline.train.determinism import deterministic, explain_missing_kernel, hardware_facts
+from paceline.train.determinism import explain_missing_kernel, hardware_facts, use_deterministic_kernels
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def imported():
     """What torch imports for it changes the environment once, and outlives a test."""
     before = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    with deterministic():
+    with use_deterministic_kernels():
         pass
     if before is None:
         del os.environ["CUBLAS_WORKSPACE_CONFIG"]
@@ -61,35 +61,39 @@ def test_torchs_flags_are_as_before_also_after_an_error(unusual, error):
     assert unusual == (True, True, True, True)
     for before in (unusual, flags()):
         if error is None:
-            with deterministic():
+            with use_deterministic_kernels():
                 assert flags() == (True, False, False, False)
         else:
-            with pytest.raises(error), deterministic():
+            with pytest.raises(error), use_deterministic_kernels():
                 raise error
         assert flags() == before
 
 
 def test_an_operation_without_a_deterministic_kernel_is_named_with_what_to_do():
     before = flags()
-    with raises("no-deterministic-kernel", raised=TrainingError, operation="put_"), deterministic():
+    with raises("no-deterministic-kernel", raised=TrainingError, operation="put_"), use_deterministic_kernels():
         scattered()
     assert flags() == before
     scattered()  # allowed again
-    with raises("no-deterministic-kernel", operation="put_"), deterministic(), explain_missing_kernel(UsageError):
+    with (
+        raises("no-deterministic-kernel", operation="put_"),
+        use_deterministic_kernels(),
+        explain_missing_kernel(UsageError),
+    ):
         scattered()
 
 
 def test_other_errors_are_left_as_they_are():
-    with pytest.raises(RuntimeError, match=r"^4711$") as caught, deterministic():
+    with pytest.raises(RuntimeError, match=r"^4711$") as caught, use_deterministic_kernels():
         raise RuntimeError("4711")
     assert not isinstance(caught.value, PacelineError)
 
 
 def test_a_users_own_workspace_setting_stays(monkeypatch):
-    with deterministic():
+    with use_deterministic_kernels():
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    with deterministic():
+    with use_deterministic_kernels():
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from paceline import World
 from paceline.checkpoint.manager import Checkpoints, Claim, Fenced
 from paceline.checkpoint.resume import TrainerState
-from paceline.checkpoint.shards import ShardFiles
+from paceline.checkpoint.shards import ShardFileSource
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
 from paceline.errors import TrainingError
@@ -69,7 +69,7 @@ def test_what_is_saved_alone_is_the_whole_state_and_the_newest_checkpoint(world,
     manifest = found[1]
     assert (manifest.step, manifest.samples_seen, manifest.virtual_ranks) == (7, 24, 1)
     assert manifest.scalars == {"evaluated": 3}
-    source = ShardFiles.of(path, manifest)
+    source = ShardFileSource.from_checkpoint(path, manifest)
     held = {one.name: one.tensor for one in replica.state()}
     assert {*source.names("")} == held.keys()
     for name, tensor in held.items():

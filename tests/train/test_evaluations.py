@@ -68,11 +68,11 @@ def test_the_best_is_the_first_of_the_best_by_its_own_direction() -> None:
     for step, value in enumerate((0.5, 0.7, 0.7, 0.2, math.nan), 1):
         for name, best in found.items():
             best.update(step, {name.rpartition(":")[2]: value})
-    assert {name: (best.step, best.since, best.is_over) for name, best in found.items()} == {
+    assert {name: (best.step, best.since, best.is_patience_exhausted) for name, best in found.items()} == {
         "loss": (4, 1, False), "word_error": (4, 1, False), "min:accuracy": (4, 1, False), "accuracy": (2, 3, True),
     }  # fmt: skip
     again = BestEvaluation("accuracy", 4, names, found["accuracy"].as_json())
-    assert not again.update(6, {"accuracy": 0.7}) and again.is_over
+    assert not again.update(6, {"accuracy": 0.7}) and again.is_patience_exhausted
     with raises("unknown-name", kind="metric", value="acuracy"):
         BestEvaluation("acuracy", None, names, {})
 

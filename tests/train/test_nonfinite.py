@@ -136,12 +136,12 @@ def test_a_step_may_be_left_out_and_the_next_one_counts(world):
     before = bits(replica)
     for loss in (rooted, lambda o, t: torch.where(t == 0, torch.nan, good(o, t))):
         result = train_step(replica, [b for step in batches(world, 2) for b in step], loss, may_skip=True)
-        assert result.skipped is not None
-        assert {*result.skipped.samples} == {*BAD}
+        assert result.skip_cause is not None
+        assert {*result.skip_cause.samples} == {*BAD}
         assert result.grad_norm is None
         assert bits(replica) == before
     for one in (replica, never):
-        assert train_step(one, second, good).skipped is None
+        assert train_step(one, second, good).skip_cause is None
     assert bits(replica) == bits(never)
 
 
@@ -153,10 +153,10 @@ def test_many_bad_samples_do_not_take_for_ever(world, monkeypatch):
     plan = BatchPlan(24, 24, 1)
     (step,) = load_steps(all_bad, plan, range(1), Loading(CPU), start=0, stop=1)
     result = train_step(replica, step, rooted, may_skip=True, enter=passes.append)
-    assert result.skipped is not None
-    assert sorted(result.skipped.samples) == [*range(24)]
+    assert result.skip_cause is not None
+    assert sorted(result.skip_cause.samples) == [*range(24)]
     assert len(passes) < 20
-    assert "and 16 more" in result.skipped.words
+    assert "and 16 more" in result.skip_cause.message
 
 
 # ---- ranks -------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def told(replica: Strategy, step: Any, loss: Any) -> str:
     try:
         train_step(replica, step, loss)
     except PacelineError as error:
-        return f"{type(error).__name__} {int(error.exit_code)}: {error.shown}"
+        return f"{type(error).__name__} {int(error.exit_code)}: {error.message_with_code}"
     return ""
 
 
@@ -187,7 +187,7 @@ def of_ranks(rank: int, size: int, folder: str) -> dict[str, Any]:
                 (step,) = batches(world, 2)
                 found[name] = told(replica, step, rooted)
                 result = train_step(replica, step, good)  # what it had begun is over, on all ranks
-                assert result.skipped is None
+                assert result.skip_cause is None
             found["collective"] = told(made("exact", world, 2), batches(world, 2)[0], with_a_collective)
     return found
 
@@ -230,7 +230,7 @@ def test_a_step_goes_back_once_and_is_then_left_out():
     found = NotFinite("the loss is not finite")
     assert [rollback.goes_back(step, found) for step in (7, 7, 9)] == [True, False, True]
     assert not skip.goes_back(7, found)
-    assert said[1].startswith("step 7 ") and said[1].endswith(found.words)
+    assert said[1].startswith("step 7 ") and said[1].endswith(found.message)
     with raises("too-many-not-finite", raised=TrainingError, most=10, steps=200) as caught:
         for step in range(10, 22):
             skip.goes_back(step, found)

@@ -13,7 +13,7 @@ from tests.run_ranks import run_ranks
 
 from paceline.errors import PacelineError
 from paceline.protocol.evidence import Op
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.stepping.order import CallOrder, Mismatch, compare_orders
 
@@ -33,7 +33,7 @@ def odd(*histories: list[Op], known: frozenset[str] = NOTHING) -> tuple[int, ...
     """The ranks that are named for a difference."""
     found = compare_orders([*histories], NOTHING, known)
     assert isinstance(found, Mismatch)
-    return found.odd
+    return found.minority_ranks
 
 
 # ---- what is a difference ----------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def test_a_rank_that_takes_the_same_lines_in_another_order_is_named(other, world
     found = compare_orders([lines("".join(other) if rank == odd else "abcdef") for rank in range(world_size)], NOTHING)
     at = next(i for i, letter in enumerate(other) if letter != "abcdef"[i])
     assert isinstance(found, Mismatch)
-    assert found.odd == (odd,)
+    assert found.minority_ranks == (odd,)
     assert [call.site for call in found.calls if call] == [
         other[at] if rank == odd else "abcdef"[at] for rank in range(world_size)
     ]
@@ -64,7 +64,7 @@ def test_another_kind_shape_or_name_is_a_difference_whatever_the_line(other):
 def test_one_call_more_is_a_difference():
     found = compare_orders([lines("ab"), lines("ab"), lines("abc")], NOTHING)
     assert isinstance(found, Mismatch)
-    assert found.odd == (2,) and found.calls[0] is None
+    assert found.minority_ranks == (2,) and found.calls[0] is None
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ def branch(rank: int) -> None:
 def compared(rank: int, size: int) -> dict[str, Any]:
     """Steps of a world, in the last of which the last rank takes the second sum first."""
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
-    guard = Guard.of_process().watch_torch()
+    guard = HangGuard.of_process().watch_torch()
     notices: list[str] = []
-    order = CallOrder(world, guard.ledger.take_order, guard.ledger.taken, notices.append)
+    order = CallOrder(world, guard.ledger.take_order, guard.ledger.last_ordered_calls, notices.append)
 
     def step(*calls: Any) -> str:
         for call in calls:
@@ -139,7 +139,7 @@ def compared(rank: int, size: int) -> dict[str, Any]:
         try:
             order.check(slots.tolist(), "step 7")
         except PacelineError as error:
-            return f"{type(error).__name__} {int(error.exit_code)}: {error.shown}"
+            return f"{type(error).__name__} {int(error.exit_code)}: {error.message_with_code}"
         return ""
 
     found: dict[str, Any] = {"as planned": [step(sum_one, sum_two) for _ in range(3)]}

@@ -147,7 +147,7 @@ def test_groups_and_a_schedule_come_to_what_torch_alone_comes_to(train, mine, tm
 def test_without_a_schedule_the_rates_stay_as_the_groups_have_them(mine):
     optimizer = mine.groups(mine.model())
     rates = schedule_for(OptimizerConfig(), 1e-3, mine.kept, optimizer, 6)
-    assert [rates.set(optimizer, step) for step in (0, 5)] == [0.01, 0.01]
+    assert [rates.set_lr(optimizer, step) for step in (0, 5)] == [0.01, 0.01]
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.02]
 
 
@@ -155,9 +155,9 @@ def test_a_schedule_alone_takes_the_flags_of_the_optimizer(mine):
     wish = OptimizerConfig(optimizer="sgd", lr=0.5)
     optimizer = maker_for(wish, 0.25, mine.scheduled, mine.model())(mine.model().parameters())
     rates = schedule_for(wish, 0.25, mine.scheduled, optimizer, 6)
-    assert rates.set(optimizer, 0) == 0.25  # after lr scaling
+    assert rates.set_lr(optimizer, 0) == 0.25  # after lr scaling
     optimizer.step()
-    assert rates.set(optimizer, 1) == 0.125
+    assert rates.set_lr(optimizer, 1) == 0.125
 
 
 @pytest.mark.parametrize(

@@ -39,13 +39,13 @@ def test_throughput_leaves_out_the_warm_up_and_pauses():
     meter = Throughput(clock=lambda: now)
     for step in range(WARMUP_STEPS + 10):
         now += 100.0 if step < WARMUP_STEPS else 0.5  # a slow start
-        meter.step(10)
+        meter.count_step(10)
         assert (meter.recent() is None) == (step < WARMUP_STEPS)
     assert meter.recent() == meter.overall() == pytest.approx(20)
     now += 1000.0  # an evaluation
     meter.pause(1000.0)
     now += 0.5
-    meter.step(10)
+    meter.count_step(10)
     assert meter.overall() == pytest.approx(20)
 
 

@@ -50,9 +50,9 @@ def made(name: str, world: World, *, fp16: bool = True) -> Strategy:
 def trained(replica: Strategy, scale: LossScale | None, world: World) -> list[str]:
     """Two epochs of 3 uneven global batches, each in 2 micro-batches of a virtual rank; why steps were left out."""
     plan, share = BatchPlan(24, 10, V, accumulation=2), ranks_share(V, world.rank, world.size)
-    take = TaskSteps(replica, squared, scale=scale, max_norm=1.0).take
+    take = TaskSteps(replica, squared, scale=scale, max_norm=1.0).take_step
     results = [take(step) for step in load_steps(data(), plan, share, Loading(CPU), start=0, stop=6)]
-    return ["" if one.skipped is None else one.skipped.words for one in results]
+    return ["" if one.skip_cause is None else one.skip_cause.message for one in results]
 
 
 def bits(replica: Strategy) -> str:
@@ -75,7 +75,7 @@ def test_small_gradients_are_zeros_without_it(world: World) -> None:
         replica.optimizer.register_step_pre_hook(
             lambda *_, r=replica, g=gradients: g.extend(h.tensor.clone() for h in r.gradients() if h.name in HALF)
         )
-        TaskSteps(replica, lambda o, t: squared(o, t) * 1e-10, scale=scale).take(step)
+        TaskSteps(replica, lambda o, t: squared(o, t) * 1e-10, scale=scale).take_step(step)
         found.append(float(torch.cat([g.flatten() for g in gradients]).abs().max()))
     assert found[0] == 0 < found[1]
 
@@ -85,12 +85,12 @@ def test_the_scale_halves_and_doubles_and_ends(monkeypatch: pytest.MonkeyPatch) 
     scale = LossScale()
     assert scale.overflow("step 1") and scale.value == FIRST / 2
     for _ in range(5):
-        scale.good()
+        scale.count_good_step()
     again = LossScale()
-    again.take(json.loads(json.dumps(scale.numbers())))
-    again.good()  # the third since the last change
+    again.load_json_state(json.loads(json.dumps(scale.json_state())))
+    again.count_good_step()  # the third since the last change
     assert (again.value, again.skipped) == (2 * FIRST, 1)
-    again.take({"loss_scale": [SMALLEST, 0, 1]})
+    again.load_json_state({"loss_scale": [SMALLEST, 0, 1]})
     assert again.overflow("step 2") == "" and again.value == SMALLEST  # now the policy for what is not finite counts
 
 

@@ -41,7 +41,7 @@ def bits(replica: Strategy) -> dict[str, list[float]]:
 
 def test_steps_that_are_kept_are_those_that_are_made_anew(world: World) -> None:
     kept, anew = made(world), made(world)
-    take = TaskSteps(kept, loss, max_norm=0.5).take
+    take = TaskSteps(kept, loss, max_norm=0.5).take_step
     for step in steps():
         ours, theirs = take(step), train_step(anew, step, loss, max_norm=0.5)
         assert ours == theirs
@@ -58,7 +58,7 @@ def test_a_step_that_an_error_ends_is_given_up_and_the_next_one_is_right(world: 
             raise ArithmeticError("planted")
         return loss(outputs, targets)
 
-    take = TaskSteps(replica, failing).take
+    take = TaskSteps(replica, failing).take_step
     first, second, third = steps()
     take(first)
     before, fails = bits(replica), True
@@ -81,7 +81,7 @@ def test_the_phases_of_a_step(world: World) -> None:
 
 def test_batches_are_let_go_with_their_step(world: World) -> None:
     replica = made(world)
-    take = TaskSteps(replica, loss).take
+    take = TaskSteps(replica, loss).take_step
     gc.disable()  # a circle would keep them until it runs
     try:
         first, second, _ = steps()

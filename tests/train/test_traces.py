@@ -14,7 +14,7 @@ from paceline.protocol.status_page import RECORDS, StatusPage, make_status_page
 from paceline.rank.world import World
 from paceline.strategies.single import Single
 from paceline.train.fit import PhaseClock, StepRecord
-from paceline.train.records import LAST, StepTraces, is_due, memory_breakdown, size_of
+from paceline.train.records import LAST, StepTraces, collective_bytes, is_due, memory_breakdown
 
 ALL_REDUCE = Op("shared", 1, "all_reduce", "gradients", "[10, 3] [4]", "float32")
 NO_RESULT: Any = None
@@ -55,7 +55,7 @@ def _stepped(clock: PhaseClock, page: StatusPage, step: int) -> StepRecord:
 def test_phases_follow_each_other_without_a_gap_and_calls_lie_in_them() -> None:
     page = StatusPage(make_status_page(0))
     traces, clock = StepTraces(page), PhaseClock(page.enter)
-    found: list[Any] = [one for step in (1, 2) for one in traces.of(_stepped(clock, page, step), ())]
+    found: list[Any] = [one for step in (1, 2) for one in traces.take_due(_stepped(clock, page, step), ())]
     assert [one.step for one in found] == [1, 2]
     for one in found:
         assert [name for name, _, _ in one.phases] == ["data", "forward", "backward", "optimizer"]
@@ -70,9 +70,9 @@ def test_the_last_steps_are_always_in_detail() -> None:
     page = StatusPage(make_status_page(0))
     traces, clock = StepTraces(page), PhaseClock(page.enter)
     for step in range(2**12 + 1, 2**12 + 40):
-        assert traces.of(_stepped(clock, page, step), ()) == []
-    assert [one.step for one in traces.rest()] == [*range(2**12 + 40 - LAST, 2**12 + 40)]
-    assert traces.rest() == []
+        assert traces.take_due(_stepped(clock, page, step), ()) == []
+    assert [one.step for one in traces.take_remaining()] == [*range(2**12 + 40 - LAST, 2**12 + 40)]
+    assert traces.take_remaining() == []
 
 
 def test_anatomy_counts_what_a_rank_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,9 +88,9 @@ def test_anatomy_counts_what_a_rank_holds(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_sizes_are_read_from_the_guards_words() -> None:
-    assert size_of("[10, 3] [4]", "float32") == 136
-    assert size_of("[7]", "bfloat16, float64") == 56  # the widest: an upper bound
-    assert (size_of("", "float32"), size_of("[]", "float64")) == (0, 8)
-    assert size_of("[10]", "bfloat16") == 20
-    assert size_of("[12, 3", "float32") == 144
-    assert size_of("[12, x]", "float32") == 0
+    assert collective_bytes("[10, 3] [4]", "float32") == 136
+    assert collective_bytes("[7]", "bfloat16, float64") == 56  # the widest: an upper bound
+    assert (collective_bytes("", "float32"), collective_bytes("[]", "float64")) == (0, 8)
+    assert collective_bytes("[10]", "bfloat16") == 20
+    assert collective_bytes("[12, 3", "float32") == 144
+    assert collective_bytes("[12, x]", "float32") == 0

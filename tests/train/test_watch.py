@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline import BatchPlan, Loading, load_steps, train_step
 from paceline.checkpoint.state import TensorShard
-from paceline.collectives.batchnorm import convert
+from paceline.collectives.batchnorm import convert_sync_batchnorm
 from paceline.collectives.control import new_group
 from paceline.config.mesh import Mesh
 from paceline.data.arrays import ArrayDataset
@@ -95,7 +95,7 @@ def trained(world: World, *, synchronised: bool) -> list[TensorShard]:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     if synchronised:
-        model = convert(model, new_group())
+        model = convert_sync_batchnorm(model, new_group())
     replica = STRATEGIES["bucketed"](model, lambda p: torch.optim.AdamW(p), world)
     data = ArrayDataset(torch.randn(12, 3, generator=torch.Generator().manual_seed(1)), torch.zeros(12))
     share = ranks_share(world.size, world.rank, world.size)
@@ -199,7 +199,7 @@ def stages_that_drift(rank: int, world_size: int, flipped_on: int) -> str:
     try:
         check_replicas(held, world, 7)
     except PacelineError as error:
-        return error.shown
+        return error.message_with_code
     return ""
 
 
@@ -217,7 +217,7 @@ def drifted(rank: int, size: int, weight_decay: float) -> str:
     try:
         check_replicas([TensorShard("model/weight", weight.detach())], world, 7, [optimizer])
     except PacelineError as error:
-        return error.shown
+        return error.message_with_code
     return ""
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from paceline.checkpoint.format import Damaged, Manifest
-from paceline.checkpoint.reductions import OPEN, UNCHANGED, reduced, saved_reduction
-from paceline.checkpoint.shards import ShardFiles
+from paceline.checkpoint.buffer_reductions import OPEN, UNCHANGED, reduce_buffer, saved_reduction
+from paceline.checkpoint.format import DamagedCheckpoint, Manifest
+from paceline.checkpoint.shards import ShardFileSource
 from paceline.checkpoint.state import PrefixedSource, Source
 from paceline.errors import UsageError, unknown
 
@@ -29,7 +29,7 @@ def state_names(model: nn.Module) -> dict[str, list[str]]:
     return {name: exported for name, exported in names.items() if exported != [name]}
 
 
-def export_checkpoint(path: Path, manifest: Manifest, model: int = 1) -> dict[str, Tensor]:
+def state_dict_from_checkpoint(path: Path, manifest: Manifest, model_index: int = 1) -> dict[str, Tensor]:
     """The state_dict of a model in a checkpoint. `model`: its number in a session with several models.
 
     Raises:
@@ -37,11 +37,13 @@ def export_checkpoint(path: Path, manifest: Manifest, model: int = 1) -> dict[st
         Damaged: see `export_state`.
     """
     names: list[dict[str, list[str]]] = manifest.scalars.get("names", [{}])  # older checkpoints have no names
-    if model > len(names):
-        raise unknown("model", str(model), [str(number + 1) for number in range(len(names))])
-    source = ShardFiles.of(path, manifest)
+    if model_index > len(names):
+        raise unknown("model", str(model_index), [str(number + 1) for number in range(len(names))])
+    source = ShardFileSource.from_checkpoint(path, manifest)
     return export_state(
-        PrefixedSource(source, f"{model}/") if model > 1 else source, names[model - 1], manifest.virtual_ranks
+        PrefixedSource(source, f"{model_index}/") if model_index > 1 else source,
+        names[model_index - 1],
+        manifest.virtual_ranks,
     )
 
 
@@ -55,7 +57,9 @@ def export_state(source: Source, names: Mapping[str, Sequence[str]], virtual_ran
         UsageError: if it is unknown how the values of a buffer combine.
     """
     if "" in names:
-        raise Damaged(f"{names[''][0]} of the model's state_dict is not a parameter or buffer, and was not saved")
+        raise DamagedCheckpoint(
+            f"{names[''][0]} of the model's state_dict is not a parameter or buffer, and was not saved"
+        )
     exported: dict[str, Tensor] = {}
     buffers: dict[str, dict[int, Tensor]] = {}
     reductions: dict[str, tuple[str, Tensor]] = {}
@@ -79,5 +83,5 @@ def export_state(source: Source, names: Mapping[str, Sequence[str]], virtual_ran
             if not reduction:
                 raise UsageError(code="export-undeclared-buffer", name=name, count=len(by_rank))
             reduction = "first" if reduction == UNCHANGED else reduction
-        exported[name] = reduced(by_rank, reduction, initial, virtual_ranks)
+        exported[name] = reduce_buffer(by_rank, reduction, initial, virtual_ranks)
     return {name: tensor for saved_name, tensor in exported.items() for name in names.get(saved_name, [saved_name])}

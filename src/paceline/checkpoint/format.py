@@ -48,7 +48,7 @@ BITS = {
 REALS = {"C64": "F32", "C128": "F64"}
 """A file stores a complex number as two real ones: safetensors has no complex128, and older versions no complex64."""
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 DtypeName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Z][A-Z0-9_]*\Z")]
@@ -73,7 +73,7 @@ def shard_name(rank: int, world_size: int) -> str:
     return f"shard-{rank}-of-{world_size}.safetensors"
 
 
-class Damaged(PacelineError):  # noqa: N818 - describes the checkpoint
+class DamagedCheckpoint(PacelineError):  # noqa: N818 - describes the checkpoint
     """A checkpoint that must not be loaded. The text has the expected and the actual content."""
 
     def __init__(self, text: str) -> None:
@@ -88,11 +88,13 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     name: str
     """The name of the full tensor, the same for all strategies: model/conv1.weight, optimizer/conv1.weight/exp_avg."""
     dtype: DtypeName  # as in safetensors: F32
-    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]  # the shape of the full tensor; () for a scalar
-    start: Count
-    stop: Count
+    shape: Annotated[
+        tuple[NonNegativeInt, ...], msgspec.Meta(max_length=64)
+    ]  # the shape of the full tensor; () for a scalar
+    start: NonNegativeInt
+    stop: NonNegativeInt
     count: Positive = 1  # the number of ranges, for example one in each row
-    apart: Count = 0
+    apart: NonNegativeInt = 0
     """The number of elements from the start of a range to the start of the next one; 0 for a single range."""
 
     @property
@@ -105,7 +107,7 @@ class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rank's file: its size and hash, and the pieces in it."""
 
     name: str  # has the form shard-<rank>-of-<world size>.safetensors
-    bytes: Count
+    bytes: NonNegativeInt
     sha256: Sha256
     pieces: tuple[Piece, ...]
 
@@ -114,14 +116,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of a checkpoint, its writer, and its run."""
 
     format: int
-    step: Count
-    attempt: Count
-    generation: Count
+    step: NonNegativeInt
+    attempt: NonNegativeInt
+    generation: NonNegativeInt
     world_size: Positive
     virtual_ranks: Positive
     definition: dict[str, Any]  # the settings of the run, which a resumed run compares with its settings
     metrics: dict[str, float]
-    samples_seen: Count
+    samples_seen: NonNegativeInt
     scalars: dict[str, Any]  # plain values of the state; a tuple is read as a list
     files: tuple[ShardFile, ...]
 
@@ -158,31 +160,31 @@ def decode_manifest(data: bytes) -> Manifest:
         # Before the hash and the fields: a newer paceline may have different ones.
         stated_format = msgspec.json.decode(envelope.manifest, type=_Stated).format
     except msgspec.ValidationError as error:
-        raise Damaged(f"is JSON, but not the manifest of a paceline checkpoint: {error}") from None
+        raise DamagedCheckpoint(f"is JSON, but not the manifest of a paceline checkpoint: {error}") from None
     except INVALID_JSON as error:
-        raise Damaged(f"is not JSON: {error}, in {len(data):,} bytes") from None
+        raise DamagedCheckpoint(f"is not JSON: {error}, in {len(data):,} bytes") from None
     if stated_format != FORMAT:
         age = "newer than this paceline's" if stated_format > FORMAT else "not this paceline's,"
-        raise Damaged(f"format {stated_format} is {age} {FORMAT}")
+        raise DamagedCheckpoint(f"format {stated_format} is {age} {FORMAT}")
     inner = bytes(envelope.manifest)
     digest = hashlib.sha256(inner).hexdigest()
     if envelope.sha256 != digest:
-        raise Damaged(f"was changed: it states the sha256 {envelope.sha256}, but has {digest}")
+        raise DamagedCheckpoint(f"was changed: it states the sha256 {envelope.sha256}, but has {digest}")
     if data != _sealed(inner, digest):  # a manifest has only one valid encoding: everything else was added later
-        raise Damaged(
+        raise DamagedCheckpoint(
             f"has bytes that paceline did not write: {len(data):,} instead of {len(_sealed(inner, digest)):,}"
         )
     try:
         manifest = msgspec.json.decode(inner, type=Manifest)
     except INVALID_JSON as error:
-        raise Damaged(f"is not the manifest of a paceline checkpoint: {error}") from None
+        raise DamagedCheckpoint(f"is not the manifest of a paceline checkpoint: {error}") from None
     _check_files(manifest)
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for piece in itertools.chain.from_iterable(file.pieces for file in manifest.files):
         pieces[piece.name].append(piece)
     for name, parts in pieces.items():
         if problem := cover(parts):
-            raise Damaged(f"{name!r} {problem}")
+            raise DamagedCheckpoint(f"{name!r} {problem}")
     return manifest
 
 
@@ -192,22 +194,22 @@ def _sealed(inner: bytes, digest: str) -> bytes:
 
 def _check_files(manifest: Manifest) -> None:
     if not manifest.files:
-        raise Damaged("lists no file")
+        raise DamagedCheckpoint("lists no file")
     seen_names: set[str] = set()
     for file in manifest.files:
         match = _SHARD.fullmatch(file.name)
         if not match:
-            raise Damaged(
+            raise DamagedCheckpoint(
                 f"lists the file {file.name!r}, which is not a plain shard-<rank>-of-<world size>.safetensors"
             )
         rank, world_size = int(match[1]), int(match[2])
         if world_size != manifest.world_size or rank >= world_size:
-            raise Damaged(f"lists the file {file.name!r}, but its world size is {manifest.world_size}")
+            raise DamagedCheckpoint(f"lists the file {file.name!r}, but its world size is {manifest.world_size}")
         if file.name in seen_names:
-            raise Damaged(f"lists the file {file.name!r} twice")
+            raise DamagedCheckpoint(f"lists the file {file.name!r} twice")
         seen_names.add(file.name)
         if len({piece.key for piece in file.pieces}) < len(file.pieces):
-            raise Damaged(f"lists a key of {file.name} twice")
+            raise DamagedCheckpoint(f"lists a key of {file.name} twice")
 
 
 def cover(parts: Sequence[Piece]) -> str:
@@ -295,7 +297,7 @@ def read_manifest(folder: Path, *, trust: bool) -> Manifest:
     with _damage_of(MANIFEST):
         manifest = decode_manifest(read(folder / MANIFEST, limit_bytes=MANIFEST_LIMIT_BYTES, ours=not trust))
         if folder.name != folder_name(manifest.step):
-            raise Damaged(f"is of step {manifest.step}, its folder is {folder.name}")
+            raise DamagedCheckpoint(f"is of step {manifest.step}, its folder is {folder.name}")
     return manifest
 
 
@@ -317,8 +319,8 @@ def check_files(folder: Path, manifest: Manifest, hashed: Collection[str] | None
 
 def _check_file(folder: Path, file: ShardFile, *, hashed: bool, trust: bool) -> None:
     with _damage_of(file.name), open_file(folder / file.name, ours=not trust) as source:
-        if source.found.st_size != file.bytes:
-            raise Damaged(f"has {source.found.st_size:,} bytes instead of {file.bytes:,}")
+        if source.status.st_size != file.bytes:
+            raise DamagedCheckpoint(f"has {source.status.st_size:,} bytes instead of {file.bytes:,}")
         if not hashed:
             return
         length = int.from_bytes(os.pread(source.descriptor, LENGTH_BYTES, 0), "little")
@@ -327,7 +329,7 @@ def _check_file(folder: Path, file: ShardFile, *, hashed: bool, trust: bool) -> 
         while block := os.read(source.descriptor, READ_BYTES):
             digest.update(block)
         if digest.hexdigest() != file.sha256:
-            raise Damaged(f"has the sha256 {digest.hexdigest()} instead of {file.sha256}")
+            raise DamagedCheckpoint(f"has the sha256 {digest.hexdigest()} instead of {file.sha256}")
         _check_header(length, header, file)
 
 
@@ -335,20 +337,20 @@ def _check_file(folder: Path, file: ShardFile, *, hashed: bool, trust: bool) -> 
 def _damage_of(name: str) -> Generator[None]:
     try:
         yield
-    except Damaged as error:
-        raise Damaged(f"{name} {error}") from None
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(f"{name} {error}") from None
     except Unreadable as error:
-        raise Damaged(f"{name} {error.strerror}") from None
+        raise DamagedCheckpoint(f"{name} {error.strerror}") from None
     except FileNotFoundError:
-        raise Damaged(f"{name} is missing") from None
+        raise DamagedCheckpoint(f"{name} is missing") from None
     except OSError as error:
-        raise Damaged(f"{name} cannot be read: {error.strerror}") from None
+        raise DamagedCheckpoint(f"{name} cannot be read: {error.strerror}") from None
 
 
 class _Entry(msgspec.Struct):
     dtype: str
-    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
-    data_offsets: tuple[Count, Count]
+    shape: Annotated[tuple[NonNegativeInt, ...], msgspec.Meta(max_length=64)]
+    data_offsets: tuple[NonNegativeInt, NonNegativeInt]
 
 
 def _check_header(length: int, header: bytes, file: ShardFile) -> None:
@@ -359,27 +361,27 @@ def _check_header(length: int, header: bytes, file: ShardFile) -> None:
     """
     data_bytes = file.bytes - LENGTH_BYTES - length
     if length > MAX_HEADER_BYTES or data_bytes < 0 or len(header) != length:
-        raise Damaged(f"states a header of {length:,} bytes, in a file of {file.bytes:,}")
+        raise DamagedCheckpoint(f"states a header of {length:,} bytes, in a file of {file.bytes:,}")
     try:
         table = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         entries = {key: msgspec.json.decode(raw, type=_Entry) for key, raw in table.items() if key != METADATA}
         msgspec.json.decode(table.get(METADATA, b"{}"), type=dict[str, str])
     except INVALID_JSON as error:
-        raise Damaged(f"has no valid safetensors header: {error}") from None
+        raise DamagedCheckpoint(f"has no valid safetensors header: {error}") from None
     if entries.keys() != {piece.key for piece in file.pieces}:
-        raise Damaged("has different tensors than the manifest")
+        raise DamagedCheckpoint("has different tensors than the manifest")
     for piece in file.pieces:
         entry = entries[piece.key]
         elements, dtype = math.prod(entry.shape), REALS.get(piece.dtype, piece.dtype)
         if entry.dtype != dtype or elements != piece.elements * (1 if dtype == piece.dtype else 2):
-            raise Damaged(f"has {elements} x {entry.dtype} as {piece.key!r}, unlike the manifest")
+            raise DamagedCheckpoint(f"has {elements} x {entry.dtype} as {piece.key!r}, unlike the manifest")
         start, stop = entry.data_offsets
         if entry.dtype not in BITS or (stop - start) * 8 != elements * BITS[entry.dtype]:
-            raise Damaged(f"has {piece.key!r} in the bytes {start} to {stop}, which is not its size")
+            raise DamagedCheckpoint(f"has {piece.key!r} in the bytes {start} to {stop}, which is not its size")
     offset = 0
     for start, stop in sorted(entry.data_offsets for entry in entries.values()):
         if start != offset:
-            raise Damaged(f"has no tensor, or two tensors, at byte {offset} of its data")
+            raise DamagedCheckpoint(f"has no tensor, or two tensors, at byte {offset} of its data")
         offset = stop
     if offset != data_bytes:
-        raise Damaged(f"describes {offset:,} bytes of data, but has {data_bytes:,}")
+        raise DamagedCheckpoint(f"describes {offset:,} bytes of data, but has {data_bytes:,}")

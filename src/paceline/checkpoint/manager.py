@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from paceline.checkpoint.format import (
     MANIFEST,
-    Damaged,
+    DamagedCheckpoint,
     Manifest,
     check_files,
     decode_manifest,
@@ -36,7 +36,7 @@ from paceline.checkpoint.format import (
 )
 from paceline.errors import TrainingError, UsageError
 from paceline.runs import writing
-from paceline.runs.reading import names
+from paceline.runs.reading import entry_names
 
 FEWEST_KEPT = 2  # a single one is lost if its disk blocks are damaged
 MAX_LISTINGS = 100  # a new listing is needed when a writer has published and deleted meanwhile
@@ -44,7 +44,7 @@ LOCK_SECONDS = 30.0  # the fence is locked for a few renames; if it takes longer
 
 _LEFTOVER = re.compile(r"\.(?:tmp|trash)-([0-9]+)-([0-9]+)-([0-9]+)(?:-[0-9]+)?")
 
-Report = Callable[[str], None]
+MessageCallback = Callable[[str], None]
 
 
 class Fenced(TrainingError):  # noqa: N818 - a state, not a fault
@@ -102,7 +102,7 @@ class Fence:
 
     @contextlib.contextmanager
     def _locked(self, *, make: bool = False) -> Generator[int]:
-        descriptor = writing.keep(self._path, make=make)
+        descriptor = writing.open_or_create(self._path, make=make)
         try:
             if not writing.lock(descriptor, LOCK_SECONDS):
                 raise TrainingError(code="fence-locked", path=self._path)
@@ -134,7 +134,7 @@ def _write_claim(descriptor: int, claim: Claim) -> None:
     os.fsync(descriptor)
 
 
-class Entry(NamedTuple):
+class CheckpointFolder(NamedTuple):
     """A folder with a checkpoint's name, whose content is not checked."""
 
     step: int
@@ -158,10 +158,12 @@ class Checkpoints:
 
     # ---- read
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CheckpointFolder]:
         """The folders with a checkpoint's name, the newest first. Empty without a folder of checkpoints."""
-        steps = {name: step_of(name) for name in names(self.root)}
-        return sorted((Entry(step, self.root / name) for name, step in steps.items() if step is not None), reverse=True)
+        steps = {name: step_of(name) for name in entry_names(self.root)}
+        return sorted(
+            (CheckpointFolder(step, self.root / name) for name, step in steps.items() if step is not None), reverse=True
+        )
 
     def check(self, path: Path, files: Collection[str] | None = None) -> Manifest:
         """Check a checkpoint, and return its manifest; raises Damaged (see `read_manifest` and `check_files`).
@@ -176,7 +178,7 @@ class Checkpoints:
             self._known_intact[path] = True
         return manifest
 
-    def newest_valid(self, report: Report) -> tuple[Path, Manifest] | None:
+    def newest_valid(self, report: MessageCallback) -> tuple[Path, Manifest] | None:
         """The newest intact checkpoint, with all files hashed; None if there is none.
 
         Args:
@@ -190,7 +192,7 @@ class Checkpoints:
             for _, path in self.entries():
                 try:
                     return path, self.check(path)
-                except Damaged as error:
+                except DamagedCheckpoint as error:
                     if not os.path.lexists(path):
                         break  # deleted during the check: newer ones exist
                     if path not in reported:
@@ -202,7 +204,7 @@ class Checkpoints:
 
     # ---- publish
 
-    def claim(self, attempt: int, generation: int, report: Report = lambda _: None) -> None:
+    def claim(self, attempt: int, generation: int, report: MessageCallback = lambda _: None) -> None:
         """Create the folder, take the fence, and remove the partial checkpoints of older generations.
 
         Raises:
@@ -251,7 +253,7 @@ class Checkpoints:
         writing.make_folder(tmp)
         return tmp
 
-    def commit(self, tmp: Path, manifest: Manifest, keep: int, report: Report = lambda _: None) -> Path:
+    def commit(self, tmp: Path, manifest: Manifest, keep: int, report: MessageCallback = lambda _: None) -> Path:
         """Publish `tmp` as the checkpoint of its step, then delete those older than the newest `keep` intact ones.
 
         If an intact checkpoint of this step exists, it stays, and the new one is removed. If an old one cannot be
@@ -273,7 +275,7 @@ class Checkpoints:
             check_files(tmp, manifest, hashed=())
             writing.write_new(tmp / MANIFEST, [encoded])
             writing.sync_folder(tmp)
-        except (OSError, Damaged):
+        except (OSError, DamagedCheckpoint):
             with self._fence.holding(self._checked_claim()):
                 pass  # raises Fenced if a newer generation has removed the files
             raise
@@ -281,7 +283,7 @@ class Checkpoints:
         self._retire(keep, report)
         return path
 
-    def _publish(self, tmp: Path, path: Path, report: Report) -> Path:
+    def _publish(self, tmp: Path, path: Path, report: MessageCallback) -> Path:
         exists = os.path.lexists(path)
         is_intact = exists and self._is_intact(path)  # not under the lock, because it may hash for minutes
         discarded = tmp if is_intact else None
@@ -297,7 +299,7 @@ class Checkpoints:
             _remove(discarded, report)
         return path
 
-    def _retire(self, keep: int, report: Report) -> None:
+    def _retire(self, keep: int, report: MessageCallback) -> None:
         """Delete all checkpoints older than the newest `keep` intact ones.
 
         Intact means that the sizes match now, and the hashes matched once in this process. The sizes are not enough:
@@ -324,7 +326,7 @@ class Checkpoints:
     def _is_intact(self, path: Path) -> bool:
         try:
             self.check(path, files=() if path in self._known_intact else None)
-        except Damaged:
+        except DamagedCheckpoint:
             self._known_intact[path] = False
         return self._known_intact[path]
 
@@ -357,7 +359,7 @@ def _is_newer(name: str, claim: Claim) -> bool:
     return bool(match) and Claim(int(match[2]), int(match[3])) > claim
 
 
-def _remove(path: Path, report: Report) -> None:
+def _remove(path: Path, report: MessageCallback) -> None:
     try:
         if os.path.lexists(path):
             writing.remove(path)

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from paceline.checkpoint.format import Damaged, Manifest
-from paceline.checkpoint.manager import Checkpoints, Report
-from paceline.checkpoint.shards import ShardFiles
-from paceline.checkpoint.snapshots import broadcast_snapshot, inherited, newest
+from paceline.checkpoint.format import DamagedCheckpoint, Manifest
+from paceline.checkpoint.manager import Checkpoints, MessageCallback
+from paceline.checkpoint.shards import ShardFileSource
+from paceline.checkpoint.snapshots import broadcast_snapshot, inherited_memory_files, newest_snapshot
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
 from paceline.errors import UsageError
 from paceline.protocol.control import WorkerSpec, restarts
@@ -48,18 +48,20 @@ class ResumePoint:
     """The state that a training resumes from."""
 
     step: int
-    content: TrainerState
-    source: ShardFiles
-    where: str  # the location, for messages
-    files: frozenset[int] = frozenset()  # the memory files of a snapshot
+    trainer_state: TrainerState
+    source: ShardFileSource
+    location_text: str  # the location, for messages
+    memory_file_descriptors: frozenset[int] = frozenset()  # the memory files of a snapshot
 
 
-def newest_state(checkpoints: Checkpoints, world: World, report: Report, *, memory: bool) -> ResumePoint | None:
+def newest_state(
+    checkpoints: Checkpoints, world: World, report: MessageCallback, *, memory: bool
+) -> ResumePoint | None:
     """The newest state, on disk or (if `memory`) in memory (a collective).
 
     If a snapshot is the newest state, hosts without it receive it. For `report` and errors, see `newest_on_disk`.
     """
-    local = newest(inherited()) if memory else None
+    local = newest_snapshot(inherited_memory_files()) if memory else None
     ages = (
         all_gather_object(None if local is None else [local.meta.generation, local.meta.step], world) if memory else []
     )
@@ -75,10 +77,14 @@ def newest_state(checkpoints: Checkpoints, world: World, report: Report, *, memo
         snapshot = broadcast_snapshot(ages.index(age), snapshot, world)
     assert snapshot is not None
     step, content = snapshot.meta.step, msgspec.convert(snapshot.meta.content, TrainerState)
-    return ResumePoint(step, content, snapshot.source, f"the snapshot of step {step}", frozenset(snapshot.files))
+    return ResumePoint(
+        step, content, snapshot.source, f"the snapshot of step {step}", frozenset(snapshot.memory_file_descriptors)
+    )
 
 
-def newest_on_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: int = -1) -> ResumePoint | None:
+def newest_on_disk(
+    checkpoints: Checkpoints, world: World, report: MessageCallback, *, after: int = -1
+) -> ResumePoint | None:
     """The newest intact checkpoint after step `after` (a collective). The ranks split the work of hashing.
 
     For each newer, damaged checkpoint, rank 0 calls `report` with the damage.
@@ -97,7 +103,7 @@ def newest_on_disk(checkpoints: Checkpoints, world: World, report: Report, *, af
             evaluated = int(manifest.scalars.get("evaluated", 0))
             loop: dict[str, Any] = manifest.scalars.get("loop", {})
             content = TrainerState(manifest.samples_seen, manifest.metrics, manifest.definition, evaluated, loop)
-            return ResumePoint(manifest.step, content, ShardFiles.of(path, manifest), str(path))
+            return ResumePoint(manifest.step, content, ShardFileSource.from_checkpoint(path, manifest), str(path))
         complaints.append(f"{path.name} cannot be used: {damages[0]}")
         if world.rank == 0:
             report(complaints[-1])
@@ -113,7 +119,7 @@ def _check_portion(checkpoints: Checkpoints, path: Path, world: World) -> tuple[
     try:
         files = checkpoints.check(path, files=()).files
         return checkpoints.check(path, files=[file.name for file in files][world.rank :: world.size]), ""
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         return None, str(error)
 
 
@@ -143,7 +149,7 @@ def run_location(
         UsageError: on one rank; see `open_run_dir` and `lock_run_dir`.
         ReportedByPeer: on the other ranks.
     """
-    generation, spec = restarts(), WorkerSpec.here()
+    generation, spec = restarts(), WorkerSpec.from_environment()
     launched_dir = Path(spec.attempt_dir).resolve() if spec is not None and spec.attempt_dir else None
     is_restarted = generation > 0 and asked is not None  # by torchrun or by the agent
     notices: list[str] = []

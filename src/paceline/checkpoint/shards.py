@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.checkpoint.format import LENGTH_BYTES, REALS, Damaged, Manifest, Piece, cover
+from paceline.checkpoint.format import LENGTH_BYTES, REALS, DamagedCheckpoint, Manifest, Piece, cover
 from paceline.checkpoint.state import Source, TensorShard, view_ranges
 from paceline.collectives.buckets import assign_balanced
 from paceline.collectives.control import all_gather_object
@@ -38,7 +38,7 @@ ALIGNED_BYTES = 64
 OURS = "paceline"  # the key of paceline's metadata
 
 
-def rank_part(shards: Sequence[TensorShard], rank: int, world_size: int) -> list[TensorShard]:
+def select_shards_to_save(shards: Sequence[TensorShard], rank: int, world_size: int) -> list[TensorShard]:
     """The tensors that `rank` saves: those that only it holds, and its portion, by bytes, of the replicated ones."""
     replicated = sorted((h for h in shards if h.replicated), key=lambda h: h.name)
     portion = assign_balanced([h.tensor.nbytes for h in replicated], world_size)[rank]
@@ -49,7 +49,7 @@ def rank_part(shards: Sequence[TensorShard], rank: int, world_size: int) -> list
 class ShardLayout:
     """A rank's part of a state as a file. `part[i]` is at byte `offsets[i]` after a header of `header_bytes`."""
 
-    part: tuple[TensorShard, ...]
+    shards: tuple[TensorShard, ...]
     pieces: tuple[Piece, ...]
     offsets: tuple[int, ...]
     header_bytes: int
@@ -58,14 +58,14 @@ class ShardLayout:
     def header(self, meta: Mapping[str, str]) -> bytes:
         """The JSON header with the description of the tensors, and `meta`."""
         table: dict[str, Any] = {"__metadata__": dict(meta)}
-        for piece, entry, offset in zip(self.pieces, self.part, self.offsets, strict=True):
+        for piece, entry, offset in zip(self.pieces, self.shards, self.offsets, strict=True):
             pair = [2] if piece.dtype in REALS else []
             dtype, shape = REALS.get(piece.dtype, piece.dtype), [*entry.tensor.shape, *pair]
             table[piece.key] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + entry.tensor.nbytes]}
         return json.dumps(table, separators=(",", ":")).encode()
 
 
-def layout(part: Iterable[TensorShard], *, room_bytes: int = 4096) -> ShardLayout:
+def make_shard_layout(part: Iterable[TensorShard], *, room_bytes: int = 4096) -> ShardLayout:
     """Lay out a part, large elements first, so that each is aligned. `room_bytes` are reserved for metadata.
 
     Raises:
@@ -89,9 +89,9 @@ def _encoded(pieces: tuple[Piece, ...]) -> str:
 def _piece(shard: TensorShard) -> Piece:
     stop = shard.start + shard.tensor.numel() // shard.count
     times = f"x{shard.count}" if shard.count > 1 else ""
-    part = "" if shard.whole is None else f"[{shard.start}:{stop}]{times}"
-    dtype, shape = DTYPE_NAMES[shard.tensor.dtype], tuple(shard.shape)
-    return Piece(shard.name + part, shard.name, dtype, shape, shard.start, stop, shard.count, shard.apart)
+    part = "" if shard.unsharded_shape is None else f"[{shard.start}:{stop}]{times}"
+    dtype, shape = DTYPE_NAMES[shard.tensor.dtype], tuple(shard.full_shape)
+    return Piece(shard.name + part, shard.name, dtype, shape, shard.start, stop, shard.count, shard.range_stride)
 
 
 @torch.no_grad()
@@ -102,8 +102,10 @@ def fill(buffer: Tensor, shard: ShardLayout, meta: Mapping[str, Any]) -> None:
     a killed writer is therefore never read as a state.
     """
     buffer[:LENGTH_BYTES] = 0
-    last = {entry.tensor.device: entry for entry in shard.part if entry.tensor.numel()}  # its copy waits for the others
-    for entry, offset in zip(shard.part, shard.offsets, strict=True):
+    last = {
+        entry.tensor.device: entry for entry in shard.shards if entry.tensor.numel()
+    }  # its copy waits for the others
+    for entry, offset in zip(shard.shards, shard.offsets, strict=True):
         start = shard.header_bytes + offset
         target = buffer[start : start + entry.tensor.nbytes]
         if target.numel():
@@ -129,7 +131,7 @@ def read_meta(path: Path | str) -> tuple[Any, tuple[Piece, ...]] | None:
         return None
 
 
-class ShardFiles:
+class ShardFileSource:
     """A `Source` of the full state, read from the files of all ranks."""
 
     def __init__(self, files: Iterable[tuple[Path | str, Sequence[Piece]]]) -> None:
@@ -141,7 +143,7 @@ class ShardFiles:
         self._open: dict[str, Any] = {}
 
     @classmethod
-    def of(cls, folder: Path, manifest: Manifest) -> Self:
+    def from_checkpoint(cls, folder: Path, manifest: Manifest) -> Self:
         """The state in a checkpoint."""
         return cls((folder / file.name, file.pieces) for file in manifest.files)
 
@@ -171,11 +173,11 @@ class ShardFiles:
             low, high = max(start, piece.start), min(end, piece.stop)
             if low < high:
                 if (piece.dtype, piece.shape, low) != (first.dtype, first.shape, at) or piece.stop > count:
-                    raise Damaged(f"{path} must have the elements of {name} from {at}, but has {piece}")
+                    raise DamagedCheckpoint(f"{path} must have the elements of {name} from {at}, but has {piece}")
                 parts.append(self._read(path, piece)[low - piece.start : high - piece.start])
                 at = high
         if at != end:
-            raise Damaged(f"no file has the elements {at} to {end} of {name}")
+            raise DamagedCheckpoint(f"no file has the elements {at} to {end} of {name}")
         result = torch.cat([torch.empty(0, dtype=TYPES.get(first.dtype, torch.uint8)), *parts])
         return result.view(shape) if start == 0 and stop is None else result
 
@@ -185,7 +187,7 @@ class ShardFiles:
         first = pieces[0][1]
         problem = cover([piece for _, piece in pieces])
         if problem or first.dtype not in TYPES:
-            raise Damaged(f"{name}: {problem or first.dtype}")
+            raise DamagedCheckpoint(f"{name}: {problem or first.dtype}")
         full_tensor = torch.empty(math.prod(first.shape), dtype=TYPES[first.dtype])
         for path, piece in pieces:
             target = view_ranges(full_tensor, piece.start, piece.stop - piece.start, piece.count, piece.apart)
@@ -201,9 +203,11 @@ class ShardFiles:
                 values = torch.view_as_complex(values)
             values = values.reshape(-1)
         except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: not pairs of real numbers
-            raise Damaged(f"{path}: {error}") from None
+            raise DamagedCheckpoint(f"{path}: {error}") from None
         if DTYPE_NAMES.get(values.dtype) != piece.dtype or values.numel() != piece.elements:
-            raise Damaged(f"{path} has {values.numel()} x {values.dtype} as {piece.key}, described as {piece}")
+            raise DamagedCheckpoint(
+                f"{path} has {values.numel()} x {values.dtype} as {piece.key}, described as {piece}"
+            )
         return values
 
 
@@ -219,7 +223,7 @@ def full_state(held: Sequence[TensorShard], world: World) -> dict[str, Tensor]:
     for h in held:
         if not (h.replicated or h.spare):
             shards[h.name].append(h)
-    parts = [(name, list(h.shape), str(h.tensor.dtype).removeprefix("torch.")) for name, (h, *_) in shards.items()]
+    parts = [(name, list(h.full_shape), str(h.tensor.dtype).removeprefix("torch.")) for name, (h, *_) in shards.items()]
     shapes = {name: (shape, dtype) for entries in all_gather_object(parts, world) for name, shape, dtype in entries}
     state = {h.name: h.tensor for h in held if h.replicated}
     for name, (shape, dtype) in sorted(shapes.items()):
@@ -252,21 +256,21 @@ class ShardedParameter:
     If a weight contains query, key and value one after the other, a rank has three ranges, a part of each.
     """
 
-    whole: torch.Size
+    full_shape: torch.Size
     dim: int
-    runs: tuple[tuple[int, int], ...]
+    ranges: tuple[tuple[int, int], ...]
 
     @property
     def shape(self) -> torch.Size:
         """The shape of the shard."""
-        length = sum(stop - start for start, stop in self.runs)
-        return torch.Size([length if dim == self.dim else size for dim, size in enumerate(self.whole)])
+        length = sum(stop - start for start, stop in self.ranges)
+        return torch.Size([length if dim == self.dim else size for dim, size in enumerate(self.full_shape)])
 
-    def part(self, whole: Tensor) -> Tensor:
+    def extract_shard(self, whole: Tensor) -> Tensor:
         """A copy of the shard of a full tensor."""
-        return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.runs], self.dim)
+        return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim)
 
-    def held(self, shard: TensorShard) -> list[TensorShard]:
+    def split_into_full_ranges(self, shard: TensorShard) -> list[TensorShard]:
         """`shard`, this shard or some of its rows, as parts of the full tensor, one for each range.
 
         Raises:
@@ -284,19 +288,19 @@ class ShardedParameter:
 
     def _parts(self, shard: TensorShard, rows: Tensor, first: int) -> Iterator[TensorShard]:
         """`rows` of the shard, the first of which is row `first`, by range."""
-        inner, outer = self.whole[self.dim + 1 :].numel(), self.whole[1 : self.dim].numel()
-        apart = self.whole[self.dim] * inner
+        inner, outer = self.full_shape[self.dim + 1 :].numel(), self.full_shape[1 : self.dim].numel()
+        apart = self.full_shape[self.dim] * inner
         at = 0
-        for start, stop in self.runs:
+        for start, stop in self.ranges:
             length, last = stop - start, at + stop - start
             if self.dim == 0:  # the rows of this range that are in `rows`
                 low, high = max(at, first), min(last, first + len(rows))
                 part = rows[low - first : max(low, high) - first].flatten()
-                yield replace(shard, tensor=part, whole=self.whole, start=(start + low - at) * inner)
+                yield replace(shard, tensor=part, whole=self.full_shape, start=(start + low - at) * inner)
             else:
                 part = rows.narrow(self.dim, at, length).flatten(self.dim).flatten(0, self.dim - 1)  # a view
                 begin = first * outer * apart + start * inner
-                yield replace(shard, tensor=part, whole=self.whole, start=begin, count=len(part), apart=apart)
+                yield replace(shard, tensor=part, whole=self.full_shape, start=begin, count=len(part), apart=apart)
             at = last
 
 
@@ -327,13 +331,13 @@ class ShardedSource:
 
     def shape(self, name: str) -> torch.Size:
         sharded, shape = sharded_as(name, self._sharded), self._source.shape(name)
-        return shape if sharded is None or sharded.whole != shape else sharded.shape  # a counter is not sharded
+        return shape if sharded is None or sharded.full_shape != shape else sharded.shape  # a counter is not sharded
 
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
         sharded = sharded_as(name, self._sharded)
-        if sharded is None or name not in self._source.names(name) or sharded.whole != self._source.shape(name):
+        if sharded is None or name not in self._source.names(name) or sharded.full_shape != self._source.shape(name):
             return self._source.tensor(name, start, stop)
         full_tensor = self._source.tensor(name)
         assert full_tensor is not None
-        part = sharded.part(full_tensor)
+        part = sharded.extract_shard(full_tensor)
         return part if start == 0 and stop is None else part.reshape(-1)[start:stop].clone()

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.format import LENGTH_BYTES, Piece
-from paceline.checkpoint.shards import TYPES, ShardFiles, fill, layout, rank_part, read_meta
+from paceline.checkpoint.shards import TYPES, ShardFileSource, fill, make_shard_layout, read_meta, select_shards_to_save
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import all_gather_object, is_async
 from paceline.collectives.replicate import broadcast
@@ -62,13 +62,13 @@ class Snapshot:
     """A complete state in memory."""
 
     meta: SnapshotMeta  # of one of its parts
-    source: ShardFiles
-    files: tuple[int, ...]  # the descriptors of its memory files
+    source: ShardFileSource
+    memory_file_descriptors: tuple[int, ...]  # the descriptors of its memory files
 
 
-def inherited() -> list[Pair]:
+def inherited_memory_files() -> list[Pair]:
     """The memory files of this node's ranks, by local rank. Empty without an agent that restarts workers."""
-    spec = WorkerSpec.here()
+    spec = WorkerSpec.from_environment()
     return [] if spec is None else [*spec.snapshots]
 
 
@@ -96,8 +96,10 @@ class SnapshotWriter:
         meta = SnapshotMeta(self._generation, step, self._part, self._parts, content)
         # a multiple, so that the size stays equal; twice, because quotes are escaped
         room_bytes = round_up(2 * len(msgspec.json.encode(meta)) + ROOM_BYTES // 2, ROOM_BYTES)
-        shard = layout(rank_part(shards, self._part, self._parts), room_bytes=room_bytes)
-        buffer = self._buffer(descriptor, shard.total_bytes, any(is_async(entry.tensor.device) for entry in shard.part))
+        shard = make_shard_layout(select_shards_to_save(shards, self._part, self._parts), room_bytes=room_bytes)
+        buffer = self._buffer(
+            descriptor, shard.total_bytes, any(is_async(entry.tensor.device) for entry in shard.shards)
+        )
         fill(buffer, shard, msgspec.to_builtins(meta))
         self._files = other, descriptor
         return shard.total_bytes
@@ -179,7 +181,7 @@ class OtherHosts:
 
     def _exchange(self, shards: Sequence[TensorShard], group: dist.ProcessGroup) -> list[TensorShard]:
         world = self._world
-        shard = layout(_unique_shards(shards))
+        shard = make_shard_layout(_unique_shards(shards))
         own_buffer = torch.empty(shard.total_bytes, dtype=torch.uint8)
         fill(own_buffer, shard, {})
         offsets = [shard.header_bytes + offset for offset in shard.offsets]
@@ -212,13 +214,15 @@ def _received(piece: Piece, data: Tensor, at: int) -> TensorShard:
     values = data[at : at + piece.elements * dtype.itemsize].view(dtype)
     if piece.key == piece.name:
         return TensorShard(piece.name, values.view(shape), replicated=False)
-    return TensorShard(piece.name, values, shape, piece.start, replicated=False, count=piece.count, apart=piece.apart)
+    return TensorShard(
+        piece.name, values, shape, piece.start, replicated=False, count=piece.count, range_stride=piece.apart
+    )
 
 
 # ---- read
 
 
-def newest(files: Iterable[Sequence[int]]) -> Snapshot | None:
+def newest_snapshot(files: Iterable[Sequence[int]]) -> Snapshot | None:
     """The newest state with all its parts in these memory files, by rank."""
     states: dict[tuple[int, int, int], dict[int, tuple[int, SnapshotMeta, tuple[Piece, ...]]]] = {}
     for descriptor in itertools.chain.from_iterable(files):
@@ -234,13 +238,13 @@ def newest(files: Iterable[Sequence[int]]) -> Snapshot | None:
     if not complete:
         return None
     parts = states[max(complete, key=lambda key: (key[0], key[1]))]
-    source = ShardFiles([(_path(descriptor), pieces) for descriptor, _, pieces in parts.values()])
+    source = ShardFileSource([(_path(descriptor), pieces) for descriptor, _, pieces in parts.values()])
     return Snapshot(parts[0][1], source, tuple(file for file, *_ in parts.values()))
 
 
 def broadcast_snapshot(source: int, mine: Snapshot | None, world: World) -> Snapshot:
     """Copy the snapshot of rank `source` to all ranks whose snapshot, `mine`, is None (a collective)."""
-    sizes = None if mine is None else [os.fstat(file).st_size for file in mine.files]
+    sizes = None if mine is None else [os.fstat(file).st_size for file in mine.memory_file_descriptors]
     files: list[int] = []
     for number, size_bytes in enumerate(all_gather_object(sizes, world)[source]):
         if mine is None:
@@ -248,14 +252,14 @@ def broadcast_snapshot(source: int, mine: Snapshot | None, world: World) -> Snap
         for at in range(0, size_bytes, SENT_BYTES):
             buffer = bytearray(min(SENT_BYTES, size_bytes - at))
             if mine is not None and world.rank == source:
-                os.preadv(mine.files[number], [buffer], at)
+                os.preadv(mine.memory_file_descriptors[number], [buffer], at)
             block = torch.frombuffer(buffer, dtype=torch.uint8).to(world.device)
             broadcast([block], source, "a snapshot", world.group)
             if mine is None:
                 os.pwrite(files[-1], block.cpu().numpy().tobytes(), at)
     if mine is not None:
         return mine
-    received = newest([files])
+    received = newest_snapshot([files])
     assert received is not None
     for file in files:
         weakref.finalize(received.source, os.close, file)

@@ -27,22 +27,22 @@ class TensorShard:
 
     name: str
     tensor: Tensor
-    whole: torch.Size | None = None
+    unsharded_shape: torch.Size | None = None
     """None for a full tensor. Otherwise the full shape; `tensor` then has its elements from `start`, flat."""
     start: int = 0
     replicated: bool = True  # whether all ranks have the same values: one rank saves them for all
     count: int = 1  # the number of ranges of the same length in `tensor`
-    apart: int = 0  # the number of elements from the start of a range to the start of the next one
+    range_stride: int = 0  # the number of elements from the start of a range to the start of the next one
     spare: bool = False  # whether some other rank (not all) has the same values and saves them
 
     @property
-    def shape(self) -> torch.Size:
+    def full_shape(self) -> torch.Size:
         """The shape of the full tensor."""
-        return self.tensor.shape if self.whole is None else self.whole
+        return self.tensor.shape if self.unsharded_shape is None else self.unsharded_shape
 
     def view_in(self, flat: Tensor) -> Tensor:
         """A view, (count, elements of each), of these elements in the full tensor `flat`."""
-        return view_ranges(flat, self.start, self.tensor.numel() // self.count, self.count, self.apart)
+        return view_ranges(flat, self.start, self.tensor.numel() // self.count, self.count, self.range_stride)
 
 
 def view_ranges(flat: Tensor, start: int, length: int, count: int, apart: int) -> Tensor:
@@ -109,16 +109,16 @@ def load_into(source: Source, shard: TensorShard) -> None:
     Raises:
         UsageError: see `needed`.
     """
-    if shard.whole is None:
+    if shard.unsharded_shape is None:
         shard.tensor.copy_(needed(source, shard.name, shard.tensor))
         return
-    exists = shard.name in source.names(shard.name) and source.shape(shard.name) == shard.whole
+    exists = shard.name in source.names(shard.name) and source.shape(shard.name) == shard.unsharded_shape
     values = None
     if exists and shard.count == 1:
         values = source.tensor(shard.name, shard.start, shard.start + shard.tensor.numel())
     elif exists and (full := source.tensor(shard.name)) is not None:
         values = shard.view_in(full.reshape(-1))
     if values is None or values.dtype != shard.tensor.dtype:
-        needed(source, shard.name, shard.tensor.new_empty(1).expand(shard.whole))  # raises the error
+        needed(source, shard.name, shard.tensor.new_empty(1).expand(shard.unsharded_shape))  # raises the error
     else:
         shard.tensor.copy_(values.view(shard.tensor.shape))

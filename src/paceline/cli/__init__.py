@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 class Command(NamedTuple):
     """A command, described without importing its module."""
 
-    line: str  # its line in `paceline --help`
+    help_line: str  # its line in `paceline --help`
     settings: str  # module.Class of its settings
     arguments: str  # fields of the settings that are positional arguments
     examples: tuple[str, str]  # the prefix `paceline NAME` is left out
     main: str = "main"  # its function `main(arguments) -> exit code` in that module
-    behind: str = ""  # this and the other fields: see `CommandLine`
+    usage_suffix: str = ""  # this and the other fields: see `CommandLine`
     common: str = ""
-    config: str = ""
+    config_help: str = ""
 
 
 GROUPS = {
@@ -39,17 +39,17 @@ GROUPS = {
             ("mnist-cnn --nproc 2 --run-dir runs/first", "mnist-cnn --nproc 2 --run-dir runs/first --resume auto"),
             common="config strategy batch-size global-batch lr epochs steps run-dir checkpoint-every resume nproc "
             "device on nodes hosts",
-            config="TOML file with settings, e.g. the config.toml of a run; options override it",
+            config_help="TOML file with settings, e.g. the config.toml of a run; options override it",
         ),
         "launch": Command(
             "start any script that torchrun could, on one machine or many", "launch.LaunchScript", "",
-            ("--nproc 2 train.py --epochs 5", "--nproc 2 --check train.py --epochs 5"), behind="SCRIPT [ARGUMENTS]",
+            ("--nproc 2 train.py --epochs 5", "--nproc 2 --check train.py --epochs 5"), usage_suffix="SCRIPT [ARGUMENTS]",
             common="nproc show run-dir max-restarts hang-timeout on-drift check on nodes hosts env dry-run detach",
         ),
         "watchover": Command(
             "guard ranks that torchrun, srun or mpirun started", "watchover.WatchoverConfig", "",
             ("torchrun --nproc-per-node 4 -m paceline watchover train.py --epochs 5",
-             "srun python -m paceline watchover -m my_package.train --epochs 5"), behind="SCRIPT [ARGUMENTS]",
+             "srun python -m paceline watchover -m my_package.train --epochs 5"), usage_suffix="SCRIPT [ARGUMENTS]",
         ),
         "join": Command(
             "add this host to a running multi-node job", "cancel.JoinConfig", "run",
@@ -104,7 +104,7 @@ GROUPS = {
     "check and measure": {
         "verify": Command(
             "check that N processes compute the same as one", "verify.VerifyConfig", "task",
-            ("mnist-cnn --ranks 1,2,4", "my_loop.py:main -- --batch 16"), behind="[-- ARGUMENTS]",
+            ("mnist-cnn --ranks 1,2,4", "my_loop.py:main -- --batch 16"), usage_suffix="[-- ARGUMENTS]",
         ),
         "compare": Command(
             "measure every strategy (speed, memory, bytes, bits), and recommend one", "compare.CompareConfig", "task",
@@ -118,7 +118,7 @@ GROUPS = {
         ),
         "replay": Command(
             "repeat one step on one process: loss per sample, gradients per layer", "replay.ReplayConfig", "run script",
-            ("runs/first --step 20", "runs/first --step 20 --find-nonfinite"), behind="[-- ARGUMENTS]",
+            ("runs/first --step 20", "runs/first --step 20 --find-nonfinite"), usage_suffix="[-- ARGUMENTS]",
         ),
         "ledger": Command(
             "check that each sample was used once per epoch, over all attempts", "ledger.LedgerConfig", "run",
@@ -165,7 +165,7 @@ def command_line(name: str) -> CommandLine:
     examples = tuple(text if "paceline" in text else f"paceline {name} {text}".rstrip() for text in command.examples)
     arguments = tuple(command.arguments.split())
     return CommandLine(
-        f"paceline {name}", settings_class, arguments, examples, command.behind, command.common, command.config
+        f"paceline {name}", settings_class, arguments, examples, command.usage_suffix, command.common, command.config_help
     )  # fmt: skip
 
 
@@ -202,13 +202,13 @@ def _train_as_rank(settings: Path) -> int:
     """
     from paceline.config.settings import check_values, load
     from paceline.protocol.job import Windows
-    from paceline.rank.imports import TRAINING, import_without_gc
+    from paceline.rank.imports import TRAINING_MODULES, import_without_gc
     from paceline.runs.reading import real_path
 
-    config = load(real_path(settings), ours=True)
+    config = load(real_path(settings), must_own=True)
     check_values(config)
     Windows.parse(config.guard.hang_timeout)
-    import_without_gc(TRAINING)  # the first import of torch
+    import_without_gc(TRAINING_MODULES)  # the first import of torch
     from paceline.train.run import train
 
     return train(config).code
@@ -218,19 +218,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `paceline ARGUMENTS` and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     hold_standard_descriptors()
-    spec = WorkerSpec.here()
+    spec = WorkerSpec.from_environment()
     if spec is not None and spec.preload >= 0:  # this node's workers are forked from here: they go on below
-        from paceline.rank.imports import TRAINING, import_without_gc
+        from paceline.rank.imports import TRAINING_MODULES, import_without_gc
         from paceline.rank.preload import serve
 
-        serve(spec, lambda: import_without_gc(TRAINING))
+        serve(spec, lambda: import_without_gc(TRAINING_MODULES))
     if spec is not None:  # before anything slow: a worker must not outlive its agent
         from paceline.rank.attach import attach
 
         attach()
     if not arguments or arguments[0] in ("-h", "--help", "--help-all"):
         groups = (
-            [f"{title}:", *(f"  {name:11}{group[name].line}" for name in group)] for title, group in GROUPS.items()
+            [f"{title}:", *(f"  {name:11}{group[name].help_line}" for name in group)] for title, group in GROUPS.items()
         )
         print(HELP.format(commands="\n\n".join(map("\n".join, groups))), end="")
         return ExitCode.DONE if arguments else ExitCode.USAGE

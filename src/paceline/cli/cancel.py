@@ -14,11 +14,11 @@ from paceline.cli.options import check_positive
 from paceline.cli.run_state import (
     Access,
     RunFlags,
+    agent_run_folder,
     agent_runs,
     attempts,
     existing_run,
     head_roster,
-    home,
     is_locked,
     resume_command,
     signal_agent,
@@ -28,11 +28,11 @@ from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.launch.plan import Submission, last_submission
 from paceline.launch.slurm import queue
 from paceline.protocol.job import GRACE_PERIOD_SECONDS, NodePlan
-from paceline.runs.console import clean
+from paceline.runs.console import remove_controls
 from paceline.runs.folder import CHECKPOINTS, INVITATION, LOCK
 from paceline.runs.owners import Unreadable
 from paceline.runs.reading import decode, read
-from paceline.runs.summary import LIVE
+from paceline.runs.summary import LIVE_STATES
 
 POLL_SECONDS = 0.5
 END_SECONDS = GRACE_PERIOD_SECONDS + 15.0
@@ -65,9 +65,9 @@ def main(arguments: Sequence[str]) -> int:
     config: CancelConfig = command_line("cancel").parse(arguments)
     run_dir, access = existing_run(config, act=True)
     state, details, *_ = standing(run_dir, access)
-    if state not in LIVE:
+    if state not in LIVE_STATES:
         details = f" ({details})" if details else ""
-        print(clean(f"there is nothing to cancel: the run is {state}{details}"), file=sys.stderr)
+        print(remove_controls(f"there is nothing to cancel: the run is {state}{details}"), file=sys.stderr)
         return ExitCode.FAILED if state == "unknown" else ExitCode.DONE
     ask_to_stop(run_dir, access, now=config.now)
     return _wait(run_dir, access)
@@ -80,9 +80,9 @@ def ask_to_stop(run_dir: Path, access: Access, *, now: bool = False) -> None:
         UsageError: the recorded job or agent does not belong to this run.
         TrainingError: the agent cannot be reached from this machine.
     """
-    folder, submission = last_submission(home(run_dir))
+    folder, submission = last_submission(agent_run_folder(run_dir))
     slurm_job = submission.slurm_job if submission is not None else ""
-    if slurm_job and (job := queue.state(slurm_job)) is not None and job.lives:
+    if slurm_job and (job := queue.query_job_state(slurm_job)) is not None and job.lives:
         if not queue.writes_to(slurm_job, folder):
             raise UsageError(code="slurm-job-of-another-run", slurm_job=slurm_job, folder=folder)
         queue.cancel(slurm_job, now=now)
@@ -110,13 +110,13 @@ def _stop_agent(run_dir: Path, submission: Submission | None, access: Access, *,
 def _wait(run_dir: Path, access: Access) -> int:
     print("stop requested; waiting for the run to end ...", file=sys.stderr, flush=True)
     deadline = time.monotonic() + END_SECONDS
-    while (end := standing(run_dir, access)).state in LIVE or is_locked(run_dir):
+    while (end := standing(run_dir, access)).state in LIVE_STATES or is_locked(run_dir):
         if time.monotonic() > deadline:
             print(f"the run has not ended after {END_SECONDS:g} s: see paceline status {run_dir}", file=sys.stderr)
             return ExitCode.FAILED
         time.sleep(POLL_SECONDS)
     saved = Checkpoints(run_dir / CHECKPOINTS).entries()
-    print(clean(f"ended: {end.state}" + (f" ({end.words})" if end.words else "")))
+    print(remove_controls(f"ended: {end.state}" + (f" ({end.details})" if end.details else "")))
     if not saved:
         print("no checkpoint was saved")
     elif end.state != "done":
@@ -136,7 +136,7 @@ def join(arguments: Sequence[str]) -> int:
         decode(file, NodePlan, limit_bytes=MAX_BYTES, ours=True)
     except FileNotFoundError:
         state = standing(run_dir, access).state
-        if state in LIVE:
+        if state in LIVE_STATES:
             why = "was not started with --nodes MIN:MAX, or is still starting"
         else:
             why = f"is {state}. Start it again with this host: paceline train --resume auto --run-dir {run} --hosts ..."

@@ -13,16 +13,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.checkpoint.format import Damaged, Manifest
-from paceline.checkpoint.manager import Checkpoints, Entry
+from paceline.checkpoint.format import DamagedCheckpoint, Manifest
+from paceline.checkpoint.manager import CheckpointFolder, Checkpoints
 from paceline.cli import command_line
 from paceline.cli.options import check_out_file, check_positive
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few, plural, unknown
 from paceline.runs import writing
 from paceline.runs.console import clock, table_console
 from paceline.runs.folder import ADAPTER, BEST_WEIGHTS, CHECKPOINTS, CONFIG, WEIGHTS
-from paceline.runs.owners import check_ours, warn_if_shared
-from paceline.runs.reading import is_file, is_folder, names, real_path
+from paceline.runs.owners import check_owned_by_us, warn_if_shared
+from paceline.runs.reading import entry_names, is_file, is_folder, real_path
 from paceline.runs.summary import read_summary
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
     return _verify(checkpoints, entries, is_foreign=is_foreign)
 
 
-def _list(checkpoints: Checkpoints, entries: Sequence[Entry]) -> int:
+def _list(checkpoints: Checkpoints, entries: Sequence[CheckpointFolder]) -> int:
     from rich.table import Table
     from rich.text import Text
 
@@ -113,7 +113,7 @@ def _list(checkpoints: Checkpoints, entries: Sequence[Entry]) -> int:
     return ExitCode.DONE
 
 
-def _verify(checkpoints: Checkpoints, entries: Sequence[Entry], *, is_foreign: bool) -> int:
+def _verify(checkpoints: Checkpoints, entries: Sequence[CheckpointFolder], *, is_foreign: bool) -> int:
     from rich.text import Text
 
     console, damaged = table_console(), 0
@@ -139,7 +139,7 @@ def _check(checkpoints: Checkpoints, path: Path, *, hashed: bool) -> Manifest | 
     """The manifest, or the damage; an empty text if the run has deleted the checkpoint meanwhile."""
     try:
         return checkpoints.check(path, files=None if hashed else ())
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         return str(error) if os.path.lexists(path) else ""
 
 
@@ -158,7 +158,7 @@ def export(arguments: Sequence[str]) -> int:
     check_positive(config, "model")
     run_dir, out = find_run(config.run), real_path(config.out)
     if not config.trust:
-        check_ours(run_dir)
+        check_owned_by_us(run_dir)
     file_format = config.format or ("safetensors" if out.suffix == ".safetensors" else "torch")
     _check_out(config, out, file_format)
     from paceline.checkpoint.shards import sha256_of  # imports torch
@@ -198,7 +198,7 @@ def _adapters(config: ExportConfig, run_dir: Path) -> Adapters:
 
     checkpoints = Checkpoints(run_dir / CHECKPOINTS, trust=config.trust)
     for _, path in checkpoints.entries():
-        with suppress(Damaged):
+        with suppress(DamagedCheckpoint):
             models: list[dict[str, Any]] = checkpoints.check(path, files=()).scalars.get("loop", {}).get("parts", [])
             if "adapters" in (model := dict(enumerate(models, 1)).get(config.model, {})):
                 return msgspec.convert(model["adapters"], Adapters)
@@ -212,7 +212,7 @@ def _check_out(config: ExportConfig, out: Path, file_format: str) -> None:
         check_out_file("--out", out)
     elif is_file(out) or not is_folder(out.parent):
         raise UsageError(code="out-not-a-folder", value=config.out)
-    if not config.overwrite and (is_file(out) or names(out)):
+    if not config.overwrite and (is_file(out) or entry_names(out)):
         raise UsageError(code="out-exists", out=config.out)
 
 
@@ -238,10 +238,10 @@ def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
             newest = steps[str(config.step)], checkpoints.check(steps[str(config.step)])
         if newest is None:
             raise UsageError(code="nothing-to-export", run_dir=run_dir)
-        from paceline.checkpoint.export import export_checkpoint
+        from paceline.checkpoint.export import state_dict_from_checkpoint
         from paceline.checkpoint.shards import sha256_of
 
-        weights = export_checkpoint(*newest, config.model)
+        weights = state_dict_from_checkpoint(*newest, config.model)
         if final is not None:  # the training has changed nothing but the adapter
             adapters = _adapters(config, run_dir)
             weights |= adapters.read(adapter, ours=not config.trust)
@@ -250,7 +250,7 @@ def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
                 raise UsageError(code="weights-damaged", name=adapter.name)
             return weights, f"the final weights of {run_dir.name}"
         return weights, f"step {newest[1].step} of {run_dir.name}"
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         prefix = "" if config.step is None else f"the checkpoint of step {config.step} is damaged: "
         raise UsageError(code="step-not-exported", which=prefix, reason=str(error), run_dir=run_dir) from None
 
@@ -259,10 +259,10 @@ def _saved_weights(config: ExportConfig, run_dir: Path, name: str, sha256: str |
     from paceline.checkpoint.shards import sha256_of
     from paceline.train.weights import load as load_weights
 
-    saved = [name for name in names(run_dir) if name.startswith("model") and name.endswith(".safetensors")]
+    saved = [name for name in entry_names(run_dir) if name.startswith("model") and name.endswith(".safetensors")]
     if name not in saved:
         raise unknown("weights of the run", name, saved or ["(it has saved none)"])
-    weights = load_weights(run_dir / name, ours=not config.trust)
+    weights = load_weights(run_dir / name, require_trusted_owner=not config.trust)
     if sha256 is not None and sha256_of(weights) != sha256:
         raise UsageError(code="weights-damaged", name=name)
     return weights
@@ -289,7 +289,10 @@ def _hugging_face_model(run_dir: Path, folder: Path | None, *, trust: bool) -> A
         if model_class is None:
             raise UsageError(code="no-hf-class", folder=folder)
         return model_class(config)
-    settings, advice = load(run_dir / CONFIG, ours=not trust), "specify the folder of its config.json: --config FOLDER"
+    settings, advice = (
+        load(run_dir / CONFIG, must_own=not trust),
+        "specify the folder of its config.json: --config FOLDER",
+    )
     task, options = str(settings.task), task_options(settings)
     if task not in TASKS and ":" not in task:
         raise UsageError(code="session-without-model", run_dir=run_dir, task=task, advice=advice)
@@ -328,7 +331,7 @@ def _save_pretrained(model: Any, out: Path, weights: Weights) -> dict[str, Tenso
     with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
         model.save_pretrained(folder)
         writing.make_folder(out, exist_ok=True)
-        for name in names(Path(folder)):
+        for name in entry_names(Path(folder)):
             writing.rename(Path(folder, name), out / name)
     if prefix:
         print(f"the model is the attribute {prefix[:-1]} of the trained module")

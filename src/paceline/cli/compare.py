@@ -13,7 +13,7 @@ from paceline.cli.options import check_gpus, check_positive, chosen_names, nproc
 from paceline.config.choices import lacks_torch
 from paceline.config.mesh import Mesh, mesh_of, meshes_of
 from paceline.config.settings import DEFAULT_BATCH_SIZE, TrainConfig, check_values
-from paceline.config.strategies import DEFAULT, DEFAULT_ALONE, EXACT, STRATEGY_INFO
+from paceline.config.strategies import DEFAULT, DEFAULT_ALONE, EXACT_STRATEGIES, STRATEGY_INFO
 from paceline.errors import ExitCode, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.lab.compare import REFERENCE, Row, advise, compared_rows, print_compared
@@ -93,18 +93,18 @@ def _meshes(config: CompareConfig, nproc: int, settings: TrainConfig) -> list[Me
     meshes = [mesh for text in texts for mesh in (meshes_of(nproc) if text == "auto" else [mesh_of(text, nproc)])]
     for mesh in meshes:
         launch = replace(settings.launch, mesh=str(mesh))
-        if mesh.of("pipeline") == 1:
+        if mesh.size_of("pipeline") == 1:
             launch = replace(launch, schedule_pipeline=None, stages_at=None)
-        if mesh.of("tensor") == 1:
+        if mesh.size_of("tensor") == 1:
             launch = replace(launch, sequence_parallel=False)
         check_values(replace(settings, launch=launch, strategy=_strategy_for(mesh)))
-    if config.sequence_parallel and not any(mesh.of("tensor") > 1 for mesh in meshes):
+    if config.sequence_parallel and not any(mesh.size_of("tensor") > 1 for mesh in meshes):
         raise UsageError(code="sequence-parallel-without-meshes")
     return list({str(mesh): mesh for mesh in meshes}.values())
 
 
 def _strategy_for(mesh: Mesh) -> str:
-    return "fsdp" if mesh.of("shard") > 1 else DEFAULT
+    return "fsdp" if mesh.size_of("shard") > 1 else DEFAULT
 
 
 def _why_not(strategy: str, nproc: int) -> str:
@@ -125,12 +125,14 @@ def _groups(
         alone.append(Candidate(f"single-b{batch}", DEFAULT_ALONE, batch, threads))
         if nproc > 1:
             alone.append(Candidate(f"single-all-b{batch}", DEFAULT_ALONE, batch * nproc, threads * nproc))
-        if {*strategies} & {*EXACT}:
-            alone.append(Candidate(f"{REFERENCE}-b{batch}", EXACT[0], batch, exact_threads, nproc))
+        if {*strategies} & {*EXACT_STRATEGIES}:
+            alone.append(Candidate(f"{REFERENCE}-b{batch}", EXACT_STRATEGIES[0], batch, exact_threads, nproc))
         for name in (name for name in strategies if name != DEFAULT_ALONE):
-            together.append(Candidate(f"{name}-b{batch}", name, batch, exact_threads if name in EXACT else threads))
+            together.append(
+                Candidate(f"{name}-b{batch}", name, batch, exact_threads if name in EXACT_STRATEGIES else threads)
+            )
         for mesh in meshes:  # the same global batch: with fewer replicas, in more micro-batches
-            is_sequence_parallel = sequence and mesh.of("tensor") > 1
+            is_sequence_parallel = sequence and mesh.size_of("tensor") > 1
             name = f"{mesh}-b{batch}"
             strategy = _strategy_for(mesh)
             together.append(Candidate(name, strategy, batch, threads, nproc, str(mesh), is_sequence_parallel))

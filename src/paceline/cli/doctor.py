@@ -16,7 +16,7 @@ from paceline.errors import ExitCode, UsageError
 from paceline.lab.doctor.report import as_json, print_checks, run_checks
 from paceline.lab.doctor.survey import PROGRAM, Wanted, host_probes, survey
 from paceline.launch.plan import Command, parse_hosts
-from paceline.launch.ssh.plan import sessions
+from paceline.launch.ssh.plan import session_commands
 from paceline.rank.environment import expand_nodes
 
 
@@ -97,7 +97,7 @@ def _host_commands(config: DoctorConfig) -> tuple[tuple[Command, ...], tuple[int
             raise UsageError(
                 f"--ssh {config.ssh!r}: no such program. Install an OpenSSH client, or use a different one"
             )
-        return sessions(ssh, hosts, *program), tuple(host.slots or config.nproc for host in hosts)
+        return session_commands(ssh, hosts, *program), tuple(host.slots or config.nproc for host in hosts)
     if config.on == "slurm":
         job, nodes = os.environ["SLURM_JOB_ID"], expand_nodes(os.environ["SLURM_JOB_NODELIST"])
         if config.nodes and config.nodes != len(nodes):

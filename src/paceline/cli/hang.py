@@ -21,7 +21,7 @@ from paceline.guard.report import DiagnosisRecord, describe_rank, diagnosis_file
 from paceline.protocol.evidence import Evidence
 from paceline.runs import writing
 from paceline.runs.console import clock
-from paceline.runs.reading import names
+from paceline.runs.reading import entry_names
 
 ANSWER_SECONDS = 15.0  # the coordinator looks for requests every second, and gives every rank three seconds to answer
 POLL_SECONDS = 0.1
@@ -90,7 +90,7 @@ def _report(run_dir: Path, access: Access) -> HangReport:
 def _newest_diagnosis(run_dir: Path) -> Path | None:
     """The folder of the newest diagnosis of all attempts. Folders without a complete diagnosis are skipped."""
     for attempt in reversed(attempts(run_dir)):
-        matches = (re.fullmatch(r"(?:diagnosis|verdict)-([0-9]{1,9})", name) for name in names(attempt))
+        matches = (re.fullmatch(r"(?:diagnosis|verdict)-([0-9]{1,9})", name) for name in entry_names(attempt))
         for _, name in sorted(((int(m[1]), m[0]) for m in matches if m), reverse=True):
             if os.path.lexists(diagnosis_file(attempt / name)):
                 return attempt / name

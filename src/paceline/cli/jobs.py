@@ -17,7 +17,7 @@ from paceline.config.choices import LauncherName, launchers_of
 from paceline.config.settings import ClusterConfig
 from paceline.errors import ExitCode, UsageError
 from paceline.host.shell_environment import parse_env
-from paceline.launch.by_hand import by_hand, typed
+from paceline.launch.by_hand import by_hand, format_commands
 from paceline.launch.plan import (
     Plan,
     Submission,
@@ -28,7 +28,7 @@ from paceline.launch.plan import (
     write_files,
     write_submission,
 )
-from paceline.launch.slurm.plan import SCRIPT, slurm
+from paceline.launch.slurm.plan import SCRIPT_FILE, plan_slurm
 from paceline.launch.slurm.queue import (
     check_allocation,
     check_fits,
@@ -38,15 +38,15 @@ from paceline.launch.slurm.queue import (
     run_here,
     submit,
 )
-from paceline.launch.ssh.plan import rsync_commands, ssh, sync
+from paceline.launch.ssh.plan import plan_ssh, rsync_commands, run_rsync
 from paceline.launch.supervise import run
 from paceline.protocol.control import SECRET_NAME
 from paceline.protocol.job import GPU_CORES, Allocation, Host, JobSpec
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 from paceline.runs.folder import lock_run_dir, move_aside, new_run_dir, open_run_dir
 
 Launcher = Callable[[JobSpec], Plan]
-LAUNCHERS: dict[LauncherName, Launcher] = {"local": local, "ssh": ssh, "slurm": slurm, "print": by_hand}
+LAUNCHERS: dict[LauncherName, Launcher] = {"local": local, "ssh": plan_ssh, "slurm": plan_slurm, "print": by_hand}
 FIND_AGAIN = "paceline status {} shows the progress; also: paceline logs, paceline cancel"
 
 
@@ -71,7 +71,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
         raise UsageError(code="cancel-without-follow")
 
 
-def placed_job(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
+def make_job_spec(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
     """A job with its nodes, its hosts and the way to reach them. The caller fills in the other fields later.
 
     Raises:
@@ -143,7 +143,7 @@ def planned_job(job: JobSpec, asked: Path | None, name: str) -> JobSpec:
 def show_plan(cluster: ClusterConfig, job: JobSpec) -> int:
     """`--dry-run`: print the complete plan; start nothing."""
     plan = LAUNCHERS[cluster.on](job)
-    print(typed(plan) if cluster.on == "print" else describe(plan), end="")
+    print(format_commands(plan) if cluster.on == "print" else describe(plan), end="")
     return ExitCode.DONE
 
 
@@ -192,14 +192,14 @@ def start(cluster: ClusterConfig, job: JobSpec) -> int:
     plan = LAUNCHERS[cluster.on](job)
     write_files(Path(job.submit_dir), plan.files)
     if cluster.sync:
-        sync(rsync_commands(job))
+        run_rsync(rsync_commands(job))
     _record(cluster, job)
     if cluster.on == "print":
-        print(typed(plan), end="")
+        print(format_commands(plan), end="")
         return ExitCode.DONE
     code = run(plan)
     if job.detached and code == ExitCode.DONE:
-        say(f"started. {FIND_AGAIN.format(job.run_dir)}")
+        print_to_stderr(f"started. {FIND_AGAIN.format(job.run_dir)}")
     return code
 
 
@@ -211,22 +211,22 @@ def _start_slurm(cluster: ClusterConfig, job: JobSpec) -> int:
         job = replace(job, slurm=replace(job.slurm, cpus_per_rank=cores))
     if allocation is not None:
         check_allocation(allocation, job)
-    plan = slurm(job)
+    plan = plan_slurm(job)
     write_files(submit_dir, plan.files)
     if allocation is None:
         check_fits(job, os.environ)
     _record(cluster, job)  # also before it is submitted: the run is known even if this process is killed now
     if allocation is not None:
-        return run_here(submit_dir / SCRIPT)
+        return run_here(submit_dir / SCRIPT_FILE)
     job_id = submit(plan, os.environ)
     _record(cluster, job, job_id)
-    say(f"submitted as Slurm job {job_id}; batch script: {submit_dir / SCRIPT}")
+    print_to_stderr(f"submitted as Slurm job {job_id}; batch script: {submit_dir / SCRIPT_FILE}")
     if not cluster.follow:
-        say(FIND_AGAIN.format(job.run_dir))
+        print_to_stderr(FIND_AGAIN.format(job.run_dir))
         return ExitCode.DONE
     show_text = partial(print, end="", flush=True)
     output = submit_dir / f"slurm-{job_id}.out"
-    return follow(job_id, output, say, show_text, cancel_on_interrupt=cluster.cancel_on_interrupt)
+    return follow(job_id, output, print_to_stderr, show_text, cancel_on_interrupt=cluster.cancel_on_interrupt)
 
 
 def _record(cluster: ClusterConfig, job: JobSpec, slurm_job: str = "") -> None:

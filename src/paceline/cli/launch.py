@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.cli import command_line
-from paceline.cli.jobs import locked_run_dir, placed_job, planned_job, show_plan, start, with_submit_dir
+from paceline.cli.jobs import locked_run_dir, make_job_spec, planned_job, show_plan, start, with_submit_dir
 from paceline.cli.options import HELP, check_positive, nproc_auto, threads_of, usable_gpus
 from paceline.cli.torchrun import LaunchArguments, read_arguments
 from paceline.config.choices import untested_torch
@@ -32,7 +32,7 @@ from paceline.rank.bootstrap import worker_command
 from paceline.rank.environment import is_launched
 from paceline.runs import reading, writing
 from paceline.runs.attempt import read_notices
-from paceline.runs.console import clean, say
+from paceline.runs.console import print_to_stderr, remove_controls
 from paceline.runs.folder import CONFIG, create_attempt_dir, new_run_dir
 
 FINDINGS = "check.json"
@@ -88,8 +88,10 @@ MISPLACED = ("--nproc", "--nproc-per-node", "--nproc_per_node")
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline launch ARGUMENTS`."""
     typed = read_arguments(arguments, os.environ, known_options())
-    by_torchrun = typed.rest and typed.need_torchrun
-    options: LaunchScript = command_line("launch").parse(typed.own if by_torchrun else typed.ours)
+    by_torchrun = typed.script_words and typed.need_torchrun
+    options: LaunchScript = command_line("launch").parse(
+        typed.paceline_options if by_torchrun else typed.paceline_arguments
+    )
     script = typed.script
     _check_script(options.script)
     if by_torchrun:
@@ -99,18 +101,20 @@ def main(arguments: Sequence[str]) -> int:
             code="launch-within-launcher", rank=os.environ.get("RANK"), world_size=os.environ.get("WORLD_SIZE")
         )
     for line in untested_torch():
-        say(line)
-    if typed.ignored:
-        say(f"ignored: {typed.ignored}")
+        print_to_stderr(line)
+    if typed.ignored_options_text:
+        print_to_stderr(f"ignored: {typed.ignored_options_text}")
     misplaced = [name for word in script[1:] if (name := word.partition("=")[0]) in MISPLACED]
-    if misplaced and "--nproc" not in typed.given and typed.value("--nproc-per-node") is None:
-        say(f"the script receives {', '.join(misplaced)}. Put options of paceline launch before the script")
+    if misplaced and "--nproc" not in typed.paceline_values and typed.torchrun_value("--nproc-per-node") is None:
+        print_to_stderr(f"the script receives {', '.join(misplaced)}. Put options of paceline launch before the script")
     job = _script_job(options, script)
-    job = replace(job, rdzv_id=typed.value("--rdzv-id") or "", role=typed.value("--role") or job.role)
+    job = replace(job, rdzv_id=typed.torchrun_value("--rdzv-id") or "", role=typed.torchrun_value("--role") or job.role)
     if BOOTSTRAP not in job.argv and not job.hang_timeout.off:
-        say(f"{script[0]} is not a Python script: the hang guard cannot watch it. To use the guard, pass the .py file")
+        print_to_stderr(
+            f"{script[0]} is not a Python script: the hang guard cannot watch it. To use the guard, pass the .py file"
+        )
     _check_collectives(options, job)
-    cluster, run_dir, log_dir = options.cluster, options.script.run_dir, typed.value("--log-dir")
+    cluster, run_dir, log_dir = options.cluster, options.script.run_dir, typed.torchrun_value("--log-dir")
     if run_dir is None and log_dir is not None:
         run_dir = new_run_dir(job.name, Path(log_dir))
     if options.script.check:
@@ -130,7 +134,7 @@ def main(arguments: Sequence[str]) -> int:
             job = with_submit_dir(job)  # with the lock held: a refused start must not look like the active run
     if not is_local:
         code = start(cluster, job)  # node 0's agent takes the lock
-    say(f"run folder {run_dir}")
+    print_to_stderr(f"run folder {run_dir}")
     return code
 
 
@@ -147,7 +151,7 @@ def holds_session_of(job: JobSpec, run_dir: Path | None, *, trust: bool) -> bool
         return False
     script, *arguments = job.argv[job.argv.index(BOOTSTRAP) + 1 :]
     names = {f"{arguments[0].rpartition('.')[2]}.py", "__main__.py"} if script == "-m" else {Path(script).name}
-    return load(config, ours=not trust).task in names  # the task of a session is the name of its file
+    return load(config, must_own=not trust).task in names  # the task of a session is the name of its file
 
 
 def known_options() -> dict[str, bool]:
@@ -159,11 +163,11 @@ def known_options() -> dict[str, bool]:
 def _hand_over(typed: LaunchArguments, *, dry_run: bool) -> int:
     """Replace this process by torchrun, if its options start several nodes: our agents would have no common secret."""
     command, env = typed.torchrun_command(sys.executable)
-    if typed.value("--no-python") is None:
+    if typed.torchrun_value("--no-python") is None:
         worker_command(typed.script)  # raises an error for a wrong script
     shown = shlex.join(("torchrun", *command[4:]))
     if not dry_run:
-        say(f"torchrun starts this command, with paceline's guard around the script: {shown}")
+        print_to_stderr(f"torchrun starts this command, with paceline's guard around the script: {shown}")
         os.execve(command[0], command, {**os.environ, **env})
     print(shown)
     return ExitCode.DONE
@@ -209,7 +213,7 @@ def _script_job(options: LaunchScript, command: Sequence[str]) -> JobSpec:
         if nproc == "gpu" and usable_gpus("auto") == 0:
             raise UsageError(code="no-gpu-to-count")
         nproc = nproc_auto("cpu" if nproc == "cpu" else "auto")
-    placed = placed_job(cluster, nproc)
+    placed = make_job_spec(cluster, nproc)
     return replace(
         placed,
         argv=worker_command(command, placed.python),
@@ -241,7 +245,7 @@ def checked_job(job: JobSpec, cluster: ClusterConfig, script: Sequence[str]) -> 
         raise UsageError(code="check-not-python", value=script[0])
     if job.nproc < 2:
         raise UsageError(code="check-of-one-rank")
-    say(
+    print_to_stderr(
         f"--check shortens the epochs of {job.name} ({EPOCHS} of {WHOLE}-{2 * WHOLE - 1} batches, then 1 batch each; "
         f"in a session {MAX_STEPS} steps) and changes nothing else. The script's usual output files will be overwritten"
     )
@@ -258,14 +262,14 @@ def report_findings(job: JobSpec, code: int) -> int:
         try:
             ranks.append(reading.decode(attempt_dir / facts_file(rank), ScriptFacts, limit_bytes=MAX_FACTS_BYTES))
         except OSError as error:
-            say(f"rank {rank} has recorded nothing: {error}")
+            print_to_stderr(f"rank {rank} has recorded nothing: {error}")
     if len(ranks) < job.nproc or not any(facts.steps or facts.loaders for facts in ranks):
-        say("--check found no training: no step of a torch optimizer, no DataLoader")
+        print_to_stderr("--check found no training: no step of a torch optimizer, no DataLoader")
         return code or ExitCode.FAILED
     findings = check_findings(ranks, [*read_notices(attempt_dir)])
     with suppress(OSError):  # with a full disk, print the report anyway
-        writing.replace(attempt_dir / FINDINGS, msgspec.json.encode(findings))
-    print(clean(render_report(job.name, ranks, findings, code)), flush=True)
+        writing.replace_file(attempt_dir / FINDINGS, msgspec.json.encode(findings))
+    print(remove_controls(render_report(job.name, ranks, findings, code)), flush=True)
     if code:
-        say(f"the script ended with exit code {code}: later parts of it were not checked")
+        print_to_stderr(f"the script ended with exit code {code}: later parts of it were not checked")
     return code or (ExitCode.FAILED if count_mistakes(findings) else ExitCode.DONE)

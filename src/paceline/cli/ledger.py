@@ -17,7 +17,7 @@ from paceline.cli import command_line
 from paceline.cli.options import check_out_file, write_json
 from paceline.config.settings import batch_shape, check_values, load
 from paceline.errors import ExitCode, UsageError, plural
-from paceline.runs.console import clean, table_console
+from paceline.runs.console import remove_controls, table_console
 from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import is_folder, real_path
 
@@ -48,7 +48,9 @@ def main(arguments: Sequence[str]) -> int:
     if not os.path.lexists(settings):
         problem = "has no config.toml" if is_folder(run_dir) else "is not a folder"
         raise UsageError(code="ledger-no-run", run=config.run, what=problem)
-    train_config = load(settings, ours=False)  # untrusted: only its numbers are used, and no code that it names is run
+    train_config = load(
+        settings, must_own=False
+    )  # untrusted: only its numbers are used, and no code that it names is run
     check_values(train_config)
 
     from paceline.lab.ranks.ledger import audit
@@ -102,7 +104,7 @@ def _print(result: Audit) -> None:
     for start in result.incarnations:
         logged = f"{start.first_step} to {start.last_step}" if start.last_step else "none"
         cells = (start.attempt, start.generation, start.world_size, " ".join(start.hosts), start.start_step, logged)
-        table.add_row(*(Text(clean(str(cell))) for cell in (*cells, start.counted, start.thrown_away)))
+        table.add_row(*(Text(remove_controls(str(cell))) for cell in (*cells, start.counted, start.thrown_away)))
     console.print(table)
     table = Table("epoch", "steps", "samples used once", "never", "repeatedly")
     for (steps, *counts), group in groupby(result.epochs, lambda e: (e.steps, e.once, e.never, e.repeatedly)):
@@ -113,9 +115,9 @@ def _print(result: Audit) -> None:
     if result.epochs:
         console.print(table)
     for note in result.notes:
-        console.print(clean(f"note: {note}"), markup=False, soft_wrap=True)
+        console.print(remove_controls(f"note: {note}"), markup=False, soft_wrap=True)
     for finding in result.findings[:MAX_SHOWN]:
-        console.print(clean(finding), style="bold", markup=False, soft_wrap=True)
+        console.print(remove_controls(finding), style="bold", markup=False, soft_wrap=True)
     if len(result.findings) > MAX_SHOWN:
         console.print(f"... and {len(result.findings) - MAX_SHOWN} more: --json FILE writes all of them")
     console.print(_diagnosis(result), markup=False, soft_wrap=True)

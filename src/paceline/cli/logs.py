@@ -22,11 +22,11 @@ from paceline.guard.sentences import format_ranks
 from paceline.launch.output import Tail
 from paceline.launch.plan import last_submission
 from paceline.report.logs import MAX_ALL_BYTES, LineFilter, MergedLine, RankLine, RankLogs, merge_lines, rank_logs
-from paceline.runs.console import clean, clock, join_ranges
+from paceline.runs.console import clock, join_ranges, remove_controls
 from paceline.runs.folder import numbered_attempts
 from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import is_file, is_folder, real_path
-from paceline.runs.summary import LIVE
+from paceline.runs.summary import LIVE_STATES
 
 if TYPE_CHECKING:
     from paceline.report.analysis import Analysis
@@ -208,7 +208,7 @@ class _LogViewer:
         while True:
             ended = False
             if time.monotonic() > last_check + LOOK_SECONDS:
-                ended = standing(self._run_dir, self._access).state not in LIVE
+                ended = standing(self._run_dir, self._access).state not in LIVE_STATES
                 last_check = time.monotonic()
             newest = self._paths()
             if {path.parent for path in newest.values()} - {tail.path.parent for tail in tails.values()}:  # new attempt
@@ -230,7 +230,7 @@ def analyze(arguments: Sequence[str]) -> int:
     if config.json:
         print_json(analyses)
     else:
-        print("\n\n".join(clean(_analysis_page(analysis)) for analysis in analyses))
+        print("\n\n".join(remove_controls(_analysis_page(analysis)) for analysis in analyses))
     return ExitCode.DONE
 
 

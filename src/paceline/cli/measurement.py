@@ -70,7 +70,7 @@ def train_config(task: str, how: MeasurementConfig, *, num_workers: int | None =
     Raises:
         UsageError: the file, a value or the task is wrong.
     """
-    default = load(real_path(how.config), ours=True) if how.config else TrainConfig()
+    default = load(real_path(how.config), must_own=True) if how.config else TrainConfig()
     values = {
         "launch.device": how.device, "launch.backend": how.backend, "compute.precision": how.precision,
         "optimizer.optimizer": absolute_task(how.optimizer or default.optimizer.optimizer),

@@ -64,7 +64,7 @@ class Monitor:
         self._seconds = time.monotonic()
         self._look()
 
-    def look(self) -> MachineNow:
+    def sample(self) -> MachineNow:
         """The machine now, with the processes that have the highest use."""
         use = self._sampler.sample({})
         return MachineNow(use.host, use, self._look())
@@ -75,9 +75,9 @@ class Monitor:
         before, self._before = self._before, {}
         rates: list[tuple[float, int]] = []
         for process in processes():
-            self._before[process.pid] = process.start, process.cpu_seconds
-            start, used = before.get(process.pid, (process.start, process.cpu_seconds))
-            rates.append(((process.cpu_seconds - used) / seconds if start == process.start else 0.0, process.pid))
+            self._before[process.pid] = process.start_ticks, process.cpu_seconds
+            start, used = before.get(process.pid, (process.start_ticks, process.cpu_seconds))
+            rates.append(((process.cpu_seconds - used) / seconds if start == process.start_ticks else 0.0, process.pid))
         top = sorted(rates, key=lambda rate: (-gpu.get(rate[1], 0), -rate[0]))[:TOP]
         return tuple(_process(pid, cores, gpu.get(pid, 0)) for cores, pid in top if cores >= 0.01 or pid in gpu)
 
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
     def look() -> list[MachineNow]:
         if monitor is not None:
             time.sleep(EVERY_SECONDS)
-            return [monitor.look()]
+            return [monitor.sample()]
         with ThreadPoolExecutor(len(hosts)) as pool:
             return [*pool.map(lambda host: _query_host(host, ssh, config.python), hosts)]
 

@@ -78,7 +78,7 @@ class Option:
 
     name: str  # --batch-size; task, for an argument
     dest: str  # path of its field in the settings: data.batch_size
-    group: type  # the class that has the field
+    settings_class: type  # the class that has the field
     types: list[Any]  # types of the value, except None and Literal; [bool]: a flag; [tuple]: a repeatable option
     choices: list[str]  # further valid values
     default: Any  # MISSING: the option is required
@@ -111,7 +111,7 @@ class Option:
         return "|".join([TYPES.get(self.types[0], (name.upper(),))[0], *self.choices])
 
     @property
-    def shown(self) -> str:
+    def usage_form(self) -> str:
         """The form in the help and the usage line, e.g. -o, --out FILE."""
         if not self.names:
             form = f"{self.metavar} ..." if self.types == [tuple] else self.metavar
@@ -152,7 +152,7 @@ class Option:
         else:
             many: dict[str, Any] = {"nargs": "*", "default": []} if self.types == [tuple] else {"nargs": "?"}
             action = add_argument(self.dest, type=self.convert, **many, **how)
-        action.metavar = self.shown
+        action.metavar = self.usage_form
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -185,15 +185,15 @@ class CommandLine:
     settings: type
     arguments: tuple[str, ...] = ()  # fields that are positional arguments, in this order
     examples: tuple[str, ...] = ()  # complete commands
-    behind: str = ""  # end of the usage line: arguments that are not parsed here
+    usage_suffix: str = ""  # end of the usage line: arguments that are not parsed here
     common: str = ""  # names of the options in --help, if the command has more than SHORTEST
-    config: str = ""  # help of --config FILE, which the caller reads; empty: the command has no such option
+    config_help: str = ""  # help of --config FILE, which the caller reads; empty: the command has no such option
 
     def options(self, file: str = "", settings: Any = None) -> list[Option]:
         """All options and arguments. `settings` has the values of a settings `file`, which the help shows."""
         options = [*self._options(self.settings, "", file, settings)]
-        if self.config:
-            options.append(Option("--config", "config", self.settings, [Path], [], None, self.config))
+        if self.config_help:
+            options.append(Option("--config", "config", self.settings, [Path], [], None, self.config_help))
         return sorted(options, key=lambda option: 99 if option.names else self.arguments.index(option.name))
 
     def _options(self, settings_class: type, prefix: str, file: str, settings: Any) -> Iterator[Option]:
@@ -218,14 +218,14 @@ class CommandLine:
         members: dict[type, list[Option]] = {self.settings: []}
         for option in options:
             if option.names:
-                members.setdefault(option.group, []).append(option)
+                members.setdefault(option.settings_class, []).append(option)
         return [("Options" if group is self.settings else paragraphs(group)[0].removesuffix("."), group, of_group)
                 for group, of_group in members.items() if of_group]  # fmt: skip
 
     def usage(self, options: Sequence[Option]) -> str:
         """The usage line."""
-        arguments = [option.shown for option in options if not option.names]
-        return " ".join((self.prog, "[OPTIONS]", *arguments, self.behind)).rstrip()
+        arguments = [option.usage_form for option in options if not option.names]
+        return " ".join((self.prog, "[OPTIONS]", *arguments, self.usage_suffix)).rstrip()
 
     def parser(self, options: Sequence[Option], *, whole: bool) -> argparse.ArgumentParser:
         """The parser. Its help shows the common options; with `whole`, all options."""
@@ -255,9 +255,9 @@ class CommandLine:
 
     def parse(self, arguments: Sequence[str]) -> Any:
         """The settings from the command line; see `given`."""
-        return built(self.settings, self.given(arguments))
+        return built(self.settings, self.parse_values_or_print_help(arguments))
 
-    def given(self, arguments: Sequence[str]) -> dict[str, Any]:
+    def parse_values_or_print_help(self, arguments: Sequence[str]) -> dict[str, Any]:
         """As `values`, but --help prints the help and exits with code 0."""
         values = self.values(arguments)
         if help_option := values.get("help"):
@@ -285,7 +285,7 @@ class CommandLine:
             raise UsageError(code="unexpected-argument", prog=self.prog, value=rest[0])
         for option in options:  # argparse's `required` would report this before an unknown option
             if option.default is MISSING and option.dest not in values:
-                raise UsageError(code="missing-argument", prog=self.prog, value=option.shown, about=option.text)
+                raise UsageError(code="missing-argument", prog=self.prog, value=option.usage_form, about=option.text)
         return values
 
     def print_help(self, asked: str, file: str = "", settings: Any = None) -> None:

@@ -16,18 +16,18 @@ from paceline.config.settings import (
     NetworkConfig,
     TrainConfig,
     check_values,
+    config_to_record,
     load,
-    repeatable,
     task_options,
 )
 from paceline.errors import ExitCode, UsageError
 from paceline.lab.replay import Request, print_replay, read_log
 from paceline.rank.environment import rank_counts
 from paceline.runs.folder import CONFIG
-from paceline.runs.owners import check_ours
+from paceline.runs.owners import check_owned_by_us
 from paceline.runs.reading import decode_if_readable, is_file
 from paceline.runs.summary import read_summary
-from paceline.tasks.registry import check_optimizer, check_task, is_script
+from paceline.tasks.registry import check_optimizer, check_task, is_session_script
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,16 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError(code="replay-check-without")
     run_dir = find_run(config.run)
     if not config.trust:
-        check_ours(run_dir)
+        check_owned_by_us(run_dir)
     summary = read_summary(run_dir)
     logged = read_log(run_dir, config.step, ended=summary is not None and summary.exit == ExitCode.DONE)
     environment: dict[str, Any] = decode_if_readable(run_dir / "environment.json", dict[str, Any]) or {}
     trained = _settings(run_dir, logged.attempt, config, environment)
     _check_code(trained, config, run_dir, arguments[separator + 1 :])
 
-    from paceline.rank.imports import TRAINING, import_without_gc
+    from paceline.rank.imports import TRAINING_MODULES, import_without_gc
 
-    import_without_gc(TRAINING)  # the first import of torch
+    import_without_gc(TRAINING_MODULES)  # the first import of torch
     from paceline.lab.ranks.replay import Source, replay_script, replay_task
 
     source = Source(run_dir, trained, logged, environment, config.trust)
@@ -119,7 +119,7 @@ def _settings(run_dir: Path, attempt: int, config: ReplayConfig, environment: di
     """
     paths = (run_dir / f"attempt-{attempt}" / CONFIG, run_dir / CONFIG)
     path = next((path for path in paths if is_file(path)), paths[-1])
-    trained = repeatable(load(path, ours=not config.trust))
+    trained = config_to_record(load(path, must_own=not config.trust))
     if trained.network != NetworkConfig():
         raise UsageError(code="replay-slow-network")
     launch, compute = trained.launch, trained.compute
@@ -135,7 +135,7 @@ def _settings(run_dir: Path, attempt: int, config: ReplayConfig, environment: di
 def _check_code(trained: TrainConfig, config: ReplayConfig, run_dir: Path, arguments: Sequence[str]) -> None:
     """Raise UsageError if the code of the run does not exist, or `config` names different code."""
     task = str(trained.task)
-    if not is_script(task):
+    if not is_session_script(task):
         if config.script is not None or arguments:
             raise UsageError(code="replay-script-of-task", task=task)
         check_task(task, task_options(trained))

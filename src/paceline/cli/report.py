@@ -19,7 +19,7 @@ from paceline.report.figures import drawings
 from paceline.report.page import report_page
 from paceline.report.run import PHASES, RankLog, WholeRun, thinned, whole_run
 from paceline.runs import writing
-from paceline.runs.console import clean
+from paceline.runs.console import remove_controls
 from paceline.runs.events import Checkpointed, Evaluated
 from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import is_file
@@ -76,10 +76,10 @@ def main(arguments: Sequence[str]) -> int:
     command = shlex.join(("paceline", "report", *(folder.name for folder in folders)))
     text = report_page(runs, command, drawings(runs[0]) if config.explain else ())
     try:
-        writing.replace(out, text.encode("utf-8", "replace"))
+        writing.replace_file(out, text.encode("utf-8", "replace"))
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {error.strerror}. Specify a different file: -o FILE") from None
-    print(clean(f"{out}  ({len(text) / 1e6:.1f} MB, opens in any browser)"))
+    print(remove_controls(f"{out}  ({len(text) / 1e6:.1f} MB, opens in any browser)"))
     if config.open and not webbrowser.open(out.as_uri()):
         raise PacelineError(f"the report is written, but this machine has no browser. Copy {out} to one that has")
     return ExitCode.DONE
@@ -99,9 +99,9 @@ def _check_out(out: Path) -> None:
 def _read(folder: Path) -> WholeRun:
     run = whole_run(folder)
     try:
-        run.state, run.words, *_ = standing(folder)
+        run.state, run.state_details, *_ = standing(folder)
     except PacelineError as error:
-        run.state, run.words = "unknown", str(error)
+        run.state, run.state_details = "unknown", str(error)
     return run
 
 
@@ -117,12 +117,16 @@ def trace(arguments: Sequence[str]) -> int:
     if not any(event.startswith(b'{"ph":"X"') for event in events):
         raise UsageError(code="nothing-to-trace", run=config.run)
     try:
-        writing.replace(out, b'{"displayTimeUnit":"ms","traceEvents":[' + b",\n".join(events) + b"]}\n")
+        writing.replace_file(out, b'{"displayTimeUnit":"ms","traceEvents":[' + b",\n".join(events) + b"]}\n")
     except OSError as error:
         raise UsageError(code="trace-not-written", out=config.out, strerror=error.strerror) from None
-    for missing in run.missing:
+    for missing in run.unreadable_parts:
         print(f"skipped: {missing}")
-    print(clean(f"{len(events):,} events written to {config.out}: open it in ui.perfetto.dev or chrome://tracing"))
+    print(
+        remove_controls(
+            f"{len(events):,} events written to {config.out}: open it in ui.perfetto.dev or chrome://tracing"
+        )
+    )
     return ExitCode.DONE
 
 
@@ -133,20 +137,28 @@ def trace_events(run: WholeRun) -> Iterator[dict[str, Any]]:
     a rank is a thread.
     """
     hosts = [*dict.fromkeys(run.hosts.values())]
-    began = min((log.started[0].unix_time for log in run.ranks.values() if log.started), default=0.0)
+    began = min((log.start_events[0].unix_time for log in run.ranks.values() if log.start_events), default=0.0)
     for number, host in enumerate(hosts):
-        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": clean(host)}}
+        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": remove_controls(host)}}
     for rank, log in run.ranks.items():
-        if not log.started:
+        if not log.start_events:
             continue
-        host = log.started[-1].host
+        host = log.start_events[-1].host
         process = {"pid": hosts.index(host) if host in hosts else len(hosts)}
         for tid, name in ((2 * rank, f"rank {rank}"), (2 * rank + 1, f"rank {rank}: collectives")):
             yield {"ph": "M", "name": "thread_name", **process, "tid": tid, "args": {"name": name}}
         for name, at, seconds, category, args in (*_step_spans(log), *_other_spans(log)):
             tid = 2 * rank + (category == "collective")
             times = {"ts": round((at - began) * MICRO, 1), "dur": round(max(0.0, seconds) * MICRO, 1)}
-            yield {"ph": "X", "name": clean(name)[:120], "cat": category, **process, "tid": tid, **times, "args": args}
+            yield {
+                "ph": "X",
+                "name": remove_controls(name)[:120],
+                "cat": category,
+                **process,
+                "tid": tid,
+                **times,
+                "args": args,
+            }
     for node, samples in run.machines.items():
         for sample in samples:
             counters = {"cores busy": sample.cores_busy, "memory GB": sample.memory_bytes / 1e9}
@@ -170,7 +182,7 @@ def _step_spans(log: RankLog) -> Iterator[Span]:
             args = {"bytes": size, "seen to be over": seconds >= 0}
             yield name, step.unix_time + at, seconds, "collective", args
         detailed.add(step.step)
-    for row in thinned(log.rows, MOST_STEPS):
+    for row in thinned(log.valid_rows, MOST_STEPS):
         if steps.step[row] in detailed:
             continue
         at, loss = steps.ended[row] - steps.seconds[row], steps.loss[row]

@@ -24,15 +24,15 @@ from paceline.errors import ExitCode, PacelineError, UsageError, first_few, unkn
 from paceline.host.procfs import PROC, read_process
 from paceline.host.sweep import Roster, roster_path
 from paceline.launch.plan import Submission, last_submission, submit_number
-from paceline.protocol.evidence import GOOD_ENDS
+from paceline.protocol.evidence import SUCCESS_EXIT_CODES
 from paceline.report.live import rates
 from paceline.runs.attempt import read_ended, read_nodes, read_notices
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 from paceline.runs.events import Counted, Evaluated, Started, Step, last_events, read_events
 from paceline.runs.folder import CHECKPOINTS, CONFIG, LOCK, attempt_number, failure_records, numbered_attempts
-from paceline.runs.owners import check_ours, open_file, warn_if_shared
-from paceline.runs.reading import decode, folders, is_folder, names, real_path
-from paceline.runs.summary import LIVE, RunState, State, Summary, read_summary
+from paceline.runs.owners import check_owned_by_us, open_file, warn_if_shared
+from paceline.runs.reading import decode, entry_names, folders, is_folder, real_path
+from paceline.runs.summary import LIVE_STATES, RunState, State, Summary, read_summary
 from paceline.runs.utilization import goodput, speed
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def newest_run() -> Path:
     if not runs:
         raise UsageError(code="no-run-here")
     newest = max(runs, key=lambda path: path.stat().st_mtime_ns)
-    say(f"the newest run is {newest}")
+    print_to_stderr(f"the newest run is {newest}")
     return newest
 
 
@@ -119,7 +119,7 @@ def holds_run(folder: Path) -> bool:
     Raises:
         Unreadable: the folder is not readable, or contains too many files.
     """
-    files = names(folder)
+    files = entry_names(folder)
     return CONFIG in files or any(attempt_number(Path(name)) or submit_number(Path(name)) for name in files)
 
 
@@ -132,9 +132,9 @@ def existing_run(config: RunFlags, *, act: bool = False) -> tuple[Path, Access]:
         UsageError: there is no such run. With `act`: no run is specified, or other users could have written the folder.
     """
     run_dir = find_run(config.run) if config.run or act else newest_run()
-    for folder in () if config.trust else dict.fromkeys((run_dir, home(run_dir))):
+    for folder in () if config.trust else dict.fromkeys((run_dir, agent_run_folder(run_dir))):
         if act:
-            check_ours(folder)
+            check_owned_by_us(folder)
         elif warn_if_shared(folder):
             return run_dir, NOTHING
     return run_dir, Access(command_words("--ssh", config.ssh), may_query_slurm=True)
@@ -145,7 +145,7 @@ def attempts(run_dir: Path) -> list[Path]:
     return [*numbered_attempts(run_dir).values()]
 
 
-def home(run_dir: Path) -> Path:
+def agent_run_folder(run_dir: Path) -> Path:
     """The run folder that the agent of the newest attempt has locked: for a session, that of `paceline launch`."""
     return next((attempt.parent for attempt in attempts(run_dir)[-1:]), run_dir)
 
@@ -177,7 +177,7 @@ def agent_runs(run_dir: Path, roster: Roster, submission: Submission | None, ssh
     """
     if roster.host == os.uname().nodename:
         process = read_process(roster.agent_pid)
-        is_same = process is not None and process.runs and process.start == roster.agent_started
+        is_same = process is not None and process.runs and process.start_ticks == roster.agent_started
         return is_same and _holds_lock(roster.agent_pid, run_dir)
     done = _on_head(submission, ssh, f"uname -n; cat /proc/{roster.agent_pid}/stat || true")
     host, _, stat = (done or "").partition("\n")
@@ -203,7 +203,7 @@ def signal_agent(run_dir: Path, roster: Roster, submission: Submission | None, s
             finally:
                 os.close(handle)
         return True
-    lock = shlex.quote(str(home(run_dir) / LOCK))
+    lock = shlex.quote(str(agent_run_folder(run_dir) / LOCK))
     done = _on_head(
         submission,
         ssh,
@@ -222,8 +222,8 @@ def _not_its_agent(roster: Roster, run_dir: Path) -> UsageError:
 def _holds_lock(pid: int, run_dir: Path) -> bool:
     """Whether a process has the lock file of the run open. Only processes of the run have."""
     try:
-        with open_file(home(run_dir) / LOCK) as lock:
-            lock_file = (lock.found.st_dev, lock.found.st_ino)
+        with open_file(agent_run_folder(run_dir) / LOCK) as lock:
+            lock_file = (lock.status.st_dev, lock.status.st_ino)
         open_files = [*(PROC / str(pid) / "fd").iterdir()]
     except OSError:  # no such process, or it belongs to another user
         return False
@@ -253,7 +253,7 @@ class Standing(NamedTuple):
     """The state of a run, with the submission and the Slurm job from which it was determined."""
 
     state: State
-    words: str  # details of the state
+    details: str  # details of the state
     submission: Submission | None
     job: queue.JobState | None
 
@@ -278,19 +278,21 @@ def run_state(run_dir: Path, access: Access = NOTHING) -> RunState:
     current = standing(run_dir, access)
     submission = current.submission
     saved = Checkpoints(run_dir / CHECKPOINTS).entries()
-    summary = None if current.state in LIVE else read_summary(run_dir)  # a live run has that of an earlier attempt
+    summary = (
+        None if current.state in LIVE_STATES else read_summary(run_dir)
+    )  # a live run has that of an earlier attempt
     is_complete = summary is not None and summary.steps is not None
     progress = _Progress() if is_complete else _progress(run_dir)
     starts = attempts(run_dir)
-    nodes = read_nodes(starts[-1]) if starts and current.state in LIVE else None
+    nodes = read_nodes(starts[-1]) if starts and current.state in LIVE_STATES else None
     last_written = next(p for p in (run_dir / EVENTS, *starts[-1:], run_dir) if os.path.lexists(p))
     return RunState(
         run_dir=str(run_dir),
         state=current.state,
-        words=current.words[:MOST_CHARS],
+        words=current.details[:MOST_CHARS],
         on=submission.on if submission is not None else "local",
         hosts=_hosts(submission, current.job, run_dir),
-        nodes=nodes.line[:MOST_CHARS] if nodes is not None else "",
+        nodes=nodes.format_line[:MOST_CHARS] if nodes is not None else "",
         slurm_job=submission.slurm_job if submission is not None else "",
         attempts=len(starts),
         **_speed(run_dir, progress, running=current.state == "running", summary=summary or Summary("", 0)),
@@ -340,7 +342,7 @@ def _slurm_job(submission: Submission | None, access: Access) -> tuple[queue.Job
     from paceline.launch.slurm import queue
 
     try:
-        return queue.state(submission.slurm_job), ""
+        return queue.query_job_state(submission.slurm_job), ""
     except PacelineError as error:
         return None, str(error)
 
@@ -351,7 +353,7 @@ def standing(run_dir: Path, access: Access = NOTHING) -> Standing:
     Raises:
         PacelineError: a file of the run cannot be read.
     """
-    _, submission = last_submission(home(run_dir))
+    _, submission = last_submission(agent_run_folder(run_dir))
     job, not_queried = _slurm_job(submission, access)
     state, details = _determine_state(run_dir, submission, job, not_queried, access)
     return Standing(state, details, submission, job)
@@ -373,7 +375,7 @@ def _determine_state(
     ended = read_ended(newest) if newest else None
     if summary is not None:
         # For a session under `paceline launch`, rank 0 wrote the summary, but another rank may have failed first
-        last = ended if ended is not None and not {summary.exit, ended.exit} & {*GOOD_ENDS} else summary
+        last = ended if ended is not None and not {summary.exit, ended.exit} & {*SUCCESS_EXIT_CODES} else summary
         return _state_of(last.exit, (ended.words if ended else "") or summary.failure or "")
     if ended is not None and ended.words:
         return _state_of(ended.exit, ended.words)
@@ -445,7 +447,7 @@ def _settings(run_dir: Path) -> TrainConfig:
     from paceline.config.settings import TrainConfig, load
 
     try:
-        return load(run_dir / CONFIG, ours=False)
+        return load(run_dir / CONFIG, must_own=False)
     except UsageError:  # missing, or written by a different version
         return TrainConfig()
 
@@ -453,12 +455,12 @@ def _settings(run_dir: Path) -> TrainConfig:
 def resume_command(run_dir: Path) -> str:
     """The command that resumes a run; empty for a script that loads its state itself."""
     from paceline.config.settings import load
-    from paceline.tasks.registry import is_script
+    from paceline.tasks.registry import is_session_script
 
     if not os.path.lexists(run_dir / CONFIG):
         return ""
     with suppress(PacelineError, OSError):
-        task = load(run_dir / CONFIG, ours=False).task
-        if task is not None and is_script(task):
+        task = load(run_dir / CONFIG, must_own=False).task
+        if task is not None and is_session_script(task):
             return f"start {task} again, with session(..., resume=True)"
     return f"paceline train --resume auto --run-dir {shlex.quote(str(run_dir))}"

@@ -14,7 +14,7 @@ from paceline.cli.measurement import MeasurementConfig, check_measurement, measu
 from paceline.cli.options import check_gpus, check_positive, usable_gpus, whole_numbers
 from paceline.config.mesh import OF_BATCH, Mesh, strategy_on
 from paceline.config.settings import DEFAULT_BATCH_SIZE, check_values
-from paceline.config.strategies import DEFAULT, EXACT, FOR_SEVERAL, STRATEGY_INFO, StrategyName
+from paceline.config.strategies import DEFAULT, EXACT_STRATEGIES, FOR_SEVERAL, STRATEGY_INFO, StrategyName
 from paceline.errors import ExitCode, UsageError, plural, unknown
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.lab.measurement import NO_EXCHANGE, Candidate
@@ -36,7 +36,7 @@ from paceline.lab.scale import (
     read_runs,
     weight_bytes,
 )
-from paceline.report.step_parts import Run
+from paceline.report.step_parts import RecordedSteps
 
 FEWEST_STEPS = 5
 LARGEST_SHARE = 16  # limit of the batch of one process in strong scaling, in multiples of --batch-size
@@ -123,7 +123,9 @@ def _measure(config: ScaleConfig, network: Network | None) -> int:
     check_gpus(f"--ranks {config.ranks}", processes, gpus, settings.launch.backend)
     cores = usable_cores()
     configured = how.threads_per_rank or settings.launch.threads_per_rank
-    threads = configured or (1 if config.strategy in EXACT else threads_per_rank(cores, min(cores, processes)))
+    threads = configured or (
+        1 if config.strategy in EXACT_STRATEGIES else threads_per_rank(cores, min(cores, processes))
+    )
     weak = config.batch_size if config.mode != "strong" else None
     strong = config.batch_size * math.lcm(*copies) if config.mode != "weak" else None
     points = points_to_measure(copies, weak, strong)
@@ -213,7 +215,7 @@ def _name(strategy: str, at: At) -> str:
 
 
 def _runs(folder: Path, points: Sequence[At], config: ScaleConfig, strategy: str, copy: Mesh) -> Runs:
-    def read(at: At, number: int) -> Run:
+    def read(at: At, number: int) -> RecordedSteps:
         run_folder = candidate_dir(folder, number, at.ranks * copy.size, _name(strategy, at))
         return read_run(run_folder, skip=config.how.warmup)
 

@@ -14,12 +14,12 @@ from paceline.cli.run_state import MOST_CHARS, RUNS, NewestRunFlags, existing_ru
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.report.outcome import find_bottleneck
 from paceline.report.run import whole_run
-from paceline.runs.console import clean, clock
+from paceline.runs.console import clock, remove_controls
 from paceline.runs.events import event_files
 from paceline.runs.folder import ADAPTER, AVERAGE_WEIGHTS, BEST_WEIGHTS, WEIGHTS
 from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import folders, is_folder, real_path
-from paceline.runs.summary import LIVE, RunState, scores_line
+from paceline.runs.summary import LIVE_STATES, RunState, scores_line
 from paceline.runs.utilization import format_speed
 
 GLANCE_BYTES = 64 << 20  # largest size of event files that are read for a status: this takes a second or two
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     if config.json:
         print_json(state)
     else:
-        print("\n".join(f"{name:10}{clean(text)[:MOST_CHARS]}" for name, text in _lines(state)))
+        print("\n".join(f"{name:10}{remove_controls(text)[:MOST_CHARS]}" for name, text in _lines(state)))
     return ExitCode.DONE
 
 
@@ -74,7 +74,7 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
         yield "scores", scores_line(state.metrics)
     yield from (("found", finding) for finding in state.found)
     yield "saved", _saved(state)
-    if state.state not in LIVE and (spent := _time_spent(Path(state.run_dir))):
+    if state.state not in LIVE_STATES and (spent := _time_spent(Path(state.run_dir))):
         yield "time", spent
     if hint := _hint(state):
         yield "next", hint
@@ -84,7 +84,9 @@ def _saved(state: RunState) -> str:
     folder = Path(state.run_dir)
     weights = [name for name in (WEIGHTS, ADAPTER, BEST_WEIGHTS, AVERAGE_WEIGHTS) if os.path.lexists(folder / name)]
     steps = [] if state.checkpoint_step is None else [f"checkpoint of step {state.checkpoint_step}"]
-    otherwise = "nothing yet" if state.state in LIVE else "by the script" if state.state == "saved" else "nothing"
+    otherwise = (
+        "nothing yet" if state.state in LIVE_STATES else "by the script" if state.state == "saved" else "nothing"
+    )
     return ", ".join([*weights, *steps]) or otherwise
 
 
@@ -93,7 +95,7 @@ def _time_spent(run_dir: Path) -> str:
     with suppress(PacelineError, OSError):
         files = event_files(run_dir).values()
         if files and sum(path.lstat().st_size for path in files) <= GLANCE_BYTES:
-            return find_bottleneck(whole_run(run_dir)).first
+            return find_bottleneck(whole_run(run_dir)).summary
     return ""
 
 

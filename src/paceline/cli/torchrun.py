@@ -56,15 +56,15 @@ class LaunchArguments:
     contradict each other, or a value is invalid.
     """
 
-    own: tuple[str, ...]  # paceline's options, as typed
-    given: Mapping[str, str]  # the values of paceline's options, by name
+    paceline_options: tuple[str, ...]  # paceline's options, as typed
+    paceline_values: Mapping[str, str]  # the values of paceline's options, by name
     torchrun: Mapping[str, str]  # the values of torchrun's options, by name; "" for a flag
-    variables: Mapping[str, str]  # the values of torchrun's options in environment variables
-    rest: tuple[str, ...]  # the script and its arguments
+    environment_values: Mapping[str, str]  # the values of torchrun's options in environment variables
+    script_words: tuple[str, ...]  # the script and its arguments
 
-    def value(self, name: str) -> str | None:
+    def torchrun_value(self, name: str) -> str | None:
         """The value of an option of torchrun. The command line takes precedence over the environment."""
-        return self.torchrun.get(name, self.variables.get(name))
+        return self.torchrun.get(name, self.environment_values.get(name))
 
     def typed_name(self, name: str) -> str:
         """The option or the environment variable that sets the value."""
@@ -73,7 +73,7 @@ class LaunchArguments:
     @property
     def launcher(self) -> str:
         """The value of --on."""
-        return self.given.get("--on", "local")
+        return self.paceline_values.get("--on", "local")
 
     @property
     def need_torchrun(self) -> bool:
@@ -82,38 +82,38 @@ class LaunchArguments:
             if options := [name for name in ("--standalone", "--node-rank") if name in self.torchrun]:
                 raise UsageError(code="nodes-started-twice", launcher=self.launcher, options=" and ".join(options))
             return False
-        text = self.value("--nnodes") or "1"
+        text = self.torchrun_value("--nnodes") or "1"
         if not re.fullmatch(r"\d+(:\d+)?", text) or not 1 <= int(text.split(":")[0]) <= int(text.split(":")[-1]):
             raise UsageError(code="nnodes-not-a-number", setting=self.typed_name("--nnodes"), value=text)
         several = int(text.split(":")[-1]) > 1
-        if several and self.value("--standalone") is not None:
+        if several and self.torchrun_value("--standalone") is not None:
             if "--nnodes" in self.torchrun and "--standalone" in self.torchrun:
                 raise UsageError(code="standalone-with-nodes", value=text)
             several = "--nnodes" in self.torchrun
-        if not several and self.value("--node-rank") not in (None, "0"):
-            where = f"{self.typed_name('--node-rank')} {self.value('--node-rank')}"
+        if not several and self.torchrun_value("--node-rank") not in (None, "0"):
+            where = f"{self.typed_name('--node-rank')} {self.torchrun_value('--node-rank')}"
             raise UsageError(code="node-rank-alone", where=where)
-        return several or self.value("--virtual-local-rank") is not None
+        return several or self.torchrun_value("--virtual-local-rank") is not None
 
     @property
     def script(self) -> tuple[str, ...]:
         """The script with its arguments. A module has `-m` before its name."""
-        if not self.rest:
+        if not self.script_words:
             raise UsageError(code="no-script")
-        if self.value("--module") is None:
-            return self.rest
-        if self.value("--no-python") is not None:
+        if self.torchrun_value("--module") is None:
+            return self.script_words
+        if self.torchrun_value("--no-python") is not None:
             raise UsageError(code="module-with-no-python")
-        if not re.fullmatch(r"[\w.]+", self.rest[0]):
-            raise UsageError(code="not-a-module", value=self.rest[0])
-        return ("-m", *self.rest)
+        if not re.fullmatch(r"[\w.]+", self.script_words[0]):
+            raise UsageError(code="not-a-module", value=self.script_words[0])
+        return ("-m", *self.script_words)
 
     @property
-    def ours(self) -> list[str]:
+    def paceline_arguments(self) -> list[str]:
         """The command line in paceline's options: the typed ones, and the translated ones of torchrun."""
-        options, ignored = list(self.own), self._ignored()
+        options, ignored = list(self.paceline_options), self._ignored()
         for name, ours in OURS.items():
-            value = self.value(name)
+            value = self.torchrun_value(name)
             if value is None or name in ignored or (name == "--nnodes" and self.launcher == "local"):
                 continue
             choices = CHOICES.get(name, ())
@@ -121,11 +121,11 @@ class LaunchArguments:
                 allowed = ", ".join(("a number", *choices))
                 raise UsageError(code="torchrun-choice", setting=self.typed_name(name), choices=allowed, value=value)
             value = "rank 0" if name == "--local-ranks-filter" else value
-            if ours not in self.given:
+            if ours not in self.paceline_values:
                 options.append(f"{ours}={value}")
-            elif name in self.torchrun and value != self.given[ours]:
+            elif name in self.torchrun and value != self.paceline_values[ours]:
                 raise UsageError(
-                    code="conflicting-options", ours=ours, our_value=self.given[ours], name=name,
+                    code="conflicting-options", ours=ours, our_value=self.paceline_values[ours], name=name,
                     value=self.torchrun[name],
                 )  # fmt: skip
         return options
@@ -133,16 +133,16 @@ class LaunchArguments:
     def _ignored(self) -> dict[str, str]:
         """The options that are set but have no effect, with the reasons."""
         reasons = {name: why for why, names in IGNORED.items() for name in names}
-        if "--run-dir" in self.given:
+        if "--run-dir" in self.paceline_values:
             reasons["--log-dir"] = "--run-dir is set"
-        if self.value("--standalone") is not None:
+        if self.torchrun_value("--standalone") is not None:
             reasons["--master-port"] = RENDEZVOUS
-        if self.value("--local-ranks-filter") not in (None, "0"):
+        if self.torchrun_value("--local-ranks-filter") not in (None, "0"):
             reasons["--local-ranks-filter"] = "--show supports only all ranks, or rank 0"
-        return {name: why for name, why in reasons.items() if self.value(name) is not None}
+        return {name: why for name, why in reasons.items() if self.torchrun_value(name) is not None}
 
     @property
-    def ignored(self) -> str:
+    def ignored_options_text(self) -> str:
         """One line for all options that have no effect; empty if there is none."""
         names: dict[str, list[str]] = {}
         for name, why in self._ignored().items():
@@ -151,11 +151,11 @@ class LaunchArguments:
 
     def torchrun_command(self, python: str) -> tuple[tuple[str, ...], dict[str, str]]:
         """The equivalent command of torchrun, with the guard around the script, and its environment variables."""
-        _ = self.ours  # raises errors for wrong values
+        _ = self.paceline_arguments  # raises errors for wrong values
         options = {name: value for name, value in self.torchrun.items() if name not in ("--module", "--run-path")}
         guard: list[str] = []
-        env = {"PET_RUN_PATH": "0"} if "--run-path" in self.variables else {}
-        for ours, value in self.given.items():
+        env = {"PET_RUN_PATH": "0"} if "--run-path" in self.environment_values else {}
+        for ours, value in self.paceline_values.items():
             if ours in ("--nproc", "--port", "--max-restarts"):
                 options[next(name for name, translated in OURS.items() if translated == ours)] = value
             elif ours == "--threads-per-rank":
@@ -166,7 +166,9 @@ class LaunchArguments:
                 raise UsageError(code="no-effect-under-torchrun", setting=ours)
         typed = [f"{name}={value}" if value else name for name, value in options.items()]
         # --end: the guard ends a run that hangs, as under paceline's launcher
-        watchover = () if self.value("--no-python") is not None else ("-m", "paceline", "watchover", "--end", *guard)
+        watchover = (
+            () if self.torchrun_value("--no-python") is not None else ("-m", "paceline", "watchover", "--end", *guard)
+        )
         return (python, "-P", "-m", "torch.distributed.run", *typed, *watchover, *self.script), env
 
 

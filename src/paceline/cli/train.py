@@ -15,17 +15,17 @@ from typing import Any
 
 from msgspec.structs import replace as replace_fields
 
-from paceline.checkpoint.format import Damaged
+from paceline.checkpoint.format import DamagedCheckpoint
 from paceline.checkpoint.manager import Checkpoints
 from paceline.cli import command_line
-from paceline.cli.jobs import locked_run_dir, placed_job, planned_job, show_plan, start, with_submit_dir, world_size
+from paceline.cli.jobs import locked_run_dir, make_job_spec, planned_job, show_plan, start, with_submit_dir, world_size
 from paceline.cli.options import built, check_gpus, nproc_auto, threads_of, usable_gpus
 from paceline.config import settings as configuration
 from paceline.config.choices import lacks_torch, untested_torch
 from paceline.config.definition import allowed_changes, check_same, settings
 from paceline.config.mesh import mesh_of
 from paceline.config.settings import ClusterConfig, TrainConfig, batch_shape, check_values, default_strategy
-from paceline.config.strategies import DEFAULT_ALONE, EXACT, FOR_SEVERAL, STRATEGY_INFO
+from paceline.config.strategies import DEFAULT_ALONE, EXACT_STRATEGIES, FOR_SEVERAL, STRATEGY_INFO
 from paceline.errors import ExitCode, UsageError, flag
 from paceline.host.gpus import count_gpus
 from paceline.launch.plan import local
@@ -34,8 +34,8 @@ from paceline.launch.supervise import run
 from paceline.protocol.control import PRELOAD, WorkerSpec
 from paceline.protocol.job import JobSpec, Windows
 from paceline.rank.environment import check_shape, is_launched, rank_counts
-from paceline.rank.imports import TRAINING, import_without_gc
-from paceline.runs.console import say
+from paceline.rank.imports import TRAINING_MODULES, import_without_gc
+from paceline.runs.console import print_to_stderr
 from paceline.runs.events import Step, read_events
 from paceline.runs.folder import (
     CHECKPOINTS,
@@ -48,16 +48,16 @@ from paceline.runs.folder import (
 from paceline.runs.reading import real_path
 from paceline.runs.summary import Summary, read_summary, write_summary
 from paceline.runs.trackers import tracker_names
-from paceline.tasks.registry import check_optimizer, check_task, is_script
+from paceline.tasks.registry import check_optimizer, check_task, is_session_script
 from paceline.tasks.settings import all_settings, settings_help
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline train ARGUMENTS`."""
     config = parse(arguments)
-    if os.environ.get("RANK", "0") == "0" and WorkerSpec.here() is None:
+    if os.environ.get("RANK", "0") == "0" and WorkerSpec.from_environment() is None:
         for line in untested_torch():
-            say(line)
+            print_to_stderr(line)
     windows = check_guard(config)
     if is_launched(os.environ):
         return _train_here(config)[1]
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     cluster = config.cluster
     if cluster.on == "slurm" and config.launch.device == "cuda" and cluster.gpus_per_node is None:
         cluster = replace(cluster, gpus_per_node=nproc or 1)
-    job = replace_fields(placed_job(cluster, nproc), hang_timeout=windows)
+    job = replace_fields(make_job_spec(cluster, nproc), hang_timeout=windows)
     if cluster.on != "local":
         return _train_elsewhere(config, job)
     gpus = usable_gpus(config.launch.device)
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     if nproc is None and config.cluster != ClusterConfig():
         raise UsageError(code="option-needs-nproc")
     if nproc is None and (gpus or 0) > 1 and not (config.strategy and STRATEGY_INFO[config.strategy].multi_gpu):
-        say(f"training on 1 of {gpus} GPUs. To use all of them, add --nproc auto")
+        print_to_stderr(f"training on 1 of {gpus} GPUs. To use all of them, add --nproc auto")
     if config.cluster.dry_run:
         return _show_plan(config, job)
     if config.cluster.detach:
@@ -101,8 +101,8 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     help_option, path = values.pop("help", None), values.pop("config", None)
     resumed_file = None if path else _resumed_config(values)
     path = real_path(path) if path else resumed_file
-    default = configuration.load(path, ours=not values.get("run.trust", False)) if path else TrainConfig()
-    if resumed_file and default.task and is_script(default.task):
+    default = configuration.load(path, must_own=not values.get("run.trust", False)) if path else TrainConfig()
+    if resumed_file and default.task and is_session_script(default.task):
         raise UsageError(code="resume-of-session", run_dir=resumed_file.parent, script=default.task)
     if resumed_file and default.strategy == DEFAULT_ALONE:  # several processes resume with their default strategy
         default = replace(default, strategy=None)
@@ -118,8 +118,10 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
         check_values(config)
     except UsageError as error:
         typed_names = {dest.rpartition(".")[2] for dest in values}
-        error.write = lambda name, value: (flag if not path or name in typed_names else configuration.key)(name, value)
-        error.before = f"{path}: " if path and error.setting not in typed_names else ""
+        error.render_option = lambda name, value: (
+            flag if not path or name in typed_names else configuration.format_toml_setting
+        )(name, value)
+        error.prefix = f"{path}: " if path and error.setting not in typed_names else ""
         raise
     return config
 
@@ -151,7 +153,7 @@ def check_training(config: TrainConfig, nproc: int) -> None:
             raise UsageError(code="init-from-not-found", path=path)
         if path.is_dir():
             check_is_run(real_path(path), trust=config.run.trust)
-    if config.strategy in EXACT and config.model.batchnorm == "sync":
+    if config.strategy in EXACT_STRATEGIES and config.model.batchnorm == "sync":
         raise UsageError(code="exact-with-sync-batchnorm", strategy=config.strategy)
     if config.strategy and STRATEGY_INFO[config.strategy].single_process and mesh.replicas > 1:
         raise UsageError(code="strategy-of-one-process", value=config.strategy, processes=nproc, allowed=[*FOR_SEVERAL])
@@ -165,7 +167,9 @@ def check_training(config: TrainConfig, nproc: int) -> None:
 def check_guard(config: TrainConfig) -> Windows:
     """The windows of --hang-timeout. Raises UsageError if the value is invalid, or no agent can detect a hang."""
     windows = Windows.parse(config.guard.hang_timeout)
-    has_agent = config.launch.nproc is not None or config.cluster.on != "local" or WorkerSpec.here() is not None
+    has_agent = (
+        config.launch.nproc is not None or config.cluster.on != "local" or WorkerSpec.from_environment() is not None
+    )
     if windows.seconds is not None and not has_agent:
         raise UsageError(code="hang-timeout-without-agent", value=config.guard.hang_timeout)
     return windows
@@ -191,7 +195,7 @@ def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
     if not checkpoints.entries():
         check_not_finished(run_dir)
     for _, path in checkpoints.entries():  # use the newest one with a readable manifest; the workers check its bytes
-        with suppress(Damaged):
+        with suppress(DamagedCheckpoint):
             saved = checkpoints.check(path, files=()).definition
             definition = settings(configuration.with_defaults(config, nproc))
             definition |= all_settings(str(config.task), configuration.task_options(config))
@@ -203,7 +207,7 @@ def _train_here(config: TrainConfig) -> tuple[Path, int]:
     """Train as a rank: of a launcher's world, or as a single process. Returns the run folder and the exit code."""
     env = os.environ
     nproc = config.launch.nproc
-    if WorkerSpec.here() is None:  # no checks under our agent: after a restart there may be fewer ranks
+    if WorkerSpec.from_environment() is None:  # no checks under our agent: after a restart there may be fewer ranks
         if config.cluster.on != "local" or config.cluster.dry_run:
             raise UsageError(
                 code="train-within-launcher", launcher=config.cluster.on, rank=env.get("RANK"),
@@ -215,7 +219,7 @@ def _train_here(config: TrainConfig) -> tuple[Path, int]:
         if str(nproc) not in ("None", "auto", local_size):
             raise UsageError(code="nproc-within-launcher", value=nproc, local_size=local_size)
         rank_counts(env)
-    import_without_gc(TRAINING)  # the first import of torch
+    import_without_gc(TRAINING_MODULES)  # the first import of torch
     from paceline.train.run import train
 
     ended = train(config)
@@ -246,7 +250,7 @@ def _locked(config: TrainConfig) -> AbstractContextManager[tuple[Path, int]]:
 def _record(config: TrainConfig, run_dir: Path) -> None:
     """Write the settings that repeat the run, unless an earlier attempt has written them."""
     if not (run_dir / CONFIG).exists():
-        write_settings(run_dir, configuration.dump(configuration.repeatable(config)))
+        write_settings(run_dir, configuration.dump(configuration.config_to_record(config)))
 
 
 def _launch(job: JobSpec, config: TrainConfig) -> tuple[Path, int]:
@@ -262,7 +266,7 @@ def _launch(job: JobSpec, config: TrainConfig) -> tuple[Path, int]:
         return run_dir, code  # keep the summary of the earlier attempt
     if code not in (ExitCode.DONE, ExitCode.SAVED):
         _write_failed_summary(run_dir, config, job.nproc, code)
-        say(f"run folder {run_dir}")
+        print_to_stderr(f"run folder {run_dir}")
     return run_dir, code
 
 
@@ -295,7 +299,7 @@ def _hand_over(config: TrainConfig, job: JobSpec, size: int) -> int:
         _write_failed_summary(run_dir, config, size, code)
     is_followed = (on == "ssh" and not job.detached) or cluster.follow or (on == "slurm" and in_allocation(os.environ))
     if not is_followed or code not in (ExitCode.DONE, ExitCode.SAVED):  # otherwise rank 0 has printed the folder
-        say(f"run folder {run_dir}")
+        print_to_stderr(f"run folder {run_dir}")
     return code
 
 

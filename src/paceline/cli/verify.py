@@ -14,7 +14,7 @@ from paceline.cli import command_line
 from paceline.cli.options import check_out_file, check_positive, chosen_names, whole_numbers, write_json
 from paceline.config.mesh import Mesh
 from paceline.config.settings import settings_given
-from paceline.config.strategies import DEFAULT, EXACT, FOR_SEVERAL, STRATEGY_INFO
+from paceline.config.strategies import DEFAULT, EXACT_STRATEGIES, FOR_SEVERAL, STRATEGY_INFO
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.lab.verify import OWN, BitsReport, LoopCase, LoopSpec, Spec, VerifyReport, print_bits, print_report
@@ -25,7 +25,7 @@ from paceline.tasks.registry import check_no_training_at_import, check_task, is_
 
 WORKER = "paceline.lab.ranks.verify"
 STALL_SECONDS = 60.0  # window of the guard for a custom loop, whose epochs are short here
-Report = TypeVar("Report", VerifyReport, BitsReport)
+ReportType = TypeVar("Report", VerifyReport, BitsReport)
 OPTIMIZERS = ("sgd", "adamw", OWN)
 
 
@@ -52,7 +52,7 @@ class VerifyConfig:
     strategies: str | None = field(
         default=None,
         metadata={"help": "strategies, separated by commas (default: "
-                  f"{','.join(FOR_SEVERAL)}; with --bitwise {','.join(EXACT)})"},
+                  f"{','.join(FOR_SEVERAL)}; with --bitwise {','.join(EXACT_STRATEGIES)})"},
     )  # fmt: skip
     optimizers: str | None = None
     """sgd, adamw or task, separated by commas (default: task if it has an optimizer, otherwise sgd,adamw)"""
@@ -84,9 +84,9 @@ def main(arguments: Sequence[str]) -> int:
     if meshes and (config.bitwise or is_loop(config.task)):
         subject = "--bitwise" if config.bitwise else f"{config.task}, a custom loop"
         raise UsageError(code="verify-mesh", what=subject)
-    if config.sequence_parallel and not any(mesh.of("tensor") > 1 for mesh in meshes):
+    if config.sequence_parallel and not any(mesh.size_of("tensor") > 1 for mesh in meshes):
         raise UsageError(code="verify-sequence-parallel")
-    chosen = config.strategies or (DEFAULT if meshes else ",".join(EXACT if config.bitwise else FOR_SEVERAL))
+    chosen = config.strategies or (DEFAULT if meshes else ",".join(EXACT_STRATEGIES if config.bitwise else FOR_SEVERAL))
     strategies = chosen_names("strategy", chosen, STRATEGY_INFO)
     optimizers = chosen_names("optimizer", config.optimizers, OPTIMIZERS) if config.optimizers else []
     check_positive(config, "steps")
@@ -116,8 +116,8 @@ def main(arguments: Sequence[str]) -> int:
         bitwise=config.bitwise,
     )
     if config.bitwise:
-        if {*strategies} - {*EXACT}:
-            raise UsageError(code="verify-bitwise", allowed=[*EXACT], value=chosen)
+        if {*strategies} - {*EXACT_STRATEGIES}:
+            raise UsageError(code="verify-bitwise", allowed=[*EXACT_STRATEGIES], value=chosen)
         return _verify(spec, ranks, BitsReport, print_bits, config.json)
     return _verify(spec, meshes or ranks, VerifyReport, print_report, config.json)
 
@@ -135,9 +135,9 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as name:
         folder = Path(name).resolve()
         ended = {size: _launch(spec, size, folder)[1] for size in sorted({1, *ranks})}
-        from paceline.lab.ranks.loop_findings import findings  # imports torch
+        from paceline.lab.ranks.loop_findings import make_loop_reports  # imports torch
 
-        report, bits = findings(folder, spec, ranks, ended)
+        report, bits = make_loop_reports(folder, spec, ranks, ended)
     print(
         f"{config.task}, {config.steps} steps: a single process compared with {', '.join(map(str, ranks))} processes "
         f"as {max_ranks} virtual ranks; short epochs with unequal batches, float64, no dropout, batch norm in eval mode"
@@ -151,11 +151,11 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
 def _verify(
     spec: Spec,
     sizes: Sequence[int | Mesh],
-    report_type: type[Report],
-    print_all: Callable[[Spec, Sequence[Report]], bool],
+    report_type: type[ReportType],
+    print_all: Callable[[Spec, Sequence[ReportType]], bool],
     json: Path | None,
 ) -> int:
-    reports: list[Report] = []
+    reports: list[ReportType] = []
     for size in sizes:
         nproc, mesh = (size, "") if isinstance(size, int) else (size.size, str(size))
         print(f"{plural(nproc, 'process', 'processes')} {mesh} ...", file=sys.stderr, flush=True)

@@ -19,8 +19,8 @@ from paceline.protocol.evidence import CHECKPOINT_ASK
 from paceline.report.live import LiveReader, RunSnapshot
 from paceline.report.watch_lines import summary_line
 from paceline.runs import writing
-from paceline.runs.console import clean
-from paceline.runs.summary import LIVE, RunState
+from paceline.runs.console import remove_controls
+from paceline.runs.summary import LIVE_STATES, RunState
 
 STATE_SECONDS = 5.0  # between reads of the complete state
 END_SECONDS = 2.0  # between checks whether the run has ended: test its lock, or query its host
@@ -42,17 +42,17 @@ def main(arguments: Sequence[str]) -> int:
     run_dir, access = existing_run(config)
     run = _Run(run_dir, access)
     try:
-        if run.standing.state in LIVE:
+        if run.standing.state in LIVE_STATES:
             if sys.stdout.isatty() and sys.stdin.isatty():
                 _on_terminal(run)
             else:
                 _in_lines(run)
-        now, state = run.look()
+        now, state = run.read_view()
     except KeyboardInterrupt:
         print("no longer watching; the run continues", file=sys.stderr)
         return ExitCode.DONE
     _say(summary_line(now, state))
-    if state.state not in LIVE:
+    if state.state not in LIVE_STATES:
         _say(f"see paceline status {run_dir}")
     return ExitCode.DONE
 
@@ -65,7 +65,7 @@ class _Run:
         self._reader = LiveReader(run_dir, may_ask=self.may_act)
         self.standing = self._standing()
 
-    def look(self) -> tuple[RunSnapshot, RunState]:
+    def read_view(self) -> tuple[RunSnapshot, RunState]:
         """The run now. Call it from one thread at a time."""
         now = time.monotonic()
         if now > self._stood_seconds + STATE_SECONDS or (now > self._ended_seconds + END_SECONDS and self._ended(now)):
@@ -74,7 +74,7 @@ class _Run:
 
     def _ended(self, now: float) -> bool:
         self._ended_seconds = now
-        return standing(self.run_dir, self.access).state not in LIVE
+        return standing(self.run_dir, self.access).state not in LIVE_STATES
 
     def _standing(self) -> RunState:
         self._attempt = next(reversed(attempts(self.run_dir)), None)
@@ -126,7 +126,7 @@ class _Run:
 def _on_terminal(run: _Run) -> None:
     from paceline.report.watch_app import Actions, WatchApp  # textual takes a third of a second
 
-    app = WatchApp(Actions(run.look, run.stack, run.log, run.save, run.stop, run.may_act))
+    app = WatchApp(Actions(run.read_view, run.stack, run.log, run.save, run.stop, run.may_act))
     app.run()
     if app.failure is not None:
         raise app.failure
@@ -135,16 +135,16 @@ def _on_terminal(run: _Run) -> None:
 def _in_lines(run: _Run) -> None:
     """Without a terminal: print a line after each change, at most every ten seconds, until the end."""
     shown = ""
-    while run.standing.state in LIVE:
-        line = summary_line(*run.look())
+    while run.standing.state in LIVE_STATES:
+        line = summary_line(*run.read_view())
         if line != shown:
             shown = line
             _say(line)
         due = time.monotonic() + PLAIN_SECONDS
-        while time.monotonic() < due and run.standing.state in LIVE:
+        while time.monotonic() < due and run.standing.state in LIVE_STATES:
             time.sleep(1.0)
-            run.look()
+            run.read_view()
 
 
 def _say(line: str) -> None:
-    print(clean(line), flush=True)
+    print(remove_controls(line), flush=True)

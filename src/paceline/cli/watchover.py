@@ -12,7 +12,7 @@ from paceline.protocol.control import BOOTSTRAP, WorkerSpec
 from paceline.protocol.job import NodePlan, NodeRanks, Windows
 from paceline.rank.bootstrap import attach_to_agent, run_script, worker_command
 from paceline.rank.environment import COUNTS, is_launched
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 from paceline.runs.folder import create_attempt_dir, open_run_dir
 
 SWITCHES = ("-h", "--help", "--help-all", "--end", "--no-end")
@@ -41,10 +41,10 @@ def main(arguments: Sequence[str]) -> int:
     command = worker_command(script)
     if BOOTSTRAP not in command:
         raise UsageError(code="watchover-not-python", value=script[0])
-    if WorkerSpec.here() is not None:
+    if WorkerSpec.from_environment() is not None:
         raise UsageError(code="watchover-of-paceline")
     if not is_launched(os.environ):
-        say("watchover: started as a single process; nothing to watch")
+        print_to_stderr("watchover: started as a single process; nothing to watch")
     elif not windows.off:
         attach_to_agent(agent_plan(config, windows, os.environ), os.environ)
     if not sys.flags.safe_path:  # `python -m` has added the working folder, unlike `python script.py`

@@ -18,7 +18,7 @@ from paceline.collectives.torch_collectives import start_gather, start_sum
 class Moments(NamedTuple):
     """Count, mean and sum of squared deviations (M2), per channel."""
 
-    size: Tensor  # (), the count; `count` is a method of tuples
+    count: Tensor  # (), the count; `count` is a method of tuples
     mean: Tensor  # (C,)
     m2: Tensor  # (C,)
 
@@ -28,10 +28,10 @@ def merge_moments(a: Moments, b: Moments) -> Moments:
 
     Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
     """
-    size = a.size + b.size
-    weight = b.size / size.clamp(min=1)  # of b in the union; 0 if both are empty
+    size = a.count + b.count
+    weight = b.count / size.clamp(min=1)  # of b in the union; 0 if both are empty
     delta = b.mean - a.mean
-    return Moments(size, a.mean + delta * weight, a.m2 + b.m2 + delta.square() * a.size * weight)
+    return Moments(size, a.mean + delta * weight, a.m2 + b.m2 + delta.square() * a.count * weight)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -75,7 +75,7 @@ class SyncBatchNorm(_BatchNorm):
             union = self._union(_moments(input, own_count))
             mean, variance = self._statistics(union, own_count)
             invstd = (variance + self.eps).rsqrt()
-        numbers = mean, invstd, union.size, self.counted, self.group
+        numbers = mean, invstd, union.count, self.counted, self.group
         return cast(Tensor, _Normalize.apply(input, self.weight, self.bias, *numbers))
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -85,9 +85,9 @@ class SyncBatchNorm(_BatchNorm):
         """The moments of all ranks, added in rank order: every rank computes the same bits."""
         if not dist.is_initialized():
             return moments
-        packed = torch.cat([moments.size.reshape(1), moments.mean, moments.m2])  # (1 + 2C,)
+        packed = torch.cat([moments.count.reshape(1), moments.mean, moments.m2])  # (1 + 2C,)
         zeros = torch.zeros_like(moments.mean)
-        union = Moments(torch.zeros_like(moments.size), zeros, zeros)
+        union = Moments(torch.zeros_like(moments.count), zeros, zeros)
         for row in start_gather(packed, "statistics of batchnorm", self.group)():
             mean, m2 = row[1:].split(self.num_features)
             union = merge_moments(union, Moments(row[0], mean, m2))
@@ -120,7 +120,7 @@ class SyncBatchNorm(_BatchNorm):
         return 1.0 / float(self.num_batches_tracked)  # the plain mean of all batches so far
 
 
-def convert(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+def convert_sync_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
     """Turn every BatchNorm1d, 2d and 3d in `module` into a SyncBatchNorm, in place; returns `module`.
 
     Only the class of the layers changes (as with torch's lazy layers). Parameters, buffers, names, hooks and layers

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives import memory as handshake
 from paceline.collectives import memory_sum
+from paceline.collectives import shared_memory as handshake
 from paceline.collectives.buckets import (
     BUCKET_BYTES,
     agreed_layouts,
@@ -45,12 +45,13 @@ from paceline.collectives.hosts import (
     Hosts,
     HostsSum,
     by_leaf,
-    by_rank,
     connect_hosts,
     group_name,
+    make_rank_order_plan,
     single_rank_hosts,
 )
-from paceline.collectives.memory import (
+from paceline.collectives.memory_sum import MAX_TENSORS, Scratch, TreeSum, describe_tensors
+from paceline.collectives.shared_memory import (
     BULK_BYTES,
     GROUP,
     MemoryLayout,
@@ -59,7 +60,6 @@ from paceline.collectives.memory import (
     SharedMemory,
     connect_memory,
 )
-from paceline.collectives.memory_sum import MAX_TENSORS, Scratch, TreeSum, describe_tensors
 from paceline.collectives.torch_collectives import (
     CPU,
     AllToAll,
@@ -91,11 +91,11 @@ class Transport(Protocol):
     early: bool
     """Whether buckets are sent during backward, not at its end."""
 
-    def begin(self, number: int, partials: list[Grads | None]) -> None:
+    def start_bucket(self, number: int, partials: list[Grads | None]) -> None:
         """Start to sum a bucket, given the sums of this rank's subtrees, which it may change. None: all zeros."""
         ...
 
-    def end(self, divisor: float | Tensor | None) -> bool:
+    def finish_buckets(self, divisor: float | Tensor | None) -> bool:
         """Wait for all buckets, and set every .grad to the sum divided by `divisor`. None: discard the sums.
 
         Returns:
@@ -130,9 +130,9 @@ class TorchTransport:
 
     def end(self, divisor: float | Tensor | None) -> bool:
         for exchange in self._pending:
-            exchange.gather()
+            exchange.start_gather()
         for bucket, used, exchange in zip(self.buckets, self._used, self._pending, strict=True):
-            total = exchange.end()[: packed_size(bucket)]
+            total = exchange.wait()[: packed_size(bucket)]
             if divisor is not None:
                 unpack(divide(total, divisor), bucket, used)
         return False
@@ -244,7 +244,7 @@ class Communicator:
         """The number of ranks."""
         return dist.get_world_size(self._group) if self.memory is None else self.memory.size
 
-    def hosts(self) -> Hosts | None:
+    def node_topology(self) -> Hosts | None:
         """The hosts of all ranks, if there are several with the same number of ranks each."""
         group = dist.group.WORLD
         if group is None or group.size() == 1 or not _uses_gloo(group):
@@ -257,7 +257,7 @@ class Communicator:
         for tensor in tensors:  # as bytes: gloo supports few types
             dist.broadcast(name_collective(tensor.view(-1).view(torch.uint8), name), group=self._group, group_src=src)
 
-    def gather(self, value: Any, name: str, device: torch.device = CPU) -> list[Any]:
+    def all_gather_object(self, value: Any, name: str, device: torch.device = CPU) -> list[Any]:
         """The `value` (JSON) of all ranks, by rank."""
         return gather_over_torch(value, self.size, device, name=name, start=self.start_gather)
 
@@ -279,7 +279,7 @@ class Communicator:
 
     def start_reduce_scatter(self, partition: LeafPartition, partials: Sequence[Tensor], name: str) -> Wait:
         """Start a reduce-scatter over all leaves in the order of the tree. The returned function waits."""
-        return AllToAll(partition, partials, self._group, name).end
+        return AllToAll(partition, partials, self._group, name).wait_and_sum_copy
 
     def transport(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> Transport:
         """The all-reduce of gradients. `in_order`: in the order of the tree, not in the cheapest one."""
@@ -300,8 +300,8 @@ class _MemoryCommunicator(Communicator):
         else:
             super().broadcast(tensors, src, name)
 
-    def gather(self, value: Any, name: str, device: torch.device = CPU) -> list[Any]:
-        return super().gather(value, name)
+    def all_gather_object(self, value: Any, name: str, device: torch.device = CPU) -> list[Any]:
+        return super().all_gather_object(value, name)
 
     def start_gather(self, mine: Tensor, name: str) -> Wait:
         if not mine.is_cpu:
@@ -346,13 +346,13 @@ class _HostsCommunicator(Communicator):
         super().__init__()
         self._hosts = hosts
 
-    def hosts(self) -> Hosts:
+    def node_topology(self) -> Hosts:
         return self._hosts
 
     def transport(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> Transport:
         if not fit_in_memory(parameters):
             return super().transport(parameters, partition, in_order=in_order)
-        plan = (by_leaf if in_order else by_rank)(partition, self._hosts.memory.size)
+        plan = (by_leaf if in_order else make_rank_order_plan)(partition, self._hosts.memory.size)
         # a rank sends its part of a bucket in one bundle
         bucket_bytes = min(MAX_BUCKET_BYTES, BUNDLE_BYTES * self._hosts.memory.size)
         return HierarchicalTransport(buckets_of(parameters, bucket_bytes), self._hosts, plan)
@@ -413,18 +413,18 @@ def _create(group: dist.ProcessGroup, choice: TransportChoice, bulk_bytes: int) 
         if not str(refusal).endswith(_QUIET):
             print_notice(f"ranks talk over gloo, not through shared memory: {refusal}")
         return Communicator()
-    several, index = members.hosts > 1, [peer.rank for peer in members.peers].index(group.rank())
-    name, seconds = group_name(members.host) if several else GROUP, _timeout_seconds(group)
+    several, index = members.node_count > 1, [peer.rank for peer in members.peers].index(group.rank())
+    name, seconds = group_name(members.node_index) if several else GROUP, _timeout_seconds(group)
     memory = SharedMemory(members.peers, index, layout, seconds, group=name)
     # When the group or the process ends, ranks that wait for this rank get an error.
     weakref.finalize(group, memory.leave)
     if not several:
         return _MemoryCommunicator(memory)
     print_notice(
-        f"gradients are added up in shared memory on each of {members.hosts} hosts ({memory.size} ranks each), and "
+        f"gradients are added up in shared memory on each of {members.node_count} hosts ({memory.size} ranks each), and "
         "over gloo between hosts"
     )
-    return _HostsCommunicator(connect_hosts(memory, members.host, members.hosts))
+    return _HostsCommunicator(connect_hosts(memory, members.node_index, members.node_count))
 
 
 def _uses_gloo(group: dist.ProcessGroup) -> bool:

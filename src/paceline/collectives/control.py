@@ -47,8 +47,8 @@ from paceline.collectives.buckets import group_by_type
 from paceline.collectives.communicator import communicator, memory_communicator
 from paceline.collectives.tree import tree_sum
 from paceline.errors import ExitCode, PacelineError, ReportedByPeer, TrainingError, UsageError
-from paceline.rank.guard import Guard
-from paceline.rank.sites import MAX_DEPTH, Owner, frame_of, owner, short, site_words
+from paceline.rank.guard import HangGuard
+from paceline.rank.sites import MAX_DEPTH, Owner, frame_of, owner, short_filename, site_words
 from paceline.rank.world import World
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def read_all(deferred: Sequence[Deferred[Any]]) -> list[list[float]]:
     tensors = [value.numbers for value in deferred]
     on_device = [numbers for numbers in tensors if is_async(numbers.device)]
     from_device: list[float] = torch.cat(on_device).tolist() if on_device else []
-    Guard.of_process().check_unblocked()
+    HangGuard.of_process().check_unblocked()
     rest = iter(from_device)
     return [[*islice(rest, len(numbers))] if is_async(numbers.device) else numbers.tolist() for numbers in tensors]
 
@@ -233,7 +233,7 @@ def call_site_hash(where: Sequence[int] = ()) -> int:
 
 @cache
 def _file_hash(filename: str) -> int:
-    return 1 + zlib.crc32(short(filename).encode()) if owner(filename) is Owner.USER else 0
+    return 1 + zlib.crc32(short_filename(filename).encode()) if owner(filename) is Owner.USER else 0
 
 
 def _user_lines() -> str:
@@ -289,7 +289,7 @@ def all_gather_object(value: Any, world: World) -> list[Any]:
     """
     if world.size == 1:
         return [value]
-    return communicator(world.group).gather(value, f"messages of {_caller()}", world.device)
+    return communicator(world.group).all_gather_object(value, f"messages of {_caller()}", world.device)
 
 
 def _caller() -> str:
@@ -306,8 +306,8 @@ def gather_over_all(world: World) -> Gather:
 
 def gather_on_host(host: "Hosts") -> Gather:
     """Gathers from the ranks of this host."""
-    on_host, first = memory_communicator(host.memory), host.number * host.memory.size
-    return lambda value: dict(enumerate(on_host.gather(value, "messages of a host"), first))
+    on_host, first = memory_communicator(host.memory), host.node_index * host.memory.size
+    return lambda value: dict(enumerate(on_host.all_gather_object(value, "messages of a host"), first))
 
 
 @contextmanager
@@ -343,7 +343,7 @@ def raise_on_all_ranks(world: World, *, prepares: bool = True) -> Generator[None
     failed_ranks = "every rank" if len(failed) == world.size else "rank " + ", ".join(map(str, failed))
     where = f" (on {failed_ranks} of {world.size})" if world.size > 1 else ""
     if isinstance(error, PacelineError):
-        raise UsageError.of(error, after=where) from None
+        raise UsageError.from_error(error, after=where) from None
     shown = "".join(traceback.format_exception(error)).rstrip()
     raise UsageError(
         f"{shown}\nThis was raised before the first step{where}, while the run was being prepared."
@@ -374,7 +374,7 @@ def report_on_one_rank(error: PacelineError, world: World, *, by: int = 0) -> Pa
     return error if world.rank == by else ReportedByPeer(f"rank {by} reports the error", error.exit_code)
 
 
-NAME = "totals of the step"
+TOTALS_NAME = "totals of the step"
 LOOP_NUMBERS = "numbers of the loop"
 
 
@@ -393,7 +393,7 @@ class SummedTotals(Struct, frozen=True):
     """The sum of weights. If it is only on the device: (V,), by virtual rank."""
 
     @property
-    def weight(self) -> float | Tensor:
+    def total_weight(self) -> float | Tensor:
         """The sum of weights."""
         return _tree_sum(self.weights.unbind()) if isinstance(self.weights, Tensor) else self.weights
 
@@ -422,7 +422,7 @@ def start_totals(
     for index, number in enumerate(numbers):
         if isinstance(number, Tensor):
             slots[index] = number
-    finish = communicator().start_sum(slots, NAME)
+    finish = communicator().start_sum(slots, TOTALS_NAME)
     return lambda: _summed_over_ranks(finish(), len(losses))
 
 
@@ -441,7 +441,7 @@ def _deferred_totals(loss: float | Tensor, weight: float | Tensor, votes: list[f
 def _summed_over_ranks(slots: Tensor, ranks: int) -> SummedTotals:
     if not is_async(slots.device):
         numbers: list[float] = slots.tolist()
-        Guard.of_process().check_unblocked()
+        HangGuard.of_process().check_unblocked()
         totals = _totals(numbers, ranks)
         return SummedTotals(totals, totals.sums[1])
     return SummedTotals(Deferred(slots, lambda numbers: _totals(numbers, ranks)), slots[1 : 2 * ranks : 2])
@@ -478,7 +478,7 @@ def sum_over_ranks(
     hashes[dist.get_rank()] = float(call_site_hash(where))
     total = exchange.start_sum(torch.cat([numbers, to_device_async(hashes, numbers.device)]), name)()
     site_hashes: list[float] = total[len(numbers) :].tolist()
-    gather = partial(exchange.gather, device=numbers.device, name=f"call sites of {name}")
+    gather = partial(exchange.all_gather_object, device=numbers.device, name=f"call sites of {name}")
     call_sites().compare([int(value) for value in site_hashes], name, gather)
     return total[: len(numbers)]
 

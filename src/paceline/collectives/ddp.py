@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.collectives.buckets import divide
 from paceline.collectives.communicator import fit_in_memory, make_communicator, memory_communicator, print_notice
-from paceline.collectives.memory import SharedMemory
 from paceline.collectives.memory_sum import Chunk, TreeSum, ring_sum
+from paceline.collectives.shared_memory import SharedMemory
 from paceline.collectives.torch_collectives import gather_over_torch
 from paceline.collectives.tree import LeafPartition, Node
 from paceline.protocol.control import SHARED_MEMORY
@@ -121,7 +121,7 @@ class _Hook:
             }
         divisor = memory.size
         if not getattr(self._ddp(), "_divide_by_initial_world_size", True):  # Join: the number of active ranks
-            divisor = sum(memory_communicator(memory).gather(int(not self.joined), "who has joined"))
+            divisor = sum(memory_communicator(memory).all_gather_object(int(not self.joined), "who has joined"))
         self._sums[key].run([buffers], factor=1.0 / divisor)
 
 
@@ -140,7 +140,9 @@ class RingSum(TreeSum):
             low, high = max(start, at), min(stop, at + length)
             if low < high:
                 inside, first = slice(low - start, high - start), segment.start + low - at
-                ring_sum([part[inside] for part in parts_by_rank], first, self._sizes[segment.tensor], out[inside])
+                ring_sum(
+                    [part[inside] for part in parts_by_rank], first, self._sizes[segment.tensor_index], out[inside]
+                )
             at += length
         if divisor is not None:
             divide(out, divisor)

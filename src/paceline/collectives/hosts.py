@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.collectives.buckets import Layout, divide
-from paceline.collectives.memory import GROUP, MemoryLayout, MemoryOperation, MemoryPeer, SharedMemory
 from paceline.collectives.memory_sum import (
     Chunk,
     Flat,
@@ -39,6 +38,7 @@ from paceline.collectives.memory_sum import (
     root_of,
     spare_count,
 )
+from paceline.collectives.shared_memory import GROUP, MemoryLayout, MemoryOperation, MemoryPeer, SharedMemory
 from paceline.collectives.torch_collectives import Exchange
 from paceline.collectives.tree import ALIGNED, LeafPartition, Node
 
@@ -50,20 +50,20 @@ class Hosts:
     """This rank's position among several hosts, all with the same number of consecutive ranks."""
 
     memory: SharedMemory  # of the ranks of this host
-    number: int  # of this host, from 0
-    count: int  # of hosts
+    node_index: int  # of this host, from 0
+    node_count: int  # of hosts
     # A strong reference would keep the connections of the group open after torch has destroyed it.
     _across: weakref.ref[dist.ProcessGroup]
 
     @property
     def size(self) -> int:
         """The world size."""
-        return self.count * self.memory.size
+        return self.node_count * self.memory.size
 
     @property
     def rank(self) -> int:
         """This rank in the world."""
-        return self.number * self.memory.size + self.memory.rank
+        return self.node_index * self.memory.size + self.memory.rank
 
     def across(self) -> dist.ProcessGroup:
         """The process group of the ranks with the same number on each host, in the order of hosts.
@@ -104,15 +104,15 @@ def single_rank_hosts(group: dist.ProcessGroup, timeout_seconds: float) -> Hosts
 class Subtree:
     """One sum of a host. The nodes of `parts` count from its first leaf."""
 
-    leaves: int
-    parts: Mapping[Node, Lane]
+    leaf_count: int
+    lane_by_part: Mapping[Node, Lane]
 
 
 @dataclass(frozen=True)
 class HierarchyPlan:
     """Divides a sum over all ranks into sums of hosts."""
 
-    within: Sequence[Subtree]  # the sums of this host
+    node_subtrees: Sequence[Subtree]  # the sums of this host
     lanes: int  # the largest number of lanes of any rank of the world
     across: LeafPartition  # its ranks are the hosts
 
@@ -123,7 +123,7 @@ Bundle = Sequence[Chunk]
 
 def by_leaf(partition: LeafPartition, size: int) -> HierarchyPlan:
     """The plan in the order of the tree over all leaves. `partition` has all ranks, `size` on each host."""
-    nodes, number = partition.nodes(), partition.rank // size
+    nodes, number = partition.subtrees_by_rank(), partition.rank // size
     firsts = range(0, len(partition.ranges), size)
     across = LeafPartition(
         [(partition.ranges[first][0], partition.ranges[first + size - 1][1]) for first in firsts], number
@@ -131,12 +131,12 @@ def by_leaf(partition: LeafPartition, size: int) -> HierarchyPlan:
     lanes = assign_lanes(nodes[number * size : (number + 1) * size])
     within = [
         Subtree(stop - first, {(a - first, b - first): at for (a, b), at in lanes.items() if first <= a and b <= stop})
-        for first, stop in across.nodes()[number]
+        for first, stop in across.subtrees_by_rank()[number]
     ]
     return HierarchyPlan(within, max(map(len, nodes)), across)
 
 
-def by_rank(partition: LeafPartition, size: int) -> HierarchyPlan:
+def make_rank_order_plan(partition: LeafPartition, size: int) -> HierarchyPlan:
     """The plan in a cheaper order, over the ranks of `partition`: each host has one sum, for any number of ranks."""
     host = Subtree(size, {(rank, rank + 1): (rank, 0) for rank in range(size)})
     return HierarchyPlan([host], 1, LeafPartition.of_ranks(len(partition.ranges) // size, partition.rank // size))
@@ -184,14 +184,14 @@ class HostsSum:
                 exchange = self._send(bundle, first=not self._pending)
                 before = self if self._pending else after
                 if before is not None:
-                    before.gather()
+                    before.start_gather()
                 self._pending.append(exchange)
                 self._gathered = False
 
-    def gather(self) -> None:
+    def start_gather(self) -> None:
         """Wait for the first half of the last bundle, and start to send the second: the sums of this rank's shard."""
         if not self._gathered:
-            self._pending[-1].gather()
+            self._pending[-1].start_gather()
             self._gathered = True
 
     def end(self, divisor: float | Tensor | None = None) -> list[Tensor | None]:
@@ -200,11 +200,11 @@ class HostsSum:
         Runs within a collective of the memory, which the caller has begun (`SharedMemory.operation`).
         """
         results: list[Tensor | None] = []
-        self.gather()
+        self.start_gather()
         for number, bundle in enumerate(self._bundles):
-            flat, size = self._pending.popleft().end(), self._width(bundle)
+            flat, size = self._pending.popleft().wait(), self._width(bundle)
             if number == 0:
-                results = self._lanes.results(self._own, flat[size : size + self._tensors].bool().tolist)
+                results = self._lanes.allocate_results(self._own, flat[size : size + self._tensors].bool().tolist)
             if divisor is not None:
                 divide(flat[:size], divisor)
             self._distribute(bundle, flat, results)
@@ -220,43 +220,43 @@ class HostsSum:
     def _send(self, bundle: Bundle, *, first: bool) -> Exchange:
         plan, size, flags = self._plan, self._width(bundle), self._tensors if first else 0
         # at least one element: gloo must not send an empty message
-        shape = len(plan.within), plan.across.padded(max(1, size + flags))
+        shape = len(plan.node_subtrees), plan.across.padded(max(1, size + flags))
         sums = torch.empty(shape, dtype=bundle[0].dtype if bundle else self._dtype)
         sums[:, size:] = 0
         at = 0
         for number, chunk in enumerate(bundle or [None]):
             slot = self._lanes.send(chunk, self._own, is_first=first and number == 0)
             if first and number == 0:
-                sums[0, size : size + flags] = torch.tensor(self._lanes.used()).to(sums.dtype)
+                sums[0, size : size + flags] = torch.tensor(self._lanes.read_used_flags()).to(sums.dtype)
             if chunk is not None:
                 at += self._add_up(chunk, slot, sums[:, at:])
         return Exchange(plan.across, [*sums.unbind()], self._hosts.across(), self._name)
 
     def _add_up(self, chunk: Chunk, slot: int, sums: Tensor) -> int:
         """Write the sums of this rank's shard of a chunk to the start of `sums` (subtrees, n); return their length."""
-        start, stop = self._lanes.shard(chunk, self._memory.rank)
+        start, stop = self._lanes.shard_range(chunk, self._memory.rank)
         width = stop - start
-        for subtree, row in zip(self._plan.within, sums, strict=True):
-            parts, out = self._lanes.parts(subtree.parts, chunk, slot, start, stop), row[:width]
+        for subtree, row in zip(self._plan.node_subtrees, sums, strict=True):
+            parts, out = self._lanes.parts(subtree.lane_by_part, chunk, slot, start, stop), row[:width]
             if len(parts) == 1:
                 out.copy_(next(iter(parts.values())))
             else:
-                spare = self._lanes.spare(chunk.dtype, spare_count(parts, subtree.leaves), width)
-                root_of(parts, subtree.leaves, out, spare, None)
+                spare = self._lanes.spare(chunk.dtype, spare_count(parts, subtree.leaf_count), width)
+                root_of(parts, subtree.leaf_count, out, spare, None)
         return width
 
     def _distribute(self, bundle: Bundle, flat: Tensor, results: Results) -> None:
         bulk, at = self._memory.bulk, 0
         for chunk in bundle:
-            start, stop = self._lanes.shard(chunk, self._memory.rank)
-            slot = bulk.write()
+            start, stop = self._lanes.shard_range(chunk, self._memory.rank)
+            slot = bulk.begin_tick()
             bulk.view(chunk.dtype, slot, self._memory.rank, 0, stop - start).copy_(flat[at : at + stop - start])
             at += stop - start
             bulk.exchange()
-            self._lanes.take(chunk, slot, 0, results)
+            self._lanes.collect_results(chunk, slot, 0, results)
 
     def _width(self, bundle: Bundle) -> int:
-        shards = [self._lanes.shard(chunk, self._memory.rank) for chunk in bundle]
+        shards = [self._lanes.shard_range(chunk, self._memory.rank) for chunk in bundle]
         return sum(stop - start for start, stop in shards)
 
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.buckets import Layout, divide, is_present
-from paceline.collectives.memory import MAX_FLAGS, MemoryOperation, SharedMemory
-from paceline.collectives.tree import ALIGNED, LeafPartition, Node, middle, round_up, tree_sum
+from paceline.collectives.shared_memory import MAX_FLAGS, MemoryOperation, SharedMemory
+from paceline.collectives.tree import ALIGNED, LeafPartition, Node, round_up, split_leaf, tree_sum
 
 SMALL_FACTOR = 4  # a tensor smaller than a fourth of a lane shares a chunk
 Flat = Sequence[Tensor | None]  # each tensor, dense; None: all zeros
@@ -36,7 +36,7 @@ Results = Sequence[Tensor | None]  # each tensor, dense; None: no rank has a val
 class Segment:
     """Elements [start, stop) of tensor number `tensor`, in memory order."""
 
-    tensor: int
+    tensor_index: int
     start: int
     stop: int
 
@@ -53,14 +53,14 @@ class Chunk:
     segments: tuple[Segment, ...]
 
     @cached_property
-    def only(self) -> Segment | None:
+    def single_segment(self) -> Segment | None:
         """The segment of a large tensor; None if the chunk has several tensors."""
         return self.segments[0] if len(self.segments) == 1 else None
 
     @cached_property
     def tensors_of(self) -> Callable[[Results], Results]:
         """Picks the tensors of its segments, at least two, out of a list of all tensors."""
-        return itemgetter(*[segment.tensor for segment in self.segments])
+        return itemgetter(*[segment.tensor_index for segment in self.segments])
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -144,14 +144,16 @@ class SlotLayout:
                     flags |= 1 << i
         self._memory.bulk.set_flags(slot, flags, len(self._sizes))
 
-    def used(self) -> list[bool]:
+    def read_used_flags(self) -> list[bool]:
         """For each tensor, whether any rank has values. Valid in the tick in which the flags were set."""
         used, count = 0, len(self._sizes)
         for flags in self._memory.bulk.flags(count):
             used |= flags
         return [bool(used >> i & 1) for i in range(count)]
 
-    def results(self, partials: Sequence[Flat | None], used: Callable[[], Sequence[bool]]) -> list[Tensor | None]:
+    def allocate_results(
+        self, partials: Sequence[Flat | None], used: Callable[[], Sequence[bool]]
+    ) -> list[Tensor | None]:
         """The tensors for the sums: those of the first subtree, or new ones if only other subtrees have values."""
         results = [*(partials[0] or [None] * len(self._sizes))]
         if not all(map(is_present, results)):
@@ -160,7 +162,7 @@ class SlotLayout:
                     results[index] = torch.empty_strided(*self._layouts[index], dtype=self._dtypes[index])
         return results
 
-    def load(
+    def write_chunk(
         self,
         chunk: Chunk,
         partials: Sequence[Flat | None],
@@ -173,13 +175,13 @@ class SlotLayout:
 
         `for_others`: skip this rank's shard of a large tensor, which it reads in place, unless there is a factor.
         """
-        only = chunk.only
-        start, stop = self.shard(chunk, self._memory.rank) if for_others else (0, 0)
+        only = chunk.single_segment
+        start, stop = self.shard_range(chunk, self._memory.rank) if for_others else (0, 0)
         for lane, flat in enumerate(partials):
             target, pieces = self.place(chunk, slot, lane)
-            if flat is None or (only is not None and flat[only.tensor] is None):
+            if flat is None or (only is not None and flat[only.tensor_index] is None):
                 target.zero_()
-            elif only is not None and (tensor := flat[only.tensor]) is not None:
+            elif only is not None and (tensor := flat[only.tensor_index]) is not None:
                 part = only.view_of(tensor)
                 if factor is not None:
                     torch.mul(part, factor, out=target)
@@ -195,11 +197,11 @@ class SlotLayout:
         self, chunk: Chunk | None, partials: Sequence[Flat | None], *, is_first: bool, factor: float | None = None
     ) -> int:
         """Run one tick that sends the chunk, and in the first tick the flags, of all ranks; return its slot."""
-        slot = self._memory.bulk.write()
+        slot = self._memory.bulk.begin_tick()
         if is_first:
             self.set_flags(slot, partials)
         if chunk is not None:
-            self.load(chunk, partials, slot, factor=factor)
+            self.write_chunk(chunk, partials, slot, factor=factor)
         self._memory.bulk.exchange()
         return slot
 
@@ -208,21 +210,21 @@ class SlotLayout:
         view, dtype, room = self._memory.bulk.view, chunk.dtype, self._lane_sizes[chunk.dtype]
         return {n: view(dtype, slot, r, lane * room + start, lane * room + stop) for n, (r, lane) in lanes.items()}
 
-    def shard(self, chunk: Chunk, rank: int) -> tuple[int, int]:
+    def shard_range(self, chunk: Chunk, rank: int) -> tuple[int, int]:
         """The elements [start, stop) of the chunk that form the shard of a rank."""
         shard_size = -(-chunk.size // self._memory.size // ALIGNED) * ALIGNED
         return min(rank * shard_size, chunk.size), min((rank + 1) * shard_size, chunk.size)
 
-    def take(self, chunk: Chunk, slot: int, at: int, results: Results) -> None:
+    def collect_results(self, chunk: Chunk, slot: int, at: int, results: Results) -> None:
         """Concatenate the sums of all ranks, each at element `at` of the rank's slot, into `results`."""
-        shards = [self.shard(chunk, rank) for rank in range(self._memory.size)]
+        shards = [self.shard_range(chunk, rank) for rank in range(self._memory.size)]
         view = self._memory.bulk.view
         parts = [view(chunk.dtype, slot, rank, at, at + stop - start) for rank, (start, stop) in enumerate(shards)]
-        if (only := chunk.only) is None:
+        if (only := chunk.single_segment) is None:
             whole, pieces = self.place(chunk)
             torch.cat(parts, out=whole)
             copy_each(chunk.tensors_of(results), pieces)
-        elif (result := results[only.tensor]) is not None:
+        elif (result := results[only.tensor_index]) is not None:
             torch.cat(parts, out=only.view_of(result))
 
     def _place(self, chunk: Chunk, slot: int | None = None, lane: int = 0) -> tuple[Tensor, list[Tensor]]:
@@ -232,8 +234,8 @@ class SlotLayout:
             flat = self._scratch.take(chunk.dtype, 0, chunk.size)
         else:
             flat = self._memory.bulk.view(chunk.dtype, slot, self._memory.rank, start, start + chunk.size)
-        pairs = () if chunk.only else zip(flat.split(chunk.lengths), chunk.segments, strict=True)
-        return flat, [piece.as_strided(*self._layouts[segment.tensor]) for piece, segment in pairs]
+        pairs = () if chunk.single_segment else zip(flat.split(chunk.lengths), chunk.segments, strict=True)
+        return flat, [piece.as_strided(*self._layouts[segment.tensor_index]) for piece, segment in pairs]
 
     def spare(self, dtype: torch.dtype, count: int, size: int) -> list[Tensor]:
         """Temporary memory for `count` partial sums, (size,) each."""
@@ -273,8 +275,8 @@ class TreeSum:
         layouts: Sequence[Layout] | None = None,
     ) -> None:
         """For up to `MAX_TENSORS` tensors with these sizes, types and layouts (default (n,)), the same on all ranks."""
-        self._memory, self._leaves, self._sizes = memory, partition.leaves, sizes
-        nodes = partition.nodes()
+        self._memory, self._leaves, self._sizes = memory, partition.leaf_count, sizes
+        nodes = partition.subtrees_by_rank()
         self._nodes, self._own_nodes = assign_lanes(nodes), nodes[memory.rank]
         self._spares = spare_count(self._nodes, self._leaves)
         lanes = max(map(len, nodes))
@@ -315,7 +317,7 @@ class TreeSum:
         for number, chunk in enumerate(lanes.chunks or [None]):
             slot = lanes.send(chunk, partials, is_first=number == 0, factor=factor)
             if number == 0:
-                results = lanes.results(partials, lanes.used)
+                results = lanes.allocate_results(partials, lanes.read_used_flags)
             if chunk is not None:
                 finite = self._add_up(chunk, slot, results, divisor) and finite
         self.finite = finite
@@ -325,11 +327,11 @@ class TreeSum:
         # tick k sends chunk k, and the sums of chunk k - 1
         bulk, lanes, results, finite = self._memory.bulk, self._lanes, list[Tensor | None](), True
         for number in range(len(lanes.chunks) + 1):
-            slot = bulk.write()
+            slot = bulk.begin_tick()
             if number == 0:
                 lanes.set_flags(slot, partials)
             if number < len(lanes.chunks):
-                lanes.load(lanes.chunks[number], partials, slot, for_others=True, factor=factor)
+                lanes.write_chunk(lanes.chunks[number], partials, slot, for_others=True, factor=factor)
             if number > 0:
                 # with a factor, this rank's shard is read from shared memory: only there it is multiplied
                 in_place = partials if factor is None else [None] * len(partials)
@@ -338,10 +340,10 @@ class TreeSum:
                 bulk.set_flags(slot, not finite, 1)
             bulk.exchange()
             if number == 0:
-                results = lanes.results(partials, lanes.used)
+                results = lanes.allocate_results(partials, lanes.read_used_flags)
             else:
                 chunk = lanes.chunks[number - 1]
-                lanes.take(chunk, slot, self._results_at[chunk.dtype], results)
+                lanes.collect_results(chunk, slot, self._results_at[chunk.dtype], results)
         self.finite = not any(bulk.flags(1))
         return results
 
@@ -354,11 +356,11 @@ class TreeSum:
     def _add_up(self, chunk: Chunk, slot: int, results: Results, divisor: float | Tensor | None) -> bool:
         """Compute the chunk's sums. True if they are finite, False if unknown."""
         parts = self._parts(chunk, slot, 0, chunk.size)
-        if (only := chunk.only) is None:
+        if (only := chunk.single_segment) is None:
             whole, pieces = self._lanes.place(chunk)
             self._make_root(chunk, 0, parts, whole, divisor)
             copy_each(chunk.tensors_of(results), pieces)
-        elif (result := results[only.tensor]) is not None:
+        elif (result := results[only.tensor_index]) is not None:
             whole = only.view_of(result)
             self._make_root(chunk, 0, parts, whole, divisor)
         else:
@@ -369,14 +371,14 @@ class TreeSum:
         self, chunk: Chunk, partials: Sequence[Flat | None], slot: int, divisor: float | Tensor | None
     ) -> bool:
         """Compute this rank's shard. True if it is finite (checked while it is in the cache), False if unknown."""
-        start, stop = self._lanes.shard(chunk, self._memory.rank)
+        start, stop = self._lanes.shard_range(chunk, self._memory.rank)
         if start == stop:
             return True
-        at, only = self._results_at[chunk.dtype], chunk.only
+        at, only = self._results_at[chunk.dtype], chunk.single_segment
         out = self._memory.bulk.view(chunk.dtype, slot, self._memory.rank, at, at + stop - start)
         parts = dict(self._parts(chunk, 1 - slot, start, stop))
         for node, flat in zip(self._own_nodes, partials, strict=True):
-            if only is not None and flat is not None and (tensor := flat[only.tensor]) is not None:
+            if only is not None and flat is not None and (tensor := flat[only.tensor_index]) is not None:
                 parts[node] = only.view_of(tensor)[start:stop]
         self._make_root(chunk, start, parts, out, divisor)
         return has_finite_sum(out)
@@ -408,7 +410,7 @@ def _live_sums(parts: Collection[Node], node: Node) -> int:
     """The largest number of sums in memory at the same time during the computation of `node`, including its sum."""
     if node in parts:
         return 0
-    split = middle(node)
+    split = split_leaf(node)
     left, right = _live_sums(parts, (node[0], split)), _live_sums(parts, (split, node[1]))
     return max(left, right + min(left, 1), 1)  # the left sum is kept while the right one is computed
 
@@ -472,7 +474,7 @@ def ring_sum(of_rank: Sequence[Tensor], first: int, size: int, out: Tensor) -> N
 def barrier(memory: SharedMemory) -> None:
     """Return when all ranks have called it."""
     with MemoryOperation(memory, memory.bulk, memory.describe_call("barrier", "barrier")):
-        memory.bulk.write()
+        memory.bulk.begin_tick()
         memory.bulk.exchange()
 
 
@@ -480,13 +482,13 @@ def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: in
     """Copy the tensors of rank `src`, contiguous and of any type, into those of all ranks."""
     flat = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
     sizes, bulk, is_source = [len(tensor) for tensor in flat], memory.bulk, memory.rank == src
-    slots = bulk.typed(torch.uint8)
+    slots = bulk.slots_as(torch.uint8)
     chunks = split_into_chunks(sizes, [torch.uint8] * len(flat), {torch.uint8: bulk.data_bytes // ALIGNED * ALIGNED})
     with MemoryOperation(memory, bulk, memory.describe_call("broadcast", name, f"[{sum(sizes)}]", "bytes")):
         for chunk in chunks or [Chunk(torch.uint8, ())]:  # at least one tick, which compares the calls
-            slot = bulk.write()
+            slot = bulk.begin_tick()
             in_slot = slots[slot][src][: chunk.size].split(chunk.lengths)
-            in_place = [flat[segment.tensor][segment.start : segment.stop] for segment in chunk.segments]
+            in_place = [flat[segment.tensor_index][segment.start : segment.stop] for segment in chunk.segments]
             if is_source:
                 for target, values in zip(in_slot, in_place, strict=True):
                     target.copy_(values)
@@ -499,12 +501,12 @@ def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: in
 def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str = "shards") -> None:
     """All-gather: `mine` (s,) of rank r becomes `out`[r * s : (r + 1) * s]. `mine` may be this rank's part of `out`."""
     size, bulk = len(mine), memory.bulk
-    slots, room = bulk.typed(mine.dtype), bulk.data_bytes // mine.element_size()
+    slots, room = bulk.slots_as(mine.dtype), bulk.data_bytes // mine.element_size()
     parts = out.view(memory.size, size)
     with MemoryOperation(memory, bulk, memory.describe_call("all_gather", name, f"[{size}]", mine.dtype)):
         for start in range(0, size, room):
             stop = min(start + room, size)
-            slot = bulk.write()
+            slot = bulk.begin_tick()
             slots[slot][memory.rank][: stop - start] = mine[start:stop]
             bulk.exchange()
             for rank, part in enumerate(parts):
@@ -533,18 +535,18 @@ def reduce_scatter(
         name: for the hang guard.
         as_gloo: add in the order of gloo's reduce_scatter (see `ring_sum`). Each rank then has one leaf.
     """
-    nodes, bulk, shard_size = partition.nodes(), memory.bulk, len(out)
+    nodes, bulk, shard_size = partition.subtrees_by_rank(), memory.bulk, len(out)
     lanes, size = max(map(len, nodes)), memory.size
-    slots = bulk.typed(out.dtype)
+    slots = bulk.slots_as(out.dtype)
     room = bulk.data_bytes // out.element_size() // (lanes * size) // ALIGNED * ALIGNED
-    spare = [torch.empty_like(out[:room]) for _ in range(spare_count([*chain(*nodes)], partition.leaves))]
+    spare = [torch.empty_like(out[:room]) for _ in range(spare_count([*chain(*nodes)], partition.leaf_count))]
     shards = [None if flat is None else flat.view(size, shard_size) for flat in partials]
     with MemoryOperation(
         memory, bulk, memory.describe_call("reduce_scatter", name, f"[{shard_size * size}]", out.dtype)
     ):
         for start in range(0, shard_size, room):
             stop = min(start + room, shard_size)
-            slot = bulk.write()
+            slot = bulk.begin_tick()
             mine = slots[slot][memory.rank][: lanes * size * room].view(lanes, size, room)[:, :, : stop - start]
             for lane, flat in enumerate(shards):
                 for rank, target in enumerate(mine[lane]):
@@ -565,7 +567,7 @@ def reduce_scatter(
             if as_gloo and size > 2:  # a sum of two has one order
                 ring_sum([*parts.values()], memory.rank * shard_size + start, size * shard_size, total)
             else:
-                root_of(parts, partition.leaves, total, [buffer[: stop - start] for buffer in spare], None)
+                root_of(parts, partition.leaf_count, total, [buffer[: stop - start] for buffer in spare], None)
             if divisor is not None:
                 divide(total, divisor)
     return out
@@ -584,7 +586,7 @@ class StartedSum:
         with MemoryOperation(
             memory, channel, memory.describe_call("all_reduce", name, f"[{self._size}]", slots.dtype), self
         ):
-            slot = channel.write()
+            slot = channel.begin_tick()
             channel.view(slots.dtype, slot, memory.rank, 0, self._size).copy_(slots)
             self._tick = channel.publish()
             memory.running = self

@@ -39,14 +39,14 @@ class BlockTree:
         """`sizes`: the number of elements of each parameter."""
         *self._firsts, self.blocks = accumulate((-(-size // BLOCK) for size in sizes), initial=0)
 
-    def run(self, parameter: int, start: int, stop: int) -> Node:
+    def block_range(self, parameter: int, start: int, stop: int) -> Node:
         """The blocks of the elements [start, stop) of the parameter at a position."""
         if start % BLOCK:
             raise ValueError(f"a shard begins at element {start}, within a block of {BLOCK}")
         first = self._firsts[parameter]
         return first + start // BLOCK, first + -(-stop // BLOCK)
 
-    def nodes(self, run: Node) -> list[Node]:
+    def subtrees_to_send(self, run: Node) -> list[Node]:
         """The subtrees whose sums the holder of a run sends."""
         nodes: list[Node] = []
         for level, first, stop, left, right in _levels(run, self.blocks):
@@ -79,9 +79,9 @@ class ShardedNorm:
         """`sizes`: the number of elements of each parameter. `shards`: by rank; they contain each element once."""
         self._tree, self._device, self._rank = BlockTree(sizes), device, rank
         self._own = sorted(shards[rank])
-        runs = [merge_runs([self._tree.run(*shard) for shard in rank_shards]) for rank_shards in shards]
+        runs = [merge_runs([self._tree.block_range(*shard) for shard in rank_shards]) for rank_shards in shards]
         self._runs = runs[rank]
-        self._nodes = [[node for run in rank_runs for node in self._tree.nodes(run)] for rank_runs in runs]
+        self._nodes = [[node for run in rank_runs for node in self._tree.subtrees_to_send(run)] for rank_runs in runs]
 
     def __call__(self, gradients: Mapping[int, Tensor]) -> Deferred[float]:
         """The norm, the same on all ranks (a collective). It is NaN or infinite only if an element or its square is.
@@ -141,7 +141,7 @@ def split_evenly(sizes: Sequence[int], holders: int) -> list[list[ShardSlice]]:
     shards: list[list[ShardSlice]] = []
     for holder in range(holders):
         first, stop = (tree.blocks * number // holders for number in (holder, holder + 1))
-        runs = [(i, size, tree.run(i, 0, size)[0]) for i, size in enumerate(sizes)]
+        runs = [(i, size, tree.block_range(i, 0, size)[0]) for i, size in enumerate(sizes)]
         parts = [(i, max(0, first - at) * BLOCK, min(size, (stop - at) * BLOCK)) for i, size, at in runs]
         shards.append([(i, start, end) for i, start, end in parts if start < end])
     return shards

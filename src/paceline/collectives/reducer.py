@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from paceline.collectives.across import InterHostSum, PerHostTransport
 from paceline.collectives.buckets import check_dense, grad_of, trainable
 from paceline.collectives.communicator import MemoryTransport, Transport, make_communicator
 from paceline.collectives.hosts import Hosts
+from paceline.collectives.inter_node import InterHostSum, PerHostTransport
 from paceline.collectives.shards import Shards, ShardTransport
 from paceline.collectives.torch_collectives import Group
 from paceline.collectives.tree import Grads, LeafPartition, add_each
@@ -69,7 +69,7 @@ class Reducer:
         for parameter in self._bucket_of if transport.early else ():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
-    def enter(self, virtual_rank: int, *, is_last: bool, counted: bool = True) -> None:
+    def begin_backward(self, virtual_rank: int, *, is_last: bool, counted: bool = True) -> None:
         """Begin one backward of a virtual rank.
 
         Args:
@@ -93,7 +93,7 @@ class Reducer:
                     self._add_leaf(index)
         self._leaf, self._leaving = virtual_rank, is_last
 
-    def leave(self, *, failed: bool = False) -> None:
+    def end_backward(self, *, failed: bool = False) -> None:
         """End the backward. `failed`: it raised an error."""
         if self._put_aside:
             for parameter, grad in self._put_aside if not failed else ():
@@ -117,7 +117,7 @@ class Reducer:
         try:
             while self._sent < len(self._buckets):  # also buckets without a gradient
                 self._send_next()
-            return self._transport.end(divisor)
+            return self._transport.finish_buckets(divisor)
         finally:
             self._forget()
 
@@ -164,7 +164,7 @@ class Reducer:
         index = self._sent
         self._sent += 1
         self._add_leaf(index)
-        self._transport.begin(index, self._sums[index].finish())
+        self._transport.start_bucket(index, self._sums[index].finish())
 
 
 def check_gradients(

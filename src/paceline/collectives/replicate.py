@@ -38,7 +38,7 @@ def broadcast_module(module: nn.Module, src: int = 0, group: dist.ProcessGroup |
     device = next((t.device for t in tensors.values()), default)
     exchange = make_communicator(group=group)  # a collective: all ranks call it before the check
     mine = [_described(name, tensor) for name, tensor in tensors.items()]
-    check_same_model(exchange.gather(mine, "messages of broadcast_module", device))
+    check_same_model(exchange.all_gather_object(mine, "messages of broadcast_module", device))
     broadcast([*tensors.values()], src, "model", group)
 
 

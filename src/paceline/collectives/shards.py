@@ -40,17 +40,17 @@ class Piece:
     start: int
     stop: int
     parameter: nn.Parameter
-    whole: torch.Size  # the shape of the full parameter
+    full_shape: torch.Size  # the shape of the full parameter
 
 
 @dataclass(frozen=True)
 class ShardRun:
     """The elements [start, stop) of the bucket's parameter `index`, at element `at` of a rank's shard."""
 
-    index: int
+    parameter_index: int
     start: int
     stop: int
-    at: int
+    shard_offset: int
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ShardedBucket:
     parameters: Sequence[nn.Parameter]
     weights: Tensor
     shard_size: int
-    runs: Sequence[Sequence[ShardRun]]  # by rank
+    ranges_by_rank: Sequence[Sequence[ShardRun]]  # by rank
 
 
 class Shards:
@@ -88,12 +88,12 @@ class Shards:
         self.pieces: dict[nn.Parameter, Piece] = {}
         for bucket in self.buckets:
             shard = bucket.weights.view(world_size, -1)[rank]
-            for run in bucket.runs[rank]:
-                parameter = bucket.parameters[run.index]
-                elements = nn.Parameter(shard[run.at : run.at + run.stop - run.start])
+            for run in bucket.ranges_by_rank[rank]:
+                parameter = bucket.parameters[run.parameter_index]
+                elements = nn.Parameter(shard[run.shard_offset : run.shard_offset + run.stop - run.start])
                 self.pieces[parameter] = Piece(run.start, run.stop, elements, parameter.shape)
 
-    def shard(self, optimizer: Optimizer) -> None:
+    def shard_optimizer(self, optimizer: Optimizer) -> None:
         """Make an `optimizer` of the module's parameters update this rank's pieces instead, and then gather all shards.
 
         Its groups and their options stay, so that schedulers work as usual.
@@ -103,11 +103,15 @@ class Shards:
         optimizer.register_step_pre_hook(self.take_assigned)
         optimizer.register_step_post_hook(self.gather)
 
-    def shares(self, parameters: Sequence[nn.Parameter]) -> list[list[tuple[int, int, int]]]:
+    def ranges_by_rank(self, parameters: Sequence[nn.Parameter]) -> list[list[tuple[int, int, int]]]:
         """By rank: (position in `parameters`, start, stop) of each of its pieces."""
         position = {parameter: index for index, parameter in enumerate(parameters)}
         return [
-            [(position[b.parameters[run.index]], run.start, run.stop) for b in self.buckets for run in b.runs[rank]]
+            [
+                (position[b.parameters[run.parameter_index]], run.start, run.stop)
+                for b in self.buckets
+                for run in b.ranges_by_rank[rank]
+            ]
             for rank in range(self.world_size)
         ]
 
@@ -233,10 +237,10 @@ class ShardTransport:
         self._arrived.append(self._pending.popleft()())
 
     def _assign_grads(self, bucket: ShardedBucket, sums: Tensor, used: Sequence[float]) -> None:
-        for run in bucket.runs[self._shards.rank]:
-            if used[run.index]:
-                piece = self._shards.pieces[bucket.parameters[run.index]]
-                piece.parameter.grad = sums[run.at : run.at + run.stop - run.start]
+        for run in bucket.ranges_by_rank[self._shards.rank]:
+            if used[run.parameter_index]:
+                piece = self._shards.pieces[bucket.parameters[run.parameter_index]]
+                piece.parameter.grad = sums[run.shard_offset : run.shard_offset + run.stop - run.start]
 
 
 def _packed(bucket: ShardedBucket, grads: Grads | None, world_size: int) -> Tensor:
@@ -248,10 +252,10 @@ def _packed(bucket: ShardedBucket, grads: Grads | None, world_size: int) -> Tens
     flat = [None] * len(parameters) if grads is None else [None if g is None else g.reshape(-1) for g in grads]
     packed = parameters[0].new_zeros(world_size, bucket.shard_size + round_up(len(parameters), ALIGNED))
     targets, sources = list[Tensor](), list[Tensor]()
-    for row, runs in zip(packed, bucket.runs, strict=True):
+    for row, runs in zip(packed, bucket.ranges_by_rank, strict=True):
         for run in runs:
-            if (gradient := flat[run.index]) is not None:
-                targets.append(row[run.at : run.at + run.stop - run.start])
+            if (gradient := flat[run.parameter_index]) is not None:
+                targets.append(row[run.shard_offset : run.shard_offset + run.stop - run.start])
                 sources.append(gradient[run.start : run.stop])
     if targets:
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]

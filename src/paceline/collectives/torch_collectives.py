@@ -22,7 +22,7 @@ HEADER_BYTES = 64
 Group = dist.ProcessGroup | None  # None: all ranks
 Wait = Callable[[], Tensor]
 """Waits for a collective, and returns its result; to be called once."""
-Start = Callable[[Tensor, str], Wait]  # (tensor, name); see `start_gather`
+StartFunction = Callable[[Tensor, str], Wait]  # (tensor, name); see `start_gather`
 MOST_BYTES = 1 << 16  # that a rank may send in addition to those of a ring: 50 ms at 10 Mbit/s
 
 
@@ -33,7 +33,7 @@ def gather_over_torch(
     group: Group = None,
     *,
     name: str = "messages",
-    start: Start | None = None,
+    start: StartFunction | None = None,
 ) -> list[Any]:
     """The `value` (JSON) of all `size` ranks of a group, by rank, on every rank.
 
@@ -128,7 +128,7 @@ class AllToAll:
         self, partition: LeafPartition, partials: Sequence[Tensor], group: Group = None, name: str = ""
     ) -> None:
         """Start it. `partials`: the sums of this rank's subtrees, each (n,); n is a multiple of the number of ranks."""
-        self._nodes, self._own = partition.nodes(), partials[0]
+        self._nodes, self._own = partition.subtrees_by_rank(), partials[0]
         world_size, counts = len(self._nodes), [len(nodes) for nodes in self._nodes]
         shard_size = self._shard_size = len(partials[0]) // world_size
         self._work: dist.Work | None = None
@@ -151,7 +151,7 @@ class AllToAll:
         parts = dict(zip(order, self._received.view(-1, self._shard_size).unbind(), strict=True))
         return tree_sum(parts, Tensor.add_, self._nodes[-1][-1][1])
 
-    def end(self) -> Tensor:
+    def wait_and_sum_copy(self) -> Tensor:
         """As `sum`, but in separate memory, so that the received subtrees are freed."""
         return self.sum() if self._work is None else self.sum().clone()
 
@@ -179,19 +179,19 @@ class Exchange:
         self._group, self._name, self._flat = group, name, partials[0]
         self._work: dist.Work | None = None
         self._scatter: AllToAll | None = None
-        counts = [len(nodes) for nodes in partition.nodes()]
+        counts = [len(nodes) for nodes in partition.subtrees_by_rank()]
         if counts == [1, 1] or not in_order:  # a sum of two has only one order: an all-reduce is the tree
             self._work = dist.all_reduce(name_collective(self._flat, name), group=group, async_op=True)
         elif len(counts) > 1:
             self._scatter = AllToAll(partition, partials, group, name)
 
-    def gather(self) -> None:
+    def start_gather(self) -> None:
         """Wait for the subtrees of this rank's shard, add them up, and start to gather all shards."""
         if self._scatter is not None:
             self._mine = self._scatter.sum()  # keep it: the backend reads it until the work is done
             self._work = gather_shards(self._flat, name_collective(self._mine, self._name), self._group)
 
-    def end(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Wait, and return the sum, (n,), on every rank."""
         if self._work is not None:
             self._work.wait()

@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 ALIGNED = 64  # elements: shards and segments of every type begin at a cache line
 
 
-def middle(node: tuple[int, int]) -> int:
+def split_leaf(node: tuple[int, int]) -> int:
     """The leaf at which a node of two or more leaves is split: after the largest power of two, like a binary counter.
 
     middle((0, 6)) == 4, middle((0, 4)) == 2, middle((4, 6)) == 5
@@ -45,7 +45,7 @@ def is_node(node: Node, leaves: int) -> bool:
     """Whether `node` is a subtree of the tree over `leaves` leaves."""
     at = (0, leaves)
     while at != node and at[1] - at[0] > 1:
-        cut = middle(at)
+        cut = split_leaf(at)
         at = (at[0], cut) if node[1] <= cut else (cut, at[1])
     return at == node
 
@@ -61,7 +61,7 @@ def subtrees(owned: Node, leaves: int) -> list[Node]:
             return [node]
         if node[1] <= owned[0] or owned[1] <= node[0]:
             return []
-        cut = middle(node)
+        cut = split_leaf(node)
         return within((node[0], cut)) + within((cut, node[1]))
 
     return within((0, leaves))
@@ -76,7 +76,7 @@ def _sum_of(node: Node, parts: dict[Node, _T], add: Callable[[_T, _T], _T]) -> _
     # Not a recursive closure: its reference cycle would keep all parts until the garbage collector runs.
     if node in parts:
         return parts[node]
-    cut = middle(node)
+    cut = split_leaf(node)
     return add(_sum_of((node[0], cut), parts, add), _sum_of((cut, node[1]), parts, add))
 
 
@@ -156,17 +156,17 @@ class LeafPartition:
         return cls([(leaf, leaf + 1) for leaf in range(size)], rank)
 
     @property
-    def leaves(self) -> int:
+    def leaf_count(self) -> int:
         """V, the number of leaves."""
         return self.ranges[-1][1]
 
-    def nodes(self) -> list[list[Node]]:
+    def subtrees_by_rank(self) -> list[list[Node]]:
         """The subtrees of each rank."""
-        return [subtrees(owned, self.leaves) for owned in self.ranges]
+        return [subtrees(owned, self.leaf_count) for owned in self.ranges]
 
     def partial_sums(self, add: Callable[[_T | None, _T | None], _T | None]) -> PartialSums[_T]:
         """An empty sum of this rank's leaves."""
-        return PartialSums(self.ranges[self.rank], self.leaves, add)
+        return PartialSums(self.ranges[self.rank], self.leaf_count, add)
 
     def padded(self, size: int) -> int:
         """`size` rounded up to shards of equal size that begin at cache lines."""

@@ -121,7 +121,7 @@ def _policies(
 
 
 @contextmanager
-def gathered(blocks: Mapping[str, FSDPModule]) -> Generator[None]:
+def gather_parameters(blocks: Mapping[str, FSDPModule]) -> Generator[None]:
     """Inside, all parameters are gathered; forward and backward do not communicate (entering is a collective)."""
     root = blocks[""]
     for block in blocks.values():
@@ -139,7 +139,7 @@ def gathered(blocks: Mapping[str, FSDPModule]) -> Generator[None]:
             block.reshard()
 
 
-def on_backward(blocks: Mapping[str, FSDPModule], act: Callable[[], None]) -> None:
+def register_backward_callback(blocks: Mapping[str, FSDPModule], act: Callable[[], None]) -> None:
     """Call `act` in each backward through an output of a block, for all forwards from now on."""
 
     def at_forward(_block: nn.Module, _inputs: Any, output: Any) -> None:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from paceline.compute.forward import may_record, override_members, wrap_forward
 from paceline.errors import TrainingError, UsageError
 from paceline.nested import tensors
-from paceline.rank import recorder
+from paceline.rank import flight_recorder
 from paceline.runs.folder import compile_cache
 
 MAX_REASON_CHARS = 1500
@@ -164,14 +164,14 @@ def _recorded(model: nn.Module, forward: Call, args: tuple[Tensor, ...]) -> Call
     try:
         expected = gradients(forward)
         restore()
-        recorder.capturing.set()
+        flight_recorder.capturing.set()
         replay: Any = torch.cuda.make_graphed_callables(recordable, args, allow_unused_input=True)
         replayed = gradients(replay)
         restore()
     except RuntimeError as error:
         raise TrainingError(code="cuda-graphs-unrecordable", reason=str(error).splitlines()[0]) from error
     finally:
-        recorder.capturing.clear()
+        flight_recorder.capturing.clear()
     if len(replayed) != len(expected) or not all(map(_is_close, replayed, expected)):
         raise TrainingError(code="cuda-graphs-differ")
     return replay

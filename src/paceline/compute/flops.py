@@ -24,7 +24,7 @@ from paceline.compute.resources import cpu_model
 from paceline.rank.world import World, device_name
 from paceline.runs.reading import decode
 from paceline.runs.utilization import speed
-from paceline.runs.writing import make_folder, replace
+from paceline.runs.writing import make_folder, replace_file
 
 PEAK_SECONDS, SHORT_SECONDS = 0.25, 0.02  # for all products; for a product that is too small to reach the peak
 LEAST_ROWS, MOST_ROWS, MOST_ON_GPU = 512, 4096, 8192  # of the matrices
@@ -54,7 +54,7 @@ class FlopCount(TorchDispatchMode):
         return self.flops / self.samples if self.samples else 0.0
 
     @contextmanager
-    def of(self, samples: int) -> Generator[None]:
+    def count_samples(self, samples: int) -> Generator[None]:
         """Inside, count the operations of `samples` samples, up to the last `mark`. After an error nothing counts."""
         self._formulas = self._formulas or _formulas()
         self.is_active = True
@@ -65,7 +65,7 @@ class FlopCount(TorchDispatchMode):
             self.is_active = False
         self.samples = samples
 
-    def mark(self) -> None:
+    def mark_backward_end(self) -> None:
         """Call it after a backward: later operations belong to the optimizer and do not count."""
         self.flops = self._running
 
@@ -175,7 +175,7 @@ def peak_tflops(device: torch.device, dtype: torch.dtype, *, measure: bool, reac
         peaks[key] = max(peaks.get(key, 0.0), measured_tflops(device, dtype))
         with suppress(OSError):
             make_folder(path.parent, exist_ok=True)
-            replace(path, msgspec.json.encode(peaks))
+            replace_file(path, msgspec.json.encode(peaks))
     return peaks.get(key, 0.0)
 
 

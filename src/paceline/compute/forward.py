@@ -20,7 +20,7 @@ from torch.jit import ScriptModule  # pyright: ignore[reportPrivateImportUsage]
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import UsageError, first_few
-from paceline.seeding import Streams, preserved_streams
+from paceline.seeding import Streams, preserve_generator_states
 
 MAX_SHOWN = 20
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # have no forward
@@ -165,7 +165,7 @@ def _checking(name: str, large: Buffers) -> Generator[None]:
 def _recomputing(before: Buffers, restore_streams: Callable[[], None]) -> Generator[None]:
     """Inside, buffers and random streams are those before the first forward."""
     current = [(owner, leaf, getattr(owner, leaf)) for owner, leaf, _ in before]
-    with preserved_streams():
+    with preserve_generator_states():
         restore_streams()
         for owner, leaf, buffer in before:
             setattr(owner, leaf, buffer.clone())

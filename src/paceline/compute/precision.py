@@ -129,7 +129,7 @@ def _float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-def compared(steps: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+def time_alternatives(steps: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
     """The shortest time of each of `steps` in seconds, run in turn for about 0.3 s after a warm-up run."""
     shortest = dict.fromkeys(steps, float("inf"))
     for step in steps.values():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.errors import Write, flag, plural
+from paceline.errors import OptionRenderer, flag, plural
 from paceline.host.cgroup import usable_cores
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h
@@ -63,7 +63,9 @@ def threads_for(allocations: Sequence[CpuAllocation], rank: int) -> int:
     return max(1, mine.limit // len(sharing))
 
 
-def thread_warnings(allocations: Sequence[CpuAllocation], *, may_idle: bool = False, write: Write = flag) -> list[str]:
+def thread_warnings(
+    allocations: Sequence[CpuAllocation], *, may_idle: bool = False, write: OptionRenderer = flag
+) -> list[str]:
     """Warnings about nodes with more threads than cores, or with mostly idle cores unless `may_idle`.
 
     Nodes with the same problem have one line. `write` formats an option.
@@ -80,7 +82,7 @@ def thread_warnings(allocations: Sequence[CpuAllocation], *, may_idle: bool = Fa
     return lines
 
 
-def _complaint(allocations: Sequence[CpuAllocation], may_idle: bool, write: Write) -> str:
+def _complaint(allocations: Sequence[CpuAllocation], may_idle: bool, write: OptionRenderer) -> str:
     granted = min(
         len({core for allocation in allocations for core in allocation.cores}),
         sum({allocation.cores: allocation.limit for allocation in allocations}.values()),

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.config.choices import check_not_renamed, current_name
 from paceline.config.settings import TrainConfig
-from paceline.config.strategies import EXACT, SLOW
+from paceline.config.strategies import EXACT_STRATEGIES, SLOW
 from paceline.errors import UsageError, unknown
 
 FIXED = {
@@ -26,14 +26,14 @@ FIXED = {
 }
 """The settings that can never change in a run, with the reason."""
 
-BITS_ONLY = ("threads_per_rank", "hardware")  # compared only with exact strategies
-CHANGEABLE = (
+EXACT_ONLY_SETTINGS = ("threads_per_rank", "hardware")  # compared only with exact strategies
+CHANGEABLE_SETTINGS = (
     "task", "accumulation", "lr", "weight_decay", "momentum", "clip_norm", "schedule", "warmup_steps", "lr_scaling",
-    "lr_base_batch", "ema", "epochs", "steps", "precision", *SLOW, *BITS_ONLY,
+    "lr_base_batch", "ema", "epochs", "steps", "precision", *SLOW, *EXACT_ONLY_SETTINGS,
 )  # fmt: skip
 """The settings that can change with `--allow-change`. All others (world size, strategy, ...) can always change."""
 
-OF_TASK = "task_arg."  # the prefix of task settings, which can also change with `--allow-change`
+TASK_SETTING_PREFIX = "task_arg."  # the prefix of task settings, which can also change with `--allow-change`
 
 ADDED = {
     "precision": "fp32", "make_optimizer": None, "make_schedule": None, "init_from": None, "ema": None,
@@ -68,7 +68,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
         "lr_scaling": o.lr_scaling,
         "lr_base_batch": o.lr_base_batch if o.lr_scaling != "none" else None,
         "strategy": config.strategy,
-        "threads_per_rank": config.launch.threads_per_rank if config.strategy in EXACT else None,
+        "threads_per_rank": config.launch.threads_per_rank if config.strategy in EXACT_STRATEGIES else None,
         "precision": config.compute.precision,
         **vars(config.network),
     }
@@ -93,8 +93,8 @@ def allowed_changes(text: str) -> list[str]:
         if name in FIXED:
             raise UsageError(code="change-never-allowed", value=name, never=_never(name))
         check_not_renamed("--allow-change", name, [current_name(name)])
-        if name not in CHANGEABLE and not name.startswith(OF_TASK):
-            raise unknown("setting to change", name, CHANGEABLE)
+        if name not in CHANGEABLE_SETTINGS and not name.startswith(TASK_SETTING_PREFIX):
+            raise unknown("setting to change", name, CHANGEABLE_SETTINGS)
     return names
 
 
@@ -110,9 +110,9 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collec
         UsageError: if another setting differs. The error lists all differences, but only the task if this differs.
     """
     saved = ADDED | {current_name(name): value for name, value in saved.items()}
-    bits = saved.get("strategy") in EXACT and now.get("strategy") in EXACT
-    of_task = sorted(name for name in saved if name.startswith(OF_TASK))
-    compared = [n for n in (*FIXED, *CHANGEABLE, *of_task) if bits or n not in BITS_ONLY]
+    bits = saved.get("strategy") in EXACT_STRATEGIES and now.get("strategy") in EXACT_STRATEGIES
+    of_task = sorted(name for name in saved if name.startswith(TASK_SETTING_PREFIX))
+    compared = [n for n in (*FIXED, *CHANGEABLE_SETTINGS, *of_task) if bits or n not in EXACT_ONLY_SETTINGS]
     differ = [name for name in compared if name in now and name in saved and now[name] != saved[name]]
     differences = {
         name: f"{name}: {_shown(saved[name], now[name])} in the checkpoint, {_shown(now[name], saved[name])} now"

@@ -53,44 +53,44 @@ class Mesh:
         return cls(sizes)
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={self.of(name)}" for name in DIMENSIONS if name in self.sizes)
+        return ",".join(f"{name}={self.size_of(name)}" for name in DIMENSIONS if name in self.sizes)
 
-    def of(self, *names: str) -> int:
+    def size_of(self, *names: str) -> int:
         """The product of the sizes of these dimensions."""
         return math.prod(self.sizes.get(name, 1) for name in names)
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return self.of(*DIMENSIONS)
+        return self.size_of(*DIMENSIONS)
 
     @property
     def replicas(self) -> int:
         """The number of ranks, or groups of ranks, that process different samples."""
-        return self.of(*OF_BATCH)
+        return self.size_of(*OF_BATCH)
 
     @property
     def shares_model(self) -> bool:
         """Whether several ranks process the same samples."""
-        return self.of(*OF_MODEL) > 1
+        return self.size_of(*OF_MODEL) > 1
 
-    def place(self, rank: int) -> dict[str, int]:
+    def coordinates_of(self, rank: int) -> dict[str, int]:
         """The coordinates of a rank."""
         coordinates: dict[str, int] = {}
         for name in reversed([*DIMENSIONS]):
-            rank, coordinates[name] = divmod(rank, self.of(name))
+            rank, coordinates[name] = divmod(rank, self.size_of(name))
         return {name: coordinates[name] for name in DIMENSIONS}
 
     def peers(self, rank: int, names: Sequence[str]) -> tuple[int, ...]:
         """The ranks, in order, that differ from `rank` in these dimensions only, itself included."""
-        coordinates = self.place(rank)
-        ranges = [range(self.of(name)) if name in names else (at,) for name, at in coordinates.items()]
+        coordinates = self.coordinates_of(rank)
+        ranges = [range(self.size_of(name)) if name in names else (at,) for name, at in coordinates.items()]
         return tuple(self._rank(coordinates) for coordinates in product(*ranges))
 
     def _rank(self, coordinates: Sequence[int]) -> int:
         rank = 0
         for name, at in zip(DIMENSIONS, coordinates, strict=True):
-            rank = rank * self.of(name) + at
+            rank = rank * self.size_of(name) + at
         return rank
 
 

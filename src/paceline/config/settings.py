@@ -20,7 +20,15 @@ import tomli_w
 
 from paceline.config.choices import LauncherName, check_not_renamed, current_name, steps_or_seconds
 from paceline.config.mesh import Mesh, mesh_of
-from paceline.config.strategies import DEFAULT, DEFAULT_ALONE, EXACT, SLOW, STRATEGY_INFO, StrategyName, network_error
+from paceline.config.strategies import (
+    DEFAULT,
+    DEFAULT_ALONE,
+    EXACT_STRATEGIES,
+    SLOW,
+    STRATEGY_INFO,
+    StrategyName,
+    network_error,
+)
 from paceline.errors import UsageError, unknown
 from paceline.runs.owners import NotOwned
 from paceline.runs.reading import decode_toml
@@ -377,7 +385,9 @@ def with_defaults(config: TrainConfig, world_size: int) -> TrainConfig:
     data = dataclasses.replace(config.data, **shape, batch_size=None, data_dir=data_dir)
     model = dataclasses.replace(config.model, init_from=init_from)
     strategy, launch = default_strategy(config, world_size), config.launch
-    if strategy in EXACT and launch.threads_per_rank is None:  # the only number that is possible at every world size
+    if (
+        strategy in EXACT_STRATEGIES and launch.threads_per_rank is None
+    ):  # the only number that is possible at every world size
         launch = dataclasses.replace(launch, threads_per_rank=1)
     task = config.task and absolute_task(config.task)
     optimizer = dataclasses.replace(config.optimizer, optimizer=absolute_task(config.optimizer.optimizer))
@@ -398,7 +408,7 @@ def absolute_task(task: str) -> str:
     return f"{Path.cwd()}:{task}" if is_here else task
 
 
-def repeatable(config: TrainConfig) -> TrainConfig:
+def config_to_record(config: TrainConfig) -> TrainConfig:
     """Return the config to record: without the settings that apply to this start only."""
     checkpoint = dataclasses.replace(
         config.checkpoint, resume="no", restart=False, allow_change="", rehearse_preemption=None
@@ -408,7 +418,7 @@ def repeatable(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, run=run, checkpoint=checkpoint, cluster=ClusterConfig())
 
 
-def load(path: Path, *, ours: bool) -> TrainConfig:
+def load(path: Path, *, must_own: bool) -> TrainConfig:
     """Read a TOML file, e.g. the config.toml of an earlier run.
 
     Args:
@@ -419,7 +429,7 @@ def load(path: Path, *, ours: bool) -> TrainConfig:
         UsageError: if it cannot be read, is not TOML, or a key or value is invalid.
     """
     try:
-        table = decode_toml(path, ours=ours)
+        table = decode_toml(path, ours=must_own)
     except NotOwned as error:
         advice = "the file names code and programs to run. Check it and copy it, or use `paceline train --trust`"
         raise UsageError(code="config-of-others", path=path, strerror=error.strerror, words=advice) from None
@@ -436,7 +446,7 @@ def load(path: Path, *, ours: bool) -> TrainConfig:
     except msgspec.ValidationError as error:
         raise UsageError(code="config-invalid", path=path, reason=str(error)) from None
     except UsageError as error:
-        raise UsageError.of(error, before=f"--config {path}: ") from None
+        raise UsageError.from_error(error, before=f"--config {path}: ") from None
 
 
 def _with_current_names(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -463,7 +473,7 @@ def _section(key: str) -> str:
     return next((s for s, t in _hints(TrainConfig).items() if dataclasses.is_dataclass(t) and key in _hints(t)), "")  # pyright: ignore[reportArgumentType]
 
 
-def key(name: str, value: Any = None) -> str:
+def format_toml_setting(name: str, value: Any = None) -> str:
     """A setting in the syntax of a TOML file: section.name, or section.name = value."""
     path = f"{section}.{name}" if (section := _section(name)) else name
     return path if value is None else f"{path} = {_value(str(value))!r}"
@@ -531,7 +541,7 @@ _NOT_NEGATIVE = (
 
 
 def _check_compute(config: TrainConfig) -> None:
-    compute, exact = config.compute, config.strategy in EXACT
+    compute, exact = config.compute, config.strategy in EXACT_STRATEGIES
     recomputes = compute.checkpoint_activations is not None
     info = STRATEGY_INFO.get(config.strategy or DEFAULT, STRATEGY_INFO[DEFAULT])
     moves_weights = info.sharded or info.multi_gpu  # it gathers or copies them
@@ -561,7 +571,7 @@ def _check_network(config: TrainConfig) -> None:
     chosen = [setting for setting in SLOW if getattr(network, setting) is not None]
     owners = [owner for owner, info in STRATEGY_INFO.items() if "compress" in info.factory_kwargs]
     _raise_first({
-        "exact-on-slow-network": bool(chosen) and name in EXACT,
+        "exact-on-slow-network": bool(chosen) and name in EXACT_STRATEGIES,
         "not-for-slow-network": bool(chosen) and name in STRATEGY_INFO and name not in owners,
     }, setting=chosen[0] if chosen else "", strategy=name, allowed=owners)  # fmt: skip
     if error := network_error(dataclasses.asdict(network)):
@@ -573,26 +583,26 @@ def _check_mesh(config: TrainConfig) -> None:
     launch, compute = config.launch, config.compute
     chosen = [key for key in ("schedule_pipeline", "stages_at") if getattr(launch, key)]
     mesh, name = Mesh.parse(launch.mesh or "data=1"), config.strategy or DEFAULT
-    if chosen and mesh.of("pipeline") == 1:
+    if chosen and mesh.size_of("pipeline") == 1:
         raise UsageError(code="option-needs-pipeline", setting=chosen[0])
-    if launch.sequence_parallel and mesh.of("tensor") == 1:
+    if launch.sequence_parallel and mesh.size_of("tensor") == 1:
         raise UsageError(code="sequence-parallel-without-tensor")
     if launch.mesh is None:
         return
     network_options = [key for key in SLOW if getattr(config.network, key)]
     on_mesh = [name for name, info in STRATEGY_INFO.items() if info.supports_mesh]
     shares_model = mesh.shares_model
-    stages, names = mesh.of("pipeline"), [*filter(None, (launch.stages_at or "").split(","))]
+    stages, names = mesh.size_of("pipeline"), [*filter(None, (launch.stages_at or "").split(","))]
     _raise_first({
         "wrong-number-of-stages": stages > 1 and launch.stages_at is not None and len(names) != stages - 1,
-        "pipeline-with-tensor": stages > 1 and mesh.of("tensor") > 1,
-        "pipeline-with-shard": stages > 1 and mesh.of("shard") > 1,
+        "pipeline-with-tensor": stages > 1 and mesh.size_of("tensor") > 1,
+        "pipeline-with-shard": stages > 1 and mesh.size_of("shard") > 1,
         "pipeline-with-fsdp": stages > 1 and name == "fsdp",
         "mesh-with-recomputation": shares_model and compute.checkpoint_activations is not None,
-        "context-with-tensor": mesh.of("context") > 1 and mesh.of("tensor") > 1,
-        "context-with-pipeline": mesh.of("context") > 1 and mesh.of("pipeline") > 1,
+        "context-with-tensor": mesh.size_of("context") > 1 and mesh.size_of("tensor") > 1,
+        "context-with-pipeline": mesh.size_of("context") > 1 and mesh.size_of("pipeline") > 1,
         "strategy-not-on-mesh": shares_model and name in STRATEGY_INFO and name not in on_mesh,
-        "shard-without-fsdp": mesh.of("shard") > 1 and name != "fsdp",
+        "shard-without-fsdp": mesh.size_of("shard") > 1 and name != "fsdp",
         "mesh-with-slow-network": shares_model and bool(network_options),
         "mesh-with-compile": shares_model and compute.compile,
         "mesh-with-cuda-graphs": shares_model and compute.cuda_graphs,

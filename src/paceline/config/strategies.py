@@ -62,7 +62,7 @@ STRATEGY_INFO: Mapping[str, StrategyInfo] = {
 DEFAULT = "bucketed"
 DEFAULT_ALONE = "single"
 """The default for a single process, and the reference for all other strategies."""
-EXACT = tuple(name for name, info in STRATEGY_INFO.items() if info.exact)
+EXACT_STRATEGIES = tuple(name for name, info in STRATEGY_INFO.items() if info.exact)
 FOR_SEVERAL = tuple(name for name, info in STRATEGY_INFO.items() if not info.single_process)
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ class SampleDraws:
     seed: int
     epoch: int
 
-    def of(self, indices: Tensor, device: torch.device) -> Draw:
+    def make_draw_function(self, indices: Tensor, device: torch.device) -> Draw:
         """The random numbers of samples `indices` (n,), on `device`. All devices give the same bits."""
         key = np.uint64(derive(self.seed, "draws", self.epoch))
         samples = splitmix64(indices.cpu().numpy().astype(np.uint64) ^ splitmix64(key.reshape(1)))[:, None]  # (n, 1)
@@ -99,7 +99,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         if self.transform is not None:
             inputs = self.transform(inputs)
         if self.augment is not None:
-            inputs = self.augment(inputs, (draws or SampleDraws(0, 0)).of(indices, inputs.device))
+            inputs = self.augment(inputs, (draws or SampleDraws(0, 0)).make_draw_function(indices, inputs.device))
         return inputs, _rows(self.targets, indices)
 
 

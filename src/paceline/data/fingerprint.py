@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from paceline.data.arrays import Rows, held_rows
 from paceline.data.loader import Loading, fetch_batches
-from paceline.seeding import preserved_streams
+from paceline.seeding import preserve_generator_states
 
 WHOLE_BYTES = 1 << 30  # tensors up to this size are compared completely, which takes 1 s
 PROBES = 8  # samples that are compared of other data
@@ -36,7 +36,7 @@ def data_fingerprint(dataset: Dataset[Any], loading: Loading) -> dict[str, Any]:
     return {"samples": length, f"hash of {PROBES} of them": first if first == again else CHANGING}
 
 
-def probes(length: int) -> list[int]:
+def probe_indices(length: int) -> list[int]:
     """The indices of a few samples of `length`, evenly spaced."""
     return sorted({i * (length - 1) // (PROBES - 1) for i in range(PROBES)})
 
@@ -46,8 +46,8 @@ def hash_of_probes(dataset: Dataset[Any], loading: Loading) -> str:
     length = len(dataset)  # pyright: ignore[reportArgumentType]
     # the task's collate function could fail with a single sample, or drop it
     cpu_loading = replace(loading, device=torch.device("cpu"), num_workers=0, collate=loading.collate and list)
-    with preserved_streams():
-        return hash_of(fetch_batches(dataset, ((0, torch.tensor([i])) for i in probes(length)), 0, cpu_loading))
+    with preserve_generator_states():
+        return hash_of(fetch_batches(dataset, ((0, torch.tensor([i])) for i in probe_indices(length)), 0, cpu_loading))
 
 
 def hash_of(samples: Iterable[Any]) -> str:

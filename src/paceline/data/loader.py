@@ -39,7 +39,7 @@ from paceline.nested import mapped, tensors
 from paceline.protocol.status_page import StatusPage
 
 Item = TypeVar("Item")
-Request = tuple[int, Tensor]
+BatchRequest = tuple[int, Tensor]
 """(epoch, indices (n,)): one micro-batch to fetch."""
 
 
@@ -52,7 +52,7 @@ class Prefetch:
         self.more: Callable[[], object] = lambda: None
         """Starts to load one more batch of the current data."""
 
-    def begin(self) -> None:
+    def start_batches(self) -> None:
         """Start one batch for each batch returned since the last call. Errors appear when a batch is requested."""
         count, self.taken = self.taken, 0
         for _ in range(count):
@@ -119,7 +119,7 @@ def load_work(
             ready.append(step)
             requested.extend(step)
 
-    def requests() -> Generator[Request]:
+    def requests() -> Generator[BatchRequest]:
         while requested:
             work = requested.popleft()
             yield work.epoch, work.indices
@@ -141,7 +141,7 @@ def _gatherer_on_cpu(dataset: Dataset[Any], loading: Loading) -> Gather | None:
 
 
 def fetch(
-    dataset: Dataset[Any], requests: Iterable[Request], seed: int, loading: Loading
+    dataset: Dataset[Any], requests: Iterable[BatchRequest], seed: int, loading: Loading
 ) -> Generator[tuple[Any, Any]]:
     """Yield (inputs, targets) on the device for each request, in order.
 
@@ -153,7 +153,9 @@ def fetch(
             yield as_pair(batch)
 
 
-def fetch_batches(dataset: Dataset[Any], requests: Iterable[Request], seed: int, loading: Loading) -> Generator[Any]:
+def fetch_batches(
+    dataset: Dataset[Any], requests: Iterable[BatchRequest], seed: int, loading: Loading
+) -> Generator[Any]:
     """Yield the batch for each request on the device, in order and in the form that the dataset returns."""
     gather = batch_gatherer(dataset) if loading.collate is None else None
     if gather is not None:
@@ -165,7 +167,7 @@ def fetch_batches(dataset: Dataset[Any], requests: Iterable[Request], seed: int,
         yield from on_device
 
 
-def _by_loader(dataset: Dataset[Any], requests: Iterable[Request], seed: int, loading: Loading) -> Generator[Any]:
+def _by_loader(dataset: Dataset[Any], requests: Iterable[BatchRequest], seed: int, loading: Loading) -> Generator[Any]:
     keys = ([(epoch, i) for i in cast("list[int]", indices.tolist())] for epoch, indices in requests)
     page = loading.page if loading.num_workers else None
     loads_batches = asks_for_batches(dataset)

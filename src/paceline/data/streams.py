@@ -130,15 +130,15 @@ class StreamBatch(NamedTuple):
     """One micro-batch of a virtual rank. A padding batch, for a rank without samples, has `counted=False`."""
 
     virtual_rank: int
-    part: int
-    numbers: list[int]
+    micro_batch: int
+    sample_numbers: list[int]
     counted: bool
     batch: Any
 
     @property
     def indices(self) -> Tensor:
         """(n,) int64: the numbers of the samples."""
-        return torch.tensor(self.numbers, dtype=torch.int64)
+        return torch.tensor(self.sample_numbers, dtype=torch.int64)
 
 
 class StreamChunk(NamedTuple):
@@ -147,7 +147,7 @@ class StreamChunk(NamedTuple):
     micro_batches: list[StreamBatch]
     seen: int
     """The number of samples that this rank has read up to the end of this batch, including those of other ranks."""
-    before: dict[int, Any]
+    states_before: dict[int, Any]
     """The state of each part before this batch; None for a part without a state."""
     probe: str
     """A hash of some samples of the first part that this rank reads."""
@@ -155,7 +155,7 @@ class StreamChunk(NamedTuple):
     @property
     def local_samples(self) -> int:
         """The number of samples of this rank."""
-        return sum(len(batch.numbers) for batch in self.micro_batches if batch.counted)
+        return sum(len(batch.sample_numbers) for batch in self.micro_batches if batch.counted)
 
 
 @dataclass(eq=False)

@@ -44,7 +44,7 @@ from paceline.host.procfs import die_with_parent
 from paceline.nested import batch_size, tensors
 from paceline.protocol.control import STOP_SIGNALS
 from paceline.protocol.status_page import SLOTS, StatusPage, read_loaders
-from paceline.seeding import derive, preserved_streams, seed_streams
+from paceline.seeding import derive, preserve_generator_states, seed_streams
 
 SLOTS_OF_A_LOADER = SLOTS // 2  # the loaders of training and evaluation exist at the same time
 EXIT_SECONDS = 1.0  # a worker closes its connections shortly before the kernel reports its end
@@ -202,7 +202,7 @@ def iterate_loader(iterator: Iterator[Any], page: StatusPage | None) -> Generato
     """Yield the batches of a loader's iterator, without changes to random streams. `page` shows the waiting time."""
     try:
         while True:
-            with preserved_streams():  # without workers, this process loads the samples and seeds the streams
+            with preserve_generator_states():  # without workers, this process loads the samples and seeds the streams
                 if page is not None:
                     page.put("loading", 1)
                 try:

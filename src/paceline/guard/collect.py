@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from paceline.host.machine_log import ask_gpus
 from paceline.host.procfs import queued_seconds, read_process, reads_input, sleep_number
-from paceline.protocol.evidence import Answer, Evidence, Frame, LoaderWorker, Op, Sample, Stack
-from paceline.protocol.job import JUMP_SECONDS
+from paceline.protocol.evidence import Answer, Evidence, Frame, LoaderWorker, Op, Stack, WorkerSample
+from paceline.protocol.job import SUSPENSION_GAP_SECONDS
 from paceline.protocol.marks import read_calls, read_findings, read_marks, read_orders
 from paceline.protocol.status_page import (
     PAGE_BYTES,
@@ -52,14 +52,14 @@ _decoder = msgspec.json.Decoder(Answer)
 @dataclass
 class _Query:
     pid: int
-    page: int
+    page_fd: int
     states: list[str]  # of its process, at each call of `advance`
     cpu_seconds: float  # used before the question
     native_bytes: int = -1  # size of the native stacks at the last call of `advance`; -1: no signal sent
     done: bool = False
 
 
-class Collection:
+class EvidenceCollection:
     """One question to all workers of a node, and the answers so far.
 
     Workers that have ended are not asked. `boxes` are the descriptors of the status pages, by rank. The number
@@ -69,7 +69,7 @@ class Collection:
 
     def __init__(
         self,
-        workers: Sequence[Sample],
+        workers: Sequence[WorkerSample],
         boxes: Mapping[int, int],
         question: int,
         *,
@@ -101,11 +101,11 @@ class Collection:
         return all(query.done for query in self._queries.values()) and (is_hurried or waited_seconds >= CPU_SECONDS)
 
     def _is_done(self, query: _Query, waited_seconds: float) -> bool:
-        counters = read_counters(query.page)
+        counters = read_counters(query.page_fd)
         if counters.answered == self.question or query.states[-1] in ("", "T", "t"):
             return True  # a stopped process never answers
         if query.native_bytes >= 0:
-            previous_bytes, query.native_bytes = query.native_bytes, len(read_native(query.page))
+            previous_bytes, query.native_bytes = query.native_bytes, len(read_native(query.page_fd))
             is_complete = 0 < query.native_bytes == previous_bytes
             return is_complete or time.monotonic() - self._signalled_seconds > NATIVE_SECONDS
         is_deaf = time.monotonic() - counters.beat_ns / 1e9 > DEAF_SECONDS
@@ -116,20 +116,20 @@ class Collection:
 
     def _signal(self, query: _Query) -> bool:
         """Ask for native stacks; return whether that is possible without the risk of killing the worker."""
-        if not read_counters(query.page).ready & SIGNAL_SAFE or not takes_signal(query.pid):
+        if not read_counters(query.page_fd).ready & SIGNAL_SAFE or not takes_signal(query.pid):
             return False
-        os.ftruncate(query.page, PAGE_BYTES)  # discard faulthandler's text
+        os.ftruncate(query.page_fd, PAGE_BYTES)  # discard faulthandler's text
         query.native_bytes = 0
         self._signalled_seconds = time.monotonic()
         with suppress(ProcessLookupError, PermissionError):
             os.kill(query.pid, SIGNAL)
         return True
 
-    def evidence(self, workers: Sequence[Sample]) -> list[Evidence]:
+    def evidence(self, workers: Sequence[WorkerSample]) -> list[Evidence]:
         """The current evidence on all `workers`."""
         return [bounded_evidence(self._evidence(worker, self._queries.get(worker.rank))) for worker in workers]
 
-    def _evidence(self, worker: Sample, query: _Query | None) -> Evidence:
+    def _evidence(self, worker: WorkerSample, query: _Query | None) -> Evidence:
         page_fd, process = self._boxes[worker.rank], read_process(worker.pid) if worker.code is None else None
         answered = query is not None and read_counters(page_fd).answered == self.question
         answer = _read(page_fd) if answered else None
@@ -139,7 +139,7 @@ class Collection:
             elapsed_seconds = max(time.monotonic() - self._began_seconds, 1e-3)
             cpu_seconds = (process.cpu_seconds - query.cpu_seconds) / elapsed_seconds  # per second
         return replace(
-            Evidence.of(worker),
+            Evidence.from_sample(worker),
             state=_state(query),
             cpu_seconds=cpu_seconds,
             sleep=-1 if process is None else sleep_number(worker.pid),
@@ -235,30 +235,30 @@ class IdleClock:
         # rank -> its counters, the time of their last change, and the time of the last read
         self._seen: dict[int, tuple[tuple[int, ...], float, float]] = {}
 
-    def read(self, worker: Sample, page: int, now_seconds: float) -> Sample:
+    def read(self, worker: WorkerSample, page: int, now_seconds: float) -> WorkerSample:
         """`worker` with the content of its status page.
 
         Call it at least every two seconds, with times of one monotonic clock.
         """
         counters = read_counters(page)
         moved, since_seconds, read_seconds = self._seen.get(worker.rank, ((), now_seconds, now_seconds))
-        is_idle = moved == counters.moved and now_seconds - read_seconds <= JUMP_SECONDS
+        is_idle = moved == counters.progress_values and now_seconds - read_seconds <= SUSPENSION_GAP_SECONDS
         # a rank that waits for its user, for example in a debugger, is not idle
         if not is_idle or (now_seconds - since_seconds >= INPUT_SECONDS and reads_input(worker.pid)):
             since_seconds = now_seconds
-        self._seen[worker.rank] = counters.moved, since_seconds, now_seconds
+        self._seen[worker.rank] = counters.progress_values, since_seconds, now_seconds
         return replace(
             worker,
             step=counters.step,
             phase=counters.phase,
             phase_seconds=counters.phase_seconds,
             queued_seconds=queued_seconds(worker.pid),
-            still_seconds=now_seconds - since_seconds if worker.runs else 0.0,
+            still_seconds=now_seconds - since_seconds if worker.is_running else 0.0,
             waiting=counters.waiting,
             met=counters.met,
             script=counters.script,
-            uneven=counters.uneven,
-            alone=counters.alone,
+            uneven=counters.allows_uneven_steps,
+            alone=counters.solo_steps,
             stop_signal=counters.stop_signal,
             stop_asked=counters.stop_asked,
             steps_ended=counters.steps_ended,

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
-from paceline.protocol.evidence import GOOD_ENDS, Evidence, Sample, speaks_of_lost_peer
+from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Evidence, WorkerSample, speaks_of_lost_peer
 
 SETTLE_SECONDS = 0.3  # from the first failure to the diagnosis, so that the diagnosis includes simultaneous failures
 VICTIM_SECONDS = 4.0  # from the end of the first victim to the diagnosis, if no primary failure is reported
@@ -41,11 +41,11 @@ class RankEnd(IntEnum):
         return self <= RankEnd.EXIT
 
 
-def rank_end(sample: Sample) -> RankEnd:
+def rank_end(sample: WorkerSample) -> RankEnd:
     """How a rank ended. A rank that cleans up after an exception counts as ended."""
     if sample.lost_reason:
         return RankEnd.LOST
-    if sample.code in GOOD_ENDS:
+    if sample.code in SUCCESS_EXIT_CODES:
         return RankEnd.LEFT
     if sample.failure:  # the process failed here; a later signal only interrupted its teardown
         return RankEnd.VICTIM if sample.failure.victim else RankEnd.EXCEPTION
@@ -66,7 +66,7 @@ def rank_end_in_collective(rank: Evidence) -> RankEnd:
     return RankEnd.BROKEN if aborted or MISMATCH_TEXT.search(rank.error_text) else end
 
 
-def first_to_fail(samples: Iterable[Sample]) -> Sample | None:
+def first_to_fail(samples: Iterable[WorkerSample]) -> WorkerSample | None:
     """The rank whose failure explains the other failures best; None if no rank failed."""
     # cheap filter first: few of thousands of ranks have ended
     ended = (s for s in samples if s.code is not None or s.failure is not None or s.lost_reason)
@@ -74,7 +74,7 @@ def first_to_fail(samples: Iterable[Sample]) -> Sample | None:
     return min(failed, key=lambda sample: (rank_end(sample), sample.failed_at_seconds, sample.rank), default=None)
 
 
-def due_seconds(samples: Sequence[Sample]) -> float | None:
+def due_seconds(samples: Sequence[WorkerSample]) -> float | None:
     """The monotonic time in seconds at which the diagnosis is due; None while no rank has failed.
 
     Example: one rank raises an exception and cleans up for 3 s. The others lose it and end as victims. The record of
@@ -84,7 +84,7 @@ def due_seconds(samples: Sequence[Sample]) -> float | None:
     if first is None:
         return None
     ended_seconds = [sample.ended_seconds for sample in samples if sample.ended_badly]
-    if not any(sample.runs for sample in samples):
+    if not any(sample.is_running for sample in samples):
         return max(ended_seconds, default=None)
     if not ended_seconds:
         return first.failed_at_seconds + CLEANUP_SECONDS

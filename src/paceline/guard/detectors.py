@@ -26,9 +26,9 @@ from typing import Literal
 from msgspec.structs import replace
 
 from paceline.guard.judge import DEADLOCK_SECONDS
-from paceline.protocol.evidence import Diagnosis, Evidence, Phase, Sample, StopKind
-from paceline.protocol.job import JUMP_SECONDS, LEARNED, OF_STEPS, WARM_UP_STEPS, Stage, Windows
-from paceline.protocol.places import Activity, activity_of, imports_torch
+from paceline.protocol.code_locations import Activity, activity_of, imports_torch
+from paceline.protocol.evidence import Diagnosis, Evidence, Phase, StopKind, WorkerSample
+from paceline.protocol.job import LEARNED, OF_STEPS, SUSPENSION_GAP_SECONDS, WARM_UP_STEPS, Stage, Windows
 
 CLOCKS_SECONDS = 1.5  # tolerance between two samples of a rank that has made no progress
 BUSY_CPU_SECONDS = 0.5  # per second
@@ -67,7 +67,7 @@ class StallDetector:
         self._next_stall_seconds = 0.0
         self._noticed = False
 
-    def see(self, now_seconds: float, ranks: Sequence[Sample]) -> Alarm | None:
+    def update(self, now_seconds: float, ranks: Sequence[WorkerSample]) -> Alarm | None:
         """Process samples of all running ranks; `now_seconds` is the time of one monotonic clock.
 
         Call it at least once a second.
@@ -75,7 +75,7 @@ class StallDetector:
         Returns:
             A warning once per stall, a stall alarm after each window, and otherwise None.
         """
-        if self._seen_seconds is not None and now_seconds - self._seen_seconds > JUMP_SECONDS:
+        if self._seen_seconds is not None and now_seconds - self._seen_seconds > SUSPENSION_GAP_SECONDS:
             self._began_seconds, self._moved_seconds = now_seconds, None
         before_seconds, self._seen_seconds = self._seen_seconds, now_seconds
         if not ranks:
@@ -88,11 +88,11 @@ class StallDetector:
         steps = self.windows.seconds is None and self._stage in (Stage.STEP, Stage.DATA)
         if not steps or still_seconds >= MOVING_SECONDS:  # no window is shorter than this
             self._stage = max(self._stage_of(rank) for rank in ranks)
-        window_seconds = self.windows.of(self._stage, self._largest_gap_seconds[self._stage])
+        window_seconds = self.windows.window_seconds(self._stage, self._largest_gap_seconds[self._stage])
         if not any(rank.waiting or rank.phase in (Phase.DATA, Phase.SYNC) for rank in ranks):
             if self._stage is not Stage.STEP:
                 return None
-            window_seconds = self.windows.of(Stage.LONG, self._largest_gap_seconds[self._stage])
+            window_seconds = self.windows.window_seconds(Stage.LONG, self._largest_gap_seconds[self._stage])
         return self._alarm(still_seconds, window_seconds)
 
     def _learn(self, moved_seconds: float, before_seconds: float) -> None:
@@ -124,7 +124,7 @@ class StallDetector:
             return Alarm("warn", still_seconds, window_seconds)
         return None
 
-    def _stage_of(self, rank: Sample) -> Stage:
+    def _stage_of(self, rank: WorkerSample) -> Stage:
         if rank.phase is Phase.USER or (rank.script and rank.phase is not Phase.INIT):
             return Stage.USER
         if rank.phase is Phase.INIT or rank.stepped is False or self._first_step is None:
@@ -138,7 +138,7 @@ class StallDetector:
         return Stage.DATA if rank.phase is Phase.DATA else Stage.STEP
 
 
-def assume_waiting(samples: Sequence[Sample], world_size: int) -> list[Sample]:
+def assume_waiting(samples: Sequence[WorkerSample], world_size: int) -> list[WorkerSample]:
     """Set `waiting` for scripts and for ranks before the rendezvous: their status pages do not show whether they wait.
 
     A script is in phase INIT until a rank has called a collective.
@@ -157,14 +157,14 @@ def is_stalled(evidence: Sequence[Evidence], alarm: Alarm, windows: Windows) -> 
 
     A script may also compute for a long time.
     """
-    running = [sample for sample in evidence if sample.runs]
+    running = [sample for sample in evidence if sample.is_running]
     if not running or min(sample.still_seconds for sample in running) < alarm.still_seconds - CLOCKS_SECONDS:
         return False
     if not any(is_waiting(sample) for sample in running):
         is_busy = any(sample.cpu_seconds > BUSY_CPU_SECONDS for sample in running)
         cap_seconds = LEARNED[Stage.LONG][1] if windows.seconds is None and is_busy else 0.0
         return all(sample.phase in STEP_PHASES and not sample.script for sample in running) and (
-            alarm.still_seconds >= max(windows.of(Stage.LONG), cap_seconds)
+            alarm.still_seconds >= max(windows.window_seconds(Stage.LONG), cap_seconds)
         )
     # long work of a script may be intended: rank 0 evaluates, and the others wait in a barrier
     scripts = [sample for sample in running if sample.phase is Phase.USER or sample.script]
@@ -174,7 +174,7 @@ def is_stalled(evidence: Sequence[Evidence], alarm: Alarm, windows: Windows) -> 
     # before its first collective a rank may still import torch from a slow disk or on a busy machine
     not_started = [sample for sample in running if not sample.ops and not is_waiting(sample)]
     is_idle = all(sample.cpu_seconds < IDLE_CPU_SECONDS and sample.state not in ("R", "D") for sample in not_started)
-    return is_idle or alarm.still_seconds >= windows.of(Stage.LONG)
+    return is_idle or alarm.still_seconds >= windows.window_seconds(Stage.LONG)
 
 
 def is_waiting(rank: Evidence) -> bool:
@@ -190,7 +190,7 @@ def is_waiting(rank: Evidence) -> bool:
 def ranks_to_interrupt(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> tuple[int, ...]:
     """The ranks that receive an exception in their collective: all that only wait."""
     kept = () if diagnosis.kind in CAUSES_WAIT_TOO else diagnosis.causes
-    return tuple(sample.rank for sample in evidence if sample.runs and sample.rank not in kept)
+    return tuple(sample.rank for sample in evidence if sample.is_running and sample.rank not in kept)
 
 
 def sample_seconds(windows: Windows) -> float:
@@ -199,7 +199,7 @@ def sample_seconds(windows: Windows) -> float:
     return SHORT_SAMPLE_SECONDS if is_short else SAMPLE_SECONDS
 
 
-def heartbeat_seconds(windows: Windows, nodes: int, samples: Sequence[Sample]) -> float:
+def heartbeat_seconds(windows: Windows, nodes: int, samples: Sequence[WorkerSample]) -> float:
     """The interval at which the coordinator receives samples; longer while the ranks of many nodes make progress."""
     usual = sample_seconds(windows)
     any_moves = any(sample.still_seconds < QUIET_SECONDS for sample in samples)
@@ -227,7 +227,7 @@ class SleepDetector:
         self._next_seconds, self._sampled = FIRST_SECONDS, False
         self._before: dict[int, int] = {}
 
-    def due(self, running: Sequence[Sample]) -> bool:
+    def should_collect(self, running: Sequence[WorkerSample]) -> bool:
         """Whether to collect evidence of the ranks' sleeps now."""
         self._sampled = False
         still_seconds = min((s.still_seconds for s in running), default=0.0)
@@ -246,7 +246,7 @@ class SleepDetector:
             return None
         now = {sample.rank: sample.sleep for sample in evidence if sample.sleep >= 0}
         before, self._before = self._before, now
-        if min(sample.still_seconds for sample in evidence if sample.runs) < SURE_SECONDS:
+        if min(sample.still_seconds for sample in evidence if sample.is_running) < SURE_SECONDS:
             return False
         if diagnosis.kind in (StopKind.MISMATCH, StopKind.DEADLOCK):
             return True
@@ -270,7 +270,7 @@ WORK = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 NEVER_WAITING = (Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
 SCRIPT_WORK = (*NEVER_WAITING, Phase.USER)
 
-Snapshot = Mapping[int, Sample]  # of all running ranks
+Snapshot = Mapping[int, WorkerSample]  # of all running ranks
 Spent = Mapping[int, tuple[float, ...]]  # rank -> seconds in each phase, per step
 
 
@@ -280,17 +280,17 @@ class Straggler:
 
     rank: int
     host: str
-    seconds: float  # work of this rank
+    seconds_per_step: float  # work of this rank
     usual_seconds: float  # work of the other ranks
     phase: Phase  # the phase with most of the difference
-    ranks: int  # world size
+    num_ranks: int  # world size
 
     @property
-    def words(self) -> str:
+    def warning_text(self) -> str:
         """The warning."""
         return (
-            f"rank {self.rank} ({self.host}) is slow: it works {_seconds(self.seconds)} per step, "
-            f"{'the other' if self.ranks == 2 else 'the others'} {_seconds(self.usual_seconds)}. Most of the "
+            f"rank {self.rank} ({self.host}) is slow: it works {_seconds(self.seconds_per_step)} per step, "
+            f"{'the other' if self.num_ranks == 2 else 'the others'} {_seconds(self.usual_seconds)}. Most of the "
             f"difference is in {'code of the script' if self.phase is Phase.USER else self.phase.word}"
         )
 
@@ -316,7 +316,7 @@ class StragglerDetector:
         self.rank: int | None = None
         """The rank of the last warning."""
 
-    def see(self, samples: Sequence[Sample]) -> str:
+    def update(self, samples: Sequence[WorkerSample]) -> str:
         """A new warning, or an empty text. Call it repeatedly, with samples of all running ranks."""
         if len(samples) < 2 or any(sample.phase is Phase.USER and not sample.script for sample in samples):
             return ""
@@ -339,7 +339,9 @@ class StragglerDetector:
         straggler = self._persistent()
         self.rank = straggler.rank if straggler else None
         if straggler:
-            return self._new(f"rank {self.rank}", straggler.words, straggler.seconds - straggler.usual_seconds)
+            return self._new(
+                f"rank {self.rank}", straggler.warning_text, straggler.seconds_per_step - straggler.usual_seconds
+            )
         if all_scripts:  # their phases do not show what is work and what is waiting
             return ""
         return self._new("network", *(slow_network(_per_step(self._snapshots[0], now)) or ("", 0.0)))
@@ -352,7 +354,9 @@ class StragglerDetector:
         for count, index in ((LOOKS, 0), (QUEUED_LOOKS, 1)):
             slow = [straggler for pair in self._stragglers[-count:] if (straggler := pair[index]) is not None]
             if len(slow) == count and len({straggler.rank for straggler in slow}) == 1:
-                return sorted(slow, key=lambda straggler: straggler.seconds - straggler.usual_seconds)[count // 2]
+                return sorted(slow, key=lambda straggler: straggler.seconds_per_step - straggler.usual_seconds)[
+                    count // 2
+                ]
         return None
 
     def _new(self, subject: str, warning: str, delay_seconds: float) -> str:
@@ -467,7 +471,7 @@ class DeadlockDetector:
         self._after_seconds, self._next_seconds = DEADLOCK_SECONDS, 0.0
         self._checked: dict[int, float] = {}  # rank -> the time of its last progress, at the last check
 
-    def due(self, now_seconds: float, running: Sequence[Sample]) -> bool:
+    def should_collect(self, now_seconds: float, running: Sequence[WorkerSample]) -> bool:
         """Whether at least two ranks have waited long enough, and one of them has made progress since the last check.
 
         Each check that finds nothing doubles the time for which ranks must have waited, up to MAX_DEADLOCK_SECONDS.

@@ -39,16 +39,16 @@ from paceline.guard.waits import (
     drop_abandoned_ops,
     find_mismatches,
     majority,
+    op_sequence_key,
     parties_by,
     reachable,
     split_by_signature,
     stands_outside,
-    stream,
     waiting_alike,
     waiting_graph,
 )
-from paceline.protocol.evidence import SHARED_GROUP, Diagnosis, Evidence, Op, Phase, Sample, StopKind
-from paceline.protocol.places import shown_site, stands_at, waits_for_ranks
+from paceline.protocol.code_locations import shown_site, stands_at, waits_for_ranks
+from paceline.protocol.evidence import SHARED_GROUP, Diagnosis, Evidence, Op, Phase, StopKind, WorkerSample
 
 Ranks = Mapping[int, Rank]
 Graph = Mapping[int, frozenset[int]]  # rank -> the ranks for which it waits
@@ -84,7 +84,7 @@ def judge(evidence: Sequence[Evidence]) -> Diagnosis:
     return replace(diagnosis, failed=diagnosis.causes[0] if outvoted else first.rank)  # all raise at the same time
 
 
-def judge_samples(samples: Sequence[Sample]) -> Diagnosis:
+def judge_samples(samples: Sequence[WorkerSample]) -> Diagnosis:
     """The diagnosis on ranks of which some have failed, from samples alone: the first failure."""
     first = first_to_fail(samples)
     if first is None:
@@ -92,7 +92,7 @@ def judge_samples(samples: Sequence[Sample]) -> Diagnosis:
     return Diagnosis(StopKind.DIED, (first.rank,) if rank_end(first).is_primary else (), failed=first.rank)
 
 
-def _explains(diagnosis: Diagnosis, first: Sample, evidence: Sequence[Evidence]) -> bool:
+def _explains(diagnosis: Diagnosis, first: WorkerSample, evidence: Sequence[Evidence]) -> bool:
     aborted = rank_end(first) is RankEnd.SIGNAL and first.code == -signal.SIGABRT
     has_evidence = any(sample.state or sample.ops for sample in evidence)  # else only samples
     if not has_evidence or not (aborted or rank_end(first) is RankEnd.VICTIM):
@@ -110,7 +110,9 @@ def _died(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Diagnosis | None:
         parties = parties_by(counts, lambda count: count)
         right = majority(parties)
         wrong = [n for n in died if right is not None and n not in right]
-        lines = [sentences.model(party) for party in (parties if right is None else reversed(parties))]
+        lines = [
+            sentences.describe_parameter_count(party) for party in (parties if right is None else reversed(parties))
+        ]
         tie = [] if right is not None else [list(party) for party in parties]
         return conclude(StopKind.MISMATCH, ranks, lines, causes=wrong, tie=tie)
     if died:
@@ -246,7 +248,7 @@ def _position(rank: Rank, number: int, members: Sequence[int]) -> Hashable:
     if rank.end is RankEnd.LEFT:
         return "ended"
     op = sentences.held_in(rank, members) or (rank.pending[-1] if rank.pending else None)
-    return None if op is None else (stream(op, number), op.seq, op.kind, op.name, op.shape, op.dtype)
+    return None if op is None else (op_sequence_key(op, number), op.seq, op.kind, op.name, op.shape, op.dtype)
 
 
 def _dispute_diagnosis(
@@ -362,7 +364,7 @@ def _blocking_collective(rank: Rank) -> Op | None:
 
 def _differ(mismatch: OpMismatch, blocking_ops: Mapping[int, Op]) -> bool:
     ops = {n: op for party in mismatch.parties for n, op in party.items() if blocking_ops.get(n) == op}
-    return len(ops) > 1 and len(split_by_signature(ops, by_name=mismatch.stream[0].startswith(SHARED_GROUP))) > 1
+    return len(ops) > 1 and len(split_by_signature(ops, by_name=mismatch.sequence_key[0].startswith(SHARED_GROUP))) > 1
 
 
 def _edges(ranks: Mapping[int, Rank], ops: Mapping[int, Op]) -> Mapping[int, frozenset[int]]:

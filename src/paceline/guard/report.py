@@ -21,16 +21,16 @@ from paceline.errors import ExitCode, UsageError, first_few
 from paceline.guard.collect import bounded_evidence
 from paceline.guard.deaths import RankEnd, rank_end
 from paceline.guard.sentences import format_caller, format_loader, format_op, format_position, format_ranks, signal_name
-from paceline.protocol.evidence import Diagnosis, Evidence, Op, Phase, Sample, Stack, StopKind
+from paceline.protocol.evidence import Diagnosis, Evidence, Op, Phase, Stack, StopKind, WorkerSample
 from paceline.runs import writing
-from paceline.runs.console import clean
+from paceline.runs.console import remove_controls
 from paceline.runs.reading import read
 
 DIAGNOSIS = "diagnosis.json"
 FORMER = {"verdict": "diagnosis", "guilty": "causes", "paceline-verdict": "paceline-diagnosis"}  # names in old files
 MAX_LINES, MAX_COLUMNS = 15, 160
 MAX_PARTIES = 6
-MAX_NAMED = 3  # ranks with host and pid; the folder lists all of them
+MAX_NAMED_RANKS = 3  # ranks with host and pid; the folder lists all of them
 TAIL_LINES = 15
 MAX_TRACEBACK_LINES = 80  # also of a message, so that the headline of a deep recursion stays on the screen
 EXIT_CODES = {  # of runs that paceline stopped; for other kinds 3
@@ -77,7 +77,7 @@ def printable(text: str) -> str:
 
 
 def _line(text: str, max_chars: int = MAX_COLUMNS) -> str:
-    text = printable(clean(text))
+    text = printable(remove_controls(text))
     return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
 
 
@@ -104,13 +104,13 @@ def _format_causes(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> str:
     if not causes:
         return format_ranks(diagnosis.causes)
     hosts = sorted({sample.host for sample in causes})
-    location = ", ".join(hosts[:MAX_NAMED]) + (", ..." if len(hosts) > MAX_NAMED else "")
-    if len(causes) <= MAX_NAMED:
+    location = ", ".join(hosts[:MAX_NAMED_RANKS]) + (", ..." if len(hosts) > MAX_NAMED_RANKS else "")
+    if len(causes) <= MAX_NAMED_RANKS:
         location += f", pid{'s' if len(causes) > 1 else ''} {', '.join(str(sample.pid) for sample in causes)}"
     return f"{format_ranks(diagnosis.causes)} ({location})"
 
 
-def format_warning(ranks: Sequence[Sample], *, still_seconds: float, window_seconds: float) -> str:
+def format_warning(ranks: Sequence[WorkerSample], *, still_seconds: float, window_seconds: float) -> str:
     """The warning at half of the window, in one line: the ranks for which the others may wait."""
     suspects = [sample for sample in ranks if not sample.waiting and sample.phase is not Phase.SYNC] or list(ranks)
     phases = sorted({sample.phase for sample in suspects} - {Phase.USER})
@@ -145,7 +145,7 @@ def format_failure(diagnosis: Diagnosis, evidence: Sequence[Evidence], *, oom_ki
     if end is RankEnd.LOST:
         ranks = ", ".join(str(sample.rank) for sample in evidence if sample.lost_reason == first.lost_reason)
         logs = f"output of the ranks: {attempt_dir}/rank-<rank>.log" if attempt_dir else "or only its agent"
-        return f"{clean(first.lost_reason)}\nit ran rank {ranks}; {logs}"
+        return f"{remove_controls(first.lost_reason)}\nit ran rank {ranks}; {logs}"
     alike = [sample for sample in evidence if _same_failure(sample, first)]
     lines = [f"{_who(alike, len(evidence))} failed: {_how(first, oom_kills)}", *_why(first)]
     ended_early = sorted((sample for sample in evidence if sample.code == 0), key=lambda sample: sample.ended_seconds)
@@ -156,19 +156,19 @@ def format_failure(diagnosis: Diagnosis, evidence: Sequence[Evidence], *, oom_ki
         lines.append("it lost its peers, but no rank reported a failure of another kind")
     if first.ops and end is not RankEnd.EXCEPTION:  # the traceback of an exception is more precise
         op = first.ops[-1]
-        lines.append(clean(f"its last collective: {format_op(op)}{format_caller(op)}"))
+        lines.append(remove_controls(f"its last collective: {format_op(op)}{format_caller(op)}"))
     if len(evidence) > 1 and attempt_dir:
         lines.append(f"output of the ranks: {attempt_dir}/rank-<rank>.log")
     return "\n".join(lines)
 
 
-def _same_failure(sample: Sample, other: Sample) -> bool:
+def _same_failure(sample: WorkerSample, other: WorkerSample) -> bool:
     if sample.failure is None or other.failure is None:
         return sample is other
     return (sample.failure.type, sample.failure.message) == (other.failure.type, other.failure.message)
 
 
-def _who(alike: Sequence[Sample], total: int) -> str:
+def _who(alike: Sequence[WorkerSample], total: int) -> str:
     if len(alike) == 1:
         return f"rank {alike[0].rank} ({alike[0].host}, pid {alike[0].pid})"
     hosts = ", ".join(sorted({sample.host for sample in alike}))
@@ -177,7 +177,7 @@ def _who(alike: Sequence[Sample], total: int) -> str:
     return f"ranks {', '.join(str(sample.rank) for sample in alike)} ({hosts})"
 
 
-def _how(first: Sample, oom_kills: int) -> str:
+def _how(first: WorkerSample, oom_kills: int) -> str:
     if first.failure or (first.code or 0) >= 0:
         return f"exit code {first.shell_exit_code}"
     number = -(first.code or 0)
@@ -190,11 +190,11 @@ def _how(first: Sample, oom_kills: int) -> str:
     return f"{killed} (if no user sent it, the kernel's OOM killer may have: see dmesg)"
 
 
-def _why(first: Sample) -> list[str]:
+def _why(first: WorkerSample) -> list[str]:
     if first.failure:
         text = first.failure.traceback or first.failure.message
-        return _clipped(clean(text).rstrip("\n").split("\n"), MAX_TRACEBACK_LINES)
-    tail = clean(first.error_text).rstrip("\n").split("\n")[-TAIL_LINES:]
+        return _clipped(remove_controls(text).rstrip("\n").split("\n"), MAX_TRACEBACK_LINES)
+    tail = remove_controls(first.error_text).rstrip("\n").split("\n")[-TAIL_LINES:]
     return ["its last output:", *(f"  {line}" for line in tail)] if any(tail) else []
 
 
@@ -259,13 +259,13 @@ def write_diagnosis(folder: Path, diagnosis: Diagnosis, evidence: Sequence[Evide
     writing.make_folder(folder)
     chosen = select_ranks(diagnosis, evidence)
     for sample in chosen:
-        writing.replace(folder / f"rank-{sample.rank}.txt", describe_rank(sample).encode())
+        writing.replace_file(folder / f"rank-{sample.rank}.txt", describe_rank(sample).encode())
     # a failure record has a separate file, and monotonic times are meaningless to a reader
     kept = tuple(
         replace(bounded_evidence(s), failure=None, ended_seconds=0.0, fingerprints=b"", orders=b"") for s in chosen
     )
     content = DiagnosisRecord("paceline-diagnosis", VERSION, diagnosis, waited_seconds, time.time(), kept)
-    writing.replace(folder / DIAGNOSIS, msgspec.json.encode(content))
+    writing.replace_file(folder / DIAGNOSIS, msgspec.json.encode(content))
 
 
 def select_ranks(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> list[Evidence]:
@@ -315,7 +315,9 @@ def read_diagnosis(folder: Path) -> DiagnosisRecord:
 def describe_rank(rank: Evidence, *, most_ops: int | None = None, most_stacks: int | None = None) -> str:
     """The evidence on a rank as text, with its last `most_ops` operations and first `most_stacks` stacks."""
     ops = rank.ops if most_ops is None else rank.ops[-most_ops:]
-    lines = (line for text in _rank_texts(rank, ops, rank.stacks[:most_stacks]) for line in clean(text).split("\n"))
+    lines = (
+        line for text in _rank_texts(rank, ops, rank.stacks[:most_stacks]) for line in remove_controls(text).split("\n")
+    )
     return "".join(f"{printable(line)}\n" for line in lines)
 
 

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 from paceline.guard.deaths import MISMATCH_TEXT, RankEnd
-from paceline.guard.waits import FROZEN, OpMismatch, Rank, stream, waiting_alike
+from paceline.guard.waits import FROZEN, OpMismatch, Rank, op_sequence_key, waiting_alike
+from paceline.protocol.code_locations import frames, library_suffix, line_of, shown_site, stands_at, visible_frames
 from paceline.protocol.evidence import BLOCK, Diagnosis, Evidence, LoaderWorker, Op, Phase, StopKind
-from paceline.protocol.places import frames, library_suffix, line_of, shown_site, stands_at, visible_frames
 from paceline.runs.console import join_ranges
 
 FROM = ("recv", "irecv", "broadcast", "scatter")
@@ -139,7 +139,9 @@ def waited_for(ranks: Ranks, causes: Sequence[int]) -> list[str]:
 def _not_entered(ranks: Ranks, group: Sequence[int], op: Op | None) -> str:
     first = ranks[group[0]]
     missed = awaited(ranks, group[:1])
-    is_inside = missed is not None and any(stream(o, group[0]) == stream(missed, group[0]) for o in first.pending)
+    is_inside = missed is not None and any(
+        op_sequence_key(o, group[0]) == op_sequence_key(missed, group[0]) for o in first.pending
+    )
     if first.frozen and is_inside:
         begins = f"{clause(group, 'is', 'are')} in {format_op(missed or op or first.pending[0])}"
     elif missed is not None and missed.is_message:
@@ -171,7 +173,7 @@ def _waiting(ranks: Ranks, op: Op | None, *, without: Collection[int]) -> list[s
             at = shown_site(first.evidence) or "an unknown line"
             lines.append(f"{clause(group, 'waits', 'wait')} at {at}")
             continue
-        is_same = op is not None and (stream(op, -1), op.seq) == (stream(held_op, -1), held_op.seq)
+        is_same = op is not None and (op_sequence_key(op, -1), op.seq) == (op_sequence_key(held_op, -1), held_op.seq)
         op_text = "it" if is_same else format_op(held_op)
         lines.append(f"{clause(group, 'waits', 'wait')} in {op_text}{format_caller(_usual(ranks, group))}")
     return _limited(lines)
@@ -179,7 +181,7 @@ def _waiting(ranks: Ranks, op: Op | None, *, without: Collection[int]) -> list[s
 
 def _position(rank: Rank, number: int) -> Hashable:
     held_op = _held(rank)
-    return shown_site(rank.evidence) if held_op is None else (stream(held_op, number), held_op.seq)
+    return shown_site(rank.evidence) if held_op is None else (op_sequence_key(held_op, number), held_op.seq)
 
 
 def _held(rank: Rank) -> Op | None:
@@ -286,7 +288,7 @@ def broken(ranks: Ranks, causes: Sequence[int]) -> list[str]:
     return lines
 
 
-def model(party: Mapping[int, int]) -> str:
+def describe_parameter_count(party: Mapping[int, int]) -> str:
     """A sentence about the parameter count of these ranks, as torch reported it."""
     owner = "their models have" if len(party) > 1 else "its model has"
     return f"{format_ranks(party)}: {owner} {min(party.values())} parameters"

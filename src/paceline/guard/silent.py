@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from paceline.guard.detectors import median_without
 from paceline.guard.sentences import clause, format_ranks
 from paceline.guard.waits import majority, parties_by
-from paceline.protocol.evidence import Diagnosis, Evidence, Op, Sample, ScriptFinding, StopKind
+from paceline.protocol.evidence import Diagnosis, Evidence, Op, ScriptFinding, StopKind, WorkerSample
 from paceline.protocol.marks import (
     BY_DDP,
     SETTINGS,
@@ -47,18 +47,18 @@ class Difference:
     """Fingerprints that differ between ranks."""
 
     fingerprints: Fingerprints
-    at: int  # index of the part that differs
+    part_index: int  # index of the part that differs
     equal_before: int  # the last step after which all ranks were equal; 0: none
 
     @property
-    def fingerprint(self) -> ReplicaFingerprint:
+    def any_fingerprint(self) -> ReplicaFingerprint:
         """The fingerprint of any rank, for the fields that are equal on all ranks."""
         return next(iter(self.fingerprints.values()))
 
     @property
     def rank_groups(self) -> Sequence[Mapping[int, int]]:
         """The ranks grouped by hash, the largest party first."""
-        hashes = {rank: mark.hashes[self.at] for rank, mark in self.fingerprints.items()}
+        hashes = {rank: mark.hashes[self.part_index] for rank, mark in self.fingerprints.items()}
         return parties_by(hashes, lambda value: value)
 
     @property
@@ -70,8 +70,8 @@ class Difference:
     @property
     def by_round_off(self) -> bool:
         """Whether it is as small as the rounding differences between machines of different kinds."""
-        sums = [mark.sums[self.at] for mark in self.fingerprints.values()]
-        return bool(self.fingerprint.flags & SUMMED) and max(sums) - min(sums) <= ROUND_OFF * max(map(abs, sums))
+        sums = [mark.sums[self.part_index] for mark in self.fingerprints.values()]
+        return bool(self.any_fingerprint.flags & SUMMED) and max(sums) - min(sums) <= ROUND_OFF * max(map(abs, sums))
 
 
 class ReplicaComparison:
@@ -93,7 +93,7 @@ class ReplicaComparison:
         by_step: dict[tuple[int, int, int], dict[int, ReplicaFingerprint]] = defaultdict(dict)
         for rank, fingerprints in marks.items():
             for mark in fingerprints:
-                by_step[mark.table, mark.layout, mark.number][rank] = mark
+                by_step[mark.table, mark.layout, mark.optimizer_step][rank] = mark
         differences: dict[tuple[int, int], Difference] = {}
         for (*key, number), by_rank in sorted(by_step.items()):
             table, layout = key
@@ -104,11 +104,11 @@ class ReplicaComparison:
                 differences.setdefault((table, layout), Difference(by_rank, at, self._last[table, layout]))
             elif (table, layout) not in differences:
                 self._last[table, layout] = max(self._last[table, layout], number)
-        return [d for d in differences.values() if _part(d.fingerprint, d.at) not in self._apart]
+        return [d for d in differences.values() if _part(d.any_fingerprint, d.part_index) not in self._apart]
 
     def _differing_part(self, fingerprints: Fingerprints) -> int | None:
         first = next(iter(fingerprints.values()))
-        for at, part in enumerate(first.parts):
+        for at, part in enumerate(first.tensor_indices):
             hashes, key = {mark.hashes[at] for mark in fingerprints.values()}, _part(first, at)
             equal_step, equal_hash, proofs = self._equal.get(key, (0, 0, 0))
             if part == NO_PART:
@@ -116,20 +116,20 @@ class ReplicaComparison:
             if len(hashes) > 1:
                 if first.flags & BY_DDP:
                     return at
-                self._differed[key] = first.number
+                self._differed[key] = first.optimizer_step
                 if proofs >= PROOFS and key not in self._apart:
                     return at
                 self._apart.add(key)
-            elif first.number > equal_step:
+            elif first.optimizer_step > equal_step:
                 has_changed = equal_step > 0 and hashes != {equal_hash}
-                if self._differed.get(key, first.number) < first.number:
+                if self._differed.get(key, first.optimizer_step) < first.optimizer_step:
                     self._apart.add(key)
-                self._equal[key] = first.number, min(hashes), proofs + has_changed
+                self._equal[key] = first.optimizer_step, min(hashes), proofs + has_changed
         return None
 
 
 def _part(mark: ReplicaFingerprint, at: int) -> tuple[int, int, int]:
-    return mark.table, mark.layout, mark.parts[at]
+    return mark.table, mark.layout, mark.tensor_indices[at]
 
 
 class CallOrderComparison:
@@ -219,7 +219,7 @@ class SilentFaultDetector:
         self.notices: list[Notice] = []
         """Notices to print; the caller empties the list."""
 
-    def update(self, ranks: Sequence[Sample], *, last: bool = False) -> list[Diagnosis]:
+    def update(self, ranks: Sequence[WorkerSample], *, last: bool = False) -> list[Diagnosis]:
         """Process samples of all ranks, including ended ones; `last`: all ranks have ended without failure.
 
         Returns:
@@ -255,7 +255,7 @@ class SilentFaultDetector:
     def _notify(self, kind: str, text: str, rank: int | None, step: int) -> None:
         self.notices.append(Notice(kind, text, rank, step))
 
-    def _swallowed(self, ranks: Sequence[Sample]) -> None:
+    def _swallowed(self, ranks: Sequence[WorkerSample]) -> None:
         for sample in ranks:
             for finding in sample.findings:
                 if finding.kind == "swallowed" and self._new("swallowed", sample.rank, finding.text):
@@ -268,7 +268,7 @@ class SilentFaultDetector:
         self._looks[kind] = self._looks.get(kind, 0) + 1
         return len(findings) < self._size and self._looks[kind] < LOOKS and not last
 
-    def _collective(self, ranks: Sequence[Sample], *, last: bool) -> Diagnosis | None:
+    def _collective(self, ranks: Sequence[WorkerSample], *, last: bool) -> Diagnosis | None:
         """A collective that failed on some ranks, which ignored the error: at least one batch is lost."""
         failed = _findings(ranks, "collective")
         if not failed or ("collective",) in self._reported or self._must_wait("collective", failed, last=last):
@@ -285,7 +285,7 @@ class SilentFaultDetector:
         causes = others or tuple(sorted(stale))
         return Diagnosis(StopKind.SWALLOWED, causes, sentences=tuple(lines), step=max(f.step for f in failed.values()))
 
-    def _stale(self, ranks: Sequence[Sample], *, last: bool) -> None:
+    def _stale(self, ranks: Sequence[WorkerSample], *, last: bool) -> None:
         """Report findings that only some ranks have made, after all ranks had time to make them."""
         stale = [(sample.rank, finding) for sample in ranks for finding in sample.findings if finding.kind == "stale"]
         least_step = min(sample.step for sample in ranks)
@@ -296,7 +296,7 @@ class SilentFaultDetector:
                 for rank, finding in similar:
                     self._notify("stale", f"rank {rank} {finding.text} (step {finding.step})", rank, finding.step)
 
-    def _left(self, ranks: Sequence[Sample]) -> None:
+    def _left(self, ranks: Sequence[WorkerSample]) -> None:
         """Report that all ranks train without DDP after they have trained with it. This may be intended."""
         findings = _findings(ranks, "left")
         if len(findings) == self._size > 1 and self._new("left"):
@@ -304,7 +304,7 @@ class SilentFaultDetector:
             text = f"no rank trains through DDP after step {step}: paceline no longer compares steps and parameters"
             self._notify("left", text, None, step)
 
-    def _shadowed(self, ranks: Sequence[Sample]) -> None:
+    def _shadowed(self, ranks: Sequence[WorkerSample]) -> None:
         """Report ranks that Join has shadowed for most of the time: their data may have ended too early."""
         ordered = sorted(rank.joint_steps for rank in ranks)
         for rank in ranks if len(ranks) > 1 else ():
@@ -313,7 +313,7 @@ class SilentFaultDetector:
                 text = f"rank {rank.rank} took {rank.joint_steps} steps, the others {others:g}. If its data ended too "
                 self._notify("shadowed", text + "early, Join hides this", rank.rank, rank.joint_steps)
 
-    def _not_finite(self, ranks: Sequence[Sample], *, last: bool) -> Diagnosis | None:
+    def _not_finite(self, ranks: Sequence[WorkerSample], *, last: bool) -> Diagnosis | None:
         applied = _findings(ranks, "not finite")
         if not applied or ("not finite",) in self._reported or self._must_wait("not finite", applied, last=last):
             return None
@@ -332,27 +332,30 @@ class SilentFaultDetector:
         causes = causes if len(causes) < self._size or self._size == 1 else ()
         return Diagnosis(StopKind.NOT_FINITE, causes, sentences=tuple(lines), step=step)
 
-    def _diverged(self, difference: Difference, ranks: Sequence[Sample]) -> Diagnosis | None:
-        names, mark = self._names().get(str(difference.fingerprint.layout), ()), difference.fingerprint
-        part = mark.parts[difference.at]
+    def _diverged(self, difference: Difference, ranks: Sequence[WorkerSample]) -> Diagnosis | None:
+        names, mark = self._names().get(str(difference.any_fingerprint.layout), ()), difference.any_fingerprint
+        part = mark.tensor_indices[difference.part_index]
         tensor = names[part] if part < len(names) else f"part {part}"
         before = f" (all ranks were equal after step {difference.equal_before})" if difference.equal_before else ""
         if difference.by_round_off:
             if self._new("round-off", mark.layout):
-                text = f"after step {mark.number} {tensor} differs between ranks by less than 1e-5. Different devices "
+                text = f"after step {mark.optimizer_step} {tensor} differs between ranks by less than 1e-5. Different devices "
                 text += "or machines round differently. The difference may grow over many steps"
-                self._notify("round-off", text, None, mark.number)
+                self._notify("round-off", text, None, mark.optimizer_step)
             return None
         if not self._new("drift", mark.table, mark.layout):
             return None
-        lines = [*_parties(difference, tensor, mark.number, before), *_unequal_settings(difference.fingerprints)]
-        findings = [(s.rank, f) for s in ranks for f in s.findings if f.step <= mark.number + 1]
+        lines = [
+            *_parties(difference, tensor, mark.optimizer_step, before),
+            *_unequal_settings(difference.fingerprints),
+        ]
+        findings = [(s.rank, f) for s in ranks for f in s.findings if f.step <= mark.optimizer_step + 1]
         lines += [f"rank {rank} {_continued(finding)}" for rank, finding in findings if finding.kind == "swallowed"]
         stale = {rank: f"rank {rank} {f.text} (step {f.step})" for rank, f in findings if f.kind == "stale"}
         stale = stale if len(stale) < self._size else {}
         causes = difference.minority_ranks or tuple(sorted(stale))  # no majority: a stale step shows the wrong rank
         tie = () if causes else tuple(tuple(sorted(party)) for party in difference.rank_groups)
-        return Diagnosis(StopKind.DIVERGED, causes, tie, (*lines, *stale.values()), step=mark.number)
+        return Diagnosis(StopKind.DIVERGED, causes, tie, (*lines, *stale.values()), step=mark.optimizer_step)
 
     def _order(self, at: int, calls: Mapping[int, Calls]) -> Diagnosis | None:
         if ("order",) in self._reported:
@@ -369,7 +372,7 @@ class SilentFaultDetector:
         self._reported.add(("order",))
         return _order_diagnosis(mismatch, sorted(windows), at + 1)
 
-    def _uneven(self, ranks: Sequence[Sample]) -> Diagnosis | None:
+    def _uneven(self, ranks: Sequence[WorkerSample]) -> Diagnosis | None:
         ddp = any(mark.flags & BY_DDP for sample in ranks for mark in fingerprints_of(sample.fingerprints))
         steps = {sample.rank: sample.joint_steps for sample in ranks}
         if len({*steps.values()}) < 2 or not self._new("uneven"):
@@ -390,7 +393,7 @@ class SilentFaultDetector:
         return Diagnosis(StopKind.DIVERGED, wrong, tie, lines, step=max(steps.values()))
 
 
-def _findings(ranks: Sequence[Sample], kind: str) -> dict[int, ScriptFinding]:
+def _findings(ranks: Sequence[WorkerSample], kind: str) -> dict[int, ScriptFinding]:
     return {sample.rank: finding for sample in ranks for finding in sample.findings if finding.kind == kind}
 
 
@@ -425,10 +428,10 @@ def _order_diagnosis(mismatch: Mismatch, ranks: Sequence[int], number: int) -> D
         f"near call {number} over all ranks: {mismatch.words}",
         "calls in a different order mix values of the same shape without an error",
     )
-    op = next((call for rank, call in calls.items() if rank not in mismatch.odd), None)
-    site = next((call.site for rank, call in calls.items() if rank in mismatch.odd and call is not None), "")
-    tie = () if mismatch.odd else tuple((rank,) for rank in ranks)
-    return Diagnosis(StopKind.MISMATCH, mismatch.odd, tie, lines, op, site)
+    op = next((call for rank, call in calls.items() if rank not in mismatch.minority_ranks), None)
+    site = next((call.site for rank, call in calls.items() if rank in mismatch.minority_ranks and call is not None), "")
+    tie = () if mismatch.minority_ranks else tuple((rank,) for rank in ranks)
+    return Diagnosis(StopKind.MISMATCH, mismatch.minority_ranks, tie, lines, op, site)
 
 
 def calls_of(evidence: Sequence[Evidence]) -> dict[int, dict[int, Op]]:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from paceline.guard.deaths import RankEnd, rank_end_in_collective
+from paceline.protocol.code_locations import stands_at, waits_for_ranks
 from paceline.protocol.evidence import Evidence, Op, Phase
-from paceline.protocol.places import stands_at, waits_for_ranks
 
 Stream = tuple[str, tuple[int, int] | None]  # operations numbered together: a group's collectives, messages from -> to
 Message = tuple[Stream, int, str, str]
@@ -45,7 +45,7 @@ class Rank:
         return self.end is RankEnd.RUNS and self.evidence.state in FROZEN
 
 
-def stream(op: Op, rank: int) -> Stream:
+def op_sequence_key(op: Op, rank: int) -> Stream:
     """The stream in which `op`, called by `rank`, is numbered."""
     if not op.is_message:
         return op.group, None
@@ -80,7 +80,7 @@ def waiting_graph(evidence: Sequence[Evidence]) -> dict[int, Rank]:
     arrived: set[Message] = set()
     for sample in evidence:
         for op in sample.ops:
-            key = sample.rank, stream(op, sample.rank)
+            key = sample.rank, op_sequence_key(op, sample.rank)
             called[key] = max(called.get(key, 0), op.seq)
             if op.done and "recv" in op.kind:
                 arrived.add(_message(op, sample.rank))
@@ -115,7 +115,7 @@ def waiting_alike(ranks: Mapping[int, Rank]) -> list[tuple[Mapping[int, Op | Non
 
 
 def _message(op: Op, rank: int) -> Message:
-    return stream(op, rank), op.seq, op.shape, op.dtype
+    return op_sequence_key(op, rank), op.seq, op.shape, op.dtype
 
 
 def _pending(evidence: Evidence, end: RankEnd, arrived: Container[Message]) -> tuple[Op, ...]:
@@ -127,8 +127,8 @@ def _pending(evidence: Evidence, end: RankEnd, arrived: Container[Message]) -> t
     pending: list[Op] = []
     for op in reversed(evidence.ops):
         if op.done or (op.is_message and _message(op, evidence.rank) in arrived):
-            completed.add(stream(op, evidence.rank))
-        elif evidence.answered or stream(op, evidence.rank) not in completed:
+            completed.add(op_sequence_key(op, evidence.rank))
+        elif evidence.answered or op_sequence_key(op, evidence.rank) not in completed:
             pending.append(op)
     if end is not RankEnd.RUNS and not pending:  # an aborted collective may look as if it were done
         pending = list(evidence.ops[-1:])
@@ -138,7 +138,7 @@ def _pending(evidence: Evidence, end: RankEnd, arrived: Container[Message]) -> t
 def _missing(
     op: Op, rank: int, groups: Mapping[str, frozenset[int]], called: Mapping[tuple[int, Stream], int]
 ) -> set[int]:
-    key = stream(op, rank)
+    key = op_sequence_key(op, rank)
     # the group includes this rank, which has called it
     others = {op.peer} if op.is_message and op.peer is not None else groups[op.group]
     return {other for other in others if called.get((other, key), 0) < op.seq}
@@ -167,7 +167,7 @@ def _with_frozen(ranks: dict[int, Rank]) -> dict[int, Rank]:
     inside: dict[tuple[Stream, int], list[int]] = {}
     for number, rank in ranks.items():
         for op in rank.pending if rank.frozen else ():
-            inside.setdefault((stream(op, number), op.seq), []).append(number)
+            inside.setdefault((op_sequence_key(op, number), op.seq), []).append(number)
     shared: dict[tuple[int, tuple[Op, ...]], Mapping[int, Op | None]] = {}
     for number, rank in ranks.items() if inside else ():
         if rank.frozen or not rank.pending:
@@ -176,7 +176,7 @@ def _with_frozen(ranks: dict[int, Rank]) -> dict[int, Rank]:
         if key not in shared or any(op.is_message for op in rank.pending):
             frozen_edges: dict[int, Op | None] = {}
             for op in reversed(rank.pending):
-                frozen_edges |= dict.fromkeys(inside.get((stream(op, number), op.seq), ()), op)
+                frozen_edges |= dict.fromkeys(inside.get((op_sequence_key(op, number), op.seq), ()), op)
             shared[key] = {**rank.waits_for, **frozen_edges} if frozen_edges else rank.waits_for
         ranks[number] = replace(rank, waits_for=shared[key])
     return ranks
@@ -242,7 +242,7 @@ RAGGED_COLLECTIVES = frozenset({"all_gather", "gather", "scatter", "all_to_all",
 class OpMismatch:
     """Different operations that ranks have entered under one number of a stream."""
 
-    stream: Stream
+    sequence_key: Stream
     seq: int
     parties: tuple[Mapping[int, Op], ...]  # rank -> its operation; the largest party first
 
@@ -255,7 +255,7 @@ def find_mismatches(ranks: Mapping[int, Rank]) -> list[OpMismatch]:
     entered: dict[tuple[Stream, int], dict[int, Op]] = {}
     for number, rank in ranks.items():
         for op in rank.evidence.ops:
-            entered.setdefault((stream(op, number), op.seq), {})[number] = op
+            entered.setdefault((op_sequence_key(op, number), op.seq), {})[number] = op
     mismatches: list[OpMismatch] = []
     for (op_stream, seq), ops in entered.items():
         if len(ops) < 2 or all(op.done for op in ops.values()):
@@ -263,7 +263,7 @@ def find_mismatches(ranks: Mapping[int, Rank]) -> list[OpMismatch]:
         parties = split_by_signature(ops)
         if len(parties) > 1:
             mismatches.append(OpMismatch(op_stream, seq, parties))
-    return sorted(mismatches, key=lambda mismatch: (mismatch.seq, str(mismatch.stream)))
+    return sorted(mismatches, key=lambda mismatch: (mismatch.seq, str(mismatch.sequence_key)))
 
 
 def split_by_signature(ops: Mapping[int, Op], *, by_name: bool = True) -> tuple[Mapping[int, Op], ...]:

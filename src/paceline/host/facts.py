@@ -80,7 +80,7 @@ class Facts(msgspec.Struct, frozen=True):
     monotonic_seconds: float
 
 
-def gather() -> Facts:
+def gather_facts() -> Facts:
     """Collect the facts of this machine."""
     import psutil  # every agent imports this module, but an agent of a single node collects no facts
 
@@ -209,20 +209,20 @@ class Rule(Generic[T]):
 
     check: str
     severity: Severity
-    facts: Callable[[Any], Iterable[T]]
-    wrong: Callable[[T], object]
-    what: Callable[[T], str]
+    select_facts: Callable[[Any], Iterable[T]]
+    is_wrong: Callable[[T], object]
+    describe_problem: Callable[[T], str]
     remedy: Callable[[T], str] | str
 
     def findings(self, node: Node) -> Iterator[Finding]:
         """The findings on one node."""
-        for fact in self.facts(node):
-            if self.wrong(fact):
+        for fact in self.select_facts(node):
+            if self.is_wrong(fact):
                 remedy = self.remedy if isinstance(self.remedy, str) else self.remedy(fact)
-                yield Finding(self.severity, node.name, self.what(fact), remedy)
+                yield Finding(self.severity, node.name, self.describe_problem(fact), remedy)
 
 
-def itself(node: Node) -> tuple[Node]:
+def node_as_fact(node: Node) -> tuple[Node]:
     """The node as the only fact."""
     return (node,)
 
@@ -240,7 +240,7 @@ def _fewer(node: Node) -> str:
 
 
 NODE_RULES: tuple[Rule[Any], ...] = (
-    Rule("resources", "warning", itself, lambda n: n.workers * n.threads > n.facts.cores,
+    Rule("resources", "warning", node_as_fact, lambda n: n.workers * n.threads > n.facts.cores,
          lambda n: f"{n.workers} workers x {n.threads} threads = {n.workers * n.threads} on {n.facts.cores} available "
          "cores", _fewer),
     Rule("resources", "error", open_files, lambda files: files < TOO_FEW_FILES,

@@ -20,7 +20,7 @@ from paceline.host.cgroup import free_memory, memory_limit, quota_used_seconds, 
 from paceline.host.gpus import ask_driver, query
 from paceline.host.procfs import PROC, read_process
 from paceline.protocol.control import STOP_SIGNALS
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 from paceline.runs.machine import GpuUse, MachineUse, RankUse, file_name
 from paceline.runs.writers import BoundedWriter
 
@@ -62,7 +62,7 @@ class Sampler:
         """The current use of the machine, and of the ranks in `pids` (rank -> pid)."""
         before, now = self._before, self._count()
         self._before, seconds = now, max(now.seconds - before.seconds, 1e-3)
-        uses = {rank: use for rank, pid in pids.items() if (use := self.process(pid)) is not None}
+        uses = {rank: use for rank, pid in pids.items() if (use := self.sample_process(pid)) is not None}
         self._cpu_before = {pid: self._cpu_before[pid] for pid in pids.values() if pid in self._cpu_before}
         total = memory_limit()
         return MachineUse(
@@ -78,7 +78,7 @@ class Sampler:
             gpus=self.gpus.latest().gpus,
         )
 
-    def process(self, pid: int) -> RankUse | None:
+    def sample_process(self, pid: int) -> RankUse | None:
         """The use of one process, with its rate since the last call; None if it is gone."""
         process = read_process(pid)
         if process is None or not process.runs:
@@ -151,7 +151,9 @@ class MachineLog:
             while not self._over.wait(EVERY_SECONDS) and not self._writer.failed:
                 self._writer.write(sampler.sample(self._pids))
         except Exception as error:  # for example an unknown format in /proc
-            say(f"warning: paceline does not record the use of this machine: {type(error).__name__}: {error}")
+            print_to_stderr(
+                f"warning: paceline does not record the use of this machine: {type(error).__name__}: {error}"
+            )
 
 
 # ---- GPUs ----

@@ -30,7 +30,7 @@ class Process:
     state: str  # R S D T Z ...
     parent: int
     session: int
-    start: int
+    start_ticks: int
     cpu_seconds: float = 0.0  # used by all its threads
 
     @property

@@ -19,7 +19,7 @@ from paceline.protocol.control import SECRET_NAME
 BASH_SECONDS = 120.0  # module systems on a busy file server are slow
 OUTPUT_CHARS = 1500
 
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+VARIABLE_NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/@:~=-]*")
 _CONDA = re.compile(r"[A-Za-z0-9_./~][^\s\0]*")
 _USERINFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
@@ -109,7 +109,7 @@ def parse_env(settings: Sequence[str], environ: Mapping[str, str]) -> dict[str, 
     variables: dict[str, str] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
-        if not NAME.fullmatch(name):
+        if not VARIABLE_NAME_PATTERN.fullmatch(name):
             raise UsageError(code="env-name-invalid", value=name[:80])
         if name in _OURS or name.startswith("PACELINE_") or name in _INSTEAD:
             instead = f". Use {_INSTEAD[name]}" if name in _INSTEAD else ""

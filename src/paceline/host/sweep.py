@@ -19,7 +19,7 @@ import msgspec
 
 from paceline.host.procfs import PROC, Process, processes
 from paceline.protocol.control import AGENT_MARK, STOP_SIGNALS
-from paceline.runs.reading import decode, names
+from paceline.runs.reading import decode, entry_names
 
 SWEEP_SECONDS = 2.0
 
@@ -49,7 +49,7 @@ def roster_path(attempt_dir: Path, node: int = 0) -> Path:
     return attempt_dir / f"agent-{node}.json"
 
 
-def mark_of(pid: int, started: int, generation: int | None = None) -> str:
+def agent_mark(pid: int, started: int, generation: int | None = None) -> str:
     """The value of AGENT_MARK in the environment of all processes that an agent has started, directly or indirectly.
 
     Without `generation`: the common prefix of all generations.
@@ -86,8 +86,8 @@ def _living_members(workers: Sequence[Member], mark: str, variable: str) -> list
     members = [process for process in all_processes if process.session in started]
     # The kernel reuses the number of a session only after its last process has ended. A leader with a different start
     # time, and its session, therefore do not belong to the agent.
-    foreign = {p.pid for p in members if p.pid == p.session and p.start != started[p.pid]}
-    living = [p for p in members if p.runs and p.session not in foreign and p.start >= started[p.session]]
+    foreign = {p.pid for p in members if p.pid == p.session and p.start_ticks != started[p.pid]}
+    living = [p for p in members if p.runs and p.session not in foreign and p.start_ticks >= started[p.session]]
     others = (p for p in all_processes if p.runs and p.session not in started)
     return [*living, *(p for p in others if mark and carries(p.pid, variable, mark))]
 
@@ -103,7 +103,7 @@ def carries(pid: int, variable: str, mark: str) -> bool:
 def sweep_recorded(attempt_dir: Path, agent_pid: int = 0) -> None:
     """Sweep the workers in the rosters of all agents of this host, or of one agent."""
     try:
-        files = names(attempt_dir)
+        files = entry_names(attempt_dir)
     except OSError:
         return
     for name in files:
@@ -114,7 +114,7 @@ def sweep_recorded(attempt_dir: Path, agent_pid: int = 0) -> None:
         except OSError:
             continue
         if roster.host == os.uname().nodename and agent_pid in (0, roster.agent_pid):
-            sweep(roster.workers, mark_of(roster.agent_pid, roster.agent_started))
+            sweep(roster.workers, agent_mark(roster.agent_pid, roster.agent_started))
 
 
 def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:

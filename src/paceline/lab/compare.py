@@ -7,7 +7,7 @@ import msgspec
 from rich.table import Table
 
 from paceline.config.mesh import strategy_on
-from paceline.config.strategies import EXACT
+from paceline.config.strategies import EXACT_STRATEGIES
 from paceline.errors import plural
 from paceline.lab.measurement import NO_EXCHANGE, Measurement, Memory, NotMeasured
 from paceline.runs.console import table_console
@@ -121,7 +121,7 @@ def bits_of(chunk: Measurement, digests: Sequence[str], reference: str | None) -
     """The world sizes with the same bits, guaranteed or only observed here."""
     if chunk.world_size == 1:
         return "-"
-    if chunk.strategy in EXACT:
+    if chunk.strategy in EXACT_STRATEGIES:
         is_broken = reference is not None and any(digest != reference for digest in digests)
         return "BROKEN: differs from one process" if is_broken else "every world size"
     if reference is not None and all(digest == reference for digest in digests):
@@ -171,7 +171,11 @@ def advise(rows: Sequence[Row], alone: Row | None, room_bytes: int | None) -> st
             f"{plural(alone.threads, 'thread')}; the fastest of {best.world_size} processes, {best.label}, "
             f"reaches {_rate(best)}."
         )
-    exact = [row for row in fitting if row.strategy in EXACT and row.rate.median >= MIN_EXACT_SPEED * best.rate.median]
+    exact = [
+        row
+        for row in fitting
+        if row.strategy in EXACT_STRATEGIES and row.rate.median >= MIN_EXACT_SPEED * best.rate.median
+    ]
     pick = max(exact, key=lambda row: (not _is_sharded(row, rows), row.rate.median), default=best)
     fits = f"it fits on one device ({_size(pick.needed_bytes)}{f' of {_size(room_bytes)}' if room_bytes else ''})"
     gain = "" if alone is None else f", {pick.rate.median / alone.rate.median:.2f} times one process"
@@ -184,7 +188,7 @@ def advise(rows: Sequence[Row], alone: Row | None, room_bytes: int | None) -> st
 
 def _is_sharded(row: Row, rows: Sequence[Row]) -> bool:
     """Whether a rank holds clearly less state than with the strategy that holds the most."""
-    state = {other.name: other.memory.state if other.memory else 0 for other in rows}
+    state = {other.name: other.memory.state_bytes if other.memory else 0 for other in rows}
     return state[row.name] < 0.9 * max(state.values())
 
 

@@ -42,14 +42,14 @@ class Memory(msgspec.Struct, frozen=True):
     rss_peak: int | None = None  # of the process, libraries included
 
     @property
-    def state(self) -> int:
+    def state_bytes(self) -> int:
         """The bytes that a rank keeps from step to step."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def needed(self) -> int:
         """The peak memory of a rank: measured if possible, otherwise the sum of the known parts."""
-        return self.state + (self.activations or 0) + (self.exchange or 0) if self.peak is None else self.peak
+        return self.state_bytes + (self.activations or 0) + (self.exchange or 0) if self.peak is None else self.peak
 
 
 class Measurement(msgspec.Struct, frozen=True):

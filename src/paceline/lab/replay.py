@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.errors import UsageError, first_few, plural
-from paceline.runs.console import clean, table_console
+from paceline.runs.console import remove_controls, table_console
 from paceline.runs.events import Started, Step, event_files, read_events
 
 EXPECTED = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
@@ -161,7 +161,7 @@ def print_replay(result: Replayed, top: int, *, find_nonfinite: bool) -> None:
     console = table_console()
 
     def say(text: str, style: str = "") -> None:
-        console.print(Text(clean(text)), style=style, soft_wrap=True)
+        console.print(Text(remove_controls(text)), style=style, soft_wrap=True)
 
     begin = f"the checkpoint of step {result.start}" if result.start else "the start"
     say(f"step {result.step}, repeated on one process from {begin}")
@@ -179,7 +179,7 @@ def print_replay(result: Replayed, top: int, *, find_nonfinite: bool) -> None:
     if result.layers:
         table = Table("layer", "gradient norm", title="gradient norm per layer, before clipping")
         for name, norm in result.layers.items():
-            table.add_row(Text(clean(name)), f"{norm:.6g}", style="" if math.isfinite(norm) else "bold")
+            table.add_row(Text(remove_controls(name)), f"{norm:.6g}", style="" if math.isfinite(norm) else "bold")
         console.print(table)
     for line in filter(None, (result.failure, result.nonfinite)):
         say(str(line), "bold")

@@ -20,7 +20,7 @@ from paceline.lab.compare import Spread, make_table, spread
 from paceline.report.run import PHASES
 from paceline.report.step_parts import (
     PhaseSeconds,
-    Run,
+    RecordedSteps,
     StepParts,
     backward_per_forward,
     split_step,
@@ -54,7 +54,7 @@ class At(msgspec.Struct, frozen=True, order=True):
     batch: int
 
 
-Runs = Mapping[At, Sequence[Run]]  # by round; all points have the same number of rounds
+Runs = Mapping[At, Sequence[RecordedSteps]]  # by round; all points have the same number of rounds
 Points = Mapping[At, StepParts]  # the mean step at each point
 
 
@@ -96,7 +96,7 @@ class Traffic:
 
     fraction: float  # of the uncompressed bytes
     messages: float  # sequential; one message to all others at the same time counts once
-    every: int = 1  # steps between two exchanges
+    steps_per_exchange: int = 1  # steps between two exchanges
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Scaled(msgspec.Struct, frozen=True):
     notes: list[str]
 
 
-def read_run(folder: Path, *, skip: int) -> Run:
+def read_run(folder: Path, *, skip: int) -> RecordedSteps:
     """The run in `folder`, without its first `skip` steps.
 
     Raises:
@@ -167,9 +167,9 @@ def read_run(folder: Path, *, skip: int) -> Run:
         raise UsageError(code="run-too-short", folder=folder, least=skip + 2, skip=skip)
     if not all(steps[rank][number].forward for rank in ranks for number in common):
         raise UsageError(code="run-without-phases", folder=folder)
-    return Run(
+    return RecordedSteps(
         steps=[{rank: steps[rank][number] for rank in ranks} for number in common],
-        samples=sum(samples[number] for number in common) / len(common),
+        mean_global_batch=sum(samples[number] for number in common) / len(common),
         hosts={rank: started[rank].host for rank in ranks},
         on_cpus=any(started[rank].device == "cpu" for rank in ranks),
     )
@@ -189,10 +189,10 @@ def read_runs(folders: Sequence[Path], *, skip: int) -> Runs:
     Raises:
         UsageError: if no run has one rank, no run has several ranks, or a folder cannot be read.
     """
-    runs: dict[At, list[Run]] = {}
+    runs: dict[At, list[RecordedSteps]] = {}
     for folder in folders:
         run = read_run(folder, skip=skip)
-        runs.setdefault(At(run.world_size, round(run.samples / run.world_size)), []).append(run)
+        runs.setdefault(At(run.world_size, round(run.mean_global_batch / run.world_size)), []).append(run)
     sizes = sorted({at.ranks for at in runs})
     if len(sizes) < 2 or sizes[0] != 1:
         raise UsageError(
@@ -248,7 +248,7 @@ def lost_of(runs: Runs, parts: Points, machine: Machine, mode: str, batch: int) 
             Lost(
                 mode,
                 at,
-                samples_per_second=_middle(runs[at]).samples / several.step,
+                samples_per_second=_middle(runs[at]).mean_global_batch / several.step,
                 step_seconds=several.step,
                 efficiency=spread(ratios),
                 lost_seconds=several.step - single.step / work,
@@ -282,7 +282,7 @@ def lost_shares(base: StepParts, parts: StepParts, work: int = 1, small: StepPar
     return sorted(shares, key=lambda share: -share.seconds)
 
 
-def _middle(runs: Sequence[Run]) -> Run:
+def _middle(runs: Sequence[RecordedSteps]) -> RecordedSteps:
     middle = median([run.step_seconds for run in runs])
     return min(runs, key=lambda run: abs(run.step_seconds - middle))
 
@@ -324,7 +324,7 @@ def estimated_step(points: Points, machine: Machine, count: int, batch: int, lin
     latency = link.latency_seconds * (2 if machine.over_gloo else 1)
     sent_bytes = ring_volume(count) * sent.fraction * machine.weight_bytes
     between = sent.messages * latency + sent_bytes / link.bytes_per_second
-    return work + inside + between / sent.every
+    return work + inside + between / sent.steps_per_exchange
 
 
 def _ranks_each(points: Points, machine: Machine) -> int:

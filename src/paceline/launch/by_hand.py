@@ -35,7 +35,7 @@ def by_hand(job: JobSpec) -> Plan:
     return Plan(by_hand=commands, notes=tuple(_notes(job)))
 
 
-def typed(plan: Plan) -> str:
+def format_commands(plan: Plan) -> str:
     """The text to print: a comment and a command line for each node, then the notes."""
     lines: list[str] = []
     for command in plan.by_hand:

@@ -73,7 +73,7 @@ def run(
         KeyboardInterrupt: after an interrupt, once all ranks have ended.
         Exception: the exception of the rank that failed first, with its traceback as a note.
     """
-    if WorkerSpec.here() is not None:
+    if WorkerSpec.from_environment() is not None:
         raise UsageError(code="run-inside-rank")
     if nproc < 1:
         raise UsageError(code="run-nproc", value=nproc)
@@ -155,7 +155,7 @@ class _Launcher:
         poll.register(process.stdout)
         while True:
             ready = poll.poll(REPORT_SECONDS * 1000)
-            self._bar.look()
+            self._bar.refresh()
             if ready:
                 if not (data := os.read(process.stdout.fileno(), 65536)):
                     return

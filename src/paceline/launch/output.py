@@ -24,7 +24,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, NamedTuple
 
-from paceline.runs.console import LiveFilter, clean, join_ranges, last_drawn, strip_controls
+from paceline.runs.console import LiveFilter, join_ranges, last_drawn, remove_controls, strip_controls
 from paceline.runs.owners import open_file
 
 MAX_LINE_BYTES = 1 << 16  # a longer line is split
@@ -53,14 +53,14 @@ class LineSplitter:
         self._due_seconds: float | None = None
 
     @property
-    def state(self) -> bytes:
+    def bar_state(self) -> bytes:
         """The present state of a bar; empty if there is no bar."""
         return self._rest if self._redraws and self._rest.strip() else self._drawn
 
     @property
     def wait_seconds(self) -> float | None:
         """The time to wait for more output before calling `due`; None: no limit."""
-        if self._due_seconds is None or self.state in (b"", self._last_state):
+        if self._due_seconds is None or self.bar_state in (b"", self._last_state):
             return None
         return max(0.0, self._due_seconds - time.monotonic())
 
@@ -80,11 +80,11 @@ class LineSplitter:
         if len(self._rest) > MAX_LINE_BYTES:
             parts.append(LinePart(self._rest))
             self._rest = b""
-        return parts + self.due()
+        return parts + self.take_due_bar()
 
-    def due(self) -> list[LinePart]:
+    def take_due_bar(self) -> list[LinePart]:
         """The state of a bar, at most every ten seconds."""
-        state = self.state
+        state = self.bar_state
         if not state or state == self._last_state:
             return []
         now = time.monotonic()
@@ -97,7 +97,7 @@ class LineSplitter:
 
     def end(self) -> list[LinePart]:
         """The rest of the output at its end: a line without a line end, or the last state of a bar."""
-        state = self.state
+        state = self.bar_state
         if self._rest and not self._redraws:
             return [LinePart(self._rest)]
         return [LinePart(state + b"\n")] if state and state != self._last_state else []
@@ -118,7 +118,9 @@ class _Bar:
         if now - self.seconds < (REDRAW_SECONDS if is_owner else SILENT_SECONDS):
             return
         with suppress(OSError):
-            text = clean((prefix + state).decode(errors="replace"))[: (os.get_terminal_size(screen).columns or 80) - 1]
+            text = remove_controls((prefix + state).decode(errors="replace"))[
+                : (os.get_terminal_size(screen).columns or 80) - 1
+            ]
             _put(screen, text.encode(errors="replace") + CLEAR_LINE + b"\r")
             self.owner, self.seconds, self.shown = prefix, now, True
 
@@ -153,16 +155,16 @@ def _relay(source: IO[bytes], log: int, screen: int, prefix: bytes) -> None:
         while True:
             wait_seconds = lines.wait_seconds
             if not ready.poll(None if wait_seconds is None else wait_seconds * 1000 + 1):
-                _pass_on(lines.due(), log, -1 if is_live else screen, prefix, redrawn=redrawn)
+                _pass_on(lines.take_due_bar(), log, -1 if is_live else screen, prefix, redrawn=redrawn)
                 continue
             if not (data := os.read(source.fileno(), 65536)):
                 break
             if is_live:
-                _write(screen, live_filter.passed(data))
+                _write(screen, live_filter.filter_bytes(data))
             _pass_on(lines.feed(data), log, -1 if is_live else screen, prefix, redrawn=redrawn)
-            if redrawn and lines.state:
+            if redrawn and lines.bar_state:
                 with LOCK:
-                    _BAR.draw(screen, prefix, lines.state)
+                    _BAR.draw(screen, prefix, lines.bar_state)
     _pass_on(lines.end(), log, -1 if is_live else screen, prefix, redrawn=redrawn)
     if redrawn:
         with LOCK:
@@ -233,7 +235,7 @@ class Screen:
         """End the thread after it has written all data."""
         self._queue.put(None)
 
-    def closed(self, seconds: float) -> bool:
+    def wait_closed(self, seconds: float) -> bool:
         """Wait up to `seconds`; return whether the thread has written all data."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -267,7 +269,7 @@ class HostRelay:
     def put(self, node: int, descriptor: int, data: bytes) -> None:
         """Process output of a node, from its stdout (1) or stderr (2)."""
         if node == 0:
-            self._screen.put(descriptor, self._node_0[descriptor].passed(data))
+            self._screen.put(descriptor, self._node_0[descriptor].filter_bytes(data))
             self._half_since.pop(descriptor, None)
             if not data.endswith(b"\n"):
                 self._half_since[descriptor] = time.monotonic()
@@ -386,7 +388,7 @@ class Tail:
 class Line(NamedTuple):
     """A line of a file, and the offset of its last byte."""
 
-    end: int
+    end_offset: int
     text: str
 
 
@@ -398,7 +400,7 @@ def lines_of(path: Path, start: int = 0, end: int | None = None) -> Iterator[Lin
     """
     rest, at = b"", start
     with open_file(path) as file:
-        end = file.found.st_size if end is None else end
+        end = file.status.st_size if end is None else end
         while at < end and (data := os.pread(file.descriptor, min(BLOCK_BYTES, end - at), at)):
             line_end = at - len(rest)
             at += len(data)
@@ -416,7 +418,7 @@ def lines_of(path: Path, start: int = 0, end: int | None = None) -> Iterator[Lin
 
 def _shown(line: bytes) -> str:
     text = line.decode(errors="replace")
-    return clean(last_drawn(text) if "\r" in text else text)
+    return remove_controls(last_drawn(text) if "\r" in text else text)
 
 
 def start_of_last(path: Path, count: int) -> tuple[int, int]:
@@ -426,7 +428,7 @@ def start_of_last(path: Path, count: int) -> tuple[int, int]:
         OSError: the file cannot be read.
     """
     with open_file(path) as file:
-        end = file.found.st_size
+        end = file.status.st_size
         max_size, size = min(end, MAX_LAST_BYTES), min(end, BLOCK_BYTES)
         while True:  # read from the end: a log may be larger than memory
             data = os.pread(file.descriptor, size, end - size)

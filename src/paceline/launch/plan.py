@@ -25,7 +25,7 @@ from paceline.protocol.control import SECRET_NAME
 from paceline.protocol.job import Host, JobSpec, NodePlan, NodeRanks, node0_ports, plain_name
 from paceline.runs import writing
 from paceline.runs.folder import MOST_STARTS, attempt_number
-from paceline.runs.reading import decode, names, read
+from paceline.runs.reading import decode, entry_names, read
 
 _JSON_VALUE = re.compile(rf'("[^"\s]*(?:{SECRET_NAME.pattern})[^"\s]*":\s*)"(?:[^"\\]|\\.)+"', re.IGNORECASE)
 _SHELL_VALUE = re.compile(rf"(?m)^(\s*(?:export\s+)?\w*(?:{SECRET_NAME.pattern})\w*=)\S.*$", re.IGNORECASE)
@@ -51,7 +51,7 @@ class Plan:
 
     agents: tuple[Command, ...] = ()
     nodes: tuple[NodePlan, ...] = ()
-    submit: Command | None = None
+    submit_command: Command | None = None
     by_hand: tuple[Command, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict[str, str])
     notes: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ def describe(plan: Plan) -> str:
         lines += [f"# {command.name}", f"{_typed(command)} <<'PLAN'", _masked(as_file(node)) + "PLAN"]
     for name, text in plan.files.items():
         lines += [f"# the file {name}", _masked(text).rstrip("\n")]
-    for command in (plan.submit, *plan.by_hand):
+    for command in (plan.submit_command, *plan.by_hand):
         if command is not None:
             lines += [f"# {command.name}", _typed(command)]
     return "\n".join([*lines, *(f"# {note}" for note in plan.notes)]) + "\n"
@@ -225,7 +225,7 @@ def next_submit_dir(run_dir: Path) -> Path:
     try:
         writing.make_folder(run_dir, exist_ok=True)
         while True:
-            number = 1 + max((submit_number(Path(name)) for name in names(run_dir)), default=0)
+            number = 1 + max((submit_number(Path(name)) for name in entry_names(run_dir)), default=0)
             if number > MOST_STARTS:
                 raise UsageError(code="submit-out-of-range", run_dir=run_dir, number=number - 1)
             try:
@@ -250,7 +250,7 @@ def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:
     """
     for name, text in files.items():
         try:
-            writing.replace(submit_dir / name, text.encode(), sync=True)
+            writing.replace_file(submit_dir / name, text.encode(), sync=True)
         except OSError as error:
             raise TrainingError(code="settings-not-written", path=submit_dir / name, strerror=error.strerror) from None
 
@@ -266,7 +266,7 @@ def write_submission(submit_dir: Path, submission: Submission) -> None:
 
 def last_submission(run_dir: Path) -> tuple[Path, Submission | None]:
     """The newest recorded start, with its folder; the run folder and None if all starts were on this machine."""
-    folders = [run_dir / name for name in names(run_dir) if submit_number(Path(name))]
+    folders = [run_dir / name for name in entry_names(run_dir) if submit_number(Path(name))]
     for folder in sorted(folders, key=submit_number, reverse=True)[:MAX_LOOKED_AT]:
         try:
             return folder, decode(folder / SUBMITTED, Submission, limit_bytes=MAX_BYTES)

@@ -30,7 +30,7 @@ from paceline.launch.plan import Command, Plan, local
 from paceline.launch.ssh.remote import SAME_REQUEST_SECONDS, run_remote
 from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_stop_signals, signal_wakeup
 from paceline.protocol.job import JobSpec, NodePlan
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 
 AGENT_MARGIN_SECONDS = 1.2  # time that an agent needs to stop, beyond the grace of its workers
 
@@ -133,7 +133,7 @@ def _wait(agent: subprocess.Popen[bytes], wakeup: socket.socket, grace_seconds: 
         agent.send_signal(signal.SIGCONT)
     if code < 0:
         name = signal.Signals(-code).name
-        say(f"agent 0 (pid {agent.pid}) was killed by {name}; stopping its workers")
+        print_to_stderr(f"agent 0 (pid {agent.pid}) was killed by {name}; stopping its workers")
         return 128 - code
     return code
 

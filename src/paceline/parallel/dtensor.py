@@ -70,7 +70,7 @@ class Fused(Tensor):
     parts: Sequence[DTensor]
 
     @staticmethod
-    def of(parts: Sequence[DTensor]) -> "Fused":
+    def from_parts(parts: Sequence[DTensor]) -> "Fused":
         """One tensor of `parts`, side by side."""
         first = parts[0]
         shape = [*first.shape[:-1], sum(part.shape[-1] for part in parts)]

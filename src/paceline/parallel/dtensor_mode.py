@@ -162,7 +162,7 @@ class DTensorMode(TorchFunctionMode):
             return replicated(value, self._mesh)
         self.used_elsewhere.add(id(value))
         shard = self._shards[id(value)][1]
-        runs = value.split([stop - start for start, stop in shard.runs], shard.dim)
+        runs = value.split([stop - start for start, stop in shard.ranges], shard.dim)
         parts = [DTensor.from_local(run, self._mesh, [Shard(shard.dim)]) for run in runs]
         return parts[0] if len(parts) == 1 else concatenated(parts, shard.dim)
 

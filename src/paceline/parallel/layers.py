@@ -58,7 +58,7 @@ def colwise(module: nn.Module, comm: LayerCommunication, parts: Sequence[int], r
         y = comm.linear(x, _weight(self), self.bias)
         if len(parts) < 2:
             return comm.from_shard(y)
-        return Fused.of([comm.from_shard(part) for part in y.split([width // ranks for width in parts], -1)])
+        return Fused.from_parts([comm.from_shard(part) for part in y.split([width // ranks for width in parts], -1)])
 
     replace_forward(module, forward)
 

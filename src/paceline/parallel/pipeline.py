@@ -26,7 +26,7 @@ from paceline.compute.forward import wrap_forward
 from paceline.errors import TrainingError
 from paceline.protocol.evidence import Phase
 from paceline.rank.world import World
-from paceline.seeding import put_stream_states, stream_states
+from paceline.seeding import generator_states, restore_generator_states
 
 META = torch.device("meta")
 Schedule = Literal["1f1b", "gpipe"]
@@ -230,7 +230,9 @@ class ModelStage:
             else:
                 leaves[leaf.position] = take()
         if self._draws:
-            put_stream_states(self._take(torch.empty_like(stream_states(self._device), device=META)), self._device)
+            restore_generator_states(
+                self._take(torch.empty_like(generator_states(self._device), device=META)), self._device
+            )
         if any(map(_is_shape, leaves)):
             raise _past(self._begin)
         return tree_unflatten(leaves, form)
@@ -248,7 +250,7 @@ class ModelStage:
             if leaf.trained and torch.is_grad_enabled():
                 self._now.sent.append(tensor)
         if self._draws:
-            self._send(stream_states(self._device))
+            self._send(generator_states(self._device))
         raise _EndOfStage
 
     def _skipped(

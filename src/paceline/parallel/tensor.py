@@ -39,7 +39,7 @@ class TensorSharding:
     sent: dict[str, int] = field(default_factory=dict[str, int])
     """by layer, the bytes that its forwards and backwards have all-reduced so far"""
 
-    def count(self, layer: str, size: int) -> None:
+    def add_sent_bytes(self, layer: str, size: int) -> None:
         """Add to `sent`."""
         self.sent[layer] = self.sent.get(layer, 0) + size
 
@@ -52,7 +52,7 @@ class TensorSharding:
             weight = next(n for n in self.shards if n.startswith(f"{name}.") or id(model.get_parameter(n)) in of_layer)
             shard = self.shards[weight]
             pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-            key = (pattern, str(tuple(shard.whole)), f"{layer.way}, {tuple(shard.shape)} each")
+            key = (pattern, str(tuple(shard.full_shape)), f"{layer.way}, {tuple(shard.shape)} each")
             layers_of.setdefault(key, []).append(name)
         for (pattern, shape, sharding), names in layers_of.items():
             suffix = f" ({len(names)} layers)" if len(names) > 1 else ""
@@ -70,7 +70,7 @@ class TensorSharding:
         for name, parameter in model.named_parameters():
             shard = self.shards.get(name)
             rank_bytes += parameter.nbytes
-            total_bytes += parameter.nbytes if shard is None else shard.whole.numel() * parameter.element_size()
+            total_bytes += parameter.nbytes if shard is None else shard.full_shape.numel() * parameter.element_size()
             if shard is None:
                 class_name = type(model.get_submodule(name.rpartition(".")[0])).__name__
                 whole_by_class[class_name] = whole_by_class.get(class_name, 0) + parameter.nbytes
@@ -83,7 +83,7 @@ class TensorSharding:
 def shard_along_tensor(
     model: nn.Module,
     world: World,
-    asked: Callable[[nn.Module], Mapping[str, str]] | None = None,
+    choose_styles: Callable[[nn.Module], Mapping[str, str]] | None = None,
     probe: Callable[[], float] | None = None,
     *,
     sequence: bool = False,
@@ -108,7 +108,7 @@ def shard_along_tensor(
     broadcast_module(model)  # shards of differently initialised models would not form one model
     with raise_on_all_ranks(world):
         expected = None if probe is None else probe()
-        plan = find_plan(model, along.size, None if asked is None else dict(asked(model)))
+        plan = find_plan(model, along.size, None if choose_styles is None else dict(choose_styles(model)))
         shards = shards_of(model, plan, along)
     mesh = DeviceMesh.from_group(along.group, world.device.type)
     sharding = TensorSharding(plan, shards, along.size)
@@ -116,10 +116,10 @@ def shard_along_tensor(
     with torch.no_grad():
         for name, shard in shards.items():
             parameter = model.get_parameter(name)
-            parameter.data = shard.part(parameter.data)
+            parameter.data = shard.extract_shard(parameter.data)
     cache = InputCache()
     for name, layer in plan.items():
-        comm = LayerCommunication(mesh, partial(sharding.count, name), cache, sequence=sequence)
+        comm = LayerCommunication(mesh, partial(sharding.add_sent_bytes, name), cache, sequence=sequence)
         _shard_forward(model.get_submodule(name), layer, comm, along)
     mode = DTensorMode(mesh, shards, model)
 

@@ -39,7 +39,9 @@ class ShardedLayer:
     """the widths of the concatenated outputs of a fused layer"""
 
 
-def find_plan(model: nn.Module, ranks: int, asked: Mapping[str, str] | None = None) -> dict[str, ShardedLayer]:
+def find_plan(
+    model: nn.Module, ranks: int, requested_styles: Mapping[str, str] | None = None
+) -> dict[str, ShardedLayer]:
     """The sharded layers, by name.
 
     Args:
@@ -51,7 +53,7 @@ def find_plan(model: nn.Module, ranks: int, asked: Mapping[str, str] | None = No
         UsageError: if the number of ranks does not divide the heads of an attention or a width in `asked`, a pattern
             matches no module, or no layer can be sharded.
     """
-    chosen = _asked(model, asked or {}, ranks)
+    chosen = _asked(model, requested_styles or {}, ranks)
     excluded = tuple(f"{name}." for name, layer in chosen.items() if layer is None)  # and all modules inside
     free = [(name, m) for name, m in model.named_modules() if name not in chosen and not name.startswith(excluded)]
     plan = _attention(model, free, ranks)
@@ -179,7 +181,7 @@ def _attention(model: nn.Module, free: Sequence[NamedModule], ranks: int) -> dic
         owner_name = group[0][0].rpartition(".")[0]
         owner = model.get_submodule(owner_name)
         for attributes in (HEADS, KEY_HEADS):
-            if (number := _number(owner, attributes)) is not None:
+            if (number := _find_head_count(owner, attributes)) is not None:
                 _check_heads(owner_name, owner, number, ranks)
         divides = all(width % ranks == 0 for layer in projections.values() for width in layer.parts)
         if divides and _fits(group, last, ranks):
@@ -260,7 +262,7 @@ def _check_heads(name: str, module: nn.Module, number: int, ranks: int) -> None:
         )  # fmt: skip
 
 
-def _number(module: nn.Module, names: Sequence[str]) -> int | None:
+def _find_head_count(module: nn.Module, names: Sequence[str]) -> int | None:
     for owner in (module, getattr(module, "config", None)):
         for name in names:
             value = getattr(owner, name, None)

@@ -86,7 +86,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     preload: int = -1  # only for the preloader: the socket on which the agent requests workers
 
     @classmethod
-    def here(cls, env: MutableMapping[str, str] = os.environ) -> WorkerSpec | None:
+    def from_environment(cls, env: MutableMapping[str, str] = os.environ) -> WorkerSpec | None:
         """The specification of this process; None if no agent of paceline has started it."""
         if (text := env.pop(WORKER_SPEC, None)) is not None:  # at each call: a forked worker gets it after its fork
             WorkerSpec._here = msgspec.json.decode(text, type=WorkerSpec)
@@ -99,7 +99,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def restarts(env: Mapping[str, str] = os.environ) -> int:
     """The number of restarts of this process's run so far, by our agent or by torchrun's."""
-    spec = WorkerSpec.here()
+    spec = WorkerSpec.from_environment()
     return spec.generation if spec is not None else int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -255,7 +255,7 @@ def wait_readable(descriptors: Sequence[Readable | int], seconds: float) -> set[
     return {number for number, _ in poll.poll(1000 * max(0.0, seconds))}
 
 
-class Orders:
+class StopOrders:
     """All orders to an agent so far. Orders are never withdrawn.
 
     `wakeup` is from `signal_wakeup`. With `lifeline`, a launcher holds stdin open (not under Slurm, and not if a user
@@ -270,7 +270,7 @@ class Orders:
         self._line = b""
 
     @property
-    def given(self) -> bool:
+    def has_order(self) -> bool:
         """Whether there is an order. All orders are requests to stop."""
         return self.launcher_gone or bool(self.signals)
 

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, ReportedByPeer
 
-GOOD_ENDS = (ExitCode.DONE, ExitCode.SAVED)
+SUCCESS_EXIT_CODES = (ExitCode.DONE, ExitCode.SAVED)
 
 PEER_LOST = (  # lower case
     "connection closed by peer",
@@ -190,7 +190,7 @@ class ScriptFinding(msgspec.Struct, frozen=True, omit_defaults=True):
     last: bool = False  # whether the rank took no further step and ended with code 0
 
 
-class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
+class WorkerSample(msgspec.Struct, frozen=True, omit_defaults=True):
     """One worker at one moment, from /proc, its status page and its failure record."""
 
     rank: int
@@ -226,14 +226,14 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.step - self.alone
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """Whether it neither has ended nor is lost with its node."""
         return self.code is None and not self.lost_reason
 
     @property
     def ended_badly(self) -> bool:
         """Whether it has ended, and neither finished nor stopped as requested."""
-        return bool(self.lost_reason) or self.code not in (None, *GOOD_ENDS)
+        return bool(self.lost_reason) or self.code not in (None, *SUCCESS_EXIT_CODES)
 
     @property
     def failed_at_seconds(self) -> float:
@@ -268,7 +268,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
         return replace(self, failure=failure, ended_seconds=now_seconds - self.ended_seconds if has_ended else 0.0)
 
 
-class Evidence(Sample, frozen=True, omit_defaults=True):
+class Evidence(WorkerSample, frozen=True, omit_defaults=True):
     """A sample of a rank with its answer: stacks, collectives, and the state of its process."""
 
     state: str = ""  # process state from /proc: R running, S sleeping, D in I/O, T stopped, Z; empty: ended
@@ -286,9 +286,9 @@ class Evidence(Sample, frozen=True, omit_defaults=True):
     calls: dict[str, Op] = {}  # the calls of a script, by the hash in its orders
 
     @classmethod
-    def of(cls, sample: Sample) -> Self:
+    def from_sample(cls, sample: WorkerSample) -> Self:
         """The evidence on a rank for which only a sample is available."""
-        return cls(*(getattr(sample, name) for name in Sample.__struct_fields__))
+        return cls(*(getattr(sample, name) for name in WorkerSample.__struct_fields__))
 
 
 class StopKind(IntEnum):
@@ -340,7 +340,7 @@ class LiveRank(msgspec.Struct, frozen=True, omit_defaults=True):
     waiting: bool = False  # whether it waits for other ranks
 
     @classmethod
-    def of(cls, sample: Sample) -> Self:
+    def from_sample(cls, sample: WorkerSample) -> Self:
         """The part of a sample that `paceline watch` needs."""
         return cls(
             sample.rank, sample.host, sample.pid, sample.node, sample.code, bool(sample.lost_reason), sample.step,

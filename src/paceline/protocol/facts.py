@@ -20,7 +20,7 @@ def kept_batches(batches: int) -> int:
     return min(batches, WHOLE + batches % WHOLE)
 
 
-def finite(value: float, instead: float = 0.0) -> float:
+def finite_or_default(value: float, instead: float = 0.0) -> float:
     """`value`, or `instead` if it is NaN or infinite, which JSON cannot represent."""
     return float(value) if math.isfinite(value) else instead
 
@@ -30,7 +30,7 @@ def facts_file(rank: int) -> str:
     return f"facts-{rank}.json"
 
 
-class Pass(msgspec.Struct):
+class LoaderPass(msgspec.Struct):
     """One iteration over a loader."""
 
     indices: list[int] = []  # the first MAX_INDICES in the order of the sampler, including skipped ones
@@ -64,10 +64,10 @@ class SeenLoader(msgspec.Struct):
     probes: list[list[str]] = []  # the digest of each tensor in a few samples of the data set
     local_only: bool = msgspec.field(default=False, name="private")  # only this rank trains on it, not jointly
     random: dict[str, str] = {}  # generators that were used to fetch a batch -> the digest of their state before
-    passes: list[Pass] = []
+    passes: list[LoaderPass] = []
 
     @property
-    def training(self) -> list[Pass]:
+    def training_passes(self) -> list[LoaderPass]:
         """The iterations that trained the model."""
         return [loader_pass for loader_pass in self.passes if loader_pass.trains]
 

@@ -25,7 +25,7 @@ from paceline.protocol.control import FIRST_PORT, GRACE_SECONDS, PORTS
 GAP_FACTOR = 5.0
 WARM_UP_STEPS = 5
 EXPLICIT_FACTOR, EXPLICIT_FLOOR_SECONDS = 4.0, 60.0
-JUMP_SECONDS = 5.0  # after a longer gap between samples, the agent was suspended, and perhaps its workers
+SUSPENSION_GAP_SECONDS = 5.0  # after a longer gap between samples, the agent was suspended, and perhaps its workers
 MAX_SECONDS = 7 * 24 * 3600.0
 EVENT_SECONDS = 10.0  # for one command of --on-event
 JOIN_SECONDS = 300.0  # the time for which the agents of several nodes wait for each other
@@ -75,7 +75,7 @@ class Windows(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
             raise UsageError(code="hang-timeout-invalid", value=text)
         return cls(float(match[1]))
 
-    def of(self, stage: Stage, largest_gap_seconds: float = 0.0) -> float:
+    def window_seconds(self, stage: Stage, largest_gap_seconds: float = 0.0) -> float:
         """The longest time without progress, in seconds, given the longest gap of this stage so far."""
         if self.off:
             return math.inf

@@ -48,10 +48,10 @@ ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # scripts call
 class ReplicaFingerprint(NamedTuple):
     """A fingerprint of a rank's parameters after a step."""
 
-    number: int  # the step of the optimizer
+    optimizer_step: int  # the step of the optimizer
     layout: int  # a hash of the names and shapes
     flags: int
-    parts: tuple[int, ...]  # indices of the tensors
+    tensor_indices: tuple[int, ...]  # indices of the tensors
     hashes: tuple[int, ...]
     sums: tuple[float, ...]
     settings: tuple[float, ...] = (0.0,) * len(SETTINGS)  # sums over parameter groups
@@ -123,10 +123,10 @@ def orders_of(data: bytes) -> list[Order]:
 
 def put_fingerprint(own: StatusPage, mark: ReplicaFingerprint) -> None:
     """Write a fingerprint to the status page."""
-    level = min((mark.number & -mark.number).bit_length() - 1, LEVELS - 1)
-    slot = level * KEPT + (mark.number >> (level + 1)) % KEPT
+    level = min((mark.optimizer_step & -mark.optimizer_step).bit_length() - 1, LEVELS - 1)
+    slot = level * KEPT + (mark.optimizer_step >> (level + 1)) % KEPT
     at = MARKS_AT + mark.table * TABLE_BYTES + slot * MARK.size
-    data = MARK.pack(*mark[:3], *mark.parts, *mark.hashes, *mark.sums, *mark.settings, mark.number)
+    data = MARK.pack(*mark[:3], *mark.tensor_indices, *mark.hashes, *mark.sums, *mark.settings, mark.optimizer_step)
     own.store_record(at, data)
     own.put("marks", own.get("marks") + 1)
 
@@ -215,21 +215,23 @@ class Mismatch:
     """The first call in which ranks differ. `odd` are the ranks in the minority; empty without a majority."""
 
     calls: tuple[Op | None, ...]  # by rank; None: the rank made no further call
-    odd: tuple[int, ...]
+    minority_ranks: tuple[int, ...]
 
     @property
     def words(self) -> str:
         """The calls of the ranks, as text."""
-        shown_ranks = [rank for rank in range(len(self.calls)) if not self.odd or rank in self.odd]
+        shown_ranks = [
+            rank for rank in range(len(self.calls)) if not self.minority_ranks or rank in self.minority_ranks
+        ]
         text = "; ".join(f"rank {rank} called {_call(self.calls[rank])}" for rank in shown_ranks)
-        if not self.odd:
+        if not self.minority_ranks:
             return text + "; without a majority, either may be wrong"
-        majority_call = next(call for rank, call in enumerate(self.calls) if rank not in self.odd)
+        majority_call = next(call for rank, call in enumerate(self.calls) if rank not in self.minority_ranks)
         return text + f", while all others called {_call(majority_call)}"
 
 
 def compare_orders(
-    histories: Sequence[Sequence[Op]], local: frozenset[str], known: frozenset[str] = frozenset()
+    histories: Sequence[Sequence[Op]], local: frozenset[str], common_lines: frozenset[str] = frozenset()
 ) -> Mismatch | frozenset[str]:
     """The mismatch between the ranks' calls (the oldest first), or all lines that only some ranks use.
 
@@ -244,7 +246,7 @@ def compare_orders(
         labels = [tuple(order_label(op, local) for op in ops) for ops in ops_by_rank]
         if len(set(labels)) > 1:
             return _mismatch(ops_by_rank, labels)
-        if departure := _departure(ops_by_rank, known):
+        if departure := _departure(ops_by_rank, common_lines):
             return departure
     return local
 

@@ -109,7 +109,7 @@ class StatusPage:
         self._numbers = itertools.count(self.get("ops") + 1)  # next() is atomic, because several threads may write
 
     @classmethod
-    def inherited(cls, descriptor: int) -> Self | None:
+    def from_descriptor(cls, descriptor: int) -> Self | None:
         """The page that this worker's agent made; None if the descriptor is not, or no longer, a status page."""
         return cls(descriptor) if _is_status_page(descriptor) else None
 
@@ -121,7 +121,7 @@ class StatusPage:
         """One counter; the agent sets some."""
         return self._words[_INDEX[name]]
 
-    def asked(self, what: str) -> int:
+    def get_request(self, what: str) -> int:
         """A request of the agent for the end of this step, for example `saves_asked`. Works with the guard off."""
         return self._steps[_INDEX[what]]
 
@@ -228,7 +228,7 @@ class StatusPage:
 
     def recent_ops(self) -> list[tuple[int, Op]]:
         """The records of this process's ring: (start by CLOCK_MONOTONIC, operation)."""
-        return records(self._memory[RING_AT : RING_AT + RECORDS * RECORD.size])
+        return decode_ring(self._memory[RING_AT : RING_AT + RECORDS * RECORD.size])
 
     def calls_since(self, since_ns: int) -> list[tuple[int, float, Op]]:
         """The operations since `since_ns`, the oldest first: (start, seconds or -1 if it runs, operation)."""
@@ -242,7 +242,7 @@ class StatusPage:
             if WORD.unpack_from(data, BEGAN_AT)[0] < since_ns:
                 break
             (state,) = struct.unpack_from("@I", data, STATE_AT)
-            calls += [(began_ns, (state - 1) / 1e6 if state else -1.0, op) for began_ns, op in records(data)]
+            calls += [(began_ns, (state - 1) / 1e6 if state else -1.0, op) for began_ns, op in decode_ring(data)]
         return calls[::-1]
 
     def keep_for_steps(self) -> None:
@@ -286,7 +286,7 @@ def _is_status_page(descriptor: int) -> bool:
         return False
 
 
-def records(data: bytes) -> list[tuple[int, Op]]:
+def decode_ring(data: bytes) -> list[tuple[int, Op]]:
     """The records of a ring, the oldest first: (start in ns, operation)."""
     numbered: list[tuple[int, int, Op]] = []
     for at in range(0, len(data) - RECORD.size + 1, RECORD.size):
@@ -316,13 +316,13 @@ class Counters:
     answered: int
     beat_ns: int
     met: bool  # whether it has called a collective
-    moved: tuple[int, ...]
+    progress_values: tuple[int, ...]
     phase_seconds: tuple[float, ...]  # time in each phase, up to the last change of phase
     waiting: bool  # whether it waited in a collective or message at the last wake-up of its watcher
     script: bool = False  # an unmodified script, which hooks observe
     notes_stops: bool = False  # whether stop signals take effect between steps
-    uneven: bool = False  # whether ranks may take different numbers of steps
-    alone: int = 0  # number of steps that the rank took alone
+    allows_uneven_steps: bool = False  # whether ranks may take different numbers of steps
+    solo_steps: int = 0  # number of steps that the rank took alone
     stops_by_step: bool = False
     stop_asked: bool = False
     steps_ended: int = 0
@@ -343,7 +343,7 @@ def read_counters(descriptor: int) -> Counters:
     names = ("step", "ready", "answered", "beat_ns", "alone", "marks", "findings", "steps_ended", "stop_signal")
     numbers = {name: values[name] for name in names}
     flagged = {name: bool(values[name]) for name in flags}
-    return Counters(phase=phase, met=has_met, moved=moved, phase_seconds=spent_seconds, **flagged, **numbers)
+    return Counters(phase=phase, met=has_met, progress_values=moved, phase_seconds=spent_seconds, **flagged, **numbers)
 
 
 def put_question(descriptor: int, question: int) -> None:
@@ -416,7 +416,7 @@ def read_native(descriptor: int) -> str:
 
 def read_ring(descriptor: int) -> list[Op]:
     """The worker's last collectives, the oldest first, without partial records."""
-    return [op for _, op in of_this_life(records(os.pread(descriptor, RECORDS * RECORD.size, RING_AT)))]
+    return [op for _, op in of_this_life(decode_ring(os.pread(descriptor, RECORDS * RECORD.size, RING_AT)))]
 
 
 def of_this_life(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op]]:

@@ -27,10 +27,10 @@ from paceline.errors import ExitCode, PacelineError, ReportedByPeer
 from paceline.host.procfs import die_with_parent, read_process
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Failure, is_victim
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.imports import hide_from_warnings, when_imported
 from paceline.runs import writing
-from paceline.runs.console import clean
+from paceline.runs.console import remove_controls
 
 MAX_CHARS = 60_000  # of each text in a record
 INTERRUPTED = 130  # 128 + SIGINT
@@ -40,13 +40,13 @@ SHARING = "paceline.collectives.ddp"  # by name, because it imports torch and is
 
 def attach() -> None:
     """Bind this process to its agent: it ends with the agent and writes the status page. The first call of a worker."""
-    spec = WorkerSpec.here()
+    spec = WorkerSpec.from_environment()
     if spec is None:
         return
     if spec.temporary:
         # a killed process does not remove the sockets of multiprocessing: the agent removes this folder
         vars(current_process())["_config"]["tempdir"] = spec.temporary
-    Guard.of_process().start().watch_torch()
+    HangGuard.of_process().start().watch_torch()
     if spec.shares_gradients:
         when_imported(DDP, _share_gradients)
     if os.getppid() != spec.agent_pid:
@@ -84,7 +84,7 @@ def exit_worker(code: int) -> NoReturn:
         with suppress(OSError, ValueError):  # the stream or its reader is closed
             stream.flush()
     if code >= 0:
-        Guard.of_process().leave(code)
+        HangGuard.of_process().leave(code)
     if code < 0:  # a shell ends its loop only if Ctrl-C has *killed* the command
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -106,19 +106,19 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
     Returns:
         Whether the agent will report this failure, so that the worker need not print it. False without an agent.
     """
-    spec, rank = WorkerSpec.here(), os.environ.get("RANK", "")
+    spec, rank = WorkerSpec.from_environment(), os.environ.get("RANK", "")
     if not rank.isdecimal():
         return False
-    record = Guard.of_process().record if spec is None else spec.record
+    record = HangGuard.of_process().record if spec is None else spec.record
     if record < 0:
         return False
     failure = Failure(
         rank=int(rank), host=os.uname().nodename, pid=os.getpid(), exit_code=int(exit_code), type=type(error).__name__,
-        message=_clipped(error.shown if isinstance(error, PacelineError) else str(error)),
+        message=_clipped(error.message_with_code if isinstance(error, PacelineError) else str(error)),
         traceback=_clipped("".join(format_exception(error))) if traceback else "",
         victim=is_victim(error) if victim is None else victim, monotonic_seconds=time.monotonic(),
         code=error.code if isinstance(error, PacelineError) else "",
-        fields=_plain(error.fields) if isinstance(error, PacelineError) and error.code else {},
+        fields=_to_json_value(error.fields) if isinstance(error, PacelineError) and error.code else {},
     )  # fmt: skip
     encoded = msgspec.json.encode(failure)
     try:
@@ -132,26 +132,26 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
     with suppress(OSError):
         # a separate file per generation, so that the first failure remains after restarts
         suffix = f"-generation-{spec.generation}" if spec.generation else ""
-        writing.replace(Path(spec.attempt_dir) / f"error-{rank}{suffix}.json", encoded)
+        writing.replace_file(Path(spec.attempt_dir) / f"error-{rank}{suffix}.json", encoded)
     return True
 
 
 def report_victim(error: BaseException, what: str) -> None:
     """Print one line, `what`, for a rank that lost a peer. The traceback goes only to its log."""
-    spec = WorkerSpec.here()
+    spec = WorkerSpec.from_environment()
     assert spec is not None
     log = Path(spec.attempt_dir) / f"rank-{os.environ['RANK']}.log"
-    with suppress(OSError), os.fdopen(writing.keep(log, append=True), "a", errors="replace") as file:
+    with suppress(OSError), os.fdopen(writing.open_or_create(log, append=True), "a", errors="replace") as file:
         print_exception(error, file=file)
     print(f"paceline: {what}: {type(error).__name__}, see {log}", file=sys.stderr)
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """`value` in JSON types: numbers, lists and tables unchanged, other values as text."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return {str(key): _to_json_value(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, list):
-        return [_plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+        return [_to_json_value(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
     return value if value is None or isinstance(value, (bool, int, float)) else _clipped(str(value))
 
 
@@ -188,7 +188,7 @@ def report_error(error: BaseException) -> int:
     if on_all_ranks and os.environ.get("RANK", "0") != "0":
         return code
     if has_message:
-        print(f"paceline: {clean(error.shown)}", file=sys.stderr)
+        print(f"paceline: {remove_controls(error.message_with_code)}", file=sys.stderr)
     else:
         print_exception(error)
     return code

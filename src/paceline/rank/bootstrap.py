@@ -50,18 +50,18 @@ from paceline.protocol.control import (
 from paceline.protocol.evidence import is_victim
 from paceline.protocol.marks import Names
 from paceline.protocol.status_page import make_status_page
-from paceline.rank import recorder
+from paceline.rank import flight_recorder
 from paceline.rank.attach import attach, exit_worker, record_failure, report_error, report_victim
+from paceline.rank.collective_recorder import OrderMarks
 from paceline.rank.environment import job_token
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.imports import when_imported
-from paceline.rank.ledger import OrderMarks
 from paceline.rank.probes import Hooks, ScriptListener
 from paceline.rank.probes.faults import BatchTracker, NonFiniteGradients, StaleGradients, SwallowedExceptions
 from paceline.rank.probes.replicas import Fingerprints
 from paceline.rank.probes.steps import JoinContexts, JointOptimizers, ScriptPhases, StepCounter
 from paceline.rank.stops import StepStops, UnsavedSteps
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 
 if TYPE_CHECKING:
     from paceline.protocol.job import NodePlan
@@ -138,11 +138,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """
     listeners: tuple[ScriptListener, ...] = ()
     if arguments[:1] == [CHECK]:
-        arguments, spec = arguments[1:], WorkerSpec.here()
+        arguments, spec = arguments[1:], WorkerSpec.from_environment()
         if spec is not None and spec.attempt_dir:
-            from paceline.rank.check import watch  # costs all other scripts nothing
+            from paceline.rank.check import create_facts_listeners  # costs all other scripts nothing
 
-            listeners = watch(Path(spec.attempt_dir))
+            listeners = create_facts_listeners(Path(spec.attempt_dir))
     attach()
     run_script(arguments, *listeners)
 
@@ -155,11 +155,11 @@ def run_script(arguments: Sequence[str], *also: ScriptListener) -> NoReturn:
         sys.exit(ExitCode.USAGE)
     report_end: Callable[[], None] | None = None
     stops: StepStops | None = None
-    if (spec := WorkerSpec.here()) is not None:
+    if (spec := WorkerSpec.from_environment()) is not None:
         if os.isatty(0):
             ask_in_turn(spec.temporary)
-        stops = StepStops(Guard.of_process().page, arguments).watch_frameworks()
-        report_end = watch_script(Guard.of_process(), UnsavedSteps(stops), *also)
+        stops = StepStops(HangGuard.of_process().page, arguments).watch_frameworks()
+        report_end = watch_script(HangGuard.of_process(), UnsavedSteps(stops), *also)
     try:
         _run(arguments)
     except SystemExit as end:
@@ -173,7 +173,7 @@ def run_script(arguments: Sequence[str], *also: ScriptListener) -> NoReturn:
     if code == 0 and stops is not None:
         stops.succeed()
     if code >= 0 and "torch" not in sys.modules:  # with torch, `exit_worker` skips its static destructors
-        Guard.of_process().leave(code)
+        HangGuard.of_process().leave(code)
         sys.exit(code)
     exit_worker(code)
 
@@ -231,7 +231,7 @@ def _report_failure(error: BaseException, *, is_worker: bool) -> int:
         return _exit_code(SystemExit("ended in the debugger"), is_worker=is_worker)
     interrupted = isinstance(error, KeyboardInterrupt)
     if is_worker and not interrupted:
-        unblocked = bool(Guard.of_process().released())  # the agent has unblocked this rank in a collective
+        unblocked = bool(HangGuard.of_process().released())  # the agent has unblocked this rank in a collective
         victim = unblocked or is_victim(error)
         recorded = record_failure(error, ExitCode.FAILED, traceback=True, victim=victim)
         if victim and recorded and sys.excepthook.__module__ in ("sys", "torch.distributed.distributed_c10d"):
@@ -300,7 +300,7 @@ def ask_in_turn(folder: str) -> None:
     when_imported("pdb", wrap_pdb)
 
 
-def watch_script(guard: Guard, *also: ScriptListener) -> Callable[[], None]:
+def watch_script(guard: HangGuard, *also: ScriptListener) -> Callable[[], None]:
     """Install the probes for the script of this process; `also` are more listeners. Never raises.
 
     The caller must call the result when the script has ended with exit code 0.
@@ -316,7 +316,7 @@ def watch_script(guard: Guard, *also: ScriptListener) -> Callable[[], None]:
         listeners = [joint, batches, *faults, steps, JoinContexts(page), Fingerprints(page, names, joint)]
     hooks = Hooks(guard.warn_once).listen(*listeners, *also).install()
     guard.attach_probes(lambda: hooks.dismiss(*listeners), marker, on_failure)
-    return hooks.end
+    return hooks.report_success
 
 
 def attach_to_agent(plan: NodePlan, env: Mapping[str, str]) -> None:
@@ -336,11 +336,11 @@ def attach_to_agent(plan: NodePlan, env: Mapping[str, str]) -> None:
         if is_first:
             start_agent(address, plan)
         attachment = Attachment(rank, address, (page_fd, record_fd), first=is_first, several_nodes=plan.nodes > 1)
-        guard = Guard.observed(page_fd, record_fd).start().watch_torch()
-        guard.leave = attachment.leave
+        guard = HangGuard.observed(page_fd, record_fd).start().watch_torch()
+        guard.leave = attachment.report_exit
     except Exception as error:
         if is_first:
-            say(f"warning: paceline does not observe the ranks of this node: {error}")
+            print_to_stderr(f"warning: paceline does not observe the ranks of this node: {error}")
 
 
 def start_agent(address: bytes, plan: NodePlan) -> None:
@@ -385,7 +385,7 @@ class Attachment:
         self._connection = self._connect()
         threading.Thread(target=self._listen, name="paceline-attach", daemon=True).start()
 
-    def leave(self, code: int) -> None:
+    def report_exit(self, code: int) -> None:
         """Report the exit code to the agent, and wait until the agent closes the connection."""
         self._over = True
         with suppress(OSError):
@@ -417,7 +417,7 @@ class Attachment:
         while isinstance(message := receive(self._connection)[0], Rendezvous):
             threading.Thread(target=self._exchange, args=(message,), name="paceline-meet", daemon=True).start()
         if self._first and not self._over:
-            say("warning: the agent of this node has ended; paceline no longer detects hangs here")
+            print_to_stderr("warning: the agent of this node has ended; paceline no longer detects hangs here")
 
     def _exchange(self, meeting: Rendezvous | None) -> None:
         """Send the address of node 0's agent to the first ranks of the other nodes, or receive it, through a store.
@@ -428,7 +428,7 @@ class Attachment:
         stores: list[Any] = [None, None]
         try:
             while stores[1] is None or meeting is None:  # some ranks may reach only the default store, not the port
-                if recorder.distributed() is not None:
+                if flight_recorder.loaded_c10d_module() is not None:
                     stores = [s or make() for s, make in zip(stores, (_store_at_port, _default_store), strict=True)]
                 for store in filter(None, stores):
                     if meeting is not None:
@@ -437,7 +437,7 @@ class Attachment:
                         return send(self._connection, msgspec.json.decode(store.get(key), type=Rendezvous))
                 time.sleep(LOOK_SECONDS)
         except Exception as error:
-            say(f"warning: rank {self._rank} cannot connect the agents of the nodes: {error}")
+            print_to_stderr(f"warning: rank {self._rank} cannot connect the agents of the nodes: {error}")
 
 
 def _store_at_port() -> Any:
@@ -451,7 +451,7 @@ def _store_at_port() -> Any:
 
 
 def _default_store() -> Any:
-    module: Any = recorder.distributed()
+    module: Any = flight_recorder.loaded_c10d_module()
     return module._get_default_store().clone() if module.is_initialized() else None
 
 

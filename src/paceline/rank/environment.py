@@ -136,7 +136,7 @@ def _from_slurm(env: Mapping[str, str]) -> dict[str, str]:
     # not SLURM_LAUNCH_NODE_IPADDR: srun often runs on a login node
     address = LOOPBACK if len(nodes) == 1 else nodes[0]
     counts = rank, size, local_rank, tasks_of_node(tasks, node)
-    return _world(env, counts, address, FIRST_PORT + (job * 101 + step) % PORTS)
+    return _torchrun_variables(env, counts, address, FIRST_PORT + (job * 101 + step) % PORTS)
 
 
 def _from_mpi(env: Mapping[str, str], starter: str, names: Sequence[str], to_set: str) -> dict[str, str]:
@@ -157,10 +157,10 @@ def _from_mpi(env: Mapping[str, str], starter: str, names: Sequence[str], to_set
     if not namespace and "MASTER_PORT" not in env:
         raise UsageError(code="mpi-port-missing", launcher=starter, option=to_set.format("MASTER_PORT", 29500))
     port = FIRST_PORT + zlib.crc32(namespace.encode()) % PORTS  # hash() differs between processes
-    return _world(env, (rank, size, local_rank, local_size), LOOPBACK, port)
+    return _torchrun_variables(env, (rank, size, local_rank, local_size), LOOPBACK, port)
 
 
-def _world(env: Mapping[str, str], counts: Sequence[int], address: str, port: int) -> dict[str, str]:
+def _torchrun_variables(env: Mapping[str, str], counts: Sequence[int], address: str, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in zip(COUNTS, counts, strict=True)} | {
         "MASTER_ADDR": env.get("MASTER_ADDR") or address,
         "MASTER_PORT": env.get("MASTER_PORT") or str(port),

@@ -242,7 +242,7 @@ def _lightning_callback(stops: StepStops, package: str) -> Any:
                 return
             call_hook(trainer, "on_train_batch_end", *args)  # Lightning calls the hook of the module after callbacks
             writing.make_folder(self.folder, exist_ok=True)
-            writing.replace(self._state_file, _random_state(module.device))
+            writing.replace_file(self._state_file, _random_state(module.device))
             trainer.save_checkpoint(self.folder / _lightning_checkpoint(self._step))
             self.step_saved = self._step
             for logger in trainer.loggers:
@@ -279,15 +279,15 @@ def _skip_batches(loop: Any) -> None:
 
 
 def _random_state(device: Any) -> bytes:
-    from paceline.seeding import stream_states
+    from paceline.seeding import generator_states
 
-    return stream_states(device).numpy().tobytes()
+    return generator_states(device).numpy().tobytes()
 
 
 def _load_random_state(path: Path, device: Any) -> None:
     import torch
 
-    from paceline.seeding import put_stream_states
+    from paceline.seeding import restore_generator_states
 
     data = bytearray(reading.read(path, limit_bytes=MAX_STATE_BYTES))
-    put_stream_states(torch.frombuffer(data, dtype=torch.uint8), device)
+    restore_generator_states(torch.frombuffer(data, dtype=torch.uint8), device)

@@ -24,7 +24,7 @@ def main() -> None:
     _restore(**interpreter_state)
     function, args, kwargs = cloudpickle.loads(call)  # needs the restored sys.path
     if rank == 0:
-        ProgressWriter.here = ProgressWriter(folder / "progress")
+        ProgressWriter.of_process = ProgressWriter(folder / "progress")
         for stale_path in folder.glob("result-*"):  # from a generation with more ranks
             if int(stale_path.name.rpartition("-")[2]) >= int(os.environ["WORLD_SIZE"]):
                 stale_path.unlink()

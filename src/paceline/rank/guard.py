@@ -36,9 +36,9 @@ from paceline.host.reach import is_loopback, sign
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Answer, Phase, is_victim
 from paceline.protocol.status_page import SIGNAL, SIGNAL_SAFE, WATCHED, StatusPage, make_status_page
-from paceline.rank import recorder
+from paceline.rank import flight_recorder
+from paceline.rank.collective_recorder import MODULE, Group, Ledger, OrderMarks
 from paceline.rank.imports import hide_from_warnings, when_imported
-from paceline.rank.ledger import MODULE, Group, Ledger, OrderMarks
 from paceline.runs.owners import user_name
 
 OTHERS_FIRST_SECONDS = 1.0  # a rank that is unblocked earlier closes its connections to this rank
@@ -53,11 +53,11 @@ class _ReleaseReason(msgspec.Struct, frozen=True):
     exit_code: int = ExitCode.STALLED
 
 
-class Guard:
+class HangGuard:
     """The guard of a process: see the module's docstring."""
 
     max_steps = float("inf")  # a session ends its training after this number of steps; the script continues
-    _of_process: ClassVar[Guard | None] = None
+    _of_process: ClassVar[HangGuard | None] = None
 
     def __init__(self, page: StatusPage | None, *, on: bool) -> None:
         """`page` is the agent's status page; None in a process without an agent."""
@@ -76,19 +76,19 @@ class Guard:
             self.ledger.active = False
 
     @classmethod
-    def of_process(cls) -> Guard:
+    def of_process(cls) -> HangGuard:
         """The guard of this process."""
-        if Guard._of_process is None:
-            spec = WorkerSpec.here()
-            page = None if spec is None else StatusPage.inherited(spec.page)
-            Guard._of_process = guard = cls(page, on=spec is None or spec.guarded)
+        if HangGuard._of_process is None:
+            spec = WorkerSpec.from_environment()
+            page = None if spec is None else StatusPage.from_descriptor(spec.page)
+            HangGuard._of_process = guard = cls(page, on=spec is None or spec.guarded)
             os.register_at_fork(after_in_child=guard._in_child)
-        return Guard._of_process
+        return HangGuard._of_process
 
     @classmethod
-    def observed(cls, page: int, record: int) -> Guard:
+    def observed(cls, page: int, record: int) -> HangGuard:
         """Make the guard for an agent that did not start this process. The agent reads the page and the record."""
-        Guard._of_process = guard = cls(StatusPage(page), on=True)
+        HangGuard._of_process = guard = cls(StatusPage(page), on=True)
         guard.record = record
         os.register_at_fork(after_in_child=guard._in_child)
         return guard
@@ -111,7 +111,7 @@ class Guard:
     def watch_torch(self) -> Self:
         """Record torch.distributed's calls from now on, or from its import. Never raises."""
         try:
-            when_imported(MODULE, self._install)
+            when_imported(MODULE, self._wrap_torch)
         except Exception as error:
             self.warn_once(error)
         return self
@@ -170,7 +170,7 @@ class Guard:
             reason, code = _ReleaseReason(), ExitCode.STALLED
         return StallError(reason.page or "another rank made no progress: the hang guard has ended this wait", code)
 
-    def _install(self, *, late: bool) -> None:
+    def _wrap_torch(self, *, late: bool) -> None:
         module = sys.modules[MODULE]
         others = [sys.modules["torch.distributed"]] if late else []
         if self.on:
@@ -199,7 +199,7 @@ class Watcher:
     lock that the main thread needs, imports nothing, and handles all its errors.
     """
 
-    def __init__(self, guard: Guard, native: NativeStacks | None) -> None:
+    def __init__(self, guard: HangGuard, native: NativeStacks | None) -> None:
         self._page, self._ledger, self._connections, self._native = guard.page, guard.ledger, guard.connections, native
         self._warn_once = guard.warn_once
         self._main = threading.main_thread().ident or 0
@@ -209,7 +209,7 @@ class Watcher:
 
     def start(self) -> None:
         """Start the thread."""
-        self._page.put("ready", WATCHED if self._native is None else self._native.ready())
+        self._page.put("ready", WATCHED if self._native is None else self._native.readiness())
         self._thread.start()
 
     def stop(self) -> None:
@@ -231,20 +231,20 @@ class Watcher:
         page = self._page
         page.put("beat_ns", time.monotonic_ns())
         if self._native is not None:
-            page.put("ready", self._native.ready())
+            page.put("ready", self._native.readiness())
         groups = [*self._ledger.groups.values()]
         for group in groups:
-            group.sweep(page)
-        enqueued = [group for group in groups if group.enqueued]
-        if enqueued and not recorder.capturing.is_set() and (self._still > 0 or not recorder.in_flight()):
-            pending = recorder.pending(self._groups()) if recorder.in_flight() else ()
+            group.end_completed_calls(page)
+        enqueued = [group for group in groups if group.enqueued_calls]
+        if enqueued and not flight_recorder.capturing.is_set() and (self._still > 0 or not flight_recorder.in_flight()):
+            pending = flight_recorder.pending(self._groups()) if flight_recorder.in_flight() else ()
             for group in enqueued:
                 group.end_enqueued(pending, page)
-        counts = (sum(recorder.sequence_numbers().values()), page.get("ops"))
+        counts = (sum(flight_recorder.sequence_numbers().values()), page.get("ops"))
         self._still = self._still + 1 if counts == self._last else 0
         self._last = counts
         page.put("enqueued", counts[0])
-        page.put("waiting", self._ledger.waiting or (self._still > 0 and recorder.in_flight()))
+        page.put("waiting", self._ledger.is_waiting or (self._still > 0 and flight_recorder.in_flight()))
 
     def _reply(self) -> None:
         question = self._page.get("asked")
@@ -252,11 +252,11 @@ class Watcher:
             return
         self._answered = question
         groups = self._groups()
-        stacks = recorder.stacks(self._main)
+        stacks = flight_recorder.stacks(self._main)
         answer = Answer(
-            ops=tuple(recorder.merged(self._page.recent_ops(), groups, stacks[0] if stacks else None)),
-            groups={group.name: group.members for group in groups.values()} | recorder.group_members(),
-            titles=recorder.group_titles(),
+            ops=tuple(flight_recorder.merge_recent_ops(self._page.recent_ops(), groups, stacks[0] if stacks else None)),
+            groups={group.name: group.members for group in groups.values()} | flight_recorder.group_members(),
+            titles=flight_recorder.group_titles(),
             stacks=stacks,
             enqueued=self._last[0],
         )
@@ -268,7 +268,7 @@ class Watcher:
     def _release(self) -> None:
         if not self._page.get("released"):
             return
-        if not self._aborted and (module := recorder.distributed()) is not None:
+        if not self._aborted and (module := flight_recorder.loaded_c10d_module()) is not None:
             self._aborted = True
             threading.Thread(target=abort_nccl, args=(module,), name="paceline-abort", daemon=True).start()
         self._connections.shut()
@@ -289,7 +289,7 @@ class NativeStacks:
         # start or end cannot be read safely (measured: the process crashed occasionally).
         faulthandler.register(SIGNAL, file=self._file, all_threads=False, chain=False)
 
-    def ready(self) -> int:
+    def readiness(self) -> int:
         """SIGNAL_SAFE while the file is the status page; a program that closes all descriptors may replace it."""
         if self._file is None:
             return WATCHED
@@ -324,7 +324,7 @@ class Connections:
 
     def __init__(self) -> None:
         self.inodes: set[str] = set()
-        self.ends: list[End] = []
+        self.ends: list[ConnectionEndpoint] = []
         """The ends of the connections to other hosts that the last group has opened."""
         self._tolerated: list[list[str]] | None = None
         self._installed = False
@@ -382,15 +382,15 @@ class Connections:
 
 
 @dataclass(frozen=True)
-class End:
+class ConnectionEndpoint:
     """One end of a connection to another host: its name, the name of the other end, and whether we accepted it."""
 
     name: str
-    other: str
+    other_end_name: str
     accepted: bool
 
 
-def far_ends(descriptors: Collection[int]) -> list[End]:
+def far_ends(descriptors: Collection[int]) -> list[ConnectionEndpoint]:
     """Our ends of connections to other hosts."""
     ports: set[int] = set()
     pairs: list[tuple[tuple[str, int], tuple[str, int]]] = []
@@ -401,7 +401,9 @@ def far_ends(descriptors: Collection[int]) -> list[End]:
         with suppress(OSError):  # closed by the other side
             pairs.append((sock.getsockname()[:2], sock.getpeername()[:2]))
     return [
-        End(f"{own[0]} {own[1]} {peer[0]} {peer[1]}", f"{peer[0]} {peer[1]} {own[0]} {own[1]}", own[1] in ports)
+        ConnectionEndpoint(
+            f"{own[0]} {own[1]} {peer[0]} {peer[1]}", f"{peer[0]} {peer[1]} {own[0]} {own[1]}", own[1] in ports
+        )
         for own, peer in pairs
         if not is_loopback(own[0])
     ]

@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, TypeVar
 
-TRAINING = ("paceline.train.run", "torch._dynamo")  # each of torch's optimizers imports its compiler
+TRAINING_MODULES = ("paceline.train.run", "torch._dynamo")  # each of torch's optimizers imports its compiler
 T = TypeVar("T", bound=Callable[..., Any])
 HIDDEN_FRAME = " (as importlib._bootstrap)"
 

@@ -22,10 +22,10 @@ import msgspec
 
 from paceline.host.procfs import die_with_parent, open_files
 from paceline.protocol.control import AGENT_MARK, MAX_DESCRIPTORS, MAX_ORDER_BYTES, READY, ForkOrder, WorkerSpec
-from paceline.rank.guard import Guard
-from paceline.rank.ledger import KINDS, MODULE
+from paceline.rank.collective_recorder import KINDS, MODULE
+from paceline.rank.guard import HangGuard
 
-NAME = "preloader"  # in `ps -o comm` and `top`; its command line is that of a worker
+PROCESS_NAME = "preloader"  # in `ps -o comm` and `top`; its command line is that of a worker
 COMM = Path("/proc/self/comm")
 MAX_OUTPUT_BYTES = 1 << 20
 SETTLE_SECONDS = 0.5  # /proc lists a thread for a short time after its end
@@ -40,11 +40,11 @@ def serve(spec: WorkerSpec, load: Callable[[], None]) -> None:
     channel.set_inheritable(False)
     die_with_parent(spec.agent_pid)
     comm = COMM.read_text().strip()
-    COMM.write_text(NAME)
+    COMM.write_text(PROCESS_NAME)
     try:
         load()
         gc.freeze()  # the collectors of workers do not write to these objects, so that their memory stays common
-        reason = why_not({0, 1, 2, channel.fileno()})
+        reason = why_fork_is_unsafe({0, 1, 2, channel.fileno()})
     except BaseException as error:  # a worker will have the same error, and reports it completely
         reason = f"cannot import its modules: {type(error).__name__}: {error}"[:1000]
     _answer(channel, reason.encode(errors="replace") or READY)
@@ -81,7 +81,7 @@ def _next_order(channel: socket.socket) -> tuple[ForkOrder, list[int]]:
     return msgspec.msgpack.decode(data, type=ForkOrder), descriptors
 
 
-def why_not(known: set[int]) -> str:
+def why_fork_is_unsafe(known: set[int]) -> str:
     """Why this process cannot fork workers safely; empty if it can. `known` are descriptors that may be open."""
     if (pid := os.fork()) == 0:  # some libraries (OpenBLAS) end their idle threads at a fork
         os._exit(0)
@@ -181,7 +181,7 @@ def _show_mark(mark: bytes) -> None:
 
 
 def _watch_torch() -> None:
-    guard, module = Guard.of_process(), sys.modules.get(MODULE)
+    guard, module = HangGuard.of_process(), sys.modules.get(MODULE)
     if not guard.on or module is None:
         return
     functions = {name: function for name in KINDS if (function := getattr(module, name, None)) is not None}

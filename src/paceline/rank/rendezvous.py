@@ -64,10 +64,10 @@ class _Rendezvous:
     me: str = field(default_factory=lambda: f"{os.uname().nodename} pid {os.getpid()}")
 
     @property
-    def where(self) -> str:
+    def address(self) -> str:
         return f"{self.host}:{self.port}"
 
-    def late(self) -> bool:
+    def is_overdue(self) -> bool:
         return time.monotonic() >= self.deadline
 
 
@@ -95,7 +95,7 @@ def rendezvous(rank: int, size: int, env: Mapping[str, str], *, seconds: float =
     threading.Thread(target=_run, args=(meeting, env), daemon=True, name="paceline-meeting").start()
     next_message = start + FIRST_WORD_SECONDS
     while not meeting.ended.wait(max(0.0, min(next_message, meeting.deadline) - time.monotonic())):
-        if meeting.late():
+        if meeting.is_overdue():
             meeting.ended.wait(2 * LONGEST_POLL_SECONDS)  # the thread also times out, and may have a better reason
             break
         next_message += NEXT_WORD_SECONDS
@@ -124,17 +124,17 @@ def _run(meeting: _Rendezvous, env: Mapping[str, str]) -> None:
 
 def _open(meeting: _Rendezvous, env: Mapping[str, str]) -> Store | None:
     agent_hosts_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # started by torchrun
-    inherited = -1 if (spec := WorkerSpec.here()) is None else spec.store
+    inherited = -1 if (spec := WorkerSpec.from_environment()) is None else spec.store
     if inherited >= 0 and stat.S_ISREG(os.fstat(inherited).st_mode):
         # opened again at each call, so that its locks work between processes; -1: torch must not remove the file
         return FileStore(f"/proc/self/fd/{inherited}", -1)
     if meeting.rank == 0 and not agent_hosts_store:
         return _host(meeting, inherited)
-    while not meeting.late():
+    while not meeting.is_overdue():
         reason = why_unreachable(meeting.host, meeting.port)
         if not reason:
             meeting.waits_for = (
-                f"rank {meeting.rank} on {os.uname().nodename} has connected to {meeting.where}, but no store answers: "
+                f"rank {meeting.rank} on {os.uname().nodename} has connected to {meeting.address}, but no store answers: "
                 "rank 0 is still starting, is frozen, or another program uses that port"
             )
             try:
@@ -142,8 +142,8 @@ def _open(meeting: _Rendezvous, env: Mapping[str, str]) -> Store | None:
             except dist.DistError as error:
                 if not (spec and meeting.host == "127.0.0.1"):  # else our agent answers in place of a remote store
                     why = str(error).partition("\n")[0]
-                    raise UsageError(code="not-our-store", where=meeting.where, why=why) from error
-                reason = f"{meeting.where}: our agent there cannot reach the store"
+                    raise UsageError(code="not-our-store", where=meeting.address, why=why) from error
+                reason = f"{meeting.address}: our agent there cannot reach the store"
         meeting.waits_for = f"rank {meeting.rank} on {os.uname().nodename} cannot reach rank 0 at {reason}"
         time.sleep(LONGEST_POLL_SECONDS)
     return None
@@ -158,7 +158,7 @@ def _host(meeting: _Rendezvous, inherited: int) -> Store:
         if "failed to listen" not in str(error):
             raise
         holder = port_holder(meeting.port) or "another process"
-        raise UsageError(code="master-port-taken", where=meeting.where, by=holder) from error
+        raise UsageError(code="master-port-taken", where=meeting.address, by=holder) from error
 
 
 def _tcp_store(meeting: _Rendezvous, *, is_master: bool, listen_fd: int | None = None) -> Store:
@@ -177,7 +177,7 @@ def _compare(meeting: _Rendezvous, store: Store, keys: Store) -> None:
     if (first.token, first.size) != (ours.token, ours.size):
         other, job = (entry.token or "without a name" for entry in (first, ours))
         raise UsageError(
-            code="another-job-answers", where=meeting.where, by=first.by,
+            code="another-job-answers", where=meeting.address, by=first.by,
             other=other, other_size=first.size, job=job, size=ours.size,
         )  # fmt: skip
 
@@ -188,7 +188,7 @@ def _first_entry(meeting: _Rendezvous, keys: Store, ours: _Job) -> _Job:
         return msgspec.json.decode(entry, type=_Job)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         why = f"{JOB!r} has an unknown format: {error}"
-        raise UsageError(code="not-our-store", where=meeting.where, why=why) from None
+        raise UsageError(code="not-our-store", where=meeting.address, why=why) from None
 
 
 def _claim(meeting: _Rendezvous, keys: Store) -> None:
@@ -197,7 +197,7 @@ def _claim(meeting: _Rendezvous, keys: Store) -> None:
         if keys.add(ARRIVED, 1) == meeting.size:
             keys.set(COMPLETE, "")
         return
-    fields: dict[str, Any] = {"where": meeting.where, "rank": meeting.rank, "size": meeting.size}
+    fields: dict[str, Any] = {"where": meeting.address, "rank": meeting.rank, "size": meeting.size}
     fields |= {"first": holder, "second": meeting.me}
     if meeting.token:  # in the same job, another rank must then be missing, and all would wait for it until the timeout
         keys.set(REFUSED, msgspec.json.encode(fields).decode())
@@ -212,7 +212,7 @@ def _wait_for_all(meeting: _Rendezvous, keys: Store) -> bool:
             fields = msgspec.json.decode(keys.get(REFUSED), type=dict[str, Any])
             time.sleep(0.0 if meeting.rank else 4 * LONGEST_POLL_SECONDS)  # rank 0 keeps the store until all have read
             raise UsageError(code=CLAIMED_TWICE, **fields)
-        is_last = meeting.late()
+        is_last = meeting.is_overdue()
         if is_last or time.monotonic() >= next_look:
             meeting.waits_for = _missing(meeting, lambda rank: keys.check([str(rank)]))
             next_look = time.monotonic() + FIRST_WORD_SECONDS / 2
@@ -228,4 +228,4 @@ def _missing(meeting: _Rendezvous, has_come: Callable[[int], bool]) -> str:
         return ""
     absent = [n for n in range(meeting.size) if n < meeting.rank or (n > meeting.rank and not has_come(n))]
     names = ", ".join(map(str, absent[:20])) + ", ..." * (len(absent) > 20)
-    return f"{len(absent)} of {meeting.size} ranks have not connected to {meeting.where}: rank {names}"
+    return f"{len(absent)} of {meeting.size} ranks have not connected to {meeting.address}: rank {names}"

@@ -15,8 +15,8 @@ from types import FrameType
 
 from msgspec import Struct
 
+from paceline.protocol.code_locations import SITE_CHARS, Activity, activity_of, called_at, site
 from paceline.protocol.evidence import Frame
-from paceline.protocol.places import SITE_CHARS, Activity, activity_of, called_at, site
 from paceline.rank.imports import HIDDEN_FRAME
 
 MAX_DEPTH = 100  # limit of inspected frames; a framework has about 30
@@ -43,7 +43,7 @@ class Site(Struct, frozen=True):
     frame: FrameType | None = None  # without a frame of the user: that of a library, else ours
     library: FrameType | None = None
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """`train.py:40 in main, by transformers/trainer.py:3700`; empty if unknown."""
         return called_at(*(frame and frame_of(frame) for frame in (self.frame, self.library)))
 
@@ -52,7 +52,7 @@ class Site(Struct, frozen=True):
 def owner(filename: str) -> Owner:
     """The owner of a file, derived from its name."""
     if filename.startswith(_OURS + "/"):
-        return Owner.NOBODY if activity_of(short(filename)) in (Activity.GUARD, Activity.WAITS) else Owner.OURS
+        return Owner.NOBODY if activity_of(short_filename(filename)) in (Activity.GUARD, Activity.WAITS) else Owner.OURS
     if "/site-packages/torch/" in filename or "/torch/distributed/" in filename:
         return Owner.NOBODY
     if "-packages/" in filename:
@@ -63,7 +63,7 @@ def owner(filename: str) -> Owner:
 
 
 @cache
-def short(filename: str) -> str:
+def short_filename(filename: str) -> str:
     """The short name of a file, which is equal on all hosts."""
     filename = filename.removesuffix(HIDDEN_FRAME)
     if filename.startswith(_OURS + "/"):
@@ -88,7 +88,7 @@ class _Packages(dict[str, str | None]):
 
     def __missing__(self, filename: str) -> str | None:
         file_owner = owner(filename)
-        name = "" if file_owner is NOBODY else short(filename).partition("/")[0]
+        name = "" if file_owner is NOBODY else short_filename(filename).partition("/")[0]
         package = self[filename] = None if file_owner is USER else name
         return package
 
@@ -118,7 +118,7 @@ def call_site(frame: FrameType | None) -> Site:
 def frame_of(frame: FrameType) -> Frame:
     """The record of a running frame, with the short file name."""
     file = frame.f_code.co_filename
-    return Frame(short(file), frame.f_lineno, frame.f_code.co_name, owner(file) is LIBRARY)
+    return Frame(short_filename(file), frame.f_lineno, frame.f_code.co_name, owner(file) is LIBRARY)
 
 
 def line_of(error: BaseException) -> str:
@@ -126,7 +126,11 @@ def line_of(error: BaseException) -> str:
     caller = call_site(sys._getframe(1)).frame  # pyright: ignore[reportPrivateUsage]
     locations = [(caller, caller.f_lineno)] if caller is not None else []  # for an error that has not left its function
     locations += traceback.walk_tb(error.__traceback__)
-    lines = [f"{short(file)}:{line}: " for frame, line in locations if owner(file := frame.f_code.co_filename) is USER]
+    lines = [
+        f"{short_filename(file)}:{line}: "
+        for frame, line in locations
+        if owner(file := frame.f_code.co_filename) is USER
+    ]
     return lines[-1] if lines else ""
 
 

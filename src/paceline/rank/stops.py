@@ -36,7 +36,7 @@ from paceline.protocol.status_page import StatusPage
 from paceline.rank.imports import when_imported
 from paceline.rank.probes import ScriptListener
 from paceline.runs import reading, writing
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 
 HOOKS = "paceline.rank.frameworks"
 FRAMEWORKS = {  # module that is imported -> function of HOOKS
@@ -104,7 +104,7 @@ class StepStops:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Report the first signal to the agent. The second one ends the process, as does the first in a child."""
-        if os.getpid() == self._pid and not self._page.asked("stop_signal"):
+        if os.getpid() == self._pid and not self._page.get_request("stop_signal"):
             self._page.put_stops("stop_signal", number)
             self._page.put_stops("stop_asked", 1)
             return
@@ -121,16 +121,16 @@ class StepStops:
         self._page.put_stops("steps_ended", self._steps)
         with self._fence:  # the processor must not read the request before the number is visible to the agent
             pass
-        while self._page.asked("stop_asked") and not self._page.asked("stop_step"):
+        while self._page.get_request("stop_asked") and not self._page.get_request("stop_step"):
             time.sleep(WAIT_SECONDS)
-        return 0 < self._page.asked("stop_step") <= self._steps
+        return 0 < self._page.get_request("stop_step") <= self._steps
 
     def record(self, folder: Path, step: int, files: Sequence[str] = ()) -> None:
         """Record that this command has saved this step in `folder`, to resume. `files`: see StopRecord."""
         if self.rank == 0:
             before = reading.decode_if_readable(folder / RECORD, StopRecord)
             record = StopRecord(self._argv, step, int(os.environ["WORLD_SIZE"]), tuple(files))
-            writing.replace(folder / RECORD, msgspec.json.encode(record), sync=True)
+            writing.replace_file(folder / RECORD, msgspec.json.encode(record), sync=True)
             _remove(folder, {*before.files} - {*files} if before is not None else ())
 
     def exit_saved(self, where: str) -> NoReturn:
@@ -170,7 +170,7 @@ class StepStops:
     def say(self, text: str) -> None:
         """Print a message of rank 0."""
         if self.rank == 0:
-            say(f"paceline: {text}")
+            print_to_stderr(f"paceline: {text}")
 
     def warn(self, reason: str) -> None:
         """Report once that a stop loses the progress, if the run has a time limit and is queued again."""

@@ -19,7 +19,7 @@ from paceline.config.mesh import DIMENSIONS, OF_BATCH, Mesh
 from paceline.errors import TrainingError, UsageError, plural
 from paceline.host.gpus import DEV, SHARE_GPUS, VISIBLE, cores_near, show_own_mig
 from paceline.rank.environment import rank_counts, translate_to_torchrun
-from paceline.rank.guard import End, Guard, abort_nccl, foreign_user_error
+from paceline.rank.guard import ConnectionEndpoint, HangGuard, abort_nccl, foreign_user_error
 from paceline.rank.rendezvous import MEETING_SECONDS, rendezvous
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -100,7 +100,7 @@ def joined(
         UsageError: another job answers at the rendezvous, or two processes claim one rank.
         TrainingError: some ranks have not connected.
     """
-    Guard.of_process().watch_torch()  # before the group, so that the guard records its connections
+    HangGuard.of_process().watch_torch()  # before the group, so that the guard records its connections
     timeout = timedelta(seconds=timeout_seconds)
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(world.device)
@@ -126,10 +126,10 @@ def create_mesh_groups(world: World, mesh: Mesh, *, timeout_seconds: float = DEF
 
     The default process group must exist. With data parallelism alone, `world` is returned unchanged.
     """
-    if mesh.size == mesh.of("data"):
+    if mesh.size == mesh.size_of("data"):
         return world
     dimensions: dict[str, World] = {}
-    dimensions_by_name = {name: (name,) for name in DIMENSIONS if mesh.of(name) > 1} | {"batch": OF_BATCH}
+    dimensions_by_name = {name: (name,) for name in DIMENSIONS if mesh.size_of(name) > 1} | {"batch": OF_BATCH}
     for name, along in dimensions_by_name.items():
         for members in sorted({mesh.peers(rank, along) for rank in range(world.size)}):
             # Every rank makes all groups in the same order. A single rank also needs a group: None means all ranks.
@@ -154,7 +154,7 @@ def _make_group(world: World, store: Store, timeout: timedelta) -> None:
     foreign_users: list[list[str]] = []
     for number in range(TRIES):
         attempt = PrefixStore(f"group-{number}", store)
-        connections = Guard.of_process().connections
+        connections = HangGuard.of_process().connections
         with connections.tolerating() as foreign:
             dist.init_process_group(
                 world.backend,
@@ -173,7 +173,9 @@ def _make_group(world: World, store: Store, timeout: timedelta) -> None:
     raise foreign_user_error(foreign_users[0]) if foreign_users else UsageError(code="stranger-at-another-rank")
 
 
-def _has_foreign_users(world: World, store: Store, timeout: timedelta, ends: Sequence[End], *, here: bool) -> bool:
+def _has_foreign_users(
+    world: World, store: Store, timeout: timedelta, ends: Sequence[ConnectionEndpoint], *, here: bool
+) -> bool:
     """Whether a foreign user has connected to any rank; equal on all ranks. `here`: to this rank, from its host.
 
     Each rank writes its ends of connections between hosts to the store, which foreign users cannot access. A foreign
@@ -184,7 +186,7 @@ def _has_foreign_users(world: World, store: Store, timeout: timedelta, ends: Seq
         for end in ends:
             store.set(f"end {end.name}", "")
         _wait_for_all(world, store, timeout, "ends written")
-        unmatched_ends = [end for end in ends if not store.check([f"end {end.other}"])]
+        unmatched_ends = [end for end in ends if not store.check([f"end {end.other_end_name}"])]
         store.add("from other hosts", sum(1 if end.accepted else -1 for end in unmatched_ends))
     store.add("here", int(here))
     _wait_for_all(world, store, timeout, "counted")

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import msgspec
 
 from paceline.errors import PacelineError
-from paceline.report.figures import Figure, line
+from paceline.report.figures import Figure, make_line_trace
 from paceline.report.logs import log_times, rank_logs
 from paceline.report.run import WholeRun
-from paceline.runs.console import clean
+from paceline.runs.console import remove_controls
 from paceline.runs.events import Evaluated, Step, event_files, read_events
 from paceline.runs.folder import numbered_attempts
 from paceline.runs.owners import open_file
@@ -34,7 +34,7 @@ CLASSIC = re.compile(r"Train(?:ing)? Epoch:?\s*([0-9]+)\s*\[\s*([0-9]+)/[0-9]+",
 BAR = re.compile(r"[0-9]{1,3}%\|[^|]*\|\s*[0-9]+/[0-9]+\s*\[[0-9:]+<[0-9:?]+(?:,\s*([0-9.]+)(\w+/\w+))?")
 NUMBER = r"(?:tensor\()?([-+]?(?:[0-9][0-9,]*(?:\.[0-9]*)?(?:e[-+]?[0-9]+)?|\.[0-9]+|nan|inf(?:inity)?)(?![\w.]))"
 NAMES = ("test loss", "loss", "samples/s")  # by group of KEY
-KEY = re.compile(
+KEY_VALUE = re.compile(
     r"(?<![\w/.-])['\"]?(?:((?:val|valid|validation|eval|test)[_ /]loss|average loss)"
     r"|(train[_ /]?loss|training[_ ]loss|loss/train|loss)"
     r"|((?:train[_ ])?samples[_ ]per[_ ]second|throughput|(?:samples|images|examples)/s(?:ec)?))['\"]?"
@@ -82,7 +82,7 @@ def read_line(line: str) -> Reading:
         log_format = "progress bar"
         if match[1] and (speed := float(match[1])):
             values["steps/s"] = 1 / speed if match[2].startswith("s/") else speed
-    for match in KEY.finditer(text):
+    for match in KEY_VALUE.finditer(text):
         name = NAMES[next(group for group in range(3) if match[group + 1])]
         if name != "loss" or "train_runtime" not in text:  # otherwise it is the mean of the training
             values.setdefault(name, float(match[4].replace(",", "")))
@@ -132,10 +132,10 @@ class Analyzer:
             while block := log.readline(BLOCK_BYTES):
                 end += len(block)
                 for part in block.rstrip(b"\r\n").split(b"\r"):  # each state of a progress bar
-                    text = clean(part[: 4 * MAX_CHARS].decode(errors="replace"))
+                    text = remove_controls(part[: 4 * MAX_CHARS].decode(errors="replace"))
                     self.result.first_line = self.result.first_line or text[:120].strip()
                     reading = read_line(text)
-                    self.add(reading._replace(rank=rank or reading.rank), times and times.at(end - 1))
+                    self.add(reading._replace(rank=rank or reading.rank), times and times.time_at(end - 1))
 
     def add_run(self, run_dir: Path, *, max_bytes: float = math.inf) -> None:
         """Add the events of a run, or without events its logs, up to `max_bytes` (OSError if they cannot be read)."""
@@ -162,11 +162,11 @@ def log_figures(run: WholeRun) -> tuple[list[Figure], str]:
     try:
         analyzer.add_run(run.folder, max_bytes=MAX_PAGE_BYTES)
     except (OSError, PacelineError) as error:
-        run.missing.append(f"logs: {error}")
+        run.unreadable_parts.append(f"logs: {error}")
     values = analyzer.result.values
     figures = [
         Figure(f"logged-{number}", name.capitalize(), f"The {name} in the log, line by line.",
-               [line(name, [[float(index) for index in range(len(series))]], series, number)],
+               [make_line_trace(name, [[float(index) for index in range(len(series))]], series, number)],
                x="lines that contain it", y=name, log=name == "loss")
         for number, (name, series) in enumerate(values.items()) if name not in RATES and len(series) > 1
     ]  # fmt: skip

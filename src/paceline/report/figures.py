@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import plural
 from paceline.report.run import PHASES, RankLog, WholeRun
-from paceline.runs.console import clean
+from paceline.runs.console import remove_controls
 from paceline.runs.events import Evaluated, Traced
 from paceline.runs.machine import MachineUse
 
@@ -67,11 +67,11 @@ def thinned_rows(xs: Sequence[float], ys: Sequence[float]) -> list[int]:
     return sorted(kept)
 
 
-def line(name: str, axes: Sequence[Sequence[float]], ys: Sequence[float], style: int = 0) -> dict[str, Any]:
+def make_line_trace(name: str, axes: Sequence[Sequence[float]], ys: Sequence[float], style: int = 0) -> dict[str, Any]:
     """A line, thinned over the first of its x axes."""
     rows = thinned_rows(axes[0], ys)
     trace: dict[str, Any] = {
-        "name": clean(name)[:80], "colour": COLOURS[style % len(COLOURS)],
+        "name": remove_controls(name)[:80], "colour": COLOURS[style % len(COLOURS)],
         "dash": DASHES[style // len(COLOURS) % len(DASHES)], "y": [shown_number(ys[row]) for row in rows],
     }  # fmt: skip
     return trace | {f"x{number}": [shown_number(axis[row]) for row in rows] for number, axis in enumerate(axes)}
@@ -86,18 +86,18 @@ def shown_number(number: float) -> float | None:
 
 def _axes(log: RankLog) -> list[list[float]]:
     """Samples, minutes since the beginning, and steps, of the rows that count."""
-    began = log.started[0].unix_time if log.started else 0.0
+    began = log.start_events[0].unix_time if log.start_events else 0.0
     return [
-        [*map(float, accumulate(log.steps.samples[row] for row in log.rows))],
-        [(log.steps.ended[row] - began) / 60 for row in log.rows],
-        [float(log.steps.step[row]) for row in log.rows],
+        [*map(float, accumulate(log.steps.samples[row] for row in log.valid_rows))],
+        [(log.steps.ended[row] - began) / 60 for row in log.valid_rows],
+        [float(log.steps.step[row]) for row in log.valid_rows],
     ]
 
 
 def _rates(log: RankLog) -> list[float]:
-    steps, window, rates = log.steps, max(1, len(log.rows) // 200), list[float]()
-    for number in range(0, len(log.rows), window):
-        rows = log.rows[number : number + window]
+    steps, window, rates = log.steps, max(1, len(log.valid_rows) // 200), list[float]()
+    for number in range(0, len(log.valid_rows), window):
+        rows = log.valid_rows[number : number + window]
         seconds = sum(steps.seconds[row] for row in rows)
         rates += [sum(steps.samples[row] for row in rows) / seconds if seconds > 0 else math.nan] * len(rows)
     return rates
@@ -105,13 +105,13 @@ def _rates(log: RankLog) -> list[float]:
 
 CURVES: tuple[tuple[str, str, str, str, Callable[[RankLog], list[float]], bool], ...] = (
     ("loss", "Loss", "The loss of each step's global batch.", "loss",
-     lambda log: [log.steps.loss[row] for row in log.rows], True),
+     lambda log: [log.steps.loss[row] for row in log.valid_rows], True),
     ("throughput", "Throughput", "Samples of the global batch per second, during steps.", "samples/s",
      _rates, False),
     ("norm", "Gradient norm", "The norm of the gradients before clipping.", "norm",
-     lambda log: [log.steps.norm[row] for row in log.rows], True),
+     lambda log: [log.steps.norm[row] for row in log.valid_rows], True),
     ("lr", "Learning rate", "The learning rate of each step.", "learning rate",
-     lambda log: [log.steps.lr[row] for row in log.rows], False),
+     lambda log: [log.steps.lr[row] for row in log.valid_rows], False),
 )  # fmt: skip
 """Name, title, caption, y axis, values of the rows that count, and whether to offer a logarithmic axis."""
 
@@ -120,9 +120,9 @@ def curves(runs: Sequence[WholeRun]) -> Iterable[Figure]:
     """Loss, metrics, throughput, gradient norm and learning rate, with a line for each run."""
     for name, title, caption, y, values, log in CURVES:
         traces = [
-            line(run.name if len(runs) > 1 else y, _axes(first), ys, number)
+            make_line_trace(run.name if len(runs) > 1 else y, _axes(first), ys, number)
             for number, run in enumerate(runs[:MAX_LINES])
-            if (first := run.first) and sum(map(math.isfinite, ys := values(first))) > 1
+            if (first := run.first_rank_log) and sum(map(math.isfinite, ys := values(first))) > 1
         ]
         if traces:
             yield Figure(name, title, caption, traces, y=y, axes=AXES, log=log)
@@ -132,24 +132,26 @@ def curves(runs: Sequence[WholeRun]) -> Iterable[Figure]:
 
 def _scores(runs: Sequence[WholeRun]) -> Iterable[Figure]:
     names = dict.fromkeys(
-        (event.split, metric) for run in runs if run.first for _, event in run.first.of(Evaluated)
+        (event.split, metric) for run in runs if run.first_rank_log for _, event in run.first_rank_log.events_of(Evaluated)
         for metric in event.metrics
     )  # fmt: skip
     for index, (split, metric) in enumerate([*names][:MAX_LINES]):
         traces: list[dict[str, Any]] = []
         for number, run in enumerate(runs[:MAX_LINES]):
-            if not (first := run.first):
+            if not (first := run.first_rank_log):
                 continue
-            scores = [(at, e) for at, e in first.of(Evaluated) if e.split == split and metric in e.metrics]
+            scores = [(at, e) for at, e in first.events_of(Evaluated) if e.split == split and metric in e.metrics]
             if len(scores) < 2:  # the results table has a single score
                 continue
-            began, samples, _, steps = first.started[0].unix_time, *_axes(first)
+            began, samples, _, steps = first.start_events[0].unix_time, *_axes(first)
             of_step = dict(zip(steps, samples, strict=True))
             axes = [[of_step.get(e.step, 0.0) for _, e in scores], [(at - began) / 60 for at, _ in scores],
                     [float(e.step) for _, e in scores]]  # fmt: skip
-            trace = line(run.name if len(runs) > 1 else metric, axes, [e.metrics[metric] for _, e in scores], number)
+            trace = make_line_trace(
+                run.name if len(runs) > 1 else metric, axes, [e.metrics[metric] for _, e in scores], number
+            )
             traces.append(trace | {"markers": True})
-        label = clean(f"{split} {metric}")[:60]
+        label = remove_controls(f"{split} {metric}")[:60]
         if traces:
             yield Figure(f"score-{index}", label.capitalize(),
                          f"The {label} of each evaluation.", traces, y=label, axes=AXES)  # fmt: skip
@@ -159,8 +161,8 @@ def phases(runs: Sequence[WholeRun]) -> Iterable[Figure]:
     """The mean step by phase, with a bar for each rank, or for each run."""
     rows: list[tuple[str, list[float]]] = []
     for run in runs:
-        logs = [log for log in run.latest() if log.rows][:MAX_ROWS]
-        means = [[mean(column[row] for row in log.rows[-2000:]) for column in log.steps.phases] for log in logs]
+        logs = [log for log in run.newest_rank_logs() if log.valid_rows][:MAX_ROWS]
+        means = [[mean(column[row] for row in log.valid_rows[-2000:]) for column in log.steps.phases] for log in logs]
         if len(runs) == 1:
             rows = [(f"rank {log.rank}", seconds) for log, seconds in zip(logs, means, strict=True)]
         elif means:
@@ -177,9 +179,9 @@ def phases(runs: Sequence[WholeRun]) -> Iterable[Figure]:
     yield Figure("phases", "Time of a step by phase", caption, traces, x="ms of a step", kind="bars")
 
 
-def waiting(run: WholeRun, waits: Mapping[int, Mapping[int, float]]) -> Iterable[Figure]:
+def waiting_figures(run: WholeRun, waits: Mapping[int, Mapping[int, float]]) -> Iterable[Figure]:
     """The matrix of waiting between ranks; `waits` as in Bottleneck."""
-    ranks = sorted(log.rank for log in run.latest())[:MAX_ROWS]
+    ranks = sorted(log.rank for log in run.newest_rank_logs())[:MAX_ROWS]
     if len(ranks) < 3 or not waits:  # for two ranks the summary is sufficient
         return
     total = sum(sum(waits_of.values()) for waits_of in waits.values()) or 1.0
@@ -212,9 +214,9 @@ DEVICES: tuple[tuple[str, str, str, Callable[[MachineUse], Mapping[str, float | 
 """Name, title, y axis, and values by line."""
 
 
-def devices(run: WholeRun) -> Iterable[Figure]:
+def device_figures(run: WholeRun) -> Iterable[Figure]:
     """The use of the machines, with a line for each host, rank or GPU."""
-    began = run.first.started[0].unix_time if run.first and run.first.started else min(
+    began = run.first_rank_log.start_events[0].unix_time if run.first_rank_log and run.first_rank_log.start_events else min(
         (records[0].unix_time for records in run.machines.values() if records), default=0.0)  # fmt: skip
     for name, title, y, values in DEVICES:
         lines: dict[str, tuple[list[float], list[float]]] = {}
@@ -224,7 +226,9 @@ def devices(run: WholeRun) -> Iterable[Figure]:
                     xs, ys = lines.setdefault(label, ([], []))
                     xs.append(max(0.0, record.unix_time - began) / 60)
                     ys.append(number)
-        traces = [line(label, [xs], ys, n) for n, (label, (xs, ys)) in enumerate([*lines.items()][:MAX_LINES])]
+        traces = [
+            make_line_trace(label, [xs], ys, n) for n, (label, (xs, ys)) in enumerate([*lines.items()][:MAX_LINES])
+        ]
         if any(value and value > MIN_VALUE for trace in traces for value in trace["y"]):
             caption = "Measured on each machine, about once per second."
             yield Figure(name, title, caption, traces, x="minutes", y=y, from_zero=True)
@@ -256,10 +260,10 @@ def _draw(name: str, **values: object) -> Markup:
 
 def _typical(run: WholeRun) -> dict[int, Traced]:
     """One detailed step of about median duration, by rank."""
-    logs = run.latest()[:MAX_DRAWN_RANKS]
+    logs = run.newest_rank_logs()[:MAX_DRAWN_RANKS]
     common = set(logs[0].traced).intersection(*(log.traced for log in logs[1:])) if logs else set[int]()
     common = {step for step in common if all(log.traced[step].phases for log in logs)}
-    late = [step for step in sorted(common) if step > logs[0].started[-1].start_step + 5] or sorted(common)
+    late = [step for step in sorted(common) if step > logs[0].start_events[-1].start_step + 5] or sorted(common)
     if not late:
         return {}
     durations = {step: max(_end(log.traced[step]) for log in logs) for step in late}
@@ -277,10 +281,10 @@ def _ms(seconds: float) -> str:
 
 
 def _stages(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
-    memory = run.first.memory if run.first else None
-    if run.first is None or memory is None:
+    memory = run.first_rank_log.memory if run.first_rank_log else None
+    if run.first_rank_log is None or memory is None:
         return
-    several, batch = run.world_size > 1, run.first.steps.samples[-1] if run.first.rows else 0
+    several, batch = run.world_size > 1, run.first_rank_log.steps.samples[-1] if run.first_rank_log.valid_rows else 0
     # as a float, because an untrusted file may have huge shapes
     numbers = sum(math.prod(shape, start=1.0) for _, shape, _ in memory.parameters)
     copies = ("; a shard on each rank" if run.strategy == "fsdp" else "; a copy on each rank") * several
@@ -319,7 +323,9 @@ def _one_step(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
             latest = max(at, ends[0] if ends else _end(trace))  # no rank leaves sync before its collectives end
             seconds = min(duration, latest - at) if duration >= 0 else latest - at
             details = f"{size / 1e6:,.3f} MB, {_ms(duration) if duration >= 0 else 'end unknown'}"
-            calls.append((clean(name)[:60], _is_control(name, size), (offset + at) / span, seconds / span, details))
+            calls.append(
+                (remove_controls(name)[:60], _is_control(name, size), (offset + at) / span, seconds / span, details)
+            )
         lanes.append({"rank": rank, "phases": phases, "calls": calls})
     caption = "The phases of each rank, with its collectives below." if run.world_size > 1 else "Its phases."
     if run.strategy == "ddp":
@@ -333,11 +339,13 @@ def _one_step(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
 
 
 def _samples(run: WholeRun) -> Iterator[Drawing]:
-    logs = [log for log in run.latest() if log.share and log.rows]
-    owners = {virtual: log.rank for log in reversed(logs) for virtual in range(*(log.share or (0, 0)))[:MAX_BOXES]}
+    logs = [log for log in run.newest_rank_logs() if log.virtual_ranks and log.valid_rows]
+    owners = {
+        virtual: log.rank for log in reversed(logs) for virtual in range(*(log.virtual_ranks or (0, 0)))[:MAX_BOXES]
+    }
     if not logs or len(owners) >= MAX_BOXES:
         return
-    batch = logs[0].steps.samples[logs[0].rows[0]]
+    batch = logs[0].steps.samples[logs[0].valid_rows[0]]
     listed = {record.virtual_rank: record.indices for log in logs for record in reversed(log.samples)}
     boxes = [
         {"virtual": virtual, "rank": rank, "colour": COLOURS[rank % len(COLOURS)],

@@ -36,12 +36,12 @@ class RankSnapshot:
     rank: int
     host: str = ""
     phase: str = ""  # empty: unknown
-    ended: str = ""
+    end_description: str = ""
     step: int = 0
     work_seconds: tuple[float, ...] = ()  # of a step without waiting for others, at the last reads
-    waits: float | None = None  # fraction of the time in which the rank waits for others
+    waiting_fraction: float | None = None  # fraction of the time in which the rank waits for others
     still_seconds: float = 0.0
-    use: RankUse | None = None
+    resource_use: RankUse | None = None
     gpu: GpuUse | None = None
     slowest: bool = False
 
@@ -67,13 +67,13 @@ class GrowingFile:
     def __init__(self, path: Path) -> None:
         self._path, self._inode, self._offset, self._rest = path, 0, 0, b""
 
-    def lines(self) -> Sequence[bytes]:
+    def read_new_lines(self) -> Sequence[bytes]:
         """The new complete lines."""
         with suppress(OSError), open_file(self._path) as file:
-            size = file.found.st_size
-            if file.found.st_ino != self._inode:  # the first read, or a writer has replaced the file
+            size = file.status.st_size
+            if file.status.st_ino != self._inode:  # the first read, or a writer has replaced the file
                 self._offset, self._rest = size if self._inode else max(0, size - FIRST_BYTES), b""
-                self._inode = file.found.st_ino
+                self._inode = file.status.st_ino
             if size - self._offset > MAX_READ_BYTES:  # skip the older part
                 self._offset, self._rest = size - MAX_READ_BYTES, b""
             data = os.pread(file.descriptor, MAX_READ_BYTES, self._offset)
@@ -132,7 +132,7 @@ class RankHistory:
             return None
         return tuple(seconds / steps for seconds in _differences(self._reads[0][1], self._reads[-1][1]))
 
-    def now(self) -> RankSnapshot:
+    def snapshot(self) -> RankSnapshot:
         """The state now."""
         spent, still = self.spent(), self._now.still_seconds
         of_steps = sum(spent[phase] for phase in (*WORK, Phase.SYNC)) if spent else 0.0
@@ -169,7 +169,7 @@ class LiveReader:
             self._ranks = {}
         if self.may_ask and attempt is not None:
             # on a full disk only events are available
-            with suppress(OSError), os.fdopen(writing.keep(attempt / WATCHED), "r+b", 0) as file:
+            with suppress(OSError), os.fdopen(writing.open_or_create(attempt / WATCHED), "r+b", 0) as file:
                 os.utime(file.fileno())
         live = self._read_live(attempt) if attempt is not None else None
         with suppress(OSError):
@@ -190,7 +190,7 @@ class LiveReader:
             steps_per_second=speed[1],
             saved_step=self._saved,
             machines=machines,
-            slow_rank=slow.words if slow is not None else "",
+            slow_rank=slow.warning_text if slow is not None else "",
         )
 
     def _read_live(self, attempt: Path) -> Live | None:
@@ -208,7 +208,7 @@ class LiveReader:
     def _read_events(self, *, all_ranks: bool) -> None:
         for rank in event_files(self.run_dir) if all_ranks else [0]:
             file = self._events.setdefault(rank, GrowingFile(self.run_dir / f"events-{rank}.jsonl"))
-            for line in file.lines():
+            for line in file.read_new_lines():
                 if (event := decode_event(line)) is not None:
                     self._add(rank, event, all_ranks=all_ranks)
 
@@ -234,7 +234,7 @@ class LiveReader:
         machines: dict[int, MachineUse] = {}
         with suppress(OSError):
             for node, path in machine_files(self.run_dir).items():
-                records = map(decode_record, reversed(GrowingFile(path).lines()))
+                records = map(decode_record, reversed(GrowingFile(path).read_new_lines()))
                 newest = next((record for record in records if isinstance(record, MachineUse)), None)
                 if newest is not None:
                     machines[node] = newest
@@ -255,7 +255,7 @@ def rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
 
 
 def _with_use(history: RankHistory, machines: dict[int, MachineUse], slowest: int | None) -> RankSnapshot:
-    now = history.now()
+    now = history.snapshot()
     now = replace(now, slowest=slowest == now.rank)
     nodes = sorted(machines, key=lambda node: node != history.node)
     machine = next((machines[node] for node in nodes if now.rank in machines[node].ranks), None)

@@ -142,7 +142,7 @@ class RankLogs:
             if len(self.logs) > 1 and not line.text.strip():  # empty lines are useless in a merged log
                 continue
             if times is not None and not self.without_times:  # a clock that was set back does not change the order
-                newest = max(newest, times.at(line.end))
+                newest = max(newest, times.time_at(line.end_offset))
             yield RankLine(newest, rank, line.text)
 
 

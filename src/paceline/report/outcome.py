@@ -13,8 +13,8 @@ from statistics import median
 from paceline.errors import ExitCode
 from paceline.report.figures import COLOURS, Figure
 from paceline.report.run import PHASES, RankLog, WholeRun, thinned
-from paceline.report.step_parts import PhaseSeconds, Run, StepParts, split_step, step_between_syncs
-from paceline.runs.console import clean
+from paceline.report.step_parts import PhaseSeconds, RecordedSteps, StepParts, split_step, step_between_syncs
+from paceline.runs.console import remove_controls
 from paceline.runs.events import Checkpointed, Ended, Evaluated, Notice, RolledBack, Skipped
 from paceline.runs.summary import scores_line
 
@@ -50,11 +50,11 @@ CAUSES = {  # a description of each cause, and its remedy
 
 def run_events(run: WholeRun) -> list[tuple[float, str, str]]:
     """The events of a run except steps, in order: seconds since the beginning, kind, description."""
-    first = run.first
-    began = first.started[0].unix_time if first else min(
-        (record.unix_time for record in (*run.diagnoses, *run.noted)), default=0.0)  # fmt: skip
+    first = run.first_rank_log
+    began = first.start_events[0].unix_time if first else min(
+        (record.unix_time for record in (*run.diagnoses, *run.notices)), default=0.0)  # fmt: skip
     events: list[tuple[float, str, str]] = []  # Unix time, kind, description
-    for number, start in enumerate(first.started if first else ()):
+    for number, start in enumerate(first.start_events if first else ()):
         kind = "start" if not number else "restart" if start.generation else "resume"
         action = f"resume after step {start.start_step:,}" if start.start_step else "start"
         events.append((start.unix_time, kind, f"{start.world_size} ranks {action}"))
@@ -77,11 +77,13 @@ def run_events(run: WholeRun) -> list[tuple[float, str, str]]:
     last = max((at for at, _, _ in events), default=began)
     events += [(last, "failed", f"{rank}: {error}") for rank, error in failures(run)]
     events += [(record.unix_time, "diagnosis", " ".join(record.diagnosis.sentences)) for record in run.diagnoses]
-    events += [(notice.unix_time, "finding", notice.words) for notice in run.noted]
+    events += [(notice.unix_time, "finding", notice.words) for notice in run.notices]
     ended = [at for at, event in first.events if isinstance(event, Ended)] if first else []
-    if ended and run.newest and ended[-1] >= run.newest.unix_time:
+    if ended and run.newest_start and ended[-1] >= run.newest_start.unix_time:
         events.append((ended[-1], "end", run.state or "ended"))
-    return [(at - began, kind, clean(text)[:400]) for at, kind, text in sorted(events, key=lambda event: event[0])]
+    return [
+        (at - began, kind, remove_controls(text)[:400]) for at, kind, text in sorted(events, key=lambda event: event[0])
+    ]
 
 
 def timeline(events: Sequence[tuple[float, str, str]]) -> Iterable[Figure]:
@@ -103,14 +105,14 @@ def timeline(events: Sequence[tuple[float, str, str]]) -> Iterable[Figure]:
 
 def wall_seconds(run: WholeRun) -> dict[str, float]:
     """The seconds of the wall time by use: steps, evaluations, checkpoints, repeated steps, the rest."""
-    if not (first := run.first) or not first.rows:
+    if not (first := run.first_rank_log) or not first.valid_rows:
         return {}
-    steps, started = first.steps, first.started
-    last = max(steps.ended[first.rows[-1]], *(at for at, _ in first.events[-50:] or [(0.0, None)]))
-    total, kept = last - started[0].unix_time, sum(steps.seconds[row] for row in first.rows)
+    steps, started = first.steps, first.start_events
+    last = max(steps.ended[first.valid_rows[-1]], *(at for at, _ in first.events[-50:] or [(0.0, None)]))
+    total, kept = last - started[0].unix_time, sum(steps.seconds[row] for row in first.valid_rows)
     discarded = sum(steps.seconds) - kept
-    evaluated = sum(event.seconds for _, event in first.of(Evaluated))
-    stalls = sum(event.stall_seconds for _, event in first.of(Checkpointed))
+    evaluated = sum(event.seconds for _, event in first.events_of(Evaluated))
+    stalls = sum(event.stall_seconds for _, event in first.events_of(Checkpointed))
     gaps = first.idle_seconds
     rest = total - kept - discarded - evaluated - stalls - gaps
     return {"steps": kept, "evaluations": evaluated, "checkpoints": stalls, "discarded steps": discarded,
@@ -119,22 +121,22 @@ def wall_seconds(run: WholeRun) -> dict[str, float]:
 
 def learning_summary(run: WholeRun) -> str:
     """A sentence about the loss and the test metrics; empty without steps."""
-    if not (first := run.first) or not first.rows:
+    if not (first := run.first_rank_log) or not first.valid_rows:
         return ""
-    losses = [loss for row in first.rows if math.isfinite(loss := first.steps.loss[row])]
+    losses = [loss for row in first.valid_rows if math.isfinite(loss := first.steps.loss[row])]
     scores = run.summary.test_metrics if run.summary else None
     reached = f"; test {scores_line(scores)}" if scores else ""
     if len(losses) < MIN_STEPS:
-        return f"Training loss {losses[-1]:.4g} after {len(first.rows)} steps{reached}." if losses else ""
+        return f"Training loss {losses[-1]:.4g} after {len(first.valid_rows)} steps{reached}." if losses else ""
     tenth = max(3, len(losses) // 10)
     before, after = median(losses[:tenth]), median(losses[-tenth:])
     trend = "" if after < FALLING * before else ": it did not fall"
-    return f"Training loss {before:.4g} to {after:.4g} in {len(first.rows):,} steps{trend}{reached}."
+    return f"Training loss {before:.4g} to {after:.4g} in {len(first.valid_rows):,} steps{trend}{reached}."
 
 
 def restart_summary(run: WholeRun) -> str:
     """A sentence about the starts after the first; empty if there are none."""
-    again = run.first.started[1:] if run.first else []
+    again = run.first_rank_log.start_events[1:] if run.first_rank_log else []
     if not again:
         return ""
     steps = ", ".join(f"{start.start_step:,}" for start in again[:5])
@@ -145,7 +147,7 @@ def restart_summary(run: WholeRun) -> str:
 def failures(run: WholeRun) -> list[tuple[str, str]]:
     """The ranks that failed, with their errors, without ranks that failed because a different rank had failed."""
     causes = [failure for failure in run.failures if not failure.victim] or run.failures
-    return [(f"rank {f.rank} ({clean(f.host)})", clean(f.message or f.type)) for f in causes[:20]]
+    return [(f"rank {f.rank} ({remove_controls(f.host)})", remove_controls(f.message or f.type)) for f in causes[:20]]
 
 
 def remedy(run: WholeRun) -> list[str]:
@@ -155,7 +157,7 @@ def remedy(run: WholeRun) -> list[str]:
     if text is None:
         failed = run.state in ("failed", "lost")
         return [f"See the last output of the ranks: paceline logs {run.name}"] if failed else []
-    rates = run.first.steps.lr if run.first else None
+    rates = run.first_rank_log.steps.lr if run.first_rank_log else None
     return [text.format(lr=rates[-1] if rates else math.nan)]
 
 
@@ -163,19 +165,19 @@ def remedy(run: WholeRun) -> list[str]:
 class Bottleneck:
     """The largest causes of lost time in a run."""
 
-    first: str  # a sentence: the fraction of the time in which ranks computed, and the largest causes of the rest
+    summary: str  # a sentence: the fraction of the time in which ranks computed, and the largest causes of the rest
     advice: list[str] = field(default_factory=list[str])  # advice, the most promising first
-    shares: dict[str, float] = field(default_factory=dict[str, float])
+    cause_fractions: dict[str, float] = field(default_factory=dict[str, float])
     """The fraction of a step's time, by cause. Their sum is 1."""
     slowest: int | None = None
     slow_phase: str = ""  # the phase in which the slowest rank loses the most time
-    waits: dict[int, dict[int, float]] = field(default_factory=dict[int, dict[int, float]])
+    wait_seconds: dict[int, dict[int, float]] = field(default_factory=dict[int, dict[int, float]])
     """Seconds in the examined steps, by the rank that waited and the rank for which it waited."""
 
 
 def find_bottleneck(run: WholeRun) -> Bottleneck:
     """The bottleneck of a run's newest start."""
-    logs = [log for log in run.latest() if log.rows]
+    logs = [log for log in run.newest_rank_logs() if log.valid_rows]
     size = run.world_size
     if not logs:
         return Bottleneck("The run has recorded no steps, so its speed is unknown.")
@@ -186,7 +188,7 @@ def find_bottleneck(run: WholeRun) -> Bottleneck:
     steps = _common_steps(logs)
     if len(steps) < 2:
         return Bottleneck(f"Too few steps to analyze its speed: the first {WARM_UP} are warm-up.")
-    spent = Run(steps=steps, samples=1.0, hosts=run.hosts)
+    spent = RecordedSteps(steps=steps, mean_global_batch=1.0, hosts=run.hosts)
     parts, between = split_step(spent), sum(s.between for step in steps for s in step.values()) / len(steps) / size
     total = parts.step or 1e-9
     shares = {
@@ -202,8 +204,10 @@ def find_bottleneck(run: WholeRun) -> Bottleneck:
 
 def _common_steps(logs: Sequence[RankLog]) -> list[dict[int, PhaseSeconds]]:
     """Some steps that all ranks of the newest start have recorded after the warm-up, if possible consecutive ones."""
-    start = logs[0].started[-1].start_step
-    rows = [{log.steps.step[row]: row for row in log.rows if log.steps.step[row] > start + WARM_UP} for log in logs]
+    start = logs[0].start_events[-1].start_step
+    rows = [
+        {log.steps.step[row]: row for row in log.valid_rows if log.steps.step[row] > start + WARM_UP} for log in logs
+    ]
     common = sorted(set(rows[0]).intersection(*rows[1:]))
     common = [n for n in common if all(log.steps.follows[of[n]] for log, of in zip(logs, rows, strict=True))] or common
     return [
@@ -306,7 +310,7 @@ def _exchange(run: WholeRun, parts: StepParts) -> tuple[str, str]:
 
 def sent_bytes(run: WholeRun) -> int:
     """The bytes of the gradients of a step; 0: unknown."""
-    memory = run.first.memory if run.first else None
+    memory = run.first_rank_log.memory if run.first_rank_log else None
     return memory.gradient_bytes if memory else 0
 
 

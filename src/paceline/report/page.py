@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from paceline.errors import plural
 from paceline.report.analysis import log_figures
-from paceline.report.figures import Drawing, Figure, curves, devices, phases, waiting
+from paceline.report.figures import Drawing, Figure, curves, device_figures, phases, waiting_figures
 from paceline.report.outcome import (
     Bottleneck,
     failures,
@@ -30,7 +30,7 @@ from paceline.report.outcome import (
     wall_seconds,
 )
 from paceline.report.run import WholeRun
-from paceline.runs.console import clean, clock, format_duration
+from paceline.runs.console import clock, format_duration, remove_controls
 from paceline.runs.summary import Summary, scores_line
 from paceline.runs.utilization import explain_mfu, goodput
 
@@ -94,7 +94,7 @@ def report_page(runs: Sequence[WholeRun], command: str, drawings: Sequence[Drawi
         policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'",
         title=title, command=command, mark=MARK,
-        runs=[_head(run, bottleneck) for run, bottleneck in zip(runs, bottlenecks, strict=True)],
+        runs=[_header_values(run, bottleneck) for run, bottleneck in zip(runs, bottlenecks, strict=True)],
         sections=[(section.id, section.name) for section in body], body=body, css=Markup(_template("report.css")),
         data=Markup(data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")),
         plotly=Markup(plotly), js=Markup(js),
@@ -117,12 +117,12 @@ def _sections(runs: Sequence[WholeRun], bottleneck: Bottleneck, drawings: Sequen
     learning.texts = [sentence] if sentence else []
     return [
         learning,
-        Section("speed", "Speed", [*speed, *phases(runs), *waiting(run, bottleneck.waits)],
+        Section("speed", "Speed", [*speed, *phases(runs), *waiting_figures(run, bottleneck.wait_seconds)],
                 [*wall_time_table(run), *collectives_table(run)]),
         Section("explained", "How it works", drawings=[*drawings],
                 texts=["The times, parameters and ranks are those of this run."] if drawings else []),
         Section("memory", "Memory", tables=[*memory_table(run)]),
-        Section("machines", "Machines", [*devices(run)]),
+        Section("machines", "Machines", [*device_figures(run)]),
         Section("happened", "Events", [*timeline(events)], [*event_table(events)]),
         Section("samples", "Samples", tables=[*samples_table(run)]),
         Section("repeat", "Reproduce", tables=[*settings_tables(run)],
@@ -132,10 +132,10 @@ def _sections(runs: Sequence[WholeRun], bottleneck: Bottleneck, drawings: Sequen
 
 def _page_title(run: WholeRun) -> str:
     task = str(run.settings.get("task") or "").rpartition("/")[2]
-    return f"{run.name}: {clean(task)[:80]}" if task and task not in run.name else run.name
+    return f"{run.name}: {remove_controls(task)[:80]}" if task and task not in run.name else run.name
 
 
-def _head(run: WholeRun, bottleneck: Bottleneck) -> dict[str, Any]:
+def _header_values(run: WholeRun, bottleneck: Bottleneck) -> dict[str, Any]:
     tone = "good" if run.state in GOOD else "bad" if run.state in BAD else ""
     late = bottleneck.slowest if bottleneck.slow_phase == "data" else None
     names = {"waiting for data": "data", "waiting for the slowest rank": f"waiting for rank {late}'s data"}
@@ -145,17 +145,17 @@ def _head(run: WholeRun, bottleneck: Bottleneck) -> dict[str, Any]:
             "percent": f"{share:.0%}" if share >= 0.01 else "<1%", "grow": f"{share:.4f}",
             "colour": "orange" if late is not None and "slowest" in name else COLOUR_OF[name],
         }
-        for name, share in bottleneck.shares.items()
+        for name, share in bottleneck.cause_fractions.items()
         if share > 0.004
     ]  # fmt: skip
     failed = run.state in BAD
     return {
         "name": run.name, "state": run.state or "unknown", "tone": tone, "shares": shares,
-        "details": "" if failed and run.failures else run.words,
+        "details": "" if failed and run.failures else run.state_details,
         "failed": failures(run) if failed else [], "restarts": restart_summary(run),
-        "learning": learning_summary(run), "bottleneck": bottleneck.first,
+        "learning": learning_summary(run), "bottleneck": bottleneck.summary,
         "advice": [*remedy(run), *bottleneck.advice] if failed else bottleneck.advice,
-        "missing": run.missing, "tiles": [row[:2] for row in results_table([run]).rows],
+        "missing": run.unreadable_parts, "tiles": [row[:2] for row in results_table([run]).rows],
         "shares_words": ", ".join(f"{share['name']} {share['percent']}" for share in shares),
     }  # fmt: skip
 
@@ -173,7 +173,7 @@ def _plotly() -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else clean(str(value))
+    text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else remove_controls(str(value))
     return text if len(text) <= MAX_CELL_CHARS else f"{text[: MAX_CELL_CHARS - 3]}..."
 
 
@@ -186,8 +186,8 @@ def results_table(runs: Sequence[WholeRun]) -> Table:
 
 
 def _result(run: WholeRun) -> dict[str, Any]:
-    summary, first, newest = run.summary or Summary("", 0), run.first, run.newest
-    rows = first.rows if first else []
+    summary, first, newest = run.summary or Summary("", 0), run.first_rank_log, run.newest_start
+    rows = first.valid_rows if first else []
     step = first.steps.step[rows[-1]] if first and rows else summary.steps
     an_epoch = newest.steps_per_epoch if newest else 0
     planned = run.settings.get("steps") or (run.settings.get("epochs") or 0) * an_epoch
@@ -210,7 +210,7 @@ def _result(run: WholeRun) -> dict[str, Any]:
         "FLOP/s": explain_mfu(rate or 0, flops or 0, summary.peak_tflops or 0, summary.devices or 0),
         "goodput": f"{good:.1%}" if good else None,
         "duration": format_duration(seconds) if seconds else None,
-        "started": clock(first.started[0].unix_time, "%Y-%m-%d %H:%M") if first else None,
+        "started": clock(first.start_events[0].unix_time, "%Y-%m-%d %H:%M") if first else None,
         "peak memory": f"{summary.peak_memory_bytes / 1e9:.2f} GB per rank" if summary.peak_memory_bytes else None,
     }  # fmt: skip
     return {name: value for name, value in values.items() if value}
@@ -237,9 +237,9 @@ def repeat_command(run: WholeRun) -> str:
     """The command that repeats the run."""
     folder, versions = shlex.quote(str(run.folder)), run.environment
     names = [name for name in ("paceline", "torch", "python") if name in versions]
-    about = ", ".join(f"{name} {clean(str(versions[name]))[:60]}" for name in names)
+    about = ", ".join(f"{name} {remove_controls(str(versions[name]))[:60]}" for name in names)
     sha256 = run.summary.weights_sha256 if run.summary else None
-    digest = f"\n# weights: sha256 {clean(sha256)}" if sha256 else ""
+    digest = f"\n# weights: sha256 {remove_controls(sha256)}" if sha256 else ""
     command = f"paceline train --config {folder}/config.toml --run-dir runs/again"
     if (task := str(run.settings.get("task", ""))) == "session" or task.endswith(".py"):  # `train` starts no script
         command = f"paceline status {folder}"
@@ -256,7 +256,7 @@ def wall_time_table(run: WholeRun) -> Iterable[Table]:
 
 def collectives_table(run: WholeRun) -> Iterable[Table]:
     """The collectives of a step: bytes, number, duration, and overlap with backward."""
-    traced = [*run.first.traced.values()][-100:] if run.first else []
+    traced = [*run.first_rank_log.traced.values()][-100:] if run.first_rank_log else []
     calls: dict[str, list[tuple[float, int, float]]] = {}
     for step in traced:
         begin, end = next(((at, at + duration) for name, at, duration in step.phases if name == "backward"), (0.0, 0.0))
@@ -289,7 +289,7 @@ def collectives_table(run: WholeRun) -> Iterable[Table]:
 
 def memory_table(run: WholeRun) -> Iterable[Table]:
     """The measured memory of a rank's tensors, and the computed memory with strategies that shard them."""
-    memory = run.first.memory if run.first else None
+    memory = run.first_rank_log.memory if run.first_rank_log else None
     if memory is None:
         return
     size, measured = run.world_size, (memory.weight_bytes, memory.gradient_bytes, memory.optimizer_bytes)
@@ -311,15 +311,15 @@ def samples_table(run: WholeRun) -> Iterable[Table]:
     """The samples of each epoch, over all ranks."""
     samples, steps = Counter[int](), Counter[int]()
     for log in run.ranks.values():
-        for row in log.rows:
+        for row in log.valid_rows:
             samples[log.steps.epoch[row]] += log.steps.consumed[row]
-    if run.first:
-        steps.update(run.first.steps.epoch[row] for row in run.first.rows)
-    dataset_size = run.newest.num_samples if run.newest else 0
+    if run.first_rank_log:
+        steps.update(run.first_rank_log.steps.epoch[row] for row in run.first_rank_log.valid_rows)
+    dataset_size = run.newest_start.num_samples if run.newest_start else 0
     rows = [[f"{epoch + 1}", f"{steps[epoch]:,}", f"{used:,}", f"{dataset_size:,}" if dataset_size else "-"]
             for epoch, used in sorted(samples.items())]  # fmt: skip
     if rows:
-        discarded = run.first.discarded if run.first else 0
+        discarded = run.first_rank_log.discarded if run.first_rank_log else 0
         caption = f"{discarded:,} steps were discarded and repeated. " if discarded else ""
         caption += f"To check that each sample was used once: paceline ledger {run.name}"
         yield Table("Samples used", ["epoch", "steps", "samples used", "of"], rows[:MAX_ROWS], caption, numbers=True)

@@ -18,7 +18,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.guard.report import DiagnosisRecord, read_diagnosis
 from paceline.protocol.evidence import Failure
 from paceline.runs.attempt import ScriptNotice, read_notices
-from paceline.runs.console import clean
+from paceline.runs.console import remove_controls
 from paceline.runs.events import (
     Counted,
     Ended,
@@ -83,13 +83,13 @@ class RankLog:
 
     rank: int
     max_traced: int = MAX_EVENTS
-    started: list[Started] = field(default_factory=list[Started])
+    start_events: list[Started] = field(default_factory=list[Started])
     steps: StepColumns = field(default_factory=StepColumns)
-    rows: array[int] = field(default_factory=lambda: array("q"))
+    valid_rows: array[int] = field(default_factory=lambda: array("q"))
     """The rows of `steps` that later starts have not repeated."""
     discarded: int = 0
     idle_seconds: float = 0.0  # between starts
-    share: tuple[int, int] | None = None  # the virtual ranks [a, b) that it computes
+    virtual_ranks: tuple[int, int] | None = None  # the virtual ranks [a, b) that it computes
     samples: list[Samples] = field(default_factory=list[Samples])  # of the first step that lists them
     memory: MemoryBreakdown | None = None  # the newest
     traced: dict[int, Traced] = field(default_factory=dict[int, Traced])
@@ -98,7 +98,7 @@ class RankLog:
 
     _after_step = False
 
-    def take(self, event: Event) -> None:
+    def add_event(self, event: Event) -> None:
         """Add the next event of the file."""
         steps, follows = self.steps, self._after_step
         self._after_step = isinstance(event, Step) or (
@@ -108,8 +108,8 @@ class RankLog:
             case Step():
                 steps.add(event, follows=follows and event.steps == 1)
                 self._after_step = event.steps == 1
-                self.rows.append(len(steps.step) - 1)
-                self.share = event.share
+                self.valid_rows.append(len(steps.step) - 1)
+                self.virtual_ranks = event.share
             case Samples():
                 if not self.samples or (self.samples[0].step == event.step and len(self.samples) < MAX_LISTED):
                     self.samples.append(event)
@@ -122,10 +122,10 @@ class RankLog:
             case MemoryBreakdown():
                 self.memory = event
             case Started():
-                if self.started:
-                    self.idle_seconds += max(0.0, event.unix_time - self._last())
-                del self.started[MAX_EVENTS:]
-                self.started.append(event)
+                if self.start_events:
+                    self.idle_seconds += max(0.0, event.unix_time - self._last_unix_time())
+                del self.start_events[MAX_EVENTS:]
+                self.start_events.append(event)
                 self._discard_after(event.start_step)
             case RolledBack():
                 self._discard_after(event.to)
@@ -134,19 +134,19 @@ class RankLog:
                 self._keep(event)
 
     def _discard_after(self, step: int) -> None:
-        while self.rows and self.steps.step[self.rows[-1]] > step:
-            self.rows.pop()
+        while self.valid_rows and self.steps.step[self.valid_rows[-1]] > step:
+            self.valid_rows.pop()
             self.discarded += 1
 
     def _keep(self, event: Event) -> None:
         unix_time = event.unix_time if isinstance(event, Ended) else 0.0
         if len(self.events) < MAX_EVENTS:
-            self.events.append((unix_time or self._last(), event))
+            self.events.append((unix_time or self._last_unix_time(), event))
 
-    def _last(self) -> float:
-        return max([*self.steps.ended[-1:], *(start.unix_time for start in self.started[-1:])], default=0.0)
+    def _last_unix_time(self) -> float:
+        return max([*self.steps.ended[-1:], *(start.unix_time for start in self.start_events[-1:])], default=0.0)
 
-    def of(self, kind: type[Event]) -> Iterator[tuple[float, Any]]:
+    def events_of(self, kind: type[Event]) -> Iterator[tuple[float, Any]]:
         """The `events` of a type, with their times."""
         return ((at, event) for at, event in self.events if isinstance(event, kind))
 
@@ -157,7 +157,7 @@ class WholeRun:
 
     folder: Path
     state: str = ""  # done, failed, running, ...: see `paceline status`
-    words: str = ""  # details of the state
+    state_details: str = ""  # details of the state
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     """The settings of config.toml, without the names of the tables."""
     environment: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -167,36 +167,36 @@ class WholeRun:
     clocks: dict[int, ClockAhead] = field(default_factory=dict[int, ClockAhead])  # the newest clock offset of each node
     failures: list[Failure] = field(default_factory=list[Failure])  # the failures that ranks recorded, in all starts
     diagnoses: list[DiagnosisRecord] = field(default_factory=list[DiagnosisRecord])
-    noted: list[ScriptNotice] = field(default_factory=list[ScriptNotice])  # the notices of the agent, in all starts
+    notices: list[ScriptNotice] = field(default_factory=list[ScriptNotice])  # the notices of the agent, in all starts
     starts: int = 0
-    missing: list[str] = field(default_factory=list[str])  # the parts that could not be read, with the reasons
+    unreadable_parts: list[str] = field(default_factory=list[str])  # the parts that could not be read, with the reasons
 
     @property
     def name(self) -> str:
         """The name of the folder, for display."""
-        return clean(self.folder.name)[:120] or str(self.folder)
+        return remove_controls(self.folder.name)[:120] or str(self.folder)
 
     @property
-    def first(self) -> RankLog | None:
+    def first_rank_log(self) -> RankLog | None:
         """The lowest rank with events. It provides the global values."""
-        return next((log for log in self.ranks.values() if log.started), None)
+        return next((log for log in self.ranks.values() if log.start_events), None)
 
     @property
-    def newest(self) -> Started | None:
+    def newest_start(self) -> Started | None:
         """The newest start."""
-        return self.first.started[-1] if self.first else None
+        return self.first_rank_log.start_events[-1] if self.first_rank_log else None
 
     @property
     def world_size(self) -> int:
         """The number of ranks of the newest start; 0: unknown."""
         of_summary = self.summary.world_size if self.summary else None
-        return (self.newest.world_size if self.newest else of_summary) or 0
+        return (self.newest_start.world_size if self.newest_start else of_summary) or 0
 
     @property
     def hosts(self) -> dict[int, str]:
         """The host of each rank of the newest start."""
         size = self.world_size
-        return {rank: log.started[-1].host for rank, log in self.ranks.items() if log.started and rank < size}
+        return {rank: log.start_events[-1].host for rank, log in self.ranks.items() if log.start_events and rank < size}
 
     @property
     def strategy(self) -> str:
@@ -204,9 +204,11 @@ class WholeRun:
         of_summary = self.summary.strategy if self.summary else None
         return str(of_summary or self.settings.get("strategy") or "")
 
-    def latest(self) -> list[RankLog]:
+    def newest_rank_logs(self) -> list[RankLog]:
         """The ranks of the newest start that have events."""
-        return [self.ranks[rank] for rank in range(self.world_size) if rank in self.ranks and self.ranks[rank].started]
+        return [
+            self.ranks[rank] for rank in range(self.world_size) if rank in self.ranks and self.ranks[rank].start_events
+        ]
 
 
 def whole_run(folder: Path) -> WholeRun:
@@ -228,7 +230,7 @@ def whole_run(folder: Path) -> WholeRun:
             with _recording_errors(run, files[rank].name):
                 for line in _lines(files[rank], MAX_BYTES // len(files)):
                     if (event := decode_event(line)) is not None:
-                        log.take(event)
+                        log.add_event(event)
     with _recording_errors(run, "machine"):
         machines = machine_files(folder)
         limit = min(MAX_SAMPLES, 5 * MAX_SAMPLES // max(1, len(machines)))
@@ -241,7 +243,7 @@ def whole_run(folder: Path) -> WholeRun:
                         records.append(record)
     _read_starts(run)
     if not run.ranks and not run.starts and not run.settings:
-        why = f": {'; '.join(run.missing)}" if run.missing else ""
+        why = f": {'; '.join(run.unreadable_parts)}" if run.unreadable_parts else ""
         raise UsageError(f"{folder} contains no readable part of a run{why}")
     _align(run)
     return run
@@ -261,7 +263,7 @@ def _read_starts(run: WholeRun) -> None:
     with _recording_errors(run, "attempts"):
         for number, attempt in numbered_attempts(run.folder).items():
             run.starts += 1
-            run.noted += read_notices(attempt)
+            run.notices += read_notices(attempt)
             for record in failure_records(attempt):
                 with _recording_errors(run, f"attempt-{number}/{record}"):
                     run.failures.append(decode(attempt / record, Failure))
@@ -275,10 +277,10 @@ def _read_starts(run: WholeRun) -> None:
 
 def _align(run: WholeRun) -> None:
     """Convert all times to node 0's clock, for hosts with a known clock offset."""
-    ahead = {clean(run.machines[node][-1].host): clock.ahead_seconds
+    ahead = {remove_controls(run.machines[node][-1].host): clock.ahead_seconds
              for node, clock in run.clocks.items() if run.machines.get(node)}  # fmt: skip
     for log in run.ranks.values():
-        offset = ahead.get(clean(log.started[-1].host), 0.0) if log.started else 0.0
+        offset = ahead.get(remove_controls(log.start_events[-1].host), 0.0) if log.start_events else 0.0
         if offset:
             log.steps.ended = array("d", (at - offset for at in log.steps.ended))
             log.traced = {n: msgspec.structs.replace(t, unix_time=t.unix_time - offset) for n, t in log.traced.items()}
@@ -292,8 +294,8 @@ def _recording_errors(run: WholeRun, part: str) -> Generator[None]:
     except FileNotFoundError:
         pass
     except (OSError, PacelineError, ValueError) as error:
-        if len(run.missing) < MAX_MISSING:
-            run.missing.append(f"{part}: {clean(str(error))[:MAX_CHARS]}")
+        if len(run.unreadable_parts) < MAX_MISSING:
+            run.unreadable_parts.append(f"{part}: {remove_controls(str(error))[:MAX_CHARS]}")
 
 
 def _flat(table: dict[str, Any]) -> dict[str, Any]:

@@ -39,11 +39,11 @@ class PhaseSeconds:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedSteps:
     """The steps that all ranks have recorded, without the warm-up."""
 
     steps: Sequence[Mapping[int, PhaseSeconds]]  # each by rank
-    samples: float  # mean size of the global batch
+    mean_global_batch: float  # mean size of the global batch
     hosts: Mapping[int, str]
     on_cpus: bool = True
 
@@ -88,7 +88,7 @@ def step_between_syncs(phases: Mapping[str, float], seconds: float, between: flo
     return PhaseSeconds(**{**phases, "optimizer": earlier}, seconds=seconds, between=between)
 
 
-def split_step(run: Run, backward_per_forward: float | None = None) -> StepParts:
+def split_step(run: RecordedSteps, backward_per_forward: float | None = None) -> StepParts:
     """Split the mean step of `run`. The ratio is that of a backward without waiting to a forward; None if unknown."""
     ranks = sorted(run.hosts)
     mean = _means(run, ranks)
@@ -116,14 +116,14 @@ def split_step(run: Run, backward_per_forward: float | None = None) -> StepParts
     )
 
 
-def backward_per_forward(run: Run) -> float:
+def backward_per_forward(run: RecordedSteps) -> float:
     """The duration of a backward without exchange, divided by that of a forward."""
     means = _means(run, sorted(run.hosts)).values()
     forward = sum(rank_means["forward"] for rank_means in means)
     return sum(rank_means["backward"] for rank_means in means) / forward if forward > 0 else 0.0
 
 
-def _means(run: Run, ranks: list[int]) -> dict[int, dict[str, float]]:
+def _means(run: RecordedSteps, ranks: list[int]) -> dict[int, dict[str, float]]:
     steps = run.steps
     return {rank: {p: sum(getattr(step[rank], p) for step in steps) / len(steps) for p in WORK} for rank in ranks}
 

@@ -17,7 +17,7 @@ from paceline.errors import PacelineError
 from paceline.report.live import RunSnapshot
 from paceline.report.watch_lines import COLUMNS, ORDERS, Column, footnote, progress, title
 from paceline.runs.console import one_line
-from paceline.runs.summary import LIVE, RunState
+from paceline.runs.summary import LIVE_STATES, RunState
 
 EVERY_SECONDS = 1.0
 ROWS_PER_DRAW = 32  # higher terminals skip some updates, because a row takes half a millisecond
@@ -27,9 +27,9 @@ ROWS_PER_DRAW = 32  # higher terminals skip some updates, because a row takes ha
 class Actions:
     """The actions of the keys. An action may take seconds. It raises PacelineError or OSError if it fails."""
 
-    look: Callable[[], tuple[RunSnapshot, RunState]]
-    stack: Callable[[int], str]
-    log: Callable[[int], str]
+    read_state: Callable[[], tuple[RunSnapshot, RunState]]
+    request_stack: Callable[[int], str]
+    read_log: Callable[[int], str]
     save: Callable[[], str]
     stop: Callable[[], str]
     may_act: bool = True
@@ -72,8 +72,8 @@ class RankScreen(ModalScreen[None]):
 
     async def on_mount(self) -> None:
         """Request the stack and the log. The stack may take seconds."""
-        self.run_worker(self._fill("log", self._actions.log))
-        self.run_worker(self._fill("stack", self._actions.stack))
+        self.run_worker(self._fill("log", self._actions.read_log))
+        self.run_worker(self._fill("stack", self._actions.request_stack))
 
     async def _fill(self, name: str, request: Callable[[int], str]) -> None:
         text = await _result_of(lambda: request(self._rank))
@@ -133,12 +133,12 @@ class WatchApp(App[None]):
     async def _follow(self) -> None:
         for number in itertools.count():
             try:
-                self.seen = await asyncio.to_thread(self._actions.look)
+                self.seen = await asyncio.to_thread(self._actions.read_state)
             except Exception as error:  # for example a deleted folder: printed after the terminal is restored
                 self.failure = error
                 self.exit()
                 return
-            has_ended = self.seen[1].state not in (*LIVE, "unknown")
+            has_ended = self.seen[1].state not in (*LIVE_STATES, "unknown")
             if has_ended or number % (1 + self.size.height // ROWS_PER_DRAW) == 0:
                 self._draw()
             if has_ended:
@@ -178,7 +178,7 @@ class WatchApp(App[None]):
             row, scroll = table.cursor_row, table.scroll_y
             table.clear(columns=True)
             for column, width in zip(columns, widths, strict=True):
-                label = Text(column.title, justify="right" if column.right else "left")
+                label = Text(column.title, justify="right" if column.is_right_aligned else "left")
                 table.add_column(label, key=column.title, width=width)  # explicit, because measuring all cells is slow
             for number, (_, cells) in enumerate(rows):
                 table.add_row(*(_aligned(c, cell) for c, cell in zip(columns, cells, strict=True)), key=str(number))
@@ -242,5 +242,5 @@ def _is_used(name: str, now: RunSnapshot) -> bool:
 
 def _aligned(column: Column, cell: Text) -> Text:
     cell = cell.copy()
-    cell.justify = "right" if column.right else "left"
+    cell.justify = "right" if column.is_right_aligned else "left"
     return cell

@@ -10,7 +10,7 @@ from rich.text import Text
 from paceline.report.live import RankSnapshot, RunSnapshot
 from paceline.runs.console import format_duration, format_size, one_line, sparkline
 from paceline.runs.machine import GpuUse
-from paceline.runs.summary import LIVE, RunState
+from paceline.runs.summary import LIVE_STATES, RunState
 from paceline.runs.utilization import format_speed
 
 STILL_SECONDS = 5.0  # shorter times without progress are normal
@@ -38,7 +38,7 @@ def progress(now: RunSnapshot, state: RunState, width: int = 0) -> Text:
     if step is not None:
         parts.append(f"step {step:,}" + (f" of {state.total_steps:,}" if state.total_steps else ""))
     elif now.ranks:
-        parts.append(f"{sum(not rank.ended for rank in now.ranks)} of {len(now.ranks)} ranks running")
+        parts.append(f"{sum(not rank.end_description for rank in now.ranks)} of {len(now.ranks)} ranks running")
     if now.losses:
         parts.append(f"loss {now.losses[-1]:.4g}")
     running = state.state == "running"
@@ -81,7 +81,7 @@ class Column:
 
     title: str
     cell: Callable[[RankSnapshot], Text]
-    right: bool = False
+    is_right_aligned: bool = False
     min_width: int = 0  # of a terminal that shows the column
 
 
@@ -90,8 +90,8 @@ def _name(rank: RankSnapshot) -> Text:
 
 
 def _phase(rank: RankSnapshot) -> Text:
-    if rank.ended:
-        return Text(one_line(rank.ended, 12), "green" if rank.ended == "done" else "bold red")
+    if rank.end_description:
+        return Text(one_line(rank.end_description, 12), "green" if rank.end_description == "done" else "bold red")
     return Text(one_line(rank.phase, 12), PHASE_STYLES.get(rank.phase, ""))
 
 
@@ -100,13 +100,16 @@ def _work(rank: RankSnapshot) -> Text:
 
 
 def _waits(rank: RankSnapshot) -> Text:
-    if rank.waits is None:
+    if rank.waiting_fraction is None:
         return Text()
-    return Text(f"{rank.waits:.0%}" if rank.waits >= MIN_WAITS else "-", "" if rank.waits < 0.3 else "yellow")
+    return Text(
+        f"{rank.waiting_fraction:.0%}" if rank.waiting_fraction >= MIN_WAITS else "-",
+        "" if rank.waiting_fraction < 0.3 else "yellow",
+    )
 
 
 def _still(rank: RankSnapshot) -> Text:
-    still = rank.still_seconds if not rank.ended else 0.0
+    still = rank.still_seconds if not rank.end_description else 0.0
     return Text(format_duration(still) if still >= STILL_SECONDS else "", "bold red" if still > 60 else "red")
 
 
@@ -130,30 +133,36 @@ COLUMNS = (
     Column(" rank", _name),
     Column("host", lambda rank: Text(one_line(rank.host, 14))),
     Column("phase", _phase),
-    Column("step", lambda rank: Text(f"{rank.step:,}" if rank.step else ""), right=True),
-    Column("work", _work, right=True),
+    Column("step", lambda rank: Text(f"{rank.step:,}" if rank.step else ""), is_right_aligned=True),
+    Column("work", _work, is_right_aligned=True),
     Column("history", lambda rank: Text(sparkline(rank.work_seconds, 12), "yellow" if rank.slowest else "cyan")),
-    Column("waits", _waits, right=True),
-    Column("still", _still, right=True),
-    Column("cores", lambda rank: Text(f"{rank.use.cores:.1f}" if rank.use else ""), right=True),
-    Column("memory", lambda rank: Text(format_size(rank.use.memory_bytes) if rank.use else ""), right=True),
-    Column("GPU", _gpu, right=True),
+    Column("waits", _waits, is_right_aligned=True),
+    Column("still", _still, is_right_aligned=True),
+    Column(
+        "cores", lambda rank: Text(f"{rank.resource_use.cores:.1f}" if rank.resource_use else ""), is_right_aligned=True
+    ),
+    Column(
+        "memory",
+        lambda rank: Text(format_size(rank.resource_use.memory_bytes) if rank.resource_use else ""),
+        is_right_aligned=True,
+    ),
+    Column("GPU", _gpu, is_right_aligned=True),
     Column("GPU memory, power, heat, clock", lambda rank: gpu_words(rank.gpu) if rank.gpu else Text(), min_width=120),
 )
 
 ORDERS: tuple[tuple[str, Callable[[RankSnapshot], tuple[float, ...]]], ...] = (
     ("rank", lambda rank: (rank.rank,)),
     ("slowest first", lambda rank: (-(rank.work_seconds[-1] if rank.work_seconds else 0.0), rank.rank)),
-    ("longest waiting", lambda rank: (-(rank.waits or 0.0), rank.rank)),
+    ("longest waiting", lambda rank: (-(rank.waiting_fraction or 0.0), rank.rank)),
     ("longest without progress", lambda rank: (-rank.still_seconds, rank.rank)),
-    ("most memory", lambda rank: (-(rank.use.memory_bytes if rank.use else 0), rank.rank)),
+    ("most memory", lambda rank: (-(rank.resource_use.memory_bytes if rank.resource_use else 0), rank.rank)),
 )
 
 
 def summary_line(now: RunSnapshot, state: RunState) -> str:
     """The state as one line of plain text."""
-    ranks = [rank for rank in now.ranks if rank.still_seconds >= STILL_SECONDS and not rank.ended]
-    is_live = state.state in (*LIVE, "unknown")
+    ranks = [rank for rank in now.ranks if rank.still_seconds >= STILL_SECONDS and not rank.end_description]
+    is_live = state.state in (*LIVE_STATES, "unknown")
     still = f"  {len(ranks)} of {len(now.ranks)} ranks without progress" if ranks and is_live else ""
     slow = f"  {one_line(now.slow_rank, 120)}" if now.slow_rank and state.state == "running" else ""
     return f"{title(state).plain}  {progress(now, state).plain}{still}{slow}"

@@ -19,13 +19,13 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.runs import writing
-from paceline.runs.console import clean
+from paceline.runs.console import remove_controls
 from paceline.runs.owners import open_file
 from paceline.runs.reading import decode_if_readable, read_lines
 
 NODES, NOTICES = "nodes.json", "notices.jsonl"
 MAX_NOTICES, MAX_NOTICE_CHARS, MAX_NODE_CHARS = 100, 500, 300
-RECORD = struct.Struct("<Qd")
+TIME_RECORD = struct.Struct("<Qd")
 LOOK_SECONDS = 1.0
 PAGE = 4096  # records of times that are read at a time
 
@@ -40,7 +40,7 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
 def write_ended(attempt_dir: Path, ended: Ended) -> None:
     """Write attempt-N/ended.json atomically. A full disk raises no error."""
     with suppress(OSError):
-        writing.replace(attempt_dir / "ended.json", msgspec.json.encode(ended))
+        writing.replace_file(attempt_dir / "ended.json", msgspec.json.encode(ended))
 
 
 def read_ended(attempt_dir: Path) -> Ended | None:
@@ -68,7 +68,7 @@ class NodesStatus(msgspec.Struct, frozen=True):
     all: tuple[NodeStatus, ...]
 
     @property
-    def line(self) -> str:
+    def format_line(self) -> str:
         """The states of all nodes in one line."""
         inside = [node.host for node in self.all if node.state == "in"]
         groups = [f"{len(inside)} in (--nodes {self.least}:{self.most}): {', '.join(inside)}"]
@@ -76,13 +76,13 @@ class NodesStatus(msgspec.Struct, frozen=True):
             nodes = [node for node in self.all if node.state == state]
             hosts = [node.host + (f" ({node.words[:MAX_NODE_CHARS]})" if node.words else "") for node in nodes]
             groups += [f"{state}: {', '.join(hosts)}"] if hosts else []
-        return clean("; ".join(groups))
+        return remove_controls("; ".join(groups))
 
 
 def write_nodes(attempt_dir: Path, nodes: NodesStatus) -> None:
     """Write nodes.json. A full disk raises no error."""
     with suppress(OSError):
-        writing.replace(attempt_dir / NODES, msgspec.json.encode(nodes))
+        writing.replace_file(attempt_dir / NODES, msgspec.json.encode(nodes))
 
 
 def read_nodes(attempt_dir: Path) -> NodesStatus | None:
@@ -102,7 +102,7 @@ class ScriptNotice(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def write_notice(attempt_dir: Path, noted: ScriptNotice) -> None:
     """Append a finding. A full disk raises no error."""
-    with suppress(OSError), os.fdopen(writing.keep(attempt_dir / NOTICES, append=True), "ab", 0) as file:
+    with suppress(OSError), os.fdopen(writing.open_or_create(attempt_dir / NOTICES, append=True), "ab", 0) as file:
         file.write(msgspec.json.encode(noted) + b"\n")
 
 
@@ -112,7 +112,7 @@ def read_notices(attempt_dir: Path) -> Iterator[ScriptNotice]:
         for _, line in zip(range(MAX_NOTICES), read_lines(attempt_dir / NOTICES), strict=False):
             with suppress(msgspec.MsgspecError):
                 notice = msgspec.json.decode(line, type=ScriptNotice)
-                yield replace(notice, words=clean(notice.words)[:MAX_NOTICE_CHARS])
+                yield replace(notice, words=remove_controls(notice.words)[:MAX_NOTICE_CHARS])
 
 
 def times_path(log: Path) -> Path:
@@ -126,9 +126,9 @@ class TimesWriter:
     def __init__(self, log: Path) -> None:
         self._log, self._size, self._due_seconds, self._descriptor = log, 0, 0.0, -1
         with suppress(OSError):
-            self._descriptor = writing.keep(times_path(log))
+            self._descriptor = writing.open_or_create(times_path(log))
 
-    def look(self, *, last: bool = False) -> None:
+    def record_growth(self, *, last: bool = False) -> None:
         """Record the growth since the last call, at most once a second. `last`: also earlier."""
         now = time.monotonic()
         if self._descriptor < 0 or (now < self._due_seconds and not last):
@@ -137,8 +137,10 @@ class TimesWriter:
         with suppress(OSError):
             size = self._log.stat().st_size
             if size > self._size:
-                end = os.fstat(self._descriptor).st_size // RECORD.size * RECORD.size  # overwrites an incomplete record
-                os.pwrite(self._descriptor, RECORD.pack(size, time.time()), end)
+                end = (
+                    os.fstat(self._descriptor).st_size // TIME_RECORD.size * TIME_RECORD.size
+                )  # overwrites an incomplete record
+                os.pwrite(self._descriptor, TIME_RECORD.pack(size, time.time()), end)
                 self._size = size
 
     def close(self) -> None:
@@ -159,11 +161,11 @@ class LogTimes:
     def __init__(self, log: Path) -> None:
         self._path, self._first, self._page = times_path(log), -1, list[tuple[int, float]]()
         with open_file(self._path) as file:
-            self._count = file.found.st_size // RECORD.size
+            self._count = file.status.st_size // TIME_RECORD.size
         with open_file(log) as file:
-            self._last_seconds = file.found.st_mtime  # for the lines after the last record
+            self._last_seconds = file.status.st_mtime  # for the lines after the last record
 
-    def at(self, offset: int) -> float:
+    def time_at(self, offset: int) -> float:
         """The time (Unix time) of the byte at `offset`, at most a second late."""
         page = self._page
         if not page or not page[0][0] <= offset < page[-1][0]:
@@ -182,10 +184,10 @@ class LogTimes:
         if not 0 <= index - self._first < len(self._page) or self._first < 0:
             self._first = index // PAGE * PAGE
             with open_file(self._path) as file:
-                data = os.pread(file.descriptor, PAGE * RECORD.size, self._first * RECORD.size)
-            complete = data[: len(data) // RECORD.size * RECORD.size]
+                data = os.pread(file.descriptor, PAGE * TIME_RECORD.size, self._first * TIME_RECORD.size)
+            complete = data[: len(data) // TIME_RECORD.size * TIME_RECORD.size]
             # a time that is not finite, or after the year 2600, is damage
-            self._page = [(size, t if 0 <= t < 2e10 else 0.0) for size, t in RECORD.iter_unpack(complete)]
+            self._page = [(size, t if 0 <= t < 2e10 else 0.0) for size, t in TIME_RECORD.iter_unpack(complete)]
         position = index - self._first
         in_page = position < len(self._page)  # False if the file has become shorter
         return self._page[position] if in_page else (2**63 - 1, self._last_seconds)

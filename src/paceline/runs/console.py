@@ -28,7 +28,7 @@ MAX_SEQUENCE_BYTES = 4096
 MAX_NAMES = 24  # in a list
 
 
-def say(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     """Write to stderr without control sequences. Raises no error, because the terminal may be closed."""
     with suppress(OSError):
         data = strip_controls(f"{text}\n".encode(errors="replace"))
@@ -41,7 +41,7 @@ def escape_controls(json: str) -> str:
     return re.sub("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]", lambda m: f"\\u{ord(m[0]):04x}", json)
 
 
-def clean(text: str) -> str:
+def remove_controls(text: str) -> str:
     """`text` without control sequences."""
     return CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
 
@@ -75,7 +75,7 @@ class LiveFilter:
     def __init__(self) -> None:
         self._held = b""
 
-    def passed(self, data: bytes) -> bytes:
+    def filter_bytes(self, data: bytes) -> bytes:
         """The part of the input so far that may appear on the terminal."""
         data = self._held + data
         cut = INCOMPLETE.search(data)
@@ -126,7 +126,7 @@ def format_duration(seconds: float) -> str:
 
 def one_line(text: str, most: int) -> str:
     """Text in one line of at most `most` characters, without control sequences."""
-    line = " ".join(clean(text[: 4 * most]).split())
+    line = " ".join(remove_controls(text[: 4 * most]).split())
     return line if len(line) <= most else f"{line[: max(0, most - 1)]}…"
 
 

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from paceline.errors import TrainingError, UsageError
 from paceline.runs import writing
-from paceline.runs.owners import check_ours
-from paceline.runs.reading import folders, is_file, is_folder, names, read, real_path, symlinks
+from paceline.runs.owners import check_owned_by_us
+from paceline.runs.reading import entry_names, folders, is_file, is_folder, read, real_path, symlinks
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
@@ -73,12 +73,12 @@ def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: 
 def _check_private(run_dir: Path, *, trust: bool) -> None:
     """Check that no other user could have written a folder, and that it has no links."""
     if not trust:
-        check_ours(run_dir)
+        check_owned_by_us(run_dir)
     for folder in (run_dir, run_dir / CHECKPOINTS):
         if links := symlinks(folder):
             raise UsageError(code="run-dir-has-links", folder=folder, link=links[0])
     if not trust and is_folder(run_dir / CHECKPOINTS):
-        check_ours(run_dir / CHECKPOINTS)
+        check_owned_by_us(run_dir / CHECKPOINTS)
 
 
 def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
@@ -89,7 +89,7 @@ def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
     """
     if is_folder(run_dir):
         _check_private(run_dir, trust=trust)
-    if is_folder(run_dir) and names(run_dir) and not is_file(run_dir / CONFIG) and not _never_began(run_dir):
+    if is_folder(run_dir) and entry_names(run_dir) and not is_file(run_dir / CONFIG) and not _never_began(run_dir):
         raise UsageError(code="not-a-run", run_dir=run_dir, config=CONFIG)
 
 
@@ -119,7 +119,7 @@ def lock_run_dir(run_dir: Path, *, wait_seconds: float = LOCK_SECONDS) -> int:
         UsageError: another run has locked it. The error has the process of that run.
     """
     try:
-        descriptor = writing.keep(run_dir / LOCK)
+        descriptor = writing.open_or_create(run_dir / LOCK)
     except OSError as error:
         raise UsageError(code="lock-not-held", path=run_dir / LOCK, strerror=error.strerror) from None
     if not writing.lock(descriptor, wait_seconds):
@@ -152,21 +152,21 @@ def _never_began(run_dir: Path) -> bool:
         name in ours
         or name.startswith(starts)
         or name.endswith(".partial")
-        or (name == CHECKPOINTS and not any(n.startswith("step-") for n in names(run_dir / name)))
-        for name in names(run_dir)
+        or (name == CHECKPOINTS and not any(n.startswith("step-") for n in entry_names(run_dir / name)))
+        for name in entry_names(run_dir)
     )
 
 
 def create_attempt_dir(run_dir: Path, launched: Path | None = None) -> tuple[int, Path]:
     """Create the folder of the next start. Returns its number, from 1, and path. `launched`: see `launched_attempt`."""
-    numbers = [attempt_number(Path(name)) for name in names(run_dir)]
+    numbers = [attempt_number(Path(name)) for name in entry_names(run_dir)]
     number = 1 + max(*numbers, _fenced_attempt(run_dir), 0)
     if number > MOST_STARTS:
         raise UsageError(code="attempt-out-of-range", run_dir=run_dir, number=number - 1)
     attempt_dir = run_dir / f"attempt-{number}"
     _make(attempt_dir, exist_ok=False)
     if launched is not None:
-        writing.replace(attempt_dir / LAUNCHED, str(launched).encode())
+        writing.replace_file(attempt_dir / LAUNCHED, str(launched).encode())
     return number, attempt_dir
 
 
@@ -174,7 +174,7 @@ def launched_attempt(attempt_dir: Path) -> Path:
     """The attempt with the logs, errors and reports. For a session under `paceline launch`, that of the launch."""
     with suppress(OSError, ValueError):
         launched = Path(read(attempt_dir / LAUNCHED, limit_bytes=10_000).decode())
-        if launched.is_absolute() and attempt_number(launched) and names(launched):
+        if launched.is_absolute() and attempt_number(launched) and entry_names(launched):
             return launched
     return attempt_dir
 
@@ -207,7 +207,7 @@ def write_settings(folder: Path, text: str) -> None:
         TrainingError: for example, the disk is full.
     """
     try:
-        writing.replace(folder / CONFIG, text.encode())
+        writing.replace_file(folder / CONFIG, text.encode())
     except OSError as error:
         raise TrainingError(code="settings-not-written", path=folder / CONFIG, strerror=error.strerror) from None
 
@@ -220,7 +220,7 @@ def attempt_number(folder: Path, kind: str = "attempt") -> int:
 
 def failure_records(attempt: Path) -> list[str]:
     """The files with the recorded failures of a start's workers, not sorted by time."""
-    return sorted(name for name in names(attempt) if FAILURE.fullmatch(name))
+    return sorted(name for name in entry_names(attempt) if FAILURE.fullmatch(name))
 
 
 def _make(folder: Path, *, exist_ok: bool) -> None:
@@ -248,7 +248,7 @@ def compile_cache() -> Path:
         kind = sorted(line for line in lines if line.startswith((b"model name", b"flags", b"Features", b"CPU p")))
         folder = folder.expanduser().resolve() / sha256(b"\n".join(kind)).hexdigest()[:16]
         writing.make_folder(folder, exist_ok=True)
-        check_ours(folder)
+        check_owned_by_us(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         raise UsageError(code="compile-no-folder", folder=folder, strerror=error) from None
     return folder

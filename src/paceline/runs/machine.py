@@ -61,8 +61,8 @@ class ClockAhead(msgspec.Struct, frozen=True, tag_field="kind", tag="clock"):
     error_seconds: Seconds
 
 
-Record = MachineUse | ClockAhead
-_decode = msgspec.json.Decoder(Record).decode
+MachineRecord = MachineUse | ClockAhead
+_decode = msgspec.json.Decoder(MachineRecord).decode
 
 
 def file_name(node: int) -> str:
@@ -79,7 +79,7 @@ def machine_files(run_dir: Path) -> dict[int, Path]:
     return numbered_files(run_dir, _FILE)
 
 
-def decode_record(line: bytes) -> Record | None:
+def decode_record(line: bytes) -> MachineRecord | None:
     """The record in a line; None if it is incomplete or of an unknown kind."""
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _decode(line)

@@ -56,12 +56,12 @@ class OpenFile:
     """An open file or folder. `strangers` names the other users who could have changed it; empty if only we could."""
 
     descriptor: int
-    found: os.stat_result
+    status: os.stat_result
     strangers: str
 
 
 @contextmanager
-def open_file(path: Path, *, folder: bool = False, ours: bool = False) -> Generator[OpenFile]:
+def open_file(path: Path, *, folder: bool = False, must_be_ours: bool = False) -> Generator[OpenFile]:
     """Open a plain file or a folder without following symbolic links.
 
     Args:
@@ -83,7 +83,7 @@ def open_file(path: Path, *, folder: bool = False, ours: bool = False) -> Genera
             strangers = f"{path} belongs to {_owner(status.st_uid)}"
         else:
             strangers = _writers(path, status, descriptor) or strangers
-        if ours and strangers:
+        if must_be_ours and strangers:
             raise NotOwned(path, f"is not trusted: {strangers}")
         yield OpenFile(descriptor, status, strangers)
     finally:
@@ -100,7 +100,7 @@ def other_writers(folder: Path) -> str:
         return opened.strangers
 
 
-def check_ours(folder: Path) -> None:
+def check_owned_by_us(folder: Path) -> None:
     """Check that no other user owns or could have written the files in a folder.
 
     Raises:

@@ -60,7 +60,7 @@ class Display:
         """Print one line."""
         self._console.print(text, markup=False)
 
-    def step(
+    def show_step(
         self, step: int, *, epoch: int, loss: float, lr: float, rate: float | None, samples_left: int | None
     ) -> None:
         """Show a step: the global loss, the learning rate, samples/s over all ranks (None during the warm-up)."""
@@ -81,7 +81,7 @@ class Throughput:
         self._marks: deque[tuple[float, int]] = deque(maxlen=WINDOW_STEPS + 1)  # (time, samples so far)
         self._first: tuple[float, int] | None = None
 
-    def step(self, samples: int) -> None:
+    def count_step(self, samples: int) -> None:
         """Count a step that has just ended, on `samples` samples over all ranks."""
         self._steps += 1
         self._samples += samples
@@ -136,17 +136,17 @@ def speed(rate: float | None, samples_left: int | None) -> str:
 class ProgressWriter:
     """Writes the progress to a file, a few times a second and at the end of each epoch."""
 
-    here: ClassVar[ProgressWriter | None] = None  # of this process; None if no caller shows the progress
+    of_process: ClassVar[ProgressWriter | None] = None  # of this process; None if no caller shows the progress
 
     def __init__(self, path: Path) -> None:
         self._path, self._due_seconds = path, -math.inf
 
-    def step(self, step: int, steps: int, report: Callable[[], ProgressRecord]) -> None:
+    def write_step(self, step: int, steps: int, report: Callable[[], ProgressRecord]) -> None:
         """Replace the file, at most every REPORT_SECONDS and at the end of an epoch. A full disk raises no error."""
         if time.monotonic() >= self._due_seconds or step == steps:
             self._due_seconds = time.monotonic() + REPORT_SECONDS
             with suppress(OSError):
-                writing.replace(self._path, msgspec.json.encode(report()))
+                writing.replace_file(self._path, msgspec.json.encode(report()))
 
 
 class ProgressLine:
@@ -166,7 +166,7 @@ class ProgressLine:
         self._is_line_start = text.endswith("\n")
         self._draw()
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Show the progress if it has changed."""
         with suppress(OSError):  # the file does not exist yet
             line = str(decode(self._path, ProgressRecord))
@@ -176,7 +176,7 @@ class ProgressLine:
 
     def end(self) -> None:
         """Print the last state."""
-        self.look()
+        self.refresh()
         if self._drawn:
             self._stream.write("\n")
         elif not self._is_shown:

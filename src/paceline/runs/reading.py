@@ -36,8 +36,8 @@ def read(path: Path, *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = False)
         OSError: it does not exist. Unreadable: it is not a plain file, is too large, or is not `ours`.
     """
     with open_file(path, ours=ours) as file:
-        if file.found.st_size > limit_bytes:
-            raise Unreadable(path, f"has {file.found.st_size:,} bytes, above the limit of {limit_bytes:,}")
+        if file.status.st_size > limit_bytes:
+            raise Unreadable(path, f"has {file.status.st_size:,} bytes, above the limit of {limit_bytes:,}")
         parts: list[bytes] = []
         remaining_bytes = limit_bytes + 1
         while remaining_bytes and (block := os.read(file.descriptor, min(remaining_bytes, BLOCK_BYTES))):
@@ -90,9 +90,9 @@ def read_lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[byt
         OSError: see `read`. Unreadable also if a line is too long, or the file consists mostly of holes.
     """
     with open_file(path) as file:
-        if file.found.st_size > LARGE_BYTES and file.found.st_blocks * 512 < file.found.st_size // MAX_COMPRESSION:
-            raise Unreadable(path, f"has {file.found.st_size:,} bytes that are mostly holes, unlike files of a run")
-        skipped = 0 if from_end_bytes is None else max(0, file.found.st_size - from_end_bytes)
+        if file.status.st_size > LARGE_BYTES and file.status.st_blocks * 512 < file.status.st_size // MAX_COMPRESSION:
+            raise Unreadable(path, f"has {file.status.st_size:,} bytes that are mostly holes, unlike files of a run")
+        skipped = 0 if from_end_bytes is None else max(0, file.status.st_size - from_end_bytes)
         os.lseek(file.descriptor, skipped, os.SEEK_SET)
         rest: list[bytes] = []
         rest_bytes = 0
@@ -143,7 +143,7 @@ def _mode(path: Path) -> int:
         return 0
 
 
-def names(folder: Path) -> list[str]:
+def entry_names(folder: Path) -> list[str]:
     """The names in a folder, sorted; none if it does not exist.
 
     Raises:
@@ -154,7 +154,7 @@ def names(folder: Path) -> list[str]:
 
 def numbered_files(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     """The files in a folder whose names match `pattern`, by the number in its group 1; see `names`."""
-    matches = (pattern.fullmatch(name) for name in names(folder))
+    matches = (pattern.fullmatch(name) for name in entry_names(folder))
     return dict(sorted((int(match[1]), folder / match[0]) for match in matches if match))
 
 

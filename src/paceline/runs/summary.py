@@ -54,7 +54,7 @@ class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
 
 State = Literal["not started", "queued", "running", "done", "saved", "failed", "cancelled", "lost", "unknown"]
 
-LIVE = ("queued", "running")
+LIVE_STATES = ("queued", "running")
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +92,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 def write_summary(run_dir: Path, summary: Summary) -> None:
     """Write `run_dir`/summary.json atomically."""
     encoded = msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(summary)), indent=2) + b"\n"
-    writing.replace(run_dir / "summary.json", encoded)
+    writing.replace_file(run_dir / "summary.json", encoded)
 
 
 def read_summary(run_dir: Path) -> Summary | None:

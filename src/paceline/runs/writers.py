@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.runs import writing
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 from paceline.runs.events import MOST_FOLDED, RolledBack, Step, decode_event
 from paceline.runs.reading import read_lines
 
@@ -46,7 +46,7 @@ class LineFile:
         self._size_bytes += os.write(self._descriptor, line)  # on a full disk it may be incomplete: readers skip it
 
     def _open(self) -> None:
-        self._descriptor = writing.keep(self._path, append=True)
+        self._descriptor = writing.open_or_create(self._path, append=True)
         self._size_bytes = os.fstat(self._descriptor).st_size
         if self._size_bytes and os.pread(self._descriptor, 1, self._size_bytes - 1) != b"\n":
             self._size_bytes += os.write(self._descriptor, b"\n")  # an incomplete line, after a kill
@@ -55,7 +55,7 @@ class LineFile:
         lines = [line for line in read_lines(self._path) if line]
         half = len(lines) // 2
         kept = [*self._thinned(lines[:half], lines[half:]), *lines[half:]]
-        writing.replace(self._path, b"".join(line + b"\n" for line in kept), sync=self._sync)
+        writing.replace_file(self._path, b"".join(line + b"\n" for line in kept), sync=self._sync)
         self._close()
         self._open()
 
@@ -102,7 +102,9 @@ class BoundedWriter(LineFile):
     one for every few minutes of the first hours.
     """
 
-    def __init__(self, path: Path, *, limit_bytes: int = MACHINE_BYTES, warn: Callable[[str], object] = say) -> None:
+    def __init__(
+        self, path: Path, *, limit_bytes: int = MACHINE_BYTES, warn: Callable[[str], object] = print_to_stderr
+    ) -> None:
         super().__init__(path, limit_bytes, lambda old, _: old[::2], sync=False)
         self._warn, self._lock = warn, threading.Lock()
         self.failed = False

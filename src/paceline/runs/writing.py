@@ -134,7 +134,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def keep(path: Path, *, append: bool = False, make: bool = True) -> int:
+def open_or_create(path: Path, *, append: bool = False, make: bool = True) -> int:
     """A descriptor of a file, for reading and writing. Creates the file if it does not exist and `make` is set.
 
     Raises:
@@ -172,7 +172,7 @@ def _private(descriptor: int, path: Path) -> int:
     return descriptor
 
 
-def replace(path: Path, data: bytes, *, sync: bool = False) -> None:
+def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
     """Write a file atomically; see `replacing`.
 
     Args:

@@ -13,7 +13,7 @@ from types import UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from paceline.config.choices import check_not_renamed
-from paceline.config.strategies import EXACT, STRATEGY_INFO, options_of_others
+from paceline.config.strategies import EXACT_STRATEGIES, STRATEGY_INFO, options_of_others
 from paceline.errors import PacelineError, UsageError, flag, unknown
 from paceline.rank.sites import line_of
 from paceline.runs.trackers import tracker_names
@@ -23,7 +23,7 @@ AT_LEAST = {
     "timeout": 1, "batch_size": 1, "num_workers": 0,
 }  # fmt: skip
 OF_LAUNCHERS = ("nproc", "nodes", "port", "hang_timeout", "max_restarts")  # of `paceline launch`, also for loops
-ARGUMENTS = {
+ARGUMENT_SPELLINGS = {
     "run_dir": "the folder in session('...')", "resume": "session('...', resume=True)",
     "threads_per_rank": "session(threads=...)",
 }  # fmt: skip
@@ -114,15 +114,15 @@ class SessionConfig:
             raise UsageError(code="report-to-without-folder", value=self.report_to)
 
     @cached_property
-    def name(self) -> str:
+    def program_name(self) -> str:
         """The file name of the running program, or "session" in an interpreter."""
         path = getattr(sys.modules.get("__main__"), "__file__", None)
         return Path(path).name if path else "session"
 
     @property
-    def exact(self) -> bool:
+    def is_exact(self) -> bool:
         """Whether the result has the same bits at every world size."""
-        return self.strategy in EXACT
+        return self.strategy in EXACT_STRATEGIES
 
     @property
     def of_strategy(self) -> dict[str, Any]:
@@ -151,10 +151,10 @@ def keyword(option: str, value: Any = None) -> str:
     """An option as an argument of session() or s.loader()."""
     if option in OF_LAUNCHERS:
         return flag(option, value)
-    return ARGUMENTS.get(option) or (option if value is None else f"{option}={value}")
+    return ARGUMENT_SPELLINGS.get(option) or (option if value is None else f"{option}={value}")
 
 
 def reword(error: BaseException | None) -> None:
     """Let a PacelineError name arguments instead of flags, and begin with the line of the user's code."""
     if isinstance(error, PacelineError) and error.front_end != "session":
-        error.front_end, error.write, error.before = "session", keyword, line_of(error) + error.before
+        error.front_end, error.render_option, error.prefix = "session", keyword, line_of(error) + error.prefix

@@ -19,12 +19,12 @@ class Assumption:
     """when and how it is checked"""
     cost: str
     """cost of the check, or of the construction that makes it true"""
-    code: str
+    error_code: str
     """code of the error"""
 
-    def error(self, what: str, **fields: Any) -> UsageError:
+    def make_error(self, what: str, **fields: Any) -> UsageError:
         """The error. `what` describes the violation."""
-        return UsageError(code=self.code, what=what, **fields)
+        return UsageError(code=self.error_code, what=what, **fields)
 
 
 ORDER = Assumption(

@@ -21,7 +21,7 @@ from paceline.collectives.control import all_gather_object, raise_on_all_ranks, 
 from paceline.data.fingerprint import CHANGING
 from paceline.errors import UsageError
 from paceline.rank.world import World
-from paceline.seeding import preserved_streams
+from paceline.seeding import preserve_generator_states
 from paceline.sessions.assumptions import COUNT, DATA, GRADIENTS, ORDER, PARAMETERS, PLACE
 from paceline.sessions.containers import instances
 from paceline.sessions.loader import Loader
@@ -66,23 +66,23 @@ class LoopChecks:
         if (record := self._fingerprints.get(id(data))) is not None:
             if record[2] is None:
                 return record[1]
-            with preserved_streams():
+            with preserve_generator_states():
                 if (probe := loader.probe()) != record[2]:  # the loop has changed it
                     self._fingerprints[id(data)] = record = (data, loader.fingerprint(), probe)
             return record[1]
         began = time.perf_counter()
-        with preserved_streams(), raise_on_all_ranks(self._world):
+        with preserve_generator_states(), raise_on_all_ranks(self._world):
             fingerprint = loader.fingerprint()
         is_slow = time.perf_counter() - began > SLOW_SECONDS and "checksum of all of them" not in fingerprint
         by_rank: list[tuple[dict[str, Any], bool]] = all_gather_object((fingerprint, is_slow), self._world)
         texts = [str(rank_fingerprint) for rank_fingerprint, _ in by_rank]
         if len({*texts}) > 1:
             differences = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))
-            raise report_on_one_rank(DATA.error(differences), self._world)
+            raise report_on_one_rank(DATA.make_error(differences), self._world)
         # a stream has no number of samples
         can_probe = "samples" in fingerprint and CHANGING not in fingerprint.values()
         can_probe = can_probe and not any(is_slow for _, is_slow in by_rank)
-        with preserved_streams():
+        with preserve_generator_states():
             self._fingerprints[id(data)] = (data, fingerprint, loader.probe() if can_probe else None)
         return fingerprint
 
@@ -90,9 +90,9 @@ class LoopChecks:
         """Compare values that must be equal on all ranks in this step. `_compared_names` has their names."""
         position = self._position
         data = self._fingerprints[id(loader.dataset)][2] or 0
-        numbers = (position.epoch, position.loop, position.batch, data, loader.order_hash(position.batch))
+        numbers = (position.epoch, position.loop_in_run, position.batch, data, loader.order_hash(position.batch))
         for part in self._state.models:
-            numbers += part.compared()
+            numbers += part.values_to_compare()
         self._order.compared = numbers
 
     def _compared_names(self) -> list[str]:
@@ -105,17 +105,17 @@ class LoopChecks:
         gradients = [part for part in self._state.models if f"gradients {part.number}" in differing]
         if places:
             positions = "; ".join(f"{name} {', '.join(map(str, differing[name]))}" for name in places)
-            return PLACE.error(f"{positions} on ranks 0 to {self._world.size - 1}")
+            return PLACE.make_error(f"{positions} on ranks 0 to {self._world.size - 1}")
         if "order" in differing:
-            return ORDER.error(f"at {place} of a loop over the data")
+            return ORDER.make_error(f"at {place} of a loop over the data")
         if gradients:
             self._state.is_damaged = True
-            return GRADIENTS.error(gradients[0].differing_gradients())
+            return GRADIENTS.make_error(gradients[0].differing_gradients())
         if "data" in differing:
-            return DATA.error(f"at {place}: the loop changed it differently on each rank")
+            return DATA.make_error(f"at {place}: the loop changed it differently on each rank")
         if any(name.startswith("trained") for name in differing):
             self._state.is_damaged = True
-            return PARAMETERS.error(f"some ranks have frozen parameters that others train, at {place}")
+            return PARAMETERS.make_error(f"some ranks have frozen parameters that others train, at {place}")
         if any(name.startswith("learning rates") for name in differing):
             self._state.is_damaged = True
             return UsageError(code="learning-rates-differ", place=place)
@@ -132,11 +132,11 @@ class LoopChecks:
         """
         micro_step = self._step.micro_step
         is_plain = micro_step is None or not micro_step.weights or (self._world.size == 1 and self._step.phases.alone)
-        if is_plain or id(optimizer) in self._step.optimizers:
+        if is_plain or id(optimizer) in self._step.optimizer_ids:
             return
         trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         if trained & {id(leaf) for leaf in self._step.foreign_leaves()}:
-            raise PARAMETERS.error(
+            raise PARAMETERS.make_error(
                 f"a {type(optimizer).__name__} that was not prepared trains a tensor that the loss depends on"
             )
 
@@ -165,7 +165,7 @@ class LoopChecks:
             return
         leaves = self._step.foreign_leaves()
         try:
-            self._foreign_tensors.compare(leaves if follows else ())
+            self._foreign_tensors.check_unchanged(leaves if follows else ())
             self._check_weights()
         except UsageError:
             self._state.is_damaged = True
@@ -184,7 +184,7 @@ class LoopChecks:
                 f"rank {rank}: " + ", ".join(f"{count:g} (weight {weight:g})" for count, weight in rank_targets)
                 for rank, rank_targets in enumerate(by_rank)
             )
-            raise report_on_one_rank(COUNT.error(counts), self._world)
+            raise report_on_one_rank(COUNT.make_error(counts), self._world)
 
 
 class ForeignTensors:
@@ -194,13 +194,13 @@ class ForeignTensors:
         self._seen: dict[int, tuple[Any, int]] = {}  # by id: a weak reference and the version
         self._others: dict[int, Any] = {}  # all other leaves that require a gradient, at the end of the previous step
 
-    def compare(self, leaves: Sequence[Tensor]) -> None:
+    def check_unchanged(self, leaves: Sequence[Tensor]) -> None:
         """Raise UsageError for a leaf that was changed or replaced since `keep`."""
         for leaf in leaves:
             record, other_ref = self._seen.get(id(leaf)), self._others.get(id(leaf))
             is_changed = record is not None and record[0]() is leaf and record[1] != leaf._version  # pyright: ignore[reportPrivateUsage]
             if is_changed or (other_ref is not None and other_ref() is leaf):
-                raise PARAMETERS.error(
+                raise PARAMETERS.make_error(
                     f"the loss depends on a tensor of shape {tuple(leaf.shape)} that the loop itself updates. Make it "
                     "an nn.Parameter of a module, and prepare this module with an optimizer"
                 )

@@ -17,14 +17,14 @@ from paceline.data.streams import ENDLESS, StreamPlan, is_stream
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.sessions.lifecycle import SessionRun
-from paceline.sessions.loader import Loader, Run, StreamLoader, check_taken, taken_over
+from paceline.sessions.loader import IterateLoader, Loader, StreamLoader, check_taken, taken_over
 from paceline.sessions.order import covers_all, keeps_order, steps_of
 from paceline.sessions.prepared import PreparedModel, PreparedOptimizer
 from paceline.sessions.session_step import SessionStep
 from paceline.sessions.sharded_tensors import invalidate_replaced_parameters
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.train.adapters import Adapters
-from paceline.train.computing import in_precision
+from paceline.train.compute_settings import in_precision
 from paceline.train.optimizer import checked_optimizer
 
 OptimizerLike = Optimizer | MakeOptimizer
@@ -35,7 +35,7 @@ SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 def make_loader(
     data: Dataset[Any] | DataLoader[Any] | Iterable[Any],
-    iterate: Run,
+    iterate: IterateLoader,
     run: SessionRun,
     split: bool,
     loading: Loading,

@@ -78,7 +78,7 @@ class TensorContainer:
         return target
 
 
-class Generator:
+class GeneratorStateAdapter:
     """The state of a random generator."""
 
     def __init__(self, thing: Any) -> None:

@@ -21,17 +21,17 @@ from paceline.errors import PacelineError, UsageError
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Phase
 from paceline.rank.attach import attach, exit_worker, report_error
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.world import World, joined
 from paceline.sessions.arguments import SessionConfig, keyword, reword
 from paceline.sessions.observer import current_observer
 from paceline.train.checkpointing import CheckpointPolicy
-from paceline.train.computing import session_precision, set_threads
-from paceline.train.determinism import DEFAULT_THREADS, deterministic
+from paceline.train.compute_settings import session_precision, set_threads
+from paceline.train.determinism import DEFAULT_THREADS, use_deterministic_kernels
 from paceline.train.preemption import stop_signals
 from paceline.train.progress import TrainingProgress
 
-UNSEEDED = 2**32  # torch seeds itself with a random number of 53 bits; users choose smaller ones
+MIN_RANDOM_SEED = 2**32  # torch seeds itself with a random number of 53 bits; users choose smaller ones
 
 
 class SessionRun:
@@ -42,7 +42,7 @@ class SessionRun:
         self.observer = current_observer()
         attach()
         self.pid = os.getpid()
-        self.guard = Guard.of_process()
+        self.guard = HangGuard.of_process()
         self.guard.detach_probes()
         self.guard.page.enter(Phase.INIT)
         self._stack = ExitStack()
@@ -50,7 +50,7 @@ class SessionRun:
             self._join(config)
         except BaseException as error:
             reword(error)
-            self.leave(error)
+            self.close(error)
             raise
 
     def _join(self, config: SessionConfig) -> None:
@@ -61,11 +61,11 @@ class SessionRun:
         place = None
         if config.run_dir is not None:
             folder = Path(config.run_dir)
-            place = enter(run_location(world, folder, config.name, resume=config.resume, trust=config.trust))
+            place = enter(run_location(world, folder, config.program_name, resume=config.resume, trust=config.trust))
         make_communicator()
-        enter(deterministic() if config.exact else nullcontext())
-        num_threads = config.threads or (DEFAULT_THREADS if config.exact else None)
-        notices = [] if WorkerSpec.here() else untested_torch()
+        enter(use_deterministic_kernels() if config.is_exact else nullcontext())
+        num_threads = config.threads or (DEFAULT_THREADS if config.is_exact else None)
+        notices = [] if WorkerSpec.from_environment() else untested_torch()
         notices += set_threads(num_threads, world, write=keyword)
         self.precision, precision_notices = session_precision(config.precision, world)
         """The precision of the models; None: as the script sets it."""
@@ -73,11 +73,11 @@ class SessionRun:
         origin = self.observer.resume_point(world) if self.observer is not None else None
         if place is not None:
             origin = find_resume_point(place, world, resume=config.resume, trust=config.trust)
-        self.loop_state: dict[str, Any] = origin.content.loop if origin else {}
+        self.loop_state: dict[str, Any] = origin.trainer_state.loop if origin else {}
         """The values that `TrainingLoop` has saved in the checkpoint of a resume."""
-        saved = origin.content.definition if origin else {}
+        saved = origin.trainer_state.definition if origin else {}
         with raise_on_all_ranks(world):
-            check_same(saved, {"task": config.name}, (), origin.where if origin else "")
+            check_same(saved, {"task": config.program_name}, (), origin.location_text if origin else "")
         saved_ranks = saved.get("virtual_ranks")
         self.virtual_ranks = virtual_ranks = config.virtual_ranks or saved_ranks or world.size
         if virtual_ranks < world.size:
@@ -109,7 +109,7 @@ class SessionRun:
         elif self.world.rank == 0:
             print(*words, flush=True)
 
-    def leave(self, error: BaseException | None) -> None:
+    def close(self, error: BaseException | None) -> None:
         """Close the records, and leave the run folder and the process group."""
         self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 

@@ -19,7 +19,7 @@ from paceline.data.plan import BatchPlan, MicroBatchPlan, rank_work
 from paceline.data.streams import StreamPlan
 from paceline.errors import UsageError
 from paceline.rank.world import World
-from paceline.seeding import preserved_streams
+from paceline.seeding import preserve_generator_states
 from paceline.sessions.assumptions import ORDER, RESUMED_ORDER
 from paceline.sessions.order import (
     DrawnPlan,
@@ -37,7 +37,7 @@ from paceline.sessions.order import (
 from paceline.train.streaming import Stream
 
 MicroBatches = list[MicroBatch]
-Run = Callable[["Loader"], Iterator[Any]]
+IterateLoader = Callable[["Loader"], Iterator[Any]]
 COMPARED = 64  # batches of an evaluation whose order is compared before it begins
 Size = tuple[int, ...]
 MOST_TRIED = 1000  # samples to try until one is not None
@@ -54,7 +54,12 @@ class Loader:
     """
 
     def __init__(
-        self, run: Run, dataset: Dataset[Any], plan: BatchPlan, loading: Loading, existing: DataLoader[Any] | None
+        self,
+        run: IterateLoader,
+        dataset: Dataset[Any],
+        plan: BatchPlan,
+        loading: Loading,
+        existing: DataLoader[Any] | None,
     ) -> None:
         self._run, self.plan, self.loading, self.existing = run, plan, loading, existing
         self.dataset = dataset
@@ -99,8 +104,8 @@ class Loader:
         """A checksum of its length and a few samples. It changes if the loop changes the dataset."""
         return zlib.crc32(f"{len(self.dataset)} {hash_of_probes(self.dataset, self.loading)}".encode())  # pyright: ignore[reportArgumentType]
 
-    def drawn(
-        self, world: World, put_back: dict[str, Any] | None, start: int = 0, *, trains: bool = False
+    def draw_epoch_plan(
+        self, world: World, saved_position: dict[str, Any] | None, start: int = 0, *, is_training: bool = False
     ) -> BatchPlan:
         """The plan of the epoch that begins (a collective).
 
@@ -123,45 +128,45 @@ class Loader:
             return self.dealt
         assert self._sampler is not None
         steps = steps_of(self.existing)
-        if put_back is None:
-            state = {**global_streams(), "sampler": self._sampler.now()}
+        if saved_position is None:
+            state = {**global_streams(), "sampler": self._sampler.capture()}
             by_rank: list[tuple[int, dict[str, Any]]] = all_gather_object((steps, state), world)
             if len({length for length, _ in by_rank}) > 1:
                 lengths = ", ".join(f"{length} on rank {rank}" for rank, (length, _) in enumerate(by_rank))
                 raise report_on_one_rank(
-                    ORDER.error(f"the lengths of their DataLoaders differ: {lengths} batches"), world
+                    ORDER.make_error(f"the lengths of their DataLoaders differ: {lengths} batches"), world
                 )
             attributes = [rank_state["sampler"]["attributes"] for _, rank_state in by_rank]
             if any(values != attributes[0] for values in attributes):
                 names = {name for values in attributes for name in values}
                 differing = min(name for name in names if len({str(values.get(name)) for values in attributes}) > 1)
-                raise report_on_one_rank(ORDER.error(f"the attribute {differing} differs between ranks"), world)
-            put_back = by_rank[0][1]
+                raise report_on_one_rank(ORDER.make_error(f"the attribute {differing} differs between ranks"), world)
+            saved_position = by_rank[0][1]
             if world.rank:
-                self._sampler.put_back_sources(put_back["sampler"])
+                self._sampler.put_back_sources(saved_position["sampler"])
         else:
-            self._sampler.put_back(put_back.get("sampler", {}))
-        put_global_streams(put_back)
+            self._sampler.put_back(saved_position.get("sampler", {}))
+        put_global_streams(saved_position)
         order = SampleOrder(self.existing, short)
-        if "at_checkpoint" in put_back:  # an evaluation in the epoch may have drawn from them
-            order.has(put_back["drawn"] - 1)
-            put_global_streams(put_back["at_checkpoint"])
-        if trains:
-            self._streams = {name: value for name, value in put_back.items() if name not in OF_CHECKPOINT}
+        if "at_checkpoint" in saved_position:  # an evaluation in the epoch may have drawn from them
+            order.has(saved_position["drawn"] - 1)
+            put_global_streams(saved_position["at_checkpoint"])
+        if is_training:
+            self._streams = {name: value for name, value in saved_position.items() if name not in OF_CHECKPOINT}
             self._order = order
-        if "order" in put_back and order.hash_at(start - 1) != put_back["order"]:
-            raise report_on_one_rank(RESUMED_ORDER.error(type(self.existing.sampler).__name__, batch=start), world)
-        if "at_checkpoint" in put_back:  # changes by the loop during the epoch
-            self._sampler.put_back(put_back["at_checkpoint"]["sampler"])
-        p, samples = self.plan, self.existing.batch_size or (len(order.batch(0)) if order.has(0) else 1)
+        if "order" in saved_position and order.hash_at(start - 1) != saved_position["order"]:
+            raise report_on_one_rank(RESUMED_ORDER.make_error(type(self.existing.sampler).__name__, batch=start), world)
+        if "at_checkpoint" in saved_position:  # changes by the loop during the epoch
+            self._sampler.put_back(saved_position["at_checkpoint"]["sampler"])
+        p, samples = self.plan, self.existing.batch_size or (len(order.batch_indices(0)) if order.has(0) else 1)
         plan = DrawnPlan(
             p.num_samples, samples, p.virtual_ranks, p.accumulation, p.seed, p.shuffle, p.last_batch, order, steps or 1
         )
-        if trains:
+        if is_training:
             self.dealt = plan
         return plan
 
-    def training(self, plan: BatchPlan, share: range, epoch: int, start: int) -> Generator[MicroBatches]:
+    def training_batches(self, plan: BatchPlan, share: range, epoch: int, start: int) -> Generator[MicroBatches]:
         """For each step of an epoch from `start` on: the micro-batches of this rank."""
         steps = takewhile(self._order.has, count(start)) if self._order else iter(range(start, len(self)))
         work = (rank_work(plan, epoch, step, share) for step in steps)
@@ -183,7 +188,7 @@ class Loader:
     @property
     def sampler_state(self) -> dict[str, Any] | None:
         """The state of the sampler between two epochs; None without a DataLoader."""
-        return None if self._sampler is None else self._sampler.now()
+        return None if self._sampler is None else self._sampler.capture()
 
     def put_back_sampler(self, state: dict[str, Any]) -> None:
         """Restore the `sampler_state` of a checkpoint."""
@@ -203,7 +208,7 @@ class Loader:
     coming = 0.0
     """number of samples of the next batch on this rank; a vote"""
 
-    def samples(self, work: MicroBatchPlan) -> int:
+    def global_batch_samples(self, work: MicroBatchPlan) -> int:
         """Number of samples of the global batch to which `work` belongs."""
         return work.global_samples
 
@@ -221,8 +226,8 @@ class Loader:
         if self._order is None:
             return None
         assert self._sampler is not None
-        order_hash, num_drawn = self._order.hash_at(where["batch"] - 1), self._order.drawn
-        current_state = {**global_streams(), "sampler": self._sampler.now()}
+        order_hash, num_drawn = self._order.hash_at(where["batch"] - 1), self._order.num_drawn
+        current_state = {**global_streams(), "sampler": self._sampler.capture()}
         return {**self._streams, "order": order_hash, "drawn": num_drawn, "at_checkpoint": current_state}
 
     @staticmethod
@@ -231,7 +236,7 @@ class Loader:
         if isinstance(plan, DrawnPlan) and plan.order is not None:
             plan.order.has(COMPARED - 1)
 
-    def evaluation(self, plan: BatchPlan, world: World) -> Generator[tuple[Any, int]]:
+    def evaluation_batches(self, plan: BatchPlan, world: World) -> Generator[tuple[Any, int]]:
         """This rank's part of each batch, unless it is empty, with the size of the batch (a collective)."""
         drawn_order = plan.order if isinstance(plan, DrawnPlan) else None
         order = drawn_order if self.existing is not None and not keeps_order(self.existing) else None
@@ -265,7 +270,13 @@ class StreamLoader(Stream, Loader):
     plan: StreamPlan  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
-        self, run: Run, stream: Any, plan: StreamPlan, loading: Loading, world: World, say: Callable[[str], None]
+        self,
+        run: IterateLoader,
+        stream: Any,
+        plan: StreamPlan,
+        loading: Loading,
+        world: World,
+        say: Callable[[str], None],
     ) -> None:
         Loader.__init__(self, run, stream, plan, loading, None)
         Stream.__init__(self, stream, plan, loading, world, say)
@@ -274,11 +285,11 @@ class StreamLoader(Stream, Loader):
         """Raises TypeError: the length is unknown."""
         raise TypeError("a stream has no length: count steps, and end the loop by `break` or at the end of the stream")
 
-    def drawn(
-        self, world: World, put_back: dict[str, Any] | None, start: int = 0, *, trains: bool = False
+    def draw_epoch_plan(
+        self, world: World, saved_position: dict[str, Any] | None, start: int = 0, *, is_training: bool = False
     ) -> BatchPlan:
         """The plan. The stream uses the state of a checkpoint when it is read."""
-        self.saved = put_back or {}
+        self.saved = saved_position or {}
         return self.plan
 
 
@@ -351,7 +362,7 @@ class CountingCollate:
         Its length is that of `items`, and 1 in a batch of one item.
         """
         if self._batch_is_later is None:
-            with preserved_streams():  # the function may draw from them
+            with preserve_generator_states():  # the function may draw from them
                 batches = (self._alone(item) for item in items)
                 single = next((batch for batch in batches if batch is not None), None)
             pairs = [*zip(sizes := [*_sizes(batch, {len(items)})], alone := [*_sizes(single, {1})], strict=False)]

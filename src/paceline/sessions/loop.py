@@ -14,7 +14,7 @@ from paceline.collectives.control import check_equal, raise_on_all_ranks
 from paceline.compute.flops import can_count
 from paceline.compute.phase_events import phase_events
 from paceline.config.choices import current_name
-from paceline.config.definition import BITS_ONLY, check_same
+from paceline.config.definition import EXACT_ONLY_SETTINGS, check_same
 from paceline.config.settings import dump_given
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, rank_work, ranks_share
@@ -25,7 +25,7 @@ from paceline.rank.world import World, device_name
 from paceline.runs import folder as run_folder
 from paceline.runs.progress import ProgressRecord, ProgressWriter
 from paceline.runs.summary import Summary
-from paceline.seeding import Streams, preserved_streams
+from paceline.seeding import Streams, preserve_generator_states
 from paceline.sessions.arguments import SessionConfig, reword
 from paceline.sessions.checks import LoopChecks, check_no_scaler
 from paceline.sessions.lifecycle import SessionRun
@@ -61,10 +61,10 @@ class TrainingLoop:
         self._clock = PhaseClock(page.enter, on_device=on_device)
         self.step = SessionStep(
             run.world, run.virtual_ranks, self._clock, votes=self._votes, order=progress.order,
-            way_out='session(not_finite="skip")', may_skip=config.not_finite != "stop", exact=config.exact,
+            way_out='session(not_finite="skip")', may_skip=config.not_finite != "stop", exact=config.is_exact,
         )  # fmt: skip
         self.step.notes, self.step.saves, self.step.observer = state.notes, state.saves, run.observer
-        self.step.scale = loss_scale(run.precision)
+        self.step.loss_scale = loss_scale(run.precision)
         self.position = LoopPosition(*(saved.get("where", {}).get(name, 0) for name in POSITION))
         self._resumed = replace(self.position) if progress.origin else None  # until the loop reaches this position
         self._resumed_streams: dict[str, Any] | None = saved.get("streams")
@@ -89,7 +89,7 @@ class TrainingLoop:
         self._clock(Phase.USER)
 
     @property
-    def moment(self) -> tuple[int, ...]:
+    def collective_position(self) -> tuple[int, ...]:
         """The position of the loop, which is equal on all ranks that call a collective."""
         return self._run.progress.step, self.position.epoch, int(self.in_epochs)
 
@@ -131,7 +131,7 @@ class TrainingLoop:
                 if self._iterators:
                     raise UsageError(code="loader-still-open")
                 if self._resumed is None:
-                    position.epoch, position.epoch_loop, position.batch = epoch, 0, 0
+                    position.epoch, position.loop_in_epoch, position.batch = epoch, 0, 0
                     self._epoch_streams = global_streams() if self._state.saves else None
                 elif self._epoch_streams is not None:
                     put_global_streams(self._epoch_streams)
@@ -149,7 +149,9 @@ class TrainingLoop:
             raise SystemExit(0)
         step.check_only_loop()
         if self._resumed is not None and not self.in_epochs:  # for example to inspect a batch: s.backward raises here
-            for micro_batches in loader.training(loader.drawn(run.world, None), run.share, position.loop, 0):
+            for micro_batches in loader.training_batches(
+                loader.draw_epoch_plan(run.world, None), run.share, position.loop_in_run, 0
+            ):
                 yield from (batch.inputs for batch in micro_batches)
             return
         if (plan := self._begin_loop(loader)) is None:
@@ -161,10 +163,10 @@ class TrainingLoop:
             for part in self._state.models:
                 part.check_parameters()
             self._clock(Phase.DATA)
-            for micro_batches in loader.training(plan, run.share, position.loop, position.batch):
+            for micro_batches in loader.training_batches(plan, run.share, position.loop_in_run, position.batch):
                 if run.world.size > 1:
                     self.checks.compare_place(loader)
-                for batch in step.run(position, micro_batches, one_each=one_each):
+                for batch in step.run_bodies(position, micro_batches, one_each=one_each):
                     try:
                         yield batch.inputs if observer is None else observer.on_batch(batch.inputs, batch.work)
                     except GeneratorExit:
@@ -190,12 +192,12 @@ class TrainingLoop:
         """Draw the epoch of the loop that begins. None: the loop had ended before the checkpoint of a resume."""
         resumed, streams, start = self._resumed, None, 0
         if resumed is not None:
-            if self._skipped < resumed.epoch_loop:
+            if self._skipped < resumed.loop_in_epoch:
                 self._skipped += 1
                 return None
             streams, start = self._resumed_streams, resumed.batch
-        plan = loader.drawn(self._run.world, streams, start, trains=True)
-        with preserved_streams():
+        plan = loader.draw_epoch_plan(self._run.world, streams, start, is_training=True)
+        with preserve_generator_states():
             self._open(loader, plan)
         self._resumed, self.position.batch, self._loader, self._at_end = None, start, loader, False
         return plan
@@ -206,7 +208,7 @@ class TrainingLoop:
             if self.step.untouched:
                 self.step.give_up()
             elif self.step.is_whole:
-                self.step.leave()  # after its last backward the step is complete
+                self.step.end_body()  # after its last backward the step is complete
                 self._end_step(loader, micro_batches, plan, was_left=True)
                 self._clock(Phase.USER)
             else:
@@ -218,7 +220,11 @@ class TrainingLoop:
 
     def _next_loop(self) -> None:
         position = self.position
-        position.epoch_loop, position.loop, position.batch = position.epoch_loop + 1, position.loop + 1, 0
+        position.loop_in_epoch, position.loop_in_run, position.batch = (
+            position.loop_in_epoch + 1,
+            position.loop_in_run + 1,
+            0,
+        )
         self._clock(Phase.USER)
 
     def _leave_stream(self) -> None:
@@ -239,11 +245,11 @@ class TrainingLoop:
         definition = self._definition()
         processes = f"{plural(run.world.size, 'process', 'processes')} on {device_name(run.world.device)}"
         words = f"strategy {config.strategy}; {plan.size_words}; {batch_line(plan, run.world.size)}"
-        run.print(f"{config.name}: {processes}, {words}")
+        run.print(f"{config.program_name}: {processes}, {words}")
         models = [model for part in state.models for model in (part.replica.model, part.replica.module)]
-        if run.observer is None and progress.use.given and not config.exact and can_count(models):
+        if run.observer is None and progress.use.given and not config.is_exact and can_count(models):
             self.step.flops = progress.use.count
-        state.check()
+        state.check_saveable()
         is_sharded = any(part.replica.sharded for part in state.models)
         if run.precision == "fp16":
             check_no_scaler("loss-scaled-twice")
@@ -252,12 +258,12 @@ class TrainingLoop:
         if (place := progress.place) is not None:
             progress.place = replace(place, definition=definition)
             if place.attempt_dir is not None:
-                settings = {"task": config.name, **run.definition, **batch, "epochs": self._epochs or 1}
+                settings = {"task": config.program_name, **run.definition, **batch, "epochs": self._epochs or 1}
                 run_folder.shelve_summary(place.folder, place.attempt)
                 run_folder.write_settings(place.folder, dump_given(settings | config.not_in_definition))
-        progress.open(
+        progress.open_run(
             state.models, plan, run.share, self._facts,
-            listed=plan.own_order, report_to=config.report_to, others=state.tensors,
+            listed=plan.own_order, report_to=config.report_to, others=state.registered_tensors,
         )  # fmt: skip
 
     def _definition(self) -> dict[str, Any]:
@@ -268,32 +274,43 @@ class TrainingLoop:
         """
         config, world, models, origin = self._config, self._run.world, self._state.models, self._run.progress.origin
         definition: dict[str, Any] = {
-            **self._run.definition, "task": config.name, **self._data, "batchnorm": "local",
+            **self._run.definition, "task": config.program_name, **self._data, "batchnorm": "local",
             "optimizer": [type(part.optimizer).__name__ for part in models], "hardware": hardware_facts(world.device),
-            "threads_per_rank": torch.get_num_threads() if config.exact else None,
+            "threads_per_rank": torch.get_num_threads() if config.is_exact else None,
             "precision": self._run.precision or "fp32",
         }  # fmt: skip
         if origin is not None and self._saved_data is not None:
             # the definition is that of the first loop; the interrupted loop may be a different one
             try:
-                check_same(self._saved_data, self._data, (), origin.where)
+                check_same(self._saved_data, self._data, (), origin.location_text)
             except UsageError as error:
-                raise UsageError.of(error, after=f" {CHANGED_DATA}") from None
-            saved = {current_name(name): value for name, value in origin.content.definition.items()}
+                raise UsageError.from_error(error, after=f" {CHANGED_DATA}") from None
+            saved = {current_name(name): value for name, value in origin.trainer_state.definition.items()}
             definition |= {name: saved[name] for name in self._data}
-        if config.exact:
-            check_equal("processors, libraries and threads", {name: definition[name] for name in BITS_ONLY}, world)
-        check_equal("data, optimizers and batches", {k: v for k, v in definition.items() if k not in BITS_ONLY}, world)
+        if config.is_exact:
+            check_equal(
+                "processors, libraries and threads", {name: definition[name] for name in EXACT_ONLY_SETTINGS}, world
+            )
+        check_equal(
+            "data, optimizers and batches", {k: v for k, v in definition.items() if k not in EXACT_ONLY_SETTINGS}, world
+        )
         if origin is not None:
             with raise_on_all_ranks(world):
-                check_same(origin.content.definition, definition, BITS_ONLY if self._run.observer else (), origin.where)
+                check_same(
+                    origin.trainer_state.definition,
+                    definition,
+                    EXACT_ONLY_SETTINGS if self._run.observer else (),
+                    origin.location_text,
+                )
                 if (num_saved := len(self._state.saved_models)) != len(models):
-                    raise UsageError(code="models-differ", where=origin.where, saved=num_saved, prepared=len(models))
+                    raise UsageError(
+                        code="models-differ", where=origin.location_text, saved=num_saved, prepared=len(models)
+                    )
         return definition
 
     def _facts(self) -> dict[str, Any]:
         metrics = self._run.progress.metrics
-        own = {"task": self._config.name, "strategy": self._config.strategy}
+        own = {"task": self._config.program_name, "strategy": self._config.strategy}
         return {**own, "test_metrics": metrics or None, "test_accuracy": metrics.get("accuracy")}
 
     def _end_step(
@@ -303,17 +320,19 @@ class TrainingLoop:
         self.checks.check_periodically(progress.step + 1)
         done = self.step.end()
         batch = position.batch
-        samples = loader.samples(micro_batches[0].work)
+        samples = loader.global_batch_samples(micro_batches[0].work)
         position.batch += 1
         lr = float(state.models[0].optimizer.param_groups[0]["lr"])
         record = StepRecord(progress.step + 1, done, lr, micro_batches, self._clock.take(), self._clock.borders)
         progress.record_step(record, samples, tracked=record.step % TRACK_EVERY == 0)
-        if done.skipped is not None:
+        if done.skip_cause is not None:
             progress.rollback_point(record)
         if self._run.observer is not None:
             self._run.observer.on_step(record)
-        if ProgressWriter.here is not None:
-            ProgressWriter.here.step(position.batch, plan.known_steps, lambda: self._report(plan, done.loss))
+        if ProgressWriter.of_process is not None:
+            ProgressWriter.of_process.write_step(
+                position.batch, plan.known_steps, lambda: self._report(plan, done.loss)
+            )
         self._stopped = done.votes.stop > 0
         self._at_end = is_end = loader.is_end(batch, done.votes.coming) and not was_left
         for part in state.models:
@@ -321,7 +340,7 @@ class TrainingLoop:
         if state.saves:
             if state.unsaved.step_ended():
                 self._leave_stream()
-                state.search(again=True)
+                state.search_unsaved_state(only_known_containers=True)
             if state.values:
                 json_copy(state.values, strict=True)
         progress.after_step(
@@ -330,7 +349,7 @@ class TrainingLoop:
 
     def _report(self, plan: BatchPlan, loss: float) -> ProgressRecord:
         step, steps = self.position.batch, plan.known_steps
-        epoch = self.position.epoch if self._epochs else self.position.loop
+        epoch = self.position.epoch if self._epochs else self.position.loop_in_run
         remaining = max(0, steps - step) * plan.global_batch
         rate, finite_loss = self._run.progress.throughput.recent(), loss if math.isfinite(loss) else None
         return ProgressRecord(epoch, self._epochs, step, steps, finite_loss, rate, remaining)
@@ -342,10 +361,10 @@ class TrainingLoop:
         """The values of a checkpoint. With a `world` a collective; without, as far as this rank knows."""
         self._leave_stream()
         if world is not None:
-            self._state.search()
+            self._state.search_unsaved_state()
         where, loader = self.position.state_dict(), self._loader
         numbers = {"where": where, "epoch_streams": self._epoch_streams, "data": self._data}
-        numbers |= self._state.numbers(loader, world)
+        numbers |= self._state.json_state(loader, world)
         streams = None if loader is None else loader.position(where, world)
         return numbers if streams is None else numbers | {"streams": streams}
 
@@ -385,7 +404,7 @@ class TrainingLoop:
             record_failure(close_error, _exit_code(close_error), traceback=not isinstance(close_error, PacelineError))
             raise
         finally:
-            run.leave(error)
+            run.close(error)
 
     def _result_lines(self, summary: Summary) -> list[str]:
         if summary.exit == ExitCode.SAVED:
@@ -401,7 +420,7 @@ class TrainingLoop:
             if is_whole and self.step.in_step:
                 self.step.give_up()
         with suppress(Exception):
-            instead = progress.fail(error, self._numbers, whole=is_whole)
+            instead = progress.save_after_failure(error, self._numbers, is_state_consistent=is_whole)
             if isinstance(error, OSError) and instead is not None:
                 print(instead, file=sys.stderr, flush=True)
             code, place = _exit_code(error), progress.place
@@ -427,7 +446,7 @@ class EvaluationLoop:
     def batches(self, loader: Loader) -> Generator[Any]:
         """This rank's part of each batch of a loader (a collective)."""
         world, page, step, observer = self._run.world, self._run.guard.page, self._step, self._run.observer
-        if not step.is_over:
+        if not step.is_final_micro_batch:
             raise UsageError(code="evaluation-inside-step")
         in_body = step.micro_step is not None
         outside = step.stream.outside if in_body else None
@@ -435,11 +454,11 @@ class EvaluationLoop:
         self.is_running = True
         try:
             self._checks.check_data(loader)
-            with nullcontext() if outside is None else outside.current():  # as a loop without a session draws
-                plan = loader.drawn(world, None)
+            with nullcontext() if outside is None else outside.use_states():  # as a loop without a session draws
+                plan = loader.draw_epoch_plan(world, None)
                 loader.draw_ahead(plan)
             with self.merged_buffers(), self._run.guard.phase(Phase.EVALUATE), self._checks.watched_statistics():
-                for batch, self.samples in loader.evaluation(plan, world):
+                for batch, self.samples in loader.evaluation_batches(plan, world):
                     step.check_evaluated(self.samples, world.size)
                     yield batch if observer is None else observer.on_batch(batch, None)
                     page.tick()

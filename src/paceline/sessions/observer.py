@@ -16,7 +16,7 @@ from paceline.stepping.trained_model import TrainedModel
 from paceline.strategies.base import Strategy
 from paceline.train.fit import StepRecord
 
-Apply = Callable[..., Strategy]  # a strategy whose options are known
+ApplyStrategy = Callable[..., Strategy]  # a strategy whose options are known
 
 
 class Observer:
@@ -29,13 +29,13 @@ class Observer:
     """arguments of `session()` that replace those of the loop"""
     max_steps: float = math.inf
     """number of steps after which training ends, while the script continues"""
-    parts: Sequence[TrainedModel] = ()
+    models: Sequence[TrainedModel] = ()
     """the prepared models"""
 
     def resume_point(self, world: World) -> ResumePoint | None:
         """The session has joined the ranks of `world`. Returns the state to resume from."""
 
-    def wrap_strategy(self, name: str, apply: Apply) -> Apply:
+    def wrap_strategy(self, name: str, apply: ApplyStrategy) -> ApplyStrategy:
         """s.prepare was called with a model. The returned function creates its replica."""
         return apply
 
@@ -80,7 +80,7 @@ _observers: list[Observer] = []
 
 
 @contextmanager
-def observed_by(observer: Observer) -> Generator[None]:
+def use_observer(observer: Observer) -> Generator[None]:
     """Sessions that begin inside have this observer."""
     _observers.append(observer)
     try:

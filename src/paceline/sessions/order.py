@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 
 from paceline.data.plan import BatchPlan
 from paceline.errors import UsageError
-from paceline.train.numbers import as_json, from_json, restore_type
+from paceline.train.json_values import as_json, from_json, restore_type
 
 MOST_ITEMS = 10_000  # of a list in a sampler's state
 HASH_BITS = 48  # so that a float64 represents it exactly
@@ -62,11 +62,11 @@ class SampleOrder:
         return batch < self._next
 
     @property
-    def drawn(self) -> int:
+    def num_drawn(self) -> int:
         """Number of batches requested from the sampler so far. At the end it is one more than the epoch has."""
         return self._next + self._is_over
 
-    def batch(self, batch: int) -> Tensor:
+    def batch_indices(self, batch: int) -> Tensor:
         """(n,) int64: the samples of a batch."""
         if batch >= self._next and not self.has(batch):
             raise IndexError(f"batch {batch} of an epoch of {self._next} batches")
@@ -128,7 +128,7 @@ class DrawnPlan(BatchPlan):
         """(n,) int64: the samples of batch `step`. The plan is for one epoch."""
         del epoch
         assert self.order is not None
-        return self.order.batch(step)
+        return self.order.batch_indices(step)
 
 
 def steps_of(loader: DataLoader[Any]) -> int:
@@ -172,7 +172,7 @@ class SamplerState:
         self._loader = loader
         self._first = self._attributes()
 
-    def now(self) -> dict[str, Any]:
+    def capture(self) -> dict[str, Any]:
         """The state as JSON: of the samplers' generators, and of changed attributes."""
         sources: dict[str, Any] = {name: generator_state(source) for name, source in self._sources().items()}
         changed = {name: value for name, value in self._attributes().items() if value != self._first.get(name)}

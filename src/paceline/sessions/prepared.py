@@ -34,7 +34,7 @@ from paceline.strategies.optimizer_state import hold_optimizer, load_states, sav
 from paceline.strategies.validation import check_optimizer_parameters
 from paceline.train.adapters import Adapters
 from paceline.train.consistency import checksum
-from paceline.train.numbers import as_json, from_json, load_numbers, numbers_of, restore_type, settings_of
+from paceline.train.json_values import as_json, from_json, load_numbers, numbers_of, restore_type, settings_of
 
 NO_OTHER_BACKWARD = (
     ". Or it was torch.autograd.grad, for example for a gradient penalty: strategy 'fsdp' gathers the weights only "
@@ -65,7 +65,7 @@ class PreparedOptimizer:
         """The parameters that it trains."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def numbers(self) -> dict[str, Any]:
+    def json_state(self) -> dict[str, Any]:
         """Its state without tensors, as JSON: settings, additional entries, and the state of the scheduler."""
         state = self.optimizer.state_dict() if self._extra else {}
         extra = {key: as_json(state[key], "optimizer") for key in self._extra}
@@ -114,7 +114,7 @@ class PreparedOptimizer:
         if gate.may_update(self.part, self.number):
             if gate.micro_step is not None:
                 gate.micro_step.has_failed = True  # until the end: an error here leaves an incomplete step
-            grads = self.part.shown()
+            grads = self.part.current_gradients()
             self.part.before_update(grads)
             if gate.observer is not None:
                 gate.observer.on_update(self.part)
@@ -154,7 +154,7 @@ class PreparedModel(TrainedModel):
         self, replica: Strategy, scheduler: Any, number: int, gate: SessionStep, adapters: Adapters | None = None
     ) -> None:
         """`number` counts the models from 0; `gate` is the step of the session."""
-        super().__init__(replica, number, gate.scale)
+        super().__init__(replica, number, gate.loss_scale)
         self.gate, self.adapters = gate, adapters
         self._aside: Grads | None = None  # sums over the previous micro-batches of this step
         self._carried: Grads | None = None  # sums of earlier backwards, of this step or an older batch
@@ -212,14 +212,14 @@ class PreparedModel(TrainedModel):
             UsageError: the strategy does not support it, or two optimizers train the same parameter.
         """
         if self.optimizers:
-            if self.replica.sharded or self.replica.host is not None:
+            if self.replica.sharded or self.replica.local_step_node is not None:
                 raise UsageError(code="one-optimizer-only")
             check_optimizer_parameters(self.replica.model, optimizer)
             trained_ids = {id(p) for opt in self.optimizers for p in opt.parameters}
             if any(id(p) in trained_ids for group in optimizer.param_groups for p in group["params"]):
                 raise UsageError(code="parameters-trained-twice")
-        prepared = PreparedOptimizer(self, optimizer, scheduler, len(self.gate.optimizers))
-        self.gate.optimizers += (id(optimizer),)
+        prepared = PreparedOptimizer(self, optimizer, scheduler, len(self.gate.optimizer_ids))
+        self.gate.optimizer_ids += (id(optimizer),)
         self.optimizers.append(prepared)
         return prepared
 
@@ -240,14 +240,14 @@ class PreparedModel(TrainedModel):
         if self._waiting_state or any(opt.groups for opt in self.optimizers):
             raise UsageError(code="parameter-groups-missing")
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step."""
-        self._at_begin = self.shown() if self._waiting else None
+        self._at_begin = self.current_gradients() if self._waiting else None
         self.replica.keep_buffers()
 
-    def open(self, wanted: bool, watched: bool) -> None:
+    def before_backward(self, wanted: bool, watched: bool) -> None:
         """Before a backward: its gradients are added to those that are put aside, or dropped if not `wanted`."""
-        grads = self.shown()
+        grads = self.current_gradients()
         first = next(filter(is_present, grads), None)
         self._check_foreign_backward()
         if first is not None:
@@ -268,7 +268,7 @@ class PreparedModel(TrainedModel):
         self._before = [(p.grad, _version(p.grad)) for p in self._parameters] if watched else None
 
     @property
-    def reached(self) -> bool:
+    def has_received_gradients(self) -> bool:
         """After a backward: whether any parameter got a gradient; True if the backward was not watched."""
         if self._before is None:
             return True
@@ -278,15 +278,15 @@ class PreparedModel(TrainedModel):
             grad is not None and (grad is not before or version != then) for (grad, version), (before, then) in pairs
         )
 
-    def close(self, reached: bool) -> None:
+    def after_backward(self, reached: bool) -> None:
         """After a backward, except the last of the step. If it has not `reached` the model, .grad does not change."""
-        grads = self.shown()
+        grads = self.current_gradients()
         self._aside = grads if any(map(is_present, grads)) else None
         self._put(None)
         if not reached:
-            self.drop()
+            self.discard_backward()
 
-    def drop(self) -> None:
+    def discard_backward(self) -> None:
         """After a backward without gradients for this model: restore the gradients before it."""
         self._put(self._carried)
         self._carried = None
@@ -309,9 +309,9 @@ class PreparedModel(TrainedModel):
         if self._hooked:
             super().run_hooks(after_accumulation=after_accumulation)
         if after_accumulation and not self._is_plain:  # the last that happens to gradients before the loop sees them
-            grads = self.shown()
+            grads = self.current_gradients()
             self._note_left(grads)
-            if self.replica.world.size > 1 and not (self.replica.sharded or self.replica.host is not None):
+            if self.replica.world.size > 1 and not (self.replica.sharded or self.replica.local_step_node is not None):
                 self._summed, self._versions = grads, _versions(grads)
 
     def hide_hooks(self, *, alone: bool, counted: bool = True) -> HiddenHooks:
@@ -330,7 +330,7 @@ class PreparedModel(TrainedModel):
 
     def note_gradients(self, shown: Grads | None = None) -> None:
         if not self._is_plain:
-            self._note_left(self.shown() if shown is None else shown)
+            self._note_left(self.current_gradients() if shown is None else shown)
 
     def give_up(self) -> None:
         """End the step early: restore gradients and buffers."""
@@ -360,7 +360,7 @@ class PreparedModel(TrainedModel):
             if f"gradient/{name}" in source.names(f"gradient/{name}"):
                 parameter.grad = distribute_like(needed(source, f"gradient/{name}", parameter), like=parameter)
                 self._waiting = True
-        self._note_left(self.shown())
+        self._note_left(self.current_gradients())
         if not self.replica.sharded:
             trained = {id(p) for opt in self.optimizers for p in opt.parameters}
             for name, parameter in self.replica.model.named_parameters():
@@ -373,18 +373,18 @@ class PreparedModel(TrainedModel):
         named = {name: p for name, p in self.replica.model.named_parameters() if id(p) in parameter_ids}
         load_states(named, optimizer, {name: self._waiting_state.pop(name, {}) for name in named})
 
-    def numbers(self) -> dict[str, Any]:
+    def json_state(self) -> dict[str, Any]:
         """The rest of its state, as JSON: the state of its optimizers and schedulers without tensors."""
-        first, *others = (opt.numbers() for opt in self.optimizers)
+        first, *others = (opt.json_state() for opt in self.optimizers)
         frozen = [name for name, p in zip(self._names(), self._parameters, strict=True) if not p.requires_grad]
         numbers = {**first, **({"others": others} if others else {}), **({"frozen": frozen} if frozen else {})}
         adapters = {"adapters": msgspec.to_builtins(self.adapters)} if self.adapters else {}
-        return numbers | adapters | (self.scale.numbers() if self.scale else {})
+        return numbers | adapters | (self.scale.json_state() if self.scale else {})
 
     def load_numbers(self, found: Mapping[str, Any], number: int = 0) -> None:
         """Restore the result of `numbers` for one of its optimizers."""
         if self.scale is not None:
-            self.scale.take(found)
+            self.scale.load_json_state(found)
         frozen = {*found.get("frozen", ())}
         for name, parameter in zip(self._names(), self._parameters, strict=True):
             if name in frozen:  # the script froze it in a part that does not run again
@@ -402,14 +402,14 @@ class PreparedModel(TrainedModel):
 
     # called by its optimizers
 
-    def before_update(self, shown: Grads) -> None:
+    def before_update(self, gradients: Grads) -> None:
         """Before an update with these gradients: check that `s.backward` made them, and that ranks agree."""
         self._check_foreign_backward()
         self._updates += 1
         if self._summed is None:
             return
         changed: list[int] = []
-        if not all(map(is_, shown, self._summed)) or _versions(shown) != self._versions:
+        if not all(map(is_, gradients, self._summed)) or _versions(gradients) != self._versions:
             changed = self._changed_since()
         is_early = self._updates <= 2
         if is_early:  # also finds changes of p.grad.data, which do not change the version
@@ -423,16 +423,16 @@ class PreparedModel(TrainedModel):
             self._digests = {i: _digest(self._parameters[i].grad) for i in indices}
             self._digest = hash(tuple(self._digests.items()))
         if is_early and (differing := self.differing_gradients()):
-            raise report_on_one_rank(GRADIENTS.error(differing), self.replica.world)
+            raise report_on_one_rank(GRADIENTS.make_error(differing), self.replica.world)
 
     def _changed_since(self) -> list[int]:
         """The numbers of the parameters whose gradients the loop has changed since the sum over ranks."""
         assert self._summed is not None
-        grads = self.shown()
+        grads = self.current_gradients()
         pairs = enumerate(zip(grads, _versions(grads), self._summed, self._versions, strict=True))
         return [i for i, (grad, version, before, then) in pairs if grad is not before or version != then]
 
-    def compared(self) -> tuple[int, ...]:
+    def values_to_compare(self) -> tuple[int, ...]:
         """Numbers that must be equal on all ranks in each step. `COMPARED` has their names.
 
         The number of hooks, the trained parameters, the gradients that the loop has changed, and the learning rates.
@@ -448,22 +448,22 @@ class PreparedModel(TrainedModel):
         differing = (i for digests in by_rank for i in digests if any(other.get(i) != digests[i] for other in by_rank))
         return next((self._names()[int(i)] for i in differing), "")
 
-    def shown(self) -> Grads:
+    def current_gradients(self) -> Grads:
         """The current gradients."""
         return [*map(_grad, self._parameters)]
 
-    def after_update(self, shown: Grads) -> None:
+    def after_update(self, gradients: Grads) -> None:
         """After an update. `shown`: the gradients before it, because a strategy may have released them."""
         if self._adds_to_used:
             self.gate.notes.once(
                 "optimizer.step() was called twice without zero_grad(): the gradients of older batches are added"
             )
-        if self.replica.sharded or self.replica.host is not None or self._changed:
-            self._put(shown)
+        if self.replica.sharded or self.replica.local_step_node is not None or self._changed:
+            self._put(gradients)
         # If later steps add to the gradients, a checkpoint contains them. After the first step this is not known yet.
         may_add = self._adds_to_used or self._updates == 1 or any(map(is_present, map(_grad, self._untrained())))
         self._waiting = may_add and not self.replica.sharded
-        first = next(filter(is_present, shown), None)
+        first = next(filter(is_present, gradients), None)
         if first is not None:
             self._used, self._used_version = weakref.ref(first), _version(first)
 
@@ -495,16 +495,20 @@ class PreparedModel(TrainedModel):
         """Raise UsageError if a group contains parameters of other models."""
         names = {id(parameter): name for name, parameter in self.replica.model.named_parameters()}
         if self.replica.sharded:
-            raise PARAMETERS.error("a group of parameters was added, and the strategy divides the optimizer's state")
+            raise PARAMETERS.make_error(
+                "a group of parameters was added, and the strategy divides the optimizer's state"
+            )
         for parameter in group["params"]:
             if id(parameter) in names and id(parameter) not in self._known:
-                raise PARAMETERS.error(
+                raise PARAMETERS.make_error(
                     f"optimizer.add_param_group was given {names[id(parameter)]}, which was frozen in s.prepare. Let "
                     "it require a gradient there, and freeze it after that"
                 )
             if id(parameter) not in names:
                 shape = tuple(parameter.shape)
-                raise PARAMETERS.error(f"optimizer.add_param_group was given a parameter of shape {shape} that is new")
+                raise PARAMETERS.make_error(
+                    f"optimizer.add_param_group was given a parameter of shape {shape} that is new"
+                )
 
     def check_parameters(self) -> None:
         """Raise UsageError if the model or its optimizers have other parameters than in `s.prepare`."""
@@ -514,25 +518,27 @@ class PreparedModel(TrainedModel):
         for name, parameter in model.named_parameters():
             is_new = parameter.requires_grad and id(parameter) not in self._known
             if is_new and not self.replica.in_lockstep:
-                raise PARAMETERS.error(f"{name} is new, or was frozen then")
+                raise PARAMETERS.make_error(f"{name} is new, or was frozen then")
         if self.replica.sharded:
             return
         parameter_ids = {id(parameter) for parameter in model.parameters()}
         for opt in self.optimizers:
             for parameter in opt.parameters:
                 if id(parameter) not in parameter_ids:
-                    raise PARAMETERS.error(f"optimizer {opt.number + 1} trains one of shape {tuple(parameter.shape)}")
+                    raise PARAMETERS.make_error(
+                        f"optimizer {opt.number + 1} trains one of shape {tuple(parameter.shape)}"
+                    )
 
     def _check_foreign_backward(self) -> None:
         if self._last_grad:
             parameter = self._last_grad.pop()
             named = self.replica.model.named_parameters()
             name = next((name for name, p in named if p is parameter), "of a model")
-            raise BACKWARD.error(f"loss.backward() or torch.autograd.backward() has reached parameter {name}")
+            raise BACKWARD.make_error(f"loss.backward() or torch.autograd.backward() has reached parameter {name}")
 
     def check_between(self) -> None:
         self._check_foreign_backward()
-        self._check_assigned(self.shown())
+        self._check_assigned(self.current_gradients())
 
     def _check_assigned(self, grads: Grads) -> None:
         """Raise UsageError for a gradient that does not come from a backward or a step of this session."""
@@ -540,7 +546,7 @@ class PreparedModel(TrainedModel):
             return
         for number, (grad, session_ref) in enumerate(zip(grads, self._left, strict=True)):
             if grad is not None and (session_ref is None or session_ref() is not grad):
-                raise BACKWARD.error(f"parameter {self._names()[number]} was given one by the loop")
+                raise BACKWARD.make_error(f"parameter {self._names()[number]} was given one by the loop")
 
     def _names(self) -> list[str]:
         names_by_id = {id(p): name for name, p in self.replica.model.named_parameters()}
@@ -573,7 +579,7 @@ def _held_back(scheduler: Any, gate: SessionStep) -> None:
     cls: Any = type(scheduler)
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return cls.step(self, *args, **kwargs) if gate.is_over else None
+        return cls.step(self, *args, **kwargs) if gate.is_final_micro_batch else None
 
     scheduler.__class__ = type(cls.__name__, (cls,), {"step": step, "__module__": cls.__module__})
 

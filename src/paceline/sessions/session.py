@@ -36,13 +36,13 @@ from paceline.config.strategies import StrategyName
 from paceline.data.loader import Loading
 from paceline.data.plan import LastBatch
 from paceline.errors import UsageError
-from paceline.seeding import preserved_streams
+from paceline.seeding import preserve_generator_states
 from paceline.sessions.arguments import SessionConfig, checks_arguments
 from paceline.sessions.construction import OptimizerLike, SchedulerLike, make_loader, prepare_model, prepare_optimizer
-from paceline.sessions.lifecycle import UNSEEDED, SessionRun, install, open_sessions
+from paceline.sessions.lifecycle import MIN_RANDOM_SEED, SessionRun, install, open_sessions
 from paceline.sessions.loader import Loader
 from paceline.sessions.loop import EvaluationLoop, TrainingLoop
-from paceline.sessions.observer import Apply, current_observer
+from paceline.sessions.observer import ApplyStrategy, current_observer
 from paceline.sessions.prepared import PreparedModel
 from paceline.sessions.state import SessionState
 from paceline.stepping.micro_step import Reduction
@@ -93,7 +93,7 @@ class Session:
     @property
     def last(self) -> bool:
         """Whether this is the last micro-batch of the step on this rank, for actions once per step."""
-        return self._steps.is_over
+        return self._steps.is_final_micro_batch
 
     @property
     def samples(self) -> int:
@@ -142,7 +142,9 @@ class Session:
         else:
             self._check_seed()
             factory = STRATEGIES[self._config.strategy]
-            apply: Apply = partial(factory, virtual_ranks=self._run.virtual_ranks, **self._config.strategy_options)
+            apply: ApplyStrategy = partial(
+                factory, virtual_ranks=self._run.virtual_ranks, **self._config.strategy_options
+            )
             if self._observer is not None:
                 apply = self._observer.wrap_strategy(self._config.strategy, apply)
             number = len(self._state.models)
@@ -150,14 +152,14 @@ class Session:
             part = prepare_model(model, optimizer, scheduler, apply, self.world, number, self._steps, precision)
             self._state.add_model(part)
             if self._observer is not None:
-                self._observer.parts = self._state.models
+                self._observer.models = self._state.models
             prepared = part.optimizers[0]
         result = (part.replica.module, prepared.optimizer)
         return result if prepared.scheduler is None else (*result, prepared.scheduler)
 
     def _check_seed(self) -> None:
-        is_unseeded = self._config.seed is None and torch.initial_seed() >= UNSEEDED
-        if self._config.exact and is_unseeded and self._progress.origin is None:
+        is_unseeded = self._config.seed is None and torch.initial_seed() >= MIN_RANDOM_SEED
+        if self._config.is_exact and is_unseeded and self._progress.origin is None:
             self._state.notes.once(
                 "the session has no seed, and torch was not seeded: the initial weights, and so the digest, differ "
                 "between runs. Set session(seed=...), or call torch.manual_seed before the model is created"
@@ -415,7 +417,7 @@ class Session:
         if 0 < samples < self.size:
             raise UsageError(code="collective-in-evaluation", samples=samples, ranks=self.size)
         self._loop.check_collective()
-        return self._loop.moment
+        return self._loop.collective_position
 
     def compute(self, metric: Any) -> Any:
         """Compute a torchmetrics object or collection from the states of all ranks (a collective).
@@ -429,7 +431,7 @@ class Session:
         Raises:
             UsageError: for any other object, and if no rank has updated it.
         """
-        return compute_over_ranks(metric, self.world, self._loop.moment)
+        return compute_over_ranks(metric, self.world, self._loop.collective_position)
 
     def main(self, act: Callable[..., Any], *arguments: Any) -> Any:
         """Call `act` on rank 0 while the other ranks wait (a collective).
@@ -536,7 +538,7 @@ def session(
     install()
     if (observer := current_observer()) is not None:
         run_dir, arguments = None, {**arguments, **observer.options}
-    with preserved_streams():  # packages that are imported here may draw from them
+    with preserve_generator_states():  # packages that are imported here may draw from them
         new_session = Session(SessionConfig(run_dir, **arguments))
     if seed is not None:  # so that the script draws the same numbers in each run and on each rank
         torch.manual_seed(seed)

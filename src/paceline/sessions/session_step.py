@@ -42,8 +42,8 @@ class LoopPosition:
 
     phase: int = 0  # the call of s.epochs
     epoch: int = 0  # in this call
-    epoch_loop: int = 0  # the loop over data, in this epoch
-    loop: int = 0  # the loop over data, in the run
+    loop_in_epoch: int = 0  # the loop over data, in this epoch
+    loop_in_run: int = 0  # the loop over data, in the run
     batch: int = 0  # the global batch, in this loop
 
     def state_dict(self) -> dict[str, int]:
@@ -61,31 +61,31 @@ class SessionStep(Step):
     merged = False
     """whether models have the buffers of all virtual ranks"""
     notes = Notes()
-    optimizers: tuple[int, ...] = ()
+    optimizer_ids: tuple[int, ...] = ()
     """ids of the prepared optimizers"""
-    scale: LossScale | None = None
+    loss_scale: LossScale | None = None
     """of the losses, with precision fp16"""
     saves = False
     """whether the session writes checkpoints"""
     observer: Observer | None = None
 
     @property
-    def is_over(self) -> bool:
+    def is_final_micro_batch(self) -> bool:
         """Whether this is the last micro-batch of the last pass."""
         return self.micro_step is None or self.phases.is_final(self.micro_step)
 
     @property
     def untouched(self) -> bool:
         """Whether this rank has not yet computed anything of the step that other ranks may need."""
-        return self._first is None and (self.micro_step is None or self.micro_step.done == (0, ()))
+        return self._first is None and (self.micro_step is None or self.micro_step.completed_calls == (0, ()))
 
     @property
     def is_whole(self) -> bool:
         """Whether the current micro-batch is the last one, with the same backwards as the others of the step."""
         micro_step, usual = self.micro_step, self._usual
-        if micro_step is None or micro_step.has_failed or not self.is_over:
+        if micro_step is None or micro_step.has_failed or not self.is_final_micro_batch:
             return False
-        return bool(micro_step.weights) and usual in (None, micro_step.done)
+        return bool(micro_step.weights) and usual in (None, micro_step.completed_calls)
 
     def may_update(self, part: TrainedModel, optimizer: int) -> bool:
         """Whether `step()` of the optimizer with this number updates the model now."""
@@ -96,7 +96,7 @@ class SessionStep(Step):
         micro_step.has_stepped = True
         if not self.phases.alone:
             self.phases.keep_buffers(micro_step)
-            if not (micro_step.is_last and self.phases.counts(micro_step)):
+            if not (micro_step.is_last and self.phases.is_current_phase(micro_step)):
                 return False
         if self.is_skipped:
             return False

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 
-NEEDS_WHOLE = ("item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__reduce_ex__")
+WHOLE_TENSOR_METHODS = (
+    "item",
+    "tolist",
+    "numpy",
+    "__array__",
+    "__float__",
+    "__int__",
+    "__bool__",
+    "__index__",
+    "__reduce_ex__",
+)
 
 
 class ShardedGradientPlaceholder(torch.Tensor):
@@ -73,7 +83,7 @@ def require_whole_tensors() -> None:
     """Let DTensor raise UsageError if a shard would be used as the whole: as a number, an array, or in a file."""
     from torch.distributed.tensor import DTensor
 
-    for name in NEEDS_WHOLE:
+    for name in WHOLE_TENSOR_METHODS:
         if not hasattr(method := getattr(DTensor, name), "only_whole"):
             setattr(DTensor, name, _only_whole(method))
 

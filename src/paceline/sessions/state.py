@@ -10,12 +10,12 @@ from urllib.parse import quote
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.checkpoint.shards import layout
+from paceline.checkpoint.shards import make_shard_layout
 from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
 from paceline.errors import UsageError
 from paceline.rank.world import World
-from paceline.sessions.containers import Generator, TensorContainer, instances, storages, tensors_of
+from paceline.sessions.containers import GeneratorStateAdapter, TensorContainer, instances, storages, tensors_of
 from paceline.sessions.lifecycle import SessionRun
 from paceline.sessions.loader import Loader
 from paceline.sessions.order import GENERATORS
@@ -24,7 +24,7 @@ from paceline.sessions.session_step import Notes
 from paceline.sessions.sharded_tensors import is_dtensor, local_shard
 from paceline.sessions.unsaved import UnsavedState
 from paceline.train.consistency import check_replicas
-from paceline.train.numbers import as_json, from_json
+from paceline.train.json_values import as_json, from_json
 
 TENSOR = "tensor of the state"
 
@@ -62,7 +62,7 @@ class SessionState:
             with raise_on_all_ranks(self._world):
                 if part.number >= len(self.saved_models):
                     saved = len(self.saved_models)
-                    raise UsageError(code="model-too-many", where=self._origin.where, saved=saved)
+                    raise UsageError(code="model-too-many", where=self._origin.location_text, saved=saved)
                 part.load(self._origin.source)
                 part.load_numbers(self.saved_models[part.number])
         self.models.append(part)
@@ -85,7 +85,7 @@ class SessionState:
             self._registered[name] = registered = self._with_state(name, thing)
             if self._origin is not None:
                 if name not in self._saved_objects:
-                    where, known = self._origin.where, ", ".join(self._saved_objects) or "none"
+                    where, known = self._origin.location_text, ", ".join(self._saved_objects) or "none"
                     raise UsageError(code="register-not-in-checkpoint", name=name, where=where, known=known)
                 registered.load_state_dict(_joined(from_json(self._saved_objects[name]), self._origin.source))
 
@@ -98,7 +98,7 @@ class SessionState:
         methods = ("state_dict", "load_state_dict")
         missing = [method for method in methods if not callable(getattr(thing, method, None))]
         if missing and isinstance(thing, GENERATORS):
-            thing = Generator(thing)
+            thing = GeneratorStateAdapter(thing)
         elif missing and isinstance(thing, (dict, list)):
             model_storages = storages(tensors_of(part.replica.model for part in self.models))
             thing = TensorContainer(thing, name, self._world.device, model_storages)  # pyright: ignore[reportUnknownArgumentType]
@@ -113,7 +113,7 @@ class SessionState:
             loader.put_back_sampler(state)
         self._loaders.append(loader)
 
-    def check(self) -> None:
+    def check_saveable(self) -> None:
         """Check at the first step that a checkpoint can store the state.
 
         Raises:
@@ -122,12 +122,12 @@ class SessionState:
         if lost := [name for name in self._saved_objects if name not in self._registered]:
             raise UsageError(code="register-lost", names=", ".join(lost), first=lost[0])
         for part in self.models:
-            part.numbers()
+            part.json_state()
         if self.saves:
-            self.search()
+            self.search_unsaved_state()
             self._check_schedulers()
             for part in self.models:
-                layout(part.state())
+                make_shard_layout(part.state())
 
     def _check_schedulers(self) -> None:
         """Raise UsageError for a learning rate scheduler that no checkpoint has."""
@@ -146,7 +146,7 @@ class SessionState:
         if has_unknown() and (gc.collect() or True) and has_unknown():  # the first may be garbage
             raise UsageError(code="scheduler-not-prepared")
 
-    def search(self, *, again: bool = False) -> None:
+    def search_unsaved_state(self, *, only_known_containers: bool = False) -> None:
         """Search for state that would be lost. `again`: only in the containers of the last search.
 
         Raises:
@@ -155,7 +155,7 @@ class SessionState:
         models = [part.replica.model for part in self.models]
         optimizers = [prepared.optimizer for part in self.models for prepared in part.optimizers]
         try:
-            is_done = self.unsaved.search(models, optimizers, self._known(), again)
+            is_done = self.unsaved.search(models, optimizers, self._known(), only_known_containers)
             for name, obj in self._registered.items() if is_done else ():
                 if isinstance(obj, TensorContainer) and obj.is_left:
                     raise UsageError(code="registered-replaced", name=name, kind=type(obj.thing).__name__)
@@ -164,20 +164,20 @@ class SessionState:
             raise
 
     def _known(self) -> list[Any]:
-        adapters = (TensorContainer, Generator)
+        adapters = (TensorContainer, GeneratorStateAdapter)
         return self._not_saved + [obj.thing if isinstance(obj, adapters) else obj for obj in self._registered.values()]
 
     def compare_replicas(self, step: int) -> None:
         """Compare the models of all ranks bit by bit (a collective). `step`: the number of steps so far."""
-        if self._world.size > 1 and self.models and step and self.models[0].replica.host is None:
+        if self._world.size > 1 and self.models and step and self.models[0].replica.local_step_node is None:
             shards = [shard for part in self.models for shard in part.state()]
             check_replicas(shards, self._world, step, [part.replica.optimizer for part in self.models])
 
-    def tensors(self) -> list[TensorShard]:
+    def registered_tensors(self) -> list[TensorShard]:
         """The tensors of the registered objects."""
         return [shard for name, obj in self._registered.items() for shard in _split(obj.state_dict(), name)[1]]
 
-    def numbers(self, current: Loader | None, world: World | None) -> dict[str, Any]:
+    def json_state(self, current: Loader | None, world: World | None) -> dict[str, Any]:
         """The state without tensors, as JSON. `current`: the loader of the current loop, whose position is not in it.
 
         With a `world` it is a collective. Without, values that cannot be saved are omitted.
@@ -185,7 +185,7 @@ class SessionState:
         Raises:
             UsageError: a value cannot be saved, or registered objects differ between ranks.
         """
-        parts, saved = [part.numbers() for part in self.models], json_copy(self.values, strict=world is not None)
+        parts, saved = [part.json_state() for part in self.models], json_copy(self.values, strict=world is not None)
         states = {name: _split(obj.state_dict(), name)[0] for name, obj in self._registered.items()}
         if world is not None and states:
             by_rank = all_gather_object(states, world)

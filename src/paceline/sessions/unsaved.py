@@ -35,7 +35,7 @@ Shapes = list[tuple[tuple[int, ...], bool]]
 class _Seen:
     container: Any
     sums: list[int]
-    is_late: bool  # it was created during the training
+    is_created_in_training: bool  # it was created during the training
     is_new: bool = True  # it was found in one search only
 
 
@@ -57,7 +57,9 @@ class UnsavedState:
             del self._containers[key]
         return self._step <= FIRST_STEPS or any(entry.is_new for entry in self._containers.values())
 
-    def search(self, models: list[nn.Module], optimizers: list[Optimizer], known: list[Any], again: bool) -> bool:
+    def search(
+        self, models: list[nn.Module], optimizers: list[Optimizer], known: list[Any], only_known_containers: bool
+    ) -> bool:
         """Search at the first step and at checkpoints, in at most 1 % of the time, or check containers `again`.
 
         Returns:
@@ -68,15 +70,15 @@ class UnsavedState:
                 the `models` nor in a `known` object.
         """
         began = time.perf_counter()
-        if not again:
+        if not only_known_containers:
             if self._searches > 4 and began < self._next_search:
                 return False
             self._searches += 1
             self._search_modules(models, known)
-        self._search_containers(models, optimizers, known, again)
+        self._search_containers(models, optimizers, known, only_known_containers)
         spent = time.perf_counter() - began
-        self._next_search = (self._next_search if again else began + spent) + 100 * spent
-        return not again
+        self._next_search = (self._next_search if only_known_containers else began + spent) + 100 * spent
+        return not only_known_containers
 
     def _search_modules(self, roots: list[nn.Module], known: list[Any]) -> None:
         objects = [obj for obj in (*roots, *known) if isinstance(obj, nn.Module)]
@@ -87,10 +89,10 @@ class UnsavedState:
             fingerprint, previous = _fingerprint(other), self._modules.get(id(other))
             if previous is not None and previous[0]() is other:
                 if fingerprint and previous[1] != fingerprint:
-                    raise STATE.error(f"a module that is not in a prepared model, {_outermost(other, others)},")
+                    raise STATE.make_error(f"a module that is not in a prepared model, {_outermost(other, others)},")
             elif self._searches > 1:
                 if isinstance(other, AveragedModel) and int(other.n_averaged):
-                    raise STATE.error("an AveragedModel")
+                    raise STATE.make_error("an AveragedModel")
                 if any(type(other) is type(root) and other is not root for root in roots) and not self._has_warned:
                     self._has_warned = True
                     self._say(
@@ -125,11 +127,11 @@ class UnsavedState:
             sums = [int(checksum(local_shard(tensor))) for tensor in tensors]
             kind = type(value).__name__
             if previous is None:
-                containers[id(value)] = _Seen(value, sums, is_late=self._step > 0)
+                containers[id(value)] = _Seen(value, sums, is_created_in_training=self._step > 0)
                 continue
             if previous.sums != sums:
-                raise STATE.error(f"a {kind} of tensors, {name},")
-            if previous.is_new and previous.is_late:
+                raise STATE.make_error(f"a {kind} of tensors, {name},")
+            if previous.is_new and previous.is_created_in_training:
                 self._say(
                     f"the loop created a {kind} of tensors, {name}: no checkpoint has it, and it is missing after a "
                     "resume. To save it, put it into a dict that is registered with s.register before the loop"

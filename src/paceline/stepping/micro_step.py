@@ -53,12 +53,12 @@ class MicroStep(Struct):
         return (self.work.indices.numel() if samples is None else samples) * self.work.is_counted
 
     @property
-    def done(self) -> tuple[int, tuple[int, ...]]:
+    def completed_calls(self) -> tuple[int, tuple[int, ...]]:
         """Number of backwards and the optimizers that stepped. They must be equal for all micro-batches of a step."""
         return len(self.weights), tuple(self.stepped)
 
     @property
-    def words(self) -> str:
+    def completed_calls_text(self) -> str:
         """The same in words."""
         return f"{len(self.weights)} backward and {len(self.stepped)} optimizer.step()"
 
@@ -71,8 +71,8 @@ def check_alike(micro_step: MicroStep, first: MicroStep | None, rates: list[floa
     """
     if not micro_step.weights:
         raise UsageError(code="no-backward")
-    if first is not None and micro_step.done != first.done:
-        raise UsageError(code="bodies-differ", first=first.words, other=micro_step.words)
+    if first is not None and micro_step.completed_calls != first.completed_calls:
+        raise UsageError(code="bodies-differ", first=first.completed_calls_text, other=micro_step.completed_calls_text)
     if rates != micro_step.rates:
         raise UsageError(code="learning-rate-in-step")
 
@@ -124,7 +124,9 @@ class WeightedLoss(Struct, frozen=True):
         return on_host and float(self.factor) == 0
 
 
-def weighted(loss: Tensor, weight: float | Tensor | None, reduction: Reduction, micro_step: MicroStep) -> WeightedLoss:
+def make_weighted_loss(
+    loss: Tensor, weight: float | Tensor | None, reduction: Reduction, micro_step: MicroStep
+) -> WeightedLoss:
     """The loss with its weight, in float32 at least."""
     if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(code="loss-not-a-tensor", kind=type(loss).__name__)
@@ -169,6 +171,6 @@ def upcast(values: Tensor) -> Tensor:
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
-def same(a: float | Tensor, b: float | Tensor) -> bool:
+def equal_weights(a: float | Tensor, b: float | Tensor) -> bool:
     """Whether two weights are equal."""
     return a is b or bool(torch.as_tensor(a) == torch.as_tensor(b))

@@ -32,7 +32,7 @@ from paceline.nested import mapped
 from paceline.rank.world import World
 from paceline.strategies.base import Strategy
 
-MAX_NAMED = 8  # samples of a rank in a message
+MAX_NAMED_SAMPLES = 8  # samples of a rank in a message
 MAX_PARAMETERS = 3
 MAX_RUNS = 64  # forward and backward passes in search of the samples of one micro-batch
 
@@ -50,7 +50,7 @@ Seen = list[tuple[MicroBatch, Tensor]]
 class NotFinite:
     """The cause of a step that is not finite, the same on all ranks."""
 
-    words: str
+    message: str
     samples: list[int] = field(default_factory=list[int])
     told_by: int = 0
     """the first rank that caused it"""
@@ -124,7 +124,7 @@ def gradients_not_finite(
             try:
                 for microbatch, _ in seen:
                     search = _Search(replica, microbatch, forward, progress)
-                    mine["samples"] += microbatch.work.indices[search.bad()].tolist()
+                    mine["samples"] += microbatch.work.indices[search.find_bad_positions()].tolist()
             except Exception as error:  # the samples stay unknown; the rest is reported
                 mine["why"] = f"{type(error).__name__}: {error}"[:300]
     reports = gather(mine)
@@ -147,10 +147,10 @@ def gradients_not_finite(
     return NotFinite(text, [i for bad in causes.values() for i in bad], min(causes or reports))
 
 
-def stopped(cause: NotFinite, way_out: str, *, late: bool = False) -> TrainingError:
+def nonfinite_error(cause: NotFinite, way_out: str, *, late: bool = False) -> TrainingError:
     """The error that ends a run. `way_out`: the option that skips such steps. `late`: the parameters have changed."""
     return TrainingError(
-        exit_code=ExitCode.NOT_FINITE, code="not-finite", what=cause.words, unchanged="" if late else UNCHANGED,
+        exit_code=ExitCode.NOT_FINITE, code="not-finite", what=cause.message, unchanged="" if late else UNCHANGED,
         way_out=way_out,
     )  # fmt: skip
 
@@ -176,7 +176,7 @@ class _Search:
         self._parameters = trainable(replica.model)
         self._runs = 0
 
-    def bad(self) -> list[int]:
+    def find_bad_positions(self) -> list[int]:
         """Their positions in the micro-batch; a group if only the group is bad, or if the search is too long."""
         everything = [*range(len(self._batch.work.indices))]
         return self._bad_of(everything) if self._is_bad(everything) else []
@@ -216,7 +216,7 @@ def _only(batch: Any, positions: list[int], size: int) -> Any:
 
 
 def _samples(indices: Sequence[int]) -> str:
-    return f"samples {first_few([*map(str, indices)], MAX_NAMED)}"
+    return f"samples {first_few([*map(str, indices)], MAX_NAMED_SAMPLES)}"
 
 
 def _parameters(names: Sequence[str], of: int) -> str:
@@ -246,15 +246,15 @@ class SkippedSteps:
             TrainingError: with NOT_FINITE, on one rank, if too many steps were skipped; ReportedByPeer on the others.
         """
         if cause.by_scale:
-            self._say(f"step {step} is skipped: {cause.words}")
+            self._say(f"step {step} is skipped: {cause.message}")
             return False
         again = step in self._steps
         self._steps.add(step)
         if too_many(self._steps, step):
             error = TrainingError(
-                code="too-many-not-finite", exit_code=ExitCode.NOT_FINITE, most=MOST, steps=OF_STEPS, what=cause.words
+                code="too-many-not-finite", exit_code=ExitCode.NOT_FINITE, most=MOST, steps=OF_STEPS, what=cause.message
             )
             raise report_on_one_rank(error, self._world, by=cause.told_by)
         back = self._policy == "rollback" and not again
-        self._say(f"step {step}: {cause.words}" if back else f"step {step} is skipped: {cause.words}")
+        self._say(f"step {step}: {cause.message}" if back else f"step {step} is skipped: {cause.message}")
         return back

@@ -84,7 +84,7 @@ class CallOrder:
                 code="collectives-differ", exit_code=ExitCode.MISMATCH, place=str(where), what=outcome.words,
                 unchanged="" if late else UNCHANGED,
             )  # fmt: skip
-            raise report_on_one_rank(error, self._world, by=min(outcome.odd, default=0))
+            raise report_on_one_rank(error, self._world, by=min(outcome.minority_ranks, default=0))
         self._hashes_itself = True
         if new := outcome - self._local:
             self._notice(

@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.collectives.buckets import trainable
 from paceline.data.loader import MicroBatch
 from paceline.protocol.evidence import Phase
-from paceline.stepping.micro_step import MicroStep, weighted
+from paceline.stepping.micro_step import MicroStep, make_weighted_loss
 from paceline.stepping.step import Step
 from paceline.stepping.totals import Finish
 from paceline.strategies.buffers import uncounted
@@ -35,7 +35,7 @@ class PipelineStep(Step):
         (part,) = self.parts
         model, line = part.replica.model, part.replica.pipeline
         assert line is not None
-        part.begin()
+        part.begin_step()
         self._where, self.in_step = where, True
         self._begin_sums()
         line.enter = self._enter
@@ -73,6 +73,6 @@ class PipelineStep(Step):
     def _counted(self, batch: MicroBatch, is_last: bool, losses: Tensor, weights: Tensor | None) -> Tensor:
         micro_step = MicroStep(batch, batch.work, is_last, [])
         self._sums.in_round = 0
-        weighed = weighted(losses, weights, "mean", micro_step)
-        self._sums.count(losses, weighed, "mean", micro_step, plain=False)
+        weighed = make_weighted_loss(losses, weights, "mean", micro_step)
+        self._sums.add_loss(losses, weighed, "mean", micro_step, plain=False)
         return weighed.value / self._sums.guess()

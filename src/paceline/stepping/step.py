@@ -36,12 +36,19 @@ from paceline.data.loader import MicroBatch, Prefetch
 from paceline.data.plan import ranks_share
 from paceline.errors import UsageError
 from paceline.protocol.evidence import Phase
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.seeding import SeededStream
 from paceline.stepping import nonfinite
 from paceline.stepping.hooks import HiddenHooks, TensorHooks, leaves_of, own_functions, own_hooks
-from paceline.stepping.micro_step import MicroStep, Reduction, check_alike, sum_of_nothing, targets_of, weighted
+from paceline.stepping.micro_step import (
+    MicroStep,
+    Reduction,
+    check_alike,
+    make_weighted_loss,
+    sum_of_nothing,
+    targets_of,
+)
 from paceline.stepping.order import CallOrder
 from paceline.stepping.totals import Finish, StepResult, StepTotals, Votes
 from paceline.stepping.trained_model import TrainedModel, check_summed_once, reached_anywhere
@@ -98,20 +105,22 @@ class Step:
         self._votes, self._order, self._way_out, self._may_skip = votes, order, way_out, may_skip
         self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or Prefetch()
         self._on_device = is_async(world.device)  # whether the host would have to wait for numbers
-        self._guard, self._no_grad = Guard.of_process(), torch.no_grad()
+        self._guard, self._no_grad = HangGuard.of_process(), torch.no_grad()
 
-    def run(self, at: object, micro_batches: Sequence[MicroBatch], *, one_each: bool = False) -> Generator[MicroBatch]:
+    def run_bodies(
+        self, place: object, micro_batches: Sequence[MicroBatch], *, one_each: bool = False
+    ) -> Generator[MicroBatch]:
         """Compute the global batch that `str(at)` names, except `end`. `one_each`: every rank has one micro-batch.
 
         Yields this rank's micro-batches, with dummy batches if a forward is a collective, each after its `enter`.
         """
         in_lockstep = False
         for part in self.parts:
-            part.begin()
+            part.begin_step()
             in_lockstep = in_lockstep or part.replica.in_lockstep
         if in_lockstep:
             micro_batches = as_many_as_any(micro_batches, self._world)
-        self._where, self.in_step, again, self._own_code = at, True, True, ""
+        self._where, self.in_step, again, self._own_code = place, True, True, ""
         self.targets = []
         self.phases.begin(len(micro_batches))
         self._begin_sums(one_each, alone=len(micro_batches) == 1)
@@ -123,11 +132,11 @@ class Step:
                 self.micro_step = MicroStep(batch, batch.work, is_last, rates, is_alone=self._sums.is_alone)
                 self._sums.in_round = 0
                 if self.flops is not None and not self.flops.samples and batch.work.is_counted:
-                    self._counting = self.flops.of(len(batch.work.indices))
+                    self._counting = self.flops.count_samples(len(batch.work.indices))
                     self._counting.__enter__()
                 yield batch
-                self.leave()
-            again = not self.phases.alone and self.phases.again()
+                self.end_body()
+            again = not self.phases.alone and self.phases.needs_another_pass()
 
     def _begin_sums(self, one_each: bool = False, *, alone: bool = False) -> None:
         self._sums = StepTotals(
@@ -136,7 +145,7 @@ class Step:
             same_bits=self._exact and self._virtual_ranks > 1,
         )  # fmt: skip
         # this host, if hosts step separately and a non-finite value ends the run: no other host is asked
-        self._host = None if self._may_skip or self.parts[0].scale else self.parts[0].replica.host
+        self._host = None if self._may_skip or self.parts[0].scale else self.parts[0].replica.local_step_node
         self._first: MicroStep | None = None
         self._summed_up, self._result = list[TrainedModel](), self._sums.result
 
@@ -164,7 +173,7 @@ class Step:
         if late is not None:
             raise late
 
-    def leave(self) -> None:
+    def end_body(self) -> None:
         """The loop body has ended. Raises UsageError if it differs from the other bodies of the step."""
         micro_step = self.micro_step
         assert micro_step is not None
@@ -180,7 +189,7 @@ class Step:
     @property
     def is_skipped(self) -> bool:
         """Whether the step changes no parameters."""
-        return self._result.skipped is not None
+        return self._result.skip_cause is not None
 
     def begin_update(self) -> None:
         """Begin the update. Raises StallError if the guard has unblocked this rank: then the sums are not valid."""
@@ -192,13 +201,13 @@ class Step:
         """End the step, after all micro-batches."""
         if self._host is not None:
             self._sums.await_totals(self._enter, self._way_out)
-        self._usual, self._weight = self._first.done if self._first else None, self._result.weight
+        self._usual, self._weight = self._first.completed_calls if self._first else None, self._result.total_weight
         self._first, self._sums.seen, self._value = None, [], None  # releases the batches
-        if self._result.skipped is not None:
+        if self._result.skip_cause is not None:
             for part in self.parts:
                 part.replica.put_back_buffers()
         elif self.parts[0].scale is not None:
-            self.parts[0].scale.good()
+            self.parts[0].scale.count_good_step()
         self.updating = self.in_step = False
         return self._result
 
@@ -224,10 +233,10 @@ class Step:
         micro_step.has_failed = True
         if self._host is not None:
             self._sums.await_totals(self._enter, self._way_out)
-        weighed = weighted(loss, weight, reduction, micro_step)
+        weighed = make_weighted_loss(loss, weight, reduction, micro_step)
         if micro_step.has_stepped:
             micro_step.phase, micro_step.has_stepped = micro_step.phase + 1, False
-        if not (self.phases.alone or self.phases.counts(micro_step)):
+        if not (self.phases.alone or self.phases.is_current_phase(micro_step)):
             micro_step.weights.append(weighed.weight)
             micro_step.has_failed = False
             return
@@ -237,7 +246,7 @@ class Step:
         )
         # a mean; or the (B,) of a task, which was checked to have one value per sample
         plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
-        self._sums.count(loss, weighed, reduction, micro_step, plain=plain)
+        self._sums.add_loss(loss, weighed, reduction, micro_step, plain=plain)
         # a host that steps separately does not wait for weights of other hosts
         scale = self._sums.scale_of(weighed, waits=last and self._host is None)
         finish = self._sums.start() if last else None  # travels during backward
@@ -245,13 +254,13 @@ class Step:
         if scale is None:
             assert finish is not None
             totals = finish()
-            scale = self._sums.exact_scale(totals.weight)
+            scale = self._sums.exact_scale(totals.total_weight)
         if not last and (self._sums.is_guess or micro_step.batch.samples is not None):  # the last: see `_check_linear`
             self._own_code = self._own_code or own_functions(weighed.value)
         wanted = [part for part in self.parts if part in only] if only else self.parts
         is_watched = len(self.parts) > 1 or bool(micro_step.stepped)
         for part in self.parts:
-            part.open(part in wanted, is_watched)
+            part.before_backward(part in wanted, is_watched)
         self._enter(Phase.BACKWARD)
         self.in_backward = True
         hidden_hooks: list[HiddenHooks] = []
@@ -281,10 +290,10 @@ class Step:
             for part, hooks in zip(self.parts, hidden_hooks, strict=False):  # fewer if one of them has raised
                 part.show_hooks(hooks)
         if self.flops is not None and self.flops.is_active:
-            self.flops.mark()
+            self.flops.mark_backward_end()
         for part in self.parts:
             if part not in wanted:
-                part.drop()
+                part.discard_backward()
         if finish is None:
             self._put_aside(wanted, micro_step)
         else:
@@ -333,7 +342,7 @@ class Step:
         for part in wanted:
             if (reached := part.reached) and not self.phases.alone and part.has_stepped(micro_step.stepped):
                 raise UsageError(code="backward-after-step", number=part.number + 1)
-            part.close(reached)
+            part.after_backward(reached)
 
     def _synchronise(self, wanted: Sequence[TrainedModel], finish: Finish) -> None:
         """Sum the gradients of all models that the backward has reached over ranks (a collective).
@@ -341,13 +350,13 @@ class Step:
         The host waits for a GPU once, at the end. On the CPU errors are found before the exchange.
         """
         totals, host, loss = None, self._host, 0.0
-        if host is not None and self._sums.samples:  # does not wait for other hosts
+        if host is not None and self._sums.samples_if_weight:  # does not wait for other hosts
             rest = self._sums.put_off(finish)
         else:
             summed = finish()
-            totals, rest = summed.totals, self._sums.rest(summed)
+            totals, rest = summed.totals, self._sums.remaining_divisor(summed)
             if isinstance(totals, Totals):
-                loss, rest = self._sums.take(totals), float(rest)  # a division by 1 is skipped
+                loss, rest = self._sums.read_totals(totals), float(rest)  # a division by 1 is skipped
         reached = reached_anywhere(wanted, self._world) if len(self.parts) > 1 else wanted  # one always is
         if self._exact or not self.phases.alone:
             check_summed_once(self._summed_up, reached)
@@ -365,7 +374,7 @@ class Step:
         if not finite:
             self._guard.check_unblocked()
             in_loss, self._result.grad_norm = not math.isfinite(loss), None
-            self._result.skipped = self._not_finite(reached, None if in_loss else host, in_loss=in_loss)
+            self._result.skip_cause = self._not_finite(reached, None if in_loss else host, in_loss=in_loss)
             for part in reached:
                 part.note_gradients()
 
@@ -382,10 +391,10 @@ class Step:
             return loss, finite
         checks = [part.judged(self._max_norm) for part in to_judge]
         pending = [value for value in (totals, *checks) if isinstance(value, Deferred)]
-        self.ahead.begin()  # the device has work now
+        self.ahead.start_batches()  # the device has work now
         numbers_by_id = {id(value): numbers for value, numbers in zip(pending, read_all(pending), strict=True)}
         if isinstance(totals, Deferred):
-            loss = self._sums.take(totals.compute(numbers_by_id[id(totals)]))
+            loss = self._sums.read_totals(totals.compute(numbers_by_id[id(totals)]))
         finite = math.isfinite(loss)
         for part, check in zip(to_judge, checks, strict=True):
             if finite:
@@ -408,7 +417,7 @@ class Step:
             replicas, tick = {part.prefix: part.replica for part in reached}, partial(self._enter, Phase.BACKWARD)
             cause = nonfinite.gradients_not_finite(replicas, seen, self._forward, where, tick, gather)
         if not self._may_skip:
-            raise report_on_one_rank(nonfinite.stopped(cause, self._way_out), self._world, by=cause.told_by)
+            raise report_on_one_rank(nonfinite.nonfinite_error(cause, self._way_out), self._world, by=cause.told_by)
         return cause
 
 
@@ -436,12 +445,12 @@ class UpdatePasses:
         self.alone, self._pass = micro_batches == 1, 0
         self._buffers: dict[tuple[int, int, int], list[Tensor]] = {}
 
-    def again(self) -> bool:
+    def needs_another_pass(self) -> bool:
         """After a pass over several micro-batches: whether the next phase needs another pass."""
         self._pass += 1
         return self._pass < self.number
 
-    def counts(self, micro_step: MicroStep) -> bool:
+    def is_current_phase(self, micro_step: MicroStep) -> bool:
         """Whether this pass over several micro-batches is for the current phase of the body."""
         return micro_step.phase == self._pass
 

@@ -12,8 +12,8 @@ from paceline.collectives.control import SummedTotals, Totals, is_async, report_
 from paceline.errors import ExitCode, ReportedByPeer, TrainingError, UsageError
 from paceline.protocol.evidence import Phase
 from paceline.rank.world import World
-from paceline.stepping.micro_step import MicroStep, Reduction, WeightedLoss, same
-from paceline.stepping.nonfinite import NotFinite, Seen, losses_not_finite, stopped
+from paceline.stepping.micro_step import MicroStep, Reduction, WeightedLoss, equal_weights
+from paceline.stepping.nonfinite import NotFinite, Seen, losses_not_finite, nonfinite_error
 from paceline.stepping.order import CallOrder
 
 
@@ -22,13 +22,13 @@ class Votes(Struct, frozen=True):
 
     stop: float = 0.0
     """the run must end"""
-    written: float = 0.0
+    shard_written: float = 0.0
     """this rank has written its shard of the pending checkpoint"""
-    failed: float = 0.0
+    shard_failed: float = 0.0
     """this rank could not write its shard"""
-    due: float = 0.0
+    checkpoint_due: float = 0.0
     """the time for a checkpoint has come; only rank 0 reads its clock"""
-    end: float = 0.0
+    ended_by_callback: float = 0.0
     """a callback has ended the training"""
     save: float = 0.0
     """a checkpoint must be saved now"""
@@ -47,19 +47,19 @@ class StepResult(Struct):
 
     loss: float = 0.0
     """the mean of the global batch"""
-    weight: float = 0.0
+    total_weight: float = 0.0
     """the sum of all weights, by which the sum of losses is divided"""
     grad_norm: float | None = None
     """before clipping; None: not computed"""
     votes: Votes = NO_VOTES
     """the sum over ranks"""
-    skipped: NotFinite | None = None
+    skip_cause: NotFinite | None = None
     """the reason if the step did not change the parameters"""
 
     @property
     def loss_sum(self) -> float:
         """The weighted sum of the global batch's losses."""
-        return self.loss * self.weight
+        return self.loss * self.total_weight
 
 
 class StepTotals:
@@ -108,7 +108,7 @@ class StepTotals:
         self._awaited: Finish | None = None
         self._said_scale = 0.0
 
-    def count(
+    def add_loss(
         self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *, plain: bool
     ) -> None:
         """Add a loss and its weight to the totals. Backwards with a common divisor must have the same weight.
@@ -122,7 +122,7 @@ class StepTotals:
         self._samples, self._plain = micro_step.work.global_samples, self._plain and plain
         self._by_samples = weighed.by_samples
         self._counts_all = self._counts_all and weighed.one_for_each and micro_step.batch.samples is None
-        if is_shared and not same(weighed.weight, micro_step.weights[-1]):
+        if is_shared and not equal_weights(weighed.weight, micro_step.weights[-1]):
             raise UsageError(code="weights-differ", first=float(micro_step.weights[-1]), other=float(weighed.weight))
         if self._is_counted:
             self._begin_round()
@@ -167,11 +167,11 @@ class StepTotals:
         self.scale = scale = self.weight_of(torch.as_tensor(weight, dtype=torch.float64))
         return scale
 
-    def rest(self, summed: SummedTotals) -> float | Tensor:
+    def remaining_divisor(self, summed: SummedTotals) -> float | Tensor:
         """The remaining divisor of the summed gradients, from the totals over ranks."""
         if isinstance(summed.weights, Tensor) and self.is_weight_known:
             return 1.0  # `_divide` compares
-        return self.weight_of(summed.weight) / (1.0 if self.scale is None else self.scale)
+        return self.weight_of(summed.total_weight) / (1.0 if self.scale is None else self.scale)
 
     @property
     def is_weight_known(self) -> bool:
@@ -182,7 +182,7 @@ class StepTotals:
         return self._counts_all and not isinstance(self.scale, Tensor) and self.scale == self._samples
 
     @property
-    def samples(self) -> int:
+    def samples_if_weight(self) -> int:
         """Samples of the global batch, if they are its weight by the form of all losses so far; else 0."""
         return self._samples if self._plain and self.divisor is None else 0
 
@@ -209,24 +209,24 @@ class StepTotals:
         if self._awaited is None:
             return
         enter(Phase.SYNC)
-        wait, self._awaited, samples = self._awaited, None, self.samples
+        wait, self._awaited, samples = self._awaited, None, self.samples_if_weight
         is_finite_here = all(math.isfinite(float(loss)) for loss in self._losses)
         try:
-            if not math.isfinite(self.take(resolve(wait().totals), late=True)):
+            if not math.isfinite(self.read_totals(resolve(wait().totals), late=True)):
                 if is_finite_here:
                     raise ReportedByPeer("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
                 # other hosts may have left already: each rank reports for itself
                 cause = losses_not_finite(self.seen, str(self._where), lambda value: {self._world.rank: value})
-                raise stopped(cause, way_out, late=True)
-            if self.result.weight != samples:
+                raise nonfinite_error(cause, way_out, late=True)
+            if self.result.total_weight != samples:
                 raise TrainingError(
-                    code="loss-weight-wrong", place=str(self._where), weight=self.result.weight, samples=samples
+                    code="loss-weight-wrong", place=str(self._where), weight=self.result.total_weight, samples=samples
                 )
         except BaseException:
             enter(Phase.OPTIMIZER)  # a reader of the phase must not think that the update has not begun
             raise
 
-    def take(self, totals: Totals, *, late: bool = False) -> float:
+    def read_totals(self, totals: Totals, *, late: bool = False) -> float:
         """Read the totals over ranks. Returns the mean loss. Raises an error if ranks disagree.
 
         `late`: the parameters have already changed.
@@ -238,7 +238,7 @@ class StepTotals:
                 self._order.check(votes[NUM_VOTES:], self._where, late=late)
         if self._world.size > 1 and scales != self._said_scale * self._world.size:
             raise report_on_one_rank(UsageError(code="loss-forms-differ", place=str(self._where)), self._world)
-        loss, self.result.weight = self._divide(totals.sums)
+        loss, self.result.total_weight = self._divide(totals.sums)
         self.result.loss += loss
         return loss
 

@@ -48,17 +48,17 @@ class LossScale:
         self.value, self._good, self.skipped = self.value / 2, 0, self.skipped + 1
         return f"a gradient is beyond fp16's range at {where}: the loss scale is now {self.value:g}"
 
-    def good(self) -> None:
+    def count_good_step(self) -> None:
         """A step had no overflow."""
         self._good += 1
         if self._good == STEPS_UNTIL_DOUBLED and self.value < LARGEST:
             self.value, self._good = self.value * 2, 0
 
-    def numbers(self) -> dict[str, Any]:
+    def json_state(self) -> dict[str, Any]:
         """The state, for `take`."""
         return {"loss_scale": [self.value, self._good, self.skipped]}
 
-    def take(self, saved: Mapping[str, Any]) -> None:
+    def load_json_state(self, saved: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint; it has none if it is of another precision."""
         self.value, self._good, self.skipped = saved.get("loss_scale", (FIRST, 0, 0))
 
@@ -89,13 +89,13 @@ class TrainedModel:
         """Whether an optimizer of this model is among the optimizers with these numbers."""
         return self.number in numbers
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step: save the buffers, clear the gradients."""
         self.replica.keep_buffers()
         for parameter in self._parameters:  # not those of the optimizer: a sharded one has only its shards
             parameter.grad = None
 
-    def open(self, wanted: bool, watched: bool) -> None:
+    def before_backward(self, wanted: bool, watched: bool) -> None:
         """Before a backward: its gradients are dropped if not `wanted`; `watched`: sets `reached`."""
 
     def backward(self, loss: Tensor, *, factor: float | Tensor = 1.0, retain_graph: bool = False) -> None:
@@ -170,10 +170,10 @@ class TrainedModel:
     def check_between(self) -> None:
         """Between two micro-batches of a step: raise UsageError for a gradient that is not the step's."""
 
-    def close(self, reached: bool) -> None:
+    def after_backward(self, reached: bool) -> None:
         """After a backward that is not the step's last."""
 
-    def drop(self) -> None:
+    def discard_backward(self) -> None:
         """After a backward without gradients for this model: drop those it may have."""
 
     def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Deferred[bool] | None:
@@ -182,7 +182,7 @@ class TrainedModel:
         `agreed`: hosts that step separately agree on the result. Returns the result of `Strategy.sync_gradients`.
         """
         self._found = self.replica.sync_gradients(divisor if self.scale is None else divisor * self.scale.value)
-        if agreed and self.replica.host is not None:
+        if agreed and self.replica.local_step_node is not None:
             self._found = self.replica.all_finite()
         if self._hooked:
             self.run_hooks(after_accumulation=False)
@@ -221,7 +221,7 @@ def reached_anywhere(wanted: Sequence[TrainedModel], world: World) -> list[Train
     rank_counts = sum_over_ranks(flags, "models reached by a backward").tolist()
     for part, ranks in zip(wanted, rank_counts, strict=True):
         if not ranks:
-            part.close(reached=False)
+            part.after_backward(reached=False)
     return [part for part, ranks in zip(wanted, rank_counts, strict=True) if ranks]
 
 

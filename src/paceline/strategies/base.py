@@ -63,7 +63,7 @@ class Strategy:
     """whether each rank holds only a shard of the gradients"""
     in_lockstep = False
     """whether a forward is a collective. Then all ranks run the same number of forwards, some on dummy batches"""
-    host: "Hosts | None" = None
+    local_step_node: "Hosts | None" = None
     """this node, if nodes take local steps. Then only the ranks of this node hold these gradients"""
     pipeline: "Pipeline | None" = None
     """the pipeline, if this rank holds one stage of the model. Every forward runs through it"""
@@ -117,7 +117,7 @@ class Strategy:
         around = self._around(work, is_last)
         if around is not None or not work.is_counted:
             with ExitStack() as stack:
-                stack.enter_context(self.buffers.of(work))
+                stack.enter_context(self.buffers.micro_batch_context(work))
                 if around is not None:
                     stack.enter_context(around)
                 if not work.is_counted:
@@ -140,18 +140,18 @@ class Strategy:
     @contextmanager
     def alone(self, batch: MicroBatch) -> Generator[None]:
         """Inside, a forward of the plain model has the random stream and the buffers of `batch`."""
-        with random_stream(batch.random_seed, self.world.device), self.buffers.of(batch.work):
+        with random_stream(batch.random_seed, self.world.device), self.buffers.micro_batch_context(batch.work):
             yield
 
     def begin_backward(self, work: MicroBatchPlan, is_last: bool) -> None:
         """Begin a backward inside a micro-batch. `is_last`: it is the last one of the step on this rank."""
         if self.reducer is not None:
-            self.reducer.enter(work.virtual_rank, is_last=is_last, counted=work.is_counted)
+            self.reducer.begin_backward(work.virtual_rank, is_last=is_last, counted=work.is_counted)
 
     def end_backward(self, error: BaseException | None = None) -> None:
         """End a backward. May raise an error that explains `error` better."""
         if self.reducer is not None:
-            self.reducer.leave(failed=error is not None)
+            self.reducer.end_backward(failed=error is not None)
 
     def on_gradient(self, act: Callable[[Tensor], None]) -> None:
         """Call `act` with a parameter in each backward that reaches the model, also in those of the loop."""
@@ -174,7 +174,7 @@ class Strategy:
                 raise UsageError(code="unfrozen-later", name=name)
         is_finite = self._reduce(divisor)
         if not self.buffers.is_idle:
-            self.buffers.check()  # after the gradient collectives: otherwise their order would differ between ranks
+            self.buffers.check_mergeable()  # after the gradient collectives: otherwise their order would differ between ranks
         return is_finite if self.parts is None else self.parts.after_reduction(is_finite)
 
     def _reduce(self, divisor: float | Tensor) -> bool | Deferred[bool] | None:
@@ -208,7 +208,7 @@ class Strategy:
         When it is read, all gradients are scaled so that the norm is at most `max_norm`, unless it is not finite.
         """
         tensors = [shard.tensor for shard in self._gradients()]
-        norm = self._gradient_norm(tensors) if self.parts is None else self.parts.norm(self.gradients())
+        norm = self._gradient_norm(tensors) if self.parts is None else self.parts.gradient_norm(self.gradients())
         return norm.map(lambda total_norm: scale_to_norm(tensors, total_norm, max_norm))
 
     def _gradient_norm(self, tensors: list[Tensor]) -> Deferred[float]:
@@ -236,7 +236,7 @@ class Strategy:
     def keep_buffers(self) -> None:
         """Save the buffers of this rank's virtual ranks, and everything else that a step changes before the update."""
         if not self.buffers.is_idle:
-            self.buffers.keep()
+            self.buffers.save_copies()
 
     def put_back_buffers(self) -> None:
         """Restore what `keep_buffers` has saved."""
@@ -275,7 +275,7 @@ class Strategy:
 
     def load(self, source: Source) -> None:
         """Restore a state, which may come from any strategy and any number of ranks."""
-        self._load(source if self.parts is None else self.parts.source(source))
+        self._load(source if self.parts is None else self.parts.part_source(source))
         if self.average is not None:
             self.average.load(source)
 
@@ -283,7 +283,7 @@ class Strategy:
     def _load(self, source: Source) -> None:
         for shard in self._hold_parameters():
             load_into(source, shard)
-        if self.host is None and (nodes := load_mean(source, self._hold_parameters())):
+        if self.local_step_node is None and (nodes := load_mean(source, self._hold_parameters())):
             print_notice(mean_message(nodes, "and this run synchronises all nodes in each step"))
         self.buffers.load(source)
         self._load_optimizer(source)

@@ -6,7 +6,7 @@ read back after it.
 
 For evaluation and checkpoints the values of all virtual ranks are merged. A module declares the reductions of its
 buffers in `buffer_reductions`. The buffers of normalization layers are averaged. For all others see
-`paceline.checkpoint.reductions`.
+`paceline.checkpoint.buffer_reductions`.
 """
 
 import re
@@ -21,18 +21,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
-from paceline.checkpoint.reductions import (
+from paceline.checkpoint.buffer_reductions import (
     OPEN,
     BufferHistory,
     RankValue,
     as_float64,
-    choices,
     digest_of,
     from_float64,
     inferred,
     may_count_samples,
     observed,
-    reduced,
+    possible_reductions,
+    reduce_buffer,
     saved_reduction,
     saved_seen,
 )
@@ -96,7 +96,7 @@ class VirtualBuffers:
         self._copied: dict[tuple[int, str], tuple[Tensor, int]] = {}  # large buffers: the copied tensor and its version
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def save_copies(self) -> None:
         """Save copies of all buffers, for `put_back`."""
         self._adopt()
         self._counted.clear()
@@ -141,7 +141,7 @@ class VirtualBuffers:
         self._put(next(iter(self._of.values()), {name: b.clone() for name, b in self._initial.items()}))
 
     @contextmanager
-    def of(self, work: MicroBatchPlan) -> Generator[None]:
+    def micro_batch_context(self, work: MicroBatchPlan) -> Generator[None]:
         """`enter` and `leave`, as a context manager."""
         self.enter(work)
         try:
@@ -199,7 +199,7 @@ class VirtualBuffers:
         if work.is_counted or self._synchronised or work.virtual_rank in self._of:
             self._of[work.virtual_rank] = kept
 
-    def check(self) -> None:
+    def check_mergeable(self) -> None:
         """Before an update: check that buffers can be merged (a collective in two steps, if a reduction is open).
 
         Raises:
@@ -307,7 +307,7 @@ class VirtualBuffers:
                 reduction = saved_reduction(source, name, values, initial)
             if not reduction:
                 raise self._undeclared(name, owner, leaf)
-            merged[name] = reduced(values, reduction, initial, max(values) + 1) if values else initial
+            merged[name] = reduce_buffer(values, reduction, initial, max(values) + 1) if values else initial
         return merged
 
     def _start_from(self, values: _Buffers) -> None:
@@ -370,8 +370,8 @@ class VirtualBuffers:
         exchange = Exchange(
             partition, [nothing.clone() if part is None else part for part in sums.finish()], self._world.group
         )
-        exchange.gather()
-        return exchange.end()[:size]
+        exchange.start_gather()
+        return exchange.wait()[:size]
 
     def _largest(self, largest: Sequence[str], smallest: Sequence[str], dtype: torch.dtype) -> _Buffers:
         """The maxima and minima over virtual ranks, compared as `dtype` (a collective, if there are any)."""
@@ -538,7 +538,7 @@ class VirtualBuffers:
                 code="buffer-changed-in-body", leaf=leaf, module=_described(self._model, owner),
                 virtual_ranks=self._virtual_ranks,
             )  # fmt: skip
-        fitting, *others = choices(self._initial[name])
+        fitting, *others = possible_reductions(self._initial[name])
         code = "buffer-count-unclear" if name in self._integers else "buffer-change-unclear" if equal else ""
         return UsageError(
             code=code or "buffer-not-merged", leaf=leaf, module=_described(self._model, owner),
@@ -622,7 +622,7 @@ def _check_declaration(model: nn.Module, owner: nn.Module) -> None:
             buffer_names = ", ".join(buffers) or "none"
             raise UsageError(code="buffer-unknown", whose=owner_label, leaf=leaf, known=buffer_names)
         buffer = buffers[leaf]
-        if buffer is not None and reduction not in (fitting := choices(buffer)):
+        if buffer is not None and reduction not in (fitting := possible_reductions(buffer)):
             raise UsageError(
                 code="buffer-reduction-does-not-fit", whose=owner_label, leaf=leaf, dtype=buffer.dtype, value=reduction,
                 allowed=[*fitting],

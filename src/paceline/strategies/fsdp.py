@@ -27,7 +27,7 @@ from paceline.collectives.communicator import communicator
 from paceline.collectives.control import Deferred, sum_over_ranks, to_device_async
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import Piece, check_assigned
-from paceline.compute.blocks import gathered, on_backward, shard_blocks
+from paceline.compute.blocks import gather_parameters, register_backward_callback, shard_blocks
 from paceline.compute.precision import rounded_by_autocast
 from paceline.data.plan import MicroBatchPlan
 from paceline.errors import UsageError
@@ -104,7 +104,7 @@ class FSDP(Strategy):
             custom.set_custom_reduce_scatter(_ReduceScatter(name))
         self._shards = shards = _LocalShards(model, world)
         for group, members in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = [p for name in members if (p := shards.trained(name)) is not None]
+            group["params"] = [p for name in members if (p := shards.trained_parameter(name)) is not None]
         optimizer.register_step_pre_hook(shards.take_gradients)
         optimizer.register_step_post_hook(shards.release_gradients)
         self._used, self._reduced_among = _UsedParameters(model, self._blocks, shards.unsharded), world
@@ -117,7 +117,7 @@ class FSDP(Strategy):
         self._used.begin_backward()
 
     def on_gradient(self, act: Callable[[Tensor], None]) -> None:
-        on_backward(self._blocks, partial(act, self.parameters[0]))
+        register_backward_callback(self._blocks, partial(act, self.parameters[0]))
 
     def _reduce(self, divisor: float | Tensor) -> None:
         self._used.reduce(self.model, self._reduced_among)
@@ -130,7 +130,7 @@ class FSDP(Strategy):
         return self._shards.gradient_norm()
 
     def gathered(self) -> AbstractContextManager[None]:
-        return gathered(self._blocks)
+        return gather_parameters(self._blocks)
 
     def _weights(self, names: Collection[str] | None = None) -> Mapping[str, Tensor]:
         return self._shards.weights(names)
@@ -201,7 +201,7 @@ class _LocalShards:
                 self._sharded[name] = parameter
             _keep_in_place(name, parameter)
 
-    def trained(self, name: str) -> nn.Parameter | None:
+    def trained_parameter(self, name: str) -> nn.Parameter | None:
         return self.pieces[name].parameter if name in self.pieces else self.unsharded.get(name)
 
     def take_gradients(self, *_: object) -> None:
@@ -222,7 +222,7 @@ class _LocalShards:
         shards = [TensorShard(name, p.grad) for name, p in self.unsharded.items() if p.grad is not None]
         for name, piece in self.pieces.items():
             if (gradient := self._gradient(name)) is not None:
-                shards.append(TensorShard(name, gradient, piece.whole, piece.start, replicated=False))
+                shards.append(TensorShard(name, gradient, piece.full_shape, piece.start, replicated=False))
         return self.mark_spare(shards)
 
     def mark_spare(self, held: list[TensorShard]) -> list[TensorShard]:
@@ -236,7 +236,7 @@ class _LocalShards:
         shards = whole_parameters(self.unsharded.items())
         for name, piece in self.pieces.items():
             values = piece.parameter.detach()
-            shards.append(TensorShard(f"model/{name}", values, piece.whole, piece.start, replicated=False))
+            shards.append(TensorShard(f"model/{name}", values, piece.full_shape, piece.start, replicated=False))
         return self.mark_spare(shards)
 
     def weights(self, names: Collection[str] | None = None) -> dict[str, Tensor]:

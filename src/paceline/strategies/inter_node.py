@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, needed
-from paceline.collectives.across import InterHostSum
 from paceline.collectives.buckets import trainable
 from paceline.collectives.communicator import fit_in_memory, make_communicator, print_notice
 from paceline.collectives.control import report_on_one_rank
 from paceline.collectives.hosts import Hosts
+from paceline.collectives.inter_node import InterHostSum
 from paceline.collectives.memory_sum import MAX_TENSORS
 from paceline.collectives.reducer import sum_on_each_host
 from paceline.config.strategies import SLOW, network_error
@@ -46,7 +46,7 @@ def _hosts_for(options: InterNodeOptions, model: nn.Module, world: World) -> Hos
     if not option_names:
         return None
     parameters, exchange = trainable(model), make_communicator()
-    hosts = exchange.hosts()
+    hosts = exchange.node_topology()
     if hosts is not None and fit_in_memory(parameters):
         return hosts
     if world.size > 1 and exchange.kind != "shared":
@@ -77,7 +77,7 @@ class InterNodeStrategy(Strategy):
         optimizer = make_optimizer(model.parameters())
         self._hosts = hosts
         self._across = InterHostSum(trainable(model), hosts, options.get("compress"), options.get("powersgd_rank"))
-        self._division = torch.tensor([hosts.count, hosts.memory.size])
+        self._division = torch.tensor([hosts.node_count, hosts.memory.size])
         self._prefix = f"feedback/{hosts.rank}/"
         reducer = sum_on_each_host(model, hosts, self._prepare(model, optimizer, options))
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer)
@@ -88,7 +88,7 @@ class InterNodeStrategy(Strategy):
 
     def keep_buffers(self) -> None:
         super().keep_buffers()
-        self._across.keep()
+        self._across.save_state()
 
     def put_back_buffers(self) -> None:
         super().put_back_buffers()
@@ -119,13 +119,13 @@ class LocalSteps(InterNodeStrategy):
 
     def _prepare(self, model: nn.Module, optimizer: Optimizer, options: InterNodeOptions) -> InterHostSum | None:
         self._outer = OuterOptimizer(model, optimizer, self._hosts, options, self._across)
-        self.host = self._hosts
+        self.local_step_node = self._hosts
         return None
 
     def _reduce(self, divisor: float | Tensor) -> bool | None:
         assert self.reducer is not None
         # with plain SGD the mean of the nodes' steps is then the step on the global batch
-        return self.reducer.finish(divisor / self._hosts.count) or None
+        return self.reducer.finish(divisor / self._hosts.node_count) or None
 
     def all_finite(self) -> bool:
         return self._outer.all_finite()

@@ -34,7 +34,7 @@ class ModelParallel:
         self._copy = (
             world.along("tensor").rank + world.along("context").rank
         )  # of unsharded tensors; 0 is the first copy
-        self._in_stages = world.mesh.of("pipeline") > 1
+        self._in_stages = world.mesh.size_of("pipeline") > 1
 
     def as_shards_of_whole(self, held: Sequence[TensorShard]) -> list[TensorShard]:
         """The tensors of this rank's part, as shards of the whole model's tensors."""
@@ -45,15 +45,17 @@ class ModelParallel:
             is_spare = (
                 tensor.spare or self._is_elsewhere(tensor.name) or (tensor.replicated and self._world.data.rank > 0)
             )
-            if sharded is not None and tensor.shape == sharded.shape:
-                shards += [replace(piece, replicated=False, spare=is_spare) for piece in sharded.held(tensor)]
+            if sharded is not None and tensor.full_shape == sharded.shape:
+                shards += [
+                    replace(piece, replicated=False, spare=is_spare) for piece in sharded.split_into_full_ranges(tensor)
+                ]
             elif tensor.replicated and not self._in_stages:
                 shards.append(tensor)
             else:
                 shards.append(replace(tensor, replicated=False, spare=is_spare or self._copy > 0))
         return shards
 
-    def norm(self, gradients: Iterable[TensorShard]) -> Deferred[float]:
+    def gradient_norm(self, gradients: Iterable[TensorShard]) -> Deferred[float]:
         """The norm of the whole model's gradients (a collective)."""
         return global_norm(gradients, self._world)
 
@@ -76,7 +78,7 @@ class ModelParallel:
                 all_weights[name] = full_tensors[first[id(parameter)]]
         return all_weights
 
-    def source(self, source: Source) -> Source:
+    def part_source(self, source: Source) -> Source:
         """A view of a saved state of the whole model as the state of this part."""
         return ShardedSource(source, self._shards)
 

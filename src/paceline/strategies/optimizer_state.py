@@ -75,7 +75,7 @@ def hold_pieces(
     for name, piece in pieces.items():
         for full, tensor in named_state(name, optimizer.state.get(piece.parameter, {})):
             if tensor.shape == piece.parameter.shape:
-                shards.append(TensorShard(full, tensor, piece.whole, piece.start, replicated=False))
+                shards.append(TensorShard(full, tensor, piece.full_shape, piece.start, replicated=False))
             elif piece.start == 0:  # a counter: one of the ranks that have it saves it
                 shards.append(TensorShard(full, tensor, replicated=False))
     return shards
@@ -101,7 +101,7 @@ def saved_state(source: Source, name: str, piece: Piece | None = None) -> dict[s
     """The saved state of parameter `name`, by key: whole tensors, or one piece of them. Counters are always whole."""
     state: dict[str, Any] = {}
     for key, full in saved_keys(source, name):
-        if piece is None or key.endswith(ITEM) or key == "step" or source.shape(full) != piece.whole:
+        if piece is None or key.endswith(ITEM) or key == "step" or source.shape(full) != piece.full_shape:
             value = source.tensor(full)
             assert value is not None
             state[key.removesuffix(ITEM)] = value.item() if key.endswith(ITEM) else value

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, load_into, whole_parameters
-from paceline.collectives.across import InterHostSum
 from paceline.collectives.buckets import trainable
 from paceline.collectives.communicator import print_notice
 from paceline.collectives.control import sum_over_ranks
 from paceline.collectives.hosts import Hosts
+from paceline.collectives.inter_node import InterHostSum
 from paceline.strategies.optimizer_state import hold_optimizer, load_mean, load_optimizer, mean_message
 from paceline.strategies.validation import check_optimizer_parameters
 
@@ -83,7 +83,7 @@ class OuterOptimizer:
         changes = self._across.sum([old - new for old, new in zip(self._common, self._parameters, strict=True)])
         for i, (common, change) in enumerate(zip(self._common, changes, strict=True)):
             assert change is not None
-            mean = change.div_(self._hosts.count)
+            mean = change.div_(self._hosts.node_count)
             if self._velocity:
                 mean = mean.add_(self._velocity[i].mul_(self._momentum).add_(mean), alpha=self._momentum)
             common.sub_(mean, alpha=self._lr)
@@ -100,7 +100,7 @@ class OuterOptimizer:
         local = [p.detach().clone() for p in self._parameters]
         if int(self._steps):
             self._set_parameters(
-                [total / self._hosts.count for total in self._whole.sum([*local]) if total is not None]
+                [total / self._hosts.node_count for total in self._whole.sum([*local]) if total is not None]
             )
         try:
             with merged_buffers():
@@ -117,14 +117,16 @@ class OuterOptimizer:
         """The state of this node, distributed over its ranks, and the state of the outer optimizer."""
         hosts, names = self._hosts, [self._names[id(p)] for p in self._parameters]
         local = whole_parameters(zip(names, self._parameters, strict=True))
-        prefix = f"hosts/{hosts.number}/"
+        prefix = f"hosts/{hosts.node_index}/"
         shards = [replace(shard, name=prefix + shard.name) for shard in local] if int(self._steps) else []
         of_optimizer = hold_optimizer(self._model, self._optimizer)
-        shards += [replace(shard, name=prefix + shard.name) for shard in of_optimizer] if hosts.number else of_optimizer
+        shards += (
+            [replace(shard, name=prefix + shard.name) for shard in of_optimizer] if hosts.node_index else of_optimizer
+        )
         own_shards = [replace(shard, replicated=False) for shard in shards[hosts.memory.rank :: hosts.memory.size]]
         velocity = zip(names, self._velocity, strict=bool(self._velocity))
         momentum = [TensorShard(f"outer/momentum/{name}", tensor) for name, tensor in velocity]
-        counts = TensorShard("outer/steps", self._steps), TensorShard("outer/hosts", torch.tensor([hosts.count]))
+        counts = TensorShard("outer/steps", self._steps), TensorShard("outer/hosts", torch.tensor([hosts.node_count]))
         return [*own_shards, *counts, *momentum]
 
     def load(self, source: Source) -> None:
@@ -135,13 +137,13 @@ class OuterOptimizer:
         for shard in self.hold():
             if shard.name.startswith("outer/momentum/") and [*source.names(shard.name)]:
                 load_into(source, shard)
-        saved, prefix = source.tensor("outer/hosts"), f"hosts/{self._hosts.number}/"
+        saved, prefix = source.tensor("outer/hosts"), f"hosts/{self._hosts.node_index}/"
         has_state = any(True for _ in source.names(prefix + "optimizer/"))
         load_optimizer(self._model, self._optimizer, PrefixedSource(source, prefix) if has_state else source)
-        if saved is None or int(saved) != self._hosts.count:
+        if saved is None or int(saved) != self._hosts.node_count:
             load_mean(source, self.hold_parameters())
             if saved is not None:
-                print_notice(mean_message(int(saved), f"now there are {self._hosts.count}") + _NEW_NODES)
+                print_notice(mean_message(int(saved), f"now there are {self._hosts.node_count}") + _NEW_NODES)
             self._set_parameters(self._common)
             return
         self._set_parameters(self._common)

@@ -40,19 +40,19 @@ class StagePlan(msgspec.Struct, frozen=True):
         return [self.chain.points[end] for end in self.ends]
 
     @property
-    def stages(self) -> list[Layers]:
+    def stage_costs(self) -> list[Layers]:
         """The sums over the layers of each stage."""
         bounds = [0, *(end + 1 for end in self.ends), len(self.chain.layers)]
         return [sum(self.chain.layers[a:b], Layers()) for a, b in pairwise(bounds)]
 
     @property
-    def users(self) -> dict[str, tuple[int, ...]]:
+    def stages_by_tensor(self) -> dict[str, tuple[int, ...]]:
         """By name of each parameter and buffer, the stages that use it."""
         stage_of = [sum(end < number for end in self.ends) for number in range(len(self.chain.layers))]
         return {name: tuple(sorted({stage_of[number] for number in used})) for name, used in self.chain.users.items()}
 
 
-def plan_stages(make: Callable[[], Chain], stages: int, names: Sequence[str], world: World) -> StagePlan:
+def plan_stages(make_chain: Callable[[], Chain], stages: int, names: Sequence[str], world: World) -> StagePlan:
     """The stages that rank 0 chooses (a collective). `names`: see `best_splits`.
 
     Raises:
@@ -61,7 +61,7 @@ def plan_stages(make: Callable[[], Chain], stages: int, names: Sequence[str], wo
     plan = None
     with raise_on_all_ranks(world):
         if world.rank == 0:
-            chain = make()
+            chain = make_chain()
             plan = msgspec.to_builtins(StagePlan(chain, best_splits(chain, stages, names)))
     return msgspec.convert(all_gather_object(plan, world)[0], StagePlan)
 
@@ -94,7 +94,7 @@ def pipelined(
     Raises:
         UsageError: for an optimizer that needs all parameters at once (LBFGS).
     """
-    points, users = plan.split_points, plan.users
+    points, users = plan.split_points, plan.stages_by_tensor
     number = world.along("pipeline").rank
     names, called = state_names(model), _saved_names(model)
     _move_to_meta(model, {name for name, stages in users.items() if number not in stages})

@@ -47,9 +47,9 @@ class Zero(Strategy):
         check_optimizer_parameters(model, optimizer)
         parameters = trainable(model)
         shards = Shards(model, world.rank, world.size)
-        shards.shard(optimizer)
+        shards.shard_optimizer(optimizer)
         reducer = sum_to_shards(shards, partition_of(world, virtual_ranks or world.size))
-        sizes, shares = [p.numel() for p in parameters], shards.shares(parameters)
+        sizes, shares = [p.numel() for p in parameters], shards.ranges_by_rank(parameters)
         self._norm = ShardedNorm(sizes, shares, world.rank, world.device)
         self._pieces = {name: shards.pieces[p] for name, p in model.named_parameters() if p in shards.pieces}
         self._by_number = {i: shards.pieces[p].parameter for i, p in enumerate(parameters) if p in shards.pieces}
@@ -59,7 +59,7 @@ class Zero(Strategy):
 
     def _gradients(self) -> list[TensorShard]:
         shards = [(name, piece, piece.parameter.grad) for name, piece in self._pieces.items()]
-        return [TensorShard(n, g, p.whole, p.start, replicated=False) for n, p, g in shards if g is not None]
+        return [TensorShard(n, g, p.full_shape, p.start, replicated=False) for n, p, g in shards if g is not None]
 
     def _gradient_norm(self, tensors: list[Tensor]) -> Deferred[float]:
         return self._norm({i: p.grad for i, p in self._by_number.items() if p.grad is not None})

@@ -62,7 +62,7 @@ def make_metric(name: str, metric: Any) -> Any:
     """
     if isinstance(metric, Metric) or is_torchmetric(metric):
         return metric
-    if not isinstance(metric, type) and (takes(metric, 2) or not takes(metric, 0)):
+    if not isinstance(metric, type) and (accepts_positional(metric, 2) or not accepts_positional(metric, 0)):
         return metric
     result = metric()
     if not isinstance(result, Metric) and not is_torchmetric(result):
@@ -75,7 +75,7 @@ def metric_members(metric: Any) -> Mapping[str, Any]:
     return dict(metric.items()) if hasattr(metric, "items") else {"": metric}
 
 
-def takes(function: Callable[..., Any], count: int) -> bool:
+def accepts_positional(function: Callable[..., Any], count: int) -> bool:
     """Whether the function accepts `count` positional arguments; True if its signature is unknown."""
     try:
         signature(function).bind(*range(count))

@@ -37,7 +37,7 @@ TASKS = {
 }
 
 
-def is_script(name: str) -> bool:
+def is_session_script(name: str) -> bool:
     """Whether the task of a run is the file name of a script with a session."""
     return name not in TASKS and ":" not in name
 
@@ -57,7 +57,7 @@ def check_task(name: str | None, options: Mapping[str, Any]) -> None:
                 raise UsageError(code="task-option", name=name, option=option.replace("_", "-"), takes=takes)
         check_mnist(options.get("data_dir"))
         return
-    if is_script(name):
+    if is_session_script(name):
         if name.endswith(".py") and Path(name).is_file():
             names = tasks_in(source_of("task", f"{name}:NAME")) or ["NAME"]
             raise UsageError(code="task-is-a-file", value=name, tasks=" or ".join(f"{name}:{task}" for task in names))

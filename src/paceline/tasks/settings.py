@@ -26,7 +26,7 @@ class Setting:
     """An argument of the task function."""
 
     name: str
-    kind: Any
+    value_type: Any
     """The type of the argument; Any if it is unknown, then the value stays a string."""
     annotation: str
     """The type in the source."""
@@ -50,29 +50,29 @@ def settings_of(function: Callable[..., Any]) -> list[Setting] | None:
     return None
 
 
-def convert_settings(task: str, settings: list[Setting] | None, given: Mapping[str, Any]) -> dict[str, Any]:
+def convert_settings(task: str, settings: list[Setting] | None, values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the strings in `given` to the types of the settings. Other values stay unchanged.
 
     Raises:
         UsageError: if a name is unknown, a string cannot be converted, or a required setting is missing.
     """
     if settings is None:
-        return dict(given)
+        return dict(values)
     by_name = {setting.name: setting for setting in settings}
-    for name in given:
+    for name in values:
         if name not in by_name:
             raise unknown(f"setting of {task}", name, by_name or ["(it takes none)"])
-    missing = [setting.name for setting in settings if setting.default is None and setting.name not in given]
+    missing = [setting.name for setting in settings if setting.default is None and setting.name not in values]
     if missing:
         raise UsageError(code="task-needs-values", task=task, missing=[*missing], name=missing[0])
-    return {name: _converted(task, by_name[name], value) for name, value in given.items()}
+    return {name: _converted(task, by_name[name], value) for name, value in values.items()}
 
 
-def all_settings(task: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def all_settings(task: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """All settings of a task, including those with default values, in the form of a run's definition."""
     settings = settings_in(task)
     values = {s.name: _literal(s.default) for s in settings or () if s.default is not None}
-    values |= convert_settings(task, settings, given)
+    values |= convert_settings(task, settings, values)
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
     return {f"task_arg.{name}": value for name, value in plain.items() if name not in WITH_FLAGS}
 
@@ -131,17 +131,17 @@ def _literal(text: str | None) -> Any:
 
 
 def _converted(task: str, setting: Setting, value: Any) -> Any:
-    if not isinstance(value, str) or (setting.kind is Any and not setting.annotation):
+    if not isinstance(value, str) or (setting.value_type is Any and not setting.annotation):
         return value
-    if setting.kind is Any:
+    if setting.value_type is Any:
         raise UsageError(
             code="task-arg-type-not-text", name=setting.name, value=value, task=task, annotation=setting.annotation,
             allowed=[*TYPES],
         )  # fmt: skip
-    if value.lower() == "none" and type(None) in get_args(setting.kind):
+    if value.lower() == "none" and type(None) in get_args(setting.value_type):
         return None
     try:
-        return msgspec.convert(value, setting.kind, strict=False, dec_hook=lambda cls, text: cls(text))
+        return msgspec.convert(value, setting.value_type, strict=False, dec_hook=lambda cls, text: cls(text))
     except msgspec.ValidationError as error:
         raise UsageError(
             code="task-arg-wrong-value",

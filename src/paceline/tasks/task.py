@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.errors import UsageError
-from paceline.tasks.metric import AnyMetric, Metric, is_torchmetric, takes
+from paceline.tasks.metric import AnyMetric, Metric, accepts_positional, is_torchmetric
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -98,13 +98,13 @@ class Task:
         for name, value in fields.items():
             if not callable(value) and not isinstance(value, Metric):
                 raise UsageError(code="task-not-a-function", name=name, kind=type(value).__name__)
-        if not takes(self.make_model, 0):
+        if not accepts_positional(self.make_model, 0):
             raise UsageError(code="make-model-arguments")
-        if not takes(self.make_dataset, 1):
+        if not accepts_positional(self.make_dataset, 1):
             raise UsageError(code="make-dataset-arguments")
-        if self.make_optimizer is not None and not takes(self.make_optimizer, 1):
+        if self.make_optimizer is not None and not accepts_positional(self.make_optimizer, 1):
             raise UsageError(code="make-optimizer-arguments")
-        if self.make_schedule is not None and not takes(self.make_schedule, 2):
+        if self.make_schedule is not None and not accepts_positional(self.make_schedule, 2):
             raise UsageError(code="make-schedule-arguments")
         if not isinstance(self.splits, (tuple, list)) or not {"train"} < {*self.splits} <= {*SPLITS}:
             raise UsageError(code="task-splits", value=self.splits)
@@ -118,7 +118,7 @@ def _named(metrics: Any) -> Mapping[str, Any]:
     return metrics
 
 
-def call(model: nn.Module, inputs: Any, through: Callable[..., Any] | None = None) -> Any:
+def call_model(model: nn.Module, inputs: Any, through: Callable[..., Any] | None = None) -> Any:
     """Call `model` with the inputs of a batch.
 
     If `inputs` is a dict, its entries become keyword arguments: those that the forward accepts, or all of them if it

@@ -108,7 +108,7 @@ class Adapters(msgspec.Struct, frozen=True):
             target = _folder(folder, adapter)
             tensors = {name: weights[full] for name, full in file.tensors.items()}
             writing.make_folder(target, exist_ok=True)
-            writing.replace(target / CONFIG_FILE, json.dumps(file.config, indent=2, sort_keys=True).encode())
+            writing.replace_file(target / CONFIG_FILE, json.dumps(file.config, indent=2, sort_keys=True).encode())
             # a copy, because safetensors has no tensors that share memory
             copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
             save(copies, target / WEIGHTS_FILE, metadata={BASE: file.base_sha256})
@@ -123,7 +123,7 @@ class Adapters(msgspec.Struct, frozen=True):
         """
         weights: dict[str, Tensor] = {}
         for adapter, file in self.files.items():
-            tensors = load(_folder(folder, adapter) / WEIGHTS_FILE, ours=ours)
+            tensors = load(_folder(folder, adapter) / WEIGHTS_FILE, require_trusted_owner=ours)
             weights |= {full: tensors[name] for name, full in file.tensors.items()}
         return weights
 

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.format import FORMAT, Manifest, ShardFile, shard_name
-from paceline.checkpoint.manager import Checkpoints, Claim, Report
+from paceline.checkpoint.manager import Checkpoints, Claim, MessageCallback
 from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState, newest_state
-from paceline.checkpoint.shards import ShardLayout, fill, layout, rank_part
-from paceline.checkpoint.snapshots import OtherHosts, SnapshotWriter, inherited
+from paceline.checkpoint.shards import ShardLayout, fill, make_shard_layout, select_shards_to_save
+from paceline.checkpoint.snapshots import OtherHosts, SnapshotWriter, inherited_memory_files
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.protocol.evidence import Phase
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs import events
 from paceline.runs.folder import CHECKPOINTS
@@ -48,20 +48,20 @@ NO_CULPRIT = '{"causes": []}'  # the guard's message if no rank caused the hang
 class StateCollection:
     """All models of a training, saved as one state."""
 
-    parts: Sequence[TrainedModel]
+    models: Sequence[TrainedModel]
     world: World
     virtual_ranks: int
-    others: Callable[[], list[TensorShard]] = list
+    extra_shards: Callable[[], list[TensorShard]] = list
     """Returns the tensors to save in addition to the models. They are equal on all ranks."""
 
     @property
     def sharded(self) -> bool:
         """Whether a rank holds only a shard of any model."""
-        return any(part.replica.sharded for part in self.parts)
+        return any(part.replica.sharded for part in self.models)
 
     def state(self) -> list[TensorShard]:
         """The tensors of all models, followed by the others."""
-        return [*(shard for part in self.parts for shard in part.state()), *self.others()]
+        return [*(shard for part in self.models for shard in part.state()), *self.extra_shards()]
 
 
 # ---- write a checkpoint
@@ -98,7 +98,7 @@ def is_writer(message: str, rank: int, world_size: int) -> bool:
 
 def save_alone(
     holder: StateCollection, step: int, content: TrainerState, checkpoints: Checkpoints, claim: Claim, *,
-    keep: int, say: Report,
+    keep: int, say: MessageCallback,
 ) -> Path:  # fmt: skip
     """Write and publish the state after `step` without any collective. Return the checkpoint's folder.
 
@@ -112,7 +112,7 @@ def save_alone(
         elsewhere = ""
     if elsewhere is not None and world.size > 1:
         raise TrainingError(code="state-on-other-ranks", elsewhere=elsewhere)
-    shard = layout(shards)
+    shard = make_shard_layout(shards)
     buffer = torch.empty(shard.total_bytes, dtype=torch.uint8)
     _fill(buffer, shard, step, content, 0, 1)
     folder = checkpoints.begin_alone(step, claim, world.rank)
@@ -146,7 +146,7 @@ class CheckpointWriter:
 
     def __init__(
         self, checkpoints: Checkpoints, world: World, virtual_ranks: int, claim: Claim, *,
-        keep: int, flush_events: Callable[[], None], say: Report,
+        keep: int, flush_events: Callable[[], None], say: MessageCallback,
     ) -> None:  # fmt: skip
         self._checkpoints, self._world, self._virtual_ranks, self._claim = checkpoints, world, virtual_ranks, claim
         self._keep, self._flush_events, self._say = keep, flush_events, say
@@ -167,7 +167,7 @@ class CheckpointWriter:
         began = time.perf_counter()
         self.wait()
         world = self._world
-        shard = layout(rank_part(shards, world.rank, world.size))
+        shard = make_shard_layout(select_shards_to_save(shards, world.rank, world.size))
         size_bytes = sum(all_gather_object(shard.total_bytes, world))
         folder, failure = all_gather_object(self._prepare(step, size_bytes) if world.rank == 0 else None, world)[0]
         if failure:
@@ -187,7 +187,7 @@ class CheckpointWriter:
 
     def publish_if_written(self, votes: Votes) -> None:
         """Publish the pending checkpoint if all ranks have voted that their shards are done (collective)."""
-        if self._writing is not None and votes.written + votes.failed == self._world.size:
+        if self._writing is not None and votes.shard_written + votes.shard_failed == self._world.size:
             self._publish()
 
     def wait(self) -> None:
@@ -277,7 +277,7 @@ class CheckpointManager:
 
     def __init__(
         self, holder: StateCollection, place: RunLocation, origin: ResumePoint | None, policy: CheckpointPolicy, *,
-        writer: EventWriter, say: Report, enter: Callable[[Phase], object],
+        writer: EventWriter, say: MessageCallback, enter: Callable[[Phase], object],
     ) -> None:  # fmt: skip
         """Claim the folder of checkpoints for this start of the run (collective).
 
@@ -293,16 +293,22 @@ class CheckpointManager:
                 # Needed even if the policy saves nothing: a signal can request a checkpoint before the run stops, and a
                 # process of an older generation must not publish one.
                 self._checkpoints.claim(*self._claim, place.notices.append)
-                if origin is not None and origin.files and (unwritten := self._unwritten(origin.step)):
+                if (
+                    origin is not None
+                    and origin.memory_file_descriptors
+                    and (unwritten := self._unwritten(origin.step))
+                ):
                     writer.write(events.UnloggedStep(origin.step, unwritten))  # on behalf of the previous start
         self._checkpoint_writer = CheckpointWriter(
             self._checkpoints, self._world, holder.virtual_ranks, self._claim,
             keep=policy.keep, flush_events=writer.flush, say=say,
         )  # fmt: skip
         self._snapshot_writer: SnapshotWriter | None = None
-        files, local_rank = inherited(), self._world.local_rank
+        files, local_rank = inherited_memory_files(), self._world.local_rank
         if local_rank < len(files):  # never overwrite the snapshot from which this start has resumed
-            spared = next((file for file in files[local_rank] if origin and file in origin.files), None)
+            spared = next(
+                (file for file in files[local_rank] if origin and file in origin.memory_file_descriptors), None
+            )
             size = self._world.local_size
             self._snapshot_writer = SnapshotWriter(files[local_rank], local_rank, size, place.generation, spared=spared)
         self._takes_snapshots = all(all_gather_object(self._snapshot_writer is not None, self._world))
@@ -332,7 +338,7 @@ class CheckpointManager:
         policy = self._policy
         self._enter(Phase.CHECKPOINT)
         self._checkpoint_writer.publish_if_written(votes)
-        save = save or votes.due > 0 or bool(policy.checkpoint_every and step % policy.checkpoint_every == 0)
+        save = save or votes.checkpoint_due > 0 or bool(policy.checkpoint_every and step % policy.checkpoint_every == 0)
         snapshot = self._takes_snapshots and step % policy.snapshot_every == 0
         compare = step % policy.compare_every == 0
         if not (save or snapshot or compare):
@@ -341,7 +347,7 @@ class CheckpointManager:
         shards = self._holder.state()
         if save or compare:  # never save a damaged state
             try:
-                check_replicas(shards, self._world, step, [part.replica.optimizer for part in self._holder.parts])
+                check_replicas(shards, self._world, step, [part.replica.optimizer for part in self._holder.models])
             except PacelineError:
                 self._checkpoint_writer.wait()  # the pending checkpoint was copied before the damage
                 raise
@@ -375,7 +381,7 @@ class CheckpointManager:
         policy = self._policy
         return bool(policy.checkpoint_every or policy.checkpoint_seconds or self._takes_snapshots)
 
-    def newest(self) -> ResumePoint | None:
+    def newest_resume_point(self) -> ResumePoint | None:
         """The newest snapshot or checkpoint (collective)."""
         self.wait()
         return newest_state(self._checkpoints, self._world, self._say, memory=True)
@@ -388,7 +394,7 @@ class CheckpointManager:
         """
         if getattr(error, "exit_code", None) in BAD_STATE_CODES:
             return
-        world, message, trainer_state = self._world, Guard.of_process().released(), content()
+        world, message, trainer_state = self._world, HangGuard.of_process().released(), content()
         is_saved = any(saved_step == step for saved_step, _ in self._checkpoints.entries())
         if is_saved or not is_writer(message or NO_CULPRIT, world.rank, world.size):
             return

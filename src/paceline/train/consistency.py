@@ -16,7 +16,7 @@ from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import all_gather_object, report_on_one_rank
 from paceline.errors import ExitCode, TrainingError, UsageError, first_few
 from paceline.rank.world import World
-from paceline.train.numbers import settings_of
+from paceline.train.json_values import settings_of
 
 MAX_NAMED = 3
 MAX_MODULES = 5

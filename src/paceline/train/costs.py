@@ -30,7 +30,7 @@ class DataWait:
         self._warm_up = [0.0, 0.0]  # [seconds of waiting for data, seconds in total]
         self._later = [0.0, 0.0]
 
-    def step(self, phase_seconds: Mapping[str, float]) -> None:
+    def add_step(self, phase_seconds: Mapping[str, float]) -> None:
         """Add a step, with the seconds of its phases by name."""
         self._steps += 1
         sums = self._warm_up if self._steps <= WARM_UP_STEPS else self._later

@@ -27,11 +27,11 @@ class DataProgress:
         """Yield the micro-batches of this rank for each step from `start` to the last."""
         parts = self._parts
         return load_steps(
-            parts.train_set, parts.plan, parts.share, self._loading,
+            parts.train_set, parts.plan, parts.local_virtual_ranks, self._loading,
             start=start, stop=self._total, merged=parts.config.model.batchnorm == "sync",
         )  # fmt: skip
 
-    def samples(self, record: StepRecord) -> int:
+    def global_batch_samples(self, record: StepRecord) -> int:
         """The number of samples in the global batch of a step."""
         return record.microbatches[0].work.global_samples
 
@@ -42,7 +42,7 @@ class DataProgress:
         """Whether `step` is the last step of an epoch."""
         return step % self._plan.steps_per_epoch == 0
 
-    def is_over(self, step: int) -> bool:
+    def is_last_step(self, step: int) -> bool:
         """Whether `step` is the last step of the run."""
         return step >= self._total
 
@@ -50,7 +50,7 @@ class DataProgress:
         """The epoch of `step`, from 0."""
         return max(0, step - 1) // self._plan.steps_per_epoch
 
-    def numbers(self, world: World | None) -> dict[str, Any]:
+    def json_state(self, world: World | None) -> dict[str, Any]:
         """The position in a checkpoint. Collective if `world` is given; otherwise that of this rank."""
         return {}
 
@@ -73,22 +73,24 @@ class StreamProgress(DataProgress):
 
     def batches(self, start: int) -> Generator[list[MicroBatch]]:
         where, step = self._where, start
-        while not self.is_over(step):
+        while not self.is_last_step(step):
             if where["ended"]:
                 where |= {"passes": where["passes"] + 1, "batch": 0, "ended": 0}
                 self._stream.saved = {}
-            epoch_steps = self._stream.training(self._plan, self._parts.share, where["passes"], where["batch"])
+            epoch_steps = self._stream.training_batches(
+                self._plan, self._parts.local_virtual_ranks, where["passes"], where["batch"]
+            )
             with closing(epoch_steps):
                 for micro_batches in epoch_steps:
                     step += 1
                     pairs = ((batch, *as_pair(batch.inputs)) for batch in micro_batches)
                     yield [batch._replace(inputs=inputs, targets=targets) for batch, inputs, targets in pairs]
-                    if self.is_over(step):
+                    if self.is_last_step(step):
                         return
             where["ended"] = 1  # also if the epoch was already over in the checkpoint
 
-    def samples(self, record: StepRecord) -> int:
-        return self._stream.samples()
+    def global_batch_samples(self, record: StepRecord) -> int:
+        return self._stream.global_batch_samples()
 
     def advance(self, record: StepRecord) -> None:
         where = self._where
@@ -98,7 +100,7 @@ class StreamProgress(DataProgress):
     def at_end(self, step: int) -> bool:
         return bool(self._where["ended"])
 
-    def is_over(self, step: int) -> bool:
+    def is_last_step(self, step: int) -> bool:
         if self._total:
             return step >= self._total
         return self.at_end(step) and self._where["passes"] + 1 >= self._parts.config.run.epochs
@@ -106,7 +108,7 @@ class StreamProgress(DataProgress):
     def epoch(self, step: int) -> int:
         return self._where["passes"]
 
-    def numbers(self, world: World | None) -> dict[str, Any]:
+    def json_state(self, world: World | None) -> dict[str, Any]:
         return {"where": dict(self._where), "streams": self._stream.position(self._where, world)}
 
     def load(self, saved: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ DEFAULT_THREADS = 1  # the largest number that is possible at every world size
 
 
 @contextmanager
-def deterministic() -> Generator[None]:
+def use_deterministic_kernels() -> Generator[None]:
     """Make torch use deterministic kernels only. An operation without such a kernel raises an error with advice."""
     mode_before = torch.get_deterministic_debug_mode()
     options: Any = torch.utils.deterministic  # type checkers do not see the properties of this module

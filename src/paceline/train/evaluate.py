@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from paceline.collectives.control import gather_tensors
-from paceline.data.fingerprint import probes
+from paceline.data.fingerprint import probe_indices
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import ranks_share
 from paceline.stepping.step import Part, as_many_parts_as_any
 from paceline.strategies.base import Strategy
 from paceline.tasks.metric import AnyMetric
-from paceline.tasks.task import Loss, call
+from paceline.tasks.task import Loss, call_model
 from paceline.train.metrics import compute_metrics, make_accumulators, states_of
 
 
@@ -41,7 +41,7 @@ def evaluate(
     requests = ((0, indices) for _, indices in work)
     with replica.evaluated(), evaluating(replica.model), closing(fetch(dataset, requests, 0, loading)) as batches:
         for (virtual_rank, _), (inputs, targets) in zip(work, batches, strict=True):
-            forward = partial(call, replica.model, inputs)
+            forward = partial(call_model, replica.model, inputs)
             outputs = forward() if pipeline is None else pipeline.stage.forward(forward).result
             if virtual_rank is not None and world.leads:
                 for accumulator in accumulators.values():
@@ -58,11 +58,11 @@ def try_evaluation(
 ) -> None:
     """Evaluate a few samples, divided over two virtual ranks, on this rank alone."""
     accumulators = make_accumulators(loss, metrics, loading.device)
-    indices = torch.tensor(probes(len(dataset)))  # pyright: ignore[reportArgumentType]
+    indices = torch.tensor(probe_indices(len(dataset)))  # pyright: ignore[reportArgumentType]
     halves = [indices[v::2] for v in range(min(2, len(indices)))]
     with evaluating(model):
         for v, (inputs, targets) in enumerate(fetch(dataset, ((0, half) for half in halves), 0, loading)):
-            outputs = call(model, inputs)
+            outputs = call_model(model, inputs)
             for accumulator in accumulators.values():
                 accumulator.add(v, outputs, targets)
         compute_metrics(accumulators, [states_of(accumulators)], len(indices), 2)

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.collectives.control import raise_on_all_ranks
 from paceline.errors import unknown
 from paceline.protocol.evidence import Phase
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.runs.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS
 from paceline.runs.summary import finite
 from paceline.tasks.task import Callback, Moment, Split
@@ -62,12 +62,12 @@ class BestEvaluation:
         return is_better
 
     @property
-    def is_over(self) -> bool:
+    def is_patience_exhausted(self) -> bool:
         """Whether --patience is exhausted."""
         return self._patience is not None and self.since >= self._patience
 
     @property
-    def reason(self) -> str:
+    def early_stop_reason(self) -> str:
         """Why the run ends early."""
         return f"no better {self.name} in {self.since} evaluations: the best was {self.value} after step {self.step}"
 
@@ -90,7 +90,7 @@ class Evaluator:
         self._tracked, *self._at_end_only = parts.eval_sets
         self._at_end: dict[Split, dict[str, float]] = {}
         with raise_on_all_ranks(self._world):
-            self.load(progress.origin.content.loop if progress.origin else {})
+            self.load(progress.origin.trainer_state.loop if progress.origin else {})
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Restore the `content` of a checkpoint."""
@@ -99,11 +99,11 @@ class Evaluator:
         self.ended_early: str = saved.get("ended_early", "")
         """Why the training ends before its last step; empty if it does not."""
 
-    def content(self) -> dict[str, Any]:
+    def checkpoint_values(self) -> dict[str, Any]:
         """The values that a checkpoint contains, in addition to the metrics."""
         return {"best": self.best.as_json()} | ({"ended_early": self.ended_early} if self.ended_early else {})
 
-    def summary(self) -> dict[str, Any]:
+    def summary_fields(self) -> dict[str, Any]:
         """The fields of the run's summary."""
         best, results = self.best, {self._tracked: finite(self._progress.metrics), **self._at_end}
         test = finite(results.get("test", {}))
@@ -131,8 +131,8 @@ class Evaluator:
         progress.metrics, progress.evaluated = self._evaluate(self._tracked), progress.step
         if self.best.update(progress.step, progress.metrics) and self.best.keeps:
             self._save(BEST_WEIGHTS)
-        if self.best.is_over and not self._data_progress.is_over(progress.step):
-            self.ended_early = self.best.reason
+        if self.best.is_patience_exhausted and not self._data_progress.is_last_step(progress.step):
+            self.ended_early = self.best.early_stop_reason
             progress.say(f"ends after step {progress.step}: {self.ended_early}")
         self.call(self._parts.task.on_evaluation)
         progress.throughput.pause(time.perf_counter() - began)
@@ -142,7 +142,7 @@ class Evaluator:
         self._at_end = {split: self._evaluate(split) for split in self._at_end_only}
 
     def _evaluate(self, split: Split) -> dict[str, float]:
-        parts, began, page = self._parts, time.perf_counter(), Guard.of_process().page
+        parts, began, page = self._parts, time.perf_counter(), HangGuard.of_process().page
         previous = page.enter(Phase.EVALUATE)  # not restored after an error: `TrainingProgress.fail` reads the phase
         metrics = evaluate(
             parts.replica, parts.eval_sets[split], parts.task.loss, parts.task.metrics,

@@ -17,7 +17,7 @@ from paceline.stepping.trained_model import LossScale
 from paceline.strategies.base import Strategy
 from paceline.tasks.task import Loss
 from paceline.train.optimizer import LRSchedule
-from paceline.train.step import StepOptions, TaskSteps, ignore
+from paceline.train.step import StepOptions, TaskSteps, ignore_phase
 
 PhaseStart = tuple[str, float]
 """(name of the phase, its start in seconds of CLOCK_MONOTONIC)"""
@@ -102,11 +102,11 @@ def fit(
         scale, one_each, options: see TaskSteps, also for the errors.
     """
     replica.model.train()
-    clock = PhaseClock(options.get("enter", ignore), on_device=on_device)
+    clock = PhaseClock(options.get("enter", ignore_phase), on_device=on_device)
     step = TaskSteps(replica, loss, scale=scale, one_each=one_each, **{**options, "enter": clock})
     clock(Phase.DATA)
     for number, microbatches in enumerate(steps, start):
-        lr = schedule.set(replica.optimizer, number)
-        result = step.take(microbatches)
+        lr = schedule.set_lr(replica.optimizer, number)
+        result = step.take_step(microbatches)
         yield StepRecord(number + 1, result, lr, microbatches, clock.take(), clock.borders)
         clock(Phase.DATA)  # the time of the caller does not count for the next step

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.errors import UsageError
 from paceline.strategies.base import MakeOptimizer
-from paceline.train.numbers import load_numbers, numbers_of, settings_of
+from paceline.train.json_values import load_numbers, numbers_of, settings_of
 
 if TYPE_CHECKING:
     from paceline.config.settings import OptimizerConfig
@@ -71,7 +71,7 @@ def checked_optimizer(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def described(optimizer: Optimizer) -> dict[str, Any]:
+def describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     """Describe an optimizer as readable JSON: its class, and the settings and size of each parameter group."""
     groups = [{name: _plain(value) for name, value in settings.items()} for settings in settings_of(optimizer)]
     counts = [{"parameters": len(group["params"])} for group in optimizer.param_groups]
@@ -141,14 +141,14 @@ class Schedule:
             return self.peak_lr * (1 - progress)
         return self.peak_lr * (1 + math.cos(math.pi * progress)) / 2
 
-    def set(self, optimizer: Optimizer, step: int) -> float:
+    def set_lr(self, optimizer: Optimizer, step: int) -> float:
         """Set the optimizer's rate for step 0, 1, 2, ... and return it."""
         lr = self.lr(step)
         for group in optimizer.param_groups:
             group["lr"] = lr
         return lr
 
-    def numbers(self) -> dict[str, Any]:
+    def json_state(self) -> dict[str, Any]:
         """The state in a checkpoint: empty, because the rate depends on the step only."""
         return {}
 
@@ -171,13 +171,13 @@ class TaskSchedule:
         """A description as JSON; None without a scheduler."""
         if scheduler is not None:
             optimizer.register_step_post_hook(lambda *_: scheduler.step())
-        self.numbers()  # raises an error now, not at the first checkpoint, if a value cannot be saved
+        self.json_state()  # raises an error now, not at the first checkpoint, if a value cannot be saved
 
-    def set(self, optimizer: Optimizer, step: int) -> float:
+    def set_lr(self, optimizer: Optimizer, step: int) -> float:
         """Return the rate of the first parameter group. The scheduler has already set all rates."""
         return float(optimizer.param_groups[0]["lr"])
 
-    def numbers(self) -> dict[str, Any]:
+    def json_state(self) -> dict[str, Any]:
         return numbers_of(self._optimizer, self._scheduler)
 
     def load(self, numbers: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from paceline.seeding import random_stream
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.model_parallel import ModelParallel
 from paceline.strategies.pipelined import StagePlan, pipelined, plan_stages
-from paceline.tasks.task import Task, call
+from paceline.tasks.task import Task, call_model
 from paceline.train.evaluate import evaluating
 from paceline.train.step import weighted_losses
 
@@ -54,7 +54,7 @@ class ParallelPlan:
     schedule: Schedule = "1f1b"
     notices: Sequence[str] = ()
     """Lines for the user, before the first step."""
-    check: Callable[[Strategy], None] = lambda _: None
+    check_trial_loss: Callable[[Strategy], None] = lambda _: None
     """Raises UsageError if the divided model does not give the loss of the full model."""
 
     def apply(
@@ -72,7 +72,7 @@ class ParallelPlan:
         replica = pipelined(
             strategy, model, maker, world, self.stage_plan, schedule=self.schedule, virtual_ranks=virtual_ranks
         )  # fmt: skip
-        self.check(replica)
+        self.check_trial_loss(replica)
         return replica
 
 
@@ -104,7 +104,7 @@ def parallelize_model(
         division = plan_stages(lambda: survey(model, *trial()), stages, names, world)
         check = partial(_check_loss, _trial_loss(model, trial), trial)
         lines = division_lines(division, schedule, plan, world)
-        return ParallelPlan(stage_plan=division, schedule=schedule, notices=lines, check=check)
+        return ParallelPlan(stage_plan=division, schedule=schedule, notices=lines, check_trial_loss=check)
     return NO_PARALLELISM
 
 
@@ -147,7 +147,7 @@ def _first_samples(
         losses, weights = weighted_losses(task.loss, outputs, targets)
         return losses.sum() if weights is None else (losses * weights).sum()
 
-    return partial(call, model, inputs), inputs, loss
+    return partial(call_model, model, inputs), inputs, loss
 
 
 def _trial_loss(model: nn.Module, trial: Trial) -> float:
@@ -173,7 +173,7 @@ def _check_loss(expected: float, trial: Trial, replica: Strategy) -> None:
 
 def division_lines(division: StagePlan, schedule: Schedule, plan: BatchPlan, world: World) -> list[str]:
     """Lines that show each stage: its first module, its memory, and its expected idle time."""
-    stages = division.stages
+    stages = division.stage_costs
     micro_batches = len(ranks_share(plan.virtual_ranks, 0, world.data.size)) * plan.accumulation
     waits = idle_fractions(
         schedule, [(stage.forward_seconds, stage.backward_seconds) for stage in stages], micro_batches

@@ -11,7 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
@@ -52,7 +52,7 @@ def stop_signals(*, announce: bool = False) -> Generator[StopRequest]:
         yield request
         return
     handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    handlers, page = {number: signal.signal(number, request.handle) for number in handled}, Guard.of_process().page
+    handlers, page = {number: signal.signal(number, request.handle) for number in handled}, HangGuard.of_process().page
     page.note_stops(True)  # from now on the agent sends SIGTERM for any stop signal that the launcher receives
     try:
         yield request

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from paceline.checkpoint.resume import ResumePoint
-from paceline.collectives.batchnorm import convert
+from paceline.collectives.batchnorm import convert_sync_batchnorm
 from paceline.collectives.control import check_equal, new_group, raise_on_all_ranks, report_on_one_rank
 from paceline.compute.flops import FlopCount
 from paceline.config.settings import (
@@ -32,17 +32,17 @@ from paceline.data.streams import is_stream
 from paceline.data.workers import LoaderLoad, check_shared_memory
 from paceline.errors import UsageError
 from paceline.rank.world import World
-from paceline.seeding import derive, preserved_streams, random_stream
+from paceline.seeding import derive, preserve_generator_states, random_stream
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.base import MakeOptimizer
 from paceline.tasks.registry import load_task
 from paceline.tasks.settings import all_settings
-from paceline.tasks.task import SPLITS, Split, Task, call
+from paceline.tasks.task import SPLITS, Split, Task, call_model
 from paceline.train.average import WeightAverage
-from paceline.train.computing import STATE_COPIES, ResolvedCompute, resolve_compute
+from paceline.train.compute_settings import STATE_COPIES, ResolvedCompute, resolve_compute
 from paceline.train.determinism import explain_missing_kernel
 from paceline.train.evaluate import evaluating, try_evaluation
-from paceline.train.optimizer import LRSchedule, described, maker_for, scaled_lr, schedule_for
+from paceline.train.optimizer import LRSchedule, describe_optimizer, maker_for, scaled_lr, schedule_for
 from paceline.train.parallelism import NO_PARALLELISM, ParallelConfig, ParallelPlan, parallelize_model
 from paceline.train.step import weighted_losses
 from paceline.train.stream_task import stream_of
@@ -62,12 +62,12 @@ class TrainingComponents:
     """First the split that is evaluated during training, then those that are evaluated at the end only."""
     replica: Strategy
     plan: BatchPlan
-    share: range
+    local_virtual_ranks: range
     schedule: LRSchedule
     loading: Loading
     total_steps: int
     """0 if unknown: epochs over a stream."""
-    data: dict[str, Any]
+    data_fingerprints: dict[str, Any]
     """A fingerprint of the data of each split."""
     compute: ResolvedCompute = field(default_factory=ResolvedCompute)
     task_settings: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -75,13 +75,13 @@ class TrainingComponents:
     average: WeightAverage | None = None
     stream: Stream | None = None
     """The training data, if they are a stream. `train_set` then has its first samples."""
-    count: FlopCount | None = None
+    flop_count: FlopCount | None = None
     """The FLOPs of two samples in the full model."""
 
     def load(self, origin: ResumePoint) -> None:
         """Load the state of a checkpoint or snapshot."""
         self.replica.load(origin.source)
-        self.schedule.load(origin.content.loop)
+        self.schedule.load(origin.trainer_state.loop)
 
 
 def prepare(config: TrainConfig, world: World) -> TrainingComponents:
@@ -117,7 +117,7 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
         o = config.optimizer
         peak_lr = scaled_lr(o.lr, o.lr_scaling, shape.global_batch, o.lr_base_batch)
         maker = maker_for(o, peak_lr, task, model)
-        optimizer_text = None if task.make_optimizer is None else described(maker(model.parameters()))
+        optimizer_text = None if task.make_optimizer is None else describe_optimizer(maker(model.parameters()))
         in_process = replace(loading, num_workers=0)
         count = None if config.compute.peak_tflops == 0 else FlopCount()
         if count is not None and config.compute.compile:  # the counter cannot see the operations of compiled code
@@ -127,7 +127,7 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     with raise_on_all_ranks(world):
         load = LoaderLoad(largest, config.data.num_workers, world.local_size)
         sample_bytes = check_loss(task, model, train_set, in_process, load, None if config.compute.compile else count)
-        with preserved_streams():  # an error in the evaluation must not appear only after the first epoch
+        with preserve_generator_states():  # an error in the evaluation must not appear only after the first epoch
             for split in list(sets)[1:]:
                 try_evaluation(model, sets[split], task.loss, task.metrics, in_process)
         if config.data.data_on_device == "auto":
@@ -195,7 +195,7 @@ def make_replica(
         if config.model.batchnorm == "sync":
             # A separate group, because the order of its collectives relative to those of gradient buckets depends on
             # the backward of each rank. In one group they could be matched wrongly.
-            model = convert(model, new_group())
+            model = convert_sync_batchnorm(model, new_group())
         name, options = default_strategy(config, world.size), strategy_options(config)
         for setting, owner in options_of_others(name).items():
             if setting in options:
@@ -227,16 +227,16 @@ def check_loss(
     indices = torch.arange(min(2, len(dataset)))  # pyright: ignore[reportArgumentType]
     # eval mode: no update of batch statistics and no dropout
     buffers_before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with preserved_streams(), evaluating(model), explain_missing_kernel(UsageError), torch.enable_grad():
+    with preserve_generator_states(), evaluating(model), explain_missing_kernel(UsageError), torch.enable_grad():
         for inputs, targets in fetch(dataset, [(0, indices)], 0, loading):
             if load is not None and batch_gatherer(dataset) is None:  # gathering needs no worker processes
                 check_shared_memory((inputs, targets), len(indices), load)
-            with nullcontext() if count is None else count.of(len(indices)):
-                losses, _ = weighted_losses(task.loss, call(model, inputs), targets)
+            with nullcontext() if count is None else count.count_samples(len(indices)):
+                losses, _ = weighted_losses(task.loss, call_model(model, inputs), targets)
                 if losses.requires_grad:  # some models disable gradients in eval mode
                     losses.sum().backward()
                     if count is not None:
-                        count.mark()
+                        count.mark_backward_end()
     model.zero_grad(set_to_none=True)
     for name, buffer in model.named_buffers():
         if name not in buffers_before:

@@ -21,7 +21,7 @@ from paceline.compute.flops import Utilization
 from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.protocol.evidence import Phase
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs import events
 from paceline.runs.folder import ADAPTER, WEIGHTS
@@ -55,8 +55,8 @@ class TrainingProgress(RunRecorder):
         """Start at `origin`, or at step 0. `show` prints a line on rank 0."""
         super().__init__(place, world, show)
         self.origin, self._checkpoint_policy = origin, policy
-        self._guard = Guard.of_process()
-        self.order = CallOrder(world, self._guard.ledger.take_order, self._guard.ledger.taken, self.say)
+        self._guard = HangGuard.of_process()
+        self.order = CallOrder(world, self._guard.ledger.take_order, self._guard.ledger.last_ordered_calls, self.say)
         self.request: StopRequest | None = None
         self._skipped, self._not_finite = SkippedSteps(not_finite, world, self.say), not_finite
         self.throughput, self._data_wait, self._traces = Throughput(), DataWait(), StepTraces(self._guard.page)
@@ -70,11 +70,11 @@ class TrainingProgress(RunRecorder):
         self.start = self.step
 
     def _restore(self, origin: ResumePoint | None) -> None:
-        content = origin.content if origin else TrainerState(0, {}, {})
+        content = origin.trainer_state if origin else TrainerState(0, {}, {})
         self.step, self.samples = origin.step if origin else 0, content.samples_seen
         self.metrics, self.evaluated = dict(content.metrics), content.evaluated
 
-    def open(
+    def open_run(
         self, parts: Sequence[TrainedModel], plan: BatchPlan, share: range, facts: Callable[[], dict[str, Any]],
         lines: Iterable[str] = (), *, of: str = "", listed: bool = False, report_to: str | None = None,
         others: Callable[[], list[TensorShard]] = list,
@@ -106,13 +106,13 @@ class TrainingProgress(RunRecorder):
             self.say("WARNING: --not-finite rollback has no older state to return to. Add --checkpoint-every STEPS")
         self.is_open = True
         if self.origin:
-            self.say(f"resumes after step {self.step}{of}, from {self.origin.where}")
+            self.say(f"resumes after step {self.step}{of}, from {self.origin.location_text}")
 
     # between steps
 
     def votes(self, *, end: float = 0.0, coming: float = 0.0) -> Votes:
         """This rank's votes in the next step: on the pending checkpoint, on a stop, and on a requested save."""
-        requested, checkpoints = self._guard.page.asked, self._checkpoints
+        requested, checkpoints = self._guard.page.get_request, self._checkpoints
         self._saves_seen = requested("saves_asked")
         stop = float((self.request is not None and bool(self.request.by)) or requested("regroups") > 0)
         written, failed, due = (0.0, 0.0, 0.0) if checkpoints is None else checkpoints.votes()
@@ -123,12 +123,12 @@ class TrainingProgress(RunRecorder):
         self._guard.page.enter(Phase.CHECKPOINT)  # from here on the step is complete, even if an error follows
         self.step, self.samples = record.step, self.samples + samples
         self._guard.page.set_step(self.step)
-        self.throughput.step(samples)
+        self.throughput.count_step(samples)
         self.use.add(record.consumed)
-        self._data_wait.step(record.phase_seconds)
+        self._data_wait.add_step(record.phase_seconds)
         self.log_step(record, samples, self._share, listed=self._listed, tracked=tracked)
         if self.is_open:
-            self.write_optional(self._traces.of(record, self._replicas if self.step == self.start + 1 else ()))
+            self.write_optional(self._traces.take_due(record, self._replicas if self.step == self.start + 1 else ()))
             if self._world.rank == 0 and self.step == self.start + 1 and (flops := self.use.count.per_sample):
                 self.write_optional([events.Counted(flops, self.use.devices, self.use.peak_tflops())])
 
@@ -138,10 +138,10 @@ class TrainingProgress(RunRecorder):
         Raises:
             TrainingError: if too many steps were skipped.
         """
-        skipped = record.result.skipped
+        skipped = record.result.skip_cause
         if skipped is None or not self._skipped.goes_back(self.step, skipped) or record.result.votes.stop:
             return None
-        if self._checkpoints is None or (origin := self._checkpoints.newest()) is None:
+        if self._checkpoints is None or (origin := self._checkpoints.newest_resume_point()) is None:
             self.say(f"step {self.step} is skipped: no older state exists yet")
             return None
         return origin
@@ -149,7 +149,7 @@ class TrainingProgress(RunRecorder):
     def roll_back(self, origin: ResumePoint) -> None:
         """Continue from `origin`, whose state the models have now."""
         self.write(events.RolledBack(self.step, origin.step))
-        self.say(f"rolls back from step {self.step} to {origin.where}")
+        self.say(f"rolls back from step {self.step} to {origin.location_text}")
         self._restore(origin)
         self._guard.page.set_step(self.step)
 
@@ -169,7 +169,9 @@ class TrainingProgress(RunRecorder):
 
     # the end
 
-    def fail(self, error: BaseException, numbers: Numbers, *, whole: bool) -> PacelineError | None:
+    def save_after_failure(
+        self, error: BaseException, numbers: Numbers, *, is_state_consistent: bool
+    ) -> PacelineError | None:
         """Save the state after the last step when `error` ends the run, without any collective.
 
         Nothing is saved unless the state is `whole`, i.e. not in the middle of an update.
@@ -180,7 +182,7 @@ class TrainingProgress(RunRecorder):
         """
         phase, has_steps = self._guard.page.get("phase"), self.step > self.start
         stall_error = None if isinstance(error, PacelineError) else self._guard.stall_error(error)
-        if self._checkpoints is None or self.place is None or not whole:
+        if self._checkpoints is None or self.place is None or not is_state_consistent:
             return stall_error
         if has_steps and phase != Phase.CLOSE:
             self._checkpoints.save_after(error, self.step, partial(self._content, numbers))
@@ -217,7 +219,7 @@ class TrainingProgress(RunRecorder):
             if is_first_rank:  # no other rank waits for this rank any more
                 self.use.peak_tflops(measure=True, samples_per_second=self.throughput.overall())
         code = ExitCode.SAVED if stopped else ExitCode.DONE
-        regroups = stopped and self._guard.page.asked("regroups")  # the launcher restarts the run immediately
+        regroups = stopped and self._guard.page.get_request("regroups")  # the launcher restarts the run immediately
         if is_first_rank and not regroups:
             for line in lines(self.summarise(code, **fields)):
                 self.show(line)
@@ -262,5 +264,5 @@ class TrainingProgress(RunRecorder):
         if self._checkpoints is not None:
             self._checkpoints.abandon()
         if self.is_open:
-            self.write_optional(self._traces.rest())
+            self.write_optional(self._traces.take_remaining())
         super().close()

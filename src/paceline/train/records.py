@@ -57,7 +57,7 @@ class RunRecorder:
     def _watch_machine(self) -> None:
         """Record the load of this node from its first rank, if no agent of paceline does so (collective)."""
         assert self.place is not None
-        spec, world = WorkerSpec.here(), self._world
+        spec, world = WorkerSpec.from_environment(), self._world
         if spec is not None and Path(spec.attempt_dir).resolve().parent == self.place.folder:
             return
         node = int(os.environ.get("GROUP_RANK", world.rank // world.local_size))  # torchrun's
@@ -115,15 +115,15 @@ class RunRecorder:
         for work in used if listed else ():
             indices: list[int] = work.indices.tolist()
             self.write(events.Samples(record.step, epoch, work.virtual_rank, work.micro_batch, indices))
-        if result.skipped is not None:
-            self.write(events.Skipped(record.step, result.skipped.words, result.skipped.samples))
+        if result.skip_cause is not None:
+            self.write(events.Skipped(record.step, result.skip_cause.message, result.skip_cause.samples))
         self.write(events.Step(  # after the samples: the record of a step confirms that its samples are complete
             step=record.step, epoch=epoch, samples=samples, lr=record.lr, grad_norm=result.grad_norm,
             loss=result.loss if math.isfinite(result.loss) else 0.0,  # JSON has no NaN or infinity
             seconds=record.seconds, data_seconds=record.data_seconds, unix_time=time.time(),
             share=(share.start, share.stop) if reports_samples else (0, 0), consumed=consumed,
             fingerprint=f"{combine_fingerprints(*(fingerprint(work.indices) for work in used)):016x}",
-            skipped=result.skipped is not None,
+            skipped=result.skip_cause is not None,
             phase_seconds={phase: round(seconds, 7) for phase, seconds in record.phase_seconds.items()},
             tokens=tokens,
         ))  # fmt: skip
@@ -145,7 +145,7 @@ class StepTraces:
     def __init__(self, page: StatusPage) -> None:
         self._page, self._last = page, deque[tuple[int, Sequence[PhaseStart]]](maxlen=LAST)
 
-    def of(self, record: StepRecord, new: Sequence[Strategy]) -> list[Event]:
+    def take_due(self, record: StepRecord, new: Sequence[Strategy]) -> list[Event]:
         """The trace of the step, if it is due, preceded by the memory of the `new` replicas."""
         traces: list[Event] = [memory_breakdown(new)] if new else []
         if record.borders and is_due(record.step):
@@ -155,7 +155,7 @@ class StepTraces:
             self._last.append((record.step, record.borders))
         return traces
 
-    def rest(self) -> list[Traced]:
+    def take_remaining(self) -> list[Traced]:
         """The traces of the last steps that are not written yet."""
         traces = [self._traced(step, borders) for step, borders in self._last]
         self._last.clear()
@@ -165,7 +165,7 @@ class StepTraces:
         began, ended = borders[0][1], borders[-1][1]
         pairs = pairwise(borders)
         calls = [
-            (op.name or op.kind, round(at / 1e9 - began, 7), round(seconds, 7), size_of(op.shape, op.dtype))
+            (op.name or op.kind, round(at / 1e9 - began, 7), round(seconds, 7), collective_bytes(op.shape, op.dtype))
             for at, seconds, op in self._page.calls_since(int(began * 1e9))
             if at / 1e9 <= ended
         ]
@@ -182,7 +182,7 @@ def is_due(step: int) -> bool:
     return step % (1 << max(0, step.bit_length() - WHOLE_BITS)) == 0
 
 
-def size_of(shapes: str, dtypes: str) -> int:
+def collective_bytes(shapes: str, dtypes: str) -> int:
     """Bytes of a collective's tensors, from the guard's texts, e.g. '[10, 3] [4]' and 'float32'; 0 if unknown."""
     width = max((int("".join(filter(str.isdigit, name)) or 0) // 8 for name in dtypes.split(", ")), default=0)
     shape_texts = shapes.removeprefix("[").removesuffix("]").split("] [") if shapes else []

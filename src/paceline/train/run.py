@@ -16,21 +16,21 @@ from paceline import __version__
 from paceline.checkpoint.resume import ResumePoint, RunLocation, find_resume_point, run_location
 from paceline.collectives.communicator import communicator, make_communicator
 from paceline.collectives.control import check_equal, raise_on_all_ranks, report_on_one_rank
-from paceline.config.definition import BITS_ONLY, allowed_changes, check_same, settings
+from paceline.config.definition import EXACT_ONLY_SETTINGS, allowed_changes, check_same, settings
 from paceline.config.mesh import mesh_of
-from paceline.config.settings import TrainConfig, dump, load, repeatable, with_defaults
-from paceline.config.strategies import EXACT
+from paceline.config.settings import TrainConfig, config_to_record, dump, load, with_defaults
+from paceline.config.strategies import EXACT_STRATEGIES
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Phase
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.world import World, create_mesh_groups, device_name, joined
 from paceline.runs import folder as run_folder
 from paceline.runs import writing
 from paceline.runs.summary import Summary, write_summary
-from paceline.train.computing import set_threads
+from paceline.train.compute_settings import set_threads
 from paceline.train.consistency import check_code
-from paceline.train.determinism import deterministic, hardware_facts
+from paceline.train.determinism import hardware_facts, use_deterministic_kernels
 from paceline.train.prepare import TrainingComponents, prepare
 from paceline.train.training import TaskTrainer
 from paceline.train.weights import load_initial_weights
@@ -52,10 +52,12 @@ def train(config: TrainConfig) -> Outcome:
         TrainingError: during training, on each rank that detects an error.
         StallError: on the ranks whose collective the guard has aborted.
     """
-    guard = Guard.of_process()
+    guard = HangGuard.of_process()
     guard.detach_probes()
     guard.page.enter(Phase.INIT)
-    locked_dir = config.run.run_dir if WorkerSpec.here() is not None else None  # the launcher has created and locked it
+    locked_dir = (
+        config.run.run_dir if WorkerSpec.from_environment() is not None else None
+    )  # the launcher has created and locked it
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout), run_location(
         world, config.run.run_dir, str(config.task), prepared=locked_dir, resume=config.checkpoint.resume == "auto",
@@ -74,7 +76,7 @@ def train(config: TrainConfig) -> Outcome:
             make_communicator(config.launch.collectives)
             check_equal("settings", settings(config), world)
             rehearsed_step = config.checkpoint.rehearse_preemption
-            with deterministic() if config.strategy in EXACT else nullcontext():
+            with use_deterministic_kernels() if config.strategy in EXACT_STRATEGIES else nullcontext():
                 location.notices.extend(set_threads(config.launch.threads_per_rank, world))
                 config = restore_auto_precision(config, location)
                 parts = prepare(config, world)
@@ -83,16 +85,20 @@ def train(config: TrainConfig) -> Outcome:
                 if rehearsed_step is not None and 0 < parts.total_steps <= rehearsed_step:
                     error = UsageError(code="rehearsal-too-late", value=rehearsed_step, steps=parts.total_steps)
                     raise report_on_one_rank(error, world)
-                facts = {**parts.task_settings, "data": parts.data, "hardware": hardware_facts(world.device)}
+                facts = {
+                    **parts.task_settings,
+                    "data": parts.data_fingerprints,
+                    "hardware": hardware_facts(world.device),
+                }
                 location = replace(location, definition={**settings(config), **facts})
-                if config.strategy in EXACT:
+                if config.strategy in EXACT_STRATEGIES:
                     check_equal("processors and libraries", facts["hardware"], world)
                     check_equal("threads per rank", torch.get_num_threads(), world)
-                origin, init_sha256 = _origin(config, location, world), None
+                origin, init_sha256 = _find_resume_point(config, location, world), None
                 if origin is not None:
                     with raise_on_all_ranks(world):
                         parts.load(origin)
-                    init_sha256 = origin.content.definition.get("init_sha256")
+                    init_sha256 = origin.trainer_state.definition.get("init_sha256")
                 elif (init_from := config.model.init_from) is not None:
                     trust, report = config.run.trust, location.notices.append
                     init_sha256 = load_initial_weights(parts.replica, init_from, trust=trust, report=report)
@@ -120,20 +126,20 @@ def restore_auto_precision(config: TrainConfig, place: RunLocation) -> TrainConf
     resumes = place.generation or config.checkpoint.resume == "auto"
     if config.compute.precision != "auto" or not resumes or config.checkpoint.restart or not path.is_file():
         return config
-    chosen = load(path, ours=not config.run.trust).compute.precision
+    chosen = load(path, must_own=not config.run.trust).compute.precision
     return replace(config, compute=replace(config.compute, precision=chosen))
 
 
 def _write_settings(config: TrainConfig, location: RunLocation, parts: TrainingComponents) -> None:
     assert location.attempt_dir is not None
     run_folder.shelve_summary(location.folder, location.attempt)
-    run_folder.write_settings(location.folder, dump(repeatable(config)))
+    run_folder.write_settings(location.folder, dump(config_to_record(config)))
     run_folder.write_settings(location.attempt_dir, dump(config))  # restarted workers read this file
     environment = msgspec.json.encode(_environment(parts.replica.world))
-    writing.replace(location.folder / "environment.json", msgspec.json.format(environment, indent=2))
+    writing.replace_file(location.folder / "environment.json", msgspec.json.format(environment, indent=2))
 
 
-def _origin(config: TrainConfig, location: RunLocation, world: World) -> ResumePoint | None:
+def _find_resume_point(config: TrainConfig, location: RunLocation, world: World) -> ResumePoint | None:
     """The state to resume from, if any (collective).
 
     Raises:
@@ -145,19 +151,21 @@ def _origin(config: TrainConfig, location: RunLocation, world: World) -> ResumeP
     if origin is not None:
         with raise_on_all_ranks(world):
             allowed = allowed_changes(c.allow_change)
-            changes = check_same(origin.content.definition, location.definition, allowed, origin.where)
+            changes = check_same(origin.trainer_state.definition, location.definition, allowed, origin.location_text)
         location.notices.extend(f"changed with --allow-change: {change}" for change in changes)
     return origin
 
 
 def _is_exact_so_far(config: TrainConfig, location: RunLocation, origin: ResumePoint | None) -> bool:
     """Whether all steps so far, including those before a resume, used an exact strategy on the same hardware."""
-    if config.strategy not in EXACT:
+    if config.strategy not in EXACT_STRATEGIES:
         return False
     if origin is None:
         return True
-    saved = origin.content.definition
-    return bool(saved.get("unbroken")) and all(saved.get(name) == location.definition.get(name) for name in BITS_ONLY)
+    saved = origin.trainer_state.definition
+    return bool(saved.get("unbroken")) and all(
+        saved.get(name) == location.definition.get(name) for name in EXACT_ONLY_SETTINGS
+    )
 
 
 def _summarise_failure(config: TrainConfig, folder: Path, world: World, error: BaseException) -> None:
@@ -169,7 +177,7 @@ def _summarise_failure(config: TrainConfig, folder: Path, world: World, error: B
 
 
 def _environment(world: World) -> Mapping[str, Any]:
-    by_torchrun = WorkerSpec.here() is None and "TORCHELASTIC_RUN_ID" in os.environ
+    by_torchrun = WorkerSpec.from_environment() is None and "TORCHELASTIC_RUN_ID" in os.environ
     return {
         "paceline": __version__,
         "torch": str(torch.__version__),

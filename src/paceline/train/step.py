@@ -17,10 +17,10 @@ from paceline.stepping.step import Step
 from paceline.stepping.totals import StepResult, Votes
 from paceline.stepping.trained_model import LossScale, TrainedModel
 from paceline.strategies.base import Strategy
-from paceline.tasks.task import Loss, call
+from paceline.tasks.task import Loss, call_model
 
 
-def ignore(phase: Phase) -> None:
+def ignore_phase(phase: Phase) -> None:
     """Do nothing."""
 
 
@@ -60,18 +60,18 @@ class TaskSteps:
         """
 
         def weighted_sum(inputs: Any, targets: Any) -> Tensor:
-            losses, weights = weighted_losses(loss, call(replica.model, inputs), targets)
+            losses, weights = weighted_losses(loss, call_model(replica.model, inputs), targets)
             return losses.sum() if weights is None else (losses * weights).sum()
 
         self._replica, self._loss, self._one_each, way_out = replica, loss, one_each, "--not-finite skip"
-        options.setdefault("enter", ignore)
+        options.setdefault("enter", ignore_phase)
         if replica.pipeline is None:
             self._steps = Step(replica.world, replica.virtual_ranks, forward=weighted_sum, way_out=way_out, **options)
         else:  # no single stage can recompute one sample to find the cause of a NaN
             self._steps = PipelineStep(replica.world, replica.virtual_ranks, way_out=way_out, **options)
         self._steps.parts.append(TrainedModel(replica, scale=scale))
 
-    def take(self, microbatches: Sequence[MicroBatch]) -> StepResult:
+    def take_step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
         """Take one step on this rank's micro-batches of a global batch; at least one, in the order of the loader.
 
         Raises:
@@ -87,10 +87,10 @@ class TaskSteps:
         try:
             if isinstance(steps, PipelineStep):
                 losses = partial(weighted_losses, self._loss)
-                steps.run_pipeline(where, microbatches, lambda batch: call(replica.model, batch.inputs), losses)
+                steps.run_pipeline(where, microbatches, lambda batch: call_model(replica.model, batch.inputs), losses)
             else:
-                for batch in steps.run(where, microbatches, one_each=self._one_each):
-                    outputs = call(replica.model, batch.inputs, replica.module)
+                for batch in steps.run_bodies(where, microbatches, one_each=self._one_each):
+                    outputs = call_model(replica.model, batch.inputs, replica.module)
                     steps.backward(*weighted_losses(self._loss, outputs, batch.targets))
         except BaseException:
             steps.give_up()
@@ -105,7 +105,7 @@ def train_step(
     replica: Strategy, microbatches: Sequence[MicroBatch], loss: Loss, **options: Unpack[StepOptions]
 ) -> StepResult:
     """Take one step on this rank's micro-batches of a global batch. See TaskSteps for `options` and errors."""
-    return TaskSteps(replica, loss, **options).take(microbatches)
+    return TaskSteps(replica, loss, **options).take_step(microbatches)
 
 
 def weighted_losses(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]:

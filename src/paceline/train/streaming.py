@@ -12,8 +12,8 @@ from paceline.data.plan import MicroBatchPlan
 from paceline.data.streams import ChunkReader, StreamBatch, StreamChunk, StreamPart, StreamPlan, part_of, read_chunks
 from paceline.errors import PacelineError, TrainingError, UsageError
 from paceline.rank.world import World
-from paceline.seeding import preserved_streams
-from paceline.train.numbers import as_json, from_json
+from paceline.seeding import preserve_generator_states
+from paceline.train.json_values import as_json, from_json
 
 
 class Stream:
@@ -52,7 +52,7 @@ class Stream:
         """
         readings: list[list[Any]] = []
         for _ in range(2):
-            with preserved_streams():
+            with preserve_generator_states():
                 self._whole.begin(0, 0, None)
                 readings.append([sample for _, sample in self._whole.take(count)])
         if not readings[0]:
@@ -61,7 +61,7 @@ class Stream:
             raise UsageError(code="stream-not-repeatable")
         return readings[0]
 
-    def samples(self, work: object = None) -> int:
+    def global_batch_samples(self, work: object = None) -> int:
         """The number of samples in the current batch, over all ranks."""
         return self._total
 
@@ -88,14 +88,14 @@ class Stream:
         chunk = self._chunks.get((where["passes"], where["batch"]))
         if not isinstance(chunk, StreamChunk):
             return None
-        states = {str(number): as_json(state) for number, state in chunk.before.items() if state is not None}
+        states = {str(number): as_json(state) for number, state in chunk.states_before.items() if state is not None}
         if world is not None and self._is_split:
             states = {
                 number: state for gathered in all_gather_object(states, world) for number, state in gathered.items()
             }
         return {"probe": chunk.probe, "states": states}
 
-    def training(self, plan: object, share: range, epoch: int, start: int) -> Generator[list[MicroBatch]]:
+    def training_batches(self, plan: object, share: range, epoch: int, start: int) -> Generator[list[MicroBatch]]:
         """Yield the micro-batches of this rank for each step of an epoch from `start` on (its start is collective)."""
         first, chunks = self._open(share, epoch, start)
         current: StreamChunk | Exception
@@ -115,7 +115,7 @@ class Stream:
                 yield [self._micro_batch(batch, epoch, step) for batch in current.micro_batches]
                 step, current = step + 1, self._ahead
 
-    def evaluation(self, plan: object, world: World) -> Generator[tuple[Any, int]]:
+    def evaluation_batches(self, plan: object, world: World) -> Generator[tuple[Any, int]]:
         """Yield (this rank's portion of a batch, samples of the batch on all ranks) over the unsplit stream."""
         by_rank = replace(self.plan, virtual_ranks=world.size, accumulation=1, parts_of_stream=1)
         reader = ChunkReader(
@@ -140,7 +140,7 @@ class Stream:
         return len(range(virtual_rank, self.plan.global_batch, self.plan.virtual_ranks))
 
     def _micro_batch(self, batch: StreamBatch, epoch: int, step: int) -> MicroBatch:
-        work = MicroBatchPlan(epoch, step, batch.virtual_rank, batch.part, batch.indices, batch.counted)
+        work = MicroBatchPlan(epoch, step, batch.virtual_rank, batch.micro_batch, batch.indices, batch.counted)
         return MicroBatch(batch.batch, None, work, work.random_seed(self.plan.seed))
 
     def _open(self, share: range, epoch: int, start: int) -> tuple[StreamChunk, Generator[StreamChunk]]:
@@ -163,7 +163,7 @@ class Stream:
         """Return the first chunk, after a comparison over all ranks; None if it differs from the checkpoint."""
         with nullcontext() if self._trained else raise_on_all_ranks(self._world):
             first = next(chunks)
-            as_json(list(first.before.values()), "stream")  # raises an error now, not at the first checkpoint
+            as_json(list(first.states_before.values()), "stream")  # raises an error now, not at the first checkpoint
         is_saved = self.saved.get("probe") in (None, first.probe)
         local = [first.local_samples, bool(first.micro_batches), first.probe, is_saved]
         samples, has_data, probes, saved = zip(*all_gather_object(local, self._world), strict=True)

@@ -10,11 +10,11 @@ from paceline.checkpoint.resume import ResumePoint, RunLocation
 from paceline.compute.flops import Utilization
 from paceline.compute.phase_events import phase_events
 from paceline.config.choices import steps_or_seconds
-from paceline.config.strategies import EXACT
+from paceline.config.strategies import EXACT_STRATEGIES
 from paceline.data.workers import naming_lost_processes
 from paceline.errors import ExitCode, plural
 from paceline.protocol.evidence import Phase
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs.progress import Display
 from paceline.runs.summary import Summary
@@ -39,7 +39,7 @@ class TaskTrainer:
         """Raise UsageError if a metric or tracker does not exist (collective)."""
         self._parts, self._place = parts, place
         self._world, self._config = parts.replica.world, parts.config
-        self._page = Guard.of_process().page
+        self._page = HangGuard.of_process().page
         self._page.on_device = self._on_device = phase_events(self._world.device)
         interval, is_shown = self._config.run.log_interval, self._world.rank == 0
         self._display = Display(total_steps=parts.total_steps, interval=interval, shown=is_shown)
@@ -48,7 +48,7 @@ class TaskTrainer:
         policy = CheckpointPolicy(c.check_replicas_every, c.snapshot_every, *every, keep=c.keep_checkpoints)
         self._progress = TrainingProgress(place, origin, self._world, policy, not_finite, self._display.say)
         compute = self._config.compute
-        self._progress.use = Utilization(self._world, compute.peak_tflops, parts.count, compute.precision)
+        self._progress.use = Utilization(self._world, compute.peak_tflops, parts.flop_count, compute.precision)
         stream, say = parts.stream, self._progress.say
         self._data = (
             DataProgress(parts, self._page) if stream is None else StreamProgress(parts, stream, self._page, say)
@@ -65,9 +65,9 @@ class TaskTrainer:
         parts, progress, run = self._parts, self._progress, self._config.run
         with stop_signals(announce=self._world.rank == 0) as progress.request, closing(progress), self._display:
             try:
-                progress.open(
-                    [TrainedModel(parts.replica)], parts.plan, parts.share,
-                    lambda: summary_facts(parts, self._place) | self._evaluator.summary(), opening_lines(parts),
+                progress.open_run(
+                    [TrainedModel(parts.replica)], parts.plan, parts.local_virtual_ranks,
+                    lambda: summary_facts(parts, self._place) | self._evaluator.summary_fields(), opening_lines(parts),
                     of=f" of {parts.total_steps}" if parts.total_steps else "", report_to=run.report_to,
                     listed=run.record_samples or parts.plan.own_order,
                 )  # fmt: skip
@@ -80,7 +80,11 @@ class TaskTrainer:
                 return progress.finish(stopped, self._closing, self._evaluator.end)
             except Exception as error:
                 is_whole = self._page.get("phase") != Phase.OPTIMIZER
-                if (instead := progress.fail(error, partial(self._numbers, None), whole=is_whole)) is not None:
+                if (
+                    instead := progress.save_after_failure(
+                        error, partial(self._numbers, None), is_state_consistent=is_whole
+                    )
+                ) is not None:
                     raise instead from error
                 raise
 
@@ -95,7 +99,7 @@ class TaskTrainer:
     def _loop(self) -> bool:
         """Take all remaining steps. Return whether a stop was requested before the last step."""
         evaluator, start = self._evaluator, self._progress.start
-        is_over = self._data.is_over(start) or evaluator.ended_early
+        is_over = self._data.is_last_step(start) or evaluator.ended_early
         if is_over or (start and evaluator.is_due() and self._progress.evaluated != start):
             evaluator.evaluate()  # a run that stops on request at this step does not evaluate before it ends
         while not evaluator.ended_early:
@@ -104,7 +108,7 @@ class TaskTrainer:
             self._parts.load(outcome)
             self._progress.roll_back(outcome)
             self._load(outcome)
-            evaluator.load(outcome.content.loop)
+            evaluator.load(outcome.trainer_state.loop)
         return False
 
     def _take_steps(self) -> bool | ResumePoint:
@@ -113,7 +117,7 @@ class TaskTrainer:
         batches = self._data.batches(progress.step)
         # exact strategies must scale each loss in the same way at every world size
         one_each = parts.plan.virtual_ranks == self._world.data.size and parts.plan.accumulation == 1
-        one_each = one_each and self._config.strategy not in EXACT
+        one_each = one_each and self._config.strategy not in EXACT_STRATEGIES
         records = fit(
             parts.replica, batches, parts.task.loss, parts.schedule,
             start=progress.step, max_norm=self._config.optimizer.clip_norm, votes=self._votes,
@@ -124,7 +128,7 @@ class TaskTrainer:
         with closing(batches), closing(records):  # also ends the loader processes if a step fails
             for record in records:
                 self._record_step(record)
-                if record.result.skipped is None and parts.average is not None:
+                if record.result.skip_cause is None and parts.average is not None:
                     parts.average.update()
                 if (origin := progress.rollback_point(record)) is not None:
                     return origin
@@ -134,9 +138,9 @@ class TaskTrainer:
         return False
 
     def _load(self, origin: ResumePoint) -> None:
-        self._data.load(origin.content.loop)
+        self._data.load(origin.trainer_state.loop)
         if self._scale is not None:
-            self._scale.take(origin.content.loop)
+            self._scale.load_json_state(origin.trainer_state.loop)
 
     def _record_step(self, record: StepRecord) -> None:
         progress, total = self._progress, self._parts.total_steps
@@ -144,8 +148,8 @@ class TaskTrainer:
         waited += record.phase_seconds.get(Phase.SYNC.word, 0.0)
         self._waited_seconds = [waited, total_seconds + record.seconds]
         tracked = record.step % self._config.run.log_interval == 0 or record.step == total
-        progress.record_step(record, self._data.samples(record), tracked=tracked)
-        self._display.step(
+        progress.record_step(record, self._data.global_batch_samples(record), tracked=tracked)
+        self._display.show_step(
             record.step, epoch=self._data.epoch(record.step), loss=record.result.loss, lr=record.lr,
             rate=progress.throughput.recent(),
             samples_left=(total - record.step) * self._parts.plan.global_batch if total else None,
@@ -158,8 +162,8 @@ class TaskTrainer:
         """Save and evaluate as due after this step. Return whether all ranks stop here on request."""
         config, votes, evaluator, step = self._config.checkpoint, record.result.votes, self._evaluator, record.step
         evaluator.after_step(record)
-        is_last = self._data.is_over(step)
-        if votes.end and not is_last:
+        is_last = self._data.is_last_step(step)
+        if votes.ended_by_callback and not is_last:
             is_last, evaluator.ended_early = True, "a callback of the task has stopped it"
         stops = votes.stop > 0 and not is_last
         at_end = is_last or self._data.at_end(step)
@@ -174,5 +178,10 @@ class TaskTrainer:
         return stops
 
     def _numbers(self, world: World | None) -> dict[str, Any]:
-        scale = self._scale.numbers() if self._scale else {}
-        return self._evaluator.content() | self._parts.schedule.numbers() | self._data.numbers(world) | scale
+        scale = self._scale.json_state() if self._scale else {}
+        return (
+            self._evaluator.checkpoint_values()
+            | self._parts.schedule.json_state()
+            | self._data.json_state(world)
+            | scale
+        )

@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.checkpoint.export import export_checkpoint
-from paceline.checkpoint.manager import Checkpoints, Report
+from paceline.checkpoint.export import state_dict_from_checkpoint
+from paceline.checkpoint.manager import Checkpoints, MessageCallback
 from paceline.checkpoint.shards import full_state, sha256_of
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import check_equal, raise_on_all_ranks
@@ -26,7 +26,7 @@ from paceline.runs.reading import real_path
 from paceline.strategies.base import Strategy
 
 MAX_NAMES = 5  # in a line
-COMPLEX = "paceline.complex"
+COMPLEX_METADATA_KEY = "paceline.complex"
 """The metadata key that lists complex tensors. They are saved as real tensors with a last dimension of 2, because
 safetensors has no complex128, and older versions have no complex64."""
 
@@ -49,7 +49,7 @@ def save(
             else:
                 tensors, ties = _unique(weights)
                 pairs = {name: torch.view_as_real(t) for name, t in tensors.items() if t.is_complex()}
-                shapes = {COMPLEX: json.dumps([*pairs])} if pairs else {}
+                shapes = {COMPLEX_METADATA_KEY: json.dumps([*pairs])} if pairs else {}
                 described = {"format": "pt", **ties, **shapes, **(metadata or {})}
                 save_file(tensors | pairs, f"/proc/self/fd/{folder}/{partial_name}", described)
             os.chmod(partial_name, writing.FILE, dir_fd=folder)
@@ -57,17 +57,20 @@ def save(
         raise OSError(f"{path} cannot be written: {error}") from error
 
 
-def load(path: Path, *, ours: bool) -> dict[str, Tensor]:
+def load(path: Path, *, require_trusted_owner: bool) -> dict[str, Tensor]:
     """Load a file of `save`. The result has tied weights under all their names.
 
     Raises:
         OSError: if the file is missing or damaged, or with `ours` if another user could have written it.
     """
     try:
-        with open_file(path, ours=ours) as source, safe_open(f"/proc/self/fd/{source.descriptor}", "pt") as file:
+        with (
+            open_file(path, ours=require_trusted_owner) as source,
+            safe_open(f"/proc/self/fd/{source.descriptor}", "pt") as file,
+        ):
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             metadata: dict[str, str] = file.metadata() or {}
-            for name in json.loads(metadata.pop(COMPLEX, "[]")):
+            for name in json.loads(metadata.pop(COMPLEX_METADATA_KEY, "[]")):
                 tensors[name] = torch.view_as_complex(tensors[name])
             ties = {name: tensors[first_name] for name, first_name in metadata.items() if first_name in tensors}
     except (SafetensorError, ValueError, LookupError, TypeError, RuntimeError) as error:
@@ -111,7 +114,7 @@ def rescue(weights: Mapping[str, Tensor], run_dir: Path) -> str:
     return "the weights could not be saved in any folder: they are LOST"
 
 
-def load_initial_weights(replica: Strategy, path: Path, *, trust: bool, report: Report) -> str:
+def load_initial_weights(replica: Strategy, path: Path, *, trust: bool, report: MessageCallback) -> str:
     """Load weights into the model, by name (collective). Return their SHA-256.
 
     Tensors that are missing in `path`, or have a different shape there, keep their initial values. With `trust`, `path`
@@ -133,7 +136,7 @@ def load_initial_weights(replica: Strategy, path: Path, *, trust: bool, report: 
     return digest
 
 
-def read_weights(path: Path, *, trust: bool, report: Report) -> dict[str, Tensor]:
+def read_weights(path: Path, *, trust: bool, report: MessageCallback) -> dict[str, Tensor]:
     """Read a state_dict to the CPU from a file, or from the final weights or the newest checkpoint of a run folder.
 
     Raises:
@@ -148,11 +151,11 @@ def read_weights(path: Path, *, trust: bool, report: Report) -> dict[str, Tensor
             if newest is None:
                 raise UsageError(code="init-from-no-weights", folder=run_dir, weights=WEIGHTS)
             report(f"--init-from: newest checkpoint of the run, {newest[0].name}")
-            return export_checkpoint(*newest)
+            return state_dict_from_checkpoint(*newest)
     try:
         if path.suffix != ".safetensors":
             return _state_dict_in(torch.load(path, map_location="cpu", weights_only=True), path)
-        return load(real_path(path), ours=False)  # safetensors cannot contain code
+        return load(real_path(path), require_trusted_owner=False)  # safetensors cannot contain code
     except (OSError, UnpicklingError, RuntimeError, EOFError) as error:
         raise UsageError(code="init-from-unreadable", path=path, reason=str(error).splitlines()[0]) from None
 
@@ -175,7 +178,7 @@ class _PartialSource:
         return [name for name in {**self._current, **self._values} if name.startswith(prefix)]
 
     def shape(self, name: str) -> torch.Size:
-        return self._values[name].shape if name in self._values else self._current[name].shape
+        return self._values[name].shape if name in self._values else self._current[name].full_shape
 
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
         if name in self._values:
@@ -184,16 +187,18 @@ class _PartialSource:
             return None
         value = self._current[name].tensor.detach().cpu().clone()
         # of a shard, the loader requests exactly the elements that this rank holds
-        return value if stop is None or self._current[name].whole is not None else value.reshape(-1)[start:stop]
+        return (
+            value if stop is None or self._current[name].unsharded_shape is not None else value.reshape(-1)[start:stop]
+        )
 
 
 def _matching(
-    replica: Strategy, shards: Sequence[TensorShard], weights: Mapping[str, Tensor], path: Path, report: Report
+    replica: Strategy, shards: Sequence[TensorShard], weights: Mapping[str, Tensor], path: Path, report: MessageCallback
 ) -> _PartialSource:
     model = replica.model
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     first_names = {name: by_id[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}  # of tied weights
-    shapes = {shard.name: shard.shape for shard in shards}
+    shapes = {shard.name: shard.full_shape for shard in shards}
     expected = {n: (shapes.get(f"model/{n}", p.shape), p.dtype, f"model/{n}") for n, p in model.named_parameters()}
     persistent = set(model.state_dict())
     expected |= {n: (b.shape, b.dtype, f"buffers/{n}") for n, b in model.named_buffers() if n in persistent}

@@ -11,7 +11,7 @@ import pytest
 from paceline.cli.doctor import main
 from paceline.errors import UsageError
 from paceline.lab.doctor.survey import PROGRAM
-from paceline.launch.ssh.plan import sessions
+from paceline.launch.ssh.plan import session_commands
 from paceline.protocol.job import Host
 
 
@@ -69,7 +69,7 @@ def test_within_an_allocation_of_another_shape_it_says_so(monkeypatch: pytest.Mo
 
 def test_nothing_of_the_users_but_python_is_on_a_command_line() -> None:
     python = "/home/me/a b'; touch /tmp/x; '/python"
-    (command,) = sessions(("ssh", "-F", "c"), (Host("me@n1", 2222),), python, *PROGRAM)
+    (command,) = session_commands(("ssh", "-F", "c"), (Host("me@n1", 2222),), python, *PROGRAM)
     assert command.name == "n1"
     assert command.argv[:3] == ("ssh", "-F", "c")
     assert command.argv[-4:-1] == ("2222", "--", "me@n1")

@@ -142,7 +142,7 @@ def test_the_address_that_the_hosts_name_means_is_preferred() -> None:
     second = (Address("eth0", "10.77.0.2", 24), Address("ib0", "10.88.0.2", 24))
     changed = survey(facts={"n2": {"addresses": second, "own_addresses": ("10.88.0.2",)}})
     assert [usable.interface for host in hosts_of(changed) if (usable := host.usable())] == ["eth0", "ib0", "eth0"]
-    closed = dict(changed.reach) | {("n1", "n2"): {"10.77.0.2": Link(), "10.88.0.2": Link("refused")}}
+    closed = dict(changed.links_by_address) | {("n1", "n2"): {"10.77.0.2": Link(), "10.88.0.2": Link("refused")}}
     changed = survey(facts={"n2": {"addresses": second, "own_addresses": ("10.88.0.2",)}}, reach=closed)
     assert [usable.interface for host in hosts_of(changed) if (usable := host.usable())] == ["eth0"] * 3
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from paceline.collectives import memory_sum
 from paceline.collectives.buckets import divide
-from paceline.collectives.memory import SharedMemory
 from paceline.collectives.memory_sum import Chunk, Flat, Results, Segment, SlotLayout, StartedSum, TreeSum
+from paceline.collectives.shared_memory import SharedMemory
 from paceline.collectives.tree import Node
 
 BULK_BYTES = 16 << 10
@@ -45,29 +45,29 @@ def added_in_the_order_of_ranks() -> AbstractContextManager[None]:
 
 
 def last_chunk_left_out() -> AbstractContextManager[None]:
-    original: Take = SlotLayout.take
+    original: Take = SlotLayout.collect_results
 
     def take(self: SlotLayout, chunk: Chunk, slot: int, at: int, results: Results) -> None:
         if chunk is not self.chunks[-1]:
             original(self, chunk, slot, at, results)
 
-    return planted((SlotLayout, "take", take))
+    return planted((SlotLayout, "collect_results", take))
 
 
 def last_chunk_short() -> AbstractContextManager[None]:
-    original: Take = SlotLayout.take
+    original: Take = SlotLayout.collect_results
 
     def take(self: SlotLayout, chunk: Chunk, slot: int, at: int, results: Results) -> None:
         piece = chunk.segments[-1]
-        result = results[piece.tensor]
-        end = Segment(piece.tensor, piece.stop - 1, piece.stop)
+        result = results[piece.tensor_index]
+        end = Segment(piece.tensor_index, piece.stop - 1, piece.stop)
         last = None if result is None or chunk is not self.chunks[-1] else end.view_of(result)
         before = None if last is None else last.clone()
         original(self, chunk, slot, at, results)
         if last is not None and before is not None:
             last.copy_(before)
 
-    return planted((SlotLayout, "take", take))
+    return planted((SlotLayout, "collect_results", take))
 
 
 def divided_twice() -> AbstractContextManager[None]:
@@ -80,24 +80,24 @@ def divided_twice() -> AbstractContextManager[None]:
 
 
 def share_of_the_step_before() -> AbstractContextManager[None]:
-    original: Load = SlotLayout.load
+    original: Load = SlotLayout.write_chunk
     kept: WeakKeyDictionary[SlotLayout, dict[Chunk, Tensor]] = WeakKeyDictionary()
 
     def load(self: SlotLayout, chunk: Chunk, own: Sequence[Flat | None], slot: int, **more: bool) -> None:
         original(self, chunk, own, slot, **more)
         rank = self._memory.rank
         if rank == ODD_RANK:
-            mine = self._memory.bulk.typed(chunk.dtype)[slot][rank][: self._lane_sizes[chunk.dtype]]
+            mine = self._memory.bulk.slots_as(chunk.dtype)[slot][rank][: self._lane_sizes[chunk.dtype]]
             of_sum = kept.setdefault(self, {})
             before, of_sum[chunk] = of_sum.get(chunk), mine.clone()
             if before is not None:
                 mine.copy_(before)
 
-    return planted((SlotLayout, "load", load))
+    return planted((SlotLayout, "write_chunk", load))
 
 
 def no_wait_before_reading() -> AbstractContextManager[None]:
-    right_run, right_load = TreeSum.run, SlotLayout.load
+    right_run, right_load = TreeSum.run, SlotLayout.write_chunk
 
     def run(self: TreeSum, *arguments: Any) -> Any:
         bulk: Any = self._memory.bulk
@@ -112,21 +112,21 @@ def no_wait_before_reading() -> AbstractContextManager[None]:
             time.sleep(0.01)  # a race that is always lost
         right_load(self, *arguments, **more)
 
-    return planted((TreeSum, "run", run), (SlotLayout, "load", load))
+    return planted((TreeSum, "run", run), (SlotLayout, "write_chunk", load))
 
 
 def absent_everywhere_becomes_zero() -> AbstractContextManager[None]:
-    return planted((SlotLayout, "used", lambda self: [True] * len(self._sizes)))
+    return planted((SlotLayout, "read_used_flags", lambda self: [True] * len(self._sizes)))
 
 
 def absent_on_one_rank_is_what_lay_there() -> AbstractContextManager[None]:
-    original: Load = SlotLayout.load
+    original: Load = SlotLayout.write_chunk
 
     def load(self: SlotLayout, chunk: Chunk, own: Sequence[Flat | None], slot: int, **more: bool) -> None:
         if any(tensor is not None for flat in own for tensor in flat or ()):
             original(self, chunk, own, slot, **more)
 
-    return planted((SlotLayout, "load", load))
+    return planted((SlotLayout, "write_chunk", load))
 
 
 def totals_of_one_rank_missing() -> AbstractContextManager[None]:

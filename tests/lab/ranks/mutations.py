@@ -767,7 +767,7 @@ def statistics_not_synchronised() -> AbstractContextManager[None]:
 
 def statistics_unweighted() -> AbstractContextManager[None]:
     def union(self: SyncBatchNorm, own: Moments) -> Moments:
-        packed = torch.cat([own.size.reshape(1), own.mean, own.m2])
+        packed = torch.cat([own.count.reshape(1), own.mean, own.m2])
         gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(gathered, packed, group=self.group)
         filled = torch.stack([each for each in gathered if each[0] > 0])  # (ranks with samples, 1 + 2C)
@@ -789,8 +789,8 @@ def biased_running_variance() -> AbstractContextManager[None]:
 
     def statistics(self: SyncBatchNorm, union: Moments, own_count: int) -> tuple[Tensor, Tensor]:
         result = original(self, union, own_count)
-        if self.running_var is not None and self.momentum is not None and union.size > 1:
-            too_much = union.m2 / (union.size - 1) - union.m2 / union.size
+        if self.running_var is not None and self.momentum is not None and union.count > 1:
+            too_much = union.m2 / (union.count - 1) - union.m2 / union.count
             self.running_var.sub_((self.momentum * too_much).to(self.running_var.dtype))
         return result
 
@@ -814,7 +814,7 @@ def own_loss_reported() -> AbstractContextManager[None]:
         def mine() -> SummedTotals:
             right = wait()
             assert isinstance(right.totals, Totals)  # a rank without samples has no loss of its own
-            return SummedTotals(Totals(own, right.totals.votes), right.weight) if own[1] > 0 else right
+            return SummedTotals(Totals(own, right.totals.votes), right.total_weight) if own[1] > 0 else right
 
         return mine
 
@@ -834,8 +834,10 @@ def loss_averages() -> AbstractContextManager[None]:
 
 
 def pause_forgotten() -> AbstractContextManager[None]:
-    original = Reducer.enter
-    return planted((Reducer, "enter", lambda self, virtual_rank, **_: original(self, virtual_rank, is_last=True)))
+    original = Reducer.begin_backward
+    return planted(
+        (Reducer, "begin_backward", lambda self, virtual_rank, **_: original(self, virtual_rank, is_last=True))
+    )
 
 
 # ---- the list ----------------------------------------------------------------------------------------------------

@@ -64,9 +64,9 @@ def measured(rank: int, size: int) -> list[bytes]:
     """The report as it should be, with another order of additions, and with a rank that goes its own way."""
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
     found = [collect_bits(SPEC, world)]
-    balanced, tree.middle = tree.middle, lambda node: node[0] + 1  # as if that depended on the world size
+    balanced, tree.split_leaf = tree.split_leaf, lambda node: node[0] + 1  # as if that depended on the world size
     found.append(collect_bits(SPEC, world))
-    tree.middle = balanced
+    tree.split_leaf = balanced
     if rank == 1:
         whole = Reducer.finish
 

@@ -18,7 +18,7 @@ from tests.lab.ranks.loop_table import ENDS, RANKS, RIGHT, right, said_of, spec_
 
 from paceline.cli import verify
 from paceline.lab.ranks.causes import Comparison
-from paceline.lab.ranks.loop_findings import findings
+from paceline.lab.ranks.loop_findings import make_loop_reports
 from paceline.lab.ranks.reference import Observed
 from paceline.lab.verify import LOOP_CAUSES, Case, Result, VerifyReport, print_report
 from paceline.tasks.registry import check_no_training_at_import
@@ -98,7 +98,7 @@ LOWER = {  # loops with padded batches: the type in which the loss is computed, 
 def test_a_loss_in_a_lower_precision_has_its_tolerance_and_padding_is_no_other_input(tmp_path: Path) -> None:
     said_of([*LOWER], tmp_path, ranks=(1,))
     for name, (precision, cause) in LOWER.items():
-        report, bits = findings(tmp_path / name, spec_of(name), (1,), {1: ""})
+        report, bits = make_loop_reports(tmp_path / name, spec_of(name), (1,), {1: ""})
         assert (report.precision, len(report.notes), len(bits)) == (precision, int(precision != "float64"), 1), name
         assert [one.finding and one.finding.cause for one in report.results] == [cause], (name, report.results)
 
@@ -106,7 +106,7 @@ def test_a_loss_in_a_lower_precision_has_its_tolerance_and_padding_is_no_other_i
 def compared(error: float, precision: str, *, moved: float = 0.0) -> list[str]:
     """The kinds that differ, if all numbers are off by `error`."""
     want, got = (torch.full((3,), value, dtype=torch.float64) for value in (1.0, 1.0 + error))
-    comparison = Comparison(adaptive=True, precision=precision, moved=moved)
+    comparison = Comparison(adaptive=True, precision=precision, max_rounding_move=moved)
     seen = [Observed(scalars={"loss": float(t[0])}, gradients={"w": t}, parameters={"w": t}) for t in (got, want)]
     return [one.kind for one in comparison.add(*seen)]
 

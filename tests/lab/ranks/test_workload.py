@@ -14,7 +14,7 @@ from paceline.config.settings import TrainConfig
 from paceline.lab.measurement import NO_EXCHANGE, Candidate
 from paceline.lab.ranks.measure import MAX_STREAM_SAMPLES, CandidateTraining, load_workload
 from paceline.rank.world import World
-from paceline.train.step import ignore
+from paceline.train.step import ignore_phase
 
 TASK = """
 import torch
@@ -66,7 +66,7 @@ def test_a_step_of_a_stream_has_as_many_samples_as_it_is_named_for(
     (note,) = workload.notes
     assert f"first {largest:,} samples" in note
     for one in named:
-        with CandidateTraining(workload, one, tmp_path / one.name, 2, ignore) as training:
+        with CandidateTraining(workload, one, tmp_path / one.name, 2, ignore_phase) as training:
             plan = training.plan
             sizes = [len(plan.global_indices(*divmod(step, plan.steps_per_epoch))) for step in range(2)]
             assert sizes == [one.batch_size] * 2

@@ -4,7 +4,7 @@ import sys
 
 from paceline.protocol.control import WorkerSpec
 
-if (spec := WorkerSpec.here()) is not None and spec.preload >= 0:
+if (spec := WorkerSpec.from_environment()) is not None and spec.preload >= 0:
     from paceline.rank.imports import import_without_gc
     from paceline.rank.preload import serve
 

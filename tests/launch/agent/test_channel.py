@@ -13,7 +13,17 @@ import pytest
 from benchmarks.faults.reading import said_by_paceline
 
 from paceline.launch.agent import channel
-from paceline.launch.agent.channel import Alive, Handshake, Link, Message, Ordered, RunOver, StartReply, Stop, introduce
+from paceline.launch.agent.channel import (
+    CoordinatorHeartbeat,
+    Handshake,
+    Link,
+    Message,
+    Ordered,
+    RunOver,
+    StartReply,
+    StopOrder,
+    introduce,
+)
 
 SECRET = b"s" * 32
 
@@ -123,7 +133,7 @@ def test_a_stranger_who_says_nothing_is_shown_the_door(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("place", ["length", "mac", "payload"])
 def test_a_changed_byte_ends_the_connection_and_nothing_of_it_is_believed(pair: tuple[Link, Link], place: str) -> None:
     head, node = pair
-    frame = bytearray(recorded(head, Stop(3.0)))
+    frame = bytearray(recorded(head, StopOrder(3.0)))
     frame[{"length": 3, "mac": channel.LENGTH.size, "payload": -2}[place]] ^= 1
     head._socket.send(bytes(frame) + bytes(8))
     assert heard(node, seconds=0.5) == []
@@ -131,7 +141,7 @@ def test_a_changed_byte_ends_the_connection_and_nothing_of_it_is_believed(pair: 
 
 
 def swapped(head: Link) -> bytes:
-    first, second = recorded(head, Alive()), recorded(head, RunOver(0))
+    first, second = recorded(head, CoordinatorHeartbeat()), recorded(head, RunOver(0))
     return second + first
 
 
@@ -179,7 +189,7 @@ def test_the_end_of_the_other_side_is_seen(pair: tuple[Link, Link]) -> None:
     head.end("over")
     heard(node)
     assert "closed" in node.ended
-    node.send(Alive())  # no error: `ended` has the reason
+    node.send(CoordinatorHeartbeat())  # no error: `ended` has the reason
 
 
 def test_a_side_that_reads_nothing_is_taken_for_lost_in_words_that_the_score_of_faults_knows(

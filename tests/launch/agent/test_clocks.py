@@ -19,8 +19,8 @@ def exchange(
     """Beats in both directions for ever, their times as two real clocks would show them: the truth after each."""
     now = 100.0
     while True:
-        bounds.see(now + (way := to_head()), least_seconds=ahead(now) - way)
-        bounds.see(now + (way := to_node()), most_seconds=way + ahead(now + way))
+        bounds.narrow(now + (way := to_head()), least_seconds=ahead(now) - way)
+        bounds.narrow(now + (way := to_node()), most_seconds=way + ahead(now + way))
         yield ahead(now + way)
         now += BEAT_SECONDS
 
@@ -44,11 +44,11 @@ def test_the_sign_is_that_of_a_clock_that_shows_more(ahead: float) -> None:
 
 def test_nothing_is_said_before_both_directions_were_heard() -> None:
     bounds = ClockBounds()
-    bounds.see(1.0, least_seconds=3.0)
-    bounds.see(2.0, least_seconds=3.1)
-    assert math.isinf(bounds.error_seconds) and bounds.due(1, 2.0) is None
-    bounds.see(3.0, most_seconds=3.2)
-    record = bounds.due(1, 3.0)
+    bounds.narrow(1.0, least_seconds=3.0)
+    bounds.narrow(2.0, least_seconds=3.1)
+    assert math.isinf(bounds.error_seconds) and bounds.due_record(1, 2.0) is None
+    bounds.narrow(3.0, most_seconds=3.2)
+    record = bounds.due_record(1, 3.0)
     assert record is not None and record.node == 1
     assert record.ahead_seconds == pytest.approx(3.15, abs=0.001)
     assert record.error_seconds == pytest.approx(0.05, abs=0.001)
@@ -82,22 +82,22 @@ def test_a_clock_that_is_set_is_noticed_and_written_down(jump: float) -> None:
     beats = exchange(bounds, lambda now: jump * (now > 160.0), steady(0.001), steady(0.001))
     for _ in range(28):
         next(beats)
-    assert bounds.due(1, 150.0) is not None
+    assert bounds.due_record(1, 150.0) is not None
     for _ in range(6):
         next(beats)
-    record = bounds.due(1, 170.0)
+    record = bounds.due_record(1, 170.0)
     assert record is not None
     assert record.ahead_seconds == pytest.approx(jump, abs=0.002) and record.error_seconds < 0.002
 
 
 def test_what_is_known_better_is_written_at_once_and_the_same_once_a_minute() -> None:
     bounds = ClockBounds()
-    bounds.see(0.0, least_seconds=-0.4, most_seconds=0.4)
-    assert bounds.due(1, 0.0) is not None
-    bounds.see(1.0, least_seconds=-0.3)
-    assert bounds.due(1, 1.0) is None
-    bounds.see(2.0, least_seconds=-0.1, most_seconds=0.1)
-    assert bounds.due(1, 2.0) is not None
-    assert bounds.due(1, 2.0 + AGAIN_SECONDS - 1.0) is None
-    assert bounds.due(1, 2.0 + AGAIN_SECONDS) is not None
-    assert bounds.due(1, 2.0 + AGAIN_SECONDS) is None
+    bounds.narrow(0.0, least_seconds=-0.4, most_seconds=0.4)
+    assert bounds.due_record(1, 0.0) is not None
+    bounds.narrow(1.0, least_seconds=-0.3)
+    assert bounds.due_record(1, 1.0) is None
+    bounds.narrow(2.0, least_seconds=-0.1, most_seconds=0.1)
+    assert bounds.due_record(1, 2.0) is not None
+    assert bounds.due_record(1, 2.0 + AGAIN_SECONDS - 1.0) is None
+    assert bounds.due_record(1, 2.0 + AGAIN_SECONDS) is not None
+    assert bounds.due_record(1, 2.0 + AGAIN_SECONDS) is None

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Thread
 
-from paceline.host.facts import gather
-from paceline.launch.agent.channel import Alive, Beat, Hello, Link, Ordered, introduce
+from paceline.host.facts import gather_facts
+from paceline.launch.agent.channel import Beat, CoordinatorHeartbeat, Hello, Link, Ordered, introduce
 from paceline.launch.agent.cluster import Cluster
-from paceline.protocol.control import Orders, signal_wakeup
+from paceline.protocol.control import StopOrders, signal_wakeup
 from paceline.protocol.job import NodePlan
 
 SECRET = "5e" * 32
@@ -22,7 +22,7 @@ SECRET = "5e" * 32
 
 def test_an_order_that_comes_together_with_a_node_is_heard() -> None:
     with node_of_a_crew() as (node, cluster):
-        node.send(Hello(1, 2, 1, 0, gather()))
+        node.send(Hello(1, 2, 1, 0, gather_facts()))
         node.send(Ordered(int(signal.SIGTERM)))
         wait_until(cluster, lambda: 1 in cluster.members)
         assert cluster.ordered and list(cluster.signals) == [signal.SIGTERM]
@@ -30,14 +30,14 @@ def test_an_order_that_comes_together_with_a_node_is_heard() -> None:
 
 def test_the_head_learns_by_how_much_a_nodes_clock_is_ahead() -> None:
     with node_of_a_crew() as (node, cluster):
-        node.send(Hello(1, 2, 1, 0, gather()))
+        node.send(Hello(1, 2, 1, 0, gather_facts()))
         node.send(Beat(0))  # of an agent that says no times: no harm
         wait_until(cluster, lambda: 1 in cluster.members and cluster.members[1].beat.generation == 0)
         clock = cluster.members[1].clock
         assert math.isinf(clock.error_seconds)
         select.select([node], [], [], 5.0)
         first = node.receive()[0]  # at once, before two seconds are over
-        assert isinstance(first, Alive) and first.unix_time is not None
+        assert isinstance(first, CoordinatorHeartbeat) and first.unix_time is not None
         node_now = time.time() + 60.0
         node.send(Beat(-1, unix_time=node_now, alive_took_seconds=node_now - first.unix_time))  # also one that is late
         wait_until(cluster, lambda: not math.isinf(clock.error_seconds))
@@ -50,7 +50,7 @@ def node_of_a_crew() -> Iterator[tuple[Link, Cluster]]:
     """A node's link to a head, and that head's cluster."""
     plan = NodePlan(("true",), nproc=1, nodes=2, node0_ports=(0,), secret=SECRET)
     with signal_wakeup(()) as wakeup:
-        cluster = Cluster(plan, Orders(wakeup, lifeline=False))
+        cluster = Cluster(plan, StopOrders(wakeup, lifeline=False))
         connection = socket.create_connection(("127.0.0.1", cluster.port))
         cluster.wait(1.0)  # greets whoever has connected
         connection.settimeout(5.0)

@@ -13,7 +13,7 @@ from tests.errors import raises
 
 from paceline.launch.agent.cluster import Cluster
 from paceline.launch.agent.store import LOOPBACK, STORE_ADDRESS, StoreGate, own_store, remote_store_gate
-from paceline.protocol.control import Orders, signal_wakeup
+from paceline.protocol.control import StopOrders, signal_wakeup
 from paceline.protocol.job import NodePlan
 
 SECRET = "5e" * 32
@@ -60,7 +60,7 @@ def head() -> Iterator[tuple[int, StoreGate]]:
     store, gate = own_store(0)
     serve(store)
     with signal_wakeup(()) as wakeup:
-        cluster, over = Cluster(plan, Orders(wakeup, lifeline=False)), threading.Event()
+        cluster, over = Cluster(plan, StopOrders(wakeup, lifeline=False)), threading.Event()
         cluster.gate = gate
 
         def wait() -> None:

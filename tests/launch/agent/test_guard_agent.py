@@ -17,8 +17,8 @@ from paceline.guard.report import DiagnosisRecord, read_diagnosis
 from paceline.launch.agent.cluster import Cluster, Generation
 from paceline.launch.agent.monitor import Monitor
 from paceline.launch.agent.workers import Workers
-from paceline.protocol.control import Orders, signal_wakeup
-from paceline.protocol.evidence import Sample, StopKind
+from paceline.protocol.control import StopOrders, signal_wakeup
+from paceline.protocol.evidence import StopKind, WorkerSample
 from paceline.protocol.job import NodePlan, NodeRanks
 
 pytestmark = pytest.mark.sample(3)
@@ -264,7 +264,7 @@ class Broken(Generation):
 
     looked = 0
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[WorkerSample]:
         self.looked += 1
         if self.looked > 1:
             raise ValueError("our bug")
@@ -274,13 +274,13 @@ class Broken(Generation):
 def test_what_goes_wrong_in_the_guard_is_said_once_and_the_run_goes_on(tmp_path: Path, capfd) -> None:
     plan = NodePlan(("true",), nproc=1, ranks=NodeRanks(world_size=1), attempt_dir=str(tmp_path))
     with signal_wakeup(()) as wakeup:
-        guarding = Monitor(Broken(plan, Workers(plan, 0, 0), Cluster(plan, Orders(wakeup, lifeline=False))))
+        guarding = Monitor(Broken(plan, Workers(plan, 0, 0), Cluster(plan, StopOrders(wakeup, lifeline=False))))
         (tmp_path / "ask-1-x").touch()
-        assert guarding.look() is None
+        assert guarding.check() is None
         (line,) = capfd.readouterr().err.splitlines()
         assert line.startswith("warning: ") and line.endswith(": ValueError: our bug")
         (tmp_path / "ask-1-y").touch()
         time.sleep(1.1)
-        assert guarding.look() is None and capfd.readouterr().err == ""
-        diagnosis = guarding.judge_failure([Sample(0, "here", 1, code=3)])
+        assert guarding.check() is None and capfd.readouterr().err == ""
+        diagnosis = guarding.judge_failure([WorkerSample(0, "here", 1, code=3)])
         assert (diagnosis.diagnosis.failed, diagnosis.exit_code) == (0, 3)  # from the samples alone

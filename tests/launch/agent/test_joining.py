@@ -17,7 +17,7 @@ import pytest
 from tests.errors import codes, raises
 from tests.launch.agent.nodes_harness import Nodes, several
 
-from paceline.host.facts import gather
+from paceline.host.facts import gather_facts
 from paceline.launch.agent import joining
 from paceline.launch.agent.channel import Hello, Reached, StartReply
 from paceline.launch.agent.cluster import RemoteNode
@@ -81,7 +81,7 @@ def joins(run: Nodes, number: int, **changes: object) -> None:
 def nodes_line(run: Nodes) -> str:
     found = read_nodes(run.run_dir / "attempt-1")
     assert found is not None
-    return found.line
+    return found.format_line
 
 
 def end(run: Nodes, *numbers: int) -> None:
@@ -160,7 +160,8 @@ def test_who_cannot_reach_one_that_is_just_lost_is_tried_again(tmp_path: Path, m
     monkeypatch.setattr(joining, "AGAIN_SECONDS", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         nodes = [
-            RemoteNode(Hello(number, 4, 1, probe.getsockname()[1], gather()), cast(Any, Deaf())) for number in (1, 2, 3)
+            RemoteNode(Hello(number, 4, 1, probe.getsockname()[1], gather_facts()), cast(Any, Deaf()))
+            for number in (1, 2, 3)
         ]
         old, off, new = nodes
         here, told = [old, off], list[str]()
@@ -168,23 +169,23 @@ def test_who_cannot_reach_one_that_is_just_lost_is_tried_again(tmp_path: Path, m
             here=here, members={1: old, 2: off}, waiting=[new], dismiss=lambda *_: told.append("off")
         )
         newcomers = JoinQueue(NodePlan(argv=(), nproc=1, nodes=4, min_nodes=1), cast(Any, cluster))
-        newcomers.look(str(tmp_path), "proof")
+        newcomers.check_waiting_nodes(str(tmp_path), "proof")
         new.started, new.reached, old.reached = StartReply(-1), Reached(("new cannot reach off",)), Reached(())
-        newcomers.look(str(tmp_path), "proof")
+        newcomers.check_waiting_nodes(str(tmp_path), "proof")
         assert not newcomers.count and not told  # `off` has not answered
         off.reached = Reached(())
-        newcomers.look(str(tmp_path), "proof")
-        newcomers.look(str(tmp_path), "proof")
+        newcomers.check_waiting_nodes(str(tmp_path), "proof")
+        newcomers.check_waiting_nodes(str(tmp_path), "proof")
         assert not newcomers.count and not told and new.reached is None  # it is tested again
         off.lost = "powered off"
         here.remove(off)
         new.reached = old.reached = Reached(())
-        newcomers.look(str(tmp_path), "proof")
+        newcomers.check_waiting_nodes(str(tmp_path), "proof")
         assert newcomers.count == 1 and not told
 
 
 def test_nodes_that_differ_in_what_makes_results_are_refused_with_both_values() -> None:
-    own, plan = gather(), NodePlan(argv=("x",), nproc=1)
+    own, plan = gather_facts(), NodePlan(argv=("x",), nproc=1)
 
     def node(**packages: str) -> Any:
         facts = msgspec.structs.replace(own, packages={**own.packages, **packages})

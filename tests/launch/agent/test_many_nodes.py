@@ -22,7 +22,7 @@ from paceline.guard.detectors import Alarm
 from paceline.guard.judge import judge
 from paceline.guard.report import MAX_KEPT, select_ranks
 from paceline.guard.waits import reachable, waiting_alike, waiting_graph
-from paceline.host.facts import gather
+from paceline.host.facts import gather_facts
 from paceline.host.procfs import allow_files
 from paceline.launch.agent.channel import MAX_HANDSHAKES, Beat, Hello, Link, Listener, introduce
 from paceline.launch.agent.cluster import Cluster, Generation
@@ -31,8 +31,8 @@ from paceline.launch.agent.monitor import Monitor
 from paceline.launch.agent.workers import Workers
 from paceline.launch.plan import Command
 from paceline.launch.ssh.sessions import Sessions
-from paceline.protocol.control import Orders, signal_wakeup
-from paceline.protocol.evidence import Diagnosis, Sample, StopKind
+from paceline.protocol.control import StopOrders, signal_wakeup
+from paceline.protocol.evidence import Diagnosis, StopKind, WorkerSample
 from paceline.protocol.job import NodePlan, NodeRanks
 
 SECRET = "5e" * 32
@@ -44,7 +44,7 @@ def crew_of(nodes: int) -> Generator[tuple[Cluster, list[Link]]]:
     """A head's cluster, and the other ends of its links."""
     plan = NodePlan(("true",), nproc=1, nodes=nodes, node0_ports=(0,), secret=SECRET)
     with signal_wakeup(()) as wakeup:
-        cluster, facts, links = Cluster(plan, Orders(wakeup, lifeline=False)), gather(), list[Link]()
+        cluster, facts, links = Cluster(plan, StopOrders(wakeup, lifeline=False)), gather_facts(), list[Link]()
 
         def come() -> None:
             for node in range(1, nodes):
@@ -68,7 +68,7 @@ def crew_of(nodes: int) -> Generator[tuple[Cluster, list[Link]]]:
 
 
 def beat(node: int, step: int, code: int | None = None) -> Beat:
-    return Beat(0, (Sample(node, f"n{node}", 1, node, code, step=step),))
+    return Beat(0, (WorkerSample(node, f"n{node}", 1, node, code, step=step),))
 
 
 def test_only_links_that_have_said_something_are_read_and_signs_of_life_wake_nobody(
@@ -77,7 +77,7 @@ def test_only_links_that_have_said_something_are_read_and_signs_of_life_wake_nob
     read: Counter[Link] = Counter()
     receive = Link.receive
     with crew_of(NODES) as (cluster, links):
-        assert len(cluster.here) == NODES - 1
+        assert len(cluster.present_nodes) == NODES - 1
         cluster.wait(0.1)
         monkeypatch.setattr(Link, "receive", lambda link: (read.update([link]), receive(link))[1])
         monkeypatch.setattr("paceline.launch.agent.channel.BEAT_SECONDS", 3600.0)  # else all are looked at, once a beat
@@ -121,7 +121,7 @@ def test_a_link_that_has_got_a_closed_ones_descriptor_is_heard() -> None:
         deadline = time.monotonic() + 20.0
         while not cluster.members[1].lost and time.monotonic() < deadline:
             cluster.wait(0.2)
-        assert [member.hello.node for member in cluster.here] == [2]
+        assert [member.hello.node for member in cluster.present_nodes] == [2]
         links[1].send(beat(2, 9))
         cluster.wait(20.0)
         assert cluster.members[2].samples()[0].step == 9
@@ -140,7 +140,7 @@ def test_an_agent_waits_for_descriptors_that_select_does_not_know() -> None:
             select.select([high], [], [], 0.0)
         os.write(writer, b"x")
         pipe = os.fdopen(high, "rb")
-        assert Orders(wakeup, lifeline=False).wait(20.0, [pipe]) is False
+        assert StopOrders(wakeup, lifeline=False).wait(20.0, [pipe]) is False
         pipe.close()
         os.close(reader)
         os.close(writer)

@@ -15,14 +15,14 @@ from paceline.protocol.evidence import Diagnosis, Op, StopKind
 KILLED = FailedGeneration(RankEnd.SIGNAL, rank=1, exit_code=137, exception="", step=40, nproc=4)
 RAISED = FailedGeneration(RankEnd.EXCEPTION, rank=1, exit_code=1, exception="ValueError", step=40, nproc=4)
 ENDED = FailedGeneration(RankEnd.EXIT, rank=1, exit_code=3, exception="", step=40, nproc=4)
-APART = FailedGeneration.of(Diagnosis(StopKind.MISMATCH, (1,)), [], 4, step=40, nproc=4)
+APART = FailedGeneration.from_diagnosis(Diagnosis(StopKind.MISMATCH, (1,)), [], 4, step=40, nproc=4)
 LOST = FailedGeneration(RankEnd.VICTIM, rank=0, exit_code=1, exception="DistNetworkError", step=40, nproc=4)
 
 
 def stalled(seq: int, causes: tuple[int, ...] = (1,)) -> FailedGeneration:
     """In a script, whose steps nobody counts."""
     diagnosis = Diagnosis(StopKind.BEHIND, causes, op=Op("0", seq, "all_reduce"))
-    return FailedGeneration.of(diagnosis, [], 3, step=0, nproc=4)
+    return FailedGeneration.from_diagnosis(diagnosis, [], 3, step=0, nproc=4)
 
 
 def later(failed: FailedGeneration, steps: int = 1) -> FailedGeneration:

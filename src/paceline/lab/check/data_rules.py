@@ -17,7 +17,7 @@ from paceline.lab.check.findings import (
     same_data,
 )
 from paceline.lab.check.step_rules import averages_gradients, joint_steps_by_optimizer
-from paceline.protocol.facts import EPOCHS, OWN_GENERATORS, Pass, ScriptFacts, SeenLoader, SeenStep
+from paceline.protocol.facts import EPOCHS, OWN_GENERATORS, LoaderPass, ScriptFacts, SeenLoader, SeenStep
 
 MIN_SAMPLES, MAX_LISTED = 8, 6  # samples that are compared to detect an order; samples in a message
 MAX_OVERLAP = 0.1  # fraction of a rank's samples that other ranks may have; padding adds at most one batch to it
@@ -42,7 +42,7 @@ def data_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     for loaders in group_loaders(ranks):
         if all(loader.local_only for loader in loaders.values()):
             continue
-        if len(loaders) > 1 and all(loader.training for loader in loaders.values()):
+        if len(loaders) > 1 and all(loader.training_passes for loader in loaders.values()):
             has_training = True
             sharding = [*_sharding(loaders)]
             yield from sharding
@@ -52,15 +52,15 @@ def data_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
             yield from _batch_size(loaders)
             if not uses_join:
                 yield from _lengths(loaders, means=averages_gradients(ranks))
-        elif not any(loader.training for loader in loaders.values()):
+        elif not any(loader.training_passes for loader in loaders.values()):
             yield from evaluation_findings(ranks, loaders)
     if not has_training and not any(facts.loaders for facts in ranks):
         yield from _inputs(ranks)
     yield from padding_findings(ranks)
 
 
-def _first_epochs(loaders: Loaders) -> dict[int, Pass]:
-    return {rank: loader.training[0] for rank, loader in loaders.items()}
+def _first_epochs(loaders: Loaders) -> dict[int, LoaderPass]:
+    return {rank: loader.training_passes[0] for rank, loader in loaders.items()}
 
 
 def _sharding(loaders: Loaders) -> Iterator[Finding]:
@@ -104,7 +104,7 @@ def _sharding(loaders: Loaders) -> Iterator[Finding]:
         yield Finding("same batches", "right", "each rank has different samples of the data", loader.constructed_at)
 
 
-def _draws_part(loader: SeenLoader, epoch_pass: Pass) -> bool:
+def _draws_part(loader: SeenLoader, epoch_pass: LoaderPass) -> bool:
     """Whether the sampler draws only a part of the data, even if the script does not leave its loop early."""
     return max(epoch_pass.drawn, loader.batches * loader.batch_size) < loader.samples
 
@@ -128,13 +128,13 @@ def _sharding_fix(loader: SeenLoader) -> str:
 
 def _order(loaders: Loaders) -> Iterator[Finding]:
     loader = next(iter(loaders.values()))
-    first, second = [*loader.training, Pass(), Pass()][:2]
+    first, second = [*loader.training_passes, LoaderPass(), LoaderPass()][:2]
     length = min(len(first.indices), len(second.indices))
     if length < MIN_SAMPLES or loader.shuffles is False:
         return
     if first.cut_off and not loader.plain:
         return  # the sampler may count its epochs after its last index, which was not drawn
-    later_orders = (p.indices[:length] for p in loader.training[2:] if len(p.indices) >= MIN_SAMPLES)
+    later_orders = (p.indices[:length] for p in loader.training_passes[2:] if len(p.indices) >= MIN_SAMPLES)
     differ = first.indices[:length] != second.indices[:length]
     if differ or any(order != first.indices[: len(order)] for order in later_orders):  # the script may repeat an epoch
         yield Finding("same order", "right", "each epoch has a different order", loader.site)
@@ -218,9 +218,11 @@ def evaluation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Itera
     loader = next(iter(loaders.values()))
     passes_by_rank = {rank: loader.passes[:EPOCHS] for rank, loader in loaders.items() if loader.passes}
     if len(passes_by_rank) == 1 and len(ranks) > 1:
-        training = [loader for loader in ranks[0].loaders if loader.training and loader.training[0].seconds]
+        training = [
+            loader for loader in ranks[0].loaders if loader.training_passes and loader.training_passes[0].seconds
+        ]
         evaluation_seconds = _epoch_seconds(next(iter(passes_by_rank.values()))[0], loader.batches)
-        epoch_seconds = sum(_epoch_seconds(loader.training[0], loader.batches) for loader in training)
+        epoch_seconds = sum(_epoch_seconds(loader.training_passes[0], loader.batches) for loader in training)
         text = f"only {format_ranks(passes_by_rank)} evaluates"
         if training and evaluation_seconds >= MIN_COST_SECONDS and evaluation_seconds >= MIN_COST * epoch_seconds:
             evidence = f"the other ranks wait about {evaluation_seconds:.1f} s; an epoch takes {epoch_seconds:.1f} s"
@@ -256,7 +258,7 @@ def evaluation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Itera
         yield Finding("padded score", "right", "evaluation counts each sample once", loader.constructed_at)
 
 
-def _averages_rates(passes_by_rank: Sequence[Sequence[Pass]]) -> bool:
+def _averages_rates(passes_by_rank: Sequence[Sequence[LoaderPass]]) -> bool:
     """Whether ranks with different numbers of samples summed fractions of these (7/32, 12/45), without counts."""
     drawn_counts = [passes[0].drawn for passes in passes_by_rank]
     if max(drawn_counts) - min(drawn_counts) <= TOLERANCE * max(drawn_counts):
@@ -280,7 +282,7 @@ def _is_part(value: float, count: int) -> bool:
     return math.isfinite(value) and abs(value * count - round(value * count)) < ROUNDING
 
 
-def _epoch_seconds(epoch_pass: Pass, batches: int) -> float:
+def _epoch_seconds(epoch_pass: LoaderPass, batches: int) -> float:
     return epoch_pass.seconds * max(1.0, batches / max(1, len(epoch_pass.sizes)))
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from paceline.protocol.facts import Pass, ScriptFacts, SeenLoader
+from paceline.protocol.facts import LoaderPass, ScriptFacts, SeenLoader
 
 MISSING = "-"  # in place of a digest, if the batch of a different rank has more tensors
 Level = Literal["wrong", "costs", "note", "right"]
@@ -86,7 +86,7 @@ def _mostly_same(batches: Iterable[Sequence[Sequence[str]]]) -> bool:
     return 2 * sum(are_same) > len(are_same)
 
 
-def overlap(passes: Sequence[Pass]) -> float:
+def overlap(passes: Sequence[LoaderPass]) -> float:
     """The largest fraction of a rank's indices that a different rank has also drawn."""
     sets = [set(p.indices) for p in passes]
     return max((len(a & b) / max(1, min(len(a), len(b))) for n, a in enumerate(sets) for b in sets[:n]), default=0.0)

@@ -32,7 +32,7 @@ def step_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
         yield from gradient_findings(ranks)
         yield from _step_counts(ranks)
         yield from _buffers(ranks)
-        yield from _files(ranks)
+        yield from _file_findings(ranks)
         yield from _loads(ranks)
     cleared_findings = [*_cleared_gradients(ranks[0])]
     yield from cleared_findings or _windows(ranks[0])
@@ -47,7 +47,7 @@ def session_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     text = "the script trains in a paceline.session(), which checks samples, gradients and weights while it trains"
     fix = "paceline verify FILE.py:FUNCTION, to compare the loop with one process"
     yield Finding("session", "note", text, ranks[0].steps[0].site if ranks[0].steps else "", fix)
-    yield from (*_files(ranks), *_loads(ranks), *_threads(ranks[0]))
+    yield from (*_file_findings(ranks), *_loads(ranks), *_threads(ranks[0]))
 
 
 def _step_counts(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
@@ -131,7 +131,7 @@ def _buffers(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
             yield Finding("batch norm", "right", "buffers are equal on all ranks when evaluation begins", site)
 
 
-def _files(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
+def _file_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     writers = _by_place(ranks, "saved_files")
     shared: defaultdict[str, list[tuple[str, list[int]]]] = defaultdict(list)
     for (_, path), places in writers.items():
@@ -191,14 +191,14 @@ def _threads(facts: ScriptFacts) -> Iterator[Finding]:
 
 
 def _training_loader(facts: ScriptFacts) -> SeenLoader | None:
-    return next((loader for loader in facts.loaders if loader.training and not loader.local_only), None)
+    return next((loader for loader in facts.loaders if loader.training_passes and not loader.local_only), None)
 
 
 def _learning_rate(facts: ScriptFacts) -> Iterator[Finding]:
     loader, steps = _training_loader(facts), joint_steps(facts)
-    if loader is None or not steps or not loader.training[0].sizes or facts.world // facts.split < 2:
+    if loader is None or not steps or not loader.training_passes[0].sizes or facts.world // facts.split < 2:
         return
-    batch = loader.training[0].sizes[0]
+    batch = loader.training_passes[0].sizes[0]
     rate = max(step.learning_rate for step in steps)  # a warm-up begins with 0
     replicas = facts.world // facts.split
     text = f"{replicas} ranks x batch {batch} = {replicas * batch} samples, learning rate {rate:g}"
@@ -211,7 +211,7 @@ def _schedule(facts: ScriptFacts) -> Iterator[Finding]:
     loader = _training_loader(facts)
     if loader is None or not facts.ended or loader.batch_size < 1 or loader.samples < 1 or loader.batches < 1:
         return
-    epochs, steps = len(loader.training), len(joint_steps(facts))
+    epochs, steps = len(loader.training_passes), len(joint_steps(facts))
     lengths = {epochs * -(-loader.samples // loader.batch_size), epochs * (loader.samples // loader.batch_size)}
     for schedule in facts.schedules:
         per_batch = schedule.steps == steps == sum(len(p.sizes) for p in loader.passes)

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.host.facts import gather
+from paceline.host.facts import gather_facts
 from paceline.lab.doctor import messages as m
 
 TOKEN = re.compile(r"[0-9a-f]{32}")
@@ -47,7 +47,7 @@ ERRORS = {
 def _examine(request: m.Examine) -> m.Examined:
     folder = _existing(request.folder)
     usage = shutil.disk_usage(folder)
-    return m.Examined(gather(), _listen(request.token.encode()), str(folder), usage.free, usage.total)
+    return m.Examined(gather_facts(), _listen(request.token.encode()), str(folder), usage.free, usage.total)
 
 
 def _probe(request: m.Probe) -> m.Done:

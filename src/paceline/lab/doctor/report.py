@@ -11,7 +11,7 @@ from rich.text import Text
 
 from paceline.errors import plural
 from paceline.guard.report import printable
-from paceline.host.facts import NODE_RULES, Address, Facts, Finding, Node, Rule, differences, itself
+from paceline.host.facts import NODE_RULES, Address, Facts, Finding, Node, Rule, differences, node_as_fact
 from paceline.host.reach import is_loopback
 from paceline.lab.doctor.messages import Examined
 from paceline.lab.doctor.survey import Survey
@@ -41,15 +41,15 @@ class Host(Node):
 
     def usable(self) -> Address | None:
         """The first of its addresses that all others reach, preferably one that its host name resolves to."""
-        incoming = [links for (_, target), links in self.survey.reach.items() if target == self.name]
+        incoming = [links for (_, target), links in self.survey.links_by_address.items() if target == self.name]
         usable = [a for a in self.facts.addresses
                   if all(a.address in links and not links[a.address].error for links in incoming)]  # fmt: skip
         return min(usable, key=lambda a: a.address not in self.facts.own_addresses, default=None)
 
-    def closed(self) -> Iterator[tuple[list[str], str]]:
+    def unreachable_sources(self) -> Iterator[tuple[list[str], str]]:
         """The hosts that reach none of its addresses, and why."""
         errors: dict[str, list[str]] = {}
-        for (source, target), links in self.survey.reach.items():
+        for (source, target), links in self.survey.links_by_address.items():
             if target == self.name and all(link.error for link in links.values()):
                 reason = "; ".join(f"{address}: {link.error}" for address, link in links.items()) or "it has no address"
                 errors.setdefault(reason, []).append(source)
@@ -63,7 +63,7 @@ class Host(Node):
     def folder(self) -> list[tuple[str, str]]:
         """The run folder, and the error of this host's access to it."""
         run_dir = self.survey.wanted.run_dir
-        return [(run_dir, done.error) for name, done in self.survey.folder.items() if name == self.name]
+        return [(run_dir, done.error) for name, done in self.survey.folder_access.items() if name == self.name]
 
     def disk(self) -> tuple[Examined]:
         """The disk of the run folder."""
@@ -95,7 +95,7 @@ def _free_space(disk: Examined) -> str:
 
 RULES: tuple[Rule[Any], ...] = (
     *NODE_RULES,
-    Rule("gpus", "error", itself, lambda h: 0 < len(h.facts.gpus) < h.workers,
+    Rule("gpus", "error", node_as_fact, lambda h: 0 < len(h.facts.gpus) < h.workers,
          lambda h: f"{h.workers} workers, but {len(h.facts.gpus)} GPUs",
          lambda h: f"use --nproc {len(h.facts.gpus)}, or --backend gloo or --device cpu when you train"),
     Rule("gpus", "error", lambda h: h.facts.gpus, lambda gpu: gpu.lost,
@@ -109,11 +109,11 @@ RULES: tuple[Rule[Any], ...] = (
          lambda gpu: f"GPU {gpu.index} is in use by {', '.join(f'pid {pid}' for pid in gpu.processes) or 'others'}: "
          f"{gpu.memory_used >> 20} of {gpu.memory >> 20} MiB",
          "wait for it, or choose others with CUDA_VISIBLE_DEVICES"),
-    Rule("names", "warning", itself, lambda h: is_loopback(next(iter(h.facts.own_addresses), "")),
+    Rule("names", "warning", node_as_fact, lambda h: is_loopback(next(iter(h.facts.own_addresses), "")),
          lambda h: f"its name {h.facts.host} resolves to {h.facts.own_addresses[0]}, which no other host can reach",
          lambda h: f"in its /etc/hosts write {h.facts.addresses[0].address if h.facts.addresses else 'its address'} "
          f"{h.facts.host}, and remove {h.facts.host} from the 127.x line"),
-    Rule("ports", "error", Host.closed, bool,
+    Rule("ports", "error", Host.unreachable_sources, bool,
          lambda closed: f"cannot be reached from {', '.join(closed[0])} at {closed[1]}",
          lambda closed: f"allow connections from {', '.join(closed[0])} to all its TCP ports, because ranks use any "
          "ports: check `nft list ruleset` and `ip route get` on both sides"),
@@ -152,7 +152,10 @@ def run_checks(survey: Survey) -> list[Check]:
 
 def bandwidth(survey: Survey) -> tuple[float, float]:
     """The slowest link's bytes per second, and the longest round trip in seconds; 0 if not measured."""
-    trips = [[link.round_trip_seconds for link in links.values() if not link.error] for links in survey.reach.values()]
+    trips = [
+        [link.round_trip_seconds for link in links.values() if not link.error]
+        for links in survey.links_by_address.values()
+    ]
     slowest = min((link.bytes_per_second for link in survey.links.values()), default=0.0)
     return slowest, max((min(trip) for trip in trips if trip), default=0.0)
 
@@ -163,7 +166,7 @@ def _versions(facts: Facts) -> str:
 
 def _ports(survey: Survey) -> str:
     addresses = [f"{host.name} {a.address} ({a.interface})" for host in hosts_of(survey) if (a := host.usable())]
-    return f"all {len(survey.reach)} connections between {len(survey.hosts)} hosts are open: {', '.join(addresses)}"
+    return f"all {len(survey.links_by_address)} connections between {len(survey.hosts)} hosts are open: {', '.join(addresses)}"
 
 
 def _bandwidth(survey: Survey) -> str:
@@ -187,7 +190,7 @@ SUMMARIES: dict[str, tuple[bool, Callable[[Survey], str]]] = {
     "names": (True, lambda _: "each host name resolves to that host, on all hosts"),
     "ports": (True, _ports),
     "clocks": (True, lambda s: f"all within {max(map(abs, s.clock_offsets.values()), default=0):.2g} s"),
-    "run folder": (False, lambda s: f"{s.wanted.run_dir} is writable; visible on {', '.join(s.folder)}"),
+    "run folder": (False, lambda s: f"{s.wanted.run_dir} is writable; visible on {', '.join(s.folder_access)}"),
     "disk": (False, lambda s: f"at least {min(host.disk_free for host in s.hosts.values()) / 1e9:.3g} GB free"),
     "bandwidth": (True, _bandwidth),
 }  # fmt: skip
@@ -213,7 +216,7 @@ def as_json(survey: Survey, checks: Sequence[Check]) -> bytes:
         "checks": checks,
         "seconds": survey.seconds,
         "clock_offset_seconds": survey.clock_offsets,
-        "ports": [{"from": a, "to": b, "addresses": links} for (a, b), links in survey.reach.items()],
+        "ports": [{"from": a, "to": b, "addresses": links} for (a, b), links in survey.links_by_address.items()],
         "bandwidth": dict(zip(("bytes_per_second", "round_trip_seconds"), bandwidth(survey), strict=True)),
         "facts": {name: host.facts for name, host in survey.hosts.items()},
     }

@@ -49,8 +49,8 @@ class Survey:
     lost: Mapping[str, str]
     hosts: Mapping[str, m.Examined]
     clock_offsets: Mapping[str, float]  # seconds that a host's clock is ahead of this machine's
-    reach: Mapping[Pair, Mapping[str, m.Link]]  # by address of the target
-    folder: Mapping[str, m.Done]  # each host's access to the probe file; only the writer's if it could not write
+    links_by_address: Mapping[Pair, Mapping[str, m.Link]]  # by address of the target
+    folder_access: Mapping[str, m.Done]  # each host's access to the probe file; only the writer's if it could not write
     links: Mapping[Pair, m.Link]  # measured, from each host to the next one
     seconds: float
 

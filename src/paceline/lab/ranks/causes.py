@@ -46,7 +46,7 @@ class Comparison:
 
     adaptive: bool
     precision: str = "float64"  # a key of TOLERANCES
-    moved: float = 0.0
+    max_rounding_move: float = 0.0
     """The distance by which an adaptive optimizer may have moved a parameter so far because of rounding."""
     errors: dict[str, float] = field(default_factory=dict[str, float])
     round_off: set[str] = field(default_factory=set[str])
@@ -66,7 +66,7 @@ class Comparison:
         self._compare(differences, "gradient", got.gradients, want.gradients, tolerance)
         self._compare(differences, CLIPPED, got.stepped, want.stepped, tolerance)
         self._compare(differences, "optimizer state", got.state, want.state, loose_tolerance)
-        allowed_move = self.moved / max(_largest(want.parameters), 1e-300)
+        allowed_move = self.max_rounding_move / max(_largest(want.parameters), 1e-300)
         self._compare(differences, "parameter", got.parameters, want.parameters, loose_tolerance + allowed_move)
         # a bias with a round-off gradient moves only the running mean of the next batch norm
         loose_tolerance = ADAPTIVE_TOLERANCE if self.round_off else tolerance

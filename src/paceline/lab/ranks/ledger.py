@@ -37,7 +37,7 @@ class RankLog:
     started: Started
     steps: dict[int, list[Step]] = field(default_factory=dict[int, list[Step]])  # by last step, see Step.steps
     samples: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> indices, if recorded
-    ended: int = -1  # the last step, if the rank recorded its end
+    end_step: int = -1  # the last step, if the rank recorded its end
     undone: int = 0  # number of steps that were rolled back
     unlogged: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> ranks, see UnloggedStep
 
@@ -48,11 +48,11 @@ class RankLog:
             self.samples.pop(step, None)
 
     @property
-    def reached(self) -> int:
+    def last_complete_step(self) -> int:
         """The last complete step: a rank may be killed between the record of a step and that of its samples."""
         last = max(self.steps, default=self.started.start_step)
-        if self.ended >= 0:
-            return max(last, self.ended)
+        if self.end_step >= 0:
+            return max(last, self.end_step)
         if self.samples and last in self.steps and len(self.samples.get(last, ())) < self.steps[last][0].consumed:
             return last - 1
         return last
@@ -65,15 +65,15 @@ class RunStart:
     logs: list[RankLog]
 
     @property
-    def first(self) -> Started:
+    def start_event(self) -> Started:
         """The `Started` event of the lowest rank. Those of the other ranks should agree."""
         return self.logs[0].started
 
     @property
     def name(self) -> str:
         """The name of the start in messages."""
-        generation = f", generation {self.first.generation}" if self.first.generation else ""
-        return f"attempt {self.first.attempt}{generation}"
+        generation = f", generation {self.start_event.generation}" if self.start_event.generation else ""
+        return f"attempt {self.start_event.attempt}{generation}"
 
     def records(self) -> Iterator[Step]:
         """The step records of all ranks."""
@@ -167,8 +167,8 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
         raise UsageError(code="ledger-no-events", run_dir=run_dir)
     ranges = _counting(starts)
     _check_plausible(starts, ranges)
-    parts = starts[0].first.stream_parts
-    plan = make_plan(ENDLESS if parts else max(1, starts[0].first.num_samples))
+    parts = starts[0].start_event.stream_parts
+    plan = make_plan(ENDLESS if parts else max(1, starts[0].start_event.num_samples))
     unlogged = [note for start in starts for note in _add_unlogged_steps(start, plan)]
     incarnations = [_incarnation(start, counts) for start, counts in zip(starts, ranges, strict=True)]
     result = Audit(plan.num_samples, plan.steps_per_epoch, plan.last_batch, incarnations, is_stream=parts > 0)
@@ -182,10 +182,10 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
         return result
     result.findings.extend(text for start in starts for text in _disagreements(start, plan))
     faults = [
-        (range(step, step + 1), f"{start.name} logged it, although it started after step {start.first.start_step}")
-        for start in starts for step in start.steps() if step <= start.first.start_step
+        (range(step, step + 1), f"{start.name} logged it, although it started after step {start.start_event.start_step}")
+        for start in starts for step in start.steps() if step <= start.start_event.start_step
     ]  # fmt: skip
-    begin = min(start.first.start_step for start in starts)
+    begin = min(start.start_event.start_step for start in starts)
     faults += [(range(1, begin + 1), "missing: every attempt started after it")] if begin else []
     spans = ((span, start) for start, counts in zip(starts, ranges, strict=True) for span in start.spans(counts))
     checked_steps = (_check_step(span, start, plan) for span, start in spans)
@@ -225,7 +225,7 @@ def _read_starts(run_dir: Path) -> list[RunStart]:
             elif isinstance(event, UnloggedStep):
                 log.unlogged[event.step] = event.ranks
             elif isinstance(event, Ended):
-                log.ended = max(log.ended, event.step)
+                log.end_step = max(log.end_step, event.step)
     logs.sort(key=lambda log: (*_order(log), log.started.rank))
     return [RunStart(list(group)) for _, group in groupby(logs, _order)]
 
@@ -239,10 +239,10 @@ def _counting(starts: Sequence[RunStart]) -> list[range]:
 
     In the last start, the steps count that all ranks have logged: no checkpoint can contain later steps.
     """
-    end = max(starts[-1].first.start_step, min(log.reached for log in starts[-1].logs))
+    end = max(starts[-1].start_event.start_step, min(log.last_complete_step for log in starts[-1].logs))
     ranges: list[range] = []
     for start in reversed(starts):
-        begin = start.first.start_step
+        begin = start.start_event.start_step
         ranges.append(range(begin + 1, max(begin, end) + 1))
         end = min(begin, end)
     return ranges[::-1]
@@ -256,17 +256,17 @@ def _skipped_steps(starts: Sequence[RunStart], ranges: Sequence[range]) -> list[
 def _check_plausible(starts: Sequence[RunStart], ranges: Sequence[range]) -> None:
     """Raise a UsageError for implausible numbers, which no run has written and which would take forever to check."""
     records = [record for start in starts for record in start.records()]
-    steps, samples = max(counts.stop for counts in ranges), starts[0].first.num_samples
+    steps, samples = max(counts.stop for counts in ranges), starts[0].start_event.num_samples
     if steps > MAX_UNLOGGED_STEPS + 10 * sum(min(record.steps, MAX_STEPS_PER_RECORD) for record in records):
         raise UsageError(code="ledger-steps-implausible", steps=steps, logged=len(records))
-    epochs = 1 + steps // max(1, starts[0].first.steps_per_epoch)
+    epochs = 1 + steps // max(1, starts[0].start_event.steps_per_epoch)
     limit = MAX_SAMPLES + SAMPLES_PER_RECORD * len(records)
     if samples > limit or epochs * samples > 10 * limit:
         raise UsageError(code="ledger-samples-implausible", samples=samples, epochs=epochs, logged=len(records))
 
 
 def _incarnation(start: RunStart, counts: range) -> Incarnation:
-    first, steps = start.first, start.steps()
+    first, steps = start.start_event, start.steps()
     return Incarnation(
         first.attempt,
         first.generation,
@@ -286,7 +286,7 @@ def _disagreements(start: RunStart, plan: BatchPlan) -> Iterator[str]:
         yield f"{start.name}: rank {rank} started twice"
     for name in ("world_size", "start_step", "num_samples", "steps_per_epoch", "stream_parts"):
         values = sorted({getattr(log.started, name) for log in start.logs})
-        planned = None if start.first.stream_parts else getattr(plan, name, None)
+        planned = None if start.start_event.stream_parts else getattr(plan, name, None)
         if len(values) > 1:
             yield f"{start.name}: ranks disagree about {name}: {', '.join(map(str, values))}"
         elif planned is not None and values != [planned]:
@@ -299,7 +299,9 @@ def _add_unlogged_steps(start: RunStart, plan: BatchPlan) -> Iterator[str]:
     Such a rank used its usual portion of the plan, if that is known, otherwise the portion of no other rank. Yields a
     note for each such step.
     """
-    for step in sorted({step for log in start.logs for step in log.unlogged}) if not start.first.own_order else ():
+    for step in (
+        sorted({step for log in start.logs for step in log.unlogged}) if not start.start_event.own_order else ()
+    ):
         reported = {rank for log in start.logs for rank in log.unlogged.get(step, ())}
         incomplete = [
             log for log in start.logs
@@ -339,7 +341,7 @@ def _add_step(log: RankLog, step: int, portion: tuple[int, int], start: RunStart
 def _check_step(span: range, start: RunStart, plan: BatchPlan) -> _CheckedStep:
     logs = [log for log in start.logs if any(step in log.steps for step in span)]
     records = [record for log in logs for record in _records(span, log)]
-    planned = None if start.first.own_order else torch.cat([_planned(step, plan) for step in span])
+    planned = None if start.start_event.own_order else torch.cat([_planned(step, plan) for step in span])
     consumed = sum(record.consumed for record in records)
     faults = list(_faults(span, start, logs, plan)) if logs else [f"missing: {start.name} did not log it"]
     if planned is not None and logs and consumed != len(planned):
@@ -375,7 +377,7 @@ def _planned(step: int, plan: BatchPlan) -> Tensor:
 
 
 def _faults(span: range, start: RunStart, logs: Sequence[RankLog], plan: BatchPlan) -> Iterator[str]:
-    ranks, size = [log.started.rank for log in logs], start.first.world_size
+    ranks, size = [log.started.rank for log in logs], start.start_event.world_size
     by_rank = [_records(span, log) for log in logs]
     if ranks != list(range(size)):
         yield f"logged by ranks {', '.join(map(str, ranks))} of {size} only"
@@ -486,7 +488,7 @@ def _notes(result: Audit, last: RunStart, counts: range) -> Iterator[str]:
             yield f"epoch {result.epochs[-1].epoch} is unfinished: {done} of {result.steps_per_epoch} steps"
         if result.last_batch != "keep":
             yield f"last batch '{result.last_batch}': checked only with the plan, which does not use each sample once"
-    if logs_ahead := [log for log in last.logs if log.reached >= counts.stop]:
-        steps = _name_steps(counts.stop, max(log.reached for log in logs_ahead))
+    if logs_ahead := [log for log in last.logs if log.last_complete_step >= counts.stop]:
+        steps = _name_steps(counts.stop, max(log.last_complete_step for log in logs_ahead))
         ranks = ", ".join(str(log.started.rank) for log in logs_ahead)
-        yield f"the last {steps}: logged only by ranks {ranks} of {last.first.world_size}: the run ended there"
+        yield f"the last {steps}: logged only by ranks {ranks} of {last.start_event.world_size}: the run ended there"

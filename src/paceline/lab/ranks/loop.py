@@ -30,10 +30,10 @@ from paceline.lab.verify import TOLERANCES, LoopCase, LoopSpec, StepBits
 from paceline.nested import mapped, tensors
 from paceline.protocol.evidence import is_victim
 from paceline.rank.world import World
-from paceline.seeding import derive, seed_streams, stream_states
-from paceline.sessions.lifecycle import UNSEEDED, close_all
+from paceline.seeding import derive, generator_states, seed_streams
+from paceline.sessions.lifecycle import MIN_RANDOM_SEED, close_all
 from paceline.sessions.loader import Loader
-from paceline.sessions.observer import Apply, Observer, observed_by
+from paceline.sessions.observer import ApplyStrategy, Observer, use_observer
 from paceline.stepping.hooks import nodes_of, own_functions, own_hooks
 from paceline.stepping.micro_step import MicroStep, Reduction
 from paceline.stepping.trained_model import TrainedModel
@@ -51,9 +51,9 @@ class LoopStep(Observed):
     epoch: int = 0
     micro_batches: int = 0
     rates: list[float] = field(default_factory=list[float])  # learning rates
-    input: float = 0.0  # a sum over the inputs of the models
-    output: float = 0.0
-    values: float = 0.0  # the number of values in these sums, which depends on the padding of a micro-batch
+    input_sum: float = 0.0  # a sum over the inputs of the models
+    output_sum: float = 0.0
+    num_summed_values: float = 0.0  # the number of values in these sums, which depends on the padding of a micro-batch
     updates: bool = False  # whether an optimizer has updated a model
     beside: list[str] = field(default_factory=list[str])  # parameters whose .grad changed before s.backward
     between: bool = False  # whether a gradient changed between two s.backward calls
@@ -67,10 +67,14 @@ class LoopRun:
     optimizer: str = "-"
     steps: list[LoopStep] = field(default_factory=list[LoopStep])
     notes: list[str] = field(default_factory=list[str])  # the session's notes about the loop
-    path: list[str] = field(default_factory=list[str])  # hooks and custom autograd functions on the gradient path
+    gradient_path_hooks: list[str] = field(
+        default_factory=list[str]
+    )  # hooks and custom autograd functions on the gradient path
     bits: list[StepBits] = field(default_factory=list[StepBits])  # instead of tensors, if the case is exact
-    start: dict[str, Any] = field(default_factory=dict[str, Any])  # fingerprints of the models before the first step
-    draws: bool = False  # whether the loop draws random numbers
+    start_fingerprints: dict[str, Any] = field(
+        default_factory=dict[str, Any]
+    )  # fingerprints of the models before the first step
+    draws_random_numbers: bool = False  # whether the loop draws random numbers
     precision: str = "float64"  # the least precise type in the graphs of its losses
     digests: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # of weights and state, at the end
     error: str = ""
@@ -103,7 +107,7 @@ class _Recorder(Observer):
         self.options |= {"report_to": None, "precision": None, "virtual_ranks": self.case.virtual_ranks, **overrides}
         self.max_steps = self.spec.steps
 
-    def wrap_strategy(self, name: str, apply: Apply) -> Apply:
+    def wrap_strategy(self, name: str, apply: ApplyStrategy) -> ApplyStrategy:
         """In float64, turn off dropout and the updates of batch norm, which depend on the split of a batch."""
         self.run.strategy = name
 
@@ -113,7 +117,7 @@ class _Recorder(Observer):
                     if isinstance(module, (_BatchNorm, _DropoutNd)):
                         vars(module.eval())["train"] = partial(_keep_mode, module)
             hooks = (f"a hook on {name}" for name, p in model.named_parameters() if p._backward_hooks)  # pyright: ignore
-            self.run.path += [*hooks, *filter(None, [own_hooks([model])])]
+            self.run.gradient_path_hooks += [*hooks, *filter(None, [own_hooks([model])])]
             replica = apply(model, make_optimizer, world)
             if self.case.plain:
                 vars(replica)["sync_gradients"] = partial(_sync_without_division, replica.sync_gradients)
@@ -123,7 +127,7 @@ class _Recorder(Observer):
                     self._on_forward(*values)
 
             model.register_forward_hook(after_forward, with_kwargs=True)
-            self.run.start |= _constants(model) | fingerprints(parameters_of(replica))
+            self.run.start_fingerprints |= _constants(model) | fingerprints(parameters_of(replica))
             self.run.optimizer = type(replica.optimizer).__name__
             return replica
 
@@ -145,7 +149,9 @@ class _Recorder(Observer):
         """Some whole global batches, and a last one that is uneven, or too small for some virtual ranks."""
         size = self.spec.virtual_ranks
         # batch norm needs more than one value for its statistics
-        tail_size = 2 * size + 1 if any(has_batch_norm(part.replica.model) for part in self.parts) else max(1, size - 1)
+        tail_size = (
+            2 * size + 1 if any(has_batch_norm(part.replica.model) for part in self.models) else max(1, size - 1)
+        )
         last_size = plan.global_batch if plan.last_batch == "drop" else min(tail_size, plan.global_batch)
         return max(2, self.spec.steps // 2), last_size
 
@@ -154,12 +160,14 @@ class _Recorder(Observer):
             self._work, key = work, (work.virtual_rank, work.micro_batch)
             self._passes += key in self._sums
             self._sums[key] = {}  # a later pass over the same micro-batch replaces the first
-            self._streams = stream_states(self.parts[0].replica.world.device)
+            self._streams = generator_states(self.models[0].replica.world.device)
         return inputs if self.case.exact else mapped(inputs, to_double)
 
     def on_batch_end(self) -> None:
         self._work = None
-        self.run.draws |= not torch.equal(self._streams, stream_states(self.parts[0].replica.world.device))
+        self.run.draws_random_numbers |= not torch.equal(
+            self._streams, generator_states(self.models[0].replica.world.device)
+        )
 
     def _on_forward(self, *values: Any) -> None:
         """Add up the inputs and the outputs. Zero padding adds nothing."""
@@ -190,7 +198,7 @@ class _Recorder(Observer):
         if not isinstance(loss, Tensor) or not loss.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
             return
         if not self._last_grads:
-            self.run.path += filter(None, [own_functions(loss)])
+            self.run.gradient_path_hooks += filter(None, [own_functions(loss)])
         if not self.case.exact:
             dtypes = (str(metadata.dtype) for node in nodes_of(loss) for metadata in node._input_metadata)
             self.run.precision = least_precise([self.run.precision, *dtypes])
@@ -200,13 +208,13 @@ class _Recorder(Observer):
 
     def on_gradients(self, micro_step: MicroStep | None) -> None:
         self._unhook()
-        for part in self.parts if micro_step is not None and micro_step.is_last else ():
+        for part in self.models if micro_step is not None and micro_step.is_last else ():
             self._summed[part.number] = self._values(part, gradients_of(part.replica))
         self._last_grads = {name: (p.grad, _version(p.grad)) for name, p in self._named() if p.grad is not None}
         self._last_backward = micro_step, len(micro_step.stepped) if micro_step is not None else 0
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
-        unsharded = [part for part in self.parts if not part.replica.sharded]
+        unsharded = [part for part in self.models if not part.replica.sharded]
         named_parameters = [(part.prefix, part.replica.model.named_parameters()) for part in unsharded]
         return [(prefix + name, p) for prefix, parameters in named_parameters for name, p in parameters]
 
@@ -227,13 +235,13 @@ class _Recorder(Observer):
         batches, step = record.microbatches, self._step
         step.samples = sorted(i for batch in batches if batch.work.is_counted for i in batch.work.indices.tolist())
         step.scalars = {"loss": record.result.loss}
-        step.rates = [rate for part in self.parts for rate in part.rates()]
+        step.rates = [rate for part in self.models for rate in part.rates()]
         step.epoch, step.micro_batches = batches[0].work.epoch, len(batches)
-        step.input = sum(sums.get("input", 0.0) for sums in self._sums.values())
-        step.values = sum(sums.get("values", 0.0) for sums in self._sums.values())
+        step.input_sum = sum(sums.get("input", 0.0) for sums in self._sums.values())
+        step.num_summed_values = sum(sums.get("values", 0.0) for sums in self._sums.values())
         if self._passes == 1:  # otherwise a later pass recomputed them, after a model had stepped
-            step.output = sum(sums.get("output", 0.0) for sums in self._sums.values())
-        for part in self.parts:
+            step.output_sum = sum(sums.get("output", 0.0) for sums in self._sums.values())
+        for part in self.models:
             step.parameters = {**step.parameters, **self._values(part, parameters_of(part.replica))}
         if self.case.exact:
             tensor_sets = (step.gradients, step.parameters)
@@ -253,7 +261,7 @@ class _Recorder(Observer):
             self.run.notes.append(str(words[0]).removeprefix("NOTE: "))
 
     def on_end(self) -> None:
-        self.run.digests = [digests_of(part.replica) for part in self.parts]
+        self.run.digests = [digests_of(part.replica) for part in self.models]
 
 
 def least_precise(dtypes: Iterable[str]) -> str:
@@ -284,10 +292,10 @@ def read_run(folder: Path, size: int, number: int) -> list[LoopRun]:
 def _run_case(spec: LoopSpec, case: LoopCase, rank: int) -> LoopRun:
     run = LoopRun(case.strategy)
     torch.set_default_dtype(torch.float32 if case.exact else torch.float64)
-    seed_streams(derive(spec.seed, "loop", rank) % UNSEEDED)  # per rank: only a broadcast makes models equal
+    seed_streams(derive(spec.seed, "loop", rank) % MIN_RANDOM_SEED)  # per rank: only a broadcast makes models equal
     modules_before, folder = set(sys.modules), Path(spec.target.rpartition(":")[0]).resolve().parent
     try:
-        with observed_by(_Recorder(spec, case, run)), nullcontext() if case.exact else _without_dropout():
+        with use_observer(_Recorder(spec, case, run)), nullcontext() if case.exact else _without_dropout():
             load_function(spec.target)()
             close_all()
     except BaseException as error:

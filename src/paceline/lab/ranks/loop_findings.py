@@ -24,7 +24,7 @@ Steps = Sequence[LoopStep]
 Differences = Sequence[Sequence[TensorDifference]]
 
 
-def findings(
+def make_loop_reports(
     folder: Path, spec: LoopSpec, ranks: Sequence[int], ended: Mapping[int, str]
 ) -> tuple[VerifyReport, list[BitsReport]]:
     """The results of all runs. There are no bits if a run did not finish.
@@ -37,7 +37,7 @@ def findings(
     if reference and not (reference[0].error or any(step.updates for step in reference[0].steps)):
         raise UsageError(code="verify-no-step", target=spec.target, batches=len(reference[0].steps))
     notes = {note for run in runs.values() for rank_run in run for note in rank_run.notes}
-    has_draws = any(rank_run.draws for rank_run in reference)
+    has_draws = any(rank_run.draws_random_numbers for rank_run in reference)
     if has_draws:
         notes.add(
             "the loop draws random numbers, which depend on the virtual ranks: the reference process computes all "
@@ -84,13 +84,13 @@ def _bits_of(run: Run) -> Bits:
 
 def _compare(run: Run, reference: Run, comparison: Comparison, size: int, ended: str) -> Diagnosis | None:
     steps = list(zip(*(rank_run.steps for rank_run in run), strict=False)) if len(run) == size else []
-    for name in run[0].start if len(run) == size else ():
-        values = [rank_run.start.get(name) for rank_run in run]
+    for name in run[0].start_fingerprints if len(run) == size else ():
+        values = [rank_run.start_fingerprints.get(name) for rank_run in run]
         if len({str(value) for value in values}) > 1:
             return Diagnosis(0, "start", name, f"it is {', '.join(map(str, values))} on ranks 0 to {size - 1}")
     for number, (ranks, want) in enumerate(zip(steps, reference[0].steps, strict=False)):
         if comparison.adaptive and comparison.precision != "float64":  # a round-off gradient can cause a full step
-            comparison.moved += 2 * max(map(float, want.rates), default=0.0)
+            comparison.max_rounding_move += 2 * max(map(float, want.rates), default=0.0)
         differences = [comparison.add(rank, want) for rank in ranks]
         samples = sorted(index for rank in ranks for index in rank.samples)
         numbers = [(rank.rates, rank.scalars) for rank in ranks]
@@ -101,7 +101,7 @@ def _compare(run: Run, reference: Run, comparison: Comparison, size: int, ended:
             orders_differ = size > 1 and _has_repeats(run, want.epoch) and not _has_repeats(reference, want.epoch)
             cause = "order" if orders_differ else "samples"
             return Diagnosis(number, cause, "", sample_difference(samples, want.samples))
-        path = list(dict.fromkeys(hook for rank_run in [*reference, *run] for hook in rank_run.path))
+        path = list(dict.fromkeys(hook for rank_run in [*reference, *run] for hook in rank_run.gradient_path_hooks))
         return Diagnosis(number, *_explain(ranks, want, differences, path, comparison.tolerance))
     if failure := _failure(run, size, ended):
         return failure
@@ -133,7 +133,9 @@ def _explain(
     if any(rank.rates != want.rates for rank in ranks):
         rates = ", ".join(str(rank.rates[0]) for rank in ranks)
         return "settings", "", f"learning rates {rates}; one process {want.rates[0]}"
-    is_padded = sum(rank.values for rank in ranks) != want.values  # differently in each micro-batch, so sums differ
+    is_padded = (
+        sum(rank.num_summed_values for rank in ranks) != want.num_summed_values
+    )  # differently in each micro-batch, so sums differ
     for name in () if is_padded else ("input", "output"):
         total, expected = sum(getattr(rank, name) for rank in ranks), getattr(want, name)
         if not abs(total - expected) <= max(1e-8, tolerance) * max(1.0, abs(expected)):  # also if NaN

@@ -20,14 +20,14 @@ from torch.utils.data import Dataset
 
 from paceline.checkpoint.resume import RunLocation
 from paceline.checkpoint.shards import full_state, sha256_of
-from paceline.collectives.across import DEFAULT_RANK, LowRank
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks
+from paceline.collectives.inter_node import DEFAULT_RANK, LowRank
 from paceline.compute.flops import FlopCount, Utilization
 from paceline.config import settings as configuration
 from paceline.config.mesh import OF_MODEL, mesh_of, strategy_on
 from paceline.config.settings import TrainConfig, batch_shape, task_options
-from paceline.config.strategies import EXACT, options_of_others
+from paceline.config.strategies import EXACT_STRATEGIES, options_of_others
 from paceline.data.arrays import on_device
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import ranks_share
@@ -39,7 +39,7 @@ from paceline.lab.measurement import NO_EXCHANGE, Candidate, Measurement, Measur
 from paceline.lab.ranks.memory import Traffic, inspected
 from paceline.protocol.evidence import Phase
 from paceline.rank.attach import run_worker
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.world import World, create_mesh_groups, device_name, joined
 from paceline.runs.utilization import explain_mfu
 from paceline.stepping.trained_model import loss_scale
@@ -47,14 +47,14 @@ from paceline.strategies import Strategy
 from paceline.strategies.base import MakeOptimizer
 from paceline.tasks.registry import load_task
 from paceline.tasks.task import Task
-from paceline.train.computing import check_precision, resolve_compute
-from paceline.train.determinism import deterministic
+from paceline.train.compute_settings import check_precision, resolve_compute
+from paceline.train.determinism import use_deterministic_kernels
 from paceline.train.fit import StepRecord, fit
 from paceline.train.optimizer import maker_for, schedule_for
 from paceline.train.parallelism import parallelize_model
 from paceline.train.prepare import check_loss, make_model, make_plan, make_replica, parallel_config
 from paceline.train.records import RunRecorder
-from paceline.train.step import ignore
+from paceline.train.step import ignore_phase
 from paceline.train.stream_task import check_stream
 
 DRIVER_SECONDS = 2.0  # for the driver to report why a GPU is slow
@@ -154,7 +154,7 @@ class CandidateTraining:
         )  # fmt: skip
         self._taken = self._open.enter_context(closing(taken))
 
-    def take(self, steps: int) -> int:
+    def take_steps(self, steps: int) -> int:
         """Take `steps` steps (a collective). Return their number of samples, over all ranks."""
         self.sync_seconds = 0.0
         return sum(self._record(next(self._taken)) for _ in range(steps))
@@ -209,7 +209,7 @@ def measure_candidates(order: MeasureOrder, workload: Workload) -> None:
         torch.set_num_threads(candidate.threads)
         if world.rank == 0 and compute.precision != "auto":  # the others wait in `_measure`
             Utilization(world, compute.peak_tflops, workload.count, compute.precision).peak_tflops(measure=True)
-        with deterministic() if candidate.strategy in EXACT else nullcontext():
+        with use_deterministic_kernels() if candidate.strategy in EXACT_STRATEGIES else nullcontext():
             measured = _measure(order, replace(workload, world=mesh_world), candidate, launch_seconds)
         if world.rank == 0:
             with (folder / m.CHUNKS).open("ab") as file:
@@ -219,28 +219,30 @@ def measure_candidates(order: MeasureOrder, workload: Workload) -> None:
 
 def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, launch_seconds: float) -> Measurement:
     """Apply one candidate to a new model, and take the inspected, the warm-up and the measured steps."""
-    world, status_page = workload.world, Guard.of_process().page
+    world, status_page = workload.world, HangGuard.of_process().page
     folder, last = Path(order.folder) / candidate.name, order.warmup + order.steps
     with inspected(world.device) if order.memory else nullcontext() as inspection:
         all_gather_object(0, world)
         start = time.perf_counter()
-        training = CandidateTraining(workload, candidate, folder, last, inspection.enter if inspection else ignore)
+        training = CandidateTraining(
+            workload, candidate, folder, last, inspection.enter if inspection else ignore_phase
+        )
         replica = training.replica
         if inspection:
             inspection.watch(replica)
-        training.take(1)
+        training.take_steps(1)
         first = time.perf_counter() - start
-        training.take(1)  # DDP rebuilds its buckets in the second step; the third is like all later ones
+        training.take_steps(1)  # DDP rebuilds its buckets in the second step; the third is like all later ones
         traffic = Traffic(status_page, replica.world, replica.pipeline)
         microbatches = training.take_one()
-        sent = traffic.sent()
+        sent = traffic.take_sent_bytes()
         if inspection:
-            inspection.batch(microbatches)
+            inspection.count_batch(microbatches)
     with training:
-        training.take(order.warmup - m.INSPECTED_STEPS)
+        training.take_steps(order.warmup - m.INSPECTED_STEPS)
         all_gather_object(0, world)
         start, cpu_base = time.perf_counter(), sum(os.times()[:2])
-        samples = training.take(order.steps)
+        samples = training.take_steps(order.steps)
         local: dict[str, Any] = {
             "seconds": time.perf_counter() - start, "cpu": sum(os.times()[:2]) - cpu_base, "first": first, "sent": sent,
             "memory": msgspec.to_builtins(inspection.found) if inspection else None,
@@ -302,7 +304,7 @@ def main(arguments: Sequence[str]) -> int:
     """Carry out the order in folder `arguments[0]`."""
     folder = Path(arguments[0])
     order = msgspec.json.decode((folder / m.ORDER).read_bytes(), type=MeasureOrder)
-    config = configuration.load(folder.resolve() / m.CONFIG, ours=True)
+    config = configuration.load(folder.resolve() / m.CONFIG, must_own=True)
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout):
         make_communicator(config.launch.collectives)

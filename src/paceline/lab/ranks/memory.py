@@ -29,7 +29,7 @@ from paceline.protocol.status_page import RECORDS, StatusPage
 from paceline.rank.world import World
 from paceline.strategies import Strategy
 from paceline.train.costs import held_bytes
-from paceline.train.records import size_of
+from paceline.train.records import collective_bytes
 
 MARK = "paceline: "
 SHARED = "shared"  # the name of the shared-memory group in the recorder's ring
@@ -72,7 +72,7 @@ class Inspection:
             with record_function(MARK + phase.word):
                 pass
 
-    def batch(self, microbatches: Sequence[MicroBatch]) -> None:
+    def count_batch(self, microbatches: Sequence[MicroBatch]) -> None:
         """Count the data of the step, which belong to no purpose."""
         self._batch = held_bytes(t for m in microbatches for t in tensors((m.inputs, m.targets)))
 
@@ -158,7 +158,7 @@ class Traffic:
         self._calls, self._since_ns = self._page.get("ops"), time.monotonic_ns()
         self._messages = self._line.sent_bytes if self._line else 0
 
-    def sent(self) -> float | None:
+    def take_sent_bytes(self) -> float | None:
         """Bytes that this rank has sent; None if the records are incomplete."""
         entries = [entry for entry in _entries() if entry["record_id"] > self._last and not entry["is_p2p"]]
         shared = [op for began_ns, op in self._page.recent_ops() if began_ns >= self._since_ns and op.group == SHARED]
@@ -168,7 +168,7 @@ class Traffic:
         if is_incomplete or not (entries or shared or messages):
             return 0.0 if self._world.size == 1 else None
         sizes = [volume(entry["profiling_name"], _bytes(entry), self._ranks(entry)) for entry in entries]
-        sizes += [volume(op.kind, size_of(op.shape, op.dtype), self._world.data.size) for op in shared]
+        sizes += [volume(op.kind, collective_bytes(op.shape, op.dtype), self._world.data.size) for op in shared]
         return sum(sizes) + messages
 
     def _ranks(self, entry: dict[str, Any]) -> int:

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, default_collate
 from paceline.lab.verify import Spec
 from paceline.nested import mapped
 from paceline.seeding import derive
-from paceline.tasks.task import Task, call
+from paceline.tasks.task import Task, call_model
 
 Named = Mapping[str, Tensor | None]
 PROBES = 2048  # coordinates of the gradient that are used to explain a difference
@@ -128,7 +128,7 @@ class Reference:
         batch = (self.task.collate or default_collate)(samples)
         batch = mapped(batch, lambda tensor: tensor.to(next(self.model.parameters()).device))
         inputs, targets = (batch, batch) if isinstance(batch, Mapping) else batch
-        result = self.task.loss(call(self.model, inputs), targets)
+        result = self.task.loss(call_model(self.model, inputs), targets)
         losses, weights = result if isinstance(result, tuple) else (result, torch.ones_like(result))
         self._buffers[virtual_rank] = {n: b.clone() for n, b in self.model.named_buffers()}
         return (losses * weights).sum(), float(weights.detach().sum())

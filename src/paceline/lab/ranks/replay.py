@@ -21,29 +21,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.checkpoint.manager import Checkpoints, Entry
+from paceline.checkpoint.manager import CheckpointFolder, Checkpoints
 from paceline.checkpoint.resume import ResumePoint, RunLocation, newest_on_disk
-from paceline.checkpoint.shards import ShardFiles, full_state, sha256_of
+from paceline.checkpoint.shards import ShardFileSource, full_state, sha256_of
 from paceline.collectives.communicator import make_communicator
-from paceline.config.definition import CHANGEABLE, OF_TASK, check_same, settings
-from paceline.config.strategies import EXACT
+from paceline.config.definition import CHANGEABLE_SETTINGS, TASK_SETTING_PREFIX, check_same, settings
+from paceline.config.strategies import EXACT_STRATEGIES
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan, combine_fingerprints, fingerprint
 from paceline.errors import PacelineError, UsageError, first_few
 from paceline.lab.replay import EXPECTED, Logged, NonFinite, Replayed, Request, SampleLoss
 from paceline.nested import tensors
 from paceline.rank.world import World, joined
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 from paceline.runs.folder import CHECKPOINTS
-from paceline.seeding import preserved_streams
-from paceline.sessions.lifecycle import UNSEEDED, close_all
+from paceline.seeding import preserve_generator_states
+from paceline.sessions.lifecycle import MIN_RANDOM_SEED, close_all
 from paceline.sessions.loader import Loader
-from paceline.sessions.observer import Apply, Observer, observed_by
+from paceline.sessions.observer import ApplyStrategy, Observer, use_observer
 from paceline.stepping.micro_step import MicroStep, Reduction
 from paceline.strategies.base import Strategy
 from paceline.tasks.task import Loss
-from paceline.train.computing import set_threads
-from paceline.train.determinism import deterministic, hardware_facts
+from paceline.train.compute_settings import set_threads
+from paceline.train.determinism import hardware_facts, use_deterministic_kernels
 from paceline.train.fit import StepRecord
 from paceline.train.prepare import TrainingComponents, prepare
 from paceline.train.training import TaskTrainer
@@ -74,7 +74,7 @@ class Source:
 
     def origin(self, step: int, world: World) -> ResumePoint | None:
         """The newest intact checkpoint before `step`; None: the replay begins at the start of the run."""
-        return newest_on_disk(_Earlier(self.checkpoints.root, step, trust=self.trust), world, say)
+        return newest_on_disk(_Earlier(self.checkpoints.root, step, trust=self.trust), world, print_to_stderr)
 
     def next_checkpoint(self, request: Request) -> int | None:
         """The step of the checkpoint to compare the state with.
@@ -95,7 +95,7 @@ class _Earlier(Checkpoints):
         super().__init__(root, trust=trust)
         self.step = step
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CheckpointFolder]:
         return [entry for entry in super().entries() if entry.step < self.step]
 
 
@@ -156,7 +156,7 @@ class Watch:
     def _stop(self, batch: MicroBatch, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Stop in the debugger. Its draws of random numbers do not change the step."""
         work = batch.work
-        with preserved_streams():
+        with preserve_generator_states():
             print(
                 f"step {self.request.step}, virtual rank {work.virtual_rank}, micro-batch {work.micro_batch}: batch, "
                 "model and optimizer are variables; c continues, q ends"
@@ -221,7 +221,7 @@ class Watch:
             samples = combine_fingerprints(*(fingerprint(work.indices) for work in used))
             logged = self.source.logged.fingerprint
             result.loss, result.grad_norm = record.result.loss, record.result.grad_norm
-            result.failure = "" if record.result.skipped is None else record.result.skipped.words
+            result.failure = "" if record.result.skip_cause is None else record.result.skip_cause.message
             if not request.without and logged is not None and samples != logged:
                 result.contradiction = OTHER_SAMPLES
             elif self.source.logged.skipped != bool(result.failure):
@@ -235,7 +235,7 @@ class Watch:
         if self.until not in steps or self.result.expected or self.request.without:
             return
         path = steps[self.until]
-        saved = ShardFiles.of(path, self.source.checkpoints.check(path))
+        saved = ShardFileSource.from_checkpoint(path, self.source.checkpoints.check(path))
         held = [replace(s, name=prefix + s.name) for prefix, r in self.replicas.items() for s in r.state()]
         state = full_state(held, world)
         names = {*state, *(name for name in saved.names("") if not name.startswith("registered/"))}
@@ -293,14 +293,14 @@ def explain(source: Source, now: Mapping[str, Any], origin: ResumePoint | None, 
         UsageError: the run is a different one: its data, seed or batches have changed.
     """
     config, environment = source.config, source.environment
-    saved = origin.content.definition if origin else {**now, "hardware": environment.get("bits_hold_for")}
+    saved = origin.trainer_state.definition if origin else {**now, "hardware": environment.get("bits_hold_for")}
     if saved.get("hardware") is None:
         saved = {name: value for name, value in saved.items() if name != "hardware"}
-    of_task = [name for name in saved if name.startswith(OF_TASK)]
-    where = origin.where if origin else str(source.run_dir)
-    reasons = check_same(saved, now, [*CHANGEABLE, *of_task], where)
+    of_task = [name for name in saved if name.startswith(TASK_SETTING_PREFIX)]
+    where = origin.location_text if origin else str(source.run_dir)
+    reasons = check_same(saved, now, [*CHANGEABLE_SETTINGS, *of_task], where)
     reasons = [f"{reason} ({where})" if origin else reason for reason in reasons]
-    if config.strategy not in EXACT:
+    if config.strategy not in EXACT_STRATEGIES:
         ranks = source.logged.world_size
         reasons.append(f"strategy {config.strategy} guarantees no bits: the run had {ranks} rank{'s' * (ranks > 1)}")
     if config.launch.mesh:
@@ -339,19 +339,24 @@ def replay_task(source: Source, request: Request) -> Replayed:
     config = source.config
     watch = Watch(request, source)
     world = World.from_env({}, device=config.launch.device)
-    with joined(world), deterministic() if config.strategy in EXACT else nullcontext():
+    with joined(world), use_deterministic_kernels() if config.strategy in EXACT_STRATEGIES else nullcontext():
         make_communicator()
         set_threads(config.launch.threads_per_rank, world)
         origin = source.origin(request.step, world)
         parts = prepare(replace(config, launch=replace(config.launch, mesh=None)), world)
-        now = {**settings(config), **parts.task_settings, "data": parts.data, "hardware": hardware_facts(world.device)}
+        now = {
+            **settings(config),
+            **parts.task_settings,
+            "data": parts.data_fingerprints,
+            "hardware": hardware_facts(world.device),
+        }
         explain(source, now, origin, watch.result)
         if request.without:
             _check_samples(parts, request)
         if origin is not None:
             parts.load(origin)
         elif config.model.init_from is not None:
-            load_initial_weights(parts.replica, config.model.init_from, trust=source.trust, report=say)
+            load_initial_weights(parts.replica, config.model.init_from, trust=source.trust, report=print_to_stderr)
         watch.attach(parts.replica)
         watch.begin(origin)
         if config.model.batchnorm == "sync" and parts.stream is None:
@@ -416,8 +421,8 @@ class _SessionReplay(Observer):
         explain(self._source, now, self._origin, self._watch.result)
         return self._origin
 
-    def wrap_strategy(self, name: str, apply: Apply) -> Apply:
-        if self._origin is None and torch.initial_seed() >= UNSEEDED:
+    def wrap_strategy(self, name: str, apply: ApplyStrategy) -> ApplyStrategy:
+        if self._origin is None and torch.initial_seed() >= MIN_RANDOM_SEED:
             raise UsageError(code="replay-unseeded")
 
         def applied(*arguments: Any, **keywords: Any) -> Strategy:
@@ -507,7 +512,7 @@ def replay_script(source: Source, request: Request, script: Path, arguments: Seq
     watch = Watch(request, source)
     observer = _SessionReplay(source, watch)
     try:
-        with observed_by(observer), observer.inside, _as_program(script, arguments):
+        with use_observer(observer), observer.inside, _as_program(script, arguments):
             runpy.run_path(str(script), run_name="__main__")
     except SystemExit as end:
         close_all(end)

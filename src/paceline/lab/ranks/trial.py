@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import Dataset, Subset
 
 from paceline.checkpoint.shards import full_state, sha256_of
-from paceline.collectives.batchnorm import convert
+from paceline.collectives.batchnorm import convert_sync_batchnorm
 from paceline.collectives.control import Deferred, all_gather_object, new_group, raise_on_all_ranks
 from paceline.compute.forward import recompute
 from paceline.data.arrays import ArrayDataset
@@ -154,7 +154,7 @@ def apply_strategy(
         recompute(model, spec.checkpoint_activations)
     merged = setting.policy == "sync"
     if merged:
-        model = convert(model, new_group())
+        model = convert_sync_batchnorm(model, new_group())
     loading, data = Loading(world.device, 0, setting.task.collate), world.data
     model.train()
     config = ParallelConfig(strategy, schedule=spec.schedule_pipeline, sequence=spec.sequence_parallel)
@@ -193,7 +193,7 @@ class Trial:
     """The record of the current step: random streams, and on rank 0 the gradients before and after clipping."""
     gradient_fingerprints: dict[str, int] = field(default_factory=dict[str, int])
     finding: Diagnosis | None = None
-    whole: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    unsharded_tensors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """The parameters and buffers of the unsharded model, on the meta device."""
 
 
@@ -203,7 +203,7 @@ def make_trial(case: Case, setting: Setting, optimizer: type[Optimizer]) -> Tria
     tensors = (*model.named_parameters(), *model.named_buffers())
     shapes = {name: torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for name, t in tensors}
     replica, batches = apply_strategy(setting, case.strategy, case.optimizer, model)
-    trial = Trial(case, replica, batches, Comparison(adaptive=not issubclass(optimizer, SGD)), whole=shapes)
+    trial = Trial(case, replica, batches, Comparison(adaptive=not issubclass(optimizer, SGD)), unsharded_tensors=shapes)
     _observe(trial)
     return trial
 
@@ -254,7 +254,9 @@ def compare_starts(trial: Trial, reference: Reference | None) -> None:
         trial.start_differs = next(iter(all_gather_object(unequal[:1], world)[0]), None)
 
 
-def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]) -> tuple[Observed, RankDifferences]:
+def collect_step_values(
+    trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]
+) -> tuple[Observed, RankDifferences]:
     """The values of the trial's last step, over all ranks (a collective)."""
     replica, world, got, trial.seen = trial.replica, trial.replica.world, trial.seen, Observed()
     # the ranks of one model copy have the same samples: only its first rank counts
@@ -262,15 +264,15 @@ def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]
     samples = [i for work in works for i in work.indices.tolist()]
     got.samples = sorted(i for rank_samples in all_gather_object(samples, world) for i in rank_samples)
     got.streams = {k: v for part in all_gather_object(got.streams, world) for k, v in part.items()}
-    got.scalars = {"loss": result.loss, "weight": result.weight, "gradient norm": result.grad_norm or 0.0}
+    got.scalars = {"loss": result.loss, "weight": result.total_weight, "gradient norm": result.grad_norm or 0.0}
     got.parameters = parameters = parameters_of(replica)
     with replica.merged_buffers():
         got.buffers = buffers = {n: b.detach() for n, b in replica.model.named_buffers()}
         if replica.pipeline is not None:  # the model has only the buffers of this stage
             got.buffers = buffers = {
-                n: t for n, t in replica.weights().items() if n in trial.whole and n not in parameters
+                n: t for n, t in replica.weights().items() if n in trial.unsharded_tensors and n not in parameters
             }
-    got.state = _optimizer_state(replica, trial.whole)
+    got.state = _optimizer_state(replica, trial.unsharded_tensors)
     gradients_differ = _first_difference(trial.gradient_fingerprints, world)
     after_differs = _first_difference(fingerprints({**parameters, **buffers}), world)
     return got, RankDifferences(trial.start_differs, gradients_differ, after_differs)

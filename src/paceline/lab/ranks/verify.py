@@ -42,7 +42,7 @@ from paceline.lab.verify import (
 from paceline.rank.attach import run_worker
 from paceline.rank.world import World, create_mesh_groups, joined
 from paceline.strategies.validation import ELEMENT_WISE
-from paceline.train.determinism import DEFAULT_THREADS, deterministic, hardware_facts
+from paceline.train.determinism import DEFAULT_THREADS, hardware_facts, use_deterministic_kernels
 from paceline.train.prepare import make_model
 from paceline.train.step import train_step
 
@@ -111,7 +111,7 @@ def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, re
         finding = Diagnosis(number, "error", "", message.strip().splitlines()[-2 if "Traceback" in message else -1])
     else:
         assert result is not None
-        got, ranks = trials.observe(trial, result, microbatches)
+        got, ranks = trials.collect_step_values(trial, result, microbatches)
         if want is not None and reference is not None:
             differences = trial.comparison.add(got, want)
             is_wrong = differences or got.samples != want.samples or got.streams != want.streams
@@ -177,7 +177,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     torch.set_num_threads(DEFAULT_THREADS)
     with joined(world, timeout_seconds=300 if spec.bitwise else 120):
-        result = deterministic()(collect_bits)(spec, world) if spec.bitwise else verify(spec, world)
+        result = use_deterministic_kernels()(collect_bits)(spec, world) if spec.bitwise else verify(spec, world)
         if world.rank == 0:
             report.write_bytes(msgspec.json.encode(result))
     return 0

@@ -26,15 +26,15 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
-from paceline.host.facts import gather as gather_facts
+from paceline.host.facts import gather_facts as gather_facts
 from paceline.host.shell_environment import environment_after
 from paceline.host.sweep import start_janitor
 from paceline.launch.agent.preload import start_preloader
 from paceline.launch.agent.workers import InheritedResources, make_snapshots, worker_environment
-from paceline.protocol.control import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_wakeup
+from paceline.protocol.control import LIFELINE, STOP_SIGNALS, StopOrders, hold_standard_descriptors, signal_wakeup
 from paceline.protocol.job import NodePlan
 from paceline.runs import writing
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 from paceline.runs.folder import create_attempt_dir, lock_run_dir
 from paceline.runs.reading import read
 
@@ -108,7 +108,7 @@ def detach(log: Path) -> Callable[[], None]:
             return
         sys.stdout.flush()
         sys.stderr.flush()
-        descriptor = writing.keep(log, append=True)
+        descriptor = writing.open_or_create(log, append=True)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.close(descriptor)
@@ -119,7 +119,7 @@ def detach(log: Path) -> Callable[[], None]:
     return on_started
 
 
-def enter(plan: NodePlan) -> NodePlan:
+def prepare_environment(plan: NodePlan) -> NodePlan:
     """Change to the working folder of the workers, and set up their environment.
 
     Raises:
@@ -162,7 +162,7 @@ def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
 
         return watch_over(plan)
     on_started = detach(Path(plan.run_dir) / f"agent-{plan.node}.log") if plan.detached else lambda: None
-    plan = enter(plan)
+    plan = prepare_environment(plan)
     with TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as temporary:
         not_kept = [number for number in (*plan.keep_open, plan.stdin) if number >= 0]
         janitor = start_janitor(not_kept=not_kept, temporary=temporary)
@@ -183,7 +183,7 @@ def _serve(plan: NodePlan, inherited: InheritedResources, on_started: Callable[[
     from paceline.launch.agent.follower import Follower  # while the preloader imports torch
 
     with signal_wakeup((*STOP_SIGNALS, signal.SIGCHLD)) as wakeup:
-        orders = Orders(wakeup, lifeline=lifeline and not plan.detached, silence_seconds=plan.silence_seconds)
+        orders = StopOrders(wakeup, lifeline=lifeline and not plan.detached, silence_seconds=plan.silence_seconds)
         if inherited.preloader is not None:
             inherited.preloader.wait_ready(orders)
         if plan.node == 0:
@@ -214,10 +214,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if plan is not None:
             code = run_agent(plan, lifeline=options.plan is None)
     except PacelineError as error:
-        say(error.shown)
+        print_to_stderr(error.message_with_code)
         code = error.exit_code
     except OSError as error:
-        say(f"cannot start the workers: {error}")
+        print_to_stderr(f"cannot start the workers: {error}")
         code = ExitCode.USAGE
     # The exit code is final: a scheduler that signals all tasks after the first failure must not change it
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

@@ -37,17 +37,17 @@ from paceline.protocol.control import (
     Goodbye,
     Hello,
     Message,
-    Orders,
     Readable,
     Rendezvous,
+    StopOrders,
     peer_pid,
     receive,
     send,
     wait_readable,
 )
-from paceline.protocol.evidence import GOOD_ENDS, Failure, Sample
+from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Failure, WorkerSample
 from paceline.protocol.job import NodePlan
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 
 ARRIVAL_SECONDS = 60.0  # for all ranks of a node to attach
 LATE_SECONDS = 1.0  # for one more rank, if all attached ranks have ended
@@ -85,7 +85,7 @@ class ForeignProcess:
     def __init__(self, pid: int) -> None:
         self.pid, self.pidfd = pid, os.pidfd_open(pid)
         process = read_process(pid)
-        self.start, self.parent = (process.start, process.parent) if process else (0, 0)
+        self.start, self.parent = (process.start_ticks, process.parent) if process else (0, 0)
         self.code: int | None = None  # its exit code, or the code that it has announced
 
     @property
@@ -184,7 +184,7 @@ class AttachedWorkers(Workers):
                 for process in self.running:
                     if process.pid == pid:
                         process.code = code
-                must_wait = code not in GOOD_ENDS and IN_SLURM in os.environ
+                must_wait = code not in SUCCESS_EXIT_CODES and IN_SLURM in os.environ
                 self._goodbyes[connection] = time.monotonic() + (FAREWELL_SECONDS if must_wait else 0.0)
                 del self._connections[connection]
             case _:
@@ -222,7 +222,7 @@ class AttachedWorkers(Workers):
 
     # ---- overridden methods of Workers ----
 
-    def _sample(self, worker: Worker) -> Sample:
+    def _sample(self, worker: Worker) -> WorkerSample:
         """The sample. A rank that its launcher has ended is a victim in it."""
         sample = super()._sample(worker)
         if sample.failure is not None or sample.code is None or sample.code >= 0:
@@ -255,7 +255,7 @@ class AttachedWorkers(Workers):
             for process in self.running:
                 process.wait(max(0.0, deadline - time.monotonic()))
             for pid, start in self._started.items():
-                if (child := read_process(pid)) is not None and child.runs and child.start == start:
+                if (child := read_process(pid)) is not None and child.runs and child.start_ticks == start:
                     with suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, signal.SIGKILL)
         self.left = [process.pid for process in self.running if process.poll() is None]
@@ -272,12 +272,14 @@ class AttachedWorkers(Workers):
 
 def _descendants(pids: Collection[int]) -> dict[int, int]:
     procs, starts = [*processes()], dict[int, int]()
-    while added := {p.pid: p.start for p in procs if p.pid not in starts and (p.parent in pids or p.parent in starts)}:
+    while added := {
+        p.pid: p.start_ticks for p in procs if p.pid not in starts and (p.parent in pids or p.parent in starts)
+    }:
         starts |= added
     return starts
 
 
-class AttachOrders(Orders):
+class AttachOrders(StopOrders):
     """Orders to an agent of attached ranks. The only order is the end of the launcher, if the agent may end the ranks.
 
     Signals are not orders: they reach all processes of a job, and the ranks handle them.
@@ -296,7 +298,9 @@ class AttachOrders(Orders):
         if pids := [process.pid for process in self._workers.running if process.is_orphan]:
             self._reported, self.launcher_gone = True, self._workers.plan.may_end
             remedy = "stopping them" if self.launcher_gone else f"to end them: kill {' '.join(map(str, pids))}"
-            say(f"the launcher of the ranks on {os.uname().nodename} has ended, but the ranks still run; {remedy}")
+            print_to_stderr(
+                f"the launcher of the ranks on {os.uname().nodename} has ended, but the ranks still run; {remedy}"
+            )
             return True
         return is_woken
 
@@ -304,7 +308,7 @@ class AttachOrders(Orders):
 class AttachedFollower(Follower):
     """The agent of a node other than node 0. It follows the agent of node 0 and starts no ranks."""
 
-    def __init__(self, plan: NodePlan, orders: Orders, attached: AttachedWorkers) -> None:
+    def __init__(self, plan: NodePlan, orders: StopOrders, attached: AttachedWorkers) -> None:
         super().__init__(plan, orders, InheritedResources(), lambda: None)
         self._ranks, self._attached, self._over_seconds = attached.ranks, attached, 0.0
 
@@ -322,7 +326,9 @@ class AttachedFollower(Follower):
     def _alone(self, reason: str) -> int:
         if not self._attached.running or self._attached.stopping:
             return ExitCode.DONE
-        say(f"cannot detect hangs between this node and others any more: the agent of node 0 is lost: {reason}")
+        print_to_stderr(
+            f"cannot detect hangs between this node and others any more: the agent of node 0 is lost: {reason}"
+        )
         return ExitCode.FAILED
 
 
@@ -355,7 +361,9 @@ class AttachedHead:
             self.orders.wait(min(remaining, 0.25))
         if not self.workers.all_here and self.workers.running:
             attached = format_ranks(self.workers.ranks)
-            say(f"watchover watches only {attached} of the {self.plan.nproc} on this node: the others did not attach")
+            print_to_stderr(
+                f"watchover watches only {attached} of the {self.plan.nproc} on this node: the others did not attach"
+            )
 
     def _watch(self) -> None:
         if self.is_head:
@@ -382,7 +390,7 @@ class AttachedHead:
         if due_seconds(samples) is not None and not self._has_reported:
             return True
         self._over_seconds = self._over_seconds or time.monotonic()
-        return any(sample.runs for sample in samples) and time.monotonic() < self._over_seconds + LINGER_SECONDS
+        return any(sample.is_running for sample in samples) and time.monotonic() < self._over_seconds + LINGER_SECONDS
 
     # ---- several nodes ----
 
@@ -393,7 +401,7 @@ class AttachedHead:
     def _accept_nodes(self) -> bool:
         """Accept the agents of other nodes that have connected; return whether the set of nodes has changed."""
         old_members = [*self._generation.members]
-        for member in self.cluster.here:
+        for member in self.cluster.present_nodes:
             if member not in old_members:
                 member.start(StartOrder(0, self.plan.ranks, "", ""))
         self._generation.members = [*self.cluster.members.values()]
@@ -408,12 +416,12 @@ class AttachedHead:
             # the agent of node 0 prints the reports, unless it is lost
             self._has_reported = AttachedFollower(plan, self.orders, self.workers).run() == ExitCode.DONE
         except PacelineError as error:
-            say(f"cannot detect hangs between this node and others: {error}")
+            print_to_stderr(f"cannot detect hangs between this node and others: {error}")
         self._is_apart = True
 
     # ---- detection ----
 
-    def _judge(self, monitor: Monitor, samples: Sequence[Sample]) -> None:
+    def _judge(self, monitor: Monitor, samples: Sequence[WorkerSample]) -> None:
         """Run the detectors that are due, and report a finding once."""
         now = time.monotonic()
         if (due := due_seconds(samples)) is not None:
@@ -423,34 +431,36 @@ class AttachedHead:
             return
         if self._stall_seconds is not None:
             stall_age = now - self._stall_seconds - MOVED_SECONDS
-            moving_ranks = [sample.rank for sample in samples if sample.runs and sample.still_seconds < stall_age]
+            moving_ranks = [sample.rank for sample in samples if sample.is_running and sample.still_seconds < stall_age]
             if not moving_ranks:
                 return
             self._stall_seconds = None
-            say(f"{clause(moving_ranks, 'is', 'are')} making progress again; the stall is over")
-        if (stop := monitor.look()) is not None:
+            print_to_stderr(f"{clause(moving_ranks, 'is', 'are')} making progress again; the stall is over")
+        if (stop := monitor.check()) is not None:
             self._stall_seconds = time.monotonic()
             self._report_stall(stop, len(samples))
 
     def _report_stall(self, stop: StopReport, count: int) -> None:
         if not self._has_all_ranks and not 0 < len(stop.diagnosis.causes) < count:  # the cause is on another node
             details = "".join(f"\n  {sentence}" for sentence in stop.diagnosis.sentences)
-            return say(f"no progress on {os.uname().nodename}, which is not connected to the other nodes:{details}")
-        say(stop.page())
+            return print_to_stderr(
+                f"no progress on {os.uname().nodename}, which is not connected to the other nodes:{details}"
+            )
+        print_to_stderr(stop.screen_text())
         if not self.plan.may_end:
-            return say("watchover does not stop jobs. Stop it yourself, or rerun with --end")
+            return print_to_stderr("watchover does not stop jobs. Stop it yourself, or rerun with --end")
         self._generation.unblock(stop.unblocked, stop.word)
         return self._end_all(self.plan.grace_seconds)
 
-    def _report_failure(self, monitor: Monitor, samples: Sequence[Sample]) -> None:
+    def _report_failure(self, monitor: Monitor, samples: Sequence[WorkerSample]) -> None:
         self._has_reported = True
         first = first_to_fail(samples)
         if first is not None and first.failure is not None and -(first.code or 0) in STOP_SIGNALS:
-            return say(f"another process ended the ranks ({first.failure.type})")
-        page = changed(monitor.judge_failure(samples), attempt_dir="").page(self._generation.oom_kills())
+            return print_to_stderr(f"another process ended the ranks ({first.failure.type})")
+        page = changed(monitor.judge_failure(samples), attempt_dir="").screen_text(self._generation.oom_kills())
         is_complete = self._has_all_ranks or self.plan.nodes == 1
         note = f"\nthis is the view of {os.uname().nodename}, which is not connected to all other nodes"
-        say(page + ("" if is_complete else note))
+        print_to_stderr(page + ("" if is_complete else note))
         self.workers.release_leaving(all_of_them=True)
         if self.plan.may_end:
             self._end_all(self.plan.grace_seconds)
@@ -469,7 +479,9 @@ def watch_over(plan: NodePlan) -> int:
     try:
         AttachedHead(workers).run()
     except Exception as error:  # the ranks continue
-        say(f"warning: watchover has crashed; the ranks continue unwatched: {type(error).__name__}: {error}")
+        print_to_stderr(
+            f"warning: watchover has crashed; the ranks continue unwatched: {type(error).__name__}: {error}"
+        )
     finally:
         workers.close()
     return ExitCode.DONE

@@ -31,7 +31,7 @@ from paceline.errors import UsageError
 from paceline.host.facts import Facts
 from paceline.host.procfs import port_holder
 from paceline.protocol.control import Readable
-from paceline.protocol.evidence import Evidence, Sample
+from paceline.protocol.evidence import Evidence, WorkerSample
 from paceline.protocol.job import NodeRanks
 from paceline.runs.machine import ClockAhead
 
@@ -107,7 +107,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     """Node to coordinator, a heartbeat: the state of the workers, at each sample and when a worker ends."""
 
     generation: int
-    workers: tuple[Sample, ...] = ()  # with ages instead of times
+    workers: tuple[WorkerSample, ...] = ()  # with ages instead of times
     oom_kills: int = 0
     stopped: bool = False  # the generation has been stopped, and all its processes except `left` have ended
     left: tuple[int, ...] = ()  # pids of processes that SIGKILL has not ended
@@ -142,7 +142,7 @@ class Ordered(msgspec.Struct, frozen=True, tag=True):
     signal: int
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class StopOrder(msgspec.Struct, frozen=True, tag=True):
     """Coordinator to node: stop the generation. The workers get a signal and this time. Later orders can shorten it."""
 
     grace_seconds: float
@@ -155,7 +155,7 @@ class StopStep(msgspec.Struct, frozen=True, tag=True):
     step: int = 0
 
 
-class Alive(msgspec.Struct, frozen=True, tag=True):
+class CoordinatorHeartbeat(msgspec.Struct, frozen=True, tag=True):
     """Coordinator to node, a heartbeat: at the beginning and then every two seconds."""
 
     unix_time: float | None = None  # send time, by the coordinator's clock
@@ -170,7 +170,7 @@ class RunOver(msgspec.Struct, frozen=True, tag=True):
 
 Message = (
     Hello | ToStore | Enter | Reach | Reached | StartOrder | StartReply | Beat | Ask | Shown | Release | Ordered
-    | Stop | StopStep | Alive | RunOver
+    | StopOrder | StopStep | CoordinatorHeartbeat | RunOver
 )  # fmt: skip
 
 
@@ -197,8 +197,8 @@ class Link:
         self.heard_seconds = time.monotonic()  # time of the last data from the other side
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.own_address = plain(connection.getsockname()[0])
-        self.peer_address = plain(connection.getpeername()[0])
+        self.own_address = unmap_ipv4_address(connection.getsockname()[0])
+        self.peer_address = unmap_ipv4_address(connection.getpeername()[0])
         self.peer_port: int = connection.getpeername()[1]
 
     def fileno(self) -> int:
@@ -369,7 +369,7 @@ def _proof(secret: bytes, role: bytes, nonces: bytes) -> bytes:
     return hmac.digest(secret, role + nonces, "sha256")
 
 
-def plain(address: str) -> str:
+def unmap_ipv4_address(address: str) -> str:
     """An address without the prefix of IPv4-mapped IPv6 addresses."""
     return address.removeprefix("::ffff:") if "." in address else address
 
@@ -399,7 +399,7 @@ class Poller:
                 self._kernel.register(number, select.EPOLLIN)
                 self._links[number] = link
 
-    def readable(self) -> list[Link]:
+    def readable_links(self) -> list[Link]:
         """The links that can be read now. Never waits."""
         return [self._links[number] for number, _ in self._kernel.poll(0, max(1, len(self._links)))]
 
@@ -505,7 +505,7 @@ class ClockBounds:
         """The most likely difference."""
         return self.least_seconds + self.error_seconds
 
-    def see(self, now_seconds: float, *, least_seconds: float = -math.inf, most_seconds: float = math.inf) -> None:
+    def narrow(self, now_seconds: float, *, least_seconds: float = -math.inf, most_seconds: float = math.inf) -> None:
         """Narrow the bounds by a message that was received at `now_seconds` (monotonic)."""
         drift = DRIFT * max(0.0, now_seconds - self._at_seconds)  # the uncertainty of the bounds grows with time
         lower, upper = max(self.least_seconds - drift, least_seconds), min(self.most_seconds + drift, most_seconds)
@@ -514,7 +514,7 @@ class ClockBounds:
             self._written_error_seconds = math.inf
         self.least_seconds, self.most_seconds, self._at_seconds = lower, upper, now_seconds
 
-    def due(self, node: int, now_seconds: float) -> ClockAhead | None:
+    def due_record(self, node: int, now_seconds: float) -> ClockAhead | None:
         """The record to write now: the first one, one with half the error of the last one, or one per minute."""
         error = self.error_seconds
         late = now_seconds >= self._written_seconds + AGAIN_SECONDS

@@ -23,11 +23,11 @@ from paceline.host.procfs import allow_files
 from paceline.launch.agent import channel
 from paceline.launch.agent.store import StoreGate
 from paceline.launch.agent.workers import InheritedResources, Workers
-from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, Orders
-from paceline.protocol.evidence import Evidence, Sample
+from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, StopOrders
+from paceline.protocol.evidence import Evidence, WorkerSample
 from paceline.protocol.job import NodePlan
 from paceline.runs import writing
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 
 
 class RemoteNode:
@@ -43,8 +43,10 @@ class RemoteNode:
         self.asked = 0  # number of the last question
         self.shown: list[Evidence] | None = None  # the answer, once it is complete
         self._partial_answer: list[Evidence] = []
-        self._samples: dict[int, Sample] = {}  # by rank
-        self._cached: tuple[object, str, Sequence[Sample]] | None = None  # (`_samples`, `lost`, result of `samples()`)
+        self._samples: dict[int, WorkerSample] = {}  # by rank
+        self._cached: tuple[object, str, Sequence[WorkerSample]] | None = (
+            None  # (`_samples`, `lost`, result of `samples()`)
+        )
         self.reached: channel.Reached | None = None
         self.started: channel.StartReply | None = None
         self.lost = ""  # why it no longer takes part; empty while it does
@@ -67,14 +69,14 @@ class RemoteNode:
         self.beat, self._samples, self.started = channel.Beat(start.generation), {}, None
         self.link.send(start)
 
-    def samples(self) -> Sequence[Sample]:
+    def samples(self) -> Sequence[WorkerSample]:
         """The last state of its workers in this generation, also if the node is lost."""
         if self._cached is None or self._cached[0] is not self._samples or self._cached[1] != self.lost:
             self._cached = self._samples, self.lost, [self._sample(rank) for rank in self.ranks]
         return self._cached[2]
 
-    def _sample(self, rank: int) -> Sample:
-        sample = self._samples.get(rank) or Sample(rank, self.hello.facts.host, 0, self.hello.node)
+    def _sample(self, rank: int) -> WorkerSample:
+        sample = self._samples.get(rank) or WorkerSample(rank, self.hello.facts.host, 0, self.hello.node)
         if not self.lost or sample.code is not None:
             return sample
         lost = f"{self.name} is lost: {self.lost}"
@@ -104,9 +106,9 @@ class RemoteNode:
     def _process_beat(self, beat: channel.Beat) -> bool:
         now, previous_ends = time.monotonic(), self._ends
         if beat.unix_time is not None:
-            self.clock.see(now, least_seconds=beat.unix_time - time.time())
+            self.clock.narrow(now, least_seconds=beat.unix_time - time.time())
         if beat.alive_took_seconds is not None:
-            self.clock.see(now, most_seconds=beat.alive_took_seconds)
+            self.clock.narrow(now, most_seconds=beat.alive_took_seconds)
         if beat.generation >= self.beat.generation:  # otherwise it was sent before the present generation started
             self.beat = beat
             states = ((worker.code, worker.failure is None, worker.stop_asked) for worker in beat.workers)
@@ -132,7 +134,7 @@ SILENT_SECONDS = 3 * channel.BEAT_SECONDS
 class Cluster:
     """All nodes except the coordinator's, and all orders, to any of the agents."""
 
-    def __init__(self, plan: NodePlan, orders: Orders) -> None:
+    def __init__(self, plan: NodePlan, orders: StopOrders) -> None:
         self.members: dict[int, RemoteNode] = {}
         self.gate: StoreGate | None = None  # to the store of the present generation
         self.waiting: list[RemoteNode] = []  # nodes that came while the run is running, and are not members yet
@@ -153,7 +155,7 @@ class Cluster:
         return self._listener.port if self._listener else 0
 
     @property
-    def here(self) -> list[RemoteNode]:
+    def present_nodes(self) -> list[RemoteNode]:
         """The nodes that take part, by number."""
         return [member for _, member in sorted(self.members.items()) if not member.lost]
 
@@ -173,7 +175,7 @@ class Cluster:
         """Whether there is an order to stop."""
         return self.launcher_gone or bool(self.signals)
 
-    def note_signals(self, ranks: Sequence[Sample]) -> None:
+    def note_signals(self, ranks: Sequence[WorkerSample]) -> None:
         """Treat the first stop signal that a rank has received itself as an order to this agent."""
         if not self.signals:
             self._orders.signals += [signal.Signals(r.stop_signal) for r in ranks if r.stop_signal in STOP_SIGNALS][:1]
@@ -185,7 +187,7 @@ class Cluster:
             return
         deadline = time.monotonic() + min(seconds, channel.BEAT_SECONDS)
         while True:
-            self._poller.attend(node.link for node in (*self.here, *self.waiting))
+            self._poller.attend(node.link for node in (*self.present_nodes, *self.waiting))
             sockets = [*self._listener.sockets(), self._poller]
             has_news = self._orders.wait(deadline - time.monotonic(), sockets)
             for link, messages in self._listener.arrived():
@@ -198,18 +200,20 @@ class Cluster:
 
     def _receive(self) -> bool:
         """Process messages of nodes, and send heartbeats if they are due; return whether there is news."""
-        readable, has_news = {*self._poller.readable()}, False
+        readable, has_news = {*self._poller.readable_links()}, False
         beat_due = time.monotonic() > self._beat_seconds + channel.BEAT_SECONDS
-        for member in (*self.here, *self.waiting) if readable or beat_due else ():
+        for member in (*self.present_nodes, *self.waiting) if readable or beat_due else ():
             if beat_due or member.link in readable:  # with each heartbeat check all nodes, to detect silent ones
                 has_news = self._process(member, member.link.receive()) or has_news
                 member.lost = member.link.ended
                 has_news = has_news or bool(member.lost)
             if beat_due:
-                member.link.send(channel.Alive(time.time()))  # read the clock for each node: a send may wait
+                member.link.send(
+                    channel.CoordinatorHeartbeat(time.time())
+                )  # read the clock for each node: a send may wait
         if beat_due:
             self._beat_seconds = now = time.monotonic()
-            silence = max((now - member.link.heard_seconds for member in self.here), default=0.0)
+            silence = max((now - member.link.heard_seconds for member in self.present_nodes), default=0.0)
             if silence > SILENT_SECONDS:  # TCP retries with doubling pauses, up to the length of the interruption
                 self.settled_seconds = now + silence + channel.BEAT_SECONDS
         return has_news
@@ -219,7 +223,7 @@ class Cluster:
         if isinstance(hello, channel.ToStore):
             if self.gate is None:
                 return link.end("there is no store")
-            link.send(channel.Alive())
+            link.send(channel.CoordinatorHeartbeat())
             return self.gate.adopt(link.detach())
         if not isinstance(hello, channel.Hello):
             return link.end("its first message was not Hello")
@@ -233,7 +237,9 @@ class Cluster:
             self.wrong.append(f"{sender} has connected, but {rival.host}, pid {rival.pid}, already has its number")
         else:
             member = self.members[hello.node] = RemoteNode(hello, link)
-            link.send(channel.Alive(time.time()))  # immediately, so that even a short run knows the clocks
+            link.send(
+                channel.CoordinatorHeartbeat(time.time())
+            )  # immediately, so that even a short run knows the clocks
             self._process(member, messages[1:])
             return None
         link.send(channel.RunOver(2))
@@ -248,10 +254,10 @@ class Cluster:
         try:
             place_for(node)
         except PacelineError as error:
-            say(f"{facts.host} (pid {facts.pid}) cannot join: {error.shown}")
-            return self.dismiss(node, error.exit_code, f"{facts.host} cannot join: {error.shown}")
+            print_to_stderr(f"{facts.host} (pid {facts.pid}) cannot join: {error.message_with_code}")
+            return self.dismiss(node, error.exit_code, f"{facts.host} cannot join: {error.message_with_code}")
         self.waiting.append(node)
-        node.link.send(channel.Alive(time.time()))
+        node.link.send(channel.CoordinatorHeartbeat(time.time()))
         self._process(node, messages)
         return None
 
@@ -278,22 +284,24 @@ class Cluster:
 
     def send(self, message: channel.Message) -> None:
         """Send a message to all nodes that take part."""
-        for member in self.here:
+        for member in self.present_nodes:
             member.link.send(message)
 
     def stopped(self) -> bool:
         """Whether all workers have ended, on the nodes that are not lost."""
-        return all(member.beat.stopped for member in self.here)
+        return all(member.beat.stopped for member in self.present_nodes)
 
     def end(self, code: int) -> None:
         """Order all nodes to end, and wait some seconds for them, since they must end before the coordinator."""
-        for member in (*self.here, *self.waiting):
+        for member in (*self.present_nodes, *self.waiting):
             member.link.send(channel.RunOver(code))
         deadline = time.monotonic() + FAREWELL_SECONDS
-        while (links := [node.link for node in self.here if not node.link.ended]) and time.monotonic() < deadline:
+        while (
+            links := [node.link for node in self.present_nodes if not node.link.ended]
+        ) and time.monotonic() < deadline:
             self._poller.attend(links)
             select.select([self._poller], [], [], max(0.0, deadline - time.monotonic()))
-            for link in self._poller.readable():
+            for link in self._poller.readable_links():
                 link.receive()
         for link in (*(member.link for member in (*self.members.values(), *self.waiting)), *self._dismissed):
             link.end("the run is over")
@@ -323,7 +331,7 @@ class Generation:
     def __init__(self, plan: NodePlan, own: Workers, cluster: Cluster, proof: str = "") -> None:
         self.plan, self.own, self.cluster, self.proof = plan, own, cluster, proof
         self.regroups = False  # the ranks have been asked to save and end, because hosts join or leave
-        self.members: Sequence[RemoteNode] = cluster.here  # some may be lost later
+        self.members: Sequence[RemoteNode] = cluster.present_nodes  # some may be lost later
         self._question = 0
         self._last_step = 0  # of a script that stops by step; 0: not chosen
 
@@ -335,7 +343,7 @@ class Generation:
             UsageError: a port is in use. No worker was started then.
             OSError: the workers of this node cannot be started. No worker was started then.
         """
-        members = cluster.here
+        members = cluster.present_nodes
         total = plan.nproc + sum(member.hello.nproc for member in members)
         ranks = replace(plan.ranks, world_size=total, groups=1 + len(members))
         plan = replace(plan, ranks=ranks)
@@ -352,13 +360,15 @@ class Generation:
     def wait_started(self) -> bool:
         """Wait until all other nodes have started their workers; return False if an order comes first."""
         deadline = time.monotonic() + START_SECONDS
-        while waiting := [member for member in self.cluster.here if member.started is None]:
+        while waiting := [member for member in self.cluster.present_nodes if member.started is None]:
             if time.monotonic() > deadline:
                 raise UsageError(code="node-starts-slowly", node=waiting[0].name, seconds=START_SECONDS)
             self.cluster.wait(START_LOOK_SECONDS)
             if self.cluster.ordered:
                 return False
-        refusals = [m.started.refusal for m in self.cluster.here if m.started is not None and m.started.refusal]
+        refusals = [
+            m.started.refusal for m in self.cluster.present_nodes if m.started is not None and m.started.refusal
+        ]
         if refusals:
             raise UsageError(code="node-not-started", reasons="\n".join(refusals))
         return True
@@ -373,7 +383,7 @@ class Generation:
 
     # ---- its state ----
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[WorkerSample]:
         """The present state of all workers, including those of a lost node."""
         samples = self.own.samples()
         for member in self.members:
@@ -385,17 +395,17 @@ class Generation:
         """Whether an order to stop or a failure has come, which is more urgent than a question."""
         return self.cluster.ordered or due_seconds(self.samples()) is not None
 
-    def running(self) -> list[Sample]:
+    def running(self) -> list[WorkerSample]:
         """The state of the workers that have not ended."""
-        return [sample for sample in self.samples() if sample.runs]
+        return [sample for sample in self.samples() if sample.is_running]
 
     def oom_kills(self) -> int:
         """The number of processes that the kernels have killed for lack of memory."""
-        return self.own.oom_kills() + sum(member.beat.oom_kills for member in self.cluster.here)
+        return self.own.oom_kills() + sum(member.beat.oom_kills for member in self.cluster.present_nodes)
 
-    def left(self) -> list[int]:
+    def surviving_pids(self) -> list[int]:
         """The pids of processes that SIGKILL has not ended."""
-        return [*self.own.left, *(pid for member in self.cluster.here for pid in member.beat.left)]
+        return [*self.own.left, *(pid for member in self.cluster.present_nodes for pid in member.beat.left)]
 
     def ask(self, patience_seconds: float, *, to_its_end: bool = False) -> list[Evidence]:
         """Details of the state of each rank, sorted by rank. A worker may take `patience_seconds` to answer.
@@ -404,15 +414,15 @@ class Generation:
         """
         self._question += 1
         collection = self.own.collect(self._question, patience_seconds)
-        for member in self.cluster.here:
+        for member in self.cluster.present_nodes:
             member.ask(channel.Ask(self._question, patience_seconds))
         deadline = time.monotonic() + patience_seconds + NATIVE_SECONDS + NETWORK_SECONDS
-        while not collection.advance() or any(m.shown is None for m in self.cluster.here):
+        while not collection.advance() or any(m.shown is None for m in self.cluster.present_nodes):
             self.cluster.wait(ADVANCE_SECONDS / 2)
             if time.monotonic() > deadline or (self.interrupted and not to_its_end):
                 break
         by_rank = {evidence.rank: evidence for evidence in collection.evidence(self.own.samples())}
-        by_rank |= {evidence.rank: evidence for member in self.cluster.here for evidence in member.shown or ()}
+        by_rank |= {evidence.rank: evidence for member in self.cluster.present_nodes for evidence in member.shown or ()}
         samples = sorted(self.samples(), key=lambda sample: sample.rank)
         return [_complete(sample, by_rank.get(sample.rank)) for sample in samples]
 
@@ -420,8 +430,8 @@ class Generation:
         """Record the clock differences of other nodes, if their bounds have become narrower."""
         if (machine := self.own.machine) is None:
             return
-        for member in self.cluster.here:
-            if (record := member.clock.due(member.hello.node, time.monotonic())) is not None:
+        for member in self.cluster.present_nodes:
+            if (record := member.clock.due_record(member.hello.node, time.monotonic())) is not None:
                 machine.write(record)
 
     # ---- its end ----
@@ -465,7 +475,7 @@ class Generation:
         self._await_end(grace_seconds, last_seconds, number, signals_heard)
         if last_seconds:
             self._await_end(last_seconds, 0.0, signal.SIGTERM, len(self.cluster.signals))
-        self.cluster.send(channel.Stop(0.0))
+        self.cluster.send(channel.StopOrder(0.0))
         self.own.sweep()
         deadline = time.monotonic() + SWEEP_MARGIN_SECONDS
         while not self.cluster.stopped() and time.monotonic() < deadline:
@@ -498,7 +508,7 @@ class Generation:
         looks whether it must wait. So no rank has passed the step after the newest published one.
         """
         samples = self.samples()
-        running = [sample for sample in samples if sample.runs]
+        running = [sample for sample in samples if sample.is_running]
         if not self._last_step and running and all(sample.stop_asked for sample in running):
             self._last_step = 1 + max(sample.steps_ended for sample in samples)
             self._ask_to_stop_after(self._last_step)
@@ -508,7 +518,7 @@ class Generation:
         self.own.ask_to_stop_after(step)
 
     def _ask_to_stop(self, grace_seconds: float, number: int) -> None:
-        self.cluster.send(channel.Stop(grace_seconds, number))
+        self.cluster.send(channel.StopOrder(grace_seconds, number))
         self.own.stop(grace_seconds, number)
 
 
@@ -517,12 +527,12 @@ def _proof(plan: NodePlan) -> str:
     if plan.nodes == 1 or not plan.run_dir or plan.plain_store:
         return ""
     proof = secrets.token_hex(8)
-    writing.replace(Path(plan.attempt_dir) / channel.PROOF, proof.encode(), sync=True)
+    writing.replace_file(Path(plan.attempt_dir) / channel.PROOF, proof.encode(), sync=True)
     return proof
 
 
-def _complete(sample: Sample, found: Evidence | None) -> Evidence:
+def _complete(sample: WorkerSample, found: Evidence | None) -> Evidence:
     """The evidence of a rank, completed from its sample. Without evidence, the sample alone."""
     if found is None:
-        return Evidence.of(sample)
+        return Evidence.from_sample(sample)
     return replace(found, failure=sample.failure or found.failure, error_text=sample.error_text or found.error_text)

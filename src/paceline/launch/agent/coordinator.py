@@ -23,17 +23,17 @@ from paceline.guard.deaths import RankEnd, due_seconds, first_to_fail, rank_end
 from paceline.guard.judge import judge_samples
 from paceline.guard.report import RunEvent, same_diagnosis
 from paceline.host.procfs import read_process
-from paceline.host.sweep import mark_of
+from paceline.host.sweep import agent_mark
 from paceline.launch.agent.cluster import Cluster, Generation, RemoteNode
 from paceline.launch.agent.joining import JoinQueue, gather_nodes, reachable
 from paceline.launch.agent.monitor import LiveStatus, Monitor, StopReport
 from paceline.launch.agent.workers import InheritedResources
-from paceline.protocol.control import AGENT_MARK, LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, Orders
-from paceline.protocol.evidence import GOOD_ENDS, LOADER_KILLED, Diagnosis, Evidence, Sample, StopKind
+from paceline.protocol.control import AGENT_MARK, LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, StopOrders
+from paceline.protocol.evidence import LOADER_KILLED, SUCCESS_EXIT_CODES, Diagnosis, Evidence, StopKind, WorkerSample
 from paceline.protocol.job import EVENT_SECONDS, NodePlan
 from paceline.runs import writing
 from paceline.runs.attempt import Ended, write_ended
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 
 TRIAL_SECONDS = 600.0  # a generation that fails in this time without a step fails because of the nodes that joined
 EVENT_LOG, SCONTROL_SECONDS = "on-event.log", 3.0
@@ -47,7 +47,7 @@ POLL_FAILING_SECONDS = 0.05  # between checks for failure records after a failur
 class FailedGeneration:
     """The first failure of a generation, and the progress of the generation."""
 
-    end: RankEnd | None  # of the rank that failed first; None: ranks made no progress or disagreed
+    rank_end: RankEnd | None  # of the rank that failed first; None: ranks made no progress or disagreed
     rank: int
     exit_code: int
     exception: str  # name of the exception's type; empty without a failure record
@@ -58,7 +58,9 @@ class FailedGeneration:
     ended_well: frozenset[int] = frozenset()  # exit codes of ranks that had ended without a failure before
 
     @classmethod
-    def of(cls, diagnosis: Diagnosis, ranks: Sequence[Sample], exit_code: int, *, step: int, nproc: int) -> Self:
+    def from_diagnosis(
+        cls, diagnosis: Diagnosis, ranks: Sequence[WorkerSample], exit_code: int, *, step: int, nproc: int
+    ) -> Self:
         """Create the record of a generation that ended with this diagnosis."""
         first = next((sample for sample in ranks if sample.rank == diagnosis.failed), None)
         if first is None:
@@ -86,7 +88,7 @@ class FailedGeneration:
         """Whether the two failures are the same."""
         if self.diagnosis is not None and other.diagnosis is not None:
             return same_diagnosis(self.diagnosis, other.diagnosis)
-        return (self.end, self.rank, self.exit_code) == (other.end, other.rank, other.exit_code)
+        return (self.rank_end, self.rank, self.exit_code) == (other.rank_end, other.rank, other.exit_code)
 
 
 @dataclass(frozen=True)
@@ -150,11 +152,11 @@ def _not_worth_it(last: FailedGeneration) -> str:
     if last.exit_code in (ExitCode.NOT_FINITE, ExitCode.DIVERGED):
         return "wrong results are an error of the program or of a machine, and a restart would repeat it"
     has_left = last.diagnosis is not None and last.diagnosis.kind is StopKind.LEFT
-    if has_left or (last.end is RankEnd.VICTIM and last.ended_well):
+    if has_left or (last.rank_end is RankEnd.VICTIM and last.ended_well):
         return "a rank ended while others ran, which is an error of the program"
-    if last.end is RankEnd.EXCEPTION and not last.loader_killed:
+    if last.rank_end is RankEnd.EXCEPTION and not last.loader_killed:
         return f"{last.exception} is an error of the program, and a restart would repeat it"
-    if last.end is RankEnd.EXIT:
+    if last.rank_end is RankEnd.EXIT:
         return f"the program ended with exit code {last.exit_code}, and a restart would repeat it"
     return ""
 
@@ -199,15 +201,17 @@ class EventCommand:
             reason = str(error)
         if reason and not self._reported:
             self._reported = True
-            say(f"warning: the command of --on-event failed at the event {event.kind}: {reason}. Output: {self._log}")
+            print_to_stderr(
+                f"warning: the command of --on-event failed at the event {event.kind}: {reason}. Output: {self._log}"
+            )
 
     def _failure(self, data: bytes) -> str:
         """Run the command. Returns why it failed; empty if it did not."""
         agent = read_process(os.getpid())
         # with the mark, the janitor ends the command if this agent is killed. The sweep of a generation spares -1
-        env = os.environ | {AGENT_MARK: mark_of(os.getpid(), agent.start if agent else 0, -1)}
+        env = os.environ | {AGENT_MARK: agent_mark(os.getpid(), agent.start_ticks if agent else 0, -1)}
         shell, pipe = ("/bin/sh", "-c", self._plan.on_event), subprocess.PIPE
-        with os.fdopen(writing.keep(self._log, append=True), "ab", 0) as log:
+        with os.fdopen(writing.open_or_create(self._log, append=True), "ab", 0) as log:
             process = subprocess.Popen(shell, env=env, stdin=pipe, stdout=log, stderr=log, start_new_session=True)
             try:
                 process.communicate(data, timeout=EVENT_SECONDS)
@@ -237,7 +241,7 @@ class Coordinator:
     """The whole run, from the first start to the last end."""
 
     def __init__(
-        self, plan: NodePlan, orders: Orders, inherited: InheritedResources, on_started: Callable[[], None]
+        self, plan: NodePlan, orders: StopOrders, inherited: InheritedResources, on_started: Callable[[], None]
     ) -> None:
         self.plan, self.cluster = plan, Cluster(plan, orders)
         self._inherited = inherited
@@ -258,21 +262,25 @@ class Coordinator:
             if self._number == 0:  # no worker has run: it is wrong use
                 code = ExitCode.USAGE
                 raise
-            reason = error.shown if isinstance(error, UsageError) else error
-            say(f"cannot restart the workers: {reason}")
+            reason = error.message_with_code if isinstance(error, UsageError) else error
+            print_to_stderr(f"cannot restart the workers: {reason}")
         finally:  # also after a bug in paceline
             with suppress(Exception):  # an event never changes the end of the run
                 self._send_end(code)
             self.cluster.end(code)
             self._queue.withdraw(self.plan.attempt_dir)
             if self.plan.attempt_dir:
-                write_ended(Path(self.plan.attempt_dir), Ended(int(code), self._cause if code not in GOOD_ENDS else ""))
+                write_ended(
+                    Path(self.plan.attempt_dir), Ended(int(code), self._cause if code not in SUCCESS_EXIT_CODES else "")
+                )
         return code
 
     def _send_end(self, code: int) -> None:
         """Send the last event, and wait for its command. Other nodes end after it, so that an ssh launcher waits."""
         kind = "requeue" if code == ExitCode.SAVED and is_queued_again(self.plan, self.cluster.signals) else "end"
-        self._events.send(kind, self._number, exit=int(code), words=self._cause if code not in GOOD_ENDS else "")
+        self._events.send(
+            kind, self._number, exit=int(code), words=self._cause if code not in SUCCESS_EXIT_CODES else ""
+        )
         deadline = time.monotonic() + self.plan.event_seconds
         while self._events.running and time.monotonic() < deadline:
             self.cluster.wait(POLL_FAILING_SECONDS)
@@ -318,9 +326,9 @@ class Coordinator:
         monitor, status = Monitor(generation), LiveStatus(generation)
         while True:
             ranks = generation.samples()
-            status.look(ranks)
+            status.update(ranks)
             generation.write_clocks()
-            if all(sample.code in GOOD_ENDS for sample in ranks):
+            if all(sample.code in SUCCESS_EXIT_CODES for sample in ranks):
                 return monitor.look_last() or good_code(ranks)
             due = due_seconds(ranks)
             if due is not None and time.monotonic() >= due:
@@ -328,11 +336,11 @@ class Coordinator:
             save_times = [sample.ended_seconds for sample in ranks if sample.code == ExitCode.SAVED]
             if save_times and due is None and time.monotonic() >= min(save_times) + self.plan.grace_period_seconds:
                 return self._end_late(generation, ranks)
-            if due is None and not save_times and (stall := monitor.look()) is not None:
+            if due is None and not save_times and (stall := monitor.check()) is not None:
                 return stall
             if due is None:
-                self._queue.look(self.plan.attempt_dir, generation.proof)
-                if self._queue.wanted:
+                self._queue.check_waiting_nodes(self.plan.attempt_dir, generation.proof)
+                if self._queue.is_regroup_wanted:
                     generation.regroup()
             self.cluster.wait(monitor.look_seconds if due is None else POLL_FAILING_SECONDS)
             self.cluster.note_signals(ranks)
@@ -348,31 +356,31 @@ class Coordinator:
         generation.save_and_stop(number)
         return self._stopped_by_signal(generation.samples())
 
-    def _stopped_by_signal(self, ranks: Sequence[Sample]) -> int:
-        if ranks and all(sample.code in GOOD_ENDS for sample in ranks):
+    def _stopped_by_signal(self, ranks: Sequence[WorkerSample]) -> int:
+        if ranks and all(sample.code in SUCCESS_EXIT_CODES for sample in ranks):
             return good_code(ranks)
         if _only_first_saves(ranks) and ranks[0].code == ExitCode.SAVED:
             return ExitCode.SAVED  # its end ends the other ranks
         if lost_members := [member for member in self.cluster.members.values() if member.lost]:
             # the loss is the cause: a scheduler signals all tasks of a step when one of them is lost
             for member in lost_members:
-                say(f"{member.name} is lost: {member.lost}")
+                print_to_stderr(f"{member.name} is lost: {member.lost}")
             return ExitCode.FAILED
         number = signal.Signals(self.cluster.signals[0])
         first = first_to_fail(ranks)
         if first is not None and rank_end(first) is RankEnd.EXCEPTION:  # it could not save, for example
-            evidence = [Evidence.of(sample) for sample in ranks]
+            evidence = [Evidence.from_sample(sample) for sample in ranks]
             self._report(StopReport(judge_samples(ranks), evidence, self.plan.attempt_dir))
-        say(f"stopped by {number.name}")
+        print_to_stderr(f"stopped by {number.name}")
         return 128 + number
 
-    def _end_late(self, generation: Generation, ranks: Sequence[Sample]) -> int:
+    def _end_late(self, generation: Generation, ranks: Sequence[WorkerSample]) -> int:
         """Stop ranks that still run long after another rank has saved. The run is saved if rank 0 has saved it."""
         late = ", ".join(str(sample.rank) for sample in ranks if sample.code is None)
         generation.stop(self.plan.grace_seconds)
         if generation.own.samples()[0].code == ExitCode.SAVED:
             return ExitCode.SAVED
-        say(
+        print_to_stderr(
             f"rank {late} still ran {self.plan.grace_period_seconds:g} s after another rank had saved its state and "
             f"stopped (exit code {int(ExitCode.SAVED)}), and rank 0 has not saved: stopping all ranks"
         )
@@ -387,7 +395,7 @@ class Coordinator:
         generation.stop(self.plan.grace_seconds)
         if not is_stall:  # after the last output of the ranks, so that the diagnosis is at the end of the screen
             self._report(stop, generation.oom_kills())
-        return FailedGeneration.of(
+        return FailedGeneration.from_diagnosis(
             stop.diagnosis,
             stop.evidence,
             stop.exit_code,
@@ -397,15 +405,15 @@ class Coordinator:
 
     def _report(self, stop: StopReport, oom_kills: int = 0) -> None:
         """Print the diagnosis, and send it to the command of --on-event."""
-        page = stop.page(oom_kills)
-        say(page)
+        page = stop.screen_text(oom_kills)
+        print_to_stderr(page)
         self._events.send("diagnosis", self._number, words=stop.line, report=page, diagnosis=stop.diagnosis)
 
     def _decide_restart(self, generation: Generation, failed: FailedGeneration) -> Restart | int:
         """Decide on a restart after a failure, and print the decision: the restart, or the exit code."""
         plan = self.plan
         # a node may also be lost while the others are being stopped
-        is_lost = failed.end is RankEnd.LOST or len(self.cluster.here) < len(generation.members)
+        is_lost = failed.rank_end is RankEnd.LOST or len(self.cluster.present_nodes) < len(generation.members)
         is_trial = failed.step == 0 and time.monotonic() < self._began_seconds + TRIAL_SECONDS
         new_nodes = [node for node in self._entered if is_trial and not is_lost]
         for member in new_nodes:  # the run made progress without them, and no step with them
@@ -421,7 +429,7 @@ class Coordinator:
 
     def _with_remaining_nodes(self) -> Restart | str:
         """Decide on a start with the remaining nodes. It does not count as a restart after a failure."""
-        plan, count = self.plan, 1 + sum(not member.leaves for member in self.cluster.here) + self._queue.count
+        plan, count = self.plan, 1 + sum(not member.leaves for member in self.cluster.present_nodes) + self._queue.count
         if plan.elastic and count >= plan.min_nodes:
             return Restart(plan.nproc)
         option = f"--nodes {plan.min_nodes}:{plan.nodes}" if plan.elastic else f"--nodes {plan.nodes}"
@@ -432,18 +440,18 @@ class Coordinator:
     def _continue(self, generation: Generation, decision: Restart | str, code: int) -> Restart | int:
         if isinstance(decision, str):
             if decision:
-                say(decision)
+                print_to_stderr(decision)
             return code
         self.cluster.wait(0.0)
         if self.cluster.ordered:
             return self._obey(generation)
-        if left_pids := generation.left():
+        if left_pids := generation.surviving_pids():
             # such a process may still write to files that the next generation reads
             pids = ", ".join(f"pid {pid}" for pid in left_pids)
-            say(f"Not restarting: {pids} did not exit after SIGKILL (stuck in the kernel?)")
+            print_to_stderr(f"Not restarting: {pids} did not exit after SIGKILL (stuck in the kernel?)")
             return code
         self._entered = self._queue.admit()
-        members, joined = self.cluster.here, len(self._entered)
+        members, joined = self.cluster.present_nodes, len(self._entered)
         message = _restart_message(
             decision.nproc + sum(member.hello.nproc for member in members),
             1 + len(members),
@@ -454,21 +462,21 @@ class Coordinator:
         )
         origin = "" if self.plan.plain_store else ", from the newest snapshot or checkpoint"
         message = f"{message} as generation {self._number + 1}{origin}"
-        say(message)
+        print_to_stderr(message)
         self._events.send("restart", self._number + 1, words=message)
         return decision
 
 
 def _launcher_gone() -> ExitCode:
-    say("the launcher has ended: stopping its workers")
+    print_to_stderr("the launcher has ended: stopping its workers")
     return ExitCode.FAILED
 
 
-def _only_first_saves(ranks: Sequence[Sample]) -> bool:
+def _only_first_saves(ranks: Sequence[WorkerSample]) -> bool:
     """Whether only rank 0 of this script reports steps after which it can stop."""
     return [sample.rank for sample in ranks if sample.steps_ended] == [0]
 
 
-def good_code(ranks: Sequence[Sample]) -> ExitCode:
+def good_code(ranks: Sequence[WorkerSample]) -> ExitCode:
     """The exit code if no worker has failed: SAVED if one has saved (resumable), otherwise DONE."""
     return ExitCode.SAVED if any(sample.code == ExitCode.SAVED for sample in ranks) else ExitCode.DONE

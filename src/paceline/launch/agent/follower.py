@@ -9,16 +9,16 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, UsageError
-from paceline.guard.collect import ADVANCE_SECONDS, Collection
+from paceline.guard.collect import ADVANCE_SECONDS, EvidenceCollection
 from paceline.guard.detectors import heartbeat_seconds, sample_seconds
-from paceline.host.facts import gather as gather_facts
+from paceline.host.facts import gather_facts as gather_facts
 from paceline.launch.agent import channel
 from paceline.launch.agent.joining import interface_of, join, try_to_reach
 from paceline.launch.agent.workers import InheritedResources, Workers
-from paceline.protocol.control import REMOTE_GRACE_SECONDS, Orders
+from paceline.protocol.control import REMOTE_GRACE_SECONDS, StopOrders
 from paceline.protocol.job import NodePlan
 from paceline.runs import writing
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 from paceline.runs.reading import read
 
 COORDINATOR_STOP_SECONDS = 20.0  # beyond the grace: within it the coordinator ends the run after an order
@@ -28,11 +28,13 @@ class Follower:
     """A node of a run. The coordinator is on a different node."""
 
     def __init__(
-        self, plan: NodePlan, orders: Orders, inherited: InheritedResources, on_started: Callable[[], None]
+        self, plan: NodePlan, orders: StopOrders, inherited: InheritedResources, on_started: Callable[[], None]
     ) -> None:
         self.plan, self.orders = plan, orders
         self._inherited = inherited
-        self._collection: Collection | None = None  # details that the coordinator has requested from the workers
+        self._collection: EvidenceCollection | None = (
+            None  # details that the coordinator has requested from the workers
+        )
         self._sample_seconds = sample_seconds(plan.hang_timeout)
         self._on_started = on_started  # called when the workers have been started
         self._code: int | None = None
@@ -93,7 +95,7 @@ class Follower:
             case channel.Ask() | channel.Release():
                 if self._workers is not None:
                     self._answer(link, self._workers, message)
-            case channel.Stop(grace_seconds, number):
+            case channel.StopOrder(grace_seconds, number):
                 if self._workers is not None:
                     self._workers.stop(grace_seconds, number)
             case channel.StopStep(step):
@@ -102,8 +104,8 @@ class Follower:
             case channel.RunOver(code, words):
                 self._code = code
                 if words:
-                    say(words)
-            case channel.Alive(unix_time):
+                    print_to_stderr(words)
+            case channel.CoordinatorHeartbeat(unix_time):
                 self._alive_took_seconds = None if unix_time is None else time.time() - unix_time
             case _:
                 link.end("it sent a message that only a node sends")
@@ -115,7 +117,7 @@ class Follower:
             self._find_folder(Path(order.attempt_dir).resolve(), order.proof)
         except (UsageError, OSError) as error:
             return channel.StartReply(-1, str(error))
-        say(f"node {order.node} ({os.uname().nodename}) has found the run, and joins after its next step")
+        print_to_stderr(f"node {order.node} ({os.uname().nodename}) has found the run, and joins after its next step")
         return channel.StartReply(-1)
 
     def _start(self, start: channel.StartOrder) -> channel.StartReply:
@@ -163,7 +165,9 @@ class Follower:
                         link.send(channel.Shown(collection.question, None))
         except Exception as error:  # an error of the guard must not end the run
             self._collection = None
-            say(f"warning: the hang guard of this node crashed and is disabled: {type(error).__name__}: {error}")
+            print_to_stderr(
+                f"warning: the hang guard of this node crashed and is disabled: {type(error).__name__}: {error}"
+            )
 
     def _forward_orders(self, link: channel.Link) -> None:
         """Forward stop orders of this agent to the coordinator. If the run does not end in time, this node ends."""
@@ -174,7 +178,7 @@ class Follower:
         if self.orders.launcher_gone and not self._reported_launcher_gone:
             self._reported_launcher_gone = True
             link.send(channel.Ordered(0))
-        if self.orders.given and self._deadline_seconds == float("inf"):
+        if self.orders.has_order and self._deadline_seconds == float("inf"):
             grace = REMOTE_GRACE_SECONDS if self.orders.launcher_gone else self.plan.grace_period_seconds
             self._deadline_seconds = time.monotonic() + grace + COORDINATOR_STOP_SECONDS
 
@@ -207,7 +211,7 @@ class Follower:
                 self.orders.wait(seconds)
             workers.sweep()
         resume = f". To resume: paceline train --resume auto --run-dir {self.plan.run_dir}"
-        say(
+        print_to_stderr(
             f"node {self.plan.node} ({os.uname().nodename}) has lost node 0 ({self.plan.node0[0]}): {reason}. It has "
             f"stopped its workers{resume if self.plan.run_dir and not self.plan.plain_store else ''}"
         )

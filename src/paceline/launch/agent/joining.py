@@ -28,15 +28,15 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError, first_few, plural
 from paceline.host.facts import Facts, compare_hosts
-from paceline.host.facts import gather as gather_facts
+from paceline.host.facts import gather_facts as gather_facts
 from paceline.host.reach import candidates, why_unreachable
 from paceline.launch.agent.channel import Enter, Link, PeerAddress, Reach, introduce
 from paceline.launch.agent.cluster import Cluster, RemoteNode
-from paceline.protocol.control import Orders
+from paceline.protocol.control import StopOrders
 from paceline.protocol.job import NodePlan, labels
 from paceline.runs import writing
 from paceline.runs.attempt import NodesStatus, NodeState, NodeStatus, write_nodes
-from paceline.runs.console import MAX_NAMES, say
+from paceline.runs.console import MAX_NAMES, print_to_stderr
 from paceline.runs.folder import INVITATION
 
 FIRST_MESSAGE_SECONDS = 10.0
@@ -45,7 +45,7 @@ REACH_SECONDS = 30.0
 CLOCK_SECONDS = 2.0
 MAX_PROBES = 64
 ALL_PAIRS = 24  # up to this number of nodes, each node tests the connection to every other node
-WAIT_SECONDS = 0.1
+REPLY_POLL_SECONDS = 0.1
 
 CONNECT_SECONDS = 2.0
 PAUSE_SECONDS = 0.5
@@ -61,22 +61,26 @@ def gather_nodes(plan: NodePlan, cluster: Cluster) -> NodePlan:
     count = len(plan.hosts) or plan.nodes  # the run starts with the listed hosts; up to `nodes` may join later
     if count == 1:
         return plan
-    say(f"node 0 ({os.uname().nodename}) waits for {plural(count - 1, 'other node')} at port {cluster.port}")
+    print_to_stderr(
+        f"node 0 ({os.uname().nodename}) waits for {plural(count - 1, 'other node')} at port {cluster.port}"
+    )
     _wait_for_all(plan, cluster, count)
     if cluster.ordered:
         return plan
-    members, facts = cluster.here, gather_facts()
+    members, facts = cluster.present_nodes, gather_facts()
     check_compatible(plan, facts, members)
     failures = unreachable(cluster, REACH_SECONDS, lambda: cluster.ordered)
     if failures:
         raise UsageError(code="nodes-not-connected", reasons=first_few(failures, MAX_NAMES, "\n  "))
-    say(f"all {count} nodes are here: {first_few([facts.host, *(m.hello.facts.host for m in members)], MAX_NAMES)}")
+    print_to_stderr(
+        f"all {count} nodes are here: {first_few([facts.host, *(m.hello.facts.host for m in members)], MAX_NAMES)}"
+    )
     return plan
 
 
 def reachable(plan: NodePlan, cluster: Cluster) -> NodePlan:
     """The plan of node 0 with the address and the interface at which the other nodes reach it."""
-    address = cluster.here[0].link.own_address if cluster.here else plan.master_addr
+    address = cluster.present_nodes[0].link.own_address if cluster.present_nodes else plan.master_addr
     if address == plan.master_addr:
         return plan
     return replace(plan, master_addr=address, interface=interface_of(gather_facts(), address))
@@ -101,7 +105,7 @@ def _wait_for_all(plan: NodePlan, cluster: Cluster, count: int) -> None:
         if now >= deadline:
             raise PacelineError(code="nodes-missing", found=status, seconds=now - start)
         next_message += NEXT_MESSAGE_SECONDS
-        say(f"{status} (after {now - start:.0f} s)")
+        print_to_stderr(f"{status} (after {now - start:.0f} s)")
 
 
 def partners(place: int, count: int) -> list[int]:
@@ -119,7 +123,7 @@ def partners(place: int, count: int) -> list[int]:
 
 def unreachable(cluster: Cluster, seconds: float, interrupted: Callable[[], bool]) -> list[str]:
     """The nodes that cannot reach a partner at a free port, with the reasons, from all answers within `seconds`."""
-    members, host = cluster.here, os.uname().nodename
+    members, host = cluster.present_nodes, os.uname().nodename
     if not members:
         return []
     with socket.create_server(("", 0)) as probe:
@@ -130,8 +134,10 @@ def unreachable(cluster: Cluster, seconds: float, interrupted: Callable[[], bool
             member.link.send(Reach(tuple(addresses[other] for other in partners(position, len(addresses)))))
         failures = try_to_reach(host, [addresses[other] for other in partners(0, len(addresses))])
         deadline = time.monotonic() + seconds
-        while any(m.reached is None for m in cluster.here) and time.monotonic() < deadline and not interrupted():
-            cluster.wait(WAIT_SECONDS)
+        while (
+            any(m.reached is None for m in cluster.present_nodes) and time.monotonic() < deadline and not interrupted()
+        ):
+            cluster.wait(REPLY_POLL_SECONDS)
     return [*failures, *(reason for m in members if m.reached is not None for reason in m.reached.unreachable)]
 
 
@@ -164,10 +170,10 @@ def check_compatible(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]) 
                 "be compared (paceline itself does not compare clocks). Synchronise them with NTP or chrony"
             )
     for text in warnings:
-        say(f"warning: {text}")
+        print_to_stderr(f"warning: {text}")
 
 
-def join(plan: NodePlan, orders: Orders) -> Link | None:
+def join(plan: NodePlan, orders: StopOrders) -> Link | None:
     """Connect to the coordinator; return None if an order to stop comes first.
 
     Raises:
@@ -176,7 +182,7 @@ def join(plan: NodePlan, orders: Orders) -> Link | None:
     start = time.monotonic()
     next_message = start + FIRST_MESSAGE_SECONDS
     other_programs: dict[int, str] = {}  # port -> message, from all tries: the coordinator may be gone at the timeout
-    while not orders.given:
+    while not orders.has_order:
         link = _try_all(plan, other_programs)
         if link is not None:
             return link
@@ -187,7 +193,7 @@ def join(plan: NodePlan, orders: Orders) -> Link | None:
             if waited_seconds >= plan.join_seconds:
                 raise PacelineError(code="node-0-not-found", found=status, seconds=waited_seconds)
             next_message += NEXT_MESSAGE_SECONDS
-            say(f"{status} (after {waited_seconds:.0f} s)")
+            print_to_stderr(f"{status} (after {waited_seconds:.0f} s)")
         orders.wait(PAUSE_SECONDS)
     return None
 
@@ -262,9 +268,9 @@ class JoinQueue:
         return gather_facts()
 
     @property
-    def wanted(self) -> bool:
+    def is_regroup_wanted(self) -> bool:
         """Whether hosts are ready to join or want to leave, which is possible between steps."""
-        return bool(self._ready) or any(member.leaves for member in self._cluster.here)
+        return bool(self._ready) or any(member.leaves for member in self._cluster.present_nodes)
 
     @property
     def count(self) -> int:
@@ -280,7 +286,7 @@ class JoinQueue:
             raise UsageError(code="run-accepts-no-hosts", nodes=plan.nodes)
         if hello.nodes != plan.nodes or not (0 < hello.node < plan.nodes or hello.node == -1):
             raise UsageError(code="joined-other-run", node=hello.node, of=hello.nodes, nodes=plan.nodes)
-        present = {node.hello.node: node for node in (*cluster.here, *cluster.waiting) if not node.leaves}
+        present = {node.hello.node: node for node in (*cluster.present_nodes, *cluster.waiting) if not node.leaves}
         if (rival := present.get(hello.node)) is not None:
             facts, silent = rival.hello.facts, time.monotonic() - rival.link.heard_seconds
             raise TrainingError(code="node-taken", node=hello.node, host=facts.host, pid=facts.pid, seconds=silent)
@@ -295,19 +301,19 @@ class JoinQueue:
         node.hello = replace(hello, node=number)
         check_compatible(plan, self._facts, [node])
 
-    def look(self, attempt_dir: str, proof: str) -> None:
+    def check_waiting_nodes(self, attempt_dir: str, proof: str) -> None:
         """Continue to check the waiting hosts. They must see `proof` in a file of the attempt."""
         cluster = self._cluster
         for node in [node for node in cluster.waiting if node.lost or node.leaves]:
-            say(f"{node.name} has left before it could join: {node.lost or node.leaves}")
+            print_to_stderr(f"{node.name} has left before it could join: {node.lost or node.leaves}")
             self._reject(node, "", "left" if node.leaves else "lost")
         if self._tried is None:
             self._check_next(attempt_dir, proof)
         elif reason := self._why_not(self._tried):
-            say(f"{self._tried.name} cannot join: {reason}")
+            print_to_stderr(f"{self._tried.name} cannot join: {reason}")
             self._reject(self._tried, reason, "refused")
         elif self._failures is not None and not self._failures:
-            say(f"{self._tried.name} is ready and will join after the current step")
+            print_to_stderr(f"{self._tried.name} is ready and will join after the current step")
             self._ready.append(self._tried)
             self._tried = None
         elif self._failures and time.monotonic() > self._sent_seconds + AGAIN_SECONDS:
@@ -324,8 +330,11 @@ class JoinQueue:
 
     def _test_connections(self, node: RemoteNode) -> None:
         cluster, self._failures, self._sent_seconds = self._cluster, None, time.monotonic()
-        other_addresses = tuple(member.address for member in cluster.here)
-        for member, peers in ((node, other_addresses), *((member, (node.address,)) for member in cluster.here)):
+        other_addresses = tuple(member.address for member in cluster.present_nodes)
+        for member, peers in (
+            (node, other_addresses),
+            *((member, (node.address,)) for member in cluster.present_nodes),
+        ):
             member.reached = None
             member.link.send(Reach(peers))
 
@@ -333,8 +342,12 @@ class JoinQueue:
         """Why a host may not join, from the results of its checks so far."""
         if node.started is not None and node.started.refusal:
             return node.started.refusal
-        answered = [member for member in (node, *self._cluster.here) if member.reached is not None]
-        if self._failures is None and node.started is not None and len(answered) == 1 + len(self._cluster.here):
+        answered = [member for member in (node, *self._cluster.present_nodes) if member.reached is not None]
+        if (
+            self._failures is None
+            and node.started is not None
+            and len(answered) == 1 + len(self._cluster.present_nodes)
+        ):
             reasons = [text for member in answered if member.reached is not None for text in member.reached.unreachable]
             self._failures = reasons + try_to_reach(self._facts.host, [node.address])
         is_late = time.monotonic() > self._deadline_seconds
@@ -355,7 +368,7 @@ class JoinQueue:
     def admit(self) -> list[RemoteNode]:
         """Release the hosts that want to leave, and return those that join now. No worker runs at this time."""
         cluster = self._cluster
-        for member in [member for member in cluster.here if member.leaves]:
+        for member in [member for member in cluster.present_nodes if member.leaves]:
             cluster.dismiss(member, ExitCode.DONE)
             member.lost = f"it has left: {member.leaves}"
             self._note(member, "left", member.leaves)
@@ -370,7 +383,7 @@ class JoinQueue:
     def dismiss(self, member: RemoteNode, why: str) -> None:
         """Remove a node that has joined, since the first step with it failed."""
         message = f"{member.name} is removed: the first step with it failed: {why}"
-        say(message)
+        print_to_stderr(message)
         self._cluster.dismiss(member, ExitCode.USAGE, message)
         member.lost = f"removed: {why}"
         self._note(member, "refused", why)
@@ -389,7 +402,7 @@ class JoinQueue:
             if member.lost and (node, member.hello.facts.host) not in self._gone:
                 self._note(member, "lost", member.lost)
         present = [NodeStatus(0, self._facts.host, "in")]
-        present += [NodeStatus(node.hello.node, node.hello.facts.host, "in") for node in cluster.here]
+        present += [NodeStatus(node.hello.node, node.hello.facts.host, "in") for node in cluster.present_nodes]
         present += [NodeStatus(node.hello.node, node.hello.facts.host, "waits") for node in cluster.waiting]
         status = NodesStatus(plan.min_nodes, plan.nodes, (*present, *self._gone.values()))
         if status != self._written:
@@ -413,7 +426,7 @@ class JoinQueue:
             join_seconds=min(plan.join_seconds, FIND_SECONDS),
         )  # fmt: skip
         with suppress(OSError):  # a full disk must not stop the run
-            writing.replace(Path(plan.attempt_dir) / INVITATION, msgspec.json.encode(invitation))
+            writing.replace_file(Path(plan.attempt_dir) / INVITATION, msgspec.json.encode(invitation))
 
     def withdraw(self, attempt_dir: str) -> None:
         """Remove the file for `paceline join` at the end of the run."""

@@ -34,12 +34,12 @@ from paceline.protocol.evidence import (
     Evidence,
     Live,
     LiveRank,
-    Sample,
     StopKind,
+    WorkerSample,
 )
 from paceline.runs import writing
 from paceline.runs.attempt import ScriptNotice, write_notice
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 
 HURRIED_SECONDS = 0.3  # for answers after a failure
 WARNING_SECONDS = 0.5  # for answers that only decide on a warning
@@ -76,7 +76,7 @@ class StopReport:
     @property
     def word(self) -> str:
         """The message to the unblocked ranks, as JSON."""
-        message = {"kind": self.diagnosis.kind.name, "page": self.page(), "exit_code": int(self.exit_code)}
+        message = {"kind": self.diagnosis.kind.name, "page": self.screen_text(), "exit_code": int(self.exit_code)}
         return msgspec.json.encode(message | {"causes": self.diagnosis.causes}).decode()
 
     @property
@@ -84,7 +84,7 @@ class StopReport:
         """The cause in one line."""
         return self.report.partition("\n")[0] or summarize(self.diagnosis, self.evidence, self.waited_seconds)
 
-    def page(self, oom_kills: int = 0) -> str:
+    def screen_text(self, oom_kills: int = 0) -> str:
         """The report for the screen. `oom_kills` is the number of processes that the kernel killed for memory."""
         if self.report:
             return self.report
@@ -102,12 +102,12 @@ class Monitor:
         self.look_seconds = detectors.sample_seconds(self._windows)  # interval between two samples
         self._looked_seconds = self._asked_seconds = self._early_seconds = 0.0
         self._silent = SilentFaultDetector(
-            self._plan.ranks.world_size, generation.own.names, lambda: calls_of(generation.ask(PATIENCE_SECONDS))
+            self._plan.ranks.world_size, generation.own.tensor_names, lambda: calls_of(generation.ask(PATIENCE_SECONDS))
         )
         self._sleep, self._unmet = detectors.SleepDetector(self._windows), detectors.DeadlockDetector(self._windows)
         self._off = self._windows.off
 
-    def look(self) -> StopReport | None:
+    def check(self) -> StopReport | None:
         """Run the detectors that are due; a diagnosis if the run is to be ended."""
         if self._off or time.monotonic() < self._looked_seconds + self.look_seconds / 2:
             return None
@@ -124,7 +124,7 @@ class Monitor:
         except Exception as error:
             return self._give_up(error)
 
-    def judge_failure(self, samples: Sequence[Sample]) -> StopReport:
+    def judge_failure(self, samples: Sequence[WorkerSample]) -> StopReport:
         """Diagnose a generation with failed ranks."""
         if not self._off:
             try:
@@ -132,17 +132,21 @@ class Monitor:
                 return self._judged(judge(evidence), evidence, 0.0)
             except Exception as error:
                 self._give_up(error)
-        return StopReport(judge_samples(samples), [Evidence.of(sample) for sample in samples], self._plan.attempt_dir)
+        return StopReport(
+            judge_samples(samples), [Evidence.from_sample(sample) for sample in samples], self._plan.attempt_dir
+        )
 
     def _give_up(self, error: Exception) -> None:
         self._off = True
         reason = f"{type(error).__name__}: {error}"
-        say(f"warning: the hang guard crashed and is disabled; training continues without hang detection: {reason}")
+        print_to_stderr(
+            f"warning: the hang guard crashed and is disabled; training continues without hang detection: {reason}"
+        )
 
     def _look(self) -> StopReport | None:
         running = self._generation.running()
         self.look_seconds = detectors.heartbeat_seconds(self._windows, self._plan.nodes, running)
-        alarm = self._stalls.see(time.monotonic(), detectors.assume_waiting(running, self._plan.ranks.world_size))
+        alarm = self._stalls.update(time.monotonic(), detectors.assume_waiting(running, self._plan.ranks.world_size))
         for kind, notice in (("", self._stalls.notice), ("slow", self._slow(running))):
             if notice:
                 self._notify(notice, kind=kind)
@@ -160,14 +164,14 @@ class Monitor:
         if unwatched_ranks := [rank.rank for rank in evidence if not rank.watched]:
             self._off = True  # the guard cannot inspect the new program
             ranks = f"{clause(unwatched_ranks, 'has', 'have')}"
-            say(f"warning: the hang guard is off: {ranks} started a different program (exec)")
+            print_to_stderr(f"warning: the hang guard is off: {ranks} started a different program (exec)")
             return None
         if self._generation.interrupted or not detectors.is_stalled(evidence, alarm, self._windows):
             return None
         if not is_warning:
             return self._stall(evidence, alarm)
-        ranks = [replace(rank, waiting=detectors.is_waiting(rank)) for rank in evidence if rank.runs]
-        say(format_warning(ranks, still_seconds=alarm.still_seconds, window_seconds=alarm.window_seconds))
+        ranks = [replace(rank, waiting=detectors.is_waiting(rank)) for rank in evidence if rank.is_running]
+        print_to_stderr(format_warning(ranks, still_seconds=alarm.still_seconds, window_seconds=alarm.window_seconds))
         return None
 
     def _look_for_silent_faults(self, *, last: bool = False) -> StopReport | None:
@@ -190,22 +194,22 @@ class Monitor:
     def _notify(self, message: str, step: int = 0, *, kind: str = "", on_screen: bool = True) -> None:
         """Record a message in the attempt's folder, and print it if `on_screen`."""
         if on_screen:
-            say(message)
+            print_to_stderr(message)
         if self._plan.attempt_dir:
             write_notice(Path(self._plan.attempt_dir), ScriptNotice(round(time.time(), 3), message, step, kind))
 
-    def _slow(self, running: Sequence[Sample]) -> str:
+    def _slow(self, running: Sequence[WorkerSample]) -> str:
         """The warning of a slow rank, with the state of its GPU; empty if there is none."""
-        warning_text = self._stragglers.see(running)
+        warning_text = self._stragglers.update(running)
         if warning_text and self._stragglers.rank is not None:
             evidence = self._generation.ask(WARNING_SECONDS)
             gpus = [rank.gpu for rank in evidence if rank.rank == self._stragglers.rank and rank.gpu]
             warning_text += "".join(f". {gpu}" for gpu in gpus)
         return warning_text
 
-    def _never_meeting(self, running: Sequence[Sample]) -> StopReport | None:
+    def _never_meeting(self, running: Sequence[WorkerSample]) -> StopReport | None:
         """A diagnosis of ranks that wait in collectives which can never complete, before the timeout."""
-        if not self._unmet.due(time.monotonic(), running):
+        if not self._unmet.should_collect(time.monotonic(), running):
             return None
         evidence = self._generation.ask(WARNING_SECONDS)
         if self._generation.interrupted or not is_deadlocked(evidence):
@@ -213,9 +217,9 @@ class Monitor:
         diagnosis = judge(evidence)
         if diagnosis.kind not in (StopKind.MISMATCH, StopKind.DEADLOCK):
             return None
-        return self._judged(diagnosis, evidence, max(rank.still_seconds for rank in evidence if rank.runs))
+        return self._judged(diagnosis, evidence, max(rank.still_seconds for rank in evidence if rank.is_running))
 
-    def _early_alarm(self, running: Sequence[Sample]) -> detectors.Alarm | None:
+    def _early_alarm(self, running: Sequence[WorkerSample]) -> detectors.Alarm | None:
         """An alarm before the timeout, if waiting longer would give no further information.
 
         This is the case if a rank has ended with code 0 and all others wait; or if ranks have not completed the
@@ -228,7 +232,7 @@ class Monitor:
         several = self._plan.ranks.world_size > 1
         not_met = several and not has_met and timeout_seconds is not None and still_seconds >= timeout_seconds
         all_wait = still_seconds >= LEFT_SECONDS and all(sample.waiting for sample in running)
-        if self._sleep.due(running):
+        if self._sleep.should_collect(running):
             return detectors.Alarm("stall", still_seconds, 0.0)
         has_left = any(sample.code == ExitCode.DONE for sample in self._generation.samples())
         if not not_met and not (all_wait and has_left):
@@ -305,7 +309,7 @@ class LiveStatus:
         self._touched, self._touched_seconds = 0, float("-inf")  # time of the file, and time when it was read
         self._off = not generation.plan.attempt_dir
 
-    def look(self, ranks: Sequence[Sample]) -> None:
+    def update(self, ranks: Sequence[WorkerSample]) -> None:
         """Write the state and forward requests for a checkpoint, once a second."""
         now = time.monotonic()
         if self._off or now < self._looked_seconds + LOOK_SECONDS:
@@ -313,13 +317,17 @@ class LiveStatus:
         self._looked_seconds = now
         try:
             if self._is_watched(now):
-                live = Live(round(time.time(), 3), self._generation.own.number, tuple(LiveRank.of(r) for r in ranks))
-                writing.replace(self._folder / LIVE, msgspec.json.encode(live))
+                live = Live(
+                    round(time.time(), 3), self._generation.own.number, tuple(LiveRank.from_sample(r) for r in ranks)
+                )
+                writing.replace_file(self._folder / LIVE, msgspec.json.encode(live))
             if [*take_requests(self._folder, CHECKPOINT)]:
                 self._generation.own.ask_to_save()  # rank 0 runs on this node, and its vote counts for all ranks
         except Exception as error:
             self._off = True
-            say(f"warning: `paceline watch` gets no further updates of this run: {type(error).__name__}: {error}")
+            print_to_stderr(
+                f"warning: `paceline watch` gets no further updates of this run: {type(error).__name__}: {error}"
+            )
 
     def _is_watched(self, now_seconds: float) -> bool:
         """Whether the time of the file has changed recently. This does not compare the clocks of two machines."""

@@ -19,18 +19,18 @@ from contextlib import suppress
 import msgspec
 
 from paceline.host.procfs import read_process
-from paceline.host.sweep import mark_of
+from paceline.host.sweep import agent_mark
 from paceline.protocol.control import (
     AGENT_MARK,
     MAX_ORDER_BYTES,
     READY,
     ForkOrder,
-    Orders,
+    StopOrders,
     WorkerSpec,
     as_bytes,
     at_import,
 )
-from paceline.runs.console import say
+from paceline.runs.console import print_to_stderr
 
 PR_SET_CHILD_SUBREAPER = 36
 READY_SECONDS = 60.0  # for importing torch from a slow disk; after this, each worker imports torch itself
@@ -79,10 +79,10 @@ class Preloader:
         self._ready = self._gone = False
         channel.settimeout(ANSWER_SECONDS)
 
-    def wait_ready(self, orders: Orders) -> None:
+    def wait_ready(self, orders: StopOrders) -> None:
         """Wait until the imports are done, have failed, or an order has come; give up after a minute."""
         deadline = time.monotonic() + READY_SECONDS
-        while not (self._ready or self._gone or orders.given):
+        while not (self._ready or self._gone or orders.has_order):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return self.give_up(f"has not imported everything within {READY_SECONDS:g} s")
@@ -142,7 +142,7 @@ class Preloader:
         """Print why workers are no longer forked, and end the preloader."""
         if not self._gone:
             slower = "each worker imports torch itself, so startup is slower"
-            say(f"Preloading disabled (the preloader {why}); {slower}")
+            print_to_stderr(f"Preloading disabled (the preloader {why}); {slower}")
         self.close()
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | 
     preload_env = {
         **WorkerSpec(agent_pid=os.getpid(), preload=preloader_socket.fileno()).variable(),
         # the mark is as long as that of a worker, which overwrites it
-        AGENT_MARK: mark_of(agent.pid, agent.start) + "preloader-",
+        AGENT_MARK: agent_mark(agent.pid, agent.start_ticks) + "preloader-",
     }
     try:
         process = subprocess.Popen(

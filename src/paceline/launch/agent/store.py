@@ -24,7 +24,7 @@ from typing import Self
 from paceline.errors import UsageError
 from paceline.host.procfs import port_holder, tcp_owner
 from paceline.host.reach import sign
-from paceline.launch.agent.channel import MEET_SECONDS, Alive, Link, ToStore, introduce
+from paceline.launch.agent.channel import MEET_SECONDS, CoordinatorHeartbeat, Link, ToStore, introduce
 from paceline.protocol.job import NodePlan
 
 LOOPBACK, STORE_ADDRESS = "127.0.0.1", "127.0.0.2"
@@ -217,7 +217,7 @@ def _to_node0(node0: str, port: int, secret: bytes) -> socket.socket:
         if time.monotonic() > deadline:
             link.end("it did not answer")
         time.sleep(0.001)
-    if link.ended or not answer or not isinstance(answer[0], Alive):
+    if link.ended or not answer or not isinstance(answer[0], CoordinatorHeartbeat):
         link.end("it has no store")
         raise ConnectionRefusedError(link.ended)
     return link.detach()
@@ -236,8 +236,8 @@ class Store:
     """
 
     port: socket.socket | None
-    memory: int = -1
-    gate: StoreGate | None = None
+    memory_fd: int = -1
+    proxy: StoreGate | None = None
 
     @classmethod
     def make(cls, plan: NodePlan) -> Self:
@@ -254,28 +254,28 @@ class Store:
             return cls(store, gate=gate)
         return cls(_bound(plan), os.memfd_create("paceline-store") if plan.nodes == 1 else -1)
 
-    def inherited(self, rank: int, *, plain: bool) -> int:
+    def inherited_fd(self, rank: int, *, plain: bool) -> int:
         """The descriptor of the store that this rank inherits; -1 if the rank connects instead."""
-        if self.memory >= 0:
-            return self.memory
+        if self.memory_fd >= 0:
+            return self.memory_fd
         return self.port.fileno() if rank == 0 and self.port is not None and not plain else -1
 
     def port_number(self, plan: NodePlan) -> int:
         """MASTER_PORT of the ranks."""
-        if self.gate is not None:
-            return self.gate.port
+        if self.proxy is not None:
+            return self.proxy.port
         return self.port.getsockname()[1] if self.port is not None else plan.ranks.master_port
 
     def address(self, plan: NodePlan) -> str:
         """MASTER_ADDR of the ranks."""
-        return plan.master_addr if self.gate is None else LOOPBACK
+        return plan.master_addr if self.proxy is None else LOOPBACK
 
     def close(self) -> None:
         """Close the agent's descriptors. With its socket open, connections to an ended rank 0 would not be refused."""
         if self.port is not None:
             self.port.close()
-        if self.memory >= 0:
-            os.close(self.memory)
+        if self.memory_fd >= 0:
+            os.close(self.memory_fd)
 
 
 def _bound(plan: NodePlan) -> socket.socket | None:

@@ -19,16 +19,16 @@ from typing import Protocol, Self
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.guard.collect import Collection, IdleClock
+from paceline.guard.collect import EvidenceCollection, IdleClock
 from paceline.host.cgroup import oom_kills
 from paceline.host.machine_log import MachineLog
 from paceline.host.procfs import read_process
-from paceline.host.sweep import Member, Roster, mark_of, roster_path, sweep
+from paceline.host.sweep import Member, Roster, agent_mark, roster_path, sweep
 from paceline.launch.agent.preload import ForkedProcess, Preloader
 from paceline.launch.agent.store import Store, StoreGate
 from paceline.launch.output import relay_output
 from paceline.protocol.control import AGENT_MARK, ROOM, RUN_ID, SHARED_MEMORY, WorkerSpec
-from paceline.protocol.evidence import GOOD_ENDS, Failure, Sample
+from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Failure, WorkerSample
 from paceline.protocol.job import NodePlan
 from paceline.protocol.marks import read_names
 from paceline.protocol.status_page import (
@@ -57,7 +57,7 @@ class InheritedResources:
 
     snapshots: tuple[tuple[int, int], ...] = ()  # two memory files for each local rank, which writes and reads them
     keep_open: tuple[int, ...] = ()  # e.g. a lock that must last until the last worker has ended
-    janitor: int = -1  # not inherited: descriptor on which the janitor reads the attempt's folder
+    janitor_fd: int = -1  # not inherited: descriptor on which the janitor reads the attempt's folder
     temporary: str = ""  # a folder that is deleted when the agent ends, for any reason
     preloader: Preloader | None = None  # not inherited: the process from which workers are forked
 
@@ -99,8 +99,8 @@ class Worker:
     log: Path
     log_start: int  # offset of its first byte in the log; earlier generations wrote the bytes before it
     relays: Sequence[threading.Thread]
-    record: int  # memory file with its failure record
-    status_page: int  # memory file with its status page
+    failure_record_fd: int  # memory file with its failure record
+    status_page_fd: int  # memory file with its status page
 
     @property
     def rank(self) -> int:
@@ -191,7 +191,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
         status_page = make_status_page(rank)
         is_shown = rank == 0 or plan.show == "all"
         is_direct = rank == max(0, plan.stdin_rank) and is_shown and os.isatty(1)  # its stdout is the terminal itself
-        store_descriptor = store.inherited(rank, plain=plan.plain_store)
+        store_descriptor = store.inherited_fd(rank, plain=plan.plain_store)
         spec = WorkerSpec(
             agent_pid=os.getpid(),
             attempt_dir=plan.attempt_dir,
@@ -207,7 +207,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
         env = worker_environment(plan, local_rank, store.port_number(plan), generation) | spec.variable()
         env["MASTER_ADDR"] = store.address(plan)
         if agent is not None:
-            env[AGENT_MARK] = mark_of(agent.pid, agent.start, generation)
+            env[AGENT_MARK] = agent_mark(agent.pid, agent.start_ticks, generation)
         pipes = [(*os.pipe(), screen) for screen in ((2,) if is_direct else (1, 2)) if is_shown]
         writers = {screen: writer for _, writer, screen in pipes}
         stdin = plan.stdin if plan.stdin_rank in (-1, rank) else -1
@@ -232,7 +232,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
         relays = [relay_output(os.fdopen(reader, "rb"), os.dup(log), screen=s, prefix=prefix) for reader, _, s in pipes]
         os.close(log)
         status = read_process(process.pid)
-        member = Member(rank, process.pid, status.start if status else 0)
+        member = Member(rank, process.pid, status.start_ticks if status else 0)
         yield Worker(member, process, path, log_start, relays, record, status_page)
     if inherited.preloader is not None and not plan.max_restarts and plan.min_nodes == plan.nodes:
         inherited.preloader.close()  # no restart is possible
@@ -259,7 +259,7 @@ def _start(
 
 
 def _open_log(path: Path, generation: int) -> int:
-    log = writing.keep(path, append=True)
+    log = writing.open_or_create(path, append=True)
     if generation:
         with suppress(OSError):  # a full disk must not stop the run
             os.write(log, f"---- generation {generation} ----\n".encode())
@@ -304,11 +304,11 @@ class Workers:
             UsageError: the port is in use.
             OSError: the command cannot be started, or a log file cannot be opened.
         """
-        if inherited.janitor >= 0:
-            os.write(inherited.janitor, os.fsencode(plan.attempt_dir) + b"\0")  # the folder of the roster
+        if inherited.janitor_fd >= 0:
+            os.write(inherited.janitor_fd, os.fsencode(plan.attempt_dir) + b"\0")  # the folder of the roster
         store = Store.make(plan)
         workers = cls(plan, number, store.port_number(plan))
-        workers.gate = store.gate
+        workers.gate = store.proxy
         try:
             for worker in start_workers(plan, store, number, inherited):
                 workers._workers.append(worker)
@@ -332,8 +332,8 @@ class Workers:
     def _write_roster(self) -> None:
         agent = read_process(os.getpid())
         members = tuple(w.member for w in self._workers)
-        roster = Roster(os.uname().nodename, os.getpid(), members, agent.start if agent else 0)
-        writing.replace(roster_path(Path(self.plan.attempt_dir), self.plan.node), msgspec.json.encode(roster))
+        roster = Roster(os.uname().nodename, os.getpid(), members, agent.start_ticks if agent else 0)
+        writing.replace_file(roster_path(Path(self.plan.attempt_dir), self.plan.node), msgspec.json.encode(roster))
 
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM) -> None:
         """Send this signal to the workers and give them this time to end. A later call can only shorten the time.
@@ -356,7 +356,7 @@ class Workers:
         Python gets all signals together with its child processes. A rank with a request to stop after a step gets
         no signal before the grace is over.
         """
-        if not any(rank == worker.rank for rank, _ in self._sent) and read_counters(worker.status_page).stop_asked:
+        if not any(rank == worker.rank for rank, _ in self._sent) and read_counters(worker.status_page_fd).stop_asked:
             self._sent.add((worker.rank, number))
             return
         process, is_program = worker.process, not any(arg.startswith(ROOM) for arg in self.plan.argv)
@@ -377,12 +377,12 @@ class Workers:
     def ask_to_stop_after(self, step: int) -> None:
         """Have each rank that stops by step stop after this number of steps; 0: have it wait for the number."""
         for worker in self._workers:
-            if read_counters(worker.status_page).stops_by_step:
-                ask_to_stop(worker.status_page, step)
+            if read_counters(worker.status_page_fd).stops_by_step:
+                ask_to_stop(worker.status_page_fd, step)
 
     @staticmethod
     def _handles_stops(worker: Worker) -> bool:
-        counters = read_counters(worker.status_page)
+        counters = read_counters(worker.status_page_fd)
         return counters.notes_stops or counters.stops_by_step
 
     @property
@@ -391,7 +391,10 @@ class Workers:
         codes = self._codes()
         if None not in codes:
             return 0.0
-        if not self.patient and not {*codes} <= {None, *GOOD_ENDS}:  # a worker failed: the others cannot save together
+        if not self.patient and not {*codes} <= {
+            None,
+            *SUCCESS_EXIT_CODES,
+        }:  # a worker failed: the others cannot save together
             self.stop(self.plan.grace_seconds)
         return max(0.0, self._deadline_seconds - time.monotonic())
 
@@ -399,39 +402,39 @@ class Workers:
         """The exit code of each worker; None while it runs, -n if signal n killed it."""
         return [worker.process.poll() for worker in self._workers]
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[WorkerSample]:
         """The present state of each worker."""
         now = time.monotonic()
         for worker, code in zip(self._workers, self._codes(), strict=True):
             if code is not None:
                 self._ended.setdefault(worker.rank, (code, now))
         for times in self._times:
-            times.look()
-        return [self._idle_clock.read(self._sample(worker), worker.status_page, now) for worker in self._workers]
+            times.record_growth()
+        return [self._idle_clock.read(self._sample(worker), worker.status_page_fd, now) for worker in self._workers]
 
-    def _sample(self, worker: Worker) -> Sample:
+    def _sample(self, worker: Worker) -> WorkerSample:
         code, ended_seconds = self._ended.get(worker.rank, (None, 0.0))
-        failure = None if code in GOOD_ENDS else read_record(worker.record)
+        failure = None if code in SUCCESS_EXIT_CODES else read_record(worker.failure_record_fd)
         words = f"{failure.type}: {failure.message}" if failure is not None else ""
         if code and failure is None:  # wait only once: child processes may keep the pipe open
             wait_seconds = 0.0 if worker.rank in self._drained else LAST_WORDS_SECONDS
             self._drained.add(worker.rank)
             words = worker.log_tail(LOG_TAIL_BYTES, wait_seconds=wait_seconds)
-        return Sample(
+        return WorkerSample(
             rank=worker.rank, host=os.uname().nodename, pid=worker.process.pid, node=self.plan.node, code=code,
             ended_seconds=ended_seconds, failure=failure, error_text=words,
         )  # fmt: skip
 
-    def collect(self, question: int, patience_seconds: float) -> Collection:
+    def collect(self, question: int, patience_seconds: float) -> EvidenceCollection:
         """Begin to collect details of the state of all workers; see `Collection`."""
-        status_pages = {worker.rank: worker.status_page for worker in self._workers}
-        return Collection(self.samples(), status_pages, question, patience_seconds=patience_seconds)
+        status_pages = {worker.rank: worker.status_page_fd for worker in self._workers}
+        return EvidenceCollection(self.samples(), status_pages, question, patience_seconds=patience_seconds)
 
     def release(self, ranks: Sequence[int], word: bytes) -> None:
         """Raise an exception with the message `word` in the collective in which workers with these ranks wait."""
         for worker in self._workers:
             if worker.rank in ranks:
-                release(worker.status_page, word)
+                release(worker.status_page_fd, word)
 
     def ask_to_save(self) -> None:
         """Have the first worker vote for a checkpoint after its next step. A script does not react.
@@ -439,15 +442,15 @@ class Workers:
         Only the first worker is asked: two workers that vote at different steps would save twice.
         """
         self._saves_asked += 1
-        ask_to_save(self._workers[0].status_page, self._saves_asked)
+        ask_to_save(self._workers[0].status_page_fd, self._saves_asked)
 
     def ask_to_regroup(self) -> None:
         """Have all ranks save and end after their next step, by a vote of the first worker. A script does not react."""
-        ask_to_regroup(self._workers[0].status_page)
+        ask_to_regroup(self._workers[0].status_page_fd)
 
-    def names(self) -> Mapping[str, Sequence[str]]:
+    def tensor_names(self) -> Mapping[str, Sequence[str]]:
         """The names of the tensors of a script, by layout."""
-        return read_names(self._workers[0].status_page).tensors
+        return read_names(self._workers[0].status_page_fd).tensors
 
     def oom_kills(self) -> int:
         """The number of processes that the kernel has killed for lack of memory since the start of this generation."""
@@ -460,21 +463,21 @@ class Workers:
         if self.machine is not None:
             self.machine.close()
         agent = read_process(os.getpid())
-        mark = mark_of(os.getpid(), agent.start, self.number) if agent else ""  # spares the next generation
+        mark = agent_mark(os.getpid(), agent.start_ticks, self.number) if agent else ""  # spares the next generation
         self.left = sweep([worker.member for worker in self._workers], mark)
         for worker in self._workers:
             with suppress(subprocess.TimeoutExpired):  # SIGKILL does not end an uninterruptible system call
                 worker.process.wait(1.0)
             worker.finish()
         for times in self._times:
-            times.look(last=True)
+            times.record_growth(last=True)
         self.swept = True
 
     def close(self) -> None:
         """Close all descriptors, after `sweep`."""
         for worker in self._workers:
-            os.close(worker.record)
-            os.close(worker.status_page)
+            os.close(worker.failure_record_fd)
+            os.close(worker.status_page_fd)
         for times in self._times:
             times.close()
         if self.gate is not None:

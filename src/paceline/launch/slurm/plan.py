@@ -19,7 +19,7 @@ from paceline.protocol.job import JobSpec
 SIGNAL_SECONDS = 60  # Slurm may send the signal before the time limit too early by this time
 LONGEST_WARNING_SECONDS = 65535  # limit of sbatch --signal
 
-SCRIPT = "job.sbatch"
+SCRIPT_FILE = "job.sbatch"
 PLAN = "plan.json"
 OUTPUT = "slurm-%j.out"
 CONDA = "conda:"
@@ -53,7 +53,7 @@ OURS = {  # option of sbatch that paceline sets -> remedy or reason
 }
 
 
-def slurm(job: JobSpec) -> Plan:
+def plan_slurm(job: JobSpec) -> Plan:
     """The plan for a Slurm cluster: a batch script, and the plan of the agents.
 
     Raises:
@@ -62,8 +62,8 @@ def slurm(job: JobSpec) -> Plan:
     _check(job)
     # The script loads modules and activates the environment itself. Slurm tells each agent the number of its node
     plan = node_plan(replace(job, modules=(), activate="", queues_again=True), node=-1)
-    command = Command("sbatch", ("sbatch", "--parsable", f"{job.submit_dir}/{SCRIPT}"))
-    return Plan(submit=command, files={SCRIPT: batch_script(job), PLAN: as_file(plan)})
+    command = Command("sbatch", ("sbatch", "--parsable", f"{job.submit_dir}/{SCRIPT_FILE}"))
+    return Plan(submit_command=command, files={SCRIPT_FILE: batch_script(job), PLAN: as_file(plan)})
 
 
 def _check(job: JobSpec) -> None:

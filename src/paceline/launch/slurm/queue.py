@@ -19,7 +19,7 @@ from paceline.errors import ExitCode, PacelineError, UsageError, plural, unknown
 from paceline.host.procfs import PR_SET_PDEATHSIG
 from paceline.launch.output import Tail
 from paceline.launch.plan import Plan
-from paceline.launch.slurm.plan import SCRIPT
+from paceline.launch.slurm.plan import SCRIPT_FILE
 from paceline.protocol.control import STOP_SIGNALS, read_stop_signals, signal_wakeup
 from paceline.protocol.job import JobSpec
 
@@ -102,18 +102,18 @@ def submit(plan: Plan, env: Mapping[str, str]) -> str:
     Raises:
         UsageError: Slurm rejects the job.
     """
-    assert plan.submit is not None
-    script = plan.files[SCRIPT]
+    assert plan.submit_command is not None
+    script = plan.files[SCRIPT_FILE]
     env = without_script_overrides(env, partition="#SBATCH --partition=" in script, minutes="#SBATCH --time=" in script)
-    result = run_slurm(plan.submit.argv[0], "--test-only", *plan.submit.argv[2:], env=env)
+    result = run_slurm(plan.submit_command.argv[0], "--test-only", *plan.submit_command.argv[2:], env=env)
     if result.returncode == 0:
-        result = run_slurm(*plan.submit.argv, env=env)
+        result = run_slurm(*plan.submit_command.argv, env=env)
     if result.returncode != 0:
         raise UsageError(code="job-refused", reason=slurm_error(result))
     return result.stdout.strip().split(";")[0]  # ID;CLUSTER
 
 
-def state(job_id: str) -> JobState | None:
+def query_job_state(job_id: str) -> JobState | None:
     """The state of a job; None if Slurm has no record of it any more.
 
     Raises:
@@ -181,7 +181,7 @@ def cancel(job_id: str, *, now: bool = False) -> None:
     Raises:
         PacelineError: Slurm rejects the command.
     """
-    job = state(job_id) if now else None
+    job = query_job_state(job_id) if now else None
     for _ in range(2 if job is not None and job.state == "RUNNING" else 0):  # scancel --signal waits for pending jobs
         run_slurm("scancel", "--signal=TERM", job_id)
         time.sleep(SECOND_SIGNAL_SECONDS)
@@ -222,7 +222,7 @@ def _watch(job_id: str, tail: Tail, say: Callable[[str], None], show: Callable[[
     while True:
         job_state, has_ended = None, False
         try:
-            job_state = state(job_id)
+            job_state = query_job_state(job_id)
             line = f"job {job_id}: {job_state or 'Slurm has no record of it any more'}"
             has_ended = job_state is None or not job_state.lives
         except UsageError:
@@ -248,14 +248,14 @@ INTERACTIVE_STEP = "4294967290"  # the shell that salloc starts on a node at som
 
 
 @dataclass(frozen=True)
-class Nodes:
+class NodeSet:
     """Nodes of a partition with equal resources."""
 
     partition: str
     count: int
     cpus: int
     gpus: int
-    minutes: float  # the partition's time limit; infinity: none
+    time_limit_minutes: float  # the partition's time limit; infinity: none
     up: bool
     default: bool
 
@@ -278,7 +278,7 @@ def check_fits(job: JobSpec, env: Mapping[str, str]) -> None:
         raise UsageError(code="slurm-does-not-fit", found="; ".join(reasons), partitions=_choices(all_nodes))
 
 
-def _partitions(job: JobSpec, env: Mapping[str, str]) -> tuple[list[Nodes], str]:
+def _partitions(job: JobSpec, env: Mapping[str, str]) -> tuple[list[NodeSet], str]:
     done = run_slurm("sinfo", "-h", "-e", "-o", FORMAT)
     if done.returncode != 0:
         raise PacelineError(code="slurm-partitions", reason=slurm_error(done))
@@ -287,12 +287,12 @@ def _partitions(job: JobSpec, env: Mapping[str, str]) -> tuple[list[Nodes], str]
     return nodes, job.slurm.partition or env.get("SBATCH_PARTITION", "") or default
 
 
-def misfit(name: str, nodes: Sequence[Nodes], job: JobSpec) -> str:
+def misfit(name: str, nodes: Sequence[NodeSet], job: JobSpec) -> str:
     """Why a job cannot run in a partition; empty if it can."""
     alloc, cpus = job.slurm, job.nproc * job.slurm.cpus_per_rank
     if not any(n.up for n in nodes):
         return f"partition {name} is down"
-    if alloc.minutes and alloc.minutes > (limit := max(n.minutes for n in nodes)):
+    if alloc.minutes and alloc.minutes > (limit := max(n.time_limit_minutes for n in nodes)):
         return f"--time {alloc.minutes} is more than the {limit:.0f} minutes that partition {name} allows"
     total = sum(n.count for n in nodes)
     if job.nodes > total:
@@ -311,9 +311,9 @@ def misfit(name: str, nodes: Sequence[Nodes], job: JobSpec) -> str:
     return ""
 
 
-def parse_sinfo(text: str) -> list[Nodes]:
+def parse_sinfo(text: str) -> list[NodeSet]:
     """Parse the output of `sinfo -h -e -o FORMAT`. Ignores lines in a different format: sbatch checks again."""
-    nodes: list[Nodes] = []
+    nodes: list[NodeSet] = []
     for line in text.splitlines():
         fields = line.split("|")
         if len(fields) != 6 or not fields[1].isdecimal():
@@ -321,7 +321,7 @@ def parse_sinfo(text: str) -> list[Nodes]:
         name, count, cpus, gres, limit, up = fields
         gpus = sum(int(number) for number in re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", gres))
         nodes.append(
-            Nodes(name.rstrip("*"), int(count), int(cpus.rstrip("+")), gpus, _minutes(limit), up == "up", "*" in name)
+            NodeSet(name.rstrip("*"), int(count), int(cpus.rstrip("+")), gpus, _minutes(limit), up == "up", "*" in name)
         )
     return nodes
 
@@ -335,9 +335,9 @@ def _minutes(text: str) -> float:
     return days * 1440 + hours * 60 + minutes + seconds / 60
 
 
-def _choices(nodes: Sequence[Nodes]) -> str:
+def _choices(nodes: Sequence[NodeSet]) -> str:
     choices = [
-        f"{n.partition} ({plural(n.count, 'node')} with {n.cpus} CPUs, {n.gpus} GPUs, {n.minutes:.0f} minutes)"
+        f"{n.partition} ({plural(n.count, 'node')} with {n.cpus} CPUs, {n.gpus} GPUs, {n.time_limit_minutes:.0f} minutes)"
         for n in nodes
     ]
     remainder = f", and {len(choices) - LONGEST_LISTED} more: see sinfo" if len(choices) > LONGEST_LISTED else ""

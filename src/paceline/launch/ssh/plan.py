@@ -34,7 +34,7 @@ SYNC_SECONDS = 3600.0
 MAX_ERROR_LINES = 2  # of rsync's output, which begins with the reason
 
 
-def ssh(job: JobSpec) -> Plan:
+def plan_ssh(job: JobSpec) -> Plan:
     """The plan for `job.hosts`. Pure: it looks up and starts nothing.
 
     Every user of a host can read command lines, so they contain only the path of Python. The command of the workers,
@@ -51,12 +51,12 @@ def ssh(job: JobSpec) -> Plan:
     node0 = (plain_name(job.hosts[0]),)  # its addresses are added once its agent has announced them
     return Plan(
         # -P: see launch.plan.local
-        agents=sessions(job.ssh, job.hosts, job.python, "-P", "-m", "paceline.launch.agent", "--announce"),
+        agents=session_commands(job.ssh, job.hosts, job.python, "-P", "-m", "paceline.launch.agent", "--announce"),
         nodes=tuple(node_plan(job, node, nproc=host.slots or 0, node0=node0) for node, host in enumerate(job.hosts)),
     )
 
 
-def sessions(ssh: Sequence[str], hosts: tuple[Host, ...], python: str, *arguments: str) -> tuple[Command, ...]:
+def session_commands(ssh: Sequence[str], hosts: tuple[Host, ...], python: str, *arguments: str) -> tuple[Command, ...]:
     """The ssh commands that run `python` with these arguments on each host."""
     remote = "exec " + shlex.join([python, *arguments])  # exec: no shell stays between the session and the program
     return tuple(
@@ -95,7 +95,7 @@ def rsync_commands(job: JobSpec) -> list[Command]:
     ]
 
 
-def sync(commands: Sequence[Command]) -> None:
+def run_rsync(commands: Sequence[Command]) -> None:
     """Run all rsync commands in parallel.
 
     Raises:

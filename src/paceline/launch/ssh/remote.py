@@ -31,10 +31,10 @@ from paceline.launch.ssh.sessions import (
     why_lost,
 )
 from paceline.protocol.control import GRACE_SECONDS, STOP_SIGNALS, signal_wakeup
-from paceline.protocol.evidence import GOOD_ENDS
-from paceline.runs.console import say
+from paceline.protocol.evidence import SUCCESS_EXIT_CODES
+from paceline.runs.console import print_to_stderr
 
-HEAD_SECONDS = 5.0  # beyond the grace: the agent of node 0 has more information, and reports the failure itself
+NODE0_REPORT_SECONDS = 5.0  # beyond the grace: the agent of node 0 has more information, and reports the failure itself
 LAST_SECONDS = 5.0  # for the other agents, which end at the same time as that of node 0
 STOP_MARGIN_SECONDS = 4.0  # beyond the workers' grace: the agents end, and their last output arrives
 CLOSING_SECONDS = min(2.0, GRACE_SECONDS) + 2.0  # for the agents to end after their lifelines are closed
@@ -57,7 +57,7 @@ def run_remote(plan: Plan) -> int:
         announces = any(command.argv[-1].endswith("--announce") for command in plan.agents)
         facts = await_agents(sessions, seconds=plan.nodes[0].join_seconds) if announces else []
         if isinstance(facts, signal.Signals):
-            say(f"stopped by {facts.name} before anything was started")
+            print_to_stderr(f"stopped by {facts.name} before anything was started")
             return 128 + facts
         remote_run = _RemoteRun(plan, sessions, facts)
         try:
@@ -96,7 +96,7 @@ class _RemoteRun:
         """
         for session in self._sessions.all:
             self._send_plan(session)
-        while not self._head.ended:
+        while not self._head.is_drained:
             if time.monotonic() >= self._deadline:
                 self._explain()
                 if self._reason:
@@ -113,7 +113,7 @@ class _RemoteRun:
             )
             return ExitCode.FAILED
         deadline = time.monotonic() + LAST_SECONDS
-        while not all(session.ended for session in self._sessions.all) and time.monotonic() < deadline:
+        while not all(session.is_drained for session in self._sessions.all) and time.monotonic() < deadline:
             self._pump(deadline)
             if self._interrupted:
                 break
@@ -124,13 +124,13 @@ class _RemoteRun:
         """Close the lifelines, wait for the agents to end, and show all output."""
         self._sessions.close_lifelines()
         deadline = time.monotonic() + CLOSING_SECONDS
-        while not all(session.ended for session in self._sessions.all) and time.monotonic() < deadline:
+        while not all(session.is_drained for session in self._sessions.all) and time.monotonic() < deadline:
             self._pump(deadline)
         self._sessions.kill()
         self._pump(0.0)
         self._relay.finish()
         self._screen.close()
-        while not self._screen.closed(PAUSE_SECONDS):  # a pager may block it without limit; a signal ends the wait
+        while not self._screen.wait_closed(PAUSE_SECONDS):  # a pager may block it without limit; a signal ends the wait
             if self._sessions.wait(0.0, read=False)[1]:
                 return
 
@@ -147,7 +147,7 @@ class _RemoteRun:
             self._obey(number)
         for session in ended_sessions:
             self._relay.end(session.node)
-            if session is not self._head and not self._reconnector.failed(session):
+            if session is not self._head and not self._reconnector.retry_if_failed(session):
                 self._follower_ended(session)
 
     def _show(self, piece: Output) -> None:
@@ -175,7 +175,7 @@ class _RemoteRun:
 
     def _follower_ended(self, session: HostSession) -> None:
         code = session.code
-        if code in GOOD_ENDS or self._interrupted or not session.has_plan:
+        if code in SUCCESS_EXIT_CODES or self._interrupted or not session.has_plan:
             return
         if code < 0 or code == SSH_FAILED:
             self._relay.say(
@@ -187,15 +187,15 @@ class _RemoteRun:
         if self._stopped_seconds != math.inf:
             return
         first = self._plan.nodes[0]
-        present = sum(session.has_plan and not session.ended for session in self._sessions.all)
+        present = sum(session.has_plan and not session.is_drained for session in self._sessions.all)
         if first.elastic:
-            self._reconnector.lost(session, for_good=code == ExitCode.USAGE)
+            self._reconnector.handle_lost(session, for_good=code == ExitCode.USAGE)
         if present >= min(first.min_nodes, first.nodes) and (
             code != ExitCode.USAGE or self._reconnector.has_returned(session)
         ):
             self._explain()
             return
-        seconds = first.grace_seconds + first.event_seconds + HEAD_SECONDS
+        seconds = first.grace_seconds + first.event_seconds + NODE0_REPORT_SECONDS
         if (due := time.monotonic() + seconds) < self._deadline:
             self._deadline, self._code = due, ExitCode.USAGE if code == ExitCode.USAGE else ExitCode.FAILED
             self._reason = (
@@ -227,7 +227,7 @@ class _LostHost:
     back_seconds: float = math.inf  # when it came back
     received: bytes = b""
 
-    def wait(self) -> None:
+    def schedule_retry(self) -> None:
         """Schedule the next try. The pause grows each time."""
         self.is_connecting, self.back_seconds, self.received = False, math.inf, b""
         self.due_seconds = time.monotonic() + self.pause_seconds
@@ -248,7 +248,7 @@ class Reconnector:
         self._returned: set[int] = set()
         self._over = False
 
-    def lost(self, session: HostSession, *, for_good: bool) -> None:
+    def handle_lost(self, session: HostSession, *, for_good: bool) -> None:
         """Handle the end of an agent. If `for_good`, do not reconnect to its host."""
         if for_good or self._over:
             self._lost.pop(session.node, None)
@@ -259,7 +259,7 @@ class Reconnector:
             host = self._lost[session.node] = _LostHost(session, now)
             self._say(f"reconnecting to node {session.node} ({session.name}); it rejoins the run when it answers")
         host.session, host.since_seconds = session, now
-        host.wait()
+        host.schedule_retry()
 
     def has_returned(self, session: HostSession) -> bool:
         """Whether the host was lost and has returned. The run does not depend on it."""
@@ -298,12 +298,12 @@ class Reconnector:
             self._send_plan(piece.session)
         return True
 
-    def failed(self, session: HostSession) -> bool:
+    def retry_if_failed(self, session: HostSession) -> bool:
         """Whether a session has ended without an agent. If so, schedule the next try."""
         host = self._lost.get(session.node)
         if host is None or not host.is_connecting:
             return False
-        host.wait()
+        host.schedule_retry()
         return True
 
     def _give_up(self, host: _LostHost, reason: str) -> None:

@@ -25,7 +25,7 @@ from paceline.host.procfs import allow_files
 from paceline.launch.output import cleaned
 from paceline.launch.plan import Command
 from paceline.protocol.control import read_stop_signals
-from paceline.runs.console import MAX_NAMES, say
+from paceline.runs.console import MAX_NAMES, print_to_stderr
 
 FAN_OUT = 64  # clients that log in at the same time: each login costs this machine about 50 ms of CPU time
 FILES, FILES_PER_SESSION = 256, 3
@@ -46,7 +46,7 @@ class HostSession:
     has_plan: bool = False  # the plan was sent: from now on the session gets heartbeats
     unsent: bytes = b""
     stderr: bytes = b""  # the end of its stderr
-    ended: bool = False  # it has ended, and its output was read to the end
+    is_drained: bool = False  # it has ended, and its output was read to the end
     pipes: dict[IO[bytes], int] = field(default_factory=dict[IO[bytes], int])  # open pipe -> 1 (stdout) or 2 (stderr)
 
     @property
@@ -147,7 +147,7 @@ class Sessions:
             poll.register(stdin, select.POLLOUT)
         until_heartbeat = self._heartbeat_seconds + HEARTBEAT_SECONDS - time.monotonic()
         self._poll_processes()
-        ending = any(session.has_ended and not session.ended for session in self.all)
+        ending = any(session.has_ended and not session.is_drained for session in self.all)
         ready = poll.poll(0 if ending else 1000 * max(0.0, min(seconds, until_heartbeat)))
         signals = read_stop_signals(self._wakeup)
         for stdin in full_stdins:
@@ -168,10 +168,10 @@ class Sessions:
     def reap(self) -> tuple[list[HostSession], list[Output]]:
         """The sessions that have ended since the last call, and their last output."""
         self._poll_processes()
-        ended_sessions = [session for session in self.all if session.has_ended and not session.ended]
+        ended_sessions = [session for session in self.all if session.has_ended and not session.is_drained]
         pieces: list[Output] = []
         for session in ended_sessions:
-            session.ended = session.answered = True
+            session.is_drained = session.answered = True
             for pipe in list(session.pipes):
                 size = 0
                 while size < LAST_OUTPUT_BYTES and (new_pieces := self._read(session, pipe)):
@@ -347,7 +347,9 @@ def await_agents(sessions: Sessions, *, seconds: float) -> list[Facts] | signal.
         if time.monotonic() >= next_message:
             next_message += NEXT_MESSAGE_SECONDS
             silent = first_few([session.name for session in sessions.all if session.node not in answers], MAX_NAMES)
-            say(f"no answer from the agent on {silent} after {time.monotonic() - start:.0f} s: a slow disk?")
+            print_to_stderr(
+                f"no answer from the agent on {silent} after {time.monotonic() - start:.0f} s: a slow disk?"
+            )
         ended, last_pieces = sessions.reap()
         for piece in (*pieces, *last_pieces):
             node = piece.session.node
@@ -382,7 +384,7 @@ def parse_announcement(name: str, received: bytes) -> Facts | str | None:
         except msgspec.MsgspecError as error:
             return f"its agent uses a different protocol ({error}). Install the same version of paceline"
         if number:
-            say(
+            print_to_stderr(
                 f"{name}: its login profile writes to stdout ({_quote(lines[0])}). paceline ignores this output; the "
                 "profile should write only in interactive shells"
             )

@@ -24,22 +24,22 @@ from paceline.protocol.evidence import Frame
 from paceline.protocol.facts import (
     MAX_DIGESTS,
     MAX_STEPS,
+    LoaderPass,
     MeanLoss,
     PaddedMetric,
-    Pass,
     PlacedFile,
     ScriptFacts,
     SeenSchedule,
     facts_file,
-    finite,
+    finite_or_default,
 )
 from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.check.steps import StepWatch
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.imports import when_imported
 from paceline.rank.probes import ScriptListener, wrap_function
 from paceline.rank.probes.steps import JointOptimizers
-from paceline.rank.sites import short, site_words, user_site
+from paceline.rank.sites import short_filename, site_words, user_site
 from paceline.runs import writing
 
 EVERY_SECONDS = 2.0  # interval of writes, because a script may be killed
@@ -55,7 +55,7 @@ class SideWatch(ScriptListener):
     def __init__(self, facts: ScriptFacts, own_folder: str) -> None:
         self._facts, self._own, self._pid = facts, own_folder, os.getpid()
         self._losses: dict[str, MeanLoss] = {}
-        self._passes: list[tuple[Pass, int, int]] = []  # evaluations: start time, and number of prints before
+        self._passes: list[tuple[LoaderPass, int, int]] = []  # evaluations: start time, and number of prints before
         self._printed = 0
         self._schedules: dict[int, tuple[Any, str, str]] = {}  # by id: the lines that made and last stepped it
 
@@ -105,7 +105,7 @@ class SideWatch(ScriptListener):
 
     def _close(self) -> None:
         for loader_pass, began_ns, prints_before in self._passes:
-            calls = Guard.of_process().page.calls_since(began_ns)
+            calls = HangGuard.of_process().page.calls_since(began_ns)
             loader_pass.summed = any(word in op.kind for _, _, op in calls for word in COMBINING)
             loader_pass.printed = self._printed > prints_before
         self._passes.clear()
@@ -156,7 +156,7 @@ class SideWatch(ScriptListener):
         if op in (None, reduce_op.SUM, reduce_op.AVG):
             for loader_pass, *_when in self._passes:
                 if len(loader_pass.reduced) < MAX_DIGESTS:
-                    loader_pass.reduced += [finite(value) for value in tensor.detach().reshape(-1).tolist()]
+                    loader_pass.reduced += [finite_or_default(value) for value in tensor.detach().reshape(-1).tolist()]
                     loader_pass.reduced_site = loader_pass.reduced_site or user_site()
 
     def _schedule_steps(self, schedule: Any, *_: Any, **__: Any) -> None:
@@ -193,7 +193,7 @@ class SideWatch(ScriptListener):
                 return
             code: Any = getattr(metrics, "__code__", None)
             file, line = (code.co_filename, code.co_firstlineno) if code is not None else ("?", 0)
-            site = site_words(Frame(short(file), line, getattr(metrics, "__name__", "compute_metrics")))
+            site = site_words(Frame(short_filename(file), line, getattr(metrics, "__name__", "compute_metrics")))
 
             def computed(predictions: Any) -> Any:
                 nonlocal asked
@@ -213,7 +213,7 @@ def with_padding(site: str, scores: Any, again: Any, padded: Any) -> PaddedMetri
     """The first score that changes with more padding, but not in a repeated call."""
     for name, value in scores.items():
         if value == again[name] and value != padded[name]:
-            return PaddedMetric(site, name, finite(value), finite(padded[name]))
+            return PaddedMetric(site, name, finite_or_default(value), finite_or_default(padded[name]))
     return PaddedMetric(site)
 
 
@@ -263,7 +263,7 @@ class Writing(ScriptListener):
     def write(self) -> None:
         """Write the facts."""
         with suppress(OSError):  # a full disk, which the script itself reports
-            writing.replace(self._path, msgspec.json.encode(self._facts))
+            writing.replace_file(self._path, msgspec.json.encode(self._facts))
         self._last = time.monotonic()
 
     def finish(self, *watches: SideWatch | LoaderWatch) -> None:
@@ -279,7 +279,7 @@ class Writing(ScriptListener):
         self.write()
 
 
-def watch(folder: Path) -> tuple[ScriptListener, ...]:
+def create_facts_listeners(folder: Path) -> tuple[ScriptListener, ...]:
     """The listeners that record the facts of this process."""
     facts = ScriptFacts(
         rank=int(os.environ["RANK"]),
@@ -290,6 +290,6 @@ def watch(folder: Path) -> tuple[ScriptListener, ...]:
     )
     loader_watch, side_watch, writer = LoaderWatch(facts), SideWatch(facts, str(folder)), Writing(facts, folder)
     atexit.register(writer.finish, side_watch, loader_watch)
-    guard = Guard.of_process()
+    guard = HangGuard.of_process()
     guard.max_steps, joint = MAX_STEPS, JointOptimizers(lambda: guard.page.get("ops"))
     return joint, loader_watch, StepWatch(facts, loader_watch, joint), side_watch, writer

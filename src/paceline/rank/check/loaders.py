@@ -26,12 +26,12 @@ from paceline.protocol.facts import (
     MAX_DIGESTS,
     MAX_INDICES,
     OWN_GENERATORS,
-    Pass,
+    LoaderPass,
     ScriptFacts,
     SeenLoader,
     kept_batches,
 )
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.imports import hide_from_warnings, when_imported
 from paceline.rank.probes import ScriptListener, leaf_digests, sample_count, short_hash, wrap_function
 from paceline.rank.sites import USER, call_site, owner, user_site
@@ -51,8 +51,8 @@ SETTERS = {  # functions that set the global generators, by module
 }
 CHUNK = 10_000  # objects whose references fit into the cache
 LOOKS = range(2, 5)  # the inspected batches of a loader; the first batch may still create generators
-MAX_NAMES = 4  # assignments that are followed backwards
-RANKS = re.compile(r"world|num_processes|num_replicas|n_?gpus|nproc", re.IGNORECASE)
+MAX_ASSIGNMENTS_FOLLOWED = 4  # assignments that are followed backwards
+WORLD_SIZE_PATTERN = re.compile(r"world|num_processes|num_replicas|n_?gpus|nproc", re.IGNORECASE)
 
 
 class TruncatedSampler:
@@ -62,7 +62,9 @@ class TruncatedSampler:
     index. A sampler that returns the same number of draws again counts as infinite.
     """
 
-    def __init__(self, draws: Iterator[Any], batches: int, kept: int, seen: Pass, seconds: float = MAX_SECONDS) -> None:
+    def __init__(
+        self, draws: Iterator[Any], batches: int, kept: int, seen: LoaderPass, seconds: float = MAX_SECONDS
+    ) -> None:
         self._draws, self._left, self._batches, self._over, self._seen = draws, kept, batches, batches - kept, seen
         self._seconds = seconds
         self._ended = False
@@ -89,7 +91,7 @@ class TruncatedSampler:
             del self._seen.indices[count:]
 
     def _skip(self, batches: int, drawn: Any) -> Any:
-        began_ns, page = time.monotonic_ns(), Guard.of_process().page
+        began_ns, page = time.monotonic_ns(), HangGuard.of_process().page
         for _ in range(min(batches, MAX_PASSED_OVER)):
             if time.monotonic_ns() - began_ns > self._seconds * 1e9 and not page.calls_since(began_ns):
                 self._seen.cut_off = True
@@ -144,7 +146,7 @@ class LoaderWatch(ScriptListener):
         wrap_function(loader, "__init__", after=made)
         wrap_function(dataloader._BaseDataLoaderIter, "_next_index", before=partial(self._shorten, map_style))
         for fetcher in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):
-            fetcher.fetch = self._fetched.watched(fetcher.fetch, self._number_of_data)
+            fetcher.fetch = self._fetched.wrap_fetch(fetcher.fetch, self._number_of_data)
 
     def _number_of_data(self, data: Any) -> int:
         return next((number for number, dataset in self._live.items() if dataset is data), -1)
@@ -163,16 +165,16 @@ class LoaderWatch(ScriptListener):
     def on_epoch_begin(self, batches: Any) -> None:
         loader = batches.of_loader()
         if loader not in self._numbers:
-            self._numbers[loader] = self._number(loader)
+            self._numbers[loader] = self._loader_number(loader)
         number = batches.loader_number = self._numbers[loader]  # stored, because the loader may be deleted in the loop
         record = self._facts.loaders[number]
         max_passes = MAX_PASSES if number in self.joint else MAX_ALONE
-        if record.training and len(record.passes) >= max_passes:
+        if record.training_passes and len(record.passes) >= max_passes:
             raise SystemExit(0)
-        record.passes.append(Pass())
+        record.passes.append(LoaderPass())
         self._began[number] = time.monotonic()
 
-    def _number(self, loader: Any) -> int:
+    def _loader_number(self, loader: Any) -> int:
         """The number of a loader's record, which may be that of an earlier loader of this data at the same lines."""
         record = seen_loader(loader)
         for number, data in self._live.items():
@@ -200,7 +202,7 @@ class LoaderWatch(ScriptListener):
         if self._generators is None:
             return
         record = self._facts.loaders[self.fed]
-        for name, state in self._generators.used(record.passes[-1].sizes[-1]).items():
+        for name, state in self._generators.used_since(record.passes[-1].sizes[-1]).items():
             record.random.setdefault(f"{name}, in the loop", state)
         self._generators = None
 
@@ -220,7 +222,7 @@ class LoaderWatch(ScriptListener):
                     record.probes = _probed(data, record.samples)
             except Exception:  # data of the user may raise any error; they are not compared then
                 record.probes = []
-            record.random |= self._fetched.of(number)
+            record.random |= self._fetched.states_before_use(number)
 
 
 def _number_of(batches: Any) -> int:
@@ -263,9 +265,9 @@ def _length(function: Any, *args: Any) -> int:
 
 def _probed(data: Any, samples: int) -> list[list[str]]:
     """Digests of a few samples, with random generators in a fixed state, which is restored afterwards."""
-    from paceline.seeding import preserved_streams, seed_streams  # imports torch, which the script may not use
+    from paceline.seeding import preserve_generator_states, seed_streams  # imports torch, which the script may not use
 
-    with preserved_streams():
+    with preserve_generator_states():
         digests: list[list[str]] = []
         for index in sorted({samples * k // PROBES for k in range(PROBES)}) if samples > 0 else ():
             looks: list[list[str]] = []
@@ -289,7 +291,7 @@ class Fetched:
         self._states = mmap.mmap(-1, SLOTS * len(NAMES) * DIGEST_BYTES)  # common memory with forked loader processes
         self._count: defaultdict[int, int] = defaultdict(int)
 
-    def watched(self, fetch: Any, number_of: Callable[[Any], int]) -> Any:
+    def wrap_fetch(self, fetch: Any, number_of: Callable[[Any], int]) -> Any:
         """Wrap `fetch` to record generators. `number_of` returns the number of a data set's loader, or -1."""
 
         @hide_from_warnings
@@ -304,7 +306,7 @@ class Fetched:
                 return fetch(fetcher, indices)
             generators = Generators()
             batch = fetch(fetcher, indices)
-            for name, state in generators.used(len(indices) if isinstance(indices, list) else 1).items():
+            for name, state in generators.used_since(len(indices) if isinstance(indices, list) else 1).items():
                 at = self._place(number, name)
                 if not self._states[at]:
                     self._states[at : at + DIGEST_BYTES] = state.encode()
@@ -312,7 +314,7 @@ class Fetched:
 
         return fetched
 
-    def of(self, number: int) -> dict[str, str]:
+    def states_before_use(self, number: int) -> dict[str, str]:
         """The states before their first use, by name."""
         states: dict[str, str] = {}
         for name in NAMES if number < SLOTS else ():
@@ -336,7 +338,7 @@ class Generators:
         """Update the copy of a global generator that has got a new state."""
         self._before = [(name, rng, _copy(rng) if name == which else before) for name, rng, before in self._before]
 
-    def used(self, samples: int) -> dict[str, str]:
+    def used_since(self, samples: int) -> dict[str, str]:
         """The generators that were used since for this number of samples: name -> digest of their earlier states."""
         states_by_name: defaultdict[str, list[str]] = defaultdict(list)
         for name, rng, before in self._before:
@@ -419,11 +421,11 @@ def _state(rng: Any) -> str:
         return repr(rng.getstate()[1])
     if hasattr(rng, "device"):
         return short_hash(rng.get_state().numpy().tobytes())
-    inner = _bits(rng).state["state"]
+    inner = _bit_generator_of(rng).state["state"]
     return repr({name: value.tobytes() if hasattr(value, "tobytes") else value for name, value in inner.items()})
 
 
-def _bits(rng: Any) -> Any:
+def _bit_generator_of(rng: Any) -> Any:
     return rng.bit_generator if hasattr(rng, "bit_generator") else rng._bit_generator
 
 
@@ -443,7 +445,7 @@ def _draw(rng: Any) -> None:
     elif hasattr(rng, "device"):
         sys.modules["torch"].rand(1, generator=rng)
     else:
-        _bits(rng).random_raw()
+        _bit_generator_of(rng).random_raw()
 
 
 def divided_by_world(frame: FrameType | None, argument: str, place: int) -> str:
@@ -464,7 +466,7 @@ def divided_by_world(frame: FrameType | None, argument: str, place: int) -> str:
     )
     assigned = {ast.unparse(target): n.value for n in assignments for target in n.targets}  # the last value counts
     values = [*[kw.value for kw in call.keywords if kw.arg == argument], *call.args[place : place + 1]][:1]
-    for _ in range(MAX_NAMES):
+    for _ in range(MAX_ASSIGNMENTS_FOLLOWED):
         parts = [part for value in values for part in ast.walk(value)]
         if divided := next(filter(_by_ranks, parts), None):
             return ast.unparse(divided)
@@ -476,4 +478,4 @@ def divided_by_world(frame: FrameType | None, argument: str, place: int) -> str:
 def _by_ranks(node: ast.AST) -> bool:
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div | ast.FloorDiv):
         return False
-    return RANKS.search(ast.unparse(node.right)) is not None
+    return WORLD_SIZE_PATTERN.search(ast.unparse(node.right)) is not None

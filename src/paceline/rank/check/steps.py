@@ -12,9 +12,17 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from paceline.protocol.facts import MAX_DIGESTS, MAX_STEPS, Dropped, ScriptFacts, SeenReplica, SeenStep, finite
+from paceline.protocol.facts import (
+    MAX_DIGESTS,
+    MAX_STEPS,
+    Dropped,
+    ScriptFacts,
+    SeenReplica,
+    SeenStep,
+    finite_or_default,
+)
 from paceline.rank.check.loaders import LoaderWatch
-from paceline.rank.guard import Guard
+from paceline.rank.guard import HangGuard
 from paceline.rank.imports import hide_from_warnings, when_imported
 from paceline.rank.probes import MAX_ELEMENTS, ScriptListener, digest_of, leaf_digests, short_hash, wrap_function
 from paceline.rank.probes.steps import JointOptimizers, is_sharded
@@ -36,11 +44,11 @@ class Window:
     """The gradients of one optimizer since its last step."""
 
     optimizer: Any
-    held: int = 0  # backwards whose gradients no step of any optimizer has followed yet
-    batch: int = 0  # the number of the last batch of these backwards
+    pending_backwards: int = 0  # backwards whose gradients no step of any optimizer has followed yet
+    last_batch_number: int = 0  # the number of the last batch of these backwards
     loader_and_pass: tuple[int, int] = (-1, -1)  # of that batch
     filled: bool = False  # whether gradients were nonzero after the last backward
-    lost: int = 0  # backwards of earlier batches whose gradients were cleared
+    lost_backwards: int = 0  # backwards of earlier batches whose gradients were cleared
     clear_site: str = ""
 
 
@@ -75,7 +83,7 @@ class StepWatch(ScriptListener):
         self._clipped = set[int](), 0.0, 0.0, ""  # since any step: ids, norm, limit, line
 
     def on_torch_imported(self) -> None:
-        self._meshes.watch()
+        self._meshes.wrap_fully_shard()
         sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(self._called)
         wrap_function(
             sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel, "no_sync", before=self._unsynced
@@ -85,7 +93,7 @@ class StepWatch(ScriptListener):
         wrap_function(modules.Module, "zero_grad", before=lambda *_, **__: self._clears(None))
         clipping: Any = sys.modules["torch.nn.utils.clip_grad"]
         nn_utils: Any = sys.modules["torch.nn.utils"]
-        scale = self.clipping(clipping._clip_grads_with_norm_)  # clip_grad_norm_ also calls it
+        scale = self.wrap_clip(clipping._clip_grads_with_norm_)  # clip_grad_norm_ also calls it
         clipping._clip_grads_with_norm_ = nn_utils.clip_grads_with_norm_ = scale
 
     def on_session_begin(self) -> None:
@@ -107,7 +115,7 @@ class StepWatch(ScriptListener):
             window = self._windows[id(optimizer)] = Window(optimizer)
         return window
 
-    def clipping(self, clip: Any) -> Any:
+    def wrap_clip(self, clip: Any) -> Any:
         """Wrap `clip_grads_with_norm_` to record the norm for the next step."""
 
         @hide_from_warnings
@@ -119,7 +127,12 @@ class StepWatch(ScriptListener):
             clip(parameter_list, max_norm, total_norm, *args, **kwargs)
             compiling = sys.modules["torch.compiler"].is_compiling()
             if not self._depth and not compiling and not any(map(is_sharded, parameter_list)):
-                self._clipped = {id(p) for p in parameter_list}, finite(total_norm), finite(max_norm), user_site()
+                self._clipped = (
+                    {id(p) for p in parameter_list},
+                    finite_or_default(total_norm),
+                    finite_or_default(max_norm),
+                    user_site(),
+                )
 
         return clipped
 
@@ -226,18 +239,25 @@ class StepWatch(ScriptListener):
         self._backwards += 1
         batch = self._loading.given or self._backwards  # without a loader, each backward counts as a batch
         for window in self._windows.values():
-            other_batch = window.held and window.filled and batch > window.batch
+            other_batch = window.pending_backwards and window.filled and batch > window.last_batch_number
             if other_batch and not any(map(_has_gradient, _parameters(window.optimizer))):
                 if window.loader_and_pass == at:
-                    window.lost, window.clear_site = window.lost + window.held, self._clear_site
-                window.held = 0
-            window.held, window.batch, window.loader_and_pass = window.held + 1, batch, at
+                    window.lost_backwards, window.clear_site = (
+                        window.lost_backwards + window.pending_backwards,
+                        self._clear_site,
+                    )
+                window.pending_backwards = 0
+            window.pending_backwards, window.last_batch_number, window.loader_and_pass = (
+                window.pending_backwards + 1,
+                batch,
+                at,
+            )
 
     def on_backward_end(self) -> None:
         if self._facts.session:
             return
         if self._called_ns and self._joint.called:
-            calls = Guard.of_process().page.calls_since(self._called_ns)
+            calls = HangGuard.of_process().page.calls_since(self._called_ns)
             self._exchanged = sum(op.kind.startswith(PARTS) or op.shape not in NUMBERS for _, _, op in calls)
         if not self._depth:
             for window in self._windows.values():
@@ -255,7 +275,7 @@ class StepWatch(ScriptListener):
         if self._facts.session:
             self._facts.steps.append(SeenStep(number, user_site()))
             return
-        history, private = self._joint.of(optimizer), self._joint.private(optimizer)
+        history, private = self._joint.history_of(optimizer), self._joint.is_private(optimizer)
         self._note_loader(private=private)
         self._taken[number] += not private
         kind = "private" if private else "joint" if self._joint.level else "unknown"
@@ -265,7 +285,7 @@ class StepWatch(ScriptListener):
         parameters = _parameters(optimizer)
         unsharded = not any(is_sharded(p) for p in parameters)
         if not unsharded and index is None:
-            split = self._meshes.split(parameters)
+            split = self._meshes.model_parallel_position(parameters)
             self._facts.split, self._facts.split_rank = max(split, (self._facts.split, self._facts.split_rank))
         step = SeenStep(
             optimizer=number,
@@ -273,17 +293,17 @@ class StepWatch(ScriptListener):
             loader=self._at[0],
             epoch=self._at[1],
             gradients=digest_of(p.grad for p in parameters) if unsharded else "",
-            lost=window.lost if (window := self._window(optimizer)) else 0,
+            lost=window.lost_backwards if (window := self._window(optimizer)) else 0,
             clear_site=window.clear_site if window else "",
             backwards=self._pending.pop(-1, 0) if index is None else self._pending[number],
             backward_site=self._backward_site,
             factors=self._factors,
             forwards=self._forwards,
             synced=self._synced,
-            learning_rate=finite(optimizer.param_groups[0].get("lr", 0.0)),
-            settings=_settings(optimizer),
+            learning_rate=finite_or_default(optimizer.param_groups[0].get("lr", 0.0)),
+            settings=_settings_hash(optimizer),
             parameters=digest_of(parameters) if unsharded else "",
-            own=history.own,
+            own=history.has_shared_parameters,
             past=history.past,
             exchanged=self._exchanged,
         )
@@ -302,15 +322,17 @@ class StepWatch(ScriptListener):
             if not self._replicas:
                 step.local, step.applied = local, applied
             elif local:
-                step.scaled = finite((self._unclipped[index] if index < len(self._unclipped) else applied) / local, 1.0)
+                step.scaled = finite_or_default(
+                    (self._unclipped[index] if index < len(self._unclipped) else applied) / local, 1.0
+                )
         step.shapes = digest_of([]) if not unsharded else str(hash(tuple(tuple(p.shape) for p in parameters)))
         self._facts.steps.append(step)
         self._step = step if unsharded else None
         self._pending[number] = 0
         for each_window in self._windows.values():
-            each_window.held = 0
+            each_window.pending_backwards = 0
         if window is not None:
-            window.lost = 0
+            window.lost_backwards = 0
 
     def on_step_end(self, optimizer: Any) -> None:
         self._depth -= 1
@@ -319,15 +341,19 @@ class StepWatch(ScriptListener):
         self._stepped = True
         if self._step is not None:
             parameters = _parameters(optimizer)
-            self._step.after, self._step.met = digest_of(parameters), self._joint.of(optimizer).has_met
+            self._step.after, self._step.met = digest_of(parameters), self._joint.history_of(optimizer).has_communicated
             if self._step.each:
                 self._step.each_after = [digest_of([p]) for p in parameters]
             self._step = None
         self._forwards = self._synced = 0
         self._clipped, self._unclipped = (set(), 0.0, 0.0, ""), []
-        shortened = any(loader.training and loader.batches >= 0 for loader in self._facts.loaders)
+        shortened = any(loader.training_passes and loader.batches >= 0 for loader in self._facts.loaders)
         max_steps = MAX_STEPS if self._joint.level else MAX_ALONE
-        if not shortened and not self._joint.private(optimizer) and max(self._taken.values(), default=0) >= max_steps:
+        if (
+            not shortened
+            and not self._joint.is_private(optimizer)
+            and max(self._taken.values(), default=0) >= max_steps
+        ):
             raise SystemExit(0)
 
     def _note_loader(self, *, private: bool) -> None:
@@ -348,7 +374,7 @@ def _has_gradient(parameter: Any) -> bool:
     return gradient is not None and (gradient.is_sparse or bool(gradient.any()))
 
 
-def _settings(optimizer: Any) -> str:
+def _settings_hash(optimizer: Any) -> str:
     settings: list[tuple[str, object]] = []
     for group in optimizer.param_groups:
         for name, value in sorted(group.items()):
@@ -367,7 +393,7 @@ def _total(optimizer: Any) -> float:
         if parameter.grad is not None and not is_sharded(parameter):
             values = parameter.grad.detach().reshape(-1)[:MAX_ELEMENTS].double().cpu()
             total += float(values @ torch.arange(values.numel(), dtype=torch.float64).cos())
-    return finite(total)
+    return finite_or_default(total)
 
 
 class Meshes:
@@ -380,11 +406,11 @@ class Meshes:
     def __init__(self) -> None:
         self._fsdp_ranks = set[int]()
 
-    def watch(self) -> None:
+    def wrap_fully_shard(self) -> None:
         """Record each call of `fully_shard` from now on."""
-        when_imported(OFFERED_BY[0], self._watch)
+        when_imported(OFFERED_BY[0], self._wrap_after_import)
 
-    def _watch(self, *, late: bool) -> None:
+    def _wrap_after_import(self, *, late: bool) -> None:
         first: Any = sys.modules[OFFERED_BY[0]]
         original = first.fully_shard
         wrap_function(first, "fully_shard", before=self._record)
@@ -396,7 +422,7 @@ class Meshes:
         world_size = sys.modules["torch.distributed"].get_world_size
         self._fsdp_ranks.update(range(world_size()) if mesh is None else mesh.mesh.flatten().tolist())
 
-    def split(self, parameters: Iterable[Any]) -> tuple[int, int]:
+    def model_parallel_position(self, parameters: Iterable[Any]) -> tuple[int, int]:
         """The number of ranks among which layers are split, and the index of this rank among them."""
         count, number = 1, 0
         for parameter in parameters:

@@ -53,7 +53,7 @@ class DeferredReads:
         event.record()
         self._pending.append((event, copy, then))
 
-    def look(self) -> None:
+    def deliver_arrived(self) -> None:
         """Handle the values that have arrived."""
         while self._pending and self._pending[0][0].query():
             _, copy, then = self._pending.popleft()
@@ -196,13 +196,13 @@ class Hooks:
             self._listeners[name] = [method for method in methods if getattr(method, "__self__", None) not in listeners]
         self._tell("on_session_begin")
 
-    def end(self) -> None:
+    def report_success(self) -> None:
         """Report that the script has ended with exit code 0."""
         self._tell("on_script_succeeded")
 
     def install(self) -> Self:
         """Install the hooks now, or when the import of torch completes."""
-        when_imported("torch", self._install)
+        when_imported("torch", self._wrap_torch)
         previous_hook = threading.excepthook
 
         def ended(args: threading.ExceptHookArgs) -> None:
@@ -220,7 +220,7 @@ class Hooks:
             except Exception as error:
                 self._warn_once(error)
 
-    def _install(self, *, late: bool) -> None:
+    def _wrap_torch(self, *, late: bool) -> None:
         tell = self._tell
         try:
             self._wrap_loaders(sys.modules["torch.utils.data.dataloader"]._BaseDataLoaderIter)
@@ -268,7 +268,7 @@ class Hooks:
             return
         closure = _closure(args, named)
         if isinstance(closure, Closure):
-            closure.begin()  # if the optimizer has not called it
+            closure.notify_first_call()  # if the optimizer has not called it
         self._tell("on_step_end", optimizer)
 
     def _wrap_loaders(self, base: Any) -> None:
@@ -307,10 +307,10 @@ class Closure:
         result = self._closure(*args, **named)
         if self._begun:
             self._later()
-        self.begin()
+        self.notify_first_call()
         return result
 
-    def begin(self) -> None:
+    def notify_first_call(self) -> None:
         """Call `first`, once."""
         if not self._begun:
             self._begun = True

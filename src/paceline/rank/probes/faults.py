@@ -23,9 +23,9 @@ from msgspec.structs import replace
 from paceline.protocol.evidence import ScriptFinding, is_victim
 from paceline.protocol.marks import put_finding
 from paceline.protocol.status_page import StatusPage
+from paceline.rank.flight_recorder import loaded_c10d_module
 from paceline.rank.probes import DeferredReads, ScriptListener, leaf_digests, may_compute
 from paceline.rank.probes.steps import USUAL_STEPS, StepCounter
-from paceline.rank.recorder import distributed
 from paceline.rank.sites import Owner, frame_of, owner, site_words, user_site
 
 SMALL = 16384  # elements that are checked: of a smaller parameter, or of the first one
@@ -74,7 +74,7 @@ class BatchTracker(ScriptListener):
         if self._next is not None:
             self._last = self._next
 
-    def last(self) -> str:
+    def current_batch_text(self) -> str:
         """The current batch of the script, as text."""
         if self._last is None:
             return ""
@@ -106,12 +106,12 @@ class NonFiniteGradients(ScriptListener):
             self._hook(sensor, name)
 
     def on_backward_begin(self, losses: Any) -> None:
-        self._later.look()
+        self._later.deliver_arrived()
         loss = losses if hasattr(losses, "numel") else next(iter(losses), None)
         self._follows = False
         if loss is None or loss.numel() != 1 or not may_compute(loss):
             return
-        step, batch, site = self._steps.done + 1, self._batches.last(), user_site()
+        step, batch, site = self._steps.done + 1, self._batches.current_batch_text(), user_site()
         at = f" at {site}" if site else ""
 
         def look(values: list[float]) -> None:
@@ -180,7 +180,7 @@ class NonFiniteGradients(ScriptListener):
         def seen(gradient: Any) -> None:
             if gradient.is_sparse or not may_compute(gradient):
                 return
-            step, batch = self._steps.done + 1, self._batches.last
+            step, batch = self._steps.done + 1, self._batches.current_batch_text
 
             def look(values: list[bool]) -> None:
                 if values[0] and not self._follows:
@@ -225,7 +225,7 @@ class SwallowedExceptions(ScriptListener):
     def on_exception(self, where: str, error: BaseException) -> None:
         if not isinstance(error, Exception):
             return
-        world_ref = _world() if collective_failed(error) else None
+        world_ref = _default_group_ref() if collective_failed(error) else None
         if where != "collective" or world_ref is not None:  # else it did not begin: not supported by the backend
             line, name = _line_of(error), type(error).__name__
             self._raised[f"{name} {line}"] = f"{name} in its {where}, at {line}: {str(error)[:MOST_CHARS]}", world_ref
@@ -247,7 +247,7 @@ class SwallowedExceptions(ScriptListener):
         exceptions, self._raised = self._raised, {}
         for key, (predicate, world_ref) in exceptions.items():
             if world_ref is not None:
-                world = _world()()
+                world = _default_group_ref()()
                 # a script that has made a new default group since has handled the error
                 if not self._collective_reported and (world is None or world is world_ref()):
                     self._collective_reported = True
@@ -325,15 +325,15 @@ class StaleGradients(ScriptListener):
 
     def _backwards_of(self, optimizer: Any) -> int:
         """The number of backwards so far that may have given it gradients; with a replica, only those through DDP."""
-        return self._backwards if self._joint.of(optimizer).replica is None else self._joint.through
+        return self._backwards if self._joint.history_of(optimizer).replica is None else self._joint.through
 
     def _is_private(self, optimizer: Any) -> bool:
-        past = self._joint.of(optimizer).past
-        if past or not self._joint.private(optimizer):
+        past = self._joint.history_of(optimizer).past
+        if past or not self._joint.is_private(optimizer):
             self._past = self._past + 1 if past else 0
         if self._past == PAST_STEPS and past:
             put_finding(self._page, ScriptFinding("left", self._steps.done, "trains on past DDP"))
-        return self._joint.private(optimizer)
+        return self._joint.is_private(optimizer)
 
     def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         step = self._steps.done
@@ -363,8 +363,8 @@ def collective_failed(error: BaseException) -> bool:
     return is_victim(error) or "DistBackendError" in names or ("RuntimeError" in names and TRANSPORT in str(error))
 
 
-def _world() -> Callable[[], Any]:
-    module: Any = distributed()
+def _default_group_ref() -> Callable[[], Any]:
+    module: Any = loaded_c10d_module()
     world = None if module is None else module._world.default_pg
     return (lambda: None) if world is None else weakref.ref(world)
 

@@ -42,33 +42,33 @@ class Slice:
     start: int
     stop: int
     address: int = 0
-    bits: Any = None
+    integer_view: Any = None
 
     def view(self) -> Any:
         """A view of the parameter's current memory."""
-        if self.bits is None or self.address != self.parameter.data_ptr():
+        if self.integer_view is None or self.address != self.parameter.data_ptr():
             torch = sys.modules["torch"]
             integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
             tensor = self.parameter.detach()
             flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
             self.address = self.parameter.data_ptr()
-            self.bits = flat[self.start : self.stop].view(integers[tensor.element_size()])
-        return self.bits
+            self.integer_view = flat[self.start : self.stop].view(integers[tensor.element_size()])
+        return self.integer_view
 
 
 @dataclass
 class WatchedOptimizer:
     """One optimizer's parameters."""
 
-    table: int
-    own: bool  # whether it belongs to a replica
+    table_index: int
+    has_replica: bool  # whether it belongs to a replica
     count: int = 0
     version: object = None
-    layout: int = 0
+    layout_hash: int = 0
     flags: int = 0
     pieces: list[Slice] = field(default_factory=list[Slice])
     replica: weakref.ref[Any] | None = None
-    alone: int = 0  # consecutive steps without gradients of others
+    unsynced_steps: int = 0  # consecutive steps without gradients of others
 
 
 class Fingerprints(ScriptListener):
@@ -84,18 +84,18 @@ class Fingerprints(ScriptListener):
         self._several_hosts = os.environ.get("LOCAL_WORLD_SIZE", "") != str(self._size)
 
     def on_step_end(self, optimizer: Any) -> None:
-        self._later.look()
-        history = self._joint.of(optimizer)
+        self._later.deliver_arrived()
+        history = self._joint.history_of(optimizer)
         if self._size == 1 or self._page.get("uneven") or history.past:
             return
         watched = self._watched.get(optimizer)
-        if watched is None or (history.own and not watched.own):
-            watched = self._watched[optimizer] = self._next_table(own=history.own)
-        if watched.table >= TABLES:
+        if watched is None or (history.has_shared_parameters and not watched.has_replica):
+            watched = self._watched[optimizer] = self._next_table(own=history.has_shared_parameters)
+        if watched.table_index >= TABLES:
             return
         watched.count += 1
-        self._numbers[watched.own][watched.table] = watched.count
-        version = [self._joint.version, *(len(group["params"]) for group in optimizer.param_groups)]
+        self._numbers[watched.has_replica][watched.table_index] = watched.count
+        version = [self._joint.replicas_version, *(len(group["params"]) for group in optimizer.param_groups)]
         if watched.version != version:
             watched.version = version
             self._lay_out(watched, optimizer)
@@ -111,10 +111,10 @@ class Fingerprints(ScriptListener):
         numbers, table = self._numbers[own], self._known[own] % TABLES
         self._known[own] += 1
         for other in self._watched.values():
-            if other.table == table and (own <= other.own):
+            if other.table_index == table and (own <= other.has_replica):
                 return WatchedOptimizer(TABLES, own)
-            if other.table == table:
-                other.table = TABLES
+            if other.table_index == table:
+                other.table_index = TABLES
         return WatchedOptimizer(table, own, max(numbers[table], max(numbers) - 1))
 
     def _meets_others(self, watched: WatchedOptimizer, history: OptimizerHistory) -> bool:
@@ -122,11 +122,15 @@ class Fingerprints(ScriptListener):
         if ddp is None:
             return True
         # without any forward, the script called the module without DDP, which is an error
-        synced = history.since is None or not history.since.forwards or history.since.synced > 0
-        if watched.alone < ALONE_STEPS:
-            watched.alone = 0 if synced else watched.alone + 1
+        synced = (
+            history.counts_since_step is None
+            or not history.counts_since_step.forwards
+            or history.counts_since_step.synced > 0
+        )
+        if watched.unsynced_steps < ALONE_STEPS:
+            watched.unsynced_steps = 0 if synced else watched.unsynced_steps + 1
         hooks = getattr(ddp, "_comm_hooks", ())
-        return not watched.alone and not any(getattr(hook, "__name__", "") in LOCAL_HOOKS for hook, _ in hooks)
+        return not watched.unsynced_steps and not any(getattr(hook, "__name__", "") in LOCAL_HOOKS for hook, _ in hooks)
 
     def _lay_out(self, watched: WatchedOptimizer, optimizer: Any) -> None:
         """Determine the parameters to compare, and the ranks on which they must be equal."""
@@ -147,10 +151,10 @@ class Fingerprints(ScriptListener):
             flags |= SUMMED
         named = [(kept_by_id[id(p)][0] if of_ddp else f"parameter {n}", p) for n, p in enumerate(of_ddp or parameters)]
         watched.pieces = [*_pieces(named)]
-        watched.flags = watched.table | flags | len(members) << 16
+        watched.flags = watched.table_index | flags | len(members) << 16
         layout = repr(([(name, [*p.shape], str(p.dtype)) for name, p in named], [*members], bool(of_ddp)))
-        watched.layout = zlib.crc32(layout.encode())
-        self._names.of_tensors(watched.layout, [piece.name for piece in watched.pieces])
+        watched.layout_hash = zlib.crc32(layout.encode())
+        self._names.of_tensors(watched.layout_hash, [piece.name for piece in watched.pieces])
 
     def _mark(self, watched: WatchedOptimizer, settings: tuple[float, ...]) -> None:
         pieces, number = watched.pieces, watched.count
@@ -166,7 +170,9 @@ class Fingerprints(ScriptListener):
             hashes = [value & NONE for value in values[: len(indices)]]
             totals = [struct.unpack("d", struct.pack("q", value))[0] for value in values[len(indices) :]]
             parts = _four(indices, NONE), _four(hashes), _four(totals)
-            put_fingerprint(self._page, ReplicaFingerprint(number, watched.layout, watched.flags, *parts, settings))
+            put_fingerprint(
+                self._page, ReplicaFingerprint(number, watched.layout_hash, watched.flags, *parts, settings)
+            )
 
         if sums[0].is_cuda:
             self._later.read(sys.modules["torch"].stack(sums), put)

@@ -49,22 +49,22 @@ class StepCounts:
 class OptimizerHistory:
     """An optimizer, and the events since its last step."""
 
-    own: bool = False  # whether it has parameters of a replica, or sharded ones
+    has_shared_parameters: bool = False  # whether it has parameters of a replica, or sharded ones
     replica: weakref.ref[Any] | None = None
-    model: int = 0  # id of the model in the replica; 0: no replica
+    model_id: int = 0  # id of the model in the replica; 0: no replica
     steps: int = 0
     met: int = 0  # steps before which the rank communicated with others
-    has_met: bool = False  # whether the last step was such a step
-    since: StepCounts | None = None  # counts between the last two steps; None: unknown
+    has_communicated: bool = False  # whether the last step was such a step
+    counts_since_step: StepCounts | None = None  # counts between the last two steps; None: unknown
     past: bool = False
-    before: StepCounts | None = None
+    counts_at_last_step: StepCounts | None = None
     version: object = None
 
     @property
     def level(self) -> int:
         """The evidence that it is joint: PRIVATE, BY_HAND or KEPT_EQUAL."""
         usually_met = self.steps >= LEAST_STEPS and 2 * self.met > self.steps
-        return KEPT_EQUAL if self.own else BY_HAND if usually_met else PRIVATE
+        return KEPT_EQUAL if self.has_shared_parameters else BY_HAND if usually_met else PRIVATE
 
 
 class JointOptimizers(ScriptListener):
@@ -97,17 +97,17 @@ class JointOptimizers(ScriptListener):
         return self._calls() > 0
 
     @property
-    def version(self) -> object:
+    def replicas_version(self) -> object:
         """A value that changes with the replicas."""
         return self._made, len(self._replicas)
 
-    def of(self, optimizer: Any) -> OptimizerHistory:
+    def history_of(self, optimizer: Any) -> OptimizerHistory:
         """The history of an optimizer."""
         return (self._turns.get(optimizer) if self._turns else None) or OptimizerHistory()
 
-    def private(self, optimizer: Any) -> bool:
+    def is_private(self, optimizer: Any) -> bool:
         """Whether its last step is private to the rank: another optimizer is joint, or it has left its replica."""
-        history = self.of(optimizer)
+        history = self.history_of(optimizer)
         return history.past or history.level < self.level
 
     @property
@@ -135,8 +135,8 @@ class JointOptimizers(ScriptListener):
     def on_step_begin(self, optimizer: Any) -> None:
         history = self._turns.setdefault(optimizer, OptimizerHistory())
         self._look_whose(history, optimizer)
-        now, before = self._seen(history), history.before or StepCounts()
-        history.since = new = StepCounts(
+        now, before = self._seen(history), history.counts_at_last_step or StepCounts()
+        history.counts_since_step = new = StepCounts(
             now.backwards - max(before.backwards, self._taken(history)),
             max(0, now.forwards - before.forwards),  # a deleted replica has no count
             max(0, now.synced - before.synced),
@@ -152,18 +152,18 @@ class JointOptimizers(ScriptListener):
         history = self._turns.setdefault(optimizer, OptimizerHistory())
         now = self._seen(history)
         history.steps += 1
-        history.has_met = now.met > (history.before or StepCounts()).met
-        history.met += history.has_met
-        history.before = now
-        self._taken_by[history.model] = now.backwards
+        history.has_communicated = now.met > (history.counts_at_last_step or StepCounts()).met
+        history.met += history.has_communicated
+        history.counts_at_last_step = now
+        self._taken_by[history.model_id] = now.backwards
         replica = history.replica and history.replica()
         if replica is not None:
             self._stepped[replica] = now
-        self._own = self._own or history.own
+        self._own = self._own or history.has_shared_parameters
 
     def _taken(self, history: OptimizerHistory) -> int:
         """Backwards until the last step of an optimizer of another model, which belong to that optimizer."""
-        return max((count for model, count in self._taken_by.items() if model != history.model), default=0)
+        return max((count for model, count in self._taken_by.items() if model != history.model_id), default=0)
 
     def _seen(self, history: OptimizerHistory) -> StepCounts:
         replica = history.replica and history.replica()
@@ -171,16 +171,20 @@ class JointOptimizers(ScriptListener):
         return StepCounts(self._backwards, forwards, synced, self._calls() + self._synced)
 
     def _look_whose(self, history: OptimizerHistory, optimizer: Any) -> None:
-        version = self.version, [len(group["params"]) for group in optimizer.param_groups]
+        version = self.replicas_version, [len(group["params"]) for group in optimizer.param_groups]
         if history.version == version:
             return
         history.version = version
         parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         replica = next((ddp for ddp in self._replicas if any(id(p) in parameters for _, p in kept_equal(ddp))), None)
         if replica is not None and (history.replica is None or history.replica() is not replica):
-            history.replica, history.model = weakref.ref(replica), id(replica.module)
-            history.before = self._stepped.get(replica, StepCounts(history.before.backwards if history.before else 0))
-        history.own = history.own or replica is not None or any(map(is_sharded, parameters.values()))
+            history.replica, history.model_id = weakref.ref(replica), id(replica.module)
+            history.counts_at_last_step = self._stepped.get(
+                replica, StepCounts(history.counts_at_last_step.backwards if history.counts_at_last_step else 0)
+            )
+        history.has_shared_parameters = (
+            history.has_shared_parameters or replica is not None or any(map(is_sharded, parameters.values()))
+        )
 
 
 def kept_equal(ddp: Any) -> Iterator[tuple[str, Any]]:
@@ -204,12 +208,12 @@ class StepCounter(ScriptListener):
         self.done = 0
 
     def on_step_end(self, optimizer: Any) -> None:
-        history = self.joint.of(optimizer)
+        history = self.joint.history_of(optimizer)
         if history.past:
             return
         before = max(0, self.done - self._alone - 1)  # a later optimizer steps along with the others, or after them
         self._counts[optimizer] = count = self._counts.get(optimizer, before) + 1
-        if self.joint.private(optimizer):
+        if self.joint.is_private(optimizer):
             return
         if self.joint.level > self._level:  # the rank took the steps so far alone
             self._level, self._counts[optimizer] = self.joint.level, (count := history.steps)

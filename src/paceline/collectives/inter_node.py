@@ -35,7 +35,7 @@ BLOCK = 512  # elements with one scale: 0.8 % more bytes
 LARGEST = 127
 TINY = 1e-30  # a block with a smaller scale stays in the residual
 DEFAULT_RANK = 4
-NAME = "between hosts"
+COLLECTIVE_NAME = "between hosts"
 
 
 class Uncompressed:
@@ -44,13 +44,13 @@ class Uncompressed:
     def __init__(self, shapes: Sequence[torch.Size]) -> None:
         self._shapes = shapes
 
-    def begin(self) -> State:
+    def initial_state(self) -> State:
         """The state before the first sum."""
         return {}
 
     def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
         """The sums, new and contiguous, and the next state (a collective). Does not change its arguments."""
-        flat = name_collective(flattened(tensors), NAME)
+        flat = name_collective(flattened(tensors), COLLECTIVE_NAME)
         return split(when_done(dist.all_reduce(flat, group=group, async_op=True), flat), self._shapes), state
 
 
@@ -104,14 +104,14 @@ class Quantized:
         values[: self._size] += flattened(tensors)
         packed = code.pack(values.view(self._hosts, -1))
         received = torch.empty_like(packed)
-        work = dist.all_to_all_single(received, name_collective(packed, NAME), group=group, async_op=True)
+        work = dist.all_to_all_single(received, name_collective(packed, COLLECTIVE_NAME), group=group, async_op=True)
         held = values.sub_(code.unpack(packed, self._dtype).flatten())  # during the transfer
         when_done(work, received)
         total = state["owed"].clone()
         for part in code.unpack(received, self._dtype):  # in the order of hosts
             total += part
         packed_total = code.pack(total[None])
-        gathered = start_gather(packed_total.flatten(), NAME, group)
+        gathered = start_gather(packed_total.flatten(), COLLECTIVE_NAME, group)
         owed = total.sub_(code.unpack(packed_total, self._dtype)[0])
         sums = code.unpack(gathered(), self._dtype).flatten()[: self._size]
         return split(sums, self._shapes), {"held": held, "owed": owed}
@@ -150,14 +150,14 @@ class LowRank:
         left = [value @ state[f"basis/{i}"] for i, value in values.items()]
         others = [tensors[i] for i in self._whole]
         shapes = [t.shape for t in (*left, *others)]
-        sums = split(start_sum(flattened([*left, *others]), NAME, group)(), shapes)
+        sums = split(start_sum(flattened([*left, *others]), COLLECTIVE_NAME, group)(), shapes)
         bases: list[Tensor] = [torch.linalg.qr(total)[0] for total in sums[: len(left)]]
         right = [value.T @ base for value, base in zip(values.values(), bases, strict=True)]
         for (i, value), base, factor in zip(values.items(), bases, right, strict=True):
             after[f"held/{i}"] = value - base @ factor.T
         results = dict(zip(self._whole, sums[len(left) :], strict=True))
         if right:
-            totals = split(start_sum(flattened(right), NAME, group)(), [factor.shape for factor in right])
+            totals = split(start_sum(flattened(right), COLLECTIVE_NAME, group)(), [factor.shape for factor in right])
             for i, base, total in zip(values, bases, totals, strict=True):
                 after[f"basis/{i}"] = total.clone()
                 results[i] = (base @ total.T).view(self._shapes[i])
@@ -198,9 +198,11 @@ class InterHostSum:
         self._carried = sorted(assign_balanced([p.numel() for p in parameters], memory.size)[memory.rank])
         double = any(p.dtype == torch.float64 for p in parameters)
         self._dtype = torch.float64 if double else torch.float32
-        self._codec = make_codec(compress, rank, [parameters[i].shape for i in self._carried], self._dtype, hosts.count)
+        self._codec = make_codec(
+            compress, rank, [parameters[i].shape for i in self._carried], self._dtype, hosts.node_count
+        )
         specs, partition = numels_and_dtypes(parameters), LeafPartition.of_ranks(memory.size, memory.rank)
-        self._exchange = TreeSum(memory, *specs, partition, NAME) if memory.size > 1 else None
+        self._exchange = TreeSum(memory, *specs, partition, COLLECTIVE_NAME) if memory.size > 1 else None
         self.forget()
 
     def sum(self, tensors: Grads) -> Grads:
@@ -213,7 +215,9 @@ class InterHostSum:
             One for each parameter. None if no host has ever had a tensor for it: otherwise a residual must be sent.
         """
         group = self._hosts.across()
-        present = start_gather(torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8), NAME, group)
+        present = start_gather(
+            torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8), COLLECTIVE_NAME, group
+        )
         results: Grads = [None] * len(tensors)
         if self._carried:
             mine = [self._values(i, tensors[i]) for i in self._carried]
@@ -231,7 +235,7 @@ class InterHostSum:
             for total, p, flag in zip(results, self._parameters, used.tolist(), strict=True)
         ]
 
-    def keep(self) -> None:
+    def save_state(self) -> None:
         """Save the state for `put_back`."""
         self._kept = self._state
 
@@ -241,7 +245,10 @@ class InterHostSum:
 
     def forget(self) -> None:
         """Discard the residual."""
-        self._state: tuple[State, Tensor] = (self._codec.begin(), torch.zeros(len(self._parameters), dtype=torch.uint8))
+        self._state: tuple[State, Tensor] = (
+            self._codec.initial_state(),
+            torch.zeros(len(self._parameters), dtype=torch.uint8),
+        )
         self._kept = self._state
 
     def state(self) -> dict[str, Tensor]:

@@ -18,10 +18,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from paceline.protocol.code_locations import Activity, activity_of, shown_site_of
 from paceline.protocol.evidence import Op, Stack
-from paceline.protocol.places import Activity, activity_of, shown_site_of
 from paceline.protocol.status_page import of_this_life
-from paceline.rank.ledger import KINDS, MODULE, SAME, Group
+from paceline.rank.collective_recorder import KINDS, MODULE, SAME, Group
 from paceline.rank.sites import frame_of
 
 capturing = threading.Event()
@@ -32,13 +32,13 @@ UNTITLED = ("", "undefined", "default_pg")
 Dated = tuple[int, Op]  # start in ns of CLOCK_MONOTONIC, operation
 
 
-def distributed() -> ModuleType | None:
+def loaded_c10d_module() -> ModuleType | None:
     """Torch's module of collectives, if its import is complete."""
     module = sys.modules.get(MODULE)
     return None if module is None or getattr(module.__spec__, "_initializing", False) else module
 
 
-def merged(ring: Sequence[Dated], groups: Mapping[str, Group], stack: Stack | None = None) -> list[Op]:
+def merge_recent_ops(ring: Sequence[Dated], groups: Mapping[str, Group], stack: Stack | None = None) -> list[Op]:
     """The last 64 operations of this process, the oldest first: those in the `ring`, and torch's calls in `groups`.
 
     If the main thread's `stack` is in torch, it provides the line of an operation in flight that torch itself called.
@@ -73,7 +73,7 @@ def _without_queued(ops: Sequence[Op], enqueuing: Collection[str]) -> list[Op]:
 
 
 def _groups() -> list[tuple[Any, str]]:
-    module: Any = distributed()
+    module: Any = loaded_c10d_module()
     return [] if module is None else [*module._world.pg_names.items()]
 
 
@@ -131,7 +131,7 @@ def _dumps(*, collectives: bool) -> list[dict[str, Any]]:
     binding = sys.modules.get("torch._C._distributed_c10d")
     names = ["_dump_fr_trace"] if capturing.is_set() else ["_dump_fr_trace", "_dump_nccl_trace"]
     dumps = [getattr(binding, name, None) for name in names]
-    if distributed() is None:
+    if loaded_c10d_module() is None:
         return []
     # safe to unpickle: the data comes from the memory of this process
     return [pickle.loads(dump(collectives, False, False)) for dump in dumps if dump]  # without stacks: see `merged`
@@ -145,7 +145,7 @@ def _recorded(groups: Mapping[str, Group]) -> list[Dated]:
         group, is_gloo = entry["process_group"][0], entry["profiling_name"].startswith("gloo:")
         # gloo counts messages with collectives, but does not record them; NCCL counts them separately
         number = entry["op_id"] if is_gloo else entry["collective_seq_id"]
-        our_number = groups[group].own(number) if group in groups else number
+        our_number = groups[group].to_own_number(number) if group in groups else number
         of_earlier_group = number > newest_numbers.get(group, number)
         if not (entry["is_p2p"] or our_number is None or of_earlier_group):
             recorded.append((entry["time_created_ns"] + to_monotonic, _op(entry, group, our_number)))
@@ -156,7 +156,7 @@ def _op(entry: Mapping[str, Any], group: str, number: int) -> Op:
     kind = entry["profiling_name"].rpartition(":")[2]
     side = "output" if kind in ("scatter", "reduce_scatter") else "input"  # equal on all ranks
     rule = KINDS.get(SAME.get(kind, kind))
-    shapes = entry[f"{side}_sizes"] if rule is None or rule.shape else ()
+    shapes = entry[f"{side}_sizes"] if rule is None or rule.records_shape else ()
     types: list[str] = entry[f"{side}_dtypes"]
     return Op(
         group, number, kind,

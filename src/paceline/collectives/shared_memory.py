@@ -59,8 +59,8 @@ from paceline.host.cgroup import usable_cores
 from paceline.host.procfs import read_process
 from paceline.protocol.control import SHARED_MEMORY
 from paceline.protocol.evidence import SHARED_GROUP, Op
-from paceline.rank.guard import Guard
-from paceline.rank.ledger import StartedCall
+from paceline.rank.collective_recorder import StartedCall
+from paceline.rank.guard import HangGuard
 
 SPINS = 1000  # polls of about 50 ns each
 YIELD_SECONDS = 2e-4
@@ -114,7 +114,7 @@ class Channel:
         self.tick, self.spins = 0, spins
         self.data_bytes = len(self._data[0][0])
 
-    def typed(self, dtype: torch.dtype) -> Slots:
+    def slots_as(self, dtype: torch.dtype) -> Slots:
         """The data of all slots, as elements of `dtype`."""
         if dtype not in self._typed:
             self._typed[dtype] = [[torch.frombuffer(data, dtype=dtype) for data in of_tick] for of_tick in self._data]
@@ -122,9 +122,9 @@ class Channel:
 
     def _view(self, dtype: torch.dtype, slot: int, rank: int, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a slot of a rank."""
-        return self.typed(dtype)[slot][rank][start:stop]
+        return self.slots_as(dtype)[slot][rank][start:stop]
 
-    def write(self) -> int:
+    def begin_tick(self) -> int:
         """Begin a tick; return the slot, 0 or 1, that may be written now."""
         wait_for(
             self._others, self._at, self.tick, self._check_wait, spins=self.spins
@@ -259,7 +259,7 @@ class MemoryPeer:
 
     rank: int  # of the world
     pid: int
-    start: int  # see `procfs.Process`
+    process_start_time: int  # see `procfs.Process`
     memory: memoryview
 
 
@@ -301,7 +301,7 @@ class SharedMemory:
         self._ranks = tuple(peer.rank for peer in peers)
         self.describe_call = lru_cache(256)(self._describe_call)
         self._call = self.describe_call("", "")
-        self.guard = Guard.of_process()
+        self.guard = HangGuard.of_process()
         spins = 0 if self.size > usable_cores() else SPINS
 
         def channel(number: int) -> Channel:
@@ -373,7 +373,7 @@ class MemoryOperation:
 def _is_alive(peer: MemoryPeer) -> bool:
     process = read_process(peer.pid)
     if process is not None:
-        return process.runs and process.start == peer.start
+        return process.runs and process.start_ticks == peer.process_start_time
     try:  # /proc needs a free descriptor, and this process may have none
         os.kill(peer.pid, 0)
     except OSError as error:
@@ -394,8 +394,8 @@ class HostMembers:
     """The ranks of this rank's host, in order."""
 
     peers: list[MemoryPeer]
-    host: int  # of this rank, from 0
-    hosts: int
+    node_index: int  # of this rank, from 0
+    node_count: int
 
 
 class _Handshake:
@@ -417,7 +417,7 @@ class _Handshake:
         fcntl.fcntl(self._descriptor, ADD_SEALS, NO_SHRINKING)
         self._memory = _map(self._descriptor, self._layout)
         self._memory[:TOKEN_BYTES] = self._token
-        location = {"host": host_key(), "pid": process.pid, "start": process.start}
+        location = {"host": host_key(), "pid": process.pid, "start": process.start_ticks}
         return location | {"descriptor": self._descriptor, "token": self._token.hex()}
 
     def open_peers(self, ranks: range, offers: list[dict[str, Any]]) -> None:

@@ -39,18 +39,18 @@ SAME = {  # functions that count as the same call, because they differ only in n
 }
 MODULE = "torch.distributed.distributed_c10d"
 MAX_TAKEN, MAX_CACHED = 256, 4096
-NAME = "collective"  # a key in a tensor's __dict__, with which a caller names the collective: "bucket 3"
+COLLECTIVE_NAME_KEY = "collective"  # a key in a tensor's __dict__, with which a caller names the collective: "bucket 3"
 
 
 @dataclass(frozen=True)
 class ReadingRule:
     """How to read a function's arguments. The ledger keeps only values that must be equal on all ranks."""
 
-    tensor: str = ""  # the argument with the shape and type: a tensor, or a list of tensors
-    shape: bool = True  # False if ranks may pass different sizes
+    tensor_parameter: str = ""  # the argument with the shape and type: a tensor, or a list of tensors
+    records_shape: bool = True  # False if ranks may pass different sizes
     peer: tuple[str, str] | None = None  # arguments with the peer or root: its rank in the world, and in the group
-    message: bool = False  # a point-to-point message, not a collective
-    single: bool = True  # whether it raises torch's number by one; else the increment depends on the backend
+    is_message: bool = False  # a point-to-point message, not a collective
+    is_counted_once: bool = True  # whether it raises torch's number by one; else the increment depends on the backend
 
 
 KINDS: Mapping[str, ReadingRule] = {
@@ -58,23 +58,23 @@ KINDS: Mapping[str, ReadingRule] = {
     "all_reduce_coalesced": ReadingRule("tensors"),
     "broadcast": ReadingRule("tensor", peer=_SOURCE),
     "reduce": ReadingRule("tensor", peer=_TARGET),
-    "all_gather": ReadingRule("tensor", shape=False),
-    "all_gather_coalesced": ReadingRule("input_tensor_list", shape=False, single=False),
+    "all_gather": ReadingRule("tensor", records_shape=False),
+    "all_gather_coalesced": ReadingRule("input_tensor_list", records_shape=False, is_counted_once=False),
     "all_gather_single": ReadingRule("input_tensor"),
     "all_gather_into_tensor": ReadingRule("input_tensor"),
     "gather": ReadingRule("tensor", peer=_TARGET),
     "scatter": ReadingRule("tensor", peer=_SOURCE),
-    "reduce_scatter": ReadingRule("output", shape=False, single=False),
+    "reduce_scatter": ReadingRule("output", records_shape=False, is_counted_once=False),
     "reduce_scatter_single": ReadingRule("output"),
     "reduce_scatter_tensor": ReadingRule("output"),
-    "all_to_all": ReadingRule("output_tensor_list", shape=False),
-    "all_to_all_single": ReadingRule("input", shape=False),
+    "all_to_all": ReadingRule("output_tensor_list", records_shape=False),
+    "all_to_all_single": ReadingRule("input", records_shape=False),
     "barrier": ReadingRule(),
-    "monitored_barrier": ReadingRule(single=False),
-    "send": ReadingRule("tensor", peer=_TARGET, message=True),
-    "recv": ReadingRule("tensor", peer=_SOURCE, message=True),
-    "isend": ReadingRule("tensor", peer=_TARGET, message=True),
-    "irecv": ReadingRule("tensor", peer=_SOURCE, message=True),
+    "monitored_barrier": ReadingRule(is_counted_once=False),
+    "send": ReadingRule("tensor", peer=_TARGET, is_message=True),
+    "recv": ReadingRule("tensor", peer=_SOURCE, is_message=True),
+    "isend": ReadingRule("tensor", peer=_TARGET, is_message=True),
+    "irecv": ReadingRule("tensor", peer=_SOURCE, is_message=True),
 }
 
 
@@ -94,18 +94,18 @@ class Group:
     spans: deque[tuple[int, float, int]] = field(default_factory=lambda: deque[tuple[int, float, int]](maxlen=512))
     """Calls that raise torch's numbers more than ours: (number before, number after, total difference so far)."""
     ahead: int = 0
-    calls: int = 0  # for backends that do not count
-    messages: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
+    call_count: int = 0  # for backends that do not count
+    message_counts: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
     pending: deque[tuple[int, weakref.ref[Any]]] = field(
         default_factory=lambda: deque[tuple[int, weakref.ref[Any]]](maxlen=RECORDS)
     )
-    enqueued: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
+    enqueued_calls: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
     """Record and number of NCCL calls that may be in flight: NCCL returns as soon as the GPU has queued the call."""
-    sent: int = 0  # number of sent and received messages
+    message_total: int = 0  # number of sent and received messages
     checksum: int = 0
-    count: int = 0
+    ordered_count: int = 0
 
-    def own(self, number: int) -> int | None:
+    def to_own_number(self, number: int) -> int | None:
         """Our number for torch's number; None inside a composed call, or if the call is too old."""
         if len(self.spans) == self.spans.maxlen and number <= self.spans[0][0]:
             return None
@@ -121,13 +121,13 @@ class Group:
     def count_ahead(self, begun: StartedCall) -> None:
         """Record by how much a call that has returned raised torch's number more than ours."""
         after = torch_number(begun.backend, self)
-        self.ahead += after - begun.before - begun.counts
-        if begun.counts:
+        self.ahead += after - begun.number_before - begun.count_increment
+        if begun.count_increment:
             self.spans.pop()  # the open span
-        if after > begun.before:
-            self.spans.append((begun.before, after, self.ahead))
+        if after > begun.number_before:
+            self.spans.append((begun.number_before, after, self.ahead))
 
-    def returned(self, begun: StartedCall, result: Any, page: StatusPage) -> None:
+    def end_returned_call(self, begun: StartedCall, result: Any, page: StatusPage) -> None:
         """End the record of a call that has returned, unless it may still be in flight (with a `Work`)."""
         if self.polled and hasattr(result, "is_completed"):
             self.pending.append((begun.record, weakref.ref(result)))
@@ -135,19 +135,19 @@ class Group:
         if self.polled:
             page.end(begun.record)
             return
-        self.enqueued.append((begun.record, begun.number))
-        if len(self.enqueued) > RECORDS // 2:  # old enough to count as completed
-            page.end(self.enqueued.popleft()[0])
+        self.enqueued_calls.append((begun.record, begun.number))
+        if len(self.enqueued_calls) > RECORDS // 2:  # old enough to count as completed
+            page.end(self.enqueued_calls.popleft()[0])
 
     def end_enqueued(self, pending: Collection[tuple[str, int]], page: StatusPage) -> None:
         """End the records of all enqueued calls except `pending` ones (group and number)."""
-        for entry in [*self.enqueued]:
+        for entry in [*self.enqueued_calls]:
             if (self.name, entry[1]) not in pending:
                 with suppress(ValueError):  # removed meanwhile by the main thread
-                    self.enqueued.remove(entry)
+                    self.enqueued_calls.remove(entry)
                 page.end(entry[0])
 
-    def sweep(self, page: StatusPage) -> None:
+    def end_completed_calls(self, page: StatusPage) -> None:
         """End the records of completed asynchronous calls, up to the first that is still in flight."""
         while self.pending:
             entry = self.pending.popleft()
@@ -163,10 +163,10 @@ class CachedCall:
     """The description of a call at one line with one set of arguments, which is made once."""
 
     code: CodeType  # keeps this and the next object alive, so that no other code gets the same id
-    inner: CodeType
+    library_code: CodeType
     op: Op
     text: bytes
-    order: int = 0  # a hash of the parts that are equal on all ranks, for the order of calls
+    order_hash: int = 0  # a hash of the parts that are equal on all ranks, for the order of calls
 
 
 class StartedCall(Struct, frozen=True):  # made at every call; a dataclass costs several times the time
@@ -175,9 +175,9 @@ class StartedCall(Struct, frozen=True):  # made at every call; a dataclass costs
     record: int
     group: Group
     backend: Any
-    before: int  # torch's number
-    single: bool  # whether the call raises torch's number by one
-    counts: int  # 1 for a collective, 0 for a message
+    number_before: int  # torch's number
+    is_counted_once: bool  # whether the call raises torch's number by one
+    count_increment: int  # 1 for a collective, 0 for a message
     number: int  # our number; for messages -1, -2, ... in the order of this process's messages over the group
 
 
@@ -186,7 +186,7 @@ def torch_number(backend: Any, group: Group) -> int:
     try:
         return backend._get_sequence_number_for_group()
     except RuntimeError:  # MPI, and groups of two backends
-        return group.calls
+        return group.call_count
 
 
 def peer_of(asked: list[Any], group: Group, kind: ReadingRule) -> int:
@@ -196,7 +196,7 @@ def peer_of(asked: list[Any], group: Group, kind: ReadingRule) -> int:
         return world_rank
     if group_rank is not None:
         return group.members[group_rank]
-    return NO_PEER if kind.message else 0  # recv from any rank; torch's default root
+    return NO_PEER if kind.is_message else 0  # recv from any rank; torch's default root
 
 
 def leave_untraced(code: CodeType) -> None:
@@ -228,9 +228,9 @@ class Ledger:
         self._taken: list[tuple[CachedCall, int]] = []
 
     @property
-    def waiting(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether a call, or a work that is still referenced, is in flight."""
-        in_flight = any(group.pending or group.enqueued for group in [*self.groups.values()])
+        in_flight = any(group.pending or group.enqueued_calls for group in [*self.groups.values()])
         return bool(self._inside) or self._own > 0 or in_flight
 
     def install(self, distributed: ModuleType, *others: ModuleType, late: bool = False) -> None:
@@ -260,16 +260,16 @@ class Ledger:
         """
         parts: list[tuple[str, int, int]] = []
         for group in (*self._gone, *self.groups.values()):
-            if group.count:
-                parts.append((group.name, group.checksum, group.count))
-            group.checksum = group.count = 0
+            if group.ordered_count:
+                parts.append((group.name, group.checksum, group.ordered_count))
+            group.checksum = group.ordered_count = 0
         self._gone.clear()
         self._taken = [*self._current]
         self._current.clear()
         digest = hashlib.blake2b(repr(sorted(parts)).encode(), digest_size=7).digest()
         return int.from_bytes(digest, "little") >> 4
 
-    def taken(self) -> list[Op]:
+    def last_ordered_calls(self) -> list[Op]:
         """The calls in the last `take_order`, the oldest first; at most the last 256."""
         return [replace(call.op, seq=seq, done=True) for call, seq in self._taken]
 
@@ -289,9 +289,9 @@ class Ledger:
                 group = self.groups[id(owner)] = Group(op.group, of_all, ranks, True, weakref.ref(owner))
             caller_site = call_site(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
             call = self._known_at(caller_site, (op,), lambda site: replace(op, site=site))
-            group.calls += 1
+            group.call_count += 1
             self._own += 1
-            return self._note(call, group, group.calls, NO_PEER if op.peer is None else op.peer)
+            return self._note(call, group, group.call_count, NO_PEER if op.peer is None else op.peer)
         except Exception as error:
             self._warn_once(error)
             return None
@@ -322,7 +322,11 @@ class Ledger:
 
     def _wrapped(self, call: Callable[..., Any], name: str, rule: ReadingRule) -> Callable[..., Any]:
         positions = {parameter: at for at, parameter in enumerate(signature(call).parameters)}
-        tensor_at, group_at, tensor_name = positions.get(rule.tensor, 99), positions["group"], rule.tensor
+        tensor_at, group_at, tensor_name = (
+            positions.get(rule.tensor_parameter, 99),
+            positions["group"],
+            rule.tensor_parameter,
+        )
         peers = [(positions[peer], peer) for peer in rule.peer or () if peer in positions]
         inside = self._inside
 
@@ -399,28 +403,30 @@ class Ledger:
         call = self._recall(name, rule, tensor_arg, group_record.name)
         before = torch_number(backend, group_record)
         peer = peer_of(peers, group_record, rule) if peers else NO_PEER
-        if rule.message:
-            seq = group_record.messages[name, peer] = group_record.messages.get((name, peer), 0) + 1
+        if rule.is_message:
+            seq = group_record.message_counts[name, peer] = group_record.message_counts.get((name, peer), 0) + 1
         else:
             seq = before + 1 - group_record.ahead
-            group_record.calls += 1
-        if not rule.single:
+            group_record.call_count += 1
+        if not rule.is_counted_once:
             group_record.spans.append((before, float("inf"), group_record.ahead))  # open until the call returns
-        started_call = self._note(call, group_record, seq, peer, message=rule.message)
-        if rule.message:
-            group_record.sent += 1
-            started_call = replace(started_call, number=-group_record.sent)
-        return replace(started_call, backend=backend, before=before, single=rule.single and not rule.message)
+        started_call = self._note(call, group_record, seq, peer, message=rule.is_message)
+        if rule.is_message:
+            group_record.message_total += 1
+            started_call = replace(started_call, number=-group_record.message_total)
+        return replace(
+            started_call, backend=backend, before=before, single=rule.is_counted_once and not rule.is_message
+        )
 
     def _note(self, call: CachedCall, group: Group, seq: int, peer: int, *, message: bool = False) -> StartedCall:
         if group.pending:
-            group.sweep(self._page)
+            group.end_completed_calls(self._page)
         if group.of_all and not message:
             group.checksum = zlib.crc32(call.text, group.checksum)
-            group.count += 1
+            group.ordered_count += 1
             self._current.append((call, seq))
             if self.marker is not None:
-                self.marker.note(group.name, len(group.members), call.order, call.text)
+                self.marker.record_call(group.name, len(group.members), call.order_hash, call.text)
         return StartedCall(self._page.begin_text(seq, peer, call.text), group, None, 0, True, 0 if message else 1, seq)
 
     def _recall(self, name: str, rule: ReadingRule, tensor_arg: Any, group: str) -> CachedCall:
@@ -429,8 +435,8 @@ class Ledger:
         label, is_sequence = "", isinstance(tensor_arg, list | tuple)
         if tensor_arg is not None and not (is_sequence and not tensor_arg):
             first = tensor_arg[0] if is_sequence else tensor_arg
-            dtype, label = first.dtype, first.__dict__.get(NAME, "")
-            if rule.shape:
+            dtype, label = first.dtype, first.__dict__.get(COLLECTIVE_NAME_KEY, "")
+            if rule.records_shape:
                 shape = tuple([tensor.shape for tensor in tensor_arg]) if is_sequence else first.shape
 
         def made(site: str) -> Op:
@@ -446,9 +452,9 @@ class Ledger:
         inner = code if library is None else library.f_code
         key = (id(code), -1 if frame is None else frame.f_lasti, id(inner), library and library.f_lasti, *key_parts)
         call = self._known.get(key)
-        if call is not None and call.code is code and call.inner is inner:
+        if call is not None and call.code is code and call.library_code is inner:
             return call
-        op = make_op(site.words())
+        op = make_op(site.describe())
         call = CachedCall(code, inner, op, ring_text(op), order_hash(op))
         if len(self._known) >= MAX_CACHED:  # varying shapes fill the cache
             self._known.clear()
@@ -457,10 +463,10 @@ class Ledger:
 
     def _end(self, started_call: StartedCall, result: Any, *, failed: bool = False) -> None:
         try:
-            if not started_call.single:
+            if not started_call.is_counted_once:
                 started_call.group.count_ahead(started_call)
             if not failed:  # the record of a failed call stays in flight
-                started_call.group.returned(started_call, result, self._page)
+                started_call.group.end_returned_call(started_call, result, self._page)
         except Exception as error:
             self._warn_once(error)
 
@@ -477,7 +483,7 @@ class OrderMarks:
         self._page, self._names = page, names
         self._groups: dict[str, tuple[int, Order]] = {}
 
-    def note(self, group: str, members: int, call: int, text: bytes) -> None:
+    def record_call(self, group: str, members: int, call: int, text: bytes) -> None:
         """Record a call: its hash and its text."""
         if group not in self._groups:
             self._groups[group] = len(self._groups), Order(zlib.crc32(group.encode()), members, 0, ())

@@ -44,7 +44,7 @@ class RankValue:
     by_samples: bool | None = None  # floating-point and complex buffers: `may_count_samples` of the last step
 
 
-def choices(buffer: Tensor) -> tuple[str, ...]:
+def possible_reductions(buffer: Tensor) -> tuple[str, ...]:
     """The reductions that a buffer of this type can have."""
     if buffer.is_complex():
         return ("sum", "mean", "first")
@@ -166,7 +166,7 @@ def from_float64(flat: Tensor, like: Tensor) -> Tensor:
     return torch.view_as_complex(flat.reshape(*like.shape, 2).contiguous()).to(like.dtype)
 
 
-def reduced(of_ranks: Mapping[int, Tensor], reduction: str, initial: Tensor, virtual_ranks: int) -> Tensor:
+def reduce_buffer(of_ranks: Mapping[int, Tensor], reduction: str, initial: Tensor, virtual_ranks: int) -> Tensor:
     """The value of one buffer, computed in one process with the same bits as in `VirtualBuffers.merged`."""
     first = of_ranks[min(of_ranks)]
     if reduction == UNCHANGED:

@@ -17,21 +17,21 @@ from paceline.compute.compiling import compile_model, graph_model
 from paceline.compute.forward import recompute
 from paceline.compute.precision import (
     GAIN,
-    compared,
     half_precision_forward,
     in_bf16,
     in_fp16,
     lacks_bf16,
     lacks_tf32,
     set_float32_mode,
+    time_alternatives,
 )
 from paceline.compute.resources import CpuAllocation, current_cpu_allocation, keep_memory, thread_warnings, threads_for
 from paceline.data.loader import Loading, fetch
-from paceline.errors import UsageError, Write, flag
+from paceline.errors import OptionRenderer, UsageError, flag
 from paceline.host.cgroup import free_memory
 from paceline.rank.world import World
-from paceline.seeding import preserved_streams
-from paceline.tasks.task import Task, call
+from paceline.seeding import preserve_generator_states
+from paceline.tasks.task import Task, call_model
 from paceline.train.evaluate import evaluating
 from paceline.train.step import weighted_losses
 
@@ -53,7 +53,7 @@ class ResolvedCompute:
     """Lines for the user."""
 
 
-def set_threads(requested: int | None, world: World, *, write: Write = flag) -> list[str]:
+def set_threads(requested: int | None, world: World, *, write: OptionRenderer = flag) -> list[str]:
     """Set the number of CPU threads of this rank (collective). Return warnings about the number.
 
     `requested` (`--threads-per-rank`) and OMP_NUM_THREADS take precedence. Otherwise the ranks of a node divide its
@@ -172,20 +172,20 @@ def _measure_precisions(
     """Seconds of forward and backward on the first `samples` samples, by precision. The model does not change."""
     indices = torch.arange(min(samples, len(dataset)))  # pyright: ignore[reportArgumentType]
     forward_in_bf16 = half_precision_forward(model, loading.device, torch.bfloat16)
-    with preserved_streams(), evaluating(model), torch.enable_grad():
+    with preserve_generator_states(), evaluating(model), torch.enable_grad():
         (batch,) = fetch(dataset, [(0, indices)], 0, replace(loading, num_workers=0))
 
         def in_bf16_once(*args: Any, **kwargs: Any) -> Any:
             return forward_in_bf16(model, args, kwargs)
 
         def step(bf16: bool) -> None:
-            outputs = call(model, batch[0], in_bf16_once if bf16 else None)
+            outputs = call_model(model, batch[0], in_bf16_once if bf16 else None)
             losses, _ = weighted_losses(task.loss, outputs, batch[1])
             if losses.requires_grad:
                 losses.sum().backward()
             model.zero_grad(set_to_none=True)
 
-        return compared({"fp32": partial(step, False), "bf16": partial(step, True)}, loading.device)
+        return time_alternatives({"fp32": partial(step, False), "bf16": partial(step, True)}, loading.device)
 
 
 def _set_allocator(
