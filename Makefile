@@ -87,6 +87,9 @@ soak-bits: $(STAMP)  ## one digest at every world size, after kills, resumes and
 		PYTHONPATH=. $(BIN)/python tests/soak_bits.py --part $$part --out benchmarks/results/bits-$$part.json || exit 1; \
 	done
 
+soak-replay: $(STAMP)  ## 50 random steps, repeated on one process with the same bits (about 10 minutes)
+	PYTHONPATH=. $(BIN)/python tests/soak_replay.py --out benchmarks/results/replay.json
+
 soak-fuzz: $(STAMP)  ## damage checkpoints at random places; see that none is ever loaded
 	PYTHONPATH=. $(BIN)/python tests/checkpoint/soak_fuzz.py --count 200 --out benchmarks/results/checkpoint-fuzz.json
 
@@ -126,11 +129,19 @@ soak-sessions: $(STAMP)  ## the six scripts of examples/classic: equal to their 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
 	PYTHONPATH=. $(BIN)/python tests/sessions/soak_classic.py --out benchmarks/results/classic.json
 
+soak-lora: $(STAMP)  ## LoRA on GPT-2, Llama and BERT, four strategies, 1 to 3 ranks, each killed and resumed (30 minutes)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
+	PYTHONPATH=. $(BIN)/python tests/sessions/soak_lora.py --out benchmarks/results/lora.json
+
 soak-loops: $(STAMP)  ## 2,000 training loops drawn from a seed, each against the plain loop of one process (two hours; repeat to continue)
 	for part in 0 1; do \
 		PYTHONPATH=. $(BIN)/python tests/sessions/soak_loops.py --count 2000 --part $$part 2 \
 			--out benchmarks/results/loops.json || failed=1; \
 	done; exit $${failed:-0}
+
+soak-stops: $(PEERS)  ## stop Trainer, Lightning and Accelerate scripts at 100 random moments; resume to equal weights (an hour; repeat to continue)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]' lightning==2.6.6
+	PYTHONPATH=. $(BIN)/python tests/stops/soak_stops.py --count 100 --out benchmarks/results/stops.json
 
 soak-frameworks: $(PEERS)  ## Trainer, Accelerate, Lightning, Ignite: check that the line of the user's script is named (15 minutes; repeat to continue)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]' \

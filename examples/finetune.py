@@ -63,13 +63,16 @@ def train(args: argparse.Namespace) -> None:
             total, count = total + loss.item() * s.samples, count + s.samples
         if s.any(count > 0):  # not if a resume begins at the end of an epoch
             s.print(f"loss {s.mean(total, count):.6f}")
-    save(s, model, tokenizer, args.out)
+    save(s, model, tokenizer, args.out, adapter=args.lora)
     s.close()
 
 
-def save(s: paceline.Session, model: nn.Module, tokenizer: Any, folder: str) -> None:
+def save(s: paceline.Session, model: nn.Module, tokenizer: Any, folder: str, *, adapter: bool) -> None:
     """As transformers and peft read it: `from_pretrained(folder)`. For LoRA the adapter alone."""
-    s.main(lambda weights: model.save_pretrained(folder, state_dict=weights), s.weights(model))  # pyright: ignore
+    if adapter:
+        s.save(model, folder, adapter=True)
+    else:
+        s.main(lambda weights: model.save_pretrained(folder, state_dict=weights), s.weights(model))  # pyright: ignore
     s.main(lambda: tokenizer.save_pretrained(folder))
 
 

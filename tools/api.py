@@ -17,7 +17,7 @@ import paceline
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 ROOMS = {
-    "Your own loop": ("session", "Session", "Loader", "run"),
+    "Your own loop": ("session", "Session", "Loader", "load_adapter", "run"),
     "A task": ("Task", "Metric", "Moment"),
     "The parts, each by itself": (),  # all others
 }

@@ -204,6 +204,12 @@ CLAIMS = (
         ("quiet.json",), "make soak-quiet",
     ),
     Claim(
+        "LoRA on three models, killed and resumed: largest difference from a plain loop",
+        lambda record: f"{max(one['weights'] for one in record['cases'].values()):.1e} in {len(record['cases'])} runs, "
+        f"{sum(bool(one['problems']) for one in record['cases'].values())} problems",
+        ("lora.json",), "make soak-lora",
+    ),
+    Claim(
         "scripts under torchrun and under `paceline launch`",
         lambda rows: f"{sum(row['same'] for row in rows)} of {len(rows)} equal, "
         f"{sum(bool(row['known']) and not row['same'] for row in rows)} documented differences",

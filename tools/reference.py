@@ -2,7 +2,7 @@
 
 commands.md     the options of each command, as --help-all has them
 settings.md     the keys of config.toml, from the docstrings of config/settings.py
-events.md       the records of a run folder, from runs/events.py and runs/machine.py
+events.md       the records of a run folder, and of --on-event, from runs/, guard/report.py and protocol/
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from paceline.cli import COMMANDS, command_line
 from paceline.cli.options import Option, docstring_paragraphs
 from paceline.config.choices import LAUNCHER_SETTINGS
+from paceline.protocol.evidence import StopKind
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "paceline"
@@ -47,8 +48,9 @@ EVENTS = """# Events
 
 A run logs its events in `events-RANK.jsonl`, one file for each rank, and the use of its machines in
 `machine-NODE.jsonl`. Each record is one line of JSON, and `kind` is its type. Readers skip kinds that they do not know.
-`python tools/reference.py` writes this page from `src/paceline/runs/events.py` and `machine.py`, and a test fails if it
-is stale. [The run folder](../run-folder.md) describes the other files.
+The command of `--on-event` reads [events of the run](#of-the-run-the-input-of---on-event). `python tools/reference.py`
+writes this page from the classes of the records, and a test fails if it is stale. [The run folder](../run-folder.md)
+describes the other files.
 
 `unix_time` is in seconds since 1970. Durations are in seconds.
 
@@ -208,16 +210,26 @@ def _default(code: str) -> str:
 def events() -> str:
     """The page of the events."""
     parts = [EVENTS]
-    for title, module in (("Of each rank", "events"), ("Of each machine", "machine")):
-        parts.append(f"## {title}: `{'events-RANK' if module == 'events' else 'machine-NODE'}.jsonl`\n\n")
-        for record in records(SOURCE / "runs" / f"{module}.py"):
-            name = f"`{record.tag}`" if record.tag else f"`{record.name}`, inside another record"
+    shown = ("RunEvent", "Diagnosis", "Op")
+    found = [*records(SOURCE / "guard" / "report.py"), *records(SOURCE / "protocol" / "evidence.py")]
+    of_run = sorted((one for one in found if one.name in shown), key=lambda one: shown.index(one.name))
+    for title, found in (
+        ("Of each rank: `events-RANK.jsonl`", records(SOURCE / "runs" / "events.py")),
+        ("Of each machine: `machine-NODE.jsonl`", records(SOURCE / "runs" / "machine.py")),
+        ("Of the run: the input of `--on-event`", of_run),
+    ):
+        parts.append(f"## {title}\n\n")
+        for record in found:
+            alone = record.tag or (record.name if record.name == "RunEvent" else "")
+            name = f"`{alone}`" if alone else f"`{record.name}`, inside another record"
             parts.append(f"### {name}\n\n{_plain(record.words)}\n\n")
             rows = [
                 (f"`{name}`", kind if kind in COUNTS.values() else f"`{kind}`", _plain(words))
                 for name, kind, _, words in record.fields
             ]
             parts.append(table(("field", "type", "meaning"), rows) + "\n")
+    kinds = ", ".join(f"{kind.value} {kind.name}" for kind in StopKind)
+    parts.append(f"The kinds of a diagnosis (`StopKind`): {kinds}.\n")
     return "".join(parts).rstrip() + "\n"
 
 

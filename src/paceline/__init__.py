@@ -4,6 +4,7 @@ Public API. Each part also works alone in a custom loop (examples/own_loop.py):
 
     run                      starts ranks from a script or a notebook: run(function, nproc=2)
     session                  models, data and checkpoints on all ranks, for a custom training loop
+    load_adapter             an adapter of peft, compared with its base weights
     World, joined            rank and world size of this process; the process group
     BatchPlan, ranks_share   which rank processes which sample, and when
     load_steps, Loading      micro-batches on the device, loaded as a plan specifies
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 _LAZY_EXPORTS = {
     "run": "launch.from_python",
     "session": "sessions",
+    "load_adapter": "train.adapters",
     "Session": "sessions",
     "World": "rank.world",
     "joined": "rank.world",
@@ -80,6 +82,7 @@ if TYPE_CHECKING:
     from paceline.tasks.metric import Metric as Metric
     from paceline.tasks.task import Moment as Moment
     from paceline.tasks.task import Task as Task
+    from paceline.train.adapters import load_adapter as load_adapter
     from paceline.train.evaluate import evaluate as evaluate
     from paceline.train.fit import fit as fit
     from paceline.train.optimizer import Schedule as Schedule

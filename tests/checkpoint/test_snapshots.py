@@ -78,6 +78,15 @@ def found(step: int, world_size: int, *, size: int = 50) -> set[int]:
     return {*snapshot.memory_file_descriptors}
 
 
+def test_the_header_has_room_for_long_values(make_files: MakeFiles) -> None:
+    """Such as the names of all tensors of an adapter."""
+    (writer,) = writers(make_files(1))
+    content = {"names": [f'"{number}"' for number in range(20_000)]}
+    writer.write(state(1, 0), 1, content)
+    snapshot = newest(inherited())
+    assert snapshot is not None and snapshot.meta.content == content
+
+
 def test_without_an_agent_there_are_no_files_and_no_snapshot() -> None:
     assert inherited_memory_files() == [] and newest_snapshot(inherited_memory_files()) is None
 

@@ -127,6 +127,8 @@ def hugging(words: str, code: str) -> Any:
         ("run -o w.pt --config run", "config-without-huggingface", {}),
         ("run -o there.pt --format huggingface", "out-not-a-folder", {"value": Path("there.pt")}),
         ("run -o run --format huggingface", "out-exists", {"out": Path("run")}),
+        ("run -o there.pt --format peft", "out-not-a-folder", {"value": Path("there.pt")}),
+        ("run -o adapter --format peft", "run-without-adapter", {"model": 1}),
         hugging("", "session-without-model"),
         hugging(" --config run", "no-hf-config"),
     ],

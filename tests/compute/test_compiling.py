@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 from paceline.compute import compiling
 from paceline.compute.compiling import MAX_GRAPHS, compile_model, graph_model, missing_compiler_reason
 from paceline.errors import TrainingError
+from paceline.launch.agent.workers import worker_environment
+from paceline.protocol.job import NodePlan
 from paceline.strategies.buffers import ignore_batch
 
 CPU = torch.device("cpu")
@@ -79,6 +82,53 @@ def test_a_compiled_model_computes_the_same_under_the_same_names_and_its_errors_
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     run = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=600)
     assert run.stdout == "told\n", run.stderr
+
+
+# ---- the cache -----------------------------------------------------------------------------------------------------
+
+INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+CACHED = """
+import torch
+from torch._dynamo.utils import counters
+@torch.compile
+def loss(x):
+    return torch.nn.functional.gelu(x @ x.T).sum()
+loss(torch.ones(3, 3, requires_grad=True)).backward()
+print({key: counters["inductor"][f"fxgraph_cache_{key}"] for key in ("hit", "miss")})
+"""
+
+
+def _caches(generation: int = 0) -> list[str | None]:
+    env = worker_environment(NodePlan(("x",), 1), 0, 1, generation)
+    return [env.get(INDUCTOR), env.get(TRITON)]
+
+
+def test_ranks_and_attempts_share_a_private_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(INDUCTOR, raising=False)
+    monkeypatch.delenv(TRITON, raising=False)
+    inductor, triton = _caches()
+    assert inductor is not None and Path(inductor).parents[2] == tmp_path and triton == f"{inductor}/triton"
+    assert Path(inductor).stat().st_mode & 0o777 == 0o700 and _caches(generation=1) == [inductor, triton]
+    with monkeypatch.context() as other_processor:
+        other_processor.setattr(Path, "read_bytes", lambda _: b"flags: fewer\n\n")
+        assert _caches()[0] not in (inductor, None)
+    Path(inductor).chmod(0o777)  # torch unpickles what others could have written
+    assert _caches() == [None, None]
+    monkeypatch.setenv(INDUCTOR, "mine")
+    assert _caches() == ["mine", None]
+
+
+@pytest.mark.soak  # 20 s of a compiler
+@pytest.mark.timeout(720)
+@pytest.mark.needs("g++")
+def test_a_second_attempt_compiles_nothing(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(CACHED)
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    env.pop(INDUCTOR, None)
+    command = [sys.executable, "-m", "paceline", "launch", "--show", "rank 0", "script.py"]
+    shown = [subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True).stdout for _ in range(2)]
+    assert shown == ["{'hit': 0, 'miss': 1}\n", "{'hit': 1, 'miss': 0}\n"]
 
 
 # ---- CUDA graphs ---------------------------------------------------------------------------------------------------

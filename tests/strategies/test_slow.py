@@ -1,6 +1,6 @@
 """Hosts on a slow network: local steps are those written out by hand, and every state goes on as if nothing had been.
 
-One host is made several by what each rank says of its own (`memory.host_key`).
+One host is made several by what each rank says of its own (`shared_memory.host_key`).
 """
 
 from __future__ import annotations

@@ -35,11 +35,13 @@ from paceline.checkpoint.shards import (
     ShardFileSource,
     make_shard_layout,
     read_meta,
+from paceline.collectives.tree import round_up
     select_shards_to_save,
     write_shard_file,
 )
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import all_gather_object, is_async
+ROOM_BYTES = 1 << 16  # the header grows by this size, for the values of the state other than tensors
 from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import all_gather_json, start_all_gather
 from paceline.host.cgroup import free_memory
@@ -98,11 +100,12 @@ class SnapshotWriter:
             OSError: if there is not enough memory. The previous snapshot is still available.
         """
         descriptor, other = self._files
-        shard = make_shard_layout(select_shards_to_save(shards, self._part, self._parts), room_bytes=65536)
-        buffer = self._buffer(
-            descriptor, shard.total_bytes, any(is_async(entry.tensor.device) for entry in shard.shards)
-        )
         meta = SnapshotMeta(self._generation, step, self._part, self._parts, content)
+        # a multiple, so that the size stays equal; twice, because quotes are escaped
+        room_bytes = round_up(2 * len(msgspec.json.encode(meta)) + ROOM_BYTES // 2, ROOM_BYTES)
+        shard = make_shard_layout(select_shards_to_save(shards, self._part, self._parts), room_bytes=room_bytes)
+        on_gpu = any(is_async(entry.tensor.device) for entry in shard.shards)
+        buffer = self._buffer(descriptor, shard.total_bytes, on_gpu)
         write_shard_file(buffer, shard, msgspec.to_builtins(meta))
         self._files = other, descriptor
         return shard.total_bytes

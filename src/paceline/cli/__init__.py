@@ -119,6 +119,10 @@ GROUPS = {
             common_options="runs ranks strategy mesh mode batch-size network steps rounds config device task-arg out "
             "json",
         ),
+        "replay": Command(
+            "repeat one step on one process: loss per sample, gradients per layer", "replay.ReplayConfig", "run script",
+            ("runs/first --step 20", "runs/first --step 20 --find-nonfinite"), behind="[-- ARGUMENTS]",
+        ),
         "ledger": Command(
             "check that each sample was used once per epoch, over all attempts", "ledger.LedgerConfig", "run",
             ("runs/first", "runs/first --json ledger.json"),

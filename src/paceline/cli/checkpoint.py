@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,13 +20,15 @@ from paceline.cli.options import check_out_file, check_positive
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few, plural, unknown_name_error
 from paceline.runs import writing
 from paceline.runs.console import clock, table_console
-from paceline.runs.folder import BEST_WEIGHTS, CHECKPOINTS, CONFIG, WEIGHTS
+from paceline.runs.folder import ADAPTER, BEST_WEIGHTS, CHECKPOINTS, CONFIG, WEIGHTS
 from paceline.runs.owners import check_owned_by_us, warn_if_shared
 from paceline.runs.reading import entry_names, is_file, is_folder, real_path
 from paceline.runs.summary import read_summary
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from paceline.train.adapters import Adapters
 
     Weights = Mapping[str, Tensor]
 
@@ -49,15 +52,15 @@ class ExportConfig:
     run: str
     """run folder, or the beginning of its name under runs/"""
     out: Path = field(metadata={"short": "-o"})
-    """file to write; for huggingface, a folder"""
+    """file to write; for huggingface and peft, a folder"""
     step: int | Literal["best"] | None = None
     """step of the checkpoint; best: the weights of --keep-best (default: the final weights, else the newest valid
     checkpoint)"""
     model: int = 1
     """number of the model, from 1, in the order of s.prepare, for a session with several"""
-    format: Literal["safetensors", "torch", "huggingface"] | None = None
-    """format of the file. huggingface: a folder for `from_pretrained`. Default: safetensors for a file of that name,
-    otherwise torch"""
+    format: Literal["safetensors", "torch", "huggingface", "peft"] | None = None
+    """format of the file. huggingface: a folder for `from_pretrained`; peft: the same, with the adapter only. Default:
+    safetensors for a file of that name, otherwise torch"""
     config: Path | None = None
     """huggingface: folder of the model's config.json (default: the config of the task's model)"""
     overwrite: bool = False
@@ -173,6 +176,8 @@ def export(arguments: Sequence[str]) -> int:
 def _writer(config: ExportConfig, run_dir: Path, out: Path, file_format: str) -> Callable[[Weights], Weights]:
     if file_format == "huggingface":
         return partial(_save_pretrained, _hugging_face_model(run_dir, config.config, trust=config.trust), out)
+    if file_format == "peft":
+        return partial(_adapters(config, run_dir).write, out)
     from paceline.train.weights import save
 
     def write(weights: Weights) -> Weights:
@@ -185,11 +190,26 @@ def _writer(config: ExportConfig, run_dir: Path, out: Path, file_format: str) ->
     return write
 
 
+def _adapters(config: ExportConfig, run_dir: Path) -> Adapters:
+    """The description of the adapter in the newest readable checkpoint. It is the same in all of them."""
+    import msgspec
+
+    from paceline.train.adapters import Adapters
+
+    checkpoints = Checkpoints(run_dir / CHECKPOINTS, trust=config.trust)
+    for _, path in checkpoints.entries():
+        with suppress(Damaged):
+            models: list[dict[str, Any]] = checkpoints.check(path, files=()).scalars.get("loop", {}).get("parts", [])
+            if "adapters" in (model := dict(enumerate(models, 1)).get(config.model, {})):
+                return msgspec.convert(model["adapters"], Adapters)
+    raise UsageError(code="run-without-adapter", run_dir=run_dir, model=config.model)
+
+
 def _check_out(config: ExportConfig, out: Path, file_format: str) -> None:
-    if file_format != "huggingface":
+    if file_format != "huggingface" and config.config is not None:
+        raise UsageError(code="config-without-huggingface")
+    if file_format not in ("huggingface", "peft"):
         check_out_file("--out", out)
-        if config.config is not None:
-            raise UsageError(code="config-without-huggingface")
     elif is_file(out) or not is_folder(out.parent):
         raise UsageError(code="out-not-a-folder", value=config.out)
     if not config.overwrite and (is_file(out) or entry_names(out)):
@@ -201,9 +221,11 @@ def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
     summary = read_summary(run_dir)
     if config.step == "best":
         return _saved_weights(config, run_dir, BEST_WEIGHTS), f"the best weights of {run_dir.name}"
-    if config.step is None and summary is not None and summary.exit == ExitCode.DONE:
+    adapter = run_dir / (ADAPTER if config.model == 1 else f"{ADAPTER}-{config.model}")
+    final = summary if config.step is None and summary is not None and summary.exit == ExitCode.DONE else None
+    if final is not None and not is_folder(adapter):
         name = WEIGHTS if config.model == 1 else f"model-{config.model}.safetensors"
-        sha256 = summary.weights_sha256 if config.model == 1 else None
+        sha256 = final.weights_sha256 if config.model == 1 else None
         return _saved_weights(config, run_dir, name, sha256), f"the final weights of {run_dir.name}"
     checkpoints = Checkpoints(run_dir / CHECKPOINTS, trust=config.trust)
     steps = {str(entry.step): entry.path for entry in reversed(checkpoints.entries())}
@@ -217,8 +239,17 @@ def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
         if newest is None:
             raise UsageError(code="nothing-to-export", run_dir=run_dir)
         from paceline.checkpoint.export import state_dict_from_checkpoint
+        from paceline.checkpoint.shards import sha256_of_tensors
 
-        return state_dict_from_checkpoint(*newest, config.model), f"step {newest[1].step} of {run_dir.name}"
+        weights = state_dict_from_checkpoint(*newest, config.model)
+        if final is not None:  # the training has changed nothing but the adapter
+            adapters = _adapters(config, run_dir)
+            weights |= adapters.read(adapter, ours=not config.trust)
+            sha256 = final.weights_sha256 if config.model == 1 else None
+            if sha256 is not None and sha256_of_tensors({name: weights[name] for name in adapters.names}) != sha256:
+                raise UsageError(code="weights-damaged", name=adapter.name)
+            return weights, f"the final weights of {run_dir.name}"
+        return weights, f"step {newest[1].step} of {run_dir.name}"
     except DamagedCheckpoint as error:
         prefix = "" if config.step is None else f"the checkpoint of step {config.step} is damaged: "
         raise UsageError(code="step-not-exported", which=prefix, reason=str(error), run_dir=run_dir) from None

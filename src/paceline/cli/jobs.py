@@ -68,6 +68,10 @@ def check_cluster(cluster: ClusterConfig) -> None:
     if cluster.join_timeout <= 0:
         raise UsageError(code="join-timeout-not-positive", value=cluster.join_timeout)
     check_positive(cluster, "cpus_per_rank")
+    no_agent = cluster.on == "print" and cluster.agent == "torchrun"
+    if cluster.on_event is not None and (no_agent or not cluster.on_event.strip()):
+        why = "torchrun runs no command; add --agent paceline" if no_agent else "the command is empty"
+        raise UsageError(code="on-event-not-run", why=why, value=cluster.on_event)
     if cluster.cancel_on_interrupt and not cluster.follow:
         raise UsageError(code="cancel-without-follow")
 
@@ -100,6 +104,7 @@ def make_job_spec(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
         env=parse_env(cluster.env, os.environ),
         modules=cluster.module,
         activate=cluster.activate or "",
+        on_event=cluster.on_event or "",
         detached=cluster.detach,
         ssh=split_command("--ssh", cluster.ssh),
         slurm=Allocation(

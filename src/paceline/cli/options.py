@@ -45,12 +45,12 @@ METAVARS = {  # placeholder of a value -> names of options; other options have a
     "RUN": "run runs", "TASK": "task", "LOG": "logs", "ACTION": "action",
     "DIR": "data-dir run-dir folder", "FILE": "config out", "PATH": "init-from python",
     "SECONDS": "timeout grace-period hang-timeout join-timeout save-before", "MINUTES": "time",
-    "HOSTS": "hosts", "COMMAND": "ssh", "N|MIN:MAX": "nodes", "NAME=VALUE": "task-arg env", "KEY=VALUE": "sbatch",
-    "N,N": "ranks batch-sizes", "NAME,NAME": "strategies optimizers report-to allow-change", "MESH": "mesh meshes",
-    "NAME": "optimizer partition module", "MODULES": "fsdp-wrap checkpoint-activations stages-at",
-    "FILE|conda:NAME": "activate", "METRIC": "keep-best", "RANK": "rank stdin", "REGEX": "grep", "WHEN": "since",
-    "RATE,LATENCY": "network", "X": "lr weight-decay momentum ema clip-norm outer-lr outer-momentum",
-    "N|TIME": "checkpoint-every",
+    "HOSTS": "hosts", "COMMAND": "ssh on-event", "N|MIN:MAX": "nodes", "NAME=VALUE": "task-arg env",
+    "KEY=VALUE": "sbatch", "N,N": "ranks batch-sizes without", "NAME,NAME": "strategies optimizers report-to allow-change",
+    "MESH": "mesh meshes", "SCRIPT": "script", "NAME": "optimizer partition module", "METRIC": "keep-best", "RANK": "rank stdin",
+    "MODULES": "fsdp-wrap checkpoint-activations stages-at", "REGEX": "grep", "WHEN": "since",
+    "FILE|conda:NAME": "activate", "RATE,LATENCY": "network", "N|TIME": "checkpoint-every",
+    "X": "lr weight-decay momentum ema clip-norm outer-lr outer-momentum",
 }  # fmt: skip
 FOREIGN_OPTION_NAMES = {  # our option -> options of other frameworks with the same meaning
     "--lr": "learning-rate",

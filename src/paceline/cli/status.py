@@ -24,7 +24,7 @@ from paceline.report.outcome import find_bottleneck
 from paceline.report.run import read_run
 from paceline.runs.console import clock, remove_controls
 from paceline.runs.events import event_files
-from paceline.runs.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS, WEIGHTS
+from paceline.runs.folder import ADAPTER, AVERAGE_WEIGHTS, BEST_WEIGHTS, WEIGHTS
 from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import folders, is_folder, real_path
 from paceline.runs.summary import LIVE_STATES, RunState, scores_line
@@ -90,9 +90,10 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
 
 def _saved(state: RunState) -> str:
     folder = Path(state.run_dir)
-    weights = [name for name in (WEIGHTS, BEST_WEIGHTS, AVERAGE_WEIGHTS) if os.path.lexists(folder / name)]
+    weights = [name for name in (WEIGHTS, ADAPTER, BEST_WEIGHTS, AVERAGE_WEIGHTS) if os.path.lexists(folder / name)]
     steps = [] if state.checkpoint_step is None else [f"checkpoint of step {state.checkpoint_step}"]
-    return ", ".join([*weights, *steps]) or ("nothing yet" if state.state in LIVE_STATES else "nothing")
+    otherwise = "nothing yet" if state.state in LIVE_STATES else "by the script" if state.state == "saved" else "nothing"
+    return ", ".join([*weights, *steps]) or otherwise
 
 
 def _main_time_loss(run_dir: Path) -> str:
@@ -110,8 +111,8 @@ def _hint(state: RunState) -> str:
         case "queued" | "running":
             return f"paceline logs {run} --follow, or paceline cancel {run}"
         case "saved" | "lost" | "failed" | "cancelled":
-            again = f"; to resume: {command}" if (command := resume_command(Path(state.run_dir))) else ""
-            return f"paceline logs {run}{again}"
+            command = resume_command(Path(state.run_dir)) or ("the same command" if state.state == "saved" else "")
+            return f"paceline logs {run}{f'; to resume: {command}' if command else ''}"
         case "done":
             return f"paceline report {run}"
         case _:

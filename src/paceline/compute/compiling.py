@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -25,8 +24,7 @@ from paceline.compute.forward import may_record_graph, override_members, wrap_fo
 from paceline.errors import TrainingError, UsageError
 from paceline.nested import tensors
 from paceline.rank import flight_recorder
-from paceline.runs.owners import check_owned_by_us
-from paceline.runs.writing import make_folder
+from paceline.runs.folder import compile_cache
 
 MAX_REASON_CHARS = 1500
 MAX_GRAPHS = 8  # each one needs memory for all activations
@@ -69,17 +67,11 @@ def _use_private_cache() -> None:
     """Let torch cache compiled code in a folder of the user instead of /tmp, because torch unpickles it.
 
     Raises:
-        UsageError: if other users can write to the folder.
+        UsageError: if the folder cannot be created, or other users can write to it.
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve() / "paceline" / "inductor"
-    try:
-        make_folder(folder, exist_ok=True)
-    except OSError as error:
-        raise UsageError(code="compile-no-folder", folder=folder, strerror=error.strerror) from None
-    check_owned_by_us(folder)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache())
 
 
 def missing_compiler_reason(device: torch.device) -> str:

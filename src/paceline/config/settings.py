@@ -265,6 +265,9 @@ class ClusterConfig:
     """script to source on each node, or a conda environment"""
     join_timeout: float = 300.0
     """seconds that the nodes wait for each other"""
+    on_event: str | None = None
+    """shell command that node 0 runs at a diagnosis, a restart, a requeue and the end of the run. It reads the event as
+    JSON from its standard input, and has 10 s"""
     dry_run: bool = False
     """print the plan (commands, batch script, input of each agent) and start nothing"""
     detach: bool = False

@@ -84,6 +84,7 @@ class Loading:
     """In training, a step calls it when the batches of the next step can be started."""
     workers: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Settings of torch's DataLoader that need worker processes: timeout, prefetch_factor, ..."""
+    thin: Callable[[list[MicroBatchPlan]], list[MicroBatchPlan]] | None = None  # removes samples from a training step
 
 
 def load_steps(
@@ -108,6 +109,7 @@ def load_planned_batches(
     The iterator `steps` may use random numbers. It is advanced here, and not when worker processes get their next
     requests, because random streams are restored there.
     """
+    steps = steps if loading.thin is None or loading.evaluates else map(loading.thin, steps)
     if (gather := _gatherer_on_cpu(dataset, loading)) is not None:
         for step in steps:
             yield [(gather(work.indices, SampleRandomNumbers(seed, work.epoch)), work) for work in step]

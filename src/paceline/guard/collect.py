@@ -39,6 +39,7 @@ UNRESPONSIVE_ANSWER_SECONDS = 1.0
 NATIVE_STACK_SECONDS = 1.0  # for the stacks that a worker writes on the signal
 MIN_CPU_INTERVAL_SECONDS = 0.5  # the shortest time over which CPU use is meaningful
 ADVANCE_INTERVAL_SECONDS = 0.1  # between two calls of `advance`
+INPUT_SECONDS = 1.0  # without progress, before a look at whether the rank reads standard input
 
 MAX_EVIDENCE_BYTES = 200_000
 MAX_OPS, MAX_THREADS, MAX_FRAMES, MAX_GROUPS, MAX_LOADERS = 64, 32, 96, 64, 32
@@ -146,7 +147,6 @@ class EvidenceCollection:
             state=_state(query),
             cpu_seconds=cpu_seconds,
             sleep=-1 if process is None else sleep_number(worker.pid),
-            reads_input=process is not None and reads_input(worker.pid),
             watched=process is None or answered or has_status_page(worker.pid),
             answered=answered,
             ops=tuple(answer.ops if answer else read_ring(page_fd)),
@@ -246,7 +246,9 @@ class IdleClock:
         """
         counters = read_counters(page)
         moved, since_seconds, read_seconds = self._seen.get(worker.rank, ((), now_seconds, now_seconds))
-        if moved != counters.progress_values or now_seconds - read_seconds > SUSPENSION_GAP_SECONDS:
+        is_idle = moved == counters.progress_values and now_seconds - read_seconds <= SUSPENSION_GAP_SECONDS
+        # a rank that waits for its user, for example in a debugger, is not idle
+        if not is_idle or (now_seconds - since_seconds >= INPUT_SECONDS and reads_input(worker.pid)):
             since_seconds = now_seconds
         self._seen[worker.rank] = counters.progress_values, since_seconds, now_seconds
         return replace(
@@ -261,6 +263,9 @@ class IdleClock:
             script=counters.script,
             uneven=counters.allows_uneven_steps,
             alone=counters.solo_steps,
+            stop_signal=counters.stop_signal,
+            stop_asked=counters.stop_asked,
+            steps_ended=counters.steps_ended,
             fingerprints=read_fingerprints(page) if counters.marks else b"",
             orders=read_call_tables(page) if counters.marks else b"",
             findings=tuple(read_findings(page)) if counters.findings else (),

@@ -165,8 +165,6 @@ def is_stalled(evidence: Sequence[Evidence], alarm: Alarm, windows: HangTimeout)
     A script may also compute for a long time.
     """
     running = [sample for sample in evidence if sample.is_running]
-    if any(sample.reads_input for sample in running):  # the run waits for its user, or for a pipe
-        return False
     if (
         not running
         or min(sample.still_seconds for sample in running) < alarm.still_seconds - PROGRESS_TOLERANCE_SECONDS

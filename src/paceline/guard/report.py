@@ -236,6 +236,24 @@ def _essence(diagnosis: Diagnosis) -> tuple[object, ...]:
     return diagnosis.kind, diagnosis.causes, diagnosis.tie, diagnosis.site, diagnosis.step, signature
 
 
+class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An event of a run, as the command of `--on-event` reads it: one line of JSON. Empty fields are absent."""
+
+    kind: Literal["diagnosis", "restart", "requeue", "end"]
+    """diagnosis: a hang or a failure was diagnosed. restart: the workers start again. The last event is either requeue
+    (Slurm starts the saved run again) or end"""
+    unix_time: float
+    name: str  # of the job
+    run_dir: str
+    attempt_dir: str
+    host: str  # of node 0
+    generation: int = 0  # number of starts of the workers in this attempt before the present one
+    words: str = ""  # the cause of a failure in one line, as in ended.json; of a restart: its message
+    exit: int | None = None  # the exit code of the attempt, in requeue and end
+    report: str = ""  # the diagnosis as on the screen
+    diagnosis: Diagnosis | None = None  # as in diagnosis.json
+
+
 def write_diagnosis(folder: Path, diagnosis: Diagnosis, evidence: Sequence[Evidence], *, waited_seconds: float) -> None:
     """Write a diagnosis into a new, private folder. diagnosis.json appears only when it is complete.
 

@@ -218,6 +218,9 @@ class WorkerSample(msgspec.Struct, frozen=True, omit_defaults=True):
     orders: bytes = b""  # the order of its collectives
     findings: tuple[ScriptFinding, ...] = ()
     queued_seconds: float = 0.0  # total time that its main thread has waited for a core
+    stop_signal: int = 0  # number of a stop signal that it received itself; 0: none
+    stop_asked: bool = False  # whether it waits after its next step for the number of the last one
+    steps_ended: int = 0  # number of steps after which it could stop
 
     @property
     def joint_steps(self) -> int:
@@ -273,7 +276,6 @@ class Evidence(WorkerSample, frozen=True, omit_defaults=True):
     state: str = ""  # process state from /proc: R running, S sleeping, D in I/O, T stopped, Z; empty: ended
     cpu_seconds: float = 0.0  # CPU seconds used in the last second without progress
     sleep: int = -1  # the number of a sleep from which no other thread wakes the main thread; -1: none
-    reads_input: bool = False  # whether it waits for standard input
     watched: bool = True  # False: it has become a different program (exec), which the agent cannot inspect
     answered: bool = False  # whether the interpreter answered; False: GIL held, stopped, or ended
     ops: tuple[Op, ...] = ()  # the last operations, the oldest first

@@ -27,6 +27,7 @@ WARM_UP_STEPS = 5
 EXPLICIT_FACTOR, EXPLICIT_FLOOR_SECONDS = 4.0, 60.0
 SUSPENSION_GAP_SECONDS = 5.0  # after a longer gap between samples, the agent was suspended, and perhaps its workers
 MAX_SECONDS = 7 * 24 * 3600.0
+EVENT_SECONDS = 10.0  # for one command of --on-event
 JOIN_SECONDS = 300.0  # the time for which the agents of several nodes wait for each other
 GRACE_PERIOD_SECONDS = 30.0  # time to end the step and save; schedulers also wait so between SIGTERM and SIGKILL
 NUM_PORTS = 8
@@ -166,10 +167,12 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     rdzv_id: str = ""  # torchrun's name of the job, for scripts; empty: `run_id`
     role: str = "default"  # torchrun's role of the ranks, for scripts
     stdin_rank: int = -1  # the rank of a script that has standard input; -1: all
+    on_event: str = ""  # a shell command that node 0's agent runs for each event, with JSON on its standard input
     preload: bool = False  # workers may be forked from a preloader: only our command, without CUDA
     hosts: tuple[Host, ...] = ()  # for ssh, node 0 first; for print, if known
     # for launchers; agents do not use them
     name: str = "run"  # Slurm's job name
+    queues_again: bool = False  # the batch script queues the job again after the time limit or a preemption
     submit_dir: str = ""  # a private folder in the run folder, with plan.json, job.sbatch, config.toml
     python: str = sys.executable  # on every node
     ssh: tuple[str, ...] = ("ssh",)  # the user's ssh command
@@ -180,6 +183,11 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     def term_grace_seconds(self) -> float:
         """The time for scripts after the stop grace, when the agent has also sent SIGTERM."""
         return self.grace_seconds if self.plain_store else 0.0
+
+    @property
+    def event_seconds(self) -> float:
+        """The time for which the end of the run may wait for the command of the last event and an earlier one."""
+        return 2 * EVENT_SECONDS if self.on_event else 0.0
 
     @property
     def elastic(self) -> bool:

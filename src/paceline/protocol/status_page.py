@@ -67,6 +67,11 @@ _NAMES = (
     "regroups",  # by the agent: 1: hosts join or leave: save after the next step, and end
     "notes_stops",  # 1: a stop signal takes effect between steps
     "alone",  # number of steps that a script's rank took alone before it trained with others
+    "stops_by_step",  # 1: the rank of an unmodified script stops after the step `stop_step` instead of at a signal
+    "steps_ended",  # number of steps after which the rank could stop
+    "stop_signal",  # number of the first stop signal that the rank received; 0: none
+    "stop_asked",  # by the agent: 1: wait after the next of these steps until `stop_step` is set
+    "stop_step",  # by the agent: stop after this number of steps; 0: not chosen yet
 )
 _INDEX = {name: index for index, name in enumerate(_NAMES)}  # in words
 COUNTERS_AT = {name: index * WORD.size for name, index in _INDEX.items()}
@@ -117,7 +122,7 @@ class StatusPage:
         return self._words[_INDEX[name]]
 
     def get_request(self, what: str) -> int:
-        """A request of the agent for the end of this step: `saves_asked` or `regroups`. Works with the guard off."""
+        """A request of the agent for the end of this step, for example `saves_asked`. Works with the guard off."""
         return self._steps[_INDEX[what]]
 
     def tick(self) -> None:
@@ -127,6 +132,10 @@ class StatusPage:
     def set_notes_stops(self, noted: bool) -> None:
         """Set whether stop signals wait for the end of the step. Works with the guard off."""
         self._steps[_INDEX["notes_stops"]] = noted
+
+    def put_stops(self, name: str, value: int) -> None:
+        """Set one of the counters that concern stops. Works with the guard off."""
+        self._steps[_INDEX[name]] = value
 
     def set_step(self, done: int) -> None:
         """Set the number of steps done, at least 0."""
@@ -314,6 +323,10 @@ class Counters:
     notes_stops: bool = False  # whether stop signals take effect between steps
     allows_uneven_steps: bool = False  # whether ranks may take different numbers of steps
     solo_steps: int = 0  # number of steps that the rank took alone
+    stops_by_step: bool = False
+    stop_asked: bool = False
+    steps_ended: int = 0
+    stop_signal: int = 0
     marks: int = 0
     findings: int = 0
 
@@ -325,8 +338,9 @@ def read_counters(descriptor: int) -> Counters:
     phase = Phase(values["phase"]) if values["phase"] in {*Phase} else Phase.USER
     spent_seconds = tuple(WORD.unpack_from(data, PHASES_AT + p * WORD.size)[0] / 1e9 for p in Phase)
     moved = tuple(values[name] for name in ("step", "phase", "changes", "ops", "enqueued"))
-    numbers = {name: values[name] for name in ("step", "ready", "answered", "beat_ns", "marks", "findings")}
-    flags = {name: bool(values[name]) for name in ("waiting", "script", "notes_stops")}
+    names = ("step", "ready", "answered", "beat_ns", "marks", "findings", "steps_ended", "stop_signal")
+    numbers = {name: values[name] for name in names}
+    flags = {name: bool(values[name]) for name in ("waiting", "script", "notes_stops", "stops_by_step", "stop_asked")}
     return Counters(
         phase=phase,
         has_called_collective=values["ops"] > 0 or values["enqueued"] > 0,
@@ -346,6 +360,13 @@ def put_question(descriptor: int, question: int) -> None:
 
 def ask_to_save(descriptor: int, times: int) -> None:
     """Set the number of checkpoints requested from this worker."""
+def ask_to_stop(descriptor: int, step: int = 0) -> None:
+    """Have a rank with `stops_by_step` wait after its next step, or, with `step`, stop after that number of steps."""
+    if step:
+        os.pwrite(descriptor, WORD.pack(step), COUNTERS_AT["stop_step"])
+    os.pwrite(descriptor, WORD.pack(1), COUNTERS_AT["stop_asked"])
+
+
     os.pwrite(descriptor, WORD.pack(times), COUNTERS_AT["saves_asked"])
 
 

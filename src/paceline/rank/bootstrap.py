@@ -60,6 +60,7 @@ from paceline.rank.probes import Hooks, ScriptListener
 from paceline.rank.probes.faults import (
     BatchTracker,
     NonFiniteGradientDetector,
+from paceline.rank.stops import StepStops, UnsavedSteps
     StaleGradientDetector,
     SwallowedExceptionDetector,
 )
@@ -153,6 +154,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 def run_script(arguments: Sequence[str], *also: ScriptListener) -> NoReturn:
     """As `main`, in a process that is attached already, or that another launcher started."""
+    stops: StepStops | None = None
     pid = os.getpid()
     if not arguments or arguments == ["-m"]:
         print(f"usage: python -m {BOOTSTRAP} SCRIPT ARGS | -m MODULE ARGS", file=sys.stderr)
@@ -161,7 +163,8 @@ def run_script(arguments: Sequence[str], *also: ScriptListener) -> NoReturn:
     if (spec := WorkerSpec.from_environment()) is not None:
         if os.isatty(0):
             serialize_terminal_input(spec.temporary)
-        report_end = watch_script(HangGuard.of_process(), *also)
+        stops = StepStops(HangGuard.of_process().page, arguments).watch_frameworks()
+        report_end = watch_script(HangGuard.of_process(), UnsavedSteps(stops), *also)
     try:
         _run(arguments)
     except SystemExit as end:
@@ -172,6 +175,8 @@ def run_script(arguments: Sequence[str], *also: ScriptListener) -> NoReturn:
         code = 0
     if code == 0 and report_end is not None:
         report_end()
+    if code == 0 and stops is not None:
+        stops.succeed()
     if code >= 0 and "torch" not in sys.modules:  # with torch, `exit_worker` skips its static destructors
         HangGuard.of_process().leave(code)
         sys.exit(code)
@@ -227,6 +232,8 @@ def _report_failure(error: BaseException, *, is_worker: bool) -> int:
         if getattr(sys.excepthook, "of_paceline", False):  # the hook of a session, which ends first
             sys.excepthook(type(error), error, trace)
         return report_error(error)
+    if isinstance(error, getattr(sys.modules.get("bdb"), "BdbQuit", ())):  # a user has entered `q`
+        return _exit_code(SystemExit("ended in the debugger"), is_worker=is_worker)
     interrupted = isinstance(error, KeyboardInterrupt)
     if is_worker and not interrupted:
         unblocked = bool(HangGuard.of_process().release_reason())  # the agent has unblocked this rank in a collective

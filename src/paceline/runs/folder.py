@@ -19,6 +19,7 @@ import os
 import re
 import time
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
 from paceline.errors import TrainingError, UsageError
@@ -30,6 +31,7 @@ CONFIG = "config.toml"
 SUMMARY = "summary.json"
 WEIGHTS = "model.safetensors"
 BEST_WEIGHTS, AVERAGE_WEIGHTS = "model-best.safetensors", "model-ema.safetensors"
+ADAPTER = "adapter"  # a folder: replaces the weights of a model whose training changes only an adapter of peft
 CHECKPOINTS = "checkpoints"
 JOIN_FILE = "join.json"  # in an attempt: read by `paceline join`, with the secret of the run
 LAUNCH_FILE = "launch.txt"  # in an attempt of a session that has a separate folder under `paceline launch`
@@ -93,7 +95,7 @@ def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
 
 def archive_checkpoints(run_dir: Path) -> None:
     """Rename a run's checkpoints and weights before a restart. The caller holds the folder's lock."""
-    for name in (CHECKPOINTS, WEIGHTS):
+    for name in (CHECKPOINTS, WEIGHTS, ADAPTER):
         if os.path.lexists(run_dir / name):
             stem = name.partition(".")[0]
             aside = (run_dir / name.replace(stem, f"{stem}-before-restart-{n}") for n in range(1, 10000))
@@ -106,7 +108,7 @@ def check_not_finished(run_dir: Path) -> None:
     Raises:
         UsageError: it would.
     """
-    if os.path.lexists(run_dir / WEIGHTS):
+    if any(os.path.lexists(run_dir / name) for name in (WEIGHTS, ADAPTER)):
         raise UsageError(code="run-has-ended", run_dir=run_dir)
 
 
@@ -229,3 +231,24 @@ def _make(folder: Path, *, exist_ok: bool) -> None:
         probe.unlink()
     except OSError as error:
         raise UsageError(code="run-dir-not-writable", folder=folder, strerror=error.strerror) from None
+
+
+def compile_cache() -> Path:
+    """The folder for code that torch and Triton compile, for all runs of this user. Creates it.
+
+    torch compiles C++ for the processor of this machine, but its keys do not contain the processor. Several
+    machines may have one home folder, so each kind of processor has a folder.
+
+    Raises:
+        UsageError: it cannot be created, or other users can write to it.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "paceline", "inductor")
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().partition(b"\n\n")[0].splitlines()  # of the first core
+        kind = sorted(line for line in lines if line.startswith((b"model name", b"flags", b"Features", b"CPU p")))
+        folder = folder.expanduser().resolve() / sha256(b"\n".join(kind)).hexdigest()[:16]
+        writing.make_folder(folder, exist_ok=True)
+        check_owned_by_us(folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
+        raise UsageError(code="compile-no-folder", folder=folder, strerror=error) from None
+    return folder

@@ -1,14 +1,16 @@
 """Creates loaders, prepared models and optimizers from the arguments of `Session.loader` and `Session.prepare`."""
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.collectives.control import raise_on_all_ranks
+from paceline.collectives.control import all_gather_object, raise_on_all_ranks
 from paceline.data.loader import Loading
 from paceline.data.plan import BatchPlan, LastBatch
 from paceline.data.streams import ENDLESS_NUM_SAMPLES, StreamPlan, is_stream
@@ -21,10 +23,13 @@ from paceline.sessions.prepared import PreparedModel, PreparedOptimizer
 from paceline.sessions.session_step import SessionStep
 from paceline.sessions.sharded_tensors import invalidate_replaced_parameters
 from paceline.strategies.base import MakeOptimizer, Strategy
+from paceline.train.adapters import Adapters
 from paceline.train.compute_settings import apply_precision
 from paceline.train.optimizer import check_optimizer_type
 
 OptimizerLike = Optimizer | MakeOptimizer
+NEEDS_WHOLE = {"ADALORA"}
+"""Adapters of peft that compute with weights outside the forward of their layers, where `fsdp` has only shards."""
 SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 
@@ -118,15 +123,20 @@ def prepare_model(
         if isinstance(scheduler, Optimizer):
             raise UsageError(code="optimizer-as-scheduler")
         make_optimizer = optimizer_factory(optimizer)
+        adapters = Adapters.of(model) if world.rank == 0 else None  # rank 0's weights are those of all ranks
         model = model.to(world.device)
         apply_precision(precision, model, world.device)
+    if "peft" in sys.modules:
+        adapters = msgspec.convert(all_gather_object(msgspec.to_builtins(adapters), world)[0], Adapters | None)
     original_parameters = [*model.parameters()]
     replica = strategy(model, make_optimizer, world)
     with raise_on_all_ranks(world):
+        if adapters is not None and replica.in_lockstep and (odd := adapters.kinds & NEEDS_WHOLE):
+            raise UsageError(code="adapter-needs-whole-weights", kind=odd.pop())
         invalidate_replaced_parameters(original_parameters, model)
         if callable(scheduler) and not hasattr(scheduler, "state_dict"):
             scheduler = scheduler(replica.optimizer)
-        return PreparedModel(replica, scheduler, number, gate)
+        return PreparedModel(replica, scheduler, number, gate, adapters)
 
 
 def prepare_optimizer(part: PreparedModel, optimizer: Any, scheduler: Any, world: World) -> PreparedOptimizer:

@@ -70,7 +70,9 @@ class SessionRun:
         self.precision, precision_notices = resolve_session_precision(config.precision, world)
         """The precision of the models; None: as the script sets it."""
         notices += precision_notices
-        origin = place and find_resume_point(place, world, resume=config.resume, trust=config.trust)
+        origin = self.observer.resume_point(world) if self.observer is not None else None
+        if place is not None:
+            origin = find_resume_point(place, world, resume=config.resume, trust=config.trust)
         self.loop_state: dict[str, Any] = origin.trainer_state.loop if origin else {}
         """The values that `TrainingLoop` has saved in the checkpoint of a resume."""
         saved = origin.trainer_state.definition if origin else {}

@@ -301,7 +301,8 @@ class TrainingLoop:
         )
         if origin is not None:
             with raise_on_all_ranks(world):
-                check_same(origin.trainer_state.definition, definition, (), origin.location_text)
+                ignored = BITS_ONLY if self._run.observer else ()
+                check_same(origin.trainer_state.definition, definition, ignored, origin.location_text)
                 if (num_saved := len(self._state.saved_models)) != len(models):
                     raise UsageError(
                         code="models-differ", where=origin.location_text, saved=num_saved, prepared=len(models)

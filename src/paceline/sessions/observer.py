@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.checkpoint.resume import ResumePoint
 from paceline.data.plan import MicroBatchPlan
+from paceline.rank.world import World
 from paceline.sessions.loader import Loader
 from paceline.stepping.micro_step import MicroStep, Reduction
 from paceline.stepping.trained_model import ModelInTraining
@@ -29,6 +31,9 @@ class Observer:
     """number of steps after which training ends, while the script continues"""
     models: Sequence[ModelInTraining] = ()
     """the prepared models"""
+
+    def resume_point(self, world: World) -> ResumePoint | None:
+        """The session has joined the ranks of `world`. Returns the state to resume from."""
 
     def wrap_strategy(self, name: str, apply: ApplyStrategy) -> ApplyStrategy:
         """s.prepare was called with a model. The returned function creates its replica."""

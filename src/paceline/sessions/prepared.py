@@ -17,6 +17,7 @@ from dataclasses import replace
 from operator import attrgetter, is_
 from typing import Any
 
+import msgspec
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, read_matching_tensor
@@ -31,6 +32,7 @@ from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies.base import Strategy
 from paceline.strategies.optimizer_state import load_states, optimizer_shards, saved_state
 from paceline.strategies.validation import check_optimizer_parameters
+from paceline.train.adapters import Adapters
 from paceline.train.consistency import checksum
 from paceline.train.json_values import (
     as_json,
@@ -155,10 +157,12 @@ class ForwardHook:
 class PreparedModel(ModelInTraining):
     """A model that was passed to `Session.prepare`, and the replica that the strategy made."""
 
-    def __init__(self, replica: Strategy, scheduler: Any, number: int, gate: SessionStep) -> None:
+    def __init__(
+        self, replica: Strategy, scheduler: Any, number: int, gate: SessionStep, adapters: Adapters | None = None
+    ) -> None:
         """`number` counts the models from 0; `gate` is the step of the session."""
         super().__init__(replica, number, gate.loss_scale)
-        self.gate = gate
+        self.gate, self.adapters = gate, adapters
         self._aside: Grads | None = None  # sums over the previous micro-batches of this step
         self._carried: Grads | None = None  # sums of earlier backwards, of this step or an older batch
         self._at_begin: Grads | None = None  # at the start of a step that adds to the gradients of older batches
@@ -384,8 +388,9 @@ class PreparedModel(ModelInTraining):
         """The rest of its state, as JSON: the state of its optimizers and schedulers without tensors."""
         first, *others = (opt.json_state() for opt in self.optimizers)
         frozen = [name for name, p in zip(self._names(), self._parameters, strict=True) if not p.requires_grad]
-        scale = self.scale.json_state() if self.scale else {}
-        return {**first, **({"others": others} if others else {}), **({"frozen": frozen} if frozen else {}), **scale}
+        numbers = {**first, **({"others": others} if others else {}), **({"frozen": frozen} if frozen else {})}
+        adapters = {"adapters": msgspec.to_builtins(self.adapters)} if self.adapters else {}
+        return numbers | adapters | (self.scale.json_state() if self.scale else {})
 
     def load_json_state(self, found: Mapping[str, Any], number: int = 0) -> None:
         """Restore the result of `numbers` for one of its optimizers."""
@@ -395,6 +400,12 @@ class PreparedModel(ModelInTraining):
         for name, parameter in zip(self._names(), self._parameters, strict=True):
             if name in frozen:  # the script froze it in a part that does not run again
                 parameter.requires_grad_(False)
+        if self.adapters is not None and "adapters" in found and number == 0:
+            self.adapters, is_same = self.adapters.resumed(msgspec.convert(found["adapters"], Adapters))
+            if not is_same:
+                self.gate.notes.once(
+                    "the base weights of the adapter differ from those of the saved run, which the checkpoint restores"
+                )
         all_numbers = [found, *found.get("others", ())]
         if number >= len(all_numbers):
             raise UsageError(code="optimizer-too-many", saved=len(all_numbers))

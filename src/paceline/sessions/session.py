@@ -17,7 +17,7 @@ It works under `paceline launch`, torchrun and srun. With plain python and in a 
 
 import os
 import random
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -329,20 +329,37 @@ class Session:
 
     def weights(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """The state dict of the whole model, with buffers merged over virtual ranks (a collective)."""
-        part = self._part(model)
+        return self._weights(self._part(model))
+
+    def _weights(self, part: PreparedModel, names: Collection[str] | None = None) -> dict[str, Tensor]:
         self._state.compare_replicas(self.step)
         with self._evaluation.merged_buffers():
-            return {name: tensor.detach().clone() for name, tensor in part.replica.weights().items()}
+            return {name: tensor.detach().clone() for name, tensor in part.replica.weights(names).items()}
 
-    def save(self, model: nn.Module | None, path: str | os.PathLike[str]) -> None:
+    def save(self, model: nn.Module | None, path: str | os.PathLike[str], *, adapter: bool = False) -> None:
         """Save the state dict of the whole model. Rank 0 writes the file atomically (a collective).
 
         The format is safetensors for a name that ends with .safetensors, otherwise that of torch.save.
+
+        Args:
+            model: as `prepare` has returned it. None: the only model.
+            path: the file; with `adapter` the folder.
+            adapter: save only the adapter of peft, for `PeftModel.from_pretrained(base, path)` or
+                `paceline.load_adapter`. Other weights are not gathered.
+
+        Raises:
+            UsageError: with `adapter`, if the model has no adapter, or if parameters outside of it were trained.
         """
+        part, target = self._part(model), Path(path)
+        if adapter and part.adapters is None:
+            error = UsageError(code="no-adapter", kind=type(part.replica.model).__name__)
+            raise report_on_one_rank(error, self.world)
         if self._observer is not None:
             return
-        weights, file = self.weights(model), Path(path)
-        self.main(partial(save, pickled=file.suffix != ".safetensors"), weights, file)
+        if adapter and part.adapters is not None:
+            self.main(part.adapters.write, target, self._weights(part, part.adapters.names))
+        else:
+            self.main(partial(save, pickled=target.suffix != ".safetensors"), self._weights(part), target)
 
     def _part(self, model: nn.Module | None) -> PreparedModel:
         models = self._state.models

@@ -70,6 +70,8 @@ class ModelInTraining:
     """whether gradients of this step wait for its last micro-batch"""
     reached = True
     """after a watched backward: whether any parameter got a gradient"""
+    adapters: Any = None
+    """of peft, in a session: see `train.adapters`"""
 
     def __init__(self, replica: Strategy, number: int = 0, scale: LossScale | None = None) -> None:
         """`number` counts the models from 0; `scale`: of the losses."""

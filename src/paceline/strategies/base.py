@@ -4,7 +4,7 @@ A strategy turns a single-device model into this rank's part of a training. A su
 reduced and which state is sharded. The training step itself does not depend on the strategy.
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -248,13 +248,15 @@ class Strategy:
         """Inside, the plain model holds all parameters, so that a single rank can call it (a collective)."""
         return nullcontext()
 
-    def weights(self) -> Mapping[str, Tensor]:
-        """Current whole parameters and persistent buffers, by the names of the model (a collective)."""
-        if self.parts is None:
-            return self._weights()
-        return self.parts.weights(self._weights, self._state)
+    def weights(self, names: Collection[str] | None = None) -> Mapping[str, Tensor]:
+        """Current whole parameters and persistent buffers, by the names of the model (a collective).
 
-    def _weights(self) -> Mapping[str, Tensor]:
+        `names`: only these, without gathering others. None: all.
+        """
+        weights = self._weights(names) if self.parts is None else self.parts.weights(self._weights, self._state)
+        return weights if names is None else {name: weights[name] for name in names}
+
+    def _weights(self, names: Collection[str] | None = None) -> Mapping[str, Tensor]:
         return self.model.state_dict()
 
     def state(self) -> list[TensorShard]:

@@ -10,7 +10,7 @@ The optimizer trains this rank's contiguous elements as plain tensors. Names, ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -134,8 +134,8 @@ class FSDP(Strategy):
     def gathered(self) -> AbstractContextManager[None]:
         return gather_parameters(self._blocks)
 
-    def _weights(self) -> Mapping[str, Tensor]:
-        return self._shards.weights()
+    def _weights(self, names: Collection[str] | None = None) -> Mapping[str, Tensor]:
+        return self._shards.weights(names)
 
     def _parameter_shards(self) -> list[TensorShard]:
         return self._shards.parameters()
@@ -241,14 +241,15 @@ class _LocalShards:
             shards.append(TensorShard(f"model/{name}", values, piece.full_shape, piece.start, replicated=False))
         return self.mark_duplicates(shards)
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """See Strategy. The weights are on the CPU, because they may not fit on the device."""
         state: dict[str, Tensor] = self._model.state_dict()
-        full = {name.removeprefix("model/"): t.cpu() for name, t in full_state(self.parameters(), self._world).items()}
         first = {id(p): name for name, p in self._model.named_parameters()}
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            state[name] = full[first[id(parameter)]]
-        return state
+        tied = {name: first[id(p)] for name, p in self._model.named_parameters(remove_duplicate=False)}
+        wanted = {f"model/{tied[name]}" for name in (state if names is None else names) if name in tied}
+        shards = [shard for shard in self.parameters() if shard.name in wanted]
+        full = {name.removeprefix("model/"): t.cpu() for name, t in full_state(shards, self._world).items()}
+        return state | {name: full[saved_name] for name, saved_name in tied.items() if saved_name in full}
 
 
 def _redirect_data_writes(name: str, parameter: Any) -> None:

@@ -4,6 +4,7 @@
 values other than tensors that a checkpoint must contain (`numbers`).
 """
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -23,10 +24,11 @@ from paceline.protocol.evidence import Phase
 from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs import events
-from paceline.runs.folder import WEIGHTS
+from paceline.runs.folder import ADAPTER, WEIGHTS
 from paceline.runs.progress import Throughput
 from paceline.runs.summary import Summary, finite, write_summary
 from paceline.runs.utilization import goodput
+from paceline.runs.writing import remove
 from paceline.stepping.nonfinite import NonFinitePolicy, SkippedSteps
 from paceline.stepping.order import CollectiveOrderCheck
 from paceline.stepping.totals import ControlFlags
@@ -90,7 +92,7 @@ class TrainingProgress(RunRecorder):
         """
         self._plan, self._share, self._facts, self._listed = plan, share, facts, listed
         self.use.devices *= len(getattr(parts[0].replica.module, "device_ids", None) or [0])  # several: DataParallel
-        self._replicas = [part.replica for part in parts]
+        self._replicas, self._adapters = [part.replica for part in parts], [part.adapters for part in parts]
         if (location := self.place) is None:
             return
         self._names = [r.pipeline.names if r.pipeline else state_dict_aliases(r.model) for r in self._replicas]
@@ -230,13 +232,19 @@ class TrainingProgress(RunRecorder):
 
     def _save_weights(self, location: RunLocation) -> str:
         digests: list[str] = []
-        for number, replica in enumerate(self._replicas, 1):
+        for number, (replica, adapters) in enumerate(zip(self._replicas, self._adapters, strict=True), 1):
             with replica.merged_buffers():
-                weights = replica.weights()
+                weights = replica.weights(adapters and adapters.names)  # a rank may have no memory for frozen weights
+                if adapters is not None and adapters.missing(weights):
+                    adapters, weights = None, replica.weights()
                 digests.append(sha256_of(weights))
                 check_equal("final weights", digests[-1], self._world, error=TrainingError)
+                file = location.folder / (f"model-{number}.safetensors" if number > 1 else WEIGHTS)
+                folder = location.folder / (f"{ADAPTER}-{number}" if number > 1 else ADAPTER)
                 if self._world.rank == 0:
-                    save(weights, location.folder / (f"model-{number}.safetensors" if number > 1 else WEIGHTS))
+                    save(weights, file) if adapters is None else adapters.write(folder, weights)
+                    if os.path.lexists(old := folder if adapters is None else file):
+                        remove(old)  # of an earlier end of this run
         return digests[0]
 
     def summarise(self, code: int, **known: Any) -> Summary:

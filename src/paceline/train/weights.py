@@ -31,8 +31,10 @@ COMPLEX_METADATA_KEY = "paceline.complex"
 safetensors has no complex128, and older versions have no complex64."""
 
 
-def save(weights: Mapping[str, Tensor], path: Path, *, pickled: bool = False) -> None:
-    """Save a model's state as safetensors, or with torch.save if `pickled`.
+def save(
+    weights: Mapping[str, Tensor], path: Path, *, pickled: bool = False, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Save a model's state as safetensors, with `metadata`, or with torch.save if `pickled`.
 
     safetensors: a tensor with two names (tied weights) is stored once, as `load_model` expects. A complex tensor is
     stored with its real and imaginary parts in a last dimension of 2; `torch.view_as_complex` converts it back.
@@ -47,8 +49,9 @@ def save(weights: Mapping[str, Tensor], path: Path, *, pickled: bool = False) ->
             else:
                 tensors, ties = _unique(weights)
                 pairs = {name: torch.view_as_real(t) for name, t in tensors.items() if t.is_complex()}
-                metadata = {"format": "pt", **ties, **({COMPLEX_METADATA_KEY: json.dumps([*pairs])} if pairs else {})}
-                save_file(tensors | pairs, f"/proc/self/fd/{folder}/{partial_name}", metadata)
+                shapes = {COMPLEX_METADATA_KEY: json.dumps([*pairs])} if pairs else {}
+                described = {"format": "pt", **ties, **shapes, **(metadata or {})}
+                save_file(tensors | pairs, f"/proc/self/fd/{folder}/{partial_name}", described)
             os.chmod(partial_name, writing.FILE, dir_fd=folder)
     except Exception as error:  # safetensors and torch do not raise OSError themselves
         raise OSError(f"{path} cannot be written: {error}") from error

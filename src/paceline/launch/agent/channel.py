@@ -149,6 +149,12 @@ class StopOrder(msgspec.Struct, frozen=True, tag=True):
 
     grace_seconds: float
     signal: int = signal.SIGTERM  # a worker gets each signal only once
+class StopStep(msgspec.Struct, frozen=True, tag=True):
+    """Coordinator to node: ranks of an unmodified script stop after this number of steps; 0: wait for the number."""
+
+    step: int = 0
+
+
 
 
 class CoordinatorHeartbeat(msgspec.Struct, frozen=True, tag=True):
@@ -167,7 +173,7 @@ class RunOver(msgspec.Struct, frozen=True, tag=True):
 Message = (
     Hello | StoreConnectionRequest | JoinOrder | ReachabilityRequest | ReachabilityReply | StartOrder
     | StartReply | NodeHeartbeat | EvidenceRequest | EvidenceReply | UnblockOrder | StopSignalNotice | StopOrder
-    | CoordinatorHeartbeat | RunOver
+    | StopStep | CoordinatorHeartbeat | RunOver
 )  # fmt: skip
 
 

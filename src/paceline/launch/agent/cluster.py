@@ -111,8 +111,8 @@ class RemoteNode:
             self.clock.narrow(now, most_seconds=beat.alive_took_seconds)
         if beat.generation >= self.beat.generation:  # otherwise it was sent before the present generation started
             self.beat = beat
-            codes = ((worker.code, worker.failure is None) for worker in beat.workers)
-            self._ends = beat.generation, beat.stopped, beat.left, *codes
+            states = ((worker.code, worker.failure is None, worker.stop_asked) for worker in beat.workers)
+            self._ends = beat.generation, beat.stopped, beat.left, *states
             if beat.workers:
                 self._samples = {worker.rank: worker.with_converted_times(now) for worker in beat.workers}
         return self._ends != previous_ends
@@ -176,6 +176,11 @@ class RemoteNodes:
     def is_stop_ordered(self) -> bool:
         """Whether there is an order to stop."""
         return self.launcher_gone or bool(self.signals)
+
+    def note_signals(self, ranks: Sequence[WorkerSample]) -> None:
+        """Treat the first stop signal that a rank has received itself as an order to this agent."""
+        if not self.signals:
+            self._orders.signals += [signal.Signals(r.stop_signal) for r in ranks if r.stop_signal in STOP_SIGNALS][:1]
 
     def wait(self, seconds: float) -> None:
         """Wait up to `seconds` for news, and process all messages of other nodes."""
@@ -330,6 +335,7 @@ class Generation:
         self.regroups = False  # the ranks have been asked to save and end, because hosts join or leave
         self.members: Sequence[RemoteNode] = cluster.present_nodes  # some may be lost later
         self._question = 0
+        self._last_step = 0  # of a script that stops by step; 0: not chosen
 
     @classmethod
     def start(cls, plan: NodePlan, number: int, cluster: RemoteNodes, inherited: InheritedResources) -> Self:
@@ -453,6 +459,11 @@ class Generation:
                 return
             self.cluster.wait(UNBLOCKED_LOOK_SECONDS)
 
+    def save_and_stop(self, number: int) -> None:
+        """As `stop` after signal `number`, but ranks of an unmodified script that can save stop after the same step."""
+        self._ask_to_stop_after(0)
+        self.stop(self.plan.grace_period_seconds, number, signals_heard=1)
+
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM, *, signals_heard: int = 0) -> None:
         """End all workers and their child processes, on all nodes.
 
@@ -488,10 +499,27 @@ class Generation:
             if not self.own.patient and any(sample.ended_badly for sample in self.samples()):
                 deadline = min(deadline, now + self.plan.grace_seconds)
                 self._ask_to_stop(deadline - now, number)
+            self._choose_last_step()
             if self.cluster.launcher_gone and not launcher_gone:
                 launcher_gone, deadline = True, min(deadline, now + LIFELINE_GRACE_SECONDS)
                 self._ask_to_stop(deadline - now, signal.SIGTERM)
             self.cluster.wait(min(deadline - now, self.own.seconds_until_kill or channel.BEAT_SECONDS))
+
+    def _choose_last_step(self) -> None:
+        """Choose the last step of an unmodified script, once all of its ranks have a stop request.
+
+        After its next step, each of these ranks waits for the choice. A rank publishes the number of a step before it
+        looks whether it must wait. So no rank has passed the step after the newest published one.
+        """
+        samples = self.samples()
+        running = [sample for sample in samples if sample.is_running]
+        if not self._last_step and running and all(sample.stop_asked for sample in running):
+            self._last_step = 1 + max(sample.steps_ended for sample in samples)
+            self._ask_to_stop_after(self._last_step)
+
+    def _ask_to_stop_after(self, step: int) -> None:
+        self.cluster.send(channel.StopStep(step))
+        self.own.ask_to_stop_after(step)
 
     def _ask_to_stop(self, grace_seconds: float, number: int) -> None:
         self.cluster.send(channel.StopOrder(grace_seconds, number))

@@ -4,30 +4,39 @@ A restart may help after an external cause, such as a killed process, a lack of 
 error of the program the run ends, since the error would happen again.
 """
 
+import os
 import signal
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Literal, Self
 
+import msgspec
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.guard.deaths import RankEnd, diagnosis_due_seconds, first_to_fail, rank_end
 from paceline.guard.judge import judge_samples
-from paceline.guard.report import format_failure, same_diagnosis
+from paceline.guard.report import RunEvent, same_diagnosis
+from paceline.host.procfs import read_process
+from paceline.host.sweep import mark_of
 from paceline.launch.agent.cluster import Generation, RemoteNode, RemoteNodes
 from paceline.launch.agent.joining import JoinQueue, gather_nodes, use_reachable_address
 from paceline.launch.agent.monitor import LiveStatus, Monitor, StopReport
 from paceline.launch.agent.workers import InheritedResources
-from paceline.protocol.control import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, StopOrders
+from paceline.protocol.control import AGENT_MARK, LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, StopOrders
 from paceline.protocol.evidence import LOADER_KILLED, SUCCESS_EXIT_CODES, Diagnosis, Evidence, StopKind, WorkerSample
-from paceline.protocol.job import NodePlan
+from paceline.protocol.job import EVENT_SECONDS, NodePlan
+from paceline.runs import writing
 from paceline.runs.attempt import AttemptEnd, write_ended
 from paceline.runs.console import print_to_stderr
 
 JOIN_TRIAL_SECONDS = 600.0  # a generation that fails in this time without a step fails because of the nodes that joined
+EVENT_LOG, SCONTROL_SECONDS = "on-event.log", 3.0
 POLL_FAILING_SECONDS = 0.05  # between checks for failure records after a failure; otherwise the guard sets the interval
 
 
@@ -154,6 +163,77 @@ def _not_worth_it(last: FailedGeneration) -> str:
     return ""
 
 
+# ---- the command of --on-event ----
+
+
+class EventCommand:
+    """Runs the command of --on-event for each event of an attempt, with the event as JSON on its standard input.
+
+    A command neither delays nor fails the run. It runs in a thread and a new process group, after the commands of
+    earlier events, and is killed after EVENT_SECONDS. The first failure is reported.
+    """
+
+    def __init__(self, plan: NodePlan) -> None:
+        self._plan, self._log = plan, Path(plan.attempt_dir) / EVENT_LOG
+        self._last: threading.Thread | None = None
+        self._reported = False
+
+    @property
+    def running(self) -> bool:
+        """Whether a command runs or waits for an earlier one."""
+        return self._last is not None and self._last.is_alive()
+
+    def send(self, kind: Literal["diagnosis", "restart", "requeue", "end"], generation: int, **fields: Any) -> None:
+        """Start the command for an event, and return without waiting. `fields` are those of RunEvent."""
+        if not self._plan.on_event:
+            return
+        event = RunEvent(
+            kind, round(time.time(), 3), self._plan.name, self._plan.run_dir, self._plan.attempt_dir,
+            os.uname().nodename, generation, **fields,
+        )  # fmt: skip
+        self._last = threading.Thread(target=self._run, args=(event, self._last), daemon=True)
+        self._last.start()
+
+    def _run(self, event: RunEvent, previous: threading.Thread | None) -> None:
+        if previous is not None:
+            previous.join()
+        try:
+            reason = self._failure(msgspec.json.encode(event) + b"\n")
+        except Exception as error:  # otherwise the thread would print a traceback
+            reason = str(error)
+        if reason and not self._reported:
+            self._reported = True
+            say(f"warning: the command of --on-event failed at the event {event.kind}: {reason}. Output: {self._log}")
+
+    def _failure(self, data: bytes) -> str:
+        """Run the command. Returns why it failed; empty if it did not."""
+        agent = read_process(os.getpid())
+        # with the mark, the janitor ends the command if this agent is killed. The sweep of a generation spares -1
+        env = os.environ | {AGENT_MARK: mark_of(os.getpid(), agent.start if agent else 0, -1)}
+        shell, pipe = ("/bin/sh", "-c", self._plan.on_event), subprocess.PIPE
+        with os.fdopen(writing.keep(self._log, append=True), "ab", 0) as log:
+            process = subprocess.Popen(shell, env=env, stdin=pipe, stdout=log, stderr=log, start_new_session=True)
+            try:
+                process.communicate(data, timeout=EVENT_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                return f"it was killed after {EVENT_SECONDS:g} s"
+        return f"exit code {process.returncode}" if process.returncode else ""
+
+
+def is_queued_again(plan: NodePlan, signals: Sequence[int]) -> bool:
+    """Whether the batch script queues a saved job again. It follows `_REQUEUE` in launch/slurm/plan.py."""
+    last = signals[-1] if signals and plan.queues_again else 0
+    if last != signal.SIGTERM:
+        return last == signal.SIGUSR1  # the time limit
+    command = ("scontrol", "--oneliner", "show", "job", os.environ.get("SLURM_JOB_ID", ""))
+    with suppress(OSError, subprocess.SubprocessError):
+        shown = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=SCONTROL_SECONDS)
+        return b" PreemptTime=2" in shown  # a date; None without a preemption
+    return False
+
+
 # ---- the run ----
 
 
@@ -169,6 +249,7 @@ class Coordinator:
         self._number = 0  # of the generation
         self._cause = ""  # cause of the last failure, in one line
         self._failures: list[FailedGeneration] = []
+        self._events = EventCommand(plan)
         self._queue, self._began_seconds = JoinQueue(plan, self.cluster), 0.0
         self._entered: Sequence[RemoteNode] = ()  # nodes that joined with the present generation
 
@@ -184,6 +265,8 @@ class Coordinator:
             reason = error.message_with_code if isinstance(error, UsageError) else error
             print_to_stderr(f"cannot restart the workers: {reason}")
         finally:  # also after a bug in paceline
+            with suppress(Exception):  # an event never changes the end of the run
+                self._send_end(code)
             self.cluster.end(code)
             self._queue.withdraw(self.plan.attempt_dir)
             if self.plan.attempt_dir:
@@ -192,6 +275,14 @@ class Coordinator:
                     AttemptEnd(int(code), self._cause if code not in SUCCESS_EXIT_CODES else ""),
                 )
         return code
+
+    def _send_end(self, code: int) -> None:
+        """Send the last event, and wait for its command. Other nodes end after it, so that an ssh launcher waits."""
+        kind = "requeue" if code == ExitCode.SAVED and is_queued_again(self.plan, self.cluster.signals) else "end"
+        self._events.send(kind, self._number, exit=int(code), words=self._cause if code not in GOOD_ENDS else "")
+        deadline = time.monotonic() + self.plan.event_seconds
+        while self._events.running and time.monotonic() < deadline:
+            self.cluster.wait(POLL_FAILING_SECONDS)
 
     def _run(self) -> int:
         self.plan = use_reachable_address(gather_nodes(self.plan, self.cluster), self.cluster)
@@ -251,6 +342,7 @@ class Coordinator:
                 if self._queue.is_regroup_wanted:
                     generation.regroup()
             self.cluster.wait(monitor.look_seconds if due is None else POLL_FAILING_SECONDS)
+            self.cluster.note_signals(ranks)
             if self.cluster.is_stop_ordered:
                 return self._obey(generation)
 
@@ -260,12 +352,14 @@ class Coordinator:
             generation.stop(REMOTE_GRACE_SECONDS if self.plan.silence_seconds else LIFELINE_GRACE_SECONDS)
             return _launcher_gone()
         number = self.cluster.signals[0] if self.plan.plain_store else signal.SIGTERM
-        generation.stop(self.plan.grace_period_seconds, number, signals_heard=1)
+        generation.save_and_stop(number)
         return self._stopped_by_signal(generation.samples())
 
     def _stopped_by_signal(self, ranks: Sequence[WorkerSample]) -> int:
         if ranks and all(sample.code in SUCCESS_EXIT_CODES for sample in ranks):
             return success_exit_code(ranks)
+        if _only_first_saves(ranks) and ranks[0].code == ExitCode.SAVED:
+            return ExitCode.SAVED  # its end ends the other ranks
         if lost_members := [member for member in self.cluster.members.values() if member.lost]:
             # the loss is the cause: a scheduler signals all tasks of a step when one of them is lost
             for member in lost_members:
@@ -275,9 +369,7 @@ class Coordinator:
         first = first_to_fail(ranks)
         if first is not None and rank_end(first) is RankEnd.EXCEPTION:  # it could not save, for example
             evidence = [Evidence.from_sample(sample) for sample in ranks]
-            print_to_stderr(
-                format_failure(judge_samples(ranks), evidence, oom_kills=0, attempt_dir=self.plan.attempt_dir)
-            )
+            self._report(StopReport(judge_samples(ranks), evidence, self.plan.attempt_dir))
         print_to_stderr(f"stopped by {number.name}")
         return 128 + number
 
@@ -297,11 +389,11 @@ class Coordinator:
         """End the generation and print the diagnosis. Ranks that only wait are unblocked first, so that they save."""
         is_stall, self._cause = stop.waited_seconds > 0, stop.line
         if is_stall:
-            print_to_stderr(stop.screen_text())
+            self._report(stop)
             generation.unblock(stop.ranks_to_unblock, stop.unblock_message)
         generation.stop(self.plan.grace_seconds)
         if not is_stall:  # after the last output of the ranks, so that the diagnosis is at the end of the screen
-            print_to_stderr(stop.screen_text(generation.oom_kills()))
+            self._report(stop, generation.oom_kills())
         return FailedGeneration.from_diagnosis(
             stop.diagnosis,
             stop.evidence,
@@ -309,6 +401,12 @@ class Coordinator:
             step=max(sample.step for sample in generation.samples()),  # includes ranks that have ended
             nproc=generation.plan.nproc,
         )
+
+    def _report(self, stop: StopReport, oom_kills: int = 0) -> None:
+        """Print the diagnosis, and send it to the command of --on-event."""
+        page = stop.page(oom_kills)
+        say(page)
+        self._events.send("diagnosis", self._number, words=stop.line, report=page, diagnosis=stop.diagnosis)
 
     def _decide_restart(self, generation: Generation, failed: FailedGeneration) -> Restart | int:
         """Decide on a restart after a failure, and print the decision: the restart, or the exit code."""
@@ -362,13 +460,20 @@ class Coordinator:
             fewer=generation.plan.nproc > decision.nproc,
         )
         origin = "" if self.plan.plain_store else ", from the newest snapshot or checkpoint"
-        print_to_stderr(f"{message} as generation {self._number + 1}{origin}")
+        message = f"{message} as generation {self._number + 1}{origin}"
+        print_to_stderr(message)
+        self._events.send("restart", self._number + 1, words=message)
         return decision
 
 
 def _launcher_gone() -> ExitCode:
     print_to_stderr("the launcher has ended: stopping its workers")
     return ExitCode.FAILED
+
+
+def _only_first_saves(ranks: Sequence[Sample]) -> bool:
+    """Whether only rank 0 of this script reports steps after which it can stop."""
+    return [sample.rank for sample in ranks if sample.steps_ended] == [0]
 
 
 def success_exit_code(ranks: Sequence[WorkerSample]) -> ExitCode:

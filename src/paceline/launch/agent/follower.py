@@ -100,6 +100,9 @@ class Follower:
             case channel.StopOrder(grace_seconds, number):
                 if self._workers is not None:
                     self._workers.stop(grace_seconds, number)
+            case channel.StopStep(step):
+                if self._workers is not None:
+                    self._workers.ask_to_stop_after(step)
             case channel.RunOver(code, words):
                 self._code = code
                 if words:
@@ -193,7 +196,8 @@ class Follower:
             beat = channel.NodeHeartbeat(
                 workers.number, samples, workers.oom_kills(), workers.swept, tuple(workers.left)
             )
-        news = [(beat.generation, beat.stopped), *((worker.code, worker.failure is None) for worker in beat.workers)]
+        states = ((worker.code, worker.failure is None, worker.stop_asked) for worker in beat.workers)
+        news = [(beat.generation, beat.stopped), *states]
         is_guarded = self._workers is not None and not self.plan.hang_timeout.off
         interval = (
             heartbeat_interval_seconds(self.plan.hang_timeout, self.plan.nodes, beat.workers) - self._sample_seconds / 2

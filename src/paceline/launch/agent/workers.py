@@ -18,6 +18,7 @@ from typing import Protocol, Self
 
 import msgspec
 
+from paceline.errors import UsageError
 from paceline.guard.collect import EvidenceCollection, IdleClock
 from paceline.host.cgroup import oom_kills
 from paceline.host.machine_log import MachineLog
@@ -33,6 +34,7 @@ from paceline.protocol.marks import read_names
 from paceline.protocol.status_page import (
     ask_to_regroup,
     ask_to_save,
+    ask_to_stop,
     make_status_page,
     read_counters,
     release_from_collective,
@@ -40,6 +42,7 @@ from paceline.protocol.status_page import (
 )
 from paceline.runs import writing
 from paceline.runs.attempt import LogTimesWriter
+from paceline.runs.folder import compile_cache
 
 VARIABLE_PREFIX = "PACELINE_"
 USER_VARIABLES = (SHARED_MEMORY,)  # variables with our prefix that the user sets for a run
@@ -159,6 +162,10 @@ def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: i
         env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     env.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # otherwise two groups on one GPU can deadlock
     env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product
+    if "TORCHINDUCTOR_CACHE_DIR" not in env:  # torch's default, in /tmp, is lost with the node or the job
+        with suppress(UsageError):  # there is no private folder, and a script may compile nothing
+            env["TORCHINDUCTOR_CACHE_DIR"] = str(cache := compile_cache())
+            env.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
     if plan.master_addr == "127.0.0.1" and sys.platform == "linux":
         # One host: gradients stay on the loopback, even if the name of the host cannot be resolved
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -208,6 +215,8 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
         pipes = [(*os.pipe(), screen) for screen in ((2,) if is_direct else (1, 2)) if is_shown]
         writers = {screen: writer for _, writer, screen in pipes}
         stdin = plan.stdin if plan.stdin_rank in (-1, rank) else -1
+        if plan.stdin_rank not in (-1, rank):  # `breakpoint()` would read the end of the file, and end the run
+            env.setdefault("PYTHONBREAKPOINT", "0")
         streams = {
             0: stdin if stdin >= 0 else subprocess.DEVNULL,
             1: writers.get(1, 1 if is_direct else log),
@@ -348,8 +357,12 @@ class Workers:
         A training and a session always get SIGTERM. A script gets SIGTERM instead of a signal that it does not handle,
         since the default action would not save. Only SIGINT reaches the child processes of a script, as Ctrl-C does in
         a terminal: other signals would kill the DataLoader workers of a trainer that still saves. A program that is not
-        Python gets all signals together with its child processes.
+        Python gets all signals together with its child processes. A rank with a request to stop after a step gets
+        no signal before the grace is over.
         """
+        if not any(rank == worker.rank for rank, _ in self._sent) and read_counters(worker.status_page_fd).stop_asked:
+            self._sent.add((worker.rank, number))
+            return
         process, is_program = worker.process, not any(arg.startswith(RANK_PACKAGE) for arg in self.plan.argv)
         to_group = self.plan.plain_store and (is_program or number == signal.SIGINT)
         is_handled = is_program or number == signal.SIGINT or takes_signal(process.pid, number, ignoring=True)
@@ -365,9 +378,16 @@ class Workers:
             process.send_signal(number)  # without effect if it has ended
         process.send_signal(signal.SIGCONT)  # afterwards: a suspended process continues with the signal pending
 
+    def ask_to_stop_after(self, step: int) -> None:
+        """Have each rank that stops by step stop after this number of steps; 0: have it wait for the number."""
+        for worker in self._workers:
+            if read_counters(worker.status_page_fd).stops_by_step:
+                ask_to_stop(worker.status_page_fd, step)
+
     @staticmethod
     def _handles_stops(worker: Worker) -> bool:
-        return read_counters(worker.status_page_fd).notes_stops
+        counters = read_counters(worker.status_page_fd)
+        return counters.notes_stops or counters.stops_by_step
 
     @property
     def seconds_until_kill(self) -> float:

@@ -61,7 +61,7 @@ def plan_slurm(job: JobSpec) -> Plan:
     """
     _check(job)
     # The script loads modules and activates the environment itself. Slurm tells each agent the number of its node
-    plan = node_plan(replace(job, modules=(), activate=""), node=-1)
+    plan = node_plan(replace(job, modules=(), activate="", queues_again=True), node=-1)
     command = Command("sbatch", ("sbatch", "--parsable", f"{job.submit_dir}/{SCRIPT_FILE}"))
     return Plan(submit_command=command, files={SCRIPT_FILE: batch_script(job), PLAN_FILE: format_plan_file(plan)})
 

@@ -169,7 +169,8 @@ class _RemoteRun:
         if self._stopped_seconds == math.inf:
             self._stopped_seconds = now
             grace = max(node.grace_period_seconds + node.term_grace_seconds for node in self._plan.nodes)
-            self._deadline, self._code = now + grace + STOP_MARGIN_SECONDS, 128 + number
+            self._deadline = now + grace + self._plan.nodes[0].event_seconds + STOP_MARGIN_SECONDS
+            self._code = 128 + number
             self._reason = f"stopped by {number.name}; node 0 ({self._head.name}) has not ended in time"
             self._reconnector.stop()
             for session in self._sessions.all:
@@ -200,12 +201,11 @@ class _RemoteRun:
         ):
             self._explain()
             return
-        due = time.monotonic() + first.grace_seconds + NODE0_REPORT_SECONDS
-        if due < self._deadline:
+        seconds = first.grace_seconds + first.event_seconds + NODE0_REPORT_SECONDS
+        if (due := time.monotonic() + seconds) < self._deadline:
             self._deadline, self._code = due, ExitCode.USAGE if code == ExitCode.USAGE else ExitCode.FAILED
             self._reason = (
-                f"node 0 ({self._head.name}) still ran {first.grace_seconds + NODE0_REPORT_SECONDS:g} s after that: "
-                "stopping the run on all nodes"
+                f"node 0 ({self._head.name}) still ran {seconds:g} s after that: stopping the run on all nodes"
             )
 
     def _explain(self, head_code: int | None = None) -> None:

@@ -1,0 +1,540 @@
+"""Repeats one step of a run on one process, from the nearest checkpoint, and observes it. It writes no file of the run.
+
+The loops are those of the training, of `train.training` for a task and of the user's script for a session. The
+instruments replace methods of the strategy and add hooks. They observe only the micro-batches of the requested step.
+"""
+
+import math
+import pdb
+import runpy
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from paceline.checkpoint.manager import CheckpointFolder, Checkpoints
+from paceline.checkpoint.resume import ResumePoint, RunLocation, newest_on_disk
+from paceline.checkpoint.shards import ShardFileSource, full_state, sha256_of
+from paceline.collectives.communicator import make_communicator
+from paceline.config.definition import CHANGEABLE_SETTINGS, TASK_SETTING_PREFIX, check_same, settings
+from paceline.config.strategies import EXACT_STRATEGIES
+from paceline.data.loader import MicroBatch
+from paceline.data.plan import MicroBatchPlan, combine_fingerprints, fingerprint
+from paceline.errors import PacelineError, UsageError, first_few
+from paceline.lab.replay import EXPECTED, Logged, NonFinite, Replayed, Request, SampleLoss
+from paceline.nested import tensors
+from paceline.rank.world import World, joined
+from paceline.runs.console import print_to_stderr
+from paceline.runs.folder import CHECKPOINTS
+from paceline.seeding import preserve_generator_states
+from paceline.sessions.lifecycle import MIN_RANDOM_SEED, close_all
+from paceline.sessions.loader import Loader
+from paceline.sessions.observer import ApplyStrategy, Observer, use_observer
+from paceline.stepping.micro_step import MicroStep, Reduction
+from paceline.strategies.base import Strategy
+from paceline.tasks.task import Loss
+from paceline.train.compute_settings import set_threads
+from paceline.train.determinism import hardware_facts, use_deterministic_kernels
+from paceline.train.fit import StepRecord
+from paceline.train.prepare import TrainingComponents, prepare
+from paceline.train.training import TaskTrainer
+from paceline.train.weights import load_initial_weights
+
+if TYPE_CHECKING:
+    from paceline.config.settings import TrainConfig
+
+SAME_LOSS = 1e-2  # relative difference of a loss and the mean over samples, which bf16 can round
+OTHER_SAMPLES = "the run has used different samples in this step: their order has no seed, or the data differ"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The run to repeat: its folder, its settings, and its log of the step."""
+
+    run_dir: Path
+    config: "TrainConfig"
+    logged: Logged
+    environment: Mapping[str, Any]
+    """the content of environment.json; empty for a session"""
+    trust: bool
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The checkpoints of the run."""
+        return Checkpoints(self.run_dir / CHECKPOINTS, trust=self.trust)
+
+    def origin(self, step: int, world: World) -> ResumePoint | None:
+        """The newest intact checkpoint before `step`; None: the replay begins at the start of the run."""
+        return newest_on_disk(_Earlier(self.checkpoints.root, step, trust=self.trust), world, print_to_stderr)
+
+    def next_checkpoint(self, request: Request) -> int | None:
+        """The step of the checkpoint to compare the state with.
+
+        Raises:
+            UsageError: it was requested, and the run has none.
+        """
+        later = [entry.step for entry in self.checkpoints.entries() if entry.step >= request.step]
+        if request.check and not later:
+            raise UsageError(code="replay-without-later-checkpoint", value=request.step, run_dir=self.run_dir)
+        return min(later, default=None) if request.check or request.step in later else None
+
+
+class _Earlier(Checkpoints):
+    """The checkpoints before a step."""
+
+    def __init__(self, root: Path, step: int, *, trust: bool) -> None:
+        super().__init__(root, trust=trust)
+        self.step = step
+
+    def entries(self) -> list[CheckpointFolder]:
+        return [entry for entry in super().entries() if entry.step < self.step]
+
+
+@dataclass
+class Watch:
+    """Observes the requested step, and fills `result`."""
+
+    request: Request
+    source: Source
+    result: Replayed = field(init=False)
+    is_on: bool = False
+    """whether the requested step is the current one"""
+    replicas: dict[str, Strategy] = field(default_factory=dict[str, Strategy])
+    """by the prefix of the names of their parameters"""
+    work: MicroBatchPlan | None = None
+    """the current micro-batch of the requested step"""
+    owners: dict[int, int] = field(default_factory=dict[int, int])
+    """the virtual rank of each sample, if one micro-batch has samples of several"""
+    samples: dict[tuple[int, int], list[SampleLoss]] = field(default_factory=dict[tuple[int, int], list[SampleLoss]])
+    _finite_gradient: tuple[str, str] = "loss", "the loss function"
+
+    def __post_init__(self) -> None:
+        self.result = Replayed(self.request.step, 0, self.source.logged.loss, without=sorted(self.request.without))
+        self.until = self.source.next_checkpoint(self.request) or self.request.step
+
+    def begin(self, origin: ResumePoint | None) -> None:
+        """The steps after `origin` begin."""
+        self.result.start = origin.step if origin else 0
+        self.is_on = self.result.start + 1 == self.request.step
+
+    def attach(self, replica: Strategy, prefix: str = "") -> None:
+        """Observe a model."""
+        self.replicas[prefix] = replica
+        enter, leave, sync_gradients = replica.enter, replica.leave, replica.sync_gradients
+
+        def entered(batch: MicroBatch, is_last: bool) -> None:
+            enter(batch, is_last)
+            if self.is_on:
+                self.work = batch.work if batch.work.is_counted else None
+                self._finite_gradient = "loss", "the loss function"
+                if self.request.pdb and len(self.replicas) == 1:
+                    self._stop(batch, replica.model, replica.optimizer)
+
+        def left(error: BaseException | None = None) -> None:
+            self.work = None
+            leave(error)
+
+        def synchronised(divisor: float | Tensor) -> Any:
+            found = sync_gradients(divisor)
+            if self.is_on:
+                self.result.layers |= gradient_norms(replica, prefix)
+            return found
+
+        vars(replica).update(enter=entered, leave=left, sync_gradients=synchronised)
+        for name, module in replica.model.named_modules() if self.request.find_nonfinite else ():
+            module.register_forward_hook(partial(self._after_forward, prefix + (name or type(module).__name__)))
+
+    def _stop(self, batch: MicroBatch, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Stop in the debugger. Its draws of random numbers do not change the step."""
+        work = batch.work
+        with preserve_generator_states():
+            print(
+                f"step {self.request.step}, virtual rank {work.virtual_rank}, micro-batch {work.micro_batch}: batch, "
+                "model and optimizer are variables; c continues, q ends"
+            )
+            pdb.Pdb(nosigint=True).set_trace()
+            return  # here the debugger stops
+
+    def thin(self, work: list[MicroBatchPlan]) -> list[MicroBatchPlan]:
+        """The work of a step without the samples to leave out."""
+        if not self.is_on:
+            return work
+        kept = [(w, [index not in self.request.without for index in w.indices.tolist()]) for w in work]
+        count, total = sum(sum(keeps) for _, keeps in kept), sum(len(keeps) for _, keeps in kept)
+        if total - count != len(self.request.without) or not count:
+            raise missing_samples(self.request, [index for w in work for index in w.indices.tolist()])
+        return [w._replace(indices=w.indices[keeps], global_samples=count) for w, keeps in kept if any(keeps)]
+
+    def note_losses(self, values: Tensor, weights: Tensor | None = None) -> bool:
+        """Record the losses of the current micro-batch, (B, ...). Returns whether there is one per sample."""
+        work = self.work
+        if work is None or not values.ndim or len(values) != len(work.indices):
+            return False
+        rows = values.detach().double().reshape(len(values), -1)
+        shares = torch.ones_like(rows) if weights is None else weights.detach().double().reshape(rows.shape)
+        means = (rows * shares).sum(1) / shares.sum(1).where(shares.sum(1) != 0, 1.0)
+        self.samples[work.virtual_rank, work.micro_batch] = [
+            SampleLoss(loss, index, self.owners.get(index, work.virtual_rank), work.micro_batch)
+            for loss, index in zip(means.tolist(), work.indices.tolist(), strict=True)
+        ]
+        return True
+
+    def _after_forward(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Find the first output that is not finite, and the first gradient of an output."""
+        work = self.work
+        if work is None or self.result.nonfinite:
+            return
+        for tensor in tensors(output):
+            if not is_finite(tensor):
+                causes = [name for name, parameter in module.named_parameters() if not is_finite(parameter)]
+                causes += [] if all(map(is_finite, tensors(inputs))) else ["input"]
+                rows = ~tensor.isfinite().reshape(len(tensor), -1).all(1) if tensor.ndim else torch.tensor([True])
+                indices = work.indices[rows.cpu()] if len(rows) == len(work.indices) else work.indices
+                kind, samples = type(module).__name__, tuple(indices.tolist())
+                self.result.nonfinite = NonFinite(name, kind, "", work.virtual_rank, samples, (*causes, "")[0])
+                return
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._on_gradient, name, type(module).__name__, work))
+
+    def _on_gradient(self, name: str, kind: str, work: MicroBatchPlan, gradient: Tensor) -> None:
+        if self.result.nonfinite is None and is_finite(gradient):
+            self._finite_gradient = name, kind
+        elif self.result.nonfinite is None:
+            samples = tuple(work.indices.tolist())
+            self.result.nonfinite = NonFinite(*self._finite_gradient, name, work.virtual_rank, samples)
+
+    def note_step(self, record: StepRecord) -> bool:
+        """A step has ended. Returns whether it was the last one to repeat."""
+        request, step, result = self.request, record.step, self.result
+        if step == request.step:
+            self.is_on = False
+            used = [batch.work for batch in record.microbatches if batch.work.is_counted]
+            samples = combine_fingerprints(*(fingerprint(work.indices) for work in used))
+            logged = self.source.logged.fingerprint
+            result.loss, result.grad_norm = record.result.loss, record.result.grad_norm
+            result.failure = "" if record.result.skip_cause is None else record.result.skip_cause.message
+            if not request.without and logged is not None and samples != logged:
+                result.contradiction = OTHER_SAMPLES
+            elif self.source.logged.skipped != bool(result.failure):
+                result.contradiction = "one of the run and this replay has skipped the step"
+        self.is_on = step + 1 == request.step
+        return step >= self.until
+
+    def compare_state(self, world: World) -> None:
+        """Compare all tensors with the checkpoint of the last step, if the bits must be equal."""
+        steps = {entry.step: entry.path for entry in self.source.checkpoints.entries()}
+        if self.until not in steps or self.result.expected or self.request.without:
+            return
+        path = steps[self.until]
+        saved = ShardFileSource.from_checkpoint(path, self.source.checkpoints.check(path))
+        held = [replace(s, name=prefix + s.name) for prefix, r in self.replicas.items() for s in r.state()]
+        state = full_state(held, world)
+        names = {*state, *(name for name in saved.names("") if not name.startswith("registered/"))}
+        bits = {name: [_bits(state.get(name)), _bits(saved.tensor(name))] for name in sorted(names)}
+        self.result.checkpoint = self.until
+        self.result.differing = [name for name, (ours, theirs) in bits.items() if ours != theirs]
+        self.result.digest = "" if self.result.differing else sha256_of(state)
+
+    def finish(self, error: PacelineError | None = None) -> Replayed:
+        """The result. `error`: of the requested step, as in the run."""
+        result, found = self.result, self.result.nonfinite
+        if error is not None:
+            result.failure = str(error)
+        losses = [sample for part in self.samples.values() for sample in part]
+        result.samples = sorted(losses, key=lambda s: -math.inf if math.isnan(s.loss) else -s.loss)
+        bad = [sample for sample in losses if not math.isfinite(sample.loss)]
+        if self.request.find_nonfinite and bad and (found is None or found.gradient_of):
+            samples = tuple(sample.index for sample in bad if sample.virtual_rank == bad[0].virtual_rank)
+            result.nonfinite = NonFinite("loss", "the loss function", "", bad[0].virtual_rank, samples)
+        why_not = self.source.logged.why_not
+        result.failure = result.failure or (f"no logged loss: {why_not}" if why_not else "")
+        return result
+
+
+def missing_samples(request: Request, indices: Sequence[int]) -> UsageError:
+    """The error for samples that the step does not have, or if no other sample would be left."""
+    missing = sorted(request.without - {*indices})
+    if not missing:
+        return UsageError(code="replay-without-all", value=request.step)
+    allowed = first_few([*map(str, sorted(indices))], 50)
+    return UsageError(code="replay-sample-not-there", samples=missing, value=request.step, allowed=allowed)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are finite; also for integers."""
+    return bool(tensor.detach().isfinite().all())
+
+
+def _bits(tensor: Tensor | None) -> str:
+    return "" if tensor is None else sha256_of({"": tensor})
+
+
+def gradient_norms(replica: Strategy, prefix: str) -> dict[str, float]:
+    """The norm of the gradients of each layer, in the order of the model."""
+    squares = {prefix + name.rpartition(".")[0]: 0.0 for name, p in replica.model.named_parameters() if p.requires_grad}
+    for shard in replica.gradients():
+        squares[prefix + shard.name.rpartition(".")[0]] += float(shard.tensor.detach().double().square().sum())
+    return {name or "(the model)": total**0.5 for name, total in squares.items()}
+
+
+def explain(source: Source, now: Mapping[str, Any], origin: ResumePoint | None, result: Replayed) -> None:
+    """Set the reasons why the bits can differ, and the expected difference.
+
+    Raises:
+        UsageError: the run is a different one: its data, seed or batches have changed.
+    """
+    config, environment = source.config, source.environment
+    saved = origin.trainer_state.definition if origin else {**now, "hardware": environment.get("bits_hold_for")}
+    if saved.get("hardware") is None:
+        saved = {name: value for name, value in saved.items() if name != "hardware"}
+    of_task = [name for name in saved if name.startswith(TASK_SETTING_PREFIX)]
+    where = origin.location_text if origin else str(source.run_dir)
+    reasons = check_same(saved, now, [*CHANGEABLE_SETTINGS, *of_task], where)
+    reasons = [f"{reason} ({where})" if origin else reason for reason in reasons]
+    if config.strategy not in EXACT_STRATEGIES:
+        ranks = source.logged.world_size
+        reasons.append(f"strategy {config.strategy} guarantees no bits: the run had {ranks} rank{'s' * (ranks > 1)}")
+    if config.launch.mesh:
+        reasons.append(f"the run has split the model over --mesh {config.launch.mesh}")
+    result.reasons = reasons
+    result.expected = EXPECTED.get(config.compute.precision, EXPECTED["fp32"]) if reasons else 0.0
+
+
+# ---- tasks
+
+
+class _TaskReplay(TaskTrainer):
+    """The training loop of a task, until the last step to repeat. It evaluates nothing, and calls no callback."""
+
+    def __init__(self, parts: TrainingComponents, place: RunLocation, origin: ResumePoint | None, watch: Watch) -> None:
+        super().__init__(parts, place, origin)
+        self._watch = watch
+
+    def repeat(self) -> None:
+        """Take the steps."""
+        self._take_steps()
+
+    def _record_step(self, record: StepRecord) -> None:
+        self._progress.step = record.step
+
+    def _after_step(self, record: StepRecord) -> bool:
+        return self._watch.note_step(record)
+
+
+def replay_task(source: Source, request: Request) -> Replayed:
+    """Repeat a step of a task.
+
+    Raises:
+        UsageError: before the first step, for a run that cannot be repeated here.
+    """
+    config = source.config
+    watch = Watch(request, source)
+    world = World.from_env({}, device=config.launch.device)
+    with joined(world), use_deterministic_kernels() if config.strategy in EXACT_STRATEGIES else nullcontext():
+        make_communicator()
+        set_threads(config.launch.threads_per_rank, world)
+        origin = source.origin(request.step, world)
+        parts = prepare(replace(config, launch=replace(config.launch, mesh=None)), world)
+        now = {
+            **settings(config),
+            **parts.task_settings,
+            "data": parts.data_fingerprints,
+            "hardware": hardware_facts(world.device),
+        }
+        explain(source, now, origin, watch.result)
+        if request.without:
+            _check_samples(parts, request)
+        if origin is not None:
+            parts.load(origin)
+        elif config.model.init_from is not None:
+            load_initial_weights(parts.replica, config.model.init_from, trust=source.trust, report=print_to_stderr)
+        watch.attach(parts.replica)
+        watch.begin(origin)
+        if config.model.batchnorm == "sync" and parts.stream is None:
+            whole = parts.plan.global_indices(*divmod(request.step - 1, parts.plan.steps_per_epoch))
+            watch.owners = {index: place % parts.plan.virtual_ranks for place, index in enumerate(whole.tolist())}
+        loading = replace(parts.loading, num_workers=0, thin=watch.thin) if request.without else parts.loading
+        task = replace(parts.task, loss=_watched(parts.task.loss, watch))
+        parts = replace(parts, task=task, loading=loading)
+        place = RunLocation(source.run_dir, source.logged.attempt, 0, None, now)
+        try:
+            _TaskReplay(parts, place, origin, watch).repeat()
+        except PacelineError as error:
+            if not watch.is_on or isinstance(error, UsageError):
+                raise
+            return watch.finish(error)
+        watch.compare_state(world)
+    return watch.finish()
+
+
+def _check_samples(parts: TrainingComponents, request: Request) -> None:
+    if parts.stream is not None:
+        raise UsageError(code="replay-without-in-stream")
+    indices = parts.plan.global_indices(*divmod(request.step - 1, parts.plan.steps_per_epoch)).tolist()
+    if not request.without < {*indices}:
+        raise missing_samples(request, indices)
+
+
+def _watched(loss: Loss, watch: Watch) -> Loss:
+    def watched(outputs: Any, targets: Any) -> Any:
+        result = loss(outputs, targets)
+        values, weights = result if isinstance(result, tuple) else (result, None)
+        watch.note_losses(values, weights)
+        return result
+
+    return watched
+
+
+# ---- sessions
+
+
+class _SessionReplay(Observer):
+    """Ends the script after the last step to repeat."""
+
+    def __init__(self, source: Source, watch: Watch) -> None:
+        config = source.config
+        self._source, self._watch, self._origin = source, watch, None
+        self.options = {
+            "strategy": config.strategy, "virtual_ranks": config.data.virtual_ranks, "resume": False, "report_to": None,
+            "checkpoint_every": None, "device": config.launch.device, "backend": "auto",
+        }  # fmt: skip
+        self.inside = ExitStack()
+        self.world: World | None = None
+
+    def resume_point(self, world: World) -> ResumePoint | None:
+        self.world = world
+        self._origin = self._source.origin(self._watch.request.step, world)
+        self._watch.begin(self._origin)
+        now = {
+            "strategy": self._source.config.strategy, "hardware": hardware_facts(world.device),
+            "threads_per_rank": torch.get_num_threads(),
+        }  # fmt: skip
+        explain(self._source, now, self._origin, self._watch.result)
+        return self._origin
+
+    def wrap_strategy(self, name: str, apply: ApplyStrategy) -> ApplyStrategy:
+        if self._origin is None and torch.initial_seed() >= MIN_RANDOM_SEED:
+            raise UsageError(code="replay-unseeded")
+
+        def applied(*arguments: Any, **keywords: Any) -> Strategy:
+            replica = apply(*arguments, **keywords)
+            number = len(self._watch.replicas)
+            self._watch.attach(replica, f"{number + 1}/" if number else "")
+            return replica
+
+        return applied
+
+    def on_loader(self, loader: Loader, *, per_virtual_rank: bool) -> None:
+        if self._watch.request.without:
+            loader.loading = replace(loader.loading, num_workers=0, workers={}, thin=self._watch.thin)
+
+    def on_batch(self, inputs: Any, work: MicroBatchPlan | None) -> Any:
+        if work is not None and self._watch.is_on:
+            self.inside.enter_context(_LossFunctions(self._watch))
+        return inputs
+
+    def on_batch_end(self) -> None:
+        self.inside.close()
+
+    def on_backward(
+        self, loss: Tensor, weight: float | Tensor | None, reduction: Reduction, micro_step: MicroStep | None
+    ) -> None:
+        watch = self._watch
+        if not watch.is_on or watch.work is None or not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            return
+        key = watch.work.virtual_rank, watch.work.micro_batch
+        noted = [sample.loss for sample in watch.samples.get(key, [])]
+        total = sum(noted) / (1 if reduction == "sum" else len(noted) or 1)
+        if watch.note_losses(loss, weight if isinstance(weight, Tensor) and weight.ndim else None):
+            return
+        value = float(loss.detach()) if loss.numel() == 1 else math.nan
+        is_same = math.isclose(total, value, rel_tol=SAME_LOSS, abs_tol=1e-6) or not math.isfinite(total + value)
+        if noted and not is_same:
+            del watch.samples[key]  # only a part of the loss, or weighted
+
+    def on_step(self, record: StepRecord) -> None:
+        if self._watch.note_step(record):
+            if record.step == self._watch.until and self.world is not None:
+                self._watch.compare_state(self.world)
+            raise SystemExit(0)
+
+    def on_print(self, words: Sequence[Any]) -> None:
+        print(*words)
+
+
+class _LossFunctions(TorchFunctionMode):
+    """Inside, each loss function of torch that reduces a batch also computes the loss of each sample."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() and (parameters := _reducing().get(func)) is not None:
+            bound = parameters.bind(*args, **(kwargs or {}))
+            bound.arguments |= {"reduction": "none"}
+            for name in ("size_average", "reduce"):  # deprecated arguments that override `reduction`
+                bound.arguments.pop(name, None)
+            with torch.no_grad(), suppress(RuntimeError):  # some have no deterministic kernel
+                self._watch.note_losses(func(*bound.args, **bound.kwargs))
+        return result
+
+
+@cache
+def _reducing() -> dict[Any, Any]:
+    """The loss functions of torch with their signatures."""
+    found: dict[Any, Any] = {}
+    for function in vars(F).values():
+        with suppress(TypeError, ValueError):  # not a function, or one in C
+            if "reduction" in (parameters := signature(function)).parameters:
+                found[function] = parameters
+    return found
+
+
+def replay_script(source: Source, request: Request, script: Path, arguments: Sequence[str]) -> Replayed:
+    """Repeat a step of a session by running its script.
+
+    Raises:
+        UsageError: for a script that cannot repeat the step.
+    """
+    watch = Watch(request, source)
+    observer = _SessionReplay(source, watch)
+    try:
+        with use_observer(observer), observer.inside, _as_program(script, arguments):
+            runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        close_all(end)
+    except BaseException as error:
+        close_all(error)
+        if not watch.is_on or isinstance(error, UsageError) or not isinstance(error, PacelineError):
+            raise
+        return watch.finish(error)
+    if watch.result.loss is None:
+        close_all()
+        raise UsageError(code="replay-step-not-reached", value=request.step, script=script)
+    if not watch.samples:
+        watch.result.unknown_losses = "not known. Pass one loss per sample to s.backward, or only a loss of torch"
+    return watch.finish()
+
+
+@contextmanager
+def _as_program(script: Path, arguments: Sequence[str]) -> Generator[None]:
+    """Inside, the command line and the module path are those of `python SCRIPT ARGUMENTS`."""
+    before = sys.argv, [*sys.path]
+    sys.argv, sys.path[:0] = [str(script), *arguments], [str(script.resolve().parent)]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = before

@@ -1,0 +1,40 @@
+"""A sample of `make soak-stops`: a stopped Trainer resumes to the weights of an uninterrupted run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests import warm
+from tests.stops.soak_stops import SCRIPTS, Stop, finished, moments, stopped
+
+RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "stops.json"
+MODULES = {"trainer": "transformers", "lit": "lightning", "accelerated": "accelerate"}
+STEPS = {"trainer": {"step", "evaluate", "save"}, "lit": {"step"}, "accelerated": {"step"}}  # one for each step
+
+
+def steps(script: str, folder: Path) -> int:
+    """The steps of all starts in this folder."""
+    return sum(moment in STEPS[script] for output in folder.glob("output-*") for moment in moments(output))
+
+
+@pytest.mark.ranks
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("script", [pytest.param(name, marks=pytest.mark.needs(MODULES[name])) for name in SCRIPTS])
+def test_the_same_command_resumes_to_the_same_weights(script: str, tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir(), cut.mkdir()
+    code, reached = stopped(script, Stop("save", 2, who="rank 1, SIGTERM"), cut, warm.with_ranks)
+    assert code == 75 and not [moment for moment in reached if moment.startswith("digest")]
+    records = [*cut.rglob("paceline-stopped.json")]
+    assert len(records) == (script != "accelerated")
+    assert finished(script, cut, warm.with_ranks) == finished(script, whole, warm.with_ranks)
+    assert not [*cut.rglob("paceline-stopped.json")]
+    assert steps(script, cut) == steps(script, whole)
+
+
+def test_each_repeat_of_the_record_is_right() -> None:
+    record = json.loads(RECORD.read_text())
+    assert all(one["right"] for one in record["repeats"].values())
+    assert {one["script"] for one in record["repeats"].values()} == {*SCRIPTS}
