@@ -83,7 +83,7 @@ def test_the_header_has_room_for_long_values(make_files: MakeFiles) -> None:
     (writer,) = writers(make_files(1))
     content = {"names": [f'"{number}"' for number in range(20_000)]}
     writer.write(state(1, 0), 1, content)
-    snapshot = newest(inherited())
+    snapshot = newest_snapshot(inherited_memory_files())
     assert snapshot is not None and snapshot.meta.content == content
 
 

@@ -35,19 +35,19 @@ from paceline.checkpoint.shards import (
     ShardFileSource,
     make_shard_layout,
     read_meta,
-from paceline.collectives.tree import round_up
     select_shards_to_save,
     write_shard_file,
 )
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import all_gather_object, is_async
-ROOM_BYTES = 1 << 16  # the header grows by this size, for the values of the state other than tensors
 from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import all_gather_json, start_all_gather
+from paceline.collectives.tree import round_up
 from paceline.host.cgroup import free_memory
 from paceline.protocol.control import WorkerSpec
 from paceline.rank.world import World
 
+ROOM_BYTES = 1 << 16  # the header grows by this size, for the values of the state other than tensors
 DescriptorPair = tuple[int, int]
 MAX_MESSAGE_BYTES = 1 << 26  # in one message between hosts
 MAX_TIME_FRACTION = 0.05  # of training time: on a slow network some snapshots are skipped

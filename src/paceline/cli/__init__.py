@@ -121,7 +121,7 @@ GROUPS = {
         ),
         "replay": Command(
             "repeat one step on one process: loss per sample, gradients per layer", "replay.ReplayConfig", "run script",
-            ("runs/first --step 20", "runs/first --step 20 --find-nonfinite"), behind="[-- ARGUMENTS]",
+            ("runs/first --step 20", "runs/first --step 20 --find-nonfinite"), usage_suffix="[-- ARGUMENTS]",
         ),
         "ledger": Command(
             "check that each sample was used once per epoch, over all attempts", "ledger.LedgerConfig", "run",

@@ -198,7 +198,7 @@ def _adapters(config: ExportConfig, run_dir: Path) -> Adapters:
 
     checkpoints = Checkpoints(run_dir / CHECKPOINTS, trust=config.trust)
     for _, path in checkpoints.entries():
-        with suppress(Damaged):
+        with suppress(DamagedCheckpoint):
             models: list[dict[str, Any]] = checkpoints.check(path, files=()).scalars.get("loop", {}).get("parts", [])
             if "adapters" in (model := dict(enumerate(models, 1)).get(config.model, {})):
                 return msgspec.convert(model["adapters"], Adapters)
@@ -239,14 +239,14 @@ def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
         if newest is None:
             raise UsageError(code="nothing-to-export", run_dir=run_dir)
         from paceline.checkpoint.export import state_dict_from_checkpoint
-        from paceline.checkpoint.shards import sha256_of_tensors
+        from paceline.checkpoint.shards import sha256_of
 
         weights = state_dict_from_checkpoint(*newest, config.model)
         if final is not None:  # the training has changed nothing but the adapter
             adapters = _adapters(config, run_dir)
             weights |= adapters.read(adapter, ours=not config.trust)
             sha256 = final.weights_sha256 if config.model == 1 else None
-            if sha256 is not None and sha256_of_tensors({name: weights[name] for name in adapters.names}) != sha256:
+            if sha256 is not None and sha256_of({name: weights[name] for name in adapters.names}) != sha256:
                 raise UsageError(code="weights-damaged", name=adapter.name)
             return weights, f"the final weights of {run_dir.name}"
         return weights, f"step {newest[1].step} of {run_dir.name}"

@@ -92,7 +92,8 @@ def _saved(state: RunState) -> str:
     folder = Path(state.run_dir)
     weights = [name for name in (WEIGHTS, ADAPTER, BEST_WEIGHTS, AVERAGE_WEIGHTS) if os.path.lexists(folder / name)]
     steps = [] if state.checkpoint_step is None else [f"checkpoint of step {state.checkpoint_step}"]
-    otherwise = "nothing yet" if state.state in LIVE_STATES else "by the script" if state.state == "saved" else "nothing"
+    by_script = "by the script" if state.state == "saved" else "nothing"
+    otherwise = "nothing yet" if state.state in LIVE_STATES else by_script
     return ", ".join([*weights, *steps]) or otherwise
 
 

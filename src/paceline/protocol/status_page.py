@@ -360,19 +360,19 @@ def put_question(descriptor: int, question: int) -> None:
 
 def ask_to_save(descriptor: int, times: int) -> None:
     """Set the number of checkpoints requested from this worker."""
-def ask_to_stop(descriptor: int, step: int = 0) -> None:
-    """Have a rank with `stops_by_step` wait after its next step, or, with `step`, stop after that number of steps."""
-    if step:
-        os.pwrite(descriptor, WORD.pack(step), COUNTERS_AT["stop_step"])
-    os.pwrite(descriptor, WORD.pack(1), COUNTERS_AT["stop_asked"])
-
-
     os.pwrite(descriptor, WORD.pack(times), COUNTERS_AT["saves_asked"])
 
 
 def ask_to_regroup(descriptor: int) -> None:
     """Request that this worker ends after its next step, because the next generation has different hosts."""
     os.pwrite(descriptor, WORD.pack(1), COUNTERS_AT["regroups"])
+
+
+def ask_to_stop(descriptor: int, step: int = 0) -> None:
+    """Have a rank with `stops_by_step` wait after its next step, or, with `step`, stop after that number of steps."""
+    if step:
+        os.pwrite(descriptor, WORD.pack(step), COUNTERS_AT["stop_step"])
+    os.pwrite(descriptor, WORD.pack(1), COUNTERS_AT["stop_asked"])
 
 
 def release_from_collective(descriptor: int, why: bytes) -> None:

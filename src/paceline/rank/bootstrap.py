@@ -60,12 +60,12 @@ from paceline.rank.probes import Hooks, ScriptListener
 from paceline.rank.probes.faults import (
     BatchTracker,
     NonFiniteGradientDetector,
-from paceline.rank.stops import StepStops, UnsavedSteps
     StaleGradientDetector,
     SwallowedExceptionDetector,
 )
 from paceline.rank.probes.replicas import FingerprintWriter
 from paceline.rank.probes.steps import JoinContextDetector, JointOptimizerDetector, PhaseTracker, StepCounter
+from paceline.rank.stops import StepStops, UnsavedSteps
 from paceline.runs.console import print_to_stderr
 
 if TYPE_CHECKING:

@@ -301,7 +301,7 @@ class TrainingLoop:
         )
         if origin is not None:
             with raise_on_all_ranks(world):
-                ignored = BITS_ONLY if self._run.observer else ()
+                ignored = EXACT_ONLY_SETTINGS if self._run.observer else ()
                 check_same(origin.trainer_state.definition, definition, ignored, origin.location_text)
                 if (num_saved := len(self._state.saved_models)) != len(models):
                     raise UsageError(

@@ -149,12 +149,12 @@ class StopOrder(msgspec.Struct, frozen=True, tag=True):
 
     grace_seconds: float
     signal: int = signal.SIGTERM  # a worker gets each signal only once
+
+
 class StopStep(msgspec.Struct, frozen=True, tag=True):
     """Coordinator to node: ranks of an unmodified script stop after this number of steps; 0: wait for the number."""
 
     step: int = 0
-
-
 
 
 class CoordinatorHeartbeat(msgspec.Struct, frozen=True, tag=True):

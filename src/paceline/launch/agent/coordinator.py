@@ -23,7 +23,7 @@ from paceline.guard.deaths import RankEnd, diagnosis_due_seconds, first_to_fail,
 from paceline.guard.judge import judge_samples
 from paceline.guard.report import RunEvent, same_diagnosis
 from paceline.host.procfs import read_process
-from paceline.host.sweep import mark_of
+from paceline.host.sweep import agent_mark
 from paceline.launch.agent.cluster import Generation, RemoteNode, RemoteNodes
 from paceline.launch.agent.joining import JoinQueue, gather_nodes, use_reachable_address
 from paceline.launch.agent.monitor import LiveStatus, Monitor, StopReport
@@ -203,15 +203,17 @@ class EventCommand:
             reason = str(error)
         if reason and not self._reported:
             self._reported = True
-            say(f"warning: the command of --on-event failed at the event {event.kind}: {reason}. Output: {self._log}")
+            print_to_stderr(
+                f"warning: the command of --on-event failed at the event {event.kind}: {reason}. Output: {self._log}"
+            )
 
     def _failure(self, data: bytes) -> str:
         """Run the command. Returns why it failed; empty if it did not."""
         agent = read_process(os.getpid())
         # with the mark, the janitor ends the command if this agent is killed. The sweep of a generation spares -1
-        env = os.environ | {AGENT_MARK: mark_of(os.getpid(), agent.start if agent else 0, -1)}
+        env = os.environ | {AGENT_MARK: agent_mark(os.getpid(), agent.start_ticks if agent else 0, -1)}
         shell, pipe = ("/bin/sh", "-c", self._plan.on_event), subprocess.PIPE
-        with os.fdopen(writing.keep(self._log, append=True), "ab", 0) as log:
+        with os.fdopen(writing.open_or_create(self._log, append=True), "ab", 0) as log:
             process = subprocess.Popen(shell, env=env, stdin=pipe, stdout=log, stderr=log, start_new_session=True)
             try:
                 process.communicate(data, timeout=EVENT_SECONDS)
@@ -279,7 +281,9 @@ class Coordinator:
     def _send_end(self, code: int) -> None:
         """Send the last event, and wait for its command. Other nodes end after it, so that an ssh launcher waits."""
         kind = "requeue" if code == ExitCode.SAVED and is_queued_again(self.plan, self.cluster.signals) else "end"
-        self._events.send(kind, self._number, exit=int(code), words=self._cause if code not in GOOD_ENDS else "")
+        self._events.send(
+            kind, self._number, exit=int(code), words=self._cause if code not in SUCCESS_EXIT_CODES else ""
+        )
         deadline = time.monotonic() + self.plan.event_seconds
         while self._events.running and time.monotonic() < deadline:
             self.cluster.wait(POLL_FAILING_SECONDS)
@@ -404,9 +408,9 @@ class Coordinator:
 
     def _report(self, stop: StopReport, oom_kills: int = 0) -> None:
         """Print the diagnosis, and send it to the command of --on-event."""
-        page = stop.page(oom_kills)
-        say(page)
-        self._events.send("diagnosis", self._number, words=stop.line, report=page, diagnosis=stop.diagnosis)
+        text = stop.screen_text(oom_kills)
+        print_to_stderr(text)
+        self._events.send("diagnosis", self._number, words=stop.line, report=text, diagnosis=stop.diagnosis)
 
     def _decide_restart(self, generation: Generation, failed: FailedGeneration) -> Restart | int:
         """Decide on a restart after a failure, and print the decision: the restart, or the exit code."""
@@ -471,7 +475,7 @@ def _launcher_gone() -> ExitCode:
     return ExitCode.FAILED
 
 
-def _only_first_saves(ranks: Sequence[Sample]) -> bool:
+def _only_first_saves(ranks: Sequence[WorkerSample]) -> bool:
     """Whether only rank 0 of this script reports steps after which it can stop."""
     return [sample.rank for sample in ranks if sample.steps_ended] == [0]
 
