@@ -23,21 +23,12 @@ ROOMS = {
 }
 INTERNAL = {  # used by other modules of paceline; not for users
     "Loader": (
-        *(
-            "draw_ahead",
-            "drawn",
-            "draws_nothing",
-            "evaluation",
-            "fingerprint",
-            "is_end",
-            "order_hash",
-            "position",
-            "probe",
-        ),
-        *("put_back_sampler", "sampler_state", "samples", "training"),
+        *("checkpoint_position", "data_checksum", "draw_epoch_plan", "draw_first_evaluation_batches"),
+        *("evaluation_batches", "fingerprint", "global_batch_samples", "is_last_batch", "order_hash"),
+        *("restore_sampler", "sampler_state", "training_batches", "uses_no_random_numbers"),
     ),
-    "BatchPlan": ("known_steps", "size_words"),
-    "Schedule": ("load", "numbers", "set"),
+    "BatchPlan": ("known_steps_per_epoch", "size_text"),
+    "Schedule": ("json_state", "load", "set_lr"),
 }
 LONGEST = 90  # characters of a signature in a heading; a longer one has a block with a line for each argument
 HEAD = """# The Python interface
@@ -111,7 +102,7 @@ def headed(level: str, name: str, function: Any, *, method: bool = False) -> str
 
 def constant(name: str) -> str:
     """What the text below a constant says in the module that defines it."""
-    module = importlib.import_module(f"paceline.{vars(paceline)['_PARTS'][name]}")
+    module = importlib.import_module(f"paceline.{vars(paceline)['_LAZY_EXPORTS'][name]}")
     body = ast.parse(inspect.getsource(module)).body
     for node, after in itertools.pairwise(body):
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and ast.unparse(node).startswith(name):

@@ -104,7 +104,7 @@ def test_several_processes_share_a_gpu_over_gloo_only(
         raise Begun
 
     monkeypatch.setattr(command, "usable_gpus", lambda device: 1)
-    monkeypatch.setattr(command, "measured", begin)
+    monkeypatch.setattr(command, "measure_groups", begin)
     with pytest.raises(Begun):
         command.main(["mnist-cnn", ranks, "--backend", "gloo"])
     with raises("too-few-gpus", nproc=2, gpus=1):

@@ -253,7 +253,9 @@ def test_a_process_that_does_not_hold_the_run_is_left_alone(
         write_roster(run, bystander.pid)  # and the run is locked: somebody works on it
         with raises("cannot-stop-from-here", raised=TrainingError):
             cancel.main([str(run)])
-        monkeypatch.setattr(cancel, "agent_runs", lambda *_: True)  # it ended just now, and its number was given away
+        monkeypatch.setattr(
+            cancel, "is_agent_alive", lambda *_: True
+        )  # it ended just now, and its number was given away
         with raises("agent-of-another-run", agent_pid=bystander.pid):
             cancel.main([str(run)])
         assert bystander.poll() is None

@@ -32,8 +32,8 @@ from paceline.launch.ssh.plan import plan_ssh
 from paceline.launch.supervise import run
 from paceline.launch.ssh.plan import rsync_commands, run_rsync
 told = json.loads(sys.argv[1])
-told |= {"plan_ssh": tuple(told["plan_ssh"]), "argv": tuple(told["argv"]), "hosts": parse_hosts(told["hosts"])}
-copied = told.pop("run_rsync", False)
+told |= {"ssh": tuple(told["ssh"]), "argv": tuple(told["argv"]), "hosts": parse_hosts(told["hosts"])}
+copied = told.pop("sync", False)
 job = JobSpec(run_id="5f", threads=1, secret="5ec4" * 16, python=sys.executable, **told)
 try:
     if copied:

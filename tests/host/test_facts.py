@@ -1,4 +1,4 @@
-"""The facts are true, and fast to gather."""
+"""The facts are true, and fast to gather_facts."""
 
 from __future__ import annotations
 

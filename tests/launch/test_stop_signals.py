@@ -107,7 +107,7 @@ def test_a_program_hears_it_with_all_that_it_has_started(launch, tmp_path: Path)
 def test_a_session_hears_sigterm_once(script) -> None:
     one = script(
         f"{NOTES}from paceline.train.preemption import record_stop_signals\n"
-        "with stop_signals() as request:\n    ready()\n    while request.by is None: time.sleep(0.05)\n"
+        "with record_stop_signals() as request:\n    ready()\n    while request.by is None: time.sleep(0.05)\n"
         "    time.sleep(1.0)\n    print(request.by)\nsys.exit(75)",
         grace_period_seconds=5.0,
     )

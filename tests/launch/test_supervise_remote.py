@@ -68,7 +68,7 @@ def announcement(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("facts") / "announcement"
     code = (
         "import sys, msgspec; from paceline.host.facts import gather_facts\n"
-        "sys.stdout.buffer.write(msgspec.json.encode(gather()))"
+        "sys.stdout.buffer.write(msgspec.json.encode(gather_facts()))"
     )
     path.write_bytes(subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=90, check=True).stdout)
     return path
@@ -281,7 +281,7 @@ def test_a_detached_agent_on_this_machine_need_not_announce_itself(tmp_path: Pat
         "from paceline.launch.plan import plan_local; from paceline.launch.supervise import run\n"
         f"folder = Path({str(tmp_path)!r})\n"
         "job = JobSpec(('sh', '-c', f'echo ran > {folder}/ran'), 1, 'x', 1, run_dir=str(folder), detached=True)\n"
-        "sys.exit(run(local(job)))"
+        "sys.exit(run(plan_local(job)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr

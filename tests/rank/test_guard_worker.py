@@ -282,9 +282,10 @@ def test_off_leaves_the_count_of_steps_only(tmp_path: Path) -> None:
     script = TORCH + (
         "from paceline.rank.guard import HangGuard\n"
         "from paceline.protocol.evidence import Phase\n"
-        "guard = Guard.of_process()\n"
+        "guard = HangGuard.of_process()\n"
         "guard.page.enter(Phase.DATA); guard.page.set_step(5); dist.all_reduce(torch.ones(2))\n"
-        "print(dist.all_reduce.__code__.co_filename, guard.ledger.take_order(), guard.ledger.taken(), flush=True)\n"
+        "print(dist.all_reduce.__code__.co_filename, guard.ledger.take_order_hash(), "
+        "guard.ledger.last_ordered_calls(), flush=True)\n"
         "ready(); time.sleep(1000)\n"
     )
     with ranks(script, 1, tmp_path, guarded=False) as (one,):
