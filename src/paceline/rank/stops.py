@@ -144,7 +144,7 @@ class StepStops:
         """The record in this folder of a stop of the same command, equal on all ranks; None if there is none.
 
         Raises:
-            UsageError: the nodes do not share the folder.
+            UsageError: the nodes have different folders at this path.
         """
         record: StopRecord | None = None
         with suppress(FileNotFoundError):

@@ -443,7 +443,7 @@ class Workers:
     def ask_to_save(self) -> None:
         """Have the first worker vote for a checkpoint after its next step. A script does not react.
 
-        Only the first worker is asked: two workers that vote at different steps would save twice.
+        Only the first worker gets the request: two workers that vote at different steps would save twice.
         """
         self._saves_asked += 1
         ask_to_save(self._workers[0].status_page_fd, self._saves_asked)
