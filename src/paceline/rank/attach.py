@@ -65,7 +65,8 @@ def _share_gradients(*, late: bool) -> None:
     @wraps(original)
     def init(ddp: Any, *args: Any, **kwargs: Any) -> None:
         original(ddp, *args, **kwargs)
-        importlib.import_module(GRADIENT_SHARING_MODULE).share_memory(ddp, in_step=kwargs.get("init_sync", True))
+        sharing: Any = importlib.import_module(GRADIENT_SHARING_MODULE)
+        sharing.register_shared_memory_hook(ddp, in_step=kwargs.get("init_sync", True))
 
     ddp_class.__init__ = init
 
