@@ -135,10 +135,10 @@ def _explain(
         return "settings", "", f"learning rates {rates}; one process {want.rates[0]}"
     # padded differently in each micro-batch: the sums differ
     is_padded = sum(rank.num_summed_values for rank in ranks) != want.num_summed_values
-    for name in () if is_padded else ("input_sum", "output_sum"):
-        total, expected = sum(getattr(rank, name) for rank in ranks), getattr(want, name)
+    for name in () if is_padded else ("input", "output"):
+        total, expected = sum(getattr(rank, f"{name}_sum") for rank in ranks), getattr(want, f"{name}_sum")
         if not abs(total - expected) <= max(1e-8, tolerance) * max(1.0, abs(expected)):  # also if NaN
-            return name.removesuffix("_sum"), "", f"the sum over all samples is {total:.12g}; one process has {expected:.12g}"
+            return name, "", f"the sum over all samples is {total:.12g}; one process has {expected:.12g}"
     loss, expected = got.scalars["loss"], want.scalars["loss"]
     if abs(loss - expected) > tolerance * abs(expected):
         return "weights", "", f"the loss is {loss:.12g}; one process has {expected:.12g}"
