@@ -56,9 +56,9 @@ describes the other files.
 
 """
 COUNTS = {
-    "Annotated[int, msgspec.Meta(ge=1, le=MOST_FOLDED)]": "int, 1 or more",
+    "Annotated[int, msgspec.Meta(ge=1, le=MAX_MERGED_STEPS)]": "int, 1 or more",
     "Count": "int, 0 or more",
-    "Few": "int, 0 to 1,000,000",
+    "RankCount": "int, 0 to 1,000,000",
     "Seconds": "float, up to 1e12",
 }
 

@@ -39,8 +39,8 @@ def begin() -> None:
         return [words] * size  # what ranks tell each other before the first step
 
     for module in [*sys.modules.values()]:
-        if vars(module).get("gather_over_torch") is all_gather_json:
-            vars(module)["gather_over_torch"] = alike
+        if vars(module).get("all_gather_json") is all_gather_json:
+            vars(module)["all_gather_json"] = alike
     start = StepTotals.start
 
     def said_alike(self: StepTotals) -> AwaitTotals:
@@ -106,7 +106,7 @@ def test_the_textbook_asks_who_uses_what(tmp_path: Path) -> None:
 def of_an_evaluation(rank: int, world_size: int, batches: int) -> dict[str, int]:
     """The waits of an evaluation of several batches, with two metrics in addition to the loss."""
     begin()
-    vars(evaluations)["gather_tensors"] = lambda states, world, name: [states]
+    vars(evaluations)["all_gather_tensors"] = lambda states, world, name: [states]
     with META:
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     world = World(0, 2, 0, 2, META, syncs.BACKEND)

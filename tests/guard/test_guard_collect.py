@@ -141,7 +141,7 @@ def test_processes_that_load_data_are_looked_at_and_strangers_with_their_number_
     script = (
         "import signal, subprocess\n"
         "from paceline.protocol.status_page import SLOT, SLOTS_AT, StatusPage\n"
-        "memory = WorkerSpec.here().page\n"
+        "memory = WorkerSpec.from_environment().page\n"
         "os.setsid()\n"
         "child = subprocess.Popen(['sleep', '600'])\n"
         "child.send_signal(signal.SIGSTOP)\n"

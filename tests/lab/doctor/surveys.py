@@ -66,9 +66,11 @@ def survey(**changes: Any) -> Survey:
         "lost": {},
         "hosts": hosts,
         "clock_offsets": {"n1": 0.001, "n2": -0.001, "n3": 0.0},
-        "reach": {(a, b): {one.address: Link("", 1e-4) for one in hosts[b].facts.addresses} for a, b in pairs},
-        "folder": {host: FolderProbeAnswer() for host in HOSTS},
-        "links": {pair: Link("", 1e-4, 1.2e9) for pair in (("n1", "n2"), ("n2", "n3"), ("n3", "n1"))},
+        "links_by_address": {
+            (a, b): {one.address: Link("", 1e-4) for one in hosts[b].facts.addresses} for a, b in pairs
+        },
+        "folder_access": {host: FolderProbeAnswer() for host in HOSTS},
+        "measured_links": {pair: Link("", 1e-4, 1.2e9) for pair in (("n1", "n2"), ("n2", "n3"), ("n3", "n1"))},
         "seconds": 1.0,
     }
     return Survey(**content | changes)

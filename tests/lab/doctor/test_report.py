@@ -75,23 +75,29 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
         ("resources", "warning", "n2"),
     ),
     "a loopback name": ({"facts": {"n2": {"own_addresses": ("127.0.1.1",)}}}, ("names", "warning", "n2")),
-    "a closed way": ({"reach": reach(("n1", "n2"))}, ("ports", "error", "n2")),
-    "a closed host": ({"reach": reach(("n1", "n2"), ("n3", "n2"))}, ("ports", "error", "n2")),
+    "a closed way": ({"links_by_address": reach(("n1", "n2"))}, ("ports", "error", "n2")),
+    "a closed host": ({"links_by_address": reach(("n1", "n2"), ("n3", "n2"))}, ("ports", "error", "n2")),
     "a host without an address": (
-        {"reach": {(a, b): {} if b == "n3" else {ADDRESS[b]: Link()} for a, b in PAIRS}},
+        {"links_by_address": {(a, b): {} if b == "n3" else {ADDRESS[b]: Link()} for a, b in PAIRS}},
         ("ports", "error", "n3"),
     ),
     "a clock ahead": ({"clock_offsets": {"n1": 0.0, "n2": 9.0, "n3": 0.0}}, ("clocks", "warning", "n2")),
     "a clock behind": ({"clock_offsets": {"n1": 0.0, "n2": -9.0, "n3": 0.0}}, ("clocks", "warning", "n2")),
     "an unshared folder": (
-        {"folder": {"n1": FolderProbeAnswer(), "n2": FolderProbeAnswer("No such file"), "n3": FolderProbeAnswer()}},
+        {
+            "folder_access": {
+                "n1": FolderProbeAnswer(),
+                "n2": FolderProbeAnswer("No such file"),
+                "n3": FolderProbeAnswer(),
+            }
+        },
         ("run folder", "error", "n2"),
     ),
-    "a read-only folder": ({"folder": {"n1": FolderProbeAnswer("read-only")}}, ("run folder", "error", "n1")),
+    "a read-only folder": ({"folder_access": {"n1": FolderProbeAnswer("read-only")}}, ("run folder", "error", "n1")),
     "a full disk": ({"free": {"n3": 1 << 20}}, ("disk", "error", "n3")),
     "a nearly full disk": ({"free": {"n3": 1 << 29}}, ("disk", "warning", "n3")),
     "a slow link": (
-        {"links": {("n1", "n2"): Link("", 1e-4, 1e7), ("n2", "n3"): Link("", 1e-4, 1e9)}},
+        {"measured_links": {("n1", "n2"): Link("", 1e-4, 1e7), ("n2", "n3"): Link("", 1e-4, 1e9)}},
         ("bandwidth", "warning", "n1"),
     ),
     "a busy GPU": (with_gpu(gpu(1, processes=(77,))), ("gpus", "warning", "n2")),
@@ -135,7 +141,7 @@ def test_the_figures_are_those_of_the_slowest_link_and_the_longest_round_trip() 
         ("n1", "n2"): {"a": Link("", 3e-4), "b": Link("", 2e-4), "c": Link("closed")},
         ("n2", "n1"): {"d": Link("", 1e-4)},
     }
-    assert worst_link_values(survey(links=links, reach=trips)) == (1.5e9, 2e-4)
+    assert worst_link_values(survey(measured_links=links, links_by_address=trips)) == (1.5e9, 2e-4)
 
 
 def test_the_address_that_the_hosts_name_means_is_preferred() -> None:
@@ -147,7 +153,7 @@ def test_the_address_that_the_hosts_name_means_is_preferred() -> None:
         "eth0",
     ]
     closed = dict(changed.links_by_address) | {("n1", "n2"): {"10.77.0.2": Link(), "10.88.0.2": Link("refused")}}
-    changed = survey(facts={"n2": {"addresses": second, "own_addresses": ("10.88.0.2",)}}, reach=closed)
+    changed = survey(facts={"n2": {"addresses": second, "own_addresses": ("10.88.0.2",)}}, links_by_address=closed)
     assert [usable.interface for host in hosts_of(changed) if (usable := host.usable_address())] == ["eth0"] * 3
 
 

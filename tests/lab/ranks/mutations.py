@@ -461,7 +461,7 @@ def stale_gradients() -> AbstractContextManager[None]:
 
 
 def stand_in_counted() -> AbstractContextManager[None]:
-    return planted((base, "uncounted", lambda model, parameters: nullcontext()))
+    return planted((base, "ignore_batch", lambda model, parameters: nullcontext()))
 
 
 # ---- none --------------------------------------------------------------------------------------------------------

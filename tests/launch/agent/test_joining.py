@@ -166,7 +166,7 @@ def test_who_cannot_reach_one_that_is_just_lost_is_tried_again(tmp_path: Path, m
         old, off, new = nodes
         here, told = [old, off], list[str]()
         cluster = SimpleNamespace(
-            here=here, members={1: old, 2: off}, waiting=[new], dismiss=lambda *_: told.append("off")
+            present_nodes=here, members={1: old, 2: off}, waiting=[new], dismiss=lambda *_: told.append("off")
         )
         newcomers = JoinQueue(NodePlan(argv=(), nproc=1, nodes=4, min_nodes=1), cast(Any, cluster))
         newcomers.check_waiting_nodes(str(tmp_path), "proof")

@@ -108,7 +108,7 @@ def test_only_links_that_have_said_something_are_read_and_signs_of_life_wake_nob
 def test_connections_of_a_node_that_was_silent_get_as_long_again_to_recover_before_the_network_is_blamed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("paceline.launch.agent.monitor.unreachable", lambda *_: [])
+    monkeypatch.setattr("paceline.launch.agent.monitor.find_unreachable_nodes", lambda *_: [])
     plan = NodePlan(("true",), nproc=1, ranks=NodeRanks(world_size=3))
     waiting = [rank(n, BEFORE, WAITS) for n in range(3)]
     with crew_of(3) as (cluster, _):

@@ -80,7 +80,7 @@ def test_decision(name: str) -> None:
 
 failures = st.builds(
     FailedGeneration,
-    end=st.sampled_from([RankEnd.SIGNAL, RankEnd.SIGNAL, RankEnd.SIGNAL, RankEnd.VICTIM]),
+    rank_end=st.sampled_from([RankEnd.SIGNAL, RankEnd.SIGNAL, RankEnd.SIGNAL, RankEnd.VICTIM]),
     rank=st.integers(0, 1),
     exit_code=st.sampled_from([137, 139]),
     exception=st.just(""),
