@@ -262,7 +262,7 @@ def test_the_guard_sees_collectives_through_whatever_an_import_has_kept(preloade
         "dist.P2POp(dist.isend, __import__('torch').ones(1), 1 - rank)\n"
         "keeper.all_reduce(__import__('torch').ones(1))\n"
         "from paceline.rank.guard import HangGuard\n"
-        "Guard.of_process().ledger.take_order()\n"
+        "HangGuard.of_process().ledger.take_order_hash()\n"
         "assert [op.kind for op in HangGuard.of_process().ledger.taken()] == ['all_reduce']\n"
         "dist.destroy_process_group()",
         before="",

@@ -61,7 +61,6 @@ def survey(**changes: Any) -> Survey:
         for host in HOSTS
     }
     pairs = list(permutations(HOSTS, 2))
-    addresses = {host: [one.address for one in hosts[host].facts.addresses] for host in HOSTS}
     content: dict[str, Any] = {
         "wanted": PlannedUse(**wanted | changes.pop("wanted", {})),
         "lost": {},
