@@ -95,8 +95,8 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 from framework import train
 for swapped in (False, True, False):
     train(swapped)
-    sites = [op.site.partition(", ")[2] for op in guard.ledger.last_ordered_calls()]
-    print(guard.ledger.take_order_hash(), *sites, sep="|")
+    order = guard.ledger.take_order_hash()
+    print(order, *[op.site.partition(", ")[2] for op in guard.ledger.last_ordered_calls()], sep="|")
 dist.destroy_process_group()
 """
 FRAMEWORK = """

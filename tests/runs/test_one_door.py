@@ -32,6 +32,7 @@ ALLOWED = {
     ("train/consistency.py", "read_bytes"): "the user's own code, compared between ranks",
     ("train/determinism.py", "read_text"): "/proc",
     ("host/machine_log.py", "read_text"): "/proc",
+    ("runs/folder.py", "read_bytes"): "/proc",
     ("cli/monitor.py", "read_bytes"): "/proc",
     ("cli/monitor.py", "read_text"): "/proc",
     ("report/page.py", "read_text"): "its own templates, and plotly's script",

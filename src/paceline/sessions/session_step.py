@@ -100,7 +100,7 @@ class SessionStep(Step):
                 return False
         if self.is_skipped:
             return False
-        if part.has_aside:
+        if part.has_pending_gradients:
             raise UsageError(code="step-before-last-backward")
         self.begin_update()
         return True

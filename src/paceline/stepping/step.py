@@ -350,7 +350,11 @@ class Step:
 
     def _put_aside(self, wanted: Sequence[ModelInTraining], micro_step: MicroStep) -> None:
         for part in wanted:
-            if (reached := part.reached) and not self.phases.alone and part.has_stepped(micro_step.stepped_optimizers):
+            if (
+                (reached := part.has_received_gradients)
+                and not self.phases.alone
+                and part.has_stepped(micro_step.stepped_optimizers)
+            ):
                 raise UsageError(code="backward-after-step", number=part.number + 1)
             part.after_backward(reached)
 

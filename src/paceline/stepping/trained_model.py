@@ -66,9 +66,9 @@ class LossScale:
 class ModelInTraining:
     """A model in training. Its gradients are summed in .grad over the micro-batches of a step."""
 
-    has_aside = False
+    has_pending_gradients = False
     """whether gradients of this step wait for its last micro-batch"""
-    reached = True
+    has_received_gradients = True
     """after a watched backward: whether any parameter got a gradient"""
     adapters: Any = None
     """of peft, in a session: see `train.adapters`"""
@@ -96,7 +96,7 @@ class ModelInTraining:
             parameter.grad = None
 
     def before_backward(self, wanted: bool, watched: bool) -> None:
-        """Before a backward: its gradients are dropped if not `wanted`; `watched`: sets `reached`."""
+        """Before a backward: its gradients are dropped if not `wanted`; `watched`: sets `has_received_gradients`."""
 
     def backward(self, loss: Tensor, *, factor: float | Tensor = 1.0, retain_graph: bool = False) -> None:
         """Back-propagate a loss of all models, times a `factor`."""
@@ -217,7 +217,7 @@ class ModelInTraining:
 
 def models_reached_on_any_rank(wanted: Sequence[ModelInTraining], world: World) -> list[ModelInTraining]:
     """The models with parameters that a watched backward has reached on any rank; closes the others (a collective)."""
-    flags = to_device_async([float(part.reached) for part in wanted], world.device)
+    flags = to_device_async([float(part.has_received_gradients) for part in wanted], world.device)
     rank_counts = sum_over_ranks(flags, "models reached by a backward").tolist()
     for part, ranks in zip(wanted, rank_counts, strict=True):
         if not ranks:
