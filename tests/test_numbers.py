@@ -77,6 +77,14 @@ def mesh() -> list[str]:
     return [f"{1 / found[name]['speed beside by hand']['median']:.2f}" for name in ("tensor=2", "pipeline=2")]
 
 
+def lora_runs() -> list[str]:
+    return [str(sum(not case["problems"] for case in record("lora.json")["cases"].values()))]
+
+
+def equal_stops() -> list[str]:
+    return [str(sum(repeat["same_bits"] for repeat in record("stops.json")["repeats"].values()))]
+
+
 def probe() -> list[str]:
     ratios = [one["ratio"] for one in record("probe.json").values() if isinstance(one, dict)]
     return [f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
@@ -240,6 +248,8 @@ TYPED = (
     ),
     Typed("../README.md", "gpu.json", "trains at [# of DDP's speed]", lambda: gpu("default")),
     Typed("../README.md", "bits-digests.json", "([# runs](benchmarks/results/bits-digests.json), ", digests),
+    Typed("hugging-face.md", "lora.json", "[# runs](../benchmarks/results/lora.json) end within", lora_runs),
+    Typed("scripts.md", "stops.json", "[# stops](../benchmarks/results/stops.json)", equal_stops),
     Typed("../README.md", "lines.md", "results/lines.md) | # + # | # + # | # + # | # + # |", changed_lines),
     Typed(
         "../README.md",

@@ -48,7 +48,7 @@ EVENTS = """# Events
 
 A run logs its events in `events-RANK.jsonl`, one file for each rank, and the use of its machines in
 `machine-NODE.jsonl`. Each record is one line of JSON, and `kind` is its type. Readers skip kinds that they do not know.
-The command of `--on-event` reads [events of the run](#of-the-run-the-input-of---on-event). `python tools/reference.py`
+The command of `--on-event` reads [events of the run](#of-the-run-input-of-the-event-command). `python tools/reference.py`
 writes this page from the classes of the records, and a test fails if it is stale. [The run folder](../run-folder.md)
 describes the other files.
 
@@ -216,7 +216,7 @@ def events() -> str:
     for title, found in (
         ("Of each rank: `events-RANK.jsonl`", records(SOURCE / "runs" / "events.py")),
         ("Of each machine: `machine-NODE.jsonl`", records(SOURCE / "runs" / "machine.py")),
-        ("Of the run: the input of `--on-event`", of_run),
+        ("Of the run: input of the event command", of_run),
     ):
         parts.append(f"## {title}\n\n")
         for record in found:
