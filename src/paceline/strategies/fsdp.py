@@ -69,7 +69,7 @@ class FSDP(Strategy):
             element-wise.
     """
 
-    sharded = True
+    is_sharded = True
     in_lockstep = True
 
     def __init__(

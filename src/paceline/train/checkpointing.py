@@ -57,7 +57,7 @@ class CheckpointedModels:
     @property
     def is_sharded(self) -> bool:
         """Whether a rank holds only a shard of any model."""
-        return any(part.replica.sharded for part in self.models)
+        return any(part.replica.is_sharded for part in self.models)
 
     def state(self) -> list[TensorShard]:
         """The tensors of all models, followed by the others."""
