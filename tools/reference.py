@@ -49,8 +49,8 @@ EVENTS = """# Events
 A run logs its events in `events-RANK.jsonl`, one file for each rank, and the use of its machines in
 `machine-NODE.jsonl`. Each record is one line of JSON, and `kind` is its type. Readers skip kinds that they do not know.
 The command of `--on-event` reads [events of the run](#of-the-run-input-of-the-event-command).
-`python tools/reference.py` writes this page from the classes of the records, and a test fails if it is stale. [The run folder](../run-folder.md)
-describes the other files.
+`python tools/reference.py` writes this page from the classes of the records, and a test fails if it is stale.
+[The run folder](../run-folder.md) describes the other files.
 
 `unix_time` is in seconds since 1970. Durations are in seconds.
 

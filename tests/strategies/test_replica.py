@@ -41,7 +41,7 @@ def test_the_step_is_the_gradient_of_the_global_mean(world, name):
     wanted = torch.autograd.grad(mean, list(plain.parameters()))
     result = train_step(replica, step, loss)
     assert result.loss == pytest.approx(float(mean.detach()), rel=1e-6)
-    assert replica.is_sharded == STRATEGY_INFO[name].sharded
+    assert replica.sharded == STRATEGY_INFO[name].sharded
     weights = replica.weights()
     for (n, p), g in zip(plain.named_parameters(), wanted, strict=True):
         torch.testing.assert_close(weights[n], p.detach() - 0.1 * g)

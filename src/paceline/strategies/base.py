@@ -59,7 +59,7 @@ class Strategy:
     the optimizer's step.
     """
 
-    is_sharded = False
+    sharded = False
     """whether each rank holds only a shard of the gradients"""
     in_lockstep = False
     """whether a forward is a collective. Then all ranks run the same number of forwards, some on dummy batches"""
@@ -107,7 +107,7 @@ class Strategy:
 
     def join(self, parts: "ModelParallelAdapter", world: World) -> None:
         """Train a part of a model whose other parts are on other ranks of `world`."""
-        self.parts, self.world, self.is_sharded = parts, world, True
+        self.parts, self.world, self.sharded = parts, world, True
 
     # a micro-batch
 

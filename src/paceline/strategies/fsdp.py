@@ -69,7 +69,7 @@ class FSDP(Strategy):
             element-wise.
     """
 
-    is_sharded = True
+    sharded = True
     in_lockstep = True
 
     def __init__(

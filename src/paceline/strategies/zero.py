@@ -33,7 +33,7 @@ class Zero(Strategy):
         UsageError: for synchronised batch norm, and for an optimizer whose update is not element-wise.
     """
 
-    is_sharded = True
+    sharded = True
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None

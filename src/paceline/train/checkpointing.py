@@ -55,9 +55,9 @@ class CheckpointedModels:
     """Returns the tensors to save in addition to the models. They are equal on all ranks."""
 
     @property
-    def is_sharded(self) -> bool:
+    def sharded(self) -> bool:
         """Whether a rank holds only a shard of any model."""
-        return any(part.replica.is_sharded for part in self.models)
+        return any(part.replica.sharded for part in self.models)
 
     def state(self) -> list[TensorShard]:
         """The tensors of all models, followed by the others."""
@@ -108,7 +108,7 @@ def save_alone(
     """
     shards, world = holder.state(), holder.world
     elsewhere = next((f" (this one has only a part, e.g. {part.name})" for part in shards if not part.replicated), None)
-    if holder.is_sharded and elsewhere is None:  # a rank can hold no shard at all of a small model
+    if holder.sharded and elsewhere is None:  # a rank can hold no shard at all of a small model
         elsewhere = ""
     if elsewhere is not None and world.size > 1:
         raise TrainingError(code="state-on-other-ranks", elsewhere=elsewhere)
