@@ -263,7 +263,7 @@ def test_the_guard_sees_collectives_through_whatever_an_import_has_kept(preloade
         "keeper.all_reduce(__import__('torch').ones(1))\n"
         "from paceline.rank.guard import HangGuard\n"
         "HangGuard.of_process().ledger.take_order_hash()\n"
-        "assert [op.kind for op in HangGuard.of_process().ledger.taken()] == ['all_reduce']\n"
+        "assert [op.kind for op in HangGuard.of_process().ledger.last_ordered_calls()] == ['all_reduce']\n"
         "dist.destroy_process_group()",
         before="",
         modules=("keeper",),
