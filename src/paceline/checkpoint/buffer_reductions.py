@@ -81,7 +81,7 @@ def load_buffer_history(source: Source, virtual_rank: int, name: str) -> BufferH
 
 
 def infer_saved_reduction(source: Source, name: str, values: Mapping[int, Tensor], initial: Tensor) -> str:
-    """The reduction of an undeclared buffer, inferred from its saved values, by virtual rank; see `inferred`."""
+    """The reduction of an undeclared buffer, inferred from its saved values, by virtual rank; see `infer_reduction`."""
     ranks: list[BufferObservation] = []
     for virtual_rank, value in values.items():
         is_changed = initial.shape != value.shape or bool((value != initial).any())

@@ -133,7 +133,7 @@ def write_shard_file(buffer: Tensor, shard: ShardLayout, meta: Mapping[str, Any]
 
 
 def read_meta(path: Path | str) -> tuple[Any, tuple[Piece, ...]] | None:
-    """The metadata and the pieces of a file written by `fill`; None for any other file, or an incomplete one."""
+    """The metadata and the pieces of a file of `write_shard_file`; None for any other file, or an incomplete one."""
     try:
         with safe_open(str(path), "pt") as file:
             metadata = file.metadata()

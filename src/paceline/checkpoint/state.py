@@ -107,7 +107,7 @@ def load_into(source: Source, shard: TensorShard) -> None:
     """Copy the saved tensor, or its range of elements, into `shard`.
 
     Raises:
-        UsageError: see `needed`.
+        UsageError: see `read_matching_tensor`.
     """
     if shard.unsharded_shape is None:
         shard.tensor.copy_(read_matching_tensor(source, shard.name, shard.tensor))

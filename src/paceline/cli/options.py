@@ -161,7 +161,7 @@ class Option:
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Shows an option as `Option.shown`. Never breaks a line inside the name of an option."""
+    """Shows an option as `Option.usage_form`. Never breaks a line inside the name of an option."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         return str(action.metavar)

@@ -58,7 +58,7 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     def __init__(self, num_features: int, *, group: dist.ProcessGroup | None = None, **options: Any) -> None:
-        """`options`: those of torch's batch norm. See also `convert`."""
+        """`options`: those of torch's batch norm. See also `convert_sync_batchnorm`."""
         super().__init__(num_features, **options)
         self.group = group
         self.counted = True

@@ -248,11 +248,11 @@ class InterNodeSum:
         ]
 
     def save_state(self) -> None:
-        """Save the state for `put_back`."""
+        """Save the state for `restore_state`."""
         self._kept = self._state
 
     def restore_state(self) -> None:
-        """Restore the state of `keep`, because the sums since then were not used."""
+        """Restore the state of `save_state`, because the sums since then were not used."""
         self._state = self._kept
 
     def reset_residual(self) -> None:

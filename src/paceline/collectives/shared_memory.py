@@ -28,7 +28,7 @@ No rank reads a half-written slot, and no rank overwrites a slot that others sti
   visible to all processors in one order.
 
 ARM and others may show a counter before its slot. Python cannot issue the instructions that prevent this. Their ranks
-therefore share no memory: see `MACHINES`.
+therefore share no memory: see `SUPPORTED_ARCHITECTURES`.
 
 A waiting rank first spins for some tens of microseconds, the usual delay between ranks. Then it sleeps, for a fraction
 of the time that it has waited: a wait costs little CPU time and ends at most a few percent late. If there are more

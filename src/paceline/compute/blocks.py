@@ -152,7 +152,7 @@ def register_backward_callback(blocks: Mapping[str, FSDPModule], act: Callable[[
 
 
 def blocks_of(model: nn.Module, rule: str | None, *, flag: str) -> dict[str, nn.Module]:
-    """The blocks inside the plain `model` by name, inner ones first. `rule` and `flag`: see `forward.matching`.
+    """The blocks inside the plain `model` by name, inner ones first. `rule` and `flag`: see `find_matching_modules`.
 
     Raises:
         UsageError: if `rule` matches nothing, or one of its blocks has a parameter that is also used outside.

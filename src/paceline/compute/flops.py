@@ -55,7 +55,7 @@ class FlopCount(TorchDispatchMode):
 
     @contextmanager
     def count_samples(self, samples: int) -> Generator[None]:
-        """Inside, count the operations of `samples` samples, up to the last `mark`. After an error nothing counts."""
+        """Inside, count the operations of `samples` samples up to the last `mark_backward_end`; none after an error."""
         self._formulas = self._formulas or _formulas()
         self.is_active = True
         try:

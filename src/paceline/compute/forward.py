@@ -107,7 +107,7 @@ def recompute(model: nn.Module, rule: str) -> list[str]:
 
     Args:
         model: the model.
-        rule: comma-separated patterns of names or classes of modules, see `matching`.
+        rule: comma-separated patterns of names or classes of modules, see `find_matching_modules`.
 
     Returns:
         The names of the modules.

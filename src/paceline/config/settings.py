@@ -423,7 +423,7 @@ def load(path: Path, *, must_own: bool) -> TrainConfig:
 
     Args:
         path: without links; see `runs.reading.real_path`.
-        ours: raise an error if another user could have written the file, as it names code to be run.
+        must_own: raise an error if another user could have written the file, as it names code to be run.
 
     Raises:
         UsageError: if it cannot be read, is not TOML, or a key or value is invalid.

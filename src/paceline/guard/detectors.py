@@ -251,7 +251,7 @@ class SleepDetector:
         return True
 
     def proves_sleep(self, diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> bool | None:
-        """Whether the ranks of the diagnosis were in one sleep since the last evidence; None if `due` was False."""
+        """Whether its ranks were in one sleep since the last evidence; None if `should_collect` was False."""
         if not self._sampled:
             return None
         now = {sample.rank: sample.sleep for sample in evidence if sample.sleep >= 0}
@@ -433,7 +433,7 @@ def find_slow_rank(spent: PhaseSecondsByRank, hosts: Mapping[int, str]) -> Strag
 
 
 def find_slow_script_rank(spent: PhaseSecondsByRank, hosts: Mapping[int, str]) -> Straggler | None:
-    """As `slow_rank`, for the phases that hooks report: a rank is slow only if the others wait for its delay."""
+    """As `find_slow_rank`, for the phases that hooks report: a rank is slow only if the others wait for its delay."""
     work = {rank: sum(seconds[phase] for phase in SCRIPT_WORK_PHASES) for rank, seconds in spent.items()}
     waits = {rank: seconds[Phase.BACKWARD] + seconds[Phase.SYNC] for rank, seconds in spent.items()}
     rank = max(work, key=lambda r: work[r])

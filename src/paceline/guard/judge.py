@@ -4,7 +4,7 @@ The most certain explanation counts, in this order:
 
     primary failures                     DIED: a signal or an exception. A rank that only lost its peers is not a
                                          primary failure (see deaths.py)
-    ranks that contradict each other     MISMATCH, LEFT, DEADLOCK: one of them is wrong (see `_dispute`)
+    ranks that contradict each other     MISMATCH, LEFT, DEADLOCK: one of them is wrong (see `_diagnose_dispute`)
     ranks that others wait for and that  STOPPED, UNINTERRUPTIBLE, LOADER, BEHIND, NOT_MET, by the state of the process
     wait for no rank
     all ranks are in one collective      NETWORK

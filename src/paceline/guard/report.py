@@ -296,7 +296,7 @@ class _Header(msgspec.Struct):
 
 
 def read_diagnosis(folder: Path) -> DiagnosisRecord:
-    """Read the diagnosis of a folder that `write_diagnosis` made, or an earlier version with the names in `FORMER`.
+    """Read the diagnosis of a folder of `write_diagnosis`, or of an earlier version with `FORMER_NAMES`.
 
     Raises:
         UsageError: diagnosis.json is missing or damaged, or has a different version.

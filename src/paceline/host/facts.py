@@ -210,7 +210,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Rule(Generic[T]):
-    """One row of the table of rules: each of the `facts` of a node for which `wrong` is true gives a finding."""
+    """One row of the table of rules: each of the `facts` of a node for which `is_wrong` is true gives a finding."""
 
     check: str
     severity: Severity

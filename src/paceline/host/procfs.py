@@ -24,7 +24,7 @@ INPUT_SYSCALL_NUMBERS = {"x86_64": ((0, 19), (23, 270)), "aarch64": ((63, 65), (
 
 @dataclass(frozen=True)
 class Process:
-    """One line of /proc/PID/stat. `start` is in clock ticks since boot; with the pid it identifies a process."""
+    """One line of /proc/PID/stat. `start_ticks` is in clock ticks since boot; with the pid it identifies a process."""
 
     pid: int
     state: str  # R S D T Z ...

@@ -61,7 +61,7 @@ class LineSplitter:
 
     @property
     def wait_seconds(self) -> float | None:
-        """The time to wait for more output before calling `due`; None: no limit."""
+        """The time to wait for more output before calling `take_due_bar`; None: no limit."""
         if self._due_seconds is None or self.bar_state in (b"", self._last_state):
             return None
         return max(0.0, self._due_seconds - time.monotonic())

@@ -44,9 +44,9 @@ class Command:
 class Plan:
     """The actions of a launcher. A launcher fills only the fields that it uses.
 
-    `supervise.run` starts and watches the `agents`; each reads its entry of `nodes` on its stdin. Slurm runs `submit`.
-    The user types the `by_hand` commands, one on each node. `files` (name -> text) are first written into the submit
-    folder, readable by their owner only. `notes` are for the user.
+    `supervise.run` starts and watches the `agents`; each reads its entry of `nodes` on its stdin. Slurm runs
+    `submit_command`. The user types the `manual_commands`, one on each node. `files` (name -> text) are first written
+    into the submit folder, readable by their owner only. `notes` are for the user.
     """
 
     agents: tuple[Command, ...] = ()

@@ -95,7 +95,7 @@ def shard_along_tensor(
     Args:
         model: whole on every rank.
         world: with a dimension `tensor`.
-        asked: see `Task.parallelize`.
+        choose_styles: see `Task.parallelize`.
         probe: returns the loss of the model on a few samples, equal on all ranks. Called before and after.
         sequence: sequence parallelism: between two layers each rank has a part of every sequence.
 

@@ -47,11 +47,11 @@ def find_plan(
     Args:
         model: the unsharded model.
         ranks: number of ranks along tensor.
-        asked: by name or pattern of modules, one of WAYS, which overrides the rules. The last match counts.
+        requested_styles: by name or pattern of modules, one of WAYS, which overrides the rules. The last match counts.
 
     Raises:
-        UsageError: if the number of ranks does not divide the heads of an attention or a width in `asked`, a pattern
-            matches no module, or no layer can be sharded.
+        UsageError: if the number of ranks does not divide the heads of an attention or a width in
+            `requested_styles`, a pattern matches no module, or no layer can be sharded.
     """
     chosen = _requested_layers(model, requested_styles or {}, ranks)
     excluded = tuple(f"{name}." for name, layer in chosen.items() if layer is None)  # and all modules inside

@@ -214,7 +214,7 @@ def read_findings(descriptor: int) -> Sequence[ScriptFinding]:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first call in which ranks differ. `odd` are the ranks in the minority; empty without a majority."""
+    """The first call in which ranks differ. `minority_ranks` is empty without a majority."""
 
     calls: tuple[Op | None, ...]  # by rank; None: the rank made no further call
     minority_ranks: tuple[int, ...]

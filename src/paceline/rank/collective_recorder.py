@@ -85,7 +85,7 @@ class GroupRecord:
     """The calls over one process group.
 
     Collectives are numbered per group, from 1, and a call counts once. Torch's numbers also rise with messages to a
-    peer, and rise by several for calls that torch composes of others (`GroupRecord.own`).
+    peer, and rise by several for calls that torch composes of others (`GroupRecord.to_own_number`).
     """
 
     name: str

@@ -138,7 +138,8 @@ def _flight_recorder_dumps(*, collectives: bool) -> list[dict[str, Any]]:
     if loaded_c10d_module() is None:
         return []
     # safe to unpickle: the data comes from the memory of this process
-    return [pickle.loads(dump(collectives, False, False)) for dump in dumps if dump]  # without stacks: see `merged`
+    # without stacks: see `merge_recent_ops`
+    return [pickle.loads(dump(collectives, False, False)) for dump in dumps if dump]
 
 
 def _flight_recorder_ops(groups: Mapping[str, GroupRecord]) -> list[TimedOp]:

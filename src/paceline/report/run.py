@@ -1,6 +1,6 @@
 """The contents of a run folder, in bounded memory: steps of each rank, evaluations, checkpoints, failures, machines.
 
-If a part cannot be read, `missing` has the reason: an incomplete report is better than none.
+If a part cannot be read, `unreadable_parts` has the reason: an incomplete report is better than none.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ def _align_clocks(run: RunData) -> None:
 
 @contextmanager
 def _recording_errors(run: RunData, part: str) -> Generator[None]:
-    """Record read errors in `run.missing` instead of raising them."""
+    """Record read errors in `run.unreadable_parts` instead of raising them."""
     try:
         yield
     except FileNotFoundError:

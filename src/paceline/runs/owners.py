@@ -67,7 +67,7 @@ def open_file(path: Path, *, folder: bool = False, must_be_ours: bool = False) -
     Args:
         path: a path without links (see `reading.real_path`).
         folder: whether to open a folder.
-        ours: raise an error if a different user could have changed it.
+        must_be_ours: raise an error if a different user could have changed it.
 
     Raises:
         FileNotFoundError: it does not exist.

@@ -155,18 +155,18 @@ def entry_names(folder: Path) -> list[str]:
 
 
 def numbered_files(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    """The files in a folder whose names match `pattern`, by the number in its group 1; see `names`."""
+    """The files in a folder whose names match `pattern`, by the number in its group 1; see `entry_names`."""
     matches = (pattern.fullmatch(name) for name in entry_names(folder))
     return dict(sorted((int(match[1]), folder / match[0]) for match in matches if match))
 
 
 def symlinks(folder: Path) -> list[str]:
-    """The symbolic links in a folder; see `names`."""
+    """The symbolic links in a folder; see `entry_names`."""
     return _listed(folder, os.DirEntry.is_symlink)
 
 
 def folders(folder: Path) -> list[str]:
-    """The subfolders of a folder, without links to folders; see `names`."""
+    """The subfolders of a folder, without links to folders; see `entry_names`."""
     return _listed(folder, lambda entry: entry.is_dir(follow_symlinks=False))
 
 

@@ -175,7 +175,7 @@ def _make_private(descriptor: int, path: Path) -> int:
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
-    """Write a file atomically; see `replacing`.
+    """Write a file atomically; see `replace_atomically`.
 
     Args:
         path: the file. An existing one is replaced.

@@ -111,9 +111,9 @@ class Loader:
 
         Args:
             world: the ranks.
-            put_back: the result of `position`, if the epoch resumes at batch `start`; None otherwise.
+            saved_position: the result of `checkpoint_position`, if the epoch resumes at batch `start`; None otherwise.
             start: the first batch to compute.
-            trains: whether this is a training epoch, whose order checkpoints contain.
+            is_training: whether this is a training epoch, whose order checkpoints contain.
 
         Raises:
             UsageError: the samplers of the ranks differ in length, or the order differs from that before the resume.

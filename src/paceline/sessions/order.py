@@ -181,14 +181,14 @@ class SamplerState:
         return {"sources": sources, "attributes": {**changed, **states}}
 
     def restore_generators(self, state: Mapping[str, Any]) -> None:
-        """Restore the generators from the result of `now` on rank 0."""
+        """Restore the generators from the result of `capture` on rank 0."""
         sources = self._sources()
         for name, value in state.get("sources", {}).items():
             if name in sources:
                 set_generator_state(sources[name], value)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `now` after a resume."""
+        """Restore the result of `capture` after a resume."""
         self.restore_generators(state)
         owners = dict(self._owners())
         for name, owner in owners.items():

@@ -444,7 +444,7 @@ class PreparedModel(ModelInTraining):
         return [i for i, (grad, version, before, then) in pairs if grad is not before or version != then]
 
     def values_to_compare(self) -> tuple[int, ...]:
-        """Numbers that must be equal on all ranks in each step. `COMPARED` has their names.
+        """Numbers that must be equal on all ranks in each step. `COMPARED_VALUE_NAMES` has their names.
 
         The number of hooks, the trained parameters, the gradients that the loop has changed, and the learning rates.
         """

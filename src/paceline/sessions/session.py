@@ -65,7 +65,7 @@ class Session:
         self.explained, self.note_exit = (
             self._steps.explain_gradient_error,
             self._loop.note_exit,
-        )  # for the hooks of `install`
+        )  # for the hooks of `install_exit_hooks`
         open_sessions.append(self)
 
     @property

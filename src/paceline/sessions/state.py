@@ -153,7 +153,7 @@ class SessionState:
             raise UsageError(code="scheduler-not-prepared")
 
     def search_unsaved_state(self, *, only_known_containers: bool = False) -> None:
-        """Search for state that would be lost. `again`: only in the containers of the last search.
+        """Search for state that would be lost. `only_known_containers`: only in the containers of the last search.
 
         Raises:
             UsageError: there is such state, or the loop has replaced a registered object. The state is damaged then.

@@ -90,7 +90,7 @@ class Step:
         self.phases = UpdatePasses(self.parts)
         self._is_entered = False  # whether a micro-batch has begun
         self._counting: AbstractContextManager[None] | None = None  # the operations of that micro-batch
-        self._usual: tuple[int, tuple[int, ...]] | None = None  # `done` of micro-batches in the last step
+        self._usual: tuple[int, tuple[int, ...]] | None = None  # `completed_calls` of micro-batches in the last step
         self._weight = 0.0  # of the previous step
         self.tensor_hooks: TensorHookTracker | None = None  # of a session
         self._value: Tensor | None = None  # the last loss, with its graph

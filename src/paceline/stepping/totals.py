@@ -139,7 +139,7 @@ class StepTotals:
 
         It is the weight of the global batch if this is known: from the plan, or because this rank has all of it.
         Otherwise it is a power of two near the weight of the last step, which changes no bit of the sum, and the
-        gradients are divided by `rest` later. None: call `set_exact_loss_divisor` with the totals of all ranks.
+        gradients are divided by `remaining_divisor` later. None: call `set_exact_loss_divisor` with the totals.
         """
         if self.scale is None:
             if self._reduction == "sum":

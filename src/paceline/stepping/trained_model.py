@@ -55,7 +55,7 @@ class LossScale:
             self.value, self._good = self.value * 2, 0
 
     def json_state(self) -> dict[str, Any]:
-        """The state, for `take`."""
+        """The state, for `load_json_state`."""
         return {"loss_scale": [self.value, self._good, self.skipped]}
 
     def load_json_state(self, saved: Mapping[str, Any]) -> None:

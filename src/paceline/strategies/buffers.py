@@ -68,7 +68,7 @@ class VirtualRankBuffers:
         self._synchronised = {n for n, slots in self._slots.items() if isinstance(slots[0][0], SyncBatchNorm)}
         self._initial = {name: buffer.clone() for name, buffer in self._in_module().items()}
         self._reductions = _reductions(model, self._slots)
-        """declared or known reductions by buffer; `OPEN`: to be inferred"""
+        """declared or known reductions by buffer; `UNDECLARED`: to be inferred"""
         self._decided = dict(self._reductions)
         self._custom = {n: slots[0] for n, slots in self._slots.items() if not _is_in_normalization(*slots[0])}
         self._open = [name for name, reduction in self._reductions.items() if reduction == UNDECLARED]
@@ -97,7 +97,7 @@ class VirtualRankBuffers:
 
     @torch.no_grad()
     def save_copies(self) -> None:
-        """Save copies of all buffers, for `put_back`."""
+        """Save copies of all buffers, for `restore_copies`."""
         self._apply_assigned_values()
         self._counted.clear()
         self._kept_seen = {virtual_rank: dict(histories) for virtual_rank, histories in self._seen.items()}
@@ -127,7 +127,7 @@ class VirtualRankBuffers:
 
     @torch.no_grad()
     def restore_copies(self) -> None:
-        """Restore all buffers from the last `keep`.
+        """Restore all buffers from the last `save_copies`.
 
         A buffer stays in the same memory, unless the module has replaced it: a CUDA graph uses that memory.
         """
@@ -396,7 +396,7 @@ class VirtualRankBuffers:
         extrema: _Buffers = {}
         for i, (name, piece) in enumerate(zip(names, top.split(sizes), strict=True)):
             value = piece if i < len(largest) else _negated(piece)
-            value = value + 0.0 if dtype.is_floating_point else value  # no -0: see `reduced`
+            value = value + 0.0 if dtype.is_floating_point else value  # no -0: see `reduce_buffer`
             extrema[name] = value.reshape(self._initial[name].shape).to(self._initial[name].dtype)
         return extrema
 
@@ -591,7 +591,7 @@ def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
 
 
 def _reductions(model: nn.Module, slots: Mapping[str, Sequence[tuple[nn.Module, str]]]) -> dict[str, str]:
-    """By buffer, the declared reduction, or the built-in one of its class; else `OPEN`.
+    """By buffer, the declared reduction, or the built-in one of its class; else `UNDECLARED`.
 
     Raises:
         UsageError: if a declaration is wrong.
@@ -630,7 +630,7 @@ def _check_declaration(model: nn.Module, owner: nn.Module) -> None:
 
 
 def _builtin_reduction(owner: nn.Module, leaf: str) -> str:
-    """The reduction of a buffer of a torch module; `OPEN` for any other."""
+    """The reduction of a buffer of a torch module; `UNDECLARED` for any other."""
     if _is_in_normalization(owner, leaf):
         return _IN_NORMALIZATION[leaf]
     bases = [base.__name__ for base in type(owner).__mro__]

@@ -135,7 +135,7 @@ class OuterOptimizer:
         return [*own_shards, *counts, *momentum]
 
     def load(self, source: Source) -> None:
-        """Load the result of `hold`, or the state of a different strategy or number of nodes. Load `model/` first."""
+        """Load `state_shards`, or the state of a different strategy or number of nodes. Load `model/` first."""
         self._steps.zero_()
         for velocity in self._velocity:
             velocity.zero_()

@@ -51,7 +51,7 @@ def function_settings(function: Callable[..., Any]) -> list[Setting] | None:
 
 
 def convert_settings(task: str, settings: list[Setting] | None, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the strings in `given` to the types of the settings. Other values stay unchanged.
+    """Convert the strings in `values` to the types of the settings. Other values stay unchanged.
 
     Raises:
         UsageError: if a name is unknown, a string cannot be converted, or a required setting is missing.

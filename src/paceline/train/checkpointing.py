@@ -158,7 +158,7 @@ class CheckpointWriter:
         """Why the last checkpoint could not be written; empty if it could. Set on rank 0 only."""
 
     def write_status(self) -> tuple[float, float]:
-        """The fields `written` and `failed` of Votes for the pending checkpoint."""
+        """The fields `shard_written` and `shard_failed` of ControlFlags for the pending checkpoint."""
         writing = self._writing
         return float(bool(writing and writing.shard)), float(bool(writing and writing.failure))
 
@@ -319,7 +319,7 @@ class CheckpointManager:
         """Why the last checkpoint could not be written; empty if it could. Set by `end`, on all ranks."""
 
     def votes(self) -> tuple[float, float, float]:
-        """The fields `written`, `failed` and `due` of Votes, for the totals of the next step."""
+        """The fields `shard_written`, `shard_failed` and `checkpoint_due` of the ControlFlags of the next step."""
         seconds = self._policy.checkpoint_seconds
         # only rank 0 reads its clock; otherwise the ranks would save different steps
         is_due = seconds is not None and not self._world.rank and time.monotonic() - self._saved_at >= seconds

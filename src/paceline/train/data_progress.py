@@ -55,7 +55,7 @@ class DataProgress:
         return {}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Restore the result of `numbers`."""
+        """Restore the result of `json_state`."""
 
 
 class StreamProgress(DataProgress):

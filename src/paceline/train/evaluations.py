@@ -93,7 +93,7 @@ class Evaluator:
             self.load(progress.origin.trainer_state.loop if progress.origin else {})
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Restore the `content` of a checkpoint."""
+        """Restore the `checkpoint_values` of a checkpoint."""
         names = ["loss", *self._parts.task.metrics]
         self.best = BestEvaluation(self._run.keep_best, self._run.patience, names, saved.get("best", {}))
         self.ended_early: str = saved.get("ended_early", "")
@@ -143,7 +143,7 @@ class Evaluator:
 
     def _evaluate(self, split: Split) -> dict[str, float]:
         parts, began, page = self._parts, time.perf_counter(), HangGuard.of_process().page
-        previous = page.enter(Phase.EVALUATE)  # not restored after an error: `TrainingProgress.fail` reads the phase
+        previous = page.enter(Phase.EVALUATE)  # not restored after an error: `save_after_failure` reads the phase
         metrics = evaluate(
             parts.replica, parts.eval_sets[split], parts.task.loss, parts.task.metrics,
             replace(parts.loading, page=page, evaluates=True), tick=page.tick,

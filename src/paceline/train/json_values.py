@@ -53,7 +53,7 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def optimizer_json_state(optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
-    """The settings of the optimizer's parameter groups and the state of the scheduler, for `load_numbers`."""
+    """The settings of the parameter groups and the state of the scheduler, for `load_optimizer_json_state`."""
     state = None if scheduler is None else scheduler.state_dict()
     return {"groups": as_json(group_settings(optimizer)), "scheduler": as_json(state)}
 

@@ -67,7 +67,7 @@ class TrainingProgress(RunRecorder):
         self._checkpoints: CheckpointManager | None = None
         self._saves_seen = self._saves_done = 0  # user requests for a checkpoint: at the last vote, and handled
         self.is_open = False
-        """Whether the run has a folder and `open` has claimed it."""
+        """Whether the run has a folder and `open_run` has claimed it."""
         self._restore(origin)
         self.start = self.step
 
@@ -177,7 +177,7 @@ class TrainingProgress(RunRecorder):
     ) -> PacelineError | None:
         """Save the state after the last step when `error` ends the run, without any collective.
 
-        Nothing is saved unless the state is `whole`, i.e. not in the middle of an update.
+        Nothing is saved unless the state is `is_state_consistent`, i.e. not in the middle of an update.
 
         Returns:
             The error to raise instead, or None: the guard's error, if it aborted a collective; or an error that names

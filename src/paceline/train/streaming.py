@@ -35,7 +35,7 @@ class Stream:
         self._whole, self._parts = StreamPart(dataset, plan.seed), dict[int, StreamPart]()
         self._is_split = plan.parts_of_stream > 1
         self.saved: dict[str, Any] = {}
-        """The `position` from which the next epoch resumes."""
+        """The `checkpoint_position` from which the next epoch resumes."""
         self._chunks: dict[tuple[int, int], StreamChunk | Exception] = {}  # by (epoch, batch): the current and next one
         self._total = self._incomplete = 0  # samples of the current batch; number of incomplete batches in the epoch
         self._is_read = self._trained = False

@@ -61,7 +61,8 @@ def load(path: Path, *, require_trusted_owner: bool) -> dict[str, Tensor]:
     """Load a file of `save`. The result has tied weights under all their names.
 
     Raises:
-        OSError: if the file is missing or damaged, or with `ours` if another user could have written it.
+        OSError: if the file is missing or damaged, or could have been written by another user although
+            `require_trusted_owner` is set.
     """
     try:
         with (

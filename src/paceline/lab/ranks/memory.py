@@ -149,7 +149,7 @@ def _timeline(profiler: profile, device: torch.device) -> list[int | str]:
 
 
 class TrafficCounter:
-    """Counts the bytes that this rank sends, from its creation or the last call of `sent`."""
+    """Counts the bytes that this rank sends, from its creation or the last call of `take_sent_bytes`."""
 
     def __init__(self, page: StatusPage, world: World, pipeline: Pipeline | None) -> None:
         self._page, self._world, self._line = page, world, pipeline

@@ -48,8 +48,8 @@ class StepValues:
 class Reference:
     """One process that computes all virtual ranks.
 
-    With `union` (synchronised batch norm) one forward computes the k-th micro-batches of all virtual ranks. Otherwise
-    each has a separate forward, with the buffers of its virtual rank.
+    With `joins_virtual_ranks` (synchronised batch norm) one forward computes the k-th micro-batches of all virtual
+    ranks. Otherwise each has a separate forward, with the buffers of its virtual rank.
     """
 
     task: Task

@@ -132,7 +132,7 @@ class EvidenceReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class UnblockOrder(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator to node: abort the collective in which these ranks wait, with the message `StopReport.word`."""
+    """Coordinator to node: abort the collective in which these ranks wait, with `StopReport.unblock_message`."""
 
     ranks: tuple[int, ...]
     word: str

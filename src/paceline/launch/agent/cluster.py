@@ -94,7 +94,7 @@ class RemoteNode:
                 return self._process_beat(message)
             case channel.EvidenceReply():
                 self._process_answer(message)
-                return False  # the caller of `ask` polls ten times a second
+                return False  # the caller of `request_evidence` polls ten times a second
             case channel.StartReply():
                 self.started = message
             case channel.ReachabilityReply():

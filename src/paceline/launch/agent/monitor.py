@@ -310,7 +310,7 @@ def _short(path: Path) -> str:
 
 # ---- `paceline watch` ----
 
-STATUS_INTERVAL_SECONDS = 0.9  # the coordinator calls `look` about once a second
+STATUS_INTERVAL_SECONDS = 0.9  # the coordinator calls `LiveStatus.update` about once a second
 WATCH_TIMEOUT_SECONDS = 15.0  # since `paceline watch` last touched its file
 CHECKPOINT_REQUEST_PATTERN = re.compile(f"{CHECKPOINT_ASK}(.*)", re.DOTALL)
 

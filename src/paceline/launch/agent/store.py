@@ -233,9 +233,9 @@ def _to_node0(node0: str, port: int, secret: bytes) -> socket.socket:
 class Store:
     """The rendezvous store of a generation.
 
-    On one host, the store is in `memory`: an anonymous file that the ranks inherit, and that no other user can open. On
-    several hosts, it is at a port, and the ranks reach it through a `gate`. Rank 0 inherits the socket bound and
-    listening, since another process could take a port that is closed in between.
+    On one host, the store is in `memory_fd`: an anonymous file that the ranks inherit, and that no other user can
+    open. On several hosts, it is at a port, and the ranks reach it through a `proxy`. Rank 0 inherits the socket bound
+    and listening, since another process could take a port that is closed in between.
 
     A script opens its store itself, at a port that is open to all. The agent only binds this port. So the kernel does
     not assign it to another process that asks for any free port, and the script can still bind it with SO_REUSEADDR.

@@ -77,8 +77,8 @@ class StepWatch(ScriptListener):
         self._pending: defaultdict[int, int] = defaultdict(int)  # backwards, by optimizer, since its last step
         self._forwards, self._synced = 0, 0  # since any step
         self._backward_site, self._factors = "", list[float]()
-        self._local: list[float] = []  # by optimizer: `_total` after the last backward
-        self._unclipped: list[float] = []  # by optimizer: `_total` before clipping
+        self._local: list[float] = []  # by optimizer: `_weighted_gradient_sum` after the last backward
+        self._unclipped: list[float] = []  # by optimizer: `_weighted_gradient_sum` before clipping
         self._at = (-1, -1)  # loader and pass of the last backward
         self._clipped = set[int](), 0.0, 0.0, ""  # since any step: ids, norm, limit, line
 

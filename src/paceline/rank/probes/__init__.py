@@ -44,7 +44,7 @@ class DeferredReads:
         self._pending: deque[tuple[Any, Any, Callable[[list[Any]], None]]] = deque(maxlen=MAX_PENDING)
 
     def read(self, values: Any, then: Callable[[list[Any]], None]) -> None:
-        """Call `then` with the numbers in this tensor: now if it is on the host, else in a later `look`."""
+        """Call `then` with the numbers in this tensor: now if it is on the host, else in a later `deliver_arrived`."""
         if not values.is_cuda:
             then(values.tolist())
             return

@@ -8,8 +8,8 @@ script may also average gradients itself: any other optimizer is joint if most o
 there is a joint optimizer, all others are private to the rank: a probe, a temperature, an auxiliary model.
 
 A joint optimizer may leave DDP: after steps through DDP it steps with gradients of forwards that bypass DDP. Such a
-step is `past`. It may be intended on a rank that continues alone. A step without a new backward is not `past`, but an
-additional step.
+step `bypasses_ddp`. It may be intended on a rank that continues alone. A step without a new backward does not bypass
+DDP: it is an additional step.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ class PhaseTracker(StepCounter):
 
 
 class JoinContextDetector(ScriptListener):
-    """Sets `uneven` when a script enters torch's Join: ranks may then take different numbers of steps."""
+    """Sets the counter `uneven` when a script enters torch's Join: ranks may then take different numbers of steps."""
 
     def __init__(self, page: StatusPage) -> None:
         self._page, self._sees = page, False
