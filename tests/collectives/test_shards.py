@@ -137,7 +137,7 @@ def groups(model: Model, **options: Any) -> list[dict[str, Any]]:
 
 
 def cases() -> list[tuple[str, Make, dict[str, Any]]]:
-    """(name, class, options): each class in ELEMENT_WISE, its fused form, and variants with more state."""
+    """(name, class, options): each class in ELEMENT_WISE_OPTIMIZERS, its fused form, and variants with more state."""
     found: list[tuple[str, Make, dict[str, Any]]] = []
     for kind in ELEMENT_WISE_OPTIMIZERS:
         options: dict[str, Any] = {} if kind is torch.optim.Rprop else {"weight_decay": 0.1}

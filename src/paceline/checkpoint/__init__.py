@@ -1,8 +1,9 @@
 """The state of a training, which any strategy on any number of ranks can save and load.
 
 state: named tensors; shards: a rank's part of them as a file; format: manifest and checks; manager: the folder of
-checkpoints; snapshots: states in memory; resume: the newest state; export: a state_dict; reductions: of buffers.
+checkpoints; snapshots: states in memory; resume: the newest state; export: a state_dict; buffer_reductions.
 
-Write   replica.state() -> rank_part -> layout -> fill (copy) -> write_new (thread) -> commit: manifest, fsync, rename
-Read    entries -> check: manifest, sizes, hashes -> ShardFiles, a `Source` -> replica.load
+Write   replica.state() -> select_shards_to_save -> make_shard_layout -> write_shard_file (copy) ->
+        write_new (thread) -> commit: manifest, fsync, rename
+Read    entries -> check: manifest, sizes, hashes -> ShardFileSource, a `Source` -> replica.load
 """

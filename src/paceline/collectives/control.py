@@ -468,7 +468,7 @@ def sum_over_ranks(
 ) -> Tensor:
     """The sum of a few `numbers`, (n,) float64, over all ranks or a group, the same on all of them (a collective).
 
-    With the name LOOP_NUMBERS, all ranks must call this from the same line of the program and with the same `where`.
+    With the name LOOP_SUMS_NAME, all ranks must call this from the same line of the program and with the same `where`.
 
     Raises:
         TrainingError: with MISMATCH, on one rank, if they do not; see `CallSites`.

@@ -261,7 +261,7 @@ def assign_lanes(nodes: Iterable[Iterable[TreeNode]]) -> dict[TreeNode, LaneAddr
 
 MAX_ELEMENT_BYTES = 8  # of an element
 MAX_DIRECT_SUM_BYTES = 128 << 10  # up to this size, a second tick costs more time than the whole sum on each rank
-TWO_SUBTREE_DIRECT_FACTOR = 8  # of DIRECT_BYTES, if there are only two subtrees
+TWO_SUBTREE_DIRECT_FACTOR = 8  # of MAX_DIRECT_SUM_BYTES, if there are only two subtrees
 
 
 class TreeSum:

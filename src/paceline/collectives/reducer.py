@@ -25,7 +25,7 @@ from paceline.errors import UsageError
 class Reducer:
     """Sums gradients over all leaves.
 
-        reducer = sum_by_leaf(model, LeafPartition([(0, 2), (2, 3)], rank))
+        reducer = make_leaf_reducer(model, LeafPartition([(0, 2), (2, 3)], rank))
         for virtual_rank in my_virtual_ranks:
             reducer.enter(virtual_rank, is_last=virtual_rank == my_virtual_ranks[-1])
             loss(...).backward()

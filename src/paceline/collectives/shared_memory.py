@@ -532,7 +532,7 @@ def _map(descriptor: int, layout: MemoryLayout) -> memoryview:
 def consecutive_ranks_by_node(keys: Sequence[str]) -> list[range]:
     """The ranks of each host, from the key of each rank's host; empty if the ranks of one key are not consecutive.
 
-    runs_of_hosts(["a", "a", "b"]) == [range(0, 2), range(2, 3)]; runs_of_hosts(["a", "b", "a"]) == []
+    consecutive_ranks_by_node(["a", "a", "b"]) == [range(0, 2), range(2, 3)]; of ["a", "b", "a"] it is []
     """
     runs: list[range] = []
     for rank, key in enumerate(keys):

@@ -94,7 +94,7 @@ class SeededBatchDataset(SeededSampleDataset):
     """The same for a dataset that returns whole micro-batches. The status page has the first sample of each."""
 
     def __getitems__(self, keys: list[SampleKey]) -> Any:
-        """Return a list of samples to collate, or a WholeBatch."""
+        """Return a list of samples to collate, or a CollatedBatch."""
         indices = [index for _, index in keys]
         seed_streams(derive_seed(self._seed, "samples", keys[0][0], *indices))
         dataset: Any = self._dataset
@@ -117,7 +117,7 @@ class CollatedBatch:
 
 
 def collate_batch(collate: Callable[[list[Any]], Any] | None, samples: Any) -> Any:
-    """Collate samples with the task's function, or with torch's if it is None. A WholeBatch is already collated."""
+    """Collate samples with the task's function, or with torch's if it is None. A CollatedBatch is already collated."""
     return samples.batch if isinstance(samples, CollatedBatch) else (collate or default_collate)(samples)
 
 

@@ -34,7 +34,7 @@ from paceline.protocol.status_page import (
 )
 
 ANSWER_SECONDS = 2.0  # for an interpreter to answer; its watcher wakes four times a second
-UNRESPONSIVE_SECONDS = 4.0  # a watcher that has not woken for this long gets only DEAF_ANSWER_SECONDS
+UNRESPONSIVE_SECONDS = 4.0  # a watcher that has not woken for this long gets only UNRESPONSIVE_ANSWER_SECONDS
 UNRESPONSIVE_ANSWER_SECONDS = 1.0
 NATIVE_STACK_SECONDS = 1.0  # for the stacks that a worker writes on the signal
 MIN_CPU_INTERVAL_SECONDS = 0.5  # the shortest time over which CPU use is meaningful

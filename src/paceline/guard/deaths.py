@@ -82,7 +82,7 @@ def diagnosis_due_seconds(samples: Sequence[WorkerSample]) -> float | None:
     """The monotonic time in seconds at which the diagnosis is due; None while no rank has failed.
 
     Example: one rank raises an exception and cleans up for 3 s. The others lose it and end as victims. The record of
-    the first rank exists already, so the diagnosis is due SETTLE_SECONDS after the first end, not after the last.
+    the first rank exists already, so the diagnosis is due THREAD_END_SECONDS after the first end, not after the last.
     """
     first = first_to_fail(samples)
     if first is None:

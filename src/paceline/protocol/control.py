@@ -5,7 +5,7 @@ An agent starts a rank itself, or requests it from the preloader, a process that
     agent                                   preloader (rank/preload.py)
     starts it, with the command of a rank   imports the modules of every rank
                                             -> READY, or the reason why it cannot fork ranks
-    ForkOrder, with descriptors             -> the rank's pid, when it is the agent's child
+    ForkRequest, with descriptors           -> the rank's pid, when it is the agent's child
     a byte, once it has recorded the rank   the rank begins; without that byte it ends
 
 A rank that another launcher started (`paceline watchover`) attaches to the agent of its node:

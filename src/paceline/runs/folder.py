@@ -11,7 +11,7 @@ runs/mnist-cnn-20260131-093000/
     .lock               held by the processes of the active run
     attempt-1/          files of each start: config.toml, agent-<node>.json, rank-<r>.log, rank-<r>.times,
                         error-<r>.json, ended.json (the exit code and the diagnosis); nodes.json if hosts can join
-                        and leave, and join.json while they can join; launch.txt: see launched_attempt
+                        and leave, and join.json while they can join; launch.txt: see log_attempt_dir
     submit-1/           files of each start on other machines, see launch/plan.py
 """
 

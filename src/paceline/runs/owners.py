@@ -71,7 +71,7 @@ def open_file(path: Path, *, folder: bool = False, must_be_ours: bool = False) -
 
     Raises:
         FileNotFoundError: it does not exist.
-        NotOwned: a different user could have changed it.
+        NotOwnedError: a different user could have changed it.
         Unreadable: it has a different type, or we have no permission to read it.
     """
     descriptor, strangers = open_without_links(path.absolute(), folder=folder)

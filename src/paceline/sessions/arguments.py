@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def checks_arguments(function: Callable[P, T], where: str) -> Callable[P, T]:
-    """Raise an error for an unknown keyword, and for a value that the annotation or AT_LEAST does not allow."""
+    """Raise an error for an unknown keyword, or a value that the annotation or MIN_ARGUMENT_VALUES does not allow."""
     positions = [*inspect.signature(function).parameters]
     names = [name for name in positions if name != "self"]
 

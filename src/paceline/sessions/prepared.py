@@ -324,7 +324,7 @@ class PreparedModel(ModelInTraining):
                 self._summed, self._versions = grads, _versions(grads)
 
     def hide_hooks(self, *, alone: bool, counted: bool = True) -> HiddenHooks:
-        """See TrainedModel. If there were none, it only looks for them after one was registered."""
+        """See ModelInTraining. If there were none, it only looks for them after one was registered."""
         hooks = self.gate.tensor_hooks
         assert hooks is not None
         if self._own_hooks < 0 or self._hooks_seen != hooks.on_leaves:

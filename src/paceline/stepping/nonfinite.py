@@ -228,7 +228,7 @@ def _parameters(names: Sequence[str], of: int) -> str:
 
 
 def has_too_many_skipped(skipped: Collection[int], step: int) -> bool:
-    """Whether more than MOST of the last OF_STEPS steps up to `step` were skipped."""
+    """Whether more than MAX_SKIPPED_STEPS of the last SKIP_WINDOW_STEPS steps up to `step` were skipped."""
     return sum(step - SKIP_WINDOW_STEPS < skipped_step <= step for skipped_step in skipped) > MAX_SKIPPED_STEPS
 
 

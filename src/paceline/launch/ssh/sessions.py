@@ -90,7 +90,7 @@ class Output:
 
 
 class Sessions:
-    """The sessions of all hosts, node 0 first. At most FAN_OUT of them log in at the same time."""
+    """The sessions of all hosts, node 0 first. At most MAX_CONCURRENT_LOGINS of them log in at the same time."""
 
     def __init__(
         self, commands: Sequence[Command], wakeup: socket.socket, fan_out: int = MAX_CONCURRENT_LOGINS
@@ -267,7 +267,7 @@ class Sessions:
 
 @contextmanager
 def open_sessions(commands: Sequence[Command], wakeup: socket.socket) -> Generator[Sessions]:
-    """Start the sessions, with at most FAN_OUT concurrent logins. All sessions end with the context.
+    """Start the sessions, with at most MAX_CONCURRENT_LOGINS concurrent logins. All sessions end with the context.
 
     Raises:
         UsageError: the program does not exist.
