@@ -23,7 +23,7 @@ from paceline.cli.run_state import Access, find_run, run_state
 from paceline.errors import TrainingError
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster
-from paceline.launch.plan import Submission, next_submit_dir, write_submission
+from paceline.launch.plan import SubmitRecord, next_submit_dir, write_submission
 from paceline.protocol.evidence import Failure
 from paceline.runs.attempt import AttemptEnd, write_ended
 from paceline.runs.events import FlopsCounted, Started, Step
@@ -208,7 +208,7 @@ def test_an_agent_counts_only_with_its_own_start_time_and_host(run: Path) -> Non
 
 
 def test_a_run_of_slurm_on_a_machine_without_slurm_is_unknown(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_submission(next_submit_dir(run), Submission(on="slurm", started_at=1.0, slurm_job="12"))
+    write_submission(next_submit_dir(run), SubmitRecord(on="slurm", started_at=1.0, slurm_job="12"))
     monkeypatch.setenv("PATH", "/nowhere")
     found = run_state(run, Access(may_query_slurm=True))
     assert (found.state, found.slurm_job) == ("unknown", "12") and "no command scontrol" in found.words
@@ -228,7 +228,7 @@ def test_an_agent_on_another_host_is_asked_and_told_by_the_users_ssh(
         monkeypatch.setattr(module, "is_locked", lambda _: False)
     write_roster(run, agent.pid, host="n2")
     words = (str(tmp_path / "ssh"), "-F", "my config")
-    submission = Submission(on="ssh", started_at=1.0, hosts=("n2",), ssh=words)
+    submission = SubmitRecord(on="ssh", started_at=1.0, hosts=("n2",), ssh=words)
     write_submission(next_submit_dir(run), submission)
     access, flag = Access(words), ["--ssh", shlex.join(words)]
     assert run_state(run, access).state == "running"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.launch.plan import Submission, next_submit_dir, write_files, write_submission
+from paceline.launch.plan import SubmitRecord, next_submit_dir, write_files, write_submission
 from paceline.launch.slurm.plan import plan_slurm
 from paceline.launch.slurm.queue import (
     check_allocation,
@@ -44,7 +44,7 @@ def main(run: str, seconds: str, code: str, how: str = "", nodes: str = "2", **a
         return run_in_allocation(submit_dir / "job.sbatch")
     check_fits(job, os.environ)
     job_id = submit(plan, os.environ)
-    write_submission(submit_dir, Submission(on="slurm", started_at=time.time(), nodes=2, slurm_job=job_id))
+    write_submission(submit_dir, SubmitRecord(on="slurm", started_at=time.time(), nodes=2, slurm_job=job_id))
     if not how:
         print(job_id)
         return 0

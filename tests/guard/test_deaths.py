@@ -148,7 +148,7 @@ def test_a_victim_is_not_the_news_where_a_living_rank_is_to_blame() -> None:
 
 def test_what_travels_is_ages() -> None:
     sample = ended(1, 1, 70.0, failure=record(1, 60.0))
-    sent = sample.with_converted_times(100.0)
+    sent = sample.swap_times_and_ages(100.0)
     assert (sent.ended_seconds, sent.failed_at_seconds) == (30.0, 40.0)
-    assert sent.with_converted_times(1000.0).ended_seconds == 970.0  # by the receiver's clock
-    assert ended(1, None).with_converted_times(100.0).ended_seconds == 0.0
+    assert sent.swap_times_and_ages(1000.0).ended_seconds == 970.0  # by the receiver's clock
+    assert ended(1, None).swap_times_and_ages(100.0).ended_seconds == 0.0

@@ -13,7 +13,7 @@ from paceline.errors import TrainingError
 from paceline.launch.output import Tail, find_last_lines, read_lines
 from paceline.launch.plan import (
     SUBMISSION_FILE,
-    Submission,
+    SubmitRecord,
     last_submission,
     next_submit_dir,
     write_files,
@@ -55,17 +55,17 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
 
 def test_the_newest_start_that_was_written_down_counts(tmp_path: Path) -> None:
     assert last_submission(tmp_path) == (tmp_path, None)
-    second = Submission(
+    second = SubmitRecord(
         on="ssh", started_at=2.0, nodes=2, hosts=("n1", "n2"), ssh=("ssh", "-F", "c"), command=("paceline",)
     )
-    for submission in (Submission(on="slurm", started_at=1.0, slurm_job="7"), second):
+    for submission in (SubmitRecord(on="slurm", started_at=1.0, slurm_job="7"), second):
         write_submission(next_submit_dir(tmp_path), submission)
     for number in range(3, 11):  # 10 comes after 9, also as a name
         (tmp_path / f"submit-{number}").mkdir()
     (tmp_path / "submit-10" / SUBMISSION_FILE).write_text('{"on": "slurm", ')  # torn
     assert last_submission(tmp_path) == (tmp_path / "submit-2", second)
-    write_submission(tmp_path / "submit-10", Submission(on="local", started_at=3.0))
-    assert last_submission(tmp_path) == (tmp_path / "submit-10", Submission(on="local", started_at=3.0))
+    write_submission(tmp_path / "submit-10", SubmitRecord(on="local", started_at=3.0))
+    assert last_submission(tmp_path) == (tmp_path / "submit-10", SubmitRecord(on="local", started_at=3.0))
 
 
 def test_a_growing_file_is_read_once_in_whole_lines_that_steer_no_terminal(tmp_path: Path) -> None:

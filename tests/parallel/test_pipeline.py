@@ -15,7 +15,7 @@ from tests.errors import raises
 from torch import Tensor, nn
 
 from paceline.errors import TrainingError
-from paceline.parallel.partition import Chain, Layers, best_splits, profile_chain
+from paceline.parallel.partition import Chain, LayerGroup, best_splits, profile_chain
 from paceline.parallel.pipeline import ModelStage, Schedule, SplitPoint, _ShapesOnly, actions, idle_fractions
 from paceline.seeding import generator_states, restore_generator_states, seed_streams
 
@@ -29,7 +29,7 @@ def compiler(monkeypatch, tmp_path) -> None:
 
 
 def chain(*seconds: float, trained: int = 1) -> Chain:
-    layers = tuple(Layers(one / 3, one * 2 / 3, 4, 0, trained) for one in seconds)
+    layers = tuple(LayerGroup(one / 3, one * 2 / 3, 4, 0, trained) for one in seconds)
     return Chain(tuple(SplitPoint(f"m{n}", (), ()) for n in range(1, len(seconds))), layers, {}, False)
 
 

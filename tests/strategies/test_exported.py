@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from paceline import BatchPlan, Loading, load_steps, train_step
-from paceline.checkpoint.export import state_dict_aliases, state_dict_from_source
+from paceline.checkpoint.export import state_dict_from_source, state_dict_names_by_saved_name
 from paceline.checkpoint.format import DamagedCheckpoint
 from paceline.data.arrays import ArrayDataset
 from paceline.strategies import STRATEGIES
@@ -29,7 +29,7 @@ def test_it_is_what_the_run_would_write_under_every_strategy(world, name):
     model = Odd().double()  # in which the order of additions shows
     replica = STRATEGIES[name](model, partial(AdamW, lr=0.1), world, virtual_ranks=V)
     replica.model.train()
-    names = state_dict_aliases(replica.model)
+    names = state_dict_names_by_saved_name(replica.model)
     plan = BatchPlan(len(DATA), 12, virtual_ranks=V)
     for step in load_steps(DATA, plan, range(V), Loading(torch.device("cpu")), start=0, stop=4):
         train_step(replica, step, loss)
@@ -44,7 +44,7 @@ def test_it_is_what_the_run_would_write_under_every_strategy(world, name):
 def test_names_are_noted_where_the_state_dict_has_others():
     model = nn.ModuleDict({"odd": Odd(), "plain": nn.Linear(2, 2)})
     model["again"] = model["plain"]
-    assert state_dict_aliases(model) == {
+    assert state_dict_names_by_saved_name(model) == {
         "odd.embedding.weight": ["odd.embedding.weight", "odd.head.weight"],
         "odd.table": [],
         "plain.weight": ["plain.weight", "again.weight"],
@@ -56,4 +56,4 @@ def test_what_a_model_puts_into_its_state_dict_and_nobody_saves_is_told():
     model = nn.Linear(2, 2)
     model.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({"norm": torch.ones(1)}))
     with pytest.raises(DamagedCheckpoint, match="norm of the model's state_dict is not a parameter or buffer"):
-        state_dict_from_source(Kept([]), state_dict_aliases(model), 1)
+        state_dict_from_source(Kept([]), state_dict_names_by_saved_name(model), 1)

@@ -8,7 +8,7 @@ import pytest
 from tests.errors import raises
 
 from paceline.errors import UsageError
-from paceline.tasks.registry import check_task, is_training_loop, load_function, load_task
+from paceline.tasks.registry import check_task, is_session_loop, load_function, load_task
 
 
 def written(folder: Path, name: str, text: str) -> str:
@@ -79,9 +79,9 @@ def test_a_loop_is_told_from_a_task_without_importing_it(tmp_path: Path) -> None
     )
     task = written(tmp_path, "both", text)
     assert (
-        is_training_loop(task.replace(":task", ":main"))
-        and not is_training_loop(task)
-        and not is_training_loop("mnist-cnn")
+        is_session_loop(task.replace(":task", ":main"))
+        and not is_session_loop(task)
+        and not is_session_loop("mnist-cnn")
     )
     needy = written(tmp_path, "needy", "def task(epochs):\n    pass\n")
     with raises("task-needs-arguments"):

@@ -16,7 +16,7 @@ BUFFER_NAME_PATTERN = re.compile(r"buffers/(?:([0-9]{1,9})/)?(.+)")  # of one vi
 REDUCTION_NAME_PATTERN = re.compile(r"reduction/([a-z]+)/(.+)")
 
 
-def state_dict_aliases(model: nn.Module) -> dict[str, list[str]]:
+def state_dict_names_by_saved_name(model: nn.Module) -> dict[str, list[str]]:
     """The names of a saved tensor in the state_dict, for tensors with names other than the saved one.
 
     A tied parameter has several names, a buffer that is not persistent has none. "" has the names of entries that are
@@ -50,7 +50,7 @@ def state_dict_from_checkpoint(path: Path, manifest: Manifest, model_index: int 
 def state_dict_from_source(source: Source, names: Mapping[str, Sequence[str]], virtual_ranks: int) -> dict[str, Tensor]:
     """The state_dict of a model from its saved state, bit for bit as if the run ended at this step.
 
-    `names`: see `state_dict_aliases`.
+    `names`: see `state_dict_names_by_saved_name`.
 
     Raises:
         Damaged: if the files differ from their description, or the state_dict has an entry that was not saved.

@@ -40,7 +40,7 @@ class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     definition: dict[str, Any]
     evaluated: int = 0  # the step of the metrics
     loop: dict[str, Any] = {}  # the position of a custom loop, and the numbers of its optimizers and schedulers
-    names: list[dict[str, list[str]]] = []  # see `state_dict_aliases`; one for each model
+    names: list[dict[str, list[str]]] = []  # see `state_dict_names_by_saved_name`; one for each model
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from paceline.cli.run_state import (
     signal_agent,
 )
 from paceline.errors import ExitCode, TrainingError, UsageError
-from paceline.launch.plan import Submission, last_submission
+from paceline.launch.plan import SubmitRecord, last_submission
 from paceline.launch.slurm import queue
 from paceline.protocol.job import GRACE_PERIOD_SECONDS, NodePlan
 from paceline.runs.console import remove_controls
@@ -90,7 +90,7 @@ def ask_to_stop(run_dir: Path, access: Access, *, now: bool = False) -> None:
         _stop_agent(run_dir, submission, access, now=now)
 
 
-def _stop_agent(run_dir: Path, submission: Submission | None, access: Access, *, now: bool) -> None:
+def _stop_agent(run_dir: Path, submission: SubmitRecord | None, access: Access, *, now: bool) -> None:
     roster = coordinator_roster(run_dir)
     if roster is None or not is_agent_alive(run_dir, roster, submission, access.ssh):
         try:

@@ -14,7 +14,7 @@ from paceline.cli import command_line
 from paceline.cli.options import check_positive, split_command
 from paceline.errors import ExitCode, UsageError
 from paceline.lab.doctor.report import as_json, print_checks, run_checks
-from paceline.lab.doctor.survey import PROGRAM, PlannedUse, host_probes, survey
+from paceline.lab.doctor.survey import PROGRAM, PlannedUse, run_host_programs, survey_hosts
 from paceline.launch.plan import Command, parse_hosts
 from paceline.launch.ssh.plan import session_commands
 from paceline.rank.environment import expand_nodes
@@ -68,8 +68,8 @@ def main(arguments: Sequence[str]) -> int:
         threads=config.threads_per_rank or 0,
         quick=config.quick,
     )
-    with host_probes(commands) as opened:
-        report = survey(wanted, opened)
+    with run_host_programs(commands) as opened:
+        report = survey_hosts(wanted, opened)
     checks = run_checks(report)
     if config.json:
         print(as_json(report, checks).decode())

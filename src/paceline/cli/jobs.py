@@ -20,7 +20,7 @@ from paceline.host.shell_environment import parse_env
 from paceline.launch.by_hand import format_commands, plan_by_hand
 from paceline.launch.plan import (
     Plan,
-    Submission,
+    SubmitRecord,
     describe,
     next_submit_dir,
     parse_hosts,
@@ -235,7 +235,7 @@ def _start_slurm(cluster: ClusterConfig, job: JobSpec) -> int:
 
 
 def _record(cluster: ClusterConfig, job: JobSpec, slurm_job: str = "") -> None:
-    submission = Submission(
+    submission = SubmitRecord(
         on=cluster.on,
         started_at=time.time(),
         nodes=job.nodes,

@@ -23,7 +23,7 @@ from paceline.cli.options import split_command, ssh_command
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few, unknown_name_error
 from paceline.host.procfs import PROC, read_process
 from paceline.host.sweep import Roster, roster_path
-from paceline.launch.plan import Submission, last_submission, submit_number
+from paceline.launch.plan import SubmitRecord, last_submission, submit_number
 from paceline.protocol.evidence import SUCCESS_EXIT_CODES
 from paceline.report.live import rates
 from paceline.runs.attempt import read_ended, read_nodes, read_notices
@@ -172,7 +172,7 @@ def coordinator_roster(run_dir: Path) -> Roster | None:
     return None
 
 
-def is_agent_alive(run_dir: Path, roster: Roster, submission: Submission | None, ssh: Sequence[str]) -> bool | None:
+def is_agent_alive(run_dir: Path, roster: Roster, submission: SubmitRecord | None, ssh: Sequence[str]) -> bool | None:
     """Whether this agent still runs, and so holds the lock of the run; None if its host cannot be queried.
 
     `submission` has the host of the agent. `ssh` is the command to query it; empty: query no other host.
@@ -189,7 +189,7 @@ def is_agent_alive(run_dir: Path, roster: Roster, submission: Submission | None,
     return len(fields) > 19 and fields[0] not in "ZX" and fields[19] == str(roster.agent_started)
 
 
-def signal_agent(run_dir: Path, roster: Roster, submission: Submission | None, ssh: Sequence[str]) -> bool:
+def signal_agent(run_dir: Path, roster: Roster, submission: SubmitRecord | None, ssh: Sequence[str]) -> bool:
     """Send SIGTERM to the agent; return whether its host could be reached.
 
     Raises:
@@ -236,7 +236,7 @@ def _holds_lock(pid: int, run_dir: Path) -> bool:
     return False
 
 
-def _run_on_coordinator(submission: Submission | None, ssh: Sequence[str], command: str) -> str | None:
+def _run_on_coordinator(submission: SubmitRecord | None, ssh: Sequence[str], command: str) -> str | None:
     """The output of a shell command on the host of node 0; None if the host cannot be reached."""
     if not ssh or submission is None or submission.on != "ssh" or not submission.hosts:
         return None
@@ -256,7 +256,7 @@ class RunStatus(NamedTuple):
 
     state: State
     details: str  # details of the state
-    submission: Submission | None
+    submission: SubmitRecord | None
     job: queue.JobState | None
 
 
@@ -335,7 +335,7 @@ def _progress_fields(summary: Summary, settings: TrainConfig, progress: _Progres
     }
 
 
-def _slurm_job(submission: Submission | None, access: Access) -> tuple[queue.JobState | None, str]:
+def _slurm_job(submission: SubmitRecord | None, access: Access) -> tuple[queue.JobState | None, str]:
     """The state of the run's Slurm job, and the reason if the job could not be queried."""
     if submission is None or not submission.slurm_job:
         return None, ""
@@ -362,7 +362,7 @@ def read_run_status(run_dir: Path, access: Access = NO_ACCESS) -> RunStatus:
 
 
 def _determine_state(
-    run_dir: Path, submission: Submission | None, job: queue.JobState | None, not_queried: str, access: Access
+    run_dir: Path, submission: SubmitRecord | None, job: queue.JobState | None, not_queried: str, access: Access
 ) -> tuple[State, str]:
     if job is not None and job.lives:
         return ("queued" if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD") else "running"), str(job)
@@ -402,7 +402,7 @@ def _state_of(code: int, details: str) -> tuple[State, str]:
     return "failed", f"exit code {code}" + (f": {details}" if details else "")
 
 
-def _why_not_queried(submission: Submission | None, access: Access) -> str:
+def _why_not_queried(submission: SubmitRecord | None, access: Access) -> str:
     if not access.ssh:
         return "was not queried"
     reason = "cannot be reached from here"
@@ -412,7 +412,7 @@ def _why_not_queried(submission: Submission | None, access: Access) -> str:
     return reason
 
 
-def _hosts(submission: Submission | None, job: queue.JobState | None, run_dir: Path) -> tuple[str, ...]:
+def _hosts(submission: SubmitRecord | None, job: queue.JobState | None, run_dir: Path) -> tuple[str, ...]:
     if job is not None and job.nodes:
         return (job.nodes,)
     if submission is not None and submission.hosts:

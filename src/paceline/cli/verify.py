@@ -24,13 +24,13 @@ from paceline.lab.verify import (
     LoopSpec,
     VerifyReport,
     VerifySpec,
-    print_bits,
+    compare_and_print_bits,
     print_report,
 )
 from paceline.launch.supervise import run_workers
 from paceline.protocol.job import AUTO, HangTimeout
 from paceline.runs.attempt import read_ended
-from paceline.tasks.registry import check_no_training_at_import, check_task, is_training_loop
+from paceline.tasks.registry import check_no_training_at_import, check_task, is_session_loop
 
 WORKER = "paceline.lab.ranks.verify"
 STALL_SECONDS = 60.0  # window of the guard for a custom loop, whose epochs are short here
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     loop_arguments = list(arguments[separator + 1 :])
     ranks = parse_whole_numbers("--ranks", config.ranks)
     meshes = [Mesh.parse(mesh) for mesh in config.mesh]
-    if meshes and (config.bitwise or is_training_loop(config.task)):
+    if meshes and (config.bitwise or is_session_loop(config.task)):
         subject = "--bitwise" if config.bitwise else f"{config.task}, a custom loop"
         raise UsageError(code="verify-mesh", what=subject)
     if config.sequence_parallel and not any(mesh.size_of("tensor") > 1 for mesh in meshes):
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
     options |= parse_task_args(config.task_arg)
     check_no_training_at_import(config.task)
     check_task(config.task, {**options, **({"data_dir": config.data_dir} if config.data_dir else {})})
-    if is_training_loop(config.task):
+    if is_session_loop(config.task):
         return _verify_loop(config, ranks, strategies if config.strategies else [""], loop_arguments)
     if loop_arguments:
         raise UsageError(code="verify-arguments-of-task", arguments=" ".join(loop_arguments), task=config.task)
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str]) -> int:
     if config.bitwise:
         if {*strategies} - {*EXACT_STRATEGIES}:
             raise UsageError(code="verify-bitwise", allowed=[*EXACT_STRATEGIES], value=chosen)
-        return _verify(spec, ranks, BitsReport, print_bits, config.json)
+        return _verify(spec, ranks, BitsReport, compare_and_print_bits, config.json)
     return _verify(spec, meshes or ranks, VerifyReport, print_report, config.json)
 
 
@@ -156,7 +156,7 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
     if config.json:
         write_json(config.json, [report, bits])
     equal = print_report(None, [report])
-    return ExitCode.DONE if (not bits or print_bits(None, bits)) and equal else ExitCode.FAILED
+    return ExitCode.DONE if (not bits or compare_and_print_bits(None, bits)) and equal else ExitCode.FAILED
 
 
 def _verify(

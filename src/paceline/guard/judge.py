@@ -152,7 +152,7 @@ def _kind(rank: RankState) -> StopKind:
         return StopKind.STOPPED
     if rank.evidence.state == "D":
         return StopKind.UNINTERRUPTIBLE
-    return StopKind.LOADER if sentences.hanging_loaders(rank.evidence) else StopKind.BEHIND
+    return StopKind.LOADER if sentences.stuck_loader_workers(rank.evidence) else StopKind.BEHIND
 
 
 def _diagnose_stuck_collective(ranks: RankStates) -> Diagnosis | None:

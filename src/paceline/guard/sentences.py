@@ -123,7 +123,7 @@ def _about_blocks(ranks: RankStates, involved: Sequence[int]) -> list[str]:
     return ["with fsdp each call of a block is a collective: all ranks must call the same blocks in the same order"]
 
 
-def hanging_loaders(evidence: Evidence) -> list[LoaderWorker]:
+def stuck_loader_workers(evidence: Evidence) -> list[LoaderWorker]:
     """The loader processes that do not deliver the next batch of this rank."""
     if evidence.phase not in (Phase.DATA, Phase.USER):
         return []
@@ -139,7 +139,7 @@ def describe_waited_for(ranks: RankStates, causes: Sequence[int]) -> list[str]:
     alike = _group_ranks(causes, lambda n: (_where(ranks[n]), _most_awaited(holders, [n])))
     lines = [_not_entered(ranks, group, op) for group in alike]
     running = [ranks[n].evidence for n in causes if ranks[n].end is RankEnd.RUNS and not ranks[n].frozen]
-    loaders = [f"its {format_loader(loader)}" for evidence in running for loader in hanging_loaders(evidence)[:2]]
+    loaders = [f"its {format_loader(loader)}" for evidence in running for loader in stuck_loader_workers(evidence)[:2]]
     findings = (finding for n in causes for finding in ranks[n].evidence.findings)
     threads = [finding.text for finding in findings if finding.kind == "thread"]
     return [*_limited(lines), *_limited(loaders + threads), *_waiting(ranks, op, without=causes)]

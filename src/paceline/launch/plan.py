@@ -4,7 +4,7 @@ RUN/submit-1/         each start on other machines has a private folder, numbere
     config.toml       the settings of the workers
     plan.json         the plan that the agents receive, with the secret of the job
     job.sbatch        for Slurm: the batch script; slurm-<job>.out has its output and that of the agents
-    submitted.json    a Submission
+    submitted.json    a SubmitRecord
 """
 
 import ipaddress
@@ -203,7 +203,7 @@ SUBMISSION_FILE = "submitted.json"
 MAX_LOOKED_AT, MAX_BYTES = 10, 1 << 18
 
 
-class Submission(msgspec.Struct, frozen=True):
+class SubmitRecord(msgspec.Struct, frozen=True):
     """One start of a run. `started_at` is Unix time. `hosts` are the names for ssh, node 0 first."""
 
     on: LauncherName
@@ -255,7 +255,7 @@ def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:
             raise TrainingError(code="settings-not-written", path=submit_dir / name, strerror=error.strerror) from None
 
 
-def write_submission(submit_dir: Path, submission: Submission) -> None:
+def write_submission(submit_dir: Path, submission: SubmitRecord) -> None:
     """Write the record of a start atomically.
 
     Raises:
@@ -264,12 +264,12 @@ def write_submission(submit_dir: Path, submission: Submission) -> None:
     write_files(submit_dir, {SUBMISSION_FILE: msgspec.json.format(msgspec.json.encode(submission)).decode() + "\n"})
 
 
-def last_submission(run_dir: Path) -> tuple[Path, Submission | None]:
+def last_submission(run_dir: Path) -> tuple[Path, SubmitRecord | None]:
     """The newest recorded start, with its folder; the run folder and None if all starts were on this machine."""
     folders = [run_dir / name for name in entry_names(run_dir) if submit_number(Path(name))]
     for folder in sorted(folders, key=submit_number, reverse=True)[:MAX_LOOKED_AT]:
         try:
-            return folder, decode(folder / SUBMISSION_FILE, Submission, limit_bytes=MAX_BYTES)
+            return folder, decode(folder / SUBMISSION_FILE, SubmitRecord, limit_bytes=MAX_BYTES)
         except OSError:  # this start failed before its record was written
             continue
     return run_dir, None

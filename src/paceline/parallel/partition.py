@@ -31,7 +31,7 @@ INFINITE = float("inf")
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayerGroup:
     """The layers between two split points."""
 
     forward_seconds: float = 0.0
@@ -49,8 +49,8 @@ class Layers:
         """Forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
-    def __add__(self, other: "Layers") -> "Layers":
-        return Layers(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: "LayerGroup") -> "LayerGroup":
+        return LayerGroup(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Chain:
     """A model as a chain: `layers[i]` is before `points[i]`, and the last layers are after the last point."""
 
     points: tuple[SplitPoint, ...]
-    layers: tuple[Layers, ...]
+    layers: tuple[LayerGroup, ...]
     users: dict[str, tuple[int, ...]]
     """by name of a parameter or buffer, the indices of the layers that use it"""
     draws: bool
@@ -252,7 +252,7 @@ def profile_chain(model: nn.Module, forward: Callable[[], Any], inputs: Any, los
     for name, parameter in model.named_parameters():
         size = parameter.nbytes * (STATE_COPIES if parameter.requires_grad else 1)
         for number in users[name]:
-            layers[number] += Layers(state_bytes=size, trained=parameter.numel() * parameter.requires_grad)
+            layers[number] += LayerGroup(state_bytes=size, trained=parameter.numel() * parameter.requires_grad)
     return Chain(tuple(flow.split_point(name, call) for name, call in points), tuple(layers), users, flow.draws)
 
 
@@ -265,14 +265,14 @@ class _SegmentProfiler:
         self._state = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
         self._count = len(points) + 1
 
-    def measure(self, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> list[Layers]:
+    def measure(self, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> list[LayerGroup]:
         runs = [self._run(forward, loss) for _ in range(NUM_MEASUREMENTS)]
         return [
-            Layers(min(r.forward_seconds for r in of), min(r.backward_seconds for r in of), 0, of[0].kept_bytes)
+            LayerGroup(min(r.forward_seconds for r in of), min(r.backward_seconds for r in of), 0, of[0].kept_bytes)
             for of in zip(*runs, strict=True)
         ]
 
-    def _run(self, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> list[Layers]:
+    def _run(self, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> list[LayerGroup]:
         self._at, self._kept, self._passed_at = 0, [0] * self._count, [0.0] * self._count
         self._begun = [time.perf_counter()] * self._count
         with _hooked(self._model, self._begin), torch.autograd.graph.saved_tensors_hooks(self._keep, lambda t: t):
@@ -285,7 +285,9 @@ class _SegmentProfiler:
         for number in reversed(range(self._count)):  # without a gradient, the time counts for the layers before
             if self._passed_at[number]:
                 backward_seconds[number], last = self._passed_at[number] - last, self._passed_at[number]
-        return [Layers(a, b, 0, kept) for a, b, kept in zip(forward_seconds, backward_seconds, self._kept, strict=True)]
+        return [
+            LayerGroup(a, b, 0, kept) for a, b, kept in zip(forward_seconds, backward_seconds, self._kept, strict=True)
+        ]
 
     def _begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         if name in self._places:

@@ -297,7 +297,7 @@ class Pipeline:
     ) -> None:  # fmt: skip
         """The model is split at `points`, one fewer than ranks along the pipeline (a collective of all ranks)."""
         self.names = names
-        """`checkpoint.export.state_dict_aliases` of the whole model"""
+        """`checkpoint.export.state_dict_names_by_saved_name` of the whole model"""
         self.called = called
         """by name in the whole model's state_dict, the name under which a tensor is saved (tied ones have several)"""
         along = world.along("pipeline")

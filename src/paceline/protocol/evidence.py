@@ -258,7 +258,7 @@ class WorkerSample(msgspec.Struct, frozen=True, omit_defaults=True):
         reports_phases = self.phase is not Phase.USER and not self.script and self.phase_seconds
         return self.phase_seconds[Phase.OPTIMIZER] > 0 if reports_phases else None
 
-    def with_converted_times(self, now_seconds: float) -> Self:
+    def swap_times_and_ages(self, now_seconds: float) -> Self:
         """A copy with times replaced by ages, for sending; for a received sample, with ages replaced by times.
 
         The error is the transfer time, a few milliseconds.

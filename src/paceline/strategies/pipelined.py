@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from paceline.checkpoint.export import state_dict_aliases
+from paceline.checkpoint.export import state_dict_names_by_saved_name
 from paceline.checkpoint.shards import full_state, parameter_of
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import pack, unpack
 from paceline.collectives.control import Deferred, all_gather_object, raise_on_all_ranks
 from paceline.collectives.torch_collectives import name_collective
 from paceline.errors import UsageError
-from paceline.parallel.partition import Chain, Layers, best_splits
+from paceline.parallel.partition import Chain, LayerGroup, best_splits
 from paceline.parallel.pipeline import Pipeline, Schedule, SplitPoint
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
@@ -40,10 +40,10 @@ class StagePlan(msgspec.Struct, frozen=True):
         return [self.chain.points[end] for end in self.ends]
 
     @property
-    def stage_costs(self) -> list[Layers]:
+    def stage_costs(self) -> list[LayerGroup]:
         """The sums over the layers of each stage."""
         bounds = [0, *(end + 1 for end in self.ends), len(self.chain.layers)]
-        return [sum(self.chain.layers[a:b], Layers()) for a, b in pairwise(bounds)]
+        return [sum(self.chain.layers[a:b], LayerGroup()) for a, b in pairwise(bounds)]
 
     @property
     def stages_by_tensor(self) -> dict[str, tuple[int, ...]]:
@@ -96,7 +96,7 @@ def make_pipeline_stage(
     """
     points, users = plan.split_points, plan.stages_by_tensor
     number = world.along("pipeline").rank
-    names, called = state_dict_aliases(model), _saved_names(model)
+    names, called = state_dict_names_by_saved_name(model), _saved_names(model)
     _move_to_meta(model, {name for name, stages in users.items() if number not in stages})
     pipeline = Pipeline(world, model, points, draws=plan.chain.draws, schedule=schedule, names=names, called=called)
     if number:

@@ -111,7 +111,7 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
     return task
 
 
-def is_training_loop(name: str) -> bool:
+def is_session_loop(name: str) -> bool:
     """Whether `name` is a training loop: in its file, which is not imported, it uses a session and makes no Task."""
     tree = None if name in TASKS else parse_source("loop", name)
     if tree is None or "session(" not in ast.unparse(tree):

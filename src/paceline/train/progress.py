@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.export import state_dict_aliases
+from paceline.checkpoint.export import state_dict_names_by_saved_name
 from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState
 from paceline.checkpoint.shards import sha256_of
 from paceline.checkpoint.state import TensorShard
@@ -95,7 +95,9 @@ class TrainingProgress(RunRecorder):
         self._replicas, self._adapters = [part.replica for part in parts], [part.adapters for part in parts]
         if (location := self.place) is None:
             return
-        self._names = [r.pipeline.names if r.pipeline else state_dict_aliases(r.model) for r in self._replicas]
+        self._names = [
+            r.pipeline.names if r.pipeline else state_dict_names_by_saved_name(r.model) for r in self._replicas
+        ]
         holder = CheckpointedModels(parts, self._world, plan.virtual_ranks, others)
         self._checkpoints = CheckpointManager(
             holder, location, self.origin, self._checkpoint_policy,

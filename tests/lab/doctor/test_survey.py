@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paceline.lab.doctor import messages as m
-from paceline.lab.doctor.survey import PROGRAM, ask_hosts, host_probes
+from paceline.lab.doctor.survey import PROGRAM, ask_hosts, run_host_programs
 from paceline.launch.plan import Command
 
 HEALTHY = Command("n1", (sys.executable, *PROGRAM))
@@ -35,7 +35,7 @@ def stub(name: str, script: str) -> Command:
     ],
 )
 def test_a_bad_session_is_lost_alone_and_says_why(script: str, words: str) -> None:
-    with host_probes([stub("n2", script), HEALTHY]) as opened:
+    with run_host_programs([stub("n2", script), HEALTHY]) as opened:
         answers = ask_hosts(opened, dict.fromkeys(("n1", "n2"), m.AskTime()), m.Time, 2.0)
         assert list(answers) == ["n1"]
         assert any(part in opened[0].lost for part in words.split("|")), opened[0].lost
@@ -44,13 +44,13 @@ def test_a_bad_session_is_lost_alone_and_says_why(script: str, words: str) -> No
 
 def test_noise_of_a_login_shell_is_skipped() -> None:
     script = f"echo Welcome; echo; exec {shlex.join(HEALTHY.argv)}"
-    with host_probes([stub("n2", script)]) as opened:
+    with run_host_programs([stub("n2", script)]) as opened:
         assert ask_hosts(opened, {"n2": m.AskTime()}, m.Time, 10.0)
         assert opened[0].lost == ""
 
 
 def test_a_program_that_is_not_there_is_told() -> None:
-    with host_probes([Command("n2", ("/no/such/ssh", "n2"))]) as opened:
+    with run_host_programs([Command("n2", ("/no/such/ssh", "n2"))]) as opened:
         assert ask_hosts(opened, {"n2": m.AskTime()}, m.Time, 1.0) == {}
         assert "/no/such/ssh" in opened[0].lost and os.strerror(errno.ENOENT) in opened[0].lost
 
@@ -59,16 +59,16 @@ def test_all_hosts_are_asked_at_the_same_time(tmp_path: Path) -> None:
     """Each answers when all have been asked."""
     all_asked = f"while [ $(ls {tmp_path} | wc -l) -lt 5 ]; do sleep 0.05; done"
     slow = f"read line; touch {tmp_path}/$$; {all_asked}; echo '{{\"wall_seconds\": 1}}'; exec cat"
-    with host_probes([stub(f"n{i}", slow) for i in range(5)]) as opened:
+    with run_host_programs([stub(f"n{i}", slow) for i in range(5)]) as opened:
         answers = ask_hosts(opened, {session.name: m.AskTime() for session in opened}, m.Time, 15.0)
         assert len(answers) == 5
 
 
 DYING = """
 import os, sys, time
-from paceline.lab.doctor.survey import PROGRAM, HostProbe
+from paceline.lab.doctor.survey import PROGRAM, HostProgram
 from paceline.launch.plan import Command
-session = HostProbe(Command("n1", (sys.executable, *PROGRAM)))
+session = HostProgram(Command("n1", (sys.executable, *PROGRAM)))
 print(session._process.pid, flush=True)
 time.sleep(60)
 """

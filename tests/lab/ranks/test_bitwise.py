@@ -13,7 +13,7 @@ from paceline import ArrayDataset, Task
 from paceline.collectives import tree
 from paceline.collectives.reducer import Reducer
 from paceline.lab.ranks.verify import collect_bits
-from paceline.lab.verify import BitsReport, VerifySpec, print_bits
+from paceline.lab.verify import BitsReport, VerifySpec, compare_and_print_bits
 from paceline.rank.world import World
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(270)]
@@ -87,9 +87,9 @@ def planted(tmp_path_factory) -> list[BitsReport]:
 
 def test_another_order_of_additions_is_found_in_the_first_step(planted, capsys):
     right, other, _ = planted
-    assert print_bits(SPEC, [right, right])
+    assert compare_and_print_bits(SPEC, [right, right])
     assert "bit-identical" in capsys.readouterr().out
-    assert not print_bits(SPEC, [right, other])
+    assert not compare_and_print_bits(SPEC, [right, other])
     said = " ".join(capsys.readouterr().out.split())
     assert "DIFFERS" in said and "1 DIFFER" in said and "bit-identical" not in said
     got, want = other.bits[0].steps[0].gradients[:24], right.bits[0].steps[0].gradients[:24]
@@ -99,6 +99,6 @@ def test_another_order_of_additions_is_found_in_the_first_step(planted, capsys):
 def test_ranks_that_do_not_agree_are_found(planted, capsys):
     right, _, alone = planted
     assert right.bits[0].ranks_agree and not alone.bits[0].ranks_agree
-    assert not print_bits(SPEC, [alone])
+    assert not compare_and_print_bits(SPEC, [alone])
     said = " ".join(capsys.readouterr().out.split())
     assert "exact on 2, sgd: " in said and "ranks differ" in said and "bit-identical" not in said

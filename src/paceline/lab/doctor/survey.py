@@ -57,7 +57,7 @@ class Survey:
     seconds: float
 
 
-class HostProbe:
+class HostProgram:
     """The program on a host and the pipes to it. After a failure `lost` has the reason."""
 
     def __init__(self, command: Command) -> None:
@@ -147,11 +147,11 @@ class HostProbe:
 
 
 @contextmanager
-def host_probes(commands: Sequence[Command]) -> Generator[list[HostProbe]]:
+def run_host_programs(commands: Sequence[Command]) -> Generator[list[HostProgram]]:
     """Start all in parallel, and end them after the block."""
-    programs: list[HostProbe] = []
+    programs: list[HostProgram] = []
     try:
-        programs.extend(HostProbe(command) for command in commands)
+        programs.extend(HostProgram(command) for command in commands)
         yield programs
     finally:
         for program in programs:
@@ -159,7 +159,7 @@ def host_probes(commands: Sequence[Command]) -> Generator[list[HostProbe]]:
 
 
 def ask_hosts(
-    programs: Sequence[HostProbe], requests: Mapping[str, m.Request], answer_type: type[T], seconds: float
+    programs: Sequence[HostProgram], requests: Mapping[str, m.Request], answer_type: type[T], seconds: float
 ) -> dict[str, T]:
     """Send requests to several hosts in parallel. Return the answers of the next `seconds`, by host.
 
@@ -173,7 +173,7 @@ def ask_hosts(
     return {name: answer for name, answer in answers.items() if answer is not None}
 
 
-def survey(wanted: PlannedUse, programs: Sequence[HostProbe]) -> Survey:
+def survey_hosts(wanted: PlannedUse, programs: Sequence[HostProgram]) -> Survey:
     """Send all requests. Each has a time limit. A host that does not answer in time is `lost`."""
     start = time.monotonic()
     tokens = {name: secrets.token_hex(16) for name in wanted.hosts}
@@ -196,7 +196,7 @@ def survey(wanted: PlannedUse, programs: Sequence[HostProbe]) -> Survey:
 
 
 def _connect(
-    programs: Sequence[HostProbe], pairs: Mapping[Pair, Sequence[m.Target]], measure_seconds: float = 0.0
+    programs: Sequence[HostProgram], pairs: Mapping[Pair, Sequence[m.Target]], measure_seconds: float = 0.0
 ) -> dict[Pair, dict[str, m.Link]]:
     """All hosts connect to their targets in parallel. Returns the link to each address, by pair."""
     attempts_by_host: dict[str, list[tuple[Pair, m.Target]]] = {source: [] for source, _ in pairs}
@@ -216,7 +216,7 @@ def _connect(
     return links
 
 
-def _probe_folder(programs: Sequence[HostProbe], names: Sequence[str], folder: str) -> dict[str, m.FolderProbeAnswer]:
+def _probe_folder(programs: Sequence[HostProgram], names: Sequence[str], folder: str) -> dict[str, m.FolderProbeAnswer]:
     """Let the first host write a file, and all hosts read it. Returns the result of each host."""
     token, writer = secrets.token_hex(16), names[:1]
     write_results = ask_hosts(
@@ -233,7 +233,7 @@ def _probe_folder(programs: Sequence[HostProbe], names: Sequence[str], folder: s
     return read_results
 
 
-def _clock_offsets(programs: Sequence[HostProbe], names: Sequence[str]) -> dict[str, float]:
+def _clock_offsets(programs: Sequence[HostProgram], names: Sequence[str]) -> dict[str, float]:
     """Compare each clock with this machine's clock at the middle between request and answer."""
     offsets: dict[str, float] = {}
     for name in names:

@@ -114,14 +114,14 @@ class RemoteNode:
             states = ((worker.code, worker.failure is None, worker.stop_asked) for worker in beat.workers)
             self._ends = beat.generation, beat.stopped, beat.left, *states
             if beat.workers:
-                self._samples = {worker.rank: worker.with_converted_times(now) for worker in beat.workers}
+                self._samples = {worker.rank: worker.swap_times_and_ages(now) for worker in beat.workers}
         return self._ends != previous_ends
 
     def _process_answer(self, answer: channel.EvidenceReply) -> None:
         if answer.question == self.asked and answer.evidence is None:
             self.shown = self._partial_answer
         elif answer.question == self.asked and answer.evidence and len(self._partial_answer) < self.hello.nproc:
-            self._partial_answer.append(answer.evidence.with_converted_times(time.monotonic()))
+            self._partial_answer.append(answer.evidence.swap_times_and_ages(time.monotonic()))
 
 
 NODE_END_SECONDS = 3.0

@@ -166,7 +166,7 @@ class Follower:
                     if (collection := self._collection) is not None and collection.advance():
                         self._collection, now = None, time.monotonic()
                         for evidence in collection.evidence(workers.samples()):
-                            link.send(channel.EvidenceReply(collection.question, evidence.with_converted_times(now)))
+                            link.send(channel.EvidenceReply(collection.question, evidence.swap_times_and_ages(now)))
                         link.send(channel.EvidenceReply(collection.question, None))
         except Exception as error:  # an error of the guard must not end the run
             self._collection = None
@@ -192,7 +192,7 @@ class Follower:
         now = time.monotonic()
         beat = channel.NodeHeartbeat(self._number, stopped=True)
         if workers := self._workers:
-            samples = tuple(sample.with_converted_times(now) for sample in workers.samples())
+            samples = tuple(sample.swap_times_and_ages(now) for sample in workers.samples())
             beat = channel.NodeHeartbeat(
                 workers.number, samples, workers.oom_kills(), workers.swept, tuple(workers.left)
             )
