@@ -1,6 +1,5 @@
 """Creates loaders, prepared models and optimizers from the arguments of `Session.loader` and `Session.prepare`."""
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -126,8 +125,8 @@ def prepare_model(
         adapters = Adapters.of(model) if world.rank == 0 else None  # rank 0's weights are those of all ranks
         model = model.to(world.device)
         apply_precision(precision, model, world.device)
-    if "peft" in sys.modules:
-        adapters = msgspec.convert(all_gather_object(msgspec.to_builtins(adapters), world)[0], Adapters | None)
+    # on all ranks: a script may import peft on some ranks only
+    adapters = msgspec.convert(all_gather_object(msgspec.to_builtins(adapters), world)[0], Adapters | None)
     original_parameters = [*model.parameters()]
     replica = strategy(model, make_optimizer, world)
     with raise_on_all_ranks(world):
