@@ -72,6 +72,10 @@ def main() -> None:
     found["adalora"] = error(lambda: trained(get_peft_model(Net(), whole), strategy="fsdp"))  # pyright: ignore
     for session in [*paceline.sessions.lifecycle.open_sessions]:  # pyright: ignore
         session.close()
+    named = LoraConfig(r=2, target_modules=["first"])
+    s, model = trained(get_peft_model(Net(), named, adapter_name="base_model"))  # pyright: ignore
+    s.save(model, "named", adapter=True)
+    s.close()
     s, model = trained(lora(Net(), modules_to_save=["second"]), "run", strategy="fsdp")
     s.save(model, "saved", adapter=True)
     weights = s.weights(model)
@@ -83,6 +87,8 @@ def main() -> None:
         again.load_state_dict(weights)
         found["same outputs"] = torch.equal(loaded(X), again(X))
         found["another base"] = error(lambda: paceline.load_adapter(Net(seed=1), "saved"))
+        other = {"adapter_name": "base_model"}
+        found["another base, named"] = error(lambda: paceline.load_adapter(Net(seed=1), "named/base_model", **other))
         found["another dtype"] = error(lambda: paceline.load_adapter(Net().double(), "saved"))
         Path("found.json").write_text(json.dumps(found))
     s, _ = trained(lora(Net(seed=1), modules_to_save=["second"]), "run", strategy="fsdp")  # the run is over: a note

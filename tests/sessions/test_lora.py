@@ -15,12 +15,26 @@ from tests.sessions.soak_lora import ENV, killed_and_resumed, problems
 from paceline.cli.checkpoint import export
 
 ADAPTERS = Path(__file__).with_name("adapters.py")
+ONE_IMPORTS_PEFT = """
+import sys
+import torch
+import paceline
+
+s = paceline.session(seed=0)
+if s.rank == 0:
+    import peft
+model = torch.nn.Linear(2, 1)
+s.prepare(model, torch.optim.SGD(model.parameters()))
+print("peft" in sys.modules)
+s.close()
+"""
 EXPECTED = {
     "no adapter": ("no-adapter", ""),
     "trained outside": ("adapter-incomplete", "second.weight"),
     "statistics": ("adapter-incomplete", "norm.running_mean"),
     "adalora": ("adapter-needs-whole-weights", ""),
     "another base": ("adapter-of-another-base", ""),
+    "another base, named": ("adapter-of-another-base", ""),  # the adapter has the name of a module
     "another dtype": ("adapter-of-another-base", ""),
 }  # of adapters.py: the code of an error, and a part of the names in it
 
@@ -37,6 +51,14 @@ def test_a_killed_run_restores_the_whole_adapter_and_sends_no_frozen_weights(
     """`make soak-lora` runs the other cases."""
     facts = killed_and_resumed(model, strategy, ranks, tmp_path / "run")
     assert problems(facts, strategy, ranks) == [], facts
+
+
+@pytest.mark.ranks
+@pytest.mark.needs("peft")
+def test_ranks_prepare_a_model_if_only_one_has_imported_peft(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ONE_IMPORTS_PEFT)
+    done = run_script(2, "script.py", cwd=tmp_path, env=ENV)
+    assert (done.returncode, done.stdout) == (0, "True\nFalse\n"), done.stdout + done.stderr
 
 
 @pytest.mark.slow

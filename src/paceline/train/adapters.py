@@ -56,7 +56,8 @@ class Adapters(msgspec.Struct, frozen=True):
         if not found:
             return None
         name, peft_model = found[0]
-        files = {adapter: _files(peft_model, adapter, f"{name}." if name else "") for adapter in peft_model.peft_config}
+        prefix, base = f"{name}." if name else "", _base_digests(peft_model)
+        files = {adapter: _files(peft_model, adapter, prefix, base) for adapter in peft_model.peft_config}
         saved = {full for file in files.values() for full in file.tensors.values()}
         parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied one has several names
         saved_ids = {id(parameter) for key, parameter in parameters.items() if key in saved}
@@ -128,7 +129,7 @@ class Adapters(msgspec.Struct, frozen=True):
         return weights
 
 
-def _files(model: Any, adapter: str, prefix: str) -> AdapterFiles:
+def _files(model: Any, adapter: str, prefix: str, base: Mapping[str, str]) -> AdapterFiles:
     from peft import get_peft_model_state_dict
 
     state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
@@ -136,12 +137,9 @@ def _files(model: Any, adapter: str, prefix: str) -> AdapterFiles:
     # without embeddings of the base: their digest is compared, and peft would search the Hub for their original size
     selected = get_peft_model_state_dict(model, state, adapter_name=adapter, save_embedding_layers=False)
     tensors = {name: full_names[id(tensor)] for name, tensor in selected.items() if id(tensor) in full_names}
-    # a name of a tensor of an adapter contains the name of the adapter
-    base = {
-        _plain(name): tensor for name, tensor in state.items() if model.peft_config.keys().isdisjoint(name.split("."))
-    }
     replaced = {*map(_plain, tensors)}
-    digest = _digest({name: tensor for name, tensor in base.items() if name not in replaced})
+    digests = [digest for name, digest in sorted(base.items()) if name not in replaced]
+    digest = hashlib.sha256("".join(digests).encode()).hexdigest()
     config, base_model = model.peft_config[adapter], model.get_base_model()
     values = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
     values["inference_mode"] = True
@@ -154,11 +152,18 @@ def _files(model: Any, adapter: str, prefix: str) -> AdapterFiles:
     return AdapterFiles(json.loads(json.dumps(values)), tensors, digest)
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """The SHA-256 of the SHA-256 of each tensor, in several threads: one needs minutes for 100 GB."""
+def _base_digests(model: Any) -> dict[str, str]:
+    """The SHA-256 of each tensor of the base, by name. Several threads compute it: one needs minutes for 100 GB."""
+    of_adapters: set[str] = set()  # a layer of peft has dictionaries of tensors, by the names of the adapters
+    for path, module in model.named_modules():
+        if type(module).__module__.startswith("peft."):
+            for name, child in module.named_children():
+                if hasattr(type(child), "keys"):  # of torch or of peft
+                    of_adapters |= child.state_dict(prefix=f"{path}.{name}.".lstrip(".")).keys()
+    state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    base = {_plain(name): tensor for name, tensor in state.items() if name not in of_adapters}
     with ThreadPoolExecutor() as pool:
-        digests = [*pool.map(lambda item: sha256_of(dict([item])), sorted(tensors.items()))]
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
+        return dict(zip(base, pool.map(lambda item: sha256_of(dict([item])), base.items()), strict=True))
 
 
 def _folder(folder: Path, adapter: str) -> Path:
