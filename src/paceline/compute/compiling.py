@@ -40,12 +40,13 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
     TrainingError, with the end of torch's message.
 
     Raises:
-        UsageError: if the compiler that torch needs is missing.
+        UsageError: if the compiler that torch needs is missing, or the cache cannot be created or is not private.
     """
     why = missing_compiler_reason(device)
     if why:
         raise UsageError(code="compile-not-possible", why=why)
-    _use_private_cache()
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # the default is in /tmp, and torch unpickles what it contains
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache())
     # torch does not compile frames of torch, such as the forward of nn.Sequential: it needs a frame of ours around it
     wrap_forward(model, lambda forward, args, kwargs: forward(*args, **kwargs))
     cls: Any = type(model)
@@ -61,17 +62,6 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
 
     override_members(model, __call__=call)
     model.compile()
-
-
-def _use_private_cache() -> None:
-    """Let torch cache compiled code in a folder of the user instead of /tmp, because torch unpickles it.
-
-    Raises:
-        UsageError: if the folder cannot be created, or other users can write to it.
-    """
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        return
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache())
 
 
 def missing_compiler_reason(device: torch.device) -> str:
