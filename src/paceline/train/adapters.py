@@ -138,8 +138,7 @@ def _files(model: Any, adapter: str, prefix: str, base: Mapping[str, str]) -> Ad
     selected = get_peft_model_state_dict(model, state, adapter_name=adapter, save_embedding_layers=False)
     tensors = {name: full_names[id(tensor)] for name, tensor in selected.items() if id(tensor) in full_names}
     replaced = {*map(_plain, tensors)}
-    digests = [digest for name, digest in sorted(base.items()) if name not in replaced]
-    digest = hashlib.sha256("".join(digests).encode()).hexdigest()
+    kept = "".join(digest for name, digest in sorted(base.items()) if name not in replaced)
     config, base_model = model.peft_config[adapter], model.get_base_model()
     values = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
     values["inference_mode"] = True
@@ -149,7 +148,7 @@ def _files(model: Any, adapter: str, prefix: str, base: Mapping[str, str]) -> Ad
     if config.task_type is None:  # as peft does, for AutoPeftModel
         kind = type(base_model)
         values["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
-    return AdapterFiles(json.loads(json.dumps(values)), tensors, digest)
+    return AdapterFiles(json.loads(json.dumps(values)), tensors, hashlib.sha256(kept.encode()).hexdigest())
 
 
 def _base_digests(model: Any) -> dict[str, str]:
