@@ -10,10 +10,11 @@ from paceline.errors import UsageError
 from paceline.protocol.evidence import Phase, WorkerSample
 
 AUTO = "auto"
-COMPUTE_PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD)  # their time grows with the number of virtual ranks
+MEASURED_PHASES = (Phase.DATA, Phase.FORWARD)  # a rank may wait for others in its backward, but not in these
+COMPUTE_PHASES = (*MEASURED_PHASES, Phase.BACKWARD)  # their time grows with the number of virtual ranks
 SKIPPED_STEPS = 2  # the first steps of a start compile and fill caches
 WINDOW_STEPS, WINDOW_SECONDS = 4, 1.0  # minimum between two measurements
-WINDOWS = 3  # successive measurements that must give the same result. A temporary slowdown is shorter
+WINDOWS = 4  # successive measurements that must give the same result. A temporary slowdown is shorter
 MIN_GAIN = 0.1  # of the time of a step; a new assignment restarts the ranks
 
 
@@ -95,22 +96,21 @@ class SpeedMeter:
         virtual_ranks = ranks[0].virtual_ranks
         if len(ranks) >= virtual_ranks or not self._has_window(ranks):
             return False
-        seconds = [_compute_seconds(sample) - _compute_seconds(self._start[sample.rank]) for sample in ranks]
-        steps = [sample.step - self._start[sample.rank].step for sample in ranks]
-        self._start = {sample.rank: sample for sample in ranks}
+        starts, self._start = self._start, {sample.rank: sample for sample in ranks}
         shares = assign_virtual_ranks(virtual_ranks, len(ranks), self.speeds)
-        speeds = tuple(
-            len(share) * count / max(spent, 1e-9) for share, count, spent in zip(shares, steps, seconds, strict=True)
+        seconds = [_seconds_per_step(starts[sample.rank], sample, MEASURED_PHASES) for sample in ranks]
+        speeds = tuple(len(share) / max(spent, 1e-9) for share, spent in zip(shares, seconds, strict=True))
+        slowest = max(ranks, key=lambda sample: seconds[sample.rank])  # the others wait for it in each step
+        step_seconds, compute_seconds = (
+            _seconds_per_step(starts[slowest.rank], slowest, phases) for phases in (tuple(Phase), COMPUTE_PHASES)
         )
-        if _gain(virtual_ranks, speeds, self.speeds) < MIN_GAIN:
+        if _gain(virtual_ranks, speeds, self.speeds) * compute_seconds / step_seconds < MIN_GAIN:
             self._measured = []
             return False
         self._measured.append(speeds)
         if len(self._measured) < self._needed:
             return False
         means = tuple(sum(measured) / len(self._measured) for measured in zip(*self._measured, strict=True))
-        if _gain(virtual_ranks, means, self.speeds) < MIN_GAIN:
-            return False
         self.speeds, self._needed = means, 2 * self._needed
         return True
 
@@ -128,8 +128,9 @@ class SpeedMeter:
         )
 
 
-def _compute_seconds(sample: WorkerSample) -> float:
-    return sum(sample.phase_seconds[phase] for phase in COMPUTE_PHASES)
+def _seconds_per_step(start: WorkerSample, now: WorkerSample, phases: Sequence[Phase]) -> float:
+    spent = sum(now.phase_seconds[phase] - start.phase_seconds[phase] for phase in phases)
+    return spent / (now.step - start.step)
 
 
 def _gain(virtual_ranks: int, measured: Sequence[float], assigned: Sequence[float]) -> float:
