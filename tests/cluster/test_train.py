@@ -84,6 +84,21 @@ def test_two_slurm_nodes_come_to_the_weights_of_one_process(
 
 
 @pytest.mark.slow
+def test_a_slow_ssh_host_gets_fewer_virtual_ranks(lab: Lab, ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    script, run_dir = tmp_path / "task.py", tmp_path / "run"
+    task = words("train", f"{script}:task", "--steps", 80, "--global-batch", 24, *EXACT)
+    script.write_text(SLOW_TASK.replace("STEP_SECONDS", "0"))
+    expected = trained_here(task, tmp_path / "expected", 60)
+    script.write_text(SLOW_TASK.replace("STEP_SECONDS", "0.1 if __import__('os').environ.get('RANK') == '1' else 0.02"))
+    hosts = words("--on", "ssh", "--hosts", "n2,n3", "--nproc", 1, "--ssh", ssh_hosts.command, "--balance", "auto")
+    done = lab.run("n1", *PACELINE, *task, *hosts, "--run-dir", run_dir, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert [event["share"] for event in events(run_dir) if event.get("kind") == "step"][-1] == [0, 3]
+    assert weights(run_dir) == expected
+    clean_ledger(run_dir)
+
+
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "options",
