@@ -15,6 +15,7 @@ OBEDIENT = "signal.signal(signal.SIGTERM, lambda *_: sys.exit({codes}[rank]))\nf
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN); forever()"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("codes", "expected", "told"),
     [
@@ -34,6 +35,7 @@ def test_asked_to_stop(launch, codes: list[int], expected: int, told: str) -> No
     assert one.stderr == told
 
 
+@pytest.mark.slow
 def test_a_save_may_take_longer_than_the_grace_of_a_failure(launch) -> None:
     one = launch(
         "def save(*_): (folder / 'asked').open('a').write('.'); time.sleep(1.8); sys.exit(75)\n"
@@ -99,6 +101,7 @@ NOT_ASKED = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NOT_ASKED)
 def test_saved_without_being_asked_by_us(launch, name: str) -> None:
     worker, settings, code, report = NOT_ASKED[name]

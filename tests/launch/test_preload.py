@@ -181,6 +181,7 @@ WHY = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", WHY)
 def test_what_is_not_fit_to_be_forked_from_is_said_once_and_not_used(preloaded, name: str) -> None:
     first, modules, why = WHY[name]

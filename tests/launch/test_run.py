@@ -78,6 +78,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FAILURES)
 def test_first_failure(launch, name: str) -> None:
     worker, code, headline, line = FAILURES[name]

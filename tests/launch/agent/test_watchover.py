@@ -118,6 +118,7 @@ def by_hand(folder: Path, world: int, *options: str) -> list[subprocess.Popen[by
     return ranks[::-1]
 
 
+@pytest.mark.slow
 def test_where_it_may_the_ranks_that_wait_are_freed_and_all_are_ended_with_what_they_have_started(
     tmp_path: Path,
 ) -> None:
