@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = pytest.mark.slow
 
 CONFTEST = Path(__file__).with_name("conftest.py").read_text()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 CONFTEST = (ROOT / "tests" / "conftest.py").read_text()

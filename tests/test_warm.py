@@ -33,6 +33,7 @@ print(numpy.random.rand(), hash("a"), torch.rand(1).item())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("torch", "mine"), [(False, False), (True, True)])
 def test_a_forked_interpreter_sees_what_a_started_one_sees(tmp_path: Path, torch: bool, mine: bool) -> None:
     settings = {"cwd": tmp_path, "env": {**os.environ, "MINE": "7"}, "start_new_session": mine}
@@ -45,6 +46,7 @@ def test_a_forked_interpreter_sees_what_a_started_one_sees(tmp_path: Path, torch
     assert forked.stdout == started.stdout
 
 
+@pytest.mark.slow
 def test_nothing_that_one_does_is_seen_by_the_next_and_ranks_differ_in_their_hashes() -> None:
     said = [warm.run(["-c", SPOILS], rank=rank) for rank in (0, 0, 1)]
     assert [one.returncode for one in said] == [0, 0, 0], said

@@ -10,6 +10,8 @@ from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm
 from tests.cluster.ssh import SshHosts
 
+pytestmark = pytest.mark.sample(2)
+
 
 def test_ssh_logs_in_to_every_host_without_a_question(lab: Lab, ssh_hosts: SshHosts) -> None:
     for host in lab.hosts:

@@ -16,6 +16,8 @@ from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
 from tests.launch.launch_harness import wait_until
 
+pytestmark = pytest.mark.sample(2)
+
 
 def pings(lab: Lab, host: str, address: str) -> bool:
     return lab.run(host, "ping", "-n", "-c1", "-W0.5", address).returncode == 0

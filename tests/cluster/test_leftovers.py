@@ -99,6 +99,7 @@ def test_after(lab):
 """
 
 
+@pytest.mark.slow
 def test_a_test_that_leaves_a_process_on_a_host_fails_and_the_next_does_not_suffer(pytester: pytest.Pytester) -> None:
     need(*LAB_PROGRAMS)
     pytester.makeconftest("pytest_plugins = ['tests.cluster.conftest']")

@@ -19,6 +19,8 @@ from tests.hostile.users import PACELINE, User, Users
 from paceline.host.procfs import read_process
 from paceline.rank.function_worker import __file__ as CALLED
 
+pytestmark = pytest.mark.sample(2)
+
 LOOKING = (["status"], ["status", "--json"], ["hang"], ["logs", "--follow"], ["checkpoint", "list"], ["ledger"])
 BELONGS = "belongs to user {}, and we are {}"
 TASK = (Path(__file__).parents[2] / "examples" / "own_task.py").read_text()
@@ -343,7 +345,7 @@ def test_a_module_beside_the_task_that_is_not_imported_is_told(users: Users) -> 
 # ---- B3: what cannot be read -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["config.toml", "events-0.jsonl", "attempt-1/agent-0.json", "submit-1/submitted.json", "summary.json"]
 )

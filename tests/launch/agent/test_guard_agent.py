@@ -106,6 +106,7 @@ def test_who_does_not_come_is_named_with_its_line_and_all_is_ended(
     assert one.stderr.count("CAUSE") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "call"),
     [("dist.barrier()", "barrier #6"), ("dist.all_reduce(torch.ones(3))", "all_reduce #6 [3] ")],
