@@ -72,6 +72,7 @@ def test_an_order_without_an_answer_does_not_affect_the_next() -> None:
     assert warm.run(("-c", "print(7)"), torch=False).stdout == "7\n"
 
 
+@pytest.mark.slow
 def test_a_session_searches_what_was_frozen_before_a_fork_too() -> None:
     """Which it does not in a fork: there are the imports' objects alone."""
     import torch

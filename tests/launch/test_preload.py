@@ -22,6 +22,8 @@ from paceline.config.settings import LaunchConfig, TrainConfig
 from paceline.protocol.control import import_time_variables
 from paceline.protocol.job import JobSpec
 
+pytestmark = pytest.mark.sample(2)
+
 BECOMES = """
 import os, sys
 {before}

@@ -167,6 +167,7 @@ def test_node_0_passes_unchanged_and_the_others_by_lines(remote) -> None:
     assert one.stderr == "to stderr"
 
 
+@pytest.mark.slow
 def test_a_lost_follower_ends_the_run_and_is_named(remote) -> None:
     one = remote(
         "begin(); forever()",

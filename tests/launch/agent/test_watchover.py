@@ -79,6 +79,7 @@ def agents() -> list[int]:
     return [pid for pid, words in of_this_run.items() if "-m paceline.launch.agent" in words]
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_hang_is_named_once_and_nobody_is_ended_not_even_by_the_death_of_the_agent(
     tmp_path: Path,
 ) -> None:
