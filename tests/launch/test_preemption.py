@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from typing import Any
 
 import pytest
 from tests.launch.launch_harness import wait_until
@@ -59,24 +60,18 @@ def test_one_request_that_comes_as_two_signals_is_one(launch) -> None:
     assert one.finish() == 75
 
 
-def test_nobody_waits_long_for_the_others_of_a_worker_that_failed_to_save(launch) -> None:
+@pytest.mark.parametrize(
+    ("deaf", "code", "grace"),
+    [
+        (0, 1, {"grace_seconds": 0.2, "grace_period_seconds": 3600.0}),  # who failed to save ends the wait for others
+        (1, 75, {"grace_period_seconds": 0.5}),
+    ],
+)
+def test_a_worker_that_does_not_save_in_time_or_for_nothing_is_ended(launch, deaf: int, code: int, grace: Any) -> None:
     one = launch(
-        f"if rank == 0: {DEAF}\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(1)); forever()",
+        f"if rank == {deaf}: {DEAF}\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit({code})); forever()",
         nproc=2,
-        grace_seconds=0.2,
-        grace_period_seconds=3600.0,
-    )
-    one.wait_ready(2)
-    one.process.send_signal(signal.SIGTERM)
-    assert one.finish() == 143
-    assert one.stderr == "stopped by SIGTERM\n"
-
-
-def test_a_worker_that_does_not_save_in_time_is_ended(launch) -> None:
-    one = launch(
-        f"if rank == 1: {DEAF}\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); forever()",
-        nproc=2,
-        grace_period_seconds=0.5,
+        **grace,
     )
     one.wait_ready(2)
     one.process.send_signal(signal.SIGTERM)
