@@ -51,6 +51,7 @@ def sent_bytes(lab: Lab, host: str) -> int:
     return int(lab.run(host, "cat", "/sys/class/net/eth0/statistics/tx_bytes").stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [EXACT, pytest.param(("--device", "cpu"), marks=pytest.mark.soak)], ids=["exact", "default"]
 )
@@ -71,6 +72,7 @@ def test_two_ssh_hosts_of_two_ranks_send_gradients_once_and_come_to_the_weights_
     clean_ledger(run_dir)
 
 
+@pytest.mark.slow
 def test_two_slurm_nodes_come_to_the_weights_of_one_process(
     slurm: Slurm, task: list[str], expected: str, tmp_path: Path
 ) -> None:
@@ -198,6 +200,7 @@ def test_what_is_printed_and_typed_on_two_hosts_comes_to_the_weights_of_one_proc
     assert weights(run_dir) == expected
 
 
+@pytest.mark.slow
 def test_a_failing_rank_on_a_slurm_node_is_named_and_its_exit_code_comes_out(slurm: Slurm, tmp_path: Path) -> None:
     script = tmp_path / "bad.py"
     script.write_text("import os, sys, time\nif os.environ['RANK'] == '3': sys.exit(7)\ntime.sleep(60)\n")
