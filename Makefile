@@ -60,6 +60,10 @@ soak-connections: $(STAMP)  ## 1,000 connections of another user to every port o
 soak-strangers: $(STAMP)  ## a third host connects 1,000 times to every port of a training on two hosts (root; quiet)
 	PYTHONPATH=. $(BIN)/python tests/hostile/soak_strangers.py --out benchmarks/results/strangers.json
 
+soak-kills: $(STAMP)  ## kill launchers at random moments; count the runs that survive
+	$(BIN)/python tests/launch/soak_kills.py --kills 20 --after 1 9 --out benchmarks/results/kills.json -- \
+		$(BIN)/paceline train mnist-cnn --nproc 2 --run-dir {dir}
+
 soak-mutations: $(STAMP)  ## plant every bug of tests/lab/ranks in tasks and loops; record what verify reports
 	PYTHONPATH=. $(BIN)/python tests/lab/ranks/mutation_table.py --out benchmarks/results/mutations.md
 	PYTHONPATH=$(CURDIR) $(BIN)/python tests/lab/ranks/loop_table.py --out benchmarks/results/loop-mutations.md
@@ -93,7 +97,7 @@ soak-fuzz: $(STAMP)  ## damage checkpoints at random places; see that none is ev
 	PYTHONPATH=. $(BIN)/python tests/checkpoint/soak_fuzz.py --count 200 --out benchmarks/results/checkpoint-fuzz.json
 
 soak-launch: $(STAMP)  ## runs on real sshd and Slurm hosts that are killed, disconnected and preempted (root; about an hour)
-	for part in digests scripts kills slurm ports head; do \
+	for part in digests scripts kills lost slurm ports head; do \
 		PYTHONPATH=. $(BIN)/python tests/cluster/soak_launch.py --part $$part \
 			--out benchmarks/results/launch-$$part.json || exit 1; \
 	done

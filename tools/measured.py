@@ -144,6 +144,10 @@ CLAIMS = (
         lambda record: f"{len(record['failures'])} of {record['done']}", ("checkpoint-fuzz.json",), "make soak-fuzz",
     ),
     Claim(
+        "`kill -9` of the launcher: runs that left processes behind",
+        lambda record: f"{record['with_survivors']} of {len(record['kills'])}", ("kills.json",), "make soak-kills",
+    ),
+    Claim(
         "kills of launchers, agents, ranks and sessions on ssh and Slurm hosts: runs that left processes behind",
         _survived,
         ("launch-kills.json",), "make soak-launch",

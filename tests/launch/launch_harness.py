@@ -1,4 +1,4 @@
-"""Start a launcher as a process of its own, and find what it leaves behind. Shared by the tests and soak_bits.py."""
+"""Start a launcher as a process of its own, and find what it leaves behind. Shared by the tests and soak_kills.py."""
 
 from __future__ import annotations
 
