@@ -72,20 +72,20 @@ class SpeedMeter:
     """Measures the speed of each rank in a run with `--balance auto`, and finds a better assignment.
 
     A rank that computes n virtual ranks in t seconds has the speed n / t. One measurement covers some steps. Only if
-    several in succession agree that another assignment is faster, the ranks are restarted with it. After each restart
-    twice as many must agree, so that an unsteady machine cannot restart a run again and again.
+    several in succession agree that another assignment is faster, the ranks are restarted with it. After each
+    restart the number that must agree doubles, so that an unsteady machine cannot restart a run again and again.
     """
 
     def __init__(self) -> None:
         self.speeds: tuple[float, ...] = ()
-        """The speeds that decide the present assignment. Empty: equal shares."""
+        """The speeds that decide the present assignment. Empty: equal."""
         self._needed = WINDOWS
         self._first: dict[int, int] = {}
         self._start: dict[int, WorkerSample] = {}
         self._measured: list[tuple[float, ...]] = []
 
     def start(self, size: int) -> None:
-        """`size` ranks start. Another number of ranks begins with equal shares."""
+        """`size` ranks start. If the number has changed, all have the same speed again."""
         if len(self.speeds) != size:
             self.speeds, self._needed = (), WINDOWS
         self._first, self._start, self._measured = {}, {}, []
