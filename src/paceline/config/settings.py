@@ -30,7 +30,7 @@ from paceline.config.strategies import (
     network_error,
 )
 from paceline.errors import UsageError, unknown_name_error
-from paceline.runs.owners import NotOwnedError
+from paceline.runs.owners import NotOwnedError, UnreadableFileError
 from paceline.runs.reading import decode_toml
 
 DEFAULT_BATCH_SIZE = 64
@@ -434,12 +434,11 @@ def load(path: Path, *, must_own: bool) -> TrainConfig:
     try:
         table = decode_toml(path, ours=must_own)
     except NotOwnedError as error:
-        advice = "the file names code and programs to run. Check it and copy it, or use `paceline train --trust`"
-        raise UsageError(code="config-of-others", path=path, strerror=error.strerror, words=advice) from None
-    except FileNotFoundError as error:
-        raise UsageError(code="config-unreadable", path=path, strerror=error.strerror) from None
-    except OSError as error:
+        raise UsageError(code="config-of-others", path=path, strerror=error.strerror) from None
+    except UnreadableFileError as error:
         raise UsageError(code="config-refused", path=path, strerror=error.strerror) from None
+    except OSError as error:
+        raise UsageError(code="config-unreadable", path=path, strerror=error.strerror) from None
     try:
         table = _with_current_names(table)
         if isinstance(task_args := table.get("task_arg"), Mapping):
