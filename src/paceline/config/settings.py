@@ -30,7 +30,7 @@ from paceline.config.strategies import (
     network_error,
 )
 from paceline.errors import UsageError, unknown_name_error
-from paceline.runs.owners import NotOwnedError, UnreadableFileError
+from paceline.runs.owners import NotOwnedError
 from paceline.runs.reading import decode_toml
 
 DEFAULT_BATCH_SIZE = 64
@@ -435,10 +435,10 @@ def load(path: Path, *, must_own: bool) -> TrainConfig:
         table = decode_toml(path, ours=must_own)
     except NotOwnedError as error:
         raise UsageError(code="config-of-others", path=path, strerror=error.strerror) from None
-    except UnreadableFileError as error:
-        raise UsageError(code="config-refused", path=path, strerror=error.strerror) from None
-    except OSError as error:
+    except FileNotFoundError as error:
         raise UsageError(code="config-unreadable", path=path, strerror=error.strerror) from None
+    except OSError as error:
+        raise UsageError(code="config-refused", path=path, strerror=error.strerror) from None
     try:
         table = _with_current_names(table)
         if isinstance(task_args := table.get("task_arg"), Mapping):
