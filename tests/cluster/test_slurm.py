@@ -119,7 +119,7 @@ def test_a_waiting_run_is_told_with_slurms_reason_and_can_be_cancelled(slurm: Sl
         (("minutes=61",), "--time 61 is more than the 60 minutes"),
         (("cpus_per_rank=2",), "= 4 CPUs on each node: partition main has 0 nodes with at least 4 CPUs (most: 2)"),
         (("gpus_per_node=2",), "partition main has 2 nodes"),
-        (("options=constraint=none",), "Invalid feature specification. Nothing was submitted"),
+        (("options=constraint=none",), "nothing was submitted: Invalid feature specification"),
     ],
 )
 def test_what_the_cluster_cannot_run_is_refused_and_not_queued(

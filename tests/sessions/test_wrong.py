@@ -38,6 +38,8 @@ TOLD = {
     "nothing_to_train": ("nothing-to-train", ""),
     "a_model_too_late": ("prepared-too-late", ""),
     "not_a_loss": ("loss-not-a-tensor", "float"),
+    "a_model_that_was_not_prepared": ("model-not-prepared", ""),
+    "one_of_two_models": ("model-not-named", " 2 prepared models"),
     "outside_a_loop": ("backward-outside-loop", ""),
     "a_stream_to_be_shuffled": ("stream-shuffled", ""),
     "a_stream_to_be_padded": ("stream-padded", ""),

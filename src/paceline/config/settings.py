@@ -434,8 +434,7 @@ def load(path: Path, *, must_own: bool) -> TrainConfig:
     try:
         table = decode_toml(path, ours=must_own)
     except NotOwnedError as error:
-        advice = "the file names code and programs to run. Check it and copy it, or use `paceline train --trust`"
-        raise UsageError(code="config-of-others", path=path, strerror=error.strerror, words=advice) from None
+        raise UsageError(code="config-of-others", path=path, strerror=error.strerror) from None
     except FileNotFoundError as error:
         raise UsageError(code="config-unreadable", path=path, strerror=error.strerror) from None
     except OSError as error:
