@@ -7,16 +7,10 @@ from pathlib import Path
 
 import pytest
 from tests import warm
-from tests.stops.soak_stops import SCRIPTS, Stop, finished, moments, stopped
+from tests.stops.soak_stops import SCRIPTS, Stop, batches, finished, stopped
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "stops.json"
 MODULES = {"trainer": "transformers", "accelerated": "accelerate"}  # no extra has Lightning: `make soak-stops` runs it
-STEPS = {"trainer": {"step", "evaluate", "save"}, "accelerated": {"step"}}  # one for each step
-
-
-def steps(script: str, folder: Path) -> int:
-    """The steps of all starts in this folder."""
-    return sum(moment in STEPS[script] for output in folder.glob("output-*") for moment in moments(output))
 
 
 @pytest.mark.ranks
@@ -31,7 +25,19 @@ def test_the_same_command_resumes_to_the_same_weights(script: str, tmp_path: Pat
     assert len(records) == (script != "accelerated")
     assert finished(script, cut, warm.with_ranks) == finished(script, whole, warm.with_ranks)
     assert not [*cut.rglob("paceline-stopped.json")]
-    assert steps(script, cut) == steps(script, whole)
+    assert batches(script, cut) == batches(script, whole)
+
+
+@pytest.mark.ranks
+@pytest.mark.sample(3)
+@pytest.mark.needs("transformers")
+def test_a_second_training_in_the_folder_does_not_resume_from_the_first(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir(), cut.mkdir()
+    code, _ = stopped("trainer twice", Stop("save", 2, who="rank 1, SIGTERM"), cut, warm.with_ranks)
+    assert code == 75
+    assert finished("trainer twice", cut, warm.with_ranks) == finished("trainer twice", whole, warm.with_ranks)
+    assert batches("trainer twice", cut) == batches("trainer twice", whole)
 
 
 def test_each_repeat_of_the_record_is_right() -> None:
