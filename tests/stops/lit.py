@@ -27,7 +27,8 @@ class Module(L.LightningModule):
         reach("step" if number % 2 else "accumulate")
 
     def on_validation_start(self):
-        reach("evaluate")
+        if not self.trainer.sanity_checking:  # before the first step
+            reach("evaluate")
 
     def on_save_checkpoint(self, checkpoint):
         reach("save")

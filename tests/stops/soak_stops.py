@@ -143,6 +143,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=SCRIPTS)
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th repeat")
     parser.add_argument("--minutes", type=float, default=1e6, help="start no repeat after this time")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -150,7 +151,8 @@ def main() -> int:
     if options.out and options.out.exists():
         record = json.loads(options.out.read_text())
     began = time.monotonic()
-    for number in range(options.count):
+    part, parts = options.part
+    for number in range(part, options.count, parts):
         script, stop = drawn(options.seed, number)
         is_late = time.monotonic() > began + 60 * options.minutes
         if script not in options.scripts or str(number) in record["repeats"] or is_late:

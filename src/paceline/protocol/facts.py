@@ -173,6 +173,18 @@ class FileAccess(msgspec.Struct):
     own_device: int = -1
 
 
+class SavedState(msgspec.Struct):
+    """A checkpoint of a framework, compared with the memory of this rank when it was saved."""
+
+    site: str
+    name: str  # of its file or folder
+    weights_only: bool = False  # the script asked for a checkpoint without the optimizer: it was not compared
+    open_window: bool = False  # saved between two micro-batches of an accumulation window
+    parts: int = 0  # number of parts that were compared; 0: only the random states
+    missing: list[str] = []  # parts that it does not have, or with different values
+    random: list[str] = []  # generators whose states it does not have
+
+
 class ScriptFacts(msgspec.Struct):
     """The facts of a rank."""
 
@@ -196,5 +208,6 @@ class ScriptFacts(msgspec.Struct):
     replicas: list[SeenReplica] = []
     schedules: list[SeenSchedule] = []
     metrics: list[PaddedMetric] = []
+    saved_states: list[SavedState] = []
     saved_files: list[FileAccess] = msgspec.field(default_factory=list[FileAccess], name="written")
     loaded_files: list[FileAccess] = msgspec.field(default_factory=list[FileAccess], name="loaded")
