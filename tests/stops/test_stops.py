@@ -29,15 +29,25 @@ def test_the_same_command_resumes_to_the_same_weights(script: str, tmp_path: Pat
 
 
 @pytest.mark.ranks
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.needs("transformers")
-def test_a_second_training_in_the_folder_does_not_resume_from_the_first(tmp_path: Path) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        ("twice", 5),  # the second training does not resume from the first
+        ("patient", 9),  # in the middle of the patience of early stopping
+        ("best", 7),  # at the end of an epoch, where an evaluation decides about the checkpoint
+        ("unsaved", 4),
+        ("steps", 4),
+    ],
+)
+def test_trainer_resumes_with_its_settings(kind: str, number: int, tmp_path: Path) -> None:
+    whole, cut, script = tmp_path / "whole", tmp_path / "cut", f"trainer {kind}"
     whole.mkdir(), cut.mkdir()
-    code, _ = stopped("trainer twice", Stop("save", 2, who="rank 1, SIGTERM"), cut, warm.with_ranks)
+    code, _ = stopped(script, Stop("step", number, who="rank 1, SIGTERM"), cut, warm.with_ranks)
     assert code == 75
-    assert finished("trainer twice", cut, warm.with_ranks) == finished("trainer twice", whole, warm.with_ranks)
-    assert batches("trainer twice", cut) == batches("trainer twice", whole)
+    assert finished(script, cut, warm.with_ranks) == finished(script, whole, warm.with_ranks)
+    assert batches(script, cut) == batches(script, whole)
 
 
 def test_each_repeat_of_the_record_is_right() -> None:
