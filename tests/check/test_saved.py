@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from paceline.protocol.facts import SavedState, ScriptFacts
+from paceline.protocol.facts import ORDER, SavedState, ScriptFacts
 from paceline.rank.check.saved import SavedStateWatch, add_digests
 
 
@@ -27,7 +27,9 @@ class Training:
         self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
-        self.accelerator = SimpleNamespace(sync_gradients=True, is_main_process=True, _models=[self.model])
+        self.accelerator = SimpleNamespace(
+            sync_gradients=True, is_main_process=True, _models=[self.model], _dataloaders=[]
+        )
         self.step()
 
     def step(self) -> None:
@@ -125,6 +127,14 @@ def test_an_open_window_and_sharded_parameters_are_noted_and_not_compared(seen: 
     training.save(tmp_path / "state")
     state = seen(training, tmp_path / "state")
     assert state.open_window and (state.parts, state.missing) == (0, [])
+
+
+def test_a_loader_s_generator_that_is_not_saved_is_noted(seen: Any, tmp_path: Path) -> None:
+    training = Training()
+    loader: Any = SimpleNamespace(synchronized_generator=torch.Generator())
+    training.accelerator._dataloaders.append(loader)
+    training.save(tmp_path / "state")
+    assert seen(training, tmp_path / "state").random == [ORDER]
 
 
 def test_digests_depend_on_content_alone() -> None:

@@ -15,6 +15,7 @@ SHORTENED_EPOCH_BATCHES = (
 MAX_STEPS = 100  # limit for a script without epochs, and for the training of a session
 MAX_INDICES, MAX_DIGESTS = 5000, 32
 OWN_GENERATORS = "generators of its own"
+ORDER = "order of a loader"
 
 
 def shortened_epoch_length(batches: int) -> int:

@@ -153,9 +153,14 @@ def install_accelerate(stops: StepStops, module: str) -> None:
     @hide_from_warnings
     @wraps(prepare)
     def prepare_and_begin(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        result = prepare(accelerator, *args, **kwargs)
         if stops.can_begin and _is_resumable():
             stops.begin()
-        return prepare(accelerator, *args, **kwargs)
+            if any(getattr(loader, "synchronized_generator", None) is not None for loader in accelerator._dataloaders):
+                stops.warn(
+                    "Accelerate saves no order of samples without DataLoaderConfiguration(use_seedable_sampler=True)"
+                )
+        return result
 
     @hide_from_warnings
     @wraps(save_state)

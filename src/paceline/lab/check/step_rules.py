@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from paceline.guard.sentences import format_ranks
 from paceline.lab.check.findings import Finding, differs
-from paceline.protocol.facts import RECORDED_EPOCHS, FileAccess, ScriptFacts, SeenLoader, SeenStep
+from paceline.protocol.facts import ORDER, RECORDED_EPOCHS, FileAccess, ScriptFacts, SeenLoader, SeenStep
 
 TOLERANCE = 1e-3  # relative; the order of summation changes the rounding
 MIN_STEPS = 4  # of an optimizer, to use the majority of its steps
@@ -489,7 +489,8 @@ def _saved_state_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
                 yield Finding(rule, "wrong", text, state.site, fix, seen)
             elif state.random:
                 text = f"{state.name} has no random states ({', '.join(state.random)}): dropout and order differ after "
-                yield Finding(rule, "note", f"{text}a resume", state.site)
+                fix = "DataLoaderConfiguration(use_seedable_sampler=True), and loader.set_epoch(epoch)"
+                yield Finding(rule, "note", f"{text}a resume", state.site, fix if ORDER in state.random else "")
             elif state.parts:
                 text = f"{state.name} has the whole state of the training, bit for bit"
                 yield Finding(rule, "right", text, state.site)

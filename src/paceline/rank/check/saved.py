@@ -10,12 +10,12 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.protocol.facts import SavedState, ScriptFacts
+from paceline.protocol.facts import ORDER, SavedState, ScriptFacts
 from paceline.rank.imports import when_imported
 from paceline.rank.probes import ScriptListener, short_hash, wrap_function
 from paceline.rank.probes.steps import is_sharded
@@ -59,8 +59,10 @@ class SavedStateWatch(ScriptListener):
             optimizers = [*{id(optimizer): optimizer for optimizer in self._stepped}.values()]
             schedules = [one for one, *_ in self._schedules.values() if getattr(one, "optimizer", None) in optimizers]
             parts = _parts([*accelerator._models], optimizers, schedules)
-            is_open = not accelerator.sync_gradients
-            self._compare(Path(folder), parts if accelerator.is_main_process else iter(()), open_window=is_open)
+            parts = parts if accelerator.is_main_process else iter(())
+            generators = (getattr(loader, "synchronized_generator", None) for loader in accelerator._dataloaders)
+            orders = [(ORDER, generator.get_state()) for generator in generators if generator is not None]
+            self._compare(Path(folder), parts, orders, open_window=not accelerator.sync_gradients)
 
         wrap_function(sys.modules["accelerate.accelerator"].Accelerator, "save_state", after=saved)
 
@@ -73,7 +75,15 @@ class SavedStateWatch(ScriptListener):
 
         wrap_function(sys.modules[module].Trainer, "save_checkpoint", after=saved)
 
-    def _compare(self, path: Path, parts: Parts, *, weights_only: bool = False, open_window: bool = False) -> None:
+    def _compare(
+        self,
+        path: Path,
+        parts: Parts,
+        orders: Iterable[tuple[str, Any]] = (),
+        *,
+        weights_only: bool = False,
+        open_window: bool = False,
+    ) -> None:
         if len(self._facts.saved_states) >= MAX_STATES:
             return
         state = SavedState(user_site(), path.name, weights_only=weights_only, open_window=open_window)
@@ -88,7 +98,8 @@ class SavedStateWatch(ScriptListener):
                 add_digests(_load(file), in_files)
             state.parts = len(in_memory)
             state.missing = [name for name, value in in_memory if add_digests(value, set()) not in in_files]
-            state.random = [name for name, value in _random_states() if add_digests(value, set()) not in in_files]
+            in_memory = [*_random_states(), *orders]
+            state.random = [name for name, value in in_memory if add_digests(value, set()) not in in_files]
 
 
 def _parts(models: list[Any], optimizers: list[Any], schedules: list[Any]) -> Parts:
