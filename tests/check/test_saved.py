@@ -115,7 +115,7 @@ def test_other_ranks_look_for_their_random_states_only(seen: Any, tmp_path: Path
     training = Training()
     training.accelerator.is_main_process = False
     training.save(tmp_path / "state")
-    (tmp_path / "state" / "optimizer.bin").write_bytes(b"that rank 0 still writes")
+    (tmp_path / "state" / "optimizer.bin").write_bytes(b"partial")
     state = seen(training, tmp_path / "state")
     assert (state.missing, state.random, state.parts) == ([], [], 0)
 

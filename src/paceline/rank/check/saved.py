@@ -75,21 +75,13 @@ class SavedStateWatch(ScriptListener):
 
         wrap_function(sys.modules[module].Trainer, "save_checkpoint", after=saved)
 
-    def _compare(
-        self,
-        path: Path,
-        parts: Parts,
-        orders: Iterable[tuple[str, Any]] = (),
-        *,
-        weights_only: bool = False,
-        open_window: bool = False,
-    ) -> None:
+    def _compare(self, path: Path, parts: Parts, orders: Iterable[tuple[str, Any]] = (), **flags: bool) -> None:
         if len(self._facts.saved_states) >= MAX_STATES:
             return
-        state = SavedState(user_site(), path.name, weights_only=weights_only, open_window=open_window)
+        state = SavedState(user_site(), path.name, **flags)
         self._facts.saved_states.append(state)
         in_memory = [*parts]
-        if weights_only or any(is_sharded(value) for _, value in in_memory):
+        if state.weights_only or any(is_sharded(value) for _, value in in_memory):
             return
         files = _files(path, self._facts.rank, all_files=bool(in_memory))
         if sum(file.stat().st_size for file in files) <= MAX_BYTES:
@@ -103,7 +95,7 @@ class SavedStateWatch(ScriptListener):
 
 
 def _parts(models: list[Any], optimizers: list[Any], schedules: list[Any]) -> Parts:
-    """What a checkpoint must have: all that training changes. Of a model with adapters this is not the base."""
+    """What a checkpoint must have: all that training changes, which excludes the base of adapters."""
     for model in models:
         yield from (
             (f"{name} of the model", tensor) for name, tensor in model.named_parameters() if tensor.requires_grad
