@@ -99,6 +99,22 @@ def test_a_command_that_succeeds_removes_its_record(folder: Path) -> None:
     assert not [*folder.iterdir()]
 
 
+def test_nodes_with_different_folders_are_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = opened(command("train.py"), folder)
+
+    def gather(choices: list[Any], chosen: object) -> None:
+        choices[:] = [chosen, "checkpoint-7"]
+
+    monkeypatch.setitem(
+        sys.modules, "torch.distributed", SimpleNamespace(get_world_size=lambda: 2, all_gather_object=gather)
+    )
+    training.compare(None)  # one node: no collective
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    training.compare("checkpoint-7")
+    with raises("stop-record-not-shared", folder=folder):
+        training.compare(None)
+
+
 # ---- checkpoints of Hugging Face's Trainer ----
 
 
@@ -225,6 +241,31 @@ def test_callbacks_of_trainer_continue_with_their_last_state() -> None:
     states = [{"args": {}, "attributes": {"counter": number}} for number in range(4)]  # of two checkpoints
     frameworks._restore_callbacks(callbacks, {"Patience": states, "Other": states[0]})
     assert [callbacks[0].counter, callbacks[2].counter] == [2, 3]
+
+
+# ---- Accelerate ----
+
+
+def test_accelerate_stops_after_a_save_of_rank_0_alone_and_not_in_a_window(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    finished: list[str] = []
+    tracker = SimpleNamespace(finish=lambda: finished.append("tracker"))
+    of_accelerate = {"sync_gradients": False, "trackers": [tracker], "_dataloaders": []}
+    accelerator_class: Any = type(
+        "Accelerator", (), {"prepare": None, "save_state": lambda _, path: path, **of_accelerate}
+    )
+    monkeypatch.setitem(sys.modules, "accelerate.accelerator", SimpleNamespace(Accelerator=accelerator_class))
+    stops = Requested(StatusPage(make_status_page(0)), ["train.py"])
+    stops.last_step = 1
+    frameworks.install_accelerate(stops, "accelerate.accelerator")
+    accelerator = accelerator_class()
+    assert accelerator.save_state("state-1") == "state-1" and "window" in capfd.readouterr().err
+    accelerator.sync_gradients = True
+    with pytest.raises(SystemExit) as ended:  # this accelerator has no collectives
+        accelerator.save_state("state-2")
+    assert ended.value.code == ExitCode.SAVED and finished == ["tracker"] and "state-2" in capfd.readouterr().err
 
 
 # ---- the hook in each step ----

@@ -171,8 +171,7 @@ def install_accelerate(stops: StepStops, module: str) -> None:
         if not accelerator.sync_gradients:
             stops.warn("save_state in an accumulation window leaves out the gradients of the window")
         elif stops.end_step():
-            accelerator.wait_for_everyone()
-            for tracker in accelerator.trackers:
+            for tracker in accelerator.trackers:  # no collective: a script may save on rank 0 only
                 tracker.finish()
             stops.exit_saved(f"in {result}", "the same command resumes if it loads this state")
         return result
