@@ -28,7 +28,11 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
         self.accelerator = SimpleNamespace(
-            sync_gradients=True, is_main_process=True, _models=[self.model], _dataloaders=[]
+            sync_gradients=True,
+            is_main_process=True,
+            _models=[self.model],
+            _dataloaders=[],
+            distributed_type="MULTI_CPU",
         )
         self.step()
 

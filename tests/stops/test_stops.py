@@ -50,6 +50,19 @@ def test_trainer_resumes_with_its_settings(kind: str, number: int, tmp_path: Pat
     assert batches(script, cut) == batches(script, whole)
 
 
+@pytest.mark.ranks
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("option", "is_hooked"), [("--hang-timeout=60", True), ("--check", False)])
+def test_a_check_does_not_resume_what_was_stopped(option: str, is_hooked: bool, tmp_path: Path) -> None:
+    (tmp_path / "transformers").mkdir()
+    module = "import torch\nclass Trainer:\n    def train(self): ...\n    def _save_checkpoint(self): ...\n"
+    (tmp_path / "transformers" / "trainer.py").write_text(module)
+    code = "from transformers.trainer import Trainer\nprint('hooked', hasattr(Trainer.train, '__wrapped__'))\n"
+    (tmp_path / "script.py").write_text(code)
+    run = warm.run(("-m", "paceline", "launch", "--nproc=2", option, "script.py"), ranks=True, cwd=tmp_path)
+    assert f"hooked {is_hooked}" in run.stdout, run.stderr
+
+
 def test_each_repeat_of_the_record_is_right() -> None:
     record = json.loads(RECORD.read_text())
     assert all(one["right"] for one in record["repeats"].values())

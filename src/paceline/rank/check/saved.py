@@ -24,6 +24,7 @@ from paceline.rank.sites import user_site
 MAX_STATES, MAX_BYTES = 2, 2 << 30  # checkpoints that are loaded, and the size of one
 RECENT_STEPS = 8  # an optimizer that is not among these steps belongs to an earlier training
 TENSORS, PICKLES = (".safetensors",), (".pt", ".pth", ".bin", ".pkl", ".ckpt")
+SHARDING = ("DEEPSPEED", "FSDP", "MEGATRON")  # parts of states that have no file with a whole optimizer
 LIGHTNING = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 Parts = Iterator[tuple[str, Any]]  # the name and the value of each part of the state in memory
 
@@ -46,11 +47,10 @@ class SavedStateWatch(ScriptListener):
     def _hook_trainer(self, *, late: bool) -> None:
         def saved(_: Any, trainer: Any, model: Any, trial: Any, *__: Any) -> None:
             folder = Path(trainer._get_output_dir(trial)) / f"checkpoint-{trainer.state.global_step}"
-            is_whole = not trainer.args.save_only_model
             parts = _parts([trainer.model], [trainer.optimizer], [trainer.lr_scheduler])
-            self._compare(
-                folder, parts if is_whole and trainer.args.should_save else iter(()), weights_only=not is_whole
-            )
+            parts = parts if trainer.args.should_save else iter(())
+            if not _shards(trainer.accelerator.distributed_type):
+                self._compare(folder, parts, weights_only=trainer.args.save_only_model)
 
         wrap_function(sys.modules["transformers.trainer"].Trainer, "_save_checkpoint", after=saved)
 
@@ -62,7 +62,8 @@ class SavedStateWatch(ScriptListener):
             parts = parts if accelerator.is_main_process else iter(())
             generators = (getattr(loader, "synchronized_generator", None) for loader in accelerator._dataloaders)
             orders = [(ORDER, generator.get_state()) for generator in generators if generator is not None]
-            self._compare(Path(folder), parts, orders, open_window=not accelerator.sync_gradients)
+            if not _shards(accelerator.distributed_type):
+                self._compare(Path(folder), parts, orders, open_window=not accelerator.sync_gradients)
 
         wrap_function(sys.modules["accelerate.accelerator"].Accelerator, "save_state", after=saved)
 
@@ -70,8 +71,8 @@ class SavedStateWatch(ScriptListener):
         def saved(_: Any, trainer: Any, path: Any, weights_only: bool | None = False, *__: Any) -> None:
             schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
             parts = _parts([trainer.lightning_module], trainer.optimizers, schedules)
-            if trainer.is_global_zero and trainer.state.fn == "fit":
-                self._compare(Path(path), iter(()) if weights_only else parts, weights_only=bool(weights_only))
+            if trainer.is_global_zero and trainer.state.fn == "fit" and not _shards(type(trainer.strategy).__name__):
+                self._compare(Path(path), parts, weights_only=bool(weights_only))
 
         wrap_function(sys.modules[module].Trainer, "save_checkpoint", after=saved)
 
@@ -94,6 +95,10 @@ class SavedStateWatch(ScriptListener):
             state.random = [name for name, value in in_memory if add_digests(value, set()) not in in_files]
 
 
+def _shards(name: object) -> bool:
+    return any(word in str(name).upper() for word in SHARDING)
+
+
 def _parts(models: list[Any], optimizers: list[Any], schedules: list[Any]) -> Parts:
     """What a checkpoint must have: all that training changes, which excludes the base of adapters."""
     for model in models:
@@ -103,9 +108,9 @@ def _parts(models: list[Any], optimizers: list[Any], schedules: list[Any]) -> Pa
         if not hasattr(getattr(model, "module", model), "peft_config"):
             kept = model.state_dict()
             yield from ((f"{name} of the model", tensor) for name, tensor in model.named_buffers() if name in kept)
-    for kind, objects in (("optimizer", optimizers), ("schedule", schedules)):
-        for one in objects:
-            yield f"the {kind} {type(getattr(one, kind, one)).__name__}", one.state_dict()
+    for kind, inner, objects in (("optimizer", "optimizer", optimizers), ("schedule", "scheduler", schedules)):
+        for one in objects:  # Accelerate wraps them
+            yield f"the {kind} {type(getattr(one, inner, one)).__name__}", one.state_dict()
 
 
 def _random_states() -> Parts:
