@@ -76,7 +76,7 @@ class SavedStateWatch(ScriptListener):
 
         wrap_function(sys.modules[module].Trainer, "save_checkpoint", after=saved)
 
-    def _compare(self, path: Path, parts: Parts, orders: Iterable[tuple[str, Any]] = (), **flags: bool) -> None:
+    def _compare(self, path: Path, parts: Parts, orders: Iterable[tuple[str, Any]] = (), **flags: Any) -> None:
         if len(self._facts.saved_states) >= MAX_STATES:
             return
         state = SavedState(user_site(), path.name, **flags)
