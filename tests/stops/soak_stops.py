@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,7 +100,7 @@ def stopped(script: str, stop: Stop, folder: Path, popen: Popen = subprocess.Pop
     wait_for(stop, process, output)
     who, _, name = stop.who.partition(", ")
     pid = process.pid if who == "launcher" else rank_pid(folder, int(who.split()[1]))
-    if process.poll() is None:
+    with suppress(ProcessLookupError):  # it has ended meanwhile
         os.kill(pid, signal.Signals[name])
     code = process.wait(LIMIT_SECONDS)
     return code, moments(output)
