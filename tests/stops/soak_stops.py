@@ -100,8 +100,9 @@ def stopped(script: str, stop: Stop, folder: Path, popen: Popen = subprocess.Pop
     wait_for(stop, process, output)
     who, _, name = stop.who.partition(", ")
     pid = process.pid if who == "launcher" else rank_pid(folder, int(who.split()[1]))
-    with suppress(ProcessLookupError):  # it has ended meanwhile
-        os.kill(pid, signal.Signals[name])
+    if process.poll() is None:
+        with suppress(ProcessLookupError):  # the rank has ended
+            os.kill(pid, signal.Signals[name])
     code = process.wait(LIMIT_SECONDS)
     return code, moments(output)
 
