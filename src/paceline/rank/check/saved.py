@@ -58,8 +58,7 @@ class SavedStateWatch(ScriptListener):
         def saved(folder: Any, accelerator: Any, *_: Any, **__: Any) -> None:
             optimizers = [*{id(optimizer): optimizer for optimizer in self._stepped}.values()]
             schedules = [one for one, *_ in self._schedules.values() if getattr(one, "optimizer", None) in optimizers]
-            parts = _parts([*accelerator._models], optimizers, schedules)
-            parts = parts if accelerator.is_main_process else iter(())
+            parts = _parts(accelerator._models, optimizers, schedules) if accelerator.is_main_process else iter(())
             generators = (getattr(loader, "synchronized_generator", None) for loader in accelerator._dataloaders)
             orders = [(ORDER, generator.get_state()) for generator in generators if generator is not None]
             if not _shards(accelerator.distributed_type):
