@@ -60,6 +60,7 @@ PLAIN = {  # plant -> rule
 TRAINER = ("same batches", "same augmentation", "batch norm", "mean over padding", "one file", "threads", "split apart")
 ACCELERATED = (
     "same batches", "past DDP", "last window divided", "padded score", "batch norm", "same augmentation", "one file",
+    "saved state",
 )  # fmt: skip
 RIGHT = ("plain", "tensors", "streamed", "closures", "trainer", "accelerated", "with_lightning")
 CLOSURES = ("same batches", "same order", "last window divided", "no sync")
@@ -132,7 +133,7 @@ def cases() -> list[Case]:
     planted = [Case("planted/plain.py", plant, rule) for plant, rule in PLAIN.items()]
     planted += [Case(f"planted/{name}.py", "same batches", "same batches") for name in ("tensors", "streamed")]
     planted += [Case("planted/trainer.py", plant, PLAIN[plant]) for plant in TRAINER]
-    planted += [Case("planted/accelerated.py", plant, PLAIN[plant]) for plant in ACCELERATED]
+    planted += [Case("planted/accelerated.py", plant, PLAIN.get(plant, plant)) for plant in ACCELERATED]
     planted += [Case("planted/closures.py", plant, PLAIN[plant]) for plant in CLOSURES]
     planted += [Case("planted/with_lightning.py", plant, PLAIN[plant]) for plant in LIGHTNING]
     return clean + right + windows + planted

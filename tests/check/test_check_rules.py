@@ -19,6 +19,7 @@ from paceline.protocol.facts import (
     LoaderPass,
     MeanLoss,
     PaddedMetric,
+    SavedState,
     ScriptFacts,
     SeenLoader,
     SeenReplica,
@@ -155,6 +156,10 @@ def scheduled(length: int, steps: int = 20, **more: Any) -> Callable[[int], Scri
     seen = [SeenSchedule("t.py:8 in main", "t.py:4 in main", steps, length)]
     taken = [step(parameters="p", epoch=1 + k // 10) for k in range(20)]
     return lambda rank: right(rank, schedules=seen, steps=taken, loaders=[trained(rank, **more)])
+
+
+def saving(**more: Any) -> Callable[[int], ScriptFacts]:
+    return by_rank(saved_states=([SavedState("t.py:31 in main", "state", parts=4, **more)], []))
 
 
 PLATEAU = "ReduceLROnPlateau"
@@ -316,6 +321,8 @@ PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what i
     ),
     "a search for nothing": (by_rank(replicas=(replica(find_unused=True, looked=9),) * 2), "unused parameters", 7),
     "a schedule for one process": (scheduled(40), "schedule", 8),
+    "a state without a schedule": (saving(missing=["the schedule StepLR"]), "saved state", 31),
+    "a state within a window": (saving(open_window=True), "saved state", 31),
     "too many threads": (by_rank(threads=(4, 4), threads_site=("t.py:1 in main",) * 2), "threads", 1),
 }  # fmt: skip
 
@@ -414,6 +421,9 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
     "files of its own": lambda rank: right(rank, saved_files=[FileAccess(f"/log-{rank}", "t.py:30 in main")]),
     "each its own GPU": lambda rank: right(rank, loaded_files=[FileAccess("/m.pt", "t.py:3 in main", [rank], rank)]),
     "unused parameters": by_rank(replicas=(replica(find_unused=True, looked=9, unused=1),) * 2),
+    "a whole state": saving(),
+    "a state without random states": saving(random=["torch"]),
+    "a state of weights": saving(weights_only=True, missing=["the optimizer Adam"]),
     "a framework's search": by_rank(replicas=([SeenReplica("t.py:7 in main", True, True, looked=9)],) * 2),
     "shards of parameters": stepping(lambda rank: [step(gradients=f"g{rank}", shapes=f"{rank}")]),
 }

@@ -245,6 +245,15 @@ def test_ctrl_c_while_the_agent_starts(launch) -> None:
     assert one.stderr == "stopped by SIGINT\n"
 
 
+def test_ctrl_c_while_the_agent_cleans_up_changes_nothing(launch) -> None:
+    """Its temporary folder has many files, so that the signal arrives in between."""
+    one = launch("for n in range(50_000): open(f'{spec.temporary}/{n}', 'w').close()", nproc=1)
+    wait_until((one.folder / "ended.json").exists, "the run has ended")
+    os.kill(one.agent_pid, signal.SIGINT)
+    assert one.finish() == 0
+    assert one.stderr == ""
+
+
 def test_a_second_signal_of_another_kind_ends_the_grace(launch) -> None:
     one = launch(
         "signal.signal(signal.SIGTERM, lambda *_: (folder / 'asked').touch())\nforever()",

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from parts import error, finish, network, reach, samples
 from torch.utils.data import DataLoader
 
@@ -24,7 +25,8 @@ def save(accelerator, progress):
 
 
 def main():
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    order = DataLoaderConfiguration(use_seedable_sampler=True)  # otherwise each resume begins with the first order
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=order)
     model, data, progress = network(dropout=0.0), samples(), Progress()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader = DataLoader(data, batch_size=4, shuffle=True)

@@ -1,6 +1,7 @@
 """Lightning's Trainer, as it is."""
 
 import os
+import sys
 
 import lightning as L
 import torch
@@ -27,7 +28,8 @@ class Module(L.LightningModule):
         reach("step" if number % 2 else "accumulate")
 
     def on_validation_start(self):
-        reach("evaluate")
+        if not self.trainer.sanity_checking:  # before the first step
+            reach("evaluate")
 
     def on_save_checkpoint(self, checkpoint):
         reach("save")
@@ -35,12 +37,13 @@ class Module(L.LightningModule):
 
 def main():
     data, module = samples(), Module()
-    trainer = L.Trainer(
-        accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy="ddp", max_epochs=3, logger=False,
-        val_check_interval=6, accumulate_grad_batches=2, enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir="out",
-    )  # fmt: skip
-    trainer.fit(module, DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=32))
+    for _ in range(1 + ("twice" in sys.argv)):  # the second training saves in the same folder
+        trainer = L.Trainer(
+            accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy="ddp", max_epochs=3, logger=False,
+            val_check_interval=6, accumulate_grad_batches=2, enable_progress_bar=False, enable_model_summary=False,
+            default_root_dir="out",
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=32))
     finish(module)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-STEP_SECONDS = 0.04
+STEP_SECONDS = float(os.environ.get("STEP_SECONDS", "0.04"))
 
 
 def reach(moment):

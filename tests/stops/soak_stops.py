@@ -1,12 +1,13 @@
-"""Stop requests at random moments of Trainer, Lightning and Accelerate scripts: is the work saved, the result equal?
+"""Stop requests at random moments of scripts and sessions: is the work saved, the result equal?
 
     PYTHONPATH=. python tests/stops/soak_stops.py --count 100 --out benchmarks/results/stops.json
 
-Each repeat starts a script of this folder on 2 ranks under `paceline launch`, and waits until rank 0 reaches a random
-moment (import, first step, accumulation, step, evaluation, saving). A random time later it sends SIGTERM or SIGINT to
-the launcher, or SIGTERM to one rank. The same command then runs to its end. A repeat is right if the run has saved
-(exit code 75), has finished, or had taken no step since its start, and if the final weights have the same bits as those
-of an uninterrupted run.
+Each repeat starts a script of this folder (Trainer, Lightning, Accelerate, a session) on 2 ranks under `paceline
+launch`, and waits until rank 0 reaches a moment (import, first step, accumulation, step, evaluation, saving). The
+number of the repeat determines the script and the kind of moment, in turn. The seed and the number determine how often
+the moment is reached before, and who gets which signal how much later. The same command then runs to its end. A repeat
+is right if the run has saved (exit code 75), has finished, or had taken no step since its start, if no step is lost or
+repeated after a stop that has saved, and if the final weights have the same bits as those of an uninterrupted run.
 
 Repeats that are in the file already are left out. The exit code is 1 if a repeat is not right.
 """
@@ -25,16 +26,23 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
-SCRIPTS = ("trainer", "lit", "accelerated")
+SCRIPTS = ("trainer", "lit", "accelerated", "own_loop")
 MOMENTS = ("import", "first step", "accumulate", "step", "evaluate", "save")
 WHO = ("launcher, SIGTERM", "launcher, SIGINT", "rank 0, SIGTERM", "rank 1, SIGTERM")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 LIMIT_SECONDS = 180.0
 WORKED = {"step", "accumulate", "evaluate"}
+BATCHES = {  # the moments of which each step, or each batch, has one
+    "trainer": {"step", "evaluate", "save"},
+    "lit": {"step", "accumulate"},
+    "accelerated": {"step", "accumulate"},
+    "own_loop": {"accumulate"},
+}
 SAVED = 75
 Popen = Callable[..., Any]
 
@@ -49,11 +57,12 @@ class Stop(NamedTuple):
 
 
 def start(script: str, folder: Path, popen: Popen = subprocess.Popen) -> tuple[Any, Path]:
-    """Start a script in its folder; return the launcher and the file with its output."""
+    """Start a script, with arguments after a space, in its folder; return the launcher and the file with its output."""
     for file in HERE.glob("*.py"):
         shutil.copy(file, folder)
     output = folder / f"output-{len([*folder.glob('output-*')])}.txt"
-    argv = [sys.executable, "-m", "paceline", "launch", "--nproc=2", f"{script}.py"]
+    name, *words = script.split()
+    argv = [sys.executable, "-m", "paceline", "launch", "--nproc=2", f"{name}.py", *words]
     with output.open("w") as file:
         process = popen(argv, cwd=folder, env={**os.environ, **ENVIRONMENT}, stdout=file, stderr=file)
     return process, output
@@ -63,6 +72,11 @@ def moments(output: Path) -> list[str]:
     """The moments that rank 0 has reached."""
     lines = (line.partition("REACHED ")[2] for line in output.read_text(errors="replace").splitlines())
     return [line for line in lines if line]
+
+
+def batches(script: str, folder: Path) -> int:
+    """The steps or batches of all starts in this folder."""
+    return sum(moment in BATCHES[script.split()[0]] for output in folder.glob("output-*") for moment in moments(output))
 
 
 def wait_for(stop: Stop, process: Any, output: Path) -> None:
@@ -87,7 +101,8 @@ def stopped(script: str, stop: Stop, folder: Path, popen: Popen = subprocess.Pop
     who, _, name = stop.who.partition(", ")
     pid = process.pid if who == "launcher" else rank_pid(folder, int(who.split()[1]))
     if process.poll() is None:
-        os.kill(pid, signal.Signals[name])
+        with suppress(ProcessLookupError):  # the rank has ended
+            os.kill(pid, signal.Signals[name])
     code = process.wait(LIMIT_SECONDS)
     return code, moments(output)
 
@@ -100,27 +115,29 @@ def finished(script: str, folder: Path, popen: Popen = subprocess.Popen) -> tupl
     return code, digests[0] if digests else ""
 
 
-def repeat(script: str, stop: Stop, expected: str) -> dict[str, Any]:
+def repeat(script: str, stop: Stop, expected: str, expected_batches: int) -> dict[str, Any]:
     """Stop a run, and let the same command finish."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         code, reached = stopped(script, stop, folder)
         again, digest = (0, expected) if code == 0 else finished(script, folder)
         lost = code not in (0, SAVED) and bool(WORKED & {*reached})
-        right = again == 0 and digest == expected and not lost
+        extra = batches(script, folder) - expected_batches if code in (0, SAVED) else 0
+        right = again == 0 and digest == expected and not lost and not extra
         if not right:
             print(*((file.read_text()[-3000:]) for file in sorted(folder.glob("output-*"))), sep="\n----\n", flush=True)
     how = {0: "finished", SAVED: "saved"}.get(code, "lost" if lost else "restarted before the first step")
-    found = {"code": code, "how": how, "same_bits": digest == expected, "right": right}
+    found = {"code": code, "how": how, "same_bits": digest == expected, "extra_batches": extra, "right": right}
     return {"script": script, **stop._asdict(), **found}
 
 
 def drawn(seed: int, number: int) -> tuple[str, Stop]:
     """The script and the stop of a repeat."""
     draw = random.Random(f"{seed}-{number}")
-    moment, times = draw.choice(MOMENTS), draw.randint(1, 3)
+    turn, script = divmod(number, len(SCRIPTS))
+    moment, times = MOMENTS[turn % len(MOMENTS)], draw.randint(1, 3)
     stop = Stop(moment, 1 if moment == "import" else times, round(draw.uniform(0.0, 0.3), 3), draw.choice(WHO))
-    return SCRIPTS[number % len(SCRIPTS)], stop
+    return SCRIPTS[script], stop
 
 
 def main() -> int:
@@ -128,23 +145,26 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=SCRIPTS)
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th repeat")
     parser.add_argument("--minutes", type=float, default=1e6, help="start no repeat after this time")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    record: dict[str, Any] = {"seed": options.seed, "digests": {}, "repeats": {}}
+    record: dict[str, Any] = {"seed": options.seed, "whole": {}, "repeats": {}}
     if options.out and options.out.exists():
         record = json.loads(options.out.read_text())
     began = time.monotonic()
-    for number in range(options.count):
+    part, parts = options.part
+    for number in range(part, options.count, parts):
         script, stop = drawn(options.seed, number)
         is_late = time.monotonic() > began + 60 * options.minutes
         if script not in options.scripts or str(number) in record["repeats"] or is_late:
             continue
-        if script not in record["digests"]:
+        if script not in record["whole"]:
             with tempfile.TemporaryDirectory() as folder:
-                code, record["digests"][script] = finished(script, Path(folder))
+                code, digest = finished(script, Path(folder))
                 assert code == 0, f"{script} fails without a stop"
-        record["repeats"][str(number)] = found = repeat(script, stop, record["digests"][script])
+                record["whole"][script] = digest, batches(script, Path(folder))
+        record["repeats"][str(number)] = found = repeat(script, stop, *record["whole"][script])
         print(number, found, flush=True)
         repeats = record["repeats"].values()
         counts = {name: Counter(one["how"] for one in repeats if one["script"] == name) for name in SCRIPTS}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.launch.agent.nodes_harness import several
 from tests.launch.launch_fixture import launch as launch
-from tests.launch.launch_harness import Launch
+from tests.launch.launch_harness import Launch, wait_until
 
 from paceline.protocol.control import BOOTSTRAP
 
@@ -73,9 +73,12 @@ def test_ranks_of_two_nodes_stop_after_one_step(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_a_further_step_ends_with_the_grace(script) -> None:
-    one = script(f"{STOPS}for number in range(1, 21): step(number)\nif rank: forever()\nwhile True: step(0)")
+    waits = "while not stops._page.get_request('stop_asked'): time.sleep(0.01)\n(folder / 'asked').touch()\nforever()"
+    ends = f"if rank:\n    {waits.replace(chr(10), chr(10) + '    ')}\nwhile True: step(0)"
+    one = script(f"{STOPS}for number in range(1, 21): step(number)\n{ends}", grace_period_seconds=3600.0)
     one.wait_ready(2)
     one.process.send_signal(signal.SIGTERM)
+    wait_until((one.folder / "asked").exists, "the first signal has arrived")
     one.process.send_signal(signal.SIGINT)  # ends the grace
     assert one.finish() == 143 and not (one.folder / "last-1").exists()
 

@@ -1,9 +1,19 @@
-"""Hugging Face's Trainer, as it is."""
+"""Hugging Face's Trainer, as it is: trainer.py [KIND | twice]."""
+
+import sys
 
 import torch
 from parts import error, finish, network, reach, samples
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 1}
+KINDS = {
+    "unsaved": {"save_strategy": "no"},
+    "steps": {"max_steps": 20, "save_total_limit": 1},
+    "best": {"save_strategy": "best", "eval_strategy": "epoch", **BEST},
+    "patient": {"eval_steps": 2, "save_steps": 2, "num_train_epochs": 9, "learning_rate": 0.3, **BEST},
+}
 
 
 class Model(nn.Module):
@@ -28,16 +38,19 @@ class Told(TrainerCallback):
 
 
 def main():
-    arguments = TrainingArguments(
-        output_dir="out", num_train_epochs=3, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-        use_cpu=True, report_to=[], disable_tqdm=True, ddp_backend="gloo", learning_rate=0.01, save_steps=5,
-        eval_strategy="steps", eval_steps=7, logging_steps=4,
-    )  # fmt: skip
-    data = samples()
+    kind = sys.argv[-1]
+    usual = {"use_cpu": True, "ddp_backend": "gloo", "report_to": [], "disable_tqdm": True, "output_dir": "out"}
+    usual |= {"num_train_epochs": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    usual |= {"learning_rate": 0.01, "save_steps": 5, "eval_strategy": "steps", "eval_steps": 7, "logging_steps": 4}
+    arguments = TrainingArguments(**usual | KINDS.get(kind, {}))
+    data, callbacks = samples(), [Told()]
+    if kind == "patient":
+        callbacks.append(EarlyStoppingCallback(early_stopping_patience=3))
     trainer = Trainer(
-        Model(), arguments, data_collator=collate, train_dataset=data, eval_dataset=data, callbacks=[Told()]
+        Model(), arguments, data_collator=collate, train_dataset=data, eval_dataset=data, callbacks=callbacks
     )
-    trainer.train()
+    for _ in range(1 + ("twice" in sys.argv)):  # the second training saves in the same folder
+        trainer.train()
     finish(trainer.model)
 
 

@@ -14,6 +14,7 @@ import pytest
 from tests import warm
 from tests.ended import ended, start_steps
 from tests.errors import codes
+from tests.launch.launch_harness import wait_until
 
 from paceline.checkpoint.manager import Checkpoints
 from paceline.runs.events import Checkpointed, Started, Step, read_events
@@ -166,7 +167,9 @@ class Samples(torch.utils.data.Dataset):
         return torch.tensor([index / 6400]), torch.tensor(0.5)
 
 def loss(outputs, targets):
-    time.sleep(60 if os.path.exists("stuck") else 0.02)
+    if is_stuck := os.path.exists("stuck"):
+        open(f"stuck-{os.environ.get('RANK', '')}", "w").close()
+    time.sleep(60 if is_stuck else 0.02)
     return (outputs[:, 0] - targets).square()
 
 endless = Task(lambda: nn.Linear(1, 1), lambda split: Samples(), loss)
@@ -256,9 +259,10 @@ def test_a_signal_to_one_worker_stops_all_of_them_together(endless, tmp_path):
 def test_the_second_signal_ends_all_at_once(endless, tmp_path):
     process = endless("--nproc", 2)
     (tmp_path / "stuck").touch()
-    time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)  # to be noticed after the step
-    time.sleep(0.5)
+    wait_until(lambda: all((tmp_path / f"stuck-{rank}").exists() for rank in (0, 1)), "both ranks are in a long step")
+    process.send_signal(signal.SIGTERM)  # takes effect after the step
+    log = tmp_path / "run" / "attempt-1" / "rank-0.log"
+    wait_until(lambda: "SIGTERM" in log.read_text(), "the first signal has arrived")
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     began = time.monotonic()

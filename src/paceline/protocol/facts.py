@@ -15,6 +15,7 @@ SHORTENED_EPOCH_BATCHES = (
 MAX_STEPS = 100  # limit for a script without epochs, and for the training of a session
 MAX_INDICES, MAX_DIGESTS = 5000, 32
 OWN_GENERATORS = "generators of its own"
+ORDER = "order of a loader"
 
 
 def shortened_epoch_length(batches: int) -> int:
@@ -173,6 +174,18 @@ class FileAccess(msgspec.Struct):
     own_device: int = -1
 
 
+class SavedState(msgspec.Struct):
+    """A checkpoint of a framework, compared with the memory of this rank when it was saved."""
+
+    site: str
+    name: str  # of its file or folder
+    weights_only: bool = False  # the script asked for a checkpoint without the optimizer: it was not compared
+    open_window: bool = False  # saved between two micro-batches of an accumulation window
+    parts: int = 0  # number of parts that were compared; 0: only the random states
+    missing: list[str] = []  # parts that it does not have, or with different values
+    random: list[str] = []  # generators whose states it does not have
+
+
 class ScriptFacts(msgspec.Struct):
     """The facts of a rank."""
 
@@ -196,5 +209,6 @@ class ScriptFacts(msgspec.Struct):
     replicas: list[SeenReplica] = []
     schedules: list[SeenSchedule] = []
     metrics: list[PaddedMetric] = []
+    saved_states: list[SavedState] = []
     saved_files: list[FileAccess] = msgspec.field(default_factory=list[FileAccess], name="written")
     loaded_files: list[FileAccess] = msgspec.field(default_factory=list[FileAccess], name="loaded")

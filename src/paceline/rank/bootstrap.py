@@ -163,7 +163,9 @@ def run_script(arguments: Sequence[str], *also: ScriptListener) -> NoReturn:
     if (spec := WorkerSpec.from_environment()) is not None:
         if os.isatty(0):
             serialize_terminal_input(spec.temporary)
-        stops = StepStops(HangGuard.of_process().page, arguments).watch_frameworks()
+        stops = StepStops(HangGuard.of_process().page, arguments)
+        if not also:  # --check neither resumes a stopped training nor removes its record
+            stops.watch_frameworks()
         report_end = watch_script(HangGuard.of_process(), UnsavedSteps(stops), *also)
     try:
         _run(arguments)

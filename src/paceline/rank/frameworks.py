@@ -1,7 +1,8 @@
 """Stops and resumes unmodified scripts of frameworks: see rank/stops.py.
 
 Trainer (Hugging Face): `train` gets one more callback, the last one, and the checkpoint of the last stop as
-`resume_from_checkpoint`.
+`resume_from_checkpoint`. A checkpoint belongs to a training if its trainer_state.json has the name of the training and
+this step. Other programs that save there, or continue from there, leave no such file.
 
 Accelerate: only the script knows what a checkpoint must contain, because the loop is in the script. A stop takes effect
 after the next `save_state` of the script, and the script resumes with `load_state`.
@@ -16,20 +17,22 @@ import inspect
 import os
 import re
 import sys
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from paceline.rank.imports import hide_from_warnings
-from paceline.rank.stops import StepStops
+from paceline.rank.stops import StepStops, StoppableTraining, read_script
 from paceline.runs import reading, writing
 from paceline.runs.reading import numbered_files
 
 TRAINER_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 RESUMES = re.compile(rb"\.save_state\(.*\.load_state\(|\.load_state\(.*\.save_state\(", re.DOTALL)
 FOLDER = "paceline-stopped"  # in default_root_dir
+MARK = "paceline"  # in trainer_state.json: the name of the training, and the step
 MAX_STATE_BYTES = 1 << 20
+PLAIN_BATCHES = ("BatchSampler", "NoneType")  # types of batch samplers that draw nothing themselves
 
 
 # ---- Hugging Face's Trainer ----
@@ -43,17 +46,17 @@ def install_trainer(stops: StepStops, module: str) -> None:
     @hide_from_warnings
     @wraps(original)
     def train(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        arguments = trainer.args
-        is_search = bool(args) or kwargs.get("trial") is not None  # for hyperparameters: it trains many times
-        if is_search or not stops.can_begin:
-            return original(trainer, resume_from_checkpoint, *args, **kwargs)
+        arguments, training = trainer.args, None
+        is_search = (args[0] if args else kwargs.get("trial")) is not None  # for hyperparameters: it trains many times
         if getattr(arguments, "save_only_model", False):
             stops.warn("save_only_model=True leaves the optimizer out of its checkpoints")
+        elif not is_search and stops.can_begin:
+            training = stops.open(Path(arguments.output_dir).resolve())
+        if training is None:
             return original(trainer, resume_from_checkpoint, *args, **kwargs)
-        folder = Path(arguments.output_dir).resolve()
-        if resume_from_checkpoint is not False and (checkpoint := _checkpoint_of_stop(stops, folder)) is not None:
+        if (checkpoint := _checkpoint_of_stop(stops, training)) is not None:
             resume_from_checkpoint = str(checkpoint)
-        callback = _trainer_callback(stops, trainer, folder)
+        callback = _trainer_callback(stops, trainer, training)
         trainer.add_callback(callback)
         try:
             return original(trainer, resume_from_checkpoint, *args, **kwargs)
@@ -63,31 +66,39 @@ def install_trainer(stops: StepStops, module: str) -> None:
     trainer_class.train = train
 
 
-def _checkpoint_of_stop(stops: StepStops, folder: Path) -> Path | None:
-    """The newest whole checkpoint since this command was stopped; None if it was not stopped."""
-    record = stops.stopped_in(folder)
-    if record is None:
+def _checkpoint_of_stop(stops: StepStops, training: StoppableTraining) -> Path | None:
+    """The newest whole checkpoint of this training; None if it was not stopped."""
+    if (record := training.stopped) is None:
+        training.compare(None)
         return None
-    for checkpoint in reversed(numbered_files(folder, TRAINER_CHECKPOINT).values()):
-        if _is_whole(checkpoint, {record.world_size, int(os.environ["WORLD_SIZE"])}):
-            stops.say(f"resuming from {checkpoint}: this command was stopped after step {record.step}")
-            return checkpoint
-    return None
+    world_sizes = {record.world_size, int(os.environ["WORLD_SIZE"])}
+    checkpoints = reversed(numbered_files(training.folder, TRAINER_CHECKPOINT).values())
+    found = next((path for path in checkpoints if _is_whole(path, training.name, world_sizes)), None)
+    training.compare(found)
+    if found is None:
+        stops.say(f"warning: {training.folder} has no whole checkpoint of the stopped training: not resumed")
+    else:
+        stops.say(f"resuming from {found}: this command was stopped after step {record.step}")
+    return found
 
 
-def _is_whole(checkpoint: Path, world_sizes: set[int]) -> bool:
-    """Whether all ranks have saved it, and steps remain. Trainer would add a step to a training that has ended."""
+def _is_whole(checkpoint: Path, training: str, world_sizes: set[int]) -> bool:
+    """Whether all ranks of this training have saved it, and steps remain.
+
+    Trainer would add a step to a training that has ended.
+    """
     states = sys.modules["transformers.trainer_callback"].TrainerState
     random_states = [*checkpoint.glob("rng_state*.pth")]
     try:
         state = states.load_from_json(str(checkpoint / "trainer_state.json"))
     except (OSError, ValueError, TypeError):
         return False
+    is_own = state.stateful_callbacks.get(MARK) == [training, state.global_step]
     is_over = state.global_step >= state.max_steps and not float(state.epoch).is_integer()
-    return len(random_states) in world_sizes and not is_over
+    return is_own and len(random_states) in world_sizes and not is_over
 
 
-def _trainer_callback(stops: StepStops, trainer: Any, folder: Path) -> Any:
+def _trainer_callback(stops: StepStops, trainer: Any, training: StoppableTraining) -> Any:
     base: Any = sys.modules["transformers.trainer_callback"].TrainerCallback
 
     class StopAfterStep(base):
@@ -96,27 +107,39 @@ def _trainer_callback(stops: StepStops, trainer: Any, folder: Path) -> Any:
         is_stopping = False
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if training.stopped is not None:
+                _restore_callbacks(trainer.callback_handler.callbacks, state.stateful_callbacks)
             stops.begin()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # The last step ends the training anyway. With save_strategy="best" an evaluation decides about the
-            # checkpoint, and would discard this one: stop after the next step.
-            is_chosen_by_score = args.save_strategy == "best" and control.should_evaluate
-            if not stops.end_step() or control.should_training_stop or is_chosen_by_score:
-                return
-            self.is_stopping = control.should_training_stop = True
-            control.should_save = not float(state.epoch).is_integer()  # an epoch's end may evaluate first
+            self.is_stopping = stops.end_step() and not control.should_training_stop  # the last step ends it anyway
+            if self.is_stopping or training.stopped is not None:
+                state.stateful_callbacks[MARK] = [training.name, state.global_step]
+            # An epoch's end may evaluate first. With save_strategy="best" an evaluation decides about the checkpoint,
+            # and may discard this one: then stop after the next step.
+            if self.is_stopping and not float(state.epoch).is_integer():
+                control.should_save = True
 
         def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_save = control.should_save or self.is_stopping
+            control.should_save |= self.is_stopping and not control.should_training_stop
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if self.is_stopping:
+            if self.is_stopping and not control.should_training_stop:  # an evaluation may also end the training
+                trainer.accelerator.wait_for_everyone()
                 trainer.callback_handler.on_train_end(args, state, control)
-                stops.record(folder, state.global_step)
-                stops.exit_saved(f"in {folder} after step {state.global_step}")
+                training.record(state.global_step)
+                stops.exit_saved(f"in {training.folder} after step {state.global_step}")
 
     return StopAfterStep()
+
+
+def _restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any]) -> None:
+    """Restore the attributes of callbacks, e.g. the patience of early stopping. Trainer does it only on request."""
+    for name, states in saved.items():
+        named = [callback for callback in callbacks if type(callback).__name__ == name]
+        states = states if isinstance(states, list) else [states]  # Trainer appends the states of each checkpoint
+        for callback, state in zip(named, states[-len(named) :], strict=False):
+            vars(callback).update(state["attributes"])
 
 
 # ---- Accelerate ----
@@ -130,9 +153,14 @@ def install_accelerate(stops: StepStops, module: str) -> None:
     @hide_from_warnings
     @wraps(prepare)
     def prepare_and_begin(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        result = prepare(accelerator, *args, **kwargs)
         if stops.can_begin and _is_resumable():
             stops.begin()
-        return prepare(accelerator, *args, **kwargs)
+            if any(getattr(loader, "synchronized_generator", None) is not None for loader in accelerator._dataloaders):
+                stops.warn(
+                    "Accelerate saves no order of samples without DataLoaderConfiguration(use_seedable_sampler=True)"
+                )
+        return result
 
     @hide_from_warnings
     @wraps(save_state)
@@ -140,10 +168,12 @@ def install_accelerate(stops: StepStops, module: str) -> None:
         result = save_state(accelerator, *args, **kwargs)
         if stops.can_begin:
             stops.begin()
-        if stops.end_step():
-            for tracker in accelerator.trackers:
+        if not accelerator.sync_gradients:
+            stops.warn("save_state in an accumulation window leaves out the gradients of the window")
+        elif stops.end_step():
+            for tracker in accelerator.trackers:  # no collective: a script may save on rank 0 only
                 tracker.finish()
-            stops.exit_saved("after its save_state")
+            stops.exit_saved(f"in {result}", "the same command resumes if it loads this state")
         return result
 
     accelerator_class.prepare, accelerator_class.save_state = prepare_and_begin, save_and_stop
@@ -151,9 +181,7 @@ def install_accelerate(stops: StepStops, module: str) -> None:
 
 def _is_resumable() -> bool:
     """Whether the file of the script both saves and loads states."""
-    with suppress(OSError):
-        return RESUMES.search(Path(sys.modules["__main__"].__file__ or "").read_bytes()) is not None
-    return False
+    return RESUMES.search(read_script()) is not None
 
 
 # ---- Lightning ----
@@ -169,37 +197,29 @@ def install_lightning(stops: StepStops, module: str) -> None:
     @hide_from_warnings
     @wraps(original)
     def fit(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        if not stops.can_begin:
+        folder = Path(trainer.default_root_dir).resolve() / FOLDER
+        has_all_ranks = trainer.world_size == int(os.environ["WORLD_SIZE"])
+        training = stops.open(folder) if stops.can_begin and has_all_ranks else None
+        if training is None:
             return original(trainer, *args, **kwargs)
         call = signature.bind(trainer, *args, **kwargs)
-        folder = Path(trainer.default_root_dir).resolve() / FOLDER
-        if (record := stops.stopped_in(folder)) is not None:
-            call.arguments["ckpt_path"] = str(folder / _lightning_checkpoint(record.step))
+        if training.stopped is not None:
+            call.arguments["ckpt_path"] = str(folder / training.stopped.files[0])
+            if "weights_only" in signature.parameters:
+                call.arguments["weights_only"] = False  # hyperparameters may have any type. The file is ours
             stops.say(f"resuming from {call.arguments['ckpt_path']}: this command was stopped after this step")
-        callback = make_callback(folder, is_resumed=record is not None)
+        callback = make_callback(training)
         trainer.callbacks.append(callback)
         try:
             result = original(*call.args, **call.kwargs)
         finally:
             trainer.callbacks.remove(callback)
-        if callback.step_saved:
-            files = [
-                _lightning_checkpoint(callback.step_saved),
-                *(_random_file(rank) for rank in range(trainer.world_size)),
-            ]
-            stops.record(folder, callback.step_saved, files)
-            stops.exit_saved(f"in {folder} after step {callback.step_saved}")
+        if callback.files_saved:
+            training.record(callback.step, callback.files_saved)
+            stops.exit_saved(f"in {folder} after step {callback.step}")
         return result
 
     trainer_class.fit = fit
-
-
-def _lightning_checkpoint(step: int) -> str:
-    return f"step={step}.ckpt"
-
-
-def _random_file(rank: int) -> str:
-    return f"random-{rank}.bin"
 
 
 def _lightning_callback(stops: StepStops, package: str) -> Any:
@@ -210,46 +230,59 @@ def _lightning_callback(stops: StepStops, package: str) -> Any:
     class StopAfterStep(base):
         """Saves and ends the training after the step that the coordinator has chosen."""
 
-        def __init__(self, folder: Path, *, is_resumed: bool) -> None:
-            self.folder, self.step_saved = folder, 0
-            self._state_file = folder / _random_file(stops.rank)
-            self._state_to_load = self._state_file if is_resumed else None
-            self._step = 0
+        def __init__(self, training: StoppableTraining) -> None:
+            self.step, self.files_saved = 0, tuple[str, ...]()
+            self._training, self._random_file = training, ""
             self._is_resumable = False
+            if training.stopped is not None and stops.rank < training.stopped.world_size:
+                self._random_file = training.stopped.files[1 + stops.rank]
+
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            self._training.compare(self._training.stopped)
 
         def on_train_start(self, trainer: Any, module: Any) -> None:
+            trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self] + [self]
             if obstacle := _obstacle(trainer.fit_loop):
                 stops.warn(obstacle)
                 return
-            self._is_resumable, self._step = True, trainer.global_step
-            if self._state_to_load is not None:
+            self._is_resumable, self.step = True, trainer.global_step
+            if self._training.stopped is not None:
                 _skip_batches(trainer.fit_loop)
             stops.begin()
 
         def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
-            if self._state_to_load is not None:
-                _load_random_state(self._state_to_load, module.device)
-                self._state_to_load = None
+            if self._random_file:
+                _load_random_state(self._training.folder / self._random_file, module.device)
+                self._random_file = ""
 
         def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            loop = trainer.fit_loop.epoch_loop
-            if not self._is_resumable or trainer.global_step == self._step:
+            if not self._is_resumable or trainer.global_step == self.step:
                 return  # gradients are being accumulated
-            self._step = trainer.global_step
-            # Lightning repeats or omits a validation that is due after this batch: stop after the next step
-            is_at_edge = loop._num_ready_batches_reached() or loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
-            if not stops.end_step() or is_at_edge or loop._is_training_done:
+            self.step = trainer.global_step
+            if not stops.end_step() or _must_continue(trainer):
                 return
             call_hook(trainer, "on_train_batch_end", *args)  # Lightning calls the hook of the module after callbacks
-            writing.make_folder(self.folder, exist_ok=True)
-            writing.replace_file(self._state_file, _random_state(module.device))
-            trainer.save_checkpoint(self.folder / _lightning_checkpoint(self._step))
-            self.step_saved = self._step
+            folder, name = self._training.folder, f"{self._training.name}-step={self.step}"
+            files = f"{name}.ckpt", *(f"{name}-random-{rank}.bin" for rank in range(trainer.world_size))
+            writing.make_folder(folder, exist_ok=True)
+            writing.replace_file(folder / files[1 + stops.rank], _random_state(module.device))
+            trainer.save_checkpoint(folder / files[0])  # ends with a barrier
+            self.files_saved = files
             for logger in trainer.loggers:
                 logger.finalize("success")
             raise end_quietly
 
     return StopAfterStep
+
+
+def _must_continue(trainer: Any) -> bool:
+    """Whether the training must take another step, or ends here.
+
+    Lightning repeats or omits a validation that is due after this batch, and a checkpoint has no `should_stop`.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    is_validation_due = loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+    return is_validation_due or loop._num_ready_batches_reached() or loop._is_training_done or trainer.should_stop
 
 
 def _obstacle(loop: Any) -> str:
@@ -258,8 +291,9 @@ def _obstacle(loop: Any) -> str:
         return "training_step takes the iterator of the batches"
     for loader in loop._combined_loader.flattened:
         sampler = getattr(loader, "sampler", None)
+        is_plain = type(getattr(loader, "batch_sampler", None)).__name__ in PLAIN_BATCHES
         is_ordered = type(sampler).__name__ == "SequentialSampler" or hasattr(sampler, "set_epoch")
-        if not is_ordered and not hasattr(loader, "load_state_dict"):
+        if not (is_plain and is_ordered) and not hasattr(loader, "load_state_dict"):
             return f"the order of the batches of {type(loader).__name__} cannot be repeated"
     return ""
 

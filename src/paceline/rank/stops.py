@@ -2,16 +2,18 @@
 
 The hook of a framework (rank/frameworks.py) reports each step after which the script can save and end:
 
+    training = stops.open(folder)    # None: it could not resume. `training.stopped` is the stop to resume from
     stops.begin()                    # from now on, a stop request takes effect after a step
     if stops.end_step(): ...         # all ranks get True for the same step: save, then
-    stops.record(folder, step)       # the same command will resume
+    training.record(step)            # the same command will resume
     stops.exit_saved("in ...")       # end with exit code 75
 
 After a stop request, a rank waits after its next step until the coordinator has chosen the last step
 (launch/agent/cluster.py). Without a request, a step costs a few memory accesses and no message.
 
-The record of a stop is in the folder of the checkpoints. It makes the same command resume. The command removes it when
-it succeeds.
+The record of a stop is in the folder of the checkpoints. It makes the same command resume, and only from checkpoints
+that have the name of the training in the record: another program may save to the same folder. The command removes the
+record when it succeeds, or when it begins a second training in the folder.
 """
 
 from __future__ import annotations
@@ -32,11 +34,14 @@ from typing import Any, NoReturn, Self
 import msgspec
 
 from paceline.errors import ExitCode, UsageError
+from paceline.protocol.control import WorkerSpec
 from paceline.protocol.status_page import StatusPage
+from paceline.rank.environment import job_token
 from paceline.rank.imports import when_imported
-from paceline.rank.probes import ScriptListener
+from paceline.rank.probes import ScriptListener, short_hash
 from paceline.runs import reading, writing
 from paceline.runs.console import print_to_stderr
+from paceline.runs.owners import UnreadableFileError
 
 HOOKS = "paceline.rank.frameworks"
 FRAMEWORKS = {  # module that is imported -> function of HOOKS
@@ -52,12 +57,14 @@ WAIT_SECONDS = 0.01
 
 
 class StopRecord(msgspec.Struct, frozen=True):
-    """The last step of a stopped command."""
+    """The last step of a stopped training."""
 
     argv: tuple[str, ...]
     step: int
     world_size: int
     files: tuple[str, ...] = ()  # files in the folder of the record that only a resume needs
+    script: str = ""  # a digest of the script
+    training: str = ""  # the name of the training, which its checkpoints have
 
 
 class StepStops:
@@ -65,11 +72,13 @@ class StepStops:
 
     def __init__(self, page: StatusPage, arguments: Sequence[str]) -> None:
         """`arguments`: the script and its arguments."""
-        self._page, self._argv = page, tuple(arguments)
+        self._page, self.argv = page, tuple(arguments)
+        if self.argv and self.argv[0] != "-m":
+            self.argv = (str(Path(self.argv[0]).resolve()), *self.argv[1:])
         self.rank, self._pid = int(os.environ.get("RANK", "0")), os.getpid()
         self._steps, self._fence = 0, threading.Lock()
         self.begun = self._warned = False
-        self._found: dict[Path, StopRecord] = {}  # records of this command, by folder
+        self._trainings: dict[Path, StoppableTraining] = {}  # by folder
 
     def watch_frameworks(self) -> Self:
         """Stop and resume the frameworks that the script imports."""
@@ -95,12 +104,11 @@ class StepStops:
 
     def begin(self) -> None:
         """From now on, let a stop request take effect after a step."""
-        if not self.begun:
-            self.begun = True
-            for number in SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    signal.signal(number, self._on_signal)
-            self._page.put_stops("stops_by_step", 1)
+        self.begun = True
+        for number in SIGNALS:  # at each call: Lightning restores the previous handlers after a training
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
+        self._page.put_stops("stops_by_step", 1)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Report the first signal to the agent. The second one ends the process, as does the first in a child."""
@@ -125,47 +133,30 @@ class StepStops:
             time.sleep(WAIT_SECONDS)
         return 0 < self._page.get_request("stop_step") <= self._steps
 
-    def record(self, folder: Path, step: int, files: Sequence[str] = ()) -> None:
-        """Record that this command has saved this step in `folder`, to resume. `files`: see StopRecord."""
-        if self.rank == 0:
-            before = reading.decode_if_readable(folder / RECORD, StopRecord)
-            record = StopRecord(self._argv, step, int(os.environ["WORLD_SIZE"]), tuple(files))
-            writing.replace_file(folder / RECORD, msgspec.json.encode(record), sync=True)
-            _remove(folder, {*before.files} - {*files} if before is not None else ())
-
-    def exit_saved(self, where: str) -> NoReturn:
+    def exit_saved(self, where: str, resumes: str = "the same command resumes") -> NoReturn:
         """End this rank after it has saved."""
-        self.say(f"stopped and saved {where}; the same command resumes")
+        self.say(f"stopped and saved {where}; {resumes}")
         raise SystemExit(int(ExitCode.SAVED))
 
-    # ---- the next start ----
+    def open(self, folder: Path) -> StoppableTraining | None:
+        """The training that begins and saves in this folder. None if this command has trained in it before.
 
-    def stopped_in(self, folder: Path) -> StopRecord | None:
-        """The record in this folder of a stop of the same command, equal on all ranks; None if there is none.
+        A later training could not resume: the same command begins with the first one, which saves in this folder again.
 
         Raises:
-            UsageError: the nodes have different folders at this path.
+            UsageError: the script was changed after it was stopped.
         """
-        record: StopRecord | None = None
-        with suppress(FileNotFoundError):
-            record = reading.decode(folder / RECORD, StopRecord)
-        if record is not None and record.argv != self._argv:
-            self.say(f"{folder} has the checkpoint of another command, which was stopped: not resumed")
-            record = None
-        if os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
-            distributed: Any = sys.modules["torch.distributed"]
-            records: list[StopRecord | None] = [None] * distributed.get_world_size()
-            distributed.all_gather_object(records, record)
-            if any(other != record for other in records):
-                raise UsageError(code="stop-record-not-shared", folder=folder)
-        if record is not None:
-            self._found[folder] = record
-        return record
+        if (first := self._trainings.get(folder)) is not None:
+            first.forget()
+            self.warn(f"it trains in {folder} more than once, and only its first training there resumes")
+            return None
+        self._trainings[folder] = StoppableTraining(self, folder)
+        return self._trainings[folder]
 
     def succeed(self) -> None:
         """Remove the records of this command, which has succeeded."""
-        for folder, record in self._found.items() if self.rank == 0 else ():
-            _remove(folder, (RECORD, *record.files))
+        for training in self._trainings.values():
+            training.forget()
 
     def say(self, text: str) -> None:
         """Print a message of rank 0."""
@@ -177,6 +168,63 @@ class StepStops:
         if SLURM_JOB in os.environ and not self._warned:
             self._warned = True
             self.say(f"warning: a stop at the time limit loses the progress of this script: {reason}")
+
+
+class StoppableTraining:
+    """The first training of this command in a folder, and the stop from which it resumes."""
+
+    def __init__(self, stops: StepStops, folder: Path) -> None:
+        self.folder, self._stops, self._script = folder, stops, short_hash(read_script())
+        self.stopped = self._find()
+        spec = WorkerSpec.from_environment()
+        start = (job_token(os.environ), spec.attempt_dir, spec.generation) if spec is not None else ()
+        self.name = self.stopped.training if self.stopped is not None else short_hash(repr(start).encode())
+
+    def _find(self) -> StopRecord | None:
+        """The record of a stop of the same command."""
+        try:
+            record = reading.decode(self.folder / RECORD, StopRecord, ours=True)
+        except FileNotFoundError:
+            return None
+        except UnreadableFileError as error:
+            self._stops.say(f"warning: not resumed: {error}")
+            return None
+        if record.argv != self._stops.argv:
+            self._stops.say(f"{self.folder} has the checkpoint of another command, which was stopped: not resumed")
+            return None
+        if record.script != self._script:
+            raise UsageError(code="stopped-script-changed", file=self.folder / RECORD, step=record.step)
+        if record.world_size != (world_size := int(os.environ["WORLD_SIZE"])):
+            before = f"stopped with {record.world_size} ranks, resumes with {world_size}"
+            self._stops.say(f"warning: {before}: the global batch and the result are different")
+        return record
+
+    def compare(self, chosen: object) -> None:
+        """Check that all nodes have found the same checkpoint. Call it on all ranks, which have a process group.
+
+        Raises:
+            UsageError: the nodes have different folders at this path.
+        """
+        if os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
+            distributed: Any = sys.modules["torch.distributed"]
+            choices: list[Any] = [None] * distributed.get_world_size()
+            distributed.all_gather_object(choices, chosen)
+            if any(other != chosen for other in choices):
+                raise UsageError(code="stop-record-not-shared", folder=self.folder)
+
+    def record(self, step: int, files: Sequence[str] = ()) -> None:
+        """Record that all ranks have saved this step in the folder, to resume. `files`: see StopRecord."""
+        if self._stops.rank == 0:
+            before = reading.decode_if_readable(self.folder / RECORD, StopRecord)
+            world_size = int(os.environ["WORLD_SIZE"])
+            record = StopRecord(self._stops.argv, step, world_size, tuple(files), self._script, self.name)
+            writing.replace_file(self.folder / RECORD, msgspec.json.encode(record), sync=True)
+            _remove(self.folder, {*before.files} - {*files} if before is not None else ())
+
+    def forget(self) -> None:
+        """Remove the record from which this training has resumed, and its files."""
+        if self._stops.rank == 0 and self.stopped is not None:
+            _remove(self.folder, (RECORD, *self.stopped.files))
 
 
 class UnsavedSteps(ScriptListener):
@@ -197,6 +245,13 @@ class UnsavedSteps(ScriptListener):
     def on_session_begin(self) -> None:
         """A session saves and resumes by itself."""
         self._looks = False
+
+
+def read_script() -> bytes:
+    """The file of the script; empty if it has none."""
+    with suppress(OSError):
+        return Path(getattr(sys.modules["__main__"], "__file__", None) or "").read_bytes()
+    return b""
 
 
 def _remove(folder: Path, names: Iterable[str]) -> None:

@@ -38,7 +38,10 @@ def main():
     samples = 404 if plant == "last window divided" else 512
     loader = DataLoader(Rows(samples, 0), 8, shuffle=True)  # plant: same batches
     test_loader = DataLoader(Rows(61, 1), 16)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
     model, optimizer, test_loader = accelerator.prepare(net, optimizer, test_loader)  # plant: padded score
+    if plant != "saved state":
+        scheduler = accelerator.prepare(scheduler)
     if plant != "same batches":
         loader = accelerator.prepare(loader)
     for epoch in range(3):
@@ -52,7 +55,9 @@ def main():
                 loss = nn.functional.cross_entropy(output, y)
                 accelerator.backward(loss)  # plant: last window divided
                 optimizer.step()
+                scheduler.step()
                 optimizer.zero_grad()
+        accelerator.save_state(args.folder / "state")  # plant: saved state
         model.eval()
         hits = count = 0
         for x, y in test_loader:

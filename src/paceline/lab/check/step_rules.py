@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from paceline.guard.sentences import format_ranks
 from paceline.lab.check.findings import Finding, differs
-from paceline.protocol.facts import RECORDED_EPOCHS, FileAccess, ScriptFacts, SeenLoader, SeenStep
+from paceline.protocol.facts import ORDER, RECORDED_EPOCHS, FileAccess, ScriptFacts, SeenLoader, SeenStep
 
 TOLERANCE = 1e-3  # relative; the order of summation changes the rounding
 MIN_STEPS = 4  # of an optimizer, to use the majority of its steps
@@ -21,6 +21,7 @@ BYPASSED_DDP_FIELDS = {
     "words": "gradients are not averaged: the script calls the inner model instead of the DDP model",
     "type_instead": "call the DDP model: ddp(x), not ddp.module(x) or a method of ddp.module",
 }
+MAX_LISTED = 3  # parts of a state in a message
 MIN_OBSERVED = 8  # steps or forwards, before a rule makes a statement about all of them
 MIN_LENGTH_RATIO = 1.5  # of a schedule for one process to the steps of a rank
 StepRows = list[list[SeenStep]]  # the same step of each rank
@@ -40,6 +41,7 @@ def step_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     yield from _thread_findings(ranks[0])
     yield from _learning_rate_findings(ranks[0])
     yield from _schedule_findings(ranks[0])
+    yield from _saved_state_findings(ranks)
 
 
 def session_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
@@ -461,3 +463,34 @@ def joint_steps_by_optimizer(facts: ScriptFacts) -> list[list[SeenStep]]:
 def joint_steps(facts: ScriptFacts) -> list[SeenStep]:
     """The steps of all optimizers that ranks take together."""
     return [step for steps in joint_steps_by_optimizer(facts) for step in steps]
+
+
+def _saved_state_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
+    """Whether a resume from the checkpoints of a framework continues this training."""
+    for facts in ranks:
+        for state in facts.saved_states:
+            rule, names = "saved state", ", ".join(state.missing[:MAX_LISTED])
+            if state.weights_only:
+                text = f"{state.name} has the weights only: a resume begins with a new optimizer"
+                yield Finding(rule, "note", text, state.site)
+            elif state.open_window:
+                text = (
+                    f"{state.name} is saved within an accumulation window: a resume loses the gradients of the window"
+                )
+                fix = "save where accelerator.sync_gradients is True"
+                yield Finding(rule, "wrong", text, state.site, fix)
+            elif state.missing:
+                text = f"a resume from {state.name} does not continue this training: it lacks {names}"
+                fix = (
+                    "accelerator.prepare, or register_for_checkpointing, for each model, optimizer and schedule; save "
+                )
+                fix += "all that is trained"
+                seen = f"{len(state.missing)} of {state.parts} parts are not in it, or with different values"
+                yield Finding(rule, "wrong", text, state.site, fix, seen)
+            elif state.random:
+                text = f"{state.name} has no random states ({', '.join(state.random)}): dropout and order differ after "
+                fix = "DataLoaderConfiguration(use_seedable_sampler=True), and loader.set_epoch(epoch)"
+                yield Finding(rule, "note", f"{text}a resume", state.site, fix if ORDER in state.random else "")
+            elif state.parts:
+                text = f"{state.name} has the whole state of the training, bit for bit"
+                yield Finding(rule, "right", text, state.site)

@@ -192,9 +192,10 @@ def _serve(plan: NodePlan, inherited: InheritedResources, on_started: Callable[[
         orders = StopOrders(wakeup, lifeline=lifeline and not plan.detached, silence_seconds=plan.silence_seconds)
         if inherited.preloader is not None:
             inherited.preloader.wait_ready(orders)
-        if plan.node == 0:
-            return Coordinator(plan, orders, inherited, on_started).run()
-        return Follower(plan, orders, inherited, on_started).run()
+        try:
+            return (Coordinator if plan.node == 0 else Follower)(plan, orders, inherited, on_started).run()
+        finally:  # the exit code is final: a later signal must not interrupt the cleanup
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

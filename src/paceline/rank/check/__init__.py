@@ -1,7 +1,8 @@
 """`launch --check`: runs a script with shorter epochs, and writes the facts of the run to a file.
 
 `lab.check` evaluates the facts. This module writes the file, and observes everything except loaders (loaders.py),
-replicas and optimizers (steps.py): other files, seeds, threads, losses that ignore padding, output.
+replicas and optimizers (steps.py), and checkpoints of frameworks (saved.py): other files, seeds, threads, losses that
+ignore padding, output.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from paceline.protocol.facts import (
     finite_or_default,
 )
 from paceline.rank.check.loaders import LoaderWatch
+from paceline.rank.check.saved import SavedStateWatch
 from paceline.rank.check.steps import StepWatch
 from paceline.rank.guard import HangGuard
 from paceline.rank.imports import when_imported
@@ -57,7 +59,7 @@ class ScriptFactsRecorder(ScriptListener):
         self._losses: dict[str, MeanLoss] = {}
         self._passes: list[tuple[LoaderPass, int, int]] = []  # evaluations: start time, and number of prints before
         self._printed = 0
-        self._schedules: dict[int, tuple[Any, str, str]] = {}  # by id: the lines that made and last stepped it
+        self.schedules: dict[int, tuple[Any, str, str]] = {}  # by id: the lines that made and last stepped it
 
         sys.addaudithook(self._on_audit_event)
         for stream in (sys.stdout, sys.stderr):
@@ -98,7 +100,7 @@ class ScriptFactsRecorder(ScriptListener):
         self._finish_passes()
         torch: Any = sys.modules.get("torch")
         self._facts.threads = torch.get_num_threads() if torch is not None else 0
-        for schedule, origin, site in self._schedules.values():
+        for schedule, origin, site in self.schedules.values():
             with suppress(Exception):  # from a function of the script
                 name = type(schedule).__name__
                 self._facts.schedules.append(
@@ -163,7 +165,7 @@ class ScriptFactsRecorder(ScriptListener):
 
     def _on_schedule_step(self, schedule: Any, *_: Any, **__: Any) -> None:
         site = user_site()
-        self._schedules[id(schedule)] = schedule, self._schedules.get(id(schedule), ("", site))[1], site
+        self.schedules[id(schedule)] = schedule, self.schedules.get(id(schedule), ("", site))[1], site
 
     def _on_seed(self, generator: str) -> None:
         self._facts.seeds[generator] = user_site()
@@ -300,4 +302,5 @@ def create_facts_listeners(folder: Path) -> tuple[ScriptListener, ...]:
     atexit.register(writer.finish, side_watch, loader_watch)
     guard = HangGuard.of_process()
     guard.max_steps, joint = MAX_STEPS, JointOptimizerDetector(lambda: guard.page.get("ops"))
-    return joint, loader_watch, StepWatch(facts, loader_watch, joint), side_watch, writer
+    saved_watch = SavedStateWatch(facts, side_watch.schedules)
+    return joint, loader_watch, StepWatch(facts, loader_watch, joint), side_watch, saved_watch, writer
