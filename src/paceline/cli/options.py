@@ -70,11 +70,8 @@ FOREIGN_OPTION_NAMES = {  # our option -> options of other frameworks with the s
     "--warmup-steps": "warmup num-warmup-steps",
     "--schedule": "scheduler lr-scheduler lr-scheduler-type",
 }
-TYPE_METAVARS = {
-    int: ("N", "a whole number"),
-    float: ("X", "a number"),
-    Path: ("FILE", "a path"),
-}  # metavar, description
+# metavar, description
+TYPE_METAVARS = {int: ("N", "a whole number"), float: ("X", "a number"), Path: ("FILE", "a path")}
 
 
 @dataclass(frozen=True)

@@ -280,9 +280,8 @@ def run_state(run_dir: Path, access: Access = NO_ACCESS) -> RunState:
     current = read_run_status(run_dir, access)
     submission = current.submission
     saved = Checkpoints(run_dir / CHECKPOINTS).entries()
-    summary = (
-        None if current.state in LIVE_STATES else read_summary(run_dir)
-    )  # a live run has that of an earlier attempt
+    # a live run has that of an earlier attempt
+    summary = None if current.state in LIVE_STATES else read_summary(run_dir)
     is_complete = summary is not None and summary.steps is not None
     progress = _Progress() if is_complete else _progress(run_dir)
     starts = attempts(run_dir)

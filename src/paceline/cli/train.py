@@ -109,9 +109,8 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     default = configuration.load(path, must_own=not values.get("run.trust", False)) if path else TrainConfig()
     if resumed_file and default.task and is_session_script(default.task):
         raise UsageError(code="resume-of-session", run_dir=resumed_file.parent, script=default.task)
-    if (
-        resumed_file and default.strategy == SINGLE_PROCESS_STRATEGY
-    ):  # several processes resume with their default strategy
+    # several processes resume with their default strategy
+    if resumed_file and default.strategy == SINGLE_PROCESS_STRATEGY:
         default = replace(default, strategy=None)
     config = build_settings(TrainConfig, values, default)
     if config.task is None and config.checkpoint.resume == "auto" and config.run.run_dir and not help_option:

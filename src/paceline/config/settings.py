@@ -385,9 +385,8 @@ def with_defaults(config: TrainConfig, world_size: int) -> TrainConfig:
     data = dataclasses.replace(config.data, **shape, batch_size=None, data_dir=data_dir)
     model = dataclasses.replace(config.model, init_from=init_from)
     strategy, launch = default_strategy(config, world_size), config.launch
-    if (
-        strategy in EXACT_STRATEGIES and launch.threads_per_rank is None
-    ):  # the only number that is possible at every world size
+    # the only number that is possible at every world size
+    if strategy in EXACT_STRATEGIES and launch.threads_per_rank is None:
         launch = dataclasses.replace(launch, threads_per_rank=1)
     task = config.task and absolute_task(config.task)
     optimizer = dataclasses.replace(config.optimizer, optimizer=absolute_task(config.optimizer.optimizer))

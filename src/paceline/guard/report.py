@@ -27,11 +27,8 @@ from paceline.runs.console import remove_controls
 from paceline.runs.reading import read
 
 DIAGNOSIS_FILE = "diagnosis.json"
-FORMER_NAMES = {
-    "verdict": "diagnosis",
-    "guilty": "causes",
-    "paceline-verdict": "paceline-diagnosis",
-}  # names in old files
+# names in old files
+FORMER_NAMES = {"verdict": "diagnosis", "guilty": "causes", "paceline-verdict": "paceline-diagnosis"}
 MAX_LINES, MAX_COLUMNS = 15, 160
 MAX_PARTIES = 6
 MAX_NAMED_RANKS = 3  # ranks with host and pid; the folder lists all of them

@@ -51,11 +51,8 @@ WINDOW_BOUNDS_SECONDS = {  # floor and cap in seconds
     HangWindowStage.LONG: (300.0, 1800.0),
     HangWindowStage.USER: (300.0, 1800.0),
 }
-STEP_STAGES = (
-    HangWindowStage.STEP,
-    HangWindowStage.DATA,
-    HangWindowStage.WARM_UP,
-)  # share their longest gap, because times shift between phases
+# share their longest gap, because times shift between phases
+STEP_STAGES = (HangWindowStage.STEP, HangWindowStage.DATA, HangWindowStage.WARM_UP)
 
 
 class HangTimeout(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -421,9 +421,8 @@ class CollectiveRecorder:
             seq = before + 1 - group_record.number_offset
             group_record.call_count += 1
         if not rule.is_counted_once:
-            group_record.composed_spans.append(
-                (before, float("inf"), group_record.number_offset)
-            )  # open until the call returns
+            # open until the call returns
+            group_record.composed_spans.append((before, float("inf"), group_record.number_offset))
         started_call = self._record_start(call, group_record, seq, peer, message=rule.is_message)
         if rule.is_message:
             group_record.message_total += 1

@@ -324,9 +324,8 @@ def _step_timeline_drawing(run: RunData, steps: dict[int, TracedStep]) -> Iterat
         calls: list[tuple[object, ...]] = []
         for name, at, duration, size in trace.calls[:MAX_BOXES] if run.world_size > 1 else ():
             ends = [begin + seconds for phase, begin, seconds in trace.phases if phase == "sync"]
-            latest = max(
-                at, ends[0] if ends else _trace_end_seconds(trace)
-            )  # no rank leaves sync before its collectives end
+            # no rank leaves sync before its collectives end
+            latest = max(at, ends[0] if ends else _trace_end_seconds(trace))
             seconds = min(duration, latest - at) if duration >= 0 else latest - at
             details = f"{size / 1e6:,.3f} MB, {_ms(duration) if duration >= 0 else 'end unknown'}"
             calls.append(

@@ -91,9 +91,8 @@ class RankHistory:
     def __init__(self, rank: int) -> None:
         self.host, self.node = "", 0
         self._now = RankSnapshot(rank)
-        self._reads: deque[tuple[int, tuple[float, ...], bool]] = deque(
-            maxlen=AVERAGED_READS + 1
-        )  # step, seconds, waiting
+        # step, seconds, waiting
+        self._reads: deque[tuple[int, tuple[float, ...], bool]] = deque(maxlen=AVERAGED_READS + 1)
         self._work: deque[float] = deque(maxlen=MAX_HISTORY)
         self._last: Step | None = None
 

@@ -164,9 +164,8 @@ class RunData:
     summary: Summary | None = None
     ranks: dict[int, RankLog] = field(default_factory=dict[int, RankLog])
     machines: dict[int, list[MachineUse]] = field(default_factory=dict[int, list[MachineUse]])
-    clock_offsets: dict[int, ClockOffset] = field(
-        default_factory=dict[int, ClockOffset]
-    )  # the newest clock offset of each node
+    # the newest clock offset of each node
+    clock_offsets: dict[int, ClockOffset] = field(default_factory=dict[int, ClockOffset])
     failures: list[Failure] = field(default_factory=list[Failure])  # the failures that ranks recorded, in all starts
     diagnoses: list[DiagnosisRecord] = field(default_factory=list[DiagnosisRecord])
     notices: list[ScriptNotice] = field(default_factory=list[ScriptNotice])  # the notices of the agent, in all starts

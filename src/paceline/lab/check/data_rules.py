@@ -278,9 +278,8 @@ def _averages_rates(passes_by_rank: Sequence[Sequence[LoaderPass]]) -> bool:
         for column in columns:
             if all(map(_is_fraction_of_count, column, counts)):
                 rate_count += sum(not _is_fraction_of_count(value, 1) for value in column)
-                is_unweighted = is_unweighted or not all(
-                    _is_fraction_of_count(value, sum(counts)) for value in column
-                )  # or weighted before the sum
+                # or weighted before the sum
+                is_unweighted = is_unweighted or not all(_is_fraction_of_count(value, sum(counts)) for value in column)
     return is_unweighted and rate_count >= MIN_RATES
 
 

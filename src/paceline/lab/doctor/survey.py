@@ -50,9 +50,8 @@ class Survey:
     hosts: Mapping[str, m.ExamineAnswer]
     clock_offsets: Mapping[str, float]  # seconds that a host's clock is ahead of this machine's
     links_by_address: Mapping[Pair, Mapping[str, m.Link]]  # by address of the target
-    folder_access: Mapping[
-        str, m.FolderProbeAnswer
-    ]  # each host's access to the probe file; only the writer's if it could not write
+    # each host's access to the probe file; only the writer's if it could not write
+    folder_access: Mapping[str, m.FolderProbeAnswer]
     measured_links: Mapping[Pair, m.Link]  # measured, from each host to the next one
     seconds: float
 

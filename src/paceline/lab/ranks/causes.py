@@ -194,9 +194,8 @@ def _explain_gradient(got: StepValues, want: StepValues, first: TensorDifference
         if scaled := _other_scale(values, ref):
             return "scale", first.tensor, scaled
         return "gradient", first.tensor, f"{details}. The gradient path is not linear{_hooked(ref)}"
-    if all(
-        abs(m - 1) < COEFFICIENT_TOLERANCE for m in coefficients.tolist()
-    ):  # but the parts do not add up to the whole gradient
+    # but the parts do not add up to the whole gradient
+    if all(abs(m - 1) < COEFFICIENT_TOLERANCE for m in coefficients.tolist()):
         return "scale", first.tensor, f"the part of each micro-batch is right, but not their sum{_hooked(ref)}"
     parts = ", ".join(f"{k}: {format_ratio(float(m))}" for k, m in zip(keys, coefficients, strict=True))
     cause = _cause_of_coefficients(dict(zip(keys, coefficients.tolist(), strict=True)), want, ref)

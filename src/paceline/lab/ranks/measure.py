@@ -248,9 +248,8 @@ def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate
             "memory": msgspec.to_builtins(inspection.found) if inspection else None,
             "sync": training.sync_seconds,
         }  # fmt: skip
-        local["gpu"] = query_gpu_problems([os.getpid()], wait_seconds=GPU_DRIVER_WAIT_SECONDS).get(
-            os.getpid(), ""
-        )  # before it cools down
+        # before it cools down
+        local["gpu"] = query_gpu_problems([os.getpid()], wait_seconds=GPU_DRIVER_WAIT_SECONDS).get(os.getpid(), "")
         weights = [shard for shard in replica.state() if shard.name.startswith("model/")]
         digest = sha256_of(full_state(weights, world))
     trained = [p for p in replica.model.parameters() if p.requires_grad]

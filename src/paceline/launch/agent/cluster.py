@@ -210,9 +210,8 @@ class RemoteNodes:
                 member.lost = member.link.ended
                 has_news = has_news or bool(member.lost)
             if beat_due:
-                member.link.send(
-                    channel.CoordinatorHeartbeat(time.time())
-                )  # read the clock for each node: a send may wait
+                # read the clock for each node: a send may wait
+                member.link.send(channel.CoordinatorHeartbeat(time.time()))
         if beat_due:
             self._beat_seconds = now = time.monotonic()
             silence = max((now - member.link.heard_seconds for member in self.present_nodes), default=0.0)
@@ -239,9 +238,8 @@ class RemoteNodes:
             self.wrong.append(f"{sender} has connected, but {rival.host}, pid {rival.pid}, already has its number")
         else:
             member = self.members[hello.node] = RemoteNode(hello, link)
-            link.send(
-                channel.CoordinatorHeartbeat(time.time())
-            )  # immediately, so that even a short run knows the clocks
+            # immediately, so that even a short run knows the clocks
+            link.send(channel.CoordinatorHeartbeat(time.time()))
             self._process(member, messages[1:])
             return None
         link.send(channel.RunOver(2))

@@ -49,11 +49,8 @@ WAITING_CALLS_TIMEOUT_SECONDS = 0.5  # for the calls behind a silent fault
 REQUEST_POLL_SECONDS = 1.0
 MAX_HANG_REQUESTS = 8  # requests of `paceline hang` that are answered at a time
 HANG_REQUEST_PATTERN = re.compile(r"ask-[0-9]{1,10}-([0-9A-Za-z_-]{1,64})")
-EARLY_DIAGNOSIS_KINDS = (
-    StopKind.LEFT,
-    StopKind.NOT_MET,
-    StopKind.STOPPED,
-)  # diagnoses that are possible before the timeout
+# diagnoses that are possible before the timeout
+EARLY_DIAGNOSIS_KINDS = (StopKind.LEFT, StopKind.NOT_MET, StopKind.STOPPED)
 
 
 @dataclass(frozen=True)

@@ -395,10 +395,8 @@ class Workers:
         codes = self._codes()
         if None not in codes:
             return 0.0
-        if not self.patient and not {*codes} <= {
-            None,
-            *SUCCESS_EXIT_CODES,
-        }:  # a worker failed: the others cannot save together
+        # a worker failed: the others cannot save together
+        if not self.patient and not {*codes} <= {None, *SUCCESS_EXIT_CODES}:
             self.stop(self.plan.grace_seconds)
         return max(0.0, self._deadline_seconds - time.monotonic())
 

@@ -88,12 +88,8 @@ def rsync_commands(job: JobSpec) -> list[Command]:
     if not job.cwd.startswith("/"):
         raise UsageError(code="sync-relative-folder", value=job.cwd)
     folder = job.cwd.rstrip("/") + "/"
-    rsync = (
-        "rsync",
-        "-a",
-        "--protect-args",
-        *(f"--exclude={name}" for name in RSYNC_EXCLUDES),
-    )  # no shell sees the paths
+    # no shell sees the paths
+    rsync = ("rsync", "-a", "--protect-args", *(f"--exclude={name}" for name in RSYNC_EXCLUDES))
     return [
         Command(label, (*rsync, "-e", shlex.join(client_command(job.ssh, host)), "--", folder, f"{host.name}:{folder}"))
         for label, host in zip(labels(job.hosts), job.hosts, strict=True)

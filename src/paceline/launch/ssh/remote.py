@@ -130,9 +130,8 @@ class _RemoteRun:
         self._pump(0.0)
         self._relay.finish()
         self._screen.close()
-        while not self._screen.wait_closed(
-            SCREEN_POLL_SECONDS
-        ):  # a pager may block it without limit; a signal ends the wait
+        # a pager may block it without limit; a signal ends the wait
+        while not self._screen.wait_closed(SCREEN_POLL_SECONDS):
             if self._sessions.wait(0.0, read=False)[1]:
                 return
 
