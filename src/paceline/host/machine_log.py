@@ -89,7 +89,7 @@ class MachineSampler:
         cpu_before, time_before = self._cpu_before.get(pid, (process.cpu_seconds, 0.0))
         self._cpu_before[pid] = process.cpu_seconds, now
         cores = max(0.0, process.cpu_seconds - cpu_before) / max(now - time_before, 1e-3)
-        return RankUse(round(cores, 3), resident_bytes(pid))
+        return RankUse(round(cores, 3), _resident_bytes(pid))
 
     def _count(self) -> _MachineCounters:
         received, sent = _network()
@@ -97,7 +97,7 @@ class MachineSampler:
         return _MachineCounters(time.monotonic(), _busy_seconds(self._own) if quota is None else quota, received, sent)
 
 
-def resident_bytes(pid: int) -> int:
+def _resident_bytes(pid: int) -> int:
     """The resident memory of a process, including shared pages; 0 if it has ended."""
     with suppress(OSError, ValueError, IndexError):
         return int((PROC / str(pid) / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
