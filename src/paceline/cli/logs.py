@@ -235,11 +235,7 @@ def analyze(arguments: Sequence[str]) -> int:
 
 
 def read_analysis(asked: str) -> Analysis:
-    """The values in a log or a run.
-
-    Raises:
-        UsageError: `asked` contains no values, or cannot be read.
-    """
+    """The values in a log or a run."""
     from paceline.report.analysis import EXAMPLES, LogAnalyzer
 
     analyzer = LogAnalyzer(asked)

@@ -270,11 +270,7 @@ class CommandLine:
         return values
 
     def values(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """The values from the command line, by `Option.dest`. The key `help` has the help option, if there is one.
-
-        Raises:
-            UsageError: an option is unknown, a value is invalid, or a required argument is missing.
-        """
+        """The values from the command line, by `Option.dest`. The key `help` has the help option, if there is one."""
         options = self.options()
         # --run_dir means --run-dir, as in torchrun
         arguments = [re.sub(r"^--[\w-]+(?==|$)", lambda name: name[0].replace("_", "-"), word) for word in arguments]
@@ -358,11 +354,7 @@ def check_positive(config: Any, *names: str) -> None:
 
 
 def parse_whole_numbers(flag: str, text: str) -> list[int]:
-    """Parse comma-separated whole numbers of at least 1: ascending, without duplicates.
-
-    Raises:
-        UsageError: the text has a different form.
-    """
+    """Parse comma-separated whole numbers of at least 1: ascending, without duplicates."""
     try:
         numbers = sorted({int(number) for number in text.split(",")})
     except ValueError:
@@ -373,11 +365,7 @@ def parse_whole_numbers(flag: str, text: str) -> list[int]:
 
 
 def parse_names(kind: str, text: str, choices: Collection[str]) -> list[str]:
-    """Parse comma-separated names from `choices`, without duplicates.
-
-    Raises:
-        UsageError: a name is not in `choices`, or there is none.
-    """
+    """Parse comma-separated names from `choices`, without duplicates."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in choices:
@@ -388,11 +376,7 @@ def parse_names(kind: str, text: str, choices: Collection[str]) -> list[str]:
 
 
 def split_command(flag: str, text: str) -> tuple[str, ...]:
-    """Split the value of an option that is a command, as a shell does.
-
-    Raises:
-        UsageError: the text is empty, or a quote is not closed.
-    """
+    """Split the value of an option that is a command, as a shell does."""
     try:
         command = tuple(shlex.split(text))
     except ValueError as error:
@@ -428,11 +412,7 @@ def usable_gpus(device: str) -> int | None:
 
 
 def nproc_auto(device: str) -> int:
-    """The value of `--nproc auto` on this machine: the number of GPUs, or of cores without a GPU.
-
-    Raises:
-        UsageError: only workers can count the GPUs, or `usable_gpus` raises it.
-    """
+    """The value of `--nproc auto` on this machine: the number of GPUs, or of cores without a GPU."""
     gpus = usable_gpus(device)
     if gpus is None:
         raise UsageError(code="gpus-uncountable")
@@ -448,11 +428,7 @@ def check_gpus(option: str, nproc: int, gpus: int | None, backend: str = "auto")
 
 
 def check_out_file(flag: str, path: Path | None) -> None:
-    """Check that a file can be written later, before work that may take hours.
-
-    Raises:
-        UsageError: `path` is a folder, or its parent folder does not exist.
-    """
+    """Check that a file can be written later, before work that may take hours."""
     if path and path.is_dir():
         raise UsageError(code="out-is-a-folder", setting=flag, value=path)
     if path and not path.absolute().parent.is_dir():
@@ -460,11 +436,7 @@ def check_out_file(flag: str, path: Path | None) -> None:
 
 
 def out_path(flag: str, path: Path) -> Path:
-    """The path of the file to replace. A link itself is replaced, not its target, since another user may have made it.
-
-    Raises:
-        UsageError: `check_out_file` raises it, or the path is not that of a regular file.
-    """
+    """The path of the file to replace. A link itself is replaced, not its target, since another user may have made it."""
     check_out_file(flag, path)
     if path.exists() and not path.is_file():  # for example, /dev/null must stay a device
         raise UsageError(code="out-not-a-file", setting=flag, value=path)

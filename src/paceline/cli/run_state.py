@@ -79,11 +79,7 @@ NO_ACCESS = Access()
 
 
 def find_run(asked: str) -> Path:
-    """The folder of a run, from a path or a unique prefix of a name under runs/.
-
-    Raises:
-        UsageError: there is no such run, there are several, or the folder is not a run folder.
-    """
+    """The folder of a run, from a path or a unique prefix of a name under runs/."""
     path = Path(asked)
     if not is_folder(path):
         runs = folders(real_path(RUNS))  # follow no link: another user could point it at a different run of ours
@@ -102,11 +98,7 @@ def find_run(asked: str) -> Path:
 
 
 def newest_run() -> Path:
-    """The folder of the newest run in runs/, by modification time. Prints the folder.
-
-    Raises:
-        UsageError: there is no run.
-    """
+    """The folder of the newest run in runs/, by modification time. Prints the folder."""
     runs = [path for name in folders(real_path(RUNS)) if holds_run(path := real_path(RUNS / name))]
     if not runs:
         raise UsageError(code="no-run-here")
@@ -270,11 +262,7 @@ class _Progress(NamedTuple):
 
 
 def run_state(run_dir: Path, access: Access = NO_ACCESS) -> RunState:
-    """The present state of a run.
-
-    Raises:
-        PacelineError: a file of the run cannot be read.
-    """
+    """The present state of a run."""
     from paceline.checkpoint.manager import Checkpoints
 
     current = read_run_status(run_dir, access)
@@ -349,11 +337,7 @@ def _slurm_job(submission: SubmitRecord | None, access: Access) -> tuple[queue.J
 
 
 def read_run_status(run_dir: Path, access: Access = NO_ACCESS) -> RunStatus:
-    """The state of a run without its progress. This is cheaper than `run_state`, for commands that poll.
-
-    Raises:
-        PacelineError: a file of the run cannot be read.
-    """
+    """The state of a run without its progress. This is cheaper than `run_state`, for commands that poll."""
     _, submission = last_submission(agent_run_folder(run_dir))
     job, not_queried = _slurm_job(submission, access)
     state, details = _determine_state(run_dir, submission, job, not_queried, access)

@@ -96,11 +96,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
-    """The settings: the options, otherwise `--config FILE`, otherwise the defaults.
-
-    Raises:
-        UsageError: the file or a value is wrong.
-    """
+    """The settings: the options, otherwise `--config FILE`, otherwise the defaults."""
     line = command_line("train")
     values = line.values(arguments)
     help_option, path = values.pop("help", None), values.pop("config", None)

@@ -335,11 +335,7 @@ def task_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def parse_task_args(texts: Iterable[str]) -> dict[str, str]:
-    """The values of `--task-arg NAME=VALUE`, by name. The last value of a name is used.
-
-    Raises:
-        UsageError: if a text has a different form.
-    """
+    """The values of `--task-arg NAME=VALUE`, by name. The last value of a name is used."""
     values: dict[str, str] = {}
     for text in texts:
         name, equals, values[name] = text.partition("=")
@@ -358,11 +354,7 @@ class BatchSizes:
 
 
 def resolve_batch_sizes(data: DataConfig, world_size: int) -> BatchSizes:
-    """Resolve the batch settings for a world size (for a mesh: for the number of its replicas).
-
-    Raises:
-        UsageError: if they contradict each other.
-    """
+    """Resolve the batch settings for a world size (for a mesh: for the number of its replicas)."""
     virtual_ranks, batch_size = data.virtual_ranks or world_size, data.batch_size or DEFAULT_BATCH_SIZE
     if data.global_batch is None:
         accumulation = data.accumulation or 1
@@ -613,11 +605,7 @@ def _check_mesh(config: TrainConfig) -> None:
 
 
 def check_values(config: TrainConfig) -> None:
-    """Check the values of settings, and contradictions between settings.
-
-    Raises:
-        UsageError: if a value is invalid, or settings contradict each other.
-    """
+    """Check the values of settings, and contradictions between settings."""
     for names, positive in ((_POSITIVE, True), (_NOT_NEGATIVE, False)):
         for name in names:
             section, key = name.split(".")

@@ -293,11 +293,7 @@ class _Header(msgspec.Struct):
 
 
 def read_diagnosis(folder: Path) -> DiagnosisRecord:
-    """Read the diagnosis of a folder of `write_diagnosis`, or of an earlier version with `FORMER_NAMES`.
-
-    Raises:
-        UsageError: diagnosis.json is missing or damaged, or has a different version.
-    """
+    """Read the diagnosis of a folder of `write_diagnosis`, or of an earlier version with `FORMER_NAMES`."""
     path = diagnosis_file(folder)
     try:
         content = read(path, limit_bytes=MAX_DIAGNOSIS_BYTES)

@@ -145,11 +145,7 @@ class ScalingReport(msgspec.Struct, frozen=True):
 
 
 def read_run(folder: Path, *, skip: int) -> RecordedSteps:
-    """The run in `folder`, without its first `skip` steps.
-
-    Raises:
-        UsageError: if there are no events, a rank's are missing, or the steps are too few or have no phases.
-    """
+    """The run in `folder`, without its first `skip` steps."""
     folder = real_path(folder)
     started: dict[int, Started] = {}
     steps: dict[int, dict[int, PhaseSeconds]] = {}
@@ -193,11 +189,7 @@ def _spent(step: Step, previous: Event | None) -> PhaseSeconds:
 
 
 def read_runs(folders: Sequence[Path], *, skip: int) -> Runs:
-    """The runs in these folders, by point. Several runs at the same point are its rounds.
-
-    Raises:
-        UsageError: if no run has one rank, no run has several ranks, or a folder cannot be read.
-    """
+    """The runs in these folders, by point. Several runs at the same point are its rounds."""
     runs: dict[ScalePoint, list[RecordedSteps]] = {}
     for folder in folders:
         run = read_run(folder, skip=skip)
@@ -446,11 +438,7 @@ def _estimate_table(rows: Sequence[Estimate]) -> Table:
 
 
 def parse_network(text: str) -> Network:
-    """Parse a link such as "100Gbit,5us": a rate, and after a comma the latency of one message (default 0).
-
-    Raises:
-        UsageError: for a text that does not describe a link.
-    """
+    """Parse a link such as "100Gbit,5us": a rate, and after a comma the latency of one message (default 0)."""
     rate, comma, latency = (part.strip() for part in text.partition(","))
     speed, delay = _RATE.fullmatch(rate), _TIME.fullmatch(latency)
     if speed is None or float(speed[1]) <= 0:

@@ -63,11 +63,7 @@ class HangTimeout(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
     @classmethod
     def parse(cls, text: str) -> HangTimeout:
-        """Parse the value of `--hang-timeout`: auto, off, or seconds such as 30, 7.5 or 30s.
-
-        Raises:
-            UsageError: the value is invalid; the message lists the choices.
-        """
+        """Parse the value of `--hang-timeout`: auto, off, or seconds such as 30, 7.5 or 30s."""
         value = text.strip().lower()
         if value in ("auto", "off"):
             return cls(off=True) if value == "off" else AUTO

@@ -213,11 +213,7 @@ class RunData:
 
 
 def read_run(folder: Path) -> RunData:
-    """Read the run in `folder`.
-
-    Raises:
-        UsageError: if no part of a run can be read.
-    """
+    """Read the run in `folder`."""
     run = RunData(folder)
     with _recording_errors(run, CONFIG):
         run.settings = _flat(decode_toml(folder / CONFIG))

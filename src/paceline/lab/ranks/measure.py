@@ -74,11 +74,7 @@ class Workload:
 
 
 def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: World) -> Workload:
-    """Load the task and its data.
-
-    Raises:
-        UsageError: if no candidate could be trained, or the data have too few samples for a batch.
-    """
+    """Load the task and its data."""
     check_precision(config.compute.precision, world.device)
     task = load_task(str(config.task), task_options(config))
     data, notes = task.make_dataset("train"), ()
@@ -112,11 +108,7 @@ class CandidateTraining:
     def __init__(
         self, workload: Workload, candidate: Candidate, folder: Path, steps: int, enter: Callable[[Phase], object]
     ) -> None:
-        """Apply the strategy to a new model (a collective).
-
-        Raises:
-            UsageError: if the strategy does not support this training.
-        """
+        """Apply the strategy to a new model (a collective)."""
         self._open = ExitStack()
         self.sync_seconds = 0.0  # the time that the last chunk of steps waited for other ranks
         task, dataset, world, data = workload.task, workload.dataset, workload.world, workload.world.data

@@ -62,11 +62,7 @@ def task_of(spec: VerifySpec) -> Task:
 
 
 def optimizers_of(spec: VerifySpec, task: Task, model: nn.Module) -> dict[str, type[Optimizer]]:
-    """The types of the verified optimizers, by name. Each is created once for `model`, with its schedule.
-
-    Raises:
-        UsageError: if the task creates no optimizer, or an unsuitable one.
-    """
+    """The types of the verified optimizers, by name. Each is created once for `model`, with its schedule."""
     by_task = task.make_optimizer is not None
     names = spec.optimizers or ([TASK_OPTIMIZER] if by_task else [*OPTIMIZERS])
     if TASK_OPTIMIZER in names and not by_task:

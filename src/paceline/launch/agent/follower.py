@@ -49,11 +49,7 @@ class Follower:
         self._alive_took_seconds: float | None = None  # for the coordinator to compare clocks
 
     def run(self) -> int:
-        """Follow the coordinator to the end of the run; return the exit code, which the coordinator determines.
-
-        Raises:
-            PacelineError: no connection to the coordinator can be made.
-        """
+        """Follow the coordinator to the end of the run; return the exit code, which the coordinator determines."""
         link = join(self.plan, self.orders)
         if link is None:
             return ExitCode.FAILED if self.orders.launcher_gone else 128 + self.orders.signals[0]

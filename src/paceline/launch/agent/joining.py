@@ -176,11 +176,7 @@ def check_compatible(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]) 
 
 
 def join(plan: NodePlan, orders: StopOrders) -> Link | None:
-    """Connect to the coordinator; return None if an order to stop comes first.
-
-    Raises:
-        PacelineError: no connection was made within --join-timeout. The error has the reason.
-    """
+    """Connect to the coordinator; return None if an order to stop comes first."""
     start = time.monotonic()
     next_message = start + FIRST_MESSAGE_SECONDS
     other_programs: dict[int, str] = {}  # port -> message, from all tries: the coordinator may be gone at the timeout

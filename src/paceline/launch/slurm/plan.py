@@ -54,11 +54,7 @@ RESERVED_OPTIONS = {  # option of sbatch that paceline sets -> remedy or reason
 
 
 def plan_slurm(job: JobSpec) -> Plan:
-    """The plan for a Slurm cluster: a batch script, and the plan of the agents.
-
-    Raises:
-        UsageError: the settings of the job contradict each other, or cannot be written into a batch script.
-    """
+    """The plan for a Slurm cluster: a batch script, and the plan of the agents."""
     _check(job)
     # The script loads modules and activates the environment itself. Slurm tells each agent the number of its node
     plan = node_plan(replace(job, modules=(), activate="", queues_again=True), node=-1)

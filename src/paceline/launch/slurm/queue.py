@@ -105,11 +105,7 @@ def without_script_overrides(env: Mapping[str, str], *, partition: bool, minutes
 
 
 def submit(plan: Plan, env: Mapping[str, str]) -> str:
-    """Submit the batch script; return the job id. The files of the plan must have been written.
-
-    Raises:
-        UsageError: Slurm rejects the job.
-    """
+    """Submit the batch script; return the job id. The files of the plan must have been written."""
     assert plan.submit_command is not None
     script = plan.files[SCRIPT_FILE]
     env = without_script_overrides(env, partition="#SBATCH --partition=" in script, minutes="#SBATCH --time=" in script)
@@ -122,12 +118,7 @@ def submit(plan: Plan, env: Mapping[str, str]) -> str:
 
 
 def query_job_state(job_id: str) -> JobState | None:
-    """The state of a job; None if Slurm has no record of it any more.
-
-    Raises:
-        UsageError: this machine has no Slurm.
-        PacelineError: Slurm does not answer.
-    """
+    """The state of a job; None if Slurm has no record of it any more."""
     done = run_slurm("scontrol", "show", "job", "-o", job_id)
     if done.returncode == 0:
         return parse_job(done.stdout)
@@ -137,11 +128,7 @@ def query_job_state(job_id: str) -> JobState | None:
 
 
 def writes_to(job_id: str, folder: Path) -> bool:
-    """Whether the output of this job goes into `folder`. If not, the job belongs to a different run.
-
-    Raises:
-        PacelineError: Slurm does not answer.
-    """
+    """Whether the output of this job goes into `folder`. If not, the job belongs to a different run."""
     job_info = run_slurm("scontrol", "show", "job", "-o", job_id).stdout
     return any(f" StdOut={path}/" in job_info for path in (str(folder), str(folder).replace("%", "%%")))
 
@@ -185,9 +172,6 @@ def cancel(job_id: str, *, now: bool = False) -> None:
 
     With `now` the job does not save: the agents get a second signal first, which ends them immediately. Slurm has no
     command for this, since it sends SIGTERM for `scancel --signal=KILL` as well.
-
-    Raises:
-        PacelineError: Slurm rejects the command.
     """
     job = query_job_state(job_id) if now else None
     for _ in range(2 if job is not None and job.state == "RUNNING" else 0):  # scancel --signal waits for pending jobs
@@ -383,11 +367,7 @@ def current_allocation(env: Mapping[str, str]) -> HeldAllocation | None:
 
 
 def cores_per_rank(allocation: HeldAllocation | None, job: JobSpec, env: Mapping[str, str]) -> int:
-    """Cores for each rank of a job with GPUs, at least 1: on the `allocation`, otherwise on its possible nodes.
-
-    Raises:
-        PacelineError: Slurm does not answer.
-    """
+    """Cores for each rank of a job with GPUs, at least 1: on the `allocation`, otherwise on its possible nodes."""
     if allocation is not None:
         return max(1, allocation.cpus // job.nproc)
     all_nodes, names = _partitions(job, env)

@@ -267,11 +267,7 @@ class Sessions:
 
 @contextmanager
 def open_sessions(commands: Sequence[Command], wakeup: socket.socket) -> Generator[Sessions]:
-    """Start the sessions, with at most MAX_CONCURRENT_LOGINS concurrent logins. All sessions end with the context.
-
-    Raises:
-        UsageError: the program does not exist.
-    """
+    """Start the sessions, with at most MAX_CONCURRENT_LOGINS concurrent logins. All sessions end with the context."""
     raise_open_file_limit(FILES + FILES_PER_SESSION * len(commands))
     sessions = Sessions(commands, wakeup)
     try:
