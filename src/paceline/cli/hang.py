@@ -23,9 +23,8 @@ from paceline.runs import writing
 from paceline.runs.console import clock
 from paceline.runs.reading import entry_names
 
-ANSWER_TIMEOUT_SECONDS = (
-    15.0  # the coordinator looks for requests every second, and gives every rank three seconds to answer
-)
+# the coordinator looks for requests every second, and gives every rank three seconds to answer
+ANSWER_TIMEOUT_SECONDS = 15.0
 POLL_SECONDS = 0.1
 RECENT_PROGRESS_SECONDS = 2.0  # a run that made progress within this time does not hang
 MAX_SHOWN_OPS = 8

@@ -267,9 +267,8 @@ class SleepDetector:
 
 SKIPPED_FIRST_STEPS = 5  # skipped after a start: these steps compile and fill caches
 LOOK_STEPS, LOOK_SECONDS = 10, 0.9  # minimum between two snapshots; averages out batches of different lengths
-MIN_SNAPSHOT_SECONDS_PER_RANK = (
-    0.001  # minimum per rank between two snapshots, because each rank costs the coordinator microseconds
-)
+# minimum per rank between two snapshots, because each rank costs the coordinator microseconds
+MIN_SNAPSHOT_SECONDS_PER_RANK = 0.001
 MIN_SLOW_SNAPSHOTS = 3  # consecutive snapshots that must agree
 MIN_QUEUED_SNAPSHOTS = 8  # the same if a rank is slow because it waits for a core
 SLOW_FACTOR = 1.3

@@ -25,9 +25,8 @@ from paceline.runs.machine import GpuUse, MachineUse, RankUse, file_name
 from paceline.runs.writers import BoundedWriter
 
 IDLE_FIELDS = (3, 4)  # of a line of /proc/stat: idle, iowait
-NUM_CPU_TIME_FIELDS = (
-    7  # user nice system idle iowait irq softirq; not steal (other machines) and guest (in user already)
-)
+# user nice system idle iowait irq softirq; not steal (other machines) and guest (in user already)
+NUM_CPU_TIME_FIELDS = 7
 LOOPBACK = "lo"
 SAMPLE_INTERVAL_SECONDS = 1.0
 END_SECONDS = 0.5  # to complete the current sample

@@ -48,9 +48,8 @@ class CallArgumentRule:
 
     tensor_parameter: str = ""  # the argument with the shape and type: a tensor, or a list of tensors
     records_shape: bool = True  # False if ranks may pass different sizes
-    peer_parameters: tuple[str, str] | None = (
-        None  # arguments with the peer or root: its rank in the world, and in the group
-    )
+    # arguments with the peer or root: its rank in the world, and in the group
+    peer_parameters: tuple[str, str] | None = None
     is_message: bool = False  # a point-to-point message, not a collective
     is_counted_once: bool = True  # whether it raises torch's number by one; else the increment depends on the backend
 
@@ -217,9 +216,8 @@ class CollectiveRecorder:
     def __init__(self, page: StatusPage, warn_once: Callable[[BaseException], None]) -> None:
         """`warn_once` receives internal errors of the ledger, which do not affect the calls."""
         self.active = True
-        self.marker: CollectiveOrderRecorder | None = (
-            None  # for a script: records the order of calls, and shows waits as phases
-        )
+        # for a script: records the order of calls, and shows waits as phases
+        self.marker: CollectiveOrderRecorder | None = None
         self.failed: Callable[[BaseException], None] | None = None
         """Called with the errors of a script's collectives, and of its waits for a `Work`."""
         self.groups: dict[int, GroupRecord] = {}

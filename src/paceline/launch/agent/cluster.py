@@ -44,9 +44,8 @@ class RemoteNode:
         self.shown: list[Evidence] | None = None  # the answer, once it is complete
         self._partial_answer: list[Evidence] = []
         self._samples: dict[int, WorkerSample] = {}  # by rank
-        self._cached: tuple[object, str, Sequence[WorkerSample]] | None = (
-            None  # (`_samples`, `lost`, result of `samples()`)
-        )
+        # (`_samples`, `lost`, result of `samples()`)
+        self._cached: tuple[object, str, Sequence[WorkerSample]] | None = None
         self.reached: channel.ReachabilityReply | None = None
         self.started: channel.StartReply | None = None
         self.lost = ""  # why it no longer takes part; empty while it does
@@ -126,9 +125,8 @@ class RemoteNode:
 
 NODE_END_SECONDS = 3.0
 NUM_OTHER_OPEN_FILES = 1024  # open files besides the links
-HEARTBEAT_BATCH_SECONDS = (
-    1e-4  # heartbeats are collected for this time per node: a tenth of a second for a thousand nodes
-)
+# heartbeats are collected for this time per node: a tenth of a second for a thousand nodes
+HEARTBEAT_BATCH_SECONDS = 1e-4
 MAX_DISMISSED = 16
 SILENT_SECONDS = 3 * channel.BEAT_SECONDS
 

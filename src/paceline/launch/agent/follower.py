@@ -32,9 +32,8 @@ class Follower:
     ) -> None:
         self.plan, self.orders = plan, orders
         self._inherited = inherited
-        self._collection: EvidenceCollection | None = (
-            None  # details that the coordinator has requested from the workers
-        )
+        # details that the coordinator has requested from the workers
+        self._collection: EvidenceCollection | None = None
         self._sample_seconds = sample_interval_seconds(plan.hang_timeout)
         self._on_started = on_started  # called when the workers have been started
         self._code: int | None = None
