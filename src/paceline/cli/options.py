@@ -436,7 +436,7 @@ def check_out_file(flag: str, path: Path | None) -> None:
 
 
 def out_path(flag: str, path: Path) -> Path:
-    """The path of the file to replace. A link itself is replaced, not its target, since another user may have made it."""
+    """The path of the file to replace. A link is replaced itself, not its target, which another user may have made."""
     check_out_file(flag, path)
     if path.exists() and not path.is_file():  # for example, /dev/null must stay a device
         raise UsageError(code="out-not-a-file", setting=flag, value=path)

@@ -13,7 +13,7 @@ from paceline.errors import plural
 from paceline.guard.report import printable
 from paceline.host.facts import NODE_RULES, Address, Facts, Finding, Node, Rule, find_differences, node_as_fact
 from paceline.host.reach import is_loopback
-from paceline.lab.doctor.messages import ExamineAnswer
+from paceline.lab.doctor.host import ExamineAnswer
 from paceline.lab.doctor.survey import Survey
 
 MAX_CLOCK_OFFSET_SECONDS = 2.0
