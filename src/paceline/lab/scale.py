@@ -17,26 +17,16 @@ from rich.table import Table
 
 from paceline.errors import UsageError, plural
 from paceline.lab.compare import Spread, make_table, spread
-from paceline.report.run import PHASES
+from paceline.report.run import RunData, read_rank_logs
 from paceline.report.step_parts import (
-    PhaseSeconds,
     RecordedSteps,
     StepParts,
     backward_per_forward,
+    common_rows,
+    phase_seconds_by_rank,
     split_step,
-    step_between_syncs,
 )
 from paceline.runs.console import table_console
-from paceline.runs.events import (
-    Event,
-    FlopsCounted,
-    MemoryBreakdown,
-    Started,
-    Step,
-    TracedStep,
-    event_files,
-    read_events,
-)
 from paceline.runs.folder import WEIGHTS
 from paceline.runs.reading import is_file, real_path
 
@@ -146,46 +136,24 @@ class ScalingReport(msgspec.Struct, frozen=True):
 
 def read_run(folder: Path, *, skip: int) -> RecordedSteps:
     """The run in `folder`, without its first `skip` steps."""
-    folder = real_path(folder)
-    started: dict[int, Started] = {}
-    steps: dict[int, dict[int, PhaseSeconds]] = {}
-    samples: dict[int, int] = {}
-    for rank, path in event_files(folder).items():
-        previous: Event | None = None
-        for event in read_events(path):
-            if isinstance(event, Started):
-                started[rank] = event
-                steps[rank] = {}  # steps of earlier starts had different ranks
-            elif isinstance(event, Step) and event.steps == 1:  # a record of several steps has no phases per step
-                steps.setdefault(rank, {})[event.step] = _spent(event, previous)
-                samples[event.step] = event.samples
-            if not isinstance(event, TracedStep | MemoryBreakdown | FlopsCounted):
-                previous = event
-    size = max((start.world_size for start in started.values()), default=0)
-    missing = sorted({*range(size)} - {*started})
-    if not started or missing:
-        fault = f"the events of rank {missing[0]} of {size} are missing" if missing else "there are no events of a run"
-        raise UsageError(code="no-run-to-compare", folder=folder, what=fault)
-    ranks = range(size)
-    common = sorted(set[int].intersection(*({*steps[rank]} for rank in ranks)))[skip:]
-    if len(common) < 2:
-        raise UsageError(code="run-too-short", folder=folder, least=skip + 2, skip=skip)
-    if not all(steps[rank][number].forward for rank in ranks for number in common):
-        raise UsageError(code="run-without-phases", folder=folder)
-    return RecordedSteps(
-        steps=[{rank: steps[rank][number] for rank in ranks} for number in common],
-        mean_global_batch=sum(samples[number] for number in common) / len(common),
-        hosts={rank: started[rank].host for rank in ranks},
-        on_cpus=any(started[rank].device == "cpu" for rank in ranks),
-    )
-
-
-def _spent(step: Step, previous: Event | None) -> PhaseSeconds:
-    phases = {name: step.phase_seconds.get(name, 0.0) for name in PHASES}
-    if not isinstance(previous, Step) or previous.steps > 1:
-        return PhaseSeconds(**phases, seconds=step.seconds)
-    seconds_between = step.unix_time - previous.unix_time - step.seconds
-    return step_between_syncs(phases, step.seconds, seconds_between, previous.phase_seconds.get("optimizer", 0.0))
+    run = RunData(real_path(folder))
+    read_rank_logs(run)
+    logs, size = run.newest_rank_logs(), run.world_size
+    missing = sorted({*range(size)} - {log.rank for log in logs})
+    fault = f"the events of rank {missing[0]} of {size} are missing" if missing else ""
+    if fault := next(iter(run.unreadable_parts), fault if logs else "there are no events of a run"):
+        raise UsageError(code="no-run-to-compare", folder=run.folder, what=fault)
+    # a record of several steps has no phases per step
+    single = common_rows(logs, logs[0].start_events[-1].start_step).values()
+    rows = [of for of in single if all(log.steps.covered[row] == 1 for log, row in zip(logs, of, strict=True))][skip:]
+    if len(rows) < 2:
+        raise UsageError(code="run-too-short", folder=run.folder, least=skip + 2, skip=skip)
+    steps = [phase_seconds_by_rank(logs, of) for of in rows]
+    if not all(spent.forward for step in steps for spent in step.values()):
+        raise UsageError(code="run-without-phases", folder=run.folder)
+    samples = sum(logs[0].steps.samples[first] for first, *_ in rows)
+    on_cpus = any(log.start_events[-1].device == "cpu" for log in logs)
+    return RecordedSteps(steps, samples / len(rows), run.hosts, on_cpus)
 
 
 def read_runs(folders: Sequence[Path], *, skip: int) -> Runs:
