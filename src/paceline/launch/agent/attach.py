@@ -13,17 +13,18 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace as changed
 from pathlib import Path
 
+import psutil
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError
 from paceline.guard.deaths import diagnosis_due_seconds, first_to_fail
 from paceline.guard.sentences import format_clause, format_ranks
-from paceline.host.procfs import PROC, processes, read_process
+from paceline.host.procfs import PROC, read_process
 from paceline.host.sweep import RosterWorker
 from paceline.launch.agent.channel import Link, StartOrder, StartReply
 from paceline.launch.agent.cluster import Generation, RemoteNodes
@@ -129,7 +130,7 @@ class AttachedWorkers(Workers):
         self._first: socket.socket | None = None  # the connection to rank 0
         self._goodbyes: dict[socket.socket, float] = {}  # connections to leaving ranks -> deadline for releasing them
         self._processes: list[ForeignProcess] = []
-        self._started: dict[int, int] = {}  # pid -> start time of the ranks' descendants when `stop` was called
+        self._descendants: list[psutil.Process] = []  # of the ranks, when `stop` was called
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -216,8 +217,8 @@ class AttachedWorkers(Workers):
 
     def send_address_to_rank_0(self, meeting: Rendezvous) -> None:
         """Send the address of this agent to rank 0, which passes it to the other nodes."""
-        if self._first is not None:
-            with suppress(OSError):
+        with suppress(OSError):
+            if self._first is not None:
                 send(self._first, meeting)
 
     # ---- overridden methods of Workers ----
@@ -240,7 +241,9 @@ class AttachedWorkers(Workers):
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM) -> None:
         """As `Workers.stop`, if the plan allows it."""
         if self.plan.may_end:
-            self._started |= _descendants({process.pid for process in self.running})
+            for process in self.running:
+                with suppress(psutil.Error):
+                    self._descendants += psutil.Process(process.pid).children(recursive=True)
             super().stop(grace_seconds, number)
 
     def sweep(self) -> None:
@@ -254,10 +257,9 @@ class AttachedWorkers(Workers):
             deadline = time.monotonic() + KILL_SECONDS
             for process in self.running:
                 process.wait(max(0.0, deadline - time.monotonic()))
-            for pid, start in self._started.items():
-                if (child := read_process(pid)) is not None and child.runs and child.start_ticks == start:
-                    with suppress(ProcessLookupError, PermissionError):
-                        os.kill(pid, signal.SIGKILL)
+            for child in self._descendants:
+                with suppress(psutil.Error):  # psutil kills no other process with the same pid
+                    child.kill()
         self.left = [process.pid for process in self.running if process.poll() is None]
         self.swept = True
 
@@ -268,15 +270,6 @@ class AttachedWorkers(Workers):
             os.close(process.pidfd)
         for connection in (*self._connections, *self._goodbyes, self._listener):
             connection.close()
-
-
-def _descendants(pids: Collection[int]) -> dict[int, int]:
-    procs, starts = [*processes()], dict[int, int]()
-    while added := {
-        p.pid: p.start_ticks for p in procs if p.pid not in starts and (p.parent in pids or p.parent in starts)
-    }:
-        starts |= added
-    return starts
 
 
 class AttachOrders(StopOrders):
@@ -426,9 +419,8 @@ class AttachedCoordinator:
         now = time.monotonic()
         if (due := diagnosis_due_seconds(samples)) is not None:
             # only the samples of all ranks show which ranks are victims of a failure on a different node
-            if now >= due + (
-                0.0 if self._has_all_ranks or self._is_apart or self.plan.nodes == 1 else NODE_CONNECT_SECONDS
-            ):
+            is_complete = self._has_all_ranks or self._is_apart or self.plan.nodes == 1
+            if now >= due + (0.0 if is_complete else NODE_CONNECT_SECONDS):
                 self._report_failure(monitor, samples)
             return
         if self._stall_seconds is not None:

@@ -294,9 +294,7 @@ class RemoteNodes:
         for member in (*self.present_nodes, *self.waiting):
             member.link.send(channel.RunOver(code))
         deadline = time.monotonic() + NODE_END_SECONDS
-        while (
-            links := [node.link for node in self.present_nodes if not node.link.ended]
-        ) and time.monotonic() < deadline:
+        while time.monotonic() < deadline and (links := [n.link for n in self.present_nodes if not n.link.ended]):
             self._poller.set_links(links)
             select.select([self._poller], [], [], max(0.0, deadline - time.monotonic()))
             for link in self._poller.readable_links():
@@ -364,10 +362,8 @@ class Generation:
             self.cluster.wait(START_LOOK_SECONDS)
             if self.cluster.is_stop_ordered:
                 return False
-        refusals = [
-            m.started.refusal for m in self.cluster.present_nodes if m.started is not None and m.started.refusal
-        ]
-        if refusals:
+        replies = [member.started for member in self.cluster.present_nodes]
+        if refusals := [reply.refusal for reply in replies if reply is not None and reply.refusal]:
             raise UsageError(code="node-not-started", reasons="\n".join(refusals))
         return True
 
@@ -486,11 +482,9 @@ class Generation:
         """Signal all workers and wait for them to end. The nodes kill them only after a further `more_seconds`."""
         self._ask_to_stop(grace_seconds + more_seconds, number)
         deadline, launcher_gone = time.monotonic() + grace_seconds, self.cluster.launcher_gone
-        while (self.own.seconds_until_kill or not self.cluster.stopped()) and len(
-            self.cluster.signals
-        ) <= signals_heard:
+        while self.own.seconds_until_kill or not self.cluster.stopped():
             now = time.monotonic()
-            if now >= deadline:
+            if now >= deadline or len(self.cluster.signals) > signals_heard:
                 break
             if not self.own.patient and any(sample.ended_badly for sample in self.samples()):
                 deadline = min(deadline, now + self.plan.grace_seconds)

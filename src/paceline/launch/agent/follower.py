@@ -66,9 +66,7 @@ class Follower:
         with socket.create_server(("", 0)) as probe:  # open until the end of the run: others may test it later
             link.send(channel.Hello(plan.node, plan.nodes, plan.nproc, probe.getsockname()[1], facts, self._ranks))
             while self._code is None:
-                self.orders.wait(
-                    ADVANCE_INTERVAL_SECONDS if self._collection is not None else self._sample_seconds, [link]
-                )
+                self.orders.wait(ADVANCE_INTERVAL_SECONDS if self._collection else self._sample_seconds, [link])
                 for message in link.receive():
                     self._execute(message, link)
                 self._forward_orders(link)
@@ -188,16 +186,14 @@ class Follower:
         beat = channel.NodeHeartbeat(self._number, stopped=True)
         if workers := self._workers:
             samples = tuple(sample.swap_times_and_ages(now) for sample in workers.samples())
-            beat = channel.NodeHeartbeat(
-                workers.number, samples, workers.oom_kills(), workers.swept, tuple(workers.left)
-            )
+            oom_kills, left = workers.oom_kills(), tuple(workers.left)
+            beat = channel.NodeHeartbeat(workers.number, samples, oom_kills, workers.swept, left)
         states = ((worker.code, worker.failure is None, worker.stop_asked) for worker in beat.workers)
         news = [(beat.generation, beat.stopped), *states]
         is_guarded = self._workers is not None and not self.plan.hang_timeout.off
-        interval = (
-            heartbeat_interval_seconds(self.plan.hang_timeout, self.plan.nodes, beat.workers) - self._sample_seconds / 2
-        )
-        is_due = now >= self._sent_seconds + (interval if is_guarded else channel.BEAT_SECONDS)
+        sampled = heartbeat_interval_seconds(self.plan.hang_timeout, self.plan.nodes, beat.workers)
+        interval = sampled - self._sample_seconds / 2 if is_guarded else channel.BEAT_SECONDS
+        is_due = now >= self._sent_seconds + interval
         if is_due or news != self._news or self._alive_took_seconds is not None:
             link.send(replace(beat, unix_time=time.time(), alive_took_seconds=self._alive_took_seconds))
             self._news, self._sent_seconds, self._alive_took_seconds = news, now, None

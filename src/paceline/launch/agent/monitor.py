@@ -135,9 +135,8 @@ class Monitor:
                 return self._make_stop_report(judge(evidence), evidence, 0.0)
             except Exception as error:
                 self._give_up(error)
-        return StopReport(
-            judge_samples(samples), [Evidence.from_sample(sample) for sample in samples], self._plan.attempt_dir
-        )
+        evidence = [*map(Evidence.from_sample, samples)]
+        return StopReport(judge_samples(samples), evidence, self._plan.attempt_dir)
 
     def _give_up(self, error: Exception) -> None:
         self._off = True
@@ -192,11 +191,9 @@ class Monitor:
             message = f"{name}{f' at step {fault.step}' if fault.step else ''}: {'; '.join(fault.sentences)}"
             # if the fault ends the run, its report follows on the screen
             self._notify(message, fault.step or step, kind=name.lower(), on_screen=not stops_run)
-        return (
-            self._make_stop_report(faults[0], self._generation.collect_evidence(WAITING_CALLS_TIMEOUT_SECONDS), 0.0)
-            if stops_run and faults
-            else None
-        )
+        if not (stops_run and faults):
+            return None
+        return self._make_stop_report(faults[0], self._generation.collect_evidence(WAITING_CALLS_TIMEOUT_SECONDS), 0.0)
 
     def _notify(self, message: str, step: int = 0, *, kind: str = "", on_screen: bool = True) -> None:
         """Record a message in the attempt's folder, and print it if `on_screen`."""
