@@ -197,9 +197,8 @@ def split_steps_by_point(runs: Runs, alone: Runs) -> dict[ScalePoint, StepParts]
     parts: dict[ScalePoint, StepParts] = {}
     for at, rounds in runs.items():
         reference = _median_run(alone[at]) if alone.get(at) else base
-        parts[at] = split_step(
-            _median_run(rounds), backward_per_forward(reference) if reference and at.ranks > 1 else None
-        )
+        ratio = backward_per_forward(reference) if reference and at.ranks > 1 else None
+        parts[at] = split_step(_median_run(rounds), ratio)
     return parts
 
 
@@ -216,9 +215,8 @@ def compute_scaling_losses(
         work = 1 if mode == "weak" else ranks  # a rank has 1/work of the samples of the single rank
         ratios = [a.mean_step_seconds / work / b.mean_step_seconds for a, b in zip(runs[base], runs[at], strict=True)]
         single, several = parts[base], parts[at]
-        shares = compute_loss_causes(
-            single, several, work, parts.get(ScalePoint(1, at.batch)) if mode == "strong" else None
-        )
+        small = parts.get(ScalePoint(1, at.batch)) if mode == "strong" else None
+        shares = compute_loss_causes(single, several, work, small)
         losses.append(
             ScalingLoss(
                 mode,
@@ -255,10 +253,8 @@ def compute_loss_causes(
         causes[COMPUTE] = parts.compute - small.compute
     lost = parts.step - base.step / work
     causes[REST] = lost - sum(causes.values())
-    shares = [
-        EfficiencyLossCause(cause, seconds, 100 * seconds / lost if lost else 0.0) for cause, seconds in causes.items()
-    ]
-    return sorted(shares, key=lambda share: -share.seconds)
+    largest_first = sorted(causes.items(), key=lambda item: -item[1])
+    return [EfficiencyLossCause(cause, s, 100 * s / lost if lost else 0.0) for cause, s in largest_first]
 
 
 def _median_run(runs: Sequence[RecordedSteps]) -> RecordedSteps:
@@ -297,23 +293,20 @@ def estimated_step(points: StepPartsByPoint, machine: TrainingProperties, count:
     ranks_each, sent = _ranks_each(points, machine), sent or NodeTraffic(1.0, ring_messages(count))
     work, inside = _single_rank_seconds(points, batch), 0.0
     if ranks_each > 1:  # ranks of one machine slow each other down, and wait for the slowest
-        full_points = {at: parts for at, parts in points.items() if at.ranks == ranks_each}
-        inside = mean(parts.exchange for parts in full_points.values())
-        work *= mean(
-            (parts.step - parts.exchange) / _single_rank_seconds(points, at.batch) for at, parts in full_points.items()
-        )
+        full = [(at.batch, parts) for at, parts in points.items() if at.ranks == ranks_each]
+        inside = mean(parts.exchange for _, parts in full)
+        work *= mean((parts.step - parts.exchange) / _single_rank_seconds(points, size) for size, parts in full)
     latency = link.latency_seconds * (2 if machine.uses_gloo else 1)
-    sent_bytes = ring_volume(count) * sent.fraction * machine.weight_bytes
+    sent_bytes = 2.0 * (count - 1) / count * sent.fraction * machine.weight_bytes  # of a ring all-reduce
     between = sent.messages * latency + sent_bytes / link.bytes_per_second
     return work + inside + between / sent.steps_per_exchange
 
 
 def _ranks_each(points: StepPartsByPoint, machine: TrainingProperties) -> int:
     """The largest measured number of ranks that do not compete for cores."""
-    return max(
-        (at.ranks for at in points if machine.threads_per_core(at.ranks) <= 1 and not machine.exchanges_over_network),
-        default=1,
-    )
+    if machine.exchanges_over_network:
+        return 1
+    return max((at.ranks for at in points if machine.threads_per_core(at.ranks) <= 1), default=1)
 
 
 def _single_rank_seconds(points: StepPartsByPoint, batch: int) -> float:
@@ -342,11 +335,6 @@ def traffic_reducing_settings(machine: TrainingProperties, count: int) -> list[t
 def ring_messages(ranks: int) -> float:
     """The number of sequential messages of a ring all-reduce."""
     return 2.0 * (ranks - 1)
-
-
-def ring_volume(ranks: int) -> float:
-    """The bytes that each rank of a ring all-reduce sends, in units of the size of the gradients."""
-    return 2.0 * (ranks - 1) / ranks
 
 
 def print_scaled(scaled: ScalingReport) -> None:

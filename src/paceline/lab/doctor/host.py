@@ -171,9 +171,7 @@ def _probe(request: Probe) -> FolderProbeAnswer:
 def _nearest_existing_folder(folder: str) -> Path:
     """The folder, or its nearest parent that exists."""
     path = Path(folder).absolute()
-    while not path.is_dir() and path != path.parent:
-        path = path.parent
-    return path
+    return next(existing for existing in (path, *path.parents) if existing.is_dir())
 
 
 def _listen(token: bytes) -> int:

@@ -71,9 +71,8 @@ class Host(Node):
 
     def next_link_speed(self) -> list[tuple[str, float]]:
         """The next host, and the bytes per second that arrived there."""
-        return [
-            (to, link.bytes_per_second) for (name, to), link in self.survey.measured_links.items() if name == self.name
-        ]
+        links = self.survey.measured_links.items()
+        return [(target, link.bytes_per_second) for (source, target), link in links if source == self.name]
 
 
 def hosts_of(survey: Survey) -> list[Host]:

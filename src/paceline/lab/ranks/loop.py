@@ -148,9 +148,8 @@ class _Recorder(Observer):
         """Some whole global batches, and a last one that is uneven, or too small for some virtual ranks."""
         size = self.spec.virtual_ranks
         # batch norm needs more than one value for its statistics
-        tail_size = (
-            2 * size + 1 if any(has_batch_norm(part.replica.model) for part in self.models) else max(1, size - 1)
-        )
+        needs_values = any(has_batch_norm(part.replica.model) for part in self.models)
+        tail_size = 2 * size + 1 if needs_values else max(1, size - 1)
         last_size = plan.global_batch if plan.last_batch == "drop" else min(tail_size, plan.global_batch)
         return max(2, self.spec.steps // 2), last_size
 
@@ -230,12 +229,10 @@ class _Recorder(Observer):
         return values
 
     def on_update(self, part: ModelInTraining) -> None:
-        self._step.gradients = {**self._step.gradients, **self._reduced_gradients.pop(part.number, {})}
-        self._step.applied_gradients = {
-            **self._step.applied_gradients,
-            **self._values(part, gradients_of(part.replica)),
-        }
-        self._step.updates = True
+        step, applied = self._step, self._values(part, gradients_of(part.replica))
+        step.gradients = {**step.gradients, **self._reduced_gradients.pop(part.number, {})}
+        step.applied_gradients = {**step.applied_gradients, **applied}
+        step.updates = True
 
     def on_step(self, record: StepRecord) -> None:
         batches, step = record.microbatches, self._step

@@ -216,9 +216,8 @@ def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate
     with inspect_memory(world.device) if order.memory else nullcontext() as inspection:
         all_gather_object(0, world)
         start = time.perf_counter()
-        training = CandidateTraining(
-            workload, candidate, folder, last, inspection.enter if inspection else ignore_phase
-        )
+        enter = inspection.enter if inspection else ignore_phase
+        training = CandidateTraining(workload, candidate, folder, last, enter)
         replica = training.replica
         if inspection:
             inspection.watch(replica)
