@@ -173,16 +173,12 @@ def _machine_parts(machine: NodeUsage) -> Sequence[Text | Table]:
         f"{format_size(use.received_bytes)}/s",
         "not bold",
     )
-    gpus = [
-        Text.assemble(
-            f"  GPU {gpu.index} {one_line(gpu.name, 30)}  {'' if gpu.busy is None else f'{gpu.busy:.0%}'}  ",
-            format_gpu_use(gpu),
-        )
-        for gpu in use.gpus
-    ]
-    table = Table(
-        "pid", "user", "cores", "memory", "GPU", "run", "program", box=None, padding=(0, 1), header_style="dim"
-    )
+    gpus: list[Text] = []
+    for gpu in use.gpus:
+        busy = "" if gpu.busy is None else f"{gpu.busy:.0%}"
+        gpus.append(Text.assemble(f"  GPU {gpu.index} {one_line(gpu.name, 30)}  {busy}  ", format_gpu_use(gpu)))
+    columns = ("pid", "user", "cores", "memory", "GPU", "run", "program")
+    table = Table(*columns, box=None, padding=(0, 1), header_style="dim")
     for process in machine.processes:
         gpu = format_size(process.gpu_bytes) if process.gpu_bytes else ""
         use_cells = (f"{process.cores:.1f}", format_size(process.memory_bytes), gpu)

@@ -234,9 +234,8 @@ class CommandLine:
         named = [option for option in options if option.names]
         shown = {option.name for option in named}
         if len(named) > MAX_OPTIONS_SHOWN_IN_FULL and not whole:
-            shown = {f"--{name}" for name in self.common_options.split()} | {
-                option.name for option in named if option.file_value
-            }
+            shown = {f"--{name}" for name in self.common_options.split()}
+            shown |= {option.name for option in named if option.file_value}
         note = f"{len(named) - len(shown)} more options: {self.prog} --help-all" if len(named) > len(shown) else ""
         if whole and any(option.is_flag for option in named):
             note = "An option without a value has an opposite: --no-NAME."
@@ -303,12 +302,8 @@ def _shown(value: Any) -> str:
 def unknown_option_error(prog: str, name: str, names: Collection[str]) -> UsageError:
     """The error for an option that is not one of `names`. It suggests the equivalent option, or the closest name."""
     check_not_renamed(prog, name, names)
-    ours = [
-        opt
-        for opt, others in FOREIGN_OPTION_NAMES.items()
-        if name[2:].lower() in others.split() and opt.split()[0] in names
-    ]
-    matches = ours or difflib.get_close_matches(name, names, n=1)
+    equivalents = [ours for ours, others in FOREIGN_OPTION_NAMES.items() if name[2:].lower() in others.split()]
+    matches = [ours for ours in equivalents if ours.split()[0] in names] or difflib.get_close_matches(name, names, n=1)
     hint = f" Did you mean {matches[0]}?" if matches else ""
     return UsageError(code="unknown-option", prog=prog, value=name, meant=hint)
 
@@ -422,9 +417,8 @@ def nproc_auto(device: str) -> int:
 def check_gpus(option: str, nproc: int, gpus: int | None, backend: str = "auto") -> None:
     """Raise UsageError if there are fewer GPUs than workers, unless the `backend` lets workers use one GPU together."""
     if gpus and nproc > gpus and backend not in GPU_SHARING_BACKENDS:
-        raise UsageError(
-            code="too-few-gpus", option=option, nproc=nproc, gpus=gpus, processes=plural(gpus, "process", "processes")
-        )
+        processes = plural(gpus, "process", "processes")
+        raise UsageError(code="too-few-gpus", option=option, nproc=nproc, gpus=gpus, processes=processes)
 
 
 def check_out_file(flag: str, path: Path | None) -> None:

@@ -85,9 +85,8 @@ def find_run(asked: str) -> Path:
         runs = folders(real_path(RUNS))  # follow no link: another user could point it at a different run of ours
         matches = [name for name in runs if name == asked] or [name for name in runs if name.startswith(asked)]
         if not asked or not matches:
-            raise unknown_name_error(
-                "run", asked, runs[-20:] or ["(no folder runs/ here: specify the folder of the run)"]
-            )
+            allowed = runs[-20:] or ["(no folder runs/ here: specify the folder of the run)"]
+            raise unknown_name_error("run", asked, allowed)
         if len(matches) > 1:
             raise UsageError(code="run-ambiguous", value=asked, count=len(matches), allowed=matches[-20:])
         path = RUNS / matches[0]
@@ -198,12 +197,9 @@ def signal_agent(run_dir: Path, roster: Roster, submission: SubmitRecord | None,
                 os.close(handle)
         return True
     lock = shlex.quote(str(agent_run_folder(run_dir) / LOCK))
-    done = _run_on_coordinator(
-        submission,
-        ssh,
-        f'for file in /proc/{roster.agent_pid}/fd/*; do if [ "$file" -ef {lock} ]; then '
-        f"kill -TERM {roster.agent_pid}; echo sent; exit 0; fi; done; test -d /proc/{roster.agent_pid} || echo sent",
-    )
+    command = f'for file in /proc/{roster.agent_pid}/fd/*; do if [ "$file" -ef {lock} ]; then '
+    command += f"kill -TERM {roster.agent_pid}; echo sent; exit 0; fi; done; "
+    done = _run_on_coordinator(submission, ssh, f"{command}test -d /proc/{roster.agent_pid} || echo sent")
     if done is not None and done.strip() != "sent":
         raise _not_its_agent(roster, run_dir)
     return done is not None

@@ -255,9 +255,8 @@ def find_gpu_problems(pids: Collection[int], nvml: Any) -> dict[int, str]:
         with suppress(nvml.NVMLError):  # a lost GPU does not hide the others
             gpu = nvml.nvmlDeviceGetHandleByIndex(index)
             users = {int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
-            reasons = [
-                line for find in (_slowed, _damaged) for line in query_or_default(nvml, partial(find, nvml, gpu), [])
-            ]
+            finders = [partial(find, nvml, gpu) for find in (_slowed, _damaged)]
+            reasons = [line for find in finders for line in query_or_default(nvml, find, [])]
             for pid in users & {*pids}:
                 shared = [f"shared with process {', '.join(map(str, sorted(users - {pid})))}"] if users - {pid} else []
                 if reasons or shared:

@@ -119,9 +119,8 @@ class _Bar:
         if now - self.seconds < (REDRAW_SECONDS if is_owner else BAR_OWNER_TIMEOUT_SECONDS):
             return
         with suppress(OSError):
-            text = remove_controls((prefix + state).decode(errors="replace"))[
-                : (os.get_terminal_size(screen).columns or 80) - 1
-            ]
+            width = (os.get_terminal_size(screen).columns or 80) - 1
+            text = remove_controls((prefix + state).decode(errors="replace"))[:width]
             _put(screen, text.encode(errors="replace") + CLEAR_LINE + b"\r")
             self.owner, self.seconds, self.shown = prefix, now, True
 

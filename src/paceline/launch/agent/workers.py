@@ -128,11 +128,8 @@ def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: i
     """The environment of a worker: torchrun's variables and paceline's."""
     ranks, rank = plan.ranks, plan.ranks.first + local_rank
     suffix = f"-{generation}" if generation else ""
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(VARIABLE_PREFIX) or name in USER_VARIABLES
-    }
+    ours = {name for name in os.environ if name.startswith(VARIABLE_PREFIX) and name not in USER_VARIABLES}
+    env = {name: value for name, value in os.environ.items() if name not in ours}
     env |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks.world_size),

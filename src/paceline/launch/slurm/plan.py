@@ -95,9 +95,7 @@ def check_option(option: str) -> None:
     check_no_control_characters("--sbatch", option)
     if not re.fullmatch(r"[a-z][a-z-]*", key):
         raise UsageError(code="sbatch-not-key-value", value=option)
-    matches = [name for name in RESERVED_OPTIONS if name == key] or [
-        name for name in RESERVED_OPTIONS if name.startswith(key)
-    ]
+    matches = [key] if key in RESERVED_OPTIONS else [name for name in RESERVED_OPTIONS if name.startswith(key)]
     if not matches or (matches == ["gres"] and not re.search(r"(?:^|,)(?:gres:)?gpu(?:$|[:,=])", value)):
         return
     raise UsageError(code="sbatch-option-is-ours", value=option, option=matches[0], reason=RESERVED_OPTIONS[matches[0]])

@@ -61,11 +61,8 @@ class JobState(NamedTuple):
         return self.code or (ExitCode.DONE if self.state == "COMPLETED" else ExitCode.FAILED)
 
     def __str__(self) -> str:
-        hint = (
-            ". It cannot start with these options"
-            if self.state == "PENDING" and STUCK_REASON_PATTERN.search(self.reason)
-            else ""
-        )
+        is_stuck = self.state == "PENDING" and STUCK_REASON_PATTERN.search(self.reason)
+        hint = ". It cannot start with these options" if is_stuck else ""
         reason = f" ({self.reason}){hint}" if self.reason else ""
         nodes = f" on {self.nodes}" if self.nodes and self.state != "PENDING" else ""
         turn = f", start {self.start_count}" if self.start_count > 1 else ""
@@ -88,20 +85,16 @@ def run_slurm(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.Co
 
 def slurm_error(done: subprocess.CompletedProcess[str]) -> str:
     """The error message of a Slurm command, without the name of the command."""
-    lines = [
-        re.sub(r"^(?:\w+: )?(?:error|fatal): |^allocation failure: ", "", line) for line in done.stderr.splitlines()
-    ]
+    prefix = re.compile(r"^(?:\w+: )?(?:error|fatal): |^allocation failure: ")
+    lines = [prefix.sub("", line) for line in done.stderr.splitlines()]
     return "; ".join(dict.fromkeys(line.strip() for line in lines if line.strip())) or f"exit code {done.returncode}"
 
 
 def without_script_overrides(env: Mapping[str, str], *, partition: bool, minutes: bool) -> dict[str, str]:
     """`env` without the variables that would override the batch script."""
     in_script = [name for name, is_set in (("SBATCH_PARTITION", partition), ("SBATCH_TIMELIMIT", minutes)) if is_set]
-    return {
-        name: value
-        for name, value in env.items()
-        if not OVERRIDE_VARIABLE_PATTERN.fullmatch(name) and name not in in_script
-    }
+    overriding = {name for name in env if OVERRIDE_VARIABLE_PATTERN.fullmatch(name) or name in in_script}
+    return {name: value for name, value in env.items() if name not in overriding}
 
 
 def submit(plan: Plan, env: Mapping[str, str]) -> str:
@@ -333,9 +326,8 @@ def _choices(nodes: Sequence[NodeSet]) -> str:
         f"{n.time_limit_minutes:.0f} minutes)"
         for n in nodes
     ]
-    remainder = (
-        f", and {len(choices) - MAX_LISTED_NODE_SETS} more: see sinfo" if len(choices) > MAX_LISTED_NODE_SETS else ""
-    )
+    left_out = len(choices) - MAX_LISTED_NODE_SETS
+    remainder = f", and {left_out} more: see sinfo" if left_out > 0 else ""
     return f"This cluster has {', '.join(choices[:MAX_LISTED_NODE_SETS])}{remainder}"
 
 
