@@ -323,18 +323,14 @@ class CollectiveRecorder:
         of_all = len(members) == world.default_pg.size()
         # querying NCCL during the capture of a CUDA graph would invalidate the graph
         polled = "nccl" not in str(world.pg_backend_config[backend])
-        group = self.groups[id(backend)] = GroupRecord(
-            world.pg_names[backend], of_all, members, polled, weakref.ref(backend)
-        )
+        group = GroupRecord(world.pg_names[backend], of_all, members, polled, weakref.ref(backend))
+        self.groups[id(backend)] = group
         return group
 
     def _wrapped(self, call: Callable[..., Any], name: str, rule: CallArgumentRule) -> Callable[..., Any]:
         positions = {parameter: at for at, parameter in enumerate(signature(call).parameters)}
-        tensor_at, group_at, tensor_name = (
-            positions.get(rule.tensor_parameter, 99),
-            positions["group"],
-            rule.tensor_parameter,
-        )
+        tensor_name, group_at = rule.tensor_parameter, positions["group"]
+        tensor_at = positions.get(tensor_name, 99)
         peers = [(positions[peer], peer) for peer in rule.peer_parameters or () if peer in positions]
         inside = self._inside
 
