@@ -382,9 +382,8 @@ def with_defaults(config: TrainConfig, world_size: int) -> TrainConfig:
         launch = dataclasses.replace(launch, threads_per_rank=1)
     task = config.task and absolute_task(config.task)
     optimizer = dataclasses.replace(config.optimizer, optimizer=absolute_task(config.optimizer.optimizer))
-    return dataclasses.replace(
-        config, task=task, strategy=strategy, data=data, model=model, launch=launch, optimizer=optimizer
-    )
+    config = dataclasses.replace(config, task=task, strategy=strategy, data=data)
+    return dataclasses.replace(config, model=model, launch=launch, optimizer=optimizer)
 
 
 def absolute_task(task: str) -> str:

@@ -262,12 +262,10 @@ def write_diagnosis(folder: Path, diagnosis: Diagnosis, evidence: Sequence[Evide
     for sample in chosen:
         writing.replace_file(folder / f"rank-{sample.rank}.txt", describe_rank(sample).encode())
     # a failure record has a separate file, and monotonic times are meaningless to a reader
-    kept = tuple(
-        replace(bounded_evidence(s), failure=None, ended_seconds=0.0, fingerprints=b"", orders=b"") for s in chosen
-    )
-    content = DiagnosisRecord(
-        "paceline-diagnosis", DIAGNOSIS_FORMAT_VERSION, diagnosis, waited_seconds, time.time(), kept
-    )
+    omitted = {"failure": None, "ended_seconds": 0.0, "fingerprints": b"", "orders": b""}
+    kept = tuple(replace(bounded_evidence(sample), **omitted) for sample in chosen)
+    version, now = DIAGNOSIS_FORMAT_VERSION, time.time()
+    content = DiagnosisRecord("paceline-diagnosis", version, diagnosis, waited_seconds, now, kept)
     writing.replace_file(folder / DIAGNOSIS_FILE, msgspec.json.encode(content))
 
 
@@ -305,9 +303,8 @@ def read_diagnosis(folder: Path) -> DiagnosisRecord:
     try:
         header = msgspec.json.decode(content, type=_Header)
         if header.format == "paceline-diagnosis" and header.version != DIAGNOSIS_FORMAT_VERSION:
-            raise UsageError(
-                code="diagnosis-of-other-version", path=path, version=header.version, readable=DIAGNOSIS_FORMAT_VERSION
-            )
+            version, readable = header.version, DIAGNOSIS_FORMAT_VERSION
+            raise UsageError(code="diagnosis-of-other-version", path=path, version=version, readable=readable)
         return msgspec.json.decode(content, type=DiagnosisRecord)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(code="diagnosis-damaged", path=path, error=error) from error
@@ -316,10 +313,9 @@ def read_diagnosis(folder: Path) -> DiagnosisRecord:
 def describe_rank(rank: Evidence, *, most_ops: int | None = None, most_stacks: int | None = None) -> str:
     """The evidence on a rank as text, with its last `most_ops` operations and first `most_stacks` stacks."""
     ops = rank.ops if most_ops is None else rank.ops[-most_ops:]
-    lines = (
-        line for text in _rank_texts(rank, ops, rank.stacks[:most_stacks]) for line in remove_controls(text).split("\n")
-    )
-    return "".join(f"{printable(line)}\n" for line in lines)
+    # each text on its own: an unfinished control sequence must not hide the next one
+    texts = map(remove_controls, _rank_texts(rank, ops, rank.stacks[:most_stacks]))
+    return "".join(f"{printable(line)}\n" for text in texts for line in text.split("\n"))
 
 
 def _rank_texts(rank: Evidence, ops: Sequence[Op], stacks: Sequence[Stack]) -> Iterator[str]:

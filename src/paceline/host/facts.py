@@ -295,9 +295,8 @@ def find_differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
         values = {name: facts.packages.get(package, "missing") for name, facts in hosts.items()}
         common = Counter(value for value in values.values() if value != "missing").most_common(1)[0][0]
         remedy = f"install one version on all hosts: pip install {package}=={common}"
-        findings = [
-            *_differing("error" if package in PACKAGES_WITH_EQUAL_VERSIONS else "warning", package, values, remedy)
-        ]
+        severity = "error" if package in PACKAGES_WITH_EQUAL_VERSIONS else "warning"
+        findings = [*_differing(severity, package, values, remedy)]
         different = different or (package == "paceline" and bool(findings))
         yield from findings
     if not different:  # different versions have different code

@@ -77,11 +77,8 @@ class HangTimeout(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         if self.off:
             return math.inf
         if self.seconds is not None:
-            return (
-                max(EXPLICIT_FLOOR_SECONDS, EXPLICIT_FACTOR * self.seconds)
-                if stage is HangWindowStage.LONG
-                else self.seconds
-            )
+            is_long = stage is HangWindowStage.LONG
+            return max(EXPLICIT_FLOOR_SECONDS, EXPLICIT_FACTOR * self.seconds) if is_long else self.seconds
         floor, cap = WINDOW_BOUNDS_SECONDS[stage]
         return min(max(GAP_FACTOR * largest_gap_seconds, floor), cap)
 

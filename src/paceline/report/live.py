@@ -248,10 +248,9 @@ class LiveReader:
         return machines
 
     def _phase_seconds_by_rank(self) -> PhaseSecondsByRank:
-        spent_by_rank = {
-            rank: spent for rank, history in self._ranks.items() if (spent := history.mean_phase_seconds()) is not None
-        }
-        return spent_by_rank if len(spent_by_rank) == len(self._ranks) else {}
+        means = {rank: history.mean_phase_seconds() for rank, history in self._ranks.items()}
+        known = {rank: spent for rank, spent in means.items() if spent is not None}
+        return known if len(known) == len(means) else {}
 
 
 def rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:

@@ -209,9 +209,8 @@ class RunData:
 
     def newest_rank_logs(self) -> list[RankLog]:
         """The ranks of the newest start that have events."""
-        return [
-            self.ranks[rank] for rank in range(self.world_size) if rank in self.ranks and self.ranks[rank].start_events
-        ]
+        logs = (self.ranks.get(rank) for rank in range(self.world_size))
+        return [log for log in logs if log is not None and log.start_events]
 
 
 def read_run(folder: Path) -> RunData:

@@ -124,11 +124,10 @@ class HostPrograms:
 @contextmanager
 def run_host_programs(commands: Sequence[Command]) -> Generator[HostPrograms]:
     """Start all in parallel, and end them after the block. Main thread only."""
-    reasons = {
-        command.name: f"{command.argv[0]} cannot be started: {os.strerror(errno.ENOENT)}" for command in commands
-    }
-    lost = {command.name: reasons[command.name] for command in commands if shutil.which(command.argv[0]) is None}
-    found = [command for command in commands if command.name not in lost]
+    missing = [command for command in commands if shutil.which(command.argv[0]) is None]
+    reason = os.strerror(errno.ENOENT)
+    lost = {command.name: f"{command.argv[0]} cannot be started: {reason}" for command in missing}
+    found = [command for command in commands if command not in missing]
     with signal_wakeup((*STOP_SIGNALS, signal.SIGCHLD)) as wakeup, open_sessions(found, wakeup) as sessions:
         yield HostPrograms(sessions, lost)
 
