@@ -298,10 +298,8 @@ def _hand_over(config: TrainConfig, job: JobSpec, size: int) -> int:
     if on == "ssh" and not job.detached and code not in (ExitCode.DONE, ExitCode.SAVED, ExitCode.USAGE):
         _write_failed_summary(run_dir, config, size, code)
     is_here = not job.detached if on == "ssh" else on == "slurm" and current_allocation(os.environ) is not None
-    if not (is_here or cluster.follow) or code not in (
-        ExitCode.DONE,
-        ExitCode.SAVED,
-    ):  # otherwise rank 0 has printed the folder
+    # otherwise rank 0 has printed the folder
+    if not (is_here or cluster.follow) or code not in (ExitCode.DONE, ExitCode.SAVED):
         print_to_stderr(f"run folder {run_dir}")
     return code
 
