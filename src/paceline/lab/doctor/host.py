@@ -49,7 +49,7 @@ class _Request(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class Examine(_Request, frozen=True):
-    """Gather the facts, and listen for peers with `token`. Answer: Examined."""
+    """Gather the facts, and listen for peers with `token`. Answer: ExamineAnswer."""
 
     token: str
     folder: str
@@ -68,7 +68,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Connect(_Request, frozen=True):
-    """Connect to all targets in parallel, each for `seconds` at most. Answer: Connected.
+    """Connect to all targets in parallel, each for `seconds` at most. Answer: ConnectAnswer.
 
     Then send to each for `measure_seconds`, to measure its throughput.
     """
@@ -79,7 +79,7 @@ class Connect(_Request, frozen=True):
 
 
 class Probe(_Request, frozen=True):
-    """Write, read or remove a small file named after the token, in the folder or its nearest parent. Answer: Done."""
+    """Write, read or remove a file named after the token, in the folder or its nearest parent."""
 
     act: Literal["write", "read", "remove"]
     folder: str

@@ -8,7 +8,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -80,10 +80,11 @@ class HostPrograms:
             for piece in (*pieces, *last_pieces):
                 if piece.descriptor == 1 and piece.session.name in waiting:
                     for line in self._lines(piece):
-                        with suppress(msgspec.MsgspecError):
+                        try:
                             answers[piece.session.name] = msgspec.json.decode(line, type=answer_type)
-                            break
-                        self._lose(piece.session, f"answers {line[:1000].decode(errors='replace')}")
+                        except msgspec.MsgspecError:
+                            self._lose(piece.session, f"answers {line[:1000].decode(errors='replace')}")
+                        break
             for session in ended:
                 self._lose(session, self._why_silent(session))
         for name in waiting:
@@ -193,7 +194,7 @@ def _clock_offsets(programs: HostPrograms, names: Sequence[str]) -> dict[str, fl
     """Compare each clock with this machine's clock at the middle between request and answer."""
     offsets: dict[str, float] = {}
     for name in names:
-        alloc_time, start = time.time(), time.monotonic()
+        wall_time, start = time.time(), time.monotonic()
         for answer in programs.ask({name: m.AskTime()}, m.Time, ANSWER_TIMEOUT_SECONDS).values():
-            offsets[name] = answer.wall_seconds - (alloc_time + (time.monotonic() - start) / 2)
+            offsets[name] = answer.wall_seconds - (wall_time + (time.monotonic() - start) / 2)
     return offsets

@@ -13,18 +13,17 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace as changed
 from pathlib import Path
 
-import psutil
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError
 from paceline.guard.deaths import diagnosis_due_seconds, first_to_fail
 from paceline.guard.sentences import format_clause, format_ranks
-from paceline.host.procfs import PROC, read_process
+from paceline.host.procfs import PROC, processes, read_process
 from paceline.host.sweep import RosterWorker
 from paceline.launch.agent.channel import Link, StartOrder, StartReply
 from paceline.launch.agent.cluster import Generation, RemoteNodes
@@ -130,7 +129,7 @@ class AttachedWorkers(Workers):
         self._first: socket.socket | None = None  # the connection to rank 0
         self._goodbyes: dict[socket.socket, float] = {}  # connections to leaving ranks -> deadline for releasing them
         self._processes: list[ForeignProcess] = []
-        self._descendants: list[psutil.Process] = []  # of the ranks, when `stop` was called
+        self._started: dict[int, int] = {}  # pid -> start time of the ranks' descendants when `stop` was called
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -241,9 +240,7 @@ class AttachedWorkers(Workers):
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM) -> None:
         """As `Workers.stop`, if the plan allows it."""
         if self.plan.may_end:
-            for process in self.running:
-                with suppress(psutil.Error):
-                    self._descendants += psutil.Process(process.pid).children(recursive=True)
+            self._started |= _descendants({process.pid for process in self.running})
             super().stop(grace_seconds, number)
 
     def sweep(self) -> None:
@@ -257,9 +254,10 @@ class AttachedWorkers(Workers):
             deadline = time.monotonic() + KILL_SECONDS
             for process in self.running:
                 process.wait(max(0.0, deadline - time.monotonic()))
-            for child in self._descendants:
-                with suppress(psutil.Error):  # psutil kills no other process with the same pid
-                    child.kill()
+            for pid, start in self._started.items():
+                if (child := read_process(pid)) is not None and child.runs and child.start_ticks == start:
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, signal.SIGKILL)
         self.left = [process.pid for process in self.running if process.poll() is None]
         self.swept = True
 
@@ -270,6 +268,15 @@ class AttachedWorkers(Workers):
             os.close(process.pidfd)
         for connection in (*self._connections, *self._goodbyes, self._listener):
             connection.close()
+
+
+def _descendants(pids: Collection[int]) -> dict[int, int]:
+    procs, starts = [*processes()], dict[int, int]()
+    while added := {
+        p.pid: p.start_ticks for p in procs if p.pid not in starts and (p.parent in pids or p.parent in starts)
+    }:
+        starts |= added
+    return starts
 
 
 class AttachOrders(StopOrders):
