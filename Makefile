@@ -90,6 +90,9 @@ soak-bits: $(STAMP)  ## one digest at every world size, after kills, resumes and
 soak-replay: $(STAMP)  ## 50 random steps, repeated on one process with the same bits (about 10 minutes)
 	PYTHONPATH=. $(BIN)/python tests/soak_replay.py --out benchmarks/results/replay.json
 
+soak-balance: $(STAMP)  ## two ranks, one with half a core: steps against the harmonic limit (root; quiet; 10 minutes)
+	$(BIN)/python benchmarks/balance.py --out benchmarks/results/balance.json
+
 soak-fuzz: $(STAMP)  ## damage checkpoints at random places; see that none is ever loaded
 	PYTHONPATH=. $(BIN)/python tests/checkpoint/soak_fuzz.py --count 200 --out benchmarks/results/checkpoint-fuzz.json
 
@@ -116,7 +119,7 @@ soak-silent: $(STAMP)  ## faults without any error in DDP, Accelerate and Traine
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
 	PYTHONPATH=. $(BIN)/python tests/silent/soak_silent.py --out benchmarks/results/silent
 
-soak-second: $(STAMP)  ## 24 faults, pitfalls and correct scripts that paceline once reported wrongly (10 minutes)
+soak-second: $(STAMP)  ## 7 faults and pitfalls that paceline once reported wrongly (10 minutes)
 	PYTHONPATH=. $(BIN)/python tests/second/soak_second.py --out benchmarks/results/second.md
 
 soak-quiet: $(STAMP)  ## an hour of runs that only look like a hang or a silent fault; check that nothing is reported

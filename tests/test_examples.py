@@ -52,6 +52,7 @@ def test_the_index_of_examples_has_every_script() -> None:
         assert (EXAMPLES / target).exists(), target
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_the_recipes_have_one_result_on_one_rank_and_on_two(tmp_path: Path) -> None:
     one, two = (numbers(size, "recipes.py", "--epochs", 3, cwd=tmp_path) for size in (1, 2))
@@ -77,6 +78,7 @@ def test_the_loop_from_lightning_has_one_result_on_one_rank_and_on_two(tmp_path:
     assert len(found[0]) >= 3 and found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.needs("transformers")
 def test_the_tiny_bert_has_one_result_on_one_rank_and_on_two(tmp_path: Path) -> None:

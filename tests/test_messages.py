@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import string
 import tomllib
@@ -20,7 +21,12 @@ from paceline.sessions.arguments import LAUNCHER_OPTIONS, format_argument
 SOURCE = MESSAGES_FOLDER.parent
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
 ALL = {code: text for code, text in message_templates().items() if code != "session"}
-TREES = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """Those of all modules. Not at import: three workers collect the tests, and parsing takes seconds."""
+    return {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 
 
 def fields_of(text: str) -> set[str]:
@@ -32,7 +38,7 @@ def fields_of(text: str) -> set[str]:
 
 def raised() -> Iterator[tuple[str, set[str] | None, str]]:
     """(code, fields, where) of each error with a constant code; fields are None if some are not written there."""
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and (given := {one.arg: one.value for one in node.keywords}).get("code"):
                 names = None if None in given else {str(name) for name in given} - {"code", "exit_code"}
@@ -51,7 +57,7 @@ def test_each_error_has_a_text_and_the_fields_that_it_names() -> None:
 
 
 def test_each_text_is_used_and_stands_in_one_file() -> None:
-    words = {node.value for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    words = {node.value for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     assert set(ALL) <= words
     tables = [tomllib.loads(path.read_text()) for path in MESSAGES_FOLDER.glob("*.toml")]
     assert sum(len(table.keys() - {"session"}) for table in tables) == len(ALL)
@@ -66,15 +72,15 @@ def test_a_file_is_sorted(file: str) -> None:
     assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", code) for code in codes)
 
 
-@pytest.mark.parametrize("code", ALL)
-def test_a_text_names_no_option_as_one_front_end_writes_it(code: str) -> None:
-    assert not FLAG.search(re.sub(r"\{--[^}]*\}", "", ALL[code]))
-    names = fields_of(ALL[code] + message_templates()["session"].get(code, ""))
-    error = UsageError(code=code, **{**dict.fromkeys(names, 1), "setting": "lr"})
-    assert str(error)
-    error.front_end, error.render_option = "session", format_argument
-    shown = re.sub(f"--({'|'.join(LAUNCHER_OPTIONS).replace('_', '-')})", "", str(error))
-    assert not FLAG.search(shown)
+def test_a_text_names_no_option_as_one_front_end_writes_it() -> None:
+    for code, text in ALL.items():
+        assert not FLAG.search(re.sub(r"\{--[^}]*\}", "", text)), code
+        names = fields_of(text + message_templates()["session"].get(code, ""))
+        error = UsageError(code=code, **{**dict.fromkeys(names, 1), "setting": "lr"})
+        assert str(error), code
+        error.front_end, error.render_option = "session", format_argument
+        shown = re.sub(f"--({'|'.join(LAUNCHER_OPTIONS).replace('_', '-')})", "", str(error))
+        assert not FLAG.search(shown), code
 
 
 def test_a_front_end_renders_options_and_its_own_texts() -> None:

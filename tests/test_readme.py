@@ -22,6 +22,7 @@ def scripts() -> tuple[str, str]:
     return tuple("\n".join(line[1:] for line in lines if line[:1] != left) for left in "+-")  # pyright: ignore
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_the_loop_has_the_weights_of_one_process(tmp_path: Path) -> None:
     before, after = scripts()

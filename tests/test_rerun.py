@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 CONFTEST = (ROOT / "tests" / "conftest.py").read_text()
@@ -50,11 +50,6 @@ def flaky(*names):
     return "".join(f"def test_{name}(): assert not first('{name}')\n" for name in names)
 
 
-def test_nothing_is_repeated_when_all_pass(rerun):
-    code, lists, output = rerun("")
-    assert (code, lists) == (0, {}) and output.count("1 passed") == 1
-
-
 def test_a_test_that_passes_alone_is_flaky(rerun):
     code, lists, output = rerun(
         """
@@ -73,14 +68,18 @@ def test_teardown(leaves): pass
     assert output.index("2 failed, 3 passed, 1 error") < output.index("1 passed in") < output.index("flaky:")
 
 
-def test_a_test_that_fails_again_or_is_skipped_then_fails_the_run(rerun):
+def test_a_test_that_fails_again_or_is_skipped_then_or_has_an_error_in_set_up_fails_the_run(rerun):
     skips = "import pytest\ndef test_skips():\n    assert not first('skips')\n    pytest.skip('now')\n"
     code, lists, output = rerun(flaky("once") + "def test_always(): assert False\n" + skips)
     assert (code, lists) == (1, {"failed": ["test_always", "test_skips"], "flaky": ["test_once"]}), output
+    fixture = "import pytest\n@pytest.fixture\ndef made(): assert not first('made')\ndef test_made(made): pass\n"
+    assert rerun(fixture)[:2] == (1, {"an": ["test_made"], "flaky": ["test_made"]})
 
 
-def test_four_flaky_tests_fail_the_run(rerun):
+def test_four_flaky_tests_or_many_failures_fail_the_run(rerun):
     assert rerun(flaky(*"bcde"))[:2] == (1, {"flaky": ["test_b", "test_c", "test_d", "test_e"]})
+    many = "import pytest\n@pytest.mark.parametrize('n', range(21))\ndef test_n(n): assert n < 0\n"
+    assert rerun(many)[:2] == (1, {})  # none is repeated
 
 
 def test_a_selected_test_is_repeated_although_the_settings_leave_it_out(rerun):
@@ -88,37 +87,24 @@ def test_a_selected_test_is_repeated_although_the_settings_leave_it_out(rerun):
     assert rerun(marked, "-m", "soak")[:2] == (0, {"flaky": ["test_soak"]})
 
 
-def test_many_failures_are_not_repeated(rerun):
-    code, lists, _ = rerun("import pytest\n@pytest.mark.parametrize('n', range(21))\ndef test_n(n): assert n < 0\n")
-    assert (code, lists) == (1, {})
-
-
-def test_an_error_in_set_up_fails_the_run(rerun):
-    fixture = "import pytest\n@pytest.fixture\ndef made(): assert not first('made')\ndef test_made(made): pass\n"
-    assert rerun(fixture)[:2] == (1, {"an": ["test_made"], "flaky": ["test_made"]})
-
-
 @pytest.mark.parametrize(
     ("tests", "words", "code"),
     [
         ("def test_crashes(): first('crash') and os._exit(3)\n", [], 1),
+        ("", ["test_a.py", "test_b.py"], 1),  # an error in collection
         ("", ["-k", "nothing"], 5),
         ("", ["--no-such-option"], 4),
         ("", ["--maxfail=1"], 2),
         ("def test_stops(): raise KeyboardInterrupt\n", [], 2),
     ],
-    ids=["crash", "no-tests", "usage", "maxfail", "interrupt"],
+    ids=["crash", "collection", "no-tests", "usage", "maxfail", "interrupt"],
 )
-def test_what_is_no_failure_of_one_test_fails_the_run_without_a_repeat(rerun, tests, words, code):
+def test_what_is_no_failure_of_one_test_fails_the_run_without_a_repeat(rerun, tmp_path, tests, words, code):
+    if "test_b.py" in words:
+        (tmp_path / "test_b.py").write_text("import no_such_module\n")
     got, lists, output = rerun(flaky("once") + tests, *words)
     assert (got, lists) == (code, {}), output
     assert "repeating" not in output
-
-
-def test_an_error_in_collection_fails_the_run_without_a_repeat(rerun, tmp_path):
-    (tmp_path / "test_b.py").write_text("import no_such_module\n")
-    code, lists, output = rerun(flaky("once"))
-    assert (code, lists) == (1, {}) and "1 failed, 1 passed, 1 error" in output and "repeating" not in output
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ def test_each_table_has_a_column_for_each_strategy_and_a_row_for_each_feature(su
         assert {*support.told(PAGE.read_text(), kind)} == {(title, name) for title in titles for name in STRATEGY_INFO}
 
 
+@pytest.mark.slow
 def test_what_the_checks_of_settings_find_is_in_the_tables(
     support: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import subprocess
@@ -34,6 +33,7 @@ print(numpy.random.rand(), hash("a"), torch.rand(1).item())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("torch", "mine"), [(False, False), (True, True)])
 def test_a_forked_interpreter_sees_what_a_started_one_sees(tmp_path: Path, torch: bool, mine: bool) -> None:
     settings = {"cwd": tmp_path, "env": {**os.environ, "MINE": "7"}, "start_new_session": mine}
@@ -46,6 +46,7 @@ def test_a_forked_interpreter_sees_what_a_started_one_sees(tmp_path: Path, torch
     assert forked.stdout == started.stdout
 
 
+@pytest.mark.slow
 def test_nothing_that_one_does_is_seen_by_the_next_and_ranks_differ_in_their_hashes() -> None:
     said = [warm.run(["-c", SPOILS], rank=rank) for rank in (0, 0, 1)]
     assert [one.returncode for one in said] == [0, 0, 0], said
@@ -53,11 +54,6 @@ def test_nothing_that_one_does_is_seen_by_the_next_and_ranks_differ_in_their_has
     assert len(set(random)) == 3  # numpy takes its seed from the system
     assert hashes[0] == hashes[1] != hashes[2]
     assert len(set(torchs)) == 3
-
-
-def test_the_words_of_an_exit_are_its_last_and_its_code_is_1() -> None:
-    done = warm.run(["-c", "import sys; sys.exit('no')"], torch=False)
-    assert (done.returncode, done.stderr) == (1, "no\n")
 
 
 def test_without_torch_there_is_none_and_what_only_a_start_reads_is_refused() -> None:
@@ -76,46 +72,7 @@ def test_an_order_without_an_answer_does_not_affect_the_next() -> None:
     assert warm.run(("-c", "print(7)"), torch=False).stdout == "7\n"
 
 
-def test_what_they_are_forked_from_ends_with_whoever_started_it() -> None:
-    code = "import os; from tests import warm; warm.run(['-c', ''], torch=False); "
-    code += "print(*warm.pids(), flush=True); os._exit(0)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=warm.ROOT, capture_output=True, text=True, timeout=150, check=True
-    )
-    number, deadline = int(done.stdout), 100
-    while Path(f"/proc/{number}").exists() and deadline:
-        deadline -= 1
-        signal.sigtimedwait([], 0.05)
-    assert not Path(f"/proc/{number}").exists()
-
-
-STARTS_AN_AGENT = """
-import json, os, subprocess, sys
-from pathlib import Path
-env = {**os.environ, "MINE": "7"}
-words = [sys.executable, "-P", "-m", "paceline.launch.agent"]
-agent = subprocess.Popen(words, env=env, stdin=subprocess.PIPE, start_new_session=True)
-folder = Path("/proc") / str(agent.pid)
-while b"MINE=7" not in (shown := (folder / "environ").read_bytes().split(b"\\0")):
-    pass
-parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-torch = "libtorch_cpu" in (folder / "maps").read_text()
-agent.stdin.close()  # its plan never comes
-print(json.dumps([agent.wait(), parent == os.getpid(), shown.count(b"MINE=7"), torch]))
-"""
-
-
-def test_an_agent_is_its_launchers_child_however_it_starts_and_only_a_forked_one_has_torch(tmp_path: Path) -> None:
-    started, forked = (
-        warm.run(["-c", STARTS_AN_AGENT], cwd=tmp_path, torch=False, agents=agents) for agents in (False, True)
-    )
-    assert (started.returncode, forked.returncode) == (0, 0), started.stderr + forked.stderr
-    code, *seen = json.loads(started.stdout)
-    assert seen == [True, 1, False]
-    assert json.loads(forked.stdout) == [code, True, 1, True]
-    assert forked.stderr == started.stderr
-
-
+@pytest.mark.slow
 def test_a_session_searches_what_was_frozen_before_a_fork_too() -> None:
     """Which it does not in a fork: there are the imports' objects alone."""
     import torch

@@ -21,6 +21,7 @@ SEVERAL = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_script_with_eight_pitfalls_is_told_each_of_them_at_its_line() -> None:
     outcome = checked(Case(SCRIPT, ",".join(SEVERAL)), started=True)

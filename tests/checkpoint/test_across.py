@@ -86,6 +86,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[list[Any]]
     return run_ranks(all_told, 4, root, root)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("chunk", [0, 1], ids=["at once", "in pieces"])
 def test_each_of_two_hosts_has_the_whole_state_of_four_ranks(told: Any, chunk: int) -> None:

@@ -137,6 +137,7 @@ def test_damaged_data(paceline, small_mnist, tmp_path, damage):
     assert victim.name in run.stderr
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken(paceline, small_mnist):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -44,6 +44,7 @@ def trained(folder: Path, data: Path, strategy: str, ranks: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "nproc"), [("exact", 3), ("zero", 2)])
 def test_every_world_size_and_strategy_gives_the_same_bits(lab: Lab, expected: str, strategy: str, nproc: int) -> None:
     trained(lab.folder, lab.data, strategy, nproc)

@@ -24,6 +24,7 @@ for step in range(20):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_an_unchanged_script_shares_memory_and_a_missing_rank_is_named(paceline, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -281,7 +281,7 @@ def test_a_script_and_a_task_do_not_resume_each_others_runs(paceline, old: Path)
 def test_the_former_name_of_an_option_is_an_error_with_its_name(paceline, arguments: str, current: str) -> None:
     run = paceline(*arguments.split(), command=("-c", WITHOUT_TORCH))
     ended_with(run, "renamed")
-    assert f"is now {current} " in run.stderr
+    assert f"Use {current} " in run.stderr
 
 
 def test_the_former_name_of_an_argument_is_an_error_with_its_name() -> None:

@@ -300,6 +300,7 @@ def test_logs_shows_the_rank_the_start_and_the_lines_that_are_asked_for(
         logs.main([str(run), "--attempt", "3"])
 
 
+@pytest.mark.slow
 def test_following_goes_over_to_the_next_start_and_ends_with_the_run(run: Path, agent: subprocess.Popen[str]) -> None:
     (run / "attempt-1" / "rank-0.log").write_text("one\n")
     words = (sys.executable, "-m", "paceline", "logs", str(run), "--follow")

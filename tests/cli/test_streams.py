@@ -34,6 +34,7 @@ def shell(text: str) -> int:
     return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=180).returncode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["<&-", ">&- 2>&-", "<&- >&- 2>&-", "2>&1 | head -n 1"])
 def test_a_run_goes_on_to_its_end_when_streams_are_closed_or_nobody_reads(run: str, tmp_path: Path, how: str) -> None:
     assert shell(f"set -o pipefail; {run} {how}") == 0

@@ -180,6 +180,7 @@ def test_a_module_that_fails_to_import_is_told_by_its_own_line(paceline, tmp_pat
     assert run.stderr.count("'no_such_package'") == 1 and "mine.py:1: import" in run.stderr
 
 
+@pytest.mark.slow
 def test_torchrun_tells_an_error_once_too(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(TASKS)
     run = paceline("--standalone", "--nproc-per-node", 2, "-m", "paceline", "train", "mine.py:other_model",

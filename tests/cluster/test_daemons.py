@@ -10,26 +10,12 @@ from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm
 from tests.cluster.ssh import SshHosts
 
-
-def test_ssh_logs_in_to_every_host_without_a_question(lab: Lab, ssh_hosts: SshHosts) -> None:
-    for host in lab.hosts:
-        done = lab.run("n1", *ssh_hosts.command.split(), host, "hostname")
-        assert (done.stdout, done.stderr) == (f"{host}\n", "")
+pytestmark = pytest.mark.sample(2)
 
 
 def test_variables_do_not_travel_by_ssh(lab: Lab, ssh_hosts: SshHosts) -> None:
     command = (*ssh_hosts.command.split(), "-o", "SendEnv=COLOUR", "n2", "env")
     assert "COLOUR" not in lab.run("n1", *command, env={"COLOUR": "red"}).stdout
-
-
-def test_all_nodes_are_idle_and_two_have_gpus(lab: Lab, slurm: Slurm) -> None:
-    said = slurm.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %T %G").stdout
-    assert said.splitlines() == ["n1 idle (null)", "n2 idle (null)", "n3 idle gpu:2", "n4 idle gpu:2"]
-
-
-def test_srun_runs_a_task_on_each_of_two_nodes(slurm: Slurm) -> None:
-    done = slurm.run("srun", "-N2", "-n2", "hostname")
-    assert sorted(done.stdout.split()) == ["n1", "n2"], done.stderr
 
 
 def test_a_batch_job_runs_two_tasks_and_its_end_is_told(slurm: Slurm, tmp_path: Path) -> None:

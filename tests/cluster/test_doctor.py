@@ -15,6 +15,8 @@ from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm
 from tests.cluster.ssh import SshHosts
 
+pytestmark = pytest.mark.sample(2)
+
 DOCTOR = (sys.executable, "-m", "paceline", "doctor")
 Doctor = Callable[..., "Report"]
 
@@ -210,6 +212,7 @@ def test_oversubscribed_cores_are_named(doctor: Doctor) -> None:
     assert "use --nproc 1" in report.words
 
 
+@pytest.mark.slow
 def test_hosts_that_do_not_answer_are_all_named_at_once(doctor: Doctor, lab: Lab) -> None:
     lab.power_off("n4")
     report = doctor("--quick", hosts="n1,n4,n9")

@@ -43,12 +43,14 @@ def meets(tmp_path: Path) -> Path:
     return script
 
 
+@pytest.mark.slow
 def test_bare_srun_makes_one_world_of_two_nodes(slurm: Slurm, meets: Path) -> None:
     done = slurm.run("srun", "-N2", "-n4", "--ntasks-per-node=2", "-l", sys.executable, meets, timeout=165)
     assert done.returncode == 0, done.stderr
     assert sorted(line.partition(": ")[2] for line in done.stdout.splitlines()) == FOUR
 
 
+@pytest.mark.slow
 def test_a_rank_that_the_batch_script_exported_is_refused(slurm: Slurm, meets: Path) -> None:
     env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "n1"}
     done = slurm.run(
@@ -115,6 +117,7 @@ def test_mpirun_on_two_hosts_without_an_address_is_refused_with_the_option(
     assert done.returncode == 2 and "-x MASTER_ADDR=" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_kept_away_by_a_firewall_says_so(lab: Lab, meets: Path) -> None:
     lab.deny("n1", "n2")
     env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "n1"}

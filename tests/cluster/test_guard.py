@@ -47,6 +47,7 @@ def ended(launcher: subprocess.Popen[str], folder: Path) -> tuple[str, Diagnosis
     return said, read_diagnosis(folder / "run" / "attempt-1" / "diagnosis-1")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(360)
 def test_a_rank_that_hangs_is_named_with_its_host(lab: Lab, ssh_hosts: SshHosts, tmp_path: Path) -> None:
     launcher = launched(lab, ssh_hosts, tmp_path, "n2,n3", "time.sleep(600 * rank)")

@@ -34,6 +34,7 @@ def killed(cluster: Cluster, on: str, what: str, task: list[str], folder: Path) 
     return outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("on", "what"),
     [

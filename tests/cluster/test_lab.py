@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,6 +12,8 @@ import pytest
 from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
 from tests.launch.launch_harness import wait_until
+
+pytestmark = pytest.mark.sample(2)
 
 
 def pings(lab: Lab, host: str, address: str) -> bool:
@@ -36,29 +35,6 @@ def comes_true(law: Callable[[], bool]) -> bool:
 
 
 # ---- hosts ----
-
-
-def test_each_host_has_a_name_an_address_and_a_network_of_its_own(lab: Lab) -> None:
-    for host in lab.hosts:
-        seen = lab.run(host, "sh", "-c", "hostname; hostname -i; ls -x /sys/class/net; ls /dev/shm").stdout
-        assert seen == f"{host}\n{lab.address(host)}\neth0  lo\n"
-        assert all(pings(lab, host, other) for other in lab.hosts)
-
-
-def test_signals_and_exit_codes_are_the_commands_own(lab: Lab) -> None:
-    assert lab.run("n1", "sh", "-c", "exit 7").returncode == 7
-    with lab.popen("n2", "sh", "-c", "trap 'exit 3' USR1; echo up; while :; do sleep 0.01; done", stdout=-1) as ready:
-        assert ready.stdout is not None and ready.stdout.readline() == b"up\n"
-        ready.send_signal(signal.SIGUSR1)
-        assert ready.wait(5) == 3
-    with lab.popen("n2", "sleep", "60") as killed:
-        killed.kill()
-        assert killed.wait(5) == -signal.SIGKILL
-
-
-def test_variables_input_and_folder_reach_the_command(lab: Lab, tmp_path: Path) -> None:
-    done = lab.run("n1", "sh", "-c", 'pwd; echo "$COLOUR"; cat', cwd=tmp_path, env={"COLOUR": "red"}, input="typed")
-    assert done.stdout == f"{tmp_path}\nred\ntyped"
 
 
 def test_a_command_that_takes_too_long_is_ended_with_its_children(lab: Lab) -> None:
@@ -128,12 +104,6 @@ def test_a_second_interface_is_a_way_of_its_own(lab: Lab) -> None:
     assert not pings(lab, "n1", "10.78.0.2")
 
 
-def test_one_host_may_have_another_idea_of_the_names(lab: Lab) -> None:
-    lab.names("n2", "127.0.1.1 n2")
-    assert lab.run("n2", "hostname", "-i").stdout == "127.0.1.1\n"
-    assert lab.run("n1", "getent", "hosts", "n2").stdout.split() == ["10.77.0.2", "n2"]
-
-
 # ---- power ----
 
 LISTEN = """
@@ -158,24 +128,6 @@ def test_a_host_dies_and_boots_again_with_its_daemons(lab: Lab, ssh_hosts: SshHo
         lab.run("n2", "true")
     lab.boot("n2")
     wait_until(lambda: lab.run("n1", *ssh_hosts.command.split(), "n2", "hostname").stdout == "n2\n", "sshd listens")
-
-
-# ---- files ----
-
-
-def test_a_hidden_folder_is_empty_on_that_host_alone(lab: Lab, tmp_path: Path) -> None:
-    (tmp_path / "shared").write_text("x")
-    lab.hide("n2", tmp_path)
-    assert lab.run("n2", "ls", tmp_path, cwd="/").stdout == ""
-    assert lab.run("n1", "ls", tmp_path).stdout == "shared\n"
-    lab.run("n2", "touch", tmp_path / "own")
-    assert [path.name for path in tmp_path.iterdir()] == ["shared"]
-
-
-def test_a_small_file_system_fills_up(lab: Lab) -> None:
-    lab.small("n2", "/dev/shm", "1m")
-    done = lab.run("n2", "dd", "if=/dev/zero", "of=/dev/shm/file", "bs=1M", "count=2")
-    assert os.strerror(errno.ENOSPC) in done.stderr
 
 
 # ---- and back ----

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.cluster import cgroups
-from tests.cluster.conftest import LAB_PROGRAMS, need
+from tests.cluster.conftest import need
 from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm
 
@@ -86,26 +86,3 @@ def test_a_cluster_that_cannot_be_is_skipped_with_the_remedy(monkeypatch: pytest
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(pytest.skip.Exception, match="needs root"):
         need("sh")
-
-
-LEAKY = """
-def test_leaves(lab):
-    lab.cut("n2")
-    lab.run("n2", "env", "-i", "/bin/sh", "-c", "(setsid sleep 65.5 >/dev/null 2>&1 &)")
-
-def test_after(lab):
-    assert lab.processes("n2") == {}
-    assert lab.run("n1", "ping", "-c1", "-W3", "n2").returncode == 0
-"""
-
-
-def test_a_test_that_leaves_a_process_on_a_host_fails_and_the_next_does_not_suffer(pytester: pytest.Pytester) -> None:
-    need(*LAB_PROGRAMS)
-    pytester.makeconftest("pytest_plugins = ['tests.cluster.conftest']")
-    pytester.makeini("[pytest]\nmarkers = cluster\n")
-    pytester.makepyfile(LEAKY)
-    command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short")
-    done = subprocess.run(
-        command, cwd=pytester.path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True
-    )
-    assert "  n2: sleep 65.5" in done.stdout and "2 passed, 1 error" in done.stdout, done.stdout

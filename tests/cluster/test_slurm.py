@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from tests.cluster.slurm import Slurm
 
+pytestmark = pytest.mark.sample(2)
+
 START = Path(__file__).with_name("slurm_start.py")
 PACELINE = (sys.executable, "-m", "paceline")
 
@@ -55,12 +57,14 @@ def test_slurm_accepts_the_script_and_starts_an_agent_on_each_node(slurm: Slurm,
     assert "output of node 0" in output and "output of node 1" in output
 
 
+@pytest.mark.slow
 def test_an_exit_code_of_all_agents_is_the_jobs(slurm: Slurm, run: Path) -> None:
     done = slurm.run(sys.executable, START, run, 0, 7, "how=follow")
     assert done.returncode == 7, done.stderr
     assert "FAILED (NonZeroExitCode)" in done.stdout and "output of node 1" in done.stdout
 
 
+@pytest.mark.slow
 def test_when_time_is_nearly_over_the_run_saves_queues_again_and_goes_on(slurm: Slurm, run: Path) -> None:
     with slurm.popen(sys.executable, START, run, 60, 0, "how=follow", stdout=subprocess.PIPE, text=True) as following:
         wait_for(run, "started", 2)
@@ -90,6 +94,7 @@ def test_a_cancelled_run_saves_and_does_not_queue_again(slurm: Slurm, run: Path)
     assert again.returncode == 0 and "nothing to cancel" in again.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cancelled_now_does_not_save(slurm: Slurm, run: Path) -> None:
     job = start(slurm, run, 60, 0)
     wait_for(run, "started", 2)
@@ -114,7 +119,7 @@ def test_a_waiting_run_is_told_with_slurms_reason_and_can_be_cancelled(slurm: Sl
         (("minutes=61",), "--time 61 is more than the 60 minutes"),
         (("cpus_per_rank=2",), "= 4 CPUs on each node: partition main has 0 nodes with at least 4 CPUs (most: 2)"),
         (("gpus_per_node=2",), "partition main has 2 nodes"),
-        (("options=constraint=none",), "Invalid feature specification. Nothing was submitted"),
+        (("options=constraint=none",), "nothing was submitted: Invalid feature specification"),
     ],
 )
 def test_what_the_cluster_cannot_run_is_refused_and_not_queued(
@@ -127,6 +132,7 @@ def test_what_the_cluster_cannot_run_is_refused_and_not_queued(
     assert slurm.run("squeue", "-h").stdout == ""
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_following_and_leaves_the_job(slurm: Slurm, run: Path) -> None:
     with slurm.popen(sys.executable, START, run, 60, 0, "how=follow", stdout=subprocess.PIPE, text=True) as following:
         wait_for(run, "started", 2)

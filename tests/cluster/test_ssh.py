@@ -23,6 +23,8 @@ from paceline.launch.by_hand import format_commands, plan_by_hand
 from paceline.launch.plan import parse_hosts
 from paceline.protocol.job import Host, JobSpec
 
+pytestmark = pytest.mark.sample(2)
+
 LAUNCHER = """
 import json, sys
 from paceline.protocol.job import JobSpec
@@ -128,6 +130,7 @@ def test_a_stop_signal_lets_every_host_save(lab: Lab, launch, tmp_path: Path) ->
     nothing_left(lab, 3)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_host_is_still_starting_ends_all_in_good_order(lab: Lab, launch, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     lab.hide("n2", tmp_path / "run")  # its agent looks for the attempt's folder for 5 s
@@ -171,6 +174,7 @@ def test_a_host_that_is_cut_off_is_named_and_nothing_is_left(lab: Lab, launch, t
     nothing_left(lab, 40, ("n2",))
 
 
+@pytest.mark.slow
 def test_all_hosts_that_cannot_be_used_are_named_at_once_with_their_reasons(
     lab: Lab, ssh_hosts: SshHosts, launch, tmp_path: Path
 ) -> None:
@@ -286,6 +290,7 @@ while not (here / "enough").exists():
 """
 
 
+@pytest.mark.slow
 def test_a_host_that_was_lost_comes_back_and_another_one_joins(lab: Lab, launch, tmp_path: Path) -> None:
     run = launch("n2,n3", STEPS, nproc=1, nodes=3, min_nodes=1)
     wait_ready(tmp_path, 2)

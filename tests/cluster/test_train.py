@@ -51,6 +51,7 @@ def sent_bytes(lab: Lab, host: str) -> int:
     return int(lab.run(host, "cat", "/sys/class/net/eth0/statistics/tx_bytes").stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [EXACT, pytest.param(("--device", "cpu"), marks=pytest.mark.soak)], ids=["exact", "default"]
 )
@@ -71,6 +72,7 @@ def test_two_ssh_hosts_of_two_ranks_send_gradients_once_and_come_to_the_weights_
     clean_ledger(run_dir)
 
 
+@pytest.mark.slow
 def test_two_slurm_nodes_come_to_the_weights_of_one_process(
     slurm: Slurm, task: list[str], expected: str, tmp_path: Path
 ) -> None:
@@ -79,6 +81,21 @@ def test_two_slurm_nodes_come_to_the_weights_of_one_process(
     done = slurm.run(*PACELINE, *task, *where, cwd=tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "step 8/8" in done.stdout
+    assert weights(run_dir) == expected
+    clean_ledger(run_dir)
+
+
+@pytest.mark.slow
+def test_a_slow_ssh_host_gets_fewer_virtual_ranks(lab: Lab, ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    script, run_dir = tmp_path / "task.py", tmp_path / "run"
+    task = words("train", f"{script}:task", "--steps", 80, "--global-batch", 24, *EXACT)
+    script.write_text(SLOW_TASK.replace("STEP_SECONDS", "0"))
+    expected = trained_here(task, tmp_path / "expected", 60)
+    script.write_text(SLOW_TASK.replace("STEP_SECONDS", "0.1 if __import__('os').environ.get('RANK') == '1' else 0.02"))
+    hosts = words("--on", "ssh", "--hosts", "n2,n3", "--nproc", 1, "--ssh", ssh_hosts.command, "--balance", "auto")
+    done = lab.run("n1", *PACELINE, *task, *hosts, "--run-dir", run_dir, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert [event["share"] for event in events(run_dir) if event.get("kind") == "step"][-1] == [0, 3]
     assert weights(run_dir) == expected
     clean_ledger(run_dir)
 
@@ -183,6 +200,7 @@ def test_what_is_printed_and_typed_on_two_hosts_comes_to_the_weights_of_one_proc
     assert weights(run_dir) == expected
 
 
+@pytest.mark.slow
 def test_a_failing_rank_on_a_slurm_node_is_named_and_its_exit_code_comes_out(slurm: Slurm, tmp_path: Path) -> None:
     script = tmp_path / "bad.py"
     script.write_text("import os, sys, time\nif os.environ['RANK'] == '3': sys.exit(7)\ntime.sleep(60)\n")

@@ -74,6 +74,7 @@ def summed(rank: int, world_size: int, folder: Path) -> dict[object, tuple[list[
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(720)
 def test_what_is_held_back_arrives_later_and_all_ranks_come_to_the_same_bits(tmp_path: Path) -> None:

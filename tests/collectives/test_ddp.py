@@ -18,7 +18,7 @@ from paceline.collectives import ddp as sharing
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_whatever_a_script_does_with_ddp_the_bits_are_ddps(tmp_path: Path, world_size: int) -> None:
     assert run_ranks(ddp_ranks.all_ways, world_size, tmp_path) == [[]] * world_size
 

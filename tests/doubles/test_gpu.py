@@ -52,6 +52,7 @@ def both(size: int, folder: Path, strategy: str) -> None:
     assert cpu[0][2] == ["cpu"] and found[0][2] == [gpu.NAME]  # all tensors are on the device
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_on_a_device_give_the_bits_of_the_cpu(tmp_path: Path) -> None:
     both(2, tmp_path, "exact")

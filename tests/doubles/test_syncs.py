@@ -27,6 +27,8 @@ from paceline.train import evaluate as evaluations
 from paceline.train.evaluate import evaluate
 from paceline.train.step import TaskSteps
 
+pytestmark = pytest.mark.sample(2)
+
 THE_READ = "collectives/control.py"
 META = torch.device("meta")
 

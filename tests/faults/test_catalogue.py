@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.faults.catalogue import FAULTS, chosen
-from benchmarks.faults.fault import Fate, Fault, Needs, Way
+from benchmarks.faults.catalogue import FAULTS
+from benchmarks.faults.fault import Fate, Fault, Way
 from benchmarks.faults.run import MARKER, USERS, marked_lines
-from tests.errors import raises
 
 from paceline.protocol.evidence import StopKind
 
@@ -16,10 +15,6 @@ SOURCES = {path.name: path.read_text() for path in USERS.glob("*.py")}
 
 def marked(name: str) -> list[str]:
     return [path.name for path in USERS.glob("*.py") if marked_lines(path, name)]
-
-
-def test_there_are_at_least_35_that_need_no_more_than_one_host() -> None:
-    assert len([fault for fault in ALL if fault.needs is not Needs.HOSTS]) >= 35
 
 
 def test_every_class_of_the_judge_has_a_name_here() -> None:
@@ -58,14 +53,3 @@ def test_the_program_knows_every_fault_that_does_not_come_from_outside(fault: Fa
     for file in [*wanted, *(["program.py"] if fault.beside else [])]:
         text = SOURCES[file] + (SOURCES["strikes.py"] + SOURCES["late_strikes.py"] if file == "program.py" else "")
         assert from_outside or name in text or by_function in text, f"{file} does nothing for {fault.name}"
-
-
-def test_faults_are_chosen_by_name_in_the_order_asked_for_and_each_once() -> None:
-    assert [fault.name for fault in chosen(["sleeps", "killed", "sleeps"])] == ["sleeps", "killed"]
-    assert chosen([]) == ALL
-
-
-def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    with raises("unknown-name", value="slepps") as caught:
-        chosen(["slepps"])
-    assert "'sleeps'" in caught.value.fields["meant"]

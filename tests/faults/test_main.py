@@ -25,13 +25,6 @@ def faults(tmp_path):
     return run
 
 
-def test_every_fault_is_listed_with_what_it_does(faults):
-    done = faults("--list")
-    assert done.returncode == 0 and done.stdout.splitlines()[-1].endswith(" faults")
-    line = next(line for line in done.stdout.splitlines() if line.startswith("sleeps "))
-    assert "behind" in line and " 1 " in line
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from benchmarks.faults.fault import Fate
-from benchmarks.faults.reading import Said, rank_numbers, said_by_paceline, said_by_torchrun
+from benchmarks.faults.reading import Said, said_by_paceline, said_by_torchrun
 
 from paceline.protocol.evidence import Diagnosis, StopKind
 
@@ -66,10 +66,6 @@ def test_the_rank_and_class_that_paceline_names(text: str, code: int | None, end
     assert (said.end, said.named) == (end, named)
 
 
-def test_the_moment_is_that_of_the_line_that_names() -> None:
-    assert paceline("starts\n" + STALL, 3).seconds == 1.0
-
-
 def test_a_tie_names_both_and_blames_nobody() -> None:
     said = paceline(TIE, 4)
     assert said.tie and said.named == (0, 1)
@@ -102,11 +98,3 @@ def test_without_a_rank_to_name_the_words_count(text: str, code: int, pattern: s
 def test_torchruns_root_cause_is_its_answer_and_not_its_list_of_failures() -> None:
     said = said_by_torchrun(lines(ROOT_CAUSE), 1)
     assert (said.end, said.named, said.seconds) == (Fate.DIED, (0,), 3.0)
-
-
-def test_torchrun_that_ends_well_says_nothing() -> None:
-    assert said_by_torchrun(lines("step 40"), 0) == Said(Fate.QUIET)
-
-
-def test_ranks_in_words_are_numbers() -> None:
-    assert rank_numbers("0, 2, 4-6") == (0, 2, 4, 5, 6) and rank_numbers("1 and 3") == (1, 3)

@@ -7,6 +7,7 @@ from tests import warm
 from tests.frameworks.soak_frameworks import marked, started
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.needs("accelerate")
 def test_the_lines_named_are_those_of_the_user_of_a_framework(tmp_path: Path) -> None:

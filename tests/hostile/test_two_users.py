@@ -19,6 +19,8 @@ from tests.hostile.users import PACELINE, User, Users
 from paceline.host.procfs import read_process
 from paceline.rank.function_worker import __file__ as CALLED
 
+pytestmark = pytest.mark.sample(2)
+
 LOOKING = (["status"], ["status", "--json"], ["hang"], ["logs", "--follow"], ["checkpoint", "list"], ["ledger"])
 BELONGS = "belongs to user {}, and we are {}"
 TASK = (Path(__file__).parents[2] / "examples" / "own_task.py").read_text()
@@ -79,6 +81,7 @@ def test_no_call_is_unpickled_that_others_could_have_written(users: Users, share
 # ---- A1: a program that a folder names -------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("who", ["victim", "root"])
 def test_no_command_that_stands_in_a_folder_is_run(users: Users, shared: Path, types: Type, who: str) -> None:
     me = finder(users, who)
@@ -147,6 +150,7 @@ def test_no_code_that_settings_of_others_name_is_imported(
     assert sorted(path.name for path in evil.iterdir()) == ["attempt-1", "config.toml"]
 
 
+@pytest.mark.slow
 def test_trust_is_the_word_by_which_all_of_it_is_believed(users: Users, shared: Path) -> None:
     file = shared / "canary"
     (shared / "payload.py").write_text(payload(file))
@@ -214,6 +218,7 @@ def test_no_process_that_stands_in_a_folder_is_signalled(users: Users, shared: P
 # ---- A4: files that a folder's links lead to -------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", [0o777, 0o755])
 @pytest.mark.parametrize("owner", ["mallory", "victim"])
 def test_nothing_is_written_through_a_link(users: Users, types: Type, mode: int, owner: str) -> None:
@@ -263,6 +268,7 @@ def test_nor_is_a_host_asked_that_others_have_named_in_it(users: Users, shared: 
         assert not file.exists() and f"{run / 'submit-1'} belongs to user {users.mallory.name}" in done.stderr
 
 
+@pytest.mark.slow
 def test_another_module_of_the_same_name_is_not_resumed(users: Users, shared: Path) -> None:
     home, file = users.victim.home, shared / "canary"
     (home / "minetask.py").write_text(TASK)
@@ -288,6 +294,7 @@ def test_a_link_among_ones_neighbours_runs_is_no_run(users: Users, shared: Path)
 # ---- B1: modules beside the user -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("task", ["mnist-cnn", "{home}/mine.py:task"])
 def test_no_module_of_the_working_folder_takes_an_installed_ones_place(
@@ -319,6 +326,7 @@ def check_private(*paths: Path) -> None:
     assert len(paths) > 15
 
 
+@pytest.mark.slow
 def test_a_module_beside_the_task_that_is_not_imported_is_told(users: Users) -> None:
     home, file = users.victim.home, users.victim.home / "canary"
     (home / "mine.py").write_text(TASK)
@@ -337,6 +345,7 @@ def test_a_module_beside_the_task_that_is_not_imported_is_told(users: Users) -> 
 # ---- B3: what cannot be read -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["config.toml", "events-0.jsonl", "attempt-1/agent-0.json", "submit-1/submitted.json", "summary.json"]
 )
@@ -375,6 +384,7 @@ def test_a_folder_that_cannot_be_entered_is_told(users: Users, types: Type) -> N
     assert types(users.victim, "train", "mnist-cnn", "--nproc", "1", "--run-dir", closed / "run").returncode == 2
 
 
+@pytest.mark.slow
 def test_live_output_does_not_steer_the_terminal_and_keeps_its_colours(users: Users) -> None:
     (users.victim.home / "script.py").write_text(
         "print('\\x1b]0;title\\x07\\x1b[31mred\\x1b[0m \\x1b[2Jgone \\x1b]52;c;AAAA\\x0710\\r\\n', flush=True)\n"
@@ -398,6 +408,7 @@ def test_a_secret_on_the_command_line_is_told(users: Users) -> None:
     assert done.returncode == 0 and "every user" not in done.stderr and "hunter-two" not in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_no_port_of_a_training_is_open_to_others(users: Users, mnist: Path) -> None:
     words = ("train", "mnist-cnn", "--data-dir", mnist, "--nproc", "2", "--steps", "2000", "--log-interval", "1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from typing import Any
 
 import pytest
 from tests.launch.launch_harness import wait_until
@@ -15,6 +16,7 @@ OBEDIENT = "signal.signal(signal.SIGTERM, lambda *_: sys.exit({codes}[rank]))\nf
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN); forever()"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("codes", "expected", "told"),
     [
@@ -34,6 +36,7 @@ def test_asked_to_stop(launch, codes: list[int], expected: int, told: str) -> No
     assert one.stderr == told
 
 
+@pytest.mark.slow
 def test_a_save_may_take_longer_than_the_grace_of_a_failure(launch) -> None:
     one = launch(
         "def save(*_): (folder / 'asked').open('a').write('.'); time.sleep(1.8); sys.exit(75)\n"
@@ -57,24 +60,18 @@ def test_one_request_that_comes_as_two_signals_is_one(launch) -> None:
     assert one.finish() == 75
 
 
-def test_nobody_waits_long_for_the_others_of_a_worker_that_failed_to_save(launch) -> None:
+@pytest.mark.parametrize(
+    ("deaf", "code", "grace"),
+    [
+        (0, 1, {"grace_seconds": 0.2, "grace_period_seconds": 3600.0}),  # who failed to save ends the wait for others
+        (1, 75, {"grace_period_seconds": 0.5}),
+    ],
+)
+def test_a_worker_that_does_not_save_in_time_or_for_nothing_is_ended(launch, deaf: int, code: int, grace: Any) -> None:
     one = launch(
-        f"if rank == 0: {DEAF}\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(1)); forever()",
+        f"if rank == {deaf}: {DEAF}\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit({code})); forever()",
         nproc=2,
-        grace_seconds=0.2,
-        grace_period_seconds=3600.0,
-    )
-    one.wait_ready(2)
-    one.process.send_signal(signal.SIGTERM)
-    assert one.finish() == 143
-    assert one.stderr == "stopped by SIGTERM\n"
-
-
-def test_a_worker_that_does_not_save_in_time_is_ended(launch) -> None:
-    one = launch(
-        f"if rank == 1: {DEAF}\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); forever()",
-        nproc=2,
-        grace_period_seconds=0.5,
+        **grace,
     )
     one.wait_ready(2)
     one.process.send_signal(signal.SIGTERM)
@@ -99,6 +96,7 @@ NOT_ASKED = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NOT_ASKED)
 def test_saved_without_being_asked_by_us(launch, name: str) -> None:
     worker, settings, code, report = NOT_ASKED[name]

@@ -22,6 +22,8 @@ from paceline.config.settings import LaunchConfig, TrainConfig
 from paceline.protocol.control import import_time_variables
 from paceline.protocol.job import JobSpec
 
+pytestmark = pytest.mark.sample(2)
+
 BECOMES = """
 import os, sys
 {before}
@@ -181,6 +183,7 @@ WHY = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", WHY)
 def test_what_is_not_fit_to_be_forked_from_is_said_once_and_not_used(preloaded, name: str) -> None:
     first, modules, why = WHY[name]

@@ -78,6 +78,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FAILURES)
 def test_first_failure(launch, name: str) -> None:
     worker, code, headline, line = FAILURES[name]
@@ -218,34 +219,22 @@ def test_stop_signals(launch, number: signal.Signals) -> None:
     assert one.stderr == f"stopped by {number.name}\n"
 
 
-def test_only_the_trainer_is_asked_to_stop(launch) -> None:
-    """A DataLoader worker that died of our SIGTERM would make its trainer fail instead of stop in good order."""
-    one = launch(
-        "child = grandchild()\n"
-        "def stop(*_):\n"
-        "    time.sleep(0.3)\n"
-        "    (folder / 'child').write_text(str(child.poll()))\n"
-        "    sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, stop)\n"
-        "forever()",
-        nproc=1,
-    )
+ASKED = "def stop(*_): time.sleep(0.3); (folder / 'asked').write_text({what}); sys.exit(0)\n"
+GOOD_ORDER = {
+    # a DataLoader worker that died of our SIGTERM would make its trainer fail
+    "the trainer alone is asked": ("child = grandchild()\n" + ASKED.format(what="str(child.poll())"), "forever()"),
+    "also one that is stopped": (ASKED.format(what="'None'"), "ready(); os.kill(os.getpid(), signal.SIGSTOP)"),
+}
+
+
+@pytest.mark.parametrize("name", GOOD_ORDER)
+def test_a_worker_can_stop_in_good_order(launch, name: str) -> None:
+    before, waits = GOOD_ORDER[name]
+    one = launch(f"{before}signal.signal(signal.SIGTERM, stop)\n{waits}", nproc=1)
     one.wait_ready(1)
     one.process.send_signal(signal.SIGTERM)
     assert one.finish() == 0
-    assert (one.folder / "child").read_text() == "None"
-
-
-def test_a_stopped_worker_can_still_stop_in_good_order(launch) -> None:
-    one = launch(
-        "def stop(*_): (folder / 'asked').touch(); sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, stop)\nready(); os.kill(os.getpid(), signal.SIGSTOP)",
-        nproc=1,
-    )
-    one.wait_ready(1)
-    one.process.send_signal(signal.SIGTERM)
-    assert one.finish() == 0
-    assert (one.folder / "asked").exists()
+    assert (one.folder / "asked").read_text() == "None"
 
 
 def test_ctrl_c_while_the_agent_starts(launch) -> None:

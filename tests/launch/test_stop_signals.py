@@ -37,6 +37,7 @@ def heard(one: Launch, rank: int = 0) -> list[int]:
     return [int(word) for word in (one.folder / f"heard-{rank}").read_text().split()]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2])
 def test_the_signal_that_was_sent_then_sigterm_then_sigkill(script, number: signal.Signals) -> None:
     one = script(f"{NOTES}forever()", nproc=2, grace_period_seconds=0.5, grace_seconds=0.5)

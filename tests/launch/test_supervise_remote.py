@@ -115,6 +115,7 @@ def test_each_agent_is_told_its_own_plan_and_the_addresses_of_node_0(remote, ann
     assert plans[0]["node0"] == plans[1]["node0"] == ["n1", *addresses]
 
 
+@pytest.mark.slow
 def test_a_sign_of_life_comes_every_two_seconds(remote) -> None:
     one = remote("begin(); t = time.monotonic(); a = line(); b = line(); write(repr((a, b, time.monotonic() - t)))")
     assert one.finish() == 0
@@ -166,6 +167,7 @@ def test_node_0_passes_unchanged_and_the_others_by_lines(remote) -> None:
     assert one.stderr == "to stderr"
 
 
+@pytest.mark.slow
 def test_a_lost_follower_ends_the_run_and_is_named(remote) -> None:
     one = remote(
         "begin(); forever()",

@@ -90,6 +90,7 @@ def shared(model: nn.Module, world: Any) -> list[str]:
     return split_along_context(model, world, probe)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_own_models_compute_what_one_process_does(tmp_path: Path) -> None:
     of_ranks = run_ranks(differences, 2, tmp_path, [*MODELS])

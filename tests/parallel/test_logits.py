@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.parallel.logits import ShardedLogits
 
+pytestmark = pytest.mark.sample(2)
+
 SUM = torch.nn.CrossEntropyLoss(reduction="sum", ignore_index=3)
 
 

@@ -110,6 +110,7 @@ def test_own_models_compute_what_one_process_does(tmp_path: Path) -> None:
         assert ways == ["colwise", "heads" if name == "encoder" else "qkv", "rowwise", "vocabulary"]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.needs("transformers")
 def test_models_of_hugging_face_do_so_too(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def test_a_weight_of_a_block_that_is_used_outside_of_it_is_an_error_under_fsdp_w
     assert result.finding is not None and "(32, 16) is used outside" in result.finding.detail
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.needs("transformers")
 def test_sequences_that_are_cut_between_layers_equal_one_process(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ dist.all_reduce(torch.ones(9))  # it waits
 """
 
 
+@pytest.mark.slow
 def test_both_ranks_number_alike_what_wrappers_and_torch_itself_have_called(tmp_path: Path) -> None:
     """Messages, barriers and collectives made of others raise torch's own numbers by what they like."""
     with ranks(ONE_OF_EACH, 2, tmp_path, started=True) as (waits, sleeps):

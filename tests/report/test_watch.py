@@ -178,6 +178,7 @@ def actions(look: Callable[[], tuple[RunSnapshot, RunState]], told: list[str] | 
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("width", [80, 200])
 def test_200_ranks_with_hostile_names_stay_readable_and_inert(width: int) -> None:
     standing = RunState(

@@ -12,6 +12,7 @@ from tests.same.soak_same import Compared, compare
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "same.json"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_script_does_the_same_as_under_torchrun(name: str) -> None:
     found = compare(next(case for case in CASES if case.name == name))

@@ -9,7 +9,7 @@ import pytest
 from tests.errors import codes
 from tests.run_script import run_script
 
-pytestmark = pytest.mark.sample(7)
+pytestmark = pytest.mark.sample(12)
 
 SCRIPT = Path(__file__).with_name("assumed.py")
 ONCE = [1] * 40

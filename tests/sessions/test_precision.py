@@ -8,6 +8,8 @@ import pytest
 from tests.errors import codes
 from tests.run_script import run_script
 
+pytestmark = pytest.mark.sample(2)
+
 SCRIPT = Path(__file__).with_name("precise.py")
 
 

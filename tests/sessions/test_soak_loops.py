@@ -13,7 +13,7 @@ from tests.sessions.soak_loops import EXCLUDED, SAMPLE, Outcome, draw, examine, 
 SEED = 0
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("number", SAMPLE)
 def test_a_loop_that_is_drawn_equals_the_plain_one_or_is_rejected(number: int, tmp_path: Path) -> None:
     case = draw(SEED, number)
@@ -44,7 +44,7 @@ def test_own_code_in_the_graph_of_some_losses_is_rejected_before_any_update(case
     assert outcome.word == "rejected", outcome
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("stop", [1, 4, 9])
 @pytest.mark.parametrize(
     "case",

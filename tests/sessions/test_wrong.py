@@ -38,6 +38,8 @@ TOLD = {
     "nothing_to_train": ("nothing-to-train", ""),
     "a_model_too_late": ("prepared-too-late", ""),
     "not_a_loss": ("loss-not-a-tensor", "float"),
+    "a_model_that_was_not_prepared": ("model-not-prepared", ""),
+    "one_of_two_models": ("model-not-named", " 2 prepared models"),
     "outside_a_loop": ("backward-outside-loop", ""),
     "a_stream_to_be_shuffled": ("stream-shuffled", ""),
     "a_stream_to_be_padded": ("stream-padded", ""),
@@ -102,6 +104,12 @@ def test_what_is_wrong_is_refused_in_words(told: dict[str, tuple[str, str]], nam
     assert " --" not in text and text.count("NOTE") < 2
 
 
+def run_mine(launcher: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    if launcher == "python":  # which calls sys.excepthook
+        return subprocess.run((sys.executable, "mine.py"), cwd=folder, capture_output=True, text=True, timeout=150)
+    return warm.run(("-m", "paceline", "launch", "--nproc", "2", "--", "mine.py"), ranks=True, cwd=folder)
+
+
 SCRIPT = "import paceline\ns = paceline.session()\ns.loader(3, global_batch=2)\n"
 
 
@@ -109,11 +117,10 @@ def test_the_error_names_the_argument_that_skips_the_step(told: dict[str, tuple[
     assert '(not_finite="skip")' in told["not_finite"][1]
 
 
-@pytest.mark.parametrize("launcher", ["python", "paceline"])
+@pytest.mark.parametrize("launcher", [pytest.param("python", marks=pytest.mark.slow), "paceline"])
 def test_it_ends_with_code_2_and_is_said_once_without_a_traceback(tmp_path: Path, launcher: str) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
-    words = ("mine.py",) if launcher == "python" else ("-m", "paceline", "launch", "--nproc", "2", "--", "mine.py")
-    done = subprocess.run((sys.executable, *words), cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    done = run_mine(launcher, tmp_path)
     assert (done.returncode, done.stderr.count("[not-data]")) == (2, 1), done.stdout + done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     assert "mine.py:3: " in done.stderr
@@ -159,13 +166,10 @@ def test_what_cannot_be_saved_is_named_and_the_rest_is_saved(tmp_path: Path) -> 
     assert '"best"' in manifest and '"model"' not in manifest.split('"saved"')[1].split("}")[0]
 
 
-@pytest.mark.parametrize("launcher", ["python", "paceline"])
+@pytest.mark.parametrize("launcher", ["python", pytest.param("paceline", marks=pytest.mark.slow)])
 def test_an_error_of_use_after_some_steps_has_code_2_and_the_steps_are_saved(tmp_path: Path, launcher: str) -> None:
     (tmp_path / "mine.py").write_text(LATE)
-    if launcher == "python":  # which calls sys.excepthook
-        done = subprocess.run((sys.executable, "mine.py"), cwd=tmp_path, capture_output=True, text=True, timeout=150)
-    else:
-        done = warm.run(("-m", "paceline", "launch", "--nproc", "2", "--", "mine.py"), ranks=True, cwd=tmp_path)
+    done = run_mine(launcher, tmp_path)
     assert done.returncode == 2 and "s.backward(loss)" in done.stderr, done.stdout + done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()

@@ -212,6 +212,19 @@ def not_a_loss(s: Any) -> None:
 
 
 @case()
+def a_model_that_was_not_prepared(s: Any) -> None:
+    ready(s)
+    s.weights(nn.Linear(3, 2))
+
+
+@case()
+def one_of_two_models(s: Any) -> None:
+    ready(s)
+    ready(s)
+    s.weights()
+
+
+@case()
 def outside_a_loop(s: Any) -> None:
     model, _, _ = ready(s)
     s.backward(model(torch.ones(2, 3)).sum())

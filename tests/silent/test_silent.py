@@ -74,6 +74,7 @@ def test_replicas_that_drift_end_the_run_with_its_exit_code_and_a_page(run: Run)
     assert not survivors(one.mark)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_the_same_is_told_of_gradients_averaged_by_hand_in_a_run_of_a_second(run: Run) -> None:
     one = run(script=SCRIPT.with_name("by_hand.py"), on_drift="warn")
@@ -120,6 +121,7 @@ def test_what_a_rank_trains_for_itself_is_no_step_of_the_others_training(what: s
     assert one.stderr == "" and not [*read_notices(one.folder)]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("what", ["alone", "a new optimizer alone", "without DDP"])
 def test_ranks_that_all_go_on_alone_after_a_training_are_told_once_and_not_stopped(what: str, run: Run) -> None:

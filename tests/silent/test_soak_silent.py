@@ -10,6 +10,7 @@ pytestmark = pytest.mark.sample(2)
 STEPS = 60
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.needs("accelerate")
 def test_with_accelerate_the_rank_the_users_line_and_the_batch_of_a_nan_are_named() -> None:

@@ -129,6 +129,7 @@ def differences(rank: int, size: int) -> dict[tuple[str, str, str], float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(360)
 def test_assigned_data_is_trained_as_in_one_process(tmp_path: Path) -> None:

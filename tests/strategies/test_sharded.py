@@ -289,6 +289,7 @@ def fsdps_bits(rank: int, world_size: int, folder: str) -> dict[int, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_fsdp_has_the_bits_of_gloo_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_memory = run_ranks(fsdps_bits, 3, tmp_path, str(tmp_path / "a"), timeout=450)

@@ -212,6 +212,7 @@ def gpt2(rank: int, size: int) -> float:
     return max(float((got[key] - tensor).abs().max()) for key, tensor in wanted.items())
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.needs("transformers")
 def test_gpt2_of_transformers_with_lora_under_fsdp_equals_bucketed(tmp_path: Path) -> None:

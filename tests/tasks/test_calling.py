@@ -122,6 +122,7 @@ def run(folder: Path, *words: str) -> Any:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_task_of_dicts_trains(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK)
     train = ("-m", "paceline", "train", "mine.py:task", "--epochs", "1", "--batch-size", "8", "--strategy", "ddp")

@@ -249,6 +249,7 @@ def everything(rank: int, _: int, folder: str) -> None:
             page(rank, size)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(270)
 def test_the_textbook_has_the_bits_of_the_product(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def test_in_a_world_of_one() -> None:
         assert line in page
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_reduction_under_torchrun() -> None:
     output = printed("-m", *TORCHRUN, str(TEXTBOOK / "reduce.py"))

@@ -53,6 +53,7 @@ def test_what_only_one_rank_has_imported_is_no_difference(tmp_path: Path) -> Non
     assert [code for code, _ in train_in(folders)] == [0, 0]
 
 
+@pytest.mark.slow
 def test_an_installed_module_is_nobodys_own_but_one_that_is_linked_there_is(tmp_path: Path, monkeypatch) -> None:
     site = tmp_path / "site"
     site.mkdir()

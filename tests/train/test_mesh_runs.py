@@ -56,6 +56,7 @@ def crossed(tmp_path: Path, pairs: list[tuple[str, str]]) -> None:
         assert scores[0] == pytest.approx(scores[1], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(360)
 def test_a_mesh_goes_on_where_another_has_stopped_and_a_strategy_where_a_mesh_has(tmp_path):

@@ -231,6 +231,7 @@ def by_themselves() -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.needs("torchmetrics")
 @pytest.mark.parametrize("virtual_ranks", [1, 4])
 def test_torchmetrics_objects_are_taken_as_they_are(virtual_ranks: int) -> None:

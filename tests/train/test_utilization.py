@@ -124,6 +124,7 @@ def test_a_session_counts_and_keeps_its_weights(tmp_path: Path, strategy: str, r
     assert found[1]["test_metrics"].keys() == {"samples_per_second", "tokens_per_second"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "compiled"), [("bucketed", True), ("exact", False)])
 def test_a_session_compiled_or_exact_is_not_counted(tmp_path: Path, strategy: str, compiled: bool) -> None:
     loop = LOOP.replace("make_model()", 'torch.compile(make_model(), backend="eager")') if compiled else LOOP

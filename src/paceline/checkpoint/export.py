@@ -6,7 +6,13 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from paceline.checkpoint.buffer_reductions import UNCHANGED, UNDECLARED, infer_saved_reduction, reduce_buffer
+from paceline.checkpoint.buffer_reductions import (
+    UNCHANGED,
+    UNDECLARED,
+    infer_saved_reduction,
+    possible_reductions,
+    reduce_buffer,
+)
 from paceline.checkpoint.format import DamagedCheckpoint, Manifest
 from paceline.checkpoint.shards import ShardFileSource
 from paceline.checkpoint.state import PrefixedSource, Source
@@ -81,7 +87,11 @@ def state_dict_from_source(source: Source, names: Mapping[str, Sequence[str]], v
         if reduction == UNDECLARED:
             reduction = infer_saved_reduction(source, name, by_rank, initial)
             if not reduction:
-                raise UsageError(code="export-undeclared-buffer", name=name, count=len(by_rank))
+                fitting, *others = possible_reductions(first)
+                raise UsageError(
+                    code="export-undeclared-buffer", name=name, leaf=name.rpartition(".")[2], count=len(by_rank),
+                    fitting=fitting, others=others,
+                )  # fmt: skip
             reduction = "first" if reduction == UNCHANGED else reduction
         exported[name] = reduce_buffer(by_rank, reduction, initial, virtual_ranks)
     return {name: tensor for saved_name, tensor in exported.items() for name in names.get(saved_name, [saved_name])}

@@ -79,7 +79,7 @@ class PublishFence:
             OSError: if the file cannot be written, or the file system has no locks.
         """
         with self._locked(make=True) as descriptor:
-            newest = _read_claim(descriptor)
+            newest = _read_claim(descriptor, self._path)
             if newest is not None and claim < newest:
                 raise TrainingError(code="fence-taken-over", newest=newest, claim=claim)
             _write_claim(descriptor, claim)
@@ -95,7 +95,7 @@ class PublishFence:
         if not self._path.exists():
             raise FencedError(code="fence-missing", path=self._path)
         with self._locked() as descriptor:
-            newest = _read_claim(descriptor)
+            newest = _read_claim(descriptor, self._path)
             if newest != claim:
                 raise FencedError(code="fence-is-newer", claim=claim, newest=newest)
             yield
@@ -115,13 +115,13 @@ class PublishFence:
             os.close(descriptor)
 
 
-def _read_claim(descriptor: int) -> Claim | None:
+def _read_claim(descriptor: int, path: Path) -> Claim | None:
     text = os.pread(descriptor, 100, 0)
     if not text.strip(b"\0"):  # a new file, or a power failure before the first claim was on disk
         return None
     match = re.fullmatch(rb"([0-9]{20}) ([0-9]{20})\n", text)
     if not match:
-        raise TrainingError(code="fence-damaged", value=text)
+        raise TrainingError(code="fence-damaged", path=path, value=text)
     return Claim(int(match[1]), int(match[2]))
 
 

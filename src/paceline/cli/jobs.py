@@ -40,6 +40,7 @@ from paceline.launch.slurm.queue import (
 )
 from paceline.launch.ssh.plan import plan_ssh, rsync_commands, run_rsync
 from paceline.launch.supervise import run
+from paceline.protocol.balance import parse_balance, speeds_of_ranks
 from paceline.protocol.control import SECRET_NAME
 from paceline.protocol.job import CORES_PER_GPU_RANK, Allocation, Host, JobSpec
 from paceline.runs.console import print_to_stderr
@@ -68,6 +69,11 @@ def check_cluster(cluster: ClusterConfig) -> None:
     if cluster.on_event is not None and (no_agent or not cluster.on_event.strip()):
         why = "torchrun runs no command; add --agent paceline" if no_agent else "the command is empty"
         raise UsageError(code="on-event-not-run", why=why, value=cluster.on_event)
+    speeds = parse_balance(cluster.balance)
+    if cluster.balance is not None and no_agent:
+        raise UsageError(code="balance-without-agent", value=cluster.balance)
+    if speeds and ":" in (cluster.nodes or ""):
+        raise UsageError(code="balance-of-changing-ranks", value=cluster.balance, setting="--nodes MIN:MAX")
     if cluster.cancel_on_interrupt and not cluster.follow:
         raise UsageError(code="cancel-without-follow")
 
@@ -97,6 +103,7 @@ def make_job_spec(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
         modules=cluster.module,
         activate=cluster.activate or "",
         on_event=cluster.on_event or "",
+        balance=cluster.balance or "",
         detached=cluster.detach,
         ssh=split_command("--ssh", cluster.ssh),
         slurm=Allocation(
@@ -109,6 +116,13 @@ def make_job_spec(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
         ),
         torchrun=cluster.agent == "torchrun",
     )
+
+
+def check_balance(job: JobSpec) -> None:
+    """Raise UsageError if `--balance` has a number for neither each process nor each node."""
+    if speeds := parse_balance(job.balance or None):
+        slots = [host.slots or job.nproc for host in job.hosts]
+        speeds_of_ranks(speeds, [*slots, *[job.nproc] * (job.nodes - len(slots))])
 
 
 def _nodes(nodes: str | None, hosts: tuple[Host, ...]) -> tuple[int, int]:

@@ -16,7 +16,15 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.cli import command_line
-from paceline.cli.jobs import dry_run_job, locked_run_dir, make_job_spec, show_plan, start, with_submit_dir
+from paceline.cli.jobs import (
+    check_balance,
+    dry_run_job,
+    locked_run_dir,
+    make_job_spec,
+    show_plan,
+    start,
+    with_submit_dir,
+)
 from paceline.cli.options import HELP_OPTIONS, check_positive, nproc_auto, resolve_threads_per_rank, usable_gpus
 from paceline.cli.torchrun import LaunchArguments, read_arguments
 from paceline.config.choices import untested_torch_notice
@@ -112,6 +120,7 @@ def main(arguments: Sequence[str]) -> int:
             f"{script[0]} is not a Python script: the hang guard cannot watch it. To use the guard, pass the .py file"
         )
     _check_collectives(options, job)
+    check_balance(job)
     cluster, run_dir, log_dir = options.cluster, options.script.run_dir, typed.torchrun_value("--log-dir")
     if run_dir is None and log_dir is not None:
         run_dir = new_run_dir(job.name, Path(log_dir))

@@ -18,7 +18,16 @@ from msgspec.structs import replace as replace_fields
 from paceline.checkpoint.format import DamagedCheckpoint
 from paceline.checkpoint.manager import Checkpoints
 from paceline.cli import command_line
-from paceline.cli.jobs import dry_run_job, locked_run_dir, make_job_spec, show_plan, start, with_submit_dir, world_size
+from paceline.cli.jobs import (
+    check_balance,
+    dry_run_job,
+    locked_run_dir,
+    make_job_spec,
+    show_plan,
+    start,
+    with_submit_dir,
+    world_size,
+)
 from paceline.cli.options import build_settings, check_gpus, nproc_auto, resolve_threads_per_rank, usable_gpus
 from paceline.config import settings as configuration
 from paceline.config.choices import torch_unsupported_reason, untested_torch_notice
@@ -30,12 +39,14 @@ from paceline.config.strategies import (
     MULTI_PROCESS_STRATEGIES,
     SINGLE_PROCESS_STRATEGY,
     STRATEGY_INFO,
+    check_can_balance,
 )
 from paceline.errors import ExitCode, UsageError, format_option
 from paceline.host.gpus import count_gpus
 from paceline.launch.plan import plan_local
 from paceline.launch.slurm.queue import current_allocation
 from paceline.launch.supervise import run
+from paceline.protocol.balance import parse_balance
 from paceline.protocol.control import PRELOAD, WorkerSpec
 from paceline.protocol.job import HangTimeout, JobSpec
 from paceline.rank.environment import check_shape, is_launched, rank_counts
@@ -65,6 +76,8 @@ def main(arguments: Sequence[str]) -> int:
             print_to_stderr(line)
     windows = resolve_hang_windows(config)
     if is_launched(os.environ):
+        if config.cluster.balance is not None and WorkerSpec.from_environment() is None:
+            raise UsageError(code="balance-without-agent", value=config.cluster.balance)
         return _train_here(config)[1]
     nproc = config.launch.nproc if isinstance(config.launch.nproc, int) else None
     cluster = config.cluster
@@ -86,6 +99,7 @@ def main(arguments: Sequence[str]) -> int:
         return _show_plan(config, job)
     if config.cluster.detach:
         return _train_elsewhere(config, job)
+    check_balance(job)
     train = _train_here if nproc is None else partial(_launch, job)
     run_dir, code = train(config)
     if code != ExitCode.SAVED or config.checkpoint.rehearse_preemption is None:
@@ -161,9 +175,20 @@ def check_training(config: TrainConfig, nproc: int) -> None:
         raise UsageError(code="strategy-of-one-process", value=config.strategy, processes=nproc, allowed=allowed)
     if config.strategy and config.cluster.on == "local" and (why := torch_unsupported_reason(config.strategy)):
         raise UsageError(code="torch-too-old", why=why)
+    if config.cluster.balance is not None:
+        _check_balance(config, nproc)
     if mesh.replicas > shape.virtual_ranks:
         processes = f"{nproc} processes" if mesh.replicas == nproc else f"--mesh {mesh}: {mesh.replicas} along data"
         raise UsageError(code="processes-without-work", who=processes, virtual_ranks=shape.virtual_ranks)
+
+
+def _check_balance(config: TrainConfig, nproc: int) -> None:
+    balance, launch = config.cluster.balance, config.launch
+    if mesh_of(launch.mesh, nproc).replicas < nproc:
+        raise UsageError(code="balance-with-mesh", value=balance)
+    if launch.min_nproc is not None and parse_balance(balance):
+        raise UsageError(code="balance-of-changing-ranks", value=balance, setting="--min-nproc")
+    check_can_balance(balance, default_strategy(config, nproc), config.data.virtual_ranks or nproc, nproc)
 
 
 def resolve_hang_windows(config: TrainConfig) -> HangTimeout:
@@ -237,6 +262,7 @@ def _train_elsewhere(config: TrainConfig, job: JobSpec) -> int:
         raise UsageError(code="min-nproc-elsewhere")
     config = replace(config, launch=replace(config.launch, nproc=job.nproc))
     check_training(config, size)
+    check_balance(job)
     if job.min_nodes < job.nodes and config.checkpoint.checkpoint_every is None:
         raise UsageError(code="nodes-without-checkpoints", value=config.cluster.nodes)
     return _show_plan(config, job) if config.cluster.dry_run else _hand_over(config, job, size)

@@ -268,6 +268,9 @@ class ClusterConfig:
     on_event: str | None = None
     """shell command that node 0 runs at a diagnosis, a restart, a requeue and the end of the run. It reads the event as
     JSON from its standard input, and has 10 s"""
+    balance: str | None = None
+    """relative speeds of the ranks or nodes, e.g. 3:1: a faster one computes more virtual ranks. auto: measure the speed
+    of each rank, and restart from a checkpoint if a different assignment is faster"""
     dry_run: bool = False
     """print the plan (commands, batch script, input of each agent) and start nothing"""
     detach: bool = False
@@ -421,8 +424,7 @@ def load(path: Path, *, must_own: bool) -> TrainConfig:
     try:
         table = decode_toml(path, ours=must_own)
     except NotOwnedError as error:
-        advice = "the file names code and programs to run. Check it and copy it, or use `paceline train --trust`"
-        raise UsageError(code="config-of-others", path=path, strerror=error.strerror, words=advice) from None
+        raise UsageError(code="config-of-others", path=path, strerror=error.strerror) from None
     except FileNotFoundError as error:
         raise UsageError(code="config-unreadable", path=path, strerror=error.strerror) from None
     except OSError as error:

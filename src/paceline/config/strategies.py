@@ -28,6 +28,8 @@ class StrategyInfo:
     """It shards parameters or optimizer state over the ranks."""
     supports_mesh: bool = False
     """It supports a model that is sharded or split over a mesh (`--mesh`)."""
+    balances: bool = True
+    """Ranks may compute different numbers of virtual ranks without waiting in between (`--balance`)."""
     uses_grad_hooks: bool = False
     """It uses gradient hooks of torch, which CUDA graphs cannot record."""
     min_torch: tuple[str, str] = ("", "")
@@ -49,12 +51,15 @@ STRATEGY_INFO: Mapping[str, StrategyInfo] = {
     "bucketed": StrategyInfo(
         "bucketed", supports_mesh=True, factory_kwargs={name: name for name in SLOW_NETWORK_SETTINGS}
     ),
-    "ddp": StrategyInfo("DDP", uses_grad_hooks=True, session_factory_kwargs={"gradient_as_bucket_view": False}),
+    "ddp": StrategyInfo(
+        "DDP", balances=False, uses_grad_hooks=True, session_factory_kwargs={"gradient_as_bucket_view": False}
+    ),
     "exact": StrategyInfo("Exact", exact=True),
     "zero": StrategyInfo("Zero", exact=True, sharded=True),
     "fsdp": StrategyInfo(
         "FSDP",
         sharded=True,
+        balances=False,
         supports_mesh=True,
         factory_kwargs={"fsdp_wrap": "wrap"},
         min_torch=("2.13", "mix up gradients of parameters used on some ranks only"),
@@ -77,6 +82,14 @@ def unsupported_settings(strategy: str) -> dict[str, str]:
     """The settings that `strategy` does not support, each with the strategy that does."""
     supported, infos = STRATEGY_INFO[strategy].factory_kwargs, STRATEGY_INFO.items()
     return {option: name for name, info in infos for option in info.factory_kwargs if option not in supported}
+
+
+def check_can_balance(balance: str | None, strategy: str, virtual_ranks: int, ranks: int) -> None:
+    """Raise UsageError if `--balance` cannot change the time of a step."""
+    if strategy not in (allowed := [name for name in MULTI_PROCESS_STRATEGIES if STRATEGY_INFO[name].balances]):
+        raise UsageError(code="balance-strategy", value=balance, strategy=strategy, allowed=allowed)
+    if virtual_ranks <= ranks:
+        raise UsageError(code="balance-needs-virtual-ranks", value=balance, virtual_ranks=virtual_ranks, more=4 * ranks)
 
 
 def network_error(settings: Mapping[str, Any]) -> UsageError | None:

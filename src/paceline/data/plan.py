@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.errors import UsageError, plural, unknown_name_error
+from paceline.protocol.balance import assign_virtual_ranks
 from paceline.seeding import derive_seed
 
 LastBatch = Literal["keep", "drop", "pad"]
@@ -166,16 +167,14 @@ def plan_rank_micro_batches(
 
 
 def ranks_share(virtual_ranks: int, rank: int, world_size: int) -> range:
-    """The virtual ranks that `rank` computes. They are contiguous, so that they form whole subtrees of a sum.
+    """The virtual ranks that `rank` computes, if all ranks are equally fast. See `assign_virtual_ranks`.
 
     Example: 8 virtual ranks on 3 ranks are 0-1, 2-4, 5-7.
 
     Raises:
         UsageError: with more ranks than virtual ranks, because some ranks would have no work.
     """
-    if world_size > virtual_ranks:
-        raise UsageError(code="more-ranks-than-virtual-ranks", world_size=world_size, virtual_ranks=virtual_ranks)
-    return range(rank * virtual_ranks // world_size, (rank + 1) * virtual_ranks // world_size)
+    return assign_virtual_ranks(virtual_ranks, world_size)[rank]
 
 
 def shuffled_indices(positions: Tensor | slice, num_samples: int, seed: int, epoch: int) -> Tensor:

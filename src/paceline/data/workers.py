@@ -261,7 +261,7 @@ def name_lost_workers(page: StatusPage, rank: int) -> Generator[None]:
             item = f", {doing} sample {lost.item} of epoch {lost.epoch + 1}"
             number = f" {lost.number % SLOTS_OF_A_LOADER}"
         raise TrainingError(
-            code="loader-process-lost", rank=rank, number=number, pid=pid, item=item, reason=match[0].strip()
+            code="loader-process-lost", rank=rank, number=number, pid=pid, item=item, reason=match[0].strip(" .")
         ) from error
 
 

@@ -259,6 +259,7 @@ class IdleClock:
             script=counters.script,
             uneven=counters.allows_uneven_steps,
             alone=counters.solo_steps,
+            virtual_ranks=counters.virtual_ranks,
             stop_signal=counters.stop_signal,
             stop_asked=counters.stop_asked,
             steps_ended=counters.steps_ended,

@@ -82,6 +82,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     snapshots: tuple[tuple[int, int], ...] = ()  # two memory files for each rank of the node, kept over restarts
     temporary: str = ""  # a folder that is removed when the agent ends
     guarded: bool = True  # False: no hang guard, --hang-timeout off
+    speeds: tuple[float, ...] = ()  # the relative speed of each rank: --balance. Empty: equal
+    balance: str = ""  # the value of --balance, for errors
     shares_gradients: bool = False  # DDP reduces gradients through shared memory: --collectives shared
     preload: int = -1  # only for the preloader: the socket on which the agent requests workers
 

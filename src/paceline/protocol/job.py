@@ -158,6 +158,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     role: str = "default"  # torchrun's role of the ranks, for scripts
     stdin_rank: int = -1  # the rank of a script that has standard input; -1: all
     on_event: str = ""  # a shell command that node 0's agent runs for each event, with JSON on its standard input
+    balance: str = ""  # the relative speeds of ranks or nodes, such as 3:1, or auto
     preload: bool = False  # workers may be forked from a preloader: only our command, without CUDA
     hosts: tuple[Host, ...] = ()  # for ssh, node 0 first; for print, if known
     # for launchers; agents do not use them
@@ -203,6 +204,7 @@ class NodeRanks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     group_rank: int = 0  # index of the node among the participating nodes
     groups: int = 1  # number of participating nodes
     restarts: int = 0  # number of restarts after a failure
+    speeds: tuple[float, ...] = ()  # of all ranks; empty: equal
     master_port: int = 0  # port of the ranks' rendezvous; 0: any free port
 
 

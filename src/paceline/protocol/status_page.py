@@ -64,7 +64,7 @@ _NAMES = (
     "marks",  # raised with each fingerprint
     "findings",  # number of findings so far
     "uneven",  # 1: ranks may take different numbers of steps
-    "regroups",  # by the agent: 1: hosts join or leave: save after the next step, and end
+    "regroups",  # by the agent: 1: save after the next step, and end: hosts join or leave, or shares change
     "notes_stops",  # 1: a stop signal takes effect between steps
     "alone",  # number of steps that a script's rank took alone before it trained with others
     "stops_by_step",  # 1: the rank of an unmodified script stops after the step `stop_step` instead of at a signal
@@ -72,6 +72,7 @@ _NAMES = (
     "stop_signal",  # number of the first stop signal that the rank received; 0: none
     "stop_asked",  # by the agent: 1: wait after the next of these steps until `stop_step` is set
     "stop_step",  # by the agent: stop after this number of steps; 0: not chosen yet
+    "virtual_ranks",  # of the run, if it has a folder for checkpoints; 0: not known
 )
 _INDEX = {name: index for index, name in enumerate(_NAMES)}  # in words
 COUNTERS_AT = {name: index * WORD.size for name, index in _INDEX.items()}
@@ -327,6 +328,7 @@ class Counters:
     stop_asked: bool = False
     steps_ended: int = 0
     stop_signal: int = 0
+    virtual_ranks: int = 0
     marks: int = 0
     findings: int = 0
 
@@ -338,7 +340,7 @@ def read_counters(descriptor: int) -> Counters:
     phase = Phase(values["phase"]) if values["phase"] in {*Phase} else Phase.USER
     spent_seconds = tuple(WORD.unpack_from(data, PHASES_AT + p * WORD.size)[0] / 1e9 for p in Phase)
     moved = tuple(values[name] for name in ("step", "phase", "changes", "ops", "enqueued"))
-    names = ("step", "ready", "answered", "beat_ns", "marks", "findings", "steps_ended", "stop_signal")
+    names = ("step", "ready", "answered", "beat_ns", "marks", "findings", "steps_ended", "stop_signal", "virtual_ranks")
     numbers = {name: values[name] for name in names}
     flags = {name: bool(values[name]) for name in ("waiting", "script", "notes_stops", "stops_by_step", "stop_asked")}
     return Counters(

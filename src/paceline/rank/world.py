@@ -18,6 +18,8 @@ from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  #
 from paceline.config.mesh import BATCH_DIMENSIONS, DIMENSIONS, Mesh
 from paceline.errors import TrainingError, UsageError, plural
 from paceline.host.gpus import DEV, GPU_SHARING_BACKENDS, VISIBLE_DEVICES_VARIABLES, cores_near, select_mig_instance
+from paceline.protocol.balance import assign_virtual_ranks
+from paceline.protocol.control import WorkerSpec
 from paceline.rank.environment import rank_counts, translate_to_torchrun
 from paceline.rank.guard import ConnectionEndpoint, HangGuard, abort_nccl, foreign_user_error
 from paceline.rank.rendezvous import MEETING_SECONDS, rendezvous
@@ -40,6 +42,8 @@ class World:
     backend: str
     group: dist.ProcessGroup | None = None
     """The process group of these ranks; None: the default group."""
+    speeds: tuple[float, ...] = ()
+    """The relative speed of each rank, with `--balance`. Empty: equal."""
     mesh: Mesh | None = None
     """None: all ranks are data parallel."""
     dimensions: Mapping[str, "World"] = field(default_factory=dict[str, "World"], repr=False, compare=False)
@@ -56,6 +60,14 @@ class World:
         Samples and virtual ranks are split over these ranks, and gradients are summed over them.
         """
         return self if self.mesh is None else self.along("batch")
+
+    def shares(self, virtual_ranks: int) -> list[range]:
+        """The virtual ranks that each rank computes. Raises UsageError with more ranks than virtual ranks."""
+        return assign_virtual_ranks(virtual_ranks, self.size, self.speeds)
+
+    def share(self, virtual_ranks: int) -> range:
+        """The virtual ranks that this rank computes."""
+        return self.shares(virtual_ranks)[self.rank]
 
     @cached_property
     def is_leader(self) -> bool:
@@ -84,7 +96,10 @@ class World:
         torch_device = resolve_device(device, local_rank, local_size, backend)
         if device == "auto" and torch_device.type == "cpu" and rank == 0 and (reason := explain_missing_gpus()):
             print(f"WARNING: cpu: {reason}; or use --device cpu", file=sys.stderr)
-        return cls(rank, size, local_rank, local_size, torch_device, resolve_backend(backend, torch_device))
+        spec = WorkerSpec.from_environment()
+        speeds = spec.speeds if spec is not None else ()
+        backend = resolve_backend(backend, torch_device)
+        return cls(rank, size, local_rank, local_size, torch_device, backend, speeds=speeds)
 
 
 @contextmanager

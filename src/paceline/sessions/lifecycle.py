@@ -15,9 +15,10 @@ from paceline.collectives.control import check_equal, raise_on_all_ranks, report
 from paceline.compute.flops import Utilization
 from paceline.config.choices import steps_or_seconds, untested_torch_notice
 from paceline.config.definition import check_same
-from paceline.data.plan import ranks_share
+from paceline.config.strategies import check_can_balance
 from paceline.data.workers import name_lost_workers
 from paceline.errors import PacelineError, UsageError
+from paceline.protocol.balance import AUTO
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Phase
 from paceline.rank.attach import attach, exit_worker, report_error
@@ -83,7 +84,10 @@ class SessionRun:
         if virtual_ranks < world.size:
             code = "too-few-virtual-ranks" if config.virtual_ranks else "more-ranks-than-at-the-start"
             raise report_on_one_rank(UsageError(code=code, value=virtual_ranks, ranks=world.size), world)
-        self.share = ranks_share(virtual_ranks, world.rank, world.size)
+        if (spec := WorkerSpec.from_environment()) is not None and spec.balance:
+            with raise_on_all_ranks(world):
+                self._check_balance(config, spec.balance)
+        self.share = world.share(virtual_ranks)
         """The virtual ranks that this rank computes."""
         own = {"virtual_ranks": virtual_ranks, "seed": config.seed or 0, "strategy": config.strategy}
         self.definition: dict[str, Any] = own | config.strategy_arguments
@@ -101,6 +105,11 @@ class SessionRun:
         self._stack.callback(self.progress.close)
         for line in notices:
             self.progress.say(line)
+
+    def _check_balance(self, config: SessionConfig, balance: str) -> None:
+        check_can_balance(balance, config.strategy, self.virtual_ranks, self.world.size)
+        if balance == AUTO and not config.resume:
+            raise UsageError(code="balance-needs-resume", value=balance)
 
     def print(self, *words: Any) -> None:
         """Print on rank 0 only. If there is an observer, it gets the words of every rank instead."""

@@ -17,7 +17,7 @@ from paceline.config.choices import current_name
 from paceline.config.definition import EXACT_ONLY_SETTINGS, check_same
 from paceline.config.settings import dump_set_values
 from paceline.data.loader import MicroBatch
-from paceline.data.plan import BatchPlan, plan_rank_micro_batches, ranks_share
+from paceline.data.plan import BatchPlan, plan_rank_micro_batches
 from paceline.errors import ExitCode, PacelineError, UsageError, plural
 from paceline.protocol.evidence import Phase
 from paceline.rank.attach import record_failure
@@ -111,7 +111,7 @@ class TrainingLoop:
         if size == 1 or micro_step is None or micro_step.is_last or loader is None:
             return
         plan, work = loader.dealt, micro_step.work
-        shares = (ranks_share(self._run.virtual_ranks, rank, size) for rank in range(size))
+        shares = self._run.world.shares(self._run.virtual_ranks)
         if (
             plan is not None
             and len({len(plan_rank_micro_batches(plan, work.epoch, work.step, share)) for share in shares}) > 1

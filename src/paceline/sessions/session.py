@@ -365,7 +365,7 @@ class Session:
         models = self._state.models
         part = models[0] if model is None and len(models) == 1 else self._state.find_model(model)
         if part is None:
-            raise UsageError(code="model-not-named")
+            raise UsageError(code="model-not-named" if model is None else "model-not-prepared", count=len(models))
         return part
 
     @contextmanager

@@ -33,7 +33,6 @@ from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.torch_collectives import name_collective
 from paceline.compute.flops import FlopCount
 from paceline.data.loader import MicroBatch, PrefetchTrigger
-from paceline.data.plan import ranks_share
 from paceline.errors import UsageError
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import HangGuard
@@ -504,9 +503,8 @@ def pad_evaluation_batches(
 ) -> list[EvaluationPart]:
     """The same for an evaluation in batches of `size`, without communication."""
 
-    def number(rank: int) -> int:
-        shares = (range(v, samples, virtual_ranks) for v in ranks_share(virtual_ranks, rank, world.size))
-        return sum(-(-len(share) // size) for share in shares)
+    def number(share: range) -> int:
+        return sum(-(-len(range(v, samples, virtual_ranks)) // size) for v in share)
 
-    missing = max(map(number, range(world.size))) - len(parts)
+    missing = max(map(number, world.shares(virtual_ranks))) - len(parts)
     return [*parts, *[(None, torch.zeros(1, dtype=torch.int64))] * missing]

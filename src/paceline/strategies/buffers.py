@@ -43,7 +43,7 @@ from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import TreeAllReduce, name_collective
 from paceline.collectives.tree import LeafPartition, add_optional
 from paceline.compute.forward import disable_graph_recording
-from paceline.data.plan import MicroBatchPlan, ranks_share
+from paceline.data.plan import MicroBatchPlan
 from paceline.errors import TrainingError, UsageError
 from paceline.rank.world import World
 
@@ -262,7 +262,7 @@ class VirtualRankBuffers:
         self._counted.clear()
         for name, initial in self._initial_values(source).items():
             self._initial[name] = initial
-        virtual_ranks = ranks_share(self._virtual_ranks, self._world.rank, self._world.size)
+        virtual_ranks = self._world.share(self._virtual_ranks)
         for virtual_rank in virtual_ranks[:1] if self._synchronised else virtual_ranks:
             buffers = {name: self._saved(source, virtual_rank, name) for name in self._slots}
             if any(buffer is not None for buffer in buffers.values()):
@@ -290,8 +290,7 @@ class VirtualRankBuffers:
         saved = {int(match[1]) for full in source.names("buffers/") if (match := _SAVED_OF_RANK.fullmatch(full))}
         if not self._synchronised or not saved:
             return any(virtual_rank >= self._virtual_ranks for virtual_rank in saved)
-        ranks = range(self._world.size)
-        return saved != {ranks_share(self._virtual_ranks, rank, self._world.size).start for rank in ranks}
+        return saved != {share.start for share in self._world.shares(self._virtual_ranks)}
 
     def _merged_in(self, source: Source) -> _Buffers:
         merged: _Buffers = {}
@@ -569,8 +568,7 @@ class VirtualRankBuffers:
 
 def partition_of(world: World, virtual_ranks: int) -> LeafPartition:
     """Which leaves of the tree over all virtual ranks belong to which rank."""
-    of_ranks = [ranks_share(virtual_ranks, rank, world.size) for rank in range(world.size)]
-    return LeafPartition([(leaves.start, leaves.stop) for leaves in of_ranks], world.rank)
+    return LeafPartition([(share.start, share.stop) for share in world.shares(virtual_ranks)], world.rank)
 
 
 def _put_into(values: Tensor, before: Tensor, current: Tensor | None) -> Tensor:

@@ -12,7 +12,6 @@ from torch.utils.data import Dataset
 from paceline.collectives.control import all_gather_tensors
 from paceline.data.fingerprint import probe_indices
 from paceline.data.loader import Loading, fetch_pairs
-from paceline.data.plan import ranks_share
 from paceline.stepping.step import EvaluationPart, pad_evaluation_batches
 from paceline.strategies.base import Strategy
 from paceline.tasks.metric import AnyMetric
@@ -32,7 +31,7 @@ def evaluate(
     the same model. `batch_size` is the number of samples per forward. `tick` is called after each batch.
     """
     world, virtual_ranks, pipeline = replica.world, replica.virtual_ranks, replica.pipeline
-    share = ranks_share(virtual_ranks, world.data.rank, world.data.size)
+    share = world.data.share(virtual_ranks)
     samples = {v: torch.arange(len(dataset))[v::virtual_ranks] for v in share}  # pyright: ignore[reportArgumentType]
     work: list[EvaluationPart] = [
         (v, indices) for v in share for indices in samples[v].split(batch_size) if len(indices)

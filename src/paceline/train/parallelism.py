@@ -15,7 +15,7 @@ from paceline.collectives.control import all_gather_object, raise_on_all_ranks, 
 from paceline.collectives.replicate import broadcast_module
 from paceline.config.mesh import MODEL_DIMENSIONS
 from paceline.data.loader import Loading, fetch_pairs
-from paceline.data.plan import BatchPlan, ranks_share
+from paceline.data.plan import BatchPlan
 from paceline.errors import UsageError, plural
 from paceline.parallel.partition import profile_chain
 from paceline.parallel.pipeline import Schedule, idle_fractions
@@ -178,7 +178,7 @@ def _check_loss(expected: float, trial: Trial, replica: Strategy) -> None:
 def stage_lines(division: StagePlan, schedule: Schedule, plan: BatchPlan, world: World) -> list[str]:
     """Lines that show each stage: its first module, its memory, and its expected idle time."""
     stages = division.stage_costs
-    micro_batches = len(ranks_share(plan.virtual_ranks, 0, world.data.size)) * plan.accumulation
+    micro_batches = len(world.data.shares(plan.virtual_ranks)[0]) * plan.accumulation
     waits = idle_fractions(
         schedule, [(stage.forward_seconds, stage.backward_seconds) for stage in stages], micro_batches
     )

@@ -27,7 +27,7 @@ from paceline.config.strategies import STRATEGY_INFO, unsupported_settings
 from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint, hash_of
 from paceline.data.loader import Loading, fetch_pairs
-from paceline.data.plan import BatchPlan, ranks_share
+from paceline.data.plan import BatchPlan
 from paceline.data.streams import is_stream
 from paceline.data.workers import SharedMemoryDemand, check_shared_memory
 from paceline.errors import UsageError
@@ -93,7 +93,7 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     """
     with raise_on_all_ranks(world):  # without collectives, because this block calls the user's code
         shape = resolve_batch_sizes(config.data, world.data.size)
-        share = ranks_share(shape.virtual_ranks, world.data.rank, world.data.size)
+        share = world.data.share(shape.virtual_ranks)
         largest = math.ceil(shape.global_batch / (shape.virtual_ranks * shape.accumulation))
         task = load_task(str(config.task), task_options(config))
         sets: dict[Split, Dataset[Any]] = {split: task.make_dataset(split) for split in SPLITS if split in task.splits}

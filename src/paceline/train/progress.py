@@ -98,6 +98,7 @@ class TrainingProgress(RunRecorder):
         self._names = [
             r.pipeline.names if r.pipeline else state_dict_names_by_saved_name(r.model) for r in self._replicas
         ]
+        self._guard.page.put("virtual_ranks", plan.virtual_ranks)
         holder = CheckpointedModels(parts, self._world, plan.virtual_ranks, others)
         self._checkpoints = CheckpointManager(
             holder, location, self.origin, self._checkpoint_policy,

@@ -50,7 +50,7 @@ def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path, capsys: 
         (["--nproc", "0"], "at least 1, got 0"),
         (["--on", "ssh", "--hosts", "n1", "--ssh", ""], "must be a command"),
         (["--on", "ssh", "--hosts", "n1", "--ssh", "/no/ssh -F x"], "no such program"),
-        (["--on", "ssh", "--hosts", "n1", "--ssh", "ssh 'x"], "is not a valid command"),
+        (["--on", "ssh", "--hosts", "n1", "--ssh", "ssh 'x"], "is not a valid shell command"),
         (["--on", "ssh", "--hosts", "n1,-oProxyCommand=id"], "-oProxyCommand"),
         (["mnist-cnn"], "mnist-cnn"),
     ],

@@ -24,6 +24,7 @@ def stub(name: str, script: str) -> Command:
     return Command(name, ("sh", "-c", script))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("script", "words"),
     [

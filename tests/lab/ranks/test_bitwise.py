@@ -53,6 +53,7 @@ def test_the_command_prints_one_digest_for_all_world_sizes(paceline, tmp_path):
     assert len({step.parameters for step in one.steps}) == 2  # it was trained
 
 
+@pytest.mark.slow
 def test_strategies_that_promise_no_bits_are_refused(paceline):
     ended_with(paceline("verify", "mnist-cnn", "--bitwise", "--strategies", "exact,bucketed"), "verify-bitwise")
 

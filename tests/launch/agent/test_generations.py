@@ -59,6 +59,7 @@ def test_nothing_of_the_old_generation_runs_when_the_new_one_starts(launch) -> N
     assert one.finish() == 0, one.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_twice_alike_is_left_out(launch) -> None:
     one = launch(
         f"if rank == 2: {KILL}\n"

@@ -106,6 +106,7 @@ def test_who_does_not_come_is_named_with_its_line_and_all_is_ended(
     assert one.stderr.count("CAUSE") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "call"),
     [("dist.barrier()", "barrier #6"), ("dist.all_reduce(torch.ones(3))", "all_reduce #6 [3] ")],
@@ -188,6 +189,7 @@ def test_a_stall_is_worth_a_restart(run: Run) -> None:
     assert "restart 1 of 3" in one.stderr
 
 
+@pytest.mark.slow
 def test_a_pause_shorter_than_the_window_is_warned_of_and_nothing_more(run: Run) -> None:
     one = run("time.sleep(2.4)", steps=20)
     assert one.finish() == ExitCode.DONE
@@ -244,6 +246,7 @@ def test_who_asks_while_it_runs_is_shown_what_every_rank_does(run: Run) -> None:
     assert one.finish() == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_worker_that_fills_its_box_with_rubbish_harms_nobody(launch: Run) -> None:
     rubbish = """
 import json

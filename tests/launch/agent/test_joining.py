@@ -108,6 +108,7 @@ def test_a_lost_node_comes_back_a_new_one_joins_and_leaves_again(run: Nodes) -> 
     end(run, 0, 1)
 
 
+@pytest.mark.slow
 def test_who_may_not_come_in_is_told_why_and_the_run_goes_on(run: Nodes) -> None:
     run.start(1)  # a second one that says it is node 1
     run.start(12, through=(sys.executable, "-c", OTHER_TORCH), number=2)

@@ -233,6 +233,7 @@ def test_two_jobs_on_the_same_ports_both_work(nodes) -> None:
     assert [run.codes() for run in both] == [[0, 0], [0, 0]]
 
 
+@pytest.mark.slow
 def test_two_jobs_with_the_same_requested_port_one_is_refused_clearly(nodes) -> None:
     first, second = (nodes("forever()", node0_ports=(26600,), join_seconds=3.0) for _ in range(2))
     first.start(0, 1)

@@ -98,6 +98,7 @@ def test_failure_among_the_stubborn(launch) -> None:
     assert one.diagnosis[0].startswith("rank 3 (")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", ["launcher", "launcher and agent"])
 def test_kill_minus_9_after_a_restart(launch, killed: str) -> None:
     """Without the agent the janitor sweeps, by the new roster."""

@@ -79,6 +79,7 @@ def agents() -> list[int]:
     return [pid for pid, words in of_this_run.items() if "-m paceline.launch.agent" in words]
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_hang_is_named_once_and_nobody_is_ended_not_even_by_the_death_of_the_agent(
     tmp_path: Path,
 ) -> None:
@@ -118,6 +119,7 @@ def by_hand(folder: Path, world: int, *options: str) -> list[subprocess.Popen[by
     return ranks[::-1]
 
 
+@pytest.mark.slow
 def test_where_it_may_the_ranks_that_wait_are_freed_and_all_are_ended_with_what_they_have_started(
     tmp_path: Path,
 ) -> None:

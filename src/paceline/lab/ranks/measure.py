@@ -30,7 +30,6 @@ from paceline.config.settings import TrainConfig, resolve_batch_sizes, task_opti
 from paceline.config.strategies import EXACT_STRATEGIES, unsupported_settings
 from paceline.data.arrays import on_device
 from paceline.data.loader import Loading, MicroBatch, load_steps
-from paceline.data.plan import ranks_share
 from paceline.data.streams import first_of, is_stream
 from paceline.errors import PacelineError, UsageError, plural
 from paceline.host.machine_log import query_gpu_problems
@@ -116,7 +115,7 @@ class CandidateTraining:
         shape = resolve_batch_sizes(config.data, data.size)
         samples: int = len(dataset)  # pyright: ignore[reportArgumentType]
         self.plan = make_plan(replace(config, data=replace(config.data, last_batch="drop")), shape, samples)
-        self._share = ranks_share(shape.virtual_ranks, data.rank, data.size)
+        self._share = data.share(shape.virtual_ranks)
         self._lists_samples = config.run.record_samples
         model = make_model(task, config.run.seed, world)
         loading = Loading(world.device, config.data.num_workers, task.collate)

@@ -19,7 +19,7 @@ from paceline.collectives.control import Deferred, all_gather_object, new_group,
 from paceline.compute.forward import recompute
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import Loading, MicroBatch, load_steps
-from paceline.data.plan import BatchPlan, ranks_share
+from paceline.data.plan import BatchPlan
 from paceline.data.streams import first_of
 from paceline.errors import UsageError
 from paceline.lab.ranks.causes import Comparison, RankDifferences
@@ -158,7 +158,7 @@ def apply_strategy(
     replica = sharing.apply(STRATEGIES[strategy], model, maker, world, spec.virtual_ranks)
     _add_schedule(optimizer, setting.task, replica.optimizer, spec.steps)
     replica.model.train()
-    share = ranks_share(spec.virtual_ranks, data.rank, data.size)
+    share = data.share(spec.virtual_ranks)
     batches = load_steps(setting.dataset, setting.plan, share, loading, start=0, stop=spec.steps, merged=merged)
     return replica, batches
 

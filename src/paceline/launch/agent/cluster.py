@@ -23,6 +23,7 @@ from paceline.host.procfs import raise_open_file_limit
 from paceline.launch.agent import channel
 from paceline.launch.agent.store import StoreProxy
 from paceline.launch.agent.workers import InheritedResources, Workers
+from paceline.protocol.balance import speeds_of_ranks
 from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, StopOrders
 from paceline.protocol.evidence import Evidence, WorkerSample
 from paceline.protocol.job import NodePlan
@@ -341,7 +342,9 @@ class Generation:
         """
         members = cluster.present_nodes
         total = plan.nproc + sum(member.hello.nproc for member in members)
-        ranks = replace(plan.ranks, world_size=total, groups=1 + len(members))
+        nprocs = [plan.nproc, *(member.hello.nproc for member in members)]
+        speeds = speeds_of_ranks(plan.ranks.speeds, nprocs) if plan.ranks.speeds else ()
+        ranks = replace(plan.ranks, world_size=total, groups=1 + len(members), speeds=speeds)
         plan = replace(plan, ranks=ranks)
         proof = _proof(plan)
         own_workers = Workers.start(plan, number, inherited)

@@ -28,6 +28,7 @@ from paceline.launch.agent.cluster import Generation, RemoteNode, RemoteNodes
 from paceline.launch.agent.joining import JoinQueue, gather_nodes, use_reachable_address
 from paceline.launch.agent.monitor import LiveStatus, Monitor, StopReport
 from paceline.launch.agent.workers import InheritedResources
+from paceline.protocol.balance import AUTO, SpeedMeter, assign_virtual_ranks, parse_balance
 from paceline.protocol.control import AGENT_MARK, LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, StopOrders
 from paceline.protocol.evidence import LOADER_KILLED, SUCCESS_EXIT_CODES, Diagnosis, Evidence, StopKind, WorkerSample
 from paceline.protocol.job import EVENT_SECONDS, NodePlan
@@ -253,6 +254,8 @@ class Coordinator:
         self._failures: list[FailedGeneration] = []
         self._events = EventCommand(plan)
         self._queue, self._began_seconds = JoinQueue(plan, self.cluster), 0.0
+        self._meter = SpeedMeter()  # for --balance auto
+        self._is_balance_checked = not plan.balance
         self._entered: Sequence[RemoteNode] = ()  # nodes that joined with the present generation
 
     def run(self) -> int:
@@ -292,7 +295,7 @@ class Coordinator:
         nproc = self.plan.nproc
         while not self.cluster.is_stop_ordered:
             self.plan = use_reachable_address(self.plan, self.cluster)
-            ranks = replace(self.plan.ranks, restarts=len(self._failures))
+            ranks = replace(self.plan.ranks, restarts=len(self._failures), speeds=self._speeds(nproc))
             plan = replace(self.plan, nproc=nproc, ranks=ranks)
             with Generation.start(plan, self._number, self.cluster, self._inherited) as generation:
                 outcome = self._run_generation(generation)
@@ -300,6 +303,25 @@ class Coordinator:
                 return outcome
             nproc, self._number = outcome.nproc, self._number + 1
         return _launcher_gone() if self.cluster.launcher_gone else self._stopped_by_signal([])
+
+    def _speeds(self, nproc: int) -> tuple[float, ...]:
+        """The speeds for the next generation, of each rank or node. Empty: equal."""
+        if self.plan.balance != AUTO:
+            return parse_balance(self.plan.balance or None)
+        self._meter.start(nproc + sum(member.hello.nproc for member in self.cluster.present_nodes))
+        return self._meter.speeds
+
+    def _balance(self, generation: Generation, ranks: Sequence[WorkerSample]) -> None:
+        """Restart the ranks if another assignment of virtual ranks is faster (--balance auto)."""
+        if not self._is_balance_checked and any(sample.script and sample.step for sample in ranks):
+            self._is_balance_checked = True
+            print_to_stderr(f"warning: --balance {self.plan.balance} has no effect: the script has no paceline session")
+        running = all(sample.is_running for sample in ranks)
+        if self.plan.balance == AUTO and running and not generation.regroups and self._meter.update(ranks):
+            shares = assign_virtual_ranks(ranks[0].virtual_ranks, len(ranks), self._meter.speeds)
+            counts = ", ".join(str(len(share)) for share in shares)
+            print_to_stderr(f"--balance auto: the ranks save and restart. They then compute {counts} virtual ranks")
+            generation.regroup()
 
     def _run_generation(self, generation: Generation) -> Restart | int:
         """Wait for the end of a generation. Return a restart or the exit code, after printing it."""
@@ -318,8 +340,10 @@ class Coordinator:
         self._began_seconds = time.monotonic()
         outcome = self._watch(generation)
         if outcome == ExitCode.SAVED and generation.regroups and not self.cluster.is_stop_ordered:
-            generation.stop(self.plan.grace_seconds)  # all ranks have saved and ended, because nodes join or leave
-            return self._continue(generation, self._with_remaining_nodes(), ExitCode.SAVED)
+            generation.stop(self.plan.grace_seconds)  # all ranks have saved and ended
+            is_fixed = not self.plan.elastic and len(self.cluster.present_nodes) == len(generation.members)
+            decision = Restart(generation.plan.nproc) if is_fixed else self._with_remaining_nodes()
+            return self._continue(generation, decision, ExitCode.SAVED)
         return outcome if isinstance(outcome, int) else self._decide_restart(generation, self._end(generation, outcome))
 
     def _watch(self, generation: Generation) -> int | StopReport:
@@ -343,6 +367,7 @@ class Coordinator:
                 self._queue.check_waiting_nodes(self.plan.attempt_dir, generation.proof)
                 if self._queue.is_regroup_wanted:
                     generation.regroup()
+                self._balance(generation, ranks)
             self.cluster.wait(monitor.look_seconds if due is None else POLL_FAILING_SECONDS)
             self.cluster.note_signals(ranks)
             if self.cluster.is_stop_ordered:

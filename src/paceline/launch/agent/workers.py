@@ -204,6 +204,8 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             temporary=inherited.temporary_folder,
             guarded=not plan.hang_timeout.off,
             shares_gradients=plan.collectives == "shared",
+            speeds=plan.ranks.speeds,
+            balance=plan.balance,
         )
         env = worker_environment(plan, local_rank, store.port_number(plan), generation) | spec.to_environment()
         env["MASTER_ADDR"] = store.address(plan)

@@ -1,0 +1,131 @@
+"""--balance in real runs: ranks compute different numbers of virtual ranks, and the bits stay the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from tests import warm
+from tests.errors import ended_with
+
+from paceline.runs.events import Step, read_events
+from paceline.runs.summary import read_summary
+
+TASK = """
+import os, time, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from paceline import Task
+
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x):
+        if self.training:
+            time.sleep(SECONDS if os.environ["RANK"] == "1" else 0.01)
+        return self.linear(x)
+
+def data(split):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(480, 8, generator=generator)
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+task = Task(make_model=Slow, make_dataset=data, loss=lambda o, t: nn.functional.cross_entropy(o, t, reduction="none"))
+"""
+SESSION = """
+import os, sys, time, torch, paceline
+from torch import nn
+
+s = paceline.session("run", virtual_ranks=6, strategy="exact", RESUME)
+model, optimizer = s.prepare(nn.Linear(8, 4), lambda p: torch.optim.SGD(p, lr=0.1))
+x = torch.randn(480, 8, generator=torch.Generator().manual_seed(0))
+for epoch in s.epochs(2):
+    for batch in s.loader(x, batch_size=2):
+        time.sleep(0.1 if s.rank == 1 else 0.04)
+        s.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def train(folder: Path, *flags: str, seconds: float = 0.01) -> CompletedProcess[str]:
+    (folder / "mine.py").write_text(TASK.replace("SECONDS", str(seconds)))
+    words = (
+        "-m",
+        "paceline",
+        "train",
+        "mine.py:task",
+        "--nproc",
+        "2",
+        "--run-dir",
+        "run",
+        "--global-batch",
+        "12",
+        *flags,
+    )
+    return warm.run(words, cwd=folder)
+
+
+def shares(run: Path) -> list[list[int]]:
+    """The numbers of virtual ranks of both ranks, each time that they change."""
+    steps = [[e for e in read_events(run / f"events-{rank}.jsonl") if isinstance(e, Step)] for rank in range(2)]
+    counts = [[e.share[1] - e.share[0] for e in pair if e.share] for pair in zip(*steps, strict=True)]
+    return [numbers for numbers, before in zip(counts, [[], *counts], strict=False) if numbers != before]
+
+
+def test_a_ratio_changes_the_shares_and_not_the_bits(tmp_path: Path) -> None:
+    digests: set[str] = set()
+    for flags, expected in (((), [3, 3]), (("--balance", "2:1"), [4, 2])):
+        folder = tmp_path / str(len(flags))
+        folder.mkdir()
+        done = train(folder, "--strategy", "exact", "--virtual-ranks", "6", "--steps", "5", *flags)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert shares(folder / "run") == [expected]
+        digests.add(str(read_summary(folder / "run").weights_sha256))
+    assert len(digests) == 1
+
+
+@pytest.mark.slow
+def test_auto_restarts_a_task_once_with_better_shares(tmp_path: Path) -> None:
+    common = ("--strategy", "zero", "--virtual-ranks", "6", "--epochs", "2")
+    done = train(tmp_path, *common, "--balance", "auto", seconds=0.1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert shares(tmp_path / "run") == [[3, 3], [5, 1]]
+    (plain := tmp_path / "plain").mkdir()
+    assert train(plain, *common).returncode == 0
+    assert read_summary(tmp_path / "run").weights_sha256 == read_summary(plain / "run").weights_sha256
+
+
+@pytest.mark.slow
+def test_auto_restarts_a_session(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(SESSION.replace("RESUME", "resume=True"))
+    done = warm.run(("-m", "paceline", "launch", "--nproc", "2", "--balance", "auto", "loop.py"), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert shares(tmp_path / "run") == [[3, 3], [4, 2]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        (("--balance", "3"), "balance-invalid"),
+        (("--balance", "3:1:1", "--virtual-ranks", "6"), "balance-count"),
+        (("--balance", "3:1"), "balance-needs-virtual-ranks"),
+        (("--balance", "auto", "--virtual-ranks", "6", "--strategy", "ddp"), "balance-strategy"),
+        (("--balance", "auto", "--virtual-ranks", "6", "--mesh", "tensor=2"), "balance-with-mesh"),
+        (("--balance", "3:1", "--virtual-ranks", "6", "--min-nproc", "1"), "balance-of-changing-ranks"),
+    ],
+)
+def test_what_cannot_be_balanced_is_an_error_before_any_process_starts(
+    tmp_path: Path, flags: tuple[str, ...], code: str
+) -> None:
+    ended_with(train(tmp_path, *flags), code)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_session_that_cannot_be_balanced_says_so(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(SESSION.replace("RESUME", ""))
+    done = warm.run(("-m", "paceline", "launch", "--nproc", "2", "--balance", "auto", "loop.py"), cwd=tmp_path)
+    ended_with(done, "balance-needs-resume")
