@@ -131,9 +131,8 @@ def join(arguments: Sequence[str]) -> int:
     """Run `paceline join ARGUMENTS`."""
     config: JoinConfig = command_line("join").parse(arguments)
     check_positive(config, "nproc")
-    run_dir, access = resolve_run_access(
-        config, act=True
-    )  # its plan is executed here: no other user may have written it
+    # its plan is executed here: no other user may have written it
+    run_dir, access = resolve_run_access(config, act=True)
     run = shlex.quote(str(run_dir))
     file = next((attempt / JOIN_FILE for attempt in reversed(attempts(run_dir))), run_dir / JOIN_FILE)
     try:

@@ -289,10 +289,8 @@ def _hugging_face_model(run_dir: Path, folder: Path | None, *, trust: bool) -> A
         if model_class is None:
             raise UsageError(code="no-hf-class", folder=folder)
         return model_class(config)
-    settings, advice = (
-        load(run_dir / CONFIG, must_own=not trust),
-        "specify the folder of its config.json: --config FOLDER",
-    )
+    advice = "specify the folder of its config.json: --config FOLDER"
+    settings = load(run_dir / CONFIG, must_own=not trust)
     task, options = str(settings.task), task_options(settings)
     if task not in TASKS and ":" not in task:
         raise UsageError(code="session-without-model", run_dir=run_dir, task=task, advice=advice)

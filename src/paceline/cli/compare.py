@@ -135,9 +135,8 @@ def _make_candidate_groups(
         if {*strategies} & {*EXACT_STRATEGIES}:
             alone.append(Candidate(f"{REFERENCE_PREFIX}-b{batch}", EXACT_STRATEGIES[0], batch, exact_threads, nproc))
         for name in (name for name in strategies if name != SINGLE_PROCESS_STRATEGY):
-            together.append(
-                Candidate(f"{name}-b{batch}", name, batch, exact_threads if name in EXACT_STRATEGIES else threads)
-            )
+            rank_threads = exact_threads if name in EXACT_STRATEGIES else threads
+            together.append(Candidate(f"{name}-b{batch}", name, batch, rank_threads))
         for mesh in meshes:  # the same global batch: with fewer replicas, in more micro-batches
             is_sequence_parallel = sequence and mesh.size_of("tensor") > 1
             name = f"{mesh}-b{batch}"
@@ -154,12 +153,10 @@ def _compare(
     cores: int, threads: int,
 ) -> Comparison:  # fmt: skip
     rows = compared_rows(rounds.rounds, f"single-b{batch}", config.how.steps)
-    chosen = [
-        row for row in rows if row.batch_size == batch and row.strategy not in (SINGLE_PROCESS_STRATEGY, NO_EXCHANGE)
-    ]
-    alone = [
-        row for row in rows if row.strategy == SINGLE_PROCESS_STRATEGY and f"b{batch}" == row.name.rpartition("-")[2]
-    ]
+    measured = [row for row in rows if row.strategy not in (SINGLE_PROCESS_STRATEGY, NO_EXCHANGE)]
+    chosen = [row for row in measured if row.batch_size == batch]
+    single = [row for row in rows if row.strategy == SINGLE_PROCESS_STRATEGY]
+    alone = [row for row in single if row.name.endswith(f"-b{batch}")]
     advice = recommend_strategy(chosen, max(alone, key=lambda row: row.rate.median, default=None), memory)
     fastest = sorted(rows, key=lambda row: row.rate.median)[-1:]
     use = [f"{row.label}: {', '.join([*format_speed(row), row.mfu_words])}" for row in fastest if row.mfu_words]

@@ -23,9 +23,8 @@ from paceline.runs import writing
 from paceline.runs.console import clock
 from paceline.runs.reading import entry_names
 
-ANSWER_TIMEOUT_SECONDS = (
-    15.0  # the coordinator looks for requests every second, and gives every rank three seconds to answer
-)
+# the coordinator looks for requests every second, and gives every rank three seconds to answer
+ANSWER_TIMEOUT_SECONDS = 15.0
 POLL_SECONDS = 0.1
 RECENT_PROGRESS_SECONDS = 2.0  # a run that made progress within this time does not hang
 MAX_SHOWN_OPS = 8
@@ -77,10 +76,8 @@ def _report(run_dir: Path, access: Access) -> HangReport:
             line = f"the run is making progress (last {waited} ago). The present stacks of its ranks:"
         return HangReport(str(run_dir), state, True, line, "", diagnosis)
     state = read_run_status(run_dir, access).state  # it may have ended meanwhile
-    no_answer = (
-        f"its agent has not answered within {ANSWER_TIMEOUT_SECONDS:g} s" if may_ask else "its agent was not queried"
-    )
-    no_answer = no_answer if state == "running" else ""
+    silence = f"its agent has not answered within {ANSWER_TIMEOUT_SECONDS:g} s"
+    no_answer = "" if state != "running" else silence if may_ask else "its agent was not queried"
     folder = _newest_diagnosis(run_dir)
     if folder is None:
         line = f"the run is {state}, and no stall was recorded" + (f"; {no_answer}" if no_answer else "")
@@ -149,11 +146,9 @@ def _show(report: HangReport) -> None:
             console.print(rest.rstrip("\n"))
 
     if not report.live or record.waited_seconds >= RECENT_PROGRESS_SECONDS:
-        folder = report.diagnosis_dir
-        print_block(
-            format_report(record.diagnosis, shown, waited_seconds=record.waited_seconds, folder=folder, run=""),
-            "bold red",
-        )
+        folder, waited_seconds = report.diagnosis_dir, record.waited_seconds
+        text = format_report(record.diagnosis, shown, waited_seconds=waited_seconds, folder=folder, run="")
+        print_block(text, "bold red")
     for evidence in shown:
         text = describe_rank(_shortened(evidence), most_ops=MAX_SHOWN_OPS, most_stacks=1)
         lines = text.splitlines()[:MOST_LINES]

@@ -57,11 +57,7 @@ FOLLOW_UP_HINT = "paceline status {} shows the progress; also: paceline logs, pa
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
-    """Check the settings, and that each has an effect with this launcher.
-
-    Raises:
-        UsageError: a setting is invalid, or only other launchers use it.
-    """
+    """Check the settings, and that each has an effect with this launcher."""
     for field in dataclasses.fields(cluster):
         allowed = launchers_of(field.name)
         if cluster.on not in allowed and getattr(cluster, field.name) != field.default:
@@ -83,11 +79,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
 
 
 def make_job_spec(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
-    """A job with its nodes, its hosts and the way to reach them. The caller fills in the other fields later.
-
-    Raises:
-        UsageError: the settings contradict each other.
-    """
+    """A job with its nodes, its hosts and the way to reach them. The caller fills in the other fields later."""
     check_cluster(cluster)
     hosts = parse_hosts(cluster.hosts) if cluster.hosts is not None else ()
     if cluster.on == "ssh" and not hosts:
@@ -201,11 +193,7 @@ def with_submit_dir(job: JobSpec, settings: str = "") -> JobSpec:
 
 
 def start(cluster: ClusterConfig, job: JobSpec) -> int:
-    """Start the job over ssh or on Slurm, or print its commands; return the exit code.
-
-    Raises:
-        UsageError: the job cannot be started: a host cannot be reached, or the cluster has no such nodes.
-    """
+    """Start the job over ssh or on Slurm, or print its commands; return the exit code."""
     if cluster.on == "slurm":
         return _start_slurm(cluster, job)
     plan = LAUNCHERS[cluster.on](job)

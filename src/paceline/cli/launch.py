@@ -97,17 +97,15 @@ def main(arguments: Sequence[str]) -> int:
     """Run `paceline launch ARGUMENTS`."""
     typed = read_arguments(arguments, os.environ, known_options())
     by_torchrun = typed.script_words and typed.need_torchrun
-    options: ScriptLaunchConfig = command_line("launch").parse(
-        typed.paceline_options if by_torchrun else typed.paceline_arguments
-    )
+    ours = typed.paceline_options if by_torchrun else typed.paceline_arguments
+    options: ScriptLaunchConfig = command_line("launch").parse(ours)
     script = typed.script
     _check_script(options.script)
     if by_torchrun:
         return _exec_torchrun(typed, dry_run=options.cluster.dry_run)
     if is_launched(os.environ):  # otherwise each rank of a run would start a run
-        raise UsageError(
-            code="launch-within-launcher", rank=os.environ.get("RANK"), world_size=os.environ.get("WORLD_SIZE")
-        )
+        rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+        raise UsageError(code="launch-within-launcher", rank=rank, world_size=world_size)
     for line in untested_torch_notice():
         print_to_stderr(line)
     if typed.ignored_options_text:
@@ -152,11 +150,10 @@ def contains_session_run(job: JobSpec, run_dir: Path | None, *, trust: bool) -> 
 
     A session without resume=True raises an error. Under --check no session resumes its run.
     """
-    if (
-        run_dir is None
-        or BOOTSTRAP not in job.argv
-        or not os.path.lexists(config := reading.real_path(run_dir) / CONFIG)
-    ):
+    if run_dir is None or BOOTSTRAP not in job.argv:
+        return False
+    config = reading.real_path(run_dir) / CONFIG
+    if not os.path.lexists(config):
         return False
     script, *arguments = job.argv[job.argv.index(BOOTSTRAP) + 1 :]
     names = {f"{arguments[0].rpartition('.')[2]}.py", "__main__.py"} if script == "-m" else {Path(script).name}

@@ -48,9 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     if not os.path.lexists(settings):
         problem = "has no config.toml" if is_folder(run_dir) else "is not a folder"
         raise UsageError(code="ledger-no-run", run=config.run, what=problem)
-    train_config = load(
-        settings, must_own=False
-    )  # untrusted: only its numbers are used, and no code that it names is run
+    # untrusted: only its numbers are used, and no code that it names is run
+    train_config = load(settings, must_own=False)
     check_values(train_config)
 
     from paceline.lab.ranks.ledger import audit

@@ -170,17 +170,11 @@ class _LogViewer:
         logs, missing = self._logs.logs, self._logs.without_times
         if len(logs) > 1 and missing:
             ranks = "these ranks" if len(missing) == len(logs) else format_ranks(missing)
-            print(
-                f"the lines of {ranks} have no timestamps (an older paceline wrote them): they are shown in the order "
-                "of the ranks, not of time",
-                file=sys.stderr,
-            )
+            reason = f"the lines of {ranks} have no timestamps (an older paceline wrote them)"
+            print(f"{reason}: they are shown in the order of the ranks, not of time", file=sys.stderr)
         if truncated := self._logs.truncated_ranks(self._filter):
-            print(
-                f"showing only the last {MAX_SHOWN_BYTES:,} bytes of the {plural(len(truncated), 'log')} of "
-                f"{format_ranks(truncated)}",
-                file=sys.stderr,
-            )
+            logs_text = f"{plural(len(truncated), 'log')} of {format_ranks(truncated)}"
+            print(f"showing only the last {MAX_SHOWN_BYTES:,} bytes of the {logs_text}", file=sys.stderr)
         self._print(self._logs.lines(self._filter), prefixed=len(logs) > 1)
 
     def _print(self, lines: Iterable[MergedLine], *, prefixed: bool) -> None:
@@ -235,11 +229,7 @@ def analyze(arguments: Sequence[str]) -> int:
 
 
 def read_analysis(asked: str) -> Analysis:
-    """The values in a log or a run.
-
-    Raises:
-        UsageError: `asked` contains no values, or cannot be read.
-    """
+    """The values in a log or a run."""
     from paceline.report.analysis import EXAMPLES, LogAnalyzer
 
     analyzer = LogAnalyzer(asked)

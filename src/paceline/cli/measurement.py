@@ -53,11 +53,7 @@ class MeasurementConfig:
 
 
 def check_measurement(how: MeasurementConfig) -> None:
-    """Check the options, before a measurement that may take hours.
-
-    Raises:
-        UsageError: an option has a wrong value.
-    """
+    """Check the options, before a measurement that may take hours."""
     check_positive(how, "steps", "rounds", "threads_per_rank")
     if how.warmup < INSPECTED_STEPS:
         raise UsageError(code="warmup-too-short", least=INSPECTED_STEPS, value=how.warmup)
@@ -65,11 +61,7 @@ def check_measurement(how: MeasurementConfig) -> None:
 
 
 def train_config(task: str, how: MeasurementConfig, *, num_workers: int | None = None) -> TrainConfig:
-    """The settings of the measured training: the options, otherwise --config, otherwise the defaults.
-
-    Raises:
-        UsageError: the file, a value or the task is wrong.
-    """
+    """The settings of the measured training: the options, otherwise --config, otherwise the defaults."""
     default = load(real_path(how.config), must_own=True) if how.config else TrainConfig()
     values = {
         "launch.device": how.device, "launch.backend": how.backend, "compute.precision": how.precision,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import psutil
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -19,13 +20,11 @@ from rich.text import Text
 from paceline.cli import command_line
 from paceline.cli.options import print_json, split_command, ssh_command
 from paceline.errors import ExitCode, UsageError
-from paceline.host.machine_log import MachineSampler, resident_bytes
-from paceline.host.procfs import PROC, processes
+from paceline.host.machine_log import MachineSampler
 from paceline.protocol.control import RUN_ID
 from paceline.report.watch_lines import format_gpu_use
 from paceline.runs.console import format_size, one_line, table_console
 from paceline.runs.machine import MachineUse
-from paceline.runs.owners import user_name
 
 EVERY_SECONDS = 1.0
 SSH_SECONDS = 30.0
@@ -60,8 +59,6 @@ class Monitor:
     def __init__(self) -> None:
         self._sampler = MachineSampler()
         self._sampler.gpus.latest(GPU_QUERY_TIMEOUT_SECONDS)
-        self._before: dict[int, tuple[int, float]] = {}  # pid -> start time, CPU seconds so far
-        self._seconds = time.monotonic()
         self._look()
 
     def sample(self) -> NodeUsage:
@@ -70,30 +67,25 @@ class Monitor:
         return NodeUsage(use.host, use, self._look())
 
     def _look(self) -> tuple[ProcessUse, ...]:
-        now, gpu = time.monotonic(), self._sampler.gpus.latest().memory_bytes_by_pid
-        seconds, self._seconds = max(now - self._seconds, 1e-3), now
-        before, self._before = self._before, {}
-        rates: list[tuple[float, int]] = []
-        for process in processes():
-            self._before[process.pid] = process.start_ticks, process.cpu_seconds
-            start, used = before.get(process.pid, (process.start_ticks, process.cpu_seconds))
-            rates.append(((process.cpu_seconds - used) / seconds if start == process.start_ticks else 0.0, process.pid))
-        top = sorted(rates, key=lambda rate: (-gpu.get(rate[1], 0), -rate[0]))[:MAX_SHOWN_PROCESSES]
-        return tuple(_process(pid, cores, gpu.get(pid, 0)) for cores, pid in top if cores >= 0.01 or pid in gpu)
+        gpu = self._sampler.gpus.latest().memory_bytes_by_pid
+        cores: dict[psutil.Process, float] = {}
+        for process in psutil.process_iter():  # the same objects as before: each remembers its CPU time
+            with suppress(psutil.Error):
+                cores[process] = process.cpu_percent() / 100
+        top = sorted(cores, key=lambda process: (-gpu.get(process.pid, 0), -cores[process]))[:MAX_SHOWN_PROCESSES]
+        return tuple(_process_use(p, cores[p], gpu.get(p.pid, 0)) for p in top if cores[p] >= 0.01 or p.pid in gpu)
 
 
-def _process(pid: int, cores: float, gpu_bytes: int) -> ProcessUse:
-    folder = PROC / str(pid)
-    program, user, run = "", "?", ""
-    with suppress(OSError):
-        program = _program(_read_strings(folder / "cmdline"))
-        program = program or (folder / "comm").read_text(errors="replace").strip()
-        user = user_name(folder.stat().st_uid)
-    with suppress(OSError):  # the environment of another user cannot be read
-        env = {entry.partition("=")[0]: entry.partition("=")[2] for entry in _read_strings(folder / "environ")}
+def _process_use(process: psutil.Process, cores: float, gpu_bytes: int) -> ProcessUse:
+    program, user, memory_bytes, run = "", "?", 0, ""
+    with suppress(psutil.Error):
+        program = _program(process.cmdline() or [process.name()])
+        user, memory_bytes = process.username(), process.memory_info().rss
+    with suppress(psutil.Error):  # the environment of another user cannot be read
+        env = process.environ()
         if RUN_ID in env and "RANK" in env:
             run = f"{env[RUN_ID]} rank {env['RANK']}"[:100]
-    return ProcessUse(pid, user, program, round(max(0.0, cores), 2), resident_bytes(pid), gpu_bytes, run)
+    return ProcessUse(process.pid, user, program, round(cores, 2), memory_bytes, gpu_bytes, run)
 
 
 def _program(command: list[str]) -> str:
@@ -101,10 +93,6 @@ def _program(command: list[str]) -> str:
     arguments = command[1:4]
     script = "-c" if "-c" in arguments else next((arg for arg in arguments if not arg.startswith("-")), "")
     return f"{Path(command[0]).name} {script}".strip()[:200]
-
-
-def _read_strings(path: Path) -> list[str]:
-    return path.read_bytes().decode(errors="replace").rstrip("\0").split("\0")
 
 
 @dataclass(frozen=True)
@@ -185,16 +173,12 @@ def _machine_parts(machine: NodeUsage) -> Sequence[Text | Table]:
         f"{format_size(use.received_bytes)}/s",
         "not bold",
     )
-    gpus = [
-        Text.assemble(
-            f"  GPU {gpu.index} {one_line(gpu.name, 30)}  {'' if gpu.busy is None else f'{gpu.busy:.0%}'}  ",
-            format_gpu_use(gpu),
-        )
-        for gpu in use.gpus
-    ]
-    table = Table(
-        "pid", "user", "cores", "memory", "GPU", "run", "program", box=None, padding=(0, 1), header_style="dim"
-    )
+    gpus: list[Text] = []
+    for gpu in use.gpus:
+        busy = "" if gpu.busy is None else f"{gpu.busy:.0%}"
+        gpus.append(Text.assemble(f"  GPU {gpu.index} {one_line(gpu.name, 30)}  {busy}  ", format_gpu_use(gpu)))
+    columns = ("pid", "user", "cores", "memory", "GPU", "run", "program")
+    table = Table(*columns, box=None, padding=(0, 1), header_style="dim")
     for process in machine.processes:
         gpu = format_size(process.gpu_bytes) if process.gpu_bytes else ""
         use_cells = (f"{process.cores:.1f}", format_size(process.memory_bytes), gpu)

@@ -70,11 +70,8 @@ FOREIGN_OPTION_NAMES = {  # our option -> options of other frameworks with the s
     "--warmup-steps": "warmup num-warmup-steps",
     "--schedule": "scheduler lr-scheduler lr-scheduler-type",
 }
-TYPE_METAVARS = {
-    int: ("N", "a whole number"),
-    float: ("X", "a number"),
-    Path: ("FILE", "a path"),
-}  # metavar, description
+# metavar, description
+TYPE_METAVARS = {int: ("N", "a whole number"), float: ("X", "a number"), Path: ("FILE", "a path")}
 
 
 @dataclass(frozen=True)
@@ -237,9 +234,8 @@ class CommandLine:
         named = [option for option in options if option.names]
         shown = {option.name for option in named}
         if len(named) > MAX_OPTIONS_SHOWN_IN_FULL and not whole:
-            shown = {f"--{name}" for name in self.common_options.split()} | {
-                option.name for option in named if option.file_value
-            }
+            shown = {f"--{name}" for name in self.common_options.split()}
+            shown |= {option.name for option in named if option.file_value}
         note = f"{len(named) - len(shown)} more options: {self.prog} --help-all" if len(named) > len(shown) else ""
         if whole and any(option.is_flag for option in named):
             note = "An option without a value has an opposite: --no-NAME."
@@ -273,11 +269,7 @@ class CommandLine:
         return values
 
     def values(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """The values from the command line, by `Option.dest`. The key `help` has the help option, if there is one.
-
-        Raises:
-            UsageError: an option is unknown, a value is invalid, or a required argument is missing.
-        """
+        """The values from the command line, by `Option.dest`. The key `help` has the help option, if there is one."""
         options = self.options()
         # --run_dir means --run-dir, as in torchrun
         arguments = [re.sub(r"^--[\w-]+(?==|$)", lambda name: name[0].replace("_", "-"), word) for word in arguments]
@@ -310,12 +302,8 @@ def _shown(value: Any) -> str:
 def unknown_option_error(prog: str, name: str, names: Collection[str]) -> UsageError:
     """The error for an option that is not one of `names`. It suggests the equivalent option, or the closest name."""
     check_not_renamed(prog, name, names)
-    ours = [
-        opt
-        for opt, others in FOREIGN_OPTION_NAMES.items()
-        if name[2:].lower() in others.split() and opt.split()[0] in names
-    ]
-    matches = ours or difflib.get_close_matches(name, names, n=1)
+    equivalents = [ours for ours, others in FOREIGN_OPTION_NAMES.items() if name[2:].lower() in others.split()]
+    matches = [ours for ours in equivalents if ours.split()[0] in names] or difflib.get_close_matches(name, names, n=1)
     hint = f" Did you mean {matches[0]}?" if matches else ""
     return UsageError(code="unknown-option", prog=prog, value=name, meant=hint)
 
@@ -361,11 +349,7 @@ def check_positive(config: Any, *names: str) -> None:
 
 
 def parse_whole_numbers(flag: str, text: str) -> list[int]:
-    """Parse comma-separated whole numbers of at least 1: ascending, without duplicates.
-
-    Raises:
-        UsageError: the text has a different form.
-    """
+    """Parse comma-separated whole numbers of at least 1: ascending, without duplicates."""
     try:
         numbers = sorted({int(number) for number in text.split(",")})
     except ValueError:
@@ -376,11 +360,7 @@ def parse_whole_numbers(flag: str, text: str) -> list[int]:
 
 
 def parse_names(kind: str, text: str, choices: Collection[str]) -> list[str]:
-    """Parse comma-separated names from `choices`, without duplicates.
-
-    Raises:
-        UsageError: a name is not in `choices`, or there is none.
-    """
+    """Parse comma-separated names from `choices`, without duplicates."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in choices:
@@ -391,11 +371,7 @@ def parse_names(kind: str, text: str, choices: Collection[str]) -> list[str]:
 
 
 def split_command(flag: str, text: str) -> tuple[str, ...]:
-    """Split the value of an option that is a command, as a shell does.
-
-    Raises:
-        UsageError: the text is empty, or a quote is not closed.
-    """
+    """Split the value of an option that is a command, as a shell does."""
     try:
         command = tuple(shlex.split(text))
     except ValueError as error:
@@ -431,11 +407,7 @@ def usable_gpus(device: str) -> int | None:
 
 
 def nproc_auto(device: str) -> int:
-    """The value of `--nproc auto` on this machine: the number of GPUs, or of cores without a GPU.
-
-    Raises:
-        UsageError: only workers can count the GPUs, or `usable_gpus` raises it.
-    """
+    """The value of `--nproc auto` on this machine: the number of GPUs, or of cores without a GPU."""
     gpus = usable_gpus(device)
     if gpus is None:
         raise UsageError(code="gpus-uncountable")
@@ -445,17 +417,12 @@ def nproc_auto(device: str) -> int:
 def check_gpus(option: str, nproc: int, gpus: int | None, backend: str = "auto") -> None:
     """Raise UsageError if there are fewer GPUs than workers, unless the `backend` lets workers use one GPU together."""
     if gpus and nproc > gpus and backend not in GPU_SHARING_BACKENDS:
-        raise UsageError(
-            code="too-few-gpus", option=option, nproc=nproc, gpus=gpus, processes=plural(gpus, "process", "processes")
-        )
+        processes = plural(gpus, "process", "processes")
+        raise UsageError(code="too-few-gpus", option=option, nproc=nproc, gpus=gpus, processes=processes)
 
 
 def check_out_file(flag: str, path: Path | None) -> None:
-    """Check that a file can be written later, before work that may take hours.
-
-    Raises:
-        UsageError: `path` is a folder, or its parent folder does not exist.
-    """
+    """Check that a file can be written later, before work that may take hours."""
     if path and path.is_dir():
         raise UsageError(code="out-is-a-folder", setting=flag, value=path)
     if path and not path.absolute().parent.is_dir():
@@ -463,11 +430,7 @@ def check_out_file(flag: str, path: Path | None) -> None:
 
 
 def out_path(flag: str, path: Path) -> Path:
-    """The path of the file to replace. A link itself is replaced, not its target, since another user may have made it.
-
-    Raises:
-        UsageError: `check_out_file` raises it, or the path is not that of a regular file.
-    """
+    """The path of the file to replace. A link is replaced itself, not its target, which another user may have made."""
     check_out_file(flag, path)
     if path.exists() and not path.is_file():  # for example, /dev/null must stay a device
         raise UsageError(code="out-not-a-file", setting=flag, value=path)

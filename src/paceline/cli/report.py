@@ -26,7 +26,7 @@ from paceline.runs.reading import is_file
 
 MOST_RUNS, MARK_BYTES = 16, 4096
 MAX_TRACE_STEPS = 4000  # of each rank in a trace, spread evenly over the run, besides the steps recorded in detail
-MICROSECONDS_PER_SECOND = 1e6  # microseconds in a second
+MICROSECONDS = 1e6  # in a second
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,8 @@ def trace(arguments: Sequence[str]) -> int:
         raise UsageError(code="trace-not-written", out=config.out, strerror=error.strerror) from None
     for missing in run.unreadable_parts:
         print(f"skipped: {missing}")
-    print(
-        remove_controls(
-            f"{len(events):,} events written to {config.out}: open it in ui.perfetto.dev or chrome://tracing"
-        )
-    )
+    where = f"{config.out}: open it in ui.perfetto.dev or chrome://tracing"
+    print(remove_controls(f"{len(events):,} events written to {where}"))
     return ExitCode.DONE
 
 
@@ -148,24 +145,14 @@ def trace_events(run: RunData) -> Iterator[dict[str, Any]]:
         for tid, name in ((2 * rank, f"rank {rank}"), (2 * rank + 1, f"rank {rank}: collectives")):
             yield {"ph": "M", "name": "thread_name", **process, "tid": tid, "args": {"name": name}}
         for name, at, seconds, category, args in (*_step_spans(log), *_other_spans(log)):
-            tid = 2 * rank + (category == "collective")
-            times = {
-                "ts": round((at - began) * MICROSECONDS_PER_SECOND, 1),
-                "dur": round(max(0.0, seconds) * MICROSECONDS_PER_SECOND, 1),
-            }
-            yield {
-                "ph": "X",
-                "name": remove_controls(name)[:120],
-                "cat": category,
-                **process,
-                "tid": tid,
-                **times,
-                "args": args,
-            }
+            where = {**process, "tid": 2 * rank + (category == "collective")}
+            begin, duration = ((at - began) * MICROSECONDS, max(0.0, seconds) * MICROSECONDS)
+            times = {"ts": round(begin, 1), "dur": round(duration, 1)}
+            yield {"ph": "X", "name": remove_controls(name)[:120], "cat": category, **where, **times, "args": args}
     for node, samples in run.machines.items():
         for sample in samples:
             counters = {"cores busy": sample.cores_busy, "memory GB": sample.memory_bytes / 1e9}
-            at = round((sample.unix_time - began) * MICROSECONDS_PER_SECOND, 1)
+            at = round((sample.unix_time - began) * MICROSECONDS, 1)
             for name, value in counters.items():
                 yield {"ph": "C", "name": name, "pid": node, "ts": at, "args": {name: value}}
 

@@ -79,19 +79,14 @@ NO_ACCESS = Access()
 
 
 def find_run(asked: str) -> Path:
-    """The folder of a run, from a path or a unique prefix of a name under runs/.
-
-    Raises:
-        UsageError: there is no such run, there are several, or the folder is not a run folder.
-    """
+    """The folder of a run, from a path or a unique prefix of a name under runs/."""
     path = Path(asked)
     if not is_folder(path):
         runs = folders(real_path(RUNS))  # follow no link: another user could point it at a different run of ours
         matches = [name for name in runs if name == asked] or [name for name in runs if name.startswith(asked)]
         if not asked or not matches:
-            raise unknown_name_error(
-                "run", asked, runs[-20:] or ["(no folder runs/ here: specify the folder of the run)"]
-            )
+            allowed = runs[-20:] or ["(no folder runs/ here: specify the folder of the run)"]
+            raise unknown_name_error("run", asked, allowed)
         if len(matches) > 1:
             raise UsageError(code="run-ambiguous", value=asked, count=len(matches), allowed=matches[-20:])
         path = RUNS / matches[0]
@@ -102,11 +97,7 @@ def find_run(asked: str) -> Path:
 
 
 def newest_run() -> Path:
-    """The folder of the newest run in runs/, by modification time. Prints the folder.
-
-    Raises:
-        UsageError: there is no run.
-    """
+    """The folder of the newest run in runs/, by modification time. Prints the folder."""
     runs = [path for name in folders(real_path(RUNS)) if holds_run(path := real_path(RUNS / name))]
     if not runs:
         raise UsageError(code="no-run-here")
@@ -206,12 +197,9 @@ def signal_agent(run_dir: Path, roster: Roster, submission: SubmitRecord | None,
                 os.close(handle)
         return True
     lock = shlex.quote(str(agent_run_folder(run_dir) / LOCK))
-    done = _run_on_coordinator(
-        submission,
-        ssh,
-        f'for file in /proc/{roster.agent_pid}/fd/*; do if [ "$file" -ef {lock} ]; then '
-        f"kill -TERM {roster.agent_pid}; echo sent; exit 0; fi; done; test -d /proc/{roster.agent_pid} || echo sent",
-    )
+    command = f'for file in /proc/{roster.agent_pid}/fd/*; do if [ "$file" -ef {lock} ]; then '
+    command += f"kill -TERM {roster.agent_pid}; echo sent; exit 0; fi; done; "
+    done = _run_on_coordinator(submission, ssh, f"{command}test -d /proc/{roster.agent_pid} || echo sent")
     if done is not None and done.strip() != "sent":
         raise _not_its_agent(roster, run_dir)
     return done is not None
@@ -270,19 +258,14 @@ class _Progress(NamedTuple):
 
 
 def run_state(run_dir: Path, access: Access = NO_ACCESS) -> RunState:
-    """The present state of a run.
-
-    Raises:
-        PacelineError: a file of the run cannot be read.
-    """
+    """The present state of a run."""
     from paceline.checkpoint.manager import Checkpoints
 
     current = read_run_status(run_dir, access)
     submission = current.submission
     saved = Checkpoints(run_dir / CHECKPOINTS).entries()
-    summary = (
-        None if current.state in LIVE_STATES else read_summary(run_dir)
-    )  # a live run has that of an earlier attempt
+    # a live run has that of an earlier attempt
+    summary = None if current.state in LIVE_STATES else read_summary(run_dir)
     is_complete = summary is not None and summary.steps is not None
     progress = _Progress() if is_complete else _progress(run_dir)
     starts = attempts(run_dir)
@@ -350,11 +333,7 @@ def _slurm_job(submission: SubmitRecord | None, access: Access) -> tuple[queue.J
 
 
 def read_run_status(run_dir: Path, access: Access = NO_ACCESS) -> RunStatus:
-    """The state of a run without its progress. This is cheaper than `run_state`, for commands that poll.
-
-    Raises:
-        PacelineError: a file of the run cannot be read.
-    """
+    """The state of a run without its progress. This is cheaper than `run_state`, for commands that poll."""
     _, submission = last_submission(agent_run_folder(run_dir))
     job, not_queried = _slurm_job(submission, access)
     state, details = _determine_state(run_dir, submission, job, not_queried, access)

@@ -134,11 +134,7 @@ def list_runs(arguments: Sequence[str]) -> int:
 
 
 def runs_in(folder: Path) -> list[RunState]:
-    """The runs whose folders are in `folder`, the newest first. Queries no host and no scheduler.
-
-    Raises:
-        UsageError: there is no such folder, or it is itself a run folder.
-    """
+    """The runs whose folders are in `folder`, the newest first. Queries no host and no scheduler."""
     if not is_folder(folder):
         raise UsageError(code="no-folder-of-runs", folder=folder)
     if holds_run(folder):

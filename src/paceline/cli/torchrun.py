@@ -170,9 +170,8 @@ class LaunchArguments:
                 raise UsageError(code="no-effect-under-torchrun", setting=ours)
         typed = [f"{name}={value}" if value else name for name, value in options.items()]
         # --end: the guard ends a run that hangs, as under paceline's launcher
-        watchover = (
-            () if self.torchrun_value("--no-python") is not None else ("-m", "paceline", "watchover", "--end", *guard)
-        )
+        watchover = ("-m", "paceline", "watchover", "--end", *guard)
+        watchover = watchover if self.torchrun_value("--no-python") is None else ()
         return (python, "-P", "-m", "torch.distributed.run", *typed, *watchover, *self.script), env
 
 

@@ -110,11 +110,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
-    """The settings: the options, otherwise `--config FILE`, otherwise the defaults.
-
-    Raises:
-        UsageError: the file or a value is wrong.
-    """
+    """The settings: the options, otherwise `--config FILE`, otherwise the defaults."""
     line = command_line("train")
     values = line.values(arguments)
     help_option, path = values.pop("help", None), values.pop("config", None)
@@ -123,9 +119,8 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     default = configuration.load(path, must_own=not values.get("run.trust", False)) if path else TrainConfig()
     if resumed_file and default.task and is_session_script(default.task):
         raise UsageError(code="resume-of-session", run_dir=resumed_file.parent, script=default.task)
-    if (
-        resumed_file and default.strategy == SINGLE_PROCESS_STRATEGY
-    ):  # several processes resume with their default strategy
+    # several processes resume with their default strategy
+    if resumed_file and default.strategy == SINGLE_PROCESS_STRATEGY:
         default = replace(default, strategy=None)
     config = build_settings(TrainConfig, values, default)
     if config.task is None and config.checkpoint.resume == "auto" and config.run.run_dir and not help_option:
@@ -139,9 +134,8 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
         check_values(config)
     except UsageError as error:
         typed_names = {dest.rpartition(".")[2] for dest in values}
-        error.render_option = lambda name, value: (
-            format_option if not path or name in typed_names else configuration.format_toml_setting
-        )(name, value)
+        in_file = configuration.format_toml_setting if path else format_option
+        error.render_option = lambda name, value: (format_option if name in typed_names else in_file)(name, value)
         error.prefix = f"{path}: " if path and error.wrong_setting not in typed_names else ""
         raise
     return config
@@ -177,9 +171,8 @@ def check_training(config: TrainConfig, nproc: int) -> None:
     if config.strategy in EXACT_STRATEGIES and config.model.batchnorm == "sync":
         raise UsageError(code="exact-with-sync-batchnorm", strategy=config.strategy)
     if config.strategy and STRATEGY_INFO[config.strategy].single_process and mesh.replicas > 1:
-        raise UsageError(
-            code="strategy-of-one-process", value=config.strategy, processes=nproc, allowed=[*MULTI_PROCESS_STRATEGIES]
-        )
+        allowed = [*MULTI_PROCESS_STRATEGIES]
+        raise UsageError(code="strategy-of-one-process", value=config.strategy, processes=nproc, allowed=allowed)
     if config.strategy and config.cluster.on == "local" and (why := torch_unsupported_reason(config.strategy)):
         raise UsageError(code="torch-too-old", why=why)
     if config.cluster.balance is not None:
@@ -201,10 +194,8 @@ def _check_balance(config: TrainConfig, nproc: int) -> None:
 def resolve_hang_windows(config: TrainConfig) -> HangTimeout:
     """The windows of --hang-timeout. Raises UsageError if the value is invalid, or no agent can detect a hang."""
     windows = HangTimeout.parse(config.guard.hang_timeout)
-    has_agent = (
-        config.launch.nproc is not None or config.cluster.on != "local" or WorkerSpec.from_environment() is not None
-    )
-    if windows.seconds is not None and not has_agent:
+    starts_agent = config.launch.nproc is not None or config.cluster.on != "local"
+    if windows.seconds is not None and not starts_agent and WorkerSpec.from_environment() is None:
         raise UsageError(code="hang-timeout-without-agent", value=config.guard.hang_timeout)
     return windows
 
@@ -332,10 +323,9 @@ def _hand_over(config: TrainConfig, job: JobSpec, size: int) -> int:
     code = start(cluster, training_job(config, job))
     if on == "ssh" and not job.detached and code not in (ExitCode.DONE, ExitCode.SAVED, ExitCode.USAGE):
         _write_failed_summary(run_dir, config, size, code)
-    is_followed = (
-        (on == "ssh" and not job.detached) or cluster.follow or (on == "slurm" and current_allocation(os.environ))
-    )
-    if not is_followed or code not in (ExitCode.DONE, ExitCode.SAVED):  # otherwise rank 0 has printed the folder
+    is_here = not job.detached if on == "ssh" else on == "slurm" and current_allocation(os.environ) is not None
+    # otherwise rank 0 has printed the folder
+    if not (is_here or cluster.follow) or code not in (ExitCode.DONE, ExitCode.SAVED):
         print_to_stderr(f"run folder {run_dir}")
     return code
 

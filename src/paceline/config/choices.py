@@ -50,11 +50,7 @@ def launchers_of(setting: str) -> list[LauncherName]:
 
 
 def steps_or_seconds(checkpoint_every: int | str | None) -> tuple[int | None, float | None]:
-    """Convert e.g. 500 or "10min" to (steps, seconds) between checkpoints. One of them, or both, is None.
-
-    Raises:
-        UsageError: if a string is not a time.
-    """
+    """Convert e.g. 500 or "10min" to (steps, seconds) between checkpoints. One of them, or both, is None."""
     if not isinstance(checkpoint_every, str):
         return checkpoint_every, None
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|min|h)", checkpoint_every)

@@ -83,11 +83,7 @@ def _in_its_folder(reference: str) -> str:
 
 
 def allowed_changes(text: str) -> list[str]:
-    """The names in `--allow-change`.
-
-    Raises:
-        UsageError: if a name does not exist, or its setting can never change.
-    """
+    """The names in `--allow-change`."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name in FIXED_SETTINGS:

@@ -35,11 +35,7 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> "Mesh":
-        """Parse e.g. "data=2,tensor=2", the value of `--mesh`.
-
-        Raises:
-            UsageError: if the text has a different form.
-        """
+        """Parse e.g. "data=2,tensor=2", the value of `--mesh`."""
         sizes: dict[str, int] = {}
         for part in text.split(","):
             name, _, size = (field.strip() for field in part.partition("="))
@@ -112,11 +108,7 @@ def format_strategy(strategy: str, mesh: str) -> str:
 
 
 def mesh_of(text: str | None, world_size: int) -> Mesh:
-    """Parse the mesh of a world. Without a text, all ranks are along data.
-
-    Raises:
-        UsageError: if its size is not the number of ranks, or the text is not a mesh.
-    """
+    """Parse the mesh of a world. Without a text, all ranks are along data."""
     mesh = Mesh({"data": world_size}) if text is None else Mesh.parse(text)
     if mesh.size != world_size:
         missing = "data" not in mesh.sizes and world_size % mesh.size == 0

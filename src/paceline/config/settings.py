@@ -338,11 +338,7 @@ def task_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def parse_task_args(texts: Iterable[str]) -> dict[str, str]:
-    """The values of `--task-arg NAME=VALUE`, by name. The last value of a name is used.
-
-    Raises:
-        UsageError: if a text has a different form.
-    """
+    """The values of `--task-arg NAME=VALUE`, by name. The last value of a name is used."""
     values: dict[str, str] = {}
     for text in texts:
         name, equals, values[name] = text.partition("=")
@@ -361,11 +357,7 @@ class BatchSizes:
 
 
 def resolve_batch_sizes(data: DataConfig, world_size: int) -> BatchSizes:
-    """Resolve the batch settings for a world size (for a mesh: for the number of its replicas).
-
-    Raises:
-        UsageError: if they contradict each other.
-    """
+    """Resolve the batch settings for a world size (for a mesh: for the number of its replicas)."""
     virtual_ranks, batch_size = data.virtual_ranks or world_size, data.batch_size or DEFAULT_BATCH_SIZE
     if data.global_batch is None:
         accumulation = data.accumulation or 1
@@ -388,15 +380,13 @@ def with_defaults(config: TrainConfig, world_size: int) -> TrainConfig:
     data = dataclasses.replace(config.data, **shape, batch_size=None, data_dir=data_dir)
     model = dataclasses.replace(config.model, init_from=init_from)
     strategy, launch = default_strategy(config, world_size), config.launch
-    if (
-        strategy in EXACT_STRATEGIES and launch.threads_per_rank is None
-    ):  # the only number that is possible at every world size
+    # the only number that is possible at every world size
+    if strategy in EXACT_STRATEGIES and launch.threads_per_rank is None:
         launch = dataclasses.replace(launch, threads_per_rank=1)
     task = config.task and absolute_task(config.task)
     optimizer = dataclasses.replace(config.optimizer, optimizer=absolute_task(config.optimizer.optimizer))
-    return dataclasses.replace(
-        config, task=task, strategy=strategy, data=data, model=model, launch=launch, optimizer=optimizer
-    )
+    config = dataclasses.replace(config, task=task, strategy=strategy, data=data)
+    return dataclasses.replace(config, model=model, launch=launch, optimizer=optimizer)
 
 
 def absolute_task(task: str) -> str:
@@ -616,11 +606,7 @@ def _check_mesh(config: TrainConfig) -> None:
 
 
 def check_values(config: TrainConfig) -> None:
-    """Check the values of settings, and contradictions between settings.
-
-    Raises:
-        UsageError: if a value is invalid, or settings contradict each other.
-    """
+    """Check the values of settings, and contradictions between settings."""
     for names, positive in ((_POSITIVE, True), (_NOT_NEGATIVE, False)):
         for name in names:
             section, key = name.split(".")

@@ -5,6 +5,7 @@ worker writes its stacks without the interpreter. No function here waits: the ag
 until it returns True. A status page with arbitrary content cannot make a function fail or use unlimited memory.
 """
 
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -97,10 +98,8 @@ class EvidenceCollection:
             process = read_process(query.pid)
             query.states.append(process.state if process and process.runs else "")
             query.done = query.done or self._is_done(query, waited_seconds)
-        is_hurried = self._patience_seconds < ANSWER_SECONDS
-        return all(query.done for query in self._queries.values()) and (
-            is_hurried or waited_seconds >= MIN_CPU_INTERVAL_SECONDS
-        )
+        is_long_enough = self._patience_seconds < ANSWER_SECONDS or waited_seconds >= MIN_CPU_INTERVAL_SECONDS
+        return is_long_enough and all(query.done for query in self._queries.values())
 
     def _is_done(self, query: _Query, waited_seconds: float) -> bool:
         counters = read_counters(query.page_fd)
@@ -111,10 +110,7 @@ class EvidenceCollection:
             is_complete = 0 < query.native_bytes == previous_bytes
             return is_complete or time.monotonic() - self._signalled_seconds > NATIVE_STACK_SECONDS
         is_deaf = time.monotonic() - counters.beat_ns / 1e9 > UNRESPONSIVE_SECONDS
-        patience_seconds = (
-            min(self._patience_seconds, UNRESPONSIVE_ANSWER_SECONDS) if is_deaf else self._patience_seconds
-        )
-        if waited_seconds < patience_seconds:
+        if waited_seconds < min(self._patience_seconds, UNRESPONSIVE_ANSWER_SECONDS if is_deaf else math.inf):
             return False
         return self._patience_seconds < ANSWER_SECONDS or not self._signal(query)
 

@@ -13,12 +13,10 @@ from enum import IntEnum
 
 from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Evidence, WorkerSample, speaks_of_lost_peer
 
-DIAGNOSIS_DELAY_SECONDS = (
-    0.3  # from the first failure to the diagnosis, so that the diagnosis includes simultaneous failures
-)
-VICTIM_DIAGNOSIS_DELAY_SECONDS = (
-    4.0  # from the end of the first victim to the diagnosis, if no primary failure is reported
-)
+# from the first failure to the diagnosis, so that the diagnosis includes simultaneous failures
+DIAGNOSIS_DELAY_SECONDS = 0.3
+# from the end of the first victim to the diagnosis, if no primary failure is reported
+VICTIM_DIAGNOSIS_DELAY_SECONDS = 4.0
 MAX_CLEANUP_SECONDS = 60.0  # from an exception to the diagnosis, if neither this process ends nor another rank fails
 
 # Errors of transports if two ranks have entered different operations. Either rank may report it, even the correct one.

@@ -165,10 +165,8 @@ def is_stalled(evidence: Sequence[Evidence], alarm: Alarm, windows: HangTimeout)
     A script may also compute for a long time.
     """
     running = [sample for sample in evidence if sample.is_running]
-    if (
-        not running
-        or min(sample.still_seconds for sample in running) < alarm.still_seconds - PROGRESS_TOLERANCE_SECONDS
-    ):
+    still_seconds = min((sample.still_seconds for sample in running), default=-math.inf)
+    if still_seconds < alarm.still_seconds - PROGRESS_TOLERANCE_SECONDS:
         return False
     if not any(is_waiting(sample) for sample in running):
         is_busy = any(sample.cpu_seconds > BUSY_CPU_SECONDS for sample in running)
@@ -267,9 +265,8 @@ class SleepDetector:
 
 SKIPPED_FIRST_STEPS = 5  # skipped after a start: these steps compile and fill caches
 LOOK_STEPS, LOOK_SECONDS = 10, 0.9  # minimum between two snapshots; averages out batches of different lengths
-MIN_SNAPSHOT_SECONDS_PER_RANK = (
-    0.001  # minimum per rank between two snapshots, because each rank costs the coordinator microseconds
-)
+# minimum per rank between two snapshots, because each rank costs the coordinator microseconds
+MIN_SNAPSHOT_SECONDS_PER_RANK = 0.001
 MIN_SLOW_SNAPSHOTS = 3  # consecutive snapshots that must agree
 MIN_QUEUED_SNAPSHOTS = 8  # the same if a rank is slow because it waits for a core
 SLOW_FACTOR = 1.3
@@ -296,6 +293,11 @@ class Straggler:
     median_seconds_per_step: float  # work of the other ranks
     phase: Phase  # the phase with most of the difference
     num_ranks: int  # world size
+
+    @property
+    def delay_seconds_per_step(self) -> float:
+        """The time that it works longer than the others."""
+        return self.seconds_per_step - self.median_seconds_per_step
 
     @property
     def warning_text(self) -> str:
@@ -332,12 +334,9 @@ class StragglerDetector:
         """A new warning, or an empty text. Call it repeatedly, with samples of all running ranks."""
         if len(samples) < 2 or any(sample.phase is Phase.USER and not sample.script for sample in samples):
             return ""
-        first_steps = [self._first.setdefault(sample.rank, sample.step) for sample in samples]
+        steps = [sample.step - self._first.setdefault(sample.rank, sample.step) for sample in samples]
         now = {sample.rank: sample for sample in samples}
-        all_started = all(
-            sample.step >= step + SKIPPED_FIRST_STEPS for sample, step in zip(samples, first_steps, strict=True)
-        )
-        if not all_started or (self._snapshots and not _are_apart(self._snapshots[-1], now)):
+        if min(steps) < SKIPPED_FIRST_STEPS or (self._snapshots and not _are_apart(self._snapshots[-1], now)):
             return ""
         self._snapshots = [*self._snapshots, now][-MIN_SLOW_SNAPSHOTS - 1 :]
         if len(self._snapshots) == 1:
@@ -353,11 +352,7 @@ class StragglerDetector:
         straggler = self._persistent()
         self.rank = straggler.rank if straggler else None
         if straggler:
-            return self._drop_repeated(
-                f"rank {self.rank}",
-                straggler.warning_text,
-                straggler.seconds_per_step - straggler.median_seconds_per_step,
-            )
+            return self._drop_repeated(f"rank {self.rank}", straggler.warning_text, straggler.delay_seconds_per_step)
         if all_scripts:  # their phases do not show what is work and what is waiting
             return ""
         return self._drop_repeated("network", *(find_slow_network(_per_step(self._snapshots[0], now)) or ("", 0.0)))
@@ -370,9 +365,7 @@ class StragglerDetector:
         for count, index in ((MIN_SLOW_SNAPSHOTS, 0), (MIN_QUEUED_SNAPSHOTS, 1)):
             slow = [straggler for pair in self._stragglers[-count:] if (straggler := pair[index]) is not None]
             if len(slow) == count and len({straggler.rank for straggler in slow}) == 1:
-                return sorted(
-                    slow, key=lambda straggler: straggler.seconds_per_step - straggler.median_seconds_per_step
-                )[count // 2]
+                return sorted(slow, key=lambda straggler: straggler.delay_seconds_per_step)[count // 2]
         return None
 
     def _drop_repeated(self, subject: str, warning: str, delay_seconds: float) -> str:
@@ -426,10 +419,14 @@ def find_slow_rank(spent: PhaseSecondsByRank, hosts: Mapping[int, str]) -> Strag
             break
     else:
         return None
-    seconds_by_phase = [{r: seconds[phase] for r, seconds in spent.items()} for phase in Phase]
-    phases = NEVER_WAITING_PHASES if work is never_waiting else WORK_PHASES
-    phase = max(phases, key=lambda p: seconds_by_phase[p][rank] - _median_of_others(seconds_by_phase[p], rank))
+    phase = _slow_phase(spent, rank, NEVER_WAITING_PHASES if work is never_waiting else WORK_PHASES)
     return Straggler(rank, hosts.get(rank, "?"), work[rank], usual, phase, len(spent))
+
+
+def _slow_phase(spent: PhaseSecondsByRank, rank: int, phases: Sequence[Phase] = SCRIPT_WORK_PHASES) -> Phase:
+    """The phase with most of the difference from the other ranks."""
+    seconds_by_phase = {phase: {r: seconds[phase] for r, seconds in spent.items()} for phase in phases}
+    return max(phases, key=lambda p: seconds_by_phase[p][rank] - _median_of_others(seconds_by_phase[p], rank))
 
 
 def find_slow_script_rank(spent: PhaseSecondsByRank, hosts: Mapping[int, str]) -> Straggler | None:
@@ -441,11 +438,7 @@ def find_slow_script_rank(spent: PhaseSecondsByRank, hosts: Mapping[int, str]) -
     least_excess = min(max(MIN_DELAY_SECONDS, (SLOW_FACTOR - 1) * usual), max(MIN_DOUBLED_DELAY_SECONDS, usual))
     if excess < least_excess or _median_of_others(waits, rank) - waits[rank] < excess / 2:
         return None
-    seconds_by_phase = {phase: {r: seconds[phase] for r, seconds in spent.items()} for phase in SCRIPT_WORK_PHASES}
-    phase = max(
-        seconds_by_phase, key=lambda p: seconds_by_phase[p][rank] - _median_of_others(seconds_by_phase[p], rank)
-    )
-    return Straggler(rank, hosts.get(rank, "?"), work[rank], usual, phase, len(spent))
+    return Straggler(rank, hosts.get(rank, "?"), work[rank], usual, _slow_phase(spent, rank), len(spent))
 
 
 def find_slow_network(spent: PhaseSecondsByRank) -> tuple[str, float] | None:
@@ -499,9 +492,8 @@ class DeadlockDetector:
             return False
         waiting = [sample for sample in running if sample.waiting and sample.still_seconds >= self._after_seconds]
         since = {sample.rank: now_seconds - sample.still_seconds for sample in waiting}
-        if len(since) < 2 or all(
-            at <= self._checked.get(rank, -math.inf) + SAME_MOMENT_TOLERANCE_SECONDS for rank, at in since.items()
-        ):
+        checked = {rank: self._checked.get(rank, -math.inf) + SAME_MOMENT_TOLERANCE_SECONDS for rank in since}
+        if len(since) < 2 or all(at <= checked[rank] for rank, at in since.items()):
             return False
         self._checked = since
         self._after_seconds = min(2 * self._after_seconds, MAX_DEADLOCK_SECONDS)

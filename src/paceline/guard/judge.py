@@ -110,9 +110,7 @@ def _diagnose_failures(ranks: RankStates, mismatches: Sequence[OpMismatch]) -> D
         parties = group_ranks(counts, lambda count: count)
         right = majority(parties)
         wrong = [n for n in died if right is not None and n not in right]
-        lines = [
-            sentences.describe_parameter_count(party) for party in (parties if right is None else reversed(parties))
-        ]
+        lines = [*map(sentences.describe_parameter_count, parties if right is None else reversed(parties))]
         tie = [] if right is not None else [list(party) for party in parties]
         return make_diagnosis(StopKind.MISMATCH, ranks, lines, causes=wrong, tie=tie)
     if died:
@@ -179,9 +177,8 @@ def _diagnose_without_waits(ranks: RankStates) -> Diagnosis:
     stuck = [n for n, kind in kinds.items() if kind is not StopKind.BEHIND]
     lines = sentences.describe_locations(ranks)
     if stuck:
-        return make_diagnosis(
-            min(kinds[n] for n in stuck), ranks, sentences.describe_waited_for(ranks, stuck), causes=stuck
-        )
+        lines = sentences.describe_waited_for(ranks, stuck)
+        return make_diagnosis(min(kinds[n] for n in stuck), ranks, lines, causes=stuck)
     any_met = any(rank.evidence.ops for rank in ranks.values())
     kind = StopKind.BEHIND if any_met else StopKind.NOT_MET
     if len(ranks) == len(running) == 1:
@@ -271,10 +268,8 @@ def _dispute_diagnosis(
             return sentences.make_diagnosis(StopKind.MISMATCH, ranks, lines, causes=causes, tie=tie, op=op, at=site)
     involved_ended = [n for n in involved if ranks[n].end is RankEnd.LEFT]
     if involved_ended:
-        op, lines = (
-            sentences.most_awaited_op(ranks, involved_ended),
-            sentences.describe_waited_for(ranks, involved_ended),
-        )
+        op = sentences.most_awaited_op(ranks, involved_ended)
+        lines = sentences.describe_waited_for(ranks, involved_ended)
         return sentences.make_diagnosis(StopKind.LEFT, ranks, lines, causes=causes, tie=tie, op=op)
     ended = [n for n in graph if ranks[n].end is RankEnd.LEFT and any(n in ranks[other].waits_for for other in causes)]
     if ended:

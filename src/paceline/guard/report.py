@@ -27,11 +27,8 @@ from paceline.runs.console import remove_controls
 from paceline.runs.reading import read
 
 DIAGNOSIS_FILE = "diagnosis.json"
-FORMER_NAMES = {
-    "verdict": "diagnosis",
-    "guilty": "causes",
-    "paceline-verdict": "paceline-diagnosis",
-}  # names in old files
+# names in old files
+FORMER_NAMES = {"verdict": "diagnosis", "guilty": "causes", "paceline-verdict": "paceline-diagnosis"}
 MAX_LINES, MAX_COLUMNS = 15, 160
 MAX_PARTIES = 6
 MAX_NAMED_RANKS = 3  # ranks with host and pid; the folder lists all of them
@@ -265,12 +262,10 @@ def write_diagnosis(folder: Path, diagnosis: Diagnosis, evidence: Sequence[Evide
     for sample in chosen:
         writing.replace_file(folder / f"rank-{sample.rank}.txt", describe_rank(sample).encode())
     # a failure record has a separate file, and monotonic times are meaningless to a reader
-    kept = tuple(
-        replace(bounded_evidence(s), failure=None, ended_seconds=0.0, fingerprints=b"", orders=b"") for s in chosen
-    )
-    content = DiagnosisRecord(
-        "paceline-diagnosis", DIAGNOSIS_FORMAT_VERSION, diagnosis, waited_seconds, time.time(), kept
-    )
+    omitted = {"failure": None, "ended_seconds": 0.0, "fingerprints": b"", "orders": b""}
+    kept = tuple(replace(bounded_evidence(sample), **omitted) for sample in chosen)
+    version, now = DIAGNOSIS_FORMAT_VERSION, time.time()
+    content = DiagnosisRecord("paceline-diagnosis", version, diagnosis, waited_seconds, now, kept)
     writing.replace_file(folder / DIAGNOSIS_FILE, msgspec.json.encode(content))
 
 
@@ -296,11 +291,7 @@ class _Header(msgspec.Struct):
 
 
 def read_diagnosis(folder: Path) -> DiagnosisRecord:
-    """Read the diagnosis of a folder of `write_diagnosis`, or of an earlier version with `FORMER_NAMES`.
-
-    Raises:
-        UsageError: diagnosis.json is missing or damaged, or has a different version.
-    """
+    """Read the diagnosis of a folder of `write_diagnosis`, or of an earlier version with `FORMER_NAMES`."""
     path = diagnosis_file(folder)
     try:
         content = read(path, limit_bytes=MAX_DIAGNOSIS_BYTES)
@@ -312,9 +303,8 @@ def read_diagnosis(folder: Path) -> DiagnosisRecord:
     try:
         header = msgspec.json.decode(content, type=_Header)
         if header.format == "paceline-diagnosis" and header.version != DIAGNOSIS_FORMAT_VERSION:
-            raise UsageError(
-                code="diagnosis-of-other-version", path=path, version=header.version, readable=DIAGNOSIS_FORMAT_VERSION
-            )
+            version, readable = header.version, DIAGNOSIS_FORMAT_VERSION
+            raise UsageError(code="diagnosis-of-other-version", path=path, version=version, readable=readable)
         return msgspec.json.decode(content, type=DiagnosisRecord)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(code="diagnosis-damaged", path=path, error=error) from error
@@ -323,10 +313,9 @@ def read_diagnosis(folder: Path) -> DiagnosisRecord:
 def describe_rank(rank: Evidence, *, most_ops: int | None = None, most_stacks: int | None = None) -> str:
     """The evidence on a rank as text, with its last `most_ops` operations and first `most_stacks` stacks."""
     ops = rank.ops if most_ops is None else rank.ops[-most_ops:]
-    lines = (
-        line for text in _rank_texts(rank, ops, rank.stacks[:most_stacks]) for line in remove_controls(text).split("\n")
-    )
-    return "".join(f"{printable(line)}\n" for line in lines)
+    # each text on its own: an unfinished control sequence must not hide the next one
+    texts = map(remove_controls, _rank_texts(rank, ops, rank.stacks[:most_stacks]))
+    return "".join(f"{printable(line)}\n" for text in texts for line in text.split("\n"))
 
 
 def _rank_texts(rank: Evidence, ops: Sequence[Op], stacks: Sequence[Stack]) -> Iterator[str]:

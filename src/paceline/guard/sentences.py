@@ -127,9 +127,8 @@ def stuck_loader_workers(evidence: Evidence) -> list[LoaderWorker]:
     """The loader processes that do not deliver the next batch of this rank."""
     if evidence.phase not in (Phase.DATA, Phase.USER):
         return []
-    stopped = [
-        loader for loader in evidence.loaders if loader.state in (*ENDED_PROCESS_STATES, *FROZEN_PROCESS_STATES, "D")
-    ]
+    states = (*ENDED_PROCESS_STATES, *FROZEN_PROCESS_STATES, "D")
+    stopped = [loader for loader in evidence.loaders if loader.state in states]
     return stopped or [loader for loader in evidence.loaders if loader.busy]
 
 
@@ -148,9 +147,8 @@ def describe_waited_for(ranks: RankStates, causes: Sequence[int]) -> list[str]:
 def _not_entered(ranks: RankStates, group: Sequence[int], op: Op | None) -> str:
     first = ranks[group[0]]
     missed = most_awaited_op(ranks, group[:1])
-    is_inside = missed is not None and any(
-        op_sequence_key(o, group[0]) == op_sequence_key(missed, group[0]) for o in first.pending
-    )
+    pending_keys = [op_sequence_key(pending, group[0]) for pending in first.pending]
+    is_inside = missed is not None and op_sequence_key(missed, group[0]) in pending_keys
     if first.frozen and is_inside:
         begins = f"{format_clause(group, 'is', 'are')} in {format_op(missed or op or first.pending[0])}"
     elif missed is not None and missed.is_message:

@@ -71,9 +71,8 @@ class ReplicaDifference:
     def is_round_off(self) -> bool:
         """Whether it is as small as the rounding differences between machines of different kinds."""
         sums = [mark.sums[self.part_index] for mark in self.fingerprints.values()]
-        return bool(self.any_fingerprint.flags & SUMMED) and max(sums) - min(sums) <= ROUND_OFF_TOLERANCE * max(
-            map(abs, sums)
-        )
+        is_close = max(sums) - min(sums) <= ROUND_OFF_TOLERANCE * max(map(abs, sums))
+        return is_close and bool(self.any_fingerprint.flags & SUMMED)
 
 
 class ReplicaComparison:
@@ -243,9 +242,8 @@ class SilentFaultDetector:
             self._report_shadowed_ranks(ranks)
         if any(sample.uneven for sample in ranks) or any((kind,) not in self._reported for kind in self._looks):
             return [diagnosis for diagnosis in diagnoses if diagnosis is not None]
-        differing = self._comparison.update(
-            {s.rank: parse_fingerprints(s.fingerprints) for s in ranks if s.fingerprints}
-        )
+        fingerprints = {s.rank: parse_fingerprints(s.fingerprints) for s in ranks if s.fingerprints}
+        differing = self._comparison.update(fingerprints)
         orders = {sample.rank: parse_call_tables(sample.orders) for sample in ranks if sample.orders}
         diagnoses += [self._diagnose_order(at, calls) for at, calls in self._orders.update(orders, last=last)]
         uneven = self._diagnose_uneven_ends(ranks) if last else None
@@ -347,9 +345,8 @@ class SilentFaultDetector:
         names, mark = self._names().get(str(difference.any_fingerprint.layout), ()), difference.any_fingerprint
         part = mark.tensor_indices[difference.part_index]
         tensor = names[part] if part < len(names) else f"part {part}"
-        before = (
-            f" (all ranks were equal after step {difference.last_equal_step})" if difference.last_equal_step else ""
-        )
+        equal_step = difference.last_equal_step
+        before = f" (all ranks were equal after step {equal_step})" if equal_step else ""
         if difference.is_round_off:
             if self._is_first_report("round-off", mark.layout):
                 text = f"after step {mark.optimizer_step} {tensor} differs between ranks by less than 1e-5. "

@@ -19,9 +19,8 @@ from paceline.guard.deaths import RankEnd, rank_end_in_collective
 from paceline.protocol.code_locations import is_calling, waits_for_ranks
 from paceline.protocol.evidence import Evidence, Op, Phase
 
-OpSequenceKey = tuple[
-    str, tuple[int, int] | None
-]  # operations numbered together: a group's collectives, messages from -> to
+# operations numbered together: a group's collectives, messages from -> to
+OpSequenceKey = tuple[str, tuple[int, int] | None]
 MessageKey = tuple[OpSequenceKey, int, str, str]
 FROZEN_PROCESS_STATES = ("T", "t")
 WORLD_GROUP = "0"  # torch's name of the group of all ranks

@@ -34,12 +34,8 @@ SOURCE_ROOT = Path(__file__).parents[1]
 RECOMMENDED_OPEN_FILES = 4096  # open files: sockets to every other rank, loader workers, shards of checkpoints
 MIN_OPEN_FILES = 256  # not sufficient for torch and one loader
 SMALL_SHM_BYTES = 64 << 20  # Docker's default, which a few batches of loader workers fill
-PACKAGES_WITH_EQUAL_VERSIONS = (
-    "paceline",
-    "torch",
-    "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
-)  # versions must be equal on all hosts
+# versions must be equal on all hosts
+PACKAGES_WITH_EQUAL_VERSIONS = ("paceline", "torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 T = TypeVar("T")
 Severity = Literal["error", "warning"]
@@ -281,9 +277,8 @@ def compare_hosts(hosts: Mapping[str, Facts], workers: Mapping[str, int], thread
     """
     nodes = [Node(name, facts, workers[name], max(1, threads)) for name, facts in hosts.items()]
     of_nodes = [finding for node in nodes for rule in NODE_RULES for finding in rule.findings(node)]
-    return sorted(
-        [*find_differences(hosts), *of_nodes], key=lambda finding: finding.severity
-    )  # stable; "error" < "warning"
+    # stable; "error" < "warning"
+    return sorted([*find_differences(hosts), *of_nodes], key=lambda finding: finding.severity)
 
 
 def find_differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
@@ -300,9 +295,8 @@ def find_differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
         values = {name: facts.packages.get(package, "missing") for name, facts in hosts.items()}
         common = Counter(value for value in values.values() if value != "missing").most_common(1)[0][0]
         remedy = f"install one version on all hosts: pip install {package}=={common}"
-        findings = [
-            *_differing("error" if package in PACKAGES_WITH_EQUAL_VERSIONS else "warning", package, values, remedy)
-        ]
+        severity = "error" if package in PACKAGES_WITH_EQUAL_VERSIONS else "warning"
+        findings = [*_differing(severity, package, values, remedy)]
         different = different or (package == "paceline" and bool(findings))
         yield from findings
     if not different:  # different versions have different code

@@ -25,9 +25,8 @@ from paceline.runs.machine import GpuUse, MachineUse, RankUse, file_name
 from paceline.runs.writers import BoundedWriter
 
 IDLE_FIELDS = (3, 4)  # of a line of /proc/stat: idle, iowait
-NUM_CPU_TIME_FIELDS = (
-    7  # user nice system idle iowait irq softirq; not steal (other machines) and guest (in user already)
-)
+# user nice system idle iowait irq softirq; not steal (other machines) and guest (in user already)
+NUM_CPU_TIME_FIELDS = 7
 LOOPBACK = "lo"
 SAMPLE_INTERVAL_SECONDS = 1.0
 END_SECONDS = 0.5  # to complete the current sample
@@ -89,7 +88,7 @@ class MachineSampler:
         cpu_before, time_before = self._cpu_before.get(pid, (process.cpu_seconds, 0.0))
         self._cpu_before[pid] = process.cpu_seconds, now
         cores = max(0.0, process.cpu_seconds - cpu_before) / max(now - time_before, 1e-3)
-        return RankUse(round(cores, 3), resident_bytes(pid))
+        return RankUse(round(cores, 3), _resident_bytes(pid))
 
     def _count(self) -> _MachineCounters:
         received, sent = _network()
@@ -97,7 +96,7 @@ class MachineSampler:
         return _MachineCounters(time.monotonic(), _busy_seconds(self._own) if quota is None else quota, received, sent)
 
 
-def resident_bytes(pid: int) -> int:
+def _resident_bytes(pid: int) -> int:
     """The resident memory of a process, including shared pages; 0 if it has ended."""
     with suppress(OSError, ValueError, IndexError):
         return int((PROC / str(pid) / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -256,9 +255,8 @@ def find_gpu_problems(pids: Collection[int], nvml: Any) -> dict[int, str]:
         with suppress(nvml.NVMLError):  # a lost GPU does not hide the others
             gpu = nvml.nvmlDeviceGetHandleByIndex(index)
             users = {int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
-            reasons = [
-                line for find in (_slowed, _damaged) for line in query_or_default(nvml, partial(find, nvml, gpu), [])
-            ]
+            finders = [partial(find, nvml, gpu) for find in (_slowed, _damaged)]
+            reasons = [line for find in finders for line in query_or_default(nvml, find, [])]
             for pid in users & {*pids}:
                 shared = [f"shared with process {', '.join(map(str, sorted(users - {pid})))}"] if users - {pid} else []
                 if reasons or shared:

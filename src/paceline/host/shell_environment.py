@@ -72,9 +72,6 @@ def environment_after(
 
     `activate` is a script for bash, or conda:NAME; empty for none. `env` contains the user's variables. The scripts see
     them, and they override variables that the scripts set.
-
-    Raises:
-        UsageError: a module, script, conda or bash is missing or fails; the message includes its last output.
     """
     before = {**base, **env}
     if not modules and not activate:
@@ -101,11 +98,7 @@ def environment_after(
 
 
 def parse_env(settings: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Parse `--env`: `NAME=VALUE` sets a variable, `NAME` alone passes the value in `environ`. The last one counts.
-
-    Raises:
-        UsageError: a name is invalid, is not set here, or is set by the launcher.
-    """
+    """Parse `--env`: `NAME=VALUE` sets a variable, `NAME` alone passes the value in `environ`. The last one counts."""
     variables: dict[str, str] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")

@@ -171,11 +171,8 @@ def recommend_strategy(rows: Sequence[Row], alone: Row | None, room_bytes: int |
             f"{plural(alone.threads, 'thread')}; the fastest of {best.world_size} processes, {best.label}, "
             f"reaches {_rate(best)}."
         )
-    exact = [
-        row
-        for row in fitting
-        if row.strategy in EXACT_STRATEGIES and row.rate.median >= MIN_EXACT_SPEED * best.rate.median
-    ]
+    fast = [row for row in fitting if row.rate.median >= MIN_EXACT_SPEED * best.rate.median]
+    exact = [row for row in fast if row.strategy in EXACT_STRATEGIES]
     pick = max(exact, key=lambda row: (not _is_sharded(row, rows), row.rate.median), default=best)
     fits = f"it fits on one device ({_size(pick.needed_bytes)}{f' of {_size(room_bytes)}' if room_bytes else ''})"
     gain = "" if alone is None else f", {pick.rate.median / alone.rate.median:.2f} times one process"
@@ -207,17 +204,15 @@ def print_compared(
 ) -> None:
     """Print the tables, the failures, the notes, and the advice last."""
     console = table_console(140)
-    speed = make_table(
-        SPEED_COLUMNS, "speed: median over rounds (quartiles); batch: samples per step, all ranks together"
-    )
+    title = "speed: median over rounds (quartiles); batch: samples per step, all ranks together"
+    speed = make_table(SPEED_COLUMNS, title)
     for row in rows:
         speed.add_row(*_speed_cells(row))
     for failure in failures:
         speed.add_row(format_strategy(failure.strategy, failure.mesh), str(failure.world_size), "", NOT_MEASURED)
     console.print(speed)
-    memory = make_table(
-        MEMORY_COLUMNS, "memory of a rank, MB; peak: all tensors together; process: including libraries"
-    )
+    title = "memory of a rank, MB; peak: all tensors together; process: including libraries"
+    memory = make_table(MEMORY_COLUMNS, title)
     for row in rows:
         memory.add_row(*_memory_cells(row))
     if any(row.memory for row in rows):

@@ -119,10 +119,11 @@ def _measure_set(results: MeasuredRounds, order: MeasurementRequest, settings: s
             results.code = code
             return
         failed = msgspec.json.decode(running.read_bytes(), type=Candidate)
-        name, reason = failed.name, _failure_reason(folder / "attempt", code)
-        results.failures.append(FailedMeasurement(name, failed.strategy, nproc, failed.batch_size, reason, failed.mesh))
+        reason = _failure_reason(folder / "attempt", code)
+        failure = FailedMeasurement(failed.name, failed.strategy, nproc, failed.batch_size, reason, failed.mesh)
+        results.failures.append(failure)
         _print(f"{format_strategy(failed.strategy, failed.mesh)} failed; measuring the other candidates")
-        done = {name, *(measurement.name for measurement in measured)}
+        done = {failed.name, *(measurement.name for measurement in measured)}
         remaining = [candidate for candidate in remaining if candidate.name not in done]
 
 

@@ -17,26 +17,16 @@ from rich.table import Table
 
 from paceline.errors import UsageError, plural
 from paceline.lab.compare import Spread, make_table, spread
-from paceline.report.run import PHASES
+from paceline.report.run import RunData, read_rank_logs
 from paceline.report.step_parts import (
-    PhaseSeconds,
     RecordedSteps,
     StepParts,
     backward_per_forward,
+    common_rows,
+    phase_seconds_by_rank,
     split_step,
-    step_between_syncs,
 )
 from paceline.runs.console import table_console
-from paceline.runs.events import (
-    Event,
-    FlopsCounted,
-    MemoryBreakdown,
-    Started,
-    Step,
-    TracedStep,
-    event_files,
-    read_events,
-)
 from paceline.runs.folder import WEIGHTS
 from paceline.runs.reading import is_file, real_path
 
@@ -145,59 +135,29 @@ class ScalingReport(msgspec.Struct, frozen=True):
 
 
 def read_run(folder: Path, *, skip: int) -> RecordedSteps:
-    """The run in `folder`, without its first `skip` steps.
-
-    Raises:
-        UsageError: if there are no events, a rank's are missing, or the steps are too few or have no phases.
-    """
-    folder = real_path(folder)
-    started: dict[int, Started] = {}
-    steps: dict[int, dict[int, PhaseSeconds]] = {}
-    samples: dict[int, int] = {}
-    for rank, path in event_files(folder).items():
-        previous: Event | None = None
-        for event in read_events(path):
-            if isinstance(event, Started):
-                started[rank] = event
-                steps[rank] = {}  # steps of earlier starts had different ranks
-            elif isinstance(event, Step) and event.steps == 1:  # a record of several steps has no phases per step
-                steps.setdefault(rank, {})[event.step] = _spent(event, previous)
-                samples[event.step] = event.samples
-            if not isinstance(event, TracedStep | MemoryBreakdown | FlopsCounted):
-                previous = event
-    size = max((start.world_size for start in started.values()), default=0)
-    missing = sorted({*range(size)} - {*started})
-    if not started or missing:
-        fault = f"the events of rank {missing[0]} of {size} are missing" if missing else "there are no events of a run"
-        raise UsageError(code="no-run-to-compare", folder=folder, what=fault)
-    ranks = range(size)
-    common = sorted(set[int].intersection(*({*steps[rank]} for rank in ranks)))[skip:]
-    if len(common) < 2:
-        raise UsageError(code="run-too-short", folder=folder, least=skip + 2, skip=skip)
-    if not all(steps[rank][number].forward for rank in ranks for number in common):
-        raise UsageError(code="run-without-phases", folder=folder)
-    return RecordedSteps(
-        steps=[{rank: steps[rank][number] for rank in ranks} for number in common],
-        mean_global_batch=sum(samples[number] for number in common) / len(common),
-        hosts={rank: started[rank].host for rank in ranks},
-        on_cpus=any(started[rank].device == "cpu" for rank in ranks),
-    )
-
-
-def _spent(step: Step, previous: Event | None) -> PhaseSeconds:
-    phases = {name: step.phase_seconds.get(name, 0.0) for name in PHASES}
-    if not isinstance(previous, Step) or previous.steps > 1:
-        return PhaseSeconds(**phases, seconds=step.seconds)
-    seconds_between = step.unix_time - previous.unix_time - step.seconds
-    return step_between_syncs(phases, step.seconds, seconds_between, previous.phase_seconds.get("optimizer", 0.0))
+    """The run in `folder`, without its first `skip` steps."""
+    run = RunData(real_path(folder))
+    read_rank_logs(run)
+    logs, size = run.newest_rank_logs(), run.world_size
+    missing = sorted({*range(size)} - {log.rank for log in logs})
+    fault = f"the events of rank {missing[0]} of {size} are missing" if missing else ""
+    if fault := next(iter(run.unreadable_parts), fault if logs else "there are no events of a run"):
+        raise UsageError(code="no-run-to-compare", folder=run.folder, what=fault)
+    # a record of several steps has no phases per step
+    single = common_rows(logs, logs[0].start_events[-1].start_step).values()
+    rows = [of for of in single if all(log.steps.covered[row] == 1 for log, row in zip(logs, of, strict=True))][skip:]
+    if len(rows) < 2:
+        raise UsageError(code="run-too-short", folder=run.folder, least=skip + 2, skip=skip)
+    steps = [phase_seconds_by_rank(logs, of) for of in rows]
+    if not all(spent.forward for step in steps for spent in step.values()):
+        raise UsageError(code="run-without-phases", folder=run.folder)
+    samples = sum(logs[0].steps.samples[first] for first, *_ in rows)
+    on_cpus = any(log.start_events[-1].device == "cpu" for log in logs)
+    return RecordedSteps(steps, samples / len(rows), run.hosts, on_cpus)
 
 
 def read_runs(folders: Sequence[Path], *, skip: int) -> Runs:
-    """The runs in these folders, by point. Several runs at the same point are its rounds.
-
-    Raises:
-        UsageError: if no run has one rank, no run has several ranks, or a folder cannot be read.
-    """
+    """The runs in these folders, by point. Several runs at the same point are its rounds."""
     runs: dict[ScalePoint, list[RecordedSteps]] = {}
     for folder in folders:
         run = read_run(folder, skip=skip)
@@ -237,9 +197,8 @@ def split_steps_by_point(runs: Runs, alone: Runs) -> dict[ScalePoint, StepParts]
     parts: dict[ScalePoint, StepParts] = {}
     for at, rounds in runs.items():
         reference = _median_run(alone[at]) if alone.get(at) else base
-        parts[at] = split_step(
-            _median_run(rounds), backward_per_forward(reference) if reference and at.ranks > 1 else None
-        )
+        ratio = backward_per_forward(reference) if reference and at.ranks > 1 else None
+        parts[at] = split_step(_median_run(rounds), ratio)
     return parts
 
 
@@ -256,9 +215,8 @@ def compute_scaling_losses(
         work = 1 if mode == "weak" else ranks  # a rank has 1/work of the samples of the single rank
         ratios = [a.mean_step_seconds / work / b.mean_step_seconds for a, b in zip(runs[base], runs[at], strict=True)]
         single, several = parts[base], parts[at]
-        shares = compute_loss_causes(
-            single, several, work, parts.get(ScalePoint(1, at.batch)) if mode == "strong" else None
-        )
+        small = parts.get(ScalePoint(1, at.batch)) if mode == "strong" else None
+        shares = compute_loss_causes(single, several, work, small)
         losses.append(
             ScalingLoss(
                 mode,
@@ -295,10 +253,8 @@ def compute_loss_causes(
         causes[COMPUTE] = parts.compute - small.compute
     lost = parts.step - base.step / work
     causes[REST] = lost - sum(causes.values())
-    shares = [
-        EfficiencyLossCause(cause, seconds, 100 * seconds / lost if lost else 0.0) for cause, seconds in causes.items()
-    ]
-    return sorted(shares, key=lambda share: -share.seconds)
+    largest_first = sorted(causes.items(), key=lambda item: -item[1])
+    return [EfficiencyLossCause(cause, s, 100 * s / lost if lost else 0.0) for cause, s in largest_first]
 
 
 def _median_run(runs: Sequence[RecordedSteps]) -> RecordedSteps:
@@ -337,23 +293,20 @@ def estimated_step(points: StepPartsByPoint, machine: TrainingProperties, count:
     ranks_each, sent = _ranks_each(points, machine), sent or NodeTraffic(1.0, ring_messages(count))
     work, inside = _single_rank_seconds(points, batch), 0.0
     if ranks_each > 1:  # ranks of one machine slow each other down, and wait for the slowest
-        full_points = {at: parts for at, parts in points.items() if at.ranks == ranks_each}
-        inside = mean(parts.exchange for parts in full_points.values())
-        work *= mean(
-            (parts.step - parts.exchange) / _single_rank_seconds(points, at.batch) for at, parts in full_points.items()
-        )
+        full = [(at.batch, parts) for at, parts in points.items() if at.ranks == ranks_each]
+        inside = mean(parts.exchange for _, parts in full)
+        work *= mean((parts.step - parts.exchange) / _single_rank_seconds(points, size) for size, parts in full)
     latency = link.latency_seconds * (2 if machine.uses_gloo else 1)
-    sent_bytes = ring_volume(count) * sent.fraction * machine.weight_bytes
+    sent_bytes = 2.0 * (count - 1) / count * sent.fraction * machine.weight_bytes  # of a ring all-reduce
     between = sent.messages * latency + sent_bytes / link.bytes_per_second
     return work + inside + between / sent.steps_per_exchange
 
 
 def _ranks_each(points: StepPartsByPoint, machine: TrainingProperties) -> int:
     """The largest measured number of ranks that do not compete for cores."""
-    return max(
-        (at.ranks for at in points if machine.threads_per_core(at.ranks) <= 1 and not machine.exchanges_over_network),
-        default=1,
-    )
+    if machine.exchanges_over_network:
+        return 1
+    return max((at.ranks for at in points if machine.threads_per_core(at.ranks) <= 1), default=1)
 
 
 def _single_rank_seconds(points: StepPartsByPoint, batch: int) -> float:
@@ -382,11 +335,6 @@ def traffic_reducing_settings(machine: TrainingProperties, count: int) -> list[t
 def ring_messages(ranks: int) -> float:
     """The number of sequential messages of a ring all-reduce."""
     return 2.0 * (ranks - 1)
-
-
-def ring_volume(ranks: int) -> float:
-    """The bytes that each rank of a ring all-reduce sends, in units of the size of the gradients."""
-    return 2.0 * (ranks - 1) / ranks
 
 
 def print_scaled(scaled: ScalingReport) -> None:
@@ -446,11 +394,7 @@ def _estimate_table(rows: Sequence[Estimate]) -> Table:
 
 
 def parse_network(text: str) -> Network:
-    """Parse a link such as "100Gbit,5us": a rate, and after a comma the latency of one message (default 0).
-
-    Raises:
-        UsageError: for a text that does not describe a link.
-    """
+    """Parse a link such as "100Gbit,5us": a rate, and after a comma the latency of one message (default 0)."""
     rate, comma, latency = (part.strip() for part in text.partition(","))
     speed, delay = _RATE.fullmatch(rate), _TIME.fullmatch(latency)
     if speed is None or float(speed[1]) <= 0:

@@ -222,9 +222,8 @@ def print_report(spec: VerifySpec | None, reports: Sequence[VerifyReport]) -> bo
         f"allowed: {tolerance:.0e} of the largest magnitude of its kind; state and parameters with AdamW {adaptive}"
     )
     count = sum(1 for r in results if not r.not_run)
-    outcome = (
-        f"{len(failed)} of {count} cases DIFFER from one process" if failed else f"all {count} cases equal one process"
-    )
+    differing = f"{len(failed)} of {count} cases DIFFER from one process"
+    outcome = differing if failed else f"all {count} cases equal one process"
     console.print(outcome if count else "nothing was run")
     return not failed and count > 0
 
@@ -258,9 +257,8 @@ def compare_and_print_bits(spec: VerifySpec | None, reports: Sequence[BitsReport
             markup=False,
         )
     sizes = ", ".join(str(report.world_size) for report in reports)
-    console.print(
-        f"{len(differ)} DIFFER" if differ else f"bit-identical: one digest per optimizer on {sizes} processes"
-    )
+    equal = f"bit-identical: one digest per optimizer on {sizes} processes"
+    console.print(f"{len(differ)} DIFFER" if differ else equal)
     return not differ
 
 

@@ -17,9 +17,6 @@ def plan_by_hand(job: JobSpec) -> Plan:
 
     The commands use torchrun's static rendezvous. Each node has a fixed number, and the agents end when node 0 is lost.
     With c10d, clocks that differed by 20 s made a run of half the nodes.
-
-    Raises:
-        UsageError: torchrun does not support the job, or hosts and nodes contradict each other.
     """
     if job.hosts and len(job.hosts) != job.nodes:
         raise UsageError(code="nodes-and-hosts-differ", value=job.nodes, count=len(job.hosts))

@@ -107,12 +107,8 @@ def _host_options(on: str, hosts: str | Sequence[str], nodes: int | str | None) 
         raise UsageError(code="run-nodes", value=nodes)
     if host_list:
         RUNS_FOLDER.mkdir(exist_ok=True)
-    return [
-        "--on",
-        on,
-        *(["--hosts", host_list] if host_list else []),
-        *(["--nodes", str(nodes)] if nodes is not None else []),
-    ]
+    options = {"--on": on, "--hosts": host_list, "--nodes": "" if nodes is None else str(nodes)}
+    return [word for name, value in options.items() if value for word in (name, value)]
 
 
 def _caller_state() -> dict[str, Any]:

@@ -30,9 +30,8 @@ from paceline.runs.owners import open_file
 MAX_LINE_BYTES = 1 << 16  # a longer line is split
 BAR_LOG_SECONDS = 10.0  # between two states of a bar in a log
 REDRAW_SECONDS = 0.1
-BAR_OWNER_TIMEOUT_SECONDS = (
-    3.0  # after this time without a new state, the bar of a different rank may use the terminal line
-)
+# after this time without a new state, the bar of a different rank may use the terminal line
+BAR_OWNER_TIMEOUT_SECONDS = 3.0
 LINE_END = re.compile(rb"(\r?\n|\r)")
 CURSOR_UP_PATTERN = re.compile(rb"\x1b\[[0-9]*A")  # cursor up: the text is one of several bars, and will be redrawn
 OUTPUT_LOCK = threading.Lock()  # keeps the lines of two workers apart
@@ -120,9 +119,8 @@ class _Bar:
         if now - self.seconds < (REDRAW_SECONDS if is_owner else BAR_OWNER_TIMEOUT_SECONDS):
             return
         with suppress(OSError):
-            text = remove_controls((prefix + state).decode(errors="replace"))[
-                : (os.get_terminal_size(screen).columns or 80) - 1
-            ]
+            width = (os.get_terminal_size(screen).columns or 80) - 1
+            text = remove_controls((prefix + state).decode(errors="replace"))[:width]
             _put(screen, text.encode(errors="replace") + CLEAR_LINE + b"\r")
             self.owner, self.seconds, self.shown = prefix, now, True
 

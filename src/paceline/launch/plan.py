@@ -217,11 +217,7 @@ class SubmitRecord(msgspec.Struct, frozen=True):
 
 
 def next_submit_dir(run_dir: Path) -> Path:
-    """Create the submit folder of the next start of a run.
-
-    Raises:
-        UsageError: the folder cannot be created.
-    """
+    """Create the submit folder of the next start of a run."""
     try:
         writing.make_folder(run_dir, exist_ok=True)
         while True:
@@ -256,11 +252,7 @@ def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:
 
 
 def write_submission(submit_dir: Path, submission: SubmitRecord) -> None:
-    """Write the record of a start atomically.
-
-    Raises:
-        TrainingError: the record cannot be written, for example because the disk is full.
-    """
+    """Write the record of a start atomically."""
     write_files(submit_dir, {SUBMISSION_FILE: msgspec.json.format(msgspec.json.encode(submission)).decode() + "\n"})
 
 

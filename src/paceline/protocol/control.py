@@ -286,9 +286,8 @@ class StopOrders:
         Returns:
             Whether an order has arrived or a child has ended.
         """
-        lifeline = (
-            [LIFELINE_DESCRIPTOR] if self._lifeline and not self.launcher_gone else []
-        )  # end of file stays readable forever
+        # end of file stays readable forever
+        lifeline = [LIFELINE_DESCRIPTOR] if self._lifeline and not self.launcher_gone else []
         if lifeline and self._silence_seconds:
             seconds = min(seconds, max(0.1, self._heard_seconds + self._silence_seconds - time.monotonic()))
         before = len(self.signals), self.launcher_gone

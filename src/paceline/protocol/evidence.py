@@ -41,9 +41,8 @@ PEER_LOST = (  # lower case
 )
 LOADER_KILLED = re.compile(r"DataLoader worker .* killed by signal: Killed")  # torch's message
 TRANSPORT_TYPES = frozenset({"DistNetworkError", "DistStoreError"})
-TORCH_ERROR_TYPES = frozenset(
-    {"RuntimeError", "DistError", "DistBackendError"}
-)  # torch also raises these for lost peers
+# torch also raises these for lost peers
+TORCH_ERROR_TYPES = frozenset({"RuntimeError", "DistError", "DistBackendError"})
 SHARED_GROUP = "shared"
 """The group of ranks with shared memory, and the prefix of the names of such groups on several hosts."""
 BLOCK_PREFIX = "block "

@@ -9,9 +9,8 @@ import math
 import msgspec
 
 RECORDED_EPOCHS = 2  # epochs that are recorded; later epochs are shortened to one batch each
-SHORTENED_EPOCH_BATCHES = (
-    24  # batches of a shortened epoch, plus the remainder, so that accumulation windows end as in a full epoch
-)
+# batches of a shortened epoch, plus the remainder, so that accumulation windows end as in a full epoch
+SHORTENED_EPOCH_BATCHES = 24
 MAX_STEPS = 100  # limit for a script without epochs, and for the training of a session
 MAX_INDICES, MAX_DIGESTS = 5000, 32
 OWN_GENERATORS = "generators of its own"

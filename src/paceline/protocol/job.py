@@ -51,11 +51,8 @@ WINDOW_BOUNDS_SECONDS = {  # floor and cap in seconds
     HangWindowStage.LONG: (300.0, 1800.0),
     HangWindowStage.USER: (300.0, 1800.0),
 }
-STEP_STAGES = (
-    HangWindowStage.STEP,
-    HangWindowStage.DATA,
-    HangWindowStage.WARM_UP,
-)  # share their longest gap, because times shift between phases
+# share their longest gap, because times shift between phases
+STEP_STAGES = (HangWindowStage.STEP, HangWindowStage.DATA, HangWindowStage.WARM_UP)
 
 
 class HangTimeout(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -66,11 +63,7 @@ class HangTimeout(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
     @classmethod
     def parse(cls, text: str) -> HangTimeout:
-        """Parse the value of `--hang-timeout`: auto, off, or seconds such as 30, 7.5 or 30s.
-
-        Raises:
-            UsageError: the value is invalid; the message lists the choices.
-        """
+        """Parse the value of `--hang-timeout`: auto, off, or seconds such as 30, 7.5 or 30s."""
         value = text.strip().lower()
         if value in ("auto", "off"):
             return cls(off=True) if value == "off" else AUTO
@@ -84,11 +77,8 @@ class HangTimeout(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         if self.off:
             return math.inf
         if self.seconds is not None:
-            return (
-                max(EXPLICIT_FLOOR_SECONDS, EXPLICIT_FACTOR * self.seconds)
-                if stage is HangWindowStage.LONG
-                else self.seconds
-            )
+            is_long = stage is HangWindowStage.LONG
+            return max(EXPLICIT_FLOOR_SECONDS, EXPLICIT_FACTOR * self.seconds) if is_long else self.seconds
         floor, cap = WINDOW_BOUNDS_SECONDS[stage]
         return min(max(GAP_FACTOR * largest_gap_seconds, floor), cap)
 

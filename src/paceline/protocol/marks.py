@@ -222,9 +222,7 @@ class Mismatch:
     @property
     def words(self) -> str:
         """The calls of the ranks, as text."""
-        shown_ranks = [
-            rank for rank in range(len(self.calls)) if not self.minority_ranks or rank in self.minority_ranks
-        ]
+        shown_ranks = self.minority_ranks or range(len(self.calls))
         text = "; ".join(f"rank {rank} called {_call(self.calls[rank])}" for rank in shown_ranks)
         if not self.minority_ranks:
             return text + "; without a majority, either may be wrong"

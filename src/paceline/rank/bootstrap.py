@@ -82,9 +82,6 @@ def worker_command(script_and_args: Sequence[str], python: str = sys.executable)
 
     A .py file or a module runs through this bootstrap. Any other program runs directly. Reports of its failures contain
     only the exit code and the last lines. If the agent is killed with SIGKILL, the sweep ends it, not the kernel.
-
-    Raises:
-        UsageError: the program is missing or does not exist.
     """
     if not script_and_args:
         raise UsageError(code="nothing-to-run")

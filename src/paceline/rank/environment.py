@@ -26,11 +26,7 @@ _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def is_launched(env: Mapping[str, str]) -> bool:
-    """Whether a launcher has started this process as a rank: torchrun's, srun's or mpirun's variables are set.
-
-    Raises:
-        UsageError: as `translate_to_torchrun`.
-    """
+    """Whether a launcher has started this process as a rank: torchrun's, srun's or mpirun's variables are set."""
     return any(name in env for name in RANK_VARIABLES) or bool(translate_to_torchrun(env))
 
 
@@ -90,9 +86,6 @@ def rank_counts(env: Mapping[str, str]) -> tuple[int, int, int, int]:
     """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE from the variables of torchrun, srun or mpirun.
 
     If no variable is set, the values are those of a single process: 0, 1, 0, 1.
-
-    Raises:
-        UsageError: some variables are missing or contradict each other; or as `translate_to_torchrun`.
     """
     env = {**env, **translate_to_torchrun(env)}
     names = [*RANK_VARIABLES, *ADDRESS_VARIABLES]
@@ -187,11 +180,7 @@ def _step_id(env: Mapping[str, str]) -> int:
 
 
 def read_int_variable(env: Mapping[str, str], *names: str) -> int | None:
-    """The value of the first of these variables that is set; None if none is set.
-
-    Raises:
-        UsageError: it is not a nonnegative integer.
-    """
+    """The value of the first of these variables that is set; None if none is set."""
     for name in names:
         if name not in env:
             continue
@@ -211,11 +200,7 @@ _ENV_READERS: Mapping[str, Callable[[Mapping[str, str]], dict[str, str]]] = {
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Expand a node list of Slurm, in its order: `n[1-3,7],gpu-[01-02]` -> n1 n2 n3 n7 gpu-01 gpu-02.
-
-    Raises:
-        UsageError: the list is invalid.
-    """
+    """Expand a node list of Slurm, in its order: `n[1-3,7],gpu-[01-02]` -> n1 n2 n3 n7 gpu-01 gpu-02."""
     names: list[str] = []
     for entry in re.split(r",(?![^\[]*\])", text):
         parts = _PART.findall(entry)

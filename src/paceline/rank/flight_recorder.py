@@ -106,9 +106,8 @@ def has_op_in_flight() -> bool:
 
     If gloo's threads complete two operations in reverse order, the count is late until the next one completes.
     """
-    statuses = [
-        status for dump in _flight_recorder_dumps(collectives=False) for status in dump.get("pg_status", {}).values()
-    ]
+    dumps = _flight_recorder_dumps(collectives=False)
+    statuses = (status for dump in dumps for status in dump.get("pg_status", {}).values())
     return any(status["last_enqueued_collective"] > status["last_completed_collective"] for status in statuses)
 
 

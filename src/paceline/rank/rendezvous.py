@@ -34,12 +34,10 @@ NOTICE_INTERVAL_SECONDS = 30.0
 CONNECT_SECONDS = 10.0  # for one attempt of torch's client, which prints a lot when it fails
 LONGEST_POLL_SECONDS = 0.25
 PREFIX = "paceline/meeting"
-_hosted_stores: dict[
-    int, Store
-] = {}  # by port: kept to the end of the process, for ranks that begin their next group early
-_rendezvous_counter: list[
-    int
-] = []  # [number of rendezvous so far]; empty before the first: a process may make several groups
+# by port: kept to the end of the process, for ranks that begin their next group early
+_hosted_stores: dict[int, Store] = {}
+# [number of rendezvous so far]; empty before the first: a process may make several groups
+_rendezvous_counter: list[int] = []
 COMPLETE, REFUSED, ARRIVED, JOB = "complete", "refused", "arrived", "job"
 RANK_CLAIMED_TWICE = "rank-claimed-twice"
 
@@ -104,9 +102,8 @@ def rendezvous(rank: int, size: int, env: Mapping[str, str], *, seconds: float =
             break
         next_message += NOTICE_INTERVAL_SECONDS
         if meeting.wait_message:
-            print(
-                f"paceline: after {time.monotonic() - start:.0f} s {meeting.wait_message}", file=sys.stderr, flush=True
-            )
+            seconds = time.monotonic() - start
+            print(f"paceline: after {seconds:.0f} s {meeting.wait_message}", file=sys.stderr, flush=True)
     if meeting.error is not None:
         raise meeting.error
     if meeting.store is None:

@@ -52,11 +52,8 @@ class Site(Struct, frozen=True):
 def code_owner(filename: str) -> CodeOwner:
     """The owner of a file, derived from its name."""
     if filename.startswith(_PACKAGE_DIR + "/"):
-        return (
-            CodeOwner.NOBODY
-            if activity_of(short_filename(filename)) in (Activity.GUARD, Activity.WAITS)
-            else CodeOwner.OURS
-        )
+        is_helper = activity_of(short_filename(filename)) in (Activity.GUARD, Activity.WAITS)
+        return CodeOwner.NOBODY if is_helper else CodeOwner.OURS
     if "/site-packages/torch/" in filename or "/torch/distributed/" in filename:
         return CodeOwner.NOBODY
     if "-packages/" in filename:

@@ -245,12 +245,10 @@ class Drawing:
 
 def make_drawings(run: RunData) -> list[Drawing]:
     """The diagrams for which the run has events."""
-    steps = _typical_step(run)
-    return [
-        *(_stages_drawing(run, steps) if steps else ()),
-        *(_step_timeline_drawing(run, steps) if steps else ()),
-        *_samples_drawing(run),
-    ]
+    drawings = [*_samples_drawing(run)]
+    if steps := _typical_step(run):
+        drawings = [*_stages_drawing(run, steps), *_step_timeline_drawing(run, steps), *drawings]
+    return drawings
 
 
 def _render_svg(name: str, **values: object) -> Markup:
@@ -324,20 +322,12 @@ def _step_timeline_drawing(run: RunData, steps: dict[int, TracedStep]) -> Iterat
         calls: list[tuple[object, ...]] = []
         for name, at, duration, size in trace.calls[:MAX_BOXES] if run.world_size > 1 else ():
             ends = [begin + seconds for phase, begin, seconds in trace.phases if phase == "sync"]
-            latest = max(
-                at, ends[0] if ends else _trace_end_seconds(trace)
-            )  # no rank leaves sync before its collectives end
+            # no rank leaves sync before its collectives end
+            latest = max(at, ends[0] if ends else _trace_end_seconds(trace))
             seconds = min(duration, latest - at) if duration >= 0 else latest - at
             details = f"{size / 1e6:,.3f} MB, {_ms(duration) if duration >= 0 else 'end unknown'}"
-            calls.append(
-                (
-                    remove_controls(name)[:60],
-                    _is_control_collective(name, size),
-                    (offset + at) / span,
-                    seconds / span,
-                    details,
-                )
-            )
+            label, is_control = remove_controls(name)[:60], _is_control_collective(name, size)
+            calls.append((label, is_control, (offset + at) / span, seconds / span, details))
         lanes.append({"rank": rank, "phases": phases, "calls": calls})
     caption = "The phases of each rank, with its collectives below." if run.world_size > 1 else "Its phases."
     if run.strategy == "ddp":

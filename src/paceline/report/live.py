@@ -91,9 +91,8 @@ class RankHistory:
     def __init__(self, rank: int) -> None:
         self.host, self.node = "", 0
         self._now = RankSnapshot(rank)
-        self._reads: deque[tuple[int, tuple[float, ...], bool]] = deque(
-            maxlen=AVERAGED_READS + 1
-        )  # step, seconds, waiting
+        # step, seconds, waiting
+        self._reads: deque[tuple[int, tuple[float, ...], bool]] = deque(maxlen=AVERAGED_READS + 1)
         self._work: deque[float] = deque(maxlen=MAX_HISTORY)
         self._last: Step | None = None
 
@@ -249,10 +248,9 @@ class LiveReader:
         return machines
 
     def _phase_seconds_by_rank(self) -> PhaseSecondsByRank:
-        spent_by_rank = {
-            rank: spent for rank, history in self._ranks.items() if (spent := history.mean_phase_seconds()) is not None
-        }
-        return spent_by_rank if len(spent_by_rank) == len(self._ranks) else {}
+        means = {rank: history.mean_phase_seconds() for rank, history in self._ranks.items()}
+        known = {rank: spent for rank, spent in means.items() if spent is not None}
+        return known if len(known) == len(means) else {}
 
 
 def rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:

@@ -12,8 +12,15 @@ from statistics import median
 
 from paceline.errors import ExitCode
 from paceline.report.figures import COLOURS, Figure
-from paceline.report.run import PHASES, RankLog, RunData, pick_evenly
-from paceline.report.step_parts import PhaseSeconds, RecordedSteps, StepParts, split_step, step_between_syncs
+from paceline.report.run import RankLog, RunData, pick_evenly
+from paceline.report.step_parts import (
+    PhaseSeconds,
+    RecordedSteps,
+    StepParts,
+    common_rows,
+    phase_seconds_by_rank,
+    split_step,
+)
 from paceline.runs.console import remove_controls
 from paceline.runs.events import Checkpointed, Ended, Evaluated, Notice, RolledBack, Skipped
 from paceline.runs.summary import scores_line
@@ -206,25 +213,10 @@ def find_bottleneck(run: RunData) -> Bottleneck:
 
 def _common_steps(logs: Sequence[RankLog]) -> list[dict[int, PhaseSeconds]]:
     """Some steps that all ranks of the newest start have recorded after the warm-up, if possible consecutive ones."""
-    start = logs[0].start_events[-1].start_step
-    rows = [
-        {log.steps.step[row]: row for row in log.valid_rows if log.steps.step[row] > start + WARM_UP} for log in logs
-    ]
-    common = sorted(set(rows[0]).intersection(*rows[1:]))
-    common = [n for n in common if all(log.steps.follows[of[n]] for log, of in zip(logs, rows, strict=True))] or common
-    return [
-        {log.rank: _phase_seconds(log, of[number]) for log, of in zip(logs, rows, strict=True)}
-        for number in pick_evenly(common, min(MAX_STEPS, MAX_SPENT // len(logs)))
-    ]
-
-
-def _phase_seconds(log: RankLog, row: int) -> PhaseSeconds:
-    steps = log.steps
-    phases = {name: column[row] for name, column in zip(PHASES, steps.phases, strict=True)}
-    if not row or not steps.follows[row]:
-        return PhaseSeconds(**phases, seconds=steps.seconds[row])
-    between = steps.ended[row] - steps.ended[row - 1] - steps.seconds[row]
-    return step_between_syncs(phases, steps.seconds[row], between, steps.phases[-1][row - 1])
+    rows = common_rows(logs, logs[0].start_events[-1].start_step + WARM_UP)
+    follow = [n for n, of in rows.items() if all(log.steps.follows[row] for log, row in zip(logs, of, strict=True))]
+    numbers = pick_evenly(follow or [*rows], min(MAX_STEPS, MAX_SPENT // len(logs)))
+    return [phase_seconds_by_rank(logs, rows[number]) for number in numbers]
 
 
 def _wait_seconds(steps: Sequence[dict[int, PhaseSeconds]]) -> dict[int, dict[int, float]]:

@@ -52,6 +52,7 @@ class StepColumns:
     def __init__(self) -> None:
         self.step, self.epoch = array("q"), array("q")
         self.samples, self.consumed = array("q"), array("q")  # of the global batch; of this rank
+        self.covered = array("q")  # number of steps in the record
         self.ended, self.seconds = array("d"), array("d")  # Unix time on node 0's clock
         self.loss, self.lr, self.norm = array("d"), array("d"), array("d")  # norm: NaN if unknown
         self.follows = array("b")  # 1: immediately follows the row before
@@ -62,6 +63,7 @@ class StepColumns:
         self.follows.append(follows)
         self.step.append(event.step)
         self.epoch.append(event.epoch)
+        self.covered.append(event.steps)
         self.samples.append(event.samples)
         self.consumed.append(event.consumed)
         self.ended.append(event.unix_time)
@@ -164,9 +166,8 @@ class RunData:
     summary: Summary | None = None
     ranks: dict[int, RankLog] = field(default_factory=dict[int, RankLog])
     machines: dict[int, list[MachineUse]] = field(default_factory=dict[int, list[MachineUse]])
-    clock_offsets: dict[int, ClockOffset] = field(
-        default_factory=dict[int, ClockOffset]
-    )  # the newest clock offset of each node
+    # the newest clock offset of each node
+    clock_offsets: dict[int, ClockOffset] = field(default_factory=dict[int, ClockOffset])
     failures: list[Failure] = field(default_factory=list[Failure])  # the failures that ranks recorded, in all starts
     diagnoses: list[DiagnosisRecord] = field(default_factory=list[DiagnosisRecord])
     notices: list[ScriptNotice] = field(default_factory=list[ScriptNotice])  # the notices of the agent, in all starts
@@ -208,31 +209,19 @@ class RunData:
 
     def newest_rank_logs(self) -> list[RankLog]:
         """The ranks of the newest start that have events."""
-        return [
-            self.ranks[rank] for rank in range(self.world_size) if rank in self.ranks and self.ranks[rank].start_events
-        ]
+        logs = (self.ranks.get(rank) for rank in range(self.world_size))
+        return [log for log in logs if log is not None and log.start_events]
 
 
 def read_run(folder: Path) -> RunData:
-    """Read the run in `folder`.
-
-    Raises:
-        UsageError: if no part of a run can be read.
-    """
+    """Read the run in `folder`."""
     run = RunData(folder)
     with _recording_errors(run, CONFIG):
         run.settings = _flat(decode_toml(folder / CONFIG))
     with _recording_errors(run, "environment.json"):
         run.environment = decode(folder / "environment.json", dict[str, Any])
     run.summary = read_summary(folder)
-    with _recording_errors(run, "events"):
-        files = event_files(folder)
-        for rank in [*files][:MAX_RANKS]:
-            run.ranks[rank] = log = RankLog(rank, min(MAX_EVENTS, MAX_TRACED // len(files)))
-            with _recording_errors(run, files[rank].name):
-                for line in _lines(files[rank], MAX_BYTES // len(files)):
-                    if (event := decode_event(line)) is not None:
-                        log.add_event(event)
+    read_rank_logs(run)
     with _recording_errors(run, "machine"):
         machines = machine_files(folder)
         limit = min(MAX_MACHINE_RECORDS, 5 * MAX_MACHINE_RECORDS // max(1, len(machines)))
@@ -249,6 +238,18 @@ def read_run(folder: Path) -> RunData:
         raise UsageError(f"{folder} contains no readable part of a run{why}")
     _align_clocks(run)
     return run
+
+
+def read_rank_logs(run: RunData) -> None:
+    """Read the events of all ranks."""
+    with _recording_errors(run, "events"):
+        files = event_files(run.folder)
+        for rank in [*files][:MAX_RANKS]:
+            run.ranks[rank] = log = RankLog(rank, min(MAX_EVENTS, MAX_TRACED // len(files)))
+            with _recording_errors(run, files[rank].name):
+                for line in _lines(files[rank], MAX_BYTES // len(files)):
+                    if (event := decode_event(line)) is not None:
+                        log.add_event(event)
 
 
 def _lines(path: Path, max_bytes: int) -> Iterator[bytes]:

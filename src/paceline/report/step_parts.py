@@ -20,6 +20,8 @@ backward is waiting. docs/scaling.md explains the parts.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.report.run import PHASES, RankLog
+
 WORK_PHASES: tuple[str, ...] = ("data", "forward", "backward", "optimizer", "between")
 MIN_BACKWARD_WAIT_RATIO = 1.05  # ratio to a backward without waiting; less is noise
 MIN_SINGLE_CAUSE_FRACTION = 0.6  # minimum fraction of all waiting that one rank must cause, to be reported
@@ -77,13 +79,29 @@ class StepParts:
         return self.compute + self.data + self.waiting
 
 
-def step_between_syncs(phases: Mapping[str, float], seconds: float, between: float, earlier: float) -> PhaseSeconds:
+def common_rows(logs: Sequence[RankLog], after: int) -> dict[int, list[int]]:
+    """The steps after step `after` that all ranks have recorded: for each step its row in each log."""
+    rows = [{log.steps.step[row]: row for row in log.valid_rows if log.steps.step[row] > after} for log in logs]
+    return {step: [of[step] for of in rows] for step in sorted(set(rows[0]).intersection(*rows[1:]))}
+
+
+def phase_seconds_by_rank(logs: Sequence[RankLog], rows: Sequence[int]) -> dict[int, PhaseSeconds]:
+    """The seconds of a step, from its row in each log."""
+    return {log.rank: _phase_seconds(log, row) for log, row in zip(logs, rows, strict=True)}
+
+
+def _phase_seconds(log: RankLog, row: int) -> PhaseSeconds:
     """The seconds from the end of one synchronisation to the end of the next, which all ranks reach together.
 
-    The interval has the optimizer of the step before (`earlier`): a rank that is late in it delays the others in this
-    step. `between` are the seconds between the two steps. They belong to training if the loop did nothing else.
+    The interval has the optimizer of the step before: a rank that is late in it delays the others in this step. The
+    seconds between the two steps belong to training if the loop did nothing else.
     """
-    between = max(0.0, between)  # negative if a clock was set back
+    steps, seconds = log.steps, log.steps.seconds[row]
+    phases = {name: column[row] for name, column in zip(PHASES, steps.phases, strict=True)}
+    if not row or not steps.follows[row]:
+        return PhaseSeconds(**phases, seconds=seconds)
+    between = max(0.0, steps.ended[row] - steps.ended[row - 1] - seconds)  # negative if a clock was set back
+    earlier = steps.phases[-1][row - 1]
     seconds += between + earlier - phases["optimizer"]
     return PhaseSeconds(**{**phases, "optimizer": earlier}, seconds=seconds, between=between)
 

@@ -96,18 +96,15 @@ def _phase(rank: RankSnapshot) -> Text:
 
 
 def _work(rank: RankSnapshot) -> Text:
-    return Text(
-        format_duration(rank.work_seconds[-1]) if rank.work_seconds else "", "yellow" if rank.is_slowest else ""
-    )
+    duration = format_duration(rank.work_seconds[-1]) if rank.work_seconds else ""
+    return Text(duration, "yellow" if rank.is_slowest else "")
 
 
 def _waits(rank: RankSnapshot) -> Text:
     if rank.waiting_fraction is None:
         return Text()
-    return Text(
-        f"{rank.waiting_fraction:.0%}" if rank.waiting_fraction >= MIN_WAITING_FRACTION else "-",
-        "" if rank.waiting_fraction < 0.3 else "yellow",
-    )
+    percent = f"{rank.waiting_fraction:.0%}" if rank.waiting_fraction >= MIN_WAITING_FRACTION else "-"
+    return Text(percent, "" if rank.waiting_fraction < 0.3 else "yellow")
 
 
 def _no_progress_cell(rank: RankSnapshot) -> Text:
@@ -167,9 +164,8 @@ ORDERS: tuple[tuple[str, Callable[[RankSnapshot], tuple[float, ...]]], ...] = (
 
 def summary_line(now: RunSnapshot, state: RunState) -> str:
     """The state as one line of plain text."""
-    ranks = [
-        rank for rank in now.ranks if rank.no_progress_seconds >= MIN_NO_PROGRESS_SECONDS and not rank.end_description
-    ]
+    running = [rank for rank in now.ranks if not rank.end_description]
+    ranks = [rank for rank in running if rank.no_progress_seconds >= MIN_NO_PROGRESS_SECONDS]
     is_live = state.state in (*LIVE_STATES, "unknown")
     still = f"  {len(ranks)} of {len(now.ranks)} ranks without progress" if ranks and is_live else ""
     slow = f"  {one_line(now.slow_rank_message, 120)}" if now.slow_rank_message and state.state == "running" else ""

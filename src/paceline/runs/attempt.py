@@ -137,9 +137,8 @@ class LogTimesWriter:
         with suppress(OSError):
             size = self._log.stat().st_size
             if size > self._size:
-                end = (
-                    os.fstat(self._descriptor).st_size // TIME_RECORD.size * TIME_RECORD.size
-                )  # overwrites an incomplete record
+                # overwrites an incomplete record
+                end = os.fstat(self._descriptor).st_size // TIME_RECORD.size * TIME_RECORD.size
                 os.pwrite(self._descriptor, TIME_RECORD.pack(size, time.time()), end)
                 self._size = size
 

@@ -201,11 +201,7 @@ def move_summary_to_attempt(run_dir: Path, attempt: int) -> None:
 
 
 def write_settings(folder: Path, text: str) -> None:
-    """Write `folder`/config.toml atomically, because other ranks and restarted workers read it.
-
-    Raises:
-        TrainingError: for example, the disk is full.
-    """
+    """Write `folder`/config.toml atomically, because other ranks and restarted workers read it."""
     try:
         writing.replace_file(folder / CONFIG, text.encode())
     except OSError as error:

@@ -156,9 +156,8 @@ def open_without_links(path: Path, *, folder: bool) -> tuple[int, str]:
             try:
                 inner = os.open(part, flags, dir_fd=descriptor)
             except OSError as error:
-                raise _describe_open_error(
-                    path, path.parents[len(parts) - 2 - index] if not last else path, error
-                ) from None
+                failed = path if last else path.parents[len(parts) - 2 - index]
+                raise _describe_open_error(path, failed, error) from None
             os.close(descriptor)
             descriptor = inner
     except BaseException:
@@ -176,9 +175,8 @@ def _describe_open_error(path: Path, part: Path, error: OSError) -> OSError:
     if is_link or error.errno == errno.ELOOP:
         return UnreadableFileError(path, REASONS[errno.ELOOP] if part == path else f"is below {part}, a symbolic link")
     if error.errno == errno.ENOTDIR:
-        return UnreadableFileError(
-            path, "is not a folder" if part == path else f"is below {part}, which is not a folder"
-        )
+        place = "is not a folder" if part == path else f"is below {part}, which is not a folder"
+        return UnreadableFileError(path, place)
     return UnreadableFileError(path, REASONS.get(error.errno or 0, f"cannot be read: {error.strerror}"))
 
 

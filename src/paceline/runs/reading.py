@@ -91,9 +91,8 @@ def read_lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[byt
     """
     with open_file(path) as file:
         if file.status.st_size > LARGE_BYTES and file.status.st_blocks * 512 < file.status.st_size // MAX_COMPRESSION:
-            raise UnreadableFileError(
-                path, f"has {file.status.st_size:,} bytes that are mostly holes, unlike files of a run"
-            )
+            reason = f"has {file.status.st_size:,} bytes that are mostly holes, unlike files of a run"
+            raise UnreadableFileError(path, reason)
         skipped = 0 if from_end_bytes is None else max(0, file.status.st_size - from_end_bytes)
         os.lseek(file.descriptor, skipped, os.SEEK_SET)
         rest: list[bytes] = []

@@ -76,11 +76,7 @@ TRACKERS: dict[str, tuple[str, Callable[[Path, Mapping[str, Any]], Tracker]]] = 
 
 
 def tracker_names(report_to: str | None) -> list[str]:
-    """The trackers in `report_to`, separated by commas.
-
-    Raises:
-        UsageError: one of them is unknown, or its package is not installed.
-    """
+    """The trackers in `report_to`, separated by commas."""
     names = [name.strip() for name in (report_to or "").split(",") if name.strip()]
     for name in names:
         if name not in TRACKERS:

@@ -9,7 +9,7 @@ import msgspec
 
 from paceline.host.facts import Address, Facts, Limit
 from paceline.host.gpus import Gpu
-from paceline.lab.doctor.messages import ExamineAnswer, FolderProbeAnswer, Link
+from paceline.lab.doctor.host import ExamineAnswer, FolderProbeAnswer, Link
 from paceline.lab.doctor.survey import PlannedUse, Survey
 
 HOSTS = ("n1", "n2", "n3")

@@ -17,8 +17,16 @@ from typing import Any
 
 import pytest
 
-from paceline.lab.doctor.host import ERRORS, MAX_CONNECTIONS, NO_ANSWER, TOKEN_SECONDS, WRONG_PROGRAM, measure_links
-from paceline.lab.doctor.messages import Link, Target
+from paceline.lab.doctor.host import (
+    ERRORS,
+    MAX_CONNECTIONS,
+    NO_ANSWER,
+    TOKEN_SECONDS,
+    WRONG_PROGRAM,
+    Link,
+    Target,
+    measure_links,
+)
 
 HOST = [sys.executable, "-P", "-m", "paceline.lab.doctor.host"]
 TOKEN = secrets.token_hex(16)

@@ -11,7 +11,7 @@ from tests.rendered import rendered
 
 from paceline.host.facts import Address, Limit, compare_hosts
 from paceline.host.gpus import Gpu
-from paceline.lab.doctor.messages import FolderProbeAnswer, Link
+from paceline.lab.doctor.host import FolderProbeAnswer, Link
 from paceline.lab.doctor.report import RULES, hosts_of, run_checks, worst_link_values
 
 PAIRS = list(permutations(HOSTS, 2))

@@ -199,16 +199,14 @@ def _length_findings(loaders: Loaders, *, means: bool) -> Iterator[Finding]:
 
 def _input_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     inputs_by_rank = [facts.replicas[0].inputs for facts in ranks if facts.replicas]
-    if (
-        len(inputs_by_rank) > 1
-        and all(len(inputs) > 1 for inputs in inputs_by_rank)
-        and are_samples_mostly_equal(inputs_by_rank)
-    ):
+    if len(inputs_by_rank) < 2 or not all(inputs_by_rank):
+        return
+    if all(len(inputs) > 1 for inputs in inputs_by_rank) and are_samples_mostly_equal(inputs_by_rank):
         site = ranks[0].steps[0].backward_site if ranks[0].steps else ranks[0].replicas[0].site
         fix = "give each rank a different part: x[rank::world_size]"
         text = "all ranks train on the same batches"
         yield Finding("same batches", "wrong", text, site, fix, "the inputs of the model are equal on all ranks")
-    elif len(inputs_by_rank) > 1 and all(inputs_by_rank):
+    else:
         yield Finding("same batches", "right", "each rank has different inputs", ranks[0].replicas[0].site)
 
 
@@ -224,11 +222,10 @@ def evaluation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Itera
     loader = next(iter(loaders.values()))
     passes_by_rank = {rank: loader.passes[:RECORDED_EPOCHS] for rank, loader in loaders.items() if loader.passes}
     if len(passes_by_rank) == 1 and len(ranks) > 1:
-        training = [
-            loader for loader in ranks[0].loaders if loader.training_passes and loader.training_passes[0].seconds
-        ]
+        trained = [(seen.training_passes[0], seen.batches) for seen in ranks[0].loaders if seen.training_passes]
+        training = [epoch for epoch in trained if epoch[0].seconds]
         evaluation_seconds = _epoch_seconds(next(iter(passes_by_rank.values()))[0], loader.batches)
-        epoch_seconds = sum(_epoch_seconds(loader.training_passes[0], loader.batches) for loader in training)
+        epoch_seconds = sum(_epoch_seconds(*epoch) for epoch in training)
         text = f"only {format_ranks(passes_by_rank)} evaluates"
         if training and evaluation_seconds >= MIN_COST_SECONDS and evaluation_seconds >= MIN_COST * epoch_seconds:
             evidence = f"the other ranks wait about {evaluation_seconds:.1f} s; an epoch takes {epoch_seconds:.1f} s"
@@ -278,9 +275,8 @@ def _averages_rates(passes_by_rank: Sequence[Sequence[LoaderPass]]) -> bool:
         for column in columns:
             if all(map(_is_fraction_of_count, column, counts)):
                 rate_count += sum(not _is_fraction_of_count(value, 1) for value in column)
-                is_unweighted = is_unweighted or not all(
-                    _is_fraction_of_count(value, sum(counts)) for value in column
-                )  # or weighted before the sum
+                # or weighted before the sum
+                is_unweighted = is_unweighted or not all(_is_fraction_of_count(value, sum(counts)) for value in column)
     return is_unweighted and rate_count >= MIN_RATES
 
 

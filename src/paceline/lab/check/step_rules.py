@@ -99,20 +99,14 @@ def _accumulation_window_findings(facts: ScriptFacts) -> Iterator[Finding]:
         is_full = is_full and any(math.isclose(_factor(step), usual, rel_tol=1e-3) for usual in usual_factors)
         if rest and step.backwards < window and next_step.epoch != step.epoch and is_full and is_clean:
             is_clean, site = False, step.site if is_scaled else site
-            text = (
-                f"the last window of an epoch has {step.backwards} micro-batches, but the loss is divided by {window}"
-            )
+            count = step.backwards
+            text = f"the last window of an epoch has {count} micro-batches, but the loss is divided by {window}"
             fix = f"loss / min({window}, len(loader) - first micro-batch of the window)"
-            evidence = f"its gradient has {step.backwards}/{window} of the right size"
+            evidence = f"its gradient has {count}/{window} of the right size"
             yield Finding("last window", "wrong", text, site, fix, evidence)
-    for dropped in facts.dropped:
-        if (
-            rest
-            and dropped.epoch <= RECORDED_EPOCHS
-            and dropped.backwards == rest
-            and dropped.optimizer == 0
-            and is_clean
-        ):
+    for dropped in facts.dropped if rest else ():
+        is_rest = dropped.backwards == rest and dropped.optimizer == 0
+        if is_clean and is_rest and dropped.epoch <= RECORDED_EPOCHS:
             is_clean = False
             outcome = "are never used" if dropped.cleared else "are added to the first step of the next epoch"
             text = f"the gradients of the last {dropped.backwards} micro-batches of an epoch {outcome}"
@@ -151,9 +145,8 @@ def _file_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
         fix = "`if dist.get_rank() == 0:` before it, or put the rank into the file name"
         if ranks[0].session:
             fix = "s.save(model, path) for weights, and `if s.rank == 0:` before other files"
-        yield Finding(
-            "one file", "wrong", "several ranks write the same file", site, fix, f"{format_ranks(of)}: {path}{more}"
-        )
+        evidence = f"{format_ranks(of)}: {path}{more}"
+        yield Finding("one file", "wrong", "several ranks write the same file", site, fix, evidence)
     if writers and not shared:
         yield Finding("one file", "right", "no two ranks write the same file")
 
@@ -269,9 +262,8 @@ def _optimizer_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
         first, measured = rows[0][0], [row for row in rows if all(step.local for step in row)]
         if unequal:
             when = f"at {len(unequal)} of {len(rows)} steps"
-            finding = _local_sgd_note(rows) or _unaveraged_gradient_finding(
-                ranks[0], unequal[0][0], when, start_differs=start_differs
-            )
+            unaveraged = _unaveraged_gradient_finding(ranks[0], unequal[0][0], when, start_differs=start_differs)
+            finding = _local_sgd_note(rows) or unaveraged
             if finding.words not in reported:
                 yield finding
             reported.add(finding.words)

@@ -1,7 +1,7 @@
 """The program on each host: `python -P -m paceline.lab.doctor.host` answers requests until its stdin ends.
 
-One JSON line in, one out. Only a user who has logged in can write to its stdin. A connection from the network needs a
-token, and can then only exchange bytes that this program counts.
+One JSON line in, one out. A request names no program and no code. Only a user who has logged in can write to stdin. A
+connection from the network needs a token, and can then only exchange bytes that this program counts.
 """
 
 import errno
@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from paceline.host.facts import gather_facts
-from paceline.lab.doctor import messages as m
+from paceline.host.facts import Facts, gather_facts
 
+MAX_LINE_BYTES = 1 << 20
 TOKEN_PATTERN = re.compile(r"[0-9a-f]{32}")
 TOKEN_BYTES = 32
 CHUNK_BYTES = 1 << 18
@@ -44,13 +44,103 @@ ERRORS = {
 }
 
 
-def _examine(request: m.Examine) -> m.ExamineAnswer:
+class _Request(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    pass
+
+
+class Examine(_Request, frozen=True):
+    """Gather the facts, and listen for peers with `token`. Answer: ExamineAnswer."""
+
+    token: str
+    folder: str
+
+
+class AskTime(_Request, frozen=True):
+    """Answer: Time."""
+
+
+class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Address, port and token of a host that listens."""
+
+    address: str
+    port: int
+    token: str
+
+
+class Connect(_Request, frozen=True):
+    """Connect to all targets in parallel, each for `seconds` at most. Answer: ConnectAnswer.
+
+    Then send to each for `measure_seconds`, to measure its throughput.
+    """
+
+    targets: tuple[Target, ...]
+    seconds: float
+    measure_seconds: float = 0.0
+
+
+class Probe(_Request, frozen=True):
+    """Write, read or remove a file named after the token, in the folder or its nearest parent."""
+
+    act: Literal["write", "read", "remove"]
+    folder: str
+    token: str
+
+
+Request = Examine | AskTime | Connect | Probe
+
+
+class ExamineAnswer(msgspec.Struct, frozen=True):
+    """The facts, the port at which the host listens, and the disk of the run folder or its nearest parent."""
+
+    facts: Facts
+    port: int
+    disk_path: str
+    disk_free: int  # bytes
+    disk_size: int  # bytes
+
+
+class Time(msgspec.Struct, frozen=True):
+    """The wall clock."""
+
+    wall_seconds: float
+
+
+class Link(msgspec.Struct, frozen=True):
+    """The reason why a connection failed, or the shortest round trip and the measured throughput."""
+
+    error: str = ""
+    round_trip_seconds: float = 0.0
+    bytes_per_second: float = 0.0
+
+
+class ConnectAnswer(msgspec.Struct, frozen=True):
+    """A link for each target, in their order."""
+
+    links: tuple[Link, ...]
+
+
+class FolderProbeAnswer(msgspec.Struct, frozen=True):
+    """The error; empty if there was none."""
+
+    error: str = ""
+
+
+class RequestRefusal(msgspec.Struct, frozen=True):
+    """The answer to a request that is invalid or failed."""
+
+    refused: str
+
+
+# ---- answers ----
+
+
+def _examine(request: Examine) -> ExamineAnswer:
     folder = _nearest_existing_folder(request.folder)
     usage = shutil.disk_usage(folder)
-    return m.ExamineAnswer(gather_facts(), _listen(request.token.encode()), str(folder), usage.free, usage.total)
+    return ExamineAnswer(gather_facts(), _listen(request.token.encode()), str(folder), usage.free, usage.total)
 
 
-def _probe(request: m.Probe) -> m.FolderProbeAnswer:
+def _probe(request: Probe) -> FolderProbeAnswer:
     if not TOKEN_PATTERN.fullmatch(request.token):  # it becomes a part of a file name
         raise ValueError(f"a token is 32 hex digits, got {request.token[:40]!r}")
     folder = _nearest_existing_folder(request.folder)
@@ -64,26 +154,24 @@ def _probe(request: m.Probe) -> m.FolderProbeAnswer:
         except OSError as error:
             if not isinstance(error, FileExistsError):
                 path.unlink(missing_ok=True)
-            return m.FolderProbeAnswer(f"{folder} is not writable: {error.strerror}")
+            return FolderProbeAnswer(f"{folder} is not writable: {error.strerror}")
     elif request.act == "read":
         try:
             os.scandir(folder).close()  # refreshes the cache of NFS
             if path.read_bytes()[:64] != token:
-                return m.FolderProbeAnswer("the file has different content here")
+                return FolderProbeAnswer("the file has different content here")
         except OSError as error:
-            return m.FolderProbeAnswer(error.strerror or str(error))
+            return FolderProbeAnswer(error.strerror or str(error))
     else:
         with suppress(OSError):
             path.unlink()
-    return m.FolderProbeAnswer()
+    return FolderProbeAnswer()
 
 
 def _nearest_existing_folder(folder: str) -> Path:
     """The folder, or its nearest parent that exists."""
     path = Path(folder).absolute()
-    while not path.is_dir() and path != path.parent:
-        path = path.parent
-    return path
+    return next(existing for existing in (path, *path.parents) if existing.is_dir())
 
 
 def _listen(token: bytes) -> int:
@@ -127,26 +215,26 @@ def _answer(connection: socket.socket, token: bytes) -> None:
             return
 
 
-def measure_links(targets: tuple[m.Target, ...], seconds: float, measure_seconds: float = 0.0) -> m.ConnectAnswer:
+def measure_links(targets: tuple[Target, ...], seconds: float, measure_seconds: float = 0.0) -> ConnectAnswer:
     """Connect to all targets in parallel, each for `seconds` at most, and measure their links."""
     with ThreadPoolExecutor(max(1, min(64, len(targets)))) as pool:
-        return m.ConnectAnswer(tuple(pool.map(lambda target: _measure_link(target, seconds, measure_seconds), targets)))
+        return ConnectAnswer(tuple(pool.map(lambda target: _measure_link(target, seconds, measure_seconds), targets)))
 
 
-def _measure_link(target: m.Target, seconds: float, measure_seconds: float) -> m.Link:
+def _measure_link(target: Target, seconds: float, measure_seconds: float) -> Link:
     try:
         with socket.create_connection((target.address, target.port), timeout=seconds) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(target.token.encode())
             if _read(connection, TOKEN_BYTES) != target.token.encode():
-                return m.Link(WRONG_PROGRAM)
+                return Link(WRONG_PROGRAM)
             connection.settimeout(seconds + measure_seconds + 5.0)
             round_trip = min(_round_trip(connection, PING) for _ in range(ROUND_TRIPS))
-            return m.Link("", round_trip, _throughput(connection, measure_seconds) if measure_seconds else 0.0)
+            return Link("", round_trip, _throughput(connection, measure_seconds) if measure_seconds else 0.0)
     except TimeoutError:
-        return m.Link(NO_ANSWER)
+        return Link(NO_ANSWER)
     except OSError as error:
-        return m.Link(ERRORS.get(error.errno or 0, str(error)))
+        return Link(ERRORS.get(error.errno or 0, str(error)))
 
 
 def _round_trip(connection: socket.socket, message: bytes) -> float:
@@ -178,26 +266,26 @@ def _read(connection: socket.socket, count: int) -> bytes:
     return data
 
 
-REQUEST_HANDLERS: Mapping[type[m.Request], Callable[[Any], object]] = {
-    m.Examine: _examine,
-    m.AskTime: lambda _: m.Time(time.time()),
-    m.Connect: lambda request: measure_links(request.targets, request.seconds, request.measure_seconds),
-    m.Probe: _probe,
+REQUEST_HANDLERS: Mapping[type[Request], Callable[[Any], object]] = {
+    Examine: _examine,
+    AskTime: lambda _: Time(time.time()),
+    Connect: lambda request: measure_links(request.targets, request.seconds, request.measure_seconds),
+    Probe: _probe,
 }
 
 
 def main() -> int:
     """Answer until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the launcher, which closes this stdin
-    decoder = msgspec.json.Decoder(m.Request)
-    while line := sys.stdin.buffer.readline(m.MAX_LINE_BYTES + 1):
+    decoder = msgspec.json.Decoder(Request)
+    while line := sys.stdin.buffer.readline(MAX_LINE_BYTES + 1):
         try:
-            if len(line) > m.MAX_LINE_BYTES or not line.endswith(b"\n"):
-                raise ValueError(f"line longer than {m.MAX_LINE_BYTES} bytes, or incomplete: {line[:60]!r}")
+            if len(line) > MAX_LINE_BYTES or not line.endswith(b"\n"):
+                raise ValueError(f"line longer than {MAX_LINE_BYTES} bytes, or incomplete: {line[:60]!r}")
             request = decoder.decode(line)
             reply = REQUEST_HANDLERS[type(request)](request)
         except (msgspec.MsgspecError, ValueError, OSError) as error:
-            reply = m.RequestRefusal(str(error)[:1000])
+            reply = RequestRefusal(str(error)[:1000])
         try:
             sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
             sys.stdout.buffer.flush()

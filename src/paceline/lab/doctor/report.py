@@ -13,7 +13,7 @@ from paceline.errors import plural
 from paceline.guard.report import printable
 from paceline.host.facts import NODE_RULES, Address, Facts, Finding, Node, Rule, find_differences, node_as_fact
 from paceline.host.reach import is_loopback
-from paceline.lab.doctor.messages import ExamineAnswer
+from paceline.lab.doctor.host import ExamineAnswer
 from paceline.lab.doctor.survey import Survey
 
 MAX_CLOCK_OFFSET_SECONDS = 2.0
@@ -71,9 +71,8 @@ class Host(Node):
 
     def next_link_speed(self) -> list[tuple[str, float]]:
         """The next host, and the bytes per second that arrived there."""
-        return [
-            (to, link.bytes_per_second) for (name, to), link in self.survey.measured_links.items() if name == self.name
-        ]
+        links = self.survey.measured_links.items()
+        return [(target, link.bytes_per_second) for (source, target), link in links if source == self.name]
 
 
 def hosts_of(survey: Survey) -> list[Host]:
@@ -154,10 +153,8 @@ def run_checks(survey: Survey) -> list[Check]:
 
 def worst_link_values(survey: Survey) -> tuple[float, float]:
     """The slowest link's bytes per second, and the longest round trip in seconds; 0 if not measured."""
-    trips = [
-        [link.round_trip_seconds for link in links.values() if not link.error]
-        for links in survey.links_by_address.values()
-    ]
+    by_address = survey.links_by_address.values()
+    trips = [[link.round_trip_seconds for link in links.values() if not link.error] for links in by_address]
     slowest = min((link.bytes_per_second for link in survey.measured_links.values()), default=0.0)
     return slowest, max((min(trip) for trip in trips if trip), default=0.0)
 
@@ -167,9 +164,8 @@ def _versions(facts: Facts) -> str:
 
 
 def _ports(survey: Survey) -> str:
-    addresses = ", ".join(
-        f"{host.name} {a.address} ({a.interface})" for host in hosts_of(survey) if (a := host.usable_address())
-    )
+    usable = [(host.name, host.usable_address()) for host in hosts_of(survey)]
+    addresses = ", ".join(f"{name} {a.address} ({a.interface})" for name, a in usable if a)
     return f"all {len(survey.links_by_address)} connections between {len(survey.hosts)} hosts are open: {addresses}"
 
 
@@ -179,9 +175,8 @@ def _bandwidth(survey: Survey) -> str:
     slowest, round_trip = worst_link_values(survey)
     if not survey.measured_links:
         return "not measured: no connection is open"
-    return (
-        f"{_rate(slowest)} on the slowest of {len(survey.measured_links)} links, round trip {1e3 * round_trip:.2g} ms"
-    )
+    count = len(survey.measured_links)
+    return f"{_rate(slowest)} on the slowest of {count} links, round trip {1e3 * round_trip:.2g} ms"
 
 
 SUMMARIES: dict[str, tuple[bool, Callable[[Survey], str]]] = {

@@ -176,10 +176,8 @@ def _explain_gradient(got: StepValues, want: StepValues, first: TensorDifference
         return "none", mismatched[0], f"one process has {expectation}"
     keys = list(ref.weights)
     present = {n: g for n, g in want.gradients.items() if g is not None}
-    values, expected = (
-        sample_gradient({n: got.gradients.get(n) for n in present}, present),
-        sample_gradient(present, present),
-    )
+    values = sample_gradient({n: got.gradients.get(n) for n in present}, present)
+    expected = sample_gradient(present, present)
     scale = float(values.abs().max()) or 1.0
     if (factor := factor_between(values, expected)) is not None:
         return "mean", first.tensor, f"every gradient is {format_ratio(factor)} the right value"
@@ -194,9 +192,8 @@ def _explain_gradient(got: StepValues, want: StepValues, first: TensorDifference
         if scaled := _other_scale(values, ref):
             return "scale", first.tensor, scaled
         return "gradient", first.tensor, f"{details}. The gradient path is not linear{_hooked(ref)}"
-    if all(
-        abs(m - 1) < COEFFICIENT_TOLERANCE for m in coefficients.tolist()
-    ):  # but the parts do not add up to the whole gradient
+    # but the parts do not add up to the whole gradient
+    if all(abs(m - 1) < COEFFICIENT_TOLERANCE for m in coefficients.tolist()):
         return "scale", first.tensor, f"the part of each micro-batch is right, but not their sum{_hooked(ref)}"
     parts = ", ".join(f"{k}: {format_ratio(float(m))}" for k, m in zip(keys, coefficients, strict=True))
     cause = _cause_of_coefficients(dict(zip(keys, coefficients.tolist(), strict=True)), want, ref)
@@ -278,12 +275,9 @@ def sample_difference(got: Sequence[int], want: Sequence[int]) -> str:
 
 
 def _stream_difference(got: StepValues, want: StepValues) -> str:
-    wrong_keys = [
-        key
-        for key in {**want.stream_fingerprints, **got.stream_fingerprints}
-        if got.stream_fingerprints.get(key) != want.stream_fingerprints.get(key)
-    ]
-    return f"virtual rank.micro-batch {', '.join(sorted(wrong_keys)[:6])} starts from different random numbers"
+    ours, theirs = got.stream_fingerprints, want.stream_fingerprints
+    wrong_keys = sorted(key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key))
+    return f"virtual rank.micro-batch {', '.join(wrong_keys[:6])} starts from different random numbers"
 
 
 def _is_factor(ratio: float) -> bool:

@@ -85,9 +85,8 @@ class GenerationLogs:
 
     def spans(self, counts: range) -> Iterator[range]:
         """Split `counts` into spans so that each record is in one span. Most spans are single steps."""
-        long_spans = deque(
-            sorted((covered_steps(record)[0], record.step) for record in self.records() if record.steps > 1)
-        )
+        long_records = (record for record in self.records() if record.steps > 1)
+        long_spans = deque(sorted((covered_steps(record)[0], record.step) for record in long_records))
         begin = counts.start
         while begin < counts.stop:
             while long_spans and long_spans[0][1] < begin:
@@ -302,9 +301,9 @@ def _add_unlogged_steps(start: GenerationLogs, plan: BatchPlan) -> Iterator[str]
     Such a rank used its usual portion of the plan, if that is known, otherwise the portion of no other rank. Yields a
     note for each such step.
     """
-    for step in (
-        sorted({step for log in start.logs for step in log.unlogged}) if not start.start_event.own_order else ()
-    ):
+    if start.start_event.own_order:
+        return
+    for step in sorted({step for log in start.logs for step in log.unlogged}):
         reported = {rank for log in start.logs for rank in log.unlogged.get(step, ())}
         incomplete = [
             log for log in start.logs
@@ -401,9 +400,8 @@ def _rank_faults(span: range, log: RankLog, plan: BatchPlan) -> Iterator[str]:
     records = _records(span, log)
     if log.started.own_order:
         for record in records:
-            recorded = torch.tensor(
-                [i for s in covered_steps(record) for i in log.samples.get(s, [])], dtype=torch.int64
-            )
+            indices = [i for step in covered_steps(record) for i in log.samples.get(step, [])]
+            recorded = torch.tensor(indices, dtype=torch.int64)
             if record.consumed != len(recorded) or _fingerprint(record) != fingerprint(recorded):
                 yield f"recorded different samples from those it used: {len(recorded)} instead of {record.consumed}"
         return

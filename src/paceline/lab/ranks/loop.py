@@ -55,9 +55,8 @@ class LoopStep(StepValues):
     output_sum: float = 0.0
     num_summed_values: float = 0.0  # the number of values in these sums, which depends on the padding of a micro-batch
     updates: bool = False  # whether an optimizer has updated a model
-    externally_changed_grads: list[str] = field(
-        default_factory=list[str]
-    )  # parameters whose .grad changed before s.backward
+    # parameters whose .grad changed before s.backward
+    externally_changed_grads: list[str] = field(default_factory=list[str])
     has_change_between_backwards: bool = False  # whether a gradient changed between two s.backward calls
 
 
@@ -69,13 +68,11 @@ class LoopRun:
     optimizer: str = "-"
     steps: list[LoopStep] = field(default_factory=list[LoopStep])
     notes: list[str] = field(default_factory=list[str])  # the session's notes about the loop
-    gradient_path_hooks: list[str] = field(
-        default_factory=list[str]
-    )  # hooks and custom autograd functions on the gradient path
+    # hooks and custom autograd functions on the gradient path
+    gradient_path_hooks: list[str] = field(default_factory=list[str])
     bits: list[StepBits] = field(default_factory=list[StepBits])  # instead of tensors, if the case is exact
-    start_fingerprints: dict[str, Any] = field(
-        default_factory=dict[str, Any]
-    )  # fingerprints of the models before the first step
+    # fingerprints of the models before the first step
+    start_fingerprints: dict[str, Any] = field(default_factory=dict[str, Any])
     draws_random_numbers: bool = False  # whether the loop draws random numbers
     precision: str = "float64"  # the least precise type in the graphs of its losses
     digests: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # of weights and state, at the end
@@ -151,9 +148,8 @@ class _Recorder(Observer):
         """Some whole global batches, and a last one that is uneven, or too small for some virtual ranks."""
         size = self.spec.virtual_ranks
         # batch norm needs more than one value for its statistics
-        tail_size = (
-            2 * size + 1 if any(has_batch_norm(part.replica.model) for part in self.models) else max(1, size - 1)
-        )
+        needs_values = any(has_batch_norm(part.replica.model) for part in self.models)
+        tail_size = 2 * size + 1 if needs_values else max(1, size - 1)
         last_size = plan.global_batch if plan.last_batch == "drop" else min(tail_size, plan.global_batch)
         return max(2, self.spec.steps // 2), last_size
 
@@ -233,12 +229,10 @@ class _Recorder(Observer):
         return values
 
     def on_update(self, part: ModelInTraining) -> None:
-        self._step.gradients = {**self._step.gradients, **self._reduced_gradients.pop(part.number, {})}
-        self._step.applied_gradients = {
-            **self._step.applied_gradients,
-            **self._values(part, gradients_of(part.replica)),
-        }
-        self._step.updates = True
+        step, applied = self._step, self._values(part, gradients_of(part.replica))
+        step.gradients = {**step.gradients, **self._reduced_gradients.pop(part.number, {})}
+        step.applied_gradients = {**step.applied_gradients, **applied}
+        step.updates = True
 
     def on_step(self, record: StepRecord) -> None:
         batches, step = record.microbatches, self._step
@@ -301,9 +295,8 @@ def read_run(folder: Path, size: int, number: int) -> list[LoopRun]:
 def _run_case(spec: LoopSpec, case: LoopCase, rank: int) -> LoopRun:
     run = LoopRun(case.strategy)
     torch.set_default_dtype(torch.float32 if case.exact else torch.float64)
-    seed_streams(
-        derive_seed(spec.seed, "loop", rank) % MIN_RANDOM_SEED
-    )  # per rank: only a broadcast makes models equal
+    # per rank: only a broadcast makes models equal
+    seed_streams(derive_seed(spec.seed, "loop", rank) % MIN_RANDOM_SEED)
     modules_before, folder = set(sys.modules), Path(spec.target.rpartition(":")[0]).resolve().parent
     try:
         with use_observer(_Recorder(spec, case, run)), nullcontext() if case.exact else _without_dropout():

@@ -154,9 +154,8 @@ def _explain(
         text = f"{description} differs{' between ranks' if ranks_differ else ''}"
         if kind == "gradient":
             return _explain_gradient(ranks, want, first.tensor, text, path, tolerance, ranks_differ=ranks_differ)
-        is_scaled = all(
-            _factor(rank.applied_gradients, rank.gradients) is not None for rank in ranks
-        )  # as clipping does
+        # as clipping does
+        is_scaled = all(_factor(rank.applied_gradients, rank.gradients) is not None for rank in ranks)
         return "outside" if kind == "parameter" else "changed" if is_scaled else "beside", first.tensor, text
     logged, wanted = got.scalars, want.scalars
     if any(rank.scalars != logged for rank in ranks):

@@ -73,11 +73,7 @@ class Workload:
 
 
 def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: World) -> Workload:
-    """Load the task and its data.
-
-    Raises:
-        UsageError: if no candidate could be trained, or the data have too few samples for a batch.
-    """
+    """Load the task and its data."""
     check_precision(config.compute.precision, world.device)
     task = load_task(str(config.task), task_options(config))
     data, notes = task.make_dataset("train"), ()
@@ -111,11 +107,7 @@ class CandidateTraining:
     def __init__(
         self, workload: Workload, candidate: Candidate, folder: Path, steps: int, enter: Callable[[Phase], object]
     ) -> None:
-        """Apply the strategy to a new model (a collective).
-
-        Raises:
-            UsageError: if the strategy does not support this training.
-        """
+        """Apply the strategy to a new model (a collective)."""
         self._open = ExitStack()
         self.sync_seconds = 0.0  # the time that the last chunk of steps waited for other ranks
         task, dataset, world, data = workload.task, workload.dataset, workload.world, workload.world.data
@@ -223,9 +215,8 @@ def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate
     with inspect_memory(world.device) if order.memory else nullcontext() as inspection:
         all_gather_object(0, world)
         start = time.perf_counter()
-        training = CandidateTraining(
-            workload, candidate, folder, last, inspection.enter if inspection else ignore_phase
-        )
+        enter = inspection.enter if inspection else ignore_phase
+        training = CandidateTraining(workload, candidate, folder, last, enter)
         replica = training.replica
         if inspection:
             inspection.watch(replica)
@@ -247,9 +238,8 @@ def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate
             "memory": msgspec.to_builtins(inspection.found) if inspection else None,
             "sync": training.sync_seconds,
         }  # fmt: skip
-        local["gpu"] = query_gpu_problems([os.getpid()], wait_seconds=GPU_DRIVER_WAIT_SECONDS).get(
-            os.getpid(), ""
-        )  # before it cools down
+        # before it cools down
+        local["gpu"] = query_gpu_problems([os.getpid()], wait_seconds=GPU_DRIVER_WAIT_SECONDS).get(os.getpid(), "")
         weights = [shard for shard in replica.state() if shard.name.startswith("model/")]
         digest = sha256_of(full_state(weights, world))
     trained = [p for p in replica.model.parameters() if p.requires_grad]

@@ -82,9 +82,8 @@ class Inspection:
         sizes = (self._weights, self._gradients, self._optimizer)
         events = _timeline(profiler, self._device)
         has_allocations = any(isinstance(event, int) for event in events)
-        activations, exchange, peak = (
-            compute_memory_levels(events, sum(sizes) + self._batch) if has_allocations else (None,) * 3
-        )
+        levels = compute_memory_levels(events, sum(sizes) + self._batch) if has_allocations else (None,) * 3
+        activations, exchange, peak = levels
         if self._in_stages:  # forwards and backwards alternate, so there is no moment to measure these
             activations = exchange = None
         self.found = Memory(*sizes, activations, exchange, peak, peak_memory() or None)
@@ -169,13 +168,9 @@ class TrafficCounter:
         self._begin()
         if is_incomplete or not (entries or shared or messages):
             return 0.0 if self._world.size == 1 else None
-        sizes = [
-            collective_sent_bytes(entry["profiling_name"], _bytes(entry), self._group_size(entry)) for entry in entries
-        ]
-        sizes += [
-            collective_sent_bytes(op.kind, collective_bytes(op.shape, op.dtype), self._world.data.size) for op in shared
-        ]
-        return sum(sizes) + messages
+        calls = [(entry["profiling_name"], _bytes(entry), self._group_size(entry)) for entry in entries]
+        calls += [(op.kind, collective_bytes(op.shape, op.dtype), self._world.data.size) for op in shared]
+        return sum(collective_sent_bytes(*call) for call in calls) + messages
 
     def _group_size(self, entry: dict[str, Any]) -> int:
         """The size of the collective's group. Each dimension of a mesh has a separate group."""

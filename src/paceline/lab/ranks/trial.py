@@ -62,11 +62,7 @@ def task_of(spec: VerifySpec) -> Task:
 
 
 def optimizers_of(spec: VerifySpec, task: Task, model: nn.Module) -> dict[str, type[Optimizer]]:
-    """The types of the verified optimizers, by name. Each is created once for `model`, with its schedule.
-
-    Raises:
-        UsageError: if the task creates no optimizer, or an unsuitable one.
-    """
+    """The types of the verified optimizers, by name. Each is created once for `model`, with its schedule."""
     by_task = task.make_optimizer is not None
     names = spec.optimizers or ([TASK_OPTIMIZER] if by_task else [*OPTIMIZERS])
     if TASK_OPTIMIZER in names and not by_task:
@@ -229,9 +225,8 @@ def _install_observers(trial: Trial) -> None:
         right_enter(batch, is_last)
         # with "sync" one forward computes all virtual ranks of a rank, and draws no random number
         if batch.work.is_counted and trial.case.batchnorm != "sync":
-            trial.step_values.stream_fingerprints[f"{batch.work.virtual_rank}.{batch.work.micro_batch}"] = (
-                random_stream_fingerprint()
-            )
+            key = f"{batch.work.virtual_rank}.{batch.work.micro_batch}"
+            trial.step_values.stream_fingerprints[key] = random_stream_fingerprint()
 
     def clip_grad_norm(max_norm: float) -> Deferred[float]:
         # not in sync_gradients: hooks on parameters run after it
@@ -287,9 +282,8 @@ def collect_step_values(
 def _optimizer_state(replica: Strategy, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The optimizer state as in reference.optimizer_state, unsharded (a collective)."""
     state: dict[str, Tensor] = {}
-    for full_name, value in full_state(
-        [shard for shard in replica.state() if shard.name.startswith("optimizer/")], replica.world
-    ).items():
+    shards = [shard for shard in replica.state() if shard.name.startswith("optimizer/")]
+    for full_name, value in full_state(shards, replica.world).items():
         name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
         if value.shape == parameters[name].shape:
             state[f"{key} of {name}"] = value

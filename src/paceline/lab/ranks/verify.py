@@ -150,17 +150,15 @@ def collect_bits(spec: VerifySpec, world: World) -> BitsReport:
         policy = "local" if has_batch_norm(model) else "none"
     setting = trials.make_setup(spec, task, policy, world)
     bits = [_bits_of(setting, strategy, optimizer) for strategy in spec.strategies for optimizer in optimizers]
-    return BitsReport(
-        world.size, setting.plan.global_batch, setting.plan.num_samples, bits, hardware_facts(world.device)
-    )
+    plan, hardware = setting.plan, hardware_facts(world.device)
+    return BitsReport(world.size, plan.global_batch, plan.num_samples, bits, hardware)
 
 
 def _bits_of(setting: VerificationSetup, strategy: str, optimizer: str) -> StrategyBits:
     gc.collect()
     spec, world = setting.spec, setting.world
-    replica, batches = trials.apply_strategy(
-        setting, strategy, optimizer, make_model(setting.task, spec.seed + world.rank, world)
-    )
+    model = make_model(setting.task, spec.seed + world.rank, world)
+    replica, batches = trials.apply_strategy(setting, strategy, optimizer, model)
     steps: list[StepBits] = []
     for microbatches in batches:
         result = train_step(replica, microbatches, setting.task.loss, max_norm=spec.clip_norm)

@@ -216,8 +216,8 @@ class AttachedWorkers(Workers):
 
     def send_address_to_rank_0(self, meeting: Rendezvous) -> None:
         """Send the address of this agent to rank 0, which passes it to the other nodes."""
-        if self._first is not None:
-            with suppress(OSError):
+        with suppress(OSError):
+            if self._first is not None:
                 send(self._first, meeting)
 
     # ---- overridden methods of Workers ----
@@ -426,9 +426,8 @@ class AttachedCoordinator:
         now = time.monotonic()
         if (due := diagnosis_due_seconds(samples)) is not None:
             # only the samples of all ranks show which ranks are victims of a failure on a different node
-            if now >= due + (
-                0.0 if self._has_all_ranks or self._is_apart or self.plan.nodes == 1 else NODE_CONNECT_SECONDS
-            ):
+            is_complete = self._has_all_ranks or self._is_apart or self.plan.nodes == 1
+            if now >= due + (0.0 if is_complete else NODE_CONNECT_SECONDS):
                 self._report_failure(monitor, samples)
             return
         if self._stall_seconds is not None:

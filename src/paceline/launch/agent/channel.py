@@ -112,9 +112,8 @@ class NodeHeartbeat(msgspec.Struct, frozen=True, tag=True):
     stopped: bool = False  # the generation has been stopped, and all its processes except `left` have ended
     left: tuple[int, ...] = ()  # pids of processes that SIGKILL has not ended
     unix_time: float | None = None  # send time, by the node's clock
-    alive_took_seconds: float | None = (
-        None  # of the last `CoordinatorHeartbeat`: receive time (here) - send time (coordinator)
-    )
+    # of the last `CoordinatorHeartbeat`: receive time (here) - send time (coordinator)
+    alive_took_seconds: float | None = None
 
 
 class EvidenceRequest(msgspec.Struct, frozen=True, tag=True):

@@ -45,9 +45,8 @@ class RemoteNode:
         self.shown: list[Evidence] | None = None  # the answer, once it is complete
         self._partial_answer: list[Evidence] = []
         self._samples: dict[int, WorkerSample] = {}  # by rank
-        self._cached: tuple[object, str, Sequence[WorkerSample]] | None = (
-            None  # (`_samples`, `lost`, result of `samples()`)
-        )
+        # (`_samples`, `lost`, result of `samples()`)
+        self._cached: tuple[object, str, Sequence[WorkerSample]] | None = None
         self.reached: channel.ReachabilityReply | None = None
         self.started: channel.StartReply | None = None
         self.lost = ""  # why it no longer takes part; empty while it does
@@ -127,9 +126,8 @@ class RemoteNode:
 
 NODE_END_SECONDS = 3.0
 NUM_OTHER_OPEN_FILES = 1024  # open files besides the links
-HEARTBEAT_BATCH_SECONDS = (
-    1e-4  # heartbeats are collected for this time per node: a tenth of a second for a thousand nodes
-)
+# heartbeats are collected for this time per node: a tenth of a second for a thousand nodes
+HEARTBEAT_BATCH_SECONDS = 1e-4
 MAX_DISMISSED = 16
 SILENT_SECONDS = 3 * channel.BEAT_SECONDS
 
@@ -211,9 +209,8 @@ class RemoteNodes:
                 member.lost = member.link.ended
                 has_news = has_news or bool(member.lost)
             if beat_due:
-                member.link.send(
-                    channel.CoordinatorHeartbeat(time.time())
-                )  # read the clock for each node: a send may wait
+                # read the clock for each node: a send may wait
+                member.link.send(channel.CoordinatorHeartbeat(time.time()))
         if beat_due:
             self._beat_seconds = now = time.monotonic()
             silence = max((now - member.link.heard_seconds for member in self.present_nodes), default=0.0)
@@ -240,9 +237,8 @@ class RemoteNodes:
             self.wrong.append(f"{sender} has connected, but {rival.host}, pid {rival.pid}, already has its number")
         else:
             member = self.members[hello.node] = RemoteNode(hello, link)
-            link.send(
-                channel.CoordinatorHeartbeat(time.time())
-            )  # immediately, so that even a short run knows the clocks
+            # immediately, so that even a short run knows the clocks
+            link.send(channel.CoordinatorHeartbeat(time.time()))
             self._process(member, messages[1:])
             return None
         link.send(channel.RunOver(2))
@@ -299,9 +295,7 @@ class RemoteNodes:
         for member in (*self.present_nodes, *self.waiting):
             member.link.send(channel.RunOver(code))
         deadline = time.monotonic() + NODE_END_SECONDS
-        while (
-            links := [node.link for node in self.present_nodes if not node.link.ended]
-        ) and time.monotonic() < deadline:
+        while time.monotonic() < deadline and (links := [n.link for n in self.present_nodes if not n.link.ended]):
             self._poller.set_links(links)
             select.select([self._poller], [], [], max(0.0, deadline - time.monotonic()))
             for link in self._poller.readable_links():
@@ -371,10 +365,8 @@ class Generation:
             self.cluster.wait(START_LOOK_SECONDS)
             if self.cluster.is_stop_ordered:
                 return False
-        refusals = [
-            m.started.refusal for m in self.cluster.present_nodes if m.started is not None and m.started.refusal
-        ]
-        if refusals:
+        replies = [member.started for member in self.cluster.present_nodes]
+        if refusals := [reply.refusal for reply in replies if reply is not None and reply.refusal]:
             raise UsageError(code="node-not-started", reasons="\n".join(refusals))
         return True
 
@@ -493,11 +485,9 @@ class Generation:
         """Signal all workers and wait for them to end. The nodes kill them only after a further `more_seconds`."""
         self._ask_to_stop(grace_seconds + more_seconds, number)
         deadline, launcher_gone = time.monotonic() + grace_seconds, self.cluster.launcher_gone
-        while (self.own.seconds_until_kill or not self.cluster.stopped()) and len(
-            self.cluster.signals
-        ) <= signals_heard:
+        while self.own.seconds_until_kill or not self.cluster.stopped():
             now = time.monotonic()
-            if now >= deadline:
+            if now >= deadline or len(self.cluster.signals) > signals_heard:
                 break
             if not self.own.patient and any(sample.ended_badly for sample in self.samples()):
                 deadline = min(deadline, now + self.plan.grace_seconds)

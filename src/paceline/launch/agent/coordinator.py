@@ -275,18 +275,16 @@ class Coordinator:
             self.cluster.end(code)
             self._queue.withdraw(self.plan.attempt_dir)
             if self.plan.attempt_dir:
-                write_ended(
-                    Path(self.plan.attempt_dir),
-                    AttemptEnd(int(code), self._cause if code not in SUCCESS_EXIT_CODES else ""),
-                )
+                write_ended(Path(self.plan.attempt_dir), AttemptEnd(int(code), self._cause_of(code)))
         return code
+
+    def _cause_of(self, code: int) -> str:
+        return "" if code in SUCCESS_EXIT_CODES else self._cause
 
     def _send_end(self, code: int) -> None:
         """Send the last event, and wait for its command. Other nodes end after it, so that an ssh launcher waits."""
         kind = "requeue" if code == ExitCode.SAVED and is_queued_again(self.plan, self.cluster.signals) else "end"
-        self._events.send(
-            kind, self._number, exit=int(code), words=self._cause if code not in SUCCESS_EXIT_CODES else ""
-        )
+        self._events.send(kind, self._number, exit=int(code), words=self._cause_of(code))
         deadline = time.monotonic() + self.plan.event_seconds
         while self._events.running and time.monotonic() < deadline:
             self.cluster.wait(POLL_FAILING_SECONDS)

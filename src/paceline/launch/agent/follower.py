@@ -32,9 +32,8 @@ class Follower:
     ) -> None:
         self.plan, self.orders = plan, orders
         self._inherited = inherited
-        self._collection: EvidenceCollection | None = (
-            None  # details that the coordinator has requested from the workers
-        )
+        # details that the coordinator has requested from the workers
+        self._collection: EvidenceCollection | None = None
         self._sample_seconds = sample_interval_seconds(plan.hang_timeout)
         self._on_started = on_started  # called when the workers have been started
         self._code: int | None = None
@@ -49,11 +48,7 @@ class Follower:
         self._alive_took_seconds: float | None = None  # for the coordinator to compare clocks
 
     def run(self) -> int:
-        """Follow the coordinator to the end of the run; return the exit code, which the coordinator determines.
-
-        Raises:
-            PacelineError: no connection to the coordinator can be made.
-        """
+        """Follow the coordinator to the end of the run; return the exit code, which the coordinator determines."""
         link = join(self.plan, self.orders)
         if link is None:
             return ExitCode.FAILED if self.orders.launcher_gone else 128 + self.orders.signals[0]
@@ -71,9 +66,7 @@ class Follower:
         with socket.create_server(("", 0)) as probe:  # open until the end of the run: others may test it later
             link.send(channel.Hello(plan.node, plan.nodes, plan.nproc, probe.getsockname()[1], facts, self._ranks))
             while self._code is None:
-                self.orders.wait(
-                    ADVANCE_INTERVAL_SECONDS if self._collection is not None else self._sample_seconds, [link]
-                )
+                self.orders.wait(ADVANCE_INTERVAL_SECONDS if self._collection else self._sample_seconds, [link])
                 for message in link.receive():
                     self._execute(message, link)
                 self._forward_orders(link)
@@ -193,16 +186,14 @@ class Follower:
         beat = channel.NodeHeartbeat(self._number, stopped=True)
         if workers := self._workers:
             samples = tuple(sample.swap_times_and_ages(now) for sample in workers.samples())
-            beat = channel.NodeHeartbeat(
-                workers.number, samples, workers.oom_kills(), workers.swept, tuple(workers.left)
-            )
+            oom_kills, left = workers.oom_kills(), tuple(workers.left)
+            beat = channel.NodeHeartbeat(workers.number, samples, oom_kills, workers.swept, left)
         states = ((worker.code, worker.failure is None, worker.stop_asked) for worker in beat.workers)
         news = [(beat.generation, beat.stopped), *states]
         is_guarded = self._workers is not None and not self.plan.hang_timeout.off
-        interval = (
-            heartbeat_interval_seconds(self.plan.hang_timeout, self.plan.nodes, beat.workers) - self._sample_seconds / 2
-        )
-        is_due = now >= self._sent_seconds + (interval if is_guarded else channel.BEAT_SECONDS)
+        sampled = heartbeat_interval_seconds(self.plan.hang_timeout, self.plan.nodes, beat.workers)
+        interval = sampled - self._sample_seconds / 2 if is_guarded else channel.BEAT_SECONDS
+        is_due = now >= self._sent_seconds + interval
         if is_due or news != self._news or self._alive_took_seconds is not None:
             link.send(replace(beat, unix_time=time.time(), alive_took_seconds=self._alive_took_seconds))
             self._news, self._sent_seconds, self._alive_took_seconds = news, now, None

@@ -131,14 +131,13 @@ def find_unreachable_nodes(cluster: RemoteNodes, seconds: float, interrupted: Ca
         addresses = [own_address, *(member.address for member in members)]
         for position, member in enumerate(members, 1):
             member.reached = None
-            member.link.send(
-                ReachabilityRequest(tuple(addresses[other] for other in probe_partners(position, len(addresses))))
-            )
+            peers = tuple(addresses[other] for other in probe_partners(position, len(addresses)))
+            member.link.send(ReachabilityRequest(peers))
         failures = try_to_reach(host, [addresses[other] for other in probe_partners(0, len(addresses))])
         deadline = time.monotonic() + seconds
-        while (
-            any(m.reached is None for m in cluster.present_nodes) and time.monotonic() < deadline and not interrupted()
-        ):
+        while any(m.reached is None for m in cluster.present_nodes) and time.monotonic() < deadline:
+            if interrupted():
+                break
             cluster.wait(REPLY_POLL_SECONDS)
     return [*failures, *(reason for m in members if m.reached is not None for reason in m.reached.unreachable)]
 
@@ -176,11 +175,7 @@ def check_compatible(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]) 
 
 
 def join(plan: NodePlan, orders: StopOrders) -> Link | None:
-    """Connect to the coordinator; return None if an order to stop comes first.
-
-    Raises:
-        PacelineError: no connection was made within --join-timeout. The error has the reason.
-    """
+    """Connect to the coordinator; return None if an order to stop comes first."""
     start = time.monotonic()
     next_message = start + FIRST_MESSAGE_SECONDS
     other_programs: dict[int, str] = {}  # port -> message, from all tries: the coordinator may be gone at the timeout
@@ -332,11 +327,9 @@ class JoinQueue:
 
     def _test_connections(self, node: RemoteNode) -> None:
         cluster, self._failures, self._sent_seconds = self._cluster, None, time.monotonic()
-        other_addresses = tuple(member.address for member in cluster.present_nodes)
-        for member, peers in (
-            (node, other_addresses),
-            *((member, (node.address,)) for member in cluster.present_nodes),
-        ):
+        peers_of = {node: tuple(member.address for member in cluster.present_nodes)}
+        peers_of |= dict.fromkeys(cluster.present_nodes, (node.address,))
+        for member, peers in peers_of.items():
             member.reached = None
             member.link.send(ReachabilityRequest(peers))
 
@@ -344,13 +337,9 @@ class JoinQueue:
         """Why a host may not join, from the results of its checks so far."""
         if node.started is not None and node.started.refusal:
             return node.started.refusal
-        answered = [member for member in (node, *self._cluster.present_nodes) if member.reached is not None]
-        if (
-            self._failures is None
-            and node.started is not None
-            and len(answered) == 1 + len(self._cluster.present_nodes)
-        ):
-            reasons = [text for member in answered if member.reached is not None for text in member.reached.unreachable]
+        replies = [member.reached for member in (node, *self._cluster.present_nodes)]
+        if self._failures is None and node.started is not None and all(replies):
+            reasons = [text for reply in replies if reply is not None for text in reply.unreachable]
             self._failures = reasons + try_to_reach(self._facts.host, [node.address])
         is_late = time.monotonic() > self._deadline_seconds
         if is_late and self._failures is None:

@@ -49,11 +49,8 @@ WAITING_CALLS_TIMEOUT_SECONDS = 0.5  # for the calls behind a silent fault
 REQUEST_POLL_SECONDS = 1.0
 MAX_HANG_REQUESTS = 8  # requests of `paceline hang` that are answered at a time
 HANG_REQUEST_PATTERN = re.compile(r"ask-[0-9]{1,10}-([0-9A-Za-z_-]{1,64})")
-EARLY_DIAGNOSIS_KINDS = (
-    StopKind.LEFT,
-    StopKind.NOT_MET,
-    StopKind.STOPPED,
-)  # diagnoses that are possible before the timeout
+# diagnoses that are possible before the timeout
+EARLY_DIAGNOSIS_KINDS = (StopKind.LEFT, StopKind.NOT_MET, StopKind.STOPPED)
 
 
 @dataclass(frozen=True)
@@ -138,9 +135,8 @@ class Monitor:
                 return self._make_stop_report(judge(evidence), evidence, 0.0)
             except Exception as error:
                 self._give_up(error)
-        return StopReport(
-            judge_samples(samples), [Evidence.from_sample(sample) for sample in samples], self._plan.attempt_dir
-        )
+        evidence = [*map(Evidence.from_sample, samples)]
+        return StopReport(judge_samples(samples), evidence, self._plan.attempt_dir)
 
     def _give_up(self, error: Exception) -> None:
         self._off = True
@@ -195,11 +191,9 @@ class Monitor:
             message = f"{name}{f' at step {fault.step}' if fault.step else ''}: {'; '.join(fault.sentences)}"
             # if the fault ends the run, its report follows on the screen
             self._notify(message, fault.step or step, kind=name.lower(), on_screen=not stops_run)
-        return (
-            self._make_stop_report(faults[0], self._generation.collect_evidence(WAITING_CALLS_TIMEOUT_SECONDS), 0.0)
-            if stops_run and faults
-            else None
-        )
+        if not (stops_run and faults):
+            return None
+        return self._make_stop_report(faults[0], self._generation.collect_evidence(WAITING_CALLS_TIMEOUT_SECONDS), 0.0)
 
     def _notify(self, message: str, step: int = 0, *, kind: str = "", on_screen: bool = True) -> None:
         """Record a message in the attempt's folder, and print it if `on_screen`."""

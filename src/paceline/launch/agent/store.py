@@ -247,11 +247,7 @@ class Store:
 
     @classmethod
     def make(cls, plan: NodePlan) -> Self:
-        """Make the store of a node.
-
-        Raises:
-            UsageError: the port is in use.
-        """
+        """Make the store of a node."""
         if plan.nodes > 1 and not plan.plain_store:
             if plan.node:
                 port, secret = plan.node0_ports[0], bytes.fromhex(plan.secret)

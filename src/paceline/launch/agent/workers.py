@@ -128,11 +128,8 @@ def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: i
     """The environment of a worker: torchrun's variables and paceline's."""
     ranks, rank = plan.ranks, plan.ranks.first + local_rank
     suffix = f"-{generation}" if generation else ""
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(VARIABLE_PREFIX) or name in USER_VARIABLES
-    }
+    ours = {name for name in os.environ if name.startswith(VARIABLE_PREFIX) and name not in USER_VARIABLES}
+    env = {name: value for name, value in os.environ.items() if name not in ours}
     env |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks.world_size),
@@ -397,10 +394,8 @@ class Workers:
         codes = self._codes()
         if None not in codes:
             return 0.0
-        if not self.patient and not {*codes} <= {
-            None,
-            *SUCCESS_EXIT_CODES,
-        }:  # a worker failed: the others cannot save together
+        # a worker failed: the others cannot save together
+        if not self.patient and not {*codes} <= {None, *SUCCESS_EXIT_CODES}:
             self.stop(self.plan.grace_seconds)
         return max(0.0, self._deadline_seconds - time.monotonic())
 

@@ -54,11 +54,7 @@ RESERVED_OPTIONS = {  # option of sbatch that paceline sets -> remedy or reason
 
 
 def plan_slurm(job: JobSpec) -> Plan:
-    """The plan for a Slurm cluster: a batch script, and the plan of the agents.
-
-    Raises:
-        UsageError: the settings of the job contradict each other, or cannot be written into a batch script.
-    """
+    """The plan for a Slurm cluster: a batch script, and the plan of the agents."""
     _check(job)
     # The script loads modules and activates the environment itself. Slurm tells each agent the number of its node
     plan = node_plan(replace(job, modules=(), activate="", queues_again=True), node=-1)
@@ -99,9 +95,7 @@ def check_option(option: str) -> None:
     check_no_control_characters("--sbatch", option)
     if not re.fullmatch(r"[a-z][a-z-]*", key):
         raise UsageError(code="sbatch-not-key-value", value=option)
-    matches = [name for name in RESERVED_OPTIONS if name == key] or [
-        name for name in RESERVED_OPTIONS if name.startswith(key)
-    ]
+    matches = [key] if key in RESERVED_OPTIONS else [name for name in RESERVED_OPTIONS if name.startswith(key)]
     if not matches or (matches == ["gres"] and not re.search(r"(?:^|,)(?:gres:)?gpu(?:$|[:,=])", value)):
         return
     raise UsageError(code="sbatch-option-is-ours", value=option, option=matches[0], reason=RESERVED_OPTIONS[matches[0]])

@@ -61,11 +61,8 @@ class JobState(NamedTuple):
         return self.code or (ExitCode.DONE if self.state == "COMPLETED" else ExitCode.FAILED)
 
     def __str__(self) -> str:
-        hint = (
-            ". It cannot start with these options"
-            if self.state == "PENDING" and STUCK_REASON_PATTERN.search(self.reason)
-            else ""
-        )
+        is_stuck = self.state == "PENDING" and STUCK_REASON_PATTERN.search(self.reason)
+        hint = ". It cannot start with these options" if is_stuck else ""
         reason = f" ({self.reason}){hint}" if self.reason else ""
         nodes = f" on {self.nodes}" if self.nodes and self.state != "PENDING" else ""
         turn = f", start {self.start_count}" if self.start_count > 1 else ""
@@ -88,28 +85,20 @@ def run_slurm(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.Co
 
 def slurm_error(done: subprocess.CompletedProcess[str]) -> str:
     """The error message of a Slurm command, without the name of the command."""
-    lines = [
-        re.sub(r"^(?:\w+: )?(?:error|fatal): |^allocation failure: ", "", line) for line in done.stderr.splitlines()
-    ]
+    prefix = re.compile(r"^(?:\w+: )?(?:error|fatal): |^allocation failure: ")
+    lines = [prefix.sub("", line) for line in done.stderr.splitlines()]
     return "; ".join(dict.fromkeys(line.strip() for line in lines if line.strip())) or f"exit code {done.returncode}"
 
 
 def without_script_overrides(env: Mapping[str, str], *, partition: bool, minutes: bool) -> dict[str, str]:
     """`env` without the variables that would override the batch script."""
     in_script = [name for name, is_set in (("SBATCH_PARTITION", partition), ("SBATCH_TIMELIMIT", minutes)) if is_set]
-    return {
-        name: value
-        for name, value in env.items()
-        if not OVERRIDE_VARIABLE_PATTERN.fullmatch(name) and name not in in_script
-    }
+    overriding = {name for name in env if OVERRIDE_VARIABLE_PATTERN.fullmatch(name) or name in in_script}
+    return {name: value for name, value in env.items() if name not in overriding}
 
 
 def submit(plan: Plan, env: Mapping[str, str]) -> str:
-    """Submit the batch script; return the job id. The files of the plan must have been written.
-
-    Raises:
-        UsageError: Slurm rejects the job.
-    """
+    """Submit the batch script; return the job id. The files of the plan must have been written."""
     assert plan.submit_command is not None
     script = plan.files[SCRIPT_FILE]
     env = without_script_overrides(env, partition="#SBATCH --partition=" in script, minutes="#SBATCH --time=" in script)
@@ -122,12 +111,7 @@ def submit(plan: Plan, env: Mapping[str, str]) -> str:
 
 
 def query_job_state(job_id: str) -> JobState | None:
-    """The state of a job; None if Slurm has no record of it any more.
-
-    Raises:
-        UsageError: this machine has no Slurm.
-        PacelineError: Slurm does not answer.
-    """
+    """The state of a job; None if Slurm has no record of it any more."""
     done = run_slurm("scontrol", "show", "job", "-o", job_id)
     if done.returncode == 0:
         return parse_job(done.stdout)
@@ -137,11 +121,7 @@ def query_job_state(job_id: str) -> JobState | None:
 
 
 def writes_to(job_id: str, folder: Path) -> bool:
-    """Whether the output of this job goes into `folder`. If not, the job belongs to a different run.
-
-    Raises:
-        PacelineError: Slurm does not answer.
-    """
+    """Whether the output of this job goes into `folder`. If not, the job belongs to a different run."""
     job_info = run_slurm("scontrol", "show", "job", "-o", job_id).stdout
     return any(f" StdOut={path}/" in job_info for path in (str(folder), str(folder).replace("%", "%%")))
 
@@ -185,9 +165,6 @@ def cancel(job_id: str, *, now: bool = False) -> None:
 
     With `now` the job does not save: the agents get a second signal first, which ends them immediately. Slurm has no
     command for this, since it sends SIGTERM for `scancel --signal=KILL` as well.
-
-    Raises:
-        PacelineError: Slurm rejects the command.
     """
     job = query_job_state(job_id) if now else None
     for _ in range(2 if job is not None and job.state == "RUNNING" else 0):  # scancel --signal waits for pending jobs
@@ -349,9 +326,8 @@ def _choices(nodes: Sequence[NodeSet]) -> str:
         f"{n.time_limit_minutes:.0f} minutes)"
         for n in nodes
     ]
-    remainder = (
-        f", and {len(choices) - MAX_LISTED_NODE_SETS} more: see sinfo" if len(choices) > MAX_LISTED_NODE_SETS else ""
-    )
+    left_out = len(choices) - MAX_LISTED_NODE_SETS
+    remainder = f", and {left_out} more: see sinfo" if left_out > 0 else ""
     return f"This cluster has {', '.join(choices[:MAX_LISTED_NODE_SETS])}{remainder}"
 
 
@@ -383,11 +359,7 @@ def current_allocation(env: Mapping[str, str]) -> HeldAllocation | None:
 
 
 def cores_per_rank(allocation: HeldAllocation | None, job: JobSpec, env: Mapping[str, str]) -> int:
-    """Cores for each rank of a job with GPUs, at least 1: on the `allocation`, otherwise on its possible nodes.
-
-    Raises:
-        PacelineError: Slurm does not answer.
-    """
+    """Cores for each rank of a job with GPUs, at least 1: on the `allocation`, otherwise on its possible nodes."""
     if allocation is not None:
         return max(1, allocation.cpus // job.nproc)
     all_nodes, names = _partitions(job, env)

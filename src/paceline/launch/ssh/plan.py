@@ -39,9 +39,6 @@ def plan_ssh(job: JobSpec) -> Plan:
 
     Every user of a host can read command lines, so they contain only the path of Python. The command of the workers,
     its environment and the secret are sent through stdin of the sessions.
-
-    Raises:
-        UsageError: hosts and nodes contradict each other.
     """
     if not job.hosts:
         raise UsageError(code="ssh-without-hosts")
@@ -81,19 +78,12 @@ def rsync_commands(job: JobSpec) -> list[Command]:
     """One rsync command for each host. It copies the working folder to the same path on the host.
 
     There is no --delete, so other files on the hosts stay.
-
-    Raises:
-        UsageError: the path of the working folder is not absolute.
     """
     if not job.cwd.startswith("/"):
         raise UsageError(code="sync-relative-folder", value=job.cwd)
     folder = job.cwd.rstrip("/") + "/"
-    rsync = (
-        "rsync",
-        "-a",
-        "--protect-args",
-        *(f"--exclude={name}" for name in RSYNC_EXCLUDES),
-    )  # no shell sees the paths
+    # no shell sees the paths
+    rsync = ("rsync", "-a", "--protect-args", *(f"--exclude={name}" for name in RSYNC_EXCLUDES))
     return [
         Command(label, (*rsync, "-e", shlex.join(client_command(job.ssh, host)), "--", folder, f"{host.name}:{folder}"))
         for label, host in zip(labels(job.hosts), job.hosts, strict=True)

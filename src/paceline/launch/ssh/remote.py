@@ -130,9 +130,8 @@ class _RemoteRun:
         self._pump(0.0)
         self._relay.finish()
         self._screen.close()
-        while not self._screen.wait_closed(
-            SCREEN_POLL_SECONDS
-        ):  # a pager may block it without limit; a signal ends the wait
+        # a pager may block it without limit; a signal ends the wait
+        while not self._screen.wait_closed(SCREEN_POLL_SECONDS):
             if self._sessions.wait(0.0, read=False)[1]:
                 return
 
@@ -140,9 +139,8 @@ class _RemoteRun:
         """Wait for the next event, at most until the time `deadline`, and process it."""
         seconds = min(deadline - time.monotonic(), self._relay.flush(), self._reconnector.start_due_sessions())
         is_full = self._screen.full
-        pieces, signals = self._sessions.wait(
-            min(seconds, SCREEN_POLL_SECONDS) if is_full else seconds, read=not is_full
-        )
+        seconds = min(seconds, SCREEN_POLL_SECONDS) if is_full else seconds
+        pieces, signals = self._sessions.wait(seconds, read=not is_full)
         ended_sessions, last_pieces = self._sessions.reap()
         for piece in (*pieces, *last_pieces):
             if not self._reconnector.process(piece):
@@ -158,9 +156,8 @@ class _RemoteRun:
         data = piece.data
         if self._plan.nodes[0].detached and piece.descriptor == 1 and DETACHED_LINE_PREFIX in data:
             self._detached.add(piece.session.node)
-            data = b"".join(
-                line for line in data.splitlines(keepends=True) if not line.startswith(DETACHED_LINE_PREFIX)
-            )
+            lines = data.splitlines(keepends=True)
+            data = b"".join(line for line in lines if not line.startswith(DETACHED_LINE_PREFIX))
         if data:
             self._relay.put(piece.session.node, piece.descriptor, data)
 
@@ -184,10 +181,8 @@ class _RemoteRun:
         if code in SUCCESS_EXIT_CODES or self._interrupted or not session.has_plan:
             return
         if code < 0 or code == SSH_FAILED_EXIT_CODE:
-            self._relay.say(
-                f"node {session.node} ({session.name}) is lost: its ssh session has ended "
-                f"({why_lost(code, session.stderr)})"
-            )
+            reason = why_lost(code, session.stderr)
+            self._relay.say(f"node {session.node} ({session.name}) is lost: its ssh session has ended ({reason})")
         else:
             self._unexplained.append(session)
         if self._stopped_seconds != math.inf:
@@ -274,9 +269,8 @@ class Reconnector:
     def start_due_sessions(self) -> float:
         """Start the sessions that are due; return the seconds until the next one is due."""
         now = time.monotonic()
-        waiting = [
-            host for host in self._lost.values() if not host.is_connecting and host.returned_at_seconds == math.inf
-        ]
+        away = [host for host in self._lost.values() if host.returned_at_seconds == math.inf]
+        waiting = [host for host in away if not host.is_connecting]
         for host in waiting:
             if now < host.due_seconds:
                 continue

@@ -27,9 +27,8 @@ from paceline.launch.plan import Command
 from paceline.protocol.control import read_stop_signals
 from paceline.runs.console import MAX_NAMES, print_to_stderr
 
-MAX_CONCURRENT_LOGINS = (
-    64  # clients that log in at the same time: each login costs this machine about 50 ms of CPU time
-)
+# clients that log in at the same time: each login costs this machine about 50 ms of CPU time
+MAX_CONCURRENT_LOGINS = 64
 FILES, FILES_PER_SESSION = 256, 3
 HEARTBEAT_SECONDS = 2.0  # between heartbeats; the agents allow NodePlan.silence_seconds without one
 KEPT_STDERR_BYTES = 8192  # the end of each session's stderr, which contains the reason of a failure
@@ -267,11 +266,7 @@ class Sessions:
 
 @contextmanager
 def open_sessions(commands: Sequence[Command], wakeup: socket.socket) -> Generator[Sessions]:
-    """Start the sessions, with at most MAX_CONCURRENT_LOGINS concurrent logins. All sessions end with the context.
-
-    Raises:
-        UsageError: the program does not exist.
-    """
+    """Start the sessions, with at most MAX_CONCURRENT_LOGINS concurrent logins. All sessions end with the context."""
     raise_open_file_limit(FILES + FILES_PER_SESSION * len(commands))
     sessions = Sessions(commands, wakeup)
     try:

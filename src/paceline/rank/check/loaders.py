@@ -290,9 +290,8 @@ class LoaderRngRecorder:
     """
 
     def __init__(self) -> None:
-        self._states = mmap.mmap(
-            -1, SLOTS * len(GENERATOR_NAMES) * DIGEST_BYTES
-        )  # common memory with forked loader processes
+        # common memory with forked loader processes
+        self._states = mmap.mmap(-1, SLOTS * len(GENERATOR_NAMES) * DIGEST_BYTES)
         self._count: defaultdict[int, int] = defaultdict(int)
 
     def wrap_fetch(self, fetch: Any, number_of: Callable[[Any], int]) -> Any:

@@ -127,12 +127,8 @@ class StepWatch(ScriptListener):
             clip(parameter_list, max_norm, total_norm, *args, **kwargs)
             compiling = sys.modules["torch.compiler"].is_compiling()
             if not self._depth and not compiling and not any(map(is_sharded, parameter_list)):
-                self._clipped = (
-                    {id(p) for p in parameter_list},
-                    finite_or_default(total_norm),
-                    finite_or_default(max_norm),
-                    user_site(),
-                )
+                norm, limit = finite_or_default(total_norm), finite_or_default(max_norm)
+                self._clipped = {id(p) for p in parameter_list}, norm, limit, user_site()
 
         return clipped
 
@@ -242,16 +238,11 @@ class StepWatch(ScriptListener):
             other_batch = window.pending_backwards and window.has_nonzero_gradients and batch > window.last_batch_number
             if other_batch and not any(map(_has_gradient, _parameters(window.optimizer))):
                 if window.loader_and_pass == at:
-                    window.lost_backwards, window.clear_site = (
-                        window.lost_backwards + window.pending_backwards,
-                        self._clear_site,
-                    )
+                    window.lost_backwards += window.pending_backwards
+                    window.clear_site = self._clear_site
                 window.pending_backwards = 0
-            window.pending_backwards, window.last_batch_number, window.loader_and_pass = (
-                window.pending_backwards + 1,
-                batch,
-                at,
-            )
+            window.pending_backwards += 1
+            window.last_batch_number, window.loader_and_pass = batch, at
 
     def on_backward_end(self) -> None:
         if self._facts.session:
@@ -324,9 +315,8 @@ class StepWatch(ScriptListener):
             if not self._replicas:
                 step.local, step.applied = local, applied
             elif local:
-                step.scaled = finite_or_default(
-                    (self._unclipped[index] if index < len(self._unclipped) else applied) / local, 1.0
-                )
+                before_clip = self._unclipped[index] if index < len(self._unclipped) else applied
+                step.scaled = finite_or_default(before_clip / local, 1.0)
         step.shapes = digest_of([]) if not unsharded else str(hash(tuple(tuple(p.shape) for p in parameters)))
         self._facts.steps.append(step)
         self._step = step if unsharded else None

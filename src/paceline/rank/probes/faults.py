@@ -31,9 +31,8 @@ from paceline.rank.sites import CodeOwner, code_owner, format_frame, frame_recor
 MAX_CHECKED_ELEMENTS = 16384  # elements that are checked: of a smaller parameter, or of the first one
 MAX_NAMED_SAMPLES = 8  # samples
 ACCELERATE_LOADER_FILE = "/accelerate/data_loader.py"  # the Trainer also uses its loaders
-LIGHTNING_PREFETCHER = (
-    "_PrefetchDataFetcher"  # Lightning's, which fetches one ahead if the number of batches is unknown
-)
+# Lightning's, which fetches one ahead if the number of batches is unknown
+LIGHTNING_PREFETCHER = "_PrefetchDataFetcher"
 GLOO_TRANSPORT_FILE = "gloo/transport/"  # a source file in the error messages of gloo
 MIN_STEPS_PAST_DDP = 3  # consecutive steps without DDP before a report
 MOST_SWALLOWED, MOST_CHARS, MOST_NAME = 3, 300, 40

@@ -122,17 +122,12 @@ class FingerprintWriter(ScriptListener):
         if ddp is None:
             return True
         # without any forward, the script called the module without DDP, which is an error
-        synced = (
-            history.counts_since_step is None
-            or not history.counts_since_step.forwards
-            or history.counts_since_step.synced_forwards > 0
-        )
+        counts = history.counts_since_step
+        synced = counts is None or not counts.forwards or counts.synced_forwards > 0
         if watched.unsynced_steps < MAX_UNSYNCED_STEPS:
             watched.unsynced_steps = 0 if synced else watched.unsynced_steps + 1
-        hooks = getattr(ddp, "_comm_hooks", ())
-        return not watched.unsynced_steps and not any(
-            getattr(hook, "__name__", "") in LOCAL_COMM_HOOKS for hook, _ in hooks
-        )
+        hook_names = {getattr(hook, "__name__", "") for hook, _ in getattr(ddp, "_comm_hooks", ())}
+        return not watched.unsynced_steps and hook_names.isdisjoint(LOCAL_COMM_HOOKS)
 
     def _plan_pieces(self, watched: WatchedOptimizer, optimizer: Any) -> None:
         """Determine the parameters to compare, and the ranks on which they must be equal."""

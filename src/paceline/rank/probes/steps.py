@@ -113,11 +113,9 @@ class JointOptimizerDetector(ScriptListener):
     @property
     def highest_evidence_level(self) -> int:
         """The highest level of all optimizers."""
-        return (
-            KEPT_EQUAL
-            if self._own
-            else max((history.evidence_level for history in self._turns.values()), default=PRIVATE)
-        )
+        if self._own:
+            return KEPT_EQUAL
+        return max((history.evidence_level for history in self._turns.values()), default=PRIVATE)
 
     def on_replica_created(self, ddp: Any) -> None:
         self._replicas.add(ddp)
@@ -182,17 +180,13 @@ class JointOptimizerDetector(ScriptListener):
             return
         history.version = version
         parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        replica = next(
-            (ddp for ddp in self._replicas if any(id(p) in parameters for _, p in synced_parameters(ddp))), None
-        )
+        owners = (ddp for ddp in self._replicas if any(id(p) in parameters for _, p in synced_parameters(ddp)))
+        replica = next(owners, None)
         if replica is not None and (history.replica is None or history.replica() is not replica):
             history.replica, history.model_id = weakref.ref(replica), id(replica.module)
-            history.counts_at_last_step = self._stepped.get(
-                replica, StepCounts(history.counts_at_last_step.backwards if history.counts_at_last_step else 0)
-            )
-        history.has_shared_parameters = (
-            history.has_shared_parameters or replica is not None or any(map(is_sharded, parameters.values()))
-        )
+            backwards = history.counts_at_last_step.backwards if history.counts_at_last_step else 0
+            history.counts_at_last_step = self._stepped.get(replica, StepCounts(backwards))
+        history.has_shared_parameters |= replica is not None or any(map(is_sharded, parameters.values()))
 
 
 def synced_parameters(ddp: Any) -> Iterator[tuple[str, Any]]:
