@@ -269,8 +269,8 @@ class ClusterConfig:
     """shell command that node 0 runs at a diagnosis, a restart, a requeue and the end of the run. It reads the event as
     JSON from its standard input, and has 10 s"""
     balance: str | None = None
-    """relative speeds of the ranks or nodes, e.g. 3:1: a faster one computes more virtual ranks. auto: measure the speed
-    of each rank, and restart from a checkpoint if a different assignment is faster"""
+    """relative speeds of the ranks or nodes, e.g. 3:1: a faster one computes more virtual ranks. auto: measure the
+    speed of each rank, and restart from a checkpoint if a different assignment is faster"""
     dry_run: bool = False
     """print the plan (commands, batch script, input of each agent) and start nothing"""
     detach: bool = False
