@@ -235,13 +235,12 @@ def numbered() -> TensorDataset:
 
 
 def two_optimizers(strategy: str) -> None:
-    """Two optimizers over parts of one model."""
+    """Muon for the matrices of a model, AdamW for the rest."""
     torch.manual_seed(0)
     with paceline.session(strategy=strategy, device="cpu") as s:
         net = Normalised()
-        one, other = torch.optim.SGD(net.layers.parameters(), lr=0.01), torch.optim.AdamW(net.head.parameters())
-        net, one = s.prepare(net, one)
-        net, other = s.prepare(net, other)
+        matrices, rest = ([p for p in net.parameters() if (p.ndim == 2) == wanted] for wanted in (True, False))
+        net, (one, other) = s.prepare(net, [torch.optim.Muon(matrices), torch.optim.AdamW(rest)])
         loader = s.loader(dataset(), global_batch=16)
         for _ in s.epochs(1):
             for x, y in loader:
@@ -303,7 +302,7 @@ LOOPS: dict[str, Callable[[str], None]] = {
     "`s.clip_grad_norm`": lambda name: loop(name, body=lambda s, model: s.last and s.clip_grad_norm(1.0)),
     "`AveragedModel` of torch (EMA)": lambda name: loop(name, body=average),
     "frozen layers (LoRA)": lambda name: loop(name, model=frozen),
-    "two optimizers of one model": two_optimizers,
+    "two optimizers of one model (Muon and AdamW)": two_optimizers,
     "optimizer of whole matrices (Adafactor)": lambda name: loop(name, optimizer=matrices),
     "gradient penalty": lambda name: loop(name, loss=penalty),
     "hook on a parameter": lambda name: loop(name, before=hooked),

@@ -25,9 +25,11 @@ REFUSES_UNUSED = {"ddp"}
 def reports(rank: int, world_size: int, virtual_ranks: int) -> list:
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     found = []
-    for task in ("dropout", "batchnorm", "tokens", "unused", "strided"):
+    for task in ("dropout", "batchnorm", "tokens", "unused", "strided", "muon"):
         strategies = [s for s in STRATEGIES if not (task == "unused" and s in REFUSES_UNUSED)]
-        optimizers = ["sgd", "adamw"] if task == "dropout" or world_size > 2 else ["adamw"]  # the slow ones do all
+        optimizers = (
+            ["task"] if task == "muon" else ["sgd", "adamw"] if task == "dropout" or world_size > 2 else ["adamw"]
+        )  # the slow ones do all
         spec = VerifySpec(f"{TASKS}:{task}", {}, strategies, optimizers, virtual_ranks, 2, 4, 0, 1.0, short_tail=True)
         found += [(task, result) for result in verify(spec, world).results]
     return found
@@ -52,5 +54,5 @@ def test_equals_one_process(world_size, virtual_ranks, tmp_path):
     many = {"manual", "bucketed", "ddp", "exact", "zero", "fsdp"} - {
         s for s in STRATEGIES if torch_unsupported_reason(s)
     }
-    assert ran >= {(task, s) for task in ("dropout", "batchnorm", "tokens", "strided") for s in alone | many}
+    assert ran >= {(task, s) for task in ("dropout", "batchnorm", "tokens", "strided", "muon") for s in alone | many}
     assert {("unused", s) for s in many - REFUSES_UNUSED} <= ran

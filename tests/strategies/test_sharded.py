@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.errors import raises
 from tests.run_ranks import run_ranks
 from tests.strategies.test_state import squared
 from tests.worlds import world as world
 from tests.worlds import world_of, worlds
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, AdamW
+from torch.optim import SGD, AdamW
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, evaluate, load_steps, train_step
 from paceline.checkpoint.shards import full_state, sha256_of
@@ -384,12 +383,6 @@ def test_memory_is_what_arithmetic_says(of_ranks: list[dict[int, Any]]) -> None:
 
 
 # ---- refused -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["zero", "fsdp"])
-def test_an_optimizer_that_may_look_at_a_whole_parameter_is_refused(world: World, name: str) -> None:
-    with raises("optimizer-not-element-wise", kind="LBFGS", strategy=name):
-        STRATEGIES[name](nn.Linear(2, 2), LBFGS, world)
 
 
 @pytest.mark.parametrize("change", [copy.deepcopy, lambda m: m.bfloat16()])

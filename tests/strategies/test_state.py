@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.errors import raises
 from tests.run_ranks import run_ranks
+from tests.strategies.shampoo import Shampoo, muon_and_adamw
 from tests.worlds import world_of, worlds
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
@@ -35,12 +36,14 @@ NAMES = ("manual", "bucketed", "ddp", "exact", "zero", "fsdp")
 SAME_BITS = ("exact", "zero")
 SIZES = (1, 2, 3)
 SIZE_PAIRS = ((2, 1), (1, 3), (3, 2), (2, 3), (1, 2), (3, 1), (2, 2))
-OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "sgd": (optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
     "adamw": (optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
     "nadam": (optim.NAdam, {"lr": 0.01}),  # keeps two counters for each parameter
+    "muon": (muon_and_adamw, {"lr": 0.02}),
+    "shampoo": (Shampoo, {"lr": 0.05}),
 }
-TOLERANCE = {"sgd": 1e-12, "adamw": 1e-9}
+TOLERANCE = {"sgd": 1e-12, "adamw": 1e-9, "muon": 1e-9, "shampoo": 1e-9}
 
 
 class Model(nn.Module):
@@ -121,7 +124,7 @@ def cases() -> list[tuple[str, str, str, int, int]]:
     found: list[tuple[str, str, str, int, int]] = []
     for (row, first), (column, second) in product(enumerate(NAMES), enumerate(NAMES)):
         same_bits = {first, second} <= {*SAME_BITS}
-        for optimizer in OPTIMIZERS if same_bits else [[*TOLERANCE][(row + column) % 2]]:
+        for optimizer in OPTIMIZERS if same_bits else [[*TOLERANCE][(row + column) % len(TOLERANCE)]]:
             at = len(found)
             found += [
                 (first, second, optimizer, *SIZE_PAIRS[(at + step) % len(SIZE_PAIRS)])

@@ -25,7 +25,7 @@ TASK = """
 import os
 import torch
 from torch import nn
-from torch.optim import LBFGS, SGD, AdamW
+from torch.optim import LBFGS, SGD, AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 from paceline import ArrayDataset, Task
 
@@ -51,7 +51,14 @@ def one_cycle(optimizer, steps):
 def task(make_optimizer=None, make_schedule=None):
     return Task(model, data, loss, make_optimizer=make_optimizer, make_schedule=make_schedule)
 
+def muon(model):
+    matrices, rest = ([p for p in model.parameters() if (p.ndim == 2) == wanted] for wanted in (True, False))
+    return [Muon(matrices, lr=0.02), AdamW(rest, lr=0.01)]
+
 plain = task()
+several = task(muon, lambda optimizer, steps: LambdaLR(optimizer, lambda step: 1 / (1 + step)))
+twice = task(lambda model: [SGD(model.parameters(), lr=1), AdamW(model.parameters())])
+one_muon = task(lambda model: [Muon(model.parameters())])
 own = task(groups, one_cycle)
 kept = task(groups)
 scheduled = task(None, lambda optimizer, steps: LambdaLR(optimizer, lambda step: 1 / (1 + step)))
@@ -170,6 +177,7 @@ def test_a_schedule_alone_takes_the_flags_of_the_optimizer(mine):
         ("scheduled", {"warmup_steps": 3}, "optimizer-option-unused", 3),
         ("lbfgs", {}, "optimizer-needs-closure", None),
         ("nothing", {}, "not-an-optimizer", "NoneType"),
+        ("twice", {}, "parameters-trained-twice", None),
         ("plateau", {}, "not-a-scheduler", "ReduceLROnPlateau"),
         ("unsaved", {}, "state-not-plain", "object"),
         ("plain", {"optimizer": "mine.py:slow_sgd"}, "optimizer-sets-lr", "mine.py:slow_sgd"),
@@ -215,6 +223,7 @@ def test_an_optimizer_that_is_not_there_is_told_without_torch(train, name, code,
     ("task", "more"),
     [
         pytest.param("own", "", id="own"),
+        pytest.param("several", "", id="several"),
         pytest.param("plain", "--optimizer torch.optim:RMSprop", id="RMSprop", marks=pytest.mark.soak),
     ],
 )

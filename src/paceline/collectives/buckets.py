@@ -56,13 +56,15 @@ def assign_balanced(sizes: Sequence[int], holders: int) -> list[list[int]]:
     return indices_by_holder
 
 
-def buckets_of(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """The parameters in buckets of one type each, in the order in which backward fills them."""
-    by_dtype: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+def buckets_of(
+    parameters: Sequence[nn.Parameter], bucket_bytes: int, kinds: Mapping[nn.Parameter, int] | None = None
+) -> list[list[nn.Parameter]]:
+    """The parameters in buckets of one type and one of the `kinds` each, in the order in which backward fills them."""
+    by_kind: dict[tuple[torch.dtype, torch.device, int], list[int]] = defaultdict(list)
     for position, parameter in enumerate(parameters):
-        by_dtype[parameter.dtype, parameter.device].append(position)
+        by_kind[parameter.dtype, parameter.device, (kinds or {}).get(parameter, 0)].append(position)
     buckets: list[list[int]] = []
-    for positions in by_dtype.values():
+    for positions in by_kind.values():
         sizes = [parameters[i].numel() * parameters[i].element_size() for i in positions]
         first = FIRST_BUCKET_BYTES if bucket_bytes > FIRST_BUCKET_BYTES else 0
         buckets += [[positions[i] for i in run] for run in assign_buckets(sizes, bucket_bytes, first)]

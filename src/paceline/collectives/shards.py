@@ -19,8 +19,10 @@ version.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -28,19 +30,10 @@ from torch.optim import Optimizer
 
 from paceline.collectives.buckets import BUCKET_BYTES, buckets_of, divide, trainable
 from paceline.collectives.communicator import Bucket, communicator
+from paceline.collectives.owners import LocalShard, ParameterOwners, replace_parameters
 from paceline.collectives.torch_collectives import WaitFunction
 from paceline.collectives.tree import ALIGNMENT_ELEMENTS, Grads, LeafPartition, round_up
 from paceline.errors import UsageError
-
-
-@dataclass(frozen=True)
-class LocalShard:
-    """The elements [start, stop) of a flattened parameter, which this rank updates, as a separate parameter."""
-
-    start: int
-    stop: int
-    parameter: nn.Parameter
-    full_shape: torch.Size  # the shape of the full parameter
 
 
 @dataclass(frozen=True)
@@ -66,13 +59,22 @@ class ShardedBucket:
 class Shards:
     """A module's parameters in buckets, split into shards; `pieces` are those of this rank."""
 
-    def __init__(self, module: nn.Module, rank: int, world_size: int, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        rank: int,
+        world_size: int,
+        *,
+        kinds: Mapping[nn.Parameter, int] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
         """Move the data of every parameter that requires a gradient into a bucket.
 
         Args:
             module: the same on every rank.
             rank: of this process.
             world_size: N.
+            kinds: numbers of parameters; those of a bucket have the same one.
             bucket_bytes: of each bucket.
 
         Raises:
@@ -81,10 +83,12 @@ class Shards:
         parameters = trainable(module)
         _check_no_views(parameters)
         self.module, self.rank, self.world_size = module, rank, world_size
-        self.buckets = [_shard_bucket(bucket, world_size) for bucket in buckets_of(parameters, bucket_bytes)]
+        self.buckets = [_shard_bucket(bucket, world_size) for bucket in buckets_of(parameters, bucket_bytes, kinds)]
         self._parameters = [p for bucket in self.buckets for p in bucket.parameters]
         self._data = [p.data for p in self._parameters]
         self._pointers = [p.data_ptr() for p in self._parameters]
+        self.used: set[nn.Parameter] | None = None
+        """The parameters that any rank has used in this step; None if no optimizer needs whole parameters."""
         self.pieces: dict[nn.Parameter, LocalShard] = {}
         for bucket in self.buckets:
             shard = bucket.weights.view(world_size, -1)[rank]
@@ -93,15 +97,41 @@ class Shards:
                 elements = nn.Parameter(shard[run.shard_offset : run.shard_offset + run.stop - run.start])
                 self.pieces[parameter] = LocalShard(run.start, run.stop, elements, parameter.shape)
 
-    def shard_optimizer(self, optimizer: Optimizer) -> None:
+    def shard_optimizer(self, optimizer: Optimizer, *, whole: bool = False) -> dict[str, LocalShard]:
         """Make an `optimizer` of the module's parameters update this rank's pieces instead, and then gather all shards.
 
         Its groups and their options stay, so that schedulers work as usual.
+
+        Args:
+            optimizer: over parameters of the module.
+            whole: let it update whole parameters, each on one rank, which then sends the pieces.
+
+        Returns:
+            What this rank updates, by the names of the parameters.
         """
-        for group in optimizer.param_groups:
-            group["params"] = [self.pieces[p].parameter for p in group["params"] if p in self.pieces]
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+        trained = {p for group in optimizer.param_groups for p in group["params"]}
+        named = {name: p for p, name in names.items() if p in trained and p.requires_grad}
+        updated = {name: self.pieces[p] for name, p in named.items() if p in self.pieces}
         optimizer.register_step_pre_hook(self.copy_assigned_values)
-        optimizer.register_step_post_hook(self.gather)
+        if whole:
+            updated = self._owners(named, updated).adopt(optimizer)
+        replace_parameters(optimizer, groups, {name: shard.parameter for name, shard in updated.items()})
+        buckets = [number for number, bucket in enumerate(self.buckets) if trained.intersection(bucket.parameters)]
+        optimizer.register_step_post_hook(partial(self.gather, buckets))
+        return updated
+
+    def _owners(self, named: Mapping[str, nn.Parameter], pieces: Mapping[str, LocalShard]) -> ParameterOwners:
+        names, used = [*named], set[nn.Parameter]() if self.used is None else self.used
+        self.used = used
+        ranges = [
+            {names[position]: (start, stop) for position, start, stop in of_rank}
+            for of_rank in self.ranges_by_rank([*named.values()])
+        ]
+        return ParameterOwners(
+            named, ranges, pieces, self.rank, has_gradient=lambda name: named[name] in used, holds_values=True
+        )
 
     def ranges_by_rank(self, parameters: Sequence[nn.Parameter]) -> list[list[tuple[int, int, int]]]:
         """By rank: (position in `parameters`, start, stop) of each of its pieces."""
@@ -111,6 +141,7 @@ class Shards:
                 (position[b.parameters[run.parameter_index]], run.start, run.stop)
                 for b in self.buckets
                 for run in b.ranges_by_rank[rank]
+                if b.parameters[run.parameter_index] in position
             ]
             for rank in range(self.world_size)
         ]
@@ -132,13 +163,16 @@ class Shards:
                 check_assigned(names.get(parameter, "a parameter"), parameter, data)
                 parameter.data = data.copy_(parameter.data.clone())
 
-    def drop_gradients(self) -> None:
-        """Free the pieces' gradients."""
-        for piece in self.pieces.values():
-            piece.parameter.grad = None
+    def drop_gradients(self, kept: Collection[nn.Parameter] = ()) -> None:
+        """Free the pieces' gradients, except those of the parameters `kept`."""
+        for parameter, piece in self.pieces.items():
+            if parameter not in kept:
+                piece.parameter.grad = None
+        if self.used is not None:
+            self.used.intersection_update(kept)
 
-    def gather(self, *_: object) -> None:
-        """All-gather the updated shards (a collective)."""
+    def gather(self, buckets: Sequence[int], *_: object) -> None:
+        """All-gather the updated shards of these buckets (a collective)."""
         if self.world_size == 1:
             return
         works = [
@@ -146,7 +180,8 @@ class Shards:
                 bucket.weights, bucket.weights.view(self.world_size, -1)[self.rank], f"weights of bucket {index}",
                 async_op=True,
             )
-            for index, bucket in enumerate(self.buckets)
+            for index in buckets
+            for bucket in [self.buckets[index]]
         ]  # fmt: skip
         for work in works:
             if work is not None:
@@ -237,6 +272,8 @@ class ShardBucketReduction:
         self._arrived.append(self._pending.popleft()())
 
     def _assign_grads(self, bucket: ShardedBucket, sums: Tensor, used: Sequence[float]) -> None:
+        if self._shards.used is not None:
+            self._shards.used.update(compress(bucket.parameters, used))
         for run in bucket.ranges_by_rank[self._shards.rank]:
             if used[run.parameter_index]:
                 piece = self._shards.pieces[bucket.parameters[run.parameter_index]]

@@ -1,6 +1,6 @@
 """Creates loaders, prepared models and optimizers from the arguments of `Session.loader` and `Session.prepare`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,18 +18,21 @@ from paceline.rank.world import World
 from paceline.sessions.lifecycle import SessionRun
 from paceline.sessions.loader import IterateLoader, Loader, StreamLoader, adopt_worker_settings, check_dataloader
 from paceline.sessions.order import covers_each_sample_once, dataloader_length, is_sequential
-from paceline.sessions.prepared import PreparedModel, PreparedOptimizer
+from paceline.sessions.prepared import PreparedModel
 from paceline.sessions.session_step import SessionStep
 from paceline.sessions.sharded_tensors import invalidate_replaced_parameters
 from paceline.strategies.base import MakeOptimizer, Strategy
+from paceline.strategies.optimizers import each_optimizer
 from paceline.train.adapters import Adapters
 from paceline.train.compute_settings import apply_precision
 from paceline.train.optimizer import check_optimizer_type
 
+OptimizersLike = Sequence[Optimizer] | Callable[[Iterable[nn.Parameter]], Sequence[Optimizer]]
 OptimizerLike = Optimizer | MakeOptimizer
 NEEDS_WHOLE = {"ADALORA"}
 """Adapters of peft that compute with weights outside the forward of their layers, where `fsdp` has only shards."""
 SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
+SchedulersLike = Sequence[LRScheduler | Callable[[Optimizer], LRScheduler]] | Callable[[Optimizer], LRScheduler]
 
 
 def make_loader(
@@ -133,31 +136,47 @@ def prepare_model(
         if adapters is not None and replica.in_lockstep and (odd := adapters.kinds & NEEDS_WHOLE):
             raise UsageError(code="adapter-needs-whole-weights", kind=odd.pop())
         invalidate_replaced_parameters(original_parameters, model)
-        if callable(scheduler) and not hasattr(scheduler, "state_dict"):
-            scheduler = scheduler(replica.optimizer)
-        return PreparedModel(replica, scheduler, number, gate, adapters)
+        return PreparedModel(replica, schedulers_of(replica.optimizers, scheduler), number, gate, adapters)
 
 
-def prepare_optimizer(part: PreparedModel, optimizer: Any, scheduler: Any, world: World) -> PreparedOptimizer:
-    """Add an optimizer to a model that is already prepared (a collective)."""
+def prepare_optimizer(part: PreparedModel, optimizer: Any, scheduler: Any, world: World) -> Optimizer:
+    """Add an optimizer, or several, to a model that is already prepared (a collective)."""
     with raise_on_all_ranks(world):
         optimizer = optimizer_factory(optimizer)(part.replica.model.parameters())
-        if callable(scheduler) and not hasattr(scheduler, "state_dict"):
-            scheduler = scheduler(optimizer)
-        return part.add_optimizer(optimizer, scheduler)
+        optimizers = each_optimizer(optimizer)
+        for one, its_scheduler in zip(optimizers, schedulers_of(optimizers, scheduler), strict=True):
+            part.add_optimizer(one, its_scheduler)
+        return optimizer
+
+
+def schedulers_of(optimizers: Sequence[Optimizer], scheduler: Any) -> list[Any]:
+    """The scheduler of each optimizer. `scheduler`: one for each, in their order; a function makes one.
+
+    Raises:
+        UsageError: if there are more or fewer than optimizers.
+    """
+    is_function = callable(scheduler) and not hasattr(scheduler, "state_dict")
+    given = scheduler if isinstance(scheduler, (list, tuple)) else [scheduler]
+    if scheduler is None or is_function:
+        given = [scheduler] * len(optimizers)
+    if len(given) != len(optimizers):  # pyright: ignore[reportUnknownArgumentType]
+        raise UsageError(code="schedulers-of-optimizers", schedulers=len(given), optimizers=len(optimizers))  # pyright: ignore[reportUnknownArgumentType]
+    pairs: Any = zip(given, optimizers, strict=True)  # pyright: ignore[reportUnknownArgumentType]
+    return [one(optim) if callable(one) and not hasattr(one, "state_dict") else one for one, optim in pairs]
 
 
 def optimizer_factory(optimizer: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    """A function that creates the optimizer. `optimizer`: the user's function, or an existing optimizer.
+    """A function that creates the optimizer. `optimizer`: the user's function, or an existing optimizer, or several.
 
     Raises:
-        UsageError: if it is neither, or the optimizer has already taken steps or needs closures.
+        UsageError: if it is neither, or an optimizer has already taken steps or needs closures.
     """
-    if isinstance(optimizer, Optimizer):
-        check_optimizer_type(optimizer)
-        if any(state and state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's starts at 0
+    if isinstance(optimizer, (Optimizer, list, tuple)):
+        existing = check_optimizer_type(optimizer)
+        states = [state for one in each_optimizer(existing) for state in one.state.values()]
+        if any(state and state.get("step", 1) for state in states):  # Adagrad's starts at 0
             raise UsageError(code="optimizer-has-stepped")
-        return lambda _: _on_device(optimizer)
+        return lambda _: _on_device(existing)
     if not callable(optimizer):
         raise UsageError(code="not-optimizer", kind=type(optimizer).__name__)
 
@@ -165,7 +184,7 @@ def optimizer_factory(optimizer: Any) -> Callable[[Iterable[nn.Parameter]], Opti
 
 
 def _on_device(optimizer: Optimizer) -> Optimizer:
-    for parameter, state in optimizer.state.items():
+    for parameter, state in (item for one in each_optimizer(optimizer) for item in one.state.items()):
         for name, value in state.items():
             if name != "step" and isinstance(value, Tensor):
                 state[name] = value.to(parameter.device)

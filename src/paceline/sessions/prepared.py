@@ -31,6 +31,7 @@ from paceline.stepping.hooks import HiddenHooks, LastGradParameter
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies.base import Strategy
 from paceline.strategies.optimizer_state import load_states, optimizer_shards, saved_state
+from paceline.strategies.optimizers import OptimizerSequence
 from paceline.strategies.validation import check_optimizer_parameters
 from paceline.train.adapters import Adapters
 from paceline.train.consistency import checksum
@@ -136,7 +137,7 @@ class PreparedOptimizer:
     def _zero_grad(self, set_to_none: bool = True) -> None:
         # also before the last micro-batch, because it does not clear gradients that are put aside
         self._clear(set_to_none=set_to_none)
-        self.part.after_zero_grad(set_to_none=set_to_none)
+        self.part.after_zero_grad(self.optimizer, set_to_none=set_to_none)
 
 
 class ForwardHook:
@@ -158,9 +159,14 @@ class PreparedModel(ModelInTraining):
     """A model that was passed to `Session.prepare`, and the replica that the strategy made."""
 
     def __init__(
-        self, replica: Strategy, scheduler: Any, number: int, gate: SessionStep, adapters: Adapters | None = None
+        self,
+        replica: Strategy,
+        schedulers: Sequence[Any],
+        number: int,
+        gate: SessionStep,
+        adapters: Adapters | None = None,
     ) -> None:
-        """`number` counts the models from 0; `gate` is the step of the session."""
+        """`number` counts the models from 0; `gate` is the step of the session; `schedulers`: of each optimizer."""
         super().__init__(replica, number, gate.loss_scale)
         self.gate, self.adapters = gate, adapters
         self._aside: Grads | None = None  # sums over the previous micro-batches of this step
@@ -180,7 +186,10 @@ class PreparedModel(ModelInTraining):
         self._updates, self._changed, self._digests, self._digest = 0, list[int](), dict[int, int](), 0
         self._hooks_seen = -1
         self.optimizers: list[PreparedOptimizer] = []
-        self.add_optimizer(replica.optimizer, scheduler)
+        if len(replica.optimizers) > 1 and replica.local_step_node is not None:
+            raise UsageError(code="one-optimizer-only")
+        for optimizer, scheduler in zip(replica.optimizers, schedulers, strict=True):
+            self._prepare_optimizer(optimizer, scheduler)
         if not replica.in_lockstep:
             for parameter in self._parameters:
                 parameter.register_post_accumulate_grad_hook(self._last_grad.append)
@@ -212,23 +221,22 @@ class PreparedModel(ModelInTraining):
         """The first of its optimizers."""
         return self.optimizers[0].optimizer
 
-    def add_optimizer(self, optimizer: Any, scheduler: Any) -> PreparedOptimizer:
-        """Add an optimizer of some of its parameters.
+    def add_optimizer(self, optimizer: Any, scheduler: Any) -> None:
+        """Add an optimizer of some of its parameters after `s.prepare` of the model.
 
         Raises:
             UsageError: the strategy does not support it, or two optimizers train the same parameter.
         """
-        if self.optimizers:
-            if self.replica.sharded or self.replica.local_step_node is not None:
-                raise UsageError(code="one-optimizer-only")
-            check_optimizer_parameters(self.replica.model, optimizer)
-            trained_ids = {id(p) for opt in self.optimizers for p in opt.parameters}
-            if any(id(p) in trained_ids for group in optimizer.param_groups for p in group["params"]):
-                raise UsageError(code="parameters-trained-twice")
+        if self.replica.sharded or self.replica.local_step_node is not None:
+            raise UsageError(code="optimizer-added-later" if self.replica.sharded else "one-optimizer-only")
+        check_optimizer_parameters(self.replica.model, optimizer)
+        OptimizerSequence([*(opt.optimizer for opt in self.optimizers), optimizer])  # checks the parameters
+        self._prepare_optimizer(optimizer, scheduler)
+
+    def _prepare_optimizer(self, optimizer: Any, scheduler: Any) -> None:
         prepared = PreparedOptimizer(self, optimizer, scheduler, len(self.gate.optimizer_ids))
         self.gate.optimizer_ids += (id(optimizer),)
         self.optimizers.append(prepared)
-        return prepared
 
     def has_stepped(self, numbers: Sequence[int]) -> bool:
         return any(opt.number in numbers for opt in self.optimizers)
@@ -357,7 +365,8 @@ class PreparedModel(ModelInTraining):
         """All tensors of its state, under names with `prefix`."""
         # gradients that the loop adds up over several batches
         gradients = self.replica.gradients() if self._waiting else ()
-        others = [shard for opt in self.optimizers[1:] for shard in optimizer_shards(self.replica.model, opt.optimizer)]
+        added = self.optimizers[len(self.replica.optimizers) :]
+        others = [shard for opt in added for shard in optimizer_shards(self.replica.model, opt.optimizer)]
         gradient_shards = [replace(shard, name=f"{self.prefix}gradient/{shard.name}") for shard in gradients]
         return super().state() + [replace(shard, name=self.prefix + shard.name) for shard in others] + gradient_shards
 
@@ -478,10 +487,10 @@ class PreparedModel(ModelInTraining):
         if first is not None:
             self._used, self._used_version = weakref.ref(first), _version(first)
 
-    def after_zero_grad(self, *, set_to_none: bool) -> None:
+    def after_zero_grad(self, optimizer: Any, *, set_to_none: bool) -> None:
         """After an optimizer has cleared the gradients of its parameters, as torch does."""
         if self.replica.sharded:  # the optimizer has pieces of the parameters
-            self.replica.model.zero_grad(set_to_none=set_to_none)
+            self.replica.clear_gradients(optimizer, set_to_none=set_to_none)
         clears_all = self.replica.sharded or (len(self.optimizers) == 1 and not self._untrained())
         self._waiting = not clears_all and any(p.grad is not None for p in self._parameters)
         self._adds_to_used = False

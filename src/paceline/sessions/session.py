@@ -38,7 +38,15 @@ from paceline.data.plan import LastBatch
 from paceline.errors import UsageError
 from paceline.seeding import preserve_generator_states
 from paceline.sessions.arguments import SessionConfig, checks_arguments
-from paceline.sessions.construction import OptimizerLike, SchedulerLike, make_loader, prepare_model, prepare_optimizer
+from paceline.sessions.construction import (
+    OptimizerLike,
+    OptimizersLike,
+    SchedulerLike,
+    SchedulersLike,
+    make_loader,
+    prepare_model,
+    prepare_optimizer,
+)
 from paceline.sessions.lifecycle import MIN_RANDOM_SEED, SessionRun, install_exit_hooks, open_sessions
 from paceline.sessions.loader import Loader
 from paceline.sessions.loop import EvaluationLoop, TrainingLoop
@@ -47,6 +55,7 @@ from paceline.sessions.prepared import PreparedModel
 from paceline.sessions.state import SessionState
 from paceline.stepping.micro_step import Reduction
 from paceline.strategies import STRATEGIES
+from paceline.strategies.optimizers import OptimizerSequence, each_optimizer
 from paceline.train.metrics import compute_over_ranks, sort_rows, virtual_rank_order
 from paceline.train.weights import save
 
@@ -119,7 +128,13 @@ class Session:
     def prepare(
         self, model: nn.Module, optimizer: OptimizerLike, scheduler: SchedulerLike
     ) -> tuple[nn.Module, Optimizer, LRScheduler]: ...
-    def prepare(self, model: nn.Module, optimizer: OptimizerLike, scheduler: SchedulerLike | None = None) -> Any:
+    @overload
+    def prepare(self, model: nn.Module, optimizer: OptimizersLike) -> tuple[nn.Module, list[Optimizer]]: ...
+    @overload
+    def prepare(
+        self, model: nn.Module, optimizer: OptimizersLike, scheduler: SchedulersLike
+    ) -> tuple[nn.Module, list[Optimizer], list[LRScheduler]]: ...
+    def prepare(self, model: nn.Module, optimizer: Any, scheduler: Any = None) -> Any:
         """Make a model, its optimizer and its scheduler this rank's part of the training (a collective).
 
         The model moves to this rank's device, `s.device`, with its parameters and buffers, as `model.to(s.device)`
@@ -127,12 +142,14 @@ class Session:
 
         Args:
             model: a module on any device. All ranks get rank 0's weights.
-            optimizer: a torch optimizer over the model's parameters, or a function that makes one from parameters.
-            scheduler: over that optimizer, or a function that makes one from the optimizer. None: no scheduler.
+            optimizer: a torch optimizer over the model's parameters, or a function that makes one from parameters. A
+                list for several optimizers of different parameters.
+            scheduler: over that optimizer, or a function that makes one from the optimizer. None: no scheduler. With
+                several optimizers: a list with one for each, or a function, which is called for each.
 
         Returns:
             (model, optimizer, scheduler), or (model, optimizer) without a scheduler. Objects that you pass are returned
-            themselves. Call the returned model in the loop.
+            themselves. Call the returned model in the loop. With several optimizers: lists of them and the schedulers.
 
         Raises:
             UsageError: on one rank, if one of them is not supported; ReportedByPeer on the others.
@@ -141,7 +158,8 @@ class Session:
             raise UsageError(code="prepared-too-late")
         if (part := self._state.find_model(model)) is not None:  # another optimizer, for other parameters
             prepared = prepare_optimizer(part, optimizer, scheduler, self.world)
-            self._state.add_optimizer(part, prepared)
+            count = len(each_optimizer(prepared))
+            self._state.add_optimizers(part, count)
         else:
             self._check_seed()
             factory = STRATEGIES[self._config.strategy]
@@ -156,9 +174,13 @@ class Session:
             self._state.add_model(part)
             if self._observer is not None:
                 self._observer.models = self._state.models
-            prepared = part.optimizers[0]
-        result = (part.replica.module, prepared.optimizer)
-        return result if prepared.scheduler is None else (*result, prepared.scheduler)
+            prepared, count = part.replica.optimizer, len(part.optimizers)
+        optimizers = [one.optimizer for one in part.optimizers[-count:]]
+        schedulers = [one.scheduler for one in part.optimizers[-count:]]
+        if not isinstance(prepared, OptimizerSequence):
+            (optimizers,), (schedulers,) = optimizers, schedulers
+        result = (part.replica.module, optimizers)
+        return result if scheduler is None else (*result, schedulers)
 
     def _check_seed(self) -> None:
         is_unseeded = self._config.seed is None and torch.initial_seed() >= MIN_RANDOM_SEED

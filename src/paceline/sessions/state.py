@@ -25,7 +25,7 @@ from paceline.sessions.containers import (
 from paceline.sessions.lifecycle import SessionRun
 from paceline.sessions.loader import Loader
 from paceline.sessions.order import RANDOM_GENERATOR_TYPES
-from paceline.sessions.prepared import PreparedModel, PreparedOptimizer
+from paceline.sessions.prepared import PreparedModel
 from paceline.sessions.session_step import NotePrinter
 from paceline.sessions.sharded_tensors import is_dtensor, local_shard
 from paceline.sessions.unsaved import UnsavedStateSearch
@@ -70,15 +70,17 @@ class SessionState:
                     saved = len(self.saved_models)
                     raise UsageError(code="model-too-many", where=self._origin.location_text, saved=saved)
                 part.load(self._origin.source)
-                part.load_json_state(self.saved_models[part.number])
+                for number in range(len(part.optimizers)):
+                    part.load_json_state(self.saved_models[part.number], number)
         self.models.append(part)
 
-    def add_optimizer(self, part: PreparedModel, prepared: PreparedOptimizer) -> None:
-        """Restore the last optimizer of a model that was added before (a collective)."""
+    def add_optimizers(self, part: PreparedModel, count: int) -> None:
+        """Restore the last optimizers of a model that was added before (a collective)."""
         if self._origin is not None:
             with raise_on_all_ranks(self._world):
-                part.load_pending_optimizer_state(prepared.optimizer, prepared.parameters)
-                part.load_json_state(self.saved_models[part.number], len(part.optimizers) - 1)
+                for number, prepared in [*enumerate(part.optimizers)][-count:]:
+                    part.load_pending_optimizer_state(prepared.optimizer, prepared.parameters)
+                    part.load_json_state(self.saved_models[part.number], number)
 
     def register(self, name: str, thing: Any, *, saved: bool) -> None:
         """See `Session.register` (a collective if `saved`)."""

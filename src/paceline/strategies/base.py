@@ -4,7 +4,7 @@ A strategy turns a single-device model into this rank's part of a training. A su
 reduced and which state is sharded. The training step itself does not depend on the strategy.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +24,7 @@ from paceline.rank.world import World
 from paceline.seeding import seeded_random_stream
 from paceline.strategies.buffers import VirtualRankBuffers, ignore_batch
 from paceline.strategies.optimizer_state import load_node_mean, load_optimizer, node_mean_message, optimizer_shards
+from paceline.strategies.optimizers import each_optimizer, trained_by_each
 from paceline.strategies.validation import check_no_max_norm, check_optimizer_parameters
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Strategy:
         virtual_ranks: int | None = None,
         module: nn.Module | None = None,
         reducer: "Reducer | None" = None,
-        shards_optimizer: bool = False,
+        trained: Sequence[Sequence[nn.Parameter]] | None = None,
     ) -> None:
         """Prepare the parts that all strategies have.
 
@@ -88,9 +89,13 @@ class Strategy:
             virtual_ranks: number for which the run is defined. Default: the world size.
             module: the module for the training forward. Default: the model.
             reducer: sums gradients over ranks. None: this rank computes all of them.
-            shards_optimizer: whether the optimizer trains pieces of parameters.
+            trained: the parameters that each optimizer trains, if it updates pieces of them. None: those of its groups.
         """
         self.model, self.module, self.optimizer = model, model if module is None else module, optimizer
+        self.optimizers = each_optimizer(optimizer)
+        """The optimizers of a sequence, or the only one."""
+        self.trained = trained_by_each(optimizer) if trained is None else trained
+        """The parameters of the model that each of them trains."""
         self.world, self.reducer, self.virtual_ranks = world, reducer, virtual_ranks or world.size
         self.parameters = trainable(model)
         self.parts: ModelParallelAdapter | None = None
@@ -99,7 +104,7 @@ class Strategy:
         self._named = [*model.named_parameters()]
         self._frozen = {name: p for name, p in self._named if not p.requires_grad}
         self._inside: ExitStack | None = None
-        if not shards_optimizer:
+        if trained is None:
             check_optimizer_parameters(model, optimizer)
         if self.virtual_ranks > 1:
             check_no_max_norm(model)
@@ -191,7 +196,23 @@ class Strategy:
         if self.reducer is not None:
             self.reducer.reset()
         self.model.zero_grad(set_to_none=True)
-        self.optimizer.zero_grad(set_to_none=True)  # the model does not know pieces of parameters
+        self.drop_pieces(())
+
+    def clear_gradients(self, optimizer: Optimizer, *, set_to_none: bool) -> None:
+        """Clear the gradients of the model, except of parameters that other optimizers train."""
+        others = {
+            p for one, own in zip(self.optimizers, self.trained, strict=True) if one is not optimizer for p in own
+        }
+        for parameter in self.model.parameters():
+            if parameter.grad is not None and not (others and parameter in others):
+                if set_to_none:
+                    parameter.grad = None
+                else:
+                    parameter.grad.detach_().zero_()
+        self.drop_pieces(others)
+
+    def drop_pieces(self, kept: Collection[nn.Parameter]) -> None:
+        """Drop the gradients of this rank's pieces of parameters, except those of the parameters `kept`."""
 
     def gradients(self) -> list[TensorShard]:
         """This rank's gradients of the global batch's mean, by parameter, without unused parameters."""

@@ -19,14 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.checkpoint.shards import full_state
 from paceline.checkpoint.state import Source, TensorShard, unsharded_parameter_shards
 from paceline.collectives.buckets import divide_each, sparse_gradient_error
 from paceline.collectives.communicator import communicator
 from paceline.collectives.control import Deferred, sum_over_ranks, to_device_async
+from paceline.collectives.owners import LocalShard, ParameterOwners, replace_parameters
 from paceline.collectives.replicate import broadcast_module
-from paceline.collectives.shards import LocalShard, check_assigned
+from paceline.collectives.shards import check_assigned
 from paceline.compute.blocks import gather_parameters, register_backward_callback, shard_blocks
 from paceline.compute.precision import autocast_rounded_weights
 from paceline.data.plan import MicroBatchPlan
@@ -36,8 +38,8 @@ from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.model_parallel import global_norm
 from paceline.strategies.optimizer_state import load_piece_optimizer, piece_optimizer_shards
+from paceline.strategies.optimizers import each_optimizer, scope_of
 from paceline.strategies.validation import (
-    check_element_wise,
     check_no_gradient_hooks,
     check_no_lazy_parameters,
     check_no_sparse_gradients,
@@ -65,8 +67,8 @@ class FSDP(Strategy):
 
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types.
-        UsageError: if `wrap` matches nothing or separates tied parameters, or the optimizer's update is not
-            element-wise.
+        UsageError: if `wrap` matches nothing or separates tied parameters, or the optimizer cannot be divided (see
+            `scope_of`).
     """
 
     sharded = True
@@ -95,22 +97,23 @@ class FSDP(Strategy):
         check_no_gradient_hooks(model, "fsdp")
         broadcast_module(model, group=world.group)
         optimizer = make_optimizer(model.parameters())
-        check_element_wise("fsdp", optimizer)
+        scopes = [scope_of(one, "strategy 'fsdp'") for one in each_optimizer(optimizer)]
         check_optimizer_parameters(model, optimizer)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+        groups = [[[names[p] for p in g["params"]] for g in one.param_groups] for one in each_optimizer(optimizer)]
         self._blocks = shard_blocks(model, wrap, world, flag="fsdp_wrap", rounded=autocast_rounded_weights(model))
         for name, block in self._blocks.items():
             custom: Any = block  # the argument types are in a private module of torch
             custom.set_custom_all_gather(_AllGather(name))
             custom.set_custom_reduce_scatter(_ReduceScatter(name))
         self._shards = shards = _LocalShards(model, world)
-        for group, members in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = [p for name in members if (p := shards.trained_parameter(name)) is not None]
-        optimizer.register_step_pre_hook(shards.take_gradients)
-        optimizer.register_step_post_hook(shards.release_gradients)
+        self._updated: dict[str, LocalShard] = {}
+        for one, scope, members in zip(each_optimizer(optimizer), scopes, groups, strict=True):
+            self._updated |= shards.shard_optimizer(one, members, whole=scope == "parameter")
         self._used, self._reduced_among = _UsedParameters(model, self._blocks, shards.unsharded), world
-        super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, shards_optimizer=True)
+        parameters = dict(model.named_parameters())
+        trained = [[parameters[name] for names in members for name in names] for members in groups]
+        super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, trained=trained)
 
     def _around(self, work: MicroBatchPlan, is_last: bool) -> AbstractContextManager[None]:
         return self._used.watching(work)
@@ -142,10 +145,10 @@ class FSDP(Strategy):
 
     def _optimizer_shards(self) -> list[TensorShard]:
         shards = self._shards
-        return shards.mark_duplicates(piece_optimizer_shards(shards.pieces, self.optimizer, shards.unsharded))
+        return shards.mark_duplicates(piece_optimizer_shards(self._updated, self.optimizer, shards.unsharded))
 
     def _load_optimizer(self, source: Source) -> None:
-        load_piece_optimizer(self._shards.pieces, self.optimizer, source, self._shards.unsharded)
+        load_piece_optimizer(self._updated, self.optimizer, source, self._shards.unsharded)
 
 
 class _Collective:
@@ -184,8 +187,9 @@ class _LocalShards:
         from torch.distributed.tensor import DTensor
 
         self._model, self._world = model, world
+        self._parameters = dict(model.named_parameters())
         is_hybrid = world.along("data").size > 1 and world.along("shard").size > 1
-        shard_world = world.along("shard") if is_hybrid else world
+        self._shard_world = shard_world = world.along("shard") if is_hybrid else world
         self._is_copy = is_hybrid and world.along("data").rank > 0  # a different rank holds the same shards
         self.pieces: dict[str, LocalShard] = {}
         self.unsharded: dict[str, nn.Parameter] = {}
@@ -195,30 +199,61 @@ class _LocalShards:
                 self.unsharded[name] = parameter
                 continue
             local: Tensor = parameter.to_local()
-            shape = parameter.shape
-            first = min(shard_world.rank * -(-shape[0] // shard_world.size), shape[0]) * (shape.numel() // shape[0])
-            if local.numel():
-                elements = nn.Parameter(local.detach().view(-1))
-                self.pieces[name] = LocalShard(first, first + local.numel(), elements, shape)
+            start, stop = self._range(parameter.shape, shard_world.rank)
+            if start < stop:
+                self.pieces[name] = LocalShard(start, stop, nn.Parameter(local.detach().view(-1)), parameter.shape)
                 self._sharded[name] = parameter
             _redirect_data_writes(name, parameter)
 
-    def trained_parameter(self, name: str) -> nn.Parameter | None:
-        return self.pieces[name].parameter if name in self.pieces else self.unsharded.get(name)
+    def _range(self, shape: torch.Size, rank: int) -> tuple[int, int]:
+        """The elements of a rank: torch divides the rows of a parameter."""
+        rows = -(-shape[0] // self._shard_world.size)
+        first, end = (min(number * rows, shape[0]) for number in (rank, rank + 1))
+        return first * (shape.numel() // shape[0]), end * (shape.numel() // shape[0])
 
-    def take_gradients(self, *_: object) -> None:
-        """Before an update: set the gradients of the pieces to the current .grad of the model."""
-        for name, piece in self.pieces.items():
-            piece.parameter.grad = self._gradient(name)
+    def shard_optimizer(
+        self, optimizer: Optimizer, groups: Sequence[Sequence[str]], *, whole: bool
+    ) -> dict[str, LocalShard]:
+        """Make an `optimizer` of parameters with these names update this rank's pieces, or `whole` ones as an owner.
+
+        Returns:
+            What this rank updates, by the names of the parameters; without the unsharded ones.
+        """
+        trained = {name: self._parameters[name] for names in groups for name in names}
+        updated = {name: self.pieces[name] for name in trained if name in self.pieces}
+        optimizer.register_step_pre_hook(partial(self.take_gradients, [*updated]))
+        if whole and (divided := {n: p for n, p in trained.items() if n not in self.unsharded}):
+            updated = self._owners(divided).adopt(optimizer)
+        parameters = {name: shard.parameter for name, shard in updated.items()}
+        replace_parameters(optimizer, groups, self.unsharded | parameters)
+        optimizer.register_step_post_hook(partial(self.release_gradients, [*trained]))
+        return updated
+
+    def _owners(self, trained: Mapping[str, nn.Parameter]) -> ParameterOwners:
+        world = self._shard_world
+        ranges = [
+            {n: span for n, p in trained.items() if (span := self._range(p.shape, rank))[0] < span[1]}
+            for rank in range(world.size)
+        ]
+        return ParameterOwners(
+            trained, ranges, self.pieces, world.rank, group=world.group,
+            has_gradient=lambda name: trained[name].grad is not None, holds_values=False,
+        )  # fmt: skip
+
+    def take_gradients(self, names: Sequence[str], *_: object) -> None:
+        """Before an update: set the gradients of these pieces to the current .grad of the model."""
+        for name in names:
+            self.pieces[name].parameter.grad = self._gradient(name)
 
     def _gradient(self, name: str) -> Tensor | None:
         gradient = self._sharded[name].grad
         return None if gradient is None else gradient.to_local().view(-1)
 
-    def release_gradients(self, *_: object) -> None:
-        for piece in self.pieces.values():
-            piece.parameter.grad = None
-        self._model.zero_grad(set_to_none=True)
+    def release_gradients(self, names: Sequence[str], *_: object) -> None:
+        for name in names:
+            self._parameters[name].grad = None
+            if name in self.pieces:
+                self.pieces[name].parameter.grad = None
 
     def gradients(self) -> list[TensorShard]:
         shards = [TensorShard(name, p.grad) for name, p in self.unsharded.items() if p.grad is not None]

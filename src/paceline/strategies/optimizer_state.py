@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, load_into
-from paceline.collectives.shards import LocalShard
+from paceline.collectives.owners import LocalShard
 from paceline.errors import UsageError
+from paceline.strategies.optimizers import each_optimizer
 
 NUMBER_SUFFIX = ".item"  # suffix of the name of a plain number
 
@@ -18,7 +19,7 @@ def optimizer_shards(model: nn.Module, optimizer: Optimizer) -> list[TensorShard
     """The whole state of `optimizer`. None values are skipped, because the optimizer creates them again."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     shards: list[TensorShard] = []
-    for parameter, state in optimizer.state.items():
+    for parameter, state in (item for one in each_optimizer(optimizer) for item in one.state.items()):
         if parameter not in names:
             raise UsageError(code="foreign-parameter-state", shape=tuple(parameter.shape))
         shards += [TensorShard(name, tensor) for name, tensor in optimizer_state_tensors(names[parameter], state)]
@@ -43,10 +44,11 @@ def optimizer_state_tensors(name: str, state: Mapping[str, Any]) -> Iterator[tup
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, source: Source) -> None:
     """Load the whole state of `optimizer`. A parameter without state has not been trained yet."""
-    optimizer.state.clear()
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    named = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in trained}
-    load_states(named, optimizer, {name: saved_state(source, name) for name in named})
+    for one in each_optimizer(optimizer):
+        one.state.clear()
+        trained = {id(parameter) for group in one.param_groups for parameter in group["params"]}
+        named = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in trained}
+        load_states(named, one, {name: saved_state(source, name) for name in named})
 
 
 def load_states(named: Mapping[str, nn.Parameter], optimizer: Optimizer, states: Mapping[str, dict[str, Any]]) -> None:
@@ -68,16 +70,19 @@ def saved_keys(source: Source, name: str) -> Iterator[tuple[str, str]]:
 def piece_optimizer_shards(
     pieces: Mapping[str, LocalShard], optimizer: Optimizer, unsharded: Mapping[str, nn.Parameter] | None = None
 ) -> list[TensorShard]:
-    """As `optimizer_shards`, for an optimizer of `pieces` of parameters, by name, and of `unsharded` ones."""
+    """As `optimizer_shards`, for an optimizer of `pieces` of parameters, by name, and of `unsharded` ones.
+
+    A piece may be a whole parameter that this rank alone updates.
+    """
+    states = {parameter: state for one in each_optimizer(optimizer) for parameter, state in one.state.items()}
     shards: list[TensorShard] = []
     for name, parameter in (unsharded or {}).items():
         shards += [
-            TensorShard(full, tensor)
-            for full, tensor in optimizer_state_tensors(name, optimizer.state.get(parameter, {}))
+            TensorShard(full, tensor) for full, tensor in optimizer_state_tensors(name, states.get(parameter, {}))
         ]
     for name, piece in pieces.items():
-        for full, tensor in optimizer_state_tensors(name, optimizer.state.get(piece.parameter, {})):
-            if tensor.shape == piece.parameter.shape:
+        for full, tensor in optimizer_state_tensors(name, states.get(piece.parameter, {})):
+            if tensor.shape == piece.parameter.shape and not piece.is_whole:
                 shards.append(TensorShard(full, tensor, piece.full_shape, piece.start, replicated=False))
             elif piece.start == 0:  # a counter: one of the ranks that have it saves it
                 shards.append(TensorShard(full, tensor, replicated=False))
@@ -91,20 +96,25 @@ def load_piece_optimizer(
     unsharded: Mapping[str, nn.Parameter] | None = None,
 ) -> None:
     """As `load_optimizer`, for an optimizer of `pieces` of parameters and `unsharded` ones."""
-    optimizer.state.clear()
-    for name, parameter in (unsharded or {}).items():
-        if state := saved_state(source, name):
-            optimizer.state[parameter] = _on_device(optimizer, parameter, state)
-    for name, piece in pieces.items():
-        if state := saved_state(source, name, piece):
-            optimizer.state[piece.parameter] = _on_device(optimizer, piece.parameter, state)
+    named = {**(unsharded or {}), **{name: piece.parameter for name, piece in pieces.items()}}
+    for one in each_optimizer(optimizer):
+        one.state.clear()
+        trained = {id(parameter) for group in one.param_groups for parameter in group["params"]}
+        own = {name: parameter for name, parameter in named.items() if id(parameter) in trained}
+        load_states(own, one, {name: saved_state(source, name, pieces.get(name)) for name in own})
 
 
 def saved_state(source: Source, name: str, piece: LocalShard | None = None) -> dict[str, Any]:
-    """The saved state of parameter `name`, by key: whole tensors, or one piece of them. Counters are always whole."""
+    """The saved state of parameter `name`, by key: whole tensors, or those of a piece. Counters are always whole."""
     state: dict[str, Any] = {}
     for key, full in saved_keys(source, name):
-        if piece is None or key.endswith(NUMBER_SUFFIX) or key == "step" or source.shape(full) != piece.full_shape:
+        if (
+            piece is None
+            or piece.is_whole
+            or key.endswith(NUMBER_SUFFIX)
+            or key == "step"
+            or source.shape(full) != piece.full_shape
+        ):
             value = source.tensor(full)
             assert value is not None
             state[key.removesuffix(NUMBER_SUFFIX)] = value.item() if key.endswith(NUMBER_SUFFIX) else value

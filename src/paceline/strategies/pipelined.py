@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from paceline.checkpoint.export import state_dict_names_by_saved_name
 from paceline.checkpoint.shards import full_state, parameter_of
@@ -20,12 +20,12 @@ from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import pack, unpack
 from paceline.collectives.control import Deferred, all_gather_object, raise_on_all_ranks
 from paceline.collectives.torch_collectives import name_collective
-from paceline.errors import UsageError
 from paceline.parallel.partition import Chain, LayerGroup, best_splits
 from paceline.parallel.pipeline import Pipeline, Schedule, SplitPoint
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.model_parallel import ModelParallelAdapter
+from paceline.strategies.optimizers import each_optimizer, scope_of
 
 
 class StagePlan(msgspec.Struct, frozen=True):
@@ -92,7 +92,7 @@ def make_pipeline_stage(
         virtual_ranks: see MakeStrategy.
 
     Raises:
-        UsageError: for an optimizer that needs all parameters at once (LBFGS).
+        UsageError: for an optimizer that needs all parameters at once (see `scope_of`).
     """
     points, users = plan.split_points, plan.stages_by_tensor
     number = world.along("pipeline").rank
@@ -104,8 +104,8 @@ def make_pipeline_stage(
 
     def make_for_stage(parameters: Any) -> Optimizer:
         optimizer, of_stage = make_optimizer(parameters), {*model.parameters()}
-        if isinstance(optimizer, LBFGS):
-            raise UsageError(code="optimizer-looks-at-all")
+        for one in each_optimizer(optimizer):
+            scope_of(one, "a pipeline")
         for group in optimizer.param_groups:  # the task may have created it for the whole model
             group["params"] = [p for p in group["params"] if p in of_stage]
         return optimizer

@@ -1,6 +1,6 @@
 """Checks before the first step that a strategy supports the model and the optimizer."""
 
-from torch import nn, optim
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -9,12 +9,6 @@ from paceline.collectives.buckets import sparse_gradient_error
 from paceline.config.strategies import MULTI_PROCESS_STRATEGIES
 from paceline.errors import UsageError
 from paceline.rank.world import World
-
-# Each element's update depends only on the gradient and the history of that element.
-ELEMENT_WISE_OPTIMIZERS = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.RMSprop,
-    optim.Rprop, optim.ASGD,
-)  # fmt: skip
 
 
 def check_single_process(name: str, world: World) -> None:
@@ -97,14 +91,3 @@ def check_no_sync_batchnorm(model: nn.Module, name: str) -> None:
     """
     if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
         raise UsageError(code="exact-with-sync-batchnorm", strategy=name)
-
-
-def check_element_wise(strategy: str, optimizer: Optimizer) -> None:
-    """Check that the optimizer's update is element-wise, for a strategy that shards parameters.
-
-    Raises:
-        UsageError: for any other optimizer.
-    """
-    if type(optimizer) not in ELEMENT_WISE_OPTIMIZERS:
-        names, class_name = [supported.__name__ for supported in ELEMENT_WISE_OPTIMIZERS], type(optimizer).__name__
-        raise UsageError(code="optimizer-not-element-wise", strategy=strategy, kind=class_name, known=names)

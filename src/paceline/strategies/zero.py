@@ -1,11 +1,14 @@
 """The bits of `exact`, with gradients and optimizer state sharded over ranks (ZeRO stage 2)."""
 
+from collections.abc import Collection
+
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.buckets import trainable
 from paceline.collectives.control import Deferred
 from paceline.collectives.norm import ShardedNorm
+from paceline.collectives.owners import LocalShard
 from paceline.collectives.reducer import make_shard_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import Shards
@@ -13,8 +16,8 @@ from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import partition_of
 from paceline.strategies.optimizer_state import load_piece_optimizer, piece_optimizer_shards
+from paceline.strategies.optimizers import each_optimizer, scope_of, trained_by_each
 from paceline.strategies.validation import (
-    check_element_wise,
     check_no_lazy_parameters,
     check_no_sparse_gradients,
     check_no_sync_batchnorm,
@@ -30,7 +33,7 @@ class Zero(Strategy):
 
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types.
-        UsageError: for synchronised batch norm, and for an optimizer whose update is not element-wise.
+        UsageError: for synchronised batch norm, and for an optimizer that cannot be divided (see `scope_of`).
     """
 
     sharded = True
@@ -43,18 +46,21 @@ class Zero(Strategy):
         check_no_sparse_gradients(model, "zero")
         broadcast_module(model)
         optimizer = make_optimizer(model.parameters())
-        check_element_wise("zero", optimizer)
+        scopes = [scope_of(one, "strategy 'zero'") for one in each_optimizer(optimizer)]
         check_optimizer_parameters(model, optimizer)
-        parameters = trainable(model)
-        shards = Shards(model, world.rank, world.size)
-        shards.shard_optimizer(optimizer)
+        parameters, trained = trainable(model), trained_by_each(optimizer)
+        kinds = {p: number for number, own in enumerate(trained) for p in own}
+        self._shards = shards = Shards(model, world.rank, world.size, kinds=kinds)
+        self._updated: dict[str, LocalShard] = {}
+        for one, scope in zip(each_optimizer(optimizer), scopes, strict=True):
+            self._updated |= shards.shard_optimizer(one, whole=scope == "parameter")
         reducer = make_shard_reducer(shards, partition_of(world, virtual_ranks or world.size))
         sizes, shares = [p.numel() for p in parameters], shards.ranges_by_rank(parameters)
         self._norm = ShardedNorm(sizes, shares, world.rank, world.device)
         self._pieces = {name: shards.pieces[p] for name, p in model.named_parameters() if p in shards.pieces}
         self._by_number = {i: shards.pieces[p].parameter for i, p in enumerate(parameters) if p in shards.pieces}
         super().__init__(
-            model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer, shards_optimizer=True
+            model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer, trained=trained
         )  # fmt: skip
 
     def _gradients(self) -> list[TensorShard]:
@@ -64,8 +70,11 @@ class Zero(Strategy):
     def _gradient_norm(self, tensors: list[Tensor]) -> Deferred[float]:
         return self._norm({i: p.grad for i, p in self._by_number.items() if p.grad is not None})
 
+    def drop_pieces(self, kept: Collection[nn.Parameter]) -> None:
+        self._shards.drop_gradients(kept)
+
     def _optimizer_shards(self) -> list[TensorShard]:
-        return piece_optimizer_shards(self._pieces, self.optimizer)
+        return piece_optimizer_shards(self._updated, self.optimizer)
 
     def _load_optimizer(self, source: Source) -> None:
-        load_piece_optimizer(self._pieces, self.optimizer, source)
+        load_piece_optimizer(self._updated, self.optimizer, source)

@@ -74,8 +74,8 @@ class Task:
     """Called on every rank after each evaluation."""
     on_end: Callback | None = None
     """Called on every rank after the last step, when the weights are saved."""
-    make_optimizer: Callable[[nn.Module], Optimizer] | None = None
-    """Model -> its optimizer, with any parameter groups. Default: the optimizer of --optimizer, --lr, ..."""
+    make_optimizer: Callable[[nn.Module], Optimizer | Sequence[Optimizer]] | None = None
+    """Model -> its optimizer, with any parameter groups, or several. Default: that of --optimizer, --lr, ..."""
     make_schedule: Callable[[Optimizer, int], LRScheduler] | None = None
     """(optimizer, steps of the run) -> a torch scheduler, which steps after each update. Default: the schedule of
     --schedule; with make_optimizer, constant learning rates."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from inspect import signature
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -15,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.errors import UsageError
 from paceline.strategies.base import MakeOptimizer
+from paceline.strategies.optimizers import OptimizerSequence, each_optimizer
 from paceline.train.json_values import group_settings, load_optimizer_json_state, optimizer_json_state
 
 if TYPE_CHECKING:
@@ -59,11 +62,13 @@ def configured_optimizer_maker(config: OptimizerConfig, lr: float, task: Task, m
 
 
 def check_optimizer_type(optimizer: Any) -> Optimizer:
-    """Return `optimizer`, the result of a user's function.
+    """Return `optimizer`, the result of a user's function. Several optimizers become a sequence.
 
     Raises:
-        UsageError: if it is not an optimizer, or is one that needs a closure.
+        UsageError: if it is not an optimizer, or is one that needs a closure; or two train the same parameter.
     """
+    if isinstance(optimizer, (list, tuple)) and optimizer:
+        return OptimizerSequence(map(check_optimizer_type, optimizer))  # pyright: ignore[reportUnknownArgumentType]
     if isinstance(optimizer, LBFGS):
         raise UsageError(code="optimizer-needs-closure")
     if not isinstance(optimizer, Optimizer):
@@ -75,7 +80,8 @@ def describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     """Describe an optimizer as readable JSON: its class, and the settings and size of each parameter group."""
     groups = [{name: _plain(value) for name, value in settings.items()} for settings in group_settings(optimizer)]
     counts = [{"parameters": len(group["params"])} for group in optimizer.param_groups]
-    return {"class": _full_name(optimizer), "groups": [{**a, **b} for a, b in zip(counts, groups, strict=True)]}
+    names = ", ".join(map(_full_name, each_optimizer(optimizer)))
+    return {"class": names, "groups": [{**a, **b} for a, b in zip(counts, groups, strict=True)]}
 
 
 def _plain(value: Any) -> Any:
@@ -157,20 +163,28 @@ class Schedule:
 
 
 class TaskSchedule:
-    """The schedule of a task: a torch scheduler that steps after each update, or constant rates without one."""
+    """The schedule of a task: torch schedulers that step after each update, or constant rates without one."""
 
-    def __init__(self, optimizer: Optimizer, scheduler: Any, total_steps: int) -> None:
-        """Raise UsageError if the scheduler cannot step after each update, or its state cannot be saved."""
-        if scheduler is not None and (
-            not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau)
-        ):
-            raise UsageError(code="not-a-scheduler", kind=type(scheduler).__name__)
-        self._optimizer = optimizer
-        self._scheduler: Any = scheduler
-        self.described = scheduler and {"class": _full_name(scheduler), "total_steps": total_steps}
+    def __init__(
+        self, optimizer: Optimizer, make_schedule: Callable[[Optimizer, int], Any] | None, total_steps: int
+    ) -> None:
+        """Make a scheduler for each optimizer of a sequence.
+
+        Raises:
+            UsageError: if a scheduler cannot step after each update, or its state cannot be saved.
+        """
+        self._optimizers, self._schedulers = each_optimizer(optimizer), list[Any]()
+        for one in self._optimizers:
+            if make_schedule is None:
+                continue
+            scheduler = make_schedule(one, total_steps)
+            if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+                raise UsageError(code="not-a-scheduler", kind=type(scheduler).__name__)
+            one.register_step_post_hook(partial(_step_scheduler, scheduler))
+            self._schedulers.append(scheduler)
+        names = ", ".join(map(_full_name, self._schedulers))
+        self.described = {"class": names, "total_steps": total_steps} if names else None
         """A description as JSON; None without a scheduler."""
-        if scheduler is not None:
-            optimizer.register_step_post_hook(lambda *_: scheduler.step())
         self.json_state()  # raises an error now, not at the first checkpoint, if a value cannot be saved
 
     def set_lr(self, optimizer: Optimizer, step: int) -> float:
@@ -178,10 +192,19 @@ class TaskSchedule:
         return float(optimizer.param_groups[0]["lr"])
 
     def json_state(self) -> dict[str, Any]:
-        return optimizer_json_state(self._optimizer, self._scheduler)
+        first, *others = (optimizer_json_state(*pair) for pair in self._pairs())
+        return {**first, "others": others} if others else first
 
     def load(self, numbers: Mapping[str, Any]) -> None:
-        load_optimizer_json_state(self._optimizer, self._scheduler, numbers)
+        for pair, saved in zip(self._pairs(), [numbers, *numbers.get("others", ())], strict=True):
+            load_optimizer_json_state(*pair, saved)
+
+    def _pairs(self) -> Iterable[tuple[Optimizer, Any]]:
+        return zip_longest(self._optimizers, self._schedulers)
+
+
+def _step_scheduler(scheduler: LRScheduler, *_: object) -> None:
+    scheduler.step()
 
 
 LRSchedule = Schedule | TaskSchedule
@@ -196,7 +219,7 @@ def schedule_for(
         UsageError: if the function of the task does not return a scheduler.
     """
     if task.make_schedule is not None:
-        return TaskSchedule(optimizer, task.make_schedule(optimizer, total_steps), total_steps)
+        return TaskSchedule(optimizer, task.make_schedule, total_steps)
     if task.make_optimizer is not None:
         return TaskSchedule(optimizer, None, total_steps)
     return Schedule(peak_lr, total_steps, config.warmup_steps, config.schedule)

@@ -1,13 +1,14 @@
 """Shards or splits the model of a task over the ranks of a mesh. It is traced and checked with the first samples."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from paceline.checkpoint.shards import ShardedParameter
@@ -23,6 +24,7 @@ from paceline.rank.world import World
 from paceline.seeding import seeded_random_stream
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.model_parallel import ModelParallelAdapter
+from paceline.strategies.optimizers import each_optimizer, scope_of, trained_by_each
 from paceline.strategies.pipelined import StagePlan, make_pipeline_stage, plan_stages
 from paceline.tasks.task import Task, call_model
 from paceline.train.evaluate import eval_mode
@@ -63,7 +65,8 @@ class ParallelPlan:
     ) -> Strategy:  # fmt: skip
         """Apply `strategy` to this rank's part of the model (collective)."""
         if self.stage_plan is None:
-            part = strategy(model, maker, world.data, virtual_ranks=virtual_ranks)
+            checked = partial(_make_for_shards, maker, model, self.shards) if self.shards else maker
+            part = strategy(model, checked, world.data, virtual_ranks=virtual_ranks)
             if world.mesh is None or not world.mesh.has_model_parallelism:
                 part.world = world
             else:
@@ -77,6 +80,19 @@ class ParallelPlan:
 
 
 NO_PARALLELISM = ParallelPlan()
+
+
+def _make_for_shards(
+    maker: MakeOptimizer, model: nn.Module, shards: Mapping[str, ShardedParameter], parameters: Iterable[nn.Parameter]
+) -> Optimizer:
+    """Make the optimizer. Raise UsageError if it needs a whole parameter of which this rank has a shard."""
+    optimizer = maker(parameters)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for one, trained in zip(each_optimizer(optimizer), trained_by_each(optimizer), strict=True):
+        sharded = next((names[p] for p in trained if names.get(p) in shards), None)
+        if sharded is not None and scope_of(one, "tensor parallelism") == "parameter":
+            raise UsageError(code="optimizer-needs-whole", kind=type(one).__name__, name=sharded)
+    return optimizer
 
 
 def parallelize_model(

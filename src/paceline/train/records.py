@@ -196,7 +196,7 @@ def memory_breakdown(replicas: Sequence[Strategy]) -> MemoryBreakdown:
     named = [pair for replica in replicas for pair in replica.model.named_parameters()]
     trained = [p for _, p in named if p.requires_grad]
     gradients = [shard.tensor for replica in replicas for shard in replica.gradients()]
-    states = [state for replica in replicas for state in replica.optimizer.state.values()]
+    states = [state for replica in replicas for one in replica.optimizers for state in one.state.values()]
     return MemoryBreakdown(
         parameters=[(name, [*p.shape], p.numel() * p.element_size()) for name, p in named[:MAX_LISTED_PARAMETERS]],
         weight_bytes=storage_bytes(p for _, p in named),

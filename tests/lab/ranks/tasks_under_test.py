@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.strategies.shampoo import Joint
 from torch import Tensor, nn
 
 from paceline import ArrayDataset, Task
@@ -151,4 +152,13 @@ def _falling(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_sch
 own = Task(_mlp, _images, _cross_entropy, make_optimizer=_groups, make_schedule=_falling)
 scheduled = Task(_mlp, _images, _cross_entropy, make_schedule=_falling)
 whole = Task(_mlp, _images, _cross_entropy, make_optimizer=lambda model: torch.optim.Adafactor(model.parameters()))
+joint = Task(_mlp, _images, _cross_entropy, make_optimizer=lambda model: Joint(model.parameters()))
+
+
+def _muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    hidden, rest = [model[4].weight], [p for p in model.parameters() if p is not model[4].weight]
+    return [torch.optim.Muon(hidden, lr=0.02), torch.optim.AdamW(rest, lr=0.003)]
+
+
+muon = Task(_mlp, _images, _cross_entropy, make_optimizer=_muon_and_adamw, make_schedule=_falling)
 lbfgs = Task(_mlp, _images, _cross_entropy, make_optimizer=lambda model: torch.optim.LBFGS(model.parameters()))

@@ -47,6 +47,7 @@ def verified(rank: int, size: int) -> dict[str, Any]:
         "notes": verify(spec("own"), world).notes,
         "scheduled": verify(spec("scheduled", ["exact"], ["sgd"]), world).results,
         "whole": verify(spec("whole", ["bucketed", "zero"]), world).results,
+        "joint": verify(spec("joint", ["bucketed", "zero"]), world).results,
     }
     one_group = lambda model: torch.optim.RMSprop(model.parameters(), lr=0.003)  # noqa: E731
     for name, forgotten in (("schedule", {"make_schedule": None}), ("groups", {"make_optimizer": one_group})):
@@ -81,10 +82,13 @@ def test_it_is_the_default_and_equals_one_process_with_groups_and_schedule(found
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_an_optimizer_of_unsharded_parameters_does_not_run_on_shards(found: dict[str, Any]) -> None:
-    sharded, whole = found["whole"]
+def test_an_optimizer_of_whole_parameters_is_verified_and_one_of_all_parameters_does_not_run_on_shards(
+    found: dict[str, Any],
+) -> None:
+    assert passed(found["whole"]) == [("bucketed", "task", True), ("zero", "task", True)]
+    sharded, whole = found["joint"]
     assert whole.passed
-    assert sharded.not_run and "Adafactor" in sharded.not_run
+    assert sharded.not_run and "Joint" in sharded.not_run
 
 
 @pytest.mark.slow

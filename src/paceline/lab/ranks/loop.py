@@ -38,6 +38,7 @@ from paceline.stepping.hooks import describe_user_autograd_function, describe_us
 from paceline.stepping.micro_step import MicroStep, Reduction
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies.base import MakeOptimizer, Strategy
+from paceline.strategies.optimizers import optimizer_names
 from paceline.tasks.registry import load_function
 from paceline.train.fit import StepRecord
 
@@ -127,7 +128,7 @@ class _Recorder(Observer):
 
             model.register_forward_hook(after_forward, with_kwargs=True)
             self.run.start_fingerprints |= _constants(model) | fingerprints(parameters_of(replica))
-            self.run.optimizer = type(replica.optimizer).__name__
+            self.run.optimizer = optimizer_names(replica.optimizer)
             return replica
 
         return applied

@@ -60,7 +60,9 @@ class Inspection:
 
         def after(*_: object) -> None:
             if self._open:
-                self._optimizer = storage_bytes(v for s in replica.optimizer.state.values() for v in s.values())
+                self._optimizer = storage_bytes(
+                    v for one in replica.optimizers for s in one.state.values() for v in s.values()
+                )
 
         self._in_stages = replica.pipeline is not None
         replica.optimizer.register_step_pre_hook(before)

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, default_collate
 from paceline.lab.verify import VerifySpec
 from paceline.nested import map_tensors
 from paceline.seeding import derive_seed
+from paceline.strategies.optimizers import each_optimizer
 from paceline.tasks.task import Task, call_model
 
 NamedTensors = Mapping[str, Tensor | None]
@@ -54,8 +55,7 @@ class Reference:
 
     task: Task
     model: nn.Module
-    optimizer: Optimizer
-    scheduler: Any  # a scheduler of torch, stepped after the optimizer; or None
+    optimizer: Optimizer  # its hooks step the task's schedulers
     dataset: Dataset[Any]
     global_batch: int
     spec: VerifySpec
@@ -99,8 +99,6 @@ class Reference:
         norm = float(nn.utils.clip_grad_norm_(self._names.values(), self.spec.clip_norm))
         clipped_gradients = gradients_of(self.model)
         self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
         return StepValues(
             samples=sorted(batch.tolist()),
             stream_fingerprints=streams,
@@ -246,7 +244,8 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]
     names: dict[Tensor, str] = {p: n for n, p in model.named_parameters()}
     return {
         f"{key} of {names[p]}": value.detach()
-        for p, entries in optimizer.state.items()
+        for one in each_optimizer(optimizer)
+        for p, entries in one.state.items()
         for key, value in entries.items()
         if isinstance(value, Tensor) and value.shape == p.shape
     }

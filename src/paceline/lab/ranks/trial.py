@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from paceline.seeding import derive_seed
 from paceline.stepping.totals import StepResult
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.base import MakeOptimizer
+from paceline.strategies.optimizers import each_optimizer, optimizer_names, scope_of
 from paceline.tasks.registry import load_task
 from paceline.tasks.task import Task
 from paceline.train.optimizer import TaskSchedule, check_optimizer_type
@@ -42,6 +43,15 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": partial(SGD, lr=LR, momentum=0.9, weight_decay=1e-2, fused=True),
     "adamw": partial(AdamW, lr=LR, weight_decay=1e-2, fused=True),
 }
+
+
+class VerifiedOptimizer(NamedTuple):
+    """What to know of an optimizer before it is applied."""
+
+    names: str
+    is_adaptive: bool
+    why_not_sharded: str | None
+    """Why strategies that shard parameters do not support it."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +71,8 @@ def task_of(spec: VerifySpec) -> Task:
     return load_task(spec.task, {k: Path(v) if k == "data_dir" else v for k, v in spec.options.items()})
 
 
-def optimizers_of(spec: VerifySpec, task: Task, model: nn.Module) -> dict[str, type[Optimizer]]:
-    """The types of the verified optimizers, by name. Each is created once for `model`, with its schedule."""
+def optimizers_of(spec: VerifySpec, task: Task, model: nn.Module) -> dict[str, VerifiedOptimizer]:
+    """The verified optimizers, by name. Each is created once for `model`, with its schedule."""
     by_task = task.make_optimizer is not None
     names = spec.optimizers or ([TASK_OPTIMIZER] if by_task else [*OPTIMIZERS])
     if TASK_OPTIMIZER in names and not by_task:
@@ -70,7 +80,19 @@ def optimizers_of(spec: VerifySpec, task: Task, model: nn.Module) -> dict[str, t
     optimizers = {name: optimizer_factory(name, task, model)(model.parameters()) for name in names}
     for name, optimizer in optimizers.items():
         _add_schedule(name, task, optimizer, spec.steps)
-    return {name: type(optimizer) for name, optimizer in optimizers.items()}
+    return {
+        name: VerifiedOptimizer(optimizer_names(optimizer), not isinstance(optimizer, SGD), _refusal(optimizer))
+        for name, optimizer in optimizers.items()
+    }
+
+
+def _refusal(optimizer: Optimizer) -> str | None:
+    try:
+        for one in each_optimizer(optimizer):
+            scope_of(one, "a strategy")
+    except UsageError:
+        return f"shards parameters, but {optimizer_names(optimizer)} may need all of them at once"
+    return None
 
 
 def optimizer_factory(name: str, task: Task, model: nn.Module) -> MakeOptimizer:
@@ -88,7 +110,7 @@ def has_schedule(name: str, task: Task) -> bool:
 
 def _add_schedule(name: str, task: Task, optimizer: Optimizer, steps: int) -> None:
     if task.make_schedule and has_schedule(name, task):
-        TaskSchedule(optimizer, task.make_schedule(optimizer, steps), steps)
+        TaskSchedule(optimizer, task.make_schedule, steps)
 
 
 def make_setup(spec: VerifySpec, task: Task, policy: BatchNormPolicy, world: World) -> VerificationSetup:
@@ -193,13 +215,13 @@ class Trial:
     """The parameters and buffers of the unsharded model, on the meta device."""
 
 
-def make_trial(case: Case, setting: VerificationSetup, optimizer: type[Optimizer]) -> Trial:
+def make_trial(case: Case, setting: VerificationSetup, optimizer: VerifiedOptimizer) -> Trial:
     """Build the model, apply the strategy and prepare its batches (a collective)."""
     model = _model(setting, setting.spec.seed + setting.world.rank)
     tensors = (*model.named_parameters(), *model.named_buffers())
     shapes = {name: torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for name, t in tensors}
     replica, batches = apply_strategy(setting, case.strategy, case.optimizer, model)
-    trial = Trial(case, replica, batches, Comparison(adaptive=not issubclass(optimizer, SGD)), unsharded_tensors=shapes)
+    trial = Trial(case, replica, batches, Comparison(adaptive=optimizer.is_adaptive), unsharded_tensors=shapes)
     _install_observers(trial)
     return trial
 
@@ -209,11 +231,9 @@ def make_reference(setting: VerificationSetup, optimizer: str) -> Reference:
     task, spec = setting.task, setting.spec
     model = _model(setting, spec.seed)
     optim = optimizer_factory(optimizer, task, model)(model.parameters())
-    schedule = task.make_schedule(optim, spec.steps) if task.make_schedule and has_schedule(optimizer, task) else None
+    _add_schedule(optimizer, task, optim, spec.steps)
     union = setting.batch_norm_policy == "sync"
-    return Reference(
-        task, model, optim, schedule, setting.dataset, setting.plan.global_batch, spec, joins_virtual_ranks=union
-    )
+    return Reference(task, model, optim, setting.dataset, setting.plan.global_batch, spec, joins_virtual_ranks=union)
 
 
 def _install_observers(trial: Trial) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch.optim import Optimizer
 
 from paceline.checkpoint.shards import sha256_of
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks
@@ -25,7 +24,7 @@ from paceline.lab.ranks import trial as trials
 from paceline.lab.ranks.causes import explain
 from paceline.lab.ranks.loop import run_loop
 from paceline.lab.ranks.reference import Reference, StepValues, has_batch_norm
-from paceline.lab.ranks.trial import Trial, VerificationSetup
+from paceline.lab.ranks.trial import Trial, VerificationSetup, VerifiedOptimizer
 from paceline.lab.verify import (
     TASK_OPTIMIZER,
     BatchNormPolicy,
@@ -41,7 +40,6 @@ from paceline.lab.verify import (
 )
 from paceline.rank.attach import run_worker
 from paceline.rank.world import World, create_mesh_groups, joined
-from paceline.strategies.validation import ELEMENT_WISE_OPTIMIZERS
 from paceline.train.determinism import DEFAULT_THREADS, hardware_facts, use_deterministic_kernels
 from paceline.train.prepare import make_model
 from paceline.train.step import train_step
@@ -62,31 +60,29 @@ def verify(spec: VerifySpec, world: World) -> VerifyReport:
         notes.append("dropout is off with synchronised batch norm: its masks would depend on the world size")
     if TASK_OPTIMIZER in optimizers:
         schedule = ", with the task's schedule over these steps" if task.make_schedule else ""
-        notes.append(
-            f"optimizer {TASK_OPTIMIZER}: {optimizers[TASK_OPTIMIZER].__name__}, created by the task{schedule}"
-        )
+        notes.append(f"optimizer {TASK_OPTIMIZER}: {optimizers[TASK_OPTIMIZER].names}, created by the task{schedule}")
     results: list[Result] = []
     settings = [trials.make_setup(spec, task, policy, world) for policy in policies]
     for setting in settings:
-        for optimizer, optimizer_type in optimizers.items():
+        for optimizer, verified in optimizers.items():
             gc.collect()  # hooks and closures keep the last models in reference cycles, which may have gigabytes
-            results += _verify_strategies(setting, optimizer, optimizer_type)
+            results += _verify_strategies(setting, optimizer, verified)
     plan = settings[-1].plan
     return VerifyReport(world.size, plan.global_batch, plan.num_samples, results, notes)
 
 
-def _verify_strategies(setting: VerificationSetup, optimizer: str, optimizer_type: type[Optimizer]) -> list[Result]:
+def _verify_strategies(setting: VerificationSetup, optimizer: str, verified: VerifiedOptimizer) -> list[Result]:
     spec, world, policy = setting.spec, setting.world, setting.batch_norm_policy
     reference = trials.make_reference(setting, optimizer) if world.rank == 0 else None
     results: list[Result] = []
     running: list[Trial] = []
     for name in spec.strategies:
         case = Case(name, world.size, policy, optimizer, spec.mesh)
-        reason = _skip_reason(name, policy, world, optimizer_type)
+        reason = _skip_reason(name, policy, world, verified)
         if reason:
             results.append(Result(case, {}, [], 0.0, not_run=reason))
         else:
-            running.append(trials.make_trial(case, setting, optimizer_type))
+            running.append(trials.make_trial(case, setting, verified))
     for trial in running:
         trials.compare_starts(trial, reference)
     for number in range(spec.steps):
@@ -124,14 +120,14 @@ def _step(
     trial.finding = msgspec.convert(all_gather_object(msgspec.to_builtins(finding), world)[0], Diagnosis | None)
 
 
-def _skip_reason(strategy: str, policy: BatchNormPolicy, world: World, optimizer: type[Optimizer]) -> str | None:
+def _skip_reason(strategy: str, policy: BatchNormPolicy, world: World, optimizer: VerifiedOptimizer) -> str | None:
     info = STRATEGY_INFO[strategy]
     if reason := torch_unsupported_reason(strategy):
         return reason.removeprefix(f"strategy {strategy} ")
     if info.exact and policy == "sync":
         return "has local batch norm only"
-    if info.sharded and optimizer not in ELEMENT_WISE_OPTIMIZERS:
-        return f"shards parameters, but {optimizer.__name__} may need unsharded ones"
+    if info.sharded and optimizer.why_not_sharded:
+        return optimizer.why_not_sharded
     if world.mesh is not None and not info.supports_mesh:
         return "does not support parts of a model"
     if info.single_process and world.data.size > 1:

@@ -1,0 +1,191 @@
+"""Whole parameters for an optimizer that reads whole matrices, where each rank holds pieces of the parameters.
+
+Each parameter has an owner, one rank that updates it. Before an update the owner receives the gradient from the ranks
+that hold its pieces. After the update it sends them the new values. The state of the optimizer stays with the owner.
+The owner computes what a single process computes, and copying changes no bit.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.collectives.buckets import assign_balanced
+from paceline.collectives.communicator import print_notice
+from paceline.collectives.torch_collectives import Group, name_collective
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """The elements [start, stop) of a flattened parameter, which this rank updates, as a separate parameter."""
+
+    start: int
+    stop: int
+    parameter: nn.Parameter
+    full_shape: torch.Size  # the shape of the full parameter
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole parameter, in its shape."""
+        return self.parameter.shape == self.full_shape
+
+
+Ranges = Mapping[str, tuple[int, int]]
+"""By parameter the elements [start, stop) that a rank holds, flattened."""
+
+
+class ParameterOwners:
+    """The owners of the parameters that one optimizer trains. All methods are collectives."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        ranges: Sequence[Ranges],
+        pieces: Mapping[str, LocalShard],
+        rank: int,
+        *,
+        has_gradient: Callable[[str], bool],
+        holds_values: bool,
+        group: Group = None,
+    ) -> None:
+        """Distribute the parameters over the ranks, balanced by cost, the same on all ranks.
+
+        Args:
+            parameters: by name, in the same order on all ranks.
+            ranges: by rank.
+            pieces: this rank's.
+            rank: this rank in the group.
+            has_gradient: whether any rank has used a parameter in this step; the same on all ranks.
+            holds_values: each rank has all elements of `parameters`, not only its pieces.
+            group: the ranks; None: all.
+        """
+        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._ranges, self._pieces, self._rank, self._group = ranges, pieces, rank, group
+        self._has_gradient, self._holds_values = has_gradient, holds_values
+        self._device = next(iter(parameters.values())).device
+        owned_by_rank = assign_balanced([update_cost(shape) for shape in self._shapes.values()], len(ranges))
+        names = [*parameters]
+        self._owner = {names[i]: owner for owner, indices in enumerate(owned_by_rank) for i in indices}
+        self._active: list[str] = []
+        self.owned: dict[str, LocalShard] = {}
+        """The parameters that this rank updates."""
+        for name in (names[i] for i in sorted(owned_by_rank[rank])):
+            parameter = parameters[name]
+            whole = nn.Parameter(parameter.detach() if holds_values else _placeholder(parameter))
+            self.owned[name] = LocalShard(0, parameter.numel(), whole, parameter.shape)
+        self._sizes = {name: parameter.element_size() for name, parameter in parameters.items()}
+
+    def adopt(self, optimizer: Optimizer) -> dict[str, LocalShard]:
+        """Exchange before and after each update of `optimizer`. Returns what this rank updates, by name."""
+        optimizer.register_step_pre_hook(self.gather)
+        optimizer.register_step_post_hook(self.scatter)
+        if len(self._ranges) > 1:
+            print_notice(
+                f"{type(optimizer).__name__} reads whole parameters: each of its {len(self._shapes)} parameters is "
+                f"updated by one rank. For this a rank sends up to {self.sent_bytes / 1e6:,.1f} MB more in each step"
+            )
+        return self.owned
+
+    @property
+    def sent_bytes(self) -> int:
+        """The most bytes that a rank sends in a step."""
+        sent = [0] * len(self._ranges)
+        for rank, ranges in enumerate(self._ranges):
+            for name, (start, stop) in ranges.items():
+                owner, size = self._owner.get(name, rank), (stop - start) * self._sizes.get(name, 0)
+                if owner != rank:
+                    sent[rank] += size if self._holds_values else 2 * size
+                    sent[owner] += size
+        return max(sent)
+
+    @torch.no_grad()
+    def gather(self, *_: object) -> None:
+        """Before an update: set the gradients and the values of the parameters that this rank owns."""
+        self._active = [name for name in self._shapes if self._has_gradient(name)]
+        for whole in self._owned_active().values():
+            parameter = whole.parameter
+            if not self._holds_values:
+                parameter.data = torch.empty(whole.full_shape, dtype=parameter.dtype, device=parameter.device)
+            parameter.grad = torch.empty_like(parameter)
+        self._exchange("gradients for whole updates", to_owners=True, read=_gradient)
+        if not self._holds_values:
+            self._exchange("weights for whole updates", to_owners=True, read=_values)
+
+    @torch.no_grad()
+    def scatter(self, *_: object) -> None:
+        """After an update: set the values of this rank's pieces."""
+        self._exchange("weights after whole updates", to_owners=False, read=_values)
+        for whole in self._owned_active().values():
+            whole.parameter.grad = None
+            if not self._holds_values:
+                whole.parameter.data = _placeholder(whole.parameter)
+
+    def _owned_active(self) -> dict[str, LocalShard]:
+        return {name: self.owned[name] for name in self._active if name in self.owned}
+
+    def _exchange(self, name: str, *, to_owners: bool, read: Callable[[LocalShard], Tensor]) -> None:
+        """Copy between pieces and whole parameters. Both sides list the tensors of a rank in the same order."""
+        pieces: list[list[Tensor]] = [[] for _ in self._ranges]
+        parts: list[list[Tensor]] = [[] for _ in self._ranges]
+        for active in self._active:
+            if active in self._ranges[self._rank]:
+                pieces[self._owner[active]].append(read(self._pieces[active]))
+            if active in self.owned:
+                flat = read(self.owned[active])
+                for rank, ranges in enumerate(self._ranges):
+                    if active in ranges:
+                        parts[rank].append(flat[slice(*ranges[active])])
+        sources, targets = (pieces, parts) if to_owners else (parts, pieces)
+        for target, source in zip(targets[self._rank], sources[self._rank], strict=True):
+            target.copy_(source)
+        sources[self._rank], targets[self._rank] = [], []
+        if len(self._ranges) > 1:
+            self._send(sources, targets, name)
+
+    def _send(self, sources: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]], name: str) -> None:
+        empty = torch.empty(0, dtype=torch.uint8, device=self._device)
+        sent = torch.cat([empty, *(source.view(torch.uint8) for of_rank in sources for source in of_rank)])
+        sizes = [[sum(t.nbytes for t in of_rank) for of_rank in tensors] for tensors in (targets, sources)]
+        received = sent.new_empty(sum(sizes[0]))
+        dist.all_to_all_single(received, name_collective(sent, name), *sizes, group=self._group)
+        flat = [target for of_rank in targets for target in of_rank]
+        for target, values in zip(flat, received.split([t.nbytes for t in flat]), strict=True):
+            target.view(torch.uint8).copy_(values)
+
+
+def replace_parameters(
+    optimizer: Optimizer, groups: Sequence[Sequence[str]], updated: Mapping[str, nn.Parameter]
+) -> None:
+    """Let `optimizer` train `updated` in place of the parameters in its groups, whose names are `groups`.
+
+    The state that it created in its constructor for a parameter without an entry is dropped.
+    """
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        for name, parameter in zip(names, group["params"], strict=True):
+            state = optimizer.state.pop(parameter, None)
+            if state is not None and name in updated:
+                optimizer.state[updated[name]] = state
+        group["params"] = [updated[name] for name in names if name in updated]
+
+
+def update_cost(shape: Sequence[int]) -> int:
+    """The cost of an update in proportion to others: of a matrix that of a product with its smaller square."""
+    elements = torch.Size(shape).numel()
+    return elements * min(shape[0], elements // shape[0]) if len(shape) > 1 and elements else elements
+
+
+def _gradient(shard: LocalShard) -> Tensor:
+    assert shard.parameter.grad is not None
+    return shard.parameter.grad.view(-1)
+
+
+def _values(shard: LocalShard) -> Tensor:
+    return shard.parameter.detach().view(-1)
+
+
+def _placeholder(like: Tensor) -> Tensor:
+    """A tensor of the same shape, without its memory."""
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)

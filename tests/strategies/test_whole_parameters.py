@@ -1,0 +1,212 @@
+"""What `zero` and `fsdp` do for optimizers that need whole parameters, and which optimizers need them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.errors import raises
+from tests.run_ranks import run_ranks
+from tests.strategies.shampoo import Joint, Shampoo, muon_and_adamw
+from tests.strategies.test_sharded import Blocks, data
+from tests.strategies.test_state import squared
+from tests.worlds import world as world
+from tests.worlds import world_of
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+
+from paceline import BatchPlan, Loading, World, load_steps, train_step
+from paceline.checkpoint.shards import ShardedParameter, full_state, sha256_of
+from paceline.collectives.owners import update_cost
+from paceline.config.mesh import Mesh
+from paceline.data.plan import ranks_share
+from paceline.rank.world import create_mesh_groups
+from paceline.strategies import STRATEGIES, Strategy
+from paceline.strategies.optimizers import scope_of
+from paceline.train.parallelism import ParallelPlan
+
+CPU, STEPS = torch.device("cpu"), 4
+
+
+class Momentum(Optimizer):
+    """SGD with momentum, whose state only its constructor can make."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.state[parameter]["sum"] = torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                parameter.sub_(self.state[parameter]["sum"].add_(parameter.grad), alpha=0.1)
+
+
+class Declared(Momentum):
+    """The same, declared."""
+
+    parameter_wise = True
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(9, 7), nn.Linear(7, 5), nn.Linear(5, 2))
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.ndim == 2]
+
+
+# ---- which optimizers need them
+
+
+@pytest.mark.parametrize("make", [SGD, AdamW])
+def test_known_optimizers_of_elements_need_no_whole_parameters(make: Callable[..., Optimizer]) -> None:
+    assert scope_of(make(layers().parameters(), lr=0.1), "zero") == "element"
+
+
+@pytest.mark.parametrize("make", [Muon, Adafactor, partial(Shampoo, lr=0.1), Declared, partial(Joint, first=99)])
+def test_all_others_need_them_also_those_that_paceline_does_not_know(make: Callable[..., Optimizer]) -> None:
+    assert scope_of(make(matrices(layers())), "zero") == "parameter"
+
+
+@pytest.mark.parametrize("first", [0, 10])
+def test_an_optimizer_that_joins_parameters_is_refused_also_if_it_only_does_so_later(first: int) -> None:
+    with raises("optimizer-joins-parameters", kind="Joint", owner="strategy 'zero'"):
+        scope_of(Joint(layers().parameters(), first), "strategy 'zero'")
+
+
+def test_an_optimizer_whose_trial_fails_is_refused_and_the_reason_given() -> None:
+    with raises("optimizer-not-tried", kind="Momentum") as caught:
+        scope_of(Momentum(layers().parameters()), "zero")
+    assert caught.value.fields["reason"].startswith("RuntimeError: ")
+
+
+def test_a_trial_changes_nothing() -> None:
+    model = layers()
+    optimizer, calls = Shampoo(model.parameters(), lr=0.1), list[object]()
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    before, numbers = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
+    scope_of(optimizer, "zero")
+    assert not calls and not optimizer.state and torch.equal(torch.get_rng_state(), numbers)
+    assert all(torch.equal(a, b) and a.grad is None for a, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("name", ["zero", "fsdp"])
+def test_what_cannot_be_divided_is_refused_before_the_first_step(world: World, name: str) -> None:
+    with raises("optimizer-joins-parameters", kind="Joint", owner=f"strategy {name!r}"):
+        STRATEGIES[name](layers(), Joint, world)
+
+
+def test_a_shard_of_tensor_parallelism_is_not_a_whole_parameter(world: World) -> None:
+    sharded = {"0.weight": ShardedParameter(torch.Size((9, 9)), 0, ((0, 7),))}
+    plan = ParallelPlan(sharded)
+    model = layers()
+    with raises("optimizer-needs-whole", kind="Muon", name="0.weight"):
+        plan.apply(STRATEGIES["bucketed"], model, lambda _: Muon(matrices(model)), world, 1)
+    plan.apply(STRATEGIES["bucketed"], model, lambda _: Muon(matrices(model)[1:]), world, 1)
+    plan.apply(STRATEGIES["bucketed"], model, lambda _: AdamW(model.parameters()), world, 1)
+
+
+def test_the_cost_of_a_matrix_grows_with_its_smaller_side() -> None:
+    assert [update_cost(shape) for shape in ((), (6,), (0, 3), (8, 2), (2, 8), (4, 4), (2, 3, 4))] == [
+        1, 6, 0, 32, 32, 64, 48,
+    ]  # fmt: skip
+
+
+# ---- how ranks divide them
+
+
+class Unused(Blocks):
+    """One matrix is never used."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__(width)
+        self.unused = nn.Linear(width, width, bias=False, dtype=torch.float64)
+
+
+def train(replica: Strategy, virtual_ranks: int) -> None:
+    world = replica.world.data
+    share = ranks_share(virtual_ranks, world.rank, world.size)
+    for step in load_steps(data(), BatchPlan(22, 10, virtual_ranks), share, Loading(CPU), start=0, stop=STEPS):
+        train_step(replica, step, squared, max_norm=1.0)
+
+
+def state_of(replica: Strategy) -> tuple[str, dict[str, Tensor]]:
+    state = full_state(replica.state(), replica.world)
+    return sha256_of(state), {name: tensor.clone() for name, tensor in state.items()}
+
+
+def divided(rank: int, size: int) -> dict[str, Any]:
+    """What each strategy computes, and what this rank holds for Muon."""
+    found: dict[str, Any] = {}
+    makers = {"muon": partial(muon_and_adamw, lr=0.02), "shampoo": partial(Shampoo, lr=0.05)}
+    for (name, make), strategy in ((item, s) for item in makers.items() for s in ("exact", "zero", "fsdp")):
+        replica = STRATEGIES[strategy](Unused(), make, world_of(rank, size), virtual_ranks=3)
+        train(replica, 3)
+        found[name, strategy] = state_of(replica)
+        if (name, strategy) in (("muon", "zero"), ("muon", "fsdp")):
+            muon = replica.optimizers[0]
+            owned = [p for group in muon.param_groups for p in group["params"]]
+            momenta = [tensor for state in muon.state.values() for tensor in state.values()]
+            stored = sum(p.untyped_storage().nbytes() for p in owned)
+            found[strategy] = [p.numel() for p in owned], [tuple(t.shape) for t in momenta], stored
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(divided, 3, tmp_path_factory.mktemp("divided"))
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["muon", "shampoo"])
+def test_they_compute_what_unsharded_strategies_compute(found: list[dict[str, Any]], optimizer: str) -> None:
+    digest, wanted = found[0][optimizer, "exact"]
+    assert not any("unused" in name for name in wanted if name.startswith("optimizer/"))
+    for of_rank in found:
+        assert of_rank[optimizer, "zero"][0] == digest
+        state = of_rank[optimizer, "fsdp"][1]
+        assert state.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero", "fsdp"])
+def test_each_parameter_has_one_owner_and_ranks_have_about_the_same_work(
+    found: list[dict[str, Any]], strategy: str
+) -> None:
+    of_ranks = [of_rank[strategy] for of_rank in found]
+    sizes = [sorted(owned) for owned, _, _ in of_ranks]
+    assert sum(map(len, sizes)) == 7  # the first, four blocks, the last, and the unused one
+    squares = [owned.count(32 * 32) for owned in sizes]
+    assert sorted(squares) == [1, 2, 2]
+    assert sum(len(momenta) for _, momenta, _ in of_ranks) == 6
+    assert all(shape in ((32, 4), (32, 32), (1, 32)) for _, momenta, _ in of_ranks for shape in momenta)
+    # between updates only `zero`, whose ranks have all weights, holds the values of whole parameters
+    assert all((stored > 1000) == (strategy == "zero") for _, _, stored in of_ranks)
+
+
+def in_a_mesh(rank: int, size: int) -> tuple[str, dict[str, Tensor]]:
+    world = create_mesh_groups(world_of(rank, size), Mesh.parse("data=2,shard=2"))
+    replica = STRATEGIES["fsdp"](Unused(), partial(muon_and_adamw, lr=0.02), world.data, virtual_ranks=4)
+    train(replica, 4)
+    return state_of(replica)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_fsdp_divides_them_along_shard_in_a_mesh(tmp_path: Path, world: World) -> None:
+    replica = STRATEGIES["single"](Unused(), partial(muon_and_adamw, lr=0.02), world, virtual_ranks=4)
+    train(replica, 4)
+    _, wanted = state_of(replica)
+    for _, state in run_ranks(in_a_mesh, 4, tmp_path):
+        assert state.keys() == wanted.keys()
+        assert all(torch.allclose(state[name], tensor, rtol=1e-9, atol=1e-9) for name, tensor in wanted.items())
