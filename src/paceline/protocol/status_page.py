@@ -90,6 +90,7 @@ NATIVE_MAX = 1 << 18
 # In words: offsets in the page and in a record.
 _SINCE, _PHASE, _CHANGES = _INDEX["phase_since_ns"], _INDEX["phase"], _INDEX["changes"]
 _STEP, _OPS, _PHASES, _LAST = _INDEX["step"], _INDEX["ops"], PHASES_AT // WORD.size, RECORD.size // WORD.size - 1
+_SAVES_ASKED, _REGROUPS = _INDEX["saves_asked"], _INDEX["regroups"]
 SEPARATOR = "\x1f"
 IN_FLIGHT = 0  # state of a record; the state of a completed one is 1 + its duration in microseconds
 NO_PEER = -1
@@ -106,6 +107,8 @@ class StatusPage:
         self.spent_ns = [0] * len(Phase)  # up to the last change of phase
         self.on_device: Callable[[Phase], Iterable[tuple[Phase, int]]] | None = None
         """Called with each phase if the host only launches work on a device; returns past phases and their times."""
+        self.phase_starts: list[tuple[str, float]] | None = None
+        """If it is a list, `enter` appends the name of the phase and its start, in seconds."""
         self._numbers = itertools.count(self.get("ops") + 1)  # next() is atomic, because several threads may write
 
     @classmethod
@@ -124,6 +127,10 @@ class StatusPage:
     def get_request(self, what: str) -> int:
         """A request of the agent for the end of this step, for example `saves_asked`. Works with the guard off."""
         return self._steps[_INDEX[what]]
+
+    def get_requests(self) -> tuple[int, int]:
+        """`saves_asked` and `regroups`, which each step reads."""
+        return self._steps[_SAVES_ASKED], self._steps[_REGROUPS]
 
     def tick(self) -> None:
         """Count progress."""
@@ -145,6 +152,8 @@ class StatusPage:
     def enter(self, phase: Phase) -> Phase:
         """Begin a phase; return the previous phase."""
         previous, now = self._phase, time.monotonic_ns()
+        if self.phase_starts is not None:
+            self.phase_starts.append((phase.word, now / 1e9))
         if self.on_device is None:
             self.spent_ns[previous] = spent_ns = self.spent_ns[previous] + now - self._since_ns
             self._words[_PHASES + previous] = spent_ns

@@ -306,9 +306,16 @@ class CollectiveRecorder:
 
     def end_internal_op(self, begun: StartedCall | None, work: Any = None, *, failed: bool = False) -> None:
         """Record the end of an operation; with a `work`, it ends when `work.is_completed()`."""
-        if begun is not None:
-            self._own -= 1
-            self._end(begun, work, failed=failed)
+        if begun is None:
+            return
+        self._own -= 1
+        try:
+            if work is not None:
+                begun.group.pending_works.append((begun.record, weakref.ref(work)))
+            elif not failed:  # the record of a failed call stays in flight
+                self._page.end(begun.record)
+        except Exception as error:
+            self._warn_once(error)
 
     def group_of(self, backend: Any) -> GroupRecord | None:
         """The record of a process group; None if this rank is not a member."""

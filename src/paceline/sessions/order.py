@@ -76,7 +76,9 @@ class SampleOrder:
         """The hash of all samples up to this batch, in order; 0 before the first batch."""
         if batch < 0:
             return 0
-        return self._drawn[batch][1] if self.has(batch) else self._hash
+        if batch not in self._drawn and not self.has(batch):
+            return self._hash
+        return self._drawn[batch][1]
 
     def forget(self, before: int) -> None:
         """Let go of batches that are over."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint.state import Source, TensorShard, load_into, unsharded_parameter_shards
 from paceline.collectives.buckets import trainable
 from paceline.collectives.communicator import print_notice
-from paceline.collectives.control import Deferred, multiply_gradients
+from paceline.collectives.control import Deferred, scale_gradients
 from paceline.collectives.norm import scale_to_norm, total_norm
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
@@ -311,10 +311,3 @@ class MakeStrategy(Protocol):
             UsageError: if the strategy does not support the model or the optimizer.
         """
         ...
-
-
-def scale_gradients(
-    parameters: Iterable[nn.Parameter], factor: float | Tensor, device: torch.device
-) -> bool | Deferred[bool]:
-    """Multiply all existing gradients by the scalar `factor`. Returns whether they are finite."""
-    return multiply_gradients([p.grad for p in parameters if p.grad is not None], factor, device)

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.collectives.control import Deferred
+from paceline.collectives.control import Deferred, scale_gradients
 from paceline.collectives.replicate import broadcast_module
 from paceline.data.plan import MicroBatchPlan
 from paceline.errors import UsageError
 from paceline.rank.world import World
-from paceline.strategies.base import MakeOptimizer, Strategy, scale_gradients
+from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.validation import check_no_lazy_parameters
 
 
