@@ -435,7 +435,7 @@ def start_totals(
     for index, number in on_device.items():
         slots[index] = number
     finish = (exchange or communicator()).start_sum(slots, TOTALS_NAME)
-    return lambda: _summed_over_ranks(finish(), len(losses))
+    return partial(_sum_over_ranks, finish, len(losses))
 
 
 def _deferred_totals(loss: float | Tensor, weight: float | Tensor, votes: list[float]) -> SummedTotals:
@@ -450,7 +450,8 @@ def _deferred_totals(loss: float | Tensor, weight: float | Tensor, votes: list[f
     return SummedTotals(Deferred(numbers, totals), weight.view(1) if isinstance(weight, Tensor) else weight)
 
 
-def _summed_over_ranks(slots: Tensor, ranks: int) -> SummedTotals:
+def _sum_over_ranks(finish: Callable[[], Tensor], ranks: int) -> SummedTotals:
+    slots = finish()
     if not is_async(slots.device):
         numbers: list[float] = slots.tolist()
         HangGuard.of_process().check_unblocked()

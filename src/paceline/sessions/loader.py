@@ -177,7 +177,7 @@ class Loader:
         with closing(load_planned_batches(self.dataset, work, plan.seed, self._counting())) as loaded:
             for step in loaded:
                 if self._order:
-                    self._order.forget(step[0].work.step - 1)
+                    self._order.needed = step[0].work.step - 1
                 yield [_with_count(batch) for batch in step] if is_counted else step
 
     def _counting(self) -> Loading:

@@ -163,7 +163,6 @@ class PreparedModel(ModelInTraining):
         """`number` counts the models from 0; `gate` is the step of the session."""
         super().__init__(replica, number, gate.loss_scale)
         self.gate, self.adapters = gate, adapters
-        self._aside: Grads | None = None  # sums over the previous micro-batches of this step
         self._carried: Grads | None = None  # sums of earlier backwards, of this step or an older batch
         self._at_begin: Grads | None = None  # at the start of a step that adds to the gradients of older batches
         self._used: Callable[[], Tensor | None] = lambda: None  # the first gradient after the last update
@@ -277,8 +276,8 @@ class PreparedModel(ModelInTraining):
             self._put(None)
         elif self._carried is None:
             self._adds_to_used = False
-        if wanted and self._aside is not None:
-            self._put(self._aside)
+        if wanted and self.aside is not None:
+            self._put(self.aside)
         self._before = [(p.grad, _version(p.grad)) for p in self._parameters] if watched else None
 
     @property
@@ -295,7 +294,7 @@ class PreparedModel(ModelInTraining):
     def after_backward(self, reached: bool) -> None:
         """After a backward, except the last of the step. If it has not `reached` the model, .grad does not change."""
         grads = self.current_gradients()
-        self._aside = grads if any(map(is_present, grads)) else None
+        self.aside = grads if any(map(is_present, grads)) else None
         self._put(None)
         if not reached:
             self.discard_backward()
@@ -306,7 +305,7 @@ class PreparedModel(ModelInTraining):
         self._carried = None
 
     def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Deferred[bool] | None:
-        self._aside = None
+        self.aside = None
         result = super().synchronise(divisor, agreed=agreed)
         self._waiting = True
         if self._carried is not None:
@@ -325,7 +324,7 @@ class PreparedModel(ModelInTraining):
         if (
             after_accumulation and not self._is_single_rank_step
         ):  # the last that happens to gradients before the loop sees them
-            grads = self.current_gradients()
+            grads: Grads = [*map(_grad, self._parameters)]
             self._note_left(grads)
             if self.replica.world.size > 1 and not (self.replica.sharded or self.replica.local_step_node is not None):
                 self._summed, self._versions = grads, _versions(grads)
@@ -350,15 +349,10 @@ class PreparedModel(ModelInTraining):
 
     def give_up(self) -> None:
         """End the step early: restore gradients and buffers."""
-        self._aside = self._carried = None
+        self.aside = self._carried = None
         self._put(self._at_begin)
         self._waiting = self._at_begin is not None
         super().give_up()
-
-    @property
-    def has_pending_gradients(self) -> bool:
-        """Whether gradients of this step wait for its last micro-batch."""
-        return self._aside is not None
 
     def state(self) -> list[TensorShard]:
         """All tensors of its state, under names with `prefix`."""

@@ -100,7 +100,7 @@ class SessionStep(Step):
                 return False
         if self._result.skip_cause is not None:
             return False
-        if part.has_pending_gradients:
+        if part.aside is not None:
             raise UsageError(code="step-before-last-backward")
         self.begin_update()
         return True

@@ -146,7 +146,9 @@ class Step:
             in_lockstep = in_lockstep or part.replica.in_lockstep
         if in_lockstep:
             micro_batches = pad_micro_batches(micro_batches, self._world)
-        self.phases.begin(len(micro_batches))
+        self.phases.alone = len(micro_batches) == 1
+        if not self.phases.alone:
+            self.phases.begin()
         alone = self._is_single and self.phases.alone
         self._where, self._result = place, self._sums.begin(place, one_each=one_each, alone=alone)
         # this host, if hosts step separately and a non-finite value ends the run: no other host is asked
@@ -254,9 +256,9 @@ class Step:
             micro_step.has_failed = False
             return
         last, self._value, is_weightless = micro_step.is_last and not more, loss, weighed.is_weightless
-        self.targets.append(
-            (averaged_target_count(loss) if reduction == "mean" and not micro_step.weights else None, weighed.weight)
-        )
+        if not self._sums.is_alone:
+            count = averaged_target_count(loss) if reduction == "mean" and not micro_step.weights else None
+            self.targets.append((count, weighed.weight))
         # a mean; or the (B,) of a task, which was checked to have one value per sample
         plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
         self._sums.add_loss(loss, weighed, reduction, micro_step, plain=plain, is_weightless=is_weightless)
@@ -464,9 +466,9 @@ class UpdatePasses:
         self.alone = True
         """whether this rank computes the step in one body"""
 
-    def begin(self, micro_batches: int) -> None:
-        """A step begins."""
-        self.alone, self._pass = micro_batches == 1, 0
+    def begin(self) -> None:
+        """A step of several micro-batches begins."""
+        self._pass = 0
         self._buffers: dict[tuple[int, int, int], list[Tensor]] = {}
 
     def needs_another_pass(self) -> bool:

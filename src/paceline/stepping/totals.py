@@ -145,8 +145,9 @@ class StepTotals:
                 self._losses[virtual_rank] = weighed.add_to(before) if self._on_device else before + weighed.sum()
                 self.seen.append((micro_step.batch, loss.detach()))
             if not self.in_round:  # only once for several backwards
-                on_device = isinstance(weight, Tensor) and self._on_device
-                self._weights[virtual_rank] += weight.double() if on_device else float(weight)
+                self._weights[virtual_rank] += (
+                    weight.double() if isinstance(weight, Tensor) and self._on_device else float(weight)
+                )
         self.in_round += 1
         micro_step.weights.append(weighed.weight)
 

@@ -111,10 +111,12 @@ class Strategy:
 
     # a micro-batch
 
-    def enter(self, batch: MicroBatch, is_last: bool) -> None:
-        """Begin a micro-batch: load its buffers into the model. `is_last`: it is this rank's last one of the step."""
+    def enter(self, batch: MicroBatch, is_last: bool, around: AbstractContextManager[Any] | None = None) -> None:
+        """Begin a micro-batch: load its buffers into the model.
+
+        `is_last`: it is this rank's last one of the step. `around`: a context of a strategy, until `leave`.
+        """
         work = batch.work
-        around = self._around(work, is_last)
         if around is not None or not work.is_counted:
             with ExitStack() as stack:
                 stack.enter_context(self.buffers.micro_batch_context(work))
@@ -134,9 +136,6 @@ class Strategy:
         elif inside is not None:
             inside.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
-    def _around(self, work: MicroBatchPlan, is_last: bool) -> AbstractContextManager[Any] | None:
-        return None
-
     @contextmanager
     def alone(self, batch: MicroBatch) -> Generator[None]:
         """Inside, a forward of the plain model has the random stream and the buffers of `batch`."""
@@ -154,9 +153,8 @@ class Strategy:
             self.reducer.end_backward(failed=error is not None)
 
     def on_gradient(self, act: Callable[[Tensor], None]) -> None:
-        """Call `act` with a parameter in each backward that reaches the model, also in those of the loop."""
-        for parameter in {id(p): p for p in (self.parameters[0], self.parameters[-1])}.values():
-            parameter.register_post_accumulate_grad_hook(act)
+        """Call `act` with a parameter in each backward that reaches the last layer, also in those of the loop."""
+        self.parameters[-1].register_post_accumulate_grad_hook(act)
 
     # gradients
 

@@ -29,6 +29,7 @@ from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import LocalShard, check_assigned
 from paceline.compute.blocks import gather_parameters, register_backward_callback, shard_blocks
 from paceline.compute.precision import autocast_rounded_weights
+from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
 from paceline.errors import UsageError
 from paceline.protocol.evidence import BLOCK_PREFIX
@@ -112,8 +113,8 @@ class FSDP(Strategy):
         self._used, self._reduced_among = _UsedParameters(model, self._blocks, shards.unsharded), world
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, shards_optimizer=True)
 
-    def _around(self, work: MicroBatchPlan, is_last: bool) -> AbstractContextManager[None]:
-        return self._used.watching(work)
+    def enter(self, batch: MicroBatch, is_last: bool, around: AbstractContextManager[Any] | None = None) -> None:
+        super().enter(batch, is_last, self._used.watching(batch.work))
 
     def begin_backward(self, work: MicroBatchPlan, is_last: bool) -> None:
         self._used.begin_backward()
