@@ -15,15 +15,15 @@ from paceline.train.fit import PhaseClock
 
 
 def test_phases_add_up_and_what_follows_a_take_counts_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, page = [0], StatusPage(make_status_page(0))
+    now = [0]
     monkeypatch.setattr(time, "monotonic_ns", lambda: now[0])
     monkeypatch.setattr(time, "monotonic", lambda: now[0] / 1e9)
+    page = StatusPage(make_status_page(0))
     clock = PhaseClock(page)
 
     def pass_(seconds: int) -> None:
         now[0] += seconds * 10**9
 
-    page.enter(Phase.USER)
     pass_(100)  # before the first step
     clock.start()
     pass_(1)
