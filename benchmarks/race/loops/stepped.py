@@ -65,7 +65,7 @@ def by_session(kind: str, work: Work, gate: Gate) -> None:
     s = paceline.session()
     model: Any = gate.know(work.make_model())
     model, optimizer = s.prepare(model, optimizer_of(work, model, fused=kind == "session-tuned"))
-    step = work.batch * s.world_size
+    step = work.batch * s.size
     loader = s.loader(DataLoader(TensorDataset(*tensors(work)), batch_size=step, drop_last=True))
     criterion = gate.hear(mean_loss)
     for _ in s.epochs(10**9):

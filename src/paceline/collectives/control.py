@@ -206,10 +206,8 @@ class CallSites:
             TrainingError: with MISMATCH, on one rank.
             ReportedByPeer: on the other ranks.
         """
-        rank, lines = (
-            dist.get_rank(),
-            tuple(h // HALF_HASH_LIMIT for h in hashes),
-        )  # without `where`: it changes each step
+        rank = dist.get_rank()
+        lines = tuple(h // HALF_HASH_LIMIT for h in hashes)  # without `where`: it changes each step
         same_where = len({h % HALF_HASH_LIMIT for h in hashes}) == 1
         if len({*hashes}) > 1 and not (same_where and lines in self._agreed):
             reports = gather([_user_lines(), [line in self._called for line in lines]])
@@ -403,12 +401,9 @@ class SummedTotals(Struct, frozen=True):
 
 
 def start_totals(
-    losses: Sequence[float | Tensor],
-    weights: Sequence[float | Tensor],
-    votes: Sequence[float],
-    world: World,
+    losses: Sequence[float | Tensor], weights: Sequence[float | Tensor], votes: Sequence[float], world: World,
     exchange: Communicator | None = None,
-) -> Callable[[], SummedTotals]:
+) -> Callable[[], SummedTotals]:  # fmt: skip
     """Start the sum over ranks. Call the returned function once: it waits for the other ranks, not for the device.
 
     Args:

@@ -168,11 +168,10 @@ class Reducer:
     def _send_next(self) -> None:
         index = self._sent
         self._sent += 1
-        if self._single_leaf is not None:
-            self._transport.start_bucket(index, [self._take_gradients(index)])
-            return
-        self._add_leaf(index)
-        self._transport.start_bucket(index, self._sums[index].finish())
+        if self._single_leaf is None:
+            self._add_leaf(index)
+        partials = self._sums[index].finish() if self._single_leaf is None else [self._take_gradients(index)]
+        self._transport.start_bucket(index, partials)
 
 
 def check_gradients(

@@ -125,9 +125,7 @@ class Channel:
 
     def begin_tick(self) -> int:
         """Begin a tick; return the slot, 0 or 1, that may be written now."""
-        wait_for(
-            self._others, self._at, self.tick, self._check_wait, spins=self.spins
-        )  # then no rank reads it any more
+        wait_for(self._others, self._at, self.tick, self._check_wait, spins=self.spins)  # then no rank reads it
         slot = (self.tick + 1) & 1
         if self.call:
             self._headers[slot][self._rank][:_TEXT_BYTES] = self.call

@@ -237,9 +237,7 @@ def fingerprint(indices: Tensor) -> int:
 
 def splitmix64(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The hash of each of `numbers`, as a new array."""
-    z = (
-        numbers + _SPLITMIX_INCREMENT
-    )  # otherwise the hash of 0 would be 0, and a missing sample 0 would not be detected
+    z = numbers + _SPLITMIX_INCREMENT  # else the hash of 0 would be 0, and a missing sample 0 would not be detected
     for shift, factor in _SPLITMIX_ROUNDS:
         z ^= z >> shift
         z *= factor

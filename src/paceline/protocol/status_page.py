@@ -90,7 +90,7 @@ NATIVE_MAX = 1 << 18
 # In words: offsets in the page and in a record.
 _SINCE, _PHASE, _CHANGES = _INDEX["phase_since_ns"], _INDEX["phase"], _INDEX["changes"]
 _STEP, _OPS, _PHASES, _LAST = _INDEX["step"], _INDEX["ops"], PHASES_AT // WORD.size, RECORD.size // WORD.size - 1
-_SAVES_ASKED, _REGROUPS, RELEASED = _INDEX["saves_asked"], _INDEX["regroups"], _INDEX["released"]
+RELEASED = _INDEX["released"]
 SEPARATOR = "\x1f"
 IN_FLIGHT = 0  # state of a record; the state of a completed one is 1 + its duration in microseconds
 NO_PEER = -1
@@ -127,10 +127,6 @@ class StatusPage:
     def get_request(self, what: str) -> int:
         """A request of the agent for the end of this step, for example `saves_asked`. Works with the guard off."""
         return self._steps[_INDEX[what]]
-
-    def get_requests(self) -> tuple[int, int]:
-        """`saves_asked` and `regroups`, which each step reads."""
-        return self._steps[_SAVES_ASKED], self._steps[_REGROUPS]
 
     def tick(self) -> None:
         """Count progress."""

@@ -48,9 +48,7 @@ class CallArgumentRule:
 
     tensor_parameter: str = ""  # the argument with the shape and type: a tensor, or a list of tensors
     records_shape: bool = True  # False if ranks may pass different sizes
-    peer_parameters: tuple[str, str] | None = (
-        None  # arguments with the peer or root: its rank in the world, and in the group
-    )
+    peer_parameters: tuple[str, str] | None = None  # the peer or root: its rank in the world, and in the group
     is_message: bool = False  # a point-to-point message, not a collective
     is_counted_once: bool = True  # whether it raises torch's number by one; else the increment depends on the backend
 
@@ -93,9 +91,7 @@ class GroupRecord:
     members: tuple[int, ...]
     can_poll: bool  # whether `is_completed` may be called on a work at any time
     group_ref: weakref.ref[Any]
-    composed_spans: deque[tuple[int, float, int]] = field(
-        default_factory=lambda: deque[tuple[int, float, int]](maxlen=512)
-    )
+    composed_spans: deque[tuple[int, float, int]] = field(default_factory=lambda: deque(maxlen=512))
     """Calls that raise torch's numbers more than ours: (number before, number after, total difference so far)."""
     number_offset: int = 0
     call_count: int = 0  # for backends that do not count
@@ -217,9 +213,8 @@ class CollectiveRecorder:
     def __init__(self, page: StatusPage, warn_once: Callable[[BaseException], None]) -> None:
         """`warn_once` receives internal errors of the ledger, which do not affect the calls."""
         self.active = True
-        self.marker: CollectiveOrderRecorder | None = (
-            None  # for a script: records the order of calls, and shows waits as phases
-        )
+        # for a script: records the order of calls, and shows waits as phases
+        self.marker: CollectiveOrderRecorder | None = None
         self.failed: Callable[[BaseException], None] | None = None
         """Called with the errors of a script's collectives, and of its waits for a `Work`."""
         self.groups: dict[int, GroupRecord] = {}
@@ -339,11 +334,8 @@ class CollectiveRecorder:
 
     def _wrapped(self, call: Callable[..., Any], name: str, rule: CallArgumentRule) -> Callable[..., Any]:
         positions = {parameter: at for at, parameter in enumerate(signature(call).parameters)}
-        tensor_at, group_at, tensor_name = (
-            positions.get(rule.tensor_parameter, 99),
-            positions["group"],
-            rule.tensor_parameter,
-        )
+        tensor_name, group_at = rule.tensor_parameter, positions["group"]
+        tensor_at = positions.get(tensor_name, 99)
         peers = [(positions[peer], peer) for peer in rule.peer_parameters or () if peer in positions]
         inside = self._inside
 
@@ -428,19 +420,14 @@ class CollectiveRecorder:
             seq = before + 1 - group_record.number_offset
             group_record.call_count += 1
         if not rule.is_counted_once:
-            group_record.composed_spans.append(
-                (before, float("inf"), group_record.number_offset)
-            )  # open until the call returns
+            # open until the call returns
+            group_record.composed_spans.append((before, float("inf"), group_record.number_offset))
         started_call = self._record_start(call, group_record, seq, peer, message=rule.is_message)
         if rule.is_message:
             group_record.message_total += 1
             started_call = replace(started_call, number=-group_record.message_total)
-        return replace(
-            started_call,
-            backend=backend,
-            number_before=before,
-            is_counted_once=rule.is_counted_once and not rule.is_message,
-        )
+        counted_once = rule.is_counted_once and not rule.is_message
+        return replace(started_call, backend=backend, number_before=before, is_counted_once=counted_once)
 
     def _record_start(
         self, call: CachedCall, group: GroupRecord, seq: int, peer: int, *, message: bool = False

@@ -161,13 +161,8 @@ class HangGuard:
         If `error` reports a lost connection, it waits up to a second for the agent, which unblocks ranks one by one.
         """
         deadline = time.monotonic() + RELEASE_GRACE_SECONDS
-        while (
-            self._has_agent
-            and self.on
-            and not self.release_reason()
-            and is_victim(error)
-            and time.monotonic() < deadline
-        ):
+        waits = self._has_agent and self.on and is_victim(error)
+        while waits and not self.release_reason() and time.monotonic() < deadline:
             time.sleep(0.01)
         text = self.release_reason()
         if not text:

@@ -226,11 +226,8 @@ class TrainingLoop:
 
     def _next_loop(self) -> None:
         position = self.position
-        position.loop_in_epoch, position.loop_in_run, position.batch = (
-            position.loop_in_epoch + 1,
-            position.loop_in_run + 1,
-            0,
-        )
+        position.loop_in_epoch, position.loop_in_run = position.loop_in_epoch + 1, position.loop_in_run + 1
+        position.batch = 0
         self._page.enter(Phase.USER)
 
     def _restore_random_streams(self) -> None:

@@ -321,9 +321,8 @@ class PreparedModel(ModelInTraining):
     def run_hooks(self, *, after_accumulation: bool) -> None:
         if self._hooked:
             super().run_hooks(after_accumulation=after_accumulation)
-        if (
-            after_accumulation and not self._is_single_rank_step
-        ):  # the last that happens to gradients before the loop sees them
+        # the last that happens to gradients before the loop sees them
+        if after_accumulation and not self._is_single_rank_step:
             grads: Grads = [*map(_grad, self._parameters)]
             self._note_left(grads)
             if self.replica.world.size > 1 and not (self.replica.sharded or self.replica.local_step_node is not None):

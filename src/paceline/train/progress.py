@@ -119,9 +119,9 @@ class TrainingProgress(RunRecorder):
 
     def votes(self, *, end: float = 0.0) -> ControlFlags:
         """This rank's votes in the next step: on the pending checkpoint, on a stop, and on a requested save."""
-        checkpoints = self._checkpoints
-        self._saves_seen, regroups = self._guard.page.get_requests()
-        stop = float((self.request is not None and bool(self.request.by)) or regroups > 0)
+        requested, checkpoints = self._guard.page.get_request, self._checkpoints
+        self._saves_seen = requested("saves_asked")
+        stop = float((self.request is not None and bool(self.request.by)) or requested("regroups") > 0)
         written, failed, due = (0.0, 0.0, 0.0) if checkpoints is None else checkpoints.votes()
         save = float(self._saves_seen > self._saves_done)
         samples = 0.0 if self.stream is None else self.stream.next_batch_samples
@@ -133,11 +133,10 @@ class TrainingProgress(RunRecorder):
         self.step, self.samples = record.step, self.samples + samples
         self._guard.page.set_step(self.step)
         self.throughput.count_step(samples)
-        consumed = record.num_tokens_and_samples()
-        self.use.add(consumed)
+        self.use.add(record.num_tokens_and_samples())
         self._data_wait.add_step(record.phase_seconds)
         if tracked or self.is_open:
-            self.log_step(record, samples, self._share, consumed, listed=self._listed, tracked=tracked)
+            self.log_step(record, samples, self._share, listed=self._listed, tracked=tracked)
         if self.is_open:
             self.write_optional(self._traces.take_due(record, self._replicas if self.step == self.start + 1 else ()))
             if self._world.rank == 0 and self.step == self.start + 1 and (flops := self.use.count.per_sample):

@@ -100,14 +100,8 @@ class RunRecorder:
             own_order=plan.own_order, stream_parts=plan.parts_of_stream,
         ))  # fmt: skip
 
-    def log_step(
-        self, record: StepRecord, samples: int, share: range, consumed: tuple[int, int], *,
-        listed: bool, tracked: bool = False,
-    ) -> None:  # fmt: skip
-        """Record a step on `samples` samples, of which this rank has `consumed` (tokens, samples).
-
-        `listed`: with the index of each sample; `tracked`: also in trackers.
-        """
+    def log_step(self, record: StepRecord, samples: int, share: range, *, listed: bool, tracked: bool = False) -> None:
+        """Record a step on `samples` samples. `listed`: with the index of each sample; `tracked`: also in trackers."""
         result = record.result
         if tracked:
             norm = {} if result.grad_norm is None else {"grad_norm": result.grad_norm}
@@ -117,7 +111,7 @@ class RunRecorder:
         epoch = record.microbatches[0].work.epoch
         reports_samples = self._world.is_leader  # one of several ranks that have used the same samples
         used = [batch.work for batch in record.microbatches if batch.work.is_counted and reports_samples]
-        tokens, own_samples = consumed if reports_samples else (0, 0)
+        tokens, consumed = record.num_tokens_and_samples() if reports_samples else (0, 0)
         for work in used if listed else ():
             indices: list[int] = work.indices.tolist()
             self.write(events.Samples(record.step, epoch, work.virtual_rank, work.micro_batch, indices))
@@ -127,7 +121,7 @@ class RunRecorder:
             step=record.step, epoch=epoch, samples=samples, lr=record.lr, grad_norm=result.grad_norm,
             loss=result.loss if math.isfinite(result.loss) else 0.0,  # JSON has no NaN or infinity
             seconds=record.seconds, data_seconds=record.data_seconds, unix_time=time.time(),
-            share=(share.start, share.stop) if reports_samples else (0, 0), consumed=own_samples,
+            share=(share.start, share.stop) if reports_samples else (0, 0), consumed=consumed,
             fingerprint=f"{combine_fingerprints(*(fingerprint(work.indices) for work in used)):016x}",
             skipped=result.skip_cause is not None,
             phase_seconds={phase: round(seconds, 7) for phase, seconds in record.phase_seconds.items()},

@@ -149,13 +149,9 @@ class CandidateTraining:
         batches = load_steps(dataset, self.plan, self._share, loading, start=0, stop=steps)
         self._open.enter_context(closing(batches))
         page = HangGuard.of_process().page
-
-        def enter(phase: Phase) -> None:
-            page.enter(phase)
-            on_phase(phase)
-
         taken = fit(
-            self.replica, batches, task.loss, schedule, max_norm=config.optimizer.clip_norm, enter=enter,
+            self.replica, batches, task.loss, schedule, max_norm=config.optimizer.clip_norm,
+            enter=lambda phase: (page.enter(phase), on_phase(phase)),
             ahead=loading.ahead, scale=make_loss_scale(compute.precision),
         )  # fmt: skip
         self._taken = self._open.enter_context(closing(taken))
@@ -172,10 +168,10 @@ class CandidateTraining:
         return record.microbatches
 
     def _record(self, record: StepRecord) -> int:
-        self.use.add(consumed := record.num_tokens_and_samples())
+        self.use.add(record.num_tokens_and_samples())
         self.sync_seconds += record.phase_seconds.get(Phase.SYNC.word, 0.0)
         samples = len(self.plan.global_indices(*divmod(record.step - 1, self.plan.steps_per_epoch)))
-        self._records.log_step(record, samples, self._share, consumed, listed=self._lists_samples)
+        self._records.log_step(record, samples, self._share, listed=self._lists_samples)
         return samples
 
     def __enter__(self) -> Self:
