@@ -170,6 +170,9 @@ bench-guard: $(STAMP)  ## the cost of the hang guard
 bench-checks: $(STAMP)  ## the cost of a session's checks in each step, on 1 and 2 processes (quiet)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/checks.py --out benchmarks/results/checks.json
 
+bench-step: $(STAMP)  ## the host's time in a step of a session, compared with a plain loop and with DDP (quiet)
+	$(BIN)/python benchmarks/step.py --out benchmarks/results/step.json
+
 bench-probe: $(STAMP)  ## the cost of observing a script, on four models
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/probe.py --out benchmarks/results/probe.json
 

@@ -60,7 +60,7 @@ def measure(work: str) -> dict[str, list[float]]:
             loss = partial(F.cross_entropy, reduction="none")
             batches = load_steps(data, plan, mine, Loading(s.device), start=0, stop=plan.steps_per_epoch)
             schedule = Schedule(1e-3, plan.steps_per_epoch)
-            yield from fit(replica, batches, loss, schedule, votes=ControlFlags, enter=guard.page.enter, order=order)
+            yield from fit(replica, batches, loss, schedule, votes=ControlFlags, page=guard.page, order=order)
 
         for number in range(BLOCKS + 1):
             loops = [by_session(), by_task()]

@@ -62,6 +62,9 @@ class Lap:
     loss: float
     foreign: float
     """share of the processors that others had meanwhile"""
+    p10_ms: float = 0.0
+    """the 10th percentile of its steps, and of their processor time in the main thread: of the fastest rank"""
+    p10_cpu_ms: float = 0.0
 
 
 class LostError(Exception):
@@ -139,6 +142,8 @@ class Lane:
             peak_gpu_mb=max(r.peak_gpu_bytes for r in reports) / 1e6,
             loss=fmean(r.loss for r in reports),
             foreign=foreign_share(before, look(), own),
+            p10_ms=1000 * min(r.p10_seconds for r in reports),
+            p10_cpu_ms=1000 * min(r.p10_cpu_seconds for r in reports),
         )
 
     def close(self) -> None:

@@ -64,8 +64,12 @@ def test_phases_are_as_long_as_the_device_is_in_them() -> None:
     device = Device()
     events = PhaseEvents(device.event, lambda: False)
     taken: list[dict[str, float]] = []
-    clock = PhaseClock(events, lambda: device.host, on_device=events)
-    steps(device, clock, lambda: taken.append(clock.take()), backward=0.020)
+    descriptor = make_status_page(0)
+    with closing(StatusPage(descriptor)) as page:
+        page.on_device = events
+        clock = PhaseClock(page, events)
+        steps(device, page.enter, lambda: taken.append(clock.take()), backward=0.020)
+    os.close(descriptor)
     for spent in taken[2:]:
         assert {name: round(seconds, 3) for name, seconds in spent.items() if round(seconds, 3)} == {
             "forward": 0.010,

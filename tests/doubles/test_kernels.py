@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.collectives import shards as shares
 from paceline.collectives.buckets import divide, divide_each
+from paceline.collectives.control import scale_gradients
 from paceline.collectives.norm import ShardedNorm, split_evenly
 from paceline.collectives.shards import Shards
 from paceline.collectives.tree import add_each, add_optional
-from paceline.strategies.base import scale_gradients
 
 CPU = torch.device("cpu")
 TYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32)

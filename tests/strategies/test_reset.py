@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
@@ -98,7 +99,7 @@ def test_an_error_in_a_dummy_batch_keeps_its_traceback() -> None:
     def broken() -> None:
         raise ArithmeticError
 
-    replica.enter(batch._replace(work=batch.work._replace(is_counted=False)), is_last=True)
+    replica.enter(replace(batch, work=replace(batch.work, is_counted=False)), is_last=True)
     with pytest.raises(ArithmeticError) as caught:
         broken()
     replica.leave(caught.value)

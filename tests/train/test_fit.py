@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 from tests import warm
 
 from paceline.protocol.evidence import Phase
+from paceline.protocol.status_page import StatusPage, make_status_page
 from paceline.runs.events import Step, read_events
 from paceline.train.fit import PhaseClock
 
 
-def test_phases_add_up_and_what_follows_a_take_counts_for_nobody() -> None:
-    now, told = [0.0], list[Phase]()
-    clock = PhaseClock(told.append, lambda: now[0])
+def test_phases_add_up_and_what_follows_a_take_counts_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0] / 1e9)
+    page = StatusPage(make_status_page(0))
+    clock = PhaseClock(page)
 
-    def pass_(seconds: float) -> None:
-        now[0] += seconds
+    def pass_(seconds: int) -> None:
+        now[0] += seconds * 10**9
 
-    pass_(100)  # before the first phase
-    phases = [Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.FORWARD, Phase.SYNC]
-    for seconds, phase in enumerate(phases, 1):
-        clock(phase)
+    pass_(100)  # before the first step
+    clock.start()
+    pass_(1)
+    for seconds, phase in enumerate((Phase.FORWARD, Phase.BACKWARD, Phase.FORWARD, Phase.SYNC), 2):
+        page.enter(phase)
         pass_(seconds)
     assert clock.take() == {"data": 1, "forward": 6, "backward": 3, "sync": 5}
-    assert told == phases
+    page.enter(Phase.EVALUATE)
     pass_(100)
     assert clock.take() == {}
-    clock(Phase.DATA)
+    clock.start()
     pass_(7)
     assert clock.take() == {"data": 7}
 

@@ -1,6 +1,7 @@
 """A number that is not finite changes nothing, and is traced to its rank, parameter and samples."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from paceline import BatchPlan, Loading, World, load_steps, train_step
 from paceline.checkpoint.shards import sha256_of
 from paceline.collectives import control as finite
-from paceline.collectives.control import are_finite, multiply_gradients, resolve
+from paceline.collectives.control import are_finite, resolve, scale_gradients
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError, TrainingError
@@ -27,6 +28,11 @@ from paceline.strategies import STRATEGIES, Strategy
 CPU = torch.device("cpu")
 MANY = ("manual", "bucketed", "ddp", "exact", "zero", "fsdp")
 BAD = (3, 17)  # whose output is exactly 0, where the root has no slope
+
+
+def scaled(gradients: list[torch.Tensor], factor: torch.Tensor) -> bool:
+    parameters: Any = [SimpleNamespace(grad=gradient) for gradient in gradients]
+    return resolve(scale_gradients(parameters, factor, CPU))
 
 
 def dataset() -> ArrayDataset:
@@ -246,11 +252,11 @@ def test_gradients_are_judged_as_they_are_scaled_and_scaled_as_by_themselves(
     factor = torch.tensor(1 / 97, dtype=torch.float64)
     gradients = [torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype) for size in (3, 1000)]
     wanted = [gradient * factor for gradient in gradients]
-    assert resolve(multiply_gradients(gradients, factor, CPU))
+    assert scaled(gradients, factor)
     assert all(torch.equal(gradient, other) for gradient, other in zip(gradients, wanted, strict=True))
     for bad in (math.inf, -math.inf, math.nan):
         gradients[1][7] = bad
-        assert not resolve(multiply_gradients(gradients, factor, CPU))
+        assert not scaled(gradients, factor)
 
 
 @pytest.mark.parametrize("far", [False, True])
@@ -259,6 +265,6 @@ def test_gradients_that_overflow_only_as_they_are_scaled_are_not_finite(
 ) -> None:
     """The sum of all weights may be below one."""
     monkeypatch.setattr(finite, "is_async", lambda _: far)
-    assert not resolve(multiply_gradients([torch.full((3,), 3e38)], torch.tensor(2.0, dtype=torch.float64), CPU))
-    assert resolve(multiply_gradients([torch.full((3,), 1e38)], torch.tensor(2.0, dtype=torch.float64), CPU))
-    assert resolve(multiply_gradients([], torch.tensor(2.0), CPU))
+    assert not scaled([torch.full((3,), 3e38)], torch.tensor(2.0, dtype=torch.float64))
+    assert scaled([torch.full((3,), 1e38)], torch.tensor(2.0, dtype=torch.float64))
+    assert scaled([], torch.tensor(2.0))

@@ -45,16 +45,17 @@ def test_a_call_is_known_with_its_begin_and_how_long_it_took() -> None:
 
 
 def _stepped(clock: PhaseClock, page: StatusPage, step: int) -> StepRecord:
-    for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD):
-        clock(phase)
+    clock.start()
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        page.enter(phase)
     page.end(page.begin(ALL_REDUCE))
-    clock(Phase.OPTIMIZER)
-    return StepRecord(step, NO_RESULT, 0.1, [], clock.take(), clock.borders)
+    page.enter(Phase.OPTIMIZER)
+    return StepRecord(step, NO_RESULT, 0.1, [], clock.take(), clock.starts)
 
 
 def test_phases_follow_each_other_without_a_gap_and_calls_lie_in_them() -> None:
     page = StatusPage(make_status_page(0))
-    traces, clock = StepTraces(page), PhaseClock(page.enter)
+    traces, clock = StepTraces(page), PhaseClock(page)
     found: list[Any] = [one for step in (1, 2) for one in traces.take_due(_stepped(clock, page, step), ())]
     assert [one.step for one in found] == [1, 2]
     for one in found:
@@ -68,7 +69,7 @@ def test_phases_follow_each_other_without_a_gap_and_calls_lie_in_them() -> None:
 
 def test_the_last_steps_are_always_in_detail() -> None:
     page = StatusPage(make_status_page(0))
-    traces, clock = StepTraces(page), PhaseClock(page.enter)
+    traces, clock = StepTraces(page), PhaseClock(page)
     for step in range(2**12 + 1, 2**12 + 40):
         assert traces.take_due(_stepped(clock, page, step), ()) == []
     assert [one.step for one in traces.take_remaining()] == [*range(2**12 + 40 - NUM_LAST_TRACED_STEPS, 2**12 + 40)]

@@ -137,7 +137,7 @@ def divide(total: Tensor, divisor: float | Tensor) -> Tensor:
 
 def divide_each(totals: Iterable[Tensor], divisor: float | Tensor) -> None:
     """As `divide`, for many tensors in few kernels."""
-    for group, number in group_by_type(totals, divisor):
+    for group, number in group_by_type(totals, divisor) if isinstance(divisor, Tensor) or divisor != 1.0 else ():
         if group[0].element_size() < 4:
             for total in group:
                 divide(total, divisor)
@@ -146,12 +146,7 @@ def divide_each(totals: Iterable[Tensor], divisor: float | Tensor) -> None:
 
 
 def group_by_type(tensors: Iterable[Tensor], number: float | Tensor) -> Generator[tuple[list[Tensor], float | Tensor]]:
-    """Groups of tensors of one type, each with `number` in the form for a foreach kernel: on a GPU, of that type.
-
-    No groups if `number`, a factor or divisor, is a 1 on the host.
-    """
-    if isinstance(number, float) and number == 1.0:
-        return
+    """Groups of tensors of one type, each with `number` in the form for a foreach kernel: on a GPU, of that type."""
     groups: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         groups[tensor.dtype].append(tensor)

@@ -160,7 +160,9 @@ class SharedMemoryBucketReduction:
 
     def start_bucket(self, number: int, partials: list[Grads | None]) -> None:
         del number
-        self._own = [convert_to_layouts(grads, self._dtypes, self._layouts) for grads in partials]
+        self._own = partials
+        for grads in partials:
+            convert_to_layouts(grads, self._dtypes, self._layouts)
 
     def finish_buckets(self, divisor: float | Tensor | None) -> bool:
         first: Grads = self._own[0] or [None] * len(self._parameters)

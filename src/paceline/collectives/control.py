@@ -2,7 +2,7 @@
 
 - `Deferred`: numbers that a device is still computing. A step reads all of them in one transfer, and waits for a GPU
   only once.
-- `are_finite`, `multiply_gradients`: the check of gradients for infinity and NaN.
+- `are_finite`, `scale_gradients`: the check of gradients for infinity and NaN.
 - `all_gather_object`, `check_equal`, `raise_on_all_ranks`: messages, values that must be equal, shared errors.
 - `start_totals`: the sums of losses over virtual ranks, exchanged while a step computes.
 - `all_gather_tensors`: tensors of any number and shape.
@@ -27,7 +27,7 @@ import sys
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -43,8 +43,8 @@ import torch.distributed as dist
 from msgspec import Struct
 from torch import Tensor, nn
 
-from paceline.collectives.buckets import group_by_type
-from paceline.collectives.communicator import communicator, memory_communicator
+from paceline.collectives.buckets import grad_of, group_by_type, is_present
+from paceline.collectives.communicator import Communicator, communicator, memory_communicator
 from paceline.collectives.tree import tree_sum
 from paceline.errors import ExitCode, PacelineError, ReportedByPeer, TrainingError, UsageError
 from paceline.rank.guard import HangGuard
@@ -165,14 +165,15 @@ def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Deferred[bo
     return Deferred(found_inf, lambda bad: bad[0] == 0 or all(bool(grad.isfinite().all()) for grad in gradients))
 
 
-def multiply_gradients(
-    gradients: Sequence[Tensor], factor: float | Tensor, device: torch.device
+def scale_gradients(
+    parameters: Iterable[nn.Parameter], factor: float | Tensor, device: torch.device
 ) -> bool | Deferred[bool]:
-    """Multiply gradients on `device` by the scalar `factor`. Returns whether they were finite, from the same kernel."""
+    """Multiply all gradients on `device` by the scalar `factor`. Returns whether they were finite."""
+    gradients: list[Tensor] = [*filter(is_present, map(grad_of, parameters))]
     # The fused kernel doubles the memory on the CPU, and takes float32 only.
     on_host = device.type == "cpu"
     if on_host or not gradients or any(gradient.dtype != torch.float32 for gradient in gradients):
-        for group, number in group_by_type(gradients, factor):
+        for group, number in group_by_type(gradients, factor) if isinstance(factor, Tensor) or factor != 1.0 else ():
             torch._foreach_mul_(group, number)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         return are_finite_here(gradients) if on_host else are_finite(gradients, device)
     # The kernel checks an element before it multiplies it. With a factor above 1 the product may overflow.
@@ -205,10 +206,8 @@ class CallSites:
             TrainingError: with MISMATCH, on one rank.
             ReportedByPeer: on the other ranks.
         """
-        rank, lines = (
-            dist.get_rank(),
-            tuple(h // HALF_HASH_LIMIT for h in hashes),
-        )  # without `where`: it changes each step
+        rank = dist.get_rank()
+        lines = tuple(h // HALF_HASH_LIMIT for h in hashes)  # without `where`: it changes each step
         same_where = len({h % HALF_HASH_LIMIT for h in hashes}) == 1
         if len({*hashes}) > 1 and not (same_where and lines in self._agreed):
             reports = gather([_user_lines(), [line in self._called for line in lines]])
@@ -402,8 +401,9 @@ class SummedTotals(Struct, frozen=True):
 
 
 def start_totals(
-    losses: Sequence[float | Tensor], weights: Sequence[float | Tensor], votes: Sequence[float], world: World
-) -> Callable[[], SummedTotals]:
+    losses: Sequence[float | Tensor], weights: Sequence[float | Tensor], votes: Sequence[float], world: World,
+    exchange: Communicator | None = None,
+) -> Callable[[], SummedTotals]:  # fmt: skip
     """Start the sum over ranks. Call the returned function once: it waits for the other ranks, not for the device.
 
     Args:
@@ -412,21 +412,25 @@ def start_totals(
         weights: like `losses`, but they may be numbers on the host.
         votes: m numbers of this rank, added in any order.
         world: the ranks.
+        exchange: their communicator, if the caller has it.
     """
     if world.size == 1:
-        loss, weight = _tree_sum(losses), _tree_sum(weights)
+        loss, weight = (losses[0], weights[0]) if len(losses) == 1 else (_tree_sum(losses), _tree_sum(weights))
         if is_async(world.device):
             return lambda: _deferred_totals(loss, weight, [*votes])
         sums = [float(loss), float(weight)]
-        return lambda: SummedTotals(Totals(sums, [*votes]), sums[1])
+        return partial(SummedTotals, Totals(sums, [*votes]), sums[1])
     # One slot for each virtual rank: all others add zeros, so each rank gets the numbers unchanged.
-    numbers = [*chain.from_iterable(zip(losses, weights, strict=True)), *votes]
-    slots = to_device_async([0.0 if isinstance(number, Tensor) else number for number in numbers], world.device)
+    numbers: list[Any] = [*chain.from_iterable(zip(losses, weights, strict=True)), *votes]
+    on_device: dict[int, Tensor] = {}
     for index, number in enumerate(numbers):
         if isinstance(number, Tensor):
-            slots[index] = number
-    finish = communicator().start_sum(slots, TOTALS_NAME)
-    return lambda: _summed_over_ranks(finish(), len(losses))
+            on_device[index], numbers[index] = number, 0.0
+    slots = to_device_async(numbers, world.device)
+    for index, number in on_device.items():
+        slots[index] = number
+    finish = (exchange or communicator()).start_sum(slots, TOTALS_NAME)
+    return partial(_sum_over_ranks, finish, len(losses))
 
 
 def _deferred_totals(loss: float | Tensor, weight: float | Tensor, votes: list[float]) -> SummedTotals:
@@ -441,7 +445,8 @@ def _deferred_totals(loss: float | Tensor, weight: float | Tensor, votes: list[f
     return SummedTotals(Deferred(numbers, totals), weight.view(1) if isinstance(weight, Tensor) else weight)
 
 
-def _summed_over_ranks(slots: Tensor, ranks: int) -> SummedTotals:
+def _sum_over_ranks(finish: Callable[[], Tensor], ranks: int) -> SummedTotals:
+    slots = finish()
     if not is_async(slots.device):
         numbers: list[float] = slots.tolist()
         HangGuard.of_process().check_unblocked()

@@ -139,6 +139,9 @@ class SlotLayout:
         """Write one flag for each tensor: whether this rank has values."""
         flags = 0
         for flat in partials:
+            if flat and all(map(is_present, flat)):
+                flags = (1 << len(self._sizes)) - 1
+                break
             for i, tensor in enumerate(flat or ()):
                 if tensor is not None:
                     flags |= 1 << i
@@ -315,6 +318,8 @@ class TreeSum:
             None in all subtrees of all ranks.
         """
         self.finite = False
+        if isinstance(divisor, float) and divisor == 1.0:
+            divisor = None
         with self._operation:
             return (self._run_sharded if self._shards else self._run_direct)(partials, divisor, factor)
 

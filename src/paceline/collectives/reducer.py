@@ -42,7 +42,7 @@ class Reducer:
         partition: LeafPartition,
         transport: BucketReduction,
         *,
-        at_start: Callable[[], None] = lambda: None,
+        at_start: Callable[[], None] | None = None,
         module: nn.Module | None = None,
         single_leaf: int | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class Reducer:
             is_last: whether this is this rank's last backward of the step. Buckets are then sent as they fill.
             counted: False for a dummy batch, whose gradients are discarded.
         """
-        if self._leaf is None and self._sent == 0:
+        if self._at_start is not None and self._leaf is None and self._sent == 0:
             self._at_start()
         if self._single_leaf is not None:
             virtual_rank, counted = self._single_leaf, True
@@ -134,7 +134,7 @@ class Reducer:
         self._transport.discard_sums()
         self._leaf: int | None = None
         self._leaving = False
-        for sums in self._sums:
+        for sums in self._sums if self._single_leaf is None else ():
             sums.clear()
         self._sent, self._missing = 0, [*map(set.copy, self._awaited)]
 
@@ -151,20 +151,27 @@ class Reducer:
                 self._send_next()
 
     def _add_leaf(self, index: int) -> None:
-        parameters = self._buckets[index]
-        grads: Grads = [*map(grad_of, parameters)]
-        if check_gradients(parameters, grads, self._numels[index], self._names):
+        if (grads := self._take_gradients(index)) is not None:
             # gradients from outside any `leaf` belong to the first leaf of this rank
             leaf = self._partition.ranges[self._partition.rank][0] if self._leaf is None else self._leaf
-            self._sums[index].add(leaf, grads)  # not copied: they now belong to the sum
-            for parameter in parameters:
-                parameter.grad = None
+            self._sums[index].add(leaf, grads)
+
+    def _take_gradients(self, index: int) -> Grads | None:
+        parameters = self._buckets[index]
+        grads: Grads = [*map(grad_of, parameters)]
+        if not check_gradients(parameters, grads, self._numels[index], self._names):
+            return None
+        for parameter in parameters:  # not copied: they now belong to the sum
+            parameter.grad = None
+        return grads
 
     def _send_next(self) -> None:
         index = self._sent
         self._sent += 1
-        self._add_leaf(index)
-        self._transport.start_bucket(index, self._sums[index].finish())
+        if self._single_leaf is None:
+            self._add_leaf(index)
+        partials = self._sums[index].finish() if self._single_leaf is None else [self._take_gradients(index)]
+        self._transport.start_bucket(index, partials)
 
 
 def check_gradients(

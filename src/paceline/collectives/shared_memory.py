@@ -59,7 +59,6 @@ from paceline.host.cgroup import usable_cores
 from paceline.host.procfs import read_process
 from paceline.protocol.control import SHARED_MEMORY
 from paceline.protocol.evidence import SHARED_GROUP, Op
-from paceline.rank.collective_recorder import StartedCall
 from paceline.rank.guard import HangGuard
 
 SPINS = 1000  # polls of about 50 ns each
@@ -126,9 +125,7 @@ class Channel:
 
     def begin_tick(self) -> int:
         """Begin a tick; return the slot, 0 or 1, that may be written now."""
-        wait_for(
-            self._others, self._at, self.tick, self._check_wait, spins=self.spins
-        )  # then no rank reads it any more
+        wait_for(self._others, self._at, self.tick, self._check_wait, spins=self.spins)  # then no rank reads it
         slot = (self.tick + 1) & 1
         if self.call:
             self._headers[slot][self._rank][:_TEXT_BYTES] = self.call
@@ -170,7 +167,8 @@ class Channel:
 
     def exchange(self) -> None:
         """`publish` and `wait`."""
-        self.publish()
+        self.tick += 1
+        self._mine[self._at] = self.tick
         self.wait()
 
     def flags(self, count: int) -> list[int]:
@@ -292,57 +290,50 @@ class SharedMemory:
         """`rank` is the index of this rank in `peers`. `group` is their name; GROUP means all ranks of the world."""
         self.rank, self.size, self.timeout_seconds = rank, len(peers), timeout_seconds
         self.running: Any = None  # the `AsyncAllReduce` whose result has not been read yet
-        self._group, self._pid = group, os.getpid()
+        self.group, self._pid = group, os.getpid()
         self._others = [(index, peer) for index, peer in enumerate(peers) if index != rank]
         at = layout.counters_offset
         counters = [peer.memory[at : at + PAGE].cast("Q") for peer in peers]
-        self._left = [counter[len(layout.channel_slot_bytes) * LINE // 8 :] for counter in counters]
+        self.left = [counter[len(layout.channel_slot_bytes) * LINE // 8 :] for counter in counters]
         self._checked_seconds = 0.0
-        self._ranks = tuple(peer.rank for peer in peers)
+        self.ranks = tuple(peer.rank for peer in peers)
         self.describe_call = lru_cache(256)(self._describe_call)
-        self._call = self.describe_call("", "")
+        self.call = self.describe_call("", "")
         self.guard = HangGuard.of_process()
         spins = 0 if self.size > usable_cores() else SPINS
 
         def channel(number: int) -> Channel:
             slots = [[peer.memory[slice(*layout.slot_range(number, slot))] for peer in peers] for slot in (0, 1)]
-            return Channel(number * LINE // 8, rank, counters, slots, self._check_wait, self._ranks, spins)
+            return Channel(number * LINE // 8, rank, counters, slots, self._check_wait, self.ranks, spins)
 
         self.totals, self.bulk = map(channel, range(len(layout.channel_slot_bytes)))
 
     def _describe_call(self, kind: str, name: str, shape: str = "", dtype: torch.dtype | str = "") -> MemoryCall:
         """The description of a collective."""
-        op = Op(self._group, 0, kind, name, shape, str(dtype).removeprefix("torch."))
+        op = Op(self.group, 0, kind, name, shape, str(dtype).removeprefix("torch."))
         text = f"{kind} '{name}' {shape} {op.dtype}".rstrip()
         return MemoryCall(op, text, text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"))
-
-    def begin(self, call: MemoryCall) -> StartedCall | None:
-        """Begin a collective: register it with the hang guard. See `MemoryOperation`."""
-        if self._left[self.rank][0]:
-            raise RuntimeError(f"{call.text}: this rank has left the shared memory after an error or at its end")
-        self._call = call
-        return self.guard.ledger.begin_internal_op(self, self._ranks, call.op, of_all=self._group == GROUP_NAME)
 
     def leave(self) -> None:
         """Mark this rank as gone, so that waiting ranks raise an error. May be called more than once."""
         if os.getpid() == self._pid:  # not in a forked process
-            self._left[self.rank][0] = 1
+            self.left[self.rank][0] = 1
 
     def _check_wait(self, missing: Callable[[], list[int]], waited_seconds: float) -> None:
         if self.guard.release_reason():
             names = self._names(missing())
-            raise RuntimeError(f"{self._call.text}: connection closed by peer: unblocked from the wait for {names}")
-        gone = [index for index in missing() if self._left[self._others[index][0]][0]]
+            raise RuntimeError(f"{self.call.text}: connection closed by peer: unblocked from the wait for {names}")
+        gone = [index for index in missing() if self.left[self._others[index][0]][0]]
         why = "has left"
         if not gone and time.monotonic() - self._checked_seconds > ALIVE_CHECK_SECONDS:
             gone = [index for index in missing() if not _is_alive(self._others[index][1])]
             why, self._checked_seconds = "has ended", time.monotonic()
         # A rank that published before it left is not missing: its stores become visible in their order.
         if gone and (gone := [index for index in missing() if index in gone]):
-            raise RuntimeError(f"{self._call.text}: connection closed by peer: {self._names(gone)} {why}")
+            raise RuntimeError(f"{self.call.text}: connection closed by peer: {self._names(gone)} {why}")
         if waited_seconds > self.timeout_seconds:
             raise RuntimeError(
-                f"{self._call.text}: timed out waiting for {self._names(missing())} after "
+                f"{self.call.text}: timed out waiting for {self._names(missing())} after "
                 f"{self.timeout_seconds:g} s (--timeout)"
             )
 
@@ -361,8 +352,12 @@ class MemoryOperation:
         self._memory, self._channel, self._call, self._work = memory, channel, call, work
 
     def __enter__(self) -> None:
-        self._begun = self._memory.begin(self._call)
-        self._channel.call = self._call.header  # compares it between ranks
+        memory, call = self._memory, self._call
+        if memory.left[memory.rank][0]:
+            raise RuntimeError(f"{call.text}: this rank has left the shared memory after an error or at its end")
+        memory.call, self._channel.call = call, call.header  # the channel compares it between ranks
+        of_all = memory.group == GROUP_NAME
+        self._begun = memory.guard.ledger.begin_internal_op(memory, memory.ranks, call.op, of_all=of_all)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:

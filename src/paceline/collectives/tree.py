@@ -94,7 +94,9 @@ class PartialSums(Generic[_T]):
 
     def clear(self) -> None:
         """Discard the sums, and begin with the first leaf again."""
-        self._next, self._nodes, self._sums = self.owned[0], list[TreeNode](), list[_T | None]()
+        self._next = self.owned[0]
+        self._nodes: list[TreeNode] = []
+        self._sums: list[_T | None] = []
 
     def add(self, leaf: int, value: _T | None) -> None:
         """Add `value` as `leaf`. Its memory then belongs to this object. Skipped leaves are zeros."""

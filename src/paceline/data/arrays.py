@@ -6,6 +6,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
@@ -22,8 +23,7 @@ GatherFunction = Callable[[Tensor, "SampleRandomNumbers"], Sequence[Tensor]]
 DatasetT = TypeVar("DatasetT", bound=Dataset[Any])
 
 
-@dataclass(frozen=True)
-class SampleRandomNumbers:
+class SampleRandomNumbers(Struct, frozen=True):
     """The random numbers of the samples in an epoch. They do not depend on the batch.
 
     With a generator, the numbers of a sample would depend on the samples before it. Here each number is a hash of

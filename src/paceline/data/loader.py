@@ -16,9 +16,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
@@ -59,7 +61,7 @@ class PrefetchTrigger:
             self.more()
 
 
-class MicroBatch(NamedTuple):
+class MicroBatch(Struct, frozen=True):
     """The data of one forward and backward, and its position in the run."""
 
     inputs: Any
@@ -98,13 +100,13 @@ def load_steps(
     )
     with closing(load_planned_batches(dataset, steps, plan.seed, loading)) as loaded:
         for step in loaded:
-            yield [MicroBatch(*as_pair(batch), work, work.random_seed(plan.seed)) for batch, work in step]
+            yield [split_pair(batch) for batch in step]
 
 
 def load_planned_batches(
     dataset: Dataset[Any], steps: Iterable[list[MicroBatchPlan]], seed: int, loading: Loading
-) -> Generator[list[tuple[Any, MicroBatchPlan]]]:
-    """Yield, for each step, the batches of its work, in the form that the dataset returns.
+) -> Generator[list[MicroBatch]]:
+    """Yield, for each step, the batches of its work. The inputs have the form that the dataset returns.
 
     The iterator `steps` may use random numbers. It is advanced here, and not when worker processes get their next
     requests, because random streams are restored there.
@@ -112,7 +114,8 @@ def load_planned_batches(
     steps = steps if loading.thin is None or loading.evaluates else map(loading.thin, steps)
     if (gather := _gatherer_on_cpu(dataset, loading)) is not None:
         for step in steps:
-            yield [(gather(work.indices, SampleRandomNumbers(seed, work.epoch)), work) for work in step]
+            draws = SampleRandomNumbers(seed, step[0].epoch)
+            yield [MicroBatch(gather(work.indices, draws), None, work, work.random_seed(seed)) for work in step]
         return
     num_prefetched = loading.num_workers * (loading.workers.get("prefetch_factor") or 2)
     ready, requested, source = deque[list[MicroBatchPlan]](), deque[MicroBatchPlan](), iter(steps)
@@ -131,7 +134,7 @@ def load_planned_batches(
     with closing(fetch_batches(dataset, requests(), seed, loading)) as batches:
         while ready:
             step = ready.popleft()
-            yield [(next(batches), work) for work in step]
+            yield [MicroBatch(next(batches), None, work, work.random_seed(seed)) for work in step]
             advance()
 
 
@@ -196,6 +199,12 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
         kind = type(batch).__name__ + (f" of length {len(batch)}" if isinstance(batch, Sequence) else "")
         raise UsageError(code="not-pairs", kind=kind)
     return batch[0], batch[1]
+
+
+def split_pair(batch: MicroBatch) -> MicroBatch:
+    """The batch with its inputs and targets, which the dataset returns as a pair."""
+    inputs, targets = as_pair(batch.inputs)
+    return replace(batch, inputs=inputs, targets=targets)
 
 
 def prefetch_to_device(

@@ -17,10 +17,11 @@ fingerprints of the ranks in a step, or of the steps in an epoch, add up to the 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -122,7 +123,7 @@ class BatchPlan:
         return (portion,) if parts == 1 else portion.tensor_split(parts)
 
 
-class MicroBatchPlan(NamedTuple):
+class MicroBatchPlan(Struct, frozen=True):
     """One forward and backward of a rank within a step: micro-batch `micro_batch` of `virtual_rank`.
 
     A rank without samples in a step computes a padding batch of one sample (`is_counted` is False), so that all ranks
@@ -235,9 +236,7 @@ def fingerprint(indices: Tensor) -> int:
 
 def splitmix64(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The hash of each of `numbers`, as a new array."""
-    z = (
-        numbers + _SPLITMIX_INCREMENT
-    )  # otherwise the hash of 0 would be 0, and a missing sample 0 would not be detected
+    z = numbers + _SPLITMIX_INCREMENT  # else the hash of 0 would be 0, and a missing sample 0 would not be detected
     for shift, factor in _SPLITMIX_ROUNDS:
         z ^= z >> shift
         z *= factor

@@ -91,6 +91,7 @@ NATIVE_MAX = 1 << 18
 # In words: offsets in the page and in a record.
 _SINCE, _PHASE, _CHANGES = _INDEX["phase_since_ns"], _INDEX["phase"], _INDEX["changes"]
 _STEP, _OPS, _PHASES, _LAST = _INDEX["step"], _INDEX["ops"], PHASES_AT // WORD.size, RECORD.size // WORD.size - 1
+RELEASED = _INDEX["released"]
 SEPARATOR = "\x1f"
 IN_FLIGHT = 0  # state of a record; the state of a completed one is 1 + its duration in microseconds
 NO_PEER = -1
@@ -102,11 +103,13 @@ class StatusPage:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._map(descriptor)
-        self._steps = self._loaders = self._words  # stay in shared memory if `_map` replaces the rest
+        self._steps = self._loaders = self.words  # stay in shared memory if `_map` replaces the rest
         self._phase, self._since_ns = Phase.USER, time.monotonic_ns()
         self.spent_ns = [0] * len(Phase)  # up to the last change of phase
         self.on_device: Callable[[Phase], Iterable[tuple[Phase, int]]] | None = None
         """Called with each phase if the host only launches work on a device; returns past phases and their times."""
+        self.phase_starts: list[tuple[str, float]] | None = None
+        """If it is a list, `enter` appends the name of the phase and its start, in seconds."""
         self._numbers = itertools.count(self.get("ops") + 1)  # next() is atomic, because several threads may write
 
     @classmethod
@@ -116,11 +119,11 @@ class StatusPage:
 
     def put(self, name: str, value: int) -> None:
         """Set one counter, at least 0."""
-        self._words[_INDEX[name]] = value
+        self.words[_INDEX[name]] = value
 
     def get(self, name: str) -> int:
         """One counter; the agent sets some."""
-        return self._words[_INDEX[name]]
+        return self.words[_INDEX[name]]
 
     def get_request(self, what: str) -> int:
         """A request of the agent for the end of this step, for example `saves_asked`. Works with the guard off."""
@@ -128,7 +131,7 @@ class StatusPage:
 
     def tick(self) -> None:
         """Count progress."""
-        self._words[_CHANGES] += 1
+        self.words[_CHANGES] += 1
 
     def set_notes_stops(self, noted: bool) -> None:
         """Set whether stop signals wait for the end of the step. Works with the guard off."""
@@ -141,27 +144,29 @@ class StatusPage:
     def set_step(self, done: int) -> None:
         """Set the number of steps done, at least 0."""
         self._steps[_STEP] = done
-        self._words[_CHANGES] += 1
+        self.words[_CHANGES] += 1
 
     def enter(self, phase: Phase) -> Phase:
         """Begin a phase; return the previous phase."""
         previous, now = self._phase, time.monotonic_ns()
+        if self.phase_starts is not None:
+            self.phase_starts.append((phase.word, now / 1e9))
         if self.on_device is None:
             self.spent_ns[previous] = spent_ns = self.spent_ns[previous] + now - self._since_ns
-            self._words[_PHASES + previous] = spent_ns
+            self.words[_PHASES + previous] = spent_ns
         else:
             self._spend(previous, 0 if self.spent_ns[previous] else 1)  # nonzero now; the device reports the time later
             for past_phase, spent_ns in self.on_device(phase):
                 self._spend(past_phase, spent_ns)
         self._phase, self._since_ns = phase, now
-        self._words[_SINCE] = now
-        self._words[_PHASE] = phase
-        self._words[_CHANGES] += 1
+        self.words[_SINCE] = now
+        self.words[_PHASE] = phase
+        self.words[_CHANGES] += 1
         return previous
 
     def _spend(self, phase: Phase, spent_ns: int) -> None:
         self.spent_ns[phase] += spent_ns
-        self._words[_PHASES + phase] = self.spent_ns[phase]
+        self.words[_PHASES + phase] = self.spent_ns[phase]
 
     def move_time(self, phase: Phase, other: Phase, spent_ns: int) -> None:
         """Count this time for the `other` phase instead of `phase`."""
@@ -180,9 +185,9 @@ class StatusPage:
         """
         (number,) = WORD.unpack_from(data)
         first, last = at // WORD.size, (at + len(data)) // WORD.size - 1
-        self._words[last] = number  # from here on, the two words differ
+        self.words[last] = number  # from here on, the two words differ
         self._memory[at + WORD.size : at + len(data) - WORD.size] = data[WORD.size : -WORD.size]
-        self._words[first] = number
+        self.words[first] = number
 
     def begin(self, op: Op) -> int:
         """Record the start of `op`; return the number of the record, for `end`."""
@@ -192,7 +197,7 @@ class StatusPage:
         """As `begin`, with the `encode_op` of the operation, which callers may cache."""
         number = next(self._numbers)
         at = RING_AT + (number - 1) % RECORDS * RECORD.size
-        words, first = self._words, at // WORD.size
+        words, first = self.words, at // WORD.size
         words[first + _LAST] = number  # the order of `store_record`
         began_ns = time.monotonic_ns()
         CONTENT.pack_into(self._memory, at + WORD.size, seq & 0xFFFFFFFF, IN_FLIGHT, len(text), peer, began_ns, text)
@@ -253,17 +258,17 @@ class StatusPage:
     def share_only_loader_items(self) -> None:
         """In a forked process: share only the item that it loads, and nothing for its parent."""
         self._map(-1)
-        self._steps = self._words
+        self._steps = self.words
 
     def close(self) -> None:
         """Unmap the memory; the agent keeps the data."""
-        for words in (self._words, self._steps, self._loaders):
+        for words in (self.words, self._steps, self._loaders):
             words.release()  # mmap.close() raises BufferError while there is a view
         self._memory.close()
 
     def _map(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, PAGE_BYTES)  # shared; mmap duplicates the descriptor
-        self._words = memoryview(self._memory).cast("Q")
+        self.words = memoryview(self._memory).cast("Q")
 
 
 def encode_op(op: Op) -> bytes:

@@ -48,8 +48,7 @@ class CallArgumentRule:
 
     tensor_parameter: str = ""  # the argument with the shape and type: a tensor, or a list of tensors
     records_shape: bool = True  # False if ranks may pass different sizes
-    # arguments with the peer or root: its rank in the world, and in the group
-    peer_parameters: tuple[str, str] | None = None
+    peer_parameters: tuple[str, str] | None = None  # the peer or root: its rank in the world, and in the group
     is_message: bool = False  # a point-to-point message, not a collective
     is_counted_once: bool = True  # whether it raises torch's number by one; else the increment depends on the backend
 
@@ -92,9 +91,7 @@ class GroupRecord:
     members: tuple[int, ...]
     can_poll: bool  # whether `is_completed` may be called on a work at any time
     group_ref: weakref.ref[Any]
-    composed_spans: deque[tuple[int, float, int]] = field(
-        default_factory=lambda: deque[tuple[int, float, int]](maxlen=512)
-    )
+    composed_spans: deque[tuple[int, float, int]] = field(default_factory=lambda: deque(maxlen=512))
     """Calls that raise torch's numbers more than ours: (number before, number after, total difference so far)."""
     number_offset: int = 0
     call_count: int = 0  # for backends that do not count
@@ -304,9 +301,16 @@ class CollectiveRecorder:
 
     def end_internal_op(self, begun: StartedCall | None, work: Any = None, *, failed: bool = False) -> None:
         """Record the end of an operation; with a `work`, it ends when `work.is_completed()`."""
-        if begun is not None:
-            self._own -= 1
-            self._end(begun, work, failed=failed)
+        if begun is None:
+            return
+        self._own -= 1
+        try:
+            if work is not None:
+                begun.group.pending_works.append((begun.record, weakref.ref(work)))
+            elif not failed:  # the record of a failed call stays in flight
+                self._page.end(begun.record)
+        except Exception as error:
+            self._warn_once(error)
 
     def group_of(self, backend: Any) -> GroupRecord | None:
         """The record of a process group; None if this rank is not a member."""
@@ -421,12 +425,8 @@ class CollectiveRecorder:
         if rule.is_message:
             group_record.message_total += 1
             started_call = replace(started_call, number=-group_record.message_total)
-        return replace(
-            started_call,
-            backend=backend,
-            number_before=before,
-            is_counted_once=rule.is_counted_once and not rule.is_message,
-        )
+        counted_once = rule.is_counted_once and not rule.is_message
+        return replace(started_call, backend=backend, number_before=before, is_counted_once=counted_once)
 
     def _record_start(
         self, call: CachedCall, group: GroupRecord, seq: int, peer: int, *, message: bool = False

@@ -35,7 +35,7 @@ from paceline.host.procfs import GUARD_THREAD, open_files, proc_net_address, tcp
 from paceline.host.reach import is_loopback, sign_tcp_packets
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Answer, Phase, is_victim
-from paceline.protocol.status_page import SIGNAL_SAFE, STACK_SIGNAL, WATCHED, StatusPage, make_status_page
+from paceline.protocol.status_page import RELEASED, SIGNAL_SAFE, STACK_SIGNAL, WATCHED, StatusPage, make_status_page
 from paceline.rank import flight_recorder
 from paceline.rank.collective_recorder import C10D_MODULE, CollectiveOrderRecorder, CollectiveRecorder, GroupRecord
 from paceline.rank.imports import hide_from_warnings, when_imported
@@ -152,7 +152,7 @@ class HangGuard:
         NCCL returns from an aborted collective without an error. Call this after the host has read a result, and before
         it uses, applies or saves it. The agent sets the flag before this rank aborts.
         """
-        if self.page.get("released"):
+        if self.page.words[RELEASED]:
             raise self.stall_error(RuntimeError()) or StallError("the hang guard has ended this wait")
 
     def stall_error(self, error: BaseException) -> StallError | None:

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import count, takewhile
 from typing import Any, NamedTuple
 
+from msgspec import structs
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
@@ -171,12 +172,13 @@ class Loader:
     def training_batches(self, plan: BatchPlan, share: range, epoch: int, start: int) -> Generator[MicroBatches]:
         """For each step of an epoch from `start` on: the micro-batches of this rank."""
         steps = takewhile(self._order.has, count(start)) if self._order else iter(range(start, len(self)))
-        work = (plan_rank_micro_batches(plan, epoch, step, share) for step in steps)
+        work = map(partial(plan_rank_micro_batches, plan, epoch, share=share), steps)
+        is_counted = self.loading.collate is not None
         with closing(load_planned_batches(self.dataset, work, plan.seed, self._counting())) as loaded:
             for step in loaded:
                 if self._order:
-                    self._order.forget(step[0][1].step - 1)
-                yield [_micro_batch(batch, batch_work, plan.seed) for batch, batch_work in step]
+                    self._order.needed = step[0].work.step - 1
+                yield [_with_count(batch) for batch in step] if is_counted else step
 
     def _counting(self) -> Loading:
         """Its loading. A collate function of the user also counts the samples of its batches."""
@@ -208,9 +210,6 @@ class Loader:
         return type(dataset) is TensorDataset and self.loading.collate is None
 
     # a stream overrides these
-
-    next_batch_samples = 0.0
-    """number of samples of the next batch on this rank; a vote"""
 
     def global_batch_samples(self, work: MicroBatchPlan) -> int:
         """Number of samples of the global batch to which `work` belongs."""
@@ -260,8 +259,8 @@ class Loader:
         with closing(
             load_planned_batches(self.dataset, work(), plan.seed, replace(self._counting(), evaluates=True))
         ) as loaded:
-            for ((batch, batch_work),) in loaded:
-                size = sizes.pop(batch_work.step)
+            for (micro_batch,) in loaded:
+                batch, size = micro_batch.inputs, sizes.pop(micro_batch.work.step)
                 if not isinstance(batch, CountedBatch):
                     yield batch, size
                 elif batch.samples:
@@ -326,12 +325,11 @@ def adopt_worker_settings(loader: DataLoader[Any], loading: Loading) -> Loading:
     )
 
 
-def _micro_batch(batch: Any, work: MicroBatchPlan, seed: int) -> MicroBatch:
-    if not isinstance(batch, CountedBatch):
-        return MicroBatch(batch, None, work, work.random_seed(seed))
-    if not batch.samples:  # the collate function dropped all samples, so this is a dummy batch
-        work = work._replace(is_counted=False)
-    return MicroBatch(batch.batch, None, work, work.random_seed(seed), batch.samples)
+def _with_count(batch: MicroBatch) -> MicroBatch:
+    counted, work = batch.inputs, batch.work
+    if not counted.samples:  # the collate function dropped all samples, so this is a dummy batch
+        work = structs.replace(work, is_counted=False)
+    return structs.replace(batch, inputs=counted.batch, work=work, samples=counted.samples)
 
 
 class CountedBatch(NamedTuple):

@@ -29,7 +29,7 @@ from paceline.seeding import GeneratorStates, preserve_generator_states
 from paceline.sessions.arguments import SessionConfig, use_argument_names
 from paceline.sessions.checks import LoopChecks, check_no_scaler
 from paceline.sessions.lifecycle import SessionRun
-from paceline.sessions.loader import Loader
+from paceline.sessions.loader import Loader, StreamLoader
 from paceline.sessions.order import global_random_states, restore_global_random_states
 from paceline.sessions.session_step import POSITION_KEYS, LoopPosition, SessionStep
 from paceline.sessions.state import SessionState, json_copy
@@ -58,9 +58,9 @@ class TrainingLoop:
         self._config, self._run, self._state = config, run, state
         page, progress, saved = run.guard.page, run.progress, run.loop_state
         page.on_device = on_device = phase_events(run.world.device)
-        self._clock = PhaseClock(page.enter, on_device=on_device)
+        self._clock, self._page = PhaseClock(page, on_device), page
         self.step = SessionStep(
-            run.world, run.virtual_ranks, self._clock, votes=self._votes, order=progress.order,
+            run.world, run.virtual_ranks, page.enter, votes=progress.votes, order=progress.order,
             way_out='session(not_finite="skip")', may_skip=config.not_finite != "stop", exact=config.is_exact,
         )  # fmt: skip
         self.step.notes, self.step.saves, self.step.observer = state.notes, state.saves, run.observer
@@ -86,7 +86,7 @@ class TrainingLoop:
         """Whether the first batch has begun; whether the script has ended its training; whether the run has ended."""
         self.failure: Exception | None = None
         """An error in a loop that was left early. The next call raises it."""
-        self._clock(Phase.USER)
+        self._page.enter(Phase.USER)
 
     @property
     def collective_position(self) -> tuple[int, ...]:
@@ -165,7 +165,7 @@ class TrainingLoop:
         try:
             for part in self._state.models:
                 part.check_parameters()
-            self._clock(Phase.DATA)
+            self._clock.start()
             for micro_batches in loader.training_batches(plan, run.share, position.loop_in_run, position.batch):
                 if run.world.size > 1:
                     self.checks.values_to_compare(loader)
@@ -182,7 +182,7 @@ class TrainingLoop:
                     break
                 if self._stopped:
                     raise SystemExit(int(ExitCode.SAVED))
-                self._clock(Phase.DATA)
+                self._clock.start()
             if not self._at_end and position.batch:  # the end of the epoch was not known before
                 run.progress.after_step(
                     ControlFlags(), partial(self._checkpoint_values, run.world), save=True, wait=True
@@ -205,6 +205,7 @@ class TrainingLoop:
         with preserve_generator_states():
             self._open(loader, plan)
         self._resumed, self.position.batch, self._loader, self._at_end = None, start, loader, False
+        self._run.progress.stream = loader if isinstance(loader, StreamLoader) else None
         return plan
 
     def _leave(self, loader: Loader, micro_batches: Sequence[MicroBatch], plan: BatchPlan) -> None:
@@ -215,7 +216,7 @@ class TrainingLoop:
             elif self.step.is_complete_after_body:
                 self.step.end_body()  # after its last backward the step is complete
                 self._end_step(loader, micro_batches, plan, was_left=True)
-                self._clock(Phase.USER)
+                self._page.enter(Phase.USER)
             else:
                 self.failure = UsageError(code="loop-left-in-step", place=str(self.position))
         except Exception as error:
@@ -225,12 +226,9 @@ class TrainingLoop:
 
     def _next_loop(self) -> None:
         position = self.position
-        position.loop_in_epoch, position.loop_in_run, position.batch = (
-            position.loop_in_epoch + 1,
-            position.loop_in_run + 1,
-            0,
-        )
-        self._clock(Phase.USER)
+        position.loop_in_epoch, position.loop_in_run = position.loop_in_epoch + 1, position.loop_in_run + 1
+        position.batch = 0
+        self._page.enter(Phase.USER)
 
     def _restore_random_streams(self) -> None:
         """Let random numbers come from the streams outside of micro-batches, if they do not yet."""
@@ -323,8 +321,8 @@ class TrainingLoop:
         batch = position.batch
         samples = loader.global_batch_samples(micro_batches[0].work)
         position.batch += 1
-        lr = float(state.models[0].optimizer.param_groups[0]["lr"])
-        record = StepRecord(progress.step + 1, done, lr, micro_batches, self._clock.take(), self._clock.borders)
+        lr = float(state.models[0].replica.optimizer.param_groups[0]["lr"])
+        record = StepRecord(progress.step + 1, done, lr, micro_batches, self._clock.take(), self._clock.starts)
         progress.record_step(record, samples, tracked=record.step % TRACK_EVERY == 0)
         if done.skip_cause is not None:
             progress.rollback_point(record)
@@ -354,11 +352,6 @@ class TrainingLoop:
         remaining = max(0, steps - step) * plan.global_batch
         rate, finite_loss = self._run.progress.throughput.recent_rate(), loss if math.isfinite(loss) else None
         return ProgressRecord(epoch, self._epochs, step, steps, finite_loss, rate, remaining)
-
-    def _votes(self) -> Any:
-        return self._run.progress.votes(
-            next_batch_samples=0.0 if self._loader is None else self._loader.next_batch_samples
-        )
 
     def _checkpoint_values(self, world: World | None = None) -> dict[str, Any]:
         """The values of a checkpoint. With a `world` a collective; without, as far as this rank knows."""

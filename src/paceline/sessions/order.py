@@ -43,7 +43,8 @@ class SampleOrder:
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as the seed of DataLoader's workers
         self._drawn: dict[int, tuple[Tensor, int]] = {}
         self._next = self._hash = 0
-        self._is_over = False
+        self._is_over, self.needed = False, 0
+        """`needed`: the first batch that may still be asked for."""
         self._whole, self._rest = short or (None, 0)
 
     def has(self, batch: int) -> bool:
@@ -59,6 +60,8 @@ class SampleOrder:
             self._hash = hash((self._hash, *samples.tolist())) % 2**HASH_BITS
             self._drawn[self._next] = (samples, self._hash)
             self._next += 1
+            while (first := next(iter(self._drawn))) < self.needed:
+                del self._drawn[first]
         return batch < self._next
 
     @property
@@ -76,12 +79,9 @@ class SampleOrder:
         """The hash of all samples up to this batch, in order; 0 before the first batch."""
         if batch < 0:
             return 0
-        return self._drawn[batch][1] if self.has(batch) else self._hash
-
-    def forget(self, before: int) -> None:
-        """Let go of batches that are over."""
-        while self._drawn and (first := next(iter(self._drawn))) < before:
-            del self._drawn[first]
+        if batch not in self._drawn and not self.has(batch):
+            return self._hash
+        return self._drawn[batch][1]
 
 
 def _batches(loader: DataLoader[Any]) -> Iterator[Tensor]:

@@ -111,6 +111,7 @@ class PreparedOptimizer:
         if self.groups:
             for name, value in self.groups.pop(0).items():
                 added_group[name] = restore_type(added_group.get(name), value)
+        self.part.note_groups()
         self.part.load_pending_optimizer_state(self.optimizer, added_group["params"])
 
     def _step(self, closure: Any = None) -> Any:
@@ -122,8 +123,7 @@ class PreparedOptimizer:
         if gate.may_update(self.part, self.number):
             if gate.micro_step is not None:
                 gate.micro_step.has_failed = True  # until the end: an error here leaves an incomplete step
-            grads = self.part.current_gradients()
-            self.part.before_update(grads)
+            grads = self.part.before_update()
             if gate.observer is not None:
                 gate.observer.on_update(self.part)
             self._update()
@@ -169,7 +169,6 @@ class PreparedModel(ModelInTraining):
         """`number` counts the models from 0; `gate` is the step of the session; `schedulers`: of each optimizer."""
         super().__init__(replica, number, gate.loss_scale)
         self.gate, self.adapters = gate, adapters
-        self._aside: Grads | None = None  # sums over the previous micro-batches of this step
         self._carried: Grads | None = None  # sums of earlier backwards, of this step or an older batch
         self._at_begin: Grads | None = None  # at the start of a step that adds to the gradients of older batches
         self._used: Callable[[], Tensor | None] = lambda: None  # the first gradient after the last update
@@ -182,7 +181,7 @@ class PreparedModel(ModelInTraining):
         self._summed: Grads | None = None  # until the step ends: gradients after the sum over ranks
         self._versions: list[int] = []  # of these gradients
         self._left: list[Any] = [None] * len(self._parameters)  # weak references to gradients of the session
-        self._was_looked_at, self._covered = False, (0, list[nn.Parameter]())
+        self._was_looked_at, self._untrained = False, list[nn.Parameter]()
         self._updates, self._changed, self._digests, self._digest = 0, list[int](), dict[int, int](), 0
         self._hooks_seen = -1
         self.optimizers: list[PreparedOptimizer] = []
@@ -237,6 +236,12 @@ class PreparedModel(ModelInTraining):
         prepared = PreparedOptimizer(self, optimizer, scheduler, len(self.gate.optimizer_ids))
         self.gate.optimizer_ids += (id(optimizer),)
         self.optimizers.append(prepared)
+        self.note_groups()
+
+    def note_groups(self) -> None:
+        """The groups of an optimizer have changed."""
+        trained = {id(p) for opt in self.optimizers for p in opt.parameters}
+        self._untrained = [p for p in self._parameters if id(p) not in trained]
 
     def has_stepped(self, numbers: Sequence[int]) -> bool:
         return any(opt.number in numbers for opt in self.optimizers)
@@ -262,9 +267,10 @@ class PreparedModel(ModelInTraining):
 
     def before_backward(self, wanted: bool, watched: bool) -> None:
         """Before a backward: its gradients are added to those that are put aside, or dropped if not `wanted`."""
-        grads = self.current_gradients()
+        grads: Grads = [*map(_grad, self._parameters)]
         first = next(filter(is_present, grads), None)
-        self._check_foreign_backward()
+        if self._last_grad:
+            raise self._foreign_backward_error()
         if first is not None:
             self._check_assigned(grads)
         if self.must_check:
@@ -278,8 +284,8 @@ class PreparedModel(ModelInTraining):
             self._put(None)
         elif self._carried is None:
             self._adds_to_used = False
-        if wanted and self._aside is not None:
-            self._put(self._aside)
+        if wanted and self.aside is not None:
+            self._put(self.aside)
         self._before = [(p.grad, _version(p.grad)) for p in self._parameters] if watched else None
 
     @property
@@ -296,7 +302,7 @@ class PreparedModel(ModelInTraining):
     def after_backward(self, reached: bool) -> None:
         """After a backward, except the last of the step. If it has not `reached` the model, .grad does not change."""
         grads = self.current_gradients()
-        self._aside = grads if any(map(is_present, grads)) else None
+        self.aside = grads if any(map(is_present, grads)) else None
         self._put(None)
         if not reached:
             self.discard_backward()
@@ -307,7 +313,7 @@ class PreparedModel(ModelInTraining):
         self._carried = None
 
     def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Deferred[bool] | None:
-        self._aside = None
+        self.aside = None
         result = super().synchronise(divisor, agreed=agreed)
         self._waiting = True
         if self._carried is not None:
@@ -323,10 +329,9 @@ class PreparedModel(ModelInTraining):
     def run_hooks(self, *, after_accumulation: bool) -> None:
         if self._hooked:
             super().run_hooks(after_accumulation=after_accumulation)
-        if (
-            after_accumulation and not self._is_single_rank_step
-        ):  # the last that happens to gradients before the loop sees them
-            grads = self.current_gradients()
+        # the last that happens to gradients before the loop sees them
+        if after_accumulation and not self._is_single_rank_step:
+            grads: Grads = [*map(_grad, self._parameters)]
             self._note_left(grads)
             if self.replica.world.size > 1 and not (self.replica.sharded or self.replica.local_step_node is not None):
                 self._summed, self._versions = grads, _versions(grads)
@@ -351,15 +356,10 @@ class PreparedModel(ModelInTraining):
 
     def give_up(self) -> None:
         """End the step early: restore gradients and buffers."""
-        self._aside = self._carried = None
+        self.aside = self._carried = None
         self._put(self._at_begin)
         self._waiting = self._at_begin is not None
         super().give_up()
-
-    @property
-    def has_pending_gradients(self) -> bool:
-        """Whether gradients of this step wait for its last micro-batch."""
-        return self._aside is not None
 
     def state(self) -> list[TensorShard]:
         """All tensors of its state, under names with `prefix`."""
@@ -422,12 +422,14 @@ class PreparedModel(ModelInTraining):
 
     # called by its optimizers
 
-    def before_update(self, gradients: Grads) -> None:
-        """Before an update with these gradients: check that `s.backward` made them, and that ranks agree."""
-        self._check_foreign_backward()
+    def before_update(self) -> Grads:
+        """Before an update: check that `s.backward` made the gradients, and that ranks agree. Returns the gradients."""
+        gradients: Grads = [*map(_grad, self._parameters)]
+        if self._last_grad:
+            raise self._foreign_backward_error()
         self._updates += 1
         if self._summed is None:
-            return
+            return gradients
         changed: list[int] = []
         if not all(map(is_, gradients, self._summed)) or _versions(gradients) != self._versions:
             changed = self._changed_since()
@@ -444,6 +446,7 @@ class PreparedModel(ModelInTraining):
             self._digest = hash(tuple(self._digests.items()))
         if is_early and (differing := self.first_differing_gradient()):
             raise report_on_one_rank(GRADIENT_CHANGES.make_error(differing), self.replica.world)
+        return gradients
 
     def _changed_since(self) -> list[int]:
         """The numbers of the parameters whose gradients the loop has changed since the sum over ranks."""
@@ -481,7 +484,7 @@ class PreparedModel(ModelInTraining):
         if self.replica.sharded or self.replica.local_step_node is not None or self._changed:
             self._put(gradients)
         # If later steps add to the gradients, a checkpoint contains them. After the first step this is not known yet.
-        may_add = self._adds_to_used or self._updates == 1 or any(map(is_present, map(_grad, self._untrained())))
+        may_add = self._adds_to_used or self._updates == 1 or any(map(is_present, map(_grad, self._untrained)))
         self._waiting = may_add and not self.replica.sharded
         first = next(filter(is_present, gradients), None)
         if first is not None:
@@ -491,19 +494,9 @@ class PreparedModel(ModelInTraining):
         """After an optimizer has cleared the gradients of its parameters, as torch does."""
         if self.replica.sharded:  # the optimizer has pieces of the parameters
             self.replica.clear_gradients(optimizer, set_to_none=set_to_none)
-        clears_all = self.replica.sharded or (len(self.optimizers) == 1 and not self._untrained())
+        clears_all = self.replica.sharded or (len(self.optimizers) == 1 and not self._untrained)
         self._waiting = not clears_all and any(p.grad is not None for p in self._parameters)
         self._adds_to_used = False
-
-    def _untrained(self) -> list[nn.Parameter]:
-        """The parameters that no optimizer trains. They are computed again after a group was added."""
-        num_groups = 0
-        for opt in self.optimizers:
-            num_groups += len(opt.optimizer.param_groups)
-        if self._covered[0] != num_groups:
-            trained = {id(p) for opt in self.optimizers for p in opt.parameters}
-            self._covered = num_groups, [p for p in self._parameters if id(p) not in trained]
-        return self._covered[1]
 
     # checks
 
@@ -549,17 +542,16 @@ class PreparedModel(ModelInTraining):
                         f"optimizer {opt.number + 1} trains one of shape {tuple(parameter.shape)}"
                     )
 
-    def _check_foreign_backward(self) -> None:
-        if self._last_grad:
-            parameter = self._last_grad.pop()
-            named = self.replica.model.named_parameters()
-            name = next((name for name, p in named if p is parameter), "of a model")
-            raise GRADIENTS_FROM_BACKWARD.make_error(
-                f"loss.backward() or torch.autograd.backward() has reached parameter {name}"
-            )
+    def _foreign_backward_error(self) -> UsageError:
+        parameter = self._last_grad.pop()
+        named = self.replica.model.named_parameters()
+        name = next((name for name, p in named if p is parameter), "of a model")
+        what = f"loss.backward() or torch.autograd.backward() has reached parameter {name}"
+        return GRADIENTS_FROM_BACKWARD.make_error(what)
 
     def check_between_micro_batches(self) -> None:
-        self._check_foreign_backward()
+        if self._last_grad:
+            raise self._foreign_backward_error()
         self._check_assigned(self.current_gradients())
 
     def _check_assigned(self, grads: Grads) -> None:

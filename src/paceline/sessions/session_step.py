@@ -98,9 +98,9 @@ class SessionStep(Step):
             self.phases.keep_buffers(micro_step)
             if not (micro_step.is_last and self.phases.is_current_phase(micro_step)):
                 return False
-        if self.is_skipped:
+        if self._result.skip_cause is not None:
             return False
-        if part.has_pending_gradients:
+        if part.aside is not None:
             raise UsageError(code="step-before-last-backward")
         self.begin_update()
         return True

@@ -12,6 +12,7 @@ from paceline.data.plan import MicroBatchPlan
 from paceline.errors import UsageError
 
 Reduction = Literal["mean", "sum"]
+HALF_PRECISION = (torch.float16, torch.bfloat16)
 TORCH_MEAN_REDUCTION = 1  # torch's number of reduction="mean"
 
 
@@ -63,18 +64,10 @@ class MicroStep(Struct):
         return f"{len(self.weights)} backward and {len(self.stepped_optimizers)} optimizer.step()"
 
 
-def check_same_calls(micro_step: MicroStep, first: MicroStep | None, rates: list[float]) -> None:
-    """Compare a micro-batch with the first one of its step.
-
-    Raises:
-        UsageError: it has no backward, differs from the first one, or has changed the learning rates.
-    """
-    if not micro_step.weights:
-        raise UsageError(code="no-backward")
-    if first is not None and micro_step.completed_calls != first.completed_calls:
+def check_same_calls(micro_step: MicroStep, first: MicroStep) -> None:
+    """Raise UsageError if a micro-batch has other backwards and optimizer steps than the first one of its step."""
+    if micro_step.completed_calls != first.completed_calls:
         raise UsageError(code="bodies-differ", first=first.completed_calls_text, other=micro_step.completed_calls_text)
-    if rates != micro_step.learning_rates:
-        raise UsageError(code="learning-rate-in-step")
 
 
 def averaged_target_count(loss: Tensor) -> Tensor | None:
@@ -135,7 +128,9 @@ def make_weighted_loss(
         raise UsageError(code="loss-not-a-tensor", kind=type(loss).__name__)
     if reduction not in ("mean", "sum"):
         raise UsageError(code="reduction-unknown", value=reduction)
-    loss, counted = upcast(loss), micro_step.work.is_counted
+    counted = micro_step.work.is_counted
+    if loss.dtype in HALF_PRECISION:
+        loss = loss.float()
     if loss.numel() == 1 and (loss.ndim == 1 or micro_step.work.indices.numel() > 1):
         # a mean that kept its dimensions; or the value of one sample, which is its mean
         loss = loss.reshape(()) if loss.ndim else loss
@@ -171,7 +166,7 @@ def zero_gradient_loss(model: nn.Module) -> Tensor:
 
 def upcast(values: Tensor) -> Tensor:
     """`values` in float32 at least: in bfloat16 the sum of 257 ones is 256."""
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+    return values.float() if values.dtype in HALF_PRECISION else values
 
 
 def equal_weights(a: float | Tensor, b: float | Tensor) -> bool:

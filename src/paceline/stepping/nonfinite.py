@@ -36,10 +36,8 @@ MAX_NAMED_SAMPLES = 8  # samples of a rank in a message
 MAX_PARAMETERS = 3
 MAX_SEARCH_PASSES = 64  # forward and backward passes in search of the samples of one micro-batch
 
-MAX_SKIPPED_STEPS, SKIP_WINDOW_STEPS = (
-    10,
-    200,
-)  # a bad sample occurs once per epoch; if more steps fail, training has diverged
+MAX_SKIPPED_STEPS, SKIP_WINDOW_STEPS = 10, 200
+# a bad sample occurs once per epoch; if more steps fail, training has diverged
 
 NonFinitePolicy = Literal["stop", "skip", "rollback"]
 LossSumFunction = Callable[[Any, Any], Tensor]
@@ -255,12 +253,9 @@ class SkippedSteps:
         self._steps.add(step)
         if has_too_many_skipped(self._steps, step):
             error = TrainingError(
-                code="too-many-not-finite",
-                exit_code=ExitCode.NOT_FINITE,
-                most=MAX_SKIPPED_STEPS,
-                steps=SKIP_WINDOW_STEPS,
-                what=cause.message,
-            )
+                code="too-many-not-finite", exit_code=ExitCode.NOT_FINITE, what=cause.message,
+                most=MAX_SKIPPED_STEPS, steps=SKIP_WINDOW_STEPS,
+            )  # fmt: skip
             raise report_on_one_rank(error, self._world, by=cause.first_rank)
         back = self._policy == "rollback" and not again
         self._say(f"step {step}: {cause.message}" if back else f"step {step} is skipped: {cause.message}")

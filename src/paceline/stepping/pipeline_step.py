@@ -39,9 +39,7 @@ class PipelineStep(Step):
         (part,) = self.parts
         model, line = part.replica.model, part.replica.pipeline
         assert line is not None
-        part.begin_step()
-        self._where, self.in_step = where, True
-        self._begin_sums()
+        self._begin(where, micro_batches)
         line.enter = self._enter
         self._sums.guess_loss_divisor(
             micro_batches[0].work.global_samples
@@ -80,5 +78,6 @@ class PipelineStep(Step):
         micro_step = MicroStep(batch, batch.work, is_last, [])
         self._sums.in_round = 0
         weighed = make_weighted_loss(losses, weights, "mean", micro_step)
-        self._sums.add_loss(losses, weighed, "mean", micro_step, plain=False)
+        is_weightless = weighed.is_weightless
+        self._sums.add_loss(losses, weighed, "mean", micro_step, plain=False, is_weightless=is_weightless)
         return weighed.value / self._sums.guess_loss_divisor()

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor
 
 from paceline.collectives.control import (
@@ -90,7 +91,6 @@ class Step:
         self._is_entered = False  # whether a micro-batch has begun
         self._counting: AbstractContextManager[None] | None = None  # the operations of that micro-batch
         self._usual: tuple[int, tuple[int, ...]] | None = None  # `completed_calls` of micro-batches in the last step
-        self._weight = 0.0  # of the previous step
         self.tensor_hooks: TensorHookTracker | None = None  # of a session
         self._value: Tensor | None = None  # the last loss, with its graph
         self._own_code, self._linear_checks = "", 0  # a custom autograd function in graphs of earlier losses
@@ -106,8 +106,9 @@ class Step:
         """whether a step has begun and not ended"""
         self.updating = False
         """whether an update has begun, so that parameters may be between two steps"""
-        self._world, self._virtual_ranks, self._enter, self._exact = world, virtual_ranks, enter, exact
-        self._votes, self._order, self._way_out, self._may_skip = votes, order, way_out, may_skip
+        self._sums = StepTotals(world, virtual_ranks, votes, order, same_bits=exact and virtual_ranks > 1)
+        self._world, self._is_single = world, world.size == virtual_ranks == 1
+        self._enter, self._exact, self._way_out, self._may_skip = enter, exact, way_out, may_skip
         self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or PrefetchTrigger()
         self._on_device = is_async(world.device)  # whether the host would have to wait for numbers
         self._guard, self._no_grad = HangGuard.of_process(), torch.no_grad()
@@ -119,16 +120,8 @@ class Step:
 
         Yields this rank's micro-batches, with dummy batches if a forward is a collective, each after its `enter`.
         """
-        in_lockstep = False
-        for part in self.parts:
-            part.begin_step()
-            in_lockstep = in_lockstep or part.replica.in_lockstep
-        if in_lockstep:
-            micro_batches = pad_micro_batches(micro_batches, self._world)
-        self._where, self.in_step, again, self._own_code = place, True, True, ""
-        self.targets = []
-        self.phases.begin(len(micro_batches))
-        self._begin_sums(one_each, alone=len(micro_batches) == 1)
+        micro_batches = self._begin(place, micro_batches, one_each=one_each)
+        again = True
         while again:
             for batch in micro_batches:
                 is_last = batch is micro_batches[-1]
@@ -143,16 +136,26 @@ class Step:
                 self.end_body()
             again = not self.phases.alone and self.phases.needs_another_pass()
 
-    def _begin_sums(self, one_each: bool = False, *, alone: bool = False) -> None:
-        self._sums = StepTotals(
-            self._world, self._virtual_ranks, self._where, self._votes, self._order,
-            one_each=one_each, alone=alone and self._world.size == self._virtual_ranks == 1, guess=self._weight,
-            same_bits=self._exact and self._virtual_ranks > 1,
-        )  # fmt: skip
+    def _begin(
+        self, place: object, micro_batches: Sequence[MicroBatch], *, one_each: bool = False
+    ) -> Sequence[MicroBatch]:
+        in_lockstep, first = False, self.parts[0]
+        for part in self.parts:
+            part.begin_step()
+            in_lockstep = in_lockstep or part.replica.in_lockstep
+        if in_lockstep:
+            micro_batches = pad_micro_batches(micro_batches, self._world)
+        self.phases.alone = len(micro_batches) == 1
+        if not self.phases.alone:
+            self.phases.begin()
+        alone = self._is_single and self.phases.alone
+        self._where, self._result = place, self._sums.begin(place, one_each=one_each, alone=alone)
         # this host, if hosts step separately and a non-finite value ends the run: no other host is asked
-        self._host = None if self._may_skip or self.parts[0].scale else self.parts[0].replica.local_step_node
+        self._host = None if self._may_skip or first.scale else first.replica.local_step_node
         self._first: MicroStep | None = None
-        self._summed_up, self._result = list[ModelInTraining](), self._sums.result
+        self._summed_up: list[ModelInTraining] = []
+        self.targets, self._own_code, self.in_step = [], "", True
+        return micro_batches
 
     def _enter_batch(self, batch: MicroBatch, is_last: bool) -> None:
         self._enter(Phase.FORWARD)
@@ -187,7 +190,12 @@ class Step:
                 part.check_between_micro_batches()
         self.micro_step = None
         self._leave_batch()
-        check_same_calls(micro_step, self._first, [] if micro_step.is_last else self._rates())
+        if not micro_step.weights:
+            raise UsageError(code="no-backward")
+        if self._first is not None:
+            check_same_calls(micro_step, self._first)
+        if not micro_step.is_last and micro_step.learning_rates != self._rates():
+            raise UsageError(code="learning-rate-in-step")
         self._first = self._first or micro_step
         self.phases.number = self._first.phase + 1
 
@@ -206,7 +214,8 @@ class Step:
         """End the step, after all micro-batches."""
         if self._host is not None:
             self._sums.await_totals(self._enter, self._way_out)
-        self._usual, self._weight = self._first.completed_calls if self._first else None, self._result.total_weight
+        if self._first is not None:
+            self._usual = len(self._first.weights), tuple(self._first.stepped_optimizers)
         self._first, self._sums.seen, self._value = None, [], None  # releases the batches
         if self._result.skip_cause is not None:
             for part in self.parts:
@@ -245,13 +254,13 @@ class Step:
             micro_step.weights.append(weighed.weight)
             micro_step.has_failed = False
             return
-        last, self._value = micro_step.is_last and not more, loss
-        self.targets.append(
-            (averaged_target_count(loss) if reduction == "mean" and not micro_step.weights else None, weighed.weight)
-        )
+        last, self._value, is_weightless = micro_step.is_last and not more, loss, weighed.is_weightless
+        if not self._sums.is_alone:
+            count = averaged_target_count(loss) if reduction == "mean" and not micro_step.weights else None
+            self.targets.append((count, weighed.weight))
         # a mean; or the (B,) of a task, which was checked to have one value per sample
         plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
-        self._sums.add_loss(loss, weighed, reduction, micro_step, plain=plain)
+        self._sums.add_loss(loss, weighed, reduction, micro_step, plain=plain, is_weightless=is_weightless)
         # a host that steps separately does not wait for weights of other hosts
         scale = self._sums.choose_loss_divisor(weighed, waits=last and self._host is None)
         finish = self._sums.start() if last else None  # travels during backward
@@ -281,7 +290,7 @@ class Step:
                 # with several models it is not known which of them this backward reaches: no early exchange
                 part.replica.begin_backward(micro_step.work, last and len(self.parts) == 1)
                 begun_parts.append(part)
-            if weighed.value.requires_grad and not weighed.is_weightless:
+            if weighed.value.requires_grad and not is_weightless:
                 self.parts[0].backward(weighed.value, factor=weighed.factor / scale, retain_graph=retain_graph)
             else:
                 self._backward_nothing(retain_graph)
@@ -367,9 +376,11 @@ class Step:
             rest = self._sums.defer_wait(finish)
         else:
             summed = finish()
-            totals, rest = summed.totals, self._sums.remaining_divisor(summed)
+            totals = summed.totals
             if isinstance(totals, Totals):
-                loss, rest = self._sums.read_totals(totals), float(rest)  # a division by 1 is skipped
+                loss, rest = self._sums.read_totals(totals), self._sums.rest
+            else:
+                rest = self._sums.remaining_divisor(summed)
         reached = models_reached_on_any_rank(wanted, self._world) if len(self.parts) > 1 else wanted  # one always is
         if self._exact or not self.phases.alone:
             check_summed_once(self._summed_up, reached)
@@ -381,7 +392,13 @@ class Step:
                     to_judge.append(part)
             if self._sums.without_gradient and not any(part.has_gradients for part in self.parts):
                 raise UsageError(code="batch-without-gradient", place=str(self._where))
-            loss, finite = self._judged(to_judge, loss, totals)
+            if self._on_device:
+                loss, finite = self._read_from_device(to_judge, loss, totals)
+            else:
+                finite = math.isfinite(loss)
+                for part in to_judge if finite else ():
+                    finite = finite and resolve(part.clip_and_check_finite(self._max_norm))
+                    self._result.grad_norm = part.norm
             for part in reached if finite else ():
                 part.run_hooks(after_accumulation=True)
         if not finite:
@@ -391,17 +408,10 @@ class Step:
             for part in reached:
                 part.remember_skipped_gradients()
 
-    def _judged(
+    def _read_from_device(
         self, to_judge: Sequence[ModelInTraining], loss: float, totals: Totals | Deferred[Totals] | None
     ) -> tuple[float, bool]:
         """The loss, and whether it and the gradients of `to_judge` are finite (a collective if they are sharded)."""
-        if not self._on_device:
-            finite = math.isfinite(loss)
-            for part in to_judge:
-                if finite:
-                    finite = resolve(part.clip_and_check_finite(self._max_norm))
-                    self._result.grad_norm = part.norm
-            return loss, finite
         checks = [part.clip_and_check_finite(self._max_norm) for part in to_judge]
         pending = [value for value in (totals, *checks) if isinstance(value, Deferred)]
         self.ahead.start_batches()  # the device has work now
@@ -455,9 +465,9 @@ class UpdatePasses:
         self.alone = True
         """whether this rank computes the step in one body"""
 
-    def begin(self, micro_batches: int) -> None:
-        """A step begins."""
-        self.alone, self._pass = micro_batches == 1, 0
+    def begin(self) -> None:
+        """A step of several micro-batches begins."""
+        self._pass = 0
         self._buffers: dict[tuple[int, int, int], list[Tensor]] = {}
 
     def needs_another_pass(self) -> bool:
@@ -495,7 +505,7 @@ def pad_micro_batches(microbatches: Sequence[MicroBatch], world: World) -> Seque
     dist.all_reduce(name_collective(max_count, "number of micro-batches"), op=dist.ReduceOp.MAX)
     first, missing = microbatches[0], int(max_count) - len(microbatches)
     # separate objects: the step recognizes its last one by identity
-    return [*microbatches, *(first._replace(work=first.work._replace(is_counted=False)) for _ in range(missing))]
+    return [*microbatches, *(replace(first, work=replace(first.work, is_counted=False)) for _ in range(missing))]
 
 
 def pad_evaluation_batches(

@@ -1,13 +1,14 @@
 """Totals of a step over micro-batches and ranks: losses, weights and votes. They give the divisor of the losses."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from msgspec import Struct
 from msgspec.structs import astuple
 from torch import Tensor
 
+from paceline.collectives.communicator import Communicator, communicator
 from paceline.collectives.control import SummedTotals, Totals, is_async, report_on_one_rank, resolve, start_totals
 from paceline.errors import ExitCode, ReportedByPeer, TrainingError, UsageError
 from paceline.protocol.evidence import Phase
@@ -63,32 +64,35 @@ class StepResult(Struct):
 
 
 class StepTotals:
-    """The totals of one step: counted on this rank, summed over all ranks, awaited before or after the update."""
+    """The totals of a step: counted on this rank, summed over all ranks, awaited before or after the update."""
 
     def __init__(
         self,
         world: World,
         virtual_ranks: int,
-        where: object,
         votes: Callable[[], ControlFlags],
         order: CollectiveOrderCheck | None,
         *,
-        one_each: bool,
-        alone: bool = False,
-        guess: float = 0.0,
         same_bits: bool = False,
     ) -> None:
-        """`str(where)` names the step in errors. `one_each`: each rank computes one micro-batch, with separate weights.
-
-        `alone`: one micro-batch on one rank. `guess`: weight of the previous step; 0 if there is none. `same_bits`:
-        the bits must not depend on the number of ranks, so the scale must not depend on who computes a virtual rank.
-        """
-        self.is_alone, self._guess, self._same_bits = alone and not same_bits, guess, same_bits
-        self._world, self._where, self._one_each, self._votes = world, where, one_each, votes
+        """`same_bits`: the bits, and so the scale, must not depend on which rank computes a virtual rank."""
+        self._world, self._virtual_ranks, self._votes, self._same_bits = world, virtual_ranks, votes, same_bits
         self._order = order if world.size > 1 else None
+        self._exchange: Communicator | None = None  # until the first exchange
+        self._on_device, self.result = is_async(world.device), StepResult()
+        self._guess = 0.0  # the weight of the previous step; 0 if there is none
+
+    def begin(self, where: object, *, one_each: bool = False, alone: bool = False) -> StepResult:
+        """Begin a step, which `str(where)` names in errors. Returns its result, which is set later.
+
+        `one_each`: each rank computes one micro-batch, with separate weights. `alone`: one micro-batch on one rank.
+        """
+        self.is_alone, self._where, self._one_each = alone and not self._same_bits, where, one_each
+        self._guess = self.result.total_weight or self._guess
         self.result = StepResult()
-        self._virtual_ranks, self._on_device = virtual_ranks, is_async(world.device)
-        self._begin_round()
+        self._losses: list[float | Tensor] = [0.0] * self._virtual_ranks
+        self._weights: list[float | Tensor] = [0.0] * self._virtual_ranks
+        self._is_counted = False  # whether they are those of a round that is over
         self.divisor: float | None = None
         """the sum of all weights; None: not known yet"""
         self._counted_before: float | None = None  # the weight of this round, if the first round has counted it
@@ -107,13 +111,18 @@ class StepTotals:
         self._reduction: Reduction | None = None
         self._awaited: AwaitTotals | None = None
         self._said_scale = 0.0
+        self.rest = 1.0
+        """remaining divisor of the summed gradients, after `read_totals`"""
+        return self.result
 
     def add_loss(
-        self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *, plain: bool
-    ) -> None:
+        self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *,
+        plain: bool, is_weightless: bool,
+    ) -> None:  # fmt: skip
         """Add a loss and its weight to the totals. Backwards with a common divisor must have the same weight.
 
         `plain`: each sample weighs 1, according to the form of the loss, which is the same on all ranks.
+        `is_weightless`: of `weighed`.
         """
         is_shared = bool(micro_step.weights) and (self.in_round > 0 or not self._one_each)
         if reduction != (self._reduction or reduction) and (is_shared or not self._one_each):
@@ -125,12 +134,20 @@ class StepTotals:
         if is_shared and not equal_weights(weighed.weight, micro_step.weights[-1]):
             raise UsageError(code="weights-differ", first=float(micro_step.weights[-1]), other=float(weighed.weight))
         if self._is_counted:
-            self._begin_round()
+            self._losses, self._weights = [0.0] * self._virtual_ranks, [0.0] * self._virtual_ranks
+            self._is_counted = False
         if micro_step.work.is_counted and self._world.is_leader:  # of several that compute the same
-            is_weightless = weighed.is_weightless
-            self._add(micro_step.work.virtual_rank, weighed, is_weightless)
-            if not is_weightless:
+            virtual_rank, weight = micro_step.work.virtual_rank, weighed.weight
+            if virtual_rank >= self._virtual_ranks:
+                raise UsageError(code="wrong-virtual-ranks", virtual_rank=virtual_rank, rows=self._virtual_ranks)
+            if not is_weightless:  # a mean over nothing is NaN
+                before = self._losses[virtual_rank]
+                self._losses[virtual_rank] = weighed.add_to(before) if self._on_device else before + weighed.sum()
                 self.seen.append((micro_step.batch, loss.detach()))
+            if not self.in_round:  # only once for several backwards
+                self._weights[virtual_rank] += (
+                    weight.double() if isinstance(weight, Tensor) and self._on_device else float(weight)
+                )
         self.in_round += 1
         micro_step.weights.append(weighed.weight)
 
@@ -146,7 +163,7 @@ class StepTotals:
                 self.scale = 1.0
             elif self.is_alone:
                 weight = weighed.weight
-                self.scale = weight if isinstance(weight, Tensor) else weight or 1.0  # 0: `_divide` raises
+                self.scale = weight if isinstance(weight, Tensor) else weight or 1.0  # 0: `read_totals` raises
             elif self._by_samples and self._samples:
                 self.scale = float(self._samples)
             elif self._one_each and waits and not self._same_bits:
@@ -168,9 +185,9 @@ class StepTotals:
         return scale
 
     def remaining_divisor(self, summed: SummedTotals) -> float | Tensor:
-        """The remaining divisor of the summed gradients, from the totals over ranks."""
+        """The remaining divisor of the summed gradients, before `read_totals`: the weight is still on the device."""
         if isinstance(summed.weights, Tensor) and self.is_weight_known:
-            return 1.0  # `_divide` compares
+            return 1.0  # `read_totals` compares
         return self.loss_sum_divisor(summed.total_weight) / (1.0 if self.scale is None else self.scale)
 
     @property
@@ -193,7 +210,8 @@ class StepTotals:
         if self._world.size > 1:
             self._said_scale = float(self.scale or 0)
             votes.append(self._said_scale)
-        return start_totals(self._losses, self._weights, votes, self._world)
+            self._exchange = self._exchange or communicator()
+        return start_totals(self._losses, self._weights, votes, self._world, self._exchange)
 
     def defer_wait(self, finish: AwaitTotals) -> float:
         """Leave the wait to `await_totals`. Returns the remaining divisor: 1, as each of the `samples` weighs 1."""
@@ -227,9 +245,10 @@ class StepTotals:
             raise
 
     def read_totals(self, totals: Totals, *, late: bool = False) -> float:
-        """Read the totals over ranks. Returns the mean loss. Raises an error if ranks disagree.
+        """Read the totals over ranks. Returns the mean loss, and sets `rest`. `late`: parameters have already changed.
 
-        `late`: the parameters have already changed.
+        Raises:
+            UsageError: ranks disagree, or all weights are zero; on one rank, ReportedByPeer on the others.
         """
         *votes, scales = totals.votes if self._world.size > 1 else (*totals.votes, 0.0)
         if self.divisor is None:
@@ -238,22 +257,7 @@ class StepTotals:
                 self._order.check(votes[NUM_VOTES:], self._where, late=late)
         if self._world.size > 1 and scales != self._said_scale * self._world.size:
             raise report_on_one_rank(UsageError(code="loss-forms-differ", place=str(self._where)), self._world)
-        loss, self.result.total_weight = self._divide(totals.sums)
-        self.result.loss += loss
-        return loss
-
-    def loss_sum_divisor(self, weight: float | Tensor) -> float | Tensor:
-        """The divisor of the sums of losses, from the weight in the totals over ranks."""
-        known_weight = 1.0 if self._reduction == "sum" else self._counted_before
-        return weight if known_weight is None else known_weight
-
-    def _divide(self, sums: Sequence[float]) -> tuple[float, float]:
-        """The mean loss and its weight, from the totals over ranks. A new round begins.
-
-        Raises:
-            UsageError: on one rank, if all weights are zero; ReportedByPeer on the others.
-        """
-        loss_total, weight_total = sums
+        loss_total, weight_total = totals.sums
         if self._counted_before is not None:
             weight_total = self._counted_before
         if weight_total == 0:
@@ -261,32 +265,22 @@ class StepTotals:
         if self.is_weight_known and weight_total != self._samples:
             place = str(self._where)
             raise TrainingError(code="loss-weight-wrong", place=place, weight=weight_total, samples=self._samples)
+        is_sum, scale = self._reduction == "sum", self.scale
+        self.was_scaled = is_sum or scale is None or isinstance(scale, Tensor) or scale == weight_total
+        self.rest = float((1.0 if is_sum else weight_total) / (1.0 if scale is None else scale))
         self.divisor = weight_total
         self._counted_before = None if self._one_each else weight_total
-        is_exact = self._reduction == "sum" or self.scale is None or isinstance(self.scale, Tensor)
-        self.was_scaled = is_exact or self.scale == weight_total
-        self.in_round, self._is_counted = 0, True
+        self.in_round, self._is_counted = 0, True  # the next backward begins a new round
         if self._one_each:
             self.scale, self.is_guess = None, False
-        return loss_total / weight_total, weight_total
+        self.result.total_weight = weight_total
+        self.result.loss += (loss := loss_total / weight_total)
+        return loss
 
-    def _begin_round(self) -> None:
-        self._losses: list[float | Tensor] = [0.0] * self._virtual_ranks
-        self._weights: list[float | Tensor] = [0.0] * self._virtual_ranks
-        self._is_counted = False  # whether they are those of a round that is over
-
-    def _add(self, virtual_rank: int, weighed: WeightedLoss, is_weightless: bool) -> None:
-        """Add the weighted sum of a loss, and its weight in a round's first backward. A mean over nothing is NaN."""
-        if virtual_rank >= self._virtual_ranks:
-            raise UsageError(code="wrong-virtual-ranks", virtual_rank=virtual_rank, rows=self._virtual_ranks)
-        if not is_weightless:
-            before = self._losses[virtual_rank]
-            self._losses[virtual_rank] = weighed.add_to(before) if self._on_device else before + weighed.sum()
-        if not self.in_round:
-            weight = weighed.weight
-            self._weights[virtual_rank] += (
-                weight.double() if isinstance(weight, Tensor) and self._on_device else float(weight)
-            )
+    def loss_sum_divisor(self, weight: float | Tensor) -> float | Tensor:
+        """The divisor of the sums of losses, from the weight in the totals over ranks."""
+        known_weight = 1.0 if self._reduction == "sum" else self._counted_before
+        return weight if known_weight is None else known_weight
 
 
 def nearest_power_of_two(number: float) -> float:

@@ -66,8 +66,8 @@ class LossScale:
 class ModelInTraining:
     """A model in training. Its gradients are summed in .grad over the micro-batches of a step."""
 
-    has_pending_gradients = False
-    """whether gradients of this step wait for its last micro-batch"""
+    aside: list[Tensor | None] | None = None
+    """sums over the previous micro-batches of this step; they wait for the last one"""
     has_received_gradients = True
     """after a watched backward: whether any parameter got a gradient"""
     adapters: Any = None

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint.state import Source, TensorShard, load_into, unsharded_parameter_shards
 from paceline.collectives.buckets import trainable
 from paceline.collectives.communicator import print_notice
-from paceline.collectives.control import Deferred, multiply_gradients
+from paceline.collectives.control import Deferred, scale_gradients
 from paceline.collectives.norm import scale_to_norm, total_norm
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
@@ -116,10 +116,12 @@ class Strategy:
 
     # a micro-batch
 
-    def enter(self, batch: MicroBatch, is_last: bool) -> None:
-        """Begin a micro-batch: load its buffers into the model. `is_last`: it is this rank's last one of the step."""
+    def enter(self, batch: MicroBatch, is_last: bool, around: AbstractContextManager[Any] | None = None) -> None:
+        """Begin a micro-batch: load its buffers into the model.
+
+        `is_last`: it is this rank's last one of the step. `around`: a context of a strategy, until `leave`.
+        """
         work = batch.work
-        around = self._around(work, is_last)
         if around is not None or not work.is_counted:
             with ExitStack() as stack:
                 stack.enter_context(self.buffers.micro_batch_context(work))
@@ -139,9 +141,6 @@ class Strategy:
         elif inside is not None:
             inside.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
-    def _around(self, work: MicroBatchPlan, is_last: bool) -> AbstractContextManager[Any] | None:
-        return None
-
     @contextmanager
     def alone(self, batch: MicroBatch) -> Generator[None]:
         """Inside, a forward of the plain model has the random stream and the buffers of `batch`."""
@@ -159,9 +158,8 @@ class Strategy:
             self.reducer.end_backward(failed=error is not None)
 
     def on_gradient(self, act: Callable[[Tensor], None]) -> None:
-        """Call `act` with a parameter in each backward that reaches the model, also in those of the loop."""
-        for parameter in {id(p): p for p in (self.parameters[0], self.parameters[-1])}.values():
-            parameter.register_post_accumulate_grad_hook(act)
+        """Call `act` with a parameter in each backward that reaches the last layer, also in those of the loop."""
+        self.parameters[-1].register_post_accumulate_grad_hook(act)
 
     # gradients
 
@@ -332,10 +330,3 @@ class MakeStrategy(Protocol):
             UsageError: if the strategy does not support the model or the optimizer.
         """
         ...
-
-
-def scale_gradients(
-    parameters: Iterable[nn.Parameter], factor: float | Tensor, device: torch.device
-) -> bool | Deferred[bool]:
-    """Multiply all existing gradients by the scalar `factor`. Returns whether they are finite."""
-    return multiply_gradients([p.grad for p in parameters if p.grad is not None], factor, device)

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.collectives.control import Deferred
+from paceline.collectives.control import Deferred, scale_gradients
 from paceline.collectives.replicate import broadcast_module
-from paceline.data.plan import MicroBatchPlan
+from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
 from paceline.rank.world import World
-from paceline.strategies.base import MakeOptimizer, Strategy, scale_gradients
+from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.validation import check_no_lazy_parameters
 
 
@@ -65,8 +65,8 @@ class DDP(Strategy):
         self._accumulators = {p: get_gradient_edge(p).node for p in self.parameters}
         self._pointers = [p.data_ptr() for p in self.parameters]
 
-    def _around(self, work: MicroBatchPlan, is_last: bool) -> AbstractContextManager[None] | None:
-        return None if is_last else self.module.no_sync()
+    def enter(self, batch: MicroBatch, is_last: bool, around: AbstractContextManager[Any] | None = None) -> None:
+        super().enter(batch, is_last, None if is_last else self.module.no_sync())
 
     def end_backward(self, error: BaseException | None = None) -> None:
         """See Strategy. DDP knows only from `sparse=True` of the modules which gradients are sparse."""

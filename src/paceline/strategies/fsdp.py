@@ -31,6 +31,7 @@ from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import check_assigned
 from paceline.compute.blocks import gather_parameters, register_backward_callback, shard_blocks
 from paceline.compute.precision import autocast_rounded_weights
+from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
 from paceline.errors import UsageError
 from paceline.protocol.evidence import BLOCK_PREFIX
@@ -115,8 +116,8 @@ class FSDP(Strategy):
         trained = [[parameters[name] for names in members for name in names] for members in groups]
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, trained=trained)
 
-    def _around(self, work: MicroBatchPlan, is_last: bool) -> AbstractContextManager[None]:
-        return self._used.watching(work)
+    def enter(self, batch: MicroBatch, is_last: bool, around: AbstractContextManager[Any] | None = None) -> None:
+        super().enter(batch, is_last, self._used.watching(batch.work))
 
     def begin_backward(self, work: MicroBatchPlan, is_last: bool) -> None:
         self._used.begin_backward()

@@ -5,7 +5,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from paceline.data.loader import MicroBatch, as_pair, load_steps
+from paceline.data.loader import MicroBatch, load_steps, split_pair
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.world import World
 from paceline.train.fit import StepRecord
@@ -15,9 +15,6 @@ from paceline.train.streaming import Stream
 
 class DataProgress:
     """The position in a map-style dataset. It follows from the number of the step."""
-
-    next_batch_samples = 0.0
-    """The `next_batch_samples` field of ControlFlags; only streams need it."""
 
     def __init__(self, parts: TrainingComponents, page: StatusPage) -> None:
         self._parts, self._plan, self._total = parts, parts.plan, parts.total_steps
@@ -66,11 +63,6 @@ class StreamProgress(DataProgress):
         self._stream, stream.loading, stream.say = stream, self._loading, say
         self.load({})
 
-    @property
-    def next_batch_samples(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The samples that this rank has for the next batch."""
-        return self._stream.next_batch_samples
-
     def batches(self, start: int) -> Generator[list[MicroBatch]]:
         where, step = self._where, start
         while not self.is_last_step(step):
@@ -83,8 +75,7 @@ class StreamProgress(DataProgress):
             with closing(epoch_steps):
                 for micro_batches in epoch_steps:
                     step += 1
-                    pairs = ((batch, *as_pair(batch.inputs)) for batch in micro_batches)
-                    yield [batch._replace(inputs=inputs, targets=targets) for batch, inputs, targets in pairs]
+                    yield [split_pair(batch) for batch in micro_batches]
                     if self.is_last_step(step):
                         return
             where["ended"] = 1  # also if the epoch was already over in the checkpoint

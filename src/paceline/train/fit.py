@@ -1,8 +1,7 @@
 """The training loop. It yields after each step, so that the caller can log, evaluate, save or stop."""
 
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from functools import cached_property
+from collections.abc import Generator, Iterable, Sequence
 from itertools import pairwise
 from typing import Unpack
 
@@ -12,18 +11,20 @@ from paceline.compute.flops import tokens_of
 from paceline.compute.phase_events import PhaseEvents
 from paceline.data.loader import MicroBatch
 from paceline.protocol.evidence import Phase
+from paceline.protocol.status_page import StatusPage
+from paceline.rank.guard import HangGuard
 from paceline.stepping.totals import StepResult
 from paceline.stepping.trained_model import LossScale
 from paceline.strategies.base import Strategy
 from paceline.tasks.task import Loss
 from paceline.train.optimizer import LRSchedule
-from paceline.train.step import StepOptions, TaskSteps, ignore_phase
+from paceline.train.step import StepOptions, TaskSteps
 
 PhaseStart = tuple[str, float]
 """(name of the phase, its start in seconds of CLOCK_MONOTONIC)"""
 
 
-class StepRecord(Struct, frozen=True, dict=True):
+class StepRecord(Struct, frozen=True):
     """One step of `fit`. `step` counts from 1 over the whole run."""
 
     step: int
@@ -40,7 +41,6 @@ class StepRecord(Struct, frozen=True, dict=True):
         """The time of the step, including the wait for its data."""
         return sum(self.phase_seconds.values())
 
-    @cached_property
     def num_tokens_and_samples(self) -> tuple[int, int]:
         """(tokens, samples) of this rank, without padding batches."""
         tokens = samples = 0
@@ -56,30 +56,26 @@ class StepRecord(Struct, frozen=True, dict=True):
 
 
 class PhaseClock:
-    """Passes each phase to `enter`, and adds up the seconds of each phase since the last `take`.
+    """The seconds of each phase of a step, from the times at which the status page has entered them.
 
     If `on_device` is given, it has recorded events on the device for each phase, and their times are used instead.
     """
 
-    def __init__(
-        self, enter: Callable[[Phase], object], clock: Callable[[], float] = time.perf_counter,
-        on_device: PhaseEvents | None = None,
-    ) -> None:  # fmt: skip
-        self._enter, self._clock, self._on_device = enter, clock, on_device
-        self._borders: list[PhaseStart] = []
-        self.borders: Sequence[PhaseStart] = ()
+    def __init__(self, page: StatusPage, on_device: PhaseEvents | None = None) -> None:
+        self._page, self._on_device = page, on_device
+        self.starts: Sequence[PhaseStart] = ()
         """The start of each phase of the last step. The last entry has no name and is the end of the step."""
 
-    def __call__(self, phase: Phase) -> None:
-        """End the current phase and begin `phase`."""
-        self._borders.append((phase.word, self._clock()))
-        self._enter(phase)
+    def start(self) -> None:
+        """Begin a step, with the wait for its data."""
+        self._page.phase_starts = []
+        self._page.enter(Phase.DATA)
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each phase since the last call. The clock stops until the next phase begins."""
-        self.borders, self._borders = [*self._borders, ("", self._clock())], []
+        """End the step: return the seconds of each phase. What follows, until `start`, counts for no step."""
+        self.starts, self._page.phase_starts = [*(self._page.phase_starts or ()), ("", time.monotonic())], None
         spent: dict[str, float] = {}
-        for (phase, start), (_, stop) in pairwise(self.borders):
+        for (phase, start), (_, stop) in pairwise(self.starts):
             spent[phase] = spent.get(phase, 0.0) + stop - start
         on_device = self._on_device.take() if self._on_device else {}
         return on_device or spent
@@ -87,8 +83,8 @@ class PhaseClock:
 
 def fit(
     replica: Strategy, steps: Iterable[list[MicroBatch]], loss: Loss, schedule: LRSchedule, *, start: int = 0,
-    on_device: PhaseEvents | None = None, scale: LossScale | None = None, one_each: bool = False,
-    **options: Unpack[StepOptions],
+    page: StatusPage | None = None, on_device: PhaseEvents | None = None, scale: LossScale | None = None,
+    one_each: bool = False, **options: Unpack[StepOptions],
 ) -> Generator[StepRecord]:  # fmt: skip
     """Train on `steps` and yield a record after each step.
 
@@ -98,15 +94,18 @@ def fit(
         loss: returns one value per sample, or (values, weights).
         schedule: sets the learning rate before each step.
         start: the number of the first step, from 0.
+        page: has the phases of this rank. Default: that of the process.
         on_device: device events of the phases; see PhaseClock.
         scale, one_each, options: see TaskSteps, also for the errors.
     """
     replica.model.train()
-    clock = PhaseClock(options.get("enter", ignore_phase), on_device=on_device)
-    step = TaskSteps(replica, loss, scale=scale, one_each=one_each, **{**options, "enter": clock})
-    clock(Phase.DATA)
+    page = page or HangGuard.of_process().page
+    clock = PhaseClock(page, on_device)
+    options.setdefault("enter", page.enter)
+    step = TaskSteps(replica, loss, scale=scale, one_each=one_each, **options)
+    clock.start()
     for number, microbatches in enumerate(steps, start):
         lr = schedule.set_lr(replica.optimizer, number)
         result = step.take_step(microbatches)
-        yield StepRecord(number + 1, result, lr, microbatches, clock.take(), clock.borders)
-        clock(Phase.DATA)  # the time of the caller does not count for the next step
+        yield StepRecord(number + 1, result, lr, microbatches, clock.take(), clock.starts)
+        clock.start()  # the time of the caller does not count for the next step

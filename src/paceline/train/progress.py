@@ -38,6 +38,7 @@ from paceline.train.costs import DataWait, max_costs_over_ranks
 from paceline.train.fit import StepRecord
 from paceline.train.preemption import StopRequest
 from paceline.train.records import RunRecorder, StepTraces
+from paceline.train.streaming import Stream
 from paceline.train.weights import rescue, rescue_alone, save
 
 CheckpointValues = Callable[[], dict[str, Any]]
@@ -66,6 +67,8 @@ class TrainingProgress(RunRecorder):
         self._began, self._costs = time.perf_counter(), dict[str, Any]()
         self._checkpoints: CheckpointManager | None = None
         self._saves_seen = self._saves_done = 0  # user requests for a checkpoint: at the last vote, and handled
+        self.stream: Stream | None = None
+        """The training data, if they are a stream."""
         self.is_open = False
         """Whether the run has a folder and `open_run` has claimed it."""
         self._restore(origin)
@@ -115,14 +118,15 @@ class TrainingProgress(RunRecorder):
 
     # between steps
 
-    def votes(self, *, end: float = 0.0, next_batch_samples: float = 0.0) -> ControlFlags:
+    def votes(self, *, end: float = 0.0) -> ControlFlags:
         """This rank's votes in the next step: on the pending checkpoint, on a stop, and on a requested save."""
         requested, checkpoints = self._guard.page.get_request, self._checkpoints
         self._saves_seen = requested("saves_asked")
         stop = float((self.request is not None and bool(self.request.by)) or requested("regroups") > 0)
         written, failed, due = (0.0, 0.0, 0.0) if checkpoints is None else checkpoints.votes()
         save = float(self._saves_seen > self._saves_done)
-        return ControlFlags(stop, written, failed, due, end, save, next_batch_samples)
+        samples = 0.0 if self.stream is None else self.stream.next_batch_samples
+        return ControlFlags(stop, written, failed, due, end, save, samples)
 
     def record_step(self, record: StepRecord, samples: int, *, tracked: bool) -> None:
         """Record a finished step on a global batch of `samples` samples; with `tracked`, also in trackers."""
@@ -130,9 +134,10 @@ class TrainingProgress(RunRecorder):
         self.step, self.samples = record.step, self.samples + samples
         self._guard.page.set_step(self.step)
         self.throughput.count_step(samples)
-        self.use.add(record.num_tokens_and_samples)
+        self.use.add(record.num_tokens_and_samples())
         self._data_wait.add_step(record.phase_seconds)
-        self.log_step(record, samples, self._share, listed=self._listed, tracked=tracked)
+        if tracked or self.is_open:
+            self.log_step(record, samples, self._share, listed=self._listed, tracked=tracked)
         if self.is_open:
             self.write_optional(self._traces.take_due(record, self._replicas if self.step == self.start + 1 else ()))
             if self._world.rank == 0 and self.step == self.start + 1 and (flops := self.use.count.per_sample):

@@ -111,7 +111,7 @@ class RunRecorder:
         epoch = record.microbatches[0].work.epoch
         reports_samples = self._world.is_leader  # one of several ranks that have used the same samples
         used = [batch.work for batch in record.microbatches if batch.work.is_counted and reports_samples]
-        tokens, consumed = record.num_tokens_and_samples if reports_samples else (0, 0)
+        tokens, consumed = record.num_tokens_and_samples() if reports_samples else (0, 0)
         for work in used if listed else ():
             indices: list[int] = work.indices.tolist()
             self.write(events.Samples(record.step, epoch, work.virtual_rank, work.micro_batch, indices))

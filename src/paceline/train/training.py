@@ -49,7 +49,8 @@ class TaskTrainer:
         self._progress = TrainingProgress(place, origin, self._world, policy, not_finite, self._display.say)
         compute = self._config.compute
         self._progress.use = Utilization(self._world, compute.peak_tflops, parts.flop_count, compute.precision)
-        stream, say = parts.stream, self._progress.say
+        self._progress.stream = stream = parts.stream
+        say = self._progress.say
         self._data = (
             DataProgress(parts, self._page) if stream is None else StreamProgress(parts, stream, self._page, say)
         )
@@ -121,7 +122,7 @@ class TaskTrainer:
         records = fit(
             parts.replica, batches, parts.task.loss, parts.schedule,
             start=progress.step, max_norm=self._config.optimizer.clip_norm, votes=self._votes,
-            on_device=self._on_device, enter=self._page.enter, order=progress.order,
+            page=self._page, on_device=self._on_device, order=progress.order,
             may_skip=self._config.guard.not_finite != "stop", ahead=parts.loading.ahead, scale=self._scale,
             one_each=one_each,
         )  # fmt: skip
@@ -156,7 +157,7 @@ class TaskTrainer:
         )  # fmt: skip
 
     def _votes(self) -> ControlFlags:
-        return self._progress.votes(end=self._evaluator.end_vote, next_batch_samples=self._data.next_batch_samples)
+        return self._progress.votes(end=self._evaluator.end_vote)
 
     def _after_step(self, record: StepRecord) -> bool:
         """Save and evaluate as due after this step. Return whether all ranks stop here on request."""

@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -28,6 +29,7 @@ from paceline.collectives import batchnorm, communicator
 from paceline.collectives.batchnorm import Moments, SyncBatchNorm
 from paceline.collectives.buckets import trainable
 from paceline.collectives.control import Deferred, SummedTotals, Totals
+from paceline.collectives.control import scale_gradients as scaled_on
 from paceline.collectives.reducer import Reducer
 from paceline.data import plan as shuffle_module
 from paceline.data.loader import MicroBatch
@@ -40,7 +42,6 @@ from paceline.strategies import bucketed as bucketed_module
 from paceline.strategies import ddp as ddp_module
 from paceline.strategies import manual as manual_module
 from paceline.strategies.base import Strategy
-from paceline.strategies.base import scale_gradients as scaled_on
 from paceline.strategies.bucketed import Bucketed
 from paceline.strategies.buffers import VirtualRankBuffers
 from paceline.strategies.ddp import DDP
@@ -726,12 +727,12 @@ def seeded_by_rank() -> AbstractContextManager[None]:
 
 def same_stream_for_all() -> AbstractContextManager[None]:
     original = MicroBatchPlan.random_seed
-    return planted((MicroBatchPlan, "random_seed", lambda self, seed: original(self._replace(virtual_rank=0), seed)))
+    return planted((MicroBatchPlan, "random_seed", lambda w, seed: original(structs.replace(w, virtual_rank=0), seed)))
 
 
 def same_stream_for_all_microbatches() -> AbstractContextManager[None]:
     original = MicroBatchPlan.random_seed
-    return planted((MicroBatchPlan, "random_seed", lambda self, seed: original(self._replace(micro_batch=0), seed)))
+    return planted((MicroBatchPlan, "random_seed", lambda w, seed: original(structs.replace(w, micro_batch=0), seed)))
 
 
 def not_seeded() -> AbstractContextManager[None]:
@@ -758,7 +759,7 @@ def buffers_of_each_rank() -> AbstractContextManager[None]:
 
 def stand_in_moves_buffers() -> AbstractContextManager[None]:
     original = VirtualRankBuffers.enter
-    return planted((VirtualRankBuffers, "enter", lambda self, work: original(self, work._replace(is_counted=True))))
+    return planted((VirtualRankBuffers, "enter", lambda self, w: original(self, structs.replace(w, is_counted=True))))
 
 
 def statistics_not_synchronised() -> AbstractContextManager[None]:

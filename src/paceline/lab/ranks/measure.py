@@ -105,7 +105,7 @@ class CandidateTraining:
     """The training of a candidate, in chunks of steps."""
 
     def __init__(
-        self, workload: Workload, candidate: Candidate, folder: Path, steps: int, enter: Callable[[Phase], object]
+        self, workload: Workload, candidate: Candidate, folder: Path, steps: int, on_phase: Callable[[Phase], object]
     ) -> None:
         """Apply the strategy to a new model (a collective)."""
         self._open = ExitStack()
@@ -139,8 +139,10 @@ class CandidateTraining:
         self._records.log_start(self.plan, 0)
         batches = load_steps(dataset, self.plan, self._share, loading, start=0, stop=steps)
         self._open.enter_context(closing(batches))
+        page = HangGuard.of_process().page
         taken = fit(
-            self.replica, batches, task.loss, schedule, max_norm=config.optimizer.clip_norm, enter=enter,
+            self.replica, batches, task.loss, schedule, max_norm=config.optimizer.clip_norm,
+            enter=lambda phase: (page.enter(phase), on_phase(phase)),
             ahead=loading.ahead, scale=make_loss_scale(compute.precision),
         )  # fmt: skip
         self._taken = self._open.enter_context(closing(taken))
@@ -157,7 +159,7 @@ class CandidateTraining:
         return record.microbatches
 
     def _record(self, record: StepRecord) -> int:
-        self.use.add(record.num_tokens_and_samples)
+        self.use.add(record.num_tokens_and_samples())
         self.sync_seconds += record.phase_seconds.get(Phase.SYNC.word, 0.0)
         samples = len(self.plan.global_indices(*divmod(record.step - 1, self.plan.steps_per_epoch)))
         self._records.log_step(record, samples, self._share, listed=self._lists_samples)

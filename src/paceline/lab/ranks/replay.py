@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from msgspec import structs
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -172,7 +173,7 @@ class Watch:
         count, total = sum(sum(keeps) for _, keeps in kept), sum(len(keeps) for _, keeps in kept)
         if total - count != len(self.request.without) or not count:
             raise missing_samples(self.request, [index for w in work for index in w.indices.tolist()])
-        return [w._replace(indices=w.indices[keeps], global_samples=count) for w, keeps in kept if any(keeps)]
+        return [structs.replace(w, indices=w.indices[keeps], global_samples=count) for w, keeps in kept if any(keeps)]
 
     def note_losses(self, values: Tensor, weights: Tensor | None = None) -> bool:
         """Record the losses of the current micro-batch, (B, ...). Returns whether there is one per sample."""
