@@ -90,6 +90,9 @@ soak-bits: $(STAMP)  ## one digest at every world size, after kills, resumes and
 soak-replay: $(STAMP)  ## 50 random steps, repeated on one process with the same bits (about 10 minutes)
 	PYTHONPATH=. $(BIN)/python tests/soak_replay.py --out benchmarks/results/replay.json
 
+soak-diff: $(STAMP)  ## pairs of runs that differ by one planted cause: the step and the layer are found (about 10 minutes)
+	PYTHONPATH=. $(BIN)/python tests/soak_diff.py --out benchmarks/results/diff.json
+
 soak-fuzz: $(STAMP)  ## damage checkpoints at random places; see that none is ever loaded
 	PYTHONPATH=. $(BIN)/python tests/checkpoint/soak_fuzz.py --count 200 --out benchmarks/results/checkpoint-fuzz.json
 

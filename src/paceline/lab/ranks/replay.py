@@ -97,7 +97,7 @@ class Source:
         return None
 
     def definition(self) -> Mapping[str, Any]:
-        """The definition of the attempt in its first checkpoint. Without one, only the hardware is known."""
+        """The definition of the attempt in its first checkpoint. Without one, it has only the hardware."""
         for _, path in reversed(self.checkpoints.entries()):
             with suppress(DamagedCheckpoint):
                 manifest = read_manifest(path, trust=self.trust)
@@ -265,6 +265,9 @@ class Watch:
         return result
 
 
+MakeWatch = Callable[[Request, Source], Watch]
+
+
 def missing_samples(request: Request, indices: Sequence[int]) -> UsageError:
     """The error for samples that the step does not have, or if no other sample would be left."""
     missing = sorted(request.without - {*indices})
@@ -345,14 +348,14 @@ class _TaskReplay(TaskTrainer):
         return self._watch.note_step(record)
 
 
-def replay_task(source: Source, request: Request) -> Replayed:
-    """Repeat a step of a task.
+def replay_task(source: Source, request: Request, make_watch: MakeWatch = Watch) -> Replayed:
+    """Repeat a step of a task, observed by a new watch.
 
     Raises:
         UsageError: before the first step, for a run that cannot be repeated here.
     """
     config = source.config
-    watch = Watch(request, source)
+    watch = make_watch(request, source)
     world = World.from_env({}, device=config.launch.device)
     with joined(world), use_deterministic_kernels() if config.strategy in EXACT_STRATEGIES else nullcontext():
         make_communicator()
@@ -518,13 +521,15 @@ def _reducing() -> dict[Any, Any]:
     return found
 
 
-def replay_script(source: Source, request: Request, script: Path, arguments: Sequence[str]) -> Replayed:
-    """Repeat a step of a session by running its script.
+def replay_script(
+    source: Source, request: Request, script: Path, arguments: Sequence[str], make_watch: MakeWatch = Watch
+) -> Replayed:
+    """Repeat a step of a session by running its script, observed by a new watch.
 
     Raises:
         UsageError: for a script that cannot repeat the step.
     """
-    watch = Watch(request, source)
+    watch = make_watch(request, source)
     observer = _SessionReplay(source, watch)
     try:
         with use_observer(observer), observer.inside, _as_program(script, arguments):
