@@ -93,6 +93,9 @@ soak-replay: $(STAMP)  ## 50 random steps, repeated on one process with the same
 soak-balance: $(STAMP)  ## two ranks, one with half a core: steps against the harmonic limit (root; quiet; 10 minutes)
 	$(BIN)/python benchmarks/balance.py --out benchmarks/results/balance.json
 
+soak-diff: $(STAMP)  ## pairs of runs that differ by one planted cause: the step and the layer are found (about 10 minutes)
+	PYTHONPATH=. $(BIN)/python tests/soak_diff.py --out benchmarks/results/diff.json
+
 soak-fuzz: $(STAMP)  ## damage checkpoints at random places; see that none is ever loaded
 	PYTHONPATH=. $(BIN)/python tests/checkpoint/soak_fuzz.py --count 200 --out benchmarks/results/checkpoint-fuzz.json
 

@@ -16,7 +16,7 @@ from tests.errors import raises
 
 from paceline.cli.train import parse
 from paceline.errors import MESSAGES_FOLDER, TrainingError, UsageError, message_templates
-from paceline.sessions.arguments import LAUNCHER_OPTIONS, format_argument
+from paceline.sessions.arguments import COMMAND_OPTIONS, format_argument
 
 SOURCE = MESSAGES_FOLDER.parent
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
@@ -79,7 +79,7 @@ def test_a_text_names_no_option_as_one_front_end_writes_it() -> None:
         error = UsageError(code=code, **{**dict.fromkeys(names, 1), "setting": "lr"})
         assert str(error), code
         error.front_end, error.render_option = "session", format_argument
-        shown = re.sub(f"--({'|'.join(LAUNCHER_OPTIONS).replace('_', '-')})", "", str(error))
+        shown = re.sub(f"--({'|'.join(COMMAND_OPTIONS).replace('_', '-')})", "", str(error))
         assert not FLAG.search(shown), code
 
 

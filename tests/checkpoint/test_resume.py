@@ -96,6 +96,17 @@ def looked(rank: int, size: int, root: Path) -> dict[str, Any]:
     return found
 
 
+def test_the_search_can_stop_before_a_step(tmp_path: Path) -> None:
+    checkpoints, reports = Checkpoints(folder(tmp_path, 3, 6, 9, damaged=(6,))), list[str]()
+
+    def found(before: int, after: int = -1) -> tuple[int, float] | None:
+        return told_by(newest_on_disk(checkpoints, world_of(0, 1), reports.append, after=after, before=before))
+
+    assert (found(10), found(9), found(6)) == ((9, 9.0), (3, 3.0), (3, 3.0))
+    assert len(reports) == 1 and reports[0].startswith("step-00000006 ")
+    assert (found(3), found(9, after=3)) == (None, None)
+
+
 # ---- memory ------------------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=4)
     parser.add_argument("--keep", type=int, default=9)
     parser.add_argument("--unseeded", action="store_true")
+    parser.add_argument("--two-optimizers", action="store_true")
     options = parser.parse_args()
 
     x = torch.randn(110, 8, generator=torch.Generator().manual_seed(1))
@@ -32,15 +33,17 @@ def main() -> None:
         net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 2))
         model, optimizer, scheduler = s.prepare(
             net,
-            lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
+            torch.optim.AdamW(net[1:].parameters() if options.two_optimizers else net.parameters(), lr=0.05),
             lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3),
         )
+        others = [s.prepare(model, torch.optim.AdamW(net[0].parameters()))[1]] if options.two_optimizers else []
         train = s.loader(TensorDataset(x, y), global_batch=32, last_batch="drop")
         for _ in s.epochs(4):
             for inputs, targets in train:
-                optimizer.zero_grad()
+                net.zero_grad()
                 s.backward(F.cross_entropy(model(inputs), targets))
-                optimizer.step()
+                for each in (optimizer, *others):
+                    each.step()
                 scheduler.step()
             model.eval()
             s.log(accuracy=s.mean(sum((model(a).argmax(1) == b).sum() for a, b in train), len(x)))

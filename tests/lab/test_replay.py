@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -14,11 +15,14 @@ from tests.lab.tasks_to_replay import BAD
 from tests.run_script import run_script
 from tests.soak_replay import LOOP, TASKS, digest_of, hashes, logged_loss, replayed
 
+from paceline.checkpoint.format import encode_manifest, read_manifest
+from paceline.checkpoint.manager import Checkpoints
 from paceline.data.plan import BatchPlan
 from paceline.lab.replay import Logged, Replayed, read_log
 from paceline.runs.events import Started, Step
 
 RANKS, STEPS, EVERY = 3, 12, 4
+STEP_1 = BatchPlan(110, 32, RANKS).global_indices(0, 0).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -26,24 +30,39 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
     """Trains a task with a fault, or a session, on two ranks of three virtual ranks, and returns its folder."""
     folder = tmp_path_factory.mktemp("runs")
 
-    def run_dir(fault: str, strategy: str = "exact") -> Path:
-        run_dir = folder / f"{fault}-{strategy}"
+    def run_dir(fault: str, strategy: str = "exact", *more: object) -> Path:
+        run_dir = folder / "-".join(map(str, (fault, strategy, *more))).replace("/", "_")
         if run_dir.exists():
             return run_dir
         if fault in ("session", "unseeded"):
             flags = ["--unseeded"] if fault == "unseeded" else []
-            done = run_script(2, LOOP, "--run", run_dir, "--strategy", strategy, *flags, cwd=folder)
+            done = run_script(2, LOOP, "--run", run_dir, "--strategy", strategy, *flags, *more, cwd=folder)
         else:
             settings = [
                 "--run-dir", run_dir, "--strategy", strategy, "--virtual-ranks", RANKS, "--global-batch", 32,
                 "--last-batch", "drop", "--lr", 0.05, "--steps", STEPS, "--checkpoint-every", EVERY, "--device", "cpu",
-                "--keep-checkpoints", 9, "--task-arg", f"fault={fault}",
+                "--keep-checkpoints", 9, "--task-arg", f"fault={fault}", *more,
             ]  # fmt: skip
             done = run_script(2, "-m", "paceline", "train", f"{TASKS}:planted", *settings, cwd=folder)
         assert (done.returncode == 0) == (fault not in ("sample", "layer")), done.stderr
         return run_dir
 
     return run_dir
+
+
+def copied(run_dir: Path, folder: Path, *, torch: str = "", damaged: Collection[int] = ()) -> Path:
+    """A copy of a run, as if it was made with another torch, or some of its checkpoints were damaged."""
+    copy = shutil.copytree(run_dir, folder / "copy")
+    for step, path in Checkpoints(copy / "checkpoints").entries():
+        if torch:
+            manifest = read_manifest(path, trust=False)
+            definition = manifest.definition | {"hardware": manifest.definition["hardware"] | {"torch": torch}}
+            changed = msgspec.structs.replace(manifest, definition=definition)
+            (path / "manifest.json").write_bytes(encode_manifest(changed))
+        if step in damaged:
+            shard = next(path.glob("shard-*"))
+            shard.write_bytes(shard.read_bytes()[:-8])
+    return copy
 
 
 def step_with(sample: int) -> tuple[int, int]:
@@ -130,7 +149,72 @@ def test_a_session_is_repeated_by_its_script(runs) -> None:
     assert hashes(run_dir) == before
 
 
+@pytest.mark.parametrize(("fault", "strategy"), [("label", "bucketed"), ("session", "fsdp")])
+def test_a_state_whose_bits_are_not_guaranteed_is_not_compared(runs, fault: str, strategy: str) -> None:
+    run_dir = runs(fault, strategy)
+    arguments = [LOOP, "--", "--run", run_dir, "--strategy", strategy] if fault == "session" else []
+    done = warm.run(["-m", "paceline", "replay", run_dir, "--step", 7, "--check", *arguments], cwd=run_dir.parent)
+    ended_with(done, "replay-check-not-guaranteed")
+    assert "--check" in done.stderr  # not the argument of a session
+    code, output, result = replayed(run_dir, 8, *arguments)
+    assert (code, result["start"], result["checkpoint"]) == (0, 6, None), output
+
+
+@pytest.mark.parametrize("fault", ["label", "session"])
+def test_a_run_of_another_torch_states_it_with_and_without_a_checkpoint_before(
+    runs, fault: str, tmp_path: Path
+) -> None:
+    copy = copied(runs(fault), tmp_path, torch="2.0.0")
+    arguments = [LOOP, "--", "--run", copy] if fault == "session" else []
+    for step in (2, 8):
+        code, output, result = replayed(copy, step, *arguments)
+        assert (code, result["expected"], result["checkpoint"]) == (0, 1e-5, None), output
+        assert ["2.0.0" in reason for reason in result["reasons"]] == [True]
+    done = warm.run(["-m", "paceline", "replay", copy, "--step", 2, "--check", *arguments], cwd=tmp_path)
+    ended_with(done, "replay-check-not-guaranteed")
+
+
+def test_damaged_checkpoints_are_passed_over(runs, tmp_path: Path) -> None:
+    copy = copied(runs("label"), tmp_path, damaged=(3, 4, 6, 8))
+    code, output, result = replayed(copy, 7, "--check")
+    assert (code, result["start"], result["checkpoint"]) == (0, 0, 9), output
+    assert result["loss"].hex() == logged_loss(copy, 7).hex()
+    code, output, result = replayed(copy, 6)
+    assert (code, result["checkpoint"]) == (0, None), output
+
+
+def test_all_optimizers_of_a_session_are_compared(runs) -> None:
+    run_dir = runs("session", "exact", "--two-optimizers")
+    code, output, result = replayed(run_dir, 7, "--check", LOOP, "--", "--run", run_dir, "--two-optimizers")
+    assert (code, result["checkpoint"], result["differing"]) == (0, 8, []), output
+
+
+def test_a_run_from_weights_with_an_average_is_repeated_from_its_start(runs) -> None:
+    run_dir = runs("label", "exact", "--init-from", runs("label"), "--ema", 0.9)
+    code, output, result = replayed(run_dir, 2, "--check")
+    assert (code, result["start"], result["checkpoint"], result["differing"]) == (0, 0, 3, []), output
+
+
+def test_a_step_of_finite_values_has_no_first_one_that_is_not(runs) -> None:
+    code, output, result = replayed(runs("label"), 7, "--find-nonfinite")
+    assert (code, result["nonfinite"], result["contradiction"]) == (0, None, ""), output
+
+
+def test_synchronised_batch_norm_has_the_virtual_rank_of_a_sample(runs) -> None:
+    run_dir = runs("sample", "bucketed", "--batchnorm", "sync")
+    last = max((int(e.step) for e in _steps(run_dir)), default=0)
+    _, output, result = replayed(run_dir, last + 1, "--find-nonfinite")
+    plan = BatchPlan(110, 32, RANKS, seed=0, last_batch="drop")
+    (virtual_rank,) = (v for v in range(RANKS) if BAD in plan.indices(*divmod(last, 3), v))
+    found = result["nonfinite"]
+    assert (found["virtual_rank"], found["samples"]) == (virtual_rank, [BAD]), output
+    done = warm.run(["-m", "paceline", "replay", run_dir, "--step", last + 2], cwd=run_dir.parent)
+    ended_with(done, "replay-no-such-step")
+
+
 @pytest.mark.parametrize(("fault", "more", "code"), [
+    ("label", ["--step", 0], "below-one"),
+    ("label", ["--step", 1, "--without", ",".join(map(str, STEP_1))], "replay-without-all"),
     ("label", ["--step", STEPS + 1], "replay-no-such-step"),
     ("label", ["--step", 5, "--without", 5000], "replay-sample-not-there"),
     ("label", ["--step", 5, "--without", "x"], "replay-index"),
@@ -167,6 +251,8 @@ def test_the_log_of_a_step_is_that_of_the_last_attempt_and_merged_steps_have_no_
     assert read_log(tmp_path, 7, ended=False).loss is None
     with raises("replay-no-such-step", value=7, last=6):
         read_log(tmp_path, 7, ended=True)
+    with raises("replay-no-such-step", value=8, last=6, most=7):
+        read_log(tmp_path, 8, ended=False)
 
 
 def test_a_result_agrees_only_within_the_expected_difference() -> None:

@@ -92,6 +92,16 @@ def test_what_does_not_fit_is_told_and_left_as_initialised(tmp_path):
     assert missing.endswith(": scale") and unused.endswith(": lm_head")
 
 
+def test_each_virtual_rank_has_its_own_buffers(tmp_path):
+    save_file(other(), tmp_path / "w.safetensors")
+    replica = STRATEGIES["single"](model(), lambda p: SGD(p, lr=0.1), ALONE, virtual_ranks=3)
+    load_initial_weights(replica, tmp_path / "w.safetensors", trust=False, report=print)
+    first, *others = (shard.tensor for shard in replica.state() if shard.name.endswith("running_mean"))
+    first.add_(1)  # as the forward of the first virtual rank does
+    assert len(others) == 2
+    assert all(torch.equal(buffer, other()["1.running_mean"]) for buffer in others)
+
+
 def test_a_tied_weight_is_found_by_either_name(tmp_path):
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -1,5 +1,6 @@
 """The location of a run, and the state that it resumes from: a snapshot in memory, or the newest intact checkpoint."""
 
+import math
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -83,9 +84,9 @@ def newest_state(
 
 
 def newest_on_disk(
-    checkpoints: Checkpoints, world: World, report: MessageCallback, *, after: int = -1
+    checkpoints: Checkpoints, world: World, report: MessageCallback, *, after: int = -1, before: float = math.inf
 ) -> ResumePoint | None:
-    """The newest intact checkpoint after step `after` (a collective). The ranks split the work of hashing.
+    """The newest intact checkpoint between two steps (a collective). The ranks split the work of hashing.
 
     For each newer, damaged checkpoint, rank 0 calls `report` with the damage.
 
@@ -93,7 +94,7 @@ def newest_on_disk(
         UsageError: on rank 0, if all checkpoints are damaged and there is no older state (`after` is -1).
         ReportedByPeer: on the other ranks.
     """
-    candidates = [str(path) for step, path in checkpoints.entries() if step > after]
+    candidates = [str(path) for step, path in checkpoints.entries() if after < step < before]
     paths: list[str] = all_gather_object(candidates, world)[0]
     complaints: list[str] = []
     for path in map(Path, paths):

@@ -123,6 +123,10 @@ GROUPS = {
             "repeat one step on one process: loss per sample, gradients per layer", "replay.ReplayConfig", "run script",
             ("runs/first --step 20", "runs/first --step 20 --find-nonfinite"), usage_suffix="[-- ARGUMENTS]",
         ),
+        "diff": Command(
+            "show the first setting, step and tensor in which two runs differ", "diff.DiffConfig", "run other script",
+            ("runs/first runs/second", "runs/first --against-python new-env"), usage_suffix="[-- ARGUMENTS]",
+        ),
         "ledger": Command(
             "check that each sample was used once per epoch, over all attempts", "ledger.LedgerConfig", "run",
             ("runs/first", "runs/first --json ledger.json"),

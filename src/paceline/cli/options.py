@@ -42,8 +42,8 @@ HELP_WIDTH = 100  # most columns of the help
 MAX_OPTIONS_SHOWN_IN_FULL = 15  # a command with at most this number of options shows all of them in --help
 HELP_OPTIONS = ("-h", "--help", "--help-all")
 METAVARS = {  # placeholder of a value -> names of options; other options have a placeholder by type
-    "RUN": "run runs", "TASK": "task", "LOG": "logs", "ACTION": "action",
-    "DIR": "data-dir run-dir folder", "FILE": "config out", "PATH": "init-from python",
+    "RUN": "run runs other", "TASK": "task", "LOG": "logs", "ACTION": "action",
+    "DIR": "data-dir run-dir folder", "FILE": "config out", "PATH": "init-from python against-python",
     "SECONDS": "timeout grace-period hang-timeout join-timeout save-before", "MINUTES": "time",
     "HOSTS": "hosts", "COMMAND": "ssh on-event", "N|MIN:MAX": "nodes", "NAME=VALUE": "task-arg env",
     "KEY=VALUE": "sbatch", "N,N": "ranks batch-sizes without", "MESH": "mesh meshes", "SCRIPT": "script",

@@ -7,7 +7,7 @@ from bdb import BdbQuit
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from paceline.cli import command_line
 from paceline.cli.options import check_out_file, check_positive, write_json
@@ -21,13 +21,15 @@ from paceline.config.settings import (
     task_options,
 )
 from paceline.errors import ExitCode, UsageError
-from paceline.lab.replay import Request, print_replay, read_log
+from paceline.lab.replay import Logged, Request, print_replay, read_log
 from paceline.rank.environment import rank_counts
 from paceline.runs.folder import CONFIG
 from paceline.runs.owners import check_owned_by_us
 from paceline.runs.reading import decode_if_readable, is_file
 from paceline.runs.summary import read_summary
 from paceline.tasks.registry import check_optimizer, check_task, is_session_script
+
+Device = Literal["auto", "cpu", "cuda", "xpu"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class ReplayConfig:
     """also repeat the steps up to the next checkpoint, and compare every tensor with it"""
     top: int = 10
     """number of samples to list"""
-    device: Literal["auto", "cpu", "cuda", "xpu"] | None = None
+    device: Device | None = None
     """device (default: as in the run)"""
     json: Path | None = None
     """also write the result to this file"""
@@ -64,7 +66,6 @@ class ReplayConfig:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline replay ARGUMENTS`."""
-    from paceline.cli.run_state import find_run
 
     separator = [*arguments, "--"].index("--")
     config: ReplayConfig = command_line("replay").parse(arguments[:separator])
@@ -76,21 +77,15 @@ def main(arguments: Sequence[str]) -> int:
     request = Request(config.step, _indices(config.without), config.find_nonfinite, config.pdb, config.check)
     if request.check and request.without:
         raise UsageError(code="replay-check-without")
-    run_dir = find_run(config.run)
-    if not config.trust:
-        check_owned_by_us(run_dir)
-    summary = read_summary(run_dir)
-    logged = read_log(run_dir, config.step, ended=summary is not None and summary.exit == ExitCode.DONE)
-    environment: dict[str, Any] = decode_if_readable(run_dir / "environment.json", dict[str, Any]) or {}
-    trained = _settings(run_dir, logged.attempt, config, environment)
-    _check_code(trained, config, run_dir, arguments[separator + 1 :])
+    run = open_run(config.run, config.step, device=config.device, eager=config.find_nonfinite, trust=config.trust)
+    check_code(run, config.script, arguments[separator + 1 :])
 
     from paceline.rank.imports import TRAINING_MODULES, import_without_gc
 
     import_without_gc(TRAINING_MODULES)  # the first import of torch
     from paceline.lab.ranks.replay import Source, replay_script, replay_task
 
-    source = Source(run_dir, trained, logged, environment, config.trust)
+    source = Source(*run)
     try:
         if config.script is None:
             result = replay_task(source, request)
@@ -111,39 +106,57 @@ def _indices(texts: Sequence[str]) -> frozenset[int]:
     return frozenset(map(int, parts))
 
 
-def _settings(run_dir: Path, attempt: int, config: ReplayConfig, environment: dict[str, Any]) -> TrainConfig:
-    """The settings of an attempt of the run, for one process.
+class RunToRepeat(NamedTuple):
+    """The fields of `lab.ranks.replay.Source`, which imports torch."""
+
+    run_dir: Path
+    config: TrainConfig
+    logged: Logged
+    environment: dict[str, Any]
+    trust: bool
+
+
+def open_run(run: str, step: int, *, device: Device | None, eager: bool, trust: bool) -> RunToRepeat:
+    """Find a run, with its settings for one process and its log of a step. `eager`: without compiled code.
 
     Raises:
-        UsageError: several processes are necessary to repeat its steps.
+        UsageError: it does not exist, has no such step, or needs several processes to repeat its steps.
     """
-    paths = (run_dir / f"attempt-{attempt}" / CONFIG, run_dir / CONFIG)
+    from paceline.cli.run_state import find_run
+
+    run_dir = find_run(run)
+    if not trust:
+        check_owned_by_us(run_dir)
+    summary = read_summary(run_dir)
+    logged = read_log(run_dir, step, ended=summary is not None and summary.exit == ExitCode.DONE)
+    environment: dict[str, Any] = decode_if_readable(run_dir / "environment.json", dict[str, Any]) or {}
+    paths = (run_dir / f"attempt-{logged.attempt}" / CONFIG, run_dir / CONFIG)
     path = next((path for path in paths if is_file(path)), paths[-1])
-    trained = config_to_record(load(path, must_own=not config.trust))
+    trained = config_to_record(load(path, must_own=not trust))
     if trained.network != NetworkConfig():
         raise UsageError(code="replay-slow-network")
     launch, compute = trained.launch, trained.compute
     threads = launch.threads_per_rank or environment.get("threads_per_rank")
-    launch = LaunchConfig(device=config.device or launch.device, threads_per_rank=threads, mesh=launch.mesh)
-    if config.find_nonfinite:  # hooks of modules do not run in compiled code
+    launch = LaunchConfig(device=device or launch.device, threads_per_rank=threads, mesh=launch.mesh)
+    if eager:  # hooks of modules do not run in compiled code
         compute = replace(compute, compile=False, cuda_graphs=False)
     trained = replace(trained, launch=launch, compute=replace(compute, peak_tflops=0.0))
     check_values(replace(trained, launch=replace(launch, mesh=None)))
-    return trained
+    return RunToRepeat(run_dir, trained, logged, environment, trust)
 
 
-def _check_code(trained: TrainConfig, config: ReplayConfig, run_dir: Path, arguments: Sequence[str]) -> None:
-    """Raise UsageError if the code of the run does not exist, or `config` names different code."""
-    task = str(trained.task)
+def check_code(run: RunToRepeat, script: Path | None, arguments: Sequence[str]) -> None:
+    """Raise UsageError if the code of the run does not exist, or `script` is different code."""
+    task = str(run.config.task)
     if not is_session_script(task):
-        if config.script is not None or arguments:
+        if script is not None or arguments:
             raise UsageError(code="replay-script-of-task", task=task)
-        check_task(task, task_options(trained))
-        check_optimizer(trained.optimizer.optimizer)
+        check_task(task, task_options(run.config))
+        check_optimizer(run.config.optimizer.optimizer)
         return
-    if config.script is None:
-        raise UsageError(code="replay-needs-script", script=task, run_dir=run_dir, step=config.step)
-    if not config.script.is_file():
-        raise UsageError(code="script-not-found", value=str(config.script), folder=str(Path.cwd()), hint="")
-    if config.script.name != task:
-        raise UsageError(code="replay-other-script", value=config.script.name, script=task, run_dir=run_dir)
+    if script is None:
+        raise UsageError(code="replay-needs-script", script=task, run_dir=run.run_dir)
+    if not script.is_file():
+        raise UsageError(code="script-not-found", value=str(script), folder=str(Path.cwd()), hint="")
+    if script.name != task:
+        raise UsageError(code="replay-other-script", value=script.name, script=task, run_dir=run.run_dir)

@@ -142,7 +142,7 @@ def read_log(run_dir: Path, step: int, *, ended: bool) -> Logged:
     if latest is None:
         raise UsageError(code="replay-without-events", run_dir=run_dir)
     if not 1 <= step <= last + (not ended):  # a run can end with an error within the step after the last logged one
-        raise UsageError(code="replay-no-such-step", value=step, last=last, run_dir=run_dir)
+        raise UsageError(code="replay-no-such-step", value=step, last=last, most=last + (not ended), run_dir=run_dir)
     if not found:
         return Logged(latest.attempt, latest.world_size, why_not="the run has not logged it: it failed in this step")
     by_rank = found[max(found)]

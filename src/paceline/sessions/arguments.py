@@ -22,7 +22,8 @@ MIN_ARGUMENT_VALUES = {
     "virtual_ranks": 1, "threads": 1, "checkpoint_every": 1, "keep_checkpoints": 2, "check_replicas_every": 0,
     "timeout": 1, "batch_size": 1, "num_workers": 0,
 }  # fmt: skip
-LAUNCHER_OPTIONS = ("nproc", "nodes", "port", "hang_timeout", "max_restarts")  # of `paceline launch`, also for loops
+COMMAND_OPTIONS = ("nproc", "nodes", "port", "hang_timeout", "max_restarts", "check", "without")
+"""Options of `paceline launch` and `paceline replay`. No argument of a session replaces them."""
 ARGUMENT_SPELLINGS = {
     "run_dir": "the folder in session('...')", "resume": "session('...', resume=True)",
     "threads_per_rank": "session(threads=...)",
@@ -154,7 +155,7 @@ class SessionConfig:
 
 def format_argument(option: str, value: Any = None) -> str:
     """An option as an argument of session() or s.loader()."""
-    if option in LAUNCHER_OPTIONS:
+    if option in COMMAND_OPTIONS:
         return format_option(option, value)
     return ARGUMENT_SPELLINGS.get(option) or (option if value is None else f"{option}={value}")
 

@@ -82,16 +82,28 @@ def gradients_are_finite(replica: Strategy) -> bool | Deferred[bool]:
     return over_ranks(finite.numbers).map(looked_at)
 
 
+def nonfinite_samples(values: Tensor, indices: Tensor) -> tuple[list[int], bool]:
+    """The samples whose values are not finite, of a micro-batch with the samples `indices`.
+
+    Returns:
+        Their indices, and whether each of them is a cause. If `values` has no row per sample (for example, a mean over
+        all samples), any sample can be the cause.
+    """
+    if values.ndim and len(values) == len(indices):
+        bad = ~values.detach().isfinite().reshape(len(values), -1).all(1)
+        return indices[bad.cpu()].tolist(), True
+    is_finite = bool(values.detach().isfinite().all())
+    return [] if is_finite else indices.tolist(), is_finite
+
+
 def find_nonfinite_losses(seen: BatchLosses, where: str, gather: GatherFunction) -> NonFiniteCause:
     """Find the ranks and samples whose losses are not finite (a collective of the ranks of `gather`)."""
     bad_indices: list[int] = []
     among = ""
     for batch, losses in seen:
-        bad, indices = ~losses.isfinite(), batch.work.indices
-        if losses.ndim and len(losses) == len(indices):
-            bad_indices += indices[bad.reshape(len(losses), -1).any(1).cpu()].tolist()
-        elif bool(bad.any()):  # for example a mean over all samples
-            bad_indices, among = [*bad_indices, *indices.tolist()], "among "
+        bad, is_known = nonfinite_samples(losses, batch.work.indices)
+        bad_indices += bad
+        among = among if is_known else "among "
     reports = gather([bad_indices, among])
     causes = {rank: report for rank, report in reports.items() if report[0]}
     culprits = "; ".join(f"rank {rank}: {among}{_samples(bad)}" for rank, (bad, among) in causes.items())

@@ -10,6 +10,7 @@ from msgspec import Struct, field
 from paceline.compute.flops import tokens_of
 from paceline.compute.phase_events import PhaseEvents
 from paceline.data.loader import MicroBatch
+from paceline.data.plan import combine_fingerprints, fingerprint
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.guard import HangGuard
@@ -48,6 +49,12 @@ class StepRecord(Struct, frozen=True):
             if batch.work.is_counted:
                 tokens, samples = tokens + tokens_of(batch.inputs), samples + batch.work.indices.numel()
         return tokens, samples
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """The fingerprint of the samples that this rank used, without padding batches."""
+        used = [batch.work for batch in self.microbatches if batch.work.is_counted]
+        return combine_fingerprints(*(fingerprint(work.indices) for work in used))
 
     @property
     def data_seconds(self) -> float:

@@ -5,16 +5,19 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from paceline.checkpoint.manager import MessageCallback
 from paceline.checkpoint.resume import ResumePoint
 from paceline.collectives.batchnorm import convert_sync_batchnorm
 from paceline.collectives.control import check_equal, new_group, raise_on_all_ranks, report_on_one_rank
 from paceline.compute.flops import FlopCount
+from paceline.config.definition import settings
 from paceline.config.settings import (
     BatchSizes,
     TrainConfig,
@@ -40,13 +43,14 @@ from paceline.tasks.settings import all_settings
 from paceline.tasks.task import SPLITS, Split, Task, call_model
 from paceline.train.average import WeightAverage
 from paceline.train.compute_settings import STATE_COPIES, ResolvedCompute, resolve_compute
-from paceline.train.determinism import explain_missing_kernel
+from paceline.train.determinism import explain_missing_kernel, hardware_facts
 from paceline.train.evaluate import eval_mode, try_evaluation
 from paceline.train.optimizer import LRSchedule, configured_optimizer_maker, describe_optimizer, scaled_lr, schedule_for
 from paceline.train.parallelism import NO_PARALLELISM, ParallelConfig, ParallelPlan, parallelize_model
 from paceline.train.step import weighted_losses
 from paceline.train.stream_task import make_stream
 from paceline.train.streaming import Stream
+from paceline.train.weights import load_initial_weights
 
 SPLIT_LABELS = {"train": "training data", "validation": "validation data", "test": "test data"}
 
@@ -78,10 +82,23 @@ class TrainingComponents:
     flop_count: FlopCount | None = None
     """The FLOPs of two samples in the full model."""
 
+    @property
+    def definition(self) -> dict[str, Any]:
+        """The settings and facts that define the run, without its initial weights."""
+        facts = {"data": self.data_fingerprints, "hardware": hardware_facts(self.replica.world.device)}
+        return {**settings(self.config), **self.task_settings, **facts}
+
     def load(self, origin: ResumePoint) -> None:
         """Load the state of a checkpoint or snapshot."""
         self.replica.load(origin.source)
         self.schedule.load(origin.trainer_state.loop)
+
+    def load_initial_weights(self, path: Path, *, trust: bool, report: MessageCallback) -> str:
+        """Load the weights of `--init-from` (collective); see `weights.load_initial_weights`. Return their SHA-256."""
+        sha256 = load_initial_weights(self.replica, path, trust=trust, report=report)
+        if self.weight_average is not None:
+            self.weight_average.reset()
+        return sha256
 
 
 def prepare(config: TrainConfig, world: World) -> TrainingComponents:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.checkpoint.resume import RunLocation
 from paceline.collectives.control import all_gather_object
-from paceline.data.plan import BatchPlan, combine_fingerprints, fingerprint
+from paceline.data.plan import BatchPlan
 from paceline.host.machine_log import MachineLog
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.status_page import StatusPage
@@ -110,11 +110,11 @@ class RunRecorder:
             return
         epoch = record.microbatches[0].work.epoch
         reports_samples = self._world.is_leader  # one of several ranks that have used the same samples
-        used = [batch.work for batch in record.microbatches if batch.work.is_counted and reports_samples]
         tokens, consumed = record.num_tokens_and_samples() if reports_samples else (0, 0)
-        for work in used if listed else ():
-            indices: list[int] = work.indices.tolist()
-            self.write(events.Samples(record.step, epoch, work.virtual_rank, work.micro_batch, indices))
+        for batch in record.microbatches if listed and reports_samples else ():
+            if (work := batch.work).is_counted:
+                indices: list[int] = work.indices.tolist()
+                self.write(events.Samples(record.step, epoch, work.virtual_rank, work.micro_batch, indices))
         if result.skip_cause is not None:
             self.write(events.Skipped(record.step, result.skip_cause.message, result.skip_cause.samples))
         self.write(events.Step(  # after the samples: the record of a step confirms that its samples are complete
@@ -122,7 +122,7 @@ class RunRecorder:
             loss=result.loss if math.isfinite(result.loss) else 0.0,  # JSON has no NaN or infinity
             seconds=record.seconds, data_seconds=record.data_seconds, unix_time=time.time(),
             share=(share.start, share.stop) if reports_samples else (0, 0), consumed=consumed,
-            fingerprint=f"{combine_fingerprints(*(fingerprint(work.indices) for work in used)):016x}",
+            fingerprint=f"{record.fingerprint if reports_samples else 0:016x}",
             skipped=result.skip_cause is not None,
             phase_seconds={phase: round(seconds, 7) for phase, seconds in record.phase_seconds.items()},
             tokens=tokens,

@@ -33,7 +33,6 @@ from paceline.train.consistency import check_user_code
 from paceline.train.determinism import hardware_facts, use_deterministic_kernels
 from paceline.train.prepare import TrainingComponents, prepare
 from paceline.train.training import TaskTrainer
-from paceline.train.weights import load_initial_weights
 
 
 @dataclass(frozen=True)
@@ -85,14 +84,9 @@ def train(config: TrainConfig) -> Outcome:
                 if rehearsed_step is not None and 0 < parts.total_steps <= rehearsed_step:
                     error = UsageError(code="rehearsal-too-late", value=rehearsed_step, steps=parts.total_steps)
                     raise report_on_one_rank(error, world)
-                facts = {
-                    **parts.task_settings,
-                    "data": parts.data_fingerprints,
-                    "hardware": hardware_facts(world.device),
-                }
-                location = replace(location, definition={**settings(config), **facts})
+                location = replace(location, definition=parts.definition)
                 if config.strategy in EXACT_STRATEGIES:
-                    check_equal("processors and libraries", facts["hardware"], world)
+                    check_equal("processors and libraries", location.definition["hardware"], world)
                     check_equal("threads per rank", torch.get_num_threads(), world)
                 origin, init_sha256 = _find_resume_point(config, location, world), None
                 if origin is not None:
@@ -101,9 +95,7 @@ def train(config: TrainConfig) -> Outcome:
                     init_sha256 = origin.trainer_state.definition.get("init_sha256")
                 elif (init_from := config.model.init_from) is not None:
                     trust, report = config.run.trust, location.notices.append
-                    init_sha256 = load_initial_weights(parts.replica, init_from, trust=trust, report=report)
-                    if parts.weight_average is not None:
-                        parts.weight_average.reset()
+                    init_sha256 = parts.load_initial_weights(init_from, trust=trust, report=report)
                 facts = {"unbroken": _is_exact_so_far(config, location, origin), "init_sha256": init_sha256}
                 location = replace(location, definition={**location.definition, **facts})
                 if location.attempt_dir is not None:  # rank 0, after all checks: a usage error must not overwrite files

@@ -183,7 +183,8 @@ class _PartialSource:
 
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
         if name in self._values:
-            return self._values[name] if stop is None else self._values[name].reshape(-1)[start:stop]
+            value = self._values[name].clone()  # each virtual rank gets its own buffers
+            return value if stop is None else value.reshape(-1)[start:stop]
         if name not in self._current:
             return None
         value = self._current[name].tensor.detach().cpu().clone()

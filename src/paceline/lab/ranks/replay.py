@@ -8,7 +8,7 @@ import math
 import pdb
 import runpy
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -22,14 +22,16 @@ from msgspec import structs
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.checkpoint.manager import CheckpointFolder, Checkpoints
+from paceline.checkpoint.format import DamagedCheckpoint, read_manifest
+from paceline.checkpoint.manager import Checkpoints
 from paceline.checkpoint.resume import ResumePoint, RunLocation, newest_on_disk
 from paceline.checkpoint.shards import ShardFileSource, full_state, sha256_of
+from paceline.checkpoint.state import TensorShard
 from paceline.collectives.communicator import make_communicator
-from paceline.config.definition import CHANGEABLE_SETTINGS, TASK_SETTING_PREFIX, check_same, settings
+from paceline.config.definition import CHANGEABLE_SETTINGS, TASK_SETTING_PREFIX, check_same
 from paceline.config.strategies import EXACT_STRATEGIES
 from paceline.data.loader import MicroBatch
-from paceline.data.plan import MicroBatchPlan, combine_fingerprints, fingerprint
+from paceline.data.plan import MicroBatchPlan
 from paceline.errors import PacelineError, UsageError, first_few
 from paceline.lab.replay import EXPECTED, Logged, NonFinite, Replayed, Request, SampleLoss
 from paceline.nested import tensors
@@ -41,14 +43,15 @@ from paceline.sessions.lifecycle import MIN_RANDOM_SEED, close_all
 from paceline.sessions.loader import Loader
 from paceline.sessions.observer import ApplyStrategy, Observer, use_observer
 from paceline.stepping.micro_step import MicroStep, Reduction
+from paceline.stepping.nonfinite import nonfinite_samples
 from paceline.strategies.base import Strategy
 from paceline.tasks.task import Loss
 from paceline.train.compute_settings import set_threads
+from paceline.train.consistency import REGISTERED_PREFIX
 from paceline.train.determinism import hardware_facts, use_deterministic_kernels
 from paceline.train.fit import StepRecord
 from paceline.train.prepare import TrainingComponents, prepare
 from paceline.train.training import TaskTrainer
-from paceline.train.weights import load_initial_weights
 
 if TYPE_CHECKING:
     from paceline.config.settings import TrainConfig
@@ -75,29 +78,33 @@ class Source:
 
     def origin(self, step: int, world: World) -> ResumePoint | None:
         """The newest intact checkpoint before `step`; None: the replay begins at the start of the run."""
-        return newest_on_disk(_Earlier(self.checkpoints.root, step, trust=self.trust), world, print_to_stderr)
+        return newest_on_disk(self.checkpoints, world, print_to_stderr, after=0, before=step)
 
-    def next_checkpoint(self, request: Request) -> int | None:
-        """The step of the checkpoint to compare the state with.
+    def next_checkpoint(self, request: Request) -> tuple[int, ShardFileSource] | None:
+        """The intact checkpoint to compare the state with, and its step.
 
         Raises:
             UsageError: it was requested, and the run has none.
         """
-        later = [entry.step for entry in self.checkpoints.entries() if entry.step >= request.step]
-        if request.check and not later:
+        checkpoints = self.checkpoints
+        for step, path in reversed(checkpoints.entries()):
+            if step == request.step or (request.check and step > request.step):
+                try:
+                    return step, ShardFileSource.from_checkpoint(path, checkpoints.check(path))
+                except DamagedCheckpoint as error:
+                    print_to_stderr(f"{path.name} cannot be used: {error}")
+        if request.check:
             raise UsageError(code="replay-without-later-checkpoint", value=request.step, run_dir=self.run_dir)
-        return min(later, default=None) if request.check or request.step in later else None
+        return None
 
-
-class _Earlier(Checkpoints):
-    """The checkpoints before a step."""
-
-    def __init__(self, root: Path, step: int, *, trust: bool) -> None:
-        super().__init__(root, trust=trust)
-        self.step = step
-
-    def entries(self) -> list[CheckpointFolder]:
-        return [entry for entry in super().entries() if entry.step < self.step]
+    def definition(self) -> Mapping[str, Any]:
+        """The definition of the attempt in its first checkpoint. Without one, it has only the hardware."""
+        for _, path in reversed(self.checkpoints.entries()):
+            with suppress(DamagedCheckpoint):
+                manifest = read_manifest(path, trust=self.trust)
+                if manifest.attempt == self.logged.attempt:
+                    return manifest.definition
+        return {"hardware": self.environment.get("bits_hold_for")}
 
 
 @dataclass
@@ -120,7 +127,7 @@ class Watch:
 
     def __post_init__(self) -> None:
         self.result = Replayed(self.request.step, 0, self.source.logged.loss, without=sorted(self.request.without))
-        self.until = self.source.next_checkpoint(self.request) or self.request.step
+        self.until, self.saved = self.source.next_checkpoint(self.request) or (self.request.step, None)
 
     def begin(self, origin: ResumePoint | None) -> None:
         """The steps after `origin` begin."""
@@ -178,7 +185,10 @@ class Watch:
     def note_losses(self, values: Tensor, weights: Tensor | None = None) -> bool:
         """Record the losses of the current micro-batch, (B, ...). Returns whether there is one per sample."""
         work = self.work
-        if work is None or not values.ndim or len(values) != len(work.indices):
+        if work is None:
+            return False
+        self._note_nonfinite("loss", "the loss function", values, work)
+        if not values.ndim or len(values) != len(work.indices):
             return False
         rows = values.detach().double().reshape(len(values), -1)
         shares = torch.ones_like(rows) if weights is None else weights.detach().double().reshape(rows.shape)
@@ -194,71 +204,69 @@ class Watch:
         work = self.work
         if work is None or self.result.nonfinite:
             return
+        kind = type(module).__name__
         for tensor in tensors(output):
-            if not is_finite(tensor):
-                causes = [name for name, parameter in module.named_parameters() if not is_finite(parameter)]
-                causes += [] if all(map(is_finite, tensors(inputs))) else ["input"]
-                rows = ~tensor.isfinite().reshape(len(tensor), -1).all(1) if tensor.ndim else torch.tensor([True])
-                indices = work.indices[rows.cpu()] if len(rows) == len(work.indices) else work.indices
-                kind, samples = type(module).__name__, tuple(indices.tolist())
-                self.result.nonfinite = NonFinite(name, kind, "", work.virtual_rank, samples, (*causes, "")[0])
+            if self._note_nonfinite(name, kind, tensor, work, cause=partial(_nonfinite_cause, module, inputs)):
                 return
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._on_gradient, name, type(module).__name__, work))
+                tensor.register_hook(partial(self._on_gradient, name, kind, work))
 
     def _on_gradient(self, name: str, kind: str, work: MicroBatchPlan, gradient: Tensor) -> None:
-        if self.result.nonfinite is None and is_finite(gradient):
+        if not self._note_nonfinite(*self._finite_gradient, gradient, work, gradient_of=name):
             self._finite_gradient = name, kind
-        elif self.result.nonfinite is None:
-            samples = tuple(work.indices.tolist())
-            self.result.nonfinite = NonFinite(*self._finite_gradient, name, work.virtual_rank, samples)
+
+    def _note_nonfinite(
+        self, module: str, kind: str, values: Tensor, work: MicroBatchPlan, *,
+        gradient_of: str = "", cause: Callable[[], str] = str,
+    ) -> bool:  # fmt: skip
+        """Record the first values that are not finite. Returns whether these are."""
+        if not self.request.find_nonfinite or self.result.nonfinite:
+            return False
+        if bad := nonfinite_samples(values, work.indices)[0]:
+            samples = tuple(work.indices.tolist() if gradient_of else bad)
+            virtual_rank = self.owners.get(samples[0], work.virtual_rank)
+            self.result.nonfinite = NonFinite(module, kind, gradient_of, virtual_rank, samples, cause())
+        return bool(bad)
 
     def note_step(self, record: StepRecord) -> bool:
         """A step has ended. Returns whether it was the last one to repeat."""
         request, step, result = self.request, record.step, self.result
         if step == request.step:
             self.is_on = False
-            used = [batch.work for batch in record.microbatches if batch.work.is_counted]
-            samples = combine_fingerprints(*(fingerprint(work.indices) for work in used))
             logged = self.source.logged.fingerprint
             result.loss, result.grad_norm = record.result.loss, record.result.grad_norm
             result.failure = "" if record.result.skip_cause is None else record.result.skip_cause.message
-            if not request.without and logged is not None and samples != logged:
+            if not request.without and logged is not None and record.fingerprint != logged:
                 result.contradiction = OTHER_SAMPLES
             elif self.source.logged.skipped != bool(result.failure):
                 result.contradiction = "one of the run and this replay has skipped the step"
         self.is_on = step + 1 == request.step
         return step >= self.until
 
-    def compare_state(self, world: World) -> None:
-        """Compare all tensors with the checkpoint of the last step, if the bits must be equal."""
-        steps = {entry.step: entry.path for entry in self.source.checkpoints.entries()}
-        if self.until not in steps or self.result.expected or self.request.without:
+    def compare_state(self, shards: Sequence[TensorShard], world: World) -> None:
+        """Compare the state after the last step with its checkpoint, if the bits must be equal."""
+        saved = self.saved
+        if saved is None or self.result.expected or self.request.without:
             return
-        path = steps[self.until]
-        saved = ShardFileSource.from_checkpoint(path, self.source.checkpoints.check(path))
-        held = [replace(s, name=prefix + s.name) for prefix, r in self.replicas.items() for s in r.state()]
-        state = full_state(held, world)
-        names = {*state, *(name for name in saved.names("") if not name.startswith("registered/"))}
-        bits = {name: [_bits(state.get(name)), _bits(saved.tensor(name))] for name in sorted(names)}
+        state = full_state(shards, world)
+        names = {*state, *(name for name in saved.names("") if not name.startswith(REGISTERED_PREFIX))}
         self.result.checkpoint = self.until
-        self.result.differing = [name for name, (ours, theirs) in bits.items() if ours != theirs]
+        self.result.differing = [n for n in sorted(names) if _bits(state.get(n)) != _bits(saved.tensor(n))]
         self.result.digest = "" if self.result.differing else sha256_of(state)
 
     def finish(self, error: PacelineError | None = None) -> Replayed:
         """The result. `error`: of the requested step, as in the run."""
-        result, found = self.result, self.result.nonfinite
+        result = self.result
         if error is not None:
             result.failure = str(error)
         losses = [sample for part in self.samples.values() for sample in part]
         result.samples = sorted(losses, key=lambda s: -math.inf if math.isnan(s.loss) else -s.loss)
-        bad = [sample for sample in losses if not math.isfinite(sample.loss)]
-        if self.request.find_nonfinite and bad and (found is None or found.gradient_of):
-            samples = tuple(sample.index for sample in bad if sample.virtual_rank == bad[0].virtual_rank)
-            result.nonfinite = NonFinite("loss", "the loss function", "", bad[0].virtual_rank, samples)
         why_not = self.source.logged.why_not
         result.failure = result.failure or (f"no logged loss: {why_not}" if why_not else "")
         return result
+
+
+MakeWatch = Callable[[Request, Source], Watch]
 
 
 def missing_samples(request: Request, indices: Sequence[int]) -> UsageError:
@@ -275,6 +283,12 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(tensor.detach().isfinite().all())
 
 
+def _nonfinite_cause(module: nn.Module, inputs: Any) -> str:
+    """The field `cause` of NonFinite, for a module with these inputs."""
+    names = (name for name, parameter in module.named_parameters() if not is_finite(parameter))
+    return next(names, "" if all(map(is_finite, tensors(inputs))) else "input")
+
+
 def _bits(tensor: Tensor | None) -> str:
     return "" if tensor is None else sha256_of({"": tensor})
 
@@ -287,14 +301,16 @@ def gradient_norms(replica: Strategy, prefix: str) -> dict[str, float]:
     return {name or "(the model)": total**0.5 for name, total in squares.items()}
 
 
-def explain(source: Source, now: Mapping[str, Any], origin: ResumePoint | None, result: Replayed) -> None:
+def explain(watch: Watch, now: Mapping[str, Any], origin: ResumePoint | None) -> None:
     """Set the reasons why the bits can differ, and the expected difference.
 
     Raises:
-        UsageError: the run is a different one: its data, seed or batches have changed.
+        UsageError: the run is a different one: its data, seed or batches have changed; or the state cannot be compared
+            with a checkpoint, as requested.
     """
-    config, environment = source.config, source.environment
-    saved = origin.trainer_state.definition if origin else {**now, "hardware": environment.get("bits_hold_for")}
+    source, request, result = watch.source, watch.request, watch.result
+    config = source.config
+    saved = origin.trainer_state.definition if origin else {"strategy": config.strategy, **source.definition()}
     if saved.get("hardware") is None:
         saved = {name: value for name, value in saved.items() if name != "hardware"}
     of_task = [name for name in saved if name.startswith(TASK_SETTING_PREFIX)]
@@ -306,6 +322,8 @@ def explain(source: Source, now: Mapping[str, Any], origin: ResumePoint | None, 
         reasons.append(f"strategy {config.strategy} guarantees no bits: the run had {ranks} rank{'s' * (ranks > 1)}")
     if config.launch.mesh:
         reasons.append(f"the run has split the model over --mesh {config.launch.mesh}")
+    if request.check and reasons:
+        raise UsageError(code="replay-check-not-guaranteed", run_dir=source.run_dir, reasons="; ".join(reasons))
     result.reasons = reasons
     result.expected = EXPECTED.get(config.compute.precision, EXPECTED["fp32"]) if reasons else 0.0
 
@@ -331,38 +349,33 @@ class _TaskReplay(TaskTrainer):
         return self._watch.note_step(record)
 
 
-def replay_task(source: Source, request: Request) -> Replayed:
-    """Repeat a step of a task.
+def replay_task(source: Source, request: Request, make_watch: MakeWatch = Watch) -> Replayed:
+    """Repeat a step of a task, observed by a new watch.
 
     Raises:
         UsageError: before the first step, for a run that cannot be repeated here.
     """
     config = source.config
-    watch = Watch(request, source)
+    watch = make_watch(request, source)
     world = World.from_env({}, device=config.launch.device)
     with joined(world), use_deterministic_kernels() if config.strategy in EXACT_STRATEGIES else nullcontext():
         make_communicator()
         set_threads(config.launch.threads_per_rank, world)
         origin = source.origin(request.step, world)
         parts = prepare(replace(config, launch=replace(config.launch, mesh=None)), world)
-        now = {
-            **settings(config),
-            **parts.task_settings,
-            "data": parts.data_fingerprints,
-            "hardware": hardware_facts(world.device),
-        }
-        explain(source, now, origin, watch.result)
+        now = parts.definition
+        explain(watch, now, origin)
         if request.without:
             _check_samples(parts, request)
         if origin is not None:
             parts.load(origin)
         elif config.model.init_from is not None:
-            load_initial_weights(parts.replica, config.model.init_from, trust=source.trust, report=print_to_stderr)
+            parts.load_initial_weights(config.model.init_from, trust=source.trust, report=print_to_stderr)
         watch.attach(parts.replica)
         watch.begin(origin)
         if config.model.batchnorm == "sync" and parts.stream is None:
-            whole = parts.plan.global_indices(*divmod(request.step - 1, parts.plan.steps_per_epoch))
-            watch.owners = {index: place % parts.plan.virtual_ranks for place, index in enumerate(whole.tolist())}
+            samples = _samples(parts, request.step)
+            watch.owners = {index: place % parts.plan.virtual_ranks for place, index in enumerate(samples)}
         loading = replace(parts.loading, num_workers=0, thin=watch.thin) if request.without else parts.loading
         task = replace(parts.task, loss=_watched(parts.task.loss, watch))
         parts = replace(parts, task=task, loading=loading)
@@ -373,14 +386,19 @@ def replay_task(source: Source, request: Request) -> Replayed:
             if not watch.is_on or isinstance(error, UsageError):
                 raise
             return watch.finish(error)
-        watch.compare_state(world)
+        watch.compare_state(parts.replica.state(), world)
     return watch.finish()
+
+
+def _samples(parts: TrainingComponents, step: int) -> list[int]:
+    """The samples of a step, in order."""
+    return parts.plan.global_indices(*divmod(step - 1, parts.plan.steps_per_epoch)).tolist()
 
 
 def _check_samples(parts: TrainingComponents, request: Request) -> None:
     if parts.stream is not None:
         raise UsageError(code="replay-without-in-stream")
-    indices = parts.plan.global_indices(*divmod(request.step - 1, parts.plan.steps_per_epoch)).tolist()
+    indices = _samples(parts, request.step)
     if not request.without < {*indices}:
         raise missing_samples(request, indices)
 
@@ -419,7 +437,7 @@ class _SessionReplay(Observer):
             "strategy": self._source.config.strategy, "hardware": hardware_facts(world.device),
             "threads_per_rank": torch.get_num_threads(),
         }  # fmt: skip
-        explain(self._source, now, self._origin, self._watch.result)
+        explain(self._watch, now, self._origin)
         return self._origin
 
     def wrap_strategy(self, name: str, apply: ApplyStrategy) -> ApplyStrategy:
@@ -465,7 +483,7 @@ class _SessionReplay(Observer):
     def on_step(self, record: StepRecord) -> None:
         if self._watch.note_step(record):
             if record.step == self._watch.until and self.world is not None:
-                self._watch.compare_state(self.world)
+                self._watch.compare_state([shard for part in self.models for shard in part.state()], self.world)
             raise SystemExit(0)
 
     def on_print(self, words: Sequence[Any]) -> None:
@@ -504,13 +522,15 @@ def _reducing() -> dict[Any, Any]:
     return found
 
 
-def replay_script(source: Source, request: Request, script: Path, arguments: Sequence[str]) -> Replayed:
-    """Repeat a step of a session by running its script.
+def replay_script(
+    source: Source, request: Request, script: Path, arguments: Sequence[str], make_watch: MakeWatch = Watch
+) -> Replayed:
+    """Repeat a step of a session by running its script, observed by a new watch.
 
     Raises:
         UsageError: for a script that cannot repeat the step.
     """
-    watch = Watch(request, source)
+    watch = make_watch(request, source)
     observer = _SessionReplay(source, watch)
     try:
         with use_observer(observer), observer.inside, _as_program(script, arguments):
