@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-from paceline.lab.scale import estimate_exchanged_bytes, parse_network, read_run, ring_volume
+from paceline.lab.scale import estimate_exchanged_bytes, parse_network, read_run
 from race.figures import machine
 from scale_here import TASKS
 from scale_hosts import WARM_UP, Lab, hindrance, hosts
@@ -61,7 +61,8 @@ def measure(arguments: argparse.Namespace) -> tuple[float, dict[str, list[float]
                     found.setdefault(f"{strategy}, {control}", []).append(median(steps))
                     size = estimate_exchanged_bytes([run])
                     print(f"{name}: {median(steps):.3f} s", flush=True)
-    return ring_volume(arguments.hosts) * size / network.bytes_per_second, found
+    sent = 2.0 * (arguments.hosts - 1) / arguments.hosts * size  # by each host in a ring all-reduce
+    return sent / network.bytes_per_second, found
 
 
 def main() -> None:

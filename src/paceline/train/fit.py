@@ -50,7 +50,6 @@ class StepRecord(Struct, frozen=True):
                 tokens, samples = tokens + tokens_of(batch.inputs), samples + batch.work.indices.numel()
         return tokens, samples
 
-    @cached_property
     def fingerprint(self) -> int:
         """The fingerprint of the samples that this rank used, without padding batches."""
         used = [batch.work for batch in self.microbatches if batch.work.is_counted]

@@ -122,7 +122,7 @@ class RunRecorder:
             loss=result.loss if math.isfinite(result.loss) else 0.0,  # JSON has no NaN or infinity
             seconds=record.seconds, data_seconds=record.data_seconds, unix_time=time.time(),
             share=(share.start, share.stop) if reports_samples else (0, 0), consumed=consumed,
-            fingerprint=f"{record.fingerprint if reports_samples else 0:016x}",
+            fingerprint=f"{record.fingerprint() if reports_samples else 0:016x}",
             skipped=result.skip_cause is not None,
             phase_seconds={phase: round(seconds, 7) for phase, seconds in record.phase_seconds.items()},
             tokens=tokens,

@@ -236,7 +236,7 @@ class Watch:
             logged = self.source.logged.fingerprint
             result.loss, result.grad_norm = record.result.loss, record.result.grad_norm
             result.failure = "" if record.result.skip_cause is None else record.result.skip_cause.message
-            if not request.without and logged is not None and record.fingerprint != logged:
+            if not request.without and logged is not None and record.fingerprint() != logged:
                 result.contradiction = OTHER_SAMPLES
             elif self.source.logged.skipped != bool(result.failure):
                 result.contradiction = "one of the run and this replay has skipped the step"
