@@ -55,4 +55,5 @@ def test_optimizers_that_do_not_go_together_are_refused(found: tuple[Path, str])
 
 @pytest.mark.slow
 def test_the_code_of_the_documentation_trains(found: tuple[Path, str]) -> None:
-    assert "documentation: 4 steps, all weights changed: True" in found[1]
+    (line,) = [line for line in found[1].splitlines() if line.startswith("documentation:")]
+    assert line.split()[1] == "4" and line.endswith("True")

@@ -1,4 +1,4 @@
-"""Whole parameters for an optimizer that reads whole matrices, where each rank holds pieces of the parameters.
+"""Whole parameters for an optimizer that reads whole matrices, if each rank holds pieces of the parameters.
 
 Each parameter has an owner, one rank that updates it. Before an update the owner receives the gradient from the ranks
 that hold its pieces. After the update it sends them the new values. The state of the optimizer stays with the owner.

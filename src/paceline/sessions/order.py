@@ -44,7 +44,7 @@ class SampleOrder:
         self._drawn: dict[int, tuple[Tensor, int]] = {}
         self._next = self._hash = 0
         self._is_over, self.needed = False, 0
-        """`needed`: the first batch that may still be asked for."""
+        """`needed`: the first batch that a reader may still request."""
         self._whole, self._rest = short or (None, 0)
 
     def has(self, batch: int) -> bool:
