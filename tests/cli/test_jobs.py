@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.errors import ended_with, raises
 
-from paceline.cli.jobs import check_cluster
+from paceline.cli.jobs import check_cluster_options
 from paceline.config.settings import ClusterConfig
 from paceline.runs.folder import lock_run_dir
 
@@ -31,7 +31,7 @@ from paceline.runs.folder import lock_run_dir
 def test_a_setting_without_an_effect_is_refused(on, settings, launchers) -> None:
     [name] = settings
     with raises("option-of-another-launcher", setting=name, allowed=launchers, value=on):
-        check_cluster(ClusterConfig(on=on, **settings))
+        check_cluster_options(ClusterConfig(on=on, **settings))
 
 
 @pytest.fixture

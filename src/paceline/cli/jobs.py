@@ -56,7 +56,7 @@ LAUNCHERS: dict[LauncherName, PlanFunction] = {
 FOLLOW_UP_HINT = "paceline status {} shows the progress; also: paceline logs, paceline cancel"
 
 
-def check_cluster(cluster: ClusterConfig) -> None:
+def check_cluster_options(cluster: ClusterConfig) -> None:
     """Check the settings, and that each has an effect with this launcher."""
     for field in dataclasses.fields(cluster):
         allowed = launchers_of(field.name)
@@ -80,7 +80,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
 
 def make_job_spec(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
     """A job with its nodes, its hosts and the way to reach them. The caller fills in the other fields later."""
-    check_cluster(cluster)
+    check_cluster_options(cluster)
     hosts = parse_hosts(cluster.hosts) if cluster.hosts is not None else ()
     if cluster.on == "ssh" and not hosts:
         raise UsageError(code="ssh-without-hosts")

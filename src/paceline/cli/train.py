@@ -56,8 +56,8 @@ from paceline.runs.events import Step, read_events
 from paceline.runs.folder import (
     CHECKPOINTS,
     CONFIG,
-    check_is_run,
     check_not_finished,
+    check_usable_as_run_dir,
     create_attempt_dir,
     write_settings,
 )
@@ -167,7 +167,7 @@ def check_training(config: TrainConfig, nproc: int) -> None:
         if not path.exists():
             raise UsageError(code="init-from-not-found", path=path)
         if path.is_dir():
-            check_is_run(real_path(path), trust=config.run.trust)
+            check_usable_as_run_dir(real_path(path), trust=config.run.trust)
     if config.strategy in EXACT_STRATEGIES and config.model.batchnorm == "sync":
         raise UsageError(code="exact-with-sync-batchnorm", strategy=config.strategy)
     if config.strategy and STRATEGY_INFO[config.strategy].single_process and mesh.replicas > 1:
@@ -215,7 +215,7 @@ def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
         return
     assert config.run.run_dir is not None
     run_dir = real_path(config.run.run_dir)
-    check_is_run(run_dir, trust=config.run.trust)
+    check_usable_as_run_dir(run_dir, trust=config.run.trust)
     checkpoints = Checkpoints(run_dir / CHECKPOINTS, trust=config.run.trust)
     if not checkpoints.entries():
         check_not_finished(run_dir)

@@ -89,7 +89,7 @@ def _explain_use_outside(model: nn.Module, names: list[str], flag: str) -> None:
     """Let a call of `model` raise UsageError if it uses a block's parameter while that is sharded."""
     cls: Any = type(model)
 
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call_and_explain(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
             return cls.__call__(self, *args, **kwargs)
         except RuntimeError as error:
@@ -99,7 +99,7 @@ def _explain_use_outside(model: nn.Module, names: list[str], flag: str) -> None:
                 code="block-parameter-outside", blocks=first_few(names, MAX_NAMED), setting=flag
             ) from error
 
-    override_members(model, __call__=call)
+    override_members(model, __call__=call_and_explain)
 
 
 def _policies(

@@ -349,7 +349,7 @@ class StragglerDetector:
         self._stragglers = [*self._stragglers, (without_queues, with_queues)][-MIN_QUEUED_SNAPSHOTS:]
         if len(self._stragglers) < MIN_SLOW_SNAPSHOTS:
             return ""
-        straggler = self._persistent()
+        straggler = self._persistent_straggler()
         self.rank = straggler.rank if straggler else None
         if straggler:
             return self._drop_repeated(f"rank {self.rank}", straggler.warning_text, straggler.delay_seconds_per_step)
@@ -357,7 +357,7 @@ class StragglerDetector:
             return ""
         return self._drop_repeated("network", *(find_slow_network(_per_step(self._snapshots[0], now)) or ("", 0.0)))
 
-    def _persistent(self) -> Straggler | None:
+    def _persistent_straggler(self) -> Straggler | None:
         """The rank that is slow in each of the last snapshots, with its median delay: some steps of a script are short.
 
         A rank that waits for a core is usually slow for a short time only, so it must be slow in more snapshots.

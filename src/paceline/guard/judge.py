@@ -36,7 +36,7 @@ from paceline.guard.sentences import make_diagnosis
 from paceline.guard.waits import (
     OpMismatch,
     RankState,
-    drop_abandoned_ops,
+    drop_abandoned_messages,
     find_mismatches,
     group_by_waits,
     group_ranks,
@@ -68,7 +68,7 @@ def judge(evidence: Sequence[Evidence]) -> Diagnosis:
     """The diagnosis on ranks that stall or of which some have failed. Any evidence gives a diagnosis."""
     ranks = waiting_graph(evidence)
     mismatches = find_mismatches(ranks)
-    engaged = drop_abandoned_ops(ranks)
+    engaged = drop_abandoned_messages(ranks)
     diagnosis = (
         _diagnose_failures(ranks, mismatches)
         or _diagnose_dispute(engaged, mismatches)

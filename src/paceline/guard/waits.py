@@ -183,12 +183,12 @@ def _with_frozen(ranks: dict[int, RankState]) -> dict[int, RankState]:
     return ranks
 
 
-def drop_abandoned_ops(ranks: Mapping[int, RankState]) -> dict[int, RankState]:
+def drop_abandoned_messages(ranks: Mapping[int, RankState]) -> dict[int, RankState]:
     """Remove the messages that a rank has started, if it is now in different code of the script."""
-    return {n: _drop_abandoned(rank) if is_outside_ops(rank) else rank for n, rank in ranks.items()}
+    return {n: _without_messages(rank) if is_outside_ops(rank) else rank for n, rank in ranks.items()}
 
 
-def _drop_abandoned(rank: RankState) -> RankState:
+def _without_messages(rank: RankState) -> RankState:
     messages = [op for op in rank.pending if op.is_message]
     if not messages:
         return rank

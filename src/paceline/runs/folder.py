@@ -61,7 +61,7 @@ def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: 
     else:
         run_dir = real_path(asked)
         if resume:
-            check_is_run(run_dir, trust=trust)
+            check_usable_as_run_dir(run_dir, trust=trust)
         elif is_folder(run_dir) and not _has_no_steps(run_dir):
             has_run = is_file(run_dir / CONFIG)
             raise UsageError(code="run-dir-holds-run" if has_run else "run-dir-not-empty", run_dir=asked)
@@ -81,7 +81,7 @@ def _check_private(run_dir: Path, *, trust: bool) -> None:
         check_owned_by_us(run_dir / CHECKPOINTS)
 
 
-def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
+def check_usable_as_run_dir(run_dir: Path, *, trust: bool = False) -> None:
     """Check that a folder has a run, or is new or empty.
 
     Raises:

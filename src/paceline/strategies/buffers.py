@@ -335,7 +335,7 @@ class VirtualRankBuffers:
             is_integer = reduction != "first" and not _is_real(initial[name])
             by.setdefault(f"integer {reduction}" if is_integer else reduction, []).append(name)
         summed = [*by.get("mean", ()), *by.get("sum", ())]
-        root = self._tree_sum(summed, {*by.get("sum", ())})
+        root = self._sum_and_count(summed, relative_to_initial={*by.get("sum", ())})
         count = float(root[-1])
         merged = {name: initial[name].clone() for name in initial}
         pieces = root[:-1].split([as_float64(initial[name]).numel() for name in summed]) if summed else []
@@ -351,10 +351,10 @@ class VirtualRankBuffers:
             broadcast([*of_first.values()], group=self._world.group)
         return {name: (merged | of_first)[name] for name in initial}
 
-    def _tree_sum(self, names: Sequence[str], differences: set[str]) -> Tensor:
+    def _sum_and_count(self, names: Sequence[str], relative_to_initial: set[str]) -> Tensor:
         """(n + 1,) float64: the sum of these buffers over virtual ranks, and the number of virtual ranks.
 
-        For buffers in `differences`, the sum of (value - initial value).
+        For buffers in `relative_to_initial`, the sum of (value - initial value).
         """
         partition = partition_of(self._world, self._virtual_ranks)
         sums = partition.partial_sums(add_optional)
@@ -363,7 +363,8 @@ class VirtualRankBuffers:
         size = sum(flat.numel() for flat in start.values()) + 1
         padding = zeros.expand(partition.padded(size) - size)
         for virtual_rank, buffers in sorted(self._of.items()):
-            flat = [as_float64(buffers[n]) - start[n] if n in differences else as_float64(buffers[n]) for n in names]
+            values = [(as_float64(buffers[n]), start[n] if n in relative_to_initial else 0.0) for n in names]
+            flat = [value - initial for value, initial in values]
             sums.add(virtual_rank, torch.cat([*flat, zeros + 1, padding]))
         nothing = zeros.repeat(partition.padded(size))
         exchange = TreeAllReduce(

@@ -20,7 +20,7 @@ from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import check_equal, raise_on_all_ranks
 from paceline.errors import UsageError, first_few
 from paceline.runs import writing
-from paceline.runs.folder import CHECKPOINTS, WEIGHTS, check_is_run
+from paceline.runs.folder import CHECKPOINTS, WEIGHTS, check_usable_as_run_dir
 from paceline.runs.owners import UnreadableFileError, open_file
 from paceline.runs.reading import real_path
 from paceline.strategies.base import Strategy
@@ -145,7 +145,7 @@ def read_weights(path: Path, *, trust: bool, report: MessageCallback) -> dict[st
     """
     if path.is_dir():
         run_dir = real_path(path)
-        check_is_run(run_dir, trust=trust)
+        check_usable_as_run_dir(run_dir, trust=trust)
         path = run_dir / WEIGHTS
         if not path.is_file():
             newest = Checkpoints(run_dir / CHECKPOINTS, trust=trust).newest_valid(report)

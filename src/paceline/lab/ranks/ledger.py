@@ -70,7 +70,7 @@ class GenerationLogs:
         return self.logs[0].started
 
     @property
-    def name(self) -> str:
+    def label(self) -> str:
         """The name of the start in messages."""
         generation = f", generation {self.start_event.generation}" if self.start_event.generation else ""
         return f"attempt {self.start_event.attempt}{generation}"
@@ -175,7 +175,7 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
     result = Audit(plan.num_samples, plan.steps_per_epoch, plan.last_batch, incarnations, is_stream=parts > 0)
     if parts:
         result = replace(result, num_samples=0, steps_per_epoch=0)
-    elif older := [start.name for start in starts if any(log.started.num_samples == 0 for log in start.logs)]:
+    elif older := [start.label for start in starts if any(log.started.num_samples == 0 for log in start.logs)]:
         result.findings.append(
             f"an older version of paceline wrote this run: {', '.join(older)} did not record the samples of each rank, "
             "so the audit cannot check that each sample was used once"
@@ -183,7 +183,7 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
         return result
     result.findings.extend(text for start in starts for text in _disagreements(start, plan))
     faults = [
-        (range(step, step + 1), f"{start.name} logged it, although it started after step "
+        (range(step, step + 1), f"{start.label} logged it, although it started after step "
          f"{start.start_event.start_step}")
         for start in starts for step in start.steps() if step <= start.start_event.start_step
     ]  # fmt: skip
@@ -285,14 +285,14 @@ def _incarnation(start: GenerationLogs, counts: range) -> GenerationSummary:
 def _disagreements(start: GenerationLogs, plan: BatchPlan) -> Iterator[str]:
     ranks = [log.started.rank for log in start.logs]
     for rank in sorted({rank for rank in ranks if ranks.count(rank) > 1}):
-        yield f"{start.name}: rank {rank} started twice"
+        yield f"{start.label}: rank {rank} started twice"
     for name in ("world_size", "start_step", "num_samples", "steps_per_epoch", "stream_parts"):
         values = sorted({getattr(log.started, name) for log in start.logs})
         planned = None if start.start_event.stream_parts else getattr(plan, name, None)
         if len(values) > 1:
-            yield f"{start.name}: ranks disagree about {name}: {', '.join(map(str, values))}"
+            yield f"{start.label}: ranks disagree about {name}: {', '.join(map(str, values))}"
         elif planned is not None and values != [planned]:
-            yield f"{start.name}: {name} is {values[0]}, but {planned} according to config.toml and the first attempt"
+            yield f"{start.label}: {name} is {values[0]}, but {planned} according to config.toml and the first attempt"
 
 
 def _add_unlogged_steps(start: GenerationLogs, plan: BatchPlan) -> Iterator[str]:
@@ -345,7 +345,7 @@ def _check_step(span: range, start: GenerationLogs, plan: BatchPlan) -> _Checked
     records = [record for log in logs for record in _records(span, log)]
     planned = None if start.start_event.own_order else torch.cat([_planned(step, plan) for step in span])
     consumed = sum(record.consumed for record in records)
-    faults = list(_faults(span, start, logs, plan)) if logs else [f"missing: {start.name} did not log it"]
+    faults = list(_faults(span, start, logs, plan)) if logs else [f"missing: {start.label} did not log it"]
     if planned is not None and logs and consumed != len(planned):
         faults.append(f"{consumed} samples were used instead of {len(planned)}")
     if logs and all(log.samples for log in logs):

@@ -281,7 +281,7 @@ class RemoteNodes:
                 self._orders_by_node.setdefault(member.hello.node, []).append(message.signal)
         return has_news
 
-    def send(self, message: channel.Message) -> None:
+    def send_to_all(self, message: channel.Message) -> None:
         """Send a message to all nodes that take part."""
         for member in self.present_nodes:
             member.link.send(message)
@@ -445,7 +445,7 @@ class Generation:
         Returns when they have ended, make no progress, or have used the whole grace.
         """
         self.own.unblock(ranks, word.encode())
-        self.cluster.send(channel.UnblockOrder(tuple(ranks), word))
+        self.cluster.send_to_all(channel.UnblockOrder(tuple(ranks), word))
         start, grace_seconds = time.monotonic(), self.plan.grace_period_seconds
         while (waited_seconds := time.monotonic() - start) < grace_seconds and not self.cluster.is_stop_ordered:
             running = [sample for sample in self.running() if sample.rank in ranks]
@@ -472,7 +472,7 @@ class Generation:
         self._await_end(grace_seconds, last_seconds, number, signals_heard)
         if last_seconds:
             self._await_end(last_seconds, 0.0, signal.SIGTERM, len(self.cluster.signals))
-        self.cluster.send(channel.StopOrder(0.0))
+        self.cluster.send_to_all(channel.StopOrder(0.0))
         self.own.sweep()
         deadline = time.monotonic() + SWEEP_MARGIN_SECONDS
         while not self.cluster.stopped() and time.monotonic() < deadline:
@@ -511,11 +511,11 @@ class Generation:
             self._ask_to_stop_after(self._last_step)
 
     def _ask_to_stop_after(self, step: int) -> None:
-        self.cluster.send(channel.StopStep(step))
+        self.cluster.send_to_all(channel.StopStep(step))
         self.own.ask_to_stop_after(step)
 
     def _ask_to_stop(self, grace_seconds: float, number: int) -> None:
-        self.cluster.send(channel.StopOrder(grace_seconds, number))
+        self.cluster.send_to_all(channel.StopOrder(grace_seconds, number))
         self.own.stop(grace_seconds, number)
 
 
