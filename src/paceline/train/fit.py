@@ -1,7 +1,7 @@
 """The training loop. It yields after each step, so that the caller can log, evaluate, save or stop."""
 
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import pairwise
 from typing import Unpack
 
@@ -67,15 +67,18 @@ class PhaseClock:
     If `on_device` is given, it has recorded events on the device for each phase, and their times are used instead.
     """
 
-    def __init__(self, page: StatusPage, on_device: PhaseEvents | None = None) -> None:
-        self._page, self._on_device = page, on_device
+    def __init__(
+        self, page: StatusPage, on_device: PhaseEvents | None = None, enter: Callable[[Phase], object] | None = None
+    ) -> None:
+        """`enter` is called at the start of each phase. Default: that of `page`."""
+        self._page, self._on_device, self._enter = page, on_device, enter or page.enter
         self.starts: Sequence[PhaseStart] = ()
         """The start of each phase of the last step. The last entry has no name and is the end of the step."""
 
     def start(self) -> None:
         """Begin a step, with the wait for its data."""
         self._page.phase_starts = []
-        self._page.enter(Phase.DATA)
+        self._enter(Phase.DATA)
 
     def take(self) -> dict[str, float]:
         """End the step: return the seconds of each phase. What follows, until `start`, counts for no step."""
@@ -106,8 +109,8 @@ def fit(
     """
     replica.model.train()
     page = page or HangGuard.of_process().page
-    clock = PhaseClock(page, on_device)
     options.setdefault("enter", page.enter)
+    clock = PhaseClock(page, on_device, options["enter"])
     step = TaskSteps(replica, loss, scale=scale, one_each=one_each, **options)
     clock.start()
     for number, microbatches in enumerate(steps, start):

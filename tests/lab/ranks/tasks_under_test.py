@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tests.strategies.shampoo import Joint
 from torch import Tensor, nn
 
 from paceline import ArrayDataset, Task
@@ -152,7 +151,15 @@ def _falling(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_sch
 own = Task(_mlp, _images, _cross_entropy, make_optimizer=_groups, make_schedule=_falling)
 scheduled = Task(_mlp, _images, _cross_entropy, make_schedule=_falling)
 whole = Task(_mlp, _images, _cross_entropy, make_optimizer=lambda model: torch.optim.Adafactor(model.parameters()))
-joint = Task(_mlp, _images, _cross_entropy, make_optimizer=lambda model: Joint(model.parameters()))
+
+
+def _joint_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    from tests.strategies.shampoo import Joint  # other tasks of this file are trained without the package of the tests
+
+    return Joint(model.parameters())
+
+
+joint = Task(_mlp, _images, _cross_entropy, make_optimizer=_joint_optimizer)
 
 
 def _muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:

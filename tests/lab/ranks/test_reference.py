@@ -25,7 +25,7 @@ def reference_of(task: Task, virtual_ranks: int, accumulation: int, *, union: bo
     spec = VerifySpec("", {}, [], ["sgd"], virtual_ranks, accumulation, 1, 0, 1e9)
     model = without_dropout(build_float64_model(task, 0, torch.device("cpu")))
     data = Subset(task.make_dataset("train"), range(SAMPLES))
-    return Reference(task, model, SGD(model.parameters(), lr=0.1), None, data, SAMPLES, spec, joins_virtual_ranks=union)
+    return Reference(task, model, SGD(model.parameters(), lr=0.1), data, SAMPLES, spec, joins_virtual_ranks=union)
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
