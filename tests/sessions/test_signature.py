@@ -39,6 +39,7 @@ LEFT_OUT = {
             "activate",
             "join_timeout",
             "on_event",
+            "balance",
             "dry_run",
             "detach",
             "agent",
