@@ -60,9 +60,13 @@ class FailedGeneration:
 
     @classmethod
     def from_diagnosis(
-        cls, diagnosis: Diagnosis, ranks: Sequence[WorkerSample], exit_code: int, *, step: int, nproc: int
-    ) -> Self:
-        """Create the record of a generation that ended with this diagnosis."""
+        cls, diagnosis: Diagnosis, ranks: Sequence[WorkerSample], exit_code: int, *, step: int, nproc: int,
+        regroups: bool = False,
+    ) -> Self:  # fmt: skip
+        """Create the record of a generation that ended with this diagnosis.
+
+        With `regroups`, its ranks were asked to end for the next generation, so the end of a rank is no failure.
+        """
         first = next((sample for sample in ranks if sample.rank == diagnosis.failed), None)
         if first is None:
             rank = diagnosis.causes[0] if diagnosis.causes else -1
@@ -76,7 +80,7 @@ class FailedGeneration:
             step=step,
             nproc=nproc,
             loader_killed=bool(failure and LOADER_KILLED.search(failure.message)),
-            good_exit_codes=frozenset(r.code for r in ranks if r.code is not None and not r.ended_badly),
+            good_exit_codes=frozenset(r.code for r in ranks if r.code is not None and not (r.ended_badly or regroups)),
         )
 
     @property
@@ -308,7 +312,8 @@ class Coordinator:
         """The speeds for the next generation, of each rank or node. Empty: equal."""
         if self.plan.balance != AUTO:
             return parse_balance(self.plan.balance or None)
-        self._meter.start(nproc + sum(member.hello.nproc for member in self.cluster.present_nodes))
+        members = self.cluster.present_nodes
+        self._meter.start([*[self] * nproc, *(member for member in members for _ in range(member.hello.nproc))])
         return self._meter.speeds
 
     def _balance(self, generation: Generation, ranks: Sequence[WorkerSample]) -> None:
@@ -427,6 +432,7 @@ class Coordinator:
             stop.exit_code,
             step=max(sample.step for sample in generation.samples()),  # includes ranks that have ended
             nproc=generation.plan.nproc,
+            regroups=generation.regroups,
         )
 
     def _report(self, stop: StopReport, oom_kills: int = 0) -> None:
