@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -12,6 +14,7 @@ import torch
 from tests import warm
 from tests.errors import ended_with, raises
 
+from paceline.errors import ExitCode
 from paceline.rank.world import World
 from paceline.runs.events import Step, read_events
 from paceline.runs.summary import read_summary
@@ -159,3 +162,17 @@ def test_a_session_is_measured_on_the_cpu_only_and_keeps_its_result() -> None:
         check_balance("auto", resumes, 6, on_gpu)
     with raises("balance-changes-result", setting="balance"):
         check_balance("2:1", replace(config, local_steps=4), 6, on_cpu)
+
+
+@pytest.mark.slow
+def test_a_stop_while_the_ranks_start_again_loses_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK.replace("SECONDS", "0.1"))
+    words = [sys.executable, "-m", "paceline", "train", "mine.py:task", "--nproc", "2", "--balance", "auto"]
+    words += ["--virtual-ranks", "6", "--global-batch", "12", "--run-dir", "run"]
+    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stderr is not None
+        said = next(line for line in launcher.stderr if line.startswith("continuing"))
+        launcher.terminate()
+        said += launcher.stderr.read()
+    assert launcher.returncode == ExitCode.SAVED, said
+    assert [*(tmp_path / "run" / "checkpoints").iterdir()]

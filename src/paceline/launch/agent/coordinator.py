@@ -260,6 +260,7 @@ class Coordinator:
         self._queue, self._began_seconds = JoinQueue(plan, self.cluster), 0.0
         self._meter = SpeedMeter()  # for --balance auto
         self._is_balance_checked = not plan.balance
+        self._regrouped = False  # whether the last generation saved its state and ended for the present one
         self._entered: Sequence[RemoteNode] = ()  # nodes that joined with the present generation
 
     def run(self) -> int:
@@ -344,8 +345,10 @@ class Coordinator:
         self._on_started()
         self._began_seconds = time.monotonic()
         outcome = self._watch(generation)
+        self._regrouped = False
         if outcome == ExitCode.SAVED and generation.regroups and not self.cluster.is_stop_ordered:
             generation.stop(self.plan.grace_seconds)  # all ranks have saved and ended
+            self._regrouped = True
             is_fixed = not self.plan.elastic and len(self.cluster.present_nodes) == len(generation.members)
             decision = Restart(generation.plan.nproc) if is_fixed else self._with_remaining_nodes()
             return self._continue(generation, decision, ExitCode.SAVED)
@@ -402,6 +405,9 @@ class Coordinator:
         if first is not None and rank_end(first) is RankEnd.EXCEPTION:  # it could not save, for example
             evidence = [Evidence.from_sample(sample) for sample in ranks]
             self._report(StopReport(judge_samples(ranks), evidence, self.plan.attempt_dir))
+        if self._regrouped and not any(sample.step for sample in ranks):
+            print_to_stderr(f"stopped by {number.name} while the ranks started again: their state is saved")
+            return ExitCode.SAVED
         print_to_stderr(f"stopped by {number.name}")
         return 128 + number
 
