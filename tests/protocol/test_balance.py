@@ -113,6 +113,13 @@ def test_a_small_or_useless_difference_restarts_nothing() -> None:
     assert not Run(0.1, 0.2, virtual_ranks=0).takes(200)  # a script without a session
 
 
+def test_another_session_or_a_rollback_is_measured_from_its_first_step() -> None:
+    run = Run(0.1, 0.1)
+    assert not run.takes(500)
+    run.step, run.seconds = 0, [0.1, 0.2]
+    assert run.takes(20) and [len(share) for share in run.shares] == [8, 4]
+
+
 @pytest.mark.parametrize("nodes", [[0, 1, 2], [0, 2], [0]])
 def test_added_removed_or_replaced_ranks_start_with_equal_shares(nodes: list[int]) -> None:
     run = Run(0.1, 0.2)

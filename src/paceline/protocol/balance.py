@@ -89,6 +89,9 @@ class SpeedMeter:
         """The ranks start, each on its entry of `nodes`. If the entries have changed, all ranks have the same speed."""
         if self._nodes != nodes:
             self.speeds, self._needed, self._nodes = (), WINDOWS, nodes
+        self._begin()
+
+    def _begin(self) -> None:
         self._first, self._start, self._measured = {}, {}, []
 
     def update(self, samples: Sequence[WorkerSample]) -> bool:
@@ -116,6 +119,8 @@ class SpeedMeter:
         return True
 
     def _has_window(self, ranks: Sequence[WorkerSample]) -> bool:
+        if any(sample.rank in self._start and sample.step < self._start[sample.rank].step for sample in ranks):
+            self._begin()  # the run was rolled back, or the script has begun another session
         for sample in ranks:
             self._first.setdefault(sample.rank, sample.step)
         if any(sample.step < self._first[sample.rank] + SKIPPED_STEPS for sample in ranks):
