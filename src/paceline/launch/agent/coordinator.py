@@ -65,7 +65,7 @@ class FailedGeneration:
     ) -> Self:  # fmt: skip
         """Create the record of a generation that ended with this diagnosis.
 
-        With `regroups`, its ranks were asked to end for the next generation, so the end of a rank is no failure.
+        With `regroups`, its ranks end for the next generation: one that has saved does not mean a requested stop.
         """
         first = next((sample for sample in ranks if sample.rank == diagnosis.failed), None)
         if first is None:
