@@ -164,6 +164,16 @@ def test_a_session_is_measured_on_the_cpu_only_and_keeps_its_result() -> None:
         check_balance("2:1", replace(config, local_steps=4), 6, on_cpu)
 
 
+def test_nodes_may_join_until_each_rank_has_one_virtual_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    values: dict[str, Any] = dict.fromkeys(SessionConfig.__annotations__)
+    values |= {"strategy": "bucketed", "run_dir": "run", "resume": True}
+    config, world = SessionConfig(**values), World(0, 4, 0, 1, torch.device("cpu"), "gloo")
+    with raises("balance-needs-virtual-ranks", virtual_ranks=4):
+        check_balance("auto", config, 4, world)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    check_balance("auto", config, 4, world)
+
+
 @pytest.mark.slow
 def test_a_stop_while_the_ranks_start_again_loses_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK.replace("SECONDS", "0.1"))

@@ -19,7 +19,7 @@ from paceline.config.strategies import check_can_balance
 from paceline.data.workers import name_lost_workers
 from paceline.errors import PacelineError, UsageError
 from paceline.protocol.balance import AUTO
-from paceline.protocol.control import WorkerSpec
+from paceline.protocol.control import WorkerSpec, restart_count
 from paceline.protocol.evidence import Phase
 from paceline.rank.attach import attach, exit_worker, report_error
 from paceline.rank.guard import HangGuard
@@ -120,7 +120,8 @@ class SessionRun:
 
 def check_balance(balance: str, config: SessionConfig, virtual_ranks: int, world: World) -> None:
     """Raise UsageError if `--balance` has no effect in this session, or would change its result."""
-    check_can_balance(balance, config.strategy, virtual_ranks, world.size)
+    if not restart_count():  # later, so many nodes may have joined that each rank has one virtual rank
+        check_can_balance(balance, config.strategy, virtual_ranks, world.size)
     if config.local_steps is not None:
         raise UsageError(code="balance-changes-result", value=balance, setting="local_steps")
     if balance == AUTO and not config.resume:
