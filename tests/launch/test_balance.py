@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
+import torch
 from tests import warm
-from tests.errors import ended_with
+from tests.errors import ended_with, raises
 
+from paceline.errors import ExitCode
+from paceline.rank.world import World
 from paceline.runs.events import Step, read_events
 from paceline.runs.summary import read_summary
+from paceline.sessions.arguments import SessionConfig
+from paceline.sessions.lifecycle import check_balance
 
 TASK = """
 import os, time, torch
@@ -116,6 +125,10 @@ def test_auto_restarts_a_session(tmp_path: Path) -> None:
         (("--balance", "auto", "--virtual-ranks", "6", "--strategy", "ddp"), "balance-strategy"),
         (("--balance", "auto", "--virtual-ranks", "6", "--mesh", "tensor=2"), "balance-with-mesh"),
         (("--balance", "3:1", "--virtual-ranks", "6", "--min-nproc", "1"), "balance-of-changing-ranks"),
+        (("--balance", "3:1:1", "--virtual-ranks", "6", "--dry-run"), "balance-count"),
+        (("--balance", "auto", "--virtual-ranks", "6", "--hang-timeout", "off"), "balance-without-guard"),
+        (("--balance", "auto", "--virtual-ranks", "6", "--local-steps", "4"), "balance-changes-result"),
+        (("--balance", "auto", "--virtual-ranks", "6", "--batchnorm", "sync"), "balance-changes-result"),
     ],
 )
 def test_what_cannot_be_balanced_is_an_error_before_any_process_starts(
@@ -125,7 +138,51 @@ def test_what_cannot_be_balanced_is_an_error_before_any_process_starts(
     assert not (tmp_path / "run").exists()
 
 
+def test_one_process_without_an_agent_cannot_be_balanced(tmp_path: Path) -> None:
+    words = ("-m", "paceline", "train", "mnist-cnn", "--virtual-ranks", "6", "--balance", "auto", "--run-dir", "run")
+    ended_with(warm.run(words, cwd=tmp_path), "option-needs-nproc")
+
+
 def test_a_session_that_cannot_be_balanced_says_so(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(SESSION.replace("RESUME", ""))
     done = warm.run(("-m", "paceline", "launch", "--nproc", "2", "--balance", "auto", "loop.py"), cwd=tmp_path)
     ended_with(done, "balance-needs-resume")
+    assert "--balance auto" in done.stderr  # an option of the command, not an argument of the session
+
+
+def test_a_session_is_measured_on_the_cpu_only_and_keeps_its_result() -> None:
+    values: dict[str, Any] = dict.fromkeys(SessionConfig.__annotations__)
+    values["strategy"] = "bucketed"
+    config = SessionConfig(**values)
+    resumes = replace(config, run_dir="run", resume=True)
+    on_cpu, on_gpu = (World(0, 2, 0, 2, torch.device(kind), "gloo") for kind in ("cpu", "cuda"))
+    check_balance("auto", resumes, 6, on_cpu)
+    check_balance("2:1", config, 6, on_gpu)
+    with raises("balance-of-device", device="cuda"):
+        check_balance("auto", resumes, 6, on_gpu)
+    with raises("balance-changes-result", setting="balance"):
+        check_balance("2:1", replace(config, local_steps=4), 6, on_cpu)
+
+
+def test_nodes_may_join_until_each_rank_has_one_virtual_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    values: dict[str, Any] = dict.fromkeys(SessionConfig.__annotations__)
+    values |= {"strategy": "bucketed", "run_dir": "run", "resume": True}
+    config, world = SessionConfig(**values), World(0, 4, 0, 1, torch.device("cpu"), "gloo")
+    with raises("balance-needs-virtual-ranks", virtual_ranks=4):
+        check_balance("auto", config, 4, world)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    check_balance("auto", config, 4, world)
+
+
+@pytest.mark.slow
+def test_a_stop_while_the_ranks_start_again_loses_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK.replace("SECONDS", "0.1"))
+    words = [sys.executable, "-m", "paceline", "train", "mine.py:task", "--nproc", "2", "--balance", "auto"]
+    words += ["--virtual-ranks", "6", "--global-batch", "12", "--run-dir", "run"]
+    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stderr is not None
+        said = next(line for line in launcher.stderr if line.startswith("continuing"))
+        launcher.terminate()
+        said += launcher.stderr.read()
+    assert launcher.returncode == ExitCode.SAVED, said
+    assert [*(tmp_path / "run" / "checkpoints").iterdir()]

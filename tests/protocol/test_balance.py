@@ -63,7 +63,7 @@ class Run:
         self.start()
 
     def start(self) -> None:
-        self.meter.start(len(self.seconds))
+        self.meter.start([*range(len(self.seconds))])
         self.shares = assign_virtual_ranks(max(self.virtual_ranks, 2), len(self.seconds), self.meter.speeds)
         self.spent = [[0.0] * len(Phase) for _ in self.seconds]
 
@@ -113,8 +113,18 @@ def test_a_small_or_useless_difference_restarts_nothing() -> None:
     assert not Run(0.1, 0.2, virtual_ranks=0).takes(200)  # a script without a session
 
 
-def test_another_number_of_ranks_starts_with_equal_shares() -> None:
+def test_another_session_or_a_rollback_is_measured_from_its_first_step() -> None:
+    run = Run(0.1, 0.1)
+    assert not run.takes(500)
+    run.step, run.seconds = 0, [0.1, 0.2]
+    assert run.takes(20) and [len(share) for share in run.shares] == [8, 4]
+
+
+@pytest.mark.parametrize("nodes", [[0, 1, 2], [0, 2], [0]])
+def test_added_removed_or_replaced_ranks_start_with_equal_shares(nodes: list[int]) -> None:
     run = Run(0.1, 0.2)
     assert run.takes(20)
-    run.meter.start(3)
-    assert run.meter.speeds == () and counts(12, run.meter.speeds or (1, 1, 1)) == [4, 4, 4]
+    run.start()
+    assert run.meter.speeds != ()  # the same ranks: they keep their shares
+    run.meter.start(nodes)
+    assert run.meter.speeds == ()

@@ -40,7 +40,7 @@ from paceline.launch.slurm.queue import (
 )
 from paceline.launch.ssh.plan import plan_ssh, rsync_commands, run_rsync
 from paceline.launch.supervise import run
-from paceline.protocol.balance import parse_balance, speeds_of_ranks
+from paceline.protocol.balance import AUTO, parse_balance, speeds_of_ranks
 from paceline.protocol.control import SECRET_NAME
 from paceline.protocol.job import CORES_PER_GPU_RANK, Allocation, Host, JobSpec
 from paceline.runs.console import print_to_stderr
@@ -119,7 +119,9 @@ def make_job_spec(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
 
 
 def check_balance(job: JobSpec) -> None:
-    """Raise UsageError if `--balance` has a number for neither each process nor each node."""
+    """Raise UsageError if `--balance` has a wrong number of speeds, or nothing measures them."""
+    if job.balance == AUTO and job.hang_timeout.off:
+        raise UsageError(code="balance-without-guard", value=job.balance)
     if speeds := parse_balance(job.balance or None):
         slots = [host.slots or job.nproc for host in job.hosts]
         speeds_of_ranks(speeds, [*slots, *[job.nproc] * (job.nodes - len(slots))])

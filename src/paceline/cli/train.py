@@ -88,18 +88,18 @@ def main(arguments: Sequence[str]) -> int:
         return _train_elsewhere(config, job)
     gpus = usable_gpus(config.launch.device)
     nproc = nproc_auto(config.launch.device) if config.launch.nproc == "auto" else nproc
-    check_training(config, nproc or 1)
-    check_gpus(f"--nproc {nproc or 1}", nproc or 1, gpus, config.launch.backend)
-    config, job = replace(config, launch=replace(config.launch, nproc=nproc)), replace_fields(job, nproc=nproc or 1)
     if nproc is None and config.cluster != ClusterConfig():
         raise UsageError(code="option-needs-nproc")
+    check_training(config, nproc or 1)
+    check_balance(job if nproc is None else replace_fields(job, nproc=nproc))
+    check_gpus(f"--nproc {nproc or 1}", nproc or 1, gpus, config.launch.backend)
+    config, job = replace(config, launch=replace(config.launch, nproc=nproc)), replace_fields(job, nproc=nproc or 1)
     if nproc is None and (gpus or 0) > 1 and not (config.strategy and STRATEGY_INFO[config.strategy].splits_over_gpus):
         print_to_stderr(f"training on 1 of {gpus} GPUs. To use all of them, add --nproc auto")
     if config.cluster.dry_run:
         return _show_plan(config, job)
     if config.cluster.detach:
         return _train_elsewhere(config, job)
-    check_balance(job)
     train = _train_here if nproc is None else partial(_launch, job)
     run_dir, code = train(config)
     if code != ExitCode.SAVED or config.checkpoint.rehearse_preemption is None:
@@ -189,6 +189,12 @@ def _check_balance(config: TrainConfig, nproc: int) -> None:
     if launch.min_nproc is not None and parse_balance(balance):
         raise UsageError(code="balance-of-changing-ranks", value=balance, setting="--min-nproc")
     check_can_balance(balance, default_strategy(config, nproc), config.data.virtual_ranks or nproc, nproc)
+    alone = {
+        "--local-steps": config.network.local_steps is not None,
+        "--batchnorm sync": config.model.batchnorm == "sync",
+    }
+    if conflicts := [setting for setting, is_set in alone.items() if is_set]:
+        raise UsageError(code="balance-changes-result", value=balance, setting=conflicts[0])
 
 
 def resolve_hang_windows(config: TrainConfig) -> HangTimeout:

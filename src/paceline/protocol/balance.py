@@ -80,14 +80,18 @@ class SpeedMeter:
         self.speeds: tuple[float, ...] = ()
         """The speeds that decide the present assignment. Empty: equal."""
         self._needed = WINDOWS
+        self._nodes: Sequence[object] = ()
         self._first: dict[int, int] = {}
         self._start: dict[int, WorkerSample] = {}
         self._measured: list[tuple[float, ...]] = []
 
-    def start(self, size: int) -> None:
-        """`size` ranks start. If the number has changed, all have the same speed again."""
-        if len(self.speeds) != size:
-            self.speeds, self._needed = (), WINDOWS
+    def start(self, nodes: Sequence[object]) -> None:
+        """The ranks start, each on its entry of `nodes`. If the entries have changed, all ranks have the same speed."""
+        if self._nodes != nodes:
+            self.speeds, self._needed, self._nodes = (), WINDOWS, nodes
+        self._begin()
+
+    def _begin(self) -> None:
         self._first, self._start, self._measured = {}, {}, []
 
     def update(self, samples: Sequence[WorkerSample]) -> bool:
@@ -115,6 +119,8 @@ class SpeedMeter:
         return True
 
     def _has_window(self, ranks: Sequence[WorkerSample]) -> bool:
+        if any(sample.rank in self._start and sample.step < self._start[sample.rank].step for sample in ranks):
+            self._begin()  # the run was rolled back, or the script has begun another session
         for sample in ranks:
             self._first.setdefault(sample.rank, sample.step)
         if any(sample.step < self._first[sample.rank] + SKIPPED_STEPS for sample in ranks):

@@ -22,7 +22,7 @@ MIN_ARGUMENT_VALUES = {
     "virtual_ranks": 1, "threads": 1, "checkpoint_every": 1, "keep_checkpoints": 2, "check_replicas_every": 0,
     "timeout": 1, "batch_size": 1, "num_workers": 0,
 }  # fmt: skip
-COMMAND_OPTIONS = ("nproc", "nodes", "port", "hang_timeout", "max_restarts", "check", "without")
+COMMAND_OPTIONS = ("balance", "nproc", "nodes", "port", "hang_timeout", "max_restarts", "check", "without")
 """Options of `paceline launch` and `paceline replay`. No argument of a session replaces them."""
 ARGUMENT_SPELLINGS = {
     "run_dir": "the folder in session('...')", "resume": "session('...', resume=True)",

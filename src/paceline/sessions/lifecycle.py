@@ -19,7 +19,7 @@ from paceline.config.strategies import check_can_balance
 from paceline.data.workers import name_lost_workers
 from paceline.errors import PacelineError, UsageError
 from paceline.protocol.balance import AUTO
-from paceline.protocol.control import WorkerSpec
+from paceline.protocol.control import WorkerSpec, restart_count
 from paceline.protocol.evidence import Phase
 from paceline.rank.attach import attach, exit_worker, report_error
 from paceline.rank.guard import HangGuard
@@ -86,7 +86,7 @@ class SessionRun:
             raise report_on_one_rank(UsageError(code=code, value=virtual_ranks, ranks=world.size), world)
         if (spec := WorkerSpec.from_environment()) is not None and spec.balance:
             with raise_on_all_ranks(world):
-                self._check_balance(config, spec.balance)
+                check_balance(spec.balance, config, virtual_ranks, world)
         self.share = world.share(virtual_ranks)
         """The virtual ranks that this rank computes."""
         own = {"virtual_ranks": virtual_ranks, "seed": config.seed or 0, "strategy": config.strategy}
@@ -106,11 +106,6 @@ class SessionRun:
         for line in notices:
             self.progress.say(line)
 
-    def _check_balance(self, config: SessionConfig, balance: str) -> None:
-        check_can_balance(balance, config.strategy, self.virtual_ranks, self.world.size)
-        if balance == AUTO and not config.resume:
-            raise UsageError(code="balance-needs-resume", value=balance)
-
     def print(self, *words: Any) -> None:
         """Print on rank 0 only. If there is an observer, it gets the words of every rank instead."""
         if self.observer is not None:
@@ -121,6 +116,18 @@ class SessionRun:
     def close(self, error: BaseException | None) -> None:
         """Close the records, and leave the run folder and the process group."""
         self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+
+def check_balance(balance: str, config: SessionConfig, virtual_ranks: int, world: World) -> None:
+    """Raise UsageError if `--balance` has no effect in this session, or would change its result."""
+    if not restart_count():  # later, so many nodes may have joined that each rank has one virtual rank
+        check_can_balance(balance, config.strategy, virtual_ranks, world.size)
+    if config.local_steps is not None:
+        raise UsageError(code="balance-changes-result", value=balance, setting="local_steps")
+    if balance == AUTO and not config.resume:
+        raise UsageError(code="balance-needs-resume", value=balance)
+    if balance == AUTO and world.device.type != "cpu":  # a session takes its phases from the host, which only launches
+        raise UsageError(code="balance-of-device", value=balance, device=world.device.type)
 
 
 open_sessions: list[Any] = []  # of class Session, which imports this module

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.guard.deaths import RankEnd
 from paceline.launch.agent.coordinator import FailedGeneration, Restart, decide_restart
-from paceline.protocol.evidence import Diagnosis, Op, StopKind
+from paceline.protocol.evidence import Diagnosis, Evidence, Op, StopKind, WorkerSample
 
 KILLED = FailedGeneration(RankEnd.SIGNAL, rank=1, exit_code=137, exception="", step=40, nproc=4)
 RAISED = FailedGeneration(RankEnd.EXCEPTION, rank=1, exit_code=1, exception="ValueError", step=40, nproc=4)
@@ -76,6 +76,15 @@ def test_decision(name: str) -> None:
     else:
         assert isinstance(decision, str) and expected in decision
         assert bool(decision) == (max_restarts > 0)
+
+
+def test_a_rank_killed_during_a_restart_with_other_shares_or_nodes_is_replaced() -> None:
+    saved, killed = WorkerSample(0, "n", 1, code=75), WorkerSample(1, "n", 2, code=-9)
+    diagnosis, ranks = Diagnosis(StopKind.DIED, (1,), failed=1), [Evidence.from_sample(one) for one in (saved, killed)]
+    for regroups, expected in ((True, Restart(2)), (False, "a stop was requested")):
+        failed = FailedGeneration.from_diagnosis(diagnosis, ranks, 137, step=40, nproc=2, regroups=regroups)
+        decision = decide_restart([failed], nproc=2, min_nproc=0, max_restarts=1)
+        assert decision == expected or str(expected) in str(decision)
 
 
 failures = st.builds(

@@ -60,9 +60,13 @@ class FailedGeneration:
 
     @classmethod
     def from_diagnosis(
-        cls, diagnosis: Diagnosis, ranks: Sequence[WorkerSample], exit_code: int, *, step: int, nproc: int
-    ) -> Self:
-        """Create the record of a generation that ended with this diagnosis."""
+        cls, diagnosis: Diagnosis, ranks: Sequence[WorkerSample], exit_code: int, *, step: int, nproc: int,
+        regroups: bool = False,
+    ) -> Self:  # fmt: skip
+        """Create the record of a generation that ended with this diagnosis.
+
+        With `regroups`, its ranks end for the next generation: one that has saved does not mean a requested stop.
+        """
         first = next((sample for sample in ranks if sample.rank == diagnosis.failed), None)
         if first is None:
             rank = diagnosis.causes[0] if diagnosis.causes else -1
@@ -76,7 +80,7 @@ class FailedGeneration:
             step=step,
             nproc=nproc,
             loader_killed=bool(failure and LOADER_KILLED.search(failure.message)),
-            good_exit_codes=frozenset(r.code for r in ranks if r.code is not None and not r.ended_badly),
+            good_exit_codes=frozenset(r.code for r in ranks if r.code is not None and not (r.ended_badly or regroups)),
         )
 
     @property
@@ -256,6 +260,7 @@ class Coordinator:
         self._queue, self._began_seconds = JoinQueue(plan, self.cluster), 0.0
         self._meter = SpeedMeter()  # for --balance auto
         self._is_balance_checked = not plan.balance
+        self._regrouped = False  # whether the last generation saved its state and ended for the present one
         self._entered: Sequence[RemoteNode] = ()  # nodes that joined with the present generation
 
     def run(self) -> int:
@@ -308,7 +313,8 @@ class Coordinator:
         """The speeds for the next generation, of each rank or node. Empty: equal."""
         if self.plan.balance != AUTO:
             return parse_balance(self.plan.balance or None)
-        self._meter.start(nproc + sum(member.hello.nproc for member in self.cluster.present_nodes))
+        members = self.cluster.present_nodes
+        self._meter.start([*[self] * nproc, *(member for member in members for _ in range(member.hello.nproc))])
         return self._meter.speeds
 
     def _balance(self, generation: Generation, ranks: Sequence[WorkerSample]) -> None:
@@ -339,8 +345,10 @@ class Coordinator:
         self._on_started()
         self._began_seconds = time.monotonic()
         outcome = self._watch(generation)
+        self._regrouped = False
         if outcome == ExitCode.SAVED and generation.regroups and not self.cluster.is_stop_ordered:
             generation.stop(self.plan.grace_seconds)  # all ranks have saved and ended
+            self._regrouped = True
             is_fixed = not self.plan.elastic and len(self.cluster.present_nodes) == len(generation.members)
             decision = Restart(generation.plan.nproc) if is_fixed else self._with_remaining_nodes()
             return self._continue(generation, decision, ExitCode.SAVED)
@@ -397,6 +405,9 @@ class Coordinator:
         if first is not None and rank_end(first) is RankEnd.EXCEPTION:  # it could not save, for example
             evidence = [Evidence.from_sample(sample) for sample in ranks]
             self._report(StopReport(judge_samples(ranks), evidence, self.plan.attempt_dir))
+        if self._regrouped and not any(sample.step for sample in ranks):
+            print_to_stderr(f"stopped by {number.name} while the ranks started again: their state is saved")
+            return ExitCode.SAVED
         print_to_stderr(f"stopped by {number.name}")
         return 128 + number
 
@@ -427,6 +438,7 @@ class Coordinator:
             stop.exit_code,
             step=max(sample.step for sample in generation.samples()),  # includes ranks that have ended
             nproc=generation.plan.nproc,
+            regroups=generation.regroups,
         )
 
     def _report(self, stop: StopReport, oom_kills: int = 0) -> None:
