@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.errors import raises
 from tests.run_ranks import run_ranks
 from tests.strategies.shampoo import Joint, Shampoo, muon_and_adamw
@@ -18,6 +19,7 @@ from tests.worlds import world as world
 from tests.worlds import world_of
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline import BatchPlan, Loading, World, load_steps, train_step
 from paceline.checkpoint.shards import ShardedParameter, full_state, sha256_of
@@ -53,6 +55,40 @@ class Declared(Momentum):
     parameter_wise = True
 
 
+class Listed(Optimizer):
+    """Has a list of its own: of the parameters or, with `views`, of their memory."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, views: bool) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.own: list[Any] = [(p, p.data if views else p) for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for parameter, values in self.own:
+            if parameter.grad is not None:
+                values.mul_(0.9)
+
+
+class Gathering(Optimizer):
+    """Sums over ranks itself."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.sub_(parameter.grad))
+
+
+class Outer(AdamW):
+    """Calls the step of a known class."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(9, 7), nn.Linear(7, 5), nn.Linear(5, 2))
 
@@ -84,6 +120,40 @@ def test_an_optimizer_whose_trial_fails_is_refused_and_the_reason_given() -> Non
     with raises("optimizer-not-tried", kind="Momentum") as caught:
         scope_of(Momentum(layers().parameters()), "zero")
     assert caught.value.fields["reason"].startswith("RuntimeError: ")
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-11, torch.tensor(0.0)])
+def test_a_warm_up_that_begins_at_zero_hides_nothing(lr: Any) -> None:
+    optimizer = Joint(layers().parameters())
+    optimizer.param_groups[0]["lr"] = lr
+    with raises("optimizer-joins-parameters", kind="Joint"):
+        scope_of(optimizer, "zero")
+    assert optimizer.param_groups[0]["lr"] is lr
+
+
+@pytest.mark.parametrize(("views", "reason"), [(False, "made for"), (True, "none of the parameters")])
+def test_an_optimizer_that_would_not_train_replaced_parameters_is_refused(views: bool, reason: str) -> None:
+    with raises("optimizer-not-tried", kind="Listed") as caught:
+        scope_of(Listed(layers().parameters(), views=views), "zero")
+    assert reason in caught.value.fields["reason"]
+
+
+def test_an_optimizer_that_communicates_itself_is_refused(world: World) -> None:
+    with raises("optimizer-communicates", kind="Gathering", owner="zero"):
+        scope_of(Gathering(layers().parameters()), "zero")
+
+
+def test_a_trial_calls_no_hooks_of_all_optimizers_and_keeps_them() -> None:
+    AdamW(layers().parameters())  # torch replaces AdamW.step by one that calls hooks
+    calls = list[object]()
+    hook = register_optimizer_step_pre_hook(lambda *_: calls.append(1))
+    try:
+        assert scope_of(Outer(layers().parameters(), lr=0.1, fused=True), "zero") == "parameter"
+        assert not calls
+        AdamW(layers().parameters()).step()
+        assert calls
+    finally:
+        hook.remove()
 
 
 def test_a_trial_changes_nothing() -> None:
