@@ -49,6 +49,16 @@ class Momentum(Optimizer):
                 parameter.sub_(self.state[parameter]["sum"].add_(parameter.grad), alpha=0.1)
 
 
+class Assigning(Shampoo):
+    """Assigns new values, with other strides, instead of changing the old ones."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                parameter.data = (parameter - 0.1 * parameter.grad).t().contiguous().t()
+
+
 class Declared(Momentum):
     """The same, declared."""
 
@@ -262,6 +272,30 @@ def test_each_parameter_has_one_owner_and_ranks_have_about_the_same_work(
     assert all(shape in ((32, 4), (32, 32), (1, 32)) for _, momenta, _ in of_ranks for shape in momenta)
     # between updates only `zero`, whose ranks have all weights, holds the values of whole parameters
     assert all((stored > 1000) == (strategy == "zero") for _, _, stored in of_ranks)
+
+
+@pytest.mark.parametrize("strategy", ["zero", "fsdp"])
+def test_an_optimizer_may_assign_data_and_the_loop_change_the_weights_afterwards(world: World, strategy: str) -> None:
+    found: list[dict[str, Tensor]] = []
+    for name in ("single", strategy):
+        replica = STRATEGIES[name](Unused(), partial(Assigning, lr=0.1), world, virtual_ranks=1)
+        for _ in range(2):
+            train(replica, 1)
+            for parameter in replica.model.parameters():
+                parameter.detach().mul_(0.5)
+        found.append({name: tensor.clone() for name, tensor in replica.weights().items()})
+    for name, wanted in found[0].items():
+        torch.testing.assert_close(found[1][name], wanted, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_an_optimizer_of_whole_parameters_may_have_none_to_train(world: World) -> None:
+    model = Unused()
+    for parameter in matrices(model):
+        parameter.requires_grad_(False)
+    replica = STRATEGIES["zero"](model, partial(muon_and_adamw, lr=0.02), world, virtual_ranks=1)
+    before = model.first.weight.clone(), model.first.bias.clone()
+    train(replica, 1)
+    assert torch.equal(before[0], model.first.weight) and not torch.equal(before[1], model.first.bias)
 
 
 def in_a_mesh(rank: int, size: int) -> tuple[str, dict[str, Tensor]]:

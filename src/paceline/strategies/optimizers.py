@@ -188,7 +188,7 @@ class _NoCollectives(TorchDispatchMode):
 @contextmanager
 def _without_hooks() -> Generator[None]:
     """Inside, the hooks of the process on steps of all optimizers are not called."""
-    every: tuple[dict[int, Any], ...] = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+    every: Any = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     kept = [dict(hooks) for hooks in every]
     for hooks in every:
         hooks.clear()
