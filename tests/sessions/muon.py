@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 import paceline
 from paceline.errors import UsageError
@@ -80,6 +80,21 @@ def in_session(strategy: str, folder: Path | None = None, *, epochs: int = EPOCH
         return dict(s.weights(model))
 
 
+def cleared_by_one(number: int, folder: Path, epochs: int) -> dict[str, Tensor]:
+    """A loop that clears the gradients of one optimizer only: those of the other one add up. An epoch is a step."""
+    with paceline.session(folder, strategy="exact", virtual_ranks=3, device="cpu", resume=True) as s:
+        model = net()
+        model, optimizers = s.prepare(model, optimizers_of(model))
+        loader = s.loader(Subset(data(), range(GLOBAL)), global_batch=GLOBAL, shuffle=False)
+        for _ in s.epochs(epochs):
+            for x, y in loader:
+                optimizers[number].zero_grad()
+                s.backward(F.cross_entropy(model(x), y))
+                for optimizer in optimizers:
+                    optimizer.step()
+        return dict(s.weights(model))
+
+
 def refused(act: Any) -> str:
     try:
         with paceline.session(strategy="zero", device="cpu") as s:
@@ -140,6 +155,11 @@ if __name__ == "__main__":
         run = into / f"run-{first}-{second}"
         in_session(first, run, epochs=1)
         found[f"{first} {second}"] = in_session(second, run)
+    for number in (0, 1):
+        for stop in (1, 2, 3):
+            run = into / f"run-cleared-{number}-{stop}"
+            cleared_by_one(number, run, stop)
+            found[f"cleared {number} {stop}"] = cleared_by_one(number, run, 3)
     with paceline.session(device="cpu") as session:
         rank, size = session.rank, session.size
     if size == 1:

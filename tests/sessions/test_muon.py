@@ -48,6 +48,18 @@ def test_exact_and_zero_have_the_same_bits_at_every_world_size(found: tuple[Path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_gradients_that_only_the_other_optimizer_clears_add_up_also_after_a_resume(
+    found: tuple[Path, str], number: int
+) -> None:
+    folder, _ = found
+    wanted = load_file(folder / "1" / f"cleared {number} 3 1")
+    for stop, size in ((stop, size) for stop in (1, 2, 3) for size in SIZES):
+        weights = load_file(folder / str(size) / f"cleared {number} {stop} {size}")
+        assert all(torch.equal(weights[key], value) for key, value in wanted.items()), (stop, size)
+
+
+@pytest.mark.slow
 def test_optimizers_that_do_not_go_together_are_refused(found: tuple[Path, str]) -> None:
     line = next(line for line in found[1].splitlines() if line.startswith("refused"))
     assert line.split()[1:] == ["optimizer-added-later", "parameters-trained-twice", "schedulers-of-optimizers"]
