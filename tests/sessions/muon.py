@@ -119,6 +119,33 @@ def one_scheduler(s: Any, model: Any) -> None:
     s.prepare(model, given, schedulers_of(given)[:1])
 
 
+def resumed_with(act: Any, folder: Path) -> str:
+    """The error if the run of `folder` resumes with other optimizers."""
+    try:
+        with paceline.session(folder, strategy="exact", virtual_ranks=3, device="cpu", resume=True) as s:
+            model = net()
+            model, optimizers = s.prepare(model, act(model))
+            loader = s.loader(data(), global_batch=GLOBAL, shuffle=False)
+            for _ in s.epochs(EPOCHS):
+                train(model, optimizers, [], loader, s.backward)
+    except UsageError as error:
+        return error.code
+    return "nothing"
+
+
+def closures() -> str:
+    """Steps with closures."""
+    with paceline.session(device="cpu") as s:
+        model, losses = net(), list[Any]()
+        model, optimizers = s.prepare(model, optimizers_of(model))
+        for x, y in s.loader(data(), global_batch=GLOBAL):
+            s.backward(F.cross_entropy(model(x), y))
+            losses = [optimizer.step(lambda: 3) for optimizer in optimizers]
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    return f"losses {losses}"
+
+
 class WithBlocks(nn.Module):
     """A model as the documentation has it."""
 
@@ -166,5 +193,10 @@ if __name__ == "__main__":
         found["alone"] = alone()
         documentation()
         print("refused", *map(refused, (added_later, trained_twice, one_scheduler)))
+        run = into / "run-other"
+        in_session("exact", run, epochs=1)
+        swapped = resumed_with(lambda model: optimizers_of(model)[::-1], run)
+        print("resumed", swapped, resumed_with(lambda model: optimizers_of(model)[:1], run))
+        print(closures())
     for name, weights in found.items() if rank == 0 else ():
         save_file({key: value.contiguous() for key, value in weights.items()}, into / f"{name} {size}")

@@ -66,6 +66,13 @@ def test_optimizers_that_do_not_go_together_are_refused(found: tuple[Path, str])
 
 
 @pytest.mark.slow
+def test_a_resume_with_other_optimizers_is_refused_and_closures_are_called(found: tuple[Path, str]) -> None:
+    lines = found[1].splitlines()
+    assert "resumed optimizer-class-differs optimizer-missing" in lines
+    assert "losses [3, 3]" in lines
+
+
+@pytest.mark.slow
 def test_the_code_of_the_documentation_trains(found: tuple[Path, str]) -> None:
     (line,) = [line for line in found[1].splitlines() if line.startswith("documentation:")]
     assert line.split()[1] == "4" and line.endswith("True")

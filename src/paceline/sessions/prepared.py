@@ -77,10 +77,14 @@ class PreparedOptimizer:
         """Its state without tensors, as JSON: settings, additional entries, and the state of the scheduler."""
         state = self.optimizer.state_dict() if self._extra else {}
         extra = {key: as_json(state[key], "optimizer") for key in self._extra}
-        return {**optimizer_json_state(self.optimizer, self.scheduler), "given": self._given, "extra": extra}
+        settings = optimizer_json_state(self.optimizer, self.scheduler)
+        return {**settings, "class": type(self.optimizer).__name__, "given": self._given, "extra": extra}
 
     def load_json_state(self, saved: Mapping[str, Any]) -> None:
         """Restore the result of `numbers`, and print the settings that the script has changed since."""
+        found = type(self.optimizer).__name__
+        if (of_checkpoint := saved.get("class", found)) != found:
+            raise UsageError(code="optimizer-class-differs", number=self.number + 1, saved=of_checkpoint, found=found)
         saved_settings, groups = saved["given"], from_json(saved["groups"])
         num_groups = len(self.optimizer.param_groups)
         self.groups = groups[num_groups:]
@@ -115,7 +119,7 @@ class PreparedOptimizer:
         self.part.load_pending_optimizer_state(self.optimizer, added_group["params"])
 
     def _step(self, closure: Any = None) -> Any:
-        if closure is not None and not type(self.optimizer).__module__.startswith("torch.optim."):
+        if closure is not None and not f"{type(self.optimizer).__module__}.".startswith("torch.optim."):
             raise UsageError(code="closure-called-several-times", optimizer=type(self.optimizer).__name__)
         loss = closure() if closure is not None else None
         self.optimizer._opt_called = True
@@ -184,6 +188,7 @@ class PreparedModel(ModelInTraining):
         self._updates, self._changed, self._digests, self._digest = 0, list[int](), dict[int, int](), 0
         self._hooks_seen = -1
         self.optimizers: list[PreparedOptimizer] = []
+        self._num_saved_optimizers = 0
         if len(replica.optimizers) > 1 and replica.local_step_node is not None:
             raise UsageError(code="one-optimizer-only")
         for optimizer, scheduler in zip(replica.optimizers, schedulers, strict=True):
@@ -417,9 +422,15 @@ class PreparedModel(ModelInTraining):
                     "the base weights of the adapter differ from those of the saved run, which the checkpoint restores"
                 )
         all_numbers = [found, *found.get("others", ())]
+        self._num_saved_optimizers = len(all_numbers)
         if number >= len(all_numbers):
             raise UsageError(code="optimizer-too-many", saved=len(all_numbers))
         self.optimizers[number].load_json_state(all_numbers[number])
+
+    def check_all_optimizers_prepared(self) -> None:
+        """Raise UsageError if the checkpoint has more optimizers of the model than the script has prepared."""
+        if (saved := self._num_saved_optimizers) > len(self.optimizers):
+            raise UsageError(code="optimizer-missing", saved=saved, prepared=len(self.optimizers))
 
     # called by its optimizers
 
