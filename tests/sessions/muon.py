@@ -119,6 +119,36 @@ def one_scheduler(s: Any, model: Any) -> None:
     s.prepare(model, given, schedulers_of(given)[:1])
 
 
+class Experts(nn.Module):
+    """Each batch uses one of four blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 6)
+        self.double()
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return self.head(self.experts[number](torch.tanh(self.first(x))))
+
+
+def with_experts(strategy: Any) -> dict[str, Tensor]:
+    with paceline.session(strategy=strategy, virtual_ranks=3, device="cpu") as s:
+        model: Any = Experts()
+        weights = [expert.weight for expert in model.experts]
+        rest = [p for p in model.parameters() if all(p is not weight for weight in weights)]
+        model, optimizers = s.prepare(model, [Muon(weights, lr=0.02), AdamW(rest, lr=0.01)])
+        for _ in s.epochs(EPOCHS):
+            for x, y in s.loader(data(), global_batch=GLOBAL, shuffle=False):
+                s.backward(F.cross_entropy(model(x, s.batch % 4), y))
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return dict(s.weights(model))
+
+
 def resumed_with(act: Any, folder: Path) -> str:
     """The error if the run of `folder` resumes with other optimizers."""
     try:
@@ -182,6 +212,8 @@ if __name__ == "__main__":
         run = into / f"run-{first}-{second}"
         in_session(first, run, epochs=1)
         found[f"{first} {second}"] = in_session(second, run)
+    for strategy in ("exact", "zero", "fsdp"):
+        found[f"experts {strategy}"] = with_experts(strategy)
     for number in (0, 1):
         for stop in (1, 2, 3):
             run = into / f"run-cleared-{number}-{stop}"

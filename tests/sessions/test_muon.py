@@ -48,6 +48,16 @@ def test_exact_and_zero_have_the_same_bits_at_every_world_size(found: tuple[Path
 
 
 @pytest.mark.slow
+def test_experts_that_most_batches_do_not_use_are_trained_as_on_one_process(found: tuple[Path, str]) -> None:
+    folder, _ = found
+    wanted = load_file(folder / "1" / "experts exact 1")
+    for size, strategy in ((size, name) for size in SIZES for name in ("exact", "zero", "fsdp")):
+        weights = load_file(folder / str(size) / f"experts {strategy} {size}")
+        for key, value in wanted.items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9, msg=f"{key} {strategy} {size}")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_gradients_that_only_the_other_optimizer_clears_add_up_also_after_a_resume(
     found: tuple[Path, str], number: int
