@@ -120,7 +120,7 @@ def one_scheduler(s: Any, model: Any) -> None:
 
 
 class Experts(nn.Module):
-    """Each batch uses one of four blocks."""
+    """Each batch uses one of four blocks. One is frozen in the second epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,6 +146,7 @@ def with_experts(strategy: Any) -> dict[str, Tensor]:
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
+            model.experts[0].requires_grad_(False)
         return dict(s.weights(model))
 
 
