@@ -141,11 +141,10 @@ def test_a_warm_up_that_begins_at_zero_hides_nothing(lr: Any) -> None:
     assert optimizer.param_groups[0]["lr"] is lr
 
 
-@pytest.mark.parametrize(("views", "reason"), [(False, "made for"), (True, "none of the parameters")])
-def test_an_optimizer_that_would_not_train_replaced_parameters_is_refused(views: bool, reason: str) -> None:
-    with raises("optimizer-not-tried", kind="Listed") as caught:
+@pytest.mark.parametrize("views", [False, True])
+def test_an_optimizer_that_would_not_train_replaced_parameters_is_refused(views: bool) -> None:
+    with raises("optimizer-not-tried", kind="Listed"):
         scope_of(Listed(layers().parameters(), views=views), "zero")
-    assert reason in caught.value.fields["reason"]
 
 
 def test_an_optimizer_that_communicates_itself_is_refused(world: World) -> None:
