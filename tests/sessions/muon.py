@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 import paceline
 from paceline.errors import UsageError
@@ -80,6 +80,21 @@ def in_session(strategy: str, folder: Path | None = None, *, epochs: int = EPOCH
         return dict(s.weights(model))
 
 
+def cleared_by_one(number: int, folder: Path, epochs: int) -> dict[str, Tensor]:
+    """A loop that clears the gradients of one optimizer only: those of the other one add up. An epoch is a step."""
+    with paceline.session(folder, strategy="exact", virtual_ranks=3, device="cpu", resume=True) as s:
+        model = net()
+        model, optimizers = s.prepare(model, optimizers_of(model))
+        loader = s.loader(Subset(data(), range(GLOBAL)), global_batch=GLOBAL, shuffle=False)
+        for _ in s.epochs(epochs):
+            for x, y in loader:
+                optimizers[number].zero_grad()
+                s.backward(F.cross_entropy(model(x), y))
+                for optimizer in optimizers:
+                    optimizer.step()
+        return dict(s.weights(model))
+
+
 def refused(act: Any) -> str:
     try:
         with paceline.session(strategy="zero", device="cpu") as s:
@@ -102,6 +117,64 @@ def trained_twice(s: Any, model: Any) -> None:
 def one_scheduler(s: Any, model: Any) -> None:
     given = optimizers_of(model)
     s.prepare(model, given, schedulers_of(given)[:1])
+
+
+class Experts(nn.Module):
+    """Each batch uses one of four blocks. One is frozen in the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 6)
+        self.double()
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return self.head(self.experts[number](torch.tanh(self.first(x))))
+
+
+def with_experts(strategy: Any) -> dict[str, Tensor]:
+    with paceline.session(strategy=strategy, virtual_ranks=3, device="cpu") as s:
+        model: Any = Experts()
+        weights = [expert.weight for expert in model.experts]
+        rest = [p for p in model.parameters() if all(p is not weight for weight in weights)]
+        model, optimizers = s.prepare(model, [Muon(weights, lr=0.02), AdamW(rest, lr=0.01)])
+        for _ in s.epochs(EPOCHS):
+            for x, y in s.loader(data(), global_batch=GLOBAL, shuffle=False):
+                s.backward(F.cross_entropy(model(x, s.batch % 4), y))
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            model.experts[0].requires_grad_(False)
+        return dict(s.weights(model))
+
+
+def resumed_with(act: Any, folder: Path) -> str:
+    """The error if the run of `folder` resumes with other optimizers."""
+    try:
+        with paceline.session(folder, strategy="exact", virtual_ranks=3, device="cpu", resume=True) as s:
+            model = net()
+            model, optimizers = s.prepare(model, act(model))
+            loader = s.loader(data(), global_batch=GLOBAL, shuffle=False)
+            for _ in s.epochs(EPOCHS):
+                train(model, optimizers, [], loader, s.backward)
+    except UsageError as error:
+        return error.code
+    return "nothing"
+
+
+def closures() -> str:
+    """Steps with closures."""
+    with paceline.session(device="cpu") as s:
+        model, losses = net(), list[Any]()
+        model, optimizers = s.prepare(model, optimizers_of(model))
+        for x, y in s.loader(data(), global_batch=GLOBAL):
+            s.backward(F.cross_entropy(model(x), y))
+            losses = [optimizer.step(lambda: 3) for optimizer in optimizers]
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    return f"losses {losses}"
 
 
 class WithBlocks(nn.Module):
@@ -140,11 +213,23 @@ if __name__ == "__main__":
         run = into / f"run-{first}-{second}"
         in_session(first, run, epochs=1)
         found[f"{first} {second}"] = in_session(second, run)
+    for strategy in ("exact", "zero", "fsdp"):
+        found[f"experts {strategy}"] = with_experts(strategy)
+    for number in (0, 1):
+        for stop in (1, 2, 3):
+            run = into / f"run-cleared-{number}-{stop}"
+            cleared_by_one(number, run, stop)
+            found[f"cleared {number} {stop}"] = cleared_by_one(number, run, 3)
     with paceline.session(device="cpu") as session:
         rank, size = session.rank, session.size
     if size == 1:
         found["alone"] = alone()
         documentation()
         print("refused", *map(refused, (added_later, trained_twice, one_scheduler)))
+        run = into / "run-other"
+        in_session("exact", run, epochs=1)
+        swapped = resumed_with(lambda model: optimizers_of(model)[::-1], run)
+        print("resumed", swapped, resumed_with(lambda model: optimizers_of(model)[:1], run))
+        print(closures())
     for name, weights in found.items() if rank == 0 else ():
         save_file({key: value.contiguous() for key, value in weights.items()}, into / f"{name} {size}")

@@ -60,4 +60,4 @@ class Joint(Optimizer):
         norm = nn.utils.get_total_norm(gradients) if self.count >= self.first and gradients else 1.0
         self.count += 1
         for parameter, gradient in zip(trained, gradients, strict=True):
-            parameter.sub_(gradient / norm, alpha=0.1)
+            parameter.sub_(gradient / norm * self.param_groups[0]["lr"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.errors import raises
 from tests.run_ranks import run_ranks
 from tests.strategies.shampoo import Joint, Shampoo, muon_and_adamw
@@ -18,6 +19,7 @@ from tests.worlds import world as world
 from tests.worlds import world_of
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline import BatchPlan, Loading, World, load_steps, train_step
 from paceline.checkpoint.shards import ShardedParameter, full_state, sha256_of
@@ -47,10 +49,54 @@ class Momentum(Optimizer):
                 parameter.sub_(self.state[parameter]["sum"].add_(parameter.grad), alpha=0.1)
 
 
+class Assigning(Shampoo):
+    """Assigns new values, with other strides, instead of changing the old ones."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                parameter.data = (parameter - 0.1 * parameter.grad).t().contiguous().t()
+
+
 class Declared(Momentum):
     """The same, declared."""
 
     parameter_wise = True
+
+
+class Listed(Optimizer):
+    """Has a list of its own: of the parameters or, with `views`, of their memory."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, views: bool) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.own: list[Any] = [(p, p.data if views else p) for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for parameter, values in self.own:
+            if parameter.grad is not None:
+                values.mul_(0.9)
+
+
+class Gathering(Optimizer):
+    """Sums over ranks itself."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.sub_(parameter.grad))
+
+
+class Outer(AdamW):
+    """Calls the step of a known class."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
 
 
 def layers() -> nn.Module:
@@ -84,6 +130,39 @@ def test_an_optimizer_whose_trial_fails_is_refused_and_the_reason_given() -> Non
     with raises("optimizer-not-tried", kind="Momentum") as caught:
         scope_of(Momentum(layers().parameters()), "zero")
     assert caught.value.fields["reason"].startswith("RuntimeError: ")
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-11, torch.tensor(0.0)])
+def test_a_warm_up_that_begins_at_zero_hides_nothing(lr: Any) -> None:
+    optimizer = Joint(layers().parameters())
+    optimizer.param_groups[0]["lr"] = lr
+    with raises("optimizer-joins-parameters", kind="Joint"):
+        scope_of(optimizer, "zero")
+    assert optimizer.param_groups[0]["lr"] is lr
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_an_optimizer_that_would_not_train_replaced_parameters_is_refused(views: bool) -> None:
+    with raises("optimizer-not-tried", kind="Listed"):
+        scope_of(Listed(layers().parameters(), views=views), "zero")
+
+
+def test_an_optimizer_that_communicates_itself_is_refused(world: World) -> None:
+    with raises("optimizer-communicates", kind="Gathering", owner="zero"):
+        scope_of(Gathering(layers().parameters()), "zero")
+
+
+def test_a_trial_calls_no_hooks_of_all_optimizers_and_keeps_them() -> None:
+    AdamW(layers().parameters())  # torch replaces AdamW.step by one that calls hooks
+    calls = list[object]()
+    hook = register_optimizer_step_pre_hook(lambda *_: calls.append(1))
+    try:
+        assert scope_of(Outer(layers().parameters(), lr=0.1, fused=True), "zero") == "parameter"
+        assert not calls
+        AdamW(layers().parameters()).step()
+        assert calls
+    finally:
+        hook.remove()
 
 
 def test_a_trial_changes_nothing() -> None:
@@ -192,6 +271,30 @@ def test_each_parameter_has_one_owner_and_ranks_have_about_the_same_work(
     assert all(shape in ((32, 4), (32, 32), (1, 32)) for _, momenta, _ in of_ranks for shape in momenta)
     # between updates only `zero`, whose ranks have all weights, holds the values of whole parameters
     assert all((stored > 1000) == (strategy == "zero") for _, _, stored in of_ranks)
+
+
+@pytest.mark.parametrize("strategy", ["zero", "fsdp"])
+def test_an_optimizer_may_assign_data_and_the_loop_change_the_weights_afterwards(world: World, strategy: str) -> None:
+    found: list[dict[str, Tensor]] = []
+    for name in ("single", strategy):
+        replica = STRATEGIES[name](Unused(), partial(Assigning, lr=0.1), world, virtual_ranks=1)
+        for _ in range(2):
+            train(replica, 1)
+            for parameter in replica.model.parameters():
+                parameter.detach().mul_(0.5)
+        found.append({name: tensor.clone() for name, tensor in replica.weights().items()})
+    for name, wanted in found[0].items():
+        torch.testing.assert_close(found[1][name], wanted, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_an_optimizer_of_whole_parameters_may_have_none_to_train(world: World) -> None:
+    model = Unused()
+    for parameter in matrices(model):
+        parameter.requires_grad_(False)
+    replica = STRATEGIES["zero"](model, partial(muon_and_adamw, lr=0.02), world, virtual_ranks=1)
+    before = model.first.weight.clone(), model.first.bias.clone()
+    train(replica, 1)
+    assert torch.equal(before[0], model.first.weight) and not torch.equal(before[1], model.first.bias)
 
 
 def in_a_mesh(rank: int, size: int) -> tuple[str, dict[str, Tensor]]:

@@ -51,7 +51,7 @@ class ParameterOwners:
         holds_values: bool,
         group: Group = None,
     ) -> None:
-        """Distribute the parameters over the ranks, balanced by cost, the same on all ranks.
+        """Distribute the parameters, at least one, over the ranks, balanced by cost, the same on all ranks.
 
         Args:
             parameters: by name, in the same order on all ranks.
@@ -70,12 +70,13 @@ class ParameterOwners:
         names = [*parameters]
         self._owner = {names[i]: owner for owner, indices in enumerate(owned_by_rank) for i in indices}
         self._active: list[str] = []
+        self._between: dict[str, Tensor] = {}  # the data of each owned parameter between updates
         self.owned: dict[str, LocalShard] = {}
         """The parameters that this rank updates."""
         for name in (names[i] for i in sorted(owned_by_rank[rank])):
             parameter = parameters[name]
-            whole = nn.Parameter(parameter.detach() if holds_values else _placeholder(parameter))
-            self.owned[name] = LocalShard(0, parameter.numel(), whole, parameter.shape)
+            values = self._between[name] = parameter.detach() if holds_values else _placeholder(parameter)
+            self.owned[name] = LocalShard(0, parameter.numel(), nn.Parameter(values), parameter.shape)
         self._sizes = {name: parameter.element_size() for name, parameter in parameters.items()}
 
     def adopt(self, optimizer: Optimizer) -> dict[str, LocalShard]:
@@ -118,10 +119,9 @@ class ParameterOwners:
     def scatter(self, *_: object) -> None:
         """After an update: set the values of this rank's pieces."""
         self._exchange("weights after whole updates", to_owners=False, read=_values)
-        for whole in self._owned_active().values():
+        for name, whole in self._owned_active().items():
             whole.parameter.grad = None
-            if not self._holds_values:
-                whole.parameter.data = _placeholder(whole.parameter)
+            whole.parameter.data = self._between[name]  # an optimizer may also have assigned another tensor
 
     def _owned_active(self) -> dict[str, LocalShard]:
         return {name: self.owned[name] for name in self._active if name in self.owned}
@@ -183,7 +183,8 @@ def _gradient(shard: LocalShard) -> Tensor:
 
 
 def _values(shard: LocalShard) -> Tensor:
-    return shard.parameter.detach().view(-1)
+    values = shard.parameter.detach()
+    return values.view(-1) if values.is_contiguous() else values.reshape(-1)  # assigned by the optimizer
 
 
 def _placeholder(like: Tensor) -> Tensor:

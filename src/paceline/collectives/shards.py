@@ -115,7 +115,7 @@ class Shards:
         named = {name: p for p, name in names.items() if p in trained and p.requires_grad}
         updated = {name: self.pieces[p] for name, p in named.items() if p in self.pieces}
         optimizer.register_step_pre_hook(self.copy_assigned_values)
-        if whole:
+        if whole and named:  # the parameters of a pipeline stage may all belong to other optimizers
             updated = self._owners(named, updated).adopt(optimizer)
         replace_parameters(optimizer, groups, {name: shard.parameter for name, shard in updated.items()})
         buckets = [number for number, bucket in enumerate(self.buckets) if trained.intersection(bucket.parameters)]

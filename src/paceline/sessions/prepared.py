@@ -77,10 +77,14 @@ class PreparedOptimizer:
         """Its state without tensors, as JSON: settings, additional entries, and the state of the scheduler."""
         state = self.optimizer.state_dict() if self._extra else {}
         extra = {key: as_json(state[key], "optimizer") for key in self._extra}
-        return {**optimizer_json_state(self.optimizer, self.scheduler), "given": self._given, "extra": extra}
+        settings = optimizer_json_state(self.optimizer, self.scheduler)
+        return {**settings, "class": type(self.optimizer).__name__, "given": self._given, "extra": extra}
 
     def load_json_state(self, saved: Mapping[str, Any]) -> None:
         """Restore the result of `numbers`, and print the settings that the script has changed since."""
+        found = type(self.optimizer).__name__
+        if (of_checkpoint := saved.get("class", found)) != found:
+            raise UsageError(code="optimizer-class-differs", number=self.number + 1, saved=of_checkpoint, found=found)
         saved_settings, groups = saved["given"], from_json(saved["groups"])
         num_groups = len(self.optimizer.param_groups)
         self.groups = groups[num_groups:]
@@ -115,7 +119,7 @@ class PreparedOptimizer:
         self.part.load_pending_optimizer_state(self.optimizer, added_group["params"])
 
     def _step(self, closure: Any = None) -> Any:
-        if closure is not None and not type(self.optimizer).__module__.startswith("torch.optim."):
+        if closure is not None and not f"{type(self.optimizer).__module__}.".startswith("torch.optim."):
             raise UsageError(code="closure-called-several-times", optimizer=type(self.optimizer).__name__)
         loss = closure() if closure is not None else None
         self.optimizer._opt_called = True
@@ -171,8 +175,7 @@ class PreparedModel(ModelInTraining):
         self.gate, self.adapters = gate, adapters
         self._carried: Grads | None = None  # sums of earlier backwards, of this step or an older batch
         self._at_begin: Grads | None = None  # at the start of a step that adds to the gradients of older batches
-        self._used: Callable[[], Tensor | None] = lambda: None  # the first gradient after the last update
-        self._used_version = 0
+        self._used: list[tuple[weakref.ref[Tensor], int]] = []  # at the last update: a gradient of each optimizer
         self._adds_to_used = self._waiting = False
         """whether a gradient was added to .grad since the last update"""
         self._before: list[tuple[Tensor | None, int]] | None = None  # gradients and versions before a watched backward
@@ -181,10 +184,11 @@ class PreparedModel(ModelInTraining):
         self._summed: Grads | None = None  # until the step ends: gradients after the sum over ranks
         self._versions: list[int] = []  # of these gradients
         self._left: list[Any] = [None] * len(self._parameters)  # weak references to gradients of the session
-        self._was_looked_at, self._untrained = False, list[nn.Parameter]()
+        self._was_looked_at, self._untrained, self._trained = False, list[nn.Parameter](), list[list[int]]()
         self._updates, self._changed, self._digests, self._digest = 0, list[int](), dict[int, int](), 0
         self._hooks_seen = -1
         self.optimizers: list[PreparedOptimizer] = []
+        self._num_saved_optimizers = 0
         if len(replica.optimizers) > 1 and replica.local_step_node is not None:
             raise UsageError(code="one-optimizer-only")
         for optimizer, scheduler in zip(replica.optimizers, schedulers, strict=True):
@@ -240,8 +244,9 @@ class PreparedModel(ModelInTraining):
 
     def note_groups(self) -> None:
         """The groups of an optimizer have changed."""
-        trained = {id(p) for opt in self.optimizers for p in opt.parameters}
-        self._untrained = [p for p in self._parameters if id(p) not in trained]
+        trained = [{id(p) for p in opt.parameters} for opt in self.optimizers]
+        self._untrained = [p for p in self._parameters if not any(id(p) in own for own in trained)]
+        self._trained = [[i for i, p in enumerate(self._parameters) if id(p) in own] for own in trained]
 
     def has_stepped(self, numbers: Sequence[int]) -> bool:
         return any(opt.number in numbers for opt in self.optimizers)
@@ -278,7 +283,8 @@ class PreparedModel(ModelInTraining):
         if first is not None:
             if any(isinstance(grad, ShardedGradientPlaceholder) for grad in grads):
                 raise UsageError(code="gradients-not-cleared")
-            is_used = self._used() is first and _version(first) == self._used_version
+            used = {id(grad): version for ref, version in self._used if (grad := ref()) is not None}
+            is_used = any(used.get(id(grad)) == _version(grad) for grad in grads if id(grad) in used)
             self._adds_to_used = is_used or (self._adds_to_used and bool(local_shard(first).any()))
             self._carried = grads
             self._put(None)
@@ -416,9 +422,15 @@ class PreparedModel(ModelInTraining):
                     "the base weights of the adapter differ from those of the saved run, which the checkpoint restores"
                 )
         all_numbers = [found, *found.get("others", ())]
+        self._num_saved_optimizers = len(all_numbers)
         if number >= len(all_numbers):
             raise UsageError(code="optimizer-too-many", saved=len(all_numbers))
         self.optimizers[number].load_json_state(all_numbers[number])
+
+    def check_all_optimizers_prepared(self) -> None:
+        """Raise UsageError if the checkpoint has more optimizers of the model than the script has prepared."""
+        if (saved := self._num_saved_optimizers) > len(self.optimizers):
+            raise UsageError(code="optimizer-missing", saved=saved, prepared=len(self.optimizers))
 
     # called by its optimizers
 
@@ -484,11 +496,13 @@ class PreparedModel(ModelInTraining):
         if self.replica.sharded or self.replica.local_step_node is not None or self._changed:
             self._put(gradients)
         # If later steps add to the gradients, a checkpoint contains them. After the first step this is not known yet.
-        may_add = self._adds_to_used or self._updates == 1 or any(map(is_present, map(_grad, self._untrained)))
+        is_first = self._updates <= len(self.optimizers)
+        may_add = self._adds_to_used or is_first or any(map(is_present, map(_grad, self._untrained)))
         self._waiting = may_add and not self.replica.sharded
-        first = next(filter(is_present, gradients), None)
-        if first is not None:
-            self._used, self._used_version = weakref.ref(first), _version(first)
+        several = len(self.optimizers) > 1 and not self.replica.sharded
+        of_each = [[gradients[i] for i in own] for own in self._trained] if several else [gradients]
+        firsts = [next(filter(is_present, own), None) for own in of_each]
+        self._used = [(weakref.ref(first), _version(first)) for first in firsts if first is not None] or self._used
 
     def after_zero_grad(self, optimizer: Any, *, set_to_none: bool) -> None:
         """After an optimizer has cleared the gradients of its parameters, as torch does."""
@@ -496,7 +510,8 @@ class PreparedModel(ModelInTraining):
             self.replica.clear_gradients(optimizer, set_to_none=set_to_none)
         clears_all = self.replica.sharded or (len(self.optimizers) == 1 and not self._untrained)
         self._waiting = not clears_all and any(p.grad is not None for p in self._parameters)
-        self._adds_to_used = False
+        # the optimizer may be one of several, and the gradients of others be put aside
+        self._adds_to_used = self._adds_to_used and not clears_all and (self._waiting or self._carried is not None)
 
     # checks
 

@@ -130,6 +130,7 @@ class SessionState:
         if lost := [name for name in self._saved_objects if name not in self._registered]:
             raise UsageError(code="register-lost", names=", ".join(lost), first=lost[0])
         for part in self.models:
+            part.check_all_optimizers_prepared()
             part.json_state()
         if self.saves:
             self.search_unsaved_state()

@@ -349,9 +349,10 @@ class Step:
         self._sums.without_gradient = True
 
     def foreign_leaves(self) -> list[Tensor]:
-        """Leaf tensors of the last loss that are not parameters of the models."""
-        parameter_ids = {id(p) for part in self.parts for p in part.replica.model.parameters()}
-        return [] if self._value is None else [leaf for leaf in leaves_of(self._value) if id(leaf) not in parameter_ids]
+        """Leaf tensors of the last loss that are not parameters of the models, nor gathered ones of `fsdp`."""
+        ids = {id(p) for part in self.parts for p in part.replica.model.parameters()}
+        leaves = [] if self._value is None else leaves_of(self._value)
+        return [leaf for leaf in leaves if id(leaf) not in ids and not hasattr(leaf, "named_in_model")]
 
     def _rates(self) -> list[float]:
         return [rate for part in self.parts for rate in part.learning_rates()]

@@ -677,7 +677,7 @@ def ignore_batch(model: nn.Module, parameters: list[nn.Parameter]) -> Generator[
 
     Gradients are replaced, not multiplied by zero: 0 x inf would be NaN on every rank.
     """
-    hooks = [p.register_hook(torch.zeros_like) for p in parameters]
+    hooks = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]
     synchronised = [m for m in model.modules() if isinstance(m, SyncBatchNorm)]
     for module in synchronised:
         module.counted = False

@@ -410,3 +410,4 @@ class _UsedParameters:
         if parameter.requires_grad:
             self._watched.add(name)
             parameter.register_hook(hook)
+            vars(parameter)["named_in_model"] = name  # see Step.foreign_leaves
