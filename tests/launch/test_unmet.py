@@ -129,9 +129,9 @@ def launched(folder: Path, loop: str, *flags: str, nproc: int = 2, **settings: o
 @pytest.mark.parametrize(
     ("loop", "kind", "called"),
     [
-        (LEAVES_EPOCHS + "s.sum(1.0)", StopKind.MISMATCH, ["numbers of the loop", "messages of drawn"]),
+        (LEAVES_EPOCHS + "s.sum(1.0)", StopKind.MISMATCH, ["numbers of the loop", "messages of draw_epoch_plan"]),
         (LEAVES_BATCHES, StopKind.MISMATCH, ["totals of the step", "messages of draw_epoch_plan"]),
-        (LEAVES_EPOCHS + "with s.evaluating(): pass", StopKind.DEADLOCK, ["messages of drawn", "of group 0"]),
+        (LEAVES_EPOCHS + "with s.evaluating(): pass", StopKind.DEADLOCK, ["messages of draw_epoch_plan", "of group 0"]),
     ],
     ids=["left the epochs for a sum", "left the batches for an evaluation", "left the epochs for whole models"],
 )
