@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,6 +51,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     told = parser.parse_args()
     pace = Pace(2, 20, 0.0) if told.quick else Pace(told.rounds, None, told.patience)
+    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
     rows: list[dict[str, Any]] = []
     faults: list[str] = []
     for work in ["tiny"] if told.quick else told.work:
@@ -67,7 +70,8 @@ def main() -> int:
                 print(json.dumps(shown), flush=True)
             if told.out:
                 lines = ",\n".join(json.dumps(row) for row in rows)
-                told.out.write_text(f'{{"machine": {json.dumps(machine())},\n "rows": [\n{lines}\n]}}\n')
+                about = json.dumps({"commit": commit, "date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": machine()})
+                told.out.write_text(f'{about[:-1]},\n "rows": [\n{lines}\n]}}\n')
     for fault in faults:
         print(f"FAULT: {fault}", file=sys.stderr)
     return 1 if faults else 0
