@@ -109,8 +109,7 @@ def fit(
     """
     replica.model.train()
     page = page or HangGuard.of_process().page
-    options.setdefault("enter", page.enter)
-    clock = PhaseClock(page, on_device, options["enter"])
+    clock = PhaseClock(page, on_device, options.setdefault("enter", page.enter))
     step = TaskSteps(replica, loss, scale=scale, one_each=one_each, **options)
     clock.start()
     for number, microbatches in enumerate(steps, start):
