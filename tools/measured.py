@@ -240,14 +240,26 @@ CLAIMS = (
 
 
 def recorded(records: Iterable[str]) -> str:
-    """The newest date on which one of the records was committed, and the commit; any with --check."""
+    """The newest date on which one of the records was committed, and the commit; any with --check.
+
+    It is the first commit with the present content: a file that was removed and restored keeps its date.
+    """
     if CHECK:
         return "2026-01-01, 1234567"
-    files = [str(RESULTS / record) for record in records]
-    done = subprocess.run(
-        ["git", "log", "-1", "--format=%as, %H", "--", *files], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return done.stdout[: len("2026-01-01, 1234567")]
+    dates = (_first_commit(str((RESULTS / record).relative_to(ROOT))) for record in records)
+    return max(dates)[len("1234567890 ") :]
+
+
+def _first_commit(file: str) -> str:
+    """The time, date and hash of the first commit with the present content of a file."""
+    content = subprocess.run(
+        ["git", "rev-parse", f"HEAD:{file}"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    commits = subprocess.run(
+        ["git", "log", "--reverse", f"--find-object={content}", "--format=%ct %as, %H", "--", file],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    return commits[0][: len("1234567890 2026-01-01, 1234567")]
 
 
 def claims() -> str:
