@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable
@@ -50,6 +51,16 @@ class Training:
         torch.save(dict(zip(("random", "numpy", "torch"), states, strict=True)), folder / "random_states_0.pkl")
 
 
+class Planted:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Training, Path], SavedState]:
     """What the watch records when `save_state` of Accelerate has written this folder."""
@@ -96,6 +107,15 @@ def test_one_other_bit_of_a_tensor_is_found(seen: Any, tmp_path: Path, name: str
     with torch.no_grad():
         training.model.state_dict()[name].view(-1).view(torch.int32)[0] ^= 1
     assert seen(training, tmp_path / "state").missing == [f"{name} of the model"]
+
+
+def test_a_pickle_that_another_user_could_have_written_is_not_loaded(seen: Any, tmp_path: Path) -> None:
+    training = Training()
+    training.save(tmp_path / "state")
+    (tmp_path / "state" / "planted.pkl").write_bytes(pickle.dumps(Planted(tmp_path / "executed")))
+    (tmp_path / "state" / "planted.pkl").chmod(0o666)
+    state = seen(training, tmp_path / "state")
+    assert (state.parts, state.missing) == (0, []) and not (tmp_path / "executed").exists()
 
 
 def test_an_older_checkpoint_is_not_the_present_state(seen: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ schedules. Each rank looks for its random states.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections import deque
@@ -20,6 +21,7 @@ from paceline.rank.imports import when_imported
 from paceline.rank.probes import ScriptListener, short_hash, wrap_function
 from paceline.rank.probes.steps import is_sharded
 from paceline.rank.sites import user_site
+from paceline.runs.owners import NotOwnedError, open_file
 
 MAX_STATES, MAX_BYTES = 2, 2 << 30  # checkpoints that are loaded, and the size of one
 RECENT_STEPS = 8  # an optimizer that is not among these steps belongs to an earlier training
@@ -86,8 +88,11 @@ class SavedStateWatch(ScriptListener):
         files = _files(path, self._facts.rank, all_files=bool(in_memory))
         if sum(file.stat().st_size for file in files) <= MAX_BYTES:
             in_files = set[str]()
-            for file in files:
-                add_digests(_load(file), in_files)
+            try:
+                for file in files:
+                    add_digests(_load(file), in_files)
+            except NotOwnedError:  # to load it could run code of a different user
+                return
             state.parts = len(in_memory)
             state.missing = [name for name, value in in_memory if add_digests(value, set()) not in in_files]
             in_memory = [*_random_states(), *orders]
@@ -135,7 +140,8 @@ def _load(file: Path) -> Any:
 
         return load_file(file)
     load: Any = sys.modules["torch"].load
-    return load(file, map_location="cpu", weights_only=False)  # this process has written it
+    with open_file(file.resolve(), must_be_ours=True) as opened, os.fdopen(os.dup(opened.descriptor), "rb") as content:
+        return load(content, map_location="cpu", weights_only=False)  # random states and settings are not only tensors
 
 
 def add_digests(value: Any, found: set[str]) -> str:
