@@ -110,6 +110,7 @@ def test_a_small_or_useless_difference_restarts_nothing() -> None:
     long_update = Run(0.1, 0.2)
     long_update.update_seconds = 5.0
     assert not long_update.takes(200)
+    assert not Run(0.0, 0.2).takes(200)  # the first rank reports no times of its work
     assert not Run(0.1, 0.2, virtual_ranks=0).takes(200)  # a script without a session
 
 

@@ -103,7 +103,10 @@ class SpeedMeter:
         starts, self._start = self._start, {sample.rank: sample for sample in ranks}
         shares = assign_virtual_ranks(virtual_ranks, len(ranks), self.speeds)
         seconds = [_seconds_per_step(starts[sample.rank], sample, MEASURED_PHASES) for sample in ranks]
-        speeds = tuple(len(share) / max(spent, 1e-9) for share, spent in zip(shares, seconds, strict=True))
+        if min(seconds) <= 0:  # a rank reports no times, for example of a device: its speed is unknown
+            self._measured = []
+            return False
+        speeds = tuple(len(share) / spent for share, spent in zip(shares, seconds, strict=True))
         slowest = max(ranks, key=lambda sample: seconds[sample.rank])  # the others wait for it in each step
         step_seconds, compute_seconds = (
             _seconds_per_step(starts[slowest.rank], slowest, phases) for phases in (tuple(Phase), COMPUTE_PHASES)
