@@ -129,6 +129,7 @@ def test_auto_restarts_a_session(tmp_path: Path) -> None:
         (("--balance", "auto", "--virtual-ranks", "6", "--hang-timeout", "off"), "balance-without-guard"),
         (("--balance", "auto", "--virtual-ranks", "6", "--local-steps", "4"), "balance-changes-result"),
         (("--balance", "auto", "--virtual-ranks", "6", "--batchnorm", "sync"), "balance-changes-result"),
+        (("--balance", "2:1", "--virtual-ranks", "6", "--compress", "int8"), "balance-changes-result"),
     ],
 )
 def test_what_cannot_be_balanced_is_an_error_before_any_process_starts(
@@ -162,6 +163,8 @@ def test_a_session_is_measured_on_the_cpu_only_and_keeps_its_result() -> None:
         check_balance("auto", resumes, 6, on_gpu)
     with raises("balance-changes-result", setting="balance"):
         check_balance("2:1", replace(config, local_steps=4), 6, on_cpu)
+    with raises("balance-changes-result"):
+        check_balance("2:1", replace(config, compress="int8"), 6, on_cpu)
 
 
 def test_nodes_may_join_until_each_rank_has_one_virtual_rank(monkeypatch: pytest.MonkeyPatch) -> None:

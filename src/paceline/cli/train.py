@@ -191,6 +191,7 @@ def _check_balance(config: TrainConfig, nproc: int) -> None:
     check_can_balance(balance, default_strategy(config, nproc), config.data.virtual_ranks or nproc, nproc)
     alone = {
         "--local-steps": config.network.local_steps is not None,
+        "--compress": config.network.compress is not None,
         "--batchnorm sync": config.model.batchnorm == "sync",
     }
     if conflicts := [setting for setting, is_set in alone.items() if is_set]:

@@ -122,8 +122,9 @@ def check_balance(balance: str, config: SessionConfig, virtual_ranks: int, world
     """Raise UsageError if `--balance` has no effect in this session, or would change its result."""
     if not restart_count():  # later, so many nodes may have joined that each rank has one virtual rank
         check_can_balance(balance, config.strategy, virtual_ranks, world.size)
-    if config.local_steps is not None:
-        raise UsageError(code="balance-changes-result", value=balance, setting="local_steps")
+    for setting in ("local_steps", "compress"):
+        if getattr(config, setting) is not None:
+            raise UsageError(code="balance-changes-result", value=balance, setting=setting)
     if balance == AUTO and not config.resume:
         raise UsageError(code="balance-needs-resume", value=balance)
     if balance == AUTO and world.device.type != "cpu":  # a session takes its phases from the host, which only launches
