@@ -18,6 +18,7 @@ import functools
 import gc
 import importlib.util
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -81,8 +82,9 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail the test that leaks something. Set up before all other fixtures of the test, so torn down after them."""
     alone = not _one_of_several(request.config)
     environment = dict(os.environ)
-    before = Snapshot.take()
+    before, open_files = Snapshot.take(), resource.getrlimit(resource.RLIMIT_NOFILE)
     yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, open_files)  # an agent in the process of a test raises it
     found = [*_changed_environment(environment), *_settled(lambda: _leaks(before, shm=alone))]
     if found:
         _kill(_leaked_processes(before))

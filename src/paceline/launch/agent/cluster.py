@@ -142,8 +142,10 @@ class RemoteNodes:
         self.place_for: Callable[[RemoteNode], object] | None = None  # assigns a number to such a node; see `JoinQueue`
         self.wrong: list[str] = []  # errors of nodes that have the secret but cannot be accepted
         self._plan, self._orders = plan, orders
-        raise_open_file_limit(NUM_OTHER_OPEN_FILES + plan.nodes)
-        self._listener = channel.Listener(plan.node0_ports, bytes.fromhex(plan.secret)) if plan.nodes > 1 else None
+        self._listener: channel.Listener | None = None
+        if plan.nodes > 1:  # the ranks of a single node keep the limit of the user
+            raise_open_file_limit(NUM_OTHER_OPEN_FILES + plan.nodes)
+            self._listener = channel.Listener(plan.node0_ports, bytes.fromhex(plan.secret))
         self._orders_by_node: dict[int, list[int]] = {}  # node -> its stop signals; 0: its launcher has ended
         self._beat_seconds = 0.0
         self.settled_seconds = 0.0  # time when connections have recovered from the last interruption
