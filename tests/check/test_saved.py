@@ -51,9 +51,7 @@ class Training:
         torch.save(dict(zip(("random", "numpy", "torch"), states, strict=True)), folder / "random_states_0.pkl")
 
 
-class Planted:
-    """Creates a file when it is unpickled."""
-
+class Planted:  # creates a file when it is unpickled
     def __init__(self, path: Path) -> None:
         self.path = path
 

@@ -161,10 +161,9 @@ def test_a_session_is_measured_on_the_cpu_only_and_keeps_its_result() -> None:
     check_balance("2:1", config, 6, on_gpu)
     with raises("balance-of-device", device="cuda"):
         check_balance("auto", resumes, 6, on_gpu)
-    with raises("balance-changes-result", setting="balance"):
-        check_balance("2:1", replace(config, local_steps=4), 6, on_cpu)
-    with raises("balance-changes-result"):
-        check_balance("2:1", replace(config, compress="int8"), 6, on_cpu)
+    for changed in (replace(config, local_steps=4), replace(config, compress="int8")):
+        with raises("balance-changes-result", setting="balance"):
+            check_balance("2:1", changed, 6, on_cpu)
 
 
 def test_nodes_may_join_until_each_rank_has_one_virtual_rank(monkeypatch: pytest.MonkeyPatch) -> None:

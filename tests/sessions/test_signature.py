@@ -34,19 +34,8 @@ LEFT_OUT = {
     "the launcher's": {
         *("nproc", "port", "max_restarts", "min_nproc", "grace_period", "hang_timeout", "preload", "snapshot_every"),
         *("allocator", "collectives", "rehearse_preemption", "on", "nodes", "hosts", "ssh", "sync", "python", "env"),
-        *(
-            "module",
-            "activate",
-            "join_timeout",
-            "on_event",
-            "balance",
-            "dry_run",
-            "detach",
-            "agent",
-            "partition",
-            "time",
-            "gpus_per_node",
-        ),
+        *("module", "activate", "join_timeout", "on_event", "balance", "dry_run", "detach", "agent", "partition"),
+        *("time", "gpus_per_node"),
         *("cpus_per_rank", "save_before", "sbatch", "follow", "cancel_on_interrupt"),
     },
     "of a run of `paceline train` only": {

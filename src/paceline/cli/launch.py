@@ -15,16 +15,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from paceline.cli import command_line
-from paceline.cli.jobs import (
-    check_balance,
-    dry_run_job,
-    locked_run_dir,
-    make_job_spec,
-    show_plan,
-    start,
-    with_submit_dir,
-)
+from paceline.cli import command_line, jobs
 from paceline.cli.options import HELP_OPTIONS, check_positive, nproc_auto, resolve_threads_per_rank, usable_gpus
 from paceline.cli.torchrun import LaunchArguments, read_arguments
 from paceline.config.choices import untested_torch_notice
@@ -120,17 +111,17 @@ def main(arguments: Sequence[str]) -> int:
             f"{script[0]} is not a Python script: the hang guard cannot watch it. To use the guard, pass the .py file"
         )
     _check_collectives(options, job)
-    check_balance(job)
+    jobs.check_balance(job)
     cluster, run_dir, log_dir = options.cluster, options.script.run_dir, typed.torchrun_value("--log-dir")
     if run_dir is None and log_dir is not None:
         run_dir = new_run_dir(job.name, Path(log_dir))
     if options.script.check:
         job = job_with_script_check(job, cluster, script)
     if cluster.dry_run:
-        return show_plan(cluster, dry_run_job(job, run_dir, job.name))
+        return jobs.show_plan(cluster, jobs.dry_run_job(job, run_dir, job.name))
     is_local, code = cluster.on == "local" and not cluster.detach, ExitCode.DONE
     resume = contains_session_run(job, run_dir, trust=options.script.trust)
-    with locked_run_dir(run_dir, job.name, trust=options.script.trust, resume=resume) as (run_dir, lock):
+    with jobs.locked_run_dir(run_dir, job.name, trust=options.script.trust, resume=resume) as (run_dir, lock):
         job = replace(job, run_dir=str(run_dir))
         if is_local:
             job = replace(job, attempt_dir=str(create_attempt_dir(run_dir)[1]))
@@ -138,9 +129,9 @@ def main(arguments: Sequence[str]) -> int:
             if options.script.check:
                 code = report_findings(job, code)
         else:
-            job = with_submit_dir(job)  # with the lock held: a refused start must not look like the active run
+            job = jobs.with_submit_dir(job)  # with the lock held: a refused start must not look like the active run
     if not is_local:
-        code = start(cluster, job)  # node 0's agent takes the lock
+        code = jobs.start(cluster, job)  # node 0's agent takes the lock
     print_to_stderr(f"run folder {run_dir}")
     return code
 
@@ -219,7 +210,7 @@ def _script_job(options: ScriptLaunchConfig, command: Sequence[str]) -> JobSpec:
         if nproc == "gpu" and usable_gpus("auto") == 0:
             raise UsageError(code="no-gpu-to-count")
         nproc = nproc_auto("cpu" if nproc == "cpu" else "auto")
-    placed = make_job_spec(cluster, nproc)
+    placed = jobs.make_job_spec(cluster, nproc)
     return replace(
         placed,
         argv=worker_command(command, placed.python),

@@ -17,17 +17,7 @@ from msgspec.structs import replace as replace_fields
 
 from paceline.checkpoint.format import DamagedCheckpoint
 from paceline.checkpoint.manager import Checkpoints
-from paceline.cli import command_line
-from paceline.cli.jobs import (
-    check_balance,
-    dry_run_job,
-    locked_run_dir,
-    make_job_spec,
-    show_plan,
-    start,
-    with_submit_dir,
-    world_size,
-)
+from paceline.cli import command_line, jobs
 from paceline.cli.options import build_settings, check_gpus, nproc_auto, resolve_threads_per_rank, usable_gpus
 from paceline.config import settings as configuration
 from paceline.config.choices import torch_unsupported_reason, untested_torch_notice
@@ -83,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     cluster = config.cluster
     if cluster.on == "slurm" and config.launch.device == "cuda" and cluster.gpus_per_node is None:
         cluster = replace(cluster, gpus_per_node=nproc or 1)
-    job = replace_fields(make_job_spec(cluster, nproc), hang_timeout=windows)
+    job = replace_fields(jobs.make_job_spec(cluster, nproc), hang_timeout=windows)
     if cluster.on != "local":
         return _train_elsewhere(config, job)
     gpus = usable_gpus(config.launch.device)
@@ -91,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     if nproc is None and config.cluster != ClusterConfig():
         raise UsageError(code="option-needs-nproc")
     check_training(config, nproc or 1)
-    check_balance(job if nproc is None else replace_fields(job, nproc=nproc))
+    jobs.check_balance(job if nproc is None else replace_fields(job, nproc=nproc))
     check_gpus(f"--nproc {nproc or 1}", nproc or 1, gpus, config.launch.backend)
     config, job = replace(config, launch=replace(config.launch, nproc=nproc)), replace_fields(job, nproc=nproc or 1)
     if nproc is None and (gpus or 0) > 1 and not (config.strategy and STRATEGY_INFO[config.strategy].splits_over_gpus):
@@ -260,7 +250,7 @@ def _train_here(config: TrainConfig) -> tuple[Path, int]:
 
 def _train_elsewhere(config: TrainConfig, job: JobSpec) -> int:
     """Train on other machines, or detached. The workers check the settings that depend on their machine."""
-    on, size = config.cluster.on, world_size(job)
+    on, size = config.cluster.on, jobs.world_size(job)
     if config.launch.nproc == "auto":
         raise UsageError(code="train-nproc-of-this-machine", launcher=on)
     if config.checkpoint.rehearse_preemption is not None:
@@ -269,7 +259,7 @@ def _train_elsewhere(config: TrainConfig, job: JobSpec) -> int:
         raise UsageError(code="min-nproc-elsewhere")
     config = replace(config, launch=replace(config.launch, nproc=job.nproc))
     check_training(config, size)
-    check_balance(job)
+    jobs.check_balance(job)
     if job.min_nodes < job.nodes and config.checkpoint.checkpoint_every is None:
         raise UsageError(code="nodes-without-checkpoints", value=config.cluster.nodes)
     return _show_plan(config, job) if config.cluster.dry_run else _hand_over(config, job, size)
@@ -277,7 +267,9 @@ def _train_elsewhere(config: TrainConfig, job: JobSpec) -> int:
 
 def _locked(config: TrainConfig) -> AbstractContextManager[tuple[Path, int]]:
     c, run = config.checkpoint, config.run
-    return locked_run_dir(run.run_dir, str(config.task), trust=run.trust, resume=c.resume == "auto", restart=c.restart)
+    return jobs.locked_run_dir(
+        run.run_dir, str(config.task), trust=run.trust, resume=c.resume == "auto", restart=c.restart
+    )
 
 
 def _record(config: TrainConfig, run_dir: Path) -> None:
@@ -305,10 +297,10 @@ def _launch(job: JobSpec, config: TrainConfig) -> tuple[Path, int]:
 
 def _show_plan(config: TrainConfig, job: JobSpec) -> int:
     """`--dry-run`: print the plan, with the paths that the folders of this run would have."""
-    job = dry_run_job(job, config.run.run_dir, str(config.task))
+    job = jobs.dry_run_job(job, config.run.run_dir, str(config.task))
     if config.cluster.on == "local":
         job = replace_fields(job, attempt_dir=f"{job.run_dir}/attempt-1")
-    return show_plan(config.cluster, training_job(config, job))
+    return jobs.show_plan(config.cluster, training_job(config, job))
 
 
 def _hand_over(config: TrainConfig, job: JobSpec, size: int) -> int:
@@ -325,9 +317,9 @@ def _hand_over(config: TrainConfig, job: JobSpec, size: int) -> int:
             cluster=ClusterConfig(nodes=shape),
         )
         config = configuration.with_defaults(config, size)
-        job = with_submit_dir(replace_fields(job, run_dir=str(run_dir)), configuration.dump(config))
+        job = jobs.with_submit_dir(replace_fields(job, run_dir=str(run_dir)), configuration.dump(config))
         _record(config, run_dir)
-    code = start(cluster, training_job(config, job))
+    code = jobs.start(cluster, training_job(config, job))
     if on == "ssh" and not job.detached and code not in (ExitCode.DONE, ExitCode.SAVED, ExitCode.USAGE):
         _write_failed_summary(run_dir, config, size, code)
     is_here = not job.detached if on == "ssh" else on == "slurm" and current_allocation(os.environ) is not None

@@ -22,10 +22,8 @@ def parse_balance(text: str | None) -> tuple[float, ...]:
     """The relative speeds in `--balance 3:1`; empty for auto and None. Raises UsageError if the text is neither."""
     if text is None or text == AUTO:
         return ()
-    if not re.fullmatch(r"[0-9]{1,6}(?:\.[0-9]{1,6})?(?::[0-9]{1,6}(?:\.[0-9]{1,6})?)+", text):
-        raise UsageError(code="balance-invalid", value=text)
-    speeds = tuple(map(float, text.split(":")))
-    if not all(speeds):
+    is_ratio = re.fullmatch(r"[0-9]{1,6}(?:\.[0-9]{1,6})?(?::[0-9]{1,6}(?:\.[0-9]{1,6})?)+", text)
+    if not is_ratio or not all(speeds := tuple(map(float, text.split(":")))):
         raise UsageError(code="balance-invalid", value=text)
     return speeds
 
@@ -104,7 +102,6 @@ class SpeedMeter:
         shares = assign_virtual_ranks(virtual_ranks, len(ranks), self.speeds)
         seconds = [_seconds_per_step(starts[sample.rank], sample, MEASURED_PHASES) for sample in ranks]
         if min(seconds) <= 0:  # a rank reports no times, for example of a device: its speed is unknown
-            self._measured = []
             return False
         speeds = tuple(len(share) / spent for share, spent in zip(shares, seconds, strict=True))
         slowest = max(ranks, key=lambda sample: seconds[sample.rank])  # the others wait for it in each step

@@ -25,20 +25,8 @@ def test_a_piece_of_memory_counts_once_however_many_tensors_lie_in_it() -> None:
 
 def test_levels_are_those_of_the_last_step_and_the_peak_of_all() -> None:
     first = ["data", 100, "forward", 500, "backward", -500, "sync", "optimizer", 200]  # 300 are kept
-    last = [
-        "data",
-        "forward",
-        -50,
-        90,
-        "backward",
-        -40,
-        100,
-        "sync",
-        70,
-        -70,
-        "optimizer",
-        -100,
-    ]  # 50 of the step before
+    # 50 of the step before
+    last = ["data", "forward", -50, 90, "backward", -40, 100, "sync", 70, -70, "optimizer", -100]
     assert compute_memory_levels([*first, *last], known=350) == (90, 120, 600)
 
 
