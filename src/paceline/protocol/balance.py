@@ -23,17 +23,14 @@ def parse_balance(text: str | None) -> tuple[float, ...]:
     if text is None or text == AUTO:
         return ()
     is_ratio = re.fullmatch(r"[0-9]{1,6}(?:\.[0-9]{1,6})?(?::[0-9]{1,6}(?:\.[0-9]{1,6})?)+", text)
-    if not is_ratio or not all(speeds := tuple(map(float, text.split(":")))):
+    speeds = tuple(float(number) for number in text.split(":")) if is_ratio else (0.0,)
+    if not all(speeds):
         raise UsageError(code="balance-invalid", value=text)
     return speeds
 
 
 def speeds_of_ranks(speeds: Sequence[float], ranks_of_nodes: Sequence[int]) -> tuple[float, ...]:
-    """The speed of each rank, from one number for each rank or for each node.
-
-    Raises:
-        UsageError: the number of speeds is neither.
-    """
+    """The speed of each rank, from one number for each rank or each node. Raises UsageError for any other number."""
     ranks, nodes = sum(ranks_of_nodes), len(ranks_of_nodes)
     if len(speeds) not in (ranks, nodes):
         raise UsageError(
