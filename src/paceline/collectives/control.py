@@ -402,35 +402,34 @@ class SummedTotals(Struct, frozen=True):
 
 def start_totals(
     losses: Sequence[float | Tensor], weights: Sequence[float | Tensor], votes: Sequence[float], world: World,
-    exchange: Communicator | None = None,
+    exchange: Communicator | None = None, on_device: bool = False,
 ) -> Callable[[], SummedTotals]:  # fmt: skip
     """Start the sum over ranks. Call the returned function once: it waits for the other ranks, not for the device.
 
     Args:
         losses: by virtual rank; 0.0 for those of other ranks. They are added in the order of `tree`: the bits do not
-            depend on the world size. () float64 on the device if the host would have to wait for it.
+            depend on the world size. () float64 on the device if `on_device`.
         weights: like `losses`, but they may be numbers on the host.
         votes: m numbers of this rank, added in any order.
         world: the ranks.
         exchange: their communicator, if the caller has it.
+        on_device: whether the numbers are summed on the device, because the host would have to wait for it.
     """
     if world.size == 1:
         loss, weight = (losses[0], weights[0]) if len(losses) == 1 else (_tree_sum(losses), _tree_sum(weights))
-        if is_async(world.device):
+        if isinstance(loss, Tensor) or isinstance(weight, Tensor):
             return lambda: _deferred_totals(loss, weight, [*votes])
-        sums = [float(loss), float(weight)]
-        return partial(SummedTotals, Totals(sums, [*votes]), sums[1])
+        return partial(SummedTotals, Totals([loss, weight], [*votes]), weight)
     # One slot for each virtual rank: all others add zeros, so each rank gets the numbers unchanged.
     numbers: list[Any] = [*chain.from_iterable(zip(losses, weights, strict=True)), *votes]
-    on_device: dict[int, Tensor] = {}
-    for index, number in enumerate(numbers):
-        if isinstance(number, Tensor):
-            on_device[index], numbers[index] = number, 0.0
-    slots = to_device_async(numbers, world.device)
-    for index, number in on_device.items():
+    exchange = exchange or communicator()
+    if not on_device:
+        return partial(_totals_on_host, exchange.start_float_sum(numbers, TOTALS_NAME), len(losses))
+    tensors = {index: number for index, number in enumerate(numbers) if isinstance(number, Tensor)}
+    slots = to_device_async([0.0 if index in tensors else number for index, number in enumerate(numbers)], world.device)
+    for index, number in tensors.items():
         slots[index] = number
-    finish = (exchange or communicator()).start_sum(slots, TOTALS_NAME)
-    return partial(_sum_over_ranks, finish, len(losses))
+    return partial(_totals_on_device, exchange.start_sum(slots, TOTALS_NAME), len(losses))
 
 
 def _deferred_totals(loss: float | Tensor, weight: float | Tensor, votes: list[float]) -> SummedTotals:
@@ -441,17 +440,17 @@ def _deferred_totals(loss: float | Tensor, weight: float | Tensor, votes: list[f
         rest = iter(numbers)
         return Totals([next(rest) if isinstance(number, Tensor) else number for number in (loss, weight)], votes)
 
-    numbers = on_device[0].view(1) if len(on_device) == 1 else torch.stack(on_device) if on_device else torch.zeros(0)
+    numbers = on_device[0].view(1) if len(on_device) == 1 else torch.stack(on_device)
     return SummedTotals(Deferred(numbers, totals), weight.view(1) if isinstance(weight, Tensor) else weight)
 
 
-def _sum_over_ranks(finish: Callable[[], Tensor], ranks: int) -> SummedTotals:
+def _totals_on_host(finish: Callable[[], list[float]], ranks: int) -> SummedTotals:
+    totals = _totals(finish(), ranks)
+    return SummedTotals(totals, totals.sums[1])
+
+
+def _totals_on_device(finish: Callable[[], Tensor], ranks: int) -> SummedTotals:
     slots = finish()
-    if not is_async(slots.device):
-        numbers: list[float] = slots.tolist()
-        HangGuard.of_process().check_unblocked()
-        totals = _totals(numbers, ranks)
-        return SummedTotals(totals, totals.sums[1])
     return SummedTotals(Deferred(slots, lambda numbers: _totals(numbers, ranks)), slots[1 : 2 * ranks : 2])
 
 

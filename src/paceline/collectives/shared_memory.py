@@ -46,9 +46,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -60,6 +60,9 @@ from paceline.host.procfs import read_process
 from paceline.protocol.control import SHARED_MEMORY
 from paceline.protocol.evidence import SHARED_GROUP, Op
 from paceline.rank.guard import HangGuard
+
+if TYPE_CHECKING:
+    from paceline.collectives.memory_sum import AsyncSum
 
 SPINS = 1000  # polls of about 50 ns each
 YIELD_SECONDS = 2e-4
@@ -105,6 +108,8 @@ class Channel:
         self._others = [counter for number, counter in enumerate(counters) if number != rank]
         self._headers = [[slot[:HEADER_BYTES] for slot in of_tick] for of_tick in slots]
         self._data = [[slot[HEADER_BYTES:] for slot in of_tick] for of_tick in slots]
+        self.floats = [[data.cast("d") for data in of_tick] for of_tick in self._data]
+        """the data of all slots, as numbers"""
         self._typed: dict[torch.dtype, Slots] = {}
         self.view = lru_cache(4096)(self._view)  # each slice is a torch operation
         self._check_wait: CheckWait = check_wait
@@ -261,15 +266,6 @@ class MemoryPeer:
     memory: memoryview
 
 
-@dataclass(frozen=True)
-class MemoryCall:
-    """One collective: `op` for the hang guard, `header` for the comparison with the other ranks."""
-
-    op: Op
-    text: str
-    header: bytes
-
-
 class SharedMemory:
     """The memories of all ranks of a group on one host, mapped into this process. `rank` and `size` are of the group.
 
@@ -289,7 +285,8 @@ class SharedMemory:
     ) -> None:
         """`rank` is the index of this rank in `peers`. `group` is their name; GROUP means all ranks of the world."""
         self.rank, self.size, self.timeout_seconds = rank, len(peers), timeout_seconds
-        self.running: Any = None  # the `AsyncAllReduce` whose result has not been read yet
+        self.running: AsyncSum | None = None
+        """the sum that has not been read yet"""
         self.group, self._pid = group, os.getpid()
         self._others = [(index, peer) for index, peer in enumerate(peers) if index != rank]
         at = layout.counters_offset
@@ -297,8 +294,6 @@ class SharedMemory:
         self.left = [counter[len(layout.channel_slot_bytes) * LINE // 8 :] for counter in counters]
         self._checked_seconds = 0.0
         self.ranks = tuple(peer.rank for peer in peers)
-        self.describe_call = lru_cache(256)(self._describe_call)
-        self.call = self.describe_call("", "")
         self.guard = HangGuard.of_process()
         spins = 0 if self.size > usable_cores() else SPINS
 
@@ -307,12 +302,9 @@ class SharedMemory:
             return Channel(number * LINE // 8, rank, counters, slots, self._check_wait, self.ranks, spins)
 
         self.totals, self.bulk = map(channel, range(len(layout.channel_slot_bytes)))
-
-    def _describe_call(self, kind: str, name: str, shape: str = "", dtype: torch.dtype | str = "") -> MemoryCall:
-        """The description of a collective."""
-        op = Op(self.group, 0, kind, name, shape, str(dtype).removeprefix("torch."))
-        text = f"{kind} '{name}' {shape} {op.dtype}".rstrip()
-        return MemoryCall(op, text, text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"))
+        self.operation = lru_cache(256)(partial(MemoryOperation, self))
+        self.current = self.operation("", "")
+        """the last collective that has begun"""
 
     def leave(self) -> None:
         """Mark this rank as gone, so that waiting ranks raise an error. May be called more than once."""
@@ -322,7 +314,7 @@ class SharedMemory:
     def _check_wait(self, missing: Callable[[], list[int]], waited_seconds: float) -> None:
         if self.guard.release_reason():
             names = self._names(missing())
-            raise RuntimeError(f"{self.call.text}: connection closed by peer: unblocked from the wait for {names}")
+            raise RuntimeError(f"{self.current.text}: connection closed by peer: unblocked from the wait for {names}")
         gone = [index for index in missing() if self.left[self._others[index][0]][0]]
         why = "has left"
         if not gone and time.monotonic() - self._checked_seconds > ALIVE_CHECK_SECONDS:
@@ -330,10 +322,10 @@ class SharedMemory:
             why, self._checked_seconds = "has ended", time.monotonic()
         # A rank that published before it left is not missing: its stores become visible in their order.
         if gone and (gone := [index for index in missing() if index in gone]):
-            raise RuntimeError(f"{self.call.text}: connection closed by peer: {self._names(gone)} {why}")
+            raise RuntimeError(f"{self.current.text}: connection closed by peer: {self._names(gone)} {why}")
         if waited_seconds > self.timeout_seconds:
             raise RuntimeError(
-                f"{self.call.text}: timed out waiting for {self._names(missing())} after "
+                f"{self.current.text}: timed out waiting for {self._names(missing())} after "
                 f"{self.timeout_seconds:g} s (--timeout)"
             )
 
@@ -348,21 +340,30 @@ class MemoryOperation:
     For an asynchronous collective, it wraps the ticks that start it. `work` then reports whether it is completed.
     """
 
-    def __init__(self, memory: SharedMemory, channel: Channel, call: MemoryCall, work: object = None) -> None:
-        self._memory, self._channel, self._call, self._work = memory, channel, call, work
+    def __init__(
+        self, memory: SharedMemory, kind: str, name: str, shape: str = "", dtype: torch.dtype | str = "",
+        *, channel: Channel | None = None,
+    ) -> None:  # fmt: skip
+        """`channel`: by default that for bulk data."""
+        self._memory, self._channel = memory, channel or memory.bulk
+        self.work: object = None
+        self._op = Op(memory.group, 0, kind, name, shape, str(dtype).removeprefix("torch."))
+        self.text = f"{kind} '{name}' {shape} {self._op.dtype}".rstrip()
+        self._header = self.text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
 
     def __enter__(self) -> None:
-        memory, call = self._memory, self._call
+        memory = self._memory
         if memory.left[memory.rank][0]:
-            raise RuntimeError(f"{call.text}: this rank has left the shared memory after an error or at its end")
-        memory.call, self._channel.call = call, call.header  # the channel compares it between ranks
+            raise RuntimeError(f"{self.text}: this rank has left the shared memory after an error or at its end")
+        memory.current, self._channel.call = self, self._header  # the channel compares it between ranks
         of_all = memory.group == GROUP_NAME
-        self._begun = memory.guard.ledger.begin_internal_op(memory, memory.ranks, call.op, of_all=of_all)
+        self._begun = memory.guard.ledger.begin_internal_op(memory, memory.ranks, self._op, of_all=of_all)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        work, self.work = self.work, None
         if kind is not None:
             self._memory.leave()  # otherwise the others would wait for the remaining ticks
-        self._memory.guard.ledger.end_internal_op(self._begun, None if kind else self._work, failed=kind is not None)
+        self._memory.guard.ledger.end_internal_op(self._begun, None if kind else work, failed=kind is not None)
 
 
 def _is_alive(peer: MemoryPeer) -> bool:

@@ -165,10 +165,9 @@ class LoopChecks:
         finally:
             hook.remove()
 
-    def check_periodically(self, step: int) -> None:
-        """In steps 1, 2, 4, 8, ... and the step after each: check foreign tensors and the weights of losses."""
-        begins, follows = step & (step - 1) == 0, (step - 1) & (step - 2) == 0
-        if not (begins or follows) or (self._world.size == 1 and self._step.phases.alone):
+    def check_losses(self, *, begins: bool, follows: bool) -> None:
+        """In steps 1, 2, 4, 8, ... (`begins`) and the step after each: check foreign tensors and weights of losses."""
+        if self._world.size == 1 and self._step.phases.alone:
             return
         leaves = self._step.foreign_leaves()
         try:

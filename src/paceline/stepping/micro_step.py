@@ -113,12 +113,6 @@ class WeightedLoss(Struct, frozen=True):
             return total + value * self.factor
         return torch.add(total, value, alpha=self.factor)
 
-    @property
-    def is_weightless(self) -> bool:
-        """Whether the weight is known to be 0. A weight on a GPU is not read, because the host would wait."""
-        on_host = not isinstance(self.factor, Tensor) or self.factor.device.type == "cpu"
-        return on_host and float(self.factor) == 0
-
 
 def make_weighted_loss(
     loss: Tensor, weight: float | Tensor | None, reduction: Reduction, micro_step: MicroStep

@@ -116,14 +116,17 @@ class StepTotals:
         return self.result
 
     def add_loss(
-        self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *,
-        plain: bool, is_weightless: bool,
-    ) -> None:  # fmt: skip
+        self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *, plain: bool
+    ) -> bool:
         """Add a loss and its weight to the totals. Backwards with a common divisor must have the same weight.
 
         `plain`: each sample weighs 1, according to the form of the loss, which is the same on all ranks.
-        `is_weightless`: of `weighed`.
+
+        Returns whether the loss is known to have no gradient: its factor is 0. A GPU is not asked, because the host
+        would wait.
         """
+        factor = weighed.factor
+        is_weightless = (not isinstance(factor, Tensor) or factor.device.type == "cpu") and float(factor) == 0
         is_shared = bool(micro_step.weights) and (self.in_round > 0 or not self._one_each)
         if reduction != (self._reduction or reduction) and (is_shared or not self._one_each):
             raise UsageError(code="reductions-differ")
@@ -150,6 +153,7 @@ class StepTotals:
                 )
         self.in_round += 1
         micro_step.weights.append(weighed.weight)
+        return is_weightless
 
     def choose_loss_divisor(self, weighed: WeightedLoss, *, waits: bool) -> float | Tensor | None:
         """The divisor of the loss before backward, which makes gradients inside backward those of the mean.
@@ -186,17 +190,9 @@ class StepTotals:
 
     def remaining_divisor(self, summed: SummedTotals) -> float | Tensor:
         """The remaining divisor of the summed gradients, before `read_totals`: the weight is still on the device."""
-        if isinstance(summed.weights, Tensor) and self.is_weight_known:
+        if isinstance(summed.weights, Tensor) and self._is_weight_known:
             return 1.0  # `read_totals` compares
         return self.loss_sum_divisor(summed.total_weight) / (1.0 if self.scale is None else self.scale)
-
-    @property
-    def is_weight_known(self) -> bool:
-        """Whether all losses were divided by the number of samples, which is the weight of the global batch.
-
-        The answer is the same on all ranks. It is no if a collate function may have dropped samples.
-        """
-        return self._counts_all and not isinstance(self.scale, Tensor) and self.scale == self._samples
 
     @property
     def samples_if_weight(self) -> int:
@@ -205,13 +201,16 @@ class StepTotals:
 
     def start(self) -> AwaitTotals:
         """Start the sum over ranks. The first one in a step includes the votes."""
+        # Were all losses divided by the number of samples, which is the weight of the global batch? The answer is the
+        # same on all ranks. It is no if a collate function may have dropped samples.
+        self._is_weight_known = self._counts_all and not isinstance(self.scale, Tensor) and self.scale == self._samples
         hashes = self._order.hashes() if self._order is not None and self.divisor is None else ()
         votes = [*astuple(self._votes()), *hashes] if self.divisor is None else []
         if self._world.size > 1:
             self._said_scale = float(self.scale or 0)
             votes.append(self._said_scale)
             self._exchange = self._exchange or communicator()
-        return start_totals(self._losses, self._weights, votes, self._world, self._exchange)
+        return start_totals(self._losses, self._weights, votes, self._world, self._exchange, self._on_device)
 
     def defer_wait(self, finish: AwaitTotals) -> float:
         """Leave the wait to `await_totals`. Returns the remaining divisor: 1, as each of the `samples` weighs 1."""
@@ -262,7 +261,7 @@ class StepTotals:
             weight_total = self._counted_before
         if weight_total == 0:
             raise report_on_one_rank(UsageError(code="loss-weights-zero", place=str(self._where)), self._world)
-        if self.is_weight_known and weight_total != self._samples:
+        if self._is_weight_known and weight_total != self._samples:
             place = str(self._where)
             raise TrainingError(code="loss-weight-wrong", place=place, weight=weight_total, samples=self._samples)
         is_sum, scale = self._reduction == "sum", self.scale
