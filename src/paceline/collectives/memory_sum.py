@@ -136,8 +136,8 @@ class SlotLayout:
         self._memory, self._sizes, self._dtypes, self._lane_sizes = memory, sizes, dtypes, lane_sizes
         self._scratch = scratch
 
-    def set_flags(self, slot: int, partials: Sequence[TensorList | None]) -> None:
-        """Write one flag for each tensor: whether this rank has values."""
+    def flags_of(self, partials: Sequence[TensorList | None]) -> bytes:
+        """One bit for each tensor: whether this rank has values."""
         flags = 0
         for flat in partials:
             if flat and all(map(is_present, flat)):
@@ -146,7 +146,7 @@ class SlotLayout:
             for i, tensor in enumerate(flat or ()):
                 if tensor is not None:
                     flags |= 1 << i
-        self._memory.bulk.set_flags(slot, flags, len(self._sizes))
+        return flags.to_bytes((len(self._sizes) + 7) // 8, "little")
 
     def read_used_flags(self) -> list[bool]:
         """For each tensor, whether any rank has values. Valid in the tick in which the flags were set."""
@@ -201,9 +201,7 @@ class SlotLayout:
         self, chunk: Chunk | None, partials: Sequence[TensorList | None], *, is_first: bool, factor: float | None = None
     ) -> int:
         """Run one tick that sends the chunk, and in the first tick the flags, of all ranks; return its slot."""
-        slot = self._memory.bulk.begin_tick()
-        if is_first:
-            self.set_flags(slot, partials)
+        slot = self._memory.bulk.begin_tick(self.flags_of(partials) if is_first else b"")
         if chunk is not None:
             self.write_chunk(chunk, partials, slot, factor=factor)
         self._memory.bulk.exchange()
@@ -338,9 +336,7 @@ class TreeSum:
         # tick k sends chunk k, and the sums of chunk k - 1
         bulk, lanes, results, finite = self._memory.bulk, self._lanes, list[Tensor | None](), True
         for number in range(len(lanes.chunks) + 1):
-            slot = bulk.begin_tick()
-            if number == 0:
-                lanes.set_flags(slot, partials)
+            slot = bulk.begin_tick(lanes.flags_of(partials) if number == 0 else b"")
             if number < len(lanes.chunks):
                 lanes.write_chunk(lanes.chunks[number], partials, slot, for_others=True, factor=factor)
             if number > 0:
@@ -348,7 +344,7 @@ class TreeSum:
                 in_place = partials if factor is None else [None] * len(partials)
                 finite &= self._add_shard(lanes.chunks[number - 1], in_place, slot, divisor)
             if number == len(lanes.chunks):
-                bulk.set_flags(slot, not finite, 1)
+                bulk.set_flags(slot, bytes([not finite]))
             bulk.exchange()
             if number == 0:
                 results = lanes.allocate_results(partials, lanes.read_used_flags)

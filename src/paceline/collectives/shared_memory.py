@@ -46,7 +46,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,21 +102,24 @@ class Channel:
             slots: (2, ranks): header and data of each.
             check_wait: see `CheckWait`; it gets indices among the other ranks.
             names: the rank of each in the world.
-            spins: see `wait_for`.
+            spins: polls before the first sleep; 0 if ranks share cores.
         """
         self._at, self._rank, self._mine, self._names = at, rank, counters[rank], names
         self._others = [counter for number, counter in enumerate(counters) if number != rank]
         self._headers = [[slot[:HEADER_BYTES] for slot in of_tick] for of_tick in slots]
         self._data = [[slot[HEADER_BYTES:] for slot in of_tick] for of_tick in slots]
-        self.floats = [[data.cast("d") for data in of_tick] for of_tick in self._data]
-        """the data of all slots, as numbers"""
         self._typed: dict[torch.dtype, Slots] = {}
         self.view = lru_cache(4096)(self._view)  # each slice is a torch operation
         self._check_wait: CheckWait = check_wait
         self.call = b""
         """the header of the call that begins with the next tick. If ranks set different ones, `wait` raises an error"""
-        self.tick, self.spins = 0, spins
+        self.tick, self._waited, self._spins = 0, 0, spins  # `_waited`: the last tick that this rank has waited for
         self.data_bytes = len(self._data[0][0])
+
+    @cached_property
+    def floats(self) -> list[list[memoryview]]:
+        """The data of all slots, as numbers."""
+        return [[data.cast("d") for data in of_tick] for of_tick in self._data]
 
     def slots_as(self, dtype: torch.dtype) -> Slots:
         """The data of all slots, as elements of `dtype`."""
@@ -128,18 +131,19 @@ class Channel:
         """Elements [start, stop) of a slot of a rank."""
         return self.slots_as(dtype)[slot][rank][start:stop]
 
-    def begin_tick(self) -> int:
-        """Begin a tick; return the slot, 0 or 1, that may be written now."""
-        wait_for(self._others, self._at, self.tick, self._check_wait, spins=self.spins)  # then no rank reads it
+    def begin_tick(self, flags: bytes = b"") -> int:
+        """Begin a tick, with up to MAX_FLAGS bits in its header; return the slot, 0 or 1, that may be written now."""
+        assert self._waited == self.tick  # so no rank reads the slot of the tick before it
         slot = (self.tick + 1) & 1
+        header = self._headers[slot][self._rank]
         if self.call:
-            self._headers[slot][self._rank][:_TEXT_BYTES] = self.call
+            header[:_TEXT_BYTES] = self.call
+        header[_TEXT_BYTES : _TEXT_BYTES + len(flags)] = flags
         return slot
 
-    def set_flags(self, slot: int, flags: int, count: int) -> None:
-        """Write `count` bits, at most MAX_FLAGS, into the header of the slot."""
-        size = (count + 7) // 8
-        self._headers[slot][self._rank][_TEXT_BYTES : _TEXT_BYTES + size] = flags.to_bytes(size, "little")
+    def set_flags(self, slot: int, flags: bytes) -> None:
+        """Write the flags of a tick that has begun."""
+        self._headers[slot][self._rank][_TEXT_BYTES : _TEXT_BYTES + len(flags)] = flags
 
     def publish(self) -> int:
         """Make the slot visible to the other ranks; return the number of this tick."""
@@ -154,7 +158,15 @@ class Channel:
             TrainingError: with MISMATCH, on every rank, if ranks have set different calls.
             RuntimeError: a rank has ended, has left or is late; see `SharedMemory`.
         """
-        wait_for(self._others, self._at, self.tick, self._check_wait, spins=self.spins)
+        at, tick = self._at, self.tick
+        for line in self._others:
+            if line[at] < tick:
+                for _ in range(self._spins):
+                    if line[at] >= tick:
+                        break
+                else:  # it sleeps until all ranks have published
+                    _sleep_until(self._others, at, tick, self._check_wait, 0.0 if self._spins else YIELD_SECONDS)
+        self._waited = tick
         if self.call:
             mine, self.call = self.call, b""
             headers = self._headers[self.tick & 1]
@@ -186,23 +198,13 @@ class Channel:
         return all(counter[self._at] >= tick for counter in self._others)
 
 
-def wait_for(lines: Sequence[memoryview], at: int, value: int, check_wait: CheckWait, *, spins: int = SPINS) -> None:
+def _sleep_until(lines: Sequence[memoryview], at: int, value: int, check_wait: CheckWait, yield_seconds: float) -> None:
     """Return when counter `at` of each of `lines` is `value` or more.
 
     A line holds unsigned 64-bit counters of another process, which only that process writes and which never fall.
-    After `spins` polls (0 if ranks share cores), `check_wait` is called before each sleep.
+    `check_wait` is called before each sleep.
     """
-    for line in lines:
-        if line[at] < value:
-            for _ in range(spins):
-                if line[at] >= value:
-                    break
-            else:
-                _sleep_until(lines, at, value, check_wait, 0.0 if spins else YIELD_SECONDS)
-                return
 
-
-def _sleep_until(lines: Sequence[memoryview], at: int, value: int, check_wait: CheckWait, yield_seconds: float) -> None:
     def missing() -> list[int]:
         return [index for index, line in enumerate(lines) if line[at] < value]
 

@@ -97,7 +97,8 @@ class LoopChecks:
         """Compare values that must be equal on all ranks in this step. `_compared_names` has their names."""
         position = self._position
         data = self._fingerprints[id(loader.dataset)][2] or 0
-        numbers = (position.epoch, position.loop_in_run, position.batch, data, loader.order_hash(position.batch))
+        order = loader.order.hash_at(position.batch) if loader.order else loader.plan.num_samples
+        numbers = (position.epoch, position.loop_in_run, position.batch, data, order)
         for part in self._state.models:
             numbers += part.values_to_compare()
         self._order.compared = numbers

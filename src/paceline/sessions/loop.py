@@ -322,7 +322,8 @@ class TrainingLoop:
             self.checks.check_losses(begins=begins, follows=follows)
         done = self.step.end()
         batch = position.batch
-        samples = loader.global_batch_samples(micro_batches[0].work)
+        stream = progress.stream
+        samples = micro_batches[0].work.global_samples if stream is None else stream.global_batch_samples()
         position.batch += 1
         lr = float(state.models[0].replica.optimizer.param_groups[0]["lr"])
         record = StepRecord(progress.step + 1, done, lr, micro_batches, self._clock.take(), self._clock.starts)

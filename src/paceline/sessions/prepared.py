@@ -182,8 +182,9 @@ class PreparedModel(ModelInTraining):
         self._before: list[tuple[Tensor | None, int]] | None = None  # gradients and versions before a watched backward
         self._waiting_state: dict[str, dict[str, Any]] = {}  # of the checkpoint, for parameters without an optimizer
         self._summed: Grads | None = None  # gradients after the sum over ranks; None before it
-        self._versions: list[int] = []  # of these gradients
-        self._left: list[Any] = [None] * len(self._parameters)  # weak references to gradients of the session
+        # gradients of the session: weak references and versions
+        self._left: list[Any] = [None] * len(self._parameters)
+        self._versions: list[int] = []
         self._untrained, self._trained = list[nn.Parameter](), list[list[int]]()
         self._updates, self._changed, self._digests, self._digest = 0, list[int](), dict[int, int](), 0
         self._hooks_seen, self._is_single_rank_step = -1, False
@@ -345,7 +346,7 @@ class PreparedModel(ModelInTraining):
             grads: Grads = [*map(_grad, self._parameters)]
             self._note_left(grads)
             if self.replica.world.size > 1 and not (self.replica.sharded or self.replica.local_step_node is not None):
-                self._summed, self._versions = grads, _versions(grads)
+                self._summed = grads
 
     def remember_skipped_gradients(self, shown: Grads | None = None) -> None:
         if not self._is_single_rank_step:
@@ -584,9 +585,10 @@ class PreparedModel(ModelInTraining):
 
     def _note_left(self, grads: Grads) -> None:
         try:
-            self._left = [*map(weakref.ref, grads)]
+            self._left, self._versions = [*map(weakref.ref, grads)], [*map(_tensor_version, grads)]
         except TypeError:  # None
             self._left = [None if grad is None else weakref.ref(grad) for grad in grads]
+            self._versions = _versions(grads)
 
     def _on_gradient(self, _: Tensor) -> None:
         if not self.gate.in_backward:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from paceline.collectives.control import (
     Deferred,
-    Totals,
     is_async,
     make_node_gather,
     make_world_gather,
@@ -57,7 +56,7 @@ from paceline.stepping.micro_step import (
     zero_gradient_loss,
 )
 from paceline.stepping.order import CollectiveOrderCheck
-from paceline.stepping.totals import AwaitTotals, ControlFlags, StepResult, StepTotals
+from paceline.stepping.totals import AwaitTotals, ControlFlags, DeferredTotals, StepResult, StepTotals, Totals
 from paceline.stepping.trained_model import ModelInTraining, check_summed_once, models_reached_on_any_rank
 
 
@@ -382,12 +381,11 @@ class Step:
         if host is not None and self._sums.samples_if_weight:  # does not wait for other hosts
             rest = self._sums.defer_wait(finish)
         else:
-            summed = finish()
-            totals = summed.totals
+            totals = finish()
             if isinstance(totals, Totals):
                 loss, rest = self._sums.read_totals(totals), self._sums.rest
             else:
-                rest = self._sums.remaining_divisor(summed)
+                rest = self._sums.remaining_divisor(totals)
         reached = models_reached_on_any_rank(wanted, self._world) if len(self.parts) > 1 else wanted  # one always is
         if self._exact or not self.phases.alone:
             check_summed_once(self._summed_up, reached)
@@ -420,14 +418,14 @@ class Step:
                 part.remember_skipped_gradients()
 
     def _read_from_device(
-        self, to_judge: Sequence[ModelInTraining], loss: float, totals: Totals | Deferred[Totals] | None
+        self, to_judge: Sequence[ModelInTraining], loss: float, totals: Totals | DeferredTotals | None
     ) -> tuple[float, bool]:
         """The loss, and whether it and the gradients of `to_judge` are finite (a collective if they are sharded)."""
         checks = [part.clip_and_check_finite(self._max_norm) for part in to_judge]
         pending = [value for value in (totals, *checks) if isinstance(value, Deferred)]
         self.ahead.start_batches()  # the device has work now
         numbers_by_id = {id(value): numbers for value, numbers in zip(pending, read_all(pending), strict=True)}
-        if isinstance(totals, Deferred):
+        if isinstance(totals, DeferredTotals):
             loss = self._sums.read_totals(totals.compute(numbers_by_id[id(totals)]))
         finite = math.isfinite(loss)
         for part, check in zip(to_judge, checks, strict=True):

@@ -136,7 +136,8 @@ class TrainingProgress(RunRecorder):
         page.steps[STEP] = self.step
         page.enter(Phase.CHECKPOINT)  # from here on the step is complete, even if an error follows
         self.throughput.count_step(samples, seconds.get(Phase.DATA.word, 0.0), sum(seconds.values()))
-        self.use.add(record.num_tokens_and_samples())
+        tokens, own_samples = record.num_tokens_and_samples()
+        self.use.tokens, self.use.samples = self.use.tokens + tokens, self.use.samples + own_samples
         if tracked or self.is_open:
             self.log_step(record, samples, self._share, listed=self._listed, tracked=tracked)
         if self.is_open:

@@ -61,7 +61,7 @@ class Stream:
             raise UsageError(code="stream-not-repeatable")
         return readings[0]
 
-    def global_batch_samples(self, work: object = None) -> int:
+    def global_batch_samples(self) -> int:
         """The number of samples in the current batch, over all ranks."""
         return self._total
 
