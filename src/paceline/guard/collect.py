@@ -126,7 +126,6 @@ class EvidenceCollection:
         return True
 
     def evidence(self, workers: Sequence[WorkerSample]) -> list[Evidence]:
-        """The current evidence on all `workers`."""
         return [bounded_evidence(self._evidence(worker, self._queries.get(worker.rank))) for worker in workers]
 
     def _evidence(self, worker: WorkerSample, query: _Query | None) -> Evidence:

@@ -186,7 +186,6 @@ def is_stalled(evidence: Sequence[Evidence], alarm: Alarm, windows: HangTimeout)
 
 
 def is_waiting(rank: Evidence) -> bool:
-    """Whether a rank waits for other ranks or for its data."""
     waits_for_data = rank.phase is Phase.DATA and not rank.script
     if rank.phase is Phase.SYNC or waits_for_data or any(not op.done for op in rank.ops):
         return True
@@ -202,7 +201,6 @@ def ranks_to_interrupt(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> tu
 
 
 def sample_interval_seconds(windows: HangTimeout) -> float:
-    """The interval at which an agent reads the status pages of its ranks."""
     is_short = windows.seconds is not None and windows.seconds < SHORT_WINDOW_SECONDS
     return SHORT_SAMPLE_SECONDS if is_short else SAMPLE_SECONDS
 
@@ -236,7 +234,6 @@ class SleepDetector:
         self._before: dict[int, int] = {}
 
     def should_collect(self, running: Sequence[WorkerSample]) -> bool:
-        """Whether to collect evidence of the ranks' sleeps now."""
         self._sampled = False
         still_seconds = min((s.still_seconds for s in running), default=0.0)
         if still_seconds < FIRST_SECONDS:
@@ -296,12 +293,10 @@ class Straggler:
 
     @property
     def delay_seconds_per_step(self) -> float:
-        """The time that it works longer than the others."""
         return self.seconds_per_step - self.median_seconds_per_step
 
     @property
     def warning_text(self) -> str:
-        """The warning."""
         return (
             f"rank {self.rank} ({self.host}) is slow: it works {_seconds(self.seconds_per_step)} per step, "
             f"{'the other' if self.num_ranks == 2 else 'the others'} {_seconds(self.median_seconds_per_step)}. Most of "

@@ -65,7 +65,6 @@ IDLE_CPU_SECONDS = 0.5  # per second; a rank that uses more may still arrive
 
 
 def judge(evidence: Sequence[Evidence]) -> Diagnosis:
-    """The diagnosis on ranks that stall or of which some have failed. Any evidence gives a diagnosis."""
     ranks = waiting_graph(evidence)
     mismatches = find_mismatches(ranks)
     engaged = drop_abandoned_messages(ranks)
@@ -85,7 +84,6 @@ def judge(evidence: Sequence[Evidence]) -> Diagnosis:
 
 
 def judge_samples(samples: Sequence[WorkerSample]) -> Diagnosis:
-    """The diagnosis on ranks of which some have failed, from samples alone: the first failure."""
     first = first_to_fail(samples)
     if first is None:
         return Diagnosis(StopKind.UNKNOWN)
@@ -154,7 +152,6 @@ def _kind(rank: RankState) -> StopKind:
 
 
 def _diagnose_stuck_collective(ranks: RankStates) -> Diagnosis | None:
-    """The diagnosis on an operation that all ranks of its group have entered and that does not complete."""
     inside = {n: r.pending[0] for n, r in ranks.items() if r.pending and not r.waits_for and not r.frozen}
     if not any(ranks[n].end is RankEnd.RUNS for n in inside):  # ended ranks do not show which rank was missing
         return None
@@ -356,7 +353,6 @@ def is_deadlocked(evidence: Sequence[Evidence]) -> bool:
 
 
 def _blocking_collective(rank: RankState) -> Op | None:
-    """The collective in which this rank certainly waits; None if that is not certain."""
     sample = rank.evidence
     if rank.end is not RankEnd.RUNS or rank.frozen or not sample.answered or sample.still_seconds < DEADLOCK_SECONDS:
         return None

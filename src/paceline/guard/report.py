@@ -212,8 +212,6 @@ MAX_RANK_FILES = 256  # ranks with a file, because a thousand nodes may share th
 
 
 class DiagnosisRecord(msgspec.Struct, frozen=True):
-    """A diagnosis and its evidence: the content of diagnosis.json."""
-
     format: Literal["paceline-diagnosis"]
     version: int
     diagnosis: Diagnosis
@@ -291,7 +289,6 @@ class _Header(msgspec.Struct):
 
 
 def read_diagnosis(folder: Path) -> DiagnosisRecord:
-    """Read the diagnosis of a folder of `write_diagnosis`, or of an earlier version with `FORMER_NAMES`."""
     path = diagnosis_file(folder)
     try:
         content = read(path, limit_bytes=MAX_DIAGNOSIS_BYTES)

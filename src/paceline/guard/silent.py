@@ -44,8 +44,6 @@ CallHashes = Sequence[int]
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """Fingerprints that differ between ranks."""
-
     fingerprints: FingerprintsByRank
     part_index: int  # index of the part that differs
     last_equal_step: int  # the last step after which all ranks were equal; 0: none
@@ -57,13 +55,11 @@ class ReplicaDifference:
 
     @property
     def rank_groups(self) -> Sequence[Mapping[int, int]]:
-        """The ranks grouped by hash, the largest party first."""
         hashes = {rank: mark.hashes[self.part_index] for rank, mark in self.fingerprints.items()}
         return group_ranks(hashes, lambda value: value)
 
     @property
     def minority_ranks(self) -> tuple[int, ...]:
-        """The ranks in the minority; none if there is no majority."""
         right = majority(self.rank_groups)
         return tuple(rank for rank in sorted(self.fingerprints) if rank not in right) if right is not None else ()
 
@@ -76,8 +72,6 @@ class ReplicaDifference:
 
 
 class ReplicaComparison:
-    """Compares the fingerprints of the ranks of one generation."""
-
     def __init__(self) -> None:
         self._equal: dict[tuple[int, int, int], tuple[int, int, int]] = {}  # part -> last equal step, hash, proofs
         self._differed: dict[tuple[int, int, int], int] = {}  # part -> the last step after which it was unequal
@@ -90,7 +84,6 @@ class ReplicaComparison:
         return any(proofs >= MIN_EQUAL_OBSERVATIONS for *_, proofs in self._equal.values())
 
     def update(self, marks: Mapping[int, Sequence[ReplicaFingerprint]]) -> list[ReplicaDifference]:
-        """The first difference in each table."""
         by_step: dict[tuple[int, int, int], dict[int, ReplicaFingerprint]] = defaultdict(dict)
         for rank, fingerprints in marks.items():
             for mark in fingerprints:
@@ -204,8 +197,6 @@ ReadTensorNames = Callable[[], Mapping[str, Sequence[str]]]
 
 
 class Notice(NamedTuple):
-    """A report on a run that does not end it."""
-
     kind: str
     words: str
     rank: int | None = None  # None: several ranks
@@ -445,5 +436,4 @@ def _order_diagnosis(mismatch: Mismatch, ranks: Sequence[int], number: int) -> D
 
 
 def ops_by_call_hash(evidence: Sequence[Evidence]) -> dict[int, dict[int, Op]]:
-    """The operations of each rank, by the hash of the call."""
     return {sample.rank: {int(key): op for key, op in sample.calls.items() if key.isdecimal()} for sample in evidence}

@@ -65,7 +65,6 @@ def resolve_addresses(names: Iterable[str]) -> list[tuple[socket.AddressFamily, 
 
 
 def is_loopback(address: str) -> bool:
-    """Whether this address refers to the local machine on every machine."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

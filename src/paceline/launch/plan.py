@@ -162,7 +162,6 @@ def _file_entries(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def _host(words: list[str]) -> Host:
-    """The host in one line. Raises ValueError with the mistake."""
     address, *options = words
     slots: int | None = None
     for option in options:
@@ -217,7 +216,6 @@ class SubmitRecord(msgspec.Struct, frozen=True):
 
 
 def next_submit_dir(run_dir: Path) -> Path:
-    """Create the submit folder of the next start of a run."""
     try:
         writing.make_folder(run_dir, exist_ok=True)
         while True:
@@ -252,7 +250,6 @@ def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:
 
 
 def write_submission(submit_dir: Path, submission: SubmitRecord) -> None:
-    """Write the record of a start atomically."""
     write_files(submit_dir, {SUBMISSION_FILE: msgspec.json.format(msgspec.json.encode(submission)).decode() + "\n"})
 
 

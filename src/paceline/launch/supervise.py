@@ -139,7 +139,6 @@ def _wait(agent: subprocess.Popen[bytes], wakeup: socket.socket, grace_seconds: 
 
 
 def _end(agent: subprocess.Popen[bytes]) -> None:
-    """Close the lifeline and wait for the agent to end; kill it if it does not."""
     assert agent.stdin is not None
     with suppress(BrokenPipeError):
         agent.stdin.close()

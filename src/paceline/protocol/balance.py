@@ -81,7 +81,6 @@ class SpeedMeter:
         self._measured: list[tuple[float, ...]] = []
 
     def start(self, nodes: Sequence[object]) -> None:
-        """The ranks start, each on its entry of `nodes`. If the entries have changed, all ranks have the same speed."""
         if self._nodes != nodes:
             self.speeds, self._needed, self._nodes = (), WINDOWS, nodes
         self._begin()

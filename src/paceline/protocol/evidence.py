@@ -70,7 +70,6 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def speaks_of_lost_peer(text: str) -> bool:
-    """Whether a message or the end of a log reports a lost peer."""
     text = text.lower()
     return any(phrase in text for phrase in PEER_LOST)
 
@@ -140,13 +139,10 @@ class Op(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def signature(self) -> tuple[str, str, str, str]:
-        """The fields that must be equal on all ranks of a collective."""
         return self.kind, self.name, self.shape, self.dtype
 
 
 class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of a stack."""
-
     file: str
     line: int
     function: str
@@ -171,8 +167,6 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LoaderWorker(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One process that loads data for the rank."""
-
     number: int
     pid: int
     item: int  # index of the current or last sample
@@ -192,8 +186,6 @@ class ScriptFinding(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WorkerSample(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One worker at one moment, from /proc, its status page and its failure record."""
-
     rank: int
     host: str
     pid: int
@@ -224,12 +216,10 @@ class WorkerSample(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def joint_steps(self) -> int:
-        """The number of steps with other ranks; all steps if it trains alone."""
         return self.step - self.alone
 
     @property
     def is_running(self) -> bool:
-        """Whether it neither has ended nor is lost with its node."""
         return self.code is None and not self.lost_reason
 
     @property
@@ -289,7 +279,6 @@ class Evidence(WorkerSample, frozen=True, omit_defaults=True):
 
     @classmethod
     def from_sample(cls, sample: WorkerSample) -> Self:
-        """The evidence on a rank for which only a sample is available."""
         return cls(*(getattr(sample, name) for name in WorkerSample.__struct_fields__))
 
 
@@ -327,8 +316,6 @@ class Diagnosis(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LiveRank(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The state of one rank now."""
-
     rank: int
     host: str
     pid: int
@@ -343,7 +330,6 @@ class LiveRank(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def from_sample(cls, sample: WorkerSample) -> Self:
-        """The part of a sample that `paceline watch` needs."""
         return cls(
             sample.rank, sample.host, sample.pid, sample.node, sample.code, bool(sample.lost_reason), sample.step,
             sample.phase.word, tuple(round(seconds, 6) for seconds in sample.phase_seconds),
@@ -352,8 +338,6 @@ class LiveRank(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LiveState(msgspec.Struct, frozen=True):
-    """All ranks of a generation."""
-
     unix_time: float
     generation: int
     ranks: tuple[LiveRank, ...]

@@ -118,11 +118,9 @@ class StatusPage:
         return cls(descriptor) if _is_status_page(descriptor) else None
 
     def put(self, name: str, value: int) -> None:
-        """Set one counter, at least 0."""
         self.words[_INDEX[name]] = value
 
     def get(self, name: str) -> int:
-        """One counter; the agent sets some."""
         return self.words[_INDEX[name]]
 
     def get_request(self, what: str) -> int:
@@ -130,7 +128,6 @@ class StatusPage:
         return self._steps[_INDEX[what]]
 
     def tick(self) -> None:
-        """Count progress."""
         self.words[_CHANGES] += 1
 
     def set_notes_stops(self, noted: bool) -> None:
@@ -138,11 +135,9 @@ class StatusPage:
         self._steps[_INDEX["notes_stops"]] = noted
 
     def put_stops(self, name: str, value: int) -> None:
-        """Set one of the counters that concern stops. Works with the guard off."""
         self._steps[_INDEX[name]] = value
 
     def set_step(self, done: int) -> None:
-        """Set the number of steps done, at least 0."""
         self._steps[_STEP] = done
         self.words[_CHANGES] += 1
 
@@ -229,7 +224,6 @@ class StatusPage:
         self.put("answered", question)
 
     def agent_message(self) -> bytes:
-        """The agent's message to this worker; empty if there is none."""
         return self._memory[MESSAGE_AT : MESSAGE_AT + min(self.get("message_bytes"), MESSAGE_MAX)]
 
     def recent_ops(self) -> list[tuple[int, Op]]:
@@ -293,7 +287,6 @@ def _is_status_page(descriptor: int) -> bool:
 
 
 def decode_ring(data: bytes) -> list[tuple[int, Op]]:
-    """The records of a ring, the oldest first: (start in ns, operation)."""
     numbered: list[tuple[int, int, Op]] = []
     for at in range(0, len(data) - RECORD.size + 1, RECORD.size):
         first, seq, state, length, peer, began_ns, raw, last = RECORD.unpack_from(data, at)
@@ -306,7 +299,6 @@ def decode_ring(data: bytes) -> list[tuple[int, Op]]:
 
 
 def make_status_page(rank: int) -> int:
-    """A descriptor of a new status page."""
     descriptor = os.memfd_create(f"{NAME}{rank}")
     os.ftruncate(descriptor, PAGE_BYTES)
     return descriptor
@@ -366,7 +358,6 @@ def put_question(descriptor: int, question: int) -> None:
 
 
 def ask_to_save(descriptor: int, times: int) -> None:
-    """Set the number of checkpoints requested from this worker."""
     os.pwrite(descriptor, WORD.pack(times), COUNTERS_AT["saves_asked"])
 
 
@@ -447,7 +438,6 @@ def drop_stale_calls(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op
 
 
 def read_loaders(descriptor: int) -> list[LoaderWorker]:
-    """The processes that load data for this worker."""
     data = os.pread(descriptor, SLOTS * SLOT.size, SLOTS_AT)
     slots = enumerate(SLOT.iter_unpack(data[: len(data) // SLOT.size * SLOT.size]))
     return [LoaderWorker(n, pid, item, epoch, busy=bool(busy)) for n, (pid, epoch, item, busy) in slots if pid]

@@ -162,7 +162,6 @@ def prepare_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
 
 
 def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
-    """Run the agent of `plan` to its end; return the exit code."""
     if plan.attach >= 0:
         from paceline.launch.agent.attach import run_attached_agent
 

@@ -298,7 +298,6 @@ class Handshake:
         self._send(MAGIC + self._nonce)
 
     def fileno(self) -> int:
-        """The descriptor for select."""
         return self._socket.fileno()
 
     def try_complete(self) -> Link | None:
@@ -324,12 +323,10 @@ class Handshake:
         return Link(self._socket, _proof(self._secret, b"key", nonces), mine=b"coordinator", theirs=b"node")
 
     def refuse(self) -> None:
-        """Close the connection."""
         self._socket.close()
 
     @property
     def closed(self) -> bool:
-        """Whether the connection is closed, by either side."""
         return self._socket.fileno() < 0
 
     def _send(self, data: bytes) -> None:
@@ -372,7 +369,6 @@ def _proof(secret: bytes, role: bytes, nonces: bytes) -> bytes:
 
 
 def unmap_ipv4_address(address: str) -> str:
-    """An address without the prefix of IPv4-mapped IPv6 addresses."""
     return address.removeprefix("::ffff:") if "." in address else address
 
 
@@ -427,7 +423,6 @@ class Listener:
         self.port: int = self._socket.getsockname()[1]
 
     def sockets(self) -> list[Readable]:
-        """The sockets to wait for."""
         return [self._socket, *self._handshakes, *self._authenticated]
 
     def take_new_links(self) -> list[tuple[Link, list[Message]]]:
@@ -454,7 +449,6 @@ class Listener:
         return arrivals
 
     def close(self) -> None:
-        """Stop accepting connections, and close the new ones without a message."""
         for link in self._authenticated:
             link.end("the run is over")
         for handshake in self._handshakes:
@@ -504,7 +498,6 @@ class ClockBounds:
 
     @property
     def ahead_seconds(self) -> float:
-        """The most likely difference."""
         return self.least_seconds + self.error_seconds
 
     def narrow(self, now_seconds: float, *, least_seconds: float = -math.inf, most_seconds: float = math.inf) -> None:

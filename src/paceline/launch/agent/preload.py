@@ -46,7 +46,6 @@ class ForkedProcess:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code, -n if signal n killed the process; None while it runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -54,7 +53,6 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Wait for the exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -63,7 +61,6 @@ class ForkedProcess:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -139,14 +136,12 @@ class Preloader:
                 _set_subreaper(False)
 
     def give_up(self, why: str) -> None:
-        """Print why workers are no longer forked, and end the preloader."""
         if not self._gone:
             slower = "each worker imports torch itself, so startup is slower"
             print_to_stderr(f"Preloading disabled (the preloader {why}); {slower}")
         self.close()
 
     def close(self) -> None:
-        """End the preloader. Workers forked from it continue."""
         if not self._gone:
             self._gone = True
             self._channel.close()

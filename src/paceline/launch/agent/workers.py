@@ -63,7 +63,6 @@ class InheritedResources:
 
     @property
     def descriptors(self) -> list[int]:
-        """All inherited descriptors."""
         return [*(descriptor for pair in self.snapshot_fds for descriptor in pair), *self.keep_open]
 
 
@@ -76,18 +75,14 @@ def create_snapshot_files(nproc: int) -> tuple[tuple[int, int], ...]:
 
 
 class Process(Protocol):
-    """The methods of a process that an agent uses."""
-
     pid: int
 
-    def poll(self) -> int | None:
-        """The exit code, once the process has ended."""
+    def poll(self) -> int | None: ...
 
     def wait(self, timeout: float, /) -> int | None:
         """Wait for the process to end. On a timeout, return None or raise subprocess.TimeoutExpired."""
 
-    def send_signal(self, number: int, /) -> None:
-        """Send a signal, unless the process has ended."""
+    def send_signal(self, number: int, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -104,7 +99,6 @@ class Worker:
 
     @property
     def rank(self) -> int:
-        """The rank in the world."""
         return self.member.rank
 
     def log_tail(self, size_bytes: int, *, wait_seconds: float) -> str:
@@ -125,7 +119,6 @@ class Worker:
 
 
 def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: int = 0) -> dict[str, str]:
-    """The environment of a worker: torchrun's variables and paceline's."""
     ranks, rank = plan.ranks, plan.ranks.first + local_rank
     suffix = f"-{generation}" if generation else ""
     ours = {name for name in os.environ if name.startswith(VARIABLE_PREFIX) and name not in USER_VARIABLES}
@@ -404,7 +397,6 @@ class Workers:
         return [worker.process.poll() for worker in self._workers]
 
     def samples(self) -> list[WorkerSample]:
-        """The present state of each worker."""
         now = time.monotonic()
         for worker, code in zip(self._workers, self._codes(), strict=True):
             if code is not None:
@@ -427,7 +419,6 @@ class Workers:
         )  # fmt: skip
 
     def collect_evidence(self, question: int, patience_seconds: float) -> EvidenceCollection:
-        """Begin to collect details of the state of all workers; see `EvidenceCollection`."""
         status_pages = {worker.rank: worker.status_page_fd for worker in self._workers}
         return EvidenceCollection(self.samples(), status_pages, question, patience_seconds=patience_seconds)
 
@@ -450,7 +441,6 @@ class Workers:
         ask_to_regroup(self._workers[0].status_page_fd)
 
     def tensor_names(self) -> Mapping[str, Sequence[str]]:
-        """The names of the tensors of a script, by layout."""
         return read_names(self._workers[0].status_page_fd).tensors
 
     def oom_kills(self) -> int:
@@ -459,7 +449,6 @@ class Workers:
         return 0 if before is None or now is None else now - before
 
     def sweep(self) -> None:
-        """Kill all workers and all processes that they have started."""
         self.stopping = True
         if self.machine is not None:
             self.machine.close()
@@ -475,7 +464,6 @@ class Workers:
         self.swept = True
 
     def close(self) -> None:
-        """Close all descriptors, after `sweep`."""
         for worker in self._workers:
             os.close(worker.failure_record_fd)
             os.close(worker.status_page_fd)
@@ -486,7 +474,6 @@ class Workers:
 
 
 def read_failure_record(descriptor: int) -> Failure | None:
-    """The failure that a worker has recorded; None if there is none."""
     try:
         return msgspec.json.decode(os.pread(descriptor, MAX_RECORD_BYTES, 0), type=Failure)
     except (OSError, msgspec.MsgspecError):  # no record, or an incomplete one

@@ -38,8 +38,6 @@ LAST_OUTPUT_BYTES = 1 << 20  # limit of the output that is read after the end of
 
 @dataclass
 class HostSession:
-    """The ssh client of one host, and its state."""
-
     node: int
     command: Command
     process: subprocess.Popen[bytes] | None = None  # None: it has not been started yet
@@ -52,12 +50,10 @@ class HostSession:
 
     @property
     def name(self) -> str:
-        """The name of the host in messages."""
         return self.command.name
 
     @property
     def code(self) -> int:
-        """The exit code. The session must have ended."""
         assert self.process is not None and self.process.returncode is not None
         return self.process.returncode
 
@@ -81,8 +77,6 @@ class HostSession:
 
 @dataclass(frozen=True)
 class Output:
-    """Output of one session, from its stdout (1) or stderr (2)."""
-
     session: HostSession
     descriptor: int
     data: bytes
@@ -185,13 +179,11 @@ class Sessions:
         return ended_sessions, pieces
 
     def reconnect(self, session: HostSession) -> HostSession:
-        """Replace a session that has ended by a new one to the same host."""
         self.all[session.node] = new_session = HostSession(session.node, session.command)
         self._start(new_session)
         return new_session
 
     def close_lifelines(self) -> None:
-        """Close all lifelines, so that the agents end their workers."""
         for session in self.all:
             self._close_lifeline(session)
 
@@ -207,7 +199,6 @@ class Sessions:
                     process.wait(None if remaining == math.inf else max(0.0, remaining))
 
     def close(self) -> None:
-        """End all sessions, and close all pipes."""
         self._queue.clear()
         self.close_lifelines()
         self.kill()
@@ -434,7 +425,6 @@ def why_no_agent(argv: Sequence[str], code: int | None, stderr: bytes) -> str:
 
 
 def why_lost(code: int, stderr: bytes) -> str:
-    """Why a session with an agent is lost."""
     if code < 0:
         return f"the ssh client on this machine was killed by signal {-code}"
     messages = _LOST.findall("\n".join(sanitize_line(line) for line in stderr.split(b"\n")))
