@@ -32,12 +32,10 @@ from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Failure, WorkerSample
 from paceline.protocol.job import NodePlan
 from paceline.protocol.marks import read_names
 from paceline.protocol.status_page import (
-    ask_to_regroup,
-    ask_to_save,
-    ask_to_stop,
     make_status_page,
     read_counters,
     release_from_collective,
+    set_counter,
     takes_signal,
 )
 from paceline.runs import writing
@@ -374,12 +372,14 @@ class Workers:
         """Have each rank that stops by step stop after this number of steps; 0: have it wait for the number."""
         for worker in self._workers:
             if read_counters(worker.status_page_fd).stops_by_step:
-                ask_to_stop(worker.status_page_fd, step)
+                if step:
+                    set_counter(worker.status_page_fd, "stop_step", step)
+                set_counter(worker.status_page_fd, "stop_asked", 1)
 
     @staticmethod
     def _handles_stops(worker: Worker) -> bool:
         counters = read_counters(worker.status_page_fd)
-        return counters.notes_stops or counters.stops_by_step
+        return bool(counters.notes_stops or counters.stops_by_step)
 
     @property
     def seconds_until_kill(self) -> float:
@@ -434,11 +434,11 @@ class Workers:
         Only the first worker gets the request: two workers that vote at different steps would save twice.
         """
         self._saves_asked += 1
-        ask_to_save(self._workers[0].status_page_fd, self._saves_asked)
+        set_counter(self._workers[0].status_page_fd, "saves_asked", self._saves_asked)
 
     def ask_to_regroup(self) -> None:
         """Have all ranks save and end after their next step, by a vote of the first worker. A script does not react."""
-        ask_to_regroup(self._workers[0].status_page_fd)
+        set_counter(self._workers[0].status_page_fd, "regroups", 1)
 
     def tensor_names(self) -> Mapping[str, Sequence[str]]:
         return read_names(self._workers[0].status_page_fd).tensors
