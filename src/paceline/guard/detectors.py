@@ -75,12 +75,9 @@ class StallDetector:
         self._noticed = False
 
     def update(self, now_seconds: float, ranks: Sequence[WorkerSample]) -> Alarm | None:
-        """Process samples of all running ranks; `now_seconds` is the time of one monotonic clock.
+        """Process samples of all running ranks, at least once a second, with the time of one monotonic clock.
 
-        Call it at least once a second.
-
-        Returns:
-            A warning once per stall, a stall alarm after each window, and otherwise None.
+        Returns a warning once per stall, a stall alarm after each window, and otherwise None.
         """
         if self._seen_seconds is not None and now_seconds - self._seen_seconds > SUSPENSION_GAP_SECONDS:
             self._began_seconds, self._moved_seconds = now_seconds, None

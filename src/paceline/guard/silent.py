@@ -137,12 +137,9 @@ class CallOrderComparison:
     def update(
         self, orders: Mapping[int, Sequence[CallHistory]], *, last: bool
     ) -> Iterator[tuple[int, Mapping[int, CallHashes]]]:
-        """The positions at which ranks differ, each once.
+        """The positions at which ranks differ, each once: number of calls before it, and the next calls of each rank.
 
-        WINDOW calls must follow the position, unless these samples are the `last` ones.
-
-        Yields:
-            The number of calls over the group before the difference, and the next calls of each rank.
+        CALL_WINDOW calls must follow the position, unless these samples are the `last` ones.
         """
         by_group: dict[int, dict[int, CallHistory]] = defaultdict(dict)
         for rank, rank_orders in orders.items():
@@ -207,7 +204,6 @@ class SilentFaultDetector:
     """Detects silent faults of one generation. It reports each fault once."""
 
     def __init__(self, world_size: int, names: ReadTensorNames, calls: CollectCalls) -> None:
-        """`names` returns the names of tensors; `calls` returns each rank's operations by the hash of the call."""
         self._size, self._names, self._calls = world_size, names, calls
         self._comparison, self._orders = ReplicaComparison(), CallOrderComparison()
         self._reported: set[tuple[object, ...]] = set()
@@ -217,11 +213,7 @@ class SilentFaultDetector:
         """Notices to print; the caller empties the list."""
 
     def update(self, ranks: Sequence[WorkerSample], *, last: bool = False) -> list[Diagnosis]:
-        """Process samples of all ranks, including ended ones; `last`: all ranks have ended without failure.
-
-        Returns:
-            New diagnoses, each once.
-        """
+        """Process samples of all ranks, including ended ones. `last`: all ranks have ended without failure."""
         self._report_swallowed_errors(ranks)
         self._report_stale_findings(ranks, last=last)
         self._report_left_ddp(ranks)

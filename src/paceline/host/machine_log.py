@@ -260,11 +260,6 @@ def find_gpu_problems(pids: Collection[int], nvml: Any) -> dict[int, str]:
 
 
 def throttle_reasons(nvml: Any, gpu: Any) -> list[str]:
-    """The reasons for lower clocks of a GPU.
-
-    Raises:
-        NVMLError: the driver does not answer.
-    """
     reasons = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
     return [text for bit, text in THROTTLE_REASONS.items() if reasons & bit]
 

@@ -120,11 +120,7 @@ def processes() -> Iterator[Process]:
 
 
 def open_files(pid: int | str = "self") -> dict[int, str]:
-    """The targets of a process's descriptors: paths, `socket:[inode]`, `/memfd:name (deleted)`.
-
-    Raises:
-        OSError: the process belongs to a different user, or has ended.
-    """
+    """The targets of a process's descriptors: paths, `socket:[inode]`, `/memfd:name (deleted)`. Raises OSError."""
     files: dict[int, str] = {}
     for name in os.listdir(PROC / str(pid) / "fd"):  # noqa: PTH208 - names only
         with suppress(OSError):  # closed meanwhile, as the descriptor of the listing

@@ -382,11 +382,7 @@ class Line(NamedTuple):
 
 
 def read_lines(path: Path, start: int = 0, end: int | None = None) -> Iterator[Line]:
-    """The lines in the bytes from `start` to `end` (default: the present size) of a file. A long line is split.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """The lines in the bytes from `start` to `end` (default: the present size) of a file. A long line is split."""
     rest, at = b"", start
     with open_file(path) as file:
         end = file.status.st_size if end is None else end
@@ -411,11 +407,7 @@ def _shown(line: bytes) -> str:
 
 
 def find_last_lines(path: Path, count: int) -> tuple[int, int]:
-    """The offset of the last `count` lines of a file, of those in its last 4 MiB, and the size of the file in bytes.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """The offset of the last `count` lines of a file, of those in its last 4 MiB, and the size of the file in bytes."""
     with open_file(path) as file:
         end = file.status.st_size
         max_size, size = min(end, MAX_SEARCHED_BYTES), min(end, BLOCK_BYTES)

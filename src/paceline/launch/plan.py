@@ -120,9 +120,6 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
     A host is user@name, a name, or an address (IPv6 in brackets). TEXT is a file if it contains `/` or ends in `.txt`.
     A file in the working folder with the name of a host is ignored.
-
-    Raises:
-        UsageError: lists all mistakes, each with its line.
     """
     path = Path(text)
     is_file = "/" in text or text.endswith(".txt")
@@ -237,11 +234,7 @@ def submit_number(folder: Path) -> int:
 
 
 def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:
-    """Write the files of a plan atomically, readable by their owner only.
-
-    Raises:
-        TrainingError: a file cannot be written, for example because the disk is full.
-    """
+    """Write the files of a plan atomically, readable by their owner only."""
     for name, text in files.items():
         try:
             writing.replace_file(submit_dir / name, text.encode(), sync=True)

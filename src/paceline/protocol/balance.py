@@ -48,9 +48,6 @@ def assign_virtual_ranks(virtual_ranks: int, size: int, speeds: Sequence[float] 
     possible time, and every rank computes at least one.
 
     Example: 8 virtual ranks on 3 ranks are 0-1, 2-4, 5-7; with the speeds 2, 1, 1 they are 0-3, 4-5, 6-7.
-
-    Raises:
-        UsageError: with more ranks than virtual ranks, because some ranks would have no work.
     """
     if size > virtual_ranks:
         raise UsageError(code="more-ranks-than-virtual-ranks", world_size=size, virtual_ranks=virtual_ranks)

@@ -168,11 +168,7 @@ def send(connection: socket.socket, message: Message, descriptors: Sequence[int]
 
 
 def receive(connection: socket.socket) -> tuple[Message | None, list[int]]:
-    """Receive a message and its descriptors. The message is None if the other end has closed or sent invalid data.
-
-    Raises:
-        BlockingIOError: no message has arrived.
-    """
+    """A message and its descriptors; None if the other end has closed or sent invalid data. Raises BlockingIOError."""
     try:
         data, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
     except BlockingIOError:
@@ -264,11 +260,7 @@ class StopOrders:
         return self.launcher_gone or bool(self.signals)
 
     def wait(self, seconds: float, also: Sequence[Readable] = ()) -> bool:
-        """Wait for `seconds`, or until an order arrives, a child ends or one of `also` becomes readable.
-
-        Returns:
-            Whether an order has arrived or a child has ended.
-        """
+        """Wait up to `seconds` for an order, the end of a child or `also`. Return whether an order or an end has come."""
         # end of file stays readable forever
         lifeline = [LIFELINE_DESCRIPTOR] if self._lifeline and not self.launcher_gone else []
         if lifeline and self._silence_seconds:

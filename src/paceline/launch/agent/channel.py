@@ -394,11 +394,7 @@ MAX_HANDSHAKES = 256  # limit of concurrent handshakes. The oldest is closed: a 
 
 
 class Listener:
-    """Accepts the connections of the other agents. It never waits.
-
-    Raises:
-        UsageError: all `ports` are in use.
-    """
+    """Accepts the connections of the other agents. It never waits."""
 
     def __init__(self, ports: Sequence[int], secret: bytes) -> None:
         self._socket, self._secret = _listen(ports), secret

@@ -326,12 +326,7 @@ class Generation:
 
     @classmethod
     def start(cls, plan: NodePlan, number: int, cluster: RemoteNodes, inherited: InheritedResources) -> Self:
-        """Start a generation on all present nodes. `plan` is that of the coordinator, with the ranks on its node.
-
-        Raises:
-            UsageError: a port is in use. No worker was started then.
-            OSError: the workers of this node cannot be started. No worker was started then.
-        """
+        """Start a generation on all present nodes. `plan` is that of the coordinator, with the ranks on its node."""
         members = cluster.present_nodes
         total = plan.nproc + sum(member.hello.nproc for member in members)
         nprocs = [plan.nproc, *(member.hello.nproc for member in members)]
@@ -450,11 +445,9 @@ class Generation:
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM, *, signals_heard: int = 0) -> None:
         """End all workers and their child processes, on all nodes.
 
-        Args:
-            grace_seconds: time for the workers to end after the signal. It becomes shorter once a worker has failed,
-                since the ranks can no longer save together (ranks of a script may), or once the launcher has ended.
-            number: signal to send first. After a signal other than SIGTERM, a script also gets SIGTERM.
-            signals_heard: number of stop signals so far. A further one ends the grace.
+        The grace becomes shorter once a worker has failed, since the ranks can no longer save together (ranks of a
+        script may), or once the launcher has ended. After a signal `number` other than SIGTERM, a script also gets
+        SIGTERM. `signals_heard` is the number of stop signals so far. A further one ends the grace.
         """
         last_seconds = self.plan.term_grace_seconds if number != signal.SIGTERM else 0.0
         self._await_end(grace_seconds, last_seconds, number, signals_heard)

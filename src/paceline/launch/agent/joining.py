@@ -52,12 +52,7 @@ CONNECT_RETRY_SECONDS = 0.5
 
 
 def gather_nodes(plan: NodePlan, cluster: RemoteNodes) -> NodePlan:
-    """Wait until all nodes are connected and can reach each other, or an order comes; return the plan of node 0.
-
-    Raises:
-        PacelineError: nodes are missing after --join-timeout. The error lists them.
-        UsageError: a node cannot take part, for example because of its version of paceline or a firewall.
-    """
+    """Wait until all nodes are connected and can reach each other, or an order comes; return the plan of node 0."""
     count = len(plan.hosts) or plan.nodes  # the run starts with the listed hosts; up to `nodes` may join later
     if count == 1:
         return plan

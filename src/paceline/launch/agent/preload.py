@@ -97,15 +97,9 @@ class Preloader:
         return None if self._ready else self.give_up(message.decode(errors="replace") or "died while importing")
 
     def fork(self, env: Mapping[str, str], descriptors: Mapping[int, int]) -> ForkedProcess | None:
-        """Fork a worker, which becomes a child of the agent. Main thread only.
+        """Fork a worker, which becomes a child of the agent; None: the agent has to start it. Main thread only.
 
-        Args:
-            env: its complete environment.
-            descriptors: its open files: number in the worker -> descriptor in the agent. They include 1 and 2; 0 is
-                /dev/null.
-
-        Returns:
-            None if the agent has to start the worker itself.
+        `descriptors` maps numbers in the worker, which include 1 and 2, to descriptors of the agent; 0 is /dev/null.
         """
         if not self._ready or self._gone:
             return None

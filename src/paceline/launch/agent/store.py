@@ -158,11 +158,7 @@ class _Pipe:
 
 
 def open_node0_store(port: int) -> tuple[socket.socket, StoreProxy]:
-    """On node 0: the socket for rank 0's store, and the gate to it, at the same port of two loopback addresses.
-
-    Raises:
-        UsageError: the port (0: any port) is in use.
-    """
+    """On node 0: the socket for rank 0's store, and the gate to it, at the same port of two loopback addresses."""
     for _ in range(PORT_TRIES):
         store, listener, key = socket.socket(), socket.socket(), os.urandom(KEY_BYTES)
         try:

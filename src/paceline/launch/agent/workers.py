@@ -168,9 +168,6 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
 
     Main thread only: the kernel treats the end of the starting thread as the end of the parent
     (host.procfs.die_with_parent).
-
-    Raises:
-        OSError: the command cannot be started, or a log file cannot be opened.
     """
     agent = read_process(os.getpid())
     for local_rank in range(plan.nproc):
@@ -292,12 +289,7 @@ class Workers:
 
     @classmethod
     def start(cls, plan: NodePlan, number: int, inherited: InheritedResources) -> Self:
-        """Start all workers of generation `number`, or none.
-
-        Raises:
-            UsageError: the port is in use.
-            OSError: the command cannot be started, or a log file cannot be opened.
-        """
+        """Start all workers of generation `number`, or none."""
         if inherited.janitor_fd >= 0:
             os.write(inherited.janitor_fd, os.fsencode(plan.attempt_dir) + b"\0")  # the folder of the roster
         store = Store.make(plan)

@@ -170,17 +170,10 @@ def cancel(job_id: str, *, now: bool = False) -> None:
 def follow(
     job_id: str, output: Path, say: Callable[[str], None], show: Callable[[str], None], *, cancel_on_interrupt: bool
 ) -> int:
-    """Show the states and the output of a job until its end, or Ctrl-C.
+    """Show the states and the output of a job until its end, or Ctrl-C. Return its exit code, or 130 if it continues.
 
-    Args:
-        job_id: a submitted job.
-        output: the file with its output.
-        say: called with every change of state.
-        show: called with new output, in complete lines.
-        cancel_on_interrupt: whether Ctrl-C cancels the job. A second Ctrl-C then stops following.
-
-    Returns:
-        The exit code of the job; 130 after Ctrl-C, if the job continues.
+    `say` gets every change of state, `show` new output in complete lines. With `cancel_on_interrupt`, Ctrl-C cancels
+    the job, and a second Ctrl-C stops following.
     """
     tail = Tail(output)
     try:
@@ -236,12 +229,7 @@ class NodeSet:
 
 
 def check_fits(job: JobSpec, env: Mapping[str, str]) -> None:
-    """Check that the partitions of the cluster have the nodes of a job. sbatch checks the other options.
-
-    Raises:
-        UsageError: the job does not fit. The error lists the partitions.
-        PacelineError: Slurm does not answer.
-    """
+    """Check that the partitions of the cluster have the nodes of a job. sbatch checks the other options."""
     all_nodes, names = _partitions(job, env)
     if not names:
         raise UsageError(code="no-default-partition", partitions=_choices(all_nodes))

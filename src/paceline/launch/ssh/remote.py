@@ -47,11 +47,7 @@ STABLE_CONNECTION_SECONDS = 60.0  # a host that was back for this time begins wi
 
 
 def run_remote(plan: Plan) -> int:
-    """Run the plan on other hosts to its end; return the exit code. Main thread only. See supervise.run.
-
-    Raises:
-        UsageError: some hosts cannot be used; lists them. No process was started then.
-    """
+    """Run the plan on other hosts to its end; return the exit code. Main thread only. See supervise.run."""
     with signal_wakeup((*STOP_SIGNALS, signal.SIGCHLD)) as wakeup, open_sessions(plan.agents, wakeup) as sessions:
         # a detached agent on this machine does not announce itself
         announces = any(command.argv[-1].endswith("--announce") for command in plan.agents)
@@ -87,11 +83,7 @@ class _RemoteRun:
         session.has_plan = True
 
     def run(self) -> int:
-        """Send every agent its plan, and wait until the agent of node 0 ends or a deadline expires.
-
-        Returns:
-            The exit code of the run.
-        """
+        """Send every agent its plan, and wait until the agent of node 0 ends or a deadline expires."""
         for session in self._sessions.all:
             self._send_plan(session)
         while not self._head.is_drained:

@@ -318,13 +318,9 @@ _LOST = re.compile(
 
 
 def await_agents(sessions: Sessions, *, seconds: float) -> list[Facts] | signal.Signals:
-    """Wait until the agents of all hosts have announced themselves, at most `seconds`. Report missing ones meanwhile.
+    """Wait up to `seconds` until the agents of all hosts have announced themselves. Report missing ones meanwhile.
 
-    Returns:
-        The facts of each host, in the order of the hosts; or a stop signal, if one came first.
-
-    Raises:
-        UsageError: some hosts cannot be used; lists them with the reasons.
+    Returns the facts of each host, in the order of the hosts; or a stop signal, if one came first.
     """
     start = time.monotonic()
     deadline, next_message = start + seconds, start + FIRST_MESSAGE_SECONDS
@@ -360,11 +356,7 @@ def await_agents(sessions: Sessions, *, seconds: float) -> list[Facts] | signal.
 
 
 def parse_announcement(name: str, received: bytes) -> Facts | str | None:
-    """The announcement of an agent in the output of the host `name`. Output of a login profile may precede it.
-
-    Returns:
-        The facts; a text, if the announcement can never come; None, if it has not come yet.
-    """
+    """The announcement of an agent in the output of a host; a text, if it can never come; None, if it may yet come."""
     *lines, _ = received.split(b"\n")
     for number, line in enumerate(lines):
         if not line.startswith(b"{") or b'"host"' not in line:
@@ -392,13 +384,7 @@ def _quote(line: bytes) -> str:
 
 
 def why_no_agent(argv: Sequence[str], code: int | None, stderr: bytes) -> str:
-    """Why a session has no agent, and the remedy.
-
-    Args:
-        argv: the user's ssh command, our options from `-T` on, `--`, the host, a command.
-        code: the exit code of the session; None if it still ran at the timeout.
-        stderr: the output of the session.
-    """
+    """Why a session has no agent, and the remedy. `code` is None if it still ran at the timeout."""
     text = "\n".join(sanitize_line(line) for line in stderr.split(b"\n"))
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     quote = f" ({lines[-1][:MAX_REASON_CHARS]})" if lines else ""
