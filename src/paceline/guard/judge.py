@@ -42,6 +42,7 @@ from paceline.guard.waits import (
     group_ranks,
     is_outside_ops,
     majority,
+    minority,
     op_sequence_key,
     reachable,
     split_by_signature,
@@ -204,10 +205,10 @@ def _diagnose_dispute(ranks: RankStates, mismatches: Sequence[OpMismatch]) -> Di
     parties = _parties(ranks, mismatches, suspects, graph)
     if early or len(suspects) == 1:
         causes = suspects
-    elif suspects or (right := majority(parties)) is None:
+    elif suspects:
         causes = []
     else:
-        causes = sorted(n for party in parties if party is not right for n in party)
+        causes = [*minority(parties)]
     tie = [] if causes else [sorted(party) for party in parties]
     return _dispute_diagnosis(ranks, mismatches, causes, tie, graph)
 

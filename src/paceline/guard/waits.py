@@ -230,6 +230,12 @@ def majority(parties: Sequence[Mapping[int, T]]) -> Mapping[int, T] | None:
     return next((party for party in parties if 2 * len(party) > total), None)
 
 
+def minority(parties: Sequence[Mapping[int, T]]) -> tuple[int, ...]:
+    """The ranks outside the majority; none without a majority."""
+    right = majority(parties)
+    return () if right is None else tuple(sorted(n for party in parties if party is not right for n in party))
+
+
 RAGGED_COLLECTIVES = frozenset({"all_gather", "gather", "scatter", "all_to_all", "all_to_all_single", "reduce_scatter"})
 """Collectives to which ranks may pass different shapes."""
 

@@ -260,7 +260,7 @@ class StopOrders:
         return self.launcher_gone or bool(self.signals)
 
     def wait(self, seconds: float, also: Sequence[Readable] = ()) -> bool:
-        """Wait up to `seconds` for an order, the end of a child or `also`. Return whether an order or an end has come."""
+        """Wait up to `seconds` for an order, the end of a child or `also`. Return whether one of the first two came."""
         # end of file stays readable forever
         lifeline = [LIFELINE_DESCRIPTOR] if self._lifeline and not self.launcher_gone else []
         if lifeline and self._silence_seconds:

@@ -163,7 +163,6 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     groups: dict[str, tuple[int, ...]] = {}  # name -> ranks of the world; () means all ranks
     titles: dict[str, str] = {}  # name -> description from the creator of the group, "tensor of the mesh"
     stacks: tuple[Stack, ...] = ()  # the main thread first
-    enqueued: int = 0  # number of collectives of all groups so far, by torch's count
 
 
 class LoaderWorker(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -315,29 +314,7 @@ class Diagnosis(msgspec.Struct, frozen=True, omit_defaults=True):
     """The rank that failed first, if its failure explains the stop; else None."""
 
 
-class LiveRank(msgspec.Struct, frozen=True, omit_defaults=True):
-    rank: int
-    host: str
-    pid: int
-    node: int = 0
-    code: int | None = None  # the exit code; None while it runs
-    is_lost: bool = msgspec.field(default=False, name="lost")  # lost with its node
-    step: int = 0
-    phase: str = Phase.USER.word
-    phase_seconds: tuple[float, ...] = ()  # time in each phase so far
-    still_seconds: float = 0.0  # time without progress
-    waiting: bool = False  # whether it waits for other ranks
-
-    @classmethod
-    def from_sample(cls, sample: WorkerSample) -> Self:
-        return cls(
-            sample.rank, sample.host, sample.pid, sample.node, sample.code, bool(sample.lost_reason), sample.step,
-            sample.phase.word, tuple(round(seconds, 6) for seconds in sample.phase_seconds),
-            round(sample.still_seconds, 1), sample.waiting,
-        )  # fmt: skip
-
-
 class LiveState(msgspec.Struct, frozen=True):
     unix_time: float
     generation: int
-    ranks: tuple[LiveRank, ...]
+    ranks: tuple[WorkerSample, ...]

@@ -32,7 +32,6 @@ from paceline.protocol.evidence import (
     WATCHED_FILE,
     Diagnosis,
     Evidence,
-    LiveRank,
     LiveState,
     StopKind,
     WorkerSample,
@@ -315,9 +314,7 @@ class LiveStatus:
         self._looked_seconds = now
         try:
             if self._is_watched(now):
-                live = LiveState(
-                    round(time.time(), 3), self._generation.own.number, tuple(LiveRank.from_sample(r) for r in ranks)
-                )
+                live = LiveState(round(time.time(), 3), self._generation.own.number, tuple(map(_live_part, ranks)))
                 writing.replace_file(self._folder / LIVE, msgspec.json.encode(live))
             if [*take_requests(self._folder, CHECKPOINT_REQUEST_PATTERN)]:
                 self._generation.own.ask_to_save()  # rank 0 runs on this node, and its vote counts for all ranks
@@ -336,6 +333,14 @@ class LiveStatus:
         if touched != self._touched:
             self._touched, self._touched_seconds = touched, now_seconds
         return now_seconds < self._touched_seconds + WATCH_TIMEOUT_SECONDS
+
+
+def _live_part(sample: WorkerSample) -> WorkerSample:
+    """A sample without the parts that `paceline watch` does not show: the file has thousands of ranks."""
+    seconds = tuple(round(seconds, 6) for seconds in sample.phase_seconds)
+    return replace(
+        sample, phase_seconds=seconds, failure=None, error_text="", fingerprints=b"", orders=b"", findings=()
+    )
 
 
 def take_requests(folder: Path, pattern: re.Pattern[str]) -> Iterator[str]:
