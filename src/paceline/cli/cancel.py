@@ -61,7 +61,6 @@ class JoinConfig(RunFlags):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline cancel ARGUMENTS`."""
     config: CancelConfig = command_line("cancel").parse(arguments)
     run_dir, access = resolve_run_access(config, act=True)
     state, details, *_ = read_run_status(run_dir, access)
@@ -74,12 +73,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def ask_to_stop(run_dir: Path, access: Access, *, now: bool = False) -> None:
-    """Ask Slurm or the agent to end the run after it has saved, or `now` without saving. Do not wait for the end.
-
-    Raises:
-        UsageError: the recorded job or agent does not belong to this run.
-        TrainingError: the agent cannot be reached from this machine.
-    """
+    """Ask Slurm or the agent to end the run after it has saved, or `now` without saving. Do not wait for the end."""
     folder, submission = last_submission(agent_run_folder(run_dir))
     slurm_job = submission.slurm_job if submission is not None else ""
     if slurm_job and (job := queue.query_job_state(slurm_job)) is not None and job.lives:
@@ -128,7 +122,6 @@ def _wait(run_dir: Path, access: Access) -> int:
 
 
 def join(arguments: Sequence[str]) -> int:
-    """Run `paceline join ARGUMENTS`."""
     config: JoinConfig = command_line("join").parse(arguments)
     check_positive(config, "nproc")
     # its plan is executed here: no other user may have written it

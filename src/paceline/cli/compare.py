@@ -59,7 +59,6 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline compare ARGUMENTS`."""
     config: CompareConfig = command_line("compare").parse(arguments)
     how = config.how
     check_positive(config, "nproc")
@@ -165,7 +164,6 @@ def _compare(
 
 
 def comparison_notes(rows: Sequence[Row], cores: int, threads: int) -> list[str]:
-    """Notes on the machine, and on the time that the rows do not include."""
     notes: list[str] = []
     ranks = max((row.world_size for row in rows), default=1)
     if launches := [row.launch_seconds for row in rows if row.world_size == ranks]:

@@ -70,18 +70,14 @@ class DiffConfig:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two runs, and how to repeat its steps."""
-
     label: str
     run: RunToRepeat
     request: Request
     log: Mapping[int, Step]
-    python: str = ""
-    """the other Python; empty: this one"""
+    python: str = ""  # the other Python; empty: this one
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline diff ARGUMENTS`."""
     ours, *of_scripts = _split(arguments)
     config: DiffConfig = command_line("diff").parse(ours)
     check_positive(config, "step", "steps")
@@ -209,11 +205,7 @@ def _measure(
 
 
 def _record(side: Side, folder: Path, *, fetch: int | None = None) -> Recording:
-    """Repeat the steps of a side in a child process.
-
-    Raises:
-        UsageError: they cannot be repeated.
-    """
+    """Repeat the steps of a side in a child process."""
     request = msgspec.structs.replace(side.request, fetch=fetch)
     (folder / RECORDING).unlink(missing_ok=True)
     if side.python:

@@ -148,13 +148,11 @@ def world_size(job: JobSpec) -> int:
 
 
 def dry_run_job(job: JobSpec, asked: Path | None, name: str) -> JobSpec:
-    """For `--dry-run`: the job with the paths that its run folder and submit folder would have."""
     run_dir = (asked or new_run_dir(name)).absolute()
     return replace(job, run_dir=str(run_dir), submit_dir=str(run_dir / "submit-1"))
 
 
 def show_plan(cluster: ClusterConfig, job: JobSpec) -> int:
-    """`--dry-run`: print the complete plan; start nothing."""
     plan = LAUNCHERS[cluster.on](job)
     print(format_commands(plan) if cluster.on == "print" else describe(plan), end="")
     return ExitCode.DONE
@@ -164,13 +162,7 @@ def show_plan(cluster: ClusterConfig, job: JobSpec) -> int:
 def locked_run_dir(
     asked: Path | None, name: str, *, trust: bool, resume: bool = False, restart: bool = False
 ) -> Generator[tuple[Path, int]]:
-    """The folder of the run to start, and its lock, which is held inside the context.
-
-    With `restart`, earlier results are moved aside.
-
-    Raises:
-        UsageError: the folder cannot be used, or another run is active in it.
-    """
+    """The folder of the run to start, and its lock, held inside the context. `restart` moves earlier results aside."""
     run_dir = open_run_dir(asked, name, resume=resume, trust=trust)
     lock = lock_run_dir(run_dir)
     try:
@@ -182,12 +174,7 @@ def locked_run_dir(
 
 
 def with_submit_dir(job: JobSpec, settings: str = "") -> JobSpec:
-    """Make the submit folder of this start inside the run folder; return the job with it.
-
-    Args:
-        job: has its run folder.
-        settings: the text of config.toml for the workers; empty: write none.
-    """
+    """Make the submit folder of this start. `settings`: the text of config.toml for the workers; empty: write none."""
     submit_dir = next_submit_dir(Path(job.run_dir))
     if settings:
         write_files(submit_dir, {"config.toml": settings})
@@ -195,7 +182,6 @@ def with_submit_dir(job: JobSpec, settings: str = "") -> JobSpec:
 
 
 def start(cluster: ClusterConfig, job: JobSpec) -> int:
-    """Start the job over ssh or on Slurm, or print its commands; return the exit code."""
     if cluster.on == "slurm":
         return _start_slurm(cluster, job)
     plan = LAUNCHERS[cluster.on](job)

@@ -65,8 +65,6 @@ class ReplayConfig:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline replay ARGUMENTS`."""
-
     separator = [*arguments, "--"].index("--")
     config: ReplayConfig = command_line("replay").parse(arguments[:separator])
     check_positive(config, "step", "top")
@@ -117,11 +115,7 @@ class RunToRepeat(NamedTuple):
 
 
 def open_run(run: str, step: int, *, device: Device | None, eager: bool, trust: bool) -> RunToRepeat:
-    """Find a run, with its settings for one process and its log of a step. `eager`: without compiled code.
-
-    Raises:
-        UsageError: it does not exist, has no such step, or needs several processes to repeat its steps.
-    """
+    """Find a run, with its settings for one process and its log of a step. `eager`: without compiled code."""
     from paceline.cli.run_state import find_run
 
     run_dir = find_run(run)
@@ -146,7 +140,6 @@ def open_run(run: str, step: int, *, device: Device | None, eager: bool, trust: 
 
 
 def check_code(run: RunToRepeat, script: Path | None, arguments: Sequence[str]) -> None:
-    """Raise UsageError if the code of the run does not exist, or `script` is different code."""
     task = str(run.config.task)
     if not is_session_script(task):
         if script is not None or arguments:

@@ -81,7 +81,6 @@ class ScaleConfig:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline scale ARGUMENTS`."""
     config: ScaleConfig = command_line("scale").parse(arguments)
     network = None if config.network is None else parse_network(config.network)
     _check(config)
@@ -240,7 +239,6 @@ def _runs(folder: Path, points: Sequence[ScalePoint], config: ScaleConfig, strat
 
 
 def scaling_notes(ranks: Sequence[int], rounds: MeasuredRounds, cores: int, threads: int) -> list[str]:
-    """Notes on the machine and its GPUs, and on the time that the steps do not include."""
     shared = [text for size in ranks if (text := core_sharing_text(size, threads, cores))]
     notes = [f"{text}: the threads compete for cores, so compute is slower" for text in shared]
     launch = {

@@ -54,7 +54,6 @@ class RunsConfig:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline status ARGUMENTS`."""
     config: StatusConfig = command_line("status").parse(arguments)
     state = run_state(*resolve_run_access(config))
     if config.json:
@@ -121,7 +120,6 @@ def _hint(state: RunState) -> str:
 
 
 def list_runs(arguments: Sequence[str]) -> int:
-    """Run `paceline runs ARGUMENTS`."""
     config: RunsConfig = command_line("runs").parse(arguments)
     states = runs_in(real_path(config.folder))
     if config.json:

@@ -84,7 +84,6 @@ class VerifyConfig:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline verify ARGUMENTS`."""
     separator = [*arguments, "--"].index("--")
     config: VerifyConfig = command_line("verify").parse(arguments[:separator])
     loop_arguments = list(arguments[separator + 1 :])

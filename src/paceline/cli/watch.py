@@ -45,7 +45,6 @@ class WatchConfig(NewestRunFlags):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline watch ARGUMENTS`."""
     config: WatchConfig = command_line("watch").parse(arguments)
     run_dir, access = resolve_run_access(config)
     run = _Run(run_dir, access)
@@ -66,8 +65,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class _Run:
-    """The watched run. It accepts requests to save and to stop."""
-
     def __init__(self, run_dir: Path, access: Access) -> None:
         self.run_dir, self.access, self.may_act = run_dir, access, access != NO_ACCESS
         self._reader = LiveReader(run_dir, may_ask=self.may_act)
@@ -92,7 +89,6 @@ class _Run:
         return run_state(self.run_dir, self.access)
 
     def stack(self, rank: int) -> str:
-        """The stack of a rank at this moment."""
         diagnosis = request_diagnosis(self._newest())
         if diagnosis is None:
             raise UsageError(
@@ -104,7 +100,6 @@ class _Run:
         return describe_rank(evidence, most_ops=5, most_stacks=1)[:MOST_CHARS]
 
     def log(self, rank: int) -> str:
-        """The last lines of a rank's output."""
         if self._attempt is None:
             return "nothing yet"
         path = self._attempt / f"rank-{rank}.log"
@@ -112,7 +107,6 @@ class _Run:
         return "\n".join(line.text for line in read_lines(path, start, end))[-MOST_CHARS:] or "nothing yet"
 
     def save(self) -> str:
-        """Request a checkpoint."""
         if self._reader.read(self._attempt).step is None:
             raise UsageError("cannot request a checkpoint: the run has no step yet, or its script saves by itself")
         try:
@@ -122,7 +116,6 @@ class _Run:
         return "checkpoint requested: the run saves after the next step"
 
     def stop(self) -> str:
-        """Ask the run to stop."""
         self._newest()
         ask_to_stop(self.run_dir, self.access)
         return "stop requested: the run saves its state first"

@@ -18,30 +18,20 @@ MAX_NAMED = 5
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What to repeat, and what to observe."""
-
     step: int
-    without: frozenset[int] = frozenset()
-    """dataset indices of samples to leave out"""
+    without: frozenset[int] = frozenset()  # dataset indices of samples to leave out
     find_nonfinite: bool = False
     pdb: bool = False
-    check: bool = False
-    """also repeat the steps up to the next checkpoint, and compare every tensor"""
+    check: bool = False  # also repeat the steps up to the next checkpoint, and compare every tensor
 
 
 class Logged(msgspec.Struct, frozen=True):
-    """What a run has logged of one of its steps."""
-
     attempt: int
     world_size: int
-    loss: float | None = None
-    """None: the step failed, or is merged with other steps"""
-    fingerprint: int | None = None
-    """of the samples on all ranks; None: not known"""
-    why_not: str = ""
-    """why `loss` is not known"""
-    skipped: bool = False
-    """whether the step changed no parameters"""
+    loss: float | None = None  # None: the step failed, or is merged with other steps
+    fingerprint: int | None = None  # of the samples on all ranks; None: not known
+    why_not: str = ""  # why `loss` is not known
+    skipped: bool = False  # whether the step changed no parameters
 
 
 class SampleLoss(msgspec.Struct, frozen=True):
@@ -56,16 +46,12 @@ class SampleLoss(msgspec.Struct, frozen=True):
 class NonFinite(msgspec.Struct, frozen=True):
     """The first value that is not finite."""
 
-    module: str
-    """the module that has computed it; "loss" for the loss function"""
-    kind: str
-    """the class of the module"""
-    gradient_of: str = ""
-    """the module whose output has this gradient; empty if the value is an output"""
+    module: str  # the module that has computed it; "loss" for the loss function
+    kind: str  # the class of the module
+    gradient_of: str = ""  # the module whose output has this gradient; empty if the value is an output
     virtual_rank: int = 0
     samples: tuple[int, ...] = ()
-    cause: str = ""
-    """"input", or the name of a parameter of the module, that is not finite either; else empty"""
+    cause: str = ""  # "input", or the name of a parameter of the module, that is not finite either; else empty
 
     def __str__(self) -> str:
         where = f"virtual rank {self.virtual_rank}, samples {first_few([*map(str, self.samples)], MAX_NAMED)}"
@@ -81,34 +67,22 @@ class Replayed(msgspec.Struct):
     """The result of a replay. JSON has null for a number that is not finite."""
 
     step: int
-    start: int
-    """the step of the checkpoint from which the steps were repeated; 0: from the start"""
+    start: int  # the step of the checkpoint from which the steps were repeated; 0: from the start
     logged: float | None
     loss: float | None = None
-    grad_norm: float | None = None
-    """of all gradients, before clipping"""
-    expected: float = 0.0
-    """the largest relative difference of the losses that is expected; 0: they have the same bits"""
-    reasons: list[str] = []
-    """why the bits are not guaranteed"""
-    samples: list[SampleLoss] = []
-    """the worst first"""
-    unknown_losses: str = ""
-    """why the losses of samples are not known"""
-    layers: dict[str, float] = {}
-    """the gradient norm of each layer, before clipping"""
+    grad_norm: float | None = None  # of all gradients, before clipping
+    expected: float = 0.0  # the largest relative difference of the losses that is expected; 0: they have the same bits
+    reasons: list[str] = []  # why the bits are not guaranteed
+    samples: list[SampleLoss] = []  # the worst first
+    unknown_losses: str = ""  # why the losses of samples are not known
+    layers: dict[str, float] = {}  # the gradient norm of each layer, before clipping
     nonfinite: NonFinite | None = None
-    failure: str = ""
-    """why the step changed no parameters"""
+    failure: str = ""  # why the step changed no parameters
     without: list[int] = []
-    contradiction: str = ""
-    """a difference from the log other than that of the loss"""
-    checkpoint: int | None = None
-    """the step of the checkpoint with which the state was compared"""
-    digest: str = ""
-    """of the state after that step, if it equals the checkpoint"""
-    differing: list[str] = []
-    """tensors that differ from that checkpoint"""
+    contradiction: str = ""  # a difference from the log other than that of the loss
+    checkpoint: int | None = None  # the step of the checkpoint with which the state was compared
+    digest: str = ""  # of the state after that step, if it equals the checkpoint
+    differing: list[str] = []  # tensors that differ from that checkpoint
 
     @property
     def agrees(self) -> bool:
@@ -123,11 +97,7 @@ class Replayed(msgspec.Struct):
 
 
 def read_log(run_dir: Path, step: int, *, ended: bool) -> Logged:
-    """What the ranks of the run have logged of `step`. `ended`: the run has ended without an error.
-
-    Raises:
-        UsageError: the run has no such step, or no events.
-    """
+    """What the ranks of the run have logged of `step`. `ended`: the run has ended without an error."""
     found: dict[tuple[int, int], dict[int, tuple[Started, Step]]] = {}
     latest, last = None, 0
     for path in event_files(run_dir).values():
@@ -157,7 +127,6 @@ def read_log(run_dir: Path, step: int, *, ended: bool) -> Logged:
 
 
 def print_replay(result: Replayed, top: int, *, find_nonfinite: bool) -> None:
-    """Print the report of a replay, with the `top` worst samples."""
     console = table_console()
 
     def say(text: str, style: str = "") -> None:

@@ -37,22 +37,17 @@ MAX_REASON_CHARS = 300
 
 @dataclass(frozen=True)
 class CandidateGroup:
-    """The candidates to measure on one number of processes."""
-
     nproc: int
     candidates: Sequence[Candidate]
 
 
 @dataclass
 class MeasuredRounds:
-    """The measurements of all rounds so far."""
-
     rounds: list[list[Measurement]] = field(default_factory=list[list[Measurement]])
     failures: list[FailedMeasurement] = field(default_factory=list[FailedMeasurement])
     code: int = ExitCode.DONE  # not 0: measuring ended early, for a reason that has been printed
 
     def notes(self) -> list[str]:
-        """The notes of all measurements, each once."""
         measured = [chunk for chunks in self.rounds for chunk in chunks]
         slow_reasons: dict[tuple[int, int], list[str]] = {}
         for chunk in measured:
@@ -74,17 +69,7 @@ def candidate_dir(root: Path, number: int, nproc: int, name: str = "") -> Path:
 def measure_rounds(
     sets: Sequence[CandidateGroup], settings: str, root: Path, *, rounds: int, warmup: int, steps: int, memory: bool
 ) -> MeasuredRounds:
-    """Measure all sets in each round.
-
-    Args:
-        sets: the candidates, by number of processes.
-        settings: the settings of the training, as TOML.
-        root: an existing folder for all files.
-        rounds: the number of measurements of each candidate.
-        warmup: steps before the measured ones, at least INSPECTED_STEPS.
-        steps: measured steps.
-        memory: also measure memory, in the first round.
-    """
+    """Measure all sets in each round, memory in the first one only. `settings`: of the training, as TOML."""
     results = MeasuredRounds()
     for number in range(rounds):
         results.rounds.append([])

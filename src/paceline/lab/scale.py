@@ -59,16 +59,12 @@ StepPartsByPoint = Mapping[ScalePoint, StepParts]  # the mean step at each point
 
 @dataclass(frozen=True)
 class EfficiencyLossCause:
-    """One cause of lost efficiency."""
-
     cause: str
     seconds: float  # of a step; negative if more ranks made it faster
     percent: float  # of the total loss
 
 
 class ScalingLoss(msgspec.Struct, frozen=True):
-    """The loss on a number of ranks, in weak or strong scaling."""
-
     mode: str
     at: ScalePoint
     samples_per_second: float
@@ -83,16 +79,12 @@ class ScalingLoss(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Network:
-    """The link of one machine."""
-
     bytes_per_second: float
     latency_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class NodeTraffic:
-    """The data that a machine sends to the others."""
-
     fraction: float  # of the uncompressed bytes
     messages: float  # sequential; one message to all others at the same time counts once
     steps_per_exchange: int = 1  # steps between two exchanges
@@ -116,8 +108,6 @@ class TrainingProperties:
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """An estimated step."""
-
     mode: str
     at: ScalePoint
     where: str
@@ -126,8 +116,6 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class ScalingReport(msgspec.Struct, frozen=True):
-    """The complete result, which the command prints or writes."""
-
     what: str
     lost: list[ScalingLoss]
     estimates: list[Estimate]
@@ -135,7 +123,6 @@ class ScalingReport(msgspec.Struct, frozen=True):
 
 
 def read_run(folder: Path, *, skip: int) -> RecordedSteps:
-    """The run in `folder`, without its first `skip` steps."""
     run = RunData(real_path(folder))
     read_rank_logs(run)
     logs, size = run.newest_rank_logs(), run.world_size
@@ -182,7 +169,6 @@ def comparable_batches(runs: Runs) -> tuple[int | None, int | None]:
 
 
 def ran_over_network(runs: Runs) -> bool:
-    """Whether the ranks of any of these runs were on several hosts."""
     return any(len({*run.hosts.values()}) > 1 for rounds in runs.values() for run in rounds)
 
 
@@ -338,7 +324,6 @@ def ring_messages(ranks: int) -> float:
 
 
 def print_scaled(scaled: ScalingReport) -> None:
-    """Print the tables and the notes."""
     console = table_console(160)
     console.print(scaled.what, markup=False)
     for mode in ("weak", "strong"):
@@ -353,7 +338,6 @@ def print_scaled(scaled: ScalingReport) -> None:
 
 
 def describe_scaling_loss(lost: ScalingLoss) -> str:
-    """A sentence about the loss and its largest cause."""
     ranks = f"{lost.at.ranks} ranks, {lost.mode}"
     percent = 100 * (1 - lost.efficiency.median)
     if percent < 100 * MIN_REPORTED_LOSS:

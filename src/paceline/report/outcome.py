@@ -94,7 +94,6 @@ def run_events(run: RunData) -> list[tuple[float, str, str]]:
 
 
 def timeline_figures(events: Sequence[tuple[float, str, str]]) -> Iterable[Figure]:
-    """The events as marks over time."""
     of_kind: dict[str, list[tuple[float, str]]] = {}
     for at, kind, text in events:
         if kind != "notice":
@@ -111,7 +110,6 @@ def timeline_figures(events: Sequence[tuple[float, str, str]]) -> Iterable[Figur
 
 
 def wall_seconds_by_use(run: RunData) -> dict[str, float]:
-    """The seconds of the wall time by use: steps, evaluations, checkpoints, repeated steps, the rest."""
     if not (first := run.first_rank_log) or not first.valid_rows:
         return {}
     steps, started = first.steps, first.start_events
@@ -158,7 +156,6 @@ def root_failures(run: RunData) -> list[tuple[str, str]]:
 
 
 def failure_remedies(run: RunData) -> list[str]:
-    """Advice after a failure."""
     code = run.failures[0].exit_code if run.failures else run.summary.exit if run.summary else 0
     text = REMEDIES.get(ExitCode(code)) if code in {*ExitCode} else None
     if text is None:
@@ -170,8 +167,6 @@ def failure_remedies(run: RunData) -> list[str]:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """The largest causes of lost time in a run."""
-
     summary: str  # a sentence: the fraction of the time in which ranks computed, and the largest causes of the rest
     advice: list[str] = field(default_factory=list[str])  # advice, the most promising first
     cause_fractions: dict[str, float] = field(default_factory=dict[str, float])
@@ -183,7 +178,6 @@ class Bottleneck:
 
 
 def find_bottleneck(run: RunData) -> Bottleneck:
-    """The bottleneck of a run's newest start."""
     logs = [log for log in run.newest_rank_logs() if log.valid_rows]
     size = run.world_size
     if not logs:

@@ -54,8 +54,6 @@ SHARDED_KINDS_BY_STRATEGY = {  # whether a strategy shards weights, gradients an
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts."""
-
     title: str
     head: Sequence[str]
     rows: list[list[str]] = field(default_factory=list[list[str]])
@@ -66,8 +64,6 @@ class Table:
 
 @dataclass
 class Section:
-    """A section of the page."""
-
     id: str
     name: str
     figures: list[Figure] = field(default_factory=list[Figure])
@@ -81,13 +77,7 @@ class Section:
 
 
 def report_page(runs: Sequence[RunData], command: str, drawings: Sequence[Drawing] = ()) -> str:
-    """The page of one run, or the comparison of several, as HTML.
-
-    Args:
-        runs: at least one.
-        command: the command that creates the page, for display.
-        drawings: diagrams of the run.
-    """
+    """The page of one run, or the comparison of several, as HTML. `command`: what creates the page, for display."""
     bottlenecks = [find_bottleneck(run) for run in runs]
     body = [section for section in _sections(runs, bottlenecks[0], drawings) if section]
     figures = {figure.name: asdict(figure) for section in body for figure in section.figures}
@@ -185,7 +175,6 @@ def _cell(value: Any) -> str:
 
 
 def results_table(runs: Sequence[RunData]) -> Table:
-    """The description and results of the runs, with a column for each."""
     columns = [_result_values(run) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[name, *(_cell(column.get(name)) for column in columns)] for name in names]
@@ -224,7 +213,6 @@ def _result_values(run: RunData) -> dict[str, Any]:
 
 
 def setting_differences(runs: Sequence[RunData]) -> Table:
-    """The settings that differ between the runs."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     rows = [[name, *(_cell(run.settings.get(name)) for run in runs)] for name in names]
     rows = [row for row in rows if len({*row[1:]}) > 1]
@@ -233,7 +221,6 @@ def setting_differences(runs: Sequence[RunData]) -> Table:
 
 
 def settings_tables(run: RunData) -> Iterable[Table]:
-    """All settings, and the environment."""
     for title, head, table in (("All settings", "setting", run.settings), ("Environment", "name", run.environment)):
         if table:
             rows = [[_cell(name), _cell(value)] for name, value in table.items()]
@@ -241,7 +228,6 @@ def settings_tables(run: RunData) -> Iterable[Table]:
 
 
 def repeat_command(run: RunData) -> str:
-    """The command that repeats the run."""
     folder, versions = shlex.quote(str(run.folder)), run.environment
     names = [name for name in ("paceline", "torch", "python") if name in versions]
     about = ", ".join(f"{name} {remove_controls(str(versions[name]))[:60]}" for name in names)
@@ -254,7 +240,6 @@ def repeat_command(run: RunData) -> str:
 
 
 def wall_time_table(run: RunData) -> Iterable[Table]:
-    """The wall time by use."""
     spent = wall_seconds_by_use(run)
     if (total := sum(spent.values())) > 0:
         rows = [[name, format_duration(s), f"{s / total:.1%}"] for name, s in spent.items() if s > 0]
@@ -262,7 +247,6 @@ def wall_time_table(run: RunData) -> Iterable[Table]:
 
 
 def collectives_table(run: RunData) -> Iterable[Table]:
-    """The collectives of a step: bytes, number, duration, and overlap with backward."""
     traced = [*run.first_rank_log.traced.values()][-100:] if run.first_rank_log else []
     calls: dict[str, list[tuple[float, int, float]]] = {}
     for step in traced:
@@ -315,7 +299,6 @@ def memory_table(run: RunData) -> Iterable[Table]:
 
 
 def samples_table(run: RunData) -> Iterable[Table]:
-    """The samples of each epoch, over all ranks."""
     samples, steps = Counter[int](), Counter[int]()
     for log in run.ranks.values():
         for row in log.valid_rows:
@@ -333,7 +316,6 @@ def samples_table(run: RunData) -> Iterable[Table]:
 
 
 def event_table(events: Sequence[tuple[float, str, str]]) -> Iterable[Table]:
-    """The events of a run except steps, in order."""
     rows = [[format_duration(max(0.0, at)), kind, text] for at, kind, text in events]
     if len(rows) > MAX_ROWS:
         half = MAX_ROWS // 2

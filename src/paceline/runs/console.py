@@ -37,12 +37,10 @@ def print_to_stderr(text: str) -> None:
 
 
 def escape_controls(json: str) -> str:
-    """JSON with control characters as JSON escapes."""
     return re.sub("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]", lambda m: f"\\u{ord(m[0]):04x}", json)
 
 
 def remove_controls(text: str) -> str:
-    """`text` without control sequences."""
     return CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 

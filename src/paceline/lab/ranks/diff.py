@@ -28,8 +28,6 @@ DIGEST_LENGTH = 32  # characters, which is 128 bits
 
 @dataclass
 class Recorder(Watch):
-    """Records the steps from `request.step` to `last`."""
-
     last: int = 0
     fetch: int | None = None
     records: list[Recorded] = field(default_factory=list[Recorded])
@@ -44,12 +42,10 @@ class Recorder(Watch):
         self.until, self.saved = self.last, None
 
     def begin(self, origin: Any) -> None:
-        """The steps after `origin` begin."""
         super().begin(origin)
         self._step = self.result.start + 1
 
     def attach(self, replica: Strategy, prefix: str = "") -> None:
-        """Observe a model."""
         super().attach(replica, prefix)
         enter, sync_gradients = replica.enter, replica.sync_gradients
 
@@ -97,13 +93,11 @@ class Recorder(Watch):
                 tensor.register_hook(lambda gradient: self._record("gradient of output", name, gradient, work))
 
     def note_losses(self, values: Tensor, weights: Tensor | None = None) -> bool:
-        """Record the losses of the current micro-batch."""
         if self.work is not None:
             self._record_all("loss", "of the samples" if values.ndim else "of the batch", (values, weights), self.work)
         return super().note_losses(values, weights)
 
     def note_step(self, record: StepRecord) -> bool:
-        """A step has ended. Returns whether it was the last one to repeat."""
         self.losses[record.step] = record.result.loss
         if self.is_on:
             self._record_state("state after")
@@ -135,11 +129,7 @@ class Recorder(Watch):
 
 
 def record(source: Source, request: Request, folder: Path) -> Recording:
-    """Repeat the steps of a request. A wanted tensor is saved in `folder`.
-
-    Raises:
-        UsageError: the steps cannot be repeated here.
-    """
+    """Repeat the steps of a request. A wanted tensor is saved in `folder`."""
     made: list[Recorder] = []
 
     def make_watch(asked: ReplayRequest, source: Source) -> Recorder:

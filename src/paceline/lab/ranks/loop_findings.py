@@ -27,11 +27,7 @@ Differences = Sequence[Sequence[TensorDifference]]
 def make_loop_reports(
     folder: Path, spec: LoopSpec, ranks: Sequence[int], ended: Mapping[int, str]
 ) -> tuple[VerifyReport, list[BitsReport]]:
-    """The results of all runs. There are no bits if a run did not finish.
-
-    Raises:
-        UsageError: if the function trained nothing.
-    """
+    """The results of all runs. There are no bits if a run did not finish."""
     runs = {(n, i): read_run(folder, n, i) for n in {1, *ranks} for i in range(len(spec.cases))}
     reference = runs[1, 0]
     if reference and not (reference[0].error or any(step.updates for step in reference[0].steps)):

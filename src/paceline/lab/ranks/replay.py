@@ -62,18 +62,14 @@ OTHER_SAMPLES = "the run has used different samples in this step: their order ha
 
 @dataclass(frozen=True)
 class Source:
-    """The run to repeat: its folder, its settings, and its log of the step."""
-
     run_dir: Path
     config: "TrainConfig"
     logged: Logged
-    environment: Mapping[str, Any]
-    """the content of environment.json; empty for a session"""
+    environment: Mapping[str, Any]  # the content of environment.json; empty for a session
     trust: bool
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """The checkpoints of the run."""
         return Checkpoints(self.run_dir / CHECKPOINTS, trust=self.trust)
 
     def origin(self, step: int, world: World) -> ResumePoint | None:
@@ -81,11 +77,7 @@ class Source:
         return newest_on_disk(self.checkpoints, world, print_to_stderr, after=0, before=step)
 
     def next_checkpoint(self, request: Request) -> tuple[int, ShardFileSource] | None:
-        """The intact checkpoint to compare the state with, and its step.
-
-        Raises:
-            UsageError: it was requested, and the run has none.
-        """
+        """The intact checkpoint to compare the state with, and its step."""
         checkpoints = self.checkpoints
         for step, path in reversed(checkpoints.entries()):
             if step == request.step or (request.check and step > request.step):
@@ -114,12 +106,10 @@ class Watch:
     request: Request
     source: Source
     result: Replayed = field(init=False)
-    is_on: bool = False
-    """whether the requested step is the current one"""
+    is_on: bool = False  # whether the requested step is the current one
     replicas: dict[str, Strategy] = field(default_factory=dict[str, Strategy])
     """by the prefix of the names of their parameters"""
-    work: MicroBatchPlan | None = None
-    """the current micro-batch of the requested step"""
+    work: MicroBatchPlan | None = None  # the current micro-batch of the requested step
     owners: dict[int, int] = field(default_factory=dict[int, int])
     """the virtual rank of each sample, if one micro-batch has samples of several"""
     samples: dict[tuple[int, int], list[SampleLoss]] = field(default_factory=dict[tuple[int, int], list[SampleLoss]])
@@ -130,12 +120,10 @@ class Watch:
         self.until, self.saved = self.source.next_checkpoint(self.request) or (self.request.step, None)
 
     def begin(self, origin: ResumePoint | None) -> None:
-        """The steps after `origin` begin."""
         self.result.start = origin.step if origin else 0
         self.is_on = self.result.start + 1 == self.request.step
 
     def attach(self, replica: Strategy, prefix: str = "") -> None:
-        """Observe a model."""
         self.replicas[prefix] = replica
         enter, leave, sync_gradients = replica.enter, replica.leave, replica.sync_gradients
 
@@ -279,7 +267,6 @@ def missing_samples(request: Request, indices: Sequence[int]) -> UsageError:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are finite; also for integers."""
     return bool(tensor.detach().isfinite().all())
 
 
@@ -294,7 +281,6 @@ def _bits(tensor: Tensor | None) -> str:
 
 
 def gradient_norms(replica: Strategy, prefix: str) -> dict[str, float]:
-    """The norm of the gradients of each layer, in the order of the model."""
     squares = {prefix + name.rpartition(".")[0]: 0.0 for name, p in replica.model.named_parameters() if p.requires_grad}
     for shard in replica.gradients():
         squares[prefix + shard.name.rpartition(".")[0]] += float(shard.tensor.detach().double().square().sum())
@@ -302,12 +288,7 @@ def gradient_norms(replica: Strategy, prefix: str) -> dict[str, float]:
 
 
 def explain(watch: Watch, now: Mapping[str, Any], origin: ResumePoint | None) -> None:
-    """Set the reasons why the bits can differ, and the expected difference.
-
-    Raises:
-        UsageError: the run is a different one: its data, seed or batches have changed; or the state cannot be compared
-            with a checkpoint, as requested.
-    """
+    """Set the reasons why the bits can differ, and the expected difference."""
     source, request, result = watch.source, watch.request, watch.result
     config = source.config
     saved = origin.trainer_state.definition if origin else {"strategy": config.strategy, **source.definition()}
@@ -339,7 +320,6 @@ class _TaskReplay(TaskTrainer):
         self._watch = watch
 
     def repeat(self) -> None:
-        """Take the steps."""
         self._take_steps()
 
     def _record_step(self, record: StepRecord) -> None:
@@ -350,11 +330,7 @@ class _TaskReplay(TaskTrainer):
 
 
 def replay_task(source: Source, request: Request, make_watch: MakeWatch = Watch) -> Replayed:
-    """Repeat a step of a task, observed by a new watch.
-
-    Raises:
-        UsageError: before the first step, for a run that cannot be repeated here.
-    """
+    """Repeat a step of a task, observed by a new watch."""
     config = source.config
     watch = make_watch(request, source)
     world = World.from_env({}, device=config.launch.device)
@@ -391,7 +367,6 @@ def replay_task(source: Source, request: Request, make_watch: MakeWatch = Watch)
 
 
 def _samples(parts: TrainingComponents, step: int) -> list[int]:
-    """The samples of a step, in order."""
     return parts.plan.global_indices(*divmod(step - 1, parts.plan.steps_per_epoch)).tolist()
 
 
@@ -513,7 +488,6 @@ class _LossFunctions(TorchFunctionMode):
 
 @cache
 def _reducing() -> dict[Any, Any]:
-    """The loss functions of torch with their signatures."""
     found: dict[Any, Any] = {}
     for function in vars(F).values():
         with suppress(TypeError, ValueError):  # not a function, or one in C
@@ -525,11 +499,7 @@ def _reducing() -> dict[Any, Any]:
 def replay_script(
     source: Source, request: Request, script: Path, arguments: Sequence[str], make_watch: MakeWatch = Watch
 ) -> Replayed:
-    """Repeat a step of a session by running its script, observed by a new watch.
-
-    Raises:
-        UsageError: for a script that cannot repeat the step.
-    """
+    """Repeat a step of a session by running its script, observed by a new watch."""
     watch = make_watch(request, source)
     observer = _SessionReplay(source, watch)
     try:
