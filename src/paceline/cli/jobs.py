@@ -28,16 +28,8 @@ from paceline.launch.plan import (
     write_files,
     write_submission,
 )
+from paceline.launch.slurm import queue
 from paceline.launch.slurm.plan import SCRIPT_FILE, plan_slurm
-from paceline.launch.slurm.queue import (
-    check_allocation,
-    check_fits,
-    cores_per_rank,
-    current_allocation,
-    follow,
-    run_in_allocation,
-    submit,
-)
 from paceline.launch.ssh.plan import plan_ssh, rsync_commands, run_rsync
 from paceline.launch.supervise import run
 from paceline.protocol.balance import AUTO, parse_balance, speeds_of_ranks
@@ -200,20 +192,20 @@ def start(cluster: ClusterConfig, job: JobSpec) -> int:
 
 def _start_slurm(cluster: ClusterConfig, job: JobSpec) -> int:
     submit_dir = Path(job.submit_dir)
-    allocation = current_allocation(os.environ)
+    allocation = queue.current_allocation(os.environ)
     if cluster.cpus_per_rank is None and job.slurm.gpus_per_node:
-        cores = min(CORES_PER_GPU_RANK, cores_per_rank(allocation, job, os.environ))
+        cores = min(CORES_PER_GPU_RANK, queue.cores_per_rank(allocation, job, os.environ))
         job = replace(job, slurm=replace(job.slurm, cpus_per_rank=cores))
     if allocation is not None:
-        check_allocation(allocation, job)
+        queue.check_allocation(allocation, job)
     plan = plan_slurm(job)
     write_files(submit_dir, plan.files)
     if allocation is None:
-        check_fits(job, os.environ)
+        queue.check_fits(job, os.environ)
     _record(cluster, job)  # also before it is submitted: the run is known even if this process is killed now
     if allocation is not None:
-        return run_in_allocation(submit_dir / SCRIPT_FILE)
-    job_id = submit(plan, os.environ)
+        return queue.run_in_allocation(submit_dir / SCRIPT_FILE)
+    job_id = queue.submit(plan, os.environ)
     _record(cluster, job, job_id)
     print_to_stderr(f"submitted as Slurm job {job_id}; batch script: {submit_dir / SCRIPT_FILE}")
     if not cluster.follow:
@@ -221,7 +213,7 @@ def _start_slurm(cluster: ClusterConfig, job: JobSpec) -> int:
         return ExitCode.DONE
     show_text = partial(print, end="", flush=True)
     output = submit_dir / f"slurm-{job_id}.out"
-    return follow(job_id, output, print_to_stderr, show_text, cancel_on_interrupt=cluster.cancel_on_interrupt)
+    return queue.follow(job_id, output, print_to_stderr, show_text, cancel_on_interrupt=cluster.cancel_on_interrupt)
 
 
 def _record(cluster: ClusterConfig, job: JobSpec, slurm_job: str = "") -> None:

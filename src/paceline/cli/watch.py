@@ -8,18 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cli import command_line
+from paceline.cli import command_line, run_state
 from paceline.cli.cancel import ask_to_stop
 from paceline.cli.hang import request_diagnosis
-from paceline.cli.run_state import (
-    NO_ACCESS,
-    Access,
-    NewestRunFlags,
-    attempts,
-    read_run_status,
-    resolve_run_access,
-    run_state,
-)
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.report import describe_rank
 from paceline.launch.output import find_last_lines, read_lines
@@ -37,7 +28,7 @@ LOG_LINES, MOST_CHARS = 40, 20_000
 
 
 @dataclass(frozen=True)
-class WatchConfig(NewestRunFlags):
+class WatchConfig(run_state.NewestRunFlags):
     """Watch a run live, rank by rank, until it ends.
 
     Keys show stacks and logs, save a checkpoint and stop the run. q leaves the view; the run continues.
@@ -46,7 +37,7 @@ class WatchConfig(NewestRunFlags):
 
 def main(arguments: Sequence[str]) -> int:
     config: WatchConfig = command_line("watch").parse(arguments)
-    run_dir, access = resolve_run_access(config)
+    run_dir, access = run_state.resolve_run_access(config)
     run = _Run(run_dir, access)
     try:
         if run.standing.state in LIVE_STATES:
@@ -65,8 +56,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class _Run:
-    def __init__(self, run_dir: Path, access: Access) -> None:
-        self.run_dir, self.access, self.may_act = run_dir, access, access != NO_ACCESS
+    def __init__(self, run_dir: Path, access: run_state.Access) -> None:
+        self.run_dir, self.access, self.may_act = run_dir, access, access != run_state.NO_ACCESS
         self._reader = LiveReader(run_dir, may_ask=self.may_act)
         self.standing = self._standing()
 
@@ -81,12 +72,12 @@ class _Run:
 
     def _ended(self, now: float) -> bool:
         self._ended_seconds = now
-        return read_run_status(self.run_dir, self.access).state not in LIVE_STATES
+        return run_state.read_run_status(self.run_dir, self.access).state not in LIVE_STATES
 
     def _standing(self) -> RunState:
-        self._attempt = next(reversed(attempts(self.run_dir)), None)
+        self._attempt = next(reversed(run_state.attempts(self.run_dir)), None)
         self._stood_seconds = self._ended_seconds = time.monotonic()
-        return run_state(self.run_dir, self.access)
+        return run_state.run_state(self.run_dir, self.access)
 
     def stack(self, rank: int) -> str:
         diagnosis = request_diagnosis(self._newest())

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from rich.text import Text
 
 from paceline.errors import UsageError, first_few
-from paceline.runs.console import remove_controls, table_console
+from paceline.runs.console import print_text, table_console
 from paceline.runs.events import Step, event_files, read_events
 
 Kind = Literal[
@@ -155,11 +155,7 @@ def probable_cause(first: Recorded | None, settings: Settings, not_reproduced: S
 
 
 def print_difference(result: Difference, names: tuple[str, str]) -> None:
-    console = table_console()
-
-    def say(text: str, style: str = "") -> None:
-        console.print(Text(remove_controls(text)), style=style, soft_wrap=True)
-
+    say = partial(print_text, table_console())
     say(f"A: {names[0]}\nB: {names[1]}")
     for name, (a, b) in result.settings.items():
         say(f"{'environment' if name in ENVIRONMENT else 'setting'} {name}: {_short(a)} in A, {_short(b)} in B")

@@ -1,16 +1,27 @@
-"""The request, the log and the report of `paceline replay` (no torch here)."""
+"""The run, the request and the report of `paceline replay` (no torch here)."""
 
 import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.table import Table
 from rich.text import Text
 
+from paceline.checkpoint.format import DamagedCheckpoint, read_manifest
+from paceline.checkpoint.manager import Checkpoints
 from paceline.errors import UsageError, first_few, plural
-from paceline.runs.console import remove_controls, table_console
+from paceline.runs.console import print_text, remove_controls, table_console
 from paceline.runs.events import Started, Step, event_files, read_events
+from paceline.runs.folder import CHECKPOINTS
+
+if TYPE_CHECKING:
+    from paceline.config.settings import TrainConfig
 
 EXPECTED = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
 """The largest relative difference of a loss that rounding explains, by precision."""
@@ -32,6 +43,30 @@ class Logged(msgspec.Struct, frozen=True):
     fingerprint: int | None = None  # of the samples on all ranks; None: not known
     why_not: str = ""  # why `loss` is not known
     skipped: bool = False  # whether the step changed no parameters
+
+
+@dataclass(frozen=True)
+class Source:
+    """The run to repeat, with its settings for one process, and its log of the step."""
+
+    run_dir: Path
+    config: "TrainConfig"
+    logged: Logged
+    environment: Mapping[str, Any]  # the content of environment.json; empty for a session
+    trust: bool
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.run_dir / CHECKPOINTS, trust=self.trust)
+
+    def definition(self) -> Mapping[str, Any]:
+        """The definition of the attempt in its first checkpoint. Without one, it has only the hardware."""
+        for _, path in reversed(self.checkpoints.entries()):
+            with suppress(DamagedCheckpoint):
+                manifest = read_manifest(path, trust=self.trust)
+                if manifest.attempt == self.logged.attempt:
+                    return manifest.definition
+        return {"hardware": self.environment.get("bits_hold_for")}
 
 
 class SampleLoss(msgspec.Struct, frozen=True):
@@ -128,10 +163,7 @@ def read_log(run_dir: Path, step: int, *, ended: bool) -> Logged:
 
 def print_replay(result: Replayed, top: int, *, find_nonfinite: bool) -> None:
     console = table_console()
-
-    def say(text: str, style: str = "") -> None:
-        console.print(Text(remove_controls(text)), style=style, soft_wrap=True)
-
+    say = partial(print_text, console)
     begin = f"the checkpoint of step {result.start}" if result.start else "the start"
     say(f"step {result.step}, repeated on one process from {begin}")
     if result.samples:

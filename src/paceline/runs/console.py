@@ -91,6 +91,11 @@ def table_console(width: int = 132) -> Console:
     return Console(width=None if Console().is_terminal else width, highlight=False, emoji=False)
 
 
+def print_text(console: Console, text: str, style: str = "") -> None:
+    """Print text that may have any content: without control sequences and markup, in lines of any length."""
+    console.print(remove_controls(text), style=style, markup=False, soft_wrap=True)
+
+
 def sparkline(values: Sequence[float], width: int) -> str:
     """The last `width` values as bars, scaled from their minimum to their maximum."""
     shown = [value for value in values[-width:] if math.isfinite(value)] if width > 0 else []
